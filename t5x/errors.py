@@ -1,0 +1,11 @@
+"""The one exception that means: the user can mend this."""
+
+
+class UserError(Exception):
+    """Something in the input, the configuration or the environment is wrong.
+
+    The message says what is wrong, where, and how to mend it. The command line prints it without a traceback and
+    exits with `exit_code`; from Python it is an ordinary exception.
+    """
+
+    exit_code = 2
