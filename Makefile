@@ -1,0 +1,38 @@
+# Two commands: `make demo` trains a tiny T5 here and shows it; `make test` runs every test.
+# Both make .venv and install what they need the first time.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+
+.PHONY: demo test lint clean
+
+demo: $(VENV)/.core
+	@$(BIN)/t5x demo
+
+test: $(VENV)/.dev
+	@$(BIN)/ruff check .
+	@$(BIN)/python -m pytest -n 2 --dist worksteal
+
+lint: $(VENV)/.dev
+	@$(BIN)/ruff check .
+
+clean:
+	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .ruff_cache
+
+$(VENV)/.python:
+	@command -v $(PYTHON) >/dev/null || { echo "error: there is no $(PYTHON). Install Python 3.11, 3.12 or 3.13, or name one: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; v = sys.version_info; (3, 11) <= v[:2] <= (3, 13) or sys.exit("error: %s is Python %d.%d, but t5x needs 3.11, 3.12 or 3.13. Install one, or name it: make PYTHON=/path/to/python3.11" % (sys.executable, v[0], v[1]))'
+	@$(PYTHON) -m venv $(VENV) || { echo "error: $(PYTHON) cannot make a virtual environment. On Debian and Ubuntu: apt install python3-venv" >&2; rm -rf $(VENV); exit 1; }
+	@touch $@
+
+$(VENV)/.core: pyproject.toml $(VENV)/.python
+	@echo "installing t5x into $(VENV) (about a minute, once)"
+	@$(PIP) -e .
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml $(VENV)/.python
+	@echo "installing t5x and what its tests need into $(VENV) (a few minutes, once)"
+	@$(PIP) -e '.[dev]'
+	@touch $@ $(VENV)/.core

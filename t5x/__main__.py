@@ -1,0 +1,5 @@
+"""`python -m t5x VERB …`, the same as `t5x VERB …`."""
+
+from t5x.cli import main
+
+main()

@@ -1,0 +1,21 @@
+"""Checkpoints: asynchronous to write, atomic, verified on read, restored onto any mesh."""
+
+from t5x.checkpoints import tree
+from t5x.checkpoints.lock import ModelDirLock
+from t5x.checkpoints.manifest import DamagedCheckpoint, verify
+from t5x.checkpoints.paths import dataset_state_name
+from t5x.checkpoints.reading import read_shapes, read_sidecar, resolve, restore
+from t5x.checkpoints.store import CheckpointStore
+
+__all__ = [
+    "CheckpointStore",
+    "DamagedCheckpoint",
+    "ModelDirLock",
+    "dataset_state_name",
+    "read_shapes",
+    "read_sidecar",
+    "resolve",
+    "restore",
+    "tree",
+    "verify",
+]

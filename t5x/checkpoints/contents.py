@@ -1,0 +1,109 @@
+"""What a checkpoint says about itself: the model, its vocabularies and the configuration of the run.
+
+With these files beside the weights, a model can be rebuilt from the directory alone, and a run that would continue
+another model's checkpoint is refused.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import PurePosixPath
+from typing import Any
+
+from etils import epath
+
+from t5x.checkpoints import manifest, paths
+from t5x.data.vocabularies import Vocabulary
+from t5x.errors import UserError
+from t5x.models import EncoderDecoderModel
+from t5x.network import T5Config, Transformer
+
+MODEL_FILE = "model.json"
+GIN_FILE = "config.gin"
+
+# How the network runs rather than what it is: these may differ between a checkpoint and the run that continues it.
+_RUNTIME_FIELDS = {
+    "attention_backend", "dropout_rate", "dtype", "float32_attention_logits", "param_scan_axis", "remat_policy", "scan_layers",
+}  # fmt: skip
+
+
+def describe(model: EncoderDecoderModel) -> dict[str, Any]:
+    """The model as JSON: its classes, and the fields of the network's configuration."""
+    module = model.module
+    config = getattr(module, "config", None)
+    fields = dataclasses.asdict(config) if dataclasses.is_dataclass(config) else {}
+    return {
+        "model": _name(type(model)),
+        "network": _name(type(module)),
+        "config": {k: _plain(v) for k, v in fields.items()},
+        "vocabularies": {feature: v.vocab_size for feature, v in model.vocabularies.items()},
+    }
+
+
+def sidecars(model: EncoderDecoderModel, config_gin: bytes | None) -> dict[str, bytes]:
+    """The files that travel with the weights, by their path in the checkpoint."""
+    files = {MODEL_FILE: (json.dumps(describe(model), indent=1) + "\n").encode()}
+    for feature, vocabulary in model.vocabularies.items():
+        files |= {f"vocabulary/{feature}/{name}": data for name, data in vocabulary.to_files().items()}
+    return files if config_gin is None else files | {GIN_FILE: config_gin}
+
+
+def load_model(path: epath.PathLike) -> EncoderDecoderModel:
+    """The model of a checkpoint, rebuilt from its description; without an optimizer, for inference."""
+    description = json.loads(manifest.read_file(path, MODEL_FILE))
+    if description["network"] != _name(Transformer):
+        raise UserError(
+            f"{path} holds a {description['network']}, which cannot be rebuilt from its description alone. Give its gin "
+            "file (--gin_file) instead of --model."
+        )
+    known = {field.name for field in dataclasses.fields(T5Config)}
+    config = T5Config(**{k: v for k, v in description["config"].items() if k in known})
+    vocabularies = load_vocabularies(path)
+    return EncoderDecoderModel(
+        Transformer(config), vocabularies["inputs"], vocabularies["targets"], optimizer_def=None
+    )
+
+
+def load_vocabularies(path: epath.PathLike) -> dict[str, Vocabulary]:
+    """The vocabularies in a checkpoint, by feature."""
+    names = [PurePosixPath(name).parts for name in manifest.read(path)["files"]]
+    features = sorted({parts[1] for parts in names if len(parts) == 3 and parts[0] == "vocabulary"})
+    return {f: Vocabulary.from_files(paths.local_path(path) / "vocabulary" / f) for f in features}
+
+
+def check_same_model(path: epath.PathLike, model: EncoderDecoderModel) -> None:
+    """Raises where the checkpoint is of another model or vocabulary than `model`; the message shows the difference."""
+    stored, here = json.loads(manifest.read_file(path, MODEL_FILE)), describe(model)
+    rows = _differences("", {k: stored.get(k) for k in ("model", "network")}, {k: here[k] for k in ("model", "network")})
+    rows += _differences("config.", _identity(stored["config"]), _identity(here["config"]))
+    for feature, vocabulary in load_vocabularies(path).items():
+        if feature in model.vocabularies and vocabulary != model.vocabularies[feature]:
+            rows.append((f"vocabulary of {feature}", str(vocabulary), str(model.vocabularies[feature])))
+    if rows:
+        width = max(len(name) for name, *_ in rows)
+        table = "\n".join(f"  {name:<{width}}  checkpoint {theirs}, this run {ours}" for name, theirs, ours in rows)
+        raise UserError(
+            f"{path} is a checkpoint of another model; nothing was changed.\n{table}\n"
+            "Choose another MODEL_DIR for this run, or the gin file that the checkpoint was made with."
+        )
+
+
+def _identity(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in config.items() if k not in _RUNTIME_FIELDS}
+
+
+def _differences(prefix: str, stored: Mapping[str, Any], here: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    names = sorted(stored.keys() | here.keys())
+    return [
+        (prefix + n, repr(stored.get(n)), repr(here.get(n))) for n in names if stored.get(n) != here.get(n)
+    ]
+
+
+def _name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return [_plain(v) for v in value]
+    return value if isinstance(value, bool | int | float | str | None) else str(value)

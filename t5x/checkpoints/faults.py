@@ -1,0 +1,133 @@
+"""Turns errors of the environment (disk full, no permission, a directory gone) into UserErrors that say what to do."""
+
+import errno
+import os
+import re
+
+from etils import epath
+
+from t5x.checkpoints import paths
+from t5x.errors import UserError
+
+_NAMED = 5  # how many removable directories a message lists
+
+# TensorStore raises ValueError("STATUS: text"); the system's own number is in the text, but not always.
+_STATUS = re.compile(r"([A-Z][A-Z_]+): ")
+_STATUS_NUMBERS = {"NOT_FOUND": errno.ENOENT, "PERMISSION_DENIED": errno.EACCES, "RESOURCE_EXHAUSTED": errno.ENOSPC}
+
+
+def errno_of(error: BaseException) -> int | None:
+    """The operating system's error number behind `error`, also where TensorStore has wrapped it in its own text."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, OSError) and error.errno is not None:
+            return error.errno
+        if match := re.search(r"\[os_error_code='(\d+)'", str(error)):
+            return int(match[1])
+        if isinstance(error, ValueError) and (status := tensorstore_status(error)):
+            return _STATUS_NUMBERS.get(status, errno.EIO)
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def tensorstore_status(error: BaseException) -> str | None:
+    """The status (such as DATA_LOSS) of an error that TensorStore raised."""
+    match = _STATUS.match(str(error))
+    return match[1] if match else None
+
+
+def first_line(error: BaseException, limit: int = 300) -> str:
+    """What an error says, without the pages that TensorStore adds to it."""
+    line = (str(error).split(" [tensorstore_spec=")[0].splitlines() or [type(error).__name__])[0]
+    return line if len(line) <= limit else line[:limit] + "…"
+
+
+def free_bytes(directory: epath.Path) -> int | None:
+    """Bytes that we may still write on the disk of `directory`; None where the file system does not tell."""
+    disk = os.statvfs(directory)
+    if not disk.f_blocks:
+        return None
+    return disk.f_frsize * (disk.f_bfree if os.geteuid() == 0 else disk.f_bavail)
+
+
+def check_space(directory: epath.Path, needed: int) -> None:
+    """Raises the error of a full disk before, rather than after, gigabytes have been written to it."""
+    free = free_bytes(directory)
+    if free is not None and free < needed:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def explain_save(error: BaseException, *, directory: epath.Path, step: int, needed: int) -> BaseException:
+    """What to raise for `error` while saving `step` in MODEL_DIR: a UserError if the environment is the cause.
+
+    Args:
+      error: what was caught; the unfinished directory has been removed already.
+      directory: MODEL_DIR.
+      step: of the checkpoint that could not be saved.
+      needed: bytes of its arrays and sidecars.
+    """
+    number = errno_of(error)
+    if number is None or isinstance(error, UserError) or not isinstance(error, Exception):
+        return error
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        message = _disk_full(directory, step, needed, number)
+    else:
+        message = (
+            f"checkpoint_{step} could not be saved in {directory}: {os.strerror(number)} "
+            f"({first_line(error)}). {_newest(directory)} "
+            "Mend the directory (does it still exist, is it writable?) and start again."
+        )
+    explained = UserError(message)
+    explained.__cause__ = error
+    return explained
+
+
+def _disk_full(directory: epath.Path, step: int, needed: int, number: int) -> str:
+    cause = "the disk is full" if number == errno.ENOSPC else "the disk quota is reached"
+    try:
+        free = free_bytes(directory)
+    except OSError:
+        free = None
+    free = "how much is free is unknown" if free is None else f"{paths.human_size(free)} are free"
+    return (
+        f"checkpoint_{step} could not be saved in {directory}: {cause}. "
+        f"It needs about {paths.human_size(needed)}, {free}. "
+        f"What was written of it has been removed. {_newest(directory)} {_what_to_free(directory)} "
+        "Then start again with the same command."
+    )
+
+
+def _newest(directory: epath.Path) -> str:
+    steps = _finished(directory)
+    if not steps:
+        return "There is no earlier checkpoint here."
+    return f"Earlier checkpoints are untouched; the newest is checkpoint_{max(steps)}."
+
+
+def _what_to_free(directory: epath.Path) -> str:
+    """Names the older and the damaged checkpoints, oldest first, with their sizes."""
+    finished = sorted(_finished(directory))
+    aside = sorted(name for name in _entries(directory) if paths.is_set_aside(name))
+    removable = aside + [paths.checkpoint_name(step) for step in finished[:-1]]
+    if not removable:
+        return "Free space on that disk, or choose a MODEL_DIR on a larger one."
+    named = [f"{name} ({_size(directory / name)})" for name in removable[:_NAMED]]
+    if len(removable) > _NAMED:
+        named.append(f"{len(removable) - _NAMED} more")
+    return f"Free space on that disk: you may delete {', '.join(named)}; a smaller `keep` removes old ones by itself."
+
+
+def _size(path: epath.Path) -> str:
+    try:
+        return paths.human_size(paths.tree_size(path))
+    except OSError as error:
+        return f"of unknown size: {error.strerror}"
+
+
+def _finished(directory: epath.Path) -> list[int]:
+    return [step for name in _entries(directory) if (step := paths.step_of(name)) is not None]
+
+
+def _entries(directory: epath.Path) -> list[str]:
+    return os.listdir(directory) if os.path.isdir(directory) else []

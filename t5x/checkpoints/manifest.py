@@ -1,0 +1,217 @@
+"""MANIFEST.json: the size and SHA-256 of every file of a checkpoint. Orbax does not checksum array data; this does.
+
+The manifest is written after everything else and just before the directory gets its final name, so a checkpoint
+without one is not whole. It may come from anywhere, so it is read as hostile input: the paths in it are compared with
+what lies in the directory, and nothing else is opened.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import stat
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import BinaryIO
+
+from etils import epath
+
+from t5x.checkpoints import paths
+from t5x.errors import UserError
+
+FORMAT = "t5x"
+VERSION = 1
+_MAX_BYTES = 64 * 2**20
+_NAMED = 5  # how many damaged files a message lists
+
+
+class DamagedCheckpoint(UserError):
+    """A checkpoint that is not whole. `path` is the checkpoint, `reason` names the file and what is wrong with it."""
+
+    def __init__(self, path: epath.PathLike, reason: str):
+        super().__init__(f"{os.fspath(path)} is damaged: {reason}. Use another checkpoint, or fetch this one again.")
+        self.path = path
+        self.reason = reason
+
+
+@dataclasses.dataclass(frozen=True)
+class FileRecord:
+    size: int
+    sha256: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What MANIFEST.json says: the step, and a record for each file by its relative path."""
+
+    step: int
+    files: Mapping[str, FileRecord]
+
+    def to_bytes(self) -> bytes:
+        files = {name: dataclasses.asdict(record) for name, record in sorted(self.files.items())}
+        content = {"format": FORMAT, "version": VERSION, "step": self.step, "files": files}
+        return (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode()
+
+
+def write(directory: epath.PathLike, step: int) -> Manifest:
+    """Hashes everything in `directory` (a few files at a time) and writes its manifest, durably."""
+    names = [name for name, _ in paths.walk(directory) if name != paths.PINNED]
+    manifest = Manifest(step, _hash_all(directory, names))
+    path = os.path.join(directory, paths.MANIFEST)
+    paths.write_file(path, manifest.to_bytes())
+    paths.fsync(path)
+    paths.fsync(directory)
+    return manifest
+
+
+def read(directory: epath.PathLike) -> Manifest:
+    """Reads and checks the manifest itself, not the files it speaks of."""
+    if not os.path.isdir(directory):
+        raise UserError(f"There is no checkpoint at {os.fspath(directory)}. Check the path.")
+
+    def damaged(reason: str) -> DamagedCheckpoint:
+        return DamagedCheckpoint(directory, f"{paths.MANIFEST} {reason}")
+
+    try:
+        with open_inside(directory, paths.MANIFEST) as file:
+            content = file.read(_MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise damaged("is missing, so it was not finished or was not written by this program") from None
+    except OSError as error:
+        raise damaged(f"cannot be read: {error.strerror}") from error
+    if len(content) > _MAX_BYTES:
+        raise damaged(f"is larger than {paths.human_size(_MAX_BYTES)}")
+    try:
+        manifest = _parse(content)
+    except _Malformed as error:
+        raise damaged(str(error)) from None
+    if manifest.to_bytes() != content:
+        raise damaged("is not as it was written")
+    return manifest
+
+
+def verify(directory: epath.PathLike) -> None:
+    """Reads every file and raises DamagedCheckpoint, naming the bad ones, unless the checkpoint is whole.
+
+    Files the manifest does not speak of are tolerated (PINNED, a note of yours), except in `state/`.
+    """
+    directory = paths.local_path(directory)
+    manifest = read(directory)
+    named_step = paths.step_of(directory)
+    if named_step is not None and named_step != manifest.step:
+        raise DamagedCheckpoint(directory, f"{paths.MANIFEST} says step {manifest.step}")
+
+    try:
+        present = dict(paths.walk(directory))
+    except OSError as error:
+        raise DamagedCheckpoint(directory, f"it cannot be listed: {error.strerror}") from error
+    problems, to_hash = [], []
+    for name, record in manifest.files.items():
+        status = present.get(name)
+        if status is None:
+            problems.append(f"{name} is missing")
+        elif not stat.S_ISREG(status.st_mode):
+            problems.append(f"{name} is not a regular file")
+        elif status.st_size != record.size:
+            problems.append(f"{name} has {status.st_size} bytes instead of {record.size}")
+        else:
+            to_hash.append(name)
+    extra = [name for name in present if name.startswith(paths.STATE + "/") and name not in manifest.files]
+    problems += [f"{name} does not belong there" for name in extra]
+    try:
+        found = _hash_all(directory, to_hash)
+    except OSError as error:
+        raise DamagedCheckpoint(directory, f"{error.filename} cannot be read: {error.strerror}") from error
+    problems += [f"{name} has changed (SHA-256)" for name in to_hash if found[name] != manifest.files[name]]
+    if problems:
+        more = f" and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
+        raise DamagedCheckpoint(directory, "; ".join(problems[:_NAMED]) + more)
+
+
+def read_file(directory: epath.PathLike, name: str) -> bytes:
+    """The content of one file of the checkpoint, checked against the manifest."""
+    directory = paths.local_path(directory)
+    manifest = read(directory)
+    record = manifest.files.get(name)
+    if record is None:
+        there = ", ".join(other for other in manifest.files if not other.startswith(paths.STATE + "/")) or "none"
+        raise UserError(f"{directory} has no file {name!r}. Files beside the arrays: {there}.")
+    try:
+        with open_inside(directory, name) as file:
+            content = file.read(record.size + 1)
+    except OSError as error:
+        raise DamagedCheckpoint(directory, f"{name} cannot be read: {error.strerror}") from error
+    if FileRecord(len(content), hashlib.sha256(content).hexdigest()) != record:
+        raise DamagedCheckpoint(directory, f"{name} has changed (SHA-256)")
+    return content
+
+
+def open_inside(directory: epath.PathLike, name: str) -> BinaryIO:
+    """Opens a regular file below `directory`; OSError if any part of the relative path `name` is a symbolic link."""
+    if not paths.is_plain_relative(name):
+        raise OSError(0, "not a path inside the checkpoint", name)
+    *parents, last = name.split("/")
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        for parent in parents:
+            below = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=descriptor)
+            os.close(descriptor)
+            descriptor = below
+        # Non-blocking, so that a pipe in the place of a file cannot hang us; regular files do not care.
+        file = os.fdopen(os.open(last, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=descriptor), "rb")
+    finally:
+        os.close(descriptor)
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(0, "not a regular file", name)
+    return file
+
+
+def _hash_all(directory: epath.PathLike, names: list[str]) -> dict[str, FileRecord]:
+    """Records of the named files. hashlib releases the interpreter lock, so threads hash in parallel."""
+
+    def record(name: str) -> FileRecord:
+        try:
+            with open_inside(directory, name) as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+                return FileRecord(file.tell(), digest)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, name) from error
+
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="t5x-hash") as pool:
+        return dict(zip(names, pool.map(record, names), strict=True))
+
+
+class _Malformed(Exception):
+    pass
+
+
+def _parse(content: bytes) -> Manifest:
+    """The manifest in `content`; _Malformed if it is anything but what Manifest.to_bytes writes."""
+    try:
+        data = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise _Malformed("is not JSON") from error
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise _Malformed(f'does not say "format": "{FORMAT}"')
+    if data.get("version") != VERSION:
+        raise _Malformed(f"has version {data.get('version')!r}; this program reads version {VERSION}")
+    if set(data) != {"format", "version", "step", "files"} or not isinstance(data["files"], dict):
+        raise _Malformed("does not have the fields format, version, step and files")
+    if not _is_count(data["step"]):
+        raise _Malformed("has no valid step")
+    files = {}
+    for name, record in data["files"].items():
+        if not paths.is_plain_relative(name):
+            raise _Malformed(f"names {name!r}, which is not a path inside the checkpoint")
+        if not isinstance(record, dict) or set(record) != {"size", "sha256"} or not _is_count(record["size"]):
+            raise _Malformed(f"has no valid size and sha256 for {name}")
+        if not isinstance(record["sha256"], str) or not re.fullmatch(r"[0-9a-f]{64}", record["sha256"]):
+            raise _Malformed(f"has no valid sha256 for {name}")
+        files[name] = FileRecord(record["size"], record["sha256"])
+    return Manifest(data["step"], files)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0

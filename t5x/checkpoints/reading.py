@@ -1,0 +1,124 @@
+"""Reading checkpoints: from a path alone, whoever wrote it and on whatever devices."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from etils import epath
+
+from t5x.checkpoints import arrays, manifest, paths
+from t5x.checkpoints import tree as trees
+from t5x.checkpoints.manifest import DamagedCheckpoint
+from t5x.errors import UserError
+
+_logger = logging.getLogger(__name__)
+
+
+def restore(path: epath.PathLike, abstract_tree: Any = None, *, verify: bool = True) -> Any:
+    """Reads the tree of a checkpoint, or a part of it.
+
+    Args:
+      path: the checkpoint directory.
+      abstract_tree: the tree to return, with jax.ShapeDtypeStruct leaves. A leaf with a sharding is read straight onto
+        its devices, on any mesh; one without becomes a NumPy array; a dtype other than the stored one casts. Of the
+        sections `target`, `state/step`, `state/param_states` and `flax_mutables`, those the tree leaves out are not
+        read (`{"target": …}` for inference); within a section every array must be there and nothing else.
+        None: everything, as nested dictionaries of NumPy arrays.
+      verify: check all files against the manifest first. Pass False if that has just been done (latest_whole).
+
+    Raises:
+      DamagedCheckpoint: a file is not as it was written.
+      UserError: the tree does not fit; the message has the table of differences.
+    """
+    path = paths.local_path(path)
+    if verify:
+        manifest.verify(path)
+    found = arrays.read_shapes(_state_directory(path))
+    if abstract_tree is None:
+        return trees.nest(arrays.read(path / paths.STATE, found))
+
+    wanted = {name: trees.as_struct(leaf) for name, leaf in trees.flatten(abstract_tree).items()}
+    sections = {_section(name) for name in wanted}
+    relevant = {name: leaf for name, leaf in found.items() if _section(name) in sections}
+    if table := trees.difference(abstract_tree, trees.nest(relevant)):
+        raise UserError(f"{path} does not fit the model (expected: the model, found: the checkpoint): {table}")
+    _log_casts(path, wanted, found)
+    leaves = arrays.read(path / paths.STATE, wanted)
+    return jax.tree.unflatten(jax.tree.structure(abstract_tree), leaves.values())
+
+
+def read_shapes(path: epath.PathLike) -> dict[str, Any]:
+    """The tree of a checkpoint with jax.ShapeDtypeStruct leaves: `restore(path)` without the data."""
+    return trees.nest(arrays.read_shapes(_state_directory(paths.local_path(path))))
+
+
+def read_sidecar(path: epath.PathLike, relative: str) -> bytes:
+    """The content of a file beside the arrays, such as `model.json`, checked against the manifest."""
+    return manifest.read_file(path, relative)
+
+
+def list_steps(directory: epath.PathLike) -> list[int]:
+    """Steps of the finished checkpoints in MODEL_DIR, ascending; none if it does not exist."""
+    directory = paths.local_path(directory)
+    if not directory.is_dir():
+        return []
+    steps = (paths.step_of(entry) for entry in directory.iterdir() if entry.is_dir())
+    return sorted(step for step in steps if step is not None)
+
+
+def find_latest_whole(directory: epath.PathLike) -> tuple[epath.Path | None, list[tuple[epath.Path, str]]]:
+    """The newest checkpoint in MODEL_DIR that verifies, and the newer ones that do not.
+
+    Returns:
+      its path (None if there is none), and (path, reason) of each damaged one that was passed over, newest first.
+    """
+    directory = paths.local_path(directory)
+    damaged = []
+    for step in reversed(list_steps(directory)):
+        path = directory / paths.checkpoint_name(step)
+        try:
+            manifest.verify(path)
+        except DamagedCheckpoint as error:
+            if path.exists():  # else a trainer's retention has just removed it
+                damaged.append((path, error.reason))
+                _logger.warning("Passing over %s: %s", path, error.reason)
+            continue
+        return path, damaged
+    return None, damaged
+
+
+def resolve(path: epath.PathLike) -> epath.Path:
+    """The checkpoint meant by `path`: a checkpoint directory itself, or the newest whole one of a MODEL_DIR.
+
+    Which one was taken, and which were passed over, is logged.
+    """
+    path = paths.local_path(path)
+    if not path.is_dir():
+        raise UserError(f"There is no directory {path}. Give a checkpoint_<step> directory, or the MODEL_DIR of a run.")
+    if (path / paths.MANIFEST).exists() or paths.step_of(path) is not None:
+        return path
+    newest, damaged = find_latest_whole(path)
+    if newest is None:
+        reasons = "; ".join(f"{bad.name}: {reason}" for bad, reason in damaged)
+        detail = f"none of its checkpoints is whole ({reasons})" if damaged else "it has no checkpoint_<step> directory"
+        raise UserError(f"{path} is neither a checkpoint nor a MODEL_DIR to take one from: {detail}.")
+    _logger.info("%s: taking its newest whole checkpoint, %s", path, newest.name)
+    return newest
+
+
+def _state_directory(path: epath.Path) -> epath.Path:
+    """The directory of the arrays, once the manifest has shown that this is a checkpoint of ours."""
+    manifest.read(path)
+    return path / paths.STATE
+
+
+def _section(name: str) -> str:
+    return "/".join(name.split("/")[: 2 if name.startswith("state/") else 1])
+
+
+def _log_casts(path: epath.Path, wanted: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    casts = sorted({(found[name].dtype.name, leaf.dtype.name) for name, leaf in wanted.items()})
+    for stored, asked in casts:
+        if stored != asked:
+            _logger.info("%s: %s arrays are cast to %s, as asked", path, stored, asked)

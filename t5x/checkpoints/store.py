@@ -1,0 +1,260 @@
+"""CheckpointStore: the checkpoints of one MODEL_DIR.
+
+A save goes through these stages; a kill at any moment leaves either no `checkpoint_<step>` or a whole one.
+
+    in the caller's thread    1. a directory checkpoint_<step>.tmp-<unique>
+                              2. arrays copied to the host                      -> save() returns
+    in the background         3. arrays written to state/ (Orbax), then the sidecars
+                              4. everything flushed to the disk, hashed, MANIFEST.json written and flushed
+                              5. renamed to checkpoint_<step>, the rename flushed
+                              6. retention: what is too old is renamed to a tmp name, then removed
+"""
+
+import logging
+import operator
+import os
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from etils import epath
+
+from t5x.checkpoints import arrays, faults, lock, manifest, paths, reading
+from t5x.checkpoints.manifest import DamagedCheckpoint
+from t5x.errors import UserError
+
+_logger = logging.getLogger(__name__)
+
+
+class CheckpointStore:
+    """Saves, finds, verifies and restores the checkpoints of a MODEL_DIR.
+
+        with CheckpointStore(model_dir, keep=3) as store:
+            store.save(100, {"target": params, "state": {"step": 100, "param_states": slots}},
+                       sidecars={"model.json": description})
+
+    One trainer writes (see ModelDirLock); any number may read. Close it, or leave the `with` block, before the program
+    ends: a save still in the background at interpreter shutdown is lost (earlier checkpoints are not).
+
+    Args:
+      directory: MODEL_DIR; the first save creates it if only it is missing.
+      keep: how many of the newest checkpoints stay after a save; pinned ones stay besides. None: all.
+    """
+
+    def __init__(self, directory: epath.PathLike, *, keep: int | None = None):
+        if keep is not None and keep < 1:
+            raise UserError(f"keep={keep}: at least one checkpoint must be kept. Use None to keep all.")
+        self.directory = paths.local_path(directory)
+        self.keep = keep
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._in_flight: epath.Path | None = None
+        self._abandoned: list[epath.Path] = []
+        self._whole: set[int] = set()  # steps this object has verified or written
+
+    # --- Writing
+
+    def save(self, step: int, tree: Any, *, sidecars: Mapping[str, bytes], pinned: bool = False) -> None:
+        """Saves `tree` as checkpoint_<step>; returns as soon as the arrays are on the host.
+
+        The caller may then donate or overwrite its arrays. At most one save is in flight: a second waits for the first.
+        A step that has a checkpoint is skipped; a damaged one is moved aside for the new one.
+
+        Args:
+          step: of the state in `tree`.
+          tree: nested dictionaries of arrays: {"target": …, "state": {"step": …, "param_states": …}}.
+          sidecars: contents of further files by their path inside the checkpoint, e.g. {"model.json": b"…"}.
+          pinned: mark it, so that retention never removes it.
+
+        Raises:
+          UserError: the disk is full or the directory unusable, now or in the background part of the previous save.
+        """
+        step = operator.index(step)
+        if step < 0:
+            raise UserError(f"Step {step} is negative.")
+        if jax.process_count() > 1:
+            raise UserError("Saving a checkpoint from several processes is not supported in this version.")
+        sidecars = dict(sidecars)
+        _check_sidecars(sidecars)
+        self.wait()
+        paths.make_model_dir(self.directory)
+        if self._is_taken(step):
+            return
+
+        temporary = self.directory / paths.unique_name(step, "tmp")
+        needed = sum(map(len, sidecars.values())) + sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(tree))
+        self._in_flight = temporary
+        try:
+            faults.check_space(self.directory, needed)
+            temporary.mkdir()
+            write = arrays.PendingWrite(temporary / paths.STATE, tree)
+        except BaseException as error:
+            self._abandon(temporary)
+            explained = faults.explain_save(error, directory=self.directory, step=step, needed=needed)
+            if explained is error:
+                raise
+            raise explained from error
+        self._thread = threading.Thread(
+            target=self._finish, args=(write, temporary, step, sidecars, pinned, needed), name="t5x-checkpoint"
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Returns when nothing is in flight; raises what went wrong in the background, once."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        for temporary in self._abandoned:
+            _remove(temporary)
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def close(self) -> None:
+        """Finishes what is in flight. The object may be used again."""
+        self.wait()
+
+    def __enter__(self) -> "CheckpointStore":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_) -> None:
+        try:
+            self.close()
+        except Exception:
+            if kind is None:  # else the error that ends the block is the one to show; this one has been logged
+                raise
+
+    def remove_stale_tmp(self) -> None:
+        """Removes what killed runs left unfinished. Refused while another process holds the lock of MODEL_DIR."""
+        if not self.directory.is_dir():
+            return
+        if lock.is_held_elsewhere(self.directory):
+            raise UserError(
+                f"{self.directory} is in use by {lock.describe_owner(self.directory)}, which may be writing a "
+                "checkpoint: unfinished ones cannot be removed now."
+            )
+        for path in self.directory.iterdir():
+            if paths.is_temporary(path) and path.is_dir() and path != self._in_flight:
+                _logger.info("Removing %s, left unfinished by an earlier run", path)
+                _remove(path)
+
+    # --- Reading (see reading.py: all but the first three work on any path)
+
+    def steps(self) -> list[int]:
+        """Steps of the finished checkpoints, ascending."""
+        return reading.list_steps(self.directory)
+
+    def path(self, step: int) -> epath.Path:
+        """Where the checkpoint of a step is, or would be."""
+        return self.directory / paths.checkpoint_name(step)
+
+    def latest_whole(self) -> tuple[epath.Path | None, list[tuple[epath.Path, str]]]:
+        """The newest checkpoint that verifies (or None), and (path, reason) of the damaged ones passed over."""
+        newest, damaged = reading.find_latest_whole(self.directory)
+        if newest is not None:
+            self._whole.add(paths.step_of(newest))
+        return newest, damaged
+
+    verify = staticmethod(manifest.verify)
+    restore = staticmethod(reading.restore)
+    read_sidecar = staticmethod(reading.read_sidecar)
+
+    # --- The background part of a save
+
+    def _finish(
+        self,
+        write: arrays.PendingWrite,
+        temporary: epath.Path,
+        step: int,
+        sidecars: Mapping[str, bytes],
+        pinned: bool,
+        needed: int,
+    ) -> None:
+        try:
+            write.wait()
+            for name, content in sidecars.items():
+                paths.write_file(temporary / name, content)
+            if pinned or (self.path(step) / paths.PINNED).exists():  # there only if a damaged one is to be replaced
+                paths.write_file(temporary / paths.PINNED, b"")
+            paths.fsync_tree(temporary)
+            files = manifest.write(temporary, step).files
+            self._publish(temporary, step)
+        except BaseException as error:
+            self._abandon(temporary)
+            self._failure = faults.explain_save(error, directory=self.directory, step=step, needed=needed)
+            _logger.error("%s was not saved: %s", self.path(step), self._failure)
+            return
+        self._in_flight = None
+        size = sum(record.size for record in files.values())
+        _logger.info("Saved %s (%s)", self.path(step), paths.human_size(size))
+        try:
+            self._retire()
+        except OSError as error:
+            _logger.warning("Old checkpoints in %s could not be removed: %s", self.directory, error)
+
+    def _publish(self, temporary: epath.Path, step: int) -> None:
+        """Gives the finished directory its name; a damaged checkpoint that has it is moved aside, never deleted."""
+        final = self.path(step)
+        if os.path.lexists(final):
+            aside = self.directory / paths.unique_name(step, "damaged")
+            _logger.warning("%s is damaged; it is kept as %s", final, aside.name)
+            os.rename(final, aside)
+        os.rename(temporary, final)
+        paths.fsync(self.directory)
+        self._whole.add(step)
+
+    def _retire(self) -> None:
+        """Removes all but the newest `keep` checkpoints. Never a pinned one, nor one that is not of our making."""
+        if self.keep is None:
+            return
+        for step in self.steps()[: -self.keep]:
+            path = self.path(step)
+            if (path / paths.PINNED).exists() or not (path / paths.MANIFEST).exists():
+                continue
+            _logger.info("Removing %s: the newest %d are kept", path, self.keep)
+            condemned = self.directory / paths.unique_name(step, "tmp")
+            os.rename(path, condemned)
+            self._whole.discard(step)
+            _remove(condemned)
+
+    def _abandon(self, temporary: epath.Path) -> None:
+        """Removes an unfinished directory. Threads of TensorStore may still write there, so wait() does it again."""
+        _remove(temporary, quiet_rounds=5)
+        self._abandoned.append(temporary)
+        self._in_flight = None
+
+    def _is_taken(self, step: int) -> bool:
+        """Whether checkpoint_<step> stands and is to be left alone: it is whole, or of another program's making."""
+        path = self.path(step)
+        if not os.path.lexists(path):
+            return False
+        if not (path / paths.MANIFEST).exists():
+            _logger.warning("%s exists and is not a checkpoint of this program; step %d is NOT saved", path, step)
+            return True
+        if step not in self._whole:
+            try:
+                manifest.verify(path)
+            except DamagedCheckpoint as error:
+                _logger.warning("%s is replaced: %s", path, error.reason)
+                return False
+            self._whole.add(step)
+        _logger.info("%s exists; step %d is not saved again", path, step)
+        return True
+
+
+def _remove(path: epath.Path, *, quiet_rounds: int = 1) -> None:
+    if not paths.remove_tree(path, quiet_rounds=quiet_rounds):
+        _logger.warning("%s could not be removed; it is of no use and may be deleted", path)
+
+
+def _check_sidecars(sidecars: Mapping[str, bytes]) -> None:
+    reserved = {paths.STATE, paths.MANIFEST, paths.PINNED}
+    for name, content in sidecars.items():
+        if not paths.is_plain_relative(name) or name.split("/")[0] in reserved:
+            raise UserError(f"Sidecar {name!r} is not a path that may be used inside a checkpoint.")
+        parents = {name[:index] for index, letter in enumerate(name) if letter == "/"}
+        if clash := parents.intersection(sidecars):
+            raise UserError(f"Sidecar {name!r} cannot lie below {min(clash)!r}, which is a file itself.")
+        if not isinstance(content, bytes):
+            raise UserError(f"Sidecar {name!r} must be bytes, not {type(content).__name__}.")

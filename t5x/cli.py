@@ -1,0 +1,264 @@
+"""The `t5x` command: one sub-command a verb, each a few lines over an entry point.
+
+Nothing here imports JAX before it is known that there is something to run.
+"""
+
+import argparse
+import os
+import signal
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import NoReturn
+
+from t5x import __version__
+from t5x.errors import UserError
+
+USAGE = """\
+Train, fine-tune, evaluate and run T5-family models.
+
+verbs:
+  demo    train a tiny T5 on this machine in a few minutes, and see it work
+  train   pretrain or fine-tune, as gin files say
+  eval    score a checkpoint, or all of a run, with a task's metrics
+  infer   write a model's predictions or scores for a file or a task
+
+examples:
+  t5x demo
+  t5x train --gin_file=t5x/examples/demo/dates.gin --gin.MODEL_DIR=/tmp/dates --gin.TRAIN_STEPS=500
+  t5x train --gin_file=my_run.gin --dry_run
+  t5x infer --model runs/demo --input dates.txt --output predictions.jsonl
+  t5x VERB --help
+"""
+
+GIN_HELP = """\
+configuration:
+  --gin_file FILE            a gin file; give it several times, later ones win. It is looked for in the search paths, in
+                             the directory of the file that includes it, and in the directory above the t5x package
+  --gin.NAME=VALUE           sets a macro or a parameter after all files: --gin.TRAIN_STEPS=1000,
+                             --gin.train/utils.DatasetConfig.batch_size=64. What is not gin is taken as a string
+  --gin_bindings 'N = VALUE' the same in gin's own words
+  --gin_search_paths A,B     where gin files are looked for (default: .)
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Runs the command line and exits: 0; 2 for what the user can mend; 130 and 75 after Ctrl-C and SIGTERM."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    verb = argv[0] if argv else None
+    if verb in (None, "-h", "--help", "help"):
+        print("usage: t5x VERB [options]\n\n" + USAGE)
+        sys.exit(0)
+    if verb == "--version":
+        print(f"t5x {__version__}")
+        sys.exit(0)
+    if verb not in VERBS:
+        import difflib
+
+        near = difflib.get_close_matches(verb, VERBS, 1)
+        hint = f" Did you mean `t5x {near[0]}`?" if near else ""
+        print(f"error: t5x has no verb {verb!r}.{hint} `t5x --help` lists them.", file=sys.stderr)
+        sys.exit(2)
+    sys.exit(run_verb(verb, argv[1:]))
+
+
+def main_of(verb: str) -> NoReturn:
+    """What `python -m t5x.train` and `python t5x/train.py` run."""
+    package = os.path.dirname(os.path.abspath(__file__))
+    # Started as a script, Python put the package's own directory first on the path, where our modules shadow others'.
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != package]
+    sys.exit(run_verb(verb, sys.argv[1:]))
+
+
+def run_verb(verb: str, argv: Sequence[str]) -> int:
+    """Parses a verb's arguments and runs it; every error becomes a message and an exit code."""
+    from t5x import configuration, startup
+
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # a gin file's `import my_tasks` finds my_tasks.py here
+    argv, bindings = configuration.split_gin_args(argv)
+    define, run = VERBS[verb]
+    parser = _parser(verb)
+    define(parser)
+    args = parser.parse_args(argv)
+    startup.configure_logging(debug=args.debug)
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        args.gin_bindings = [*(getattr(args, "gin_bindings", None) or ()), *bindings]
+        run(args)
+        sys.stdout.flush()
+        return 0
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader went away; nothing to say to it
+        return 1
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    except Exception as error:
+        if args.debug:
+            raise
+        message = configuration.user_message(error)
+        if message is None and not isinstance(error, UserError):
+            if not hasattr(error, "exit_code"):
+                raise
+            print(error, file=sys.stderr)  # stopped in good order
+        else:
+            print(f"error: {message or error}", file=sys.stderr)
+        return getattr(error, "exit_code", 2)
+
+
+def _terminate(signum: int, frame: FrameType | None) -> None:
+    """SIGTERM while nothing is being trained: leave at once; training has a handler of its own, which saves."""
+    print("terminated", file=sys.stderr)
+    sys.exit(75)
+
+
+# --- Arguments ------------------------------------------------------------------------------------------------------------
+
+
+def _parser(verb: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"t5x {verb}", formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--debug", action="store_true", help="tracebacks, and more in the log")
+    return parser
+
+
+def _add_gin(parser: argparse.ArgumentParser) -> None:
+    hide = {"help": argparse.SUPPRESS}  # told in the epilog, with --gin.NAME=VALUE, which argparse does not see
+    parser.add_argument("--gin_file", action="append", default=[], metavar="FILE", **hide)
+    parser.add_argument("--gin_bindings", action="append", default=[], metavar="BINDING", **hide)
+    parser.add_argument("--gin_search_paths", default=".", metavar="DIRS", **hide)
+    parser.add_argument("--tfds_data_dir", metavar="DIR", help="where TensorFlow Datasets keeps its data")
+    parser.add_argument("--dry_run", action="store_true", help="print the whole configuration and run nothing")
+
+
+def _describe(parser: argparse.ArgumentParser, text: str, examples: str) -> None:
+    parser.description = text
+    parser.epilog = GIN_HELP + "\nexamples:\n" + textwrap.indent(textwrap.dedent(examples).strip(), "  ")
+
+
+def _run_gin(args: argparse.Namespace, entry: Callable) -> None:
+    """Reads the configuration, checks all of it, and calls the entry point."""
+    from t5x import configuration, startup
+
+    if args.tfds_data_dir:
+        os.environ["TFDS_DATA_DIR"] = args.tfds_data_dir
+    if not args.gin_file and not args.gin_bindings:
+        raise UserError("there is nothing to run: give --gin_file=FILE. `--help` shows examples.")
+    configuration.parse(
+        gin_files=args.gin_file,
+        bindings=args.gin_bindings,
+        search_paths=[path for path in args.gin_search_paths.split(",") if path],
+        entry_points={entry.__name__: entry},
+    )
+    configuration.check(entry)
+    if args.dry_run:
+        print(configuration.resolved_str())
+        return
+    startup.enable_compilation_cache()
+    configuration.configured(entry)()
+
+
+# --- Verbs ----------------------------------------------------------------------------------------------------------------
+
+
+def _define_train(parser: argparse.ArgumentParser) -> None:
+    _add_gin(parser)
+    _describe(
+        parser,
+        "Pretrain or fine-tune a model. Started again with the same MODEL_DIR, it goes on where it stopped.",
+        """
+        t5x train --gin_file=t5x/examples/demo/dates.gin --gin.MODEL_DIR=/tmp/dates
+        t5x train --gin_file=t5x/examples/t5/t5_1_1/small.gin --gin_file=t5x/configs/runs/finetune.gin \\
+            --gin.MIXTURE_OR_TASK_NAME=my_task --gin.MIXTURE_OR_TASK_MODULE=my_tasks.py …
+        """,
+    )
+
+
+def _train(args: argparse.Namespace) -> None:
+    from t5x.train import train
+
+    _run_gin(args, train)
+
+
+def _define_eval(parser: argparse.ArgumentParser) -> None:
+    _add_gin(parser)
+    _describe(
+        parser,
+        "Score a checkpoint, or every checkpoint of a run, with the metrics of a task.",
+        """
+        t5x eval --gin_file=t5x/examples/demo/dates_eval.gin --gin.CHECKPOINT_PATH=runs/demo \\
+            --gin.EVAL_OUTPUT_DIR=runs/demo_eval
+        """,
+    )
+
+
+def _eval(args: argparse.Namespace) -> None:
+    from t5x.eval import evaluate
+
+    _run_gin(args, evaluate)
+
+
+def _define_infer(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", metavar="DIR", help="a checkpoint, or a MODEL_DIR (its newest whole one is taken)")
+    parser.add_argument("--input", metavar="FILE", help="text, one input a line, or .jsonl; - is standard input")
+    parser.add_argument("--output", metavar="FILE", default="-", help="JSON lines; - is standard output (default)")
+    parser.add_argument(
+        "--mode", choices=("predict", "score"), default="predict",
+        help='predict an output, or score given "targets" (default: predict)',
+    )  # fmt: skip
+    parser.add_argument("--max_length", type=int, default=128, metavar="N", help="tokens generated at most (128)")
+    parser.add_argument("--max_input_length", type=int, default=512, metavar="N", help="longer inputs are cut (512)")
+    parser.add_argument("--batch_size", type=int, default=32, metavar="N", help="inputs computed together (32)")
+    parser.add_argument("--overwrite", action="store_true", help="replace an output file that exists")
+    _add_gin(parser)
+    _describe(
+        parser,
+        "Write a model's predictions or scores: for a file with --model and --input, or for a task with gin files.",
+        """
+        t5x infer --model runs/demo --input dates.txt --output predictions.jsonl
+        echo "the third of March '97" | t5x infer --model runs/demo --input -
+        t5x infer --gin_file=t5x/configs/runs/infer.gin --gin_file=my_model.gin --gin.CHECKPOINT_PATH=… …
+        """,
+    )
+
+
+def _infer(args: argparse.Namespace) -> None:
+    if args.model is None:
+        from t5x.infer import infer
+
+        return _run_gin(args, infer)
+    if args.gin_file or args.gin_bindings:
+        raise UserError("--model takes the configuration from the checkpoint; leave out --gin_file and --gin.…, or --model.")
+    if args.input is None:
+        raise UserError("--model needs --input: a text file, a .jsonl file, or - for standard input.")
+    from t5x import startup
+    from t5x.infer import infer_file
+
+    startup.enable_compilation_cache()
+    infer_file(
+        args.model, args.input, args.output, mode=args.mode, max_length=args.max_length,
+        max_input_length=args.max_input_length, batch_size=args.batch_size, overwrite=args.overwrite,
+    )  # fmt: skip
+    return None
+
+
+def _define_demo(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Train a tiny byte-level T5 to write dates as ISO dates, on this machine, and show what it learned."
+    parser.add_argument("--model_dir", default=os.path.join("runs", "demo"), metavar="DIR", help="default: runs/demo")
+
+
+def _demo(args: argparse.Namespace) -> None:
+    from t5x.demo import demo
+
+    demo(args.model_dir, bindings=args.gin_bindings)
+
+
+VERBS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], None]]] = {
+    "demo": (_define_demo, _demo),
+    "train": (_define_train, _train),
+    "eval": (_define_eval, _eval),
+    "infer": (_define_infer, _infer),
+}

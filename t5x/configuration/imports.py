@@ -1,0 +1,150 @@
+"""Import statements of gin files: ordinary modules, `__main__` (the entry points), and aliases of absent packages."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import os
+import pkgutil
+import sys
+import traceback
+import types
+from typing import Any
+
+from gin import config_parser
+
+from t5x.configuration.errors import Problem, display_path, suggestion
+from t5x.configuration.session import Session
+from t5x.errors import UserError
+
+_logger = logging.getLogger(__name__)
+
+DEFAULT_ALIASES: dict[str, str] = {"seqio": "t5x.data"}
+
+
+class Namespace:
+    """Attributes of our own in front of those of a module (or of nothing)."""
+
+    def __init__(self, name: str, behind: Any = None):
+        self.__name__ = name
+        self._behind = behind
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or self._behind is None:
+            raise AttributeError(name)
+        return getattr(self._behind, name)
+
+    def __dir__(self) -> list[str]:
+        own = [name for name in vars(self) if not name.startswith("_")]
+        return sorted({*own, *(dir(self._behind) if self._behind is not None else ())})
+
+    def __repr__(self) -> str:
+        return f"<module {self.__name__!r}>"
+
+
+def load(statement: config_parser.ImportStatement, session: Session) -> Any:
+    """Imports the module and returns what `statement` binds its name to (for `import a.b`, that is `a`)."""
+    if statement.module == "__main__":
+        return _main(session)
+    alias = _alias_for(statement.module, session)
+    actual = statement.module
+    if alias is not None:
+        actual = session.aliases[alias] + statement.module.removeprefix(alias)
+        if alias not in session.announced:
+            session.announced.add(alias)
+            target = session.aliases[alias]
+            _logger.info("%s is not installed: gin files that import %s use %s", alias, alias, target)
+    module = _import(actual, statement)
+    if statement.is_from or statement.alias:
+        return module
+    top = statement.bound_name()
+    if alias is None:
+        return _merge(session.namespaces[top], sys.modules[top]) if top in session.namespaces else sys.modules[top]
+    if alias == top:
+        return sys.modules[session.aliases[alias]]
+    return _nested(session, alias, sys.modules[session.aliases[alias]])
+
+
+def _main(session: Session) -> Namespace:
+    main = Namespace("__main__", behind=sys.modules["__main__"])
+    vars(main).update(session.entry_points)
+    return main
+
+
+def _merge(namespace: Namespace, module: types.ModuleType) -> Namespace:
+    namespace._behind = module
+    return namespace
+
+
+def _nested(session: Session, dotted: str, module: types.ModuleType) -> Namespace:
+    """`a` such that `a.b.c` is `module`, where `dotted` is `a.b.c`; what real packages there are shines through."""
+    top, *inner, last = dotted.split(".")
+    node = session.namespaces.setdefault(top, Namespace(top, behind=sys.modules.get(top)))
+    root, path = node, top
+    for part in inner:
+        path = f"{path}.{part}"
+        if not isinstance(vars(node).get(part), Namespace):
+            setattr(node, part, Namespace(path, behind=sys.modules.get(path)))
+        node = vars(node)[part]
+    setattr(node, last, module)
+    return root
+
+
+def _alias_for(module: str, session: Session) -> str | None:
+    """The longest alias that `module` is or lies in, unless the package itself is installed."""
+    for alias in sorted(session.aliases, key=len, reverse=True):
+        if (module == alias or module.startswith(alias + ".")) and not _installed(alias):
+            return alias
+    return None
+
+
+def _installed(module: str) -> bool:
+    if module in sys.modules:
+        return True
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _import(name: str, statement: config_parser.ImportStatement) -> types.ModuleType:
+    written = statement.format()
+    via = "" if name == statement.module else f" (which stands for {name} here)"
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
+            raise Problem(f"`{written}`{via}: {_not_found(name, error.name)}") from error
+        raise Problem(f"`{written}`{via} failed: {_reason(error)}") from error
+    except Exception as error:
+        raise Problem(f"`{written}`{via} failed: {_reason(error)}") from error
+
+
+def _not_found(name: str, missing: str) -> str:
+    parent, _, last = missing.rpartition(".")
+    package = sys.modules.get(parent)
+    if package is not None and hasattr(package, last):
+        short = parent.split(".")[-1]
+        return f"gin imports modules, and {missing} is not one. Import {parent} and write {short}.{last}."
+    if parent:
+        siblings = [m.name for m in pkgutil.iter_modules(getattr(package, "__path__", ()))]
+        return f"{parent} has no module `{last}`." + suggestion(last, siblings)
+    message = f"there is no module `{missing}`."
+    if os.path.exists(f"{missing}.py") or os.path.isdir(missing):
+        return f"{message} It lies in the working directory, which Python does not search: set PYTHONPATH=."
+    return message + suggestion(missing, {m.name for m in pkgutil.iter_modules()})
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{type(error).__name__}: {error.msg} ({display_path(error.filename)}:{error.lineno})"
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not _machinery(f.filename)]
+    place = f" ({display_path(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{place}"
+
+
+def _machinery(filename: str) -> bool:
+    return filename.startswith("<") or filename in (__file__, importlib.__file__)

@@ -1,0 +1,91 @@
+"""Data: vocabularies, sources, tasks, preprocessors, feature converters and the loader, under seqio's names."""
+
+from typing import Any
+
+from t5x.data import preprocessors
+from t5x.data.config import DatasetConfig, import_task_module
+from t5x.data.feature_converters import (
+    EncDecFeatureConverter,
+    FeatureConverter,
+    make_autoregressive_inputs,
+    non_padding_position,
+)
+from t5x.data.features import Feature
+from t5x.data.lanes import merge_states
+from t5x.data.loader import EvalBatch, TrainLoader, eval_batches, measure_lengths, train_loader
+from t5x.data.sources import (
+    BadExample,
+    CsvDataSource,
+    DataSource,
+    FunctionDataSource,
+    JsonLinesDataSource,
+    TextLineDataSource,
+    TsvDataSource,
+)
+from t5x.data.tasks import (
+    CacheDatasetPlaceholder,
+    Mixture,
+    MixtureRegistry,
+    Task,
+    TaskRegistry,
+    get_mixture_or_task,
+    get_subtasks,
+)
+from t5x.data.vocabularies import (
+    ByteVocabulary,
+    PassThroughVocabulary,
+    SentencePieceVocabulary,
+    Vocabulary,
+    load_vocabulary,
+)
+
+# Imported when first asked for: evaluation needs this package.
+_EVALUATION = ("Evaluator", "JSONLogger", "PyLoggingLogger", "TensorBoardLogger")
+
+__all__ = [
+    "BadExample",
+    "ByteVocabulary",
+    "CacheDatasetPlaceholder",
+    "CsvDataSource",
+    "DataSource",
+    "DatasetConfig",
+    "EncDecFeatureConverter",
+    "EvalBatch",
+    "Evaluator",
+    "Feature",
+    "FeatureConverter",
+    "FunctionDataSource",
+    "JSONLogger",
+    "JsonLinesDataSource",
+    "Mixture",
+    "MixtureRegistry",
+    "PassThroughVocabulary",
+    "PyLoggingLogger",
+    "SentencePieceVocabulary",
+    "Task",
+    "TaskRegistry",
+    "TensorBoardLogger",
+    "TextLineDataSource",
+    "TrainLoader",
+    "TsvDataSource",
+    "Vocabulary",
+    "eval_batches",
+    "get_mixture_or_task",
+    "get_subtasks",
+    "import_task_module",
+    "load_vocabulary",
+    "make_autoregressive_inputs",
+    "measure_lengths",
+    "merge_states",
+    "non_padding_position",
+    "preprocessors",
+    "train_loader",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _EVALUATION:
+        from t5x.data import evaluation
+
+        return getattr(evaluation, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,135 @@
+"""Which data, and how it is batched: `utils.DatasetConfig` in gin files."""
+
+import dataclasses
+import hashlib
+import importlib
+import importlib.util
+import logging
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+from t5x.data.tasks import Mixture, Task, get_mixture_or_task
+from t5x.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass
+class DatasetConfig:
+    """One dataset of a run.
+
+    Attributes:
+      mixture_or_task_name: registered name, or the task itself.
+      task_feature_lengths: {feature: length in tokens}; None measures them, for evaluation.
+      split: of the task.
+      batch_size: rows of the global batch, over all processes.
+      shuffle: read the examples in another order each epoch.
+      seed: of the order and of random preprocessors; None is 0.
+      use_cached: use seqio's offline cache. There are no such caches here; it is read on the fly.
+      pack: several examples a row. Not available in this version.
+      use_custom_packing_ops: seqio's; without effect.
+      module: dotted name or .py file to import first, which registers the task.
+      use_memory_cache: seqio's; without effect: files are read where they lie.
+      trim_output_features: cut features that are longer than their length; False makes them an error.
+      runtime_preprocessors: applied after those of the task.
+      num_prefetch_threads: seqio's; without effect: one thread reads ahead.
+      num_workers: processes that read ahead; one thread does in this version.
+    """
+
+    mixture_or_task_name: Any
+    task_feature_lengths: Mapping[str, int] | None
+    split: str
+    batch_size: int
+    shuffle: bool
+    seed: int | None
+    use_cached: bool = False
+    pack: bool = False
+    use_custom_packing_ops: bool = False
+    module: str | None = None
+    use_memory_cache: bool = True
+    trim_output_features: bool = True
+    runtime_preprocessors: Sequence[Any] | None = None
+    num_prefetch_threads: int | None = None
+    num_workers: int = 0
+
+    def __post_init__(self):
+        if not isinstance(self.batch_size, int) or self.batch_size < 1:
+            raise UserError(f"utils.DatasetConfig.batch_size is {self.batch_size!r}, not a positive whole number.")
+        for name, length in (self.task_feature_lengths or {}).items():
+            if not isinstance(length, int) or length < 1:
+                raise UserError(
+                    f"utils.DatasetConfig.task_feature_lengths: the length of {name!r} is {length!r}; it must be a "
+                    "positive whole number."
+                )
+        if self.module:
+            import_task_module(self.module)
+        if self.use_cached:
+            logger.info("use_cached=True: there are no seqio caches here; %s is read on the fly", self._label)
+        if self.num_workers:
+            logger.info("num_workers=%d: one thread reads ahead in this version", self.num_workers)
+
+    @property
+    def _label(self) -> str:
+        return getattr(self.mixture_or_task_name, "name", self.mixture_or_task_name)
+
+    def mixture_or_task(self) -> Task | Mixture:
+        return get_mixture_or_task(self.mixture_or_task_name)
+
+    def task(self) -> Task:
+        """The task; a UserError where the name is that of a mixture."""
+        found = self.mixture_or_task()
+        if isinstance(found, Mixture):
+            raise UserError(
+                f"{found.name!r} is a mixture. Reading several tasks at once is not available in this version; name "
+                f"one of its tasks: {', '.join(task.name for task in found.tasks)}."
+            )
+        return found
+
+
+def import_task_module(name_or_file: str) -> ModuleType:
+    """Imports a module that registers tasks, by dotted name or as a .py file. A second time does nothing.
+
+    The directory of the file, or the current directory for a name, is added to the end of the import path.
+    """
+    path = os.path.realpath(os.path.expanduser(name_or_file)) if name_or_file.endswith(".py") else None
+    if path is not None and not os.path.isfile(path):
+        raise UserError(f"There is no file {name_or_file} to import tasks from (looked for {path}).")
+    directory = os.getcwd() if path is None else os.path.dirname(path)
+    if directory not in sys.path:
+        sys.path.append(directory)
+    importlib.invalidate_caches()
+    try:
+        return importlib.import_module(name_or_file) if path is None else _import_file(path)
+    except ModuleNotFoundError as error:
+        if path is None and f"{name_or_file}.".startswith(f"{error.name}."):
+            raise UserError(
+                f"There is no module {error.name!r} to import tasks from. Install the package it is in, start from its "
+                "directory, or name the .py file itself."
+            ) from error
+        raise UserError(f"{name_or_file} imports {error.name!r}, which is not installed.") from error
+    except ImportError as error:
+        raise UserError(f"{name_or_file} cannot be imported: {error}.") from error
+
+
+def _import_file(path: str) -> ModuleType:
+    for module in list(sys.modules.values()):
+        if os.path.realpath(getattr(module, "__file__", None) or "") == path:
+            return module
+    name = re.sub(r"\W", "_", os.path.basename(path).removesuffix(".py"))
+    spec = importlib.util.find_spec(name)
+    if spec is not None and os.path.realpath(spec.origin or "") == path:
+        return importlib.import_module(name)
+    # Another module has that name.
+    name = f"{name}_{hashlib.sha256(path.encode()).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

@@ -1,0 +1,140 @@
+"""Preprocessors with seqio's names and semantics. Each takes one example and returns one.
+
+They go into a task's `preprocessors`, with `functools.partial` where they need arguments:
+
+    preprocessors=[
+        functools.partial(rekey, key_map={"inputs": "question", "targets": "answer"}),
+        tokenize,
+        append_eos,
+    ]
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from t5x.data.features import Feature
+from t5x.errors import UserError
+
+Example = dict[str, Any]
+
+
+def rekey(example: Example, key_map: Mapping[str, str | None] | None = None) -> Example:
+    """Takes the fields named in `key_map`, {new name: old name}; an old name of None or "" gives an empty text.
+
+    >>> rekey({"de": "Hallo", "en": "Hello"}, {"inputs": "en", "targets": "de"})
+    {'inputs': 'Hello', 'targets': 'Hallo'}
+    """
+    if not key_map:
+        return example
+    return {new: example[old] if old else "" for new, old in key_map.items()}
+
+
+def tokenize(
+    example: Example,
+    output_features: Mapping[str, Feature],
+    copy_pretokenized: bool = True,
+    with_eos: bool = False,
+) -> Example:
+    """Encodes the output features with their vocabularies; a list of texts becomes a list of id arrays.
+
+    Args:
+      example: with text in its output features. Others are kept.
+      output_features: of the task.
+      copy_pretokenized: keep the text as `<feature>_pretokenized`.
+      with_eos: append EOS where the feature has `add_eos`: to the last text of a list.
+    """
+    made = {}
+    for name, value in example.items():
+        feature = output_features.get(name)
+        if feature is not None:
+            if copy_pretokenized:
+                made[f"{name}_pretokenized"] = value
+            value = _encode(value, name, feature)
+            if with_eos and feature.add_eos:
+                value = _append_to_last(value, _eos_id(name, feature))
+        made[name] = value
+    return made
+
+
+def tokenize_and_append_eos(
+    example: Example, output_features: Mapping[str, Feature], copy_pretokenized: bool = True
+) -> Example:
+    """`tokenize`, then EOS where the feature has `add_eos`."""
+    return tokenize(example, output_features, copy_pretokenized, with_eos=True)
+
+
+def append_eos(example: Example, output_features: Mapping[str, Feature]) -> Example:
+    """Appends EOS to the output features with `add_eos`. A later trim may cut it off again."""
+    return append_eos_after_trim(example, output_features, sequence_length=None)
+
+
+def append_eos_after_trim(
+    example: Example, output_features: Mapping[str, Feature], sequence_length: Mapping[str, int] | None = None
+) -> Example:
+    """Trims the output features with `add_eos` to one less than their length, and appends EOS.
+
+    Args:
+      example: with ids in its output features.
+      output_features: of the task.
+      sequence_length: {feature: length}; a feature without one is not trimmed.
+    """
+    made = dict(example)
+    for name, feature in output_features.items():
+        if name in example and feature.add_eos:
+            length = (sequence_length or {}).get(name)
+            made[name] = _append_to_each(example[name], _eos_id(name, feature), length)
+    return made
+
+
+def truncate_inputs_left(example: Example, sequence_length: Mapping[str, int] | None) -> Example:
+    """Keeps the end of `inputs` where it is longer than its length. It goes after tokenize and append_eos."""
+    length = (sequence_length or {}).get("inputs")
+    if length is None:
+        return example
+    return example | {"inputs": example["inputs"][-length:]}
+
+
+def _encode(value: Any, name: str, feature: Feature) -> Any:
+    if isinstance(value, list | tuple):
+        made = [_encode(one, name, feature) for one in value]
+        return np.asarray(made, feature.dtype) if all(np.ndim(one) == 0 for one in made) else made
+    try:
+        ids = feature.vocabulary.encode(value)
+    except UserError as error:
+        raise UserError(f"feature {name!r}: {error}") from error
+    return np.asarray(ids, feature.dtype) if np.ndim(ids) else ids
+
+
+def _is_flat(value: Any) -> bool:
+    return isinstance(value, np.ndarray) or all(np.ndim(one) == 0 for one in value)
+
+
+def _append(ids: Any, eos: int, length: int | None) -> np.ndarray:
+    ids = np.asarray(ids) if len(ids) else np.zeros(0, np.int32)
+    ids = ids if length is None else ids[..., : length - 1]
+    return np.concatenate([ids, np.full((*ids.shape[:-1], 1), eos, ids.dtype)], axis=-1)
+
+
+def _append_to_each(value: Any, eos: int, length: int | None) -> Any:
+    if _is_flat(value):
+        return _append(value, eos, length)
+    return [_append_to_each(one, eos, length) for one in value]
+
+
+def _append_to_last(value: Any, eos: int) -> Any:
+    if _is_flat(value):
+        return _append(value, eos, None)
+    if _is_flat(value[0]):
+        return [*value[:-1], _append(value[-1], eos, None)]
+    return [_append_to_last(one, eos) for one in value]
+
+
+def _eos_id(name: str, feature: Feature) -> int:
+    if feature.vocabulary.eos_id is None:
+        raise UserError(
+            f"feature {name!r} has add_eos=True, but its vocabulary {feature.vocabulary!r} has no EOS: "
+            "set add_eos=False in its Feature."
+        )
+    return feature.vocabulary.eos_id

@@ -1,0 +1,216 @@
+"""Tasks and mixtures, and the registries in which gin files find them by name."""
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+from t5x.data.features import Feature
+from t5x.data.pipeline import Pipeline, Preprocessor
+from t5x.data.sources import DataSource
+from t5x.errors import UserError
+
+Rate = float | Callable[["Task"], float]
+
+
+class CacheDatasetPlaceholder:
+    """Where seqio divides a task's preprocessors into those before and those after its offline cache.
+
+    Examples pass it unchanged.
+    """
+
+    def __init__(self, required: bool = False):
+        self.required = required
+
+    def __call__(self, example: dict[str, Any]) -> dict[str, Any]:
+        return example
+
+
+class Task:
+    """A source, what is done to its examples, and how predictions for them are scored.
+
+    Args:
+      name: by which it is registered.
+      source: of the examples.
+      output_features: features of the finished examples.
+      preprocessors: see `t5x.data.pipeline.Pipeline`.
+      postprocess_fn: `postprocess_fn(decoded, example=…, is_target=…)` turns a decoded text into what metrics compare.
+      metric_fns: of `(targets, predictions)`, `(targets, scores)` or `(targets, predictions, aux_values)`; they return
+        {metric: value}.
+      shuffle_buffer_size: seqio's; all examples are shuffled here, without a buffer.
+      source_info: a note about the source, kept as it is.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        source: DataSource,
+        output_features: Mapping[str, Feature],
+        preprocessors: Sequence[Preprocessor] | None = None,
+        postprocess_fn: Callable[..., Any] | None = None,
+        metric_fns: Sequence[Callable[..., Mapping[str, Any]]] | None = None,
+        shuffle_buffer_size: int | None = None,
+        source_info: Any = None,
+    ):
+        if not isinstance(source, DataSource):
+            raise UserError(
+                f"Task {name!r}: the source {source!r} is not a t5x.data source, such as JsonLinesDataSource, "
+                "TextLineDataSource or FunctionDataSource."
+            )
+        for feature_name, feature in output_features.items():
+            if not isinstance(feature, Feature):
+                raise UserError(f"Task {name!r}: output feature {feature_name!r} is {feature!r}, not a Feature.")
+        self.name = name
+        self.source = source
+        self.output_features = dict(output_features)
+        self.preprocessors = tuple(preprocessors or ())
+        self.metric_fns = tuple(metric_fns or ())
+        self.source_info = source_info
+        self._postprocess_fn = postprocess_fn
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        return self.source.splits
+
+    def num_input_examples(self, split: str) -> int:
+        """Number of examples of the source, before any preprocessor."""
+        return self.source.num_examples(split)
+
+    def postprocess_fn(self, decoded_model_output: Any, **kwargs: Any) -> Any:
+        """What metrics compare: of a prediction, or of a target (`is_target=True`)."""
+        if self._postprocess_fn is None:
+            return decoded_model_output
+        return self._postprocess_fn(decoded_model_output, **kwargs)
+
+    def pipeline(
+        self,
+        split: str,
+        sequence_length: Mapping[str, int] | None = None,
+        seed: int = 0,
+        runtime_preprocessors: Sequence[Preprocessor] | None = None,
+    ) -> Pipeline:
+        """The finished examples of a split, by (epoch, index)."""
+        if split not in self.splits:
+            raise UserError(f"Task {self.name!r} has no split {split!r}; it has {', '.join(map(repr, self.splits))}.")
+        steps = (*self.preprocessors, *(runtime_preprocessors or ()))
+        return Pipeline(self.name, self.source, split, steps, self.output_features, sequence_length, seed)
+
+    def __repr__(self) -> str:
+        return f"Task({self.name!r}, splits={self.splits})"
+
+
+class Mixture:
+    """Several tasks with rates, under one name.
+
+    Args:
+      name: by which it is registered.
+      tasks: names of tasks and mixtures, or (name, rate) pairs. A rate is a positive number or a function of the task.
+      default_rate: of those without their own.
+    """
+
+    def __init__(self, name: str, tasks: Iterable[str | tuple[str, Rate]], default_rate: Rate | None = None):
+        self.name = name
+        self.rates: dict[str, Rate] = {}
+        for entry in tasks:
+            task, rate = (entry, default_rate) if isinstance(entry, str) else entry
+            if rate is None:
+                raise UserError(f"Mixture {name!r}: {task!r} has no rate. Write ({task!r}, 1.0) or give default_rate.")
+            if not callable(rate) and not rate > 0:
+                raise UserError(f"Mixture {name!r}: the rate of {task!r} is {rate!r}; rates are positive numbers.")
+            if task in self.rates:
+                raise UserError(f"Mixture {name!r} names {task!r} twice.")
+            get_mixture_or_task(task)
+            self.rates[task] = rate
+        if not self.rates:
+            raise UserError(f"Mixture {name!r} has no tasks.")
+
+    @property
+    def tasks(self) -> list[Task]:
+        """All tasks, those of mixtures in it included, each once."""
+        found = {task.name: task for name in self.rates for task in get_subtasks(get_mixture_or_task(name))}
+        return list(found.values())
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """Splits that at least one task has."""
+        return tuple(dict.fromkeys(split for task in self.tasks for split in task.splits))
+
+    @property
+    def output_features(self) -> dict[str, Feature]:
+        first, *others = self.tasks
+        for task in others:
+            if task.output_features != first.output_features:
+                raise UserError(
+                    f"Mixture {self.name!r}: the output features of {first.name!r} and {task.name!r} differ:\n"
+                    f"{first.output_features}\n{task.output_features}"
+                )
+        return first.output_features
+
+    def num_input_examples(self, split: str) -> int:
+        return sum(task.num_input_examples(split) for task in self.tasks if split in task.splits)
+
+    def __repr__(self) -> str:
+        return f"Mixture({self.name!r}, {self.rates})"
+
+
+_T = TypeVar("_T", Task, Mixture)
+
+
+class _Registry(Generic[_T]):
+    def __init__(self, kind: type[_T]):
+        self._kind = kind
+        self._entries: dict[str, _T] = {}
+
+    def add(self, name: str, *args: Any, **kwargs: Any) -> _T:
+        """Makes and registers one. Arguments as those of the class."""
+        if name in TaskRegistry.names() or name in MixtureRegistry.names():
+            raise UserError(
+                f"There is a task or mixture {name!r} already. Give this one another name, or take the other out "
+                f"first: {self._kind.__name__}Registry.remove({name!r})."
+            )
+        self._entries[name] = entry = self._kind(name, *args, **kwargs)
+        return entry
+
+    def get(self, name: str) -> _T:
+        if name not in self._entries:
+            raise UserError(_unknown(name, self._kind.__name__.lower(), self.names()))
+        return self._entries[name]
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._entries)
+
+    def remove(self, name: str) -> None:
+        self.get(name)
+        del self._entries[name]
+
+    def reset(self) -> None:
+        """Takes all out."""
+        self._entries.clear()
+
+
+TaskRegistry = _Registry(Task)
+MixtureRegistry = _Registry(Mixture)
+
+
+def get_mixture_or_task(name: str | Task | Mixture) -> Task | Mixture:
+    """The registered task or mixture of a name."""
+    if isinstance(name, Task | Mixture):
+        return name
+    if name in MixtureRegistry.names():
+        return MixtureRegistry.get(name)
+    if name in TaskRegistry.names():
+        return TaskRegistry.get(name)
+    raise UserError(_unknown(name, "task or mixture", TaskRegistry.names() + MixtureRegistry.names()))
+
+
+def get_subtasks(task_or_mixture: Task | Mixture) -> list[Task]:
+    """All tasks of a mixture; a task alone."""
+    return task_or_mixture.tasks if isinstance(task_or_mixture, Mixture) else [task_or_mixture]
+
+
+def _unknown(name: str, kind: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(str(name), known, n=4, cutoff=0.5) or sorted(known)[:8]
+    hint = f"Near it: {', '.join(near)}." if near else "None is registered."
+    return (
+        f"There is no {kind} {name!r}. {hint} One is registered when the module that adds it to the TaskRegistry is "
+        "imported: name that module in a gin file (`import my_tasks`), as MIXTURE_OR_TASK_MODULE, or with --import."
+    )

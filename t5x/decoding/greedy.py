@@ -1,0 +1,71 @@
+"""Greedy decoding: the likeliest token at every step."""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+
+@flax.struct.dataclass
+class DecodingState:
+    """What a decoding function shows the network at a step.
+
+    Attributes:
+      cur_index: int32, position of the token being fed.
+      cur_token: int32 [batch, 1].
+      cache: the network's cache, advanced at every step.
+    """
+
+    cur_index: jax.Array
+    cur_token: jax.Array
+    cache: Any
+
+
+TokensToLogits = Callable[[DecodingState], tuple[jax.Array, Any]]
+
+
+def greedy_decode(
+    *,
+    inputs: jax.Array,
+    cache: Any,
+    tokens_to_logits: TokensToLogits,
+    eos_id: int,
+    num_decodes: int = 1,
+    decode_rng: jax.Array | None = None,
+    cache_offset: int = 0,
+) -> tuple[jax.Array, jax.Array]:
+    """Decodes until every row has ended or the length is reached.
+
+    Args:
+      inputs: int32 [batch, length]; only its shape counts.
+      cache: the network's empty cache.
+      tokens_to_logits: (state) -> (logits [batch, vocab], new cache).
+      eos_id: ends a row; it is part of the output, zeros follow it.
+      num_decodes, decode_rng, cache_offset: of T5X's signature; greedy decoding has one result and no randomness.
+
+    Returns:
+      (int32 [batch, 1, length], float32 [batch, 1]): tokens, and the sum of their log probabilities.
+    """
+    del num_decodes, decode_rng, cache_offset
+    batch, length = inputs.shape
+
+    def unfinished(carry):
+        state, _, _, ended = carry
+        return (state.cur_index < length) & ~jnp.all(ended)
+
+    def step(carry):
+        state, tokens, scores, ended = carry
+        logits, cache = tokens_to_logits(state)
+        log_probs = jax.nn.log_softmax(logits.astype(jnp.float32))
+        token = jnp.where(ended, 0, jnp.argmax(log_probs, axis=-1).astype(jnp.int32))
+        gained = jnp.take_along_axis(log_probs, token[:, None], axis=-1)[:, 0]
+        scores = scores + jnp.where(ended, 0.0, gained)
+        tokens = jax.lax.dynamic_update_slice_in_dim(tokens, token[:, None], state.cur_index, axis=1)
+        return DecodingState(state.cur_index + 1, token[:, None], cache), tokens, scores, ended | (token == eos_id)
+
+    start = DecodingState(jnp.int32(0), jnp.zeros((batch, 1), jnp.int32), cache)
+    carry = (start, jnp.zeros((batch, length), jnp.int32), jnp.zeros(batch), jnp.zeros(batch, bool))
+    _, tokens, scores, _ = jax.lax.while_loop(unfinished, step, carry)
+    return tokens[:, None, :], scores[:, None]

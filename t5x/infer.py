@@ -1,0 +1,266 @@
+"""Batch inference: `t5x infer`, over a task by gin or over a plain file with a model directory alone."""
+
+import contextlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TextIO
+
+import jax
+import numpy as np
+
+from t5x import checkpoints, gin_utils
+from t5x.checkpoints.config import RestoreCheckpointConfig
+from t5x.checkpoints.contents import load_model
+from t5x.data.config import DatasetConfig
+from t5x.data.loader import eval_batches
+from t5x.errors import UserError
+from t5x.models import EncoderDecoderModel
+from t5x.partitioning import PjitPartitioner
+from t5x.telemetry import Progress, jsonl
+from t5x.trainer.checks import verify_matching_vocabs
+from t5x.trainer.state import StateLayout
+
+log = logging.getLogger(__name__)
+
+MODES = ("predict", "score")
+
+
+def infer(
+    *,
+    mode: str = "predict",
+    model: EncoderDecoderModel,
+    dataset_cfg: DatasetConfig,
+    restore_checkpoint_cfg: RestoreCheckpointConfig,
+    partitioner: PjitPartitioner,
+    output_dir: str,
+    summarize_config_fn: Callable[..., None] | None = gin_utils.summarize_gin_config,
+) -> str:
+    """Predicts or scores every example of a task; returns the path of the file written.
+
+    The file is `<output_dir>/<task>-<mode>.jsonl-00000-of-00001`, whole or not there at all; a line has `inputs` (the
+    example's texts), and `prediction` and `score`, or `score`.
+    """
+    if mode not in MODES:
+        raise UserError(f"infer.mode is {mode!r}: it must be one of {', '.join(MODES)}.")
+    verify_matching_vocabs(dataset_cfg, model)
+    inferer = Inferer(model, partitioner, restore_params(model, partitioner, restore_checkpoint_cfg))
+    task = dataset_cfg.task()
+    os.makedirs(output_dir, exist_ok=True)
+    if summarize_config_fn is not None:
+        summarize_config_fn(output_dir, None, 0)
+    batches = eval_batches(
+        dataset_cfg, feature_converter=model.FEATURE_CONVERTER_CLS(pack=False), rows=partitioner.rows(dataset_cfg.batch_size)
+    )
+    path = os.path.join(output_dir, f"{task.name}-{mode}.jsonl-00000-of-00001")
+    total = task.num_input_examples(dataset_cfg.split)
+
+    def lines() -> Iterator[bytes]:
+        with Progress(total, unit="example", description=f"{mode} {task.name}") as progress:
+            done = 0
+            for batch in batches:
+                results = inferer.run(mode, batch.batch)[: len(batch.examples)]
+                for example, result in zip(batch.examples, results, strict=True):
+                    inputs = {k: v for k, v in example.items() if k.endswith("_pretokenized")}
+                    yield jsonl.encode({"inputs": inputs, **result})
+                done += len(batch.examples)
+                progress.update(done)
+
+    jsonl.replace(path, lines())
+    log.info("wrote %s", path)
+    return path
+
+
+def infer_file(
+    model_dir: str,
+    input_path: str,
+    output_path: str,
+    *,
+    mode: str = "predict",
+    max_length: int = 128,
+    max_input_length: int = 512,
+    batch_size: int = 32,
+    overwrite: bool = False,
+) -> None:
+    """Predicts or scores the lines of a file with the model of a checkpoint directory.
+
+    Args:
+      model_dir: a checkpoint, or a MODEL_DIR.
+      input_path: text (a line an input) or .jsonl (objects with `inputs` and, to score, `targets`); - is stdin.
+      output_path: JSON lines, in the order of the input; - is stdout.
+      max_length: tokens generated at most.
+      max_input_length: longer inputs are cut, and counted in a warning.
+    """
+    for name, value in (("max_length", max_length), ("max_input_length", max_input_length), ("batch_size", batch_size)):
+        if value < 1:
+            raise UserError(f"--{name} is {value}: it must be at least 1.")
+    if output_path != "-" and os.path.exists(output_path) and not overwrite:
+        raise UserError(f"{output_path} exists already; give another --output, or --overwrite to replace it.")
+    inferer = load(model_dir)
+    examples = list(_read_examples(input_path, mode))
+    log.info("%d input(s) from %s", len(examples), "standard input" if input_path == "-" else input_path)
+
+    def lines() -> Iterator[bytes]:
+        done = 0
+        progress = Progress(len(examples), unit="input", description=mode) if len(examples) > batch_size else None
+        with progress or contextlib.nullcontext():
+            for start in range(0, len(examples), batch_size):
+                part = examples[start : start + batch_size]
+                batch = inferer.batch(part, max_input_length, max_length, rows=min(batch_size, len(examples)))
+                for example, result in zip(part, inferer.run(mode, batch), strict=False):
+                    yield jsonl.encode({**example, **result})
+                done += len(part)
+                if progress:
+                    progress.update(done)
+
+    if output_path == "-":
+        for line in lines():
+            sys.stdout.buffer.write(line)
+    else:
+        jsonl.replace(output_path, lines())
+        log.info("wrote %s", output_path)
+    if inferer.trimmed:
+        log.warning("%d input(s) were longer than %d tokens and were cut (--max_input_length)", inferer.trimmed, max_input_length)
+
+
+class Inferer:
+    """A model with its parameters on the devices, ready to predict and score.
+
+    Attributes:
+      trimmed: how many inputs were cut to their length so far.
+    """
+
+    def __init__(self, model: EncoderDecoderModel, partitioner: PjitPartitioner, params: Any):
+        self.model = model
+        self.partitioner = partitioner
+        self.params = params
+        self.trimmed = 0
+        shardings = jax.tree.map(lambda x: x.sharding, params)
+        rng = jax.random.key(0)
+        partition = lambda fn: partitioner.partition(
+            fn, in_shardings=(shardings, partitioner.batch_sharding), out_shardings=partitioner.replicated
+        )
+        self._predict = partition(lambda params, batch: model.predict_batch_with_aux(params, batch, rng=rng))
+        self._score = partition(model.score_batch)
+
+    def run(self, mode: str, batch: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
+        """A result a row: `prediction` and `score`, or `score` (the sum of log probabilities)."""
+        batch = self.partitioner.to_devices(batch)
+        if mode == "score":
+            return [{"score": float(score)} for score in jax.device_get(self._score(self.params, batch))]
+        tokens, aux = jax.device_get(self._predict(self.params, batch))
+        decode = self.model.output_vocabulary.decode
+        return [
+            {"prediction": decode(row.tolist()), "score": float(score)}
+            for row, score in zip(tokens, aux["scores"], strict=True)
+        ]
+
+    def batch(
+        self, examples: Sequence[Mapping[str, str]], max_input_length: int, max_length: int, rows: int
+    ) -> dict[str, np.ndarray]:
+        """Texts as a batch of at least `rows` rows (as many as the mesh divides), padded to few different lengths."""
+        data_parts = self.partitioner.mesh.shape["data"]
+        rows = -(-max(rows, len(examples)) // data_parts) * data_parts
+        inputs = [self._tokens(self.model.input_vocabulary, e["inputs"], max_input_length) for e in examples]
+        targets = [self._tokens(self.model.output_vocabulary, e["targets"], None) for e in examples if "targets" in e]
+        encoder = _pad(inputs, rows, min(max_input_length, _round_up(max(map(len, inputs)))))
+        length = _round_up(max(map(len, targets))) if targets else max_length
+        decoder = _pad(targets, rows, length)
+        return {
+            "encoder_input_tokens": encoder,
+            "decoder_target_tokens": decoder,
+            "decoder_input_tokens": np.pad(decoder, ((0, 0), (1, 0)))[:, :-1],
+            "decoder_loss_weights": (decoder > 0).astype(np.int32),
+        }
+
+    def _tokens(self, vocabulary: Any, text: str, limit: int | None) -> list[int]:
+        tokens = [*vocabulary.encode(text), vocabulary.eos_id]
+        if limit is not None and len(tokens) > limit:
+            self.trimmed += 1
+            tokens = [*tokens[: limit - 1], vocabulary.eos_id]
+        return tokens
+
+
+def load(model_dir: str, partitioner: PjitPartitioner | None = None) -> Inferer:
+    """The model of a checkpoint or MODEL_DIR, rebuilt from that directory alone."""
+    partitioner = PjitPartitioner() if partitioner is None else partitioner
+    path = checkpoints.resolve(model_dir)
+    checkpoints.verify(path)
+    model = load_model(path)
+    return Inferer(model, partitioner, _restore_params(path, model, partitioner))
+
+
+def restore_params(
+    model: EncoderDecoderModel, partitioner: PjitPartitioner, restore_cfg: RestoreCheckpointConfig
+) -> Any:
+    """The parameters that `restore_cfg` names, on the devices; no optimizer state is read."""
+    if not isinstance(restore_cfg.path, str):
+        raise UserError("utils.RestoreCheckpointConfig.path must be one path here.")
+    path = checkpoints.resolve(restore_cfg.path)
+    log.info("restoring the parameters of %s", path)
+    return _restore_params(path, model, partitioner)
+
+
+def _restore_params(path: Any, model: EncoderDecoderModel, partitioner: PjitPartitioner) -> Any:
+    layout = StateLayout.of(model, partitioner, model.input_shapes({"inputs": 1, "targets": 1}))
+    return checkpoints.restore(path, {"target": layout.abstract.params})["target"]
+
+
+def _read_examples(path: str, mode: str) -> Iterator[dict[str, str]]:
+    as_json = path.endswith(".jsonl")
+    with _open(path) as file:
+        for number, line in enumerate(_lines(file, path), start=1):
+            if not as_json and path != "-":
+                example: Any = {"inputs": line}
+            elif as_json or line.startswith("{"):
+                try:
+                    example = json.loads(line)
+                except ValueError as error:
+                    raise UserError(f"{path}:{number} is not JSON: {error}.") from error
+                if not isinstance(example, dict) or not isinstance(example.get("inputs"), str):
+                    raise UserError(f'{path}:{number} must be an object with a text "inputs".')
+            else:
+                example = {"inputs": line}
+            if mode == "score" and not isinstance(example.get("targets"), str):
+                raise UserError(f'{path}:{number} has no "targets" to score; give .jsonl with "inputs" and "targets".')
+            yield example
+
+
+def _lines(file: TextIO, path: str) -> Iterable[str]:
+    try:
+        for line in file:
+            yield line.rstrip("\r\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text: {error}.") from error
+
+
+@contextlib.contextmanager
+def _open(path: str) -> Iterator[TextIO]:
+    if path == "-":
+        yield sys.stdin
+        return
+    try:
+        with open(path, encoding="utf-8") as file:
+            yield file
+    except OSError as error:
+        raise UserError(f"--input {path} cannot be read: {error.strerror or error}.") from error
+
+
+def _pad(rows_of_tokens: Sequence[Sequence[int]], rows: int, length: int) -> np.ndarray:
+    padded = np.zeros((rows, length), np.int32)
+    for row, tokens in enumerate(rows_of_tokens):
+        padded[row, : len(tokens)] = tokens
+    return padded
+
+
+def _round_up(length: int) -> int:
+    """Lengths are padded to powers of two, so that few programs are compiled."""
+    return max(8, 1 << (length - 1).bit_length())
+
+
+if __name__ == "__main__":
+    from t5x import cli
+
+    cli.main_of("infer")

@@ -1,0 +1,108 @@
+"""Attention over structure: who may attend to whom, and the position bias, are described, not written out.
+
+`attend` is the one door. A back end behind it may avoid ever forming a [batch, heads, q, k] array; `xla` is the
+reference and does form it.
+"""
+
+import logging
+from collections.abc import Callable
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from t5x.errors import UserError
+from t5x.network.keys import Keys
+from t5x.network.relative_position import RelativeBias
+
+MASKED = -1e10
+
+log = logging.getLogger(__name__)
+
+
+@flax.struct.dataclass
+class Mask:
+    """Which keys a query may attend to.
+
+    Attributes:
+      key_segments: int [batch, k]; 0 is padding and is never attended to. None: every key is real.
+      query_segments: int [batch, q] for packed rows: a query sees only keys of its own segment.
+      position: traced position of the single query of an incremental decoding step; keys after it are hidden.
+      causal: query i sees keys 0..i.
+    """
+
+    key_segments: jax.Array | None = None
+    query_segments: jax.Array | None = None
+    position: jax.Array | None = None
+    causal: bool = flax.struct.field(pytree_node=False, default=False)
+
+    def allowed(self, q_length: int, k_length: int) -> jax.Array | None:
+        """bool, broadcastable to [batch, heads, q, k]; None where everything is allowed."""
+        parts = []
+        if self.causal:
+            parts.append((jnp.arange(q_length)[:, None] >= jnp.arange(k_length)[None, :])[None, None])
+        if self.position is not None:
+            parts.append((jnp.arange(k_length) <= self.position)[None, None, None, :])
+        if self.key_segments is not None:
+            parts.append((self.key_segments > 0)[:, None, None, :])
+        if self.query_segments is not None:
+            parts.append((self.query_segments[:, :, None] == self.key_segments[:, None, :])[:, None])
+        allowed = None
+        for part in parts:
+            allowed = part if allowed is None else allowed & part
+        return allowed
+
+
+def attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    mask: Mask,
+    bias: RelativeBias | None = None,
+    keys: Keys | None = None,
+    dropout_rate: float = 0.0,
+    float32_logits: bool = False,
+    backend: str = "auto",
+) -> jax.Array:
+    """softmax(q·k + bias, where the mask allows) v, without T5's missing 1/sqrt(head_dim).
+
+    Args:
+      query: [batch, q, heads, head_dim].
+      key, value: [batch, k, heads, head_dim].
+      keys, dropout_rate: T5 drops the same attention weights for every query of an example, which is the same as
+        dropping rows of `value`; it is done there, before any back end.
+      float32_logits: multiply queries and keys in float32.
+      backend: `auto` or the name of a back end.
+
+    Returns:
+      [batch, q, heads, head_dim] in the dtype of `value`.
+    """
+    if keys is not None and keys.dropout is not None and dropout_rate > 0.0:
+        keep = keys.keep((value.shape[1], value.shape[2], 1), dropout_rate)
+        value = jnp.where(keep, value / (1.0 - dropout_rate), 0).astype(value.dtype)
+    if float32_logits:
+        query, key = query.astype(jnp.float32), key.astype(jnp.float32)
+    name = "xla" if backend == "auto" else backend
+    if name not in BACKENDS:
+        raise UserError(f"T5Config.attention_backend is {backend!r}; known are auto, {', '.join(BACKENDS)}.")
+    return BACKENDS[name](query, key, value, mask, bias)
+
+
+def attend_xla(
+    query: jax.Array, key: jax.Array, value: jax.Array, mask: Mask, bias: RelativeBias | None
+) -> jax.Array:
+    """The reference: plain products, softmax in float32."""
+    q_length, k_length = query.shape[1], key.shape[1]
+    logits = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32)
+    if bias is not None:
+        at = bias.matrix(q_length, k_length) if mask.position is None else bias.row(mask.position, k_length)
+        logits += at[None]
+    if (allowed := mask.allowed(q_length, k_length)) is not None:
+        logits = jnp.where(allowed, logits, MASKED)
+    weights = jax.nn.softmax(logits, axis=-1).astype(value.dtype)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, value)
+
+
+Backend = Callable[[jax.Array, jax.Array, jax.Array, Mask, RelativeBias | None], jax.Array]
+BACKENDS: dict[str, Backend] = {"xla": attend_xla}

@@ -1,0 +1,66 @@
+"""The configuration of the network: one dataclass for the whole family."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from t5x.errors import UserError
+
+ACTIVATIONS = ("gelu", "linear", "relu", "sigmoid", "silu", "tanh")
+REMAT_POLICIES = ("none", "minimal", "full")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class T5Config:
+    """Shape and numerics of an encoder-decoder T5.
+
+    T5 1.0 is `mlp_activations=("relu",), logits_via_embedding=True`; T5 1.1 is `("gelu", "linear")` and untied.
+
+    Attributes:
+      vocab_size: rows of the embedding table; at least the vocabulary's size, usually padded to a multiple of 128.
+      dtype: of the activations. Parameters are float32 always.
+      emb_dim: width of the residual stream.
+      num_heads, head_dim: attention heads and their width; their product need not be `emb_dim`.
+      mlp_activations: one name is a plain MLP, several are multiplied (a gated MLP).
+      dropout_rate: 0 switches dropout off.
+      logits_via_embedding: tied logits, scaled by 1/sqrt(emb_dim).
+      float32_attention_logits: multiply queries and keys in float32 whatever `dtype` is.
+      scan_layers: hold the layers stacked and scan over them: compiles faster, often runs slower. Initial values and
+        dropout do not depend on it.
+      param_scan_axis: where the layer axis stands in a stacked parameter.
+      remat_policy: what the backward pass recomputes: `none`, `minimal` (all but matrix products) or `full`.
+      attention_backend: `auto` or `xla`.
+    """
+
+    vocab_size: int
+    dtype: Any = "float32"
+    emb_dim: int = 512
+    num_heads: int = 8
+    num_encoder_layers: int = 6
+    num_decoder_layers: int = 6
+    head_dim: int = 64
+    mlp_dim: int = 2048
+    mlp_activations: Sequence[str] = ("relu",)
+    dropout_rate: float = 0.1
+    logits_via_embedding: bool = False
+    float32_attention_logits: bool = False
+    scan_layers: bool = False
+    param_scan_axis: int = 1
+    remat_policy: str = "none"
+    attention_backend: str = "auto"
+
+    def __post_init__(self):
+        object.__setattr__(self, "mlp_activations", tuple(self.mlp_activations))
+        for name in ("vocab_size", "emb_dim", "num_heads", "num_encoder_layers", "num_decoder_layers", "head_dim", "mlp_dim"):
+            if not isinstance(value := getattr(self, name), int) or value < 1:
+                raise UserError(f"T5Config.{name} is {value!r}: it must be a whole number of at least 1.")
+        if unknown := [a for a in self.mlp_activations if a not in ACTIVATIONS]:
+            raise UserError(f"T5Config.mlp_activations names {unknown[0]!r}; known are {', '.join(ACTIVATIONS)}.")
+        if not self.mlp_activations:
+            raise UserError('T5Config.mlp_activations is empty: T5 1.0 has ("relu",), T5 1.1 ("gelu", "linear").')
+        if not 0 <= self.dropout_rate < 1:
+            raise UserError(f"T5Config.dropout_rate is {self.dropout_rate}: it must be at least 0 and below 1.")
+        if self.remat_policy not in REMAT_POLICIES:
+            raise UserError(f"T5Config.remat_policy is {self.remat_policy!r}; known are {', '.join(REMAT_POLICIES)}.")
+        if self.param_scan_axis not in (0, 1):
+            raise UserError(f"T5Config.param_scan_axis is {self.param_scan_axis}: it must be 0 or 1.")

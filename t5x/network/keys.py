@@ -1,0 +1,57 @@
+"""Random keys by logical name.
+
+Linen derives a module's keys from its path, and scanned layers have other paths than unrolled ones. Here the network
+hands its keys down itself and folds in logical names (`encoder`, layer 3, `attention`, `query`), so that initial
+values and dropout are the same whichever way the layers are held. Dropout is keyed by the row of the global batch
+besides, so that it is the same however the batch is cut into microbatches.
+"""
+
+import zlib
+from collections.abc import Sequence
+
+import flax.linen as nn
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+
+@flax.struct.dataclass
+class Keys:
+    """The keys of one place in the network.
+
+    Attributes:
+      params: key of initial values; None unless the network is being initialised.
+      dropout: key of dropout; None where dropout is off.
+      rows: int32 [batch], each example's row in the global batch; None where dropout is off.
+    """
+
+    params: jax.Array | None = None
+    dropout: jax.Array | None = None
+    rows: jax.Array | None = None
+
+    @classmethod
+    def of(cls, module: nn.Module, *, batch: int, enable_dropout: bool, rows: jax.Array | None) -> "Keys":
+        """The root keys of `module`, from the streams `params` and `dropout` that Linen was given."""
+        params = module.make_rng("params") if module.is_initializing() else None
+        if not enable_dropout:
+            return cls(params)
+        return cls(params, module.make_rng("dropout"), jnp.arange(batch) if rows is None else rows)
+
+    def at(self, place: str | int | jax.Array) -> "Keys":
+        """The keys of a named part, or of layer number `place`."""
+        tag = zlib.crc32(place.encode()) if isinstance(place, str) else place
+        fold = lambda key: None if key is None else jax.random.fold_in(key, tag)
+        return self.replace(params=fold(self.params), dropout=fold(self.dropout))
+
+    def keep(self, shape: Sequence[int], rate: float) -> jax.Array:
+        """bool [batch, *shape]: which units dropout keeps."""
+        row_keys = jax.vmap(lambda row: jax.random.fold_in(self.dropout, row))(self.rows)
+        return jax.vmap(lambda key: jax.random.bernoulli(key, 1.0 - rate, tuple(shape)))(row_keys)
+
+
+def dropout(x: jax.Array, rate: float, keys: Keys, *, broadcast_length: bool = True) -> jax.Array:
+    """Drops units of `x` [batch, length, features]; T5 drops the same features at every position of an example."""
+    if keys.dropout is None or rate == 0.0:
+        return x
+    shape = (1, *x.shape[2:]) if broadcast_length else x.shape[1:]
+    return jnp.where(keys.keep(shape, rate), x / (1.0 - rate), 0).astype(x.dtype)

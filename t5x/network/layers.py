@@ -1,0 +1,98 @@
+"""The small layers of a T5: dense, embedding, RMS norm, MLP. Parameters are float32, named and shaped as in T5X."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.linen import initializers
+from flax.linen.partitioning import param_with_axes
+
+from t5x.network.keys import Keys, dropout
+from t5x.partitioning.logical import constrain
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "gelu": nn.gelu,  # the tanh approximation, which is T5 1.1's
+    "linear": lambda x: x,
+    "relu": nn.relu,
+    "sigmoid": nn.sigmoid,
+    "silu": nn.silu,
+    "tanh": nn.tanh,
+}
+
+
+def parameter(module: nn.Module, name: str, init: Callable, shape: Sequence[int], axes: Sequence[str], keys: Keys):
+    """A float32 parameter with logical axes whose initial value is keyed by logical name, not by module path."""
+
+    def initial(path_key):
+        return init(path_key if keys.params is None else keys.at(name).params, tuple(shape), jnp.float32)
+
+    return param_with_axes(name, initial, axes=tuple(axes), module=module)
+
+
+class Dense(nn.Module):
+    """x [..., in] @ kernel [in, features], without a bias."""
+
+    features: int
+    axes: tuple[str, str]
+    dtype: Any
+    kernel_init: Callable = initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
+
+    @nn.compact
+    def __call__(self, x: jax.Array, keys: Keys) -> jax.Array:
+        kernel = parameter(self, "kernel", self.kernel_init, (x.shape[-1], self.features), self.axes, keys)
+        return jnp.dot(x.astype(self.dtype), kernel.astype(self.dtype))
+
+
+class RMSNorm(nn.Module):
+    """T5's layer norm: no mean, no bias, computed in float32."""
+
+    dtype: Any
+    epsilon: float = 1e-6
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scale = parameter(self, "scale", initializers.ones, (x.shape[-1],), ("embed",), Keys())
+        wide = x.astype(jnp.float32)
+        normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.epsilon)
+        return normed.astype(self.dtype) * scale.astype(self.dtype)
+
+
+class Embed(nn.Module):
+    """The token table that encoder, decoder and (tied) logits share."""
+
+    vocab_size: int
+    features: int
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, keys: Keys) -> jax.Array:
+        """The table itself, float32 [vocab, features]."""
+        shape = (self.vocab_size, self.features)
+        return parameter(self, "embedding", initializers.normal(1.0), shape, ("vocab", "embed"), keys)
+
+
+def embed(table: jax.Array, tokens: jax.Array, dtype: Any) -> jax.Array:
+    """Rows of the table, [..., length] -> [..., length, features]. A token outside the table gives NaN, not a guess."""
+    return constrain(jnp.take(table.astype(dtype), tokens, axis=0), "batch", "length", "embed")
+
+
+class MLP(nn.Module):
+    """wo(drop(act_0(wi_0 x) * act_1(wi_1 x) …)); with a single activation the input kernel is named `wi`."""
+
+    mlp_dim: int
+    activations: tuple[str, ...]
+    dropout_rate: float
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array, keys: Keys) -> jax.Array:
+        hidden = None
+        for i, activation in enumerate(self.activations):
+            name = "wi" if len(self.activations) == 1 else f"wi_{i}"
+            part = Dense(self.mlp_dim, ("embed", "mlp"), self.dtype, name=name)(x, keys.at(name))
+            part = ACTIVATIONS[activation](part)
+            hidden = part if hidden is None else hidden * part
+        hidden = dropout(constrain(hidden, "batch", "length", "mlp"), self.dropout_rate, keys.at("hidden"))
+        return Dense(x.shape[-1], ("mlp", "embed"), self.dtype, name="wo")(hidden, keys.at("wo"))

@@ -1,0 +1,79 @@
+"""T5's relative position bias: a learned value per head and bucket of distances."""
+
+import flax.linen as nn
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.linen import initializers
+
+from t5x.network.keys import Keys
+from t5x.network.layers import parameter
+
+
+def bucket(distance: np.ndarray, *, bidirectional: bool, num_buckets: int = 32, max_distance: int = 128) -> np.ndarray:
+    """The bucket of each distance (key position minus query position).
+
+    Half of the buckets (of each direction's) are single distances; the rest grow logarithmically up to `max_distance`,
+    and everything farther shares the last one. Without `bidirectional`, keys ahead of the query count as distance 0.
+    """
+    base = np.zeros_like(distance)
+    if bidirectional:
+        num_buckets //= 2
+        base = np.where(distance > 0, num_buckets, 0)
+        distance = np.abs(distance)
+    else:
+        distance = np.maximum(-distance, 0)
+    exact = num_buckets // 2
+    ratio = distance.astype(np.float32) / exact + np.finfo(np.float32).eps
+    far = exact + (np.log(ratio) / np.log(max_distance / exact) * (num_buckets - exact)).astype(np.int32)
+    return (base + np.where(distance < exact, distance, np.minimum(far, num_buckets - 1))).astype(np.int32)
+
+
+@flax.struct.dataclass
+class RelativeBias:
+    """The bias as structure: a table [heads, buckets] and the rule for its buckets. Back ends decide what to write out."""
+
+    table: jax.Array
+    bidirectional: bool = flax.struct.field(pytree_node=False)
+    max_distance: int = flax.struct.field(pytree_node=False, default=128)
+
+    def buckets(self, distance: np.ndarray) -> np.ndarray:
+        return bucket(
+            distance, bidirectional=self.bidirectional, num_buckets=self.table.shape[-1], max_distance=self.max_distance
+        )
+
+    def matrix(self, q_length: int, k_length: int) -> jax.Array:
+        """[heads, q, k] where query i and key j stand at positions i and j.
+
+        The value depends on j - i alone, so the matrix is one period of distances repeated, each row shifted by one:
+        its gradient is a sum and needs no scatter over [q, k].
+        """
+        period = q_length + k_length
+        distance = np.arange(period)
+        distance = np.where(distance < k_length, distance, distance - period)
+        values = self.table[:, self.buckets(distance)]
+        rows = jnp.tile(values, (1, q_length))[:, : q_length * (period - 1)]
+        return rows.reshape(-1, q_length, period - 1)[:, :, :k_length]
+
+    def row(self, q_position: jax.Array, k_length: int) -> jax.Array:
+        """[heads, 1, k] for one query at a traced position below `k_length`."""
+        distance = np.arange(-k_length, k_length)
+        values = self.table[:, self.buckets(distance)]
+        return jax.lax.dynamic_slice_in_dim(values, k_length - q_position, k_length, axis=1)[:, None, :]
+
+
+class RelativePositionBias(nn.Module):
+    """Owns the table of one tower."""
+
+    num_heads: int
+    bidirectional: bool
+    num_buckets: int = 32
+    max_distance: int = 128
+
+    @nn.compact
+    def __call__(self, keys: Keys) -> RelativeBias:
+        init = initializers.variance_scaling(1.0, "fan_avg", "uniform")
+        shape = (self.num_heads, self.num_buckets)
+        table = parameter(self, "rel_embedding", init, shape, ("heads", "relpos_buckets"), keys)
+        return RelativeBias(table, self.bidirectional, self.max_distance)

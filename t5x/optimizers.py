@@ -1,0 +1,25 @@
+"""What the trainer asks of an optimizer."""
+
+from typing import Any, Protocol
+
+import jax
+
+Tree = Any
+
+
+class Optimizer(Protocol):
+    """Pure functions over trees of parameters.
+
+    `axes` is always the tree of logical axes (tuples of names) of the parameters.
+    """
+
+    def init(self, params: Tree, axes: Tree) -> Tree:
+        """The optimizer's state before the first step."""
+
+    def state_axes(self, params: Tree, axes: Tree) -> Tree:
+        """The logical axes of every array of the state, so that it can be laid out like the parameters."""
+
+    def update(
+        self, grads: Tree, state: Tree, params: Tree, axes: Tree, *, step: jax.Array, learning_rate: jax.Array
+    ) -> tuple[Tree, Tree]:
+        """(new parameters, new state). `step` counts from 0."""

@@ -1,0 +1,52 @@
+"""What every entry point does first: logging that a person can read, and XLA's compilation cache."""
+
+import hashlib
+import logging
+import os
+import platform
+import sys
+
+
+def configure_logging(*, debug: bool) -> None:
+    """Our own messages to standard error, bare; other libraries' only from warnings on."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    own = logging.StreamHandler(sys.stderr)
+    own.setFormatter(_Plain())
+    root, t5x = logging.getLogger(), logging.getLogger("t5x")
+    root.handlers[:], t5x.handlers[:] = [handler], [own]
+    t5x.propagate = False
+    t5x.setLevel(logging.DEBUG if debug else logging.INFO)
+
+
+class _Plain(logging.Formatter):
+    """Information is printed as it is; warnings and worse say so."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        message = super().format(record)
+        return message if record.levelno <= logging.INFO else f"{record.levelname.lower()}: {message}"
+
+
+def cache_directory() -> str:
+    """T5X_CACHE_DIR, or `t5x` in the user's cache directory."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.environ.get("T5X_CACHE_DIR") or os.path.join(home, "t5x")
+
+
+def enable_compilation_cache() -> None:
+    """Keeps compiled programs between runs, unless JAX was told where to (JAX_COMPILATION_CACHE_DIR)."""
+    import jax
+
+    if jax.config.jax_compilation_cache_dir is None:
+        # A program compiled for one processor may not run on another that shares the home directory.
+        machine = hashlib.sha256("".join(_processor()).encode()).hexdigest()[:12]
+        jax.config.update("jax_compilation_cache_dir", os.path.join(cache_directory(), "xla", machine))
+
+
+def _processor() -> list[str]:
+    try:
+        with open("/proc/cpuinfo") as file:
+            lines = {line for line in file if line.startswith(("model name", "flags", "Features", "CPU part"))}
+    except OSError:
+        lines = set()
+    return [platform.machine(), *sorted(lines)]

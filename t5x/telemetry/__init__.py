@@ -1,0 +1,8 @@
+"""What a run tells: metrics in files, progress on the terminal, throughput."""
+
+from t5x.telemetry.events import EventFile
+from t5x.telemetry.progress import Progress
+from t5x.telemetry.throughput import Throughput, ThroughputClock
+from t5x.telemetry.writer import MetricWriter
+
+__all__ = ["EventFile", "MetricWriter", "Progress", "Throughput", "ThroughputClock"]

@@ -1,0 +1,86 @@
+"""Evaluation of a model's parameters: teacher-forced metrics, and the task's own metrics on decoded outputs."""
+
+import functools
+import itertools
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from t5x.data.config import DatasetConfig
+from t5x.data.loader import eval_batches
+from t5x.models import EncoderDecoderModel
+from t5x.partitioning import PjitPartitioner
+
+log = logging.getLogger(__name__)
+
+
+def teacher_forced_batches(
+    cfg: DatasetConfig, model: EncoderDecoderModel, partitioner: PjitPartitioner, eval_steps: int | None
+) -> Iterator[Mapping[str, np.ndarray]]:
+    """At most `eval_steps` batches (None: all) of the configured split, every example once."""
+    batches = eval_batches(
+        cfg, feature_converter=model.FEATURE_CONVERTER_CLS(pack=False), rows=partitioner.rows(cfg.batch_size)
+    )
+    return (batch.batch for batch in itertools.islice(batches, eval_steps))
+
+
+class InferenceEvaluator:
+    """Decodes or scores a task's examples and computes the task's metrics.
+
+    Args:
+      cfg: which data.
+      evaluator_cls: `t5x.data.Evaluator`, or a function that takes its arguments.
+      model, partitioner: what predicts, and where.
+      param_shardings: of the parameters that `evaluate` is given.
+      log_dir: where the loggers write.
+    """
+
+    def __init__(
+        self,
+        cfg: DatasetConfig,
+        evaluator_cls: Callable[..., Any],
+        model: EncoderDecoderModel,
+        partitioner: PjitPartitioner,
+        param_shardings: Any,
+        log_dir: str | os.PathLike[str],
+    ):
+        self._partitioner = partitioner
+        self._evaluator = evaluator_cls(
+            mixture_or_task_name=cfg.mixture_or_task_name,
+            feature_converter=model.FEATURE_CONVERTER_CLS(pack=False),
+            eval_split=cfg.split,
+            use_cached=cfg.use_cached,
+            seed=cfg.seed,
+            sequence_length=cfg.task_feature_lengths,
+            log_dir=os.fspath(log_dir),
+            batch_size=cfg.batch_size,
+        )
+        partition = functools.partial(
+            partitioner.partition,
+            in_shardings=(param_shardings, partitioner.batch_sharding),
+            out_shardings=partitioner.replicated,
+        )
+        rng = jax.random.key(0)
+        self._predict = partition(lambda params, batch: model.predict_batch(params, batch, rng=rng))
+        self._predict_with_aux = partition(lambda params, batch: model.predict_batch_with_aux(params, batch, rng=rng))
+        self._score = partition(model.score_batch)
+
+    def evaluate(self, params: Any, step: int) -> dict[str, dict[str, float]]:
+        """{task: {metric: value}}, also written by the evaluator's loggers."""
+
+        def with_params(fn):
+            def run(batch: Mapping[str, np.ndarray]) -> Any:
+                return jax.device_get(fn(params, self._partitioner.to_devices(batch)))
+
+            return run
+
+        return self._evaluator.evaluate(
+            step=step,
+            predict_fn=with_params(self._predict),
+            score_fn=with_params(self._score),
+            predict_with_aux_fn=with_params(self._predict_with_aux),
+        )

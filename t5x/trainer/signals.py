@@ -1,0 +1,51 @@
+"""Ctrl-C and SIGTERM: finish the step, save, and say with the exit code which it was."""
+
+import os
+import signal
+import sys
+import threading
+from types import FrameType, TracebackType
+
+EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 75}  # 75 is EX_TEMPFAIL: a scheduler may start it again
+
+
+class Stopped(Exception):
+    """A run that was asked to stop, and did so in good order."""
+
+    def __init__(self, signum: int, message: str):
+        super().__init__(message)
+        self.exit_code = EXIT_CODES[signal.Signals(signum)]
+
+
+class StopRequest:
+    """Notes the first SIGINT or SIGTERM while it is entered; a second SIGINT ends the process at once.
+
+    Attributes:
+      signum: the signal that came, or None.
+    """
+
+    def __init__(self) -> None:
+        self.signum: int | None = None
+        self._previous: dict[int, object] = {}
+
+    def __bool__(self) -> bool:
+        return self.signum is not None
+
+    def __enter__(self) -> "StopRequest":
+        # Python delivers signals to its main thread only; a run in another thread is stopped by whoever started it.
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {s: signal.signal(s, self._handle) for s in EXIT_CODES}
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for signum, handler in self._previous.items():
+            signal.signal(signum, handler)
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if self.signum is not None and signum == signal.SIGINT:
+            os.write(sys.stderr.fileno(), b"\nstopped at once; nothing was saved after the last checkpoint\n")
+            os._exit(EXIT_CODES[signal.SIGINT])
+        if self.signum is None:
+            self.signum = signum
+            name = signal.Signals(signum).name.encode()
+            os.write(sys.stderr.fileno(), b"\n" + name + b": finishing this step and saving (Ctrl-C again: stop at once)\n")

@@ -1,0 +1,119 @@
+"""What a training run carries from step to step, and how it is laid out."""
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from t5x.models import EncoderDecoderModel
+from t5x.partitioning import PjitPartitioner
+
+log = logging.getLogger(__name__)
+
+Tree = Any
+
+
+@flax.struct.dataclass
+class TrainState:
+    """Parameters, optimizer state and the number of steps taken."""
+
+    step: jax.Array
+    params: Tree
+    param_states: Tree
+
+    def tree(self) -> dict[str, Any]:
+        """As it is stored, with T5X's names."""
+        return {"target": self.params, "state": {"step": self.step, "param_states": self.param_states}}
+
+    @classmethod
+    def from_tree(cls, tree: Mapping[str, Any]) -> "TrainState":
+        return cls(tree["state"]["step"], tree["target"], tree["state"]["param_states"])
+
+
+def logical_axes(variables: Mapping[str, Any]) -> Tree:
+    """Logical axes of every parameter, from the `params_axes` that the module recorded; None where it recorded none."""
+    recorded = variables.get("params_axes", {})
+
+    def axes_of(path, _):
+        *parents, name = (key.key for key in path)
+        place = recorded
+        for parent in parents:
+            place = place.get(parent, {})
+        found = place.get(f"{name}_axes")
+        return None if found is None else tuple(found.names)
+
+    return jax.tree_util.tree_map_with_path(axes_of, variables["params"])
+
+
+@dataclasses.dataclass(frozen=True)
+class StateLayout:
+    """Shapes, logical axes and shardings of a model's state; nothing is allocated.
+
+    Attributes:
+      abstract: a TrainState of `jax.ShapeDtypeStruct` with shardings.
+      axes: logical axes of every parameter.
+    """
+
+    model: EncoderDecoderModel
+    partitioner: PjitPartitioner
+    input_shapes: Mapping[str, tuple[int, ...]]
+    abstract: TrainState
+    axes: Tree
+    state_axes: Tree
+
+    @classmethod
+    def of(
+        cls, model: EncoderDecoderModel, partitioner: PjitPartitioner, input_shapes: Mapping[str, tuple[int, ...]]
+    ) -> "StateLayout":
+        variables = jax.eval_shape(lambda: model.get_initial_variables(jax.random.key(0), input_shapes))
+        axes = logical_axes(variables)
+        params = variables["params"]
+        optimizer = model.optimizer_def
+        states = {} if optimizer is None else jax.eval_shape(lambda p: optimizer.init(p, axes), params)
+        state_axes = {} if optimizer is None else optimizer.state_axes(params, axes)
+
+        def placed(x, a):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=partitioner.sharding(x.shape, a))
+
+        abstract = TrainState(
+            step=jax.ShapeDtypeStruct((), jnp.int32, sharding=partitioner.replicated),
+            params=jax.tree.map(placed, params, axes),
+            param_states=jax.tree.map(placed, states, state_axes),
+        )
+        layout = cls(model, partitioner, input_shapes, abstract, axes, state_axes)
+        layout._say_what_stays_whole()
+        return layout
+
+    def _say_what_stays_whole(self) -> None:
+        reasons: dict[str, int] = {}
+        leaves, treedef = jax.tree.flatten(self.abstract.params)
+        for leaf, axes in zip(leaves, treedef.flatten_up_to(self.axes), strict=True):
+            if reason := self.partitioner.undivided(leaf.shape, axes):
+                reasons[reason] = reasons.get(reason, 0) + 1
+        for reason, count in reasons.items():
+            log.warning("%d parameter(s) are not divided over that mesh axis: %s", count, reason)
+
+    @property
+    def shardings(self) -> TrainState:
+        return jax.tree.map(lambda x: x.sharding, self.abstract)
+
+    @property
+    def num_params(self) -> int:
+        return sum(x.size for x in jax.tree.leaves(self.abstract.params))
+
+    def init(self, rng: jax.Array) -> TrainState:
+        """Fresh parameters and optimizer state, each made where it lies."""
+
+        def fresh(rng):
+            params = self.model.get_initial_variables(rng, self.input_shapes)["params"]
+            optimizer = self.model.optimizer_def
+            states = {} if optimizer is None else optimizer.init(params, self.axes)
+            return TrainState(jnp.zeros((), jnp.int32), params, states)
+
+        return self.partitioner.partition(
+            fresh, in_shardings=self.partitioner.replicated, out_shardings=self.shardings
+        )(rng)

@@ -1,0 +1,73 @@
+"""One training step and one evaluation step: pure functions."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from t5x.errors import UserError
+from t5x.metrics.accumulators import AveragePerStep, Metrics, as_one_step, merge
+from t5x.models import EncoderDecoderModel
+from t5x.schedules import Schedule
+from t5x.trainer.state import TrainState
+
+Batch = Mapping[str, jax.Array]
+
+
+def train_step(
+    model: EncoderDecoderModel,
+    axes: Any,
+    learning_rate_fn: Schedule,
+    num_microbatches: int,
+    rng: jax.Array,
+    state: TrainState,
+    batch: Batch,
+) -> tuple[TrainState, Metrics]:
+    """Gradients of the whole batch, then the optimizer. The result does not depend on the number of microbatches.
+
+    Args:
+      axes: logical axes of the parameters.
+      rng: of the run; this step's dropout is keyed by it, the step and each example's row.
+    """
+    dropout_rng = jax.random.fold_in(rng, state.step)
+    rows = batch["decoder_target_tokens"].shape[0]
+    batch = {**model.with_loss_scale(batch), "row_index": jnp.arange(rows, dtype=jnp.int32)}
+    grads, metrics = accumulate_gradients(model, state.params, batch, dropout_rng, num_microbatches)
+    learning_rate = learning_rate_fn(state.step)
+    params, param_states = model.optimizer_def.update(
+        grads, state.param_states, state.params, axes, step=state.step, learning_rate=learning_rate
+    )
+    norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)))
+    metrics |= {"learning_rate": AveragePerStep(learning_rate), "gradient_norm": AveragePerStep(norm)}
+    return TrainState(state.step + 1, params, param_states), metrics
+
+
+def accumulate_gradients(
+    model: EncoderDecoderModel, params: Any, batch: Batch, dropout_rng: jax.Array, num_microbatches: int
+) -> tuple[Any, Metrics]:
+    """float32 gradients and metrics of the batch, computed in `num_microbatches` parts one after another."""
+    gradient = jax.grad(model.loss_fn, has_aux=True)
+    if num_microbatches == 1:
+        return gradient(params, batch, dropout_rng)
+    rows = batch["decoder_target_tokens"].shape[0]
+    if rows % num_microbatches:
+        raise UserError(
+            f"trainer.Trainer.num_microbatches is {num_microbatches}, which does not divide the batch size {rows}."
+        )
+    # Part i takes every num_microbatches-th row, so that each device has rows in each part.
+    split = lambda x: jnp.swapaxes(x.reshape(rows // num_microbatches, num_microbatches, *x.shape[1:]), 0, 1)
+    parts = {name: split(x) for name, x in batch.items()}
+
+    def add(carry, part):
+        return jax.tree.map(jnp.add, carry[0], (new := gradient(params, part, dropout_rng))[0]), merge(carry[1], new[1])
+
+    first = gradient(params, {name: x[0] for name, x in parts.items()}, dropout_rng)
+    rest = {name: x[1:] for name, x in parts.items()}
+    (grads, metrics), _ = jax.lax.scan(lambda carry, part: (add(carry, part), None), first, rest)
+    return grads, as_one_step(metrics)
+
+
+def eval_step(model: EncoderDecoderModel, params: Any, batch: Batch) -> Metrics:
+    """Metrics of a batch under teacher forcing, without dropout."""
+    return model.eval_fn(params, batch)[1]

@@ -1,0 +1,89 @@
+"""The trainer: a state, and the compiled functions that advance and measure it."""
+
+import functools
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from t5x.errors import UserError
+from t5x.metrics.accumulators import Metrics, compute, merge
+from t5x.models import EncoderDecoderModel
+from t5x.partitioning import PjitPartitioner
+from t5x.schedules import Schedule
+from t5x.trainer.state import StateLayout, TrainState
+from t5x.trainer.step import eval_step, train_step
+
+log = logging.getLogger(__name__)
+
+
+class Trainer:
+    """Holds the state of a run; every step replaces it.
+
+    Args:
+      model: what is trained.
+      train_state: where it starts.
+      partitioner: the mesh.
+      layout: shapes, axes and shardings of the state.
+      rng: key of the run's dropout.
+      learning_rate_fn: step -> learning rate.
+      num_microbatches: parts that a batch is computed in to save memory; None or 1 is whole.
+    """
+
+    def __init__(
+        self,
+        model: EncoderDecoderModel,
+        train_state: TrainState,
+        partitioner: PjitPartitioner,
+        layout: StateLayout,
+        rng: jax.Array,
+        learning_rate_fn: Schedule,
+        num_microbatches: int | None = None,
+    ):
+        if num_microbatches is not None and num_microbatches < 1:
+            raise UserError(f"trainer.Trainer.num_microbatches is {num_microbatches}: it must be at least 1, or None.")
+        self.model = model
+        self.state = train_state
+        self.partitioner = partitioner
+        self.layout = layout
+        self.learning_rate_fn = learning_rate_fn
+        shardings, batch, whole = layout.shardings, partitioner.batch_sharding, partitioner.replicated
+        self._train = partitioner.partition(
+            functools.partial(train_step, model, layout.axes, learning_rate_fn, num_microbatches or 1, rng),
+            in_shardings=(shardings, batch),
+            out_shardings=(shardings, whole),
+            donate_argnums=(0,),
+        )
+        self._eval = partitioner.partition(
+            functools.partial(eval_step, model), in_shardings=(shardings.params, batch), out_shardings=whole
+        )
+
+    def compile(self, batch: Mapping[str, np.ndarray]) -> float:
+        """Compiles the train step for batches of this shape; returns the seconds it took."""
+        began = time.perf_counter()
+        self._train = self._train.lower(self.layout.abstract, self.partitioner.to_devices(batch)).compile()
+        return time.perf_counter() - began
+
+    def step(self, batch: Mapping[str, np.ndarray]) -> Metrics:
+        """Takes one step. Returns at once: the metrics are arrays that the devices are still computing."""
+        self.state, metrics = self._train(self.state, self.partitioner.to_devices(batch))
+        return metrics
+
+    def evaluate(self, batches: Iterable[Mapping[str, np.ndarray]]) -> dict[str, float]:
+        """Figures of the current parameters over these batches, under teacher forcing."""
+        seen = [self._eval(self.state.params, self.partitioner.to_devices(batch)) for batch in batches]
+        return summarize(seen)
+
+
+def summarize(metrics: Sequence[Metrics]) -> dict[str, float]:
+    """The figures of several steps together."""
+    return compute(functools.reduce(merge, jax.device_get(list(metrics)))) if metrics else {}
+
+
+def learning_rate_at(learning_rate_fn: Schedule, step: int) -> float:
+    """The rate that step number `step` (from 0) was taken with."""
+    value: Any = learning_rate_fn(step)
+    return float(value)

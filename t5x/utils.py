@@ -1,0 +1,15 @@
+"""T5X's `utils`: the names that gin files expect, each from its room."""
+
+from t5x.checkpoints.config import CheckpointConfig, RestoreCheckpointConfig, SaveCheckpointConfig
+from t5x.data.config import DatasetConfig
+from t5x.schedules import create_learning_rate_scheduler
+from t5x.trainer.checks import verify_matching_vocabs
+
+__all__ = [
+    "CheckpointConfig",
+    "DatasetConfig",
+    "RestoreCheckpointConfig",
+    "SaveCheckpointConfig",
+    "create_learning_rate_scheduler",
+    "verify_matching_vocabs",
+]

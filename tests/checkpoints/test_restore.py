@@ -1,0 +1,157 @@
+import logging
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tensorstore
+from jax.sharding import SingleDeviceSharding
+
+from t5x import checkpoints
+from t5x.checkpoints import CheckpointStore, DamagedCheckpoint, arrays, resolve, restore
+from t5x.errors import UserError
+
+from .helpers import SIDECARS, abstract, assert_same, make_tree, start_program
+
+ONE_DEVICE = SingleDeviceSharding(jax.devices()[0])
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    with CheckpointStore(tmp_path / "run") as store:
+        store.save(3, make_tree(3), sidecars=SIDECARS)
+    return store.path(3)
+
+
+def damage(checkpoint):
+    (checkpoint / "state" / "_METADATA").write_bytes(b"{}")
+
+
+def test_everything_comes_back_bit_for_bit(checkpoint):
+    tree = make_tree(3)
+    on_host = restore(checkpoint)
+    assert_same(tree, on_host)
+    assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(on_host))
+    on_device = restore(checkpoint, abstract(tree, ONE_DEVICE))
+    assert_same(tree, on_device)
+    assert all(leaf.sharding == ONE_DEVICE for leaf in jax.tree.leaves(on_device))
+
+
+def test_any_sharding_restores_onto_any_other(tmp_path):
+    process = start_program("reshard.py", tmp_path, env={"XLA_FLAGS": "--xla_force_host_platform_device_count=8"})
+    output, errors = process.communicate()
+    assert process.returncode == 0, errors
+    assert output == "same bits\n"
+    assert_same(make_tree(3), restore(tmp_path / "checkpoint_3", abstract(make_tree(3), ONE_DEVICE)))
+
+
+@pytest.mark.parametrize("keep", [("target",), ("state/step",), ("target", "state/step")])
+def test_sections_left_out_are_not_asked_for(checkpoint, keep):
+    tree = make_tree(3)
+    wanted = {"target": tree["target"]} if "target" in keep else {}
+    if "state/step" in keep:
+        wanted["state"] = {"step": tree["state"]["step"]}
+    assert_same(wanted, restore(checkpoint, abstract(wanted, ONE_DEVICE)))
+
+
+def test_a_partial_restore_does_not_read_the_optimizer(tmp_path):
+    tree = {"target": {"w": jnp.ones((64, 64))}, "state": {"param_states": {"v": jnp.ones((1024, 1024))}}}
+    with CheckpointStore(tmp_path) as store:
+        store.save(1, tree, sidecars={})
+
+    def bytes_read(wanted):
+        def count():
+            (metric,) = tensorstore.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
+            return metric["values"][0]["value"]
+
+        before = count()
+        assert_same(wanted, restore(store.path(1), abstract(wanted), verify=False))
+        return count() - before
+
+    assert bytes_read(tree) > 4 * 1024 * 1024
+    assert bytes_read({"target": tree["target"]}) < 128 * 1024
+
+
+def test_dtypes_are_cast_as_asked_and_it_is_said(checkpoint, caplog):
+    tree = make_tree(3)
+    wanted = {"target": jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tree["target"])}
+    for sharding in (None, ONE_DEVICE):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "t5x"):
+            assert_same(wanted, restore(checkpoint, abstract(wanted, sharding)))
+        assert "float32 arrays are cast to bfloat16" in caplog.text
+
+
+def test_a_tree_that_does_not_fit_is_refused_with_a_table(checkpoint):
+    wanted = abstract(make_tree(3))
+    layer = wanted["target"]["encoder"]["layers_0"]["mlp"]
+    layer["wi_1"] = layer.pop("wi_0")
+    wanted["target"]["token_embedder"]["embedding"] = jax.ShapeDtypeStruct((64, 8), jnp.bfloat16)
+    with pytest.raises(UserError, match=r"1 missing, 1 unexpected, 1 of another shape") as error:
+        restore(checkpoint, wanted)
+    text = re.sub(" +", " ", str(error.value))
+    assert str(checkpoint) in text
+    assert "missing target/encoder/layers_0/mlp/wi_1/kernel [16, 8] -" in text
+    assert "unexpected target/encoder/layers_0/mlp/wi_0/kernel - [16, 8]" in text
+    assert "shape target/token_embedder/embedding [64, 8] [32, 8]" in text
+
+
+def test_shapes_can_be_read_without_the_data(checkpoint):
+    assert checkpoints.read_shapes(checkpoint) == abstract(make_tree(3))
+
+
+def test_a_damaged_checkpoint_is_not_restored(checkpoint):
+    damage(checkpoint)
+    with pytest.raises(DamagedCheckpoint, match="state/_METADATA"):
+        restore(checkpoint)
+    with pytest.raises(DamagedCheckpoint, match="metadata cannot be read"):
+        restore(checkpoint, verify=False)
+
+
+def test_missing_array_data_is_an_error_even_unverified(tmp_path):
+    with CheckpointStore(tmp_path) as store:
+        store.save(1, {"target": {"w": jnp.ones((64, 64))}}, sidecars={})
+    for path in (store.path(1) / "state" / "ocdbt.process_0" / "d").iterdir():
+        path.write_bytes(b"")
+    with pytest.raises(DamagedCheckpoint):
+        restore(store.path(1), verify=False)
+
+
+def test_resolve_takes_a_checkpoint_or_the_newest_whole_one_of_a_model_dir(checkpoint, caplog):
+    model_dir = checkpoint.parent
+    with CheckpointStore(model_dir) as store:
+        store.save(12, make_tree(12), sidecars={})
+    assert resolve(checkpoint) == checkpoint
+    with caplog.at_level(logging.INFO, "t5x"):
+        assert resolve(str(model_dir)) == store.path(12)
+        assert "taking its newest whole checkpoint, checkpoint_12" in caplog.text
+        damage(store.path(12))
+        assert resolve(model_dir) == checkpoint
+        assert "Passing over" in caplog.text
+    renamed = checkpoint.rename(model_dir.parent / "best")
+    assert resolve(renamed) == renamed
+    assert_same(make_tree(3), restore(renamed))
+
+
+def test_resolve_says_why_nothing_can_be_taken(checkpoint, tmp_path):
+    with pytest.raises(UserError, match="There is no directory"):
+        resolve(tmp_path / "absent")
+    with pytest.raises(UserError, match="no checkpoint_<step> directory"):
+        resolve(tmp_path)
+    damage(checkpoint)
+    with pytest.raises(UserError, match=r"none of its checkpoints is whole \(checkpoint_3: state/_METADATA"):
+        resolve(checkpoint.parent)
+
+
+def test_the_state_directory_is_plain_orbax(checkpoint):
+    """Other tools can read the arrays: OCDBT, one item, T5X's tree."""
+    import orbax.checkpoint as ocp
+
+    assert (checkpoint / "state" / "manifest.ocdbt").exists()
+    tree = make_tree(3)
+    del tree["target"]["unused"]  # Orbax cannot store arrays without elements
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+        assert_same(tree, checkpointer.restore(checkpoint / "state", restore_args=as_numpy))
+    assert arrays.read_shapes(checkpoint / "state").keys() >= {"target/unused/table", "state/step"}

@@ -1,0 +1,28 @@
+import doctest
+import importlib
+
+import pytest
+
+
+@pytest.mark.parametrize("name", ["feature_converters", "preprocessors", "sources", "vocabularies"])
+def test_examples_in_the_documentation(name):
+    result = doctest.testmod(importlib.import_module(f"t5x.data.{name}"))
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+def test_importing_the_package_needs_neither_jax_nor_tensorflow():
+    import subprocess
+    import sys
+
+    heavy = ["jax", "flax", "tensorflow", "grain", "sentencepiece"]
+    code = f"import sys, t5x.data; sys.exit(', '.join(m for m in {heavy} if m in sys.modules) or 0)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr == ""
+
+
+def test_every_public_name_is_there():
+    from t5x import data
+
+    assert [name for name in data.__all__ if not hasattr(data, name)] == []
+    with pytest.raises(AttributeError, match="no attribute 'Evaluater'"):
+        _ = data.Evaluater

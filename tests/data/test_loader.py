@@ -1,0 +1,295 @@
+import json
+import logging
+import threading
+
+import numpy as np
+import pytest
+
+from t5x import data
+from t5x.data import preprocessors
+from t5x.errors import UserError
+
+from .conftest import byte_features, make_task
+
+LENGTHS = {"inputs": 4, "targets": 4}
+CONVERTER = data.EncDecFeatureConverter
+
+
+def config(task, **changes):
+    arguments = {"task_feature_lengths": LENGTHS, "split": "train", "batch_size": 4, "shuffle": True, "seed": 0}
+    return data.DatasetConfig(task, **(arguments | changes))
+
+
+def numbered(count):
+    return [{"inputs": str(i), "targets": str(i)} for i in range(count)]
+
+
+def train(task, **changes):
+    return data.train_loader(config(task, **changes), feature_converter=CONVERTER())
+
+
+def test_batches_have_the_models_features():
+    with train(make_task(numbered(9))) as loader:
+        batch = next(iter(loader))
+    assert {name: (array.shape, array.dtype.name) for name, array in batch.items()} == dict.fromkeys(
+        ["encoder_input_tokens", "decoder_target_tokens", "decoder_input_tokens", "decoder_loss_weights"],
+        ((4, 4), "int32"),
+    )
+    np.testing.assert_array_equal(batch["encoder_input_tokens"], batch["decoder_target_tokens"])
+
+
+def test_the_state_is_of_the_batches_handed_out_not_of_those_ahead():
+    with train(make_task(numbered(50))) as loader:
+        next(loader)
+        next(loader)
+        threading.Event().wait(0.05)  # lets the thread run ahead; the outcome does not depend on it
+        state = loader.state()
+        following = next(loader)
+        assert state["batches"] == 2
+        loader.restore(state)
+        assert loader.state() == state
+        np.testing.assert_array_equal(next(loader)["encoder_input_tokens"], following["encoder_input_tokens"])
+
+
+def test_a_closed_loader_goes_on_where_it_was():
+    task = make_task(numbered(50))
+    with train(task) as loader:
+        expected = [next(loader)["encoder_input_tokens"] for _ in range(4)]
+    loader = train(task)
+    got = []
+    for _ in range(4):
+        got.append(next(loader)["encoder_input_tokens"])
+        loader.close()
+    np.testing.assert_array_equal(got, expected)
+
+
+def test_threads_end_with_their_loaders():
+    def running():
+        return sum(thread.name == "t5x-data" for thread in threading.enumerate())
+
+    before = running()
+    loader = train(make_task(numbered(50)))
+    next(loader)
+    assert running() == before + 1
+    loader.close()
+    assert running() == before
+    next(loader)
+    del loader
+    assert running() == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "difference"),
+    [
+        ({"seed": 1}, "seed is 1, not 0"),
+        ({"batch_size": 8}, "batch_size is 8, not 4"),
+        ({"shuffle": False}, "shuffle is False, not True"),
+        ({"split": "test"}, "split is 'test', not 'train'"),
+    ],
+)
+def test_a_state_of_other_data_is_refused(changes, difference):
+    source = data.FunctionDataSource(lambda split: numbered(9), splits=("train", "test"))
+    task = data.Task("numbers", source, byte_features(), [preprocessors.tokenize])
+    with train(task) as saved, train(task, **changes) as other, pytest.raises(UserError, match=difference):
+        other.restore(saved.state())
+
+
+def test_a_state_of_another_task_or_of_changed_data_is_refused():
+    state = train(make_task(numbered(9))).state()
+    with pytest.raises(UserError, match="task is 'other', not 'task'"):
+        train(make_task(numbered(9), name="other")).restore(state)
+    with pytest.raises(UserError, match="num_examples is 10, not 9"):
+        train(make_task(numbered(10))).restore(state)
+
+
+def test_a_state_of_too_few_rows_is_refused():
+    task = make_task(numbered(9))
+    half = data.train_loader(config(task), feature_converter=CONVERTER(), rows=range(2))
+    with pytest.raises(UserError, match="does not cover row 2 and 1 more"):
+        train(task).restore(half.state())
+
+
+def test_states_of_different_steps_do_not_merge():
+    task = make_task(numbered(9))
+    halves = [data.train_loader(config(task), feature_converter=CONVERTER(), rows=range(i, i + 2)) for i in (0, 2)]
+    next(halves[0])
+    with pytest.raises(UserError, match="batches is 1, not 0"):
+        data.merge_states([half.state() for half in halves])
+    halves[0].close()
+
+
+@pytest.mark.parametrize("rows", [range(0), range(3, 5), range(-1, 2)])
+def test_rows_must_be_of_the_batch(rows):
+    with pytest.raises(UserError, match="not rows of a batch of 4"):
+        data.train_loader(config(make_task(numbered(9))), feature_converter=CONVERTER(), rows=rows)
+
+
+def test_errors_come_out_of_next_with_their_own_message(write):
+    path = write("x.jsonl", "".join(f'{{"inputs": "{i}", "targets": ""}}\n' for i in range(10)) + "{broken\n")
+    source = data.JsonLinesDataSource({"train": path})
+    task = data.Task("numbers", source, byte_features(), [preprocessors.tokenize])
+    with train(task, shuffle=False) as loader:
+        next(loader), next(loader)
+        state = loader.state()
+        for _ in range(2):
+            with pytest.raises(data.BadExample, match=rf"{path}:11: not JSON"):
+                next(loader)
+        assert loader.state() == state
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_task_that_drops_everything(shuffle):
+    def too_short(example):
+        return None
+
+    with (
+        train(make_task(numbered(7), [preprocessors.tokenize, too_short]), shuffle=shuffle) as loader,
+        pytest.raises(UserError, match=r"No example is left of the 7 .* Dropped by: too_short \(\d+\)"),
+    ):
+        next(loader)
+
+
+def test_a_single_survivor_is_found_when_shuffled():
+    task = make_task(numbered(40), [lambda e: e if e["inputs"] == "7" else None, preprocessors.tokenize])
+    with train(task, batch_size=8) as loader:
+        batch = next(loader)
+    assert set(batch["encoder_input_tokens"][:, 0]) == {ord("7") + 3}
+
+
+def test_a_row_without_examples_is_an_error_when_not_shuffled():
+    task = make_task(numbered(8), [lambda e: e if int(e["inputs"]) % 4 else None, preprocessors.tokenize])
+    with train(task, shuffle=False) as loader, pytest.raises(UserError, match=r"Row 0 .* Set shuffle=True"):
+        next(loader)
+
+
+def test_trimming_off_names_the_example():
+    task = make_task([{"inputs": "too long", "targets": "x"}])
+    with (
+        train(task, trim_output_features=False) as loader,
+        pytest.raises(UserError, match=r"example 0 of .*'inputs' has 9 tokens, more than its length 4"),
+    ):
+        next(loader)
+
+
+def test_trimming_may_cut_the_eos_off():
+    with train(make_task([{"inputs": "abcdef", "targets": "abc"}])) as loader:
+        batch = next(loader)
+    assert batch["encoder_input_tokens"][0].tolist() == [100, 101, 102, 103]
+    assert batch["decoder_target_tokens"][0].tolist() == [100, 101, 102, 1]
+
+
+def test_what_cannot_be_read_yet_says_so(registries):
+    task = make_task(numbered(3))
+    with pytest.raises(UserError, match="pack=False"):
+        train(task, pack=True)
+    with pytest.raises(UserError, match="TASK_FEATURE_LENGTHS"):
+        train(task, task_feature_lengths=None)
+    data.TaskRegistry.add("one", task.source, task.output_features)
+    data.MixtureRegistry.add("some", ["one"], default_rate=1)
+    with pytest.raises(UserError, match=r"'some' is a mixture.* one"):
+        train("some")
+
+
+def test_a_missing_seed_is_zero_and_said(caplog):
+    task = make_task(numbered(20))
+    with caplog.at_level(logging.INFO, "t5x"), train(task, seed=None) as loader, train(task, seed=0) as zero:
+        np.testing.assert_array_equal(next(loader)["encoder_input_tokens"], next(zero)["encoder_input_tokens"])
+    assert "no seed given; it is 0" in caplog.text
+
+
+def evaluate(task, **kwargs):
+    return list(data.eval_batches(task, feature_converter=CONVERTER(), **kwargs))
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 5, 8])
+def test_evaluation_has_every_example_once(count):
+    batches = evaluate(make_task(numbered(count)), split="train", feature_lengths=LENGTHS, batch_size=4)
+    assert len(batches) == -(-count // 4)
+    seen = [example["inputs_pretokenized"] for batch in batches for example in batch.examples]
+    assert seen == [str(i) for i in range(count)]
+    for batch, mask, examples in batches:
+        assert mask.shape == (4,)
+        assert mask.sum() == len(examples)
+        for array in batch.values():
+            assert array.shape == (4, 4)
+            assert not array[~mask].any()
+        firsts = [example["inputs"][0] for example in examples]
+        assert batch["encoder_input_tokens"][mask, 0].tolist() == firsts
+
+
+def test_evaluation_with_filters_and_several_processes():
+    def several(example):
+        return [example | {"inputs": example["inputs"] * (i + 1)} for i in range(int(example["inputs"]) % 3)]
+
+    task = make_task(numbered(10), [several, preprocessors.tokenize])
+    whole = evaluate(task, split="train", feature_lengths=LENGTHS, batch_size=4)
+    halves = [
+        evaluate(task, split="train", feature_lengths=LENGTHS, batch_size=4, rows=rows)
+        for rows in (range(2), range(2, 4))
+    ]
+    assert len(whole) == len(halves[0]) == len(halves[1]) == 3
+    for one, *parts in zip(whole, *halves, strict=True):
+        for name in one.batch:
+            np.testing.assert_array_equal(one.batch[name], np.concatenate([part.batch[name] for part in parts]))
+        np.testing.assert_array_equal(one.mask, np.concatenate([part.mask for part in parts]))
+        assert len(one.examples) == sum(len(part.examples) for part in parts)
+
+
+def test_evaluation_measures_lengths(caplog):
+    task = make_task([{"inputs": "x" * 20, "targets": ""}, {"inputs": "", "targets": "x" * 7}])
+    with caplog.at_level(logging.INFO, "t5x"):
+        (batch,) = evaluate(task, split="train", batch_size=2)
+    assert batch.batch["encoder_input_tokens"].shape == (2, 24)  # 21 with EOS
+    assert batch.batch["decoder_target_tokens"].shape == (2, 8)
+    assert "'inputs': 24, 'targets': 8" in caplog.text
+
+
+def test_evaluation_by_configuration():
+    cfg = config(make_task(numbered(50)), batch_size=8, seed=3)
+    batches = evaluate(cfg, num_examples=20)
+    seen = [int(example["inputs_pretokenized"]) for batch in batches for example in batch.examples]
+    assert len(seen) == len(set(seen)) == 20
+    assert seen != sorted(seen)  # the configuration asks for shuffling
+    assert [len(batch.examples) for batch in batches] == [8, 8, 4]
+
+
+def test_evaluation_of_nothing():
+    with pytest.raises(UserError, match="all are dropped"):
+        evaluate(make_task(numbered(3), [lambda e: None]), split="train", feature_lengths=LENGTHS, batch_size=2)
+    with pytest.raises(UserError, match="no split 'test'"):
+        data.eval_batches(make_task(numbered(3)), feature_converter=CONVERTER(), split="test", batch_size=2)
+
+
+def test_real_translation_data(shared_data, t5_model_file):
+    """Multi30k with the T5 vocabulary: what is read decodes to what is in the files, and it resumes."""
+    paths = {language: str(shared_data / f"multi30k_ende/val.{language}.gz") for language in ("en", "de")}
+
+    def pairs(split):
+        sides = {language: data.TextLineDataSource({split: path}) for language, path in paths.items()}
+        return [
+            {language: side.example(split, i)["text"] for language, side in sides.items()}
+            for i in range(sides["en"].num_examples(split))
+        ]
+
+    def translate(example):
+        return {"inputs": f"translate English to German: {example['en']}", "targets": example["de"]}
+
+    vocabulary = data.SentencePieceVocabulary(t5_model_file, extra_ids=100)
+    features = {"inputs": data.Feature(vocabulary), "targets": data.Feature(vocabulary)}
+    source = data.FunctionDataSource(pairs, splits=("validation",))
+    steps = [translate, preprocessors.tokenize, preprocessors.append_eos_after_trim]
+    task = data.Task("multi30k", source, features, steps)
+    assert task.num_input_examples("validation") == 1014
+
+    cfg = config(task, split="validation", batch_size=16, task_feature_lengths={"inputs": 64, "targets": 64})
+    with data.train_loader(cfg, feature_converter=CONVERTER()) as loader:
+        next(loader)
+        state = json.loads(json.dumps(loader.state()))
+        second = next(loader)
+        loader.restore(state)
+        np.testing.assert_array_equal(next(loader)["decoder_target_tokens"], second["decoder_target_tokens"])
+
+    examples = [example for batch in evaluate(cfg) for example in batch.examples]
+    german = {vocabulary.decode(vocabulary.encode(pair["de"])) for pair in pairs("validation")}
+    assert len(examples) == 1014
+    assert all(vocabulary.decode(example["targets"]) in german for example in examples)

@@ -1,0 +1,94 @@
+import pytest
+
+from t5x.telemetry import ThroughputClock
+
+
+class Time:
+    def __init__(self):
+        self.seconds = 100.0
+
+    def __call__(self):
+        return self.seconds
+
+    def passes(self, seconds):
+        self.seconds += seconds
+
+
+@pytest.fixture
+def time():
+    return Time()
+
+
+def test_rates_of_a_lap(time):
+    clock = ThroughputClock(now=time)
+    for _ in range(4):
+        time.passes(0.5)
+        clock.add(sequences=8, target_tokens=100)
+    lap = clock.lap()
+    assert (lap.seconds, lap.steps, lap.sequences, lap.target_tokens) == (2.0, 4, 32, 400)
+    assert (lap.steps_per_second, lap.sequences_per_second, lap.target_tokens_per_second) == (2.0, 16.0, 200.0)
+    time.passes(1.0)
+    clock.add(steps=10, sequences=1, target_tokens=1)
+    assert clock.lap().steps_per_second == 10.0
+
+
+def test_pauses_do_not_count_even_nested_or_when_they_fail(time):
+    clock = ThroughputClock(now=time)
+    time.passes(1.0)
+    with clock.paused():
+        time.passes(50.0)
+        with clock.paused():
+            time.passes(50.0)
+        time.passes(50.0)
+    time.passes(1.0)
+    with pytest.raises(ValueError), clock.paused():
+        time.passes(50.0)
+        raise ValueError
+    time.passes(1.0)
+    assert clock.lap().seconds == 3.0
+    assert clock.uptime() == 203.0
+
+
+def test_a_lap_may_end_inside_a_pause(time):
+    clock = ThroughputClock(now=time)
+    time.passes(2.0)
+    with clock.paused():
+        time.passes(30.0)
+        assert clock.lap().seconds == 2.0
+        time.passes(30.0)
+        assert clock.lap().seconds == 0.0
+    time.passes(4.0)
+    assert clock.lap().seconds == 4.0
+
+
+def test_waiting_for_data_is_a_share_of_the_work(time):
+    clock = ThroughputClock(now=time)
+    with clock.waiting_for_data():
+        time.passes(1.0)
+    time.passes(3.0)
+    with clock.paused(), clock.waiting_for_data():
+        time.passes(9.0)
+    lap = clock.lap()
+    assert lap.data_wait_share == 0.25
+    assert clock.lap().data_wait_share == 0.0
+
+
+def test_scalars_have_the_names_of_t5x(time):
+    clock = ThroughputClock(now=time)
+    time.passes(2.0)
+    clock.add(sequences=64, target_tokens=640)
+    assert clock.lap().scalars(cores=8) == {
+        "timing/seconds": 2.0,
+        "timing/seqs": 64,
+        "timing/steps_per_second": 0.5,
+        "timing/seqs_per_second": 32.0,
+        "timing/seqs_per_second_per_core": 4.0,
+        "timing/target_tokens_per_second": 320.0,
+        "timing/target_tokens_per_second_per_core": 40.0,
+        "timing/data_wait_share": 0.0,
+    }
+
+
+def test_an_empty_lap_has_rates_of_zero(time):
+    lap = ThroughputClock(now=time).lap()
+    assert (lap.steps_per_second, lap.sequences_per_second, lap.target_tokens_per_second) == (0.0, 0.0, 0.0)
