@@ -114,7 +114,7 @@ def _terminate(signum: int, frame: FrameType | None) -> None:
     sys.exit(75)
 
 
-# --- Arguments ------------------------------------------------------------------------------------------------------------
+# --- Arguments --------------------------------------------------------------------------------------------------------
 
 
 def _parser(verb: str) -> argparse.ArgumentParser:
@@ -161,7 +161,7 @@ def _run_gin(args: argparse.Namespace, entry: Callable) -> None:
     configuration.configured(entry)()
 
 
-# --- Verbs ----------------------------------------------------------------------------------------------------------------
+# --- Verbs ------------------------------------------------------------------------------------------------------------
 
 
 def _define_train(parser: argparse.ArgumentParser) -> None:
@@ -231,7 +231,9 @@ def _infer(args: argparse.Namespace) -> None:
 
         return _run_gin(args, infer)
     if args.gin_file or args.gin_bindings:
-        raise UserError("--model takes the configuration from the checkpoint; leave out --gin_file and --gin.…, or --model.")
+        raise UserError(
+            "--model takes the configuration from the checkpoint; leave out --gin_file and --gin.…, or --model."
+        )
     if args.input is None:
         raise UserError("--model needs --input: a text file, a .jsonl file, or - for standard input.")
     from t5x import startup
@@ -246,7 +248,9 @@ def _infer(args: argparse.Namespace) -> None:
 
 
 def _define_demo(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Train a tiny byte-level T5 to write dates as ISO dates, on this machine, and show what it learned."
+    parser.description = (
+        "Train a tiny byte-level T5 to write dates as ISO dates, on this machine, and show what it learned."
+    )
     parser.add_argument("--model_dir", default=os.path.join("runs", "demo"), metavar="DIR", help="default: runs/demo")
 
 

@@ -30,7 +30,9 @@ def demo(model_dir: str, bindings: Sequence[str] = ()) -> float:
     from t5x.train import train
 
     # --- Train, with the ordinary entry point and an ordinary gin file ------------------------------------------------
-    print(f"A tiny byte-level T5 learns dates, as {GIN_FILE} says; everything it writes goes to {model_dir}\n", flush=True)
+    print(
+        f"A tiny byte-level T5 learns dates, as {GIN_FILE} says; everything it writes goes to {model_dir}\n", flush=True
+    )
     configuration.parse(
         gin_files=[GIN_FILE], bindings=[f"MODEL_DIR = {model_dir!r}", *bindings], entry_points={"train": train}
     )
@@ -42,7 +44,7 @@ def demo(model_dir: str, bindings: Sequence[str] = ()) -> float:
     examples = [{"inputs": held_out[i]["inputs"]} for i in range(len(held_out))]
     expected = [held_out[i]["targets"] for i in range(len(held_out))]
     inferer = load(model_dir)
-    batch = inferer.batch(examples, max_input_length=40, max_length=16, rows=len(examples))
+    batch = inferer.batch(examples, max_input_length=32, max_length=16, rows=len(examples))
     said = [result["prediction"] for result in inferer.run("predict", batch)][: len(examples)]
     right = sum(a == b for a, b in zip(said, expected, strict=True))
 
@@ -53,12 +55,15 @@ def demo(model_dir: str, bindings: Sequence[str] = ()) -> float:
 
     # --- What to do next ----------------------------------------------------------------------------------------------
     where = shlex.quote(model_dir)
-    print(f"""
+    print(
+        f"""
 watch it:      {_command("tensorboard")} --logdir {where}
 train longer:  {_command("t5x")} train --gin_file={GIN_FILE} --gin.MODEL_DIR={where} --gin.TRAIN_STEPS=2000
 your own date: echo {shlex.quote(OWN_WORDS)} | {_command("t5x")} infer --model {where} --input -
 
-held-out exact match: {100 * right / len(said):.1f} % ({right}/{len(said)})""", flush=True)
+held-out exact match: {100 * right / len(said):.1f} % ({right}/{len(said)})""",
+        flush=True,
+    )
     return right / len(said)
 
 

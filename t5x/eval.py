@@ -65,7 +65,8 @@ def _checkpoints(cfg: RestoreCheckpointConfig, done_file: str) -> list[str]:
     paths = [cfg.path] if isinstance(cfg.path, str) else list(cfg.path)
     if cfg.mode != "all":
         return [str(checkpoints.resolve(path)) for path in paths]
-    found = [str(path) for directory in paths for path in checkpoints.list_checkpoints(directory)]
+    stores = [checkpoints.CheckpointStore(directory) for directory in paths]
+    found = [str(store.path(step)) for store in stores for step in store.steps()]
     if not found:
         raise UserError(f"There is no checkpoint in {', '.join(paths)} to evaluate.")
     done = set()

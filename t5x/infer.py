@@ -52,7 +52,9 @@ def infer(
     if summarize_config_fn is not None:
         summarize_config_fn(output_dir, None, 0)
     batches = eval_batches(
-        dataset_cfg, feature_converter=model.FEATURE_CONVERTER_CLS(pack=False), rows=partitioner.rows(dataset_cfg.batch_size)
+        dataset_cfg,
+        feature_converter=model.FEATURE_CONVERTER_CLS(pack=False),
+        rows=partitioner.rows(dataset_cfg.batch_size),
     )
     path = os.path.join(output_dir, f"{task.name}-{mode}.jsonl-00000-of-00001")
     total = task.num_input_examples(dataset_cfg.split)
@@ -122,7 +124,11 @@ def infer_file(
         jsonl.replace(output_path, lines())
         log.info("wrote %s", output_path)
     if inferer.trimmed:
-        log.warning("%d input(s) were longer than %d tokens and were cut (--max_input_length)", inferer.trimmed, max_input_length)
+        log.warning(
+            "%d input(s) were longer than %d tokens and were cut (--max_input_length)",
+            inferer.trimmed,
+            max_input_length,
+        )
 
 
 class Inferer:

@@ -56,7 +56,7 @@ def _cross_entropy(logits, targets, z_loss, label_smoothing):
     if label_smoothing:
         expected += low * jnp.sum(logits, axis=-1)
         entropy = -(high * np.log(high) + (logits.shape[-1] - 1) * low * np.log(low))
-    z_part = z_loss * jnp.square(log_z)
+    z_part = z_loss * jnp.square(log_z) if z_loss else jnp.zeros_like(log_z)
     return (log_z - expected - entropy + z_part, z_part), (logits, targets, log_z)
 
 
@@ -65,7 +65,8 @@ def _cross_entropy_backward(z_loss, label_smoothing, residuals, cotangents):
     high, low = _target_probabilities(logits.shape[-1], label_smoothing)
     is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
     softmax = jnp.exp(logits - log_z[..., None])
-    gradient = softmax * (1.0 + 2.0 * z_loss * log_z)[..., None] - jnp.where(is_target, high, low)
+    scale = (1.0 + 2.0 * z_loss * log_z)[..., None] if z_loss else 1.0
+    gradient = softmax * scale - jnp.where(is_target, high, low)
     return gradient * cotangents[0][..., None], None
 
 
@@ -96,7 +97,9 @@ def loss_scale(factor: LossNormalizingFactor, batch: Mapping[str, jax.Array]) ->
     # AVERAGE_PER_SEQUENCE: every sequence with something to predict counts the same, packed or not.
     segments = batch.get("decoder_segment_ids")
     same = jnp.ones_like(targets)[:, :, None] if segments is None else segments[:, :, None] == segments[:, None, :]
-    length = jnp.einsum("bqk,bk->bq", jnp.broadcast_to(same, (*targets.shape, targets.shape[1])).astype(jnp.float32), weights)
+    length = jnp.einsum(
+        "bqk,bk->bq", jnp.broadcast_to(same, (*targets.shape, targets.shape[1])).astype(jnp.float32), weights
+    )
     scale = weights / jnp.where(length > 0, length, 1.0)
     return scale / jnp.maximum(jnp.sum(scale), 1.0)
 

@@ -101,9 +101,7 @@ class EncoderDecoderModel:
             mutable=mutable,
         )
 
-    def loss_fn(
-        self, params: Params, batch: Batch, dropout_rng: jax.Array | None = None
-    ) -> tuple[jax.Array, Metrics]:
+    def loss_fn(self, params: Params, batch: Batch, dropout_rng: jax.Array | None = None) -> tuple[jax.Array, Metrics]:
         """The loss to minimise, and the metrics of this batch.
 
         Where the batch is a part of a larger one, `loss_scale` in it (see `with_loss_scale`) keeps the normalisation

@@ -42,8 +42,9 @@ def create_learning_rate_scheduler(
     rules: dict[str, Schedule] = {
         "constant": lambda step: base_learning_rate,
         "linear_warmup": lambda step: jnp.minimum(1.0, step / warmup_steps),
-        "linear_decay": lambda step: base_learning_rate
-        * jnp.minimum(step / warmup_steps, 1.0 + decay_factor * (warmup_steps - step)),
+        "linear_decay": lambda step: (
+            base_learning_rate * jnp.minimum(step / warmup_steps, 1.0 + decay_factor * (warmup_steps - step))
+        ),
         "rsqrt_decay": lambda step: 1.0 / jnp.sqrt(jnp.maximum(step, warmup_steps)),
         "rsqrt_normalized_decay": lambda step: jnp.sqrt(warmup_steps / jnp.maximum(step, warmup_steps)),
         "decay_every": lambda step: decay_factor ** (step // steps_per_decay),

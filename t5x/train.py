@@ -87,7 +87,9 @@ def train(
         log.info("random seed: %d%s", seed, " (none was given)" if random_seed is None else "")
         init_rng, dropout_rng = jax.random.split(jax.random.key(seed))
         if use_hardware_rng:
-            log.warning("use_hardware_rng: dropout depends on the mesh and the compiler; a run is exact on one machine only")
+            log.warning(
+                "use_hardware_rng: dropout depends on the mesh and the compiler; a run is exact on one machine only"
+            )
             dropout_rng = jax.random.key(seed, impl="unsafe_rbg")
 
         # --- Devices and data -----------------------------------------------------------------------------------------
@@ -105,7 +107,7 @@ def train(
             layout = StateLayout.of(model, partitioner, model.input_shapes(train_dataset_cfg.task_feature_lengths))
             log.info("model: %s", _describe(model, layout))
 
-            # --- Where it starts: MODEL_DIR's own checkpoint, then the initial one, then scratch ---------------------------
+            # --- Where it starts: MODEL_DIR's own checkpoint, then the initial one, then scratch -------------------------
             state, data_state = _restore_or_init(store, restore_cfg, model, layout, init_rng)
             first_step = int(state.step)
             if data_state is not None:
@@ -118,20 +120,26 @@ def train(
                     "relative_steps to train a number of steps from there."
                 )
 
-            # --- What is written about it ---------------------------------------------------------------------------------
+            # --- What is written about it -----------------------------------------------------------------------------
             writer = MetricWriter(os.path.join(model_dir, "train"), collection="train", purge_step=first_step)
             if summarize_config_fn is not None:
                 summarize_config_fn(model_dir, writer, first_step)
             _write_model_info(model_dir, layout)
             files = sidecars(model, _read_if_there(os.path.join(model_dir, "config.gin")))
 
-            # --- Training, evaluation, saving -----------------------------------------------------------------------------
+            # --- Training, evaluation, saving -------------------------------------------------------------------------
             trainer = trainer_cls(
                 model=model, train_state=state, partitioner=partitioner, layout=layout, rng=dropout_rng
             )
             del state  # the trainer's step gives its memory away
             evaluate = _Evaluations(
-                trainer, train_eval_dataset_cfg, infer_eval_dataset_cfg, eval_steps, inference_evaluator_cls, model_dir, first_step
+                trainer,
+                train_eval_dataset_cfg,
+                infer_eval_dataset_cfg,
+                eval_steps,
+                inference_evaluator_cls,
+                model_dir,
+                first_step,
             )
 
             def save(step: int) -> None:
@@ -171,7 +179,7 @@ def train(
         return last_step, trainer.state
 
 
-# --- The parts ------------------------------------------------------------------------------------------------------------
+# --- The parts --------------------------------------------------------------------------------------------------------
 
 
 def _restore_or_init(
@@ -190,7 +198,7 @@ def _restore_or_init(
         log.info("resuming from %s: MODEL_DIR's newest whole checkpoint comes first", own)
         name = checkpoints.dataset_state_name(jax.process_index(), jax.process_count())
         position = json.loads(checkpoints.read_sidecar(own, name))
-        return _restore(own, layout), position
+        return _restore(own, layout, verify=False), position  # it was verified just now
     if damaged:
         raise UserError(
             f"No checkpoint in {store.directory} is whole ({len(damaged)} damaged). Remove them to start anew."
@@ -199,13 +207,13 @@ def _restore_or_init(
         path = checkpoints.resolve(restore_cfg.path)
         check_same_model(path, model)
         log.info("starting from %s: MODEL_DIR has no checkpoint yet, and this initial one was given", path)
-        return _restore(path, layout), None
+        return _restore(path, layout, verify=True), None
     log.info("starting from scratch: MODEL_DIR has no checkpoint yet, and no initial one was given")
     return layout.init(init_rng), None
 
 
-def _restore(path: Any, layout: StateLayout) -> TrainState:
-    return TrainState.from_tree(checkpoints.restore(path, layout.abstract.tree(), verify=True))
+def _restore(path: Any, layout: StateLayout, *, verify: bool) -> TrainState:
+    return TrainState.from_tree(checkpoints.restore(path, layout.abstract.tree(), verify=verify))
 
 
 class _Evaluations:

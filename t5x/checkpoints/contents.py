@@ -23,7 +23,8 @@ GIN_FILE = "config.gin"
 
 # How the network runs rather than what it is: these may differ between a checkpoint and the run that continues it.
 _RUNTIME_FIELDS = {
-    "attention_backend", "dropout_rate", "dtype", "float32_attention_logits", "param_scan_axis", "remat_policy", "scan_layers",
+    "attention_backend", "dropout_rate", "dtype", "float32_attention_logits", "param_scan_axis", "remat_policy",
+    "scan_layers",
 }  # fmt: skip
 
 
@@ -53,20 +54,18 @@ def load_model(path: epath.PathLike) -> EncoderDecoderModel:
     description = json.loads(manifest.read_file(path, MODEL_FILE))
     if description["network"] != _name(Transformer):
         raise UserError(
-            f"{path} holds a {description['network']}, which cannot be rebuilt from its description alone. Give its gin "
-            "file (--gin_file) instead of --model."
+            f"{path} holds a {description['network']}, which cannot be rebuilt from its description alone. Give "
+            "its gin file (--gin_file) instead of --model."
         )
     known = {field.name for field in dataclasses.fields(T5Config)}
     config = T5Config(**{k: v for k, v in description["config"].items() if k in known})
     vocabularies = load_vocabularies(path)
-    return EncoderDecoderModel(
-        Transformer(config), vocabularies["inputs"], vocabularies["targets"], optimizer_def=None
-    )
+    return EncoderDecoderModel(Transformer(config), vocabularies["inputs"], vocabularies["targets"], optimizer_def=None)
 
 
 def load_vocabularies(path: epath.PathLike) -> dict[str, Vocabulary]:
     """The vocabularies in a checkpoint, by feature."""
-    names = [PurePosixPath(name).parts for name in manifest.read(path)["files"]]
+    names = [PurePosixPath(name).parts for name in manifest.read(path).files]
     features = sorted({parts[1] for parts in names if len(parts) == 3 and parts[0] == "vocabulary"})
     return {f: Vocabulary.from_files(paths.local_path(path) / "vocabulary" / f) for f in features}
 
@@ -74,7 +73,9 @@ def load_vocabularies(path: epath.PathLike) -> dict[str, Vocabulary]:
 def check_same_model(path: epath.PathLike, model: EncoderDecoderModel) -> None:
     """Raises where the checkpoint is of another model or vocabulary than `model`; the message shows the difference."""
     stored, here = json.loads(manifest.read_file(path, MODEL_FILE)), describe(model)
-    rows = _differences("", {k: stored.get(k) for k in ("model", "network")}, {k: here[k] for k in ("model", "network")})
+    rows = _differences(
+        "", {k: stored.get(k) for k in ("model", "network")}, {k: here[k] for k in ("model", "network")}
+    )
     rows += _differences("config.", _identity(stored["config"]), _identity(here["config"]))
     for feature, vocabulary in load_vocabularies(path).items():
         if feature in model.vocabularies and vocabulary != model.vocabularies[feature]:
@@ -94,9 +95,7 @@ def _identity(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _differences(prefix: str, stored: Mapping[str, Any], here: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     names = sorted(stored.keys() | here.keys())
-    return [
-        (prefix + n, repr(stored.get(n)), repr(here.get(n))) for n in names if stored.get(n) != here.get(n)
-    ]
+    return [(prefix + n, repr(stored.get(n)), repr(here.get(n))) for n in names if stored.get(n) != here.get(n)]
 
 
 def _name(cls: type) -> str:

@@ -81,7 +81,7 @@ class ModelDirLock:
                 "Stop that run, or choose another MODEL_DIR for this one."
             )
         return (
-            f"MODEL_DIR {self.directory} cannot be locked: {error.strerror}. Mend that, or choose a directory on a disk "
+            f"MODEL_DIR {self.directory} cannot be locked: {error.strerror}. Mend that, or choose one on a disk "
             "with space left and with flock: without a lock two runs could overwrite each other."
         )
 

@@ -85,7 +85,7 @@ def is_plain_relative(name: str) -> bool:
 
 
 def make_model_dir(directory: epath.PathLike) -> epath.Path:
-    """Creates MODEL_DIR (its parent must exist) or raises a UserError that says what is in the way."""
+    """Creates MODEL_DIR or raises a UserError that says what is in the way."""
     directory = local_path(directory)
     if directory.is_dir():
         if not os.access(directory, os.W_OK | os.X_OK):
@@ -93,13 +93,8 @@ def make_model_dir(directory: epath.PathLike) -> epath.Path:
         return directory
     if os.path.lexists(directory):
         raise UserError(f"MODEL_DIR {directory} exists but is not a directory. Move it away or choose another path.")
-    if not directory.parent.is_dir():
-        raise UserError(
-            f"MODEL_DIR {directory} cannot be created: {directory.parent} is not an existing directory. "
-            f"Create it (mkdir -p {directory.parent}) or mend the path."
-        )
     try:
-        directory.mkdir(exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"MODEL_DIR {directory} cannot be created: {error.strerror}. Choose another path.") from error
     return directory

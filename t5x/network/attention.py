@@ -89,9 +89,7 @@ def attend(
     return BACKENDS[name](query, key, value, mask, bias)
 
 
-def attend_xla(
-    query: jax.Array, key: jax.Array, value: jax.Array, mask: Mask, bias: RelativeBias | None
-) -> jax.Array:
+def attend_xla(query: jax.Array, key: jax.Array, value: jax.Array, mask: Mask, bias: RelativeBias | None) -> jax.Array:
     """The reference: plain products, softmax in float32."""
     q_length, k_length = query.shape[1], key.shape[1]
     logits = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32)

@@ -51,7 +51,15 @@ class T5Config:
 
     def __post_init__(self):
         object.__setattr__(self, "mlp_activations", tuple(self.mlp_activations))
-        for name in ("vocab_size", "emb_dim", "num_heads", "num_encoder_layers", "num_decoder_layers", "head_dim", "mlp_dim"):
+        for name in (
+            "vocab_size",
+            "emb_dim",
+            "num_heads",
+            "num_encoder_layers",
+            "num_decoder_layers",
+            "head_dim",
+            "mlp_dim",
+        ):
             if not isinstance(value := getattr(self, name), int) or value < 1:
                 raise UserError(f"T5Config.{name} is {value!r}: it must be a whole number of at least 1.")
         if unknown := [a for a in self.mlp_activations if a not in ACTIVATIONS]:

@@ -19,15 +19,20 @@ import jax.numpy as jnp
 class Keys:
     """The keys of one place in the network.
 
+    A key is folded with the layer's number and then, once, where it is used, with the whole name of the place: folding
+    at every step down would be a hash each, in every compiled program.
+
     Attributes:
       params: key of initial values; None unless the network is being initialised.
       dropout: key of dropout; None where dropout is off.
       rows: int32 [batch], each example's row in the global batch; None where dropout is off.
+      place: logical name, `encoder/layers/attention/query`.
     """
 
     params: jax.Array | None = None
     dropout: jax.Array | None = None
     rows: jax.Array | None = None
+    place: str = flax.struct.field(pytree_node=False, default="")
 
     @classmethod
     def of(cls, module: nn.Module, *, batch: int, enable_dropout: bool, rows: jax.Array | None) -> "Keys":
@@ -37,15 +42,23 @@ class Keys:
             return cls(params)
         return cls(params, module.make_rng("dropout"), jnp.arange(batch) if rows is None else rows)
 
-    def at(self, place: str | int | jax.Array) -> "Keys":
-        """The keys of a named part, or of layer number `place`."""
-        tag = zlib.crc32(place.encode()) if isinstance(place, str) else place
-        fold = lambda key: None if key is None else jax.random.fold_in(key, tag)
+    def at(self, name: str) -> "Keys":
+        """The keys of a named part."""
+        return self.replace(place=f"{self.place}/{name}")
+
+    def layer(self, number: jax.Array | int) -> "Keys":
+        """The keys of a layer, of which the number may be traced."""
+        fold = lambda key: None if key is None else jax.random.fold_in(key, number)
         return self.replace(params=fold(self.params), dropout=fold(self.dropout))
 
+    def param(self, name: str) -> jax.Array:
+        """The key of the parameter `name` here."""
+        return jax.random.fold_in(self.params, zlib.crc32(f"{self.place}/{name}".encode()))
+
     def keep(self, shape: Sequence[int], rate: float) -> jax.Array:
-        """bool [batch, *shape]: which units dropout keeps."""
-        row_keys = jax.vmap(lambda row: jax.random.fold_in(self.dropout, row))(self.rows)
+        """bool [batch, *shape]: which units dropout keeps here."""
+        key = jax.random.fold_in(self.dropout, zlib.crc32(self.place.encode()))
+        row_keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(self.rows)
         return jax.vmap(lambda key: jax.random.bernoulli(key, 1.0 - rate, tuple(shape)))(row_keys)
 
 

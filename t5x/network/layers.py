@@ -26,7 +26,7 @@ def parameter(module: nn.Module, name: str, init: Callable, shape: Sequence[int]
     """A float32 parameter with logical axes whose initial value is keyed by logical name, not by module path."""
 
     def initial(path_key):
-        return init(path_key if keys.params is None else keys.at(name).params, tuple(shape), jnp.float32)
+        return init(path_key if keys.params is None else keys.param(name), tuple(shape), jnp.float32)
 
     return param_with_axes(name, initial, axes=tuple(axes), module=module)
 

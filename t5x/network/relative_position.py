@@ -32,7 +32,7 @@ def bucket(distance: np.ndarray, *, bidirectional: bool, num_buckets: int = 32, 
 
 @flax.struct.dataclass
 class RelativeBias:
-    """The bias as structure: a table [heads, buckets] and the rule for its buckets. Back ends decide what to write out."""
+    """The bias as structure: a table [heads, buckets] and the rule for its buckets."""
 
     table: jax.Array
     bidirectional: bool = flax.struct.field(pytree_node=False)

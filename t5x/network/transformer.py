@@ -46,13 +46,14 @@ class Attention(nn.Module):
         width = cfg.num_heads * cfg.head_dim
         kernel_init = initializers.variance_scaling(1.0, "fan_in", "normal")
 
-        def query_init(*args):
-            # T5 has no 1/sqrt(head_dim) in the attention: its initial queries are that much smaller.
-            return kernel_init(*args) / np.sqrt(cfg.head_dim)
+        # T5 has no 1/sqrt(head_dim) in the attention: its initial queries are that much smaller.
+        query_init = initializers.variance_scaling(1.0 / cfg.head_dim, "fan_in", "normal")
 
         def heads(name: str, inputs: jax.Array, init=kernel_init) -> jax.Array:
             flat = Dense(width, ("embed", "joined_kv"), cfg.dtype, init, name=name)(inputs, keys.at(name))
-            return constrain(flat.reshape(*flat.shape[:-1], cfg.num_heads, cfg.head_dim), "batch", "length", "heads", "kv")
+            return constrain(
+                flat.reshape(*flat.shape[:-1], cfg.num_heads, cfg.head_dim), "batch", "length", "heads", "kv"
+            )
 
         query = heads("query", x, query_init)
         if decode == "cross":
@@ -64,8 +65,15 @@ class Attention(nn.Module):
         if decode == "self":
             key, value, mask = self._update_cache(key, value, mask)
         out = attend(
-            query, key, value, mask=mask, bias=bias, keys=keys.at("weights"), dropout_rate=cfg.dropout_rate,
-            float32_logits=cfg.float32_attention_logits, backend=cfg.attention_backend,
+            query,
+            key,
+            value,
+            mask=mask,
+            bias=bias,
+            keys=keys.at("weights"),
+            dropout_rate=cfg.dropout_rate,
+            float32_logits=cfg.float32_attention_logits,
+            backend=cfg.attention_backend,
         )
         out = out.reshape(*x.shape[:-1], width)
         return Dense(x.shape[-1], ("joined_kv", "embed"), cfg.dtype, kernel_init, name="out")(out, keys.at("out"))
@@ -92,7 +100,7 @@ class EncoderLayer(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, layer: jax.Array | int, keys: Keys, bias: RelativeBias, mask: Mask):
-        cfg, keys = self.config, keys.at(layer)
+        cfg, keys = self.config, keys.layer(layer)
         x = constrain(x, "batch", "length", "embed")
         y = RMSNorm(cfg.dtype, name="pre_attention_layer_norm")(x)
         y = Attention(cfg, name="attention")(y, y, mask=mask, bias=bias, keys=keys.at("attention"))
@@ -108,10 +116,16 @@ class DecoderLayer(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, layer: jax.Array | int, keys: Keys, bias: RelativeBias, mask: Mask, encoded: jax.Array,
+        self,
+        x: jax.Array,
+        layer: jax.Array | int,
+        keys: Keys,
+        bias: RelativeBias,
+        mask: Mask,
+        encoded: jax.Array,
         cross_mask: Mask,
     ):
-        cfg, keys = self.config, keys.at(layer)
+        cfg, keys = self.config, keys.layer(layer)
         x = constrain(x, "batch", "length", "embed")
         y = RMSNorm(cfg.dtype, name="pre_self_attention_layer_norm")(x)
         y = Attention(cfg, name="self_attention")(
@@ -120,7 +134,11 @@ class DecoderLayer(nn.Module):
         x = x + dropout(y, cfg.dropout_rate, keys.at("self_attention_out"))
         y = RMSNorm(cfg.dtype, name="pre_cross_attention_layer_norm")(x)
         y = Attention(cfg, name="encoder_decoder_attention")(
-            y, encoded, mask=cross_mask, bias=None, keys=keys.at("encoder_decoder_attention"),
+            y,
+            encoded,
+            mask=cross_mask,
+            bias=None,
+            keys=keys.at("encoder_decoder_attention"),
             decode="cross" if self.decode else None,
         )
         x = x + dropout(y, cfg.dropout_rate, keys.at("cross_attention_out"))
@@ -130,7 +148,13 @@ class DecoderLayer(nn.Module):
 
 
 def run_layers(
-    layer_cls: type[nn.Module], cfg: T5Config, stack_name: str, num_layers: int, x: jax.Array, keys: Keys, *shared: Any,
+    layer_cls: type[nn.Module],
+    cfg: T5Config,
+    stack_name: str,
+    num_layers: int,
+    x: jax.Array,
+    keys: Keys,
+    *shared: Any,
     **fields: Any,
 ) -> jax.Array:
     """Runs `num_layers` layers over x inside the calling compact module, scanned or unrolled as configured.
@@ -184,7 +208,16 @@ class Decoder(nn.Module):
         bias = RelativePositionBias(cfg.num_heads, bidirectional=False, name="relpos_bias")(keys.at("relpos_bias"))
         x = dropout(x, cfg.dropout_rate, keys.at("embedded"))
         x = run_layers(
-            DecoderLayer, cfg, "decoder", cfg.num_decoder_layers, x, keys.at("layers"), bias, mask, encoded, cross_mask,
+            DecoderLayer,
+            cfg,
+            "decoder",
+            cfg.num_decoder_layers,
+            x,
+            keys.at("layers"),
+            bias,
+            mask,
+            encoded,
+            cross_mask,
             decode=decode,
         )
         x = RMSNorm(cfg.dtype, name="decoder_norm")(x)
@@ -192,7 +225,9 @@ class Decoder(nn.Module):
         if cfg.logits_via_embedding:
             logits = x @ table.T / np.sqrt(x.shape[-1])
         else:
-            logits = Dense(cfg.vocab_size, ("embed", "vocab"), jnp.float32, name="logits_dense")(x, keys.at("logits_dense"))
+            logits = Dense(cfg.vocab_size, ("embed", "vocab"), jnp.float32, name="logits_dense")(
+                x, keys.at("logits_dense")
+            )
         return constrain(logits, "batch", "length", "vocab")
 
 
@@ -293,8 +328,16 @@ class Transformer(nn.Module):
         del encoder_positions
         encoded = self.encode(encoder_input_tokens, encoder_segment_ids, enable_dropout, row_index)
         return self.decode(
-            encoded, encoder_input_tokens, decoder_input_tokens, decoder_target_tokens, encoder_segment_ids,
-            decoder_segment_ids, decoder_positions, enable_dropout, decode, row_index=row_index,
+            encoded,
+            encoder_input_tokens,
+            decoder_input_tokens,
+            decoder_target_tokens,
+            encoder_segment_ids,
+            decoder_segment_ids,
+            decoder_positions,
+            enable_dropout,
+            decode,
+            row_index=row_index,
         )
 
     def _keys(self, tokens: jax.Array, enable_dropout: bool, row_index: jax.Array | None) -> Keys:

@@ -45,9 +45,10 @@ class PjitPartitioner:
         model = 1 if num_partitions is None else num_partitions
         devices = jax.devices(backend)
         if model < 1 or len(devices) % model:
+            fitting = ", ".join(str(d) for d in range(1, len(devices) + 1) if len(devices) % d == 0)
             raise UserError(
                 f"PjitPartitioner.num_partitions is {model}, but there are {len(devices)} devices: "
-                f"it must divide them ({', '.join(str(d) for d in range(1, len(devices) + 1) if len(devices) % d == 0)})."
+                f"it must divide them ({fitting})."
             )
         shape = (len(devices) // model, model)
         self.mesh = Mesh(mesh_utils.create_device_mesh(shape, devices), ("data", "model"))
@@ -129,6 +130,4 @@ class PjitPartitioner:
             with self.activate():
                 return fn(*args)
 
-        return jax.jit(
-            traced, in_shardings=in_shardings, out_shardings=out_shardings, donate_argnums=donate_argnums
-        )
+        return jax.jit(traced, in_shardings=in_shardings, out_shardings=out_shardings, donate_argnums=donate_argnums)

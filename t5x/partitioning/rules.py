@@ -23,7 +23,8 @@ def standard_logical_axis_rules(
         (1, 1): [None], (2, 1): ["model"], (1, 2): ["data"], (2, 2): ["model", "data"],
     }  # fmt: skip
     rules: list[tuple[str, str | None]] = [
-        ("batch", "data"), ("vocab", "model"), ("mlp", "model"), ("heads", "model"), ("joined_kv", "model"), ("kv", None),
+        ("batch", "data"), ("vocab", "model"), ("mlp", "model"), ("heads", "model"), ("joined_kv", "model"),
+        ("kv", None),
     ]  # fmt: skip
     rules += [("embed", axis) for axis in embed[activation_partitioning_dims, parameter_partitioning_dims]]
     whole = ("relpos_buckets", "abspos_buckets", "length", "layers", "stack", "mlp_activations")

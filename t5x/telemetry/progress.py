@@ -8,6 +8,8 @@ from typing import TextIO
 
 from tqdm import tqdm
 
+_BAR = "{percentage:3.0f}%|{bar}| {n}/{total}, {remaining} left{postfix}"
+
 
 class Progress:
     """Shows how far a run is.
@@ -69,7 +71,7 @@ class Progress:
 
 class _Bar:
     def __init__(self, total: int | None, initial: int, unit: str, description: str, stream: TextIO):
-        counted = ("{desc}: " if description else "") + "{percentage:3.0f}%|{bar}| {n}/{total}, {remaining} left{postfix}"
+        head = "{desc}: " if description else ""
         self._bar = tqdm(
             total=total,
             initial=initial,
@@ -77,7 +79,7 @@ class _Bar:
             desc=description or None,
             file=stream,
             dynamic_ncols=True,
-            bar_format=None if total is None else counted,
+            bar_format=None if total is None else head + _BAR,
         )
 
     def update(self, step: int, figures: str) -> None:

@@ -48,4 +48,6 @@ class StopRequest:
         if self.signum is None:
             self.signum = signum
             name = signal.Signals(signum).name.encode()
-            os.write(sys.stderr.fileno(), b"\n" + name + b": finishing this step and saving (Ctrl-C again: stop at once)\n")
+            os.write(
+                sys.stderr.fileno(), b"\n" + name + b": finishing this step and saving (Ctrl-C again: stop at once)\n"
+            )

@@ -52,7 +52,7 @@ def test_the_data_of_this_release_stays_what_it_is():
     assert examples("validation", 3) == [
         {"inputs": "1967/07/29", "targets": "1967-07-29"},
         {"inputs": "the ninth of October 1960", "targets": "1960-10-09"},
-        {"inputs": "09.08.1918", "targets": "1918-08-09"},
+        {"inputs": "9 août 1918", "targets": "1918-08-09"},
     ]
 
 
@@ -110,8 +110,8 @@ def test_weekdays_are_true():
         (r"1997/0?3/0?3", "1997-03-03"),
         (r"0?3\.0?3\.(19)?97", "1997-03-03"),
         (r"monday,? (3 march|march 3,?) 1997", "1997-03-03"),
-        (r"the thirty-first of december 1999", "1999-12-31"),
-        (r"am einunddrei(ß|ss)igsten oktober 2003", "2003-10-31"),
+        (r"the thirty-first of may '?99", "1999-05-31"),
+        (r"am einunddrei(ß|ss)igsten okt\.? 03", "2003-10-31"),
         (r"march 22nd,? 2003", "2003-03-22"),
     ],
 )

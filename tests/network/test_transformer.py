@@ -1,0 +1,149 @@
+"""What holds for the network whatever its weights."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from t5x.errors import UserError
+from t5x.network import CACHES, T5Config, Transformer
+from t5x.trainer.state import logical_axes
+from tests import tiny
+
+
+def stacked(params: dict, axis: int) -> dict:
+    """The unrolled tree as the scanned network holds it."""
+    out = dict(params)
+    for tower in ("encoder", "decoder"):
+        layers = [k for k in sorted(params[tower]) if k.startswith("layers_")]
+        rest = {k: v for k, v in params[tower].items() if k not in layers}
+        stack = jax.tree.map(lambda *x: jnp.stack(x, axis), *(params[tower][k] for k in layers))
+        out[tower] = {**rest, tower: stack}
+    return out
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_scanned_layers_start_from_the_same_values(axis):
+    unrolled = tiny.initial_params(tiny.T5_1_1)
+    scanned = tiny.initial_params(dataclasses.replace(tiny.T5_1_1, scan_layers=True, param_scan_axis=axis))
+    jax.tree.map(np.testing.assert_array_equal, stacked(unrolled, axis), scanned)
+
+
+@pytest.mark.parametrize("remat", ["none", "minimal", "full"])
+@pytest.mark.parametrize("scan", [False, True])
+def test_scan_and_remat_change_nothing_but_the_program(scan, remat):
+    base = dataclasses.replace(tiny.T5_1_1, dropout_rate=0.3)
+    variant = dataclasses.replace(base, scan_layers=scan, remat_policy=remat)
+    batch, key = tiny.batch(), jax.random.key(7)
+    params = tiny.initial_params(base)
+
+    def loss_and_grads(config, params):
+        return jax.jit(jax.value_and_grad(lambda p: tiny.model(config).loss_fn(p, batch, key)[0]))(params)
+
+    loss, grads = loss_and_grads(base, params)
+    other_loss, other_grads = loss_and_grads(variant, stacked(params, 1) if scan else params)
+    np.testing.assert_allclose(other_loss, loss, rtol=1e-6)
+    expected = stacked(grads, 1) if scan else grads
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), other_grads, expected)
+
+
+def test_initial_values_have_t5s_distributions():
+    config = dataclasses.replace(tiny.WIDE, emb_dim=256, num_heads=8, head_dim=64, mlp_dim=512, vocab_size=2048)
+    params = tiny.initial_params(config)
+    layer = params["encoder"]["layers_0"]
+    expected = {
+        "embedding": (params["token_embedder"]["embedding"], 1.0),
+        "query": (layer["attention"]["query"]["kernel"], 256**-0.5 * 64**-0.5),
+        "key": (layer["attention"]["key"]["kernel"], 256**-0.5),
+        "out": (layer["attention"]["out"]["kernel"], 512**-0.5),
+        "wi": (layer["mlp"]["wi_0"]["kernel"], 256**-0.5),
+        "wo": (layer["mlp"]["wo"]["kernel"], 512**-0.5),
+        "logits": (params["decoder"]["logits_dense"]["kernel"], 256**-0.5),
+    }
+    for name, (value, std) in expected.items():
+        np.testing.assert_allclose(np.std(value), std, rtol=0.02, err_msg=name)
+    assert len({float(jnp.sum(x)) for x in jax.tree.leaves(params["encoder"])}) > 2 * 7  # no two kernels alike
+    # T5 draws MLP kernels from a truncated normal, attention kernels from a whole one.
+    assert np.abs(layer["mlp"]["wi_0"]["kernel"]).max() < 2.3 * 256**-0.5 < np.abs(layer["attention"]["key"]["kernel"]).max()
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_incremental_decoding_equals_the_full_pass(scan):
+    config = dataclasses.replace(tiny.T5_1_1, scan_layers=scan)
+    module, batch = Transformer(config), tiny.batch(2, targets=11)
+    inputs, tokens = batch["encoder_input_tokens"], np.random.default_rng(0).integers(1, 31, (4, 11)).astype(np.int32)
+    params = {"params": tiny.initial_params(config)}
+    full = module.apply(params, inputs, tokens, np.ones_like(tokens), enable_dropout=False)
+    encoded = module.apply(params, inputs, enable_dropout=False, method="encode")
+    decode = dict(enable_dropout=False, decode=True, method="decode")
+    _, variables = module.apply(params, encoded, inputs, tokens, tokens, mutable=list(CACHES), **decode)
+    cache, cross = variables["cache"], variables["cross_cache"]
+    for position in range(tokens.shape[1]):
+        token = tokens[:, position : position + 1]
+        variables = {**params, "cache": cache, "cross_cache": cross}
+        # The encoder's output itself is not needed any more: what was kept of it is.
+        logits, changed = module.apply(variables, encoded * 0, inputs, token, token, mutable=["cache"], **decode)
+        cache = changed["cache"]
+        np.testing.assert_allclose(logits[:, 0], full[:, position], rtol=1e-4, atol=1e-5)
+
+
+def test_dropout_belongs_to_the_row_not_to_the_batch_it_is_computed_in():
+    config = dataclasses.replace(tiny.T5_1_1, dropout_rate=0.5)
+    model, batch, key = tiny.model(config), tiny.batch(rows=6), jax.random.key(1)
+    params = tiny.initial_params(config)
+    whole = model.compute_logits(params, batch, key)
+    rows = np.array([4, 1])
+    part = {k: v[rows] for k, v in batch.items()} | {"row_index": rows}
+    np.testing.assert_allclose(model.compute_logits(params, part, key), whole[rows], rtol=1e-5, atol=1e-6)
+    assert np.abs(model.compute_logits(params, batch, jax.random.key(2)) - whole).max() > 0.01
+    assert np.abs(model.compute_logits(params, batch) - whole).max() > 0.01
+
+
+def test_dropout_drops_its_share_and_keeps_the_mean():
+    from t5x.network.keys import Keys, dropout
+
+    keys = Keys(dropout=jax.random.key(0), rows=jnp.arange(64))
+    x = jnp.ones((64, 5, 300))
+    dropped = dropout(x, 0.25, keys)
+    np.testing.assert_allclose(jnp.mean(dropped == 0), 0.25, atol=0.01)
+    np.testing.assert_allclose(jnp.mean(dropped), 1.0, atol=0.02)
+    assert (dropped == dropped[:, :1]).all(), "T5 drops a feature at every position of an example"
+    assert not (dropout(x, 0.25, keys, broadcast_length=False) == dropped).all()
+
+
+def test_every_parameter_has_logical_axes():
+    for scan in (False, True):
+        model = tiny.model(dataclasses.replace(tiny.T5_1_1, scan_layers=scan))
+        shapes = model.input_shapes({"inputs": 3, "targets": 3})
+        variables = jax.eval_shape(lambda m=model, s=shapes: m.get_initial_variables(jax.random.key(0), s))
+        axes = logical_axes(variables)
+        leaves, treedef = jax.tree.flatten(variables["params"])
+        for leaf, names in zip(leaves, treedef.flatten_up_to(axes), strict=True):
+            assert len(names) == leaf.ndim
+    assert axes["encoder"]["encoder"]["mlp"]["wo"]["kernel"] == ("mlp", "layers", "embed")
+    assert axes["token_embedder"]["embedding"] == ("vocab", "embed")
+
+
+def test_bfloat16_stays_near_float32():
+    config = dataclasses.replace(tiny.WIDE, dtype="bfloat16")
+    params = tiny.initial_params(tiny.WIDE)
+    batch = tiny.batch(3, vocab=128)
+    narrow, wide = (tiny.model(c).compute_logits(params, batch) for c in (config, tiny.WIDE))
+    assert narrow.dtype == jnp.float32
+    assert jnp.linalg.norm(narrow - wide) < 0.03 * jnp.linalg.norm(wide)
+
+
+@pytest.mark.parametrize(
+    "field, value, message",
+    [
+        ("num_heads", 0, "T5Config.num_heads is 0"),
+        ("mlp_activations", ("gelu", "swoosh"), "'swoosh'; known are gelu"),
+        ("dropout_rate", 1.0, "dropout_rate is 1.0"),
+        ("remat_policy", "some", "remat_policy is 'some'; known are none, minimal, full"),
+    ],
+)
+def test_a_wrong_configuration_is_told_at_once(field, value, message):
+    with pytest.raises(UserError, match=message):
+        T5Config(**{"vocab_size": 10, field: value})

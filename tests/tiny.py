@@ -1,0 +1,71 @@
+"""Tiny models and batches that several tests share."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from t5x.adafactor import Adafactor
+from t5x.data import PassThroughVocabulary
+from t5x.models import EncoderDecoderModel
+from t5x.network import T5Config, Transformer
+
+T5_1_0 = T5Config(
+    vocab_size=31, emb_dim=12, num_heads=3, head_dim=5, mlp_dim=20, num_encoder_layers=2, num_decoder_layers=3,
+    mlp_activations=("relu",), logits_via_embedding=True, dropout_rate=0.0,
+)  # fmt: skip
+T5_1_1 = dataclasses.replace(T5_1_0, mlp_activations=("gelu", "linear"), logits_via_embedding=False)
+WIDE = dataclasses.replace(T5_1_1, emb_dim=128, num_heads=4, head_dim=32, mlp_dim=128, vocab_size=128)
+
+
+def model(config: T5Config = T5_1_1, optimizer=None, **kwargs) -> EncoderDecoderModel:
+    vocabulary = PassThroughVocabulary(config.vocab_size, eos_id=1)
+    return EncoderDecoderModel(Transformer(config), vocabulary, vocabulary, optimizer or Adafactor(), **kwargs)
+
+
+def batch(seed: int = 0, rows: int = 4, inputs: int = 9, targets: int = 7, vocab: int = 31) -> dict[str, np.ndarray]:
+    """Rows of different lengths, padded with zeros."""
+    rng = np.random.default_rng(seed)
+
+    def padded(length):
+        tokens = rng.integers(1, vocab, (rows, length)).astype(np.int32)
+        return np.where(np.arange(length) < rng.integers(1, length + 1, (rows, 1)), tokens, 0)
+
+    target = padded(targets)
+    return {
+        "encoder_input_tokens": padded(inputs),
+        "decoder_target_tokens": target,
+        "decoder_input_tokens": np.pad(target, ((0, 0), (1, 0)))[:, :-1],
+        "decoder_loss_weights": (target > 0).astype(np.int32),
+    }
+
+
+def packed_batch(seed: int = 0, vocab: int = 31) -> dict[str, np.ndarray]:
+    """Two rows with segments of different lengths and padding behind them."""
+    rng = np.random.default_rng(seed)
+    tokens = lambda shape: rng.integers(1, vocab, shape).astype(np.int32)
+    encoder_segments = np.array([[1, 1, 1, 2, 2, 3, 3, 3, 0], [1, 1, 2, 2, 2, 2, 2, 0, 0]], np.int32)
+    decoder_segments = np.array([[1, 1, 2, 2, 2, 3, 0], [1, 2, 2, 2, 2, 0, 0]], np.int32)
+    target = np.where(decoder_segments > 0, tokens((2, 7)), 0)
+    first = np.diff(decoder_segments, axis=1, prepend=0) != 0
+    return {
+        "encoder_input_tokens": np.where(encoder_segments > 0, tokens((2, 9)), 0),
+        "encoder_segment_ids": encoder_segments,
+        "decoder_target_tokens": target,
+        "decoder_input_tokens": np.where(first, 0, np.pad(target, ((0, 0), (1, 0)))[:, :-1]),
+        "decoder_loss_weights": (target > 0).astype(np.int32),
+        "decoder_segment_ids": decoder_segments,
+    }
+
+
+@functools.cache
+def initial_params(config: T5Config = T5_1_1, seed: int = 0):
+    of = model(config)
+    shapes = of.input_shapes({"inputs": 3, "targets": 3})
+    return jax.jit(lambda key: of.get_initial_variables(key, shapes)["params"])(jax.random.key(seed))
+
+
+def as_float32(tree):
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), tree)
