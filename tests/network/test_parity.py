@@ -12,9 +12,15 @@ from t5x.network.relative_position import bucket
 from tests import tiny
 from tests.reference import t5_torch
 
-ODD = dataclasses.replace(tiny.T5_1_1, num_heads=1, head_dim=7, num_encoder_layers=3, num_decoder_layers=1, vocab_size=37)
+ODD = dataclasses.replace(
+    tiny.T5_1_1, num_heads=1, head_dim=7, num_encoder_layers=3, num_decoder_layers=1, vocab_size=37
+)
 CONFIGS = {"1.0": tiny.T5_1_0, "1.1": tiny.T5_1_1, "odd": ODD}
-BATCHES = {"padded": tiny.batch(), "long": tiny.batch(1, rows=2, inputs=150, targets=140), "packed": tiny.packed_batch()}
+BATCHES = {
+    "padded": tiny.batch(),
+    "long": tiny.batch(1, rows=2, inputs=150, targets=140),
+    "packed": tiny.packed_batch(),
+}
 
 
 @pytest.fixture(params=CONFIGS, ids=str)

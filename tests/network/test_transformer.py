@@ -66,7 +66,11 @@ def test_initial_values_have_t5s_distributions():
         np.testing.assert_allclose(np.std(value), std, rtol=0.02, err_msg=name)
     assert len({float(jnp.sum(x)) for x in jax.tree.leaves(params["encoder"])}) > 2 * 7  # no two kernels alike
     # T5 draws MLP kernels from a truncated normal, attention kernels from a whole one.
-    assert np.abs(layer["mlp"]["wi_0"]["kernel"]).max() < 2.3 * 256**-0.5 < np.abs(layer["attention"]["key"]["kernel"]).max()
+    assert (
+        np.abs(layer["mlp"]["wi_0"]["kernel"]).max()
+        < 2.3 * 256**-0.5
+        < np.abs(layer["attention"]["key"]["kernel"]).max()
+    )
 
 
 @pytest.mark.parametrize("scan", [False, True])

@@ -1,0 +1,76 @@
+"""Running the command line as a user does: in a process of its own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+REPO = Path(__file__).parents[1]
+
+# A run of seconds: the demo's gin file with a smaller network, a smaller batch, and every step's loss written down.
+SMALL = [
+    "--gin.network.T5Config.emb_dim=16", "--gin.network.T5Config.num_heads=2", "--gin.network.T5Config.head_dim=8",
+    "--gin.network.T5Config.mlp_dim=32", "--gin.network.T5Config.num_encoder_layers=1",
+    "--gin.network.T5Config.num_decoder_layers=1", "--gin.DROPOUT_RATE=0.1", "--gin.BATCH_SIZE=8",
+    "--gin.train.stats_period=1", "--gin.train.eval_period=0", "--gin.train.train_eval_dataset_cfg=None",
+    "--gin.train.infer_eval_dataset_cfg=None",
+]  # fmt: skip
+
+
+def t5x(
+    *args: str, cwd: Path, env: dict[str, str] | None = None, text: str | None = None
+) -> subprocess.CompletedProcess:
+    """Runs `t5x ARGS` to its end."""
+    return subprocess.run(
+        _command(args),
+        cwd=cwd,
+        env={**os.environ, **(env or {})},
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def start(*args: str, cwd: Path, env: dict[str, str] | None = None) -> subprocess.Popen:
+    """Starts `t5x ARGS`; its output goes to cwd/output.txt."""
+    output = open(cwd / "output.txt", "w")  # noqa: SIM115
+    return subprocess.Popen(_command(args), cwd=cwd, env={**os.environ, **(env or {})}, stdout=output, stderr=output)
+
+
+def train(model_dir: Path, steps: int, *more: str, save_period: int = 5) -> list[str]:
+    """Arguments of a small run."""
+    return [
+        "train", "--gin_file=t5x/examples/demo/dates.gin", *SMALL, f"--gin.MODEL_DIR={model_dir}",
+        f"--gin.TRAIN_STEPS={steps}", f"--gin.utils.SaveCheckpointConfig.period={save_period}", *more,
+    ]  # fmt: skip
+
+
+def wait_for(condition, process: subprocess.Popen, what: str) -> None:
+    """Waits until `condition()` holds; fails when the process ends first or three minutes pass."""
+    end = time.monotonic() + 180
+    while not condition():
+        if process.poll() is not None or time.monotonic() > end:
+            process.kill()
+            raise AssertionError(f"{what} did not happen; the program ended with {process.wait()}")
+        time.sleep(0.02)
+
+
+def interrupt(process: subprocess.Popen, signum: signal.Signals) -> int:
+    process.send_signal(signum)
+    return process.wait(timeout=120)
+
+
+def losses(model_dir: Path) -> dict[int, float]:
+    """Loss by step, as the run wrote it."""
+    lines = (model_dir / "train" / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    assert len({r["step"] for r in records}) == len(records), "a step was written twice"
+    return {r["step"]: r["loss"] for r in records}
+
+
+def _command(args) -> list[str]:
+    return [sys.executable, "-m", "t5x", *args]

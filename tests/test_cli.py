@@ -1,0 +1,163 @@
+"""The command line as a newcomer meets it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.programs import REPO, t5x, train
+
+DATES = "--gin_file=t5x/examples/demo/dates.gin"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], [], ["train", "--help"], ["eval", "--help"], ["infer", "--help"], ["demo", "--help"]]
+)
+def test_help_has_examples_and_needs_no_jax(arguments):
+    script = (
+        "import sys; from t5x import cli\n"
+        f"try: cli.main({arguments!r})\n"
+        "except SystemExit as e: assert e.code == 0\n"
+        "assert not {'jax', 'flax', 'numpy'} & set(sys.modules), 'slow imports'"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=REPO, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "t5x" in done.stdout and ("example" in done.stdout or "runs/demo" in done.stdout)
+
+
+def test_import_needs_no_jax():
+    script = "import sys, t5x; assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], cwd=REPO, check=True)
+
+
+@pytest.mark.parametrize("program", [["-m", "t5x.train"], ["t5x/train.py"], ["-m", "t5x", "train"]])
+def test_every_way_to_start_it(program, tmp_path):
+    command = [sys.executable, *program, DATES, f"--gin.MODEL_DIR={tmp_path}", "--dry_run"]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "import __main__ as train_script" in done.stdout and str(tmp_path) in done.stdout
+    assert not list(tmp_path.iterdir()), "--dry_run must run nothing"
+
+
+def test_dry_run_is_a_configuration_that_parses_again(tmp_path):
+    first = t5x("train", DATES, '--gin.MODEL_DIR="/x"', "--gin.TRAIN_STEPS=7", "--dry_run", cwd=REPO)
+    (tmp_path / "again.gin").write_text(first.stdout)
+    second = t5x("train", f"--gin_file={tmp_path / 'again.gin'}", "--dry_run", cwd=REPO)
+    assert second.returncode == 0, second.stderr
+    assert "TRAIN_STEPS = 7" in second.stdout
+
+
+MISTAKES = {
+    "a typo in a macro of a file that needs it": (["--gin.MODEL_DIRR=/x"], ["MODEL_DIR", "dates.gin:"]),
+    "a parameter that does not exist": (
+        ["--gin.MODEL_DIR=/x", "--gin.trainer.Trainer.num_microbatch=2"],
+        ["num_microbatches"],
+    ),
+    "an unknown name": (["--gin.MODEL_DIR=/x", "--gin.utils.DatasetConfg.seed=1"], ["DatasetConfig"]),
+    "a value of the wrong type": (["--gin.MODEL_DIR=/x", "--gin.TRAIN_STEPS=many"], ["total_steps", "int", "'many'"]),
+    "a missing file": (["--gin_file=nowhere.gin"], ["nowhere.gin"]),
+    "a wrong flag": (["--gin_flie=x"], ["--gin_flie"]),
+    "an unknown task": (["--gin.MODEL_DIR={tmp}", "--gin.MIXTURE_OR_TASK_NAME=datse"], ["datse", "dates"]),
+    "a batch the mesh does not divide": (
+        ["--gin.MODEL_DIR={tmp}", "--gin.partitioning.PjitPartitioner.num_partitions=3"],
+        ["num_partitions is 3", "1 devices"],
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_gets_one_message_that_says_how_to_mend_it(mistake, tmp_path):
+    arguments, expected = MISTAKES[mistake]
+    done = t5x("train", DATES, *(a.format(tmp=tmp_path / "run") for a in arguments), cwd=REPO)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    for part in expected:
+        assert part in done.stderr
+
+
+def test_unknown_verb_names_the_nearest():
+    done = t5x("trian", cwd=REPO)
+    assert done.returncode == 2 and "`t5x train`" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model") / "run"
+    evaluated = ["--gin.train.infer_eval_dataset_cfg=@infer_eval/utils.DatasetConfig()"]
+    done = t5x(*train(directory, 4, *evaluated, save_period=2), cwd=REPO)
+    assert done.returncode == 0, done.stderr
+    return directory
+
+
+def test_inference_evaluation_inside_training(model_dir):
+    (line,) = (model_dir / "inference_eval" / "dates-metrics.jsonl").read_text().splitlines()
+    assert json.loads(line)["step"] == 4 and "exact_match" in json.loads(line)
+    results = (model_dir / "inference_eval" / "dates-000004.jsonl").read_text().splitlines()
+    assert len(results) == 50 and set(json.loads(results[0])) >= {"input", "target", "prediction"}
+
+
+def test_infer_from_the_directory_alone(model_dir, tmp_path):
+    (tmp_path / "in.txt").write_text("3 March 1997\nle 3 mars 1997\n\n")
+    done = t5x(
+        "infer",
+        "--model",
+        str(model_dir),
+        "--input",
+        "in.txt",
+        "--output",
+        "out.jsonl",
+        "--max_length=12",
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(REPO)},
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [line["inputs"] for line in lines] == ["3 March 1997", "le 3 mars 1997", ""]
+    assert all(isinstance(line["prediction"], str) and line["score"] < 0 for line in lines)
+    again = t5x(
+        "infer",
+        "--model",
+        str(model_dir),
+        "--input",
+        "in.txt",
+        "--output",
+        "out.jsonl",
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(REPO)},
+    )
+    assert again.returncode == 2 and "--overwrite" in again.stderr
+    # What greedy decoding found is what scoring gives it.
+    pairs = "".join(json.dumps({"inputs": li["inputs"], "targets": li["prediction"]}) + "\n" for li in lines)
+    scored = t5x("infer", "--model", str(model_dir), "--input", "-", "--mode=score", cwd=REPO, text=pairs)
+    assert scored.returncode == 0, scored.stderr
+    assert len([json.loads(line)["score"] for line in scored.stdout.splitlines()]) == 3
+
+
+def test_eval_scores_every_checkpoint_once(model_dir, tmp_path):
+    arguments = [
+        "eval", "--gin_file=t5x/examples/demo/dates_eval.gin", f"--gin.CHECKPOINT_PATH={model_dir}",
+        f"--gin.EVAL_OUTPUT_DIR={tmp_path}", '--gin.utils.RestoreCheckpointConfig.mode="all"',
+        *(a for a in train(model_dir, 4) if "T5Config" in a),
+    ]  # fmt: skip
+    done = t5x(*arguments, cwd=REPO)
+    assert done.returncode == 0, done.stderr
+    lines = (tmp_path / "inference_eval" / "dates-metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [2, 4]
+    assert "2 evaluated before" in t5x(*arguments, cwd=REPO).stderr
+
+
+BAD_INPUT = {
+    "no such model": (["--model", "nowhere", "--input", "-"], "nowhere"),
+    "no such file": (["--model", "{model}", "--input", "nowhere.txt"], "nowhere.txt"),
+    "no input": (["--model", "{model}"], "--input"),
+    "scores without targets": (["--model", "{model}", "--input", "-", "--mode=score"], "targets"),
+    "an impossible length": (["--model", "{model}", "--input", "-", "--max_length=0"], "--max_length is 0"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_bad_input_to_infer(case, model_dir):
+    arguments, expected = BAD_INPUT[case]
+    done = t5x("infer", *(a.format(model=model_dir) for a in arguments), cwd=REPO, text="3 March 1997\n")
+    assert done.returncode == 2 and expected in done.stderr and "Traceback" not in done.stderr

@@ -1,0 +1,149 @@
+"""Training from the command line: what it writes, how it stops, how it goes on."""
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from t5x import checkpoints
+from tests.programs import REPO, interrupt, losses, start, t5x, train, wait_for
+
+STEPS = 12
+
+
+def final_params(model_dir: Path, step: int = STEPS) -> dict:
+    return checkpoints.restore(model_dir / f"checkpoint_{step}")
+
+
+def assert_same_tree(a, b) -> None:
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> Path:
+    """A run that nothing happened to."""
+    directory = tmp_path_factory.mktemp("undisturbed")
+    done = t5x(*train(directory / "run", STEPS), cwd=REPO)
+    assert done.returncode == 0, done.stderr
+    (directory / "stderr.txt").write_text(done.stderr)
+    return directory
+
+
+def test_says_what_it_does(undisturbed):
+    said = (undisturbed / "stderr.txt").read_text()
+    for expected in ("devices: 1 x cpu", "mesh: data 1 x model 1", "parameters in float32", "starting from scratch"):
+        assert expected in said
+
+
+def test_writes_t5xs_files(undisturbed):
+    run = undisturbed / "run"
+    info = (run / "model-info.txt").read_text()
+    assert "token_embedder/embedding" in info and "Total number of parameters: " in info and "Mesh: data 1" in info
+    checkpoint = run / f"checkpoint_{STEPS}"
+    kept = {str(p.relative_to(checkpoint)) for p in checkpoint.rglob("*") if p.is_file()}
+    assert {"MANIFEST.json", "model.json", "config.gin", "dataset/train-000-of-001.json"} <= kept
+    assert any(name.startswith("vocabulary/inputs/") for name in kept)
+    assert json.loads((checkpoint / "model.json").read_text())["config"]["emb_dim"] == 16
+    assert list((run / "train").glob("events.out.tfevents.*"))
+    assert sorted(losses(run)) == list(range(1, STEPS + 1))
+
+
+def test_config_gin_reproduces_the_run(undisturbed, tmp_path):
+    config = undisturbed / "run" / "config.gin"
+    done = t5x("train", f"--gin_file={config}", f"--gin.MODEL_DIR={tmp_path / 'again'}", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "again") == losses(undisturbed / "run")
+
+
+def test_kill_9_and_the_same_command_again(undisturbed, tmp_path):
+    run = tmp_path / "run"
+    process = start(*train(run, STEPS), cwd=tmp_path, env={"PYTHONPATH": str(REPO)})
+    wait_for(lambda: (run / "checkpoint_5").exists(), process, "the first checkpoint")
+    interrupt(process, signal.SIGKILL)
+    resumed = t5x(*train(run, STEPS), cwd=REPO)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "resuming from" in resumed.stderr and "newest whole checkpoint" in resumed.stderr
+    assert losses(run) == losses(undisturbed / "run")  # bit for bit
+    assert_same_tree(final_params(run), final_params(undisturbed / "run"))
+
+
+@pytest.mark.parametrize("signum, code", [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_a_signal_saves_and_the_run_goes_on(undisturbed, tmp_path, signum, code):
+    run = tmp_path / "run"
+    process = start(*train(run, STEPS, save_period=1000), cwd=tmp_path, env={"PYTHONPATH": str(REPO)})
+    metrics = run / "train" / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, process, "the second step")
+    assert interrupt(process, signum) == code
+    said = (tmp_path / "output.txt").read_text()
+    saved = max(int(p.name.split("_")[1]) for p in run.glob("checkpoint_*"))
+    assert f"stopped after step {saved}; saved {run}/checkpoint_{saved}" in said and "Traceback" not in said
+    if saved < STEPS:
+        assert t5x(*train(run, STEPS), cwd=REPO).returncode == 0
+    assert losses(run) == losses(undisturbed / "run")
+    assert_same_tree(final_params(run), final_params(undisturbed / "run"))
+
+
+def test_a_damaged_checkpoint_is_named_and_passed_over(undisturbed, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(undisturbed / "run", run)
+    newest = run / f"checkpoint_{STEPS}"
+    victim = max((p for p in newest.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    content = bytearray(victim.read_bytes())
+    content[len(content) // 2] ^= 1
+    victim.write_bytes(bytes(content))
+    done = t5x(*train(run, STEPS), cwd=REPO)
+    assert done.returncode == 0, done.stderr
+    assert f"checkpoint_{STEPS}" in done.stderr and "resuming from" in done.stderr and "checkpoint_10" in done.stderr
+    assert_same_tree(final_params(run), final_params(undisturbed / "run"))
+
+
+def test_another_models_directory_is_refused_and_left_alone(undisturbed):
+    run = undisturbed / "run"
+    before = {p: (p.stat().st_mtime_ns, p.stat().st_size) for p in run.rglob("*") if p.is_file() and p.name != ".lock"}
+    done = t5x(*train(run, STEPS, "--gin.network.T5Config.mlp_dim=48"), cwd=REPO)
+    assert done.returncode == 2
+    assert "checkpoint of another model" in done.stderr and "config.mlp_dim  checkpoint 32, this run 48" in done.stderr
+    assert "Traceback" not in done.stderr
+    after = {p: (p.stat().st_mtime_ns, p.stat().st_size) for p in run.rglob("*") if p.is_file() and p.name != ".lock"}
+    assert after == before
+
+
+def test_a_finished_run_started_again_has_nothing_to_do(undisturbed):
+    done = t5x(*train(undisturbed / "run", STEPS), cwd=REPO)
+    assert done.returncode == 0
+    assert f"the checkpoint is at step {STEPS} already: there is nothing to train" in done.stderr
+    fewer = t5x(*train(undisturbed / "run", STEPS - 1), cwd=REPO)
+    assert fewer.returncode == 2 and "Raise TRAIN_STEPS" in fewer.stderr
+
+
+def test_an_initial_checkpoint_gives_the_parameters_and_says_so(undisturbed, tmp_path):
+    options = [
+        "--gin.utils.CheckpointConfig.restore=@utils.RestoreCheckpointConfig()",
+        f"--gin.utils.RestoreCheckpointConfig.path={undisturbed / 'run'}",
+        "--gin.train.relative_steps=2",
+    ]
+    done = t5x(*train(tmp_path / "tuned", STEPS, *options), cwd=REPO)
+    assert done.returncode == 0, done.stderr
+    assert "starting from" in done.stderr and "this initial one was given" in done.stderr
+    assert (tmp_path / "tuned" / f"checkpoint_{STEPS + 2}").exists()
+
+
+@pytest.mark.parametrize("path", ["/proc/nothing/run", "{tmp}/file/run"])
+def test_an_unusable_model_dir(tmp_path, path):
+    (tmp_path / "file").write_text("")
+    done = t5x(*train(Path(path.format(tmp=tmp_path)), STEPS), cwd=REPO)
+    assert done.returncode == 2
+    assert done.stderr.count("error: ") == 1 and "MODEL_DIR" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_two_trainers_on_one_directory(undisturbed):
+    with checkpoints.ModelDirLock(undisturbed / "run"):
+        done = t5x(*train(undisturbed / "run", STEPS), cwd=REPO)
+    assert done.returncode == 2 and str(os.getpid()) in done.stderr
