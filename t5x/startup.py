@@ -9,14 +9,26 @@ import sys
 
 def configure_logging(*, debug: bool) -> None:
     """Our own messages to standard error, bare; other libraries' only from warnings on."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler, own = _AboveBar(sys.stderr), _AboveBar(sys.stderr)
     handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
-    own = logging.StreamHandler(sys.stderr)
     own.setFormatter(_Plain())
     root, t5x = logging.getLogger(), logging.getLogger("t5x")
     root.handlers[:], t5x.handlers[:] = [handler], [own]
     t5x.propagate = False
     t5x.setLevel(logging.DEBUG if debug else logging.INFO)
+
+
+class _AboveBar(logging.StreamHandler):
+    """Prints above a progress bar, if one is being shown, instead of through it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "tqdm" not in sys.modules:
+            return super().emit(record)
+        try:
+            sys.modules["tqdm"].tqdm.write(self.format(record), file=self.stream)
+        except Exception:
+            self.handleError(record)
+        return None
 
 
 class _Plain(logging.Formatter):

@@ -107,7 +107,7 @@ def train(
             layout = StateLayout.of(model, partitioner, model.input_shapes(train_dataset_cfg.task_feature_lengths))
             log.info("model: %s", _describe(model, layout))
 
-            # --- Where it starts: MODEL_DIR's own checkpoint, then the initial one, then scratch -------------------------
+            # --- Where it starts: MODEL_DIR's own checkpoint, then the initial one, then scratch ----------------------
             state, data_state = _restore_or_init(store, restore_cfg, model, layout, init_rng)
             first_step = int(state.step)
             if data_state is not None:

@@ -11,6 +11,6 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_opti
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["T5X_CACHE_DIR"] = str(Path(__file__).parents[1] / ".pytest_cache" / "t5x")
 
-from t5x.startup import enable_compilation_cache  # noqa: E402
+from t5x.startup import enable_compilation_cache
 
 enable_compilation_cache()

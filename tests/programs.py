@@ -64,12 +64,12 @@ def interrupt(process: subprocess.Popen, signum: signal.Signals) -> int:
     return process.wait(timeout=120)
 
 
-def losses(model_dir: Path) -> dict[int, float]:
+def losses(model_dir: Path, name: str = "loss") -> dict[int, float]:
     """Loss by step, as the run wrote it."""
     lines = (model_dir / "train" / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     assert len({r["step"] for r in records}) == len(records), "a step was written twice"
-    return {r["step"]: r["loss"] for r in records}
+    return {r["step"]: r[name] for r in records}
 
 
 def _command(args) -> list[str]:

@@ -42,5 +42,5 @@ def test_a_batch_without_a_single_target_has_loss_zero():
 
 
 def test_unknown_factor_names_the_known_ones():
-    with pytest.raises(UserError, match="'per_token'.*NUM_REAL_TARGET_TOKENS"):
+    with pytest.raises(UserError, match=r"'per_token'.*NUM_REAL_TARGET_TOKENS"):
         losses.special_loss_normalizing_factor("per_token")
