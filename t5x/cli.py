@@ -157,7 +157,7 @@ def _run_gin(args: argparse.Namespace, entry: Callable) -> None:
     if args.dry_run:
         print(configuration.resolved_str())
         return
-    startup.enable_compilation_cache()
+    startup.prepare_jax()
     configuration.configured(entry)()
 
 
@@ -239,7 +239,7 @@ def _infer(args: argparse.Namespace) -> None:
     from t5x import startup
     from t5x.infer import infer_file
 
-    startup.enable_compilation_cache()
+    startup.prepare_jax()
     infer_file(
         args.model, args.input, args.output, mode=args.mode, max_length=args.max_length,
         max_input_length=args.max_input_length, batch_size=args.batch_size, overwrite=args.overwrite,

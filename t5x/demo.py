@@ -25,7 +25,7 @@ def demo(model_dir: str, bindings: Sequence[str] = ()) -> float:
     Returns:
       the share of held-out dates it gets exactly right.
     """
-    startup.enable_compilation_cache()
+    startup.prepare_jax()
     from t5x.infer import load
     from t5x.train import train
 
@@ -58,7 +58,7 @@ def demo(model_dir: str, bindings: Sequence[str] = ()) -> float:
     print(
         f"""
 watch it:      {_command("tensorboard")} --logdir {where}
-train longer:  {_command("t5x")} train --gin_file={GIN_FILE} --gin.MODEL_DIR={where} --gin.TRAIN_STEPS=2000
+resume it:     {_command("t5x")} train --gin_file={GIN_FILE} --gin.MODEL_DIR={where} --gin.TRAIN_STEPS=2000
 your own date: echo {shlex.quote(OWN_WORDS)} | {_command("t5x")} infer --model {where} --input -
 
 held-out exact match: {100 * right / len(said):.1f} % ({right}/{len(said)})""",

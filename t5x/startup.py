@@ -1,4 +1,4 @@
-"""What every entry point does first: logging that a person can read, and XLA's compilation cache."""
+"""What every entry point does first: logging that a person can read, and JAX set up so that runs can be repeated."""
 
 import hashlib
 import logging
@@ -43,6 +43,15 @@ def cache_directory() -> str:
     """T5X_CACHE_DIR, or `t5x` in the user's cache directory."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return os.environ.get("T5X_CACHE_DIR") or os.path.join(home, "t5x")
+
+
+def prepare_jax() -> None:
+    """What a run needs of JAX before it touches a device: results that can be repeated, and the compilation cache."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "nondeterministic_ops" not in flags and "deterministic_ops" not in flags:
+        # On GPUs some operations (the gradient of an embedding, as an atomic scatter) add up in a random order.
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_exclude_nondeterministic_ops=true".strip()
+    enable_compilation_cache()
 
 
 def enable_compilation_cache() -> None:

@@ -116,8 +116,8 @@ def train(
                 total_steps = first_step + relative_steps
             if total_steps < first_step:
                 raise UserError(
-                    f"total_steps is {total_steps}, but the checkpoint is at step {first_step}. Raise TRAIN_STEPS, or use "
-                    "relative_steps to train a number of steps from there."
+                    f"total_steps is {total_steps}, but the checkpoint is at step {first_step}. Raise TRAIN_STEPS, or "
+                    "use relative_steps to train a number of steps from there."
                 )
 
             # --- What is written about it -----------------------------------------------------------------------------
