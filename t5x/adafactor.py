@@ -58,7 +58,7 @@ class Adafactor:
     """Adafactor with T5X's parameters; the learning rate is given at every step by the trainer's schedule.
 
     Args:
-      learning_rate: a constant that replaces the trainer's schedule; None (the default) follows the schedule.
+      learning_rate: must be None: the rate is the trainer's schedule.
       factored: keep the second moments of matrices as row and column means.
       multiply_by_parameter_scale: step relative to the size (RMS) of the parameter.
       beta1: momentum; None has none and no memory for it.
@@ -98,7 +98,11 @@ class Adafactor:
         max_parameter_scale: float | None = None,
         skip_nan_updates: bool = False,
     ):
-        self.learning_rate = learning_rate
+        if learning_rate is not None:
+            raise UserError(
+                f"adafactor.Adafactor.learning_rate is {learning_rate}, but the rate of a step is trainer.Trainer's "
+                "learning_rate_fn. Set it there, e.g. utils.create_learning_rate_scheduler with factors='constant'."
+            )
         self.factored = factored
         self.multiply_by_parameter_scale = multiply_by_parameter_scale
         self.beta1 = beta1
@@ -189,8 +193,6 @@ class Adafactor:
         self, grads: Any, state: Any, params: Any, axes: Any, *, step: jax.Array, learning_rate: jax.Array
     ) -> tuple[Any, Any]:
         """One step for every parameter; see `t5x.optimizers.Optimizer`."""
-        if self.learning_rate is not None:
-            learning_rate = jnp.float32(self.learning_rate)
         if self.global_norm_clip_threshold is not None:
             norm = jnp.sqrt(sum(jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)))
             factor = jnp.minimum(1.0, self.global_norm_clip_threshold / norm)

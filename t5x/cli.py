@@ -4,6 +4,7 @@ Nothing here imports JAX before it is known that there is something to run.
 """
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
@@ -23,6 +24,8 @@ verbs:
   train   pretrain or fine-tune, as gin files say
   eval    score a checkpoint, or all of a run, with a task's metrics
   infer   write a model's predictions or scores for a file or a task
+  inspect say what a checkpoint is, whatever its format
+  convert convert a checkpoint: to ours, native T5X or Hugging Face
 
 examples:
   t5x demo
@@ -77,40 +80,46 @@ def run_verb(verb: str, argv: Sequence[str]) -> int:
 
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # a gin file's `import my_tasks` finds my_tasks.py here
-    argv, bindings = configuration.split_gin_args(argv)
     define, run = VERBS[verb]
     parser = _parser(verb)
     define(parser)
-    args = parser.parse_args(argv)
-    startup.configure_logging(debug=args.debug)
+    debug = "--debug" in argv
+    startup.configure_logging(debug=debug)
     signal.signal(signal.SIGTERM, _terminate)
     try:
+        argv, bindings = configuration.split_gin_args(argv)
+        args = parser.parse_args(argv)
         args.gin_bindings = [*(getattr(args, "gin_bindings", None) or ()), *bindings]
         run(args)
         sys.stdout.flush()
         return 0
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader went away; nothing to say to it
-        return 1
     except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
+        _say("\ninterrupted")
         return 130
     except Exception as error:
-        if args.debug:
-            raise
+        root = configuration.root_cause(error)
         message = configuration.user_message(error)
-        if message is None and not isinstance(error, UserError):
-            if not hasattr(error, "exit_code"):
-                raise
-            print(error, file=sys.stderr)  # stopped in good order
-        else:
-            print(f"error: {message or error}", file=sys.stderr)
-        return getattr(error, "exit_code", 2)
+        if isinstance(root, BrokenPipeError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader went away: nothing to tell it
+            return 1
+        if message is None and hasattr(root, "exit_code"):  # stopped in good order
+            _say(str(root))
+            return root.exit_code
+        if debug or message is None:
+            raise
+        _say(f"error: {message}")
+        return getattr(root, "exit_code", 2)
+
+
+def _say(text: str) -> None:
+    """To standard error, if anybody still reads it."""
+    with contextlib.suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def _terminate(signum: int, frame: FrameType | None) -> None:
     """SIGTERM while nothing is being trained: leave at once; training has a handler of its own, which saves."""
-    print("terminated", file=sys.stderr)
+    _say("terminated")
     sys.exit(75)
 
 
@@ -202,17 +211,15 @@ def _eval(args: argparse.Namespace) -> None:
 
 
 def _define_infer(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", metavar="DIR", help="a checkpoint, or a MODEL_DIR (its newest whole one is taken)")
-    parser.add_argument("--input", metavar="FILE", help="text, one input a line, or .jsonl; - is standard input")
-    parser.add_argument("--output", metavar="FILE", default="-", help="JSON lines; - is standard output (default)")
-    parser.add_argument(
-        "--mode", choices=("predict", "score"), default="predict",
-        help='predict an output, or score given "targets" (default: predict)',
-    )  # fmt: skip
-    parser.add_argument("--max_length", type=int, default=128, metavar="N", help="tokens generated at most (128)")
-    parser.add_argument("--max_input_length", type=int, default=512, metavar="N", help="longer inputs are cut (512)")
-    parser.add_argument("--batch_size", type=int, default=32, metavar="N", help="inputs computed together (32)")
-    parser.add_argument("--overwrite", action="store_true", help="replace an output file that exists")
+    file = parser.add_argument_group("for a file, with a model directory alone")
+    file.add_argument("--model", metavar="DIR", help="a checkpoint, or a MODEL_DIR (its newest whole one is taken)")
+    file.add_argument("--input", metavar="FILE", help="text, one input a line, or .jsonl; - is standard input")
+    file.add_argument("--output", metavar="FILE", help="JSON lines; - is standard output (default)")
+    file.add_argument("--mode", choices=("predict", "score"), help='or score given "targets" (default: predict)')
+    file.add_argument("--max_length", type=int, metavar="N", help="tokens generated at most (128)")
+    file.add_argument("--max_input_length", type=int, metavar="N", help="longer inputs are cut (512)")
+    file.add_argument("--batch_size", type=int, metavar="N", help="inputs computed together (32)")
+    file.add_argument("--overwrite", action="store_true", default=None, help="replace an output file that exists")
     _add_gin(parser)
     _describe(
         parser,
@@ -226,25 +233,59 @@ def _define_infer(parser: argparse.ArgumentParser) -> None:
 
 
 def _infer(args: argparse.Namespace) -> None:
+    names = ("output", "mode", "max_length", "max_input_length", "batch_size", "overwrite")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if args.model is None:
+        if given or args.input is not None:
+            flags = ", ".join(f"--{name}" for name in (["input"] if args.input else []) + list(given))
+            raise UserError(
+                f"{flags} goes with --model; a run by gin files has gin parameters for it (infer_script.infer)."
+            )
         from t5x.infer import infer
 
         return _run_gin(args, infer)
-    if args.gin_file or args.gin_bindings:
+    if args.gin_file or args.gin_bindings or args.dry_run:
         raise UserError(
-            "--model takes the configuration from the checkpoint; leave out --gin_file and --gin.…, or --model."
+            "--model takes all from the checkpoint; leave out --gin_file, --gin.… and --dry_run, or --model."
         )
     if args.input is None:
         raise UserError("--model needs --input: a text file, a .jsonl file, or - for standard input.")
     from t5x import startup
-    from t5x.infer import infer_file
 
     startup.prepare_jax()
-    infer_file(
-        args.model, args.input, args.output, mode=args.mode, max_length=args.max_length,
-        max_input_length=args.max_input_length, batch_size=args.batch_size, overwrite=args.overwrite,
-    )  # fmt: skip
+    from t5x.infer import infer_file
+
+    infer_file(args.model, args.input, **given)
     return None
+
+
+def _define_inspect(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Say what a checkpoint is: format, step, model, parameters. Any format, T5X's and others'."
+    parser.add_argument("path", metavar="PATH", help="a checkpoint, or a MODEL_DIR")
+    parser.add_argument("--json", action="store_true", help="as JSON, with a hash of all parameters")
+    parser.epilog = "example:\n  t5x inspect runs/demo"
+
+
+def _inspect(args: argparse.Namespace) -> None:
+    from t5x.inspection import inspect
+
+    inspect(args.path, as_json=args.json)
+
+
+def _define_convert(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Convert a checkpoint of any format to ours (t5x), native T5X (native) or Hugging Face (hf)."
+    parser.add_argument("source", metavar="SRC", help="a checkpoint, or a MODEL_DIR")
+    parser.add_argument("destination", metavar="DST", help="the directory to make")
+    parser.add_argument("--to", required=True, choices=("t5x", "native", "hf"), help="the format to write")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of the parameters (default: as they are)")
+    parser.add_argument("--overwrite", action="store_true", help="replace a destination that exists")
+    parser.epilog = "example:\n  t5x convert runs/demo demo_hf --to hf"
+
+
+def _convert(args: argparse.Namespace) -> None:
+    from t5x.convert import convert
+
+    convert(args.source, args.destination, to=args.to, dtype=args.dtype, overwrite=args.overwrite)
 
 
 def _define_demo(parser: argparse.ArgumentParser) -> None:
@@ -265,4 +306,6 @@ VERBS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[argp
     "train": (_define_train, _train),
     "eval": (_define_eval, _eval),
     "infer": (_define_infer, _infer),
+    "inspect": (_define_inspect, _inspect),
+    "convert": (_define_convert, _convert),
 }

@@ -26,6 +26,9 @@ def demo(model_dir: str, bindings: Sequence[str] = ()) -> float:
       the share of held-out dates it gets exactly right.
     """
     startup.prepare_jax()
+    import gin
+
+    from t5x import checkpoints
     from t5x.infer import load
     from t5x.train import train
 
@@ -37,14 +40,18 @@ def demo(model_dir: str, bindings: Sequence[str] = ()) -> float:
         gin_files=[GIN_FILE], bindings=[f"MODEL_DIR = {model_dir!r}", *bindings], entry_points={"train": train}
     )
     configuration.check(train)
-    configuration.configured(train)()
+    newest = max(checkpoints.CheckpointStore(model_dir).steps(), default=0)
+    if newest > gin.query_parameter("%TRAIN_STEPS"):
+        print(f"{model_dir} has been trained longer, to step {newest}; that model is used", flush=True)
+    else:
+        configuration.configured(train)()
 
     # --- Try it on dates that it has never seen in any form -----------------------------------------------------------
     held_out = Dates("test")
     examples = [{"inputs": held_out[i]["inputs"]} for i in range(len(held_out))]
     expected = [held_out[i]["targets"] for i in range(len(held_out))]
     inferer = load(model_dir)
-    batch = inferer.batch(examples, max_input_length=32, max_length=16, rows=len(examples))
+    batch = inferer.batch("predict", examples, max_input_length=32, max_length=16, rows=len(examples))
     said = [result["prediction"] for result in inferer.run("predict", batch)][: len(examples)]
     right = sum(a == b for a, b in zip(said, expected, strict=True))
 

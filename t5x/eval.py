@@ -7,9 +7,11 @@ from typing import Any
 
 from t5x import checkpoints, gin_utils
 from t5x.checkpoints.config import RestoreCheckpointConfig
+from t5x.checkpoints.contents import check_same_model
 from t5x.data import Evaluator
 from t5x.data.config import DatasetConfig
 from t5x.errors import UserError
+from t5x.infer import restore_verified
 from t5x.models import EncoderDecoderModel
 from t5x.partitioning import PjitPartitioner
 from t5x.trainer.checks import verify_matching_vocabs
@@ -38,7 +40,7 @@ def evaluate(
       {step: {task: {metric: value}}} of the checkpoints scored now; the evaluator's loggers wrote them too.
     """
     verify_matching_vocabs(dataset_cfg, model)
-    os.makedirs(output_dir, exist_ok=True)
+    output_dir = str(checkpoints.make_directory(output_dir, "EVAL_OUTPUT_DIR"))
     if summarize_config_fn is not None:
         summarize_config_fn(output_dir, None, 0)
     layout = StateLayout.of(model, partitioner, model.input_shapes({"inputs": 1, "targets": 1}))
@@ -50,9 +52,13 @@ def evaluate(
     done_file = os.path.join(output_dir, f"eval.{dataset_cfg.mixture_or_task().name}.ckpt")
     for path in _checkpoints(restore_checkpoint_cfg, done_file):
         log.info("evaluating %s", path)
-        tree = checkpoints.restore(path, {"target": layout.abstract.params, "state": {"step": layout.abstract.step}})
-        step = int(tree["state"]["step"])
-        results[step] = evaluator.evaluate(tree["target"], step)
+        if restore_checkpoint_cfg.mode == "all":
+            checkpoints.verify(path)
+        check_same_model(path, model, same_classes=False)
+        step = int(checkpoints.restore(path, {"state": {"step": layout.abstract.step}}, verify=False)["state"]["step"])
+        params = restore_verified(path, model, partitioner, restore_checkpoint_cfg.dtype)
+        results[step] = evaluator.evaluate(params, step)
+        del params
         for task, metrics in results[step].items():
             log.info("step %d, %s: %s", step, task, ", ".join(f"{k} {v:.4g}" for k, v in metrics.items()))
         if restore_checkpoint_cfg.mode == "all":
@@ -64,7 +70,7 @@ def evaluate(
 def _checkpoints(cfg: RestoreCheckpointConfig, done_file: str) -> list[str]:
     paths = [cfg.path] if isinstance(cfg.path, str) else list(cfg.path)
     if cfg.mode != "all":
-        return [str(checkpoints.resolve(path)) for path in paths]
+        return [str(checkpoints.resolve_verified(path)) for path in paths]
     stores = [checkpoints.CheckpointStore(directory) for directory in paths]
     found = [str(store.path(step)) for store in stores for step in store.steps()]
     if not found:

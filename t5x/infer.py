@@ -12,8 +12,10 @@ import jax
 import numpy as np
 
 from t5x import checkpoints, gin_utils
+from t5x.checkpoints import transfer
 from t5x.checkpoints.config import RestoreCheckpointConfig
-from t5x.checkpoints.contents import load_model
+from t5x.checkpoints.contents import check_same_model, load_model, model_of
+from t5x.checkpoints.formats import open_checkpoint
 from t5x.data.config import DatasetConfig
 from t5x.data.loader import eval_batches
 from t5x.errors import UserError
@@ -46,9 +48,9 @@ def infer(
     if mode not in MODES:
         raise UserError(f"infer.mode is {mode!r}: it must be one of {', '.join(MODES)}.")
     verify_matching_vocabs(dataset_cfg, model)
+    output_dir = str(checkpoints.make_directory(output_dir, "INFER_OUTPUT_DIR"))
     inferer = Inferer(model, partitioner, restore_params(model, partitioner, restore_checkpoint_cfg))
     task = dataset_cfg.task()
-    os.makedirs(output_dir, exist_ok=True)
     if summarize_config_fn is not None:
         summarize_config_fn(output_dir, None, 0)
     batches = eval_batches(
@@ -78,7 +80,7 @@ def infer(
 def infer_file(
     model_dir: str,
     input_path: str,
-    output_path: str,
+    output: str = "-",
     *,
     mode: str = "predict",
     max_length: int = 128,
@@ -91,15 +93,15 @@ def infer_file(
     Args:
       model_dir: a checkpoint, or a MODEL_DIR.
       input_path: text (a line an input) or .jsonl (objects with `inputs` and, to score, `targets`); - is stdin.
-      output_path: JSON lines, in the order of the input; - is stdout.
+      output: JSON lines, in the order of the input; - is stdout.
       max_length: tokens generated at most.
       max_input_length: longer inputs are cut, and counted in a warning.
     """
     for name, value in (("max_length", max_length), ("max_input_length", max_input_length), ("batch_size", batch_size)):
         if value < 1:
             raise UserError(f"--{name} is {value}: it must be at least 1.")
-    if output_path != "-" and os.path.exists(output_path) and not overwrite:
-        raise UserError(f"{output_path} exists already; give another --output, or --overwrite to replace it.")
+    if output != "-" and os.path.exists(output) and not overwrite:
+        raise UserError(f"{output} exists already; give another --output, or --overwrite to replace it.")
     inferer = load(model_dir)
     examples = list(_read_examples(input_path, mode))
     log.info("%d input(s) from %s", len(examples), "standard input" if input_path == "-" else input_path)
@@ -110,19 +112,20 @@ def infer_file(
         with progress or contextlib.nullcontext():
             for start in range(0, len(examples), batch_size):
                 part = examples[start : start + batch_size]
-                batch = inferer.batch(part, max_input_length, max_length, rows=min(batch_size, len(examples)))
+                rows = min(batch_size, len(examples))
+                batch = inferer.batch(mode, part, max_input_length, max_length, rows=rows)
                 for example, result in zip(part, inferer.run(mode, batch), strict=False):
                     yield jsonl.encode({**example, **result})
                 done += len(part)
                 if progress:
                     progress.update(done)
 
-    if output_path == "-":
+    if output == "-":
         for line in lines():
             sys.stdout.buffer.write(line)
     else:
-        jsonl.replace(output_path, lines())
-        log.info("wrote %s", output_path)
+        jsonl.replace(output, lines())
+        log.info("wrote %s", output)
     if inferer.trimmed:
         log.warning(
             "%d input(s) were longer than %d tokens and were cut (--max_input_length)",
@@ -164,13 +167,15 @@ class Inferer:
         ]
 
     def batch(
-        self, examples: Sequence[Mapping[str, str]], max_input_length: int, max_length: int, rows: int
+        self, mode: str, examples: Sequence[Mapping[str, Any]], max_input_length: int, max_length: int, rows: int
     ) -> dict[str, np.ndarray]:
         """Texts as a batch of at least `rows` rows (as many as the mesh divides), padded to few different lengths."""
         data_parts = self.partitioner.mesh.shape["data"]
         rows = -(-max(rows, len(examples)) // data_parts) * data_parts
         inputs = [self._tokens(self.model.input_vocabulary, e["inputs"], max_input_length) for e in examples]
-        targets = [self._tokens(self.model.output_vocabulary, e["targets"], None) for e in examples if "targets" in e]
+        targets = []
+        if mode == "score":
+            targets = [self._tokens(self.model.output_vocabulary, e["targets"], None) for e in examples]
         encoder = _pad(inputs, rows, min(max_input_length, _round_up(max(map(len, inputs)))))
         length = _round_up(max(map(len, targets))) if targets else max_length
         decoder = _pad(targets, rows, length)
@@ -190,28 +195,41 @@ class Inferer:
 
 
 def load(model_dir: str, partitioner: PjitPartitioner | None = None) -> Inferer:
-    """The model of a checkpoint or MODEL_DIR, rebuilt from that directory alone."""
+    """The model of a checkpoint of any format, or of a MODEL_DIR, rebuilt from that directory alone."""
     partitioner = PjitPartitioner() if partitioner is None else partitioner
-    path = checkpoints.resolve(model_dir)
-    checkpoints.verify(path)
-    model = load_model(path)
-    return Inferer(model, partitioner, _restore_params(path, model, partitioner))
+    source = open_checkpoint(model_dir)
+    if source.format == "t5x":
+        model = load_model(source.path)
+        return Inferer(model, partitioner, restore_verified(source.path, model, partitioner))
+    log.info("%s is a %s checkpoint", source.path, source.format)
+    model = model_of(source)
+    layout = StateLayout.of(model, partitioner, model.input_shapes({"inputs": 1, "targets": 1}))
+    params = transfer.restore(source, {"target": layout.abstract.params}, {"target": layout.axes})["target"]
+    return Inferer(model, partitioner, params)
 
 
 def restore_params(
     model: EncoderDecoderModel, partitioner: PjitPartitioner, restore_cfg: RestoreCheckpointConfig
 ) -> Any:
     """The parameters that `restore_cfg` names, on the devices; no optimizer state is read."""
-    if not isinstance(restore_cfg.path, str):
-        raise UserError("utils.RestoreCheckpointConfig.path must be one path here.")
-    path = checkpoints.resolve(restore_cfg.path)
+    if not isinstance(restore_cfg.path, str) or restore_cfg.mode == "all":
+        raise UserError(
+            "Inference takes one checkpoint: utils.RestoreCheckpointConfig.path must be one path, and mode 'specific' "
+            "or 'latest'."
+        )
+    path = checkpoints.resolve_verified(restore_cfg.path)
+    check_same_model(path, model, same_classes=False)
     log.info("restoring the parameters of %s", path)
-    return _restore_params(path, model, partitioner)
+    return restore_verified(path, model, partitioner, restore_cfg.dtype)
 
 
-def _restore_params(path: Any, model: EncoderDecoderModel, partitioner: PjitPartitioner) -> Any:
+def restore_verified(path: Any, model: EncoderDecoderModel, partitioner: PjitPartitioner, dtype: Any = None) -> Any:
+    """The parameters of a checkpoint that has been verified, as float32 or as `dtype`."""
     layout = StateLayout.of(model, partitioner, model.input_shapes({"inputs": 1, "targets": 1}))
-    return checkpoints.restore(path, {"target": layout.abstract.params})["target"]
+    params = layout.abstract.params
+    if dtype is not None:
+        params = jax.tree.map(lambda x: x.update(dtype=jax.numpy.dtype(dtype)), params)
+    return checkpoints.restore(path, {"target": params}, verify=False)["target"]
 
 
 def _read_examples(path: str, mode: str) -> Iterator[dict[str, str]]:

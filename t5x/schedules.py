@@ -56,6 +56,11 @@ def create_learning_rate_scheduler(
         raise UserError(
             f"create_learning_rate_scheduler.factors names {unknown[0]!r}; known factors are {', '.join(rules)}."
         )
+    divided = {"linear_warmup", "linear_decay", "rsqrt_decay", "rsqrt_normalized_decay"}.intersection(names)
+    if divided and warmup_steps < 1:
+        raise UserError(
+            f"create_learning_rate_scheduler.warmup_steps is {warmup_steps}: {min(divided)!r} needs at least 1."
+        )
 
     def schedule(step: jax.Array | int) -> jax.Array:
         step = jnp.maximum(0, jnp.asarray(step) - step_offset).astype(jnp.float32)

@@ -1,29 +1,37 @@
 """Pretraining and fine-tuning: `t5x train --gin_file=… --gin.MODEL_DIR=…`."""
 
+import contextlib
+import dataclasses
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
 from t5x import checkpoints, gin_utils
 from t5x import trainer as trainer_lib
+from t5x.checkpoints import transfer
 from t5x.checkpoints.config import CheckpointConfig, RestoreCheckpointConfig
 from t5x.checkpoints.contents import check_same_model, sidecars
+from t5x.checkpoints.formats import Source, open_checkpoint
 from t5x.data import Evaluator
 from t5x.data.config import DatasetConfig
 from t5x.data.loader import train_loader
 from t5x.errors import UserError
+from t5x.metrics.accumulators import from_json
 from t5x.models import EncoderDecoderModel
 from t5x.partitioning import PjitPartitioner
-from t5x.telemetry import MetricWriter
+from t5x.telemetry import MetricWriter, jsonl
+from t5x.telemetry.writer import METRICS_FILE
 from t5x.trainer.checks import verify_matching_vocabs
 from t5x.trainer.evaluation import InferenceEvaluator, teacher_forced_batches
 from t5x.trainer.state import StateLayout, TrainState
 
 log = logging.getLogger(__name__)
+
+RUN_FILE = "run.json"
 
 
 def train(
@@ -74,11 +82,13 @@ def train(
     """
     # --- The directory, and who owns it -------------------------------------------------------------------------------
     save_cfg, restore_cfg = checkpoint_cfg.save, checkpoint_cfg.restore
-    model_dir = os.path.abspath(os.path.expanduser(model_dir))
+    model_dir = str(checkpoints.local_path(model_dir))
+    _check(eval_steps, restore_cfg)
     with (
         checkpoints.ModelDirLock(model_dir),
         checkpoints.CheckpointStore(model_dir, keep=save_cfg.keep if save_cfg else None) as store,
         trainer_lib.StopRequest() as stop,
+        contextlib.ExitStack() as closing,
     ):
         store.remove_stale_tmp()
 
@@ -97,80 +107,80 @@ def train(
         log.info("mesh: %s", partitioner)
         for cfg in filter(None, (train_dataset_cfg, train_eval_dataset_cfg, infer_eval_dataset_cfg)):
             verify_matching_vocabs(cfg, model)
-        loader = train_loader(
-            train_dataset_cfg,
-            feature_converter=model.FEATURE_CONVERTER_CLS(pack=train_dataset_cfg.pack),
-            rows=partitioner.rows(train_dataset_cfg.batch_size),
+        loader = closing.enter_context(
+            train_loader(
+                train_dataset_cfg,
+                feature_converter=model.FEATURE_CONVERTER_CLS(pack=train_dataset_cfg.pack),
+                rows=partitioner.rows(train_dataset_cfg.batch_size),
+            )
         )
-        with loader:
-            # --- The model, laid out over the mesh --------------------------------------------------------------------
-            layout = StateLayout.of(model, partitioner, model.input_shapes(train_dataset_cfg.task_feature_lengths))
-            log.info("model: %s", _describe(model, layout))
+        # --- The model, laid out over the mesh --------------------------------------------------------------------
+        layout = StateLayout.of(model, partitioner, model.input_shapes(train_dataset_cfg.task_feature_lengths))
+        log.info("model: %s", _describe(model, layout))
 
-            # --- Where it starts: MODEL_DIR's own checkpoint, then the initial one, then scratch ----------------------
-            state, data_state = _restore_or_init(store, restore_cfg, model, layout, init_rng)
-            first_step = int(state.step)
-            if data_state is not None:
-                loader.restore(data_state)
-            if relative_steps is not None:
-                total_steps = first_step + relative_steps
-            if total_steps < first_step:
-                raise UserError(
-                    f"total_steps is {total_steps}, but the checkpoint is at step {first_step}. Raise TRAIN_STEPS, or "
-                    "use relative_steps to train a number of steps from there."
-                )
-
-            # --- What is written about it -----------------------------------------------------------------------------
-            writer = MetricWriter(os.path.join(model_dir, "train"), collection="train", purge_step=first_step)
-            if summarize_config_fn is not None:
-                summarize_config_fn(model_dir, writer, first_step)
-            _write_model_info(model_dir, layout)
-            files = sidecars(model, _read_if_there(os.path.join(model_dir, "config.gin")))
-
-            # --- Training, evaluation, saving -------------------------------------------------------------------------
-            trainer = trainer_cls(
-                model=model, train_state=state, partitioner=partitioner, layout=layout, rng=dropout_rng
-            )
-            del state  # the trainer's step gives its memory away
-            evaluate = _Evaluations(
-                trainer,
-                train_eval_dataset_cfg,
-                infer_eval_dataset_cfg,
-                eval_steps,
-                inference_evaluator_cls,
-                model_dir,
-                first_step,
+        # --- Where it starts: MODEL_DIR's own checkpoint, then the initial one, then scratch ----------------------
+        state, run = _restore_or_init(store, restore_cfg, model, layout, init_rng)
+        first_step = int(state.step)
+        if run.data is not None:
+            loader.restore(run.data)
+        if relative_steps is not None:
+            total_steps = run.first_step + relative_steps
+        if total_steps < first_step:
+            raise UserError(
+                f"total_steps is {total_steps}, but the checkpoint is at step {first_step}. Raise TRAIN_STEPS, or "
+                "use relative_steps to train a number of steps from there."
             )
 
-            def save(step: int) -> None:
-                tree = trainer.state.tree()
-                if save_cfg.dtype != "float32":
-                    tree["target"] = jax.tree.map(lambda x: x.astype(save_cfg.dtype), tree["target"])
-                position = json.dumps(loader.state()).encode()
-                name = checkpoints.dataset_state_name(jax.process_index(), jax.process_count())
-                store.save(step, tree, sidecars=files | {name: position})
+        # --- What is written about it -----------------------------------------------------------------------------
+        writer = closing.enter_context(
+            MetricWriter(os.path.join(model_dir, "train"), collection="train", purge_step=first_step)
+        )
+        if summarize_config_fn is not None:
+            summarize_config_fn(model_dir, writer, first_step)
+        _write_model_info(model_dir, layout)
+        files = sidecars(model, _read_if_there(os.path.join(model_dir, "config.gin")))
 
-            if run_eval_before_training:
-                evaluate(first_step)
-            last_step = first_step
-            if first_step < total_steps:
-                compile_seconds = trainer.compile(_peek(loader))
-                log.info("compiled the train step in %.1f s", compile_seconds)
-                times = trainer_lib.Timetable(
-                    total_steps=total_steps,
-                    stats_period=stats_period or max(1, min(eval_period or 100, 100)),
-                    eval_period=eval_period,
-                    save_period=save_cfg.period if save_cfg else None,
-                    save_steps=(save_cfg.checkpoint_steps or ()) if save_cfg else (),
-                )
-                last_step = trainer_lib.run_loop(
-                    trainer, loader, times, first_step=first_step, save=save if save_cfg else lambda step: None,
-                    evaluate=evaluate, writer=writer, stop=stop,
-                )  # fmt: skip
-            else:
-                log.info("the checkpoint is at step %d already: there is nothing to train", first_step)
-            store.wait()
-            writer.close()
+        # --- Training, evaluation, saving -------------------------------------------------------------------------
+        trainer = trainer_cls(model=model, train_state=state, partitioner=partitioner, layout=layout, rng=dropout_rng)
+        del state  # the trainer's step gives its memory away
+        evaluate = closing.enter_context(
+            _Evaluations(
+                trainer, train_eval_dataset_cfg, infer_eval_dataset_cfg, eval_steps, inference_evaluator_cls,
+                model_dir, stop,
+            )
+        )  # fmt: skip
+        window = trainer_lib.Window(run.metrics)
+
+        def save(step: int) -> None:
+            if save_cfg is None:
+                return
+            tree = trainer.state.tree()
+            if save_cfg.dtype != "float32":
+                tree["target"] = jax.tree.map(lambda x: x.astype(save_cfg.dtype), tree["target"])
+            position = _Run(run.first_step, loader.state(), window.to_json())
+            store.save(step, tree, sidecars=files | position.sidecars())
+
+        times = trainer_lib.Timetable(
+            total_steps=total_steps,
+            stats_period=stats_period or max(1, min(eval_period or 100, 100)),
+            eval_period=eval_period,
+            save_period=save_cfg.period if save_cfg else None,
+            save_steps=(save_cfg.checkpoint_steps or ()) if save_cfg else (),
+        )
+        # An evaluation that fell due at the checkpoint may have been cut off with the run.
+        cut_off = first_step > run.first_step and times.eval_due(first_step) and not evaluate.done(first_step)
+        if run_eval_before_training or cut_off:
+            evaluate(first_step)
+        last_step = first_step
+        if first_step < total_steps:
+            log.info("compiled the train step in %.1f s", trainer.compile(_peek(loader)))
+            last_step = trainer_lib.run_loop(
+                trainer, loader, times, first_step=first_step, window=window, save=save, evaluate=evaluate,
+                writer=writer, stop=stop,
+            )  # fmt: skip
+        else:
+            log.info("the checkpoint is at step %d already: there is nothing to train", first_step)
+        store.wait()
         if stop:
             kept = f"saved {store.path(last_step)}" if last_step in store.steps() else "there was nothing to save"
             raise trainer_lib.Stopped(
@@ -182,38 +192,118 @@ def train(
 # --- The parts --------------------------------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """What a checkpoint knows of its run besides the model.
+
+    Attributes:
+      first_step: the model's step when the run began; `relative_steps` counts from it.
+      data: position in the data; None at the beginning.
+      metrics: of the steps since the last line of them; None where that line was just written.
+    """
+
+    first_step: int
+    data: dict[str, Any] | None = None
+    metrics: Any = None
+
+    def sidecars(self) -> dict[str, bytes]:
+        record = {"first_step": self.first_step, "metrics": self.metrics}
+        return {RUN_FILE: json.dumps(record).encode(), _data_file(): json.dumps(self.data).encode()}
+
+    @classmethod
+    def of(cls, path: Any) -> "_Run":
+        record = json.loads(checkpoints.read_sidecar(path, RUN_FILE))
+        metrics = None if record["metrics"] is None else from_json(record["metrics"])
+        return cls(record["first_step"], json.loads(checkpoints.read_sidecar(path, _data_file())), metrics)
+
+
+def _data_file() -> str:
+    return checkpoints.dataset_state_name(jax.process_index(), jax.process_count())
+
+
 def _restore_or_init(
     store: checkpoints.CheckpointStore,
     restore_cfg: RestoreCheckpointConfig | None,
     model: EncoderDecoderModel,
     layout: StateLayout,
     init_rng: jax.Array,
-) -> tuple[TrainState, dict[str, Any] | None]:
-    """The state to start from and, if MODEL_DIR is resumed, the position in the data."""
+) -> tuple[TrainState, _Run]:
+    """The state to start from, and what is known of the run."""
     own, damaged = store.latest_whole()
     for path, reason in damaged:
-        log.warning("checkpoint %s is damaged and passed over: %s", path, reason)
+        log.warning("checkpoint %s is passed over: %s", path, reason)
     if own is not None:
-        check_same_model(own, model)
+        check_same_model(own, model, same_classes=True)
         log.info("resuming from %s: MODEL_DIR's newest whole checkpoint comes first", own)
-        name = checkpoints.dataset_state_name(jax.process_index(), jax.process_count())
-        position = json.loads(checkpoints.read_sidecar(own, name))
-        return _restore(own, layout, verify=False), position  # it was verified just now
+        return _restore(own, layout), _Run.of(own)
     if damaged:
         raise UserError(
-            f"No checkpoint in {store.directory} is whole ({len(damaged)} damaged). Remove them to start anew."
+            f"None of the {len(damaged)} checkpoint(s) in {store.directory} can be used: they are damaged, or not "
+            "written by this program. Choose another MODEL_DIR, or move them away to start anew."
         )
     if restore_cfg is not None and restore_cfg.path:
-        path = checkpoints.resolve(restore_cfg.path)
-        check_same_model(path, model)
-        log.info("starting from %s: MODEL_DIR has no checkpoint yet, and this initial one was given", path)
-        return _restore(path, layout, verify=True), None
+        source = open_checkpoint(restore_cfg.path)
+        log.info(
+            "starting from %s (%s): MODEL_DIR has no checkpoint yet, and this initial one was given",
+            source.path,
+            source.format,
+        )
+        state = _restore_any(source, restore_cfg, model, layout)
+        return state, _Run(int(state.step))
     log.info("starting from scratch: MODEL_DIR has no checkpoint yet, and no initial one was given")
-    return layout.init(init_rng), None
+    return layout.init(init_rng), _Run(0)
 
 
-def _restore(path: Any, layout: StateLayout, *, verify: bool) -> TrainState:
-    return TrainState.from_tree(checkpoints.restore(path, layout.abstract.tree(), verify=verify))
+def _restore(path: Any, layout: StateLayout) -> TrainState:
+    """The state of a run of our own that has been verified, its layers held as they were or the other way."""
+    abstract = layout.abstract.tree()
+    if checkpoints.tree.flatten(checkpoints.read_shapes(path)).keys() == checkpoints.tree.flatten(abstract).keys():
+        return TrainState.from_tree(checkpoints.restore(path, abstract, verify=False))
+    log.info("its layers are stacked and this network's are not, or the other way round: they are rearranged")
+    return TrainState.from_tree(transfer.restore(open_checkpoint(path), abstract, layout.tree_axes()))
+
+
+def _restore_any(
+    source: Source, cfg: RestoreCheckpointConfig, model: EncoderDecoderModel, layout: StateLayout
+) -> TrainState:
+    """The initial state from a checkpoint of any format; what is kept and what is reset is said."""
+    if source.format == "t5x":
+        check_same_model(source.path, model, same_classes=False)
+    elif rows := transfer.describe_differences(source.config or {}, getattr(model.module, "config", None)):
+        raise UserError(f"{source.path} is of another model:\n  " + "\n  ".join(rows))
+    abstract, axes = layout.abstract.tree(), layout.tree_axes()
+    step = 0 if cfg.step == "reset" else source.step or 0
+    has_state = transfer.has_optimizer_state(source, abstract, axes)
+    keep = cfg.optimizer_state == "keep" and has_state
+    reason = (
+        "as the checkpoint has it" if keep else "the checkpoint has none that fits" if not has_state else "as asked"
+    )
+    log.info("step: %d; optimizer state: %s, %s", step, "kept" if keep else "reset", reason)
+    params = transfer.restore(source, {"target": abstract["target"]}, {"target": axes["target"]})["target"]
+    if not keep:
+        return layout.with_fresh_optimizer(params, step)
+    part = {"state": {"param_states": abstract["state"]["param_states"]}}
+    states = transfer.restore(source, part, {"state": {"param_states": axes["state"]["param_states"]}})
+    return TrainState(layout.step_array(step), params, states["state"]["param_states"])
+
+
+def _check(eval_steps: int | None, restore_cfg: RestoreCheckpointConfig | None) -> None:
+    if eval_steps is not None and eval_steps < 1:
+        raise UserError(f"train.eval_steps is {eval_steps}: it must be at least 1, or None for every example.")
+    if restore_cfg is not None and restore_cfg.path:
+        if not isinstance(restore_cfg.path, str) or restore_cfg.mode == "all":
+            raise UserError(
+                "Training starts from one checkpoint: utils.RestoreCheckpointConfig.path must be one path, "
+                "and mode 'specific' or 'latest'."
+            )
+        if restore_cfg.dtype not in (None, "float32"):
+            raise UserError(
+                f"utils.RestoreCheckpointConfig.dtype is {restore_cfg.dtype!r}, but parameters are trained in float32."
+            )
+
+
+class _EvaluationStopped(Exception):
+    """The run was asked to stop in the middle of an evaluation."""
 
 
 class _Evaluations:
@@ -227,34 +317,68 @@ class _Evaluations:
         eval_steps: int | None,
         evaluator_cls: Callable[..., Any],
         model_dir: str,
-        first_step: int,
+        stop: trainer_lib.StopRequest,
     ):
-        self._trainer = trainer
+        self._trainer, self._stop = trainer, stop
         self._train_eval_cfg, self._eval_steps = train_eval_cfg, eval_steps
+        self._files: list[str] = []
         self._writer = None
         if train_eval_cfg is not None:
-            name = train_eval_cfg.mixture_or_task().name[:113]
-            directory = os.path.join(model_dir, "training_eval", name)
-            self._writer = MetricWriter(directory, collection="training_eval", purge_step=first_step)
+            directory = os.path.join(model_dir, "training_eval", train_eval_cfg.mixture_or_task().name[:113])
+            next(self._batches())  # what is wrong with this data is told now, not after the first period
+            self._writer = MetricWriter(directory, collection="training_eval", purge_step=int(trainer.state.step))
+            self._files.append(os.path.join(directory, METRICS_FILE))
         self._inference = None
         if infer_eval_cfg is not None:
+            directory = os.path.join(model_dir, "inference_eval")
             self._inference = InferenceEvaluator(
-                infer_eval_cfg, evaluator_cls, trainer.model, trainer.partitioner, trainer.layout.shardings.params,
-                os.path.join(model_dir, "inference_eval"),
-            )  # fmt: skip
+                infer_eval_cfg,
+                evaluator_cls,
+                trainer.model,
+                trainer.partitioner,
+                trainer.layout.shardings.params,
+                directory,
+            )
+            self._files.append(os.path.join(directory, f"{infer_eval_cfg.mixture_or_task().name}-metrics.jsonl"))
 
     def __call__(self, step: int) -> None:
+        try:
+            self._evaluate(step)
+        except _EvaluationStopped:
+            log.info("the evaluation of step %d was cut off; it is done when the run goes on", step)
+
+    def done(self, step: int) -> bool:
+        """Whether the evaluation of this step is in all its files."""
+        return all(any(record.get("step") == step for record, _ in jsonl.read(path)) for path in self._files)
+
+    def _evaluate(self, step: int) -> None:
         trainer = self._trainer
         if self._writer is not None:
-            batches = teacher_forced_batches(self._train_eval_cfg, trainer.model, trainer.partitioner, self._eval_steps)
-            figures = trainer.evaluate(batches)
+            figures = trainer.evaluate(batch for batch in self._batches() if not self._interrupted())
             self._writer.write_scalars(step, figures)
             self._writer.flush()
             loss, accuracy = figures["loss_per_nonpadding_target_token"], figures["accuracy"]
             log.info("step %d, held out: loss %.4g a token, token accuracy %.2f %%", step, loss, 100 * accuracy)
         if self._inference is not None:
-            for task, metrics in self._inference.evaluate(trainer.state.params, step).items():
+            results = self._inference.evaluate(trainer.state.params, step, before_batch=self._interrupted)
+            for task, metrics in results.items():
                 log.info("step %d, %s: %s", step, task, ", ".join(f"{k} {v:.4g}" for k, v in metrics.items()))
+
+    def _batches(self) -> Iterator[Any]:
+        trainer = self._trainer
+        return teacher_forced_batches(self._train_eval_cfg, trainer.model, trainer.partitioner, self._eval_steps)
+
+    def _interrupted(self) -> bool:
+        if self._stop:
+            raise _EvaluationStopped
+        return False
+
+    def __enter__(self) -> "_Evaluations":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._writer is not None:
+            self._writer.close()
 
 
 def _peek(loader: Any) -> dict[str, Any]:
@@ -282,8 +406,8 @@ def _write_model_info(model_dir: str, layout: StateLayout) -> None:
         layout.abstract.params, layout.axes, shardings.params, optimizer_state=layout.abstract.param_states,
         optimizer_axes=layout.state_axes, optimizer_specs=shardings.param_states,
     )  # fmt: skip
-    with open(os.path.join(model_dir, "model-info.txt"), "w") as file:
-        file.write("\n".join([f"Mesh: {layout.partitioner}", "", *lines]) + "\n")
+    text = "\n".join([f"Mesh: {layout.partitioner}", "", *lines]) + "\n"
+    jsonl.replace(os.path.join(model_dir, "model-info.txt"), [text.encode()])
 
 
 def _read_if_there(path: str) -> bytes | None:

@@ -102,3 +102,8 @@ def test_axes_that_cannot_be_factored_are_told():
     rules = standard_logical_factor_rules({"planes": FactorDim.COLUMN})
     state = Adafactor(logical_factor_rules=rules).init({"p": jnp.ones((2, 3, 4))}, {"p": ("embed", "planes", "kv")})
     assert state["p"]["v_row"].shape == (2,) and state["p"]["v_col"].shape == (3, 4)
+
+
+def test_the_rate_is_the_schedules():
+    with pytest.raises(UserError, match="learning_rate_fn"):
+        Adafactor(learning_rate=0.1)

@@ -57,6 +57,14 @@ MISTAKES = {
     "an unknown name": (["--gin.MODEL_DIR=/x", "--gin.utils.DatasetConfg.seed=1"], ["DatasetConfig"]),
     "a value of the wrong type": (["--gin.MODEL_DIR=/x", "--gin.TRAIN_STEPS=many"], ["total_steps", "int", "'many'"]),
     "a missing file": (["--gin_file=nowhere.gin"], ["nowhere.gin"]),
+    "a space instead of =": (["--gin.MODEL_DIR", "/x"], ["--gin.MODEL_DIR"]),
+    "a remote directory": (["--gin.MODEL_DIR=gs://bucket/run"], ["gs://bucket/run", "not supported"]),
+    "a dtype that does not exist": (["--gin.MODEL_DIR={tmp}", "--gin.network.T5Config.dtype=bfloat61"], ["bfloat61"]),
+    "no evaluation steps": (["--gin.MODEL_DIR={tmp}", "--gin.train.eval_steps=0"], ["eval_steps is 0"]),
+    "an evaluation split that does not exist": (
+        ["--gin.MODEL_DIR={tmp}", '--gin.train_eval/utils.DatasetConfig.split="dev"'],
+        ["dev", "validation"],
+    ),
     "a wrong flag": (["--gin_flie=x"], ["--gin_flie"]),
     "an unknown task": (["--gin.MODEL_DIR={tmp}", "--gin.MIXTURE_OR_TASK_NAME=datse"], ["datse", "dates"]),
     "a batch the mesh does not divide": (
@@ -150,6 +158,7 @@ def test_eval_scores_every_checkpoint_once(model_dir, tmp_path):
 BAD_INPUT = {
     "no such model": (["--model", "nowhere", "--input", "-"], "nowhere"),
     "no such file": (["--model", "{model}", "--input", "nowhere.txt"], "nowhere.txt"),
+    "flags of two ways at once": (["--gin_file=x.gin", "--max_length=3"], "--max_length goes with --model"),
     "no input": (["--model", "{model}"], "--input"),
     "scores without targets": (["--model", "{model}", "--input", "-", "--mode=score"], "targets"),
     "an impossible length": (["--model", "{model}", "--input", "-", "--max_length=0"], "--max_length is 0"),

@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -147,3 +149,43 @@ def test_two_trainers_on_one_directory(undisturbed):
     with checkpoints.ModelDirLock(undisturbed / "run"):
         done = t5x(*train(undisturbed / "run", STEPS), cwd=REPO)
     assert done.returncode == 2 and str(os.getpid()) in done.stderr
+
+
+def test_a_stop_inside_a_window_of_metrics_does_not_show_in_them(tmp_path):
+    """Metrics are averages over stats_period steps; those before the stop travel in the checkpoint."""
+    options = ["--gin.train.stats_period=6"]
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    assert t5x(*train(whole, STEPS, *options), cwd=REPO).returncode == 0
+    assert t5x(*train(stopped, STEPS, *options, save_period=8), cwd=REPO).returncode == 0
+    shutil.rmtree(stopped / "checkpoint_12")
+    assert t5x(*train(stopped, STEPS, *options, save_period=8), cwd=REPO).returncode == 0
+    assert losses(stopped) == losses(whole)
+
+
+def test_a_reader_that_goes_away_does_not_keep_a_run_from_saving(undisturbed, tmp_path):
+    """`t5x train 2>&1 | tee log`: Ctrl-C ends tee too."""
+    run = tmp_path / "run"
+    command = [sys.executable, "-m", "t5x", *train(run, 100000, save_period=1000000)]
+    process = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    metrics = run / "train" / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, process, "the second step")
+    process.stdout.close()
+    assert interrupt(process, signal.SIGINT) == 130
+    assert list(run.glob("checkpoint_*"))
+
+
+def test_relative_steps_count_from_where_the_run_began(undisturbed, tmp_path):
+    options = ["--gin.train.relative_steps=3"]
+    for _ in range(2):
+        assert t5x(*train(tmp_path / "run", 0, *options), cwd=REPO).returncode == 0
+    assert sorted(p.name for p in (tmp_path / "run").glob("checkpoint_*")) == ["checkpoint_3"]
+
+
+def test_an_evaluation_that_was_cut_off_is_made_up_for(tmp_path):
+    options = ["--gin.train.infer_eval_dataset_cfg=@infer_eval/utils.DatasetConfig()"]
+    run = tmp_path / "run"
+    assert t5x(*train(run, 2, *options), cwd=REPO).returncode == 0
+    shutil.rmtree(run / "inference_eval")
+    again = t5x(*train(run, 2, *options), cwd=REPO)
+    assert again.returncode == 0 and "nothing to train" in again.stderr
+    assert json.loads((run / "inference_eval" / "dates-metrics.jsonl").read_text())["step"] == 2

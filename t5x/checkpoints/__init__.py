@@ -3,8 +3,8 @@
 from t5x.checkpoints import tree
 from t5x.checkpoints.lock import ModelDirLock
 from t5x.checkpoints.manifest import DamagedCheckpoint, verify
-from t5x.checkpoints.paths import dataset_state_name
-from t5x.checkpoints.reading import read_shapes, read_sidecar, resolve, restore
+from t5x.checkpoints.paths import dataset_state_name, local_path, make_directory
+from t5x.checkpoints.reading import read_shapes, read_sidecar, resolve, resolve_verified, restore
 from t5x.checkpoints.store import CheckpointStore
 
 __all__ = [
@@ -12,9 +12,12 @@ __all__ = [
     "DamagedCheckpoint",
     "ModelDirLock",
     "dataset_state_name",
+    "local_path",
+    "make_directory",
     "read_shapes",
     "read_sidecar",
     "resolve",
+    "resolve_verified",
     "restore",
     "tree",
     "verify",

@@ -23,7 +23,7 @@ from t5x.errors import UserError
 _CHUNK_BYTES = 64 * 2**20
 _FILE_BYTES = 256 * 2**20  # files are hashed in parallel, so a few of them are better than one
 _INLINE_BYTES = 1024  # up to this size Orbax lets chunks lie inside OCDBT's own, compressed, nodes
-_EMPTY = "empty_arrays"
+EMPTY = "empty_arrays"
 
 
 class _OrbaxNoise(logging.Filter):
@@ -70,7 +70,7 @@ class PendingWrite:
             save_args=jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), item),
             ocdbt_target_data_file_size=_FILE_BYTES,
             custom_metadata={
-                _EMPTY: {
+                EMPTY: {
                     name: {"shape": list(leaf.shape), "dtype": leaf.dtype.name}
                     for name, leaf in leaves.items()
                     if not leaf.size
@@ -109,7 +109,7 @@ def read_shapes(directory: epath.Path) -> dict[str, jax.ShapeDtypeStruct]:
     """Shape and dtype of every array in the directory, by name. Reads metadata only."""
     try:
         metadata = _handler().metadata(directory)
-        empty = (metadata.custom_metadata or {}).get(_EMPTY, {})
+        empty = (metadata.custom_metadata or {}).get(EMPTY, {})
         shapes = {name: trees.as_struct(leaf) for name, leaf in trees.flatten(metadata.tree).items()}
         for name, leaf in empty.items():
             shapes[name] = jax.ShapeDtypeStruct(tuple(leaf["shape"]), jax.numpy.dtype(leaf["dtype"]))

@@ -43,13 +43,22 @@ class RestoreCheckpointConfig:
       mode: `specific`: `path` is a checkpoint; `latest`: `path` is a directory of them and the newest whole one is
         taken; `all`: each of them, for evaluation.
       dtype: of the parameters in memory; training holds them in float32.
+      optimizer_state: `keep` takes it over where the checkpoint has all of it; `reset` starts it anew.
+      step: `keep` goes on counting from the checkpoint's; `reset` starts at 0.
     """
 
     path: str | Sequence[str]
     mode: Literal["specific", "latest", "all"] = "latest"
     dtype: Any = None
+    optimizer_state: Literal["keep", "reset"] = "keep"
+    step: Literal["keep", "reset"] = "keep"
 
     def __post_init__(self):
+        for name in ("optimizer_state", "step"):
+            if getattr(self, name) not in ("keep", "reset"):
+                raise UserError(
+                    f"utils.RestoreCheckpointConfig.{name} must be 'keep' or 'reset', not {getattr(self, name)!r}."
+                )
         if self.mode not in ("specific", "latest", "all"):
             raise UserError(
                 f"utils.RestoreCheckpointConfig.mode is {self.mode!r}: it must be 'specific', 'latest' or 'all'."

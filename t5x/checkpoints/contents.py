@@ -6,13 +6,15 @@ another model's checkpoint is refused.
 
 import dataclasses
 import json
+import tempfile
 from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
 from etils import epath
 
-from t5x.checkpoints import manifest, paths
+from t5x.checkpoints import manifest, paths, transfer
+from t5x.checkpoints.formats import Source
 from t5x.data.vocabularies import Vocabulary
 from t5x.errors import UserError
 from t5x.models import EncoderDecoderModel
@@ -20,6 +22,8 @@ from t5x.network import T5Config, Transformer
 
 MODEL_FILE = "model.json"
 GIN_FILE = "config.gin"
+
+_CLASSES = ("model", "network")
 
 # How the network runs rather than what it is: these may differ between a checkpoint and the run that continues it.
 _RUNTIME_FIELDS = {
@@ -37,8 +41,13 @@ def describe(model: EncoderDecoderModel) -> dict[str, Any]:
         "model": _name(type(model)),
         "network": _name(type(module)),
         "config": {k: _plain(v) for k, v in fields.items()},
-        "vocabularies": {feature: v.vocab_size for feature, v in model.vocabularies.items()},
     }
+
+
+def describe_network(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The description of an encoder-decoder with our network of that configuration."""
+    fields = {k: _plain(v) for k, v in dataclasses.asdict(T5Config(**config)).items()}
+    return {"model": _name(EncoderDecoderModel), "network": _name(Transformer), "config": fields}
 
 
 def sidecars(model: EncoderDecoderModel, config_gin: bytes | None) -> dict[str, bytes]:
@@ -60,7 +69,23 @@ def load_model(path: epath.PathLike) -> EncoderDecoderModel:
     known = {field.name for field in dataclasses.fields(T5Config)}
     config = T5Config(**{k: v for k, v in description["config"].items() if k in known})
     vocabularies = load_vocabularies(path)
+    _check_vocabularies(path, vocabularies)
     return EncoderDecoderModel(Transformer(config), vocabularies["inputs"], vocabularies["targets"], optimizer_def=None)
+
+
+def model_of(source: Source) -> EncoderDecoderModel:
+    """The model of a checkpoint of another format, from what it states and what its shapes tell."""
+    config = transfer.config_of(source)
+    vocabularies = {}
+    for feature, files in source.vocabulary_files.items():
+        with tempfile.TemporaryDirectory() as directory:
+            for name, content in files.items():
+                paths.write_file(epath.Path(directory) / name, content)
+            vocabularies[feature] = Vocabulary.from_files(directory)
+    _check_vocabularies(source.path, vocabularies)
+    return EncoderDecoderModel(
+        Transformer(T5Config(**config)), vocabularies["inputs"], vocabularies["targets"], optimizer_def=None
+    )
 
 
 def load_vocabularies(path: epath.PathLike) -> dict[str, Vocabulary]:
@@ -70,16 +95,20 @@ def load_vocabularies(path: epath.PathLike) -> dict[str, Vocabulary]:
     return {f: Vocabulary.from_files(paths.local_path(path) / "vocabulary" / f) for f in features}
 
 
-def check_same_model(path: epath.PathLike, model: EncoderDecoderModel) -> None:
-    """Raises where the checkpoint is of another model or vocabulary than `model`; the message shows the difference."""
+def check_same_model(path: epath.PathLike, model: EncoderDecoderModel, *, same_classes: bool) -> None:
+    """Raises where the checkpoint is of another model or vocabulary than `model`; the message shows the difference.
+
+    Args:
+      same_classes: the Python classes of model and network must be the same too, as when a run goes on.
+    """
     stored, here = json.loads(manifest.read_file(path, MODEL_FILE)), describe(model)
-    rows = _differences(
-        "", {k: stored.get(k) for k in ("model", "network")}, {k: here[k] for k in ("model", "network")}
-    )
+    rows = []
+    if same_classes:
+        rows += _differences("", {k: stored.get(k) for k in _CLASSES}, {k: here[k] for k in _CLASSES})
     rows += _differences("config.", _identity(stored["config"]), _identity(here["config"]))
-    for feature, vocabulary in load_vocabularies(path).items():
-        if feature in model.vocabularies and vocabulary != model.vocabularies[feature]:
-            rows.append((f"vocabulary of {feature}", str(vocabulary), str(model.vocabularies[feature])))
+    for feature, vocabulary in model.vocabularies.items():
+        if not _has_vocabulary(path, feature, vocabulary):
+            rows.append((f"vocabulary of {feature}", "has another", str(vocabulary)))
     if rows:
         width = max(len(name) for name, *_ in rows)
         table = "\n".join(f"  {name:<{width}}  checkpoint {theirs}, this run {ours}" for name, theirs, ours in rows)
@@ -87,6 +116,26 @@ def check_same_model(path: epath.PathLike, model: EncoderDecoderModel) -> None:
             f"{path} is a checkpoint of another model; nothing was changed.\n{table}\n"
             "Choose another MODEL_DIR for this run, or the gin file that the checkpoint was made with."
         )
+
+
+def _check_vocabularies(path: epath.PathLike, vocabularies: Mapping[str, Vocabulary]) -> None:
+    if missing := {"inputs", "targets"} - vocabularies.keys():
+        raise UserError(
+            f"{path} holds no vocabulary for {' and '.join(sorted(missing))}, so text cannot be read with it. Put its "
+            "spiece.model beside the weights, or use gin files that name one."
+        )
+
+
+def _has_vocabulary(path: epath.PathLike, feature: str, vocabulary: Vocabulary) -> bool:
+    """Whether the vocabulary that travels with the checkpoint is this one: the same files, or equal once loaded."""
+    files = {f"vocabulary/{feature}/{name}": content for name, content in vocabulary.to_files().items()}
+    there = {name for name in manifest.read(path).files if name.startswith(f"vocabulary/{feature}/")}
+    if files.keys() == there and all(manifest.read_file(path, name) == content for name, content in files.items()):
+        return True
+    try:
+        return load_vocabularies(path).get(feature) == vocabulary
+    except UserError:  # a class of the user's own, which only its files can be compared of
+        return False
 
 
 def _identity(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,15 +1,15 @@
 """Names inside MODEL_DIR, and the few file system operations that make a checkpoint durable.
 
-    MODEL_DIR/
-      .lock                                     held by the training process (see lock.py)
-      checkpoint_<step>/                        whole, or it is not there under this name
-        state/                                  the arrays (see arrays.py)
-        dataset/train-<process>-of-<n>.json     where the training data stood
-        model.json  vocabulary/…  config.gin    whatever else the caller hands over
-        MANIFEST.json                           size and SHA-256 of all of the above (see manifest.py)
-        PINNED                                  optional: never removed by retention
-      checkpoint_<step>.tmp-<unique>/           being written or being removed; of no use to anybody else
-      checkpoint_<step>.damaged-<unique>/       moved aside because a whole one took its place
+MODEL_DIR/
+  .lock                                     held by the training process (see lock.py)
+  checkpoint_<step>/                        whole, or it is not there under this name
+    state/                                  the arrays (see arrays.py)
+    dataset/train-<process>-of-<n>.json     where the training data stood
+    model.json  vocabulary/…  config.gin    whatever else the caller hands over
+    MANIFEST.json                           size and SHA-256 of all of the above (see manifest.py)
+    PINNED                                  optional: never removed by retention
+  checkpoint_<step>.tmp-<unique>/           being written or being removed; of no use to anybody else
+  checkpoint_<step>.damaged-<unique>/       moved aside because a whole one took its place
 """
 
 import os
@@ -84,20 +84,24 @@ def is_plain_relative(name: str) -> bool:
     return all(part not in ("", ".", "..") and part.isprintable() and "\\" not in part for part in name.split("/"))
 
 
-def make_model_dir(directory: epath.PathLike) -> epath.Path:
-    """Creates MODEL_DIR or raises a UserError that says what is in the way."""
+def make_directory(directory: epath.PathLike, name: str) -> epath.Path:
+    """Creates a directory that the user gave as `name`, or raises a UserError that says what is in the way."""
     directory = local_path(directory)
     if directory.is_dir():
         if not os.access(directory, os.W_OK | os.X_OK):
-            raise UserError(f"MODEL_DIR {directory} is not writable. Give yourself write permission or choose another.")
+            raise UserError(f"{name} {directory} is not writable. Give yourself write permission or choose another.")
         return directory
     if os.path.lexists(directory):
-        raise UserError(f"MODEL_DIR {directory} exists but is not a directory. Move it away or choose another path.")
+        raise UserError(f"{name} {directory} exists but is not a directory. Move it away or choose another path.")
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"MODEL_DIR {directory} cannot be created: {error.strerror}. Choose another path.") from error
+        raise UserError(f"{name} {directory} cannot be created: {error.strerror}. Choose another path.") from error
     return directory
+
+
+def make_model_dir(directory: epath.PathLike) -> epath.Path:
+    return make_directory(directory, "MODEL_DIR")
 
 
 def walk(directory: epath.PathLike) -> Iterator[tuple[str, os.stat_result]]:

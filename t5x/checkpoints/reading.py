@@ -107,6 +107,14 @@ def resolve(path: epath.PathLike) -> epath.Path:
     return newest
 
 
+def resolve_verified(path: epath.PathLike) -> epath.Path:
+    """As `resolve`, and the checkpoint has been verified, once: restore it with verify=False."""
+    resolved = resolve(path)
+    if resolved == paths.local_path(path):  # else it was verified when it was chosen
+        manifest.verify(resolved)
+    return resolved
+
+
 def _state_directory(path: epath.Path) -> epath.Path:
     """The directory of the arrays, once the manifest has shown that this is a checkpoint of ours."""
     manifest.read(path)

@@ -189,7 +189,7 @@ class CheckpointStore:
         size = sum(record.size for record in files.values())
         _logger.info("Saved %s (%s)", self.path(step), paths.human_size(size))
         try:
-            self._retire()
+            self._retire(step)
         except OSError as error:
             _logger.warning("Old checkpoints in %s could not be removed: %s", self.directory, error)
 
@@ -204,11 +204,15 @@ class CheckpointStore:
         paths.fsync(self.directory)
         self._whole.add(step)
 
-    def _retire(self) -> None:
-        """Removes all but the newest `keep` checkpoints. Never a pinned one, nor one that is not of our making."""
+    def _retire(self, saved: int) -> None:
+        """Removes all but the newest `keep` checkpoints up to the one just saved.
+
+        Later ones do not count: this run passed over them because they are damaged. Never a pinned one, nor one that is
+        not of our making.
+        """
         if self.keep is None:
             return
-        for step in self.steps()[: -self.keep]:
+        for step in [step for step in self.steps() if step <= saved][: -self.keep]:
             path = self.path(step)
             if (path / paths.PINNED).exists() or not (path / paths.MANIFEST).exists():
                 continue

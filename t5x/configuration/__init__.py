@@ -19,7 +19,7 @@ from t5x.configuration.errors import ConfigurationError
 from t5x.configuration.imports import DEFAULT_ALIASES
 from t5x.configuration.parsing import parse
 from t5x.configuration.printing import config_str, resolved_str
-from t5x.configuration.runtime import configured, user_message
+from t5x.configuration.runtime import configured, root_cause, user_message
 from t5x.configuration.session import clear
 from t5x.configuration.summary import write_summary
 
@@ -34,6 +34,7 @@ __all__ = [
     "parse",
     "resolved_str",
     "rewrite_gin_args",
+    "root_cause",
     "split_gin_args",
     "user_message",
     "write_summary",

@@ -50,6 +50,11 @@ def user_message(exception: BaseException) -> str | None:
     return None
 
 
+def root_cause(exception: BaseException) -> BaseException:
+    """The exception as it was raised, without what gin wrapped around it."""
+    return _unwrap(exception)[0]
+
+
 def _unwrap(exception: BaseException) -> tuple[BaseException, list[tuple[config.Configurable, str]]]:
     """The exception that was raised first, and the (configurable, scope) of the calls it passed, innermost first."""
     calls: list[tuple[config.Configurable, str]] = []

@@ -7,6 +7,8 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from t5x.errors import UserError
+
 
 @flax.struct.dataclass
 class DecodingState:
@@ -43,12 +45,15 @@ def greedy_decode(
       cache: the network's empty cache.
       tokens_to_logits: (state) -> (logits [batch, vocab], new cache).
       eos_id: ends a row; it is part of the output, zeros follow it.
-      num_decodes, decode_rng, cache_offset: of T5X's signature; greedy decoding has one result and no randomness.
+      num_decodes: 1; greedy decoding has one result.
+      decode_rng, cache_offset: of T5X's signature; nothing here is random, and the cache has no leading dimensions.
 
     Returns:
       (int32 [batch, 1, length], float32 [batch, 1]): tokens, and the sum of their log probabilities.
     """
-    del num_decodes, decode_rng, cache_offset
+    del decode_rng, cache_offset
+    if num_decodes != 1:
+        raise UserError(f"num_decodes is {num_decodes}, but greedy decoding has one result: set num_decodes=1.")
     batch, length = inputs.shape
 
     def unfinished(carry):

@@ -5,7 +5,6 @@ Each is a small tree of arrays with `merge` and `compute`, so that it can leave 
 
 import flax.struct
 import jax
-import jax.numpy as jnp
 
 Scalar = jax.Array | float | int
 
@@ -34,7 +33,7 @@ class Average:
         return type(self)(self.total + other.total, self.count + other.count)
 
     def compute(self) -> Scalar:
-        return jnp.where(self.count > 0, self.total / jnp.maximum(self.count, 1), 0.0)
+        return self.total / max(self.count, 1)
 
 
 @flax.struct.dataclass
@@ -63,6 +62,17 @@ def as_one_step(metrics: Metrics) -> Metrics:
     """The merged metrics of a step's microbatches, as those of one step."""
     one = lambda m: m.replace(steps=1) if isinstance(m, AveragePerStep) else m
     return {name: one(value) for name, value in metrics.items()}
+
+
+def to_json(metrics: Metrics) -> dict[str, list]:
+    """Metrics on the host as JSON, exactly."""
+    return {name: [type(m).__name__, *vars(m).values()] for name, m in metrics.items()}
+
+
+def from_json(record: dict[str, list]) -> Metrics:
+    """What `to_json` was given."""
+    kinds = {kind.__name__: kind for kind in (Sum, Average, AveragePerStep)}
+    return {name: kinds[kind](*values) for name, (kind, *values) in record.items()}
 
 
 def compute(metrics: Metrics) -> dict[str, float]:

@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from t5x.errors import UserError
 
 ACTIVATIONS = ("gelu", "linear", "relu", "sigmoid", "silu", "tanh")
@@ -29,6 +31,7 @@ class T5Config:
         dropout do not depend on it.
       param_scan_axis: where the layer axis stands in a stacked parameter.
       remat_policy: what the backward pass recomputes: `none`, `minimal` (all but matrix products) or `full`.
+      per_layer_relative_position_bias: a bias table in every layer (umT5) instead of one for each tower.
       attention_backend: `auto` or `xla`.
     """
 
@@ -47,10 +50,15 @@ class T5Config:
     scan_layers: bool = False
     param_scan_axis: int = 1
     remat_policy: str = "none"
+    per_layer_relative_position_bias: bool = False
     attention_backend: str = "auto"
 
     def __post_init__(self):
         object.__setattr__(self, "mlp_activations", tuple(self.mlp_activations))
+        try:
+            object.__setattr__(self, "dtype", jnp.dtype(self.dtype).name)
+        except TypeError:
+            raise UserError(f"T5Config.dtype is {self.dtype!r}: use 'float32', 'bfloat16' or 'float16'.") from None
         for name in (
             "vocab_size",
             "emb_dim",

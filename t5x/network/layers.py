@@ -74,8 +74,11 @@ class Embed(nn.Module):
 
 
 def embed(table: jax.Array, tokens: jax.Array, dtype: Any) -> jax.Array:
-    """Rows of the table, [..., length] -> [..., length, features]. A token outside the table gives NaN, not a guess."""
-    return constrain(jnp.take(table.astype(dtype), tokens, axis=0), "batch", "length", "embed")
+    """Rows of the table, [..., length] -> [..., length, features]. A token outside the table gives NaN, not a guess.
+
+    They are cast after the lookup, so that the gradient of a frequent token is summed in float32.
+    """
+    return constrain(jnp.take(table, tokens, axis=0).astype(dtype), "batch", "length", "embed")
 
 
 class MLP(nn.Module):

@@ -95,12 +95,20 @@ class Attention(nn.Module):
         return cached_key.value, cached_value.value, mask
 
 
+def relative_bias(cfg: T5Config, keys: Keys, *, bidirectional: bool) -> RelativeBias:
+    """The bias of the calling compact module, a tower or a layer, which owns the table as `relpos_bias`."""
+    return RelativePositionBias(cfg.num_heads, bidirectional, name="relpos_bias")(keys.at("relpos_bias"))
+
+
 class EncoderLayer(nn.Module):
+    """`bias` is None where every layer has a table of its own."""
+
     config: T5Config
 
     @nn.compact
-    def __call__(self, x: jax.Array, layer: jax.Array | int, keys: Keys, bias: RelativeBias, mask: Mask):
+    def __call__(self, x: jax.Array, layer: jax.Array | int, keys: Keys, bias: RelativeBias | None, mask: Mask):
         cfg, keys = self.config, keys.layer(layer)
+        bias = relative_bias(cfg, keys, bidirectional=True) if bias is None else bias
         x = constrain(x, "batch", "length", "embed")
         y = RMSNorm(cfg.dtype, name="pre_attention_layer_norm")(x)
         y = Attention(cfg, name="attention")(y, y, mask=mask, bias=bias, keys=keys.at("attention"))
@@ -111,6 +119,8 @@ class EncoderLayer(nn.Module):
 
 
 class DecoderLayer(nn.Module):
+    """`bias` is None where every layer has a table of its own."""
+
     config: T5Config
     decode: bool = False
 
@@ -120,12 +130,13 @@ class DecoderLayer(nn.Module):
         x: jax.Array,
         layer: jax.Array | int,
         keys: Keys,
-        bias: RelativeBias,
+        bias: RelativeBias | None,
         mask: Mask,
         encoded: jax.Array,
         cross_mask: Mask,
     ):
         cfg, keys = self.config, keys.layer(layer)
+        bias = relative_bias(cfg, keys, bidirectional=False) if bias is None else bias
         x = constrain(x, "batch", "length", "embed")
         y = RMSNorm(cfg.dtype, name="pre_self_attention_layer_norm")(x)
         y = Attention(cfg, name="self_attention")(
@@ -189,7 +200,7 @@ class Encoder(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, mask: Mask, keys: Keys) -> jax.Array:
         cfg = self.config
-        bias = RelativePositionBias(cfg.num_heads, bidirectional=True, name="relpos_bias")(keys.at("relpos_bias"))
+        bias = None if cfg.per_layer_relative_position_bias else relative_bias(cfg, keys, bidirectional=True)
         x = dropout(x, cfg.dropout_rate, keys.at("embedded"))
         x = run_layers(EncoderLayer, cfg, "encoder", cfg.num_encoder_layers, x, keys.at("layers"), bias, mask)
         x = RMSNorm(cfg.dtype, name="encoder_norm")(x)
@@ -205,7 +216,7 @@ class Decoder(nn.Module):
         self, x: jax.Array, table: jax.Array, mask: Mask, encoded: jax.Array, cross_mask: Mask, keys: Keys, decode: bool
     ) -> jax.Array:
         cfg = self.config
-        bias = RelativePositionBias(cfg.num_heads, bidirectional=False, name="relpos_bias")(keys.at("relpos_bias"))
+        bias = None if cfg.per_layer_relative_position_bias else relative_bias(cfg, keys, bidirectional=False)
         x = dropout(x, cfg.dropout_rate, keys.at("embedded"))
         x = run_layers(
             DecoderLayer,

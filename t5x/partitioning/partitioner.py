@@ -43,7 +43,11 @@ class PjitPartitioner:
         if model_parallel_submesh is not None:
             num_partitions = math.prod(model_parallel_submesh)
         model = 1 if num_partitions is None else num_partitions
-        devices = jax.devices(backend)
+        try:
+            devices = jax.devices(backend)
+        except RuntimeError as error:
+            why = str(error).splitlines()[0]
+            raise UserError(f"PjitPartitioner.backend is {backend!r}, but there are no such devices: {why}") from error
         if model < 1 or len(devices) % model:
             fitting = ", ".join(str(d) for d in range(1, len(devices) + 1) if len(devices) % d == 0)
             raise UserError(

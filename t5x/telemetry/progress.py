@@ -1,5 +1,6 @@
 """What a person sees of a long run: a bar on a terminal, now and then a line in a log file."""
 
+import contextlib
 import os
 import sys
 import time
@@ -9,6 +10,9 @@ from typing import TextIO
 from tqdm import tqdm
 
 _BAR = "{percentage:3.0f}%|{bar}| {n}/{total}, {remaining} left{postfix}"
+
+# A reader that went away (Ctrl-C ends the `tee` behind a pipe too) must not end the work that is shown to it.
+_UNHEARD = contextlib.suppress(OSError, ValueError)
 
 
 class Progress:
@@ -52,15 +56,18 @@ class Progress:
 
     def update(self, step: int, **figures: float | str) -> None:
         """Shows that `step` is done, and figures such as `loss=2.5`."""
-        self._display.update(int(step), ", ".join(f"{name} {_short(value)}" for name, value in figures.items()))
+        with _UNHEARD:
+            self._display.update(int(step), ", ".join(f"{name} {_short(value)}" for name, value in figures.items()))
 
     def note(self, text: str) -> None:
         """Prints a line of its own, above the bar."""
-        self._display.note(text)
+        with _UNHEARD:
+            self._display.note(text)
 
     def close(self) -> None:
         """Leaves the last state standing. A second time does nothing."""
-        self._display.close()
+        with _UNHEARD:
+            self._display.close()
 
     def __enter__(self) -> "Progress":
         return self

@@ -12,6 +12,7 @@ import numpy as np
 
 from t5x.data.config import DatasetConfig
 from t5x.data.loader import eval_batches
+from t5x.errors import UserError
 from t5x.models import EncoderDecoderModel
 from t5x.partitioning import PjitPartitioner
 
@@ -48,6 +49,12 @@ class InferenceEvaluator:
         param_shardings: Any,
         log_dir: str | os.PathLike[str],
     ):
+        partitioner.rows(cfg.batch_size)  # raises where the mesh does not divide it
+        if cfg.runtime_preprocessors or not cfg.trim_output_features:
+            raise UserError(
+                "Evaluation by decoding takes neither runtime_preprocessors nor trim_output_features=False: "
+                "put the preprocessors into the task."
+            )
         self._partitioner = partitioner
         self._evaluator = evaluator_cls(
             mixture_or_task_name=cfg.mixture_or_task_name,
@@ -69,11 +76,17 @@ class InferenceEvaluator:
         self._predict_with_aux = partition(lambda params, batch: model.predict_batch_with_aux(params, batch, rng=rng))
         self._score = partition(model.score_batch)
 
-    def evaluate(self, params: Any, step: int) -> dict[str, dict[str, float]]:
-        """{task: {metric: value}}, also written by the evaluator's loggers."""
+    def evaluate(
+        self, params: Any, step: int, before_batch: Callable[[], None] = lambda: None
+    ) -> dict[str, dict[str, float]]:
+        """{task: {metric: value}}, also written by the evaluator's loggers.
+
+        `before_batch` is called before every batch, and may raise to end it.
+        """
 
         def with_params(fn):
             def run(batch: Mapping[str, np.ndarray]) -> Any:
+                before_batch()
                 return jax.device_get(fn(params, self._partitioner.to_devices(batch)))
 
             return run

@@ -1,16 +1,17 @@
 """The training loop: steps, and what falls due between them."""
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Collection
 
 import jax
 
 from t5x.data.loader import TrainLoader
-from t5x.metrics.accumulators import Metrics
+from t5x.metrics.accumulators import Metrics, compute, merge, to_json
 from t5x.telemetry import MetricWriter, Progress, ThroughputClock
 from t5x.trainer.signals import StopRequest
-from t5x.trainer.trainer import Trainer, learning_rate_at, summarize
+from t5x.trainer.trainer import Trainer, gather, learning_rate_at
 
 log = logging.getLogger(__name__)
 
@@ -44,61 +45,83 @@ class Timetable:
         return step == self.total_steps or periodic or step in self.save_steps
 
 
+@dataclasses.dataclass
+class Window:
+    """The metrics since the last line of them was written.
+
+    Those of a checkpoint in the middle of a window travel with it, so that the next line is the same as that of a run
+    that was never stopped.
+    """
+
+    before: Metrics | None = None
+    pending: list[Metrics] = dataclasses.field(default_factory=list)
+
+    def gathered(self) -> Metrics | None:
+        """All of it on the host; waits for the devices."""
+        parts = ([] if self.before is None else [self.before]) + ([gather(self.pending)] if self.pending else [])
+        self.before, self.pending = functools.reduce(merge, parts) if parts else None, []
+        return self.before
+
+    def to_json(self) -> dict[str, list] | None:
+        gathered = self.gathered()
+        return None if gathered is None else to_json(gathered)
+
+
 def run_loop(
     trainer: Trainer,
     loader: TrainLoader,
     times: Timetable,
     *,
     first_step: int,
+    window: Window,
     save: Callable[[int], None],
     evaluate: Callable[[int], None],
     writer: MetricWriter,
     stop: StopRequest,
-    on_stats: Callable[[int, dict[str, float]], None] = lambda step, figures: None,
 ) -> int:
     """Trains from `first_step` to the end or until `stop` asks; returns the number of the last step taken.
 
     Saves when due, at the end, and on a stop. Throughput counts neither evaluation nor saving.
     """
     clock = ThroughputClock()
-    pending: list[Metrics] = []
-    step = first_step
+    step = saved = first_step
     with Progress(times.total_steps, initial=first_step, description="train") as progress:
         shown: dict[str, float] = {}
         while step < times.total_steps and not stop:
             with clock.waiting_for_data():
                 batch = next(loader)
-            pending.append(trainer.step(batch))
+            window.pending.append(trainer.step(batch))
             step += 1
-            clock.add(sequences=_rows(trainer, batch), target_tokens=0)
-            if len(pending) > 1:
+            clock.add(sequences=_rows(batch), target_tokens=0)
+            if len(window.pending) > 1:
                 # One step ahead of the devices is enough to keep them busy; more would only delay a stop.
-                jax.block_until_ready(pending[-2])
-            if times.stats_due(step) or stop:
-                figures = summarize(pending)
-                pending.clear()
+                jax.block_until_ready(window.pending[-2])
+            if times.stats_due(step):
+                figures = compute(window.gathered())
+                window.before = None
                 target_tokens = int(figures.pop("target_tokens"))
                 clock.add(steps=0, sequences=0, target_tokens=target_tokens)
                 lap = clock.lap()
                 figures["learning_rate/current"] = learning_rate_at(trainer.learning_rate_fn, step - 1)
                 figures |= lap.scalars(cores=jax.device_count()) | {"timing/uptime": clock.uptime()}
-                figures |= {f"effective_batch_size/{name}": _rows(trainer, batch) for name in ("inputs", "targets")}
+                figures |= {f"effective_batch_size/{name}": _rows(batch) for name in ("inputs", "targets")}
                 writer.write_scalars(step, figures)
-                on_stats(step, figures)
                 shown = {"loss": figures["loss_per_nonpadding_target_token"], "tokens/s": lap.target_tokens_per_second}
             progress.update(step, **shown)
-            if times.save_due(step) and not stop:
+            if times.save_due(step):
                 with clock.paused():
+                    writer.flush()
                     save(step)
+                    saved = step
             if times.eval_due(step) and not stop:
                 with clock.paused():
                     evaluate(step)
-    if stop and step > first_step:
-        save(step)
-    writer.flush()
+        if step > saved:
+            writer.flush()
+            save(step)
     return step
 
 
-def _rows(trainer: Trainer, batch: dict) -> int:
+def _rows(batch: dict) -> int:
     """Rows of the global batch."""
     return len(batch["decoder_target_tokens"]) * jax.process_count()

@@ -1,5 +1,6 @@
 """Ctrl-C and SIGTERM: finish the step, save, and say with the exit code which it was."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -43,11 +44,14 @@ class StopRequest:
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         if self.signum is not None and signum == signal.SIGINT:
-            os.write(sys.stderr.fileno(), b"\nstopped at once; nothing was saved after the last checkpoint\n")
+            _say("stopped at once; nothing was saved after the last checkpoint")
             os._exit(EXIT_CODES[signal.SIGINT])
         if self.signum is None:
             self.signum = signum
-            name = signal.Signals(signum).name.encode()
-            os.write(
-                sys.stderr.fileno(), b"\n" + name + b": finishing this step and saving (Ctrl-C again: stop at once)\n"
-            )
+            _say(f"{signal.Signals(signum).name}: finishing this step and saving (Ctrl-C again: stop at once)")
+
+
+def _say(text: str) -> None:
+    """Straight to standard error; a reader that Ctrl-C took along (`2>&1 | tee log`) must not keep us from saving."""
+    with contextlib.suppress(OSError, ValueError):
+        os.write(sys.stderr.fileno(), f"\n{text}\n".encode())

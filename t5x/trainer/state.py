@@ -105,6 +105,23 @@ class StateLayout:
     def num_params(self) -> int:
         return sum(x.size for x in jax.tree.leaves(self.abstract.params))
 
+    def tree_axes(self) -> dict[str, Any]:
+        """Logical axes under the names that a state is stored with."""
+        return {"target": self.axes, "state": {"step": (), "param_states": self.state_axes}}
+
+    def step_array(self, step: int) -> jax.Array:
+        return jax.device_put(jnp.int32(step), self.partitioner.replicated)
+
+    def with_fresh_optimizer(self, params: Tree, step: int) -> TrainState:
+        """A state of given parameters and an optimizer that has seen nothing yet."""
+        optimizer = self.model.optimizer_def
+        fresh = self.partitioner.partition(
+            lambda p: {} if optimizer is None else optimizer.init(p, self.axes),
+            in_shardings=(self.shardings.params,),
+            out_shardings=self.shardings.param_states,
+        )
+        return TrainState(self.step_array(step), params, fresh(params))
+
     def init(self, rng: jax.Array) -> TrainState:
         """Fresh parameters and optimizer state, each made where it lies."""
 

@@ -80,7 +80,13 @@ class Trainer:
 
 def summarize(metrics: Sequence[Metrics]) -> dict[str, float]:
     """The figures of several steps together."""
-    return compute(functools.reduce(merge, jax.device_get(list(metrics)))) if metrics else {}
+    return compute(gather(metrics)) if metrics else {}
+
+
+def gather(metrics: Sequence[Metrics]) -> Metrics:
+    """The metrics of several steps as one, on the host, in Python's numbers, which neither overflow nor lose digits."""
+    on_host = jax.tree.map(lambda x: x.item(), jax.device_get(list(metrics)))
+    return functools.reduce(merge, on_host)
 
 
 def learning_rate_at(learning_rate_fn: Schedule, step: int) -> float:

@@ -252,3 +252,18 @@ def test_orbax_is_quiet_below_warnings(store, caplog):
         absl.logging.set_verbosity(verbosity)
     said = [record.getMessage() for record in caplog.records if record.name == "absl"]
     assert said == ["another library still speaks"]
+
+
+def test_retention_does_not_count_damaged_checkpoints_that_were_passed_over(tmp_path):
+    with CheckpointStore(tmp_path, keep=1) as store:
+        store.save(100, make_tree(100), sidecars={})
+        store.wait()
+        store.save(200, make_tree(200), sidecars={}, pinned=True)
+        store.wait()
+    (tmp_path / "checkpoint_200" / "PINNED").unlink()
+    (tmp_path / "checkpoint_200" / "MANIFEST.json").write_text("damaged")
+    with CheckpointStore(tmp_path, keep=1) as store:
+        store.save(150, make_tree(150), sidecars={})
+        store.wait()
+        newest, _ = store.latest_whole()
+    assert newest == store.path(150)

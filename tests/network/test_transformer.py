@@ -151,3 +151,14 @@ def test_bfloat16_stays_near_float32():
 def test_a_wrong_configuration_is_told_at_once(field, value, message):
     with pytest.raises(UserError, match=message):
         T5Config(**{"vocab_size": 10, field: value})
+
+
+def test_the_gradient_of_a_frequent_token_is_summed_in_float32():
+    from t5x.network.layers import embed
+
+    tokens = jnp.zeros((4, 1024), jnp.int32).at[:, ::2].set(3)
+    cotangent = jax.random.uniform(jax.random.key(0), (4, 1024, 8), jnp.bfloat16)
+    table = jnp.zeros((5, 8))
+    (gradient,) = jax.vjp(lambda t: embed(t, tokens, jnp.bfloat16), table)[1](cotangent)
+    exact = np.asarray(cotangent, np.float64)[:, ::2].sum((0, 1))
+    np.testing.assert_allclose(gradient[3], exact, rtol=1e-4)

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t5x.adafactor import Adafactor
 from t5x.errors import UserError
 from t5x.partitioning import PjitPartitioner
 from t5x.trainer import StateLayout, Trainer, TrainState
@@ -101,17 +100,3 @@ def test_microbatches_must_divide_the_batch():
         )
     with pytest.raises(UserError, match="must be at least 1"):
         Trainer(model, state, PjitPartitioner(), layout, jax.random.key(0), lambda t: 0.1, num_microbatches=0)
-
-
-def test_adafactor_with_a_rate_of_its_own_ignores_the_schedule():
-    optimizer = Adafactor(learning_rate=0.25)
-    params, axes = {"p": jnp.ones(4)}, {"p": ("embed",)}
-    new, _ = optimizer.update(
-        {"p": jnp.ones(4)},
-        optimizer.init(params, axes),
-        params,
-        axes,
-        step=jnp.int32(0),
-        learning_rate=jnp.float32(9.0),
-    )
-    np.testing.assert_allclose(new["p"], 0.75)

@@ -1,0 +1,42 @@
+"""What every checkpoint format is read into: arrays by T5X's names, none of them read yet."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class LazyArray:
+    """An array of a checkpoint that is read when it is asked for."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    read: Callable[[], np.ndarray]
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64))
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A checkpoint opened for reading.
+
+    Attributes:
+      format: what it is, for people: `native T5X (version 3)`.
+      path: where.
+      step: of training; None where the format has none.
+      arrays: by T5X's names, as the checkpoint has them (scanned or unrolled): `target/encoder/layers_0/…/kernel`,
+        `state/param_states/encoder/…/kernel/v_row`.
+      config: fields of the network's configuration (T5Config) that the checkpoint states; None where it states none.
+      vocabulary_files: {feature: {file name: content}} of vocabularies that travel with it.
+    """
+
+    format: str
+    path: str
+    step: int | None
+    arrays: Mapping[str, LazyArray]
+    config: Mapping[str, Any] | None = None
+    vocabulary_files: Mapping[str, Mapping[str, bytes]] = dataclasses.field(default_factory=dict)

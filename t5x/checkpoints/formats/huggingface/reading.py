@@ -1,0 +1,196 @@
+"""Reads a Hugging Face directory."""
+
+import json
+import logging
+import os
+import shlex
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from etils import epath
+
+from t5x.checkpoints.formats.base import LazyArray, Source
+from t5x.checkpoints.formats.huggingface import config as configs
+from t5x.checkpoints.formats.huggingface import container, names, tokenizer
+from t5x.data import files
+from t5x.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+_CONFIG = "config.json"
+_WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_LARGEST_JSON = 100_000_000
+_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+def read_huggingface(path: str | os.PathLike[str]) -> Source:
+    """Opens a directory as `save_pretrained` writes it: config.json and safetensors, in one file or in several.
+
+    Only headers are read (and the tables that may be copies of each other); `Source.arrays` reads tensor by tensor.
+    Linear layers come in T5X's orientation, as transposed views.
+
+        >>> source = read_huggingface("flan-t5-small")                                              # doctest: +SKIP
+        >>> source.arrays["target/encoder/layers_0/attention/query/kernel"].read().shape            # doctest: +SKIP
+        (512, 384)
+
+    Args:
+      path: a local or remote directory.
+    """
+    path = os.path.expanduser(os.fspath(path)).rstrip("/")
+    stated = _read_json(f"{path}/{_CONFIG}")
+    config = configs.read_config(stated, f"{path}/{_CONFIG}")
+    tensors = _tensors(path)
+    config = _complete(config, stated, tensors, path)
+    return Source(
+        format=f"Hugging Face ({configs.model_type(stated, path)}, safetensors)",
+        path=path,
+        step=None,
+        arrays=_arrays(config, tensors, path),
+        config=config,
+        vocabulary_files=tokenizer.read_vocabulary(path, config["vocab_size"], stated.get("tokenizer_class")),
+    )
+
+
+def _read_json(path: str) -> dict[str, Any]:
+    if os.path.exists(path) and os.path.getsize(path) > _LARGEST_JSON:
+        raise UserError(f"{path} is larger than {_LARGEST_JSON:,} bytes: that is not what Hugging Face writes.")
+    try:
+        content = json.loads(files.read_bytes(path))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is damaged: it is not JSON ({error}). Fetch it again.") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} is damaged: it is not a JSON object. Fetch it again.")
+    return content
+
+
+def _tensors(path: str) -> dict[str, container.Tensor]:
+    directory = epath.Path(path)
+    if (directory / _WEIGHTS).exists():
+        return container.read_header(f"{path}/{_WEIGHTS}")
+    if (directory / _INDEX).exists():
+        return _sharded(path)
+    if any((directory / name).exists() for name in _PICKLES):
+        raise UserError(_pickle(path))
+    raise UserError(
+        f"{path} has a {_CONFIG}, but neither {_WEIGHTS} nor {_INDEX}. Fetch the safetensors files of this model "
+        "as well."
+    )
+
+
+def _sharded(path: str) -> dict[str, container.Tensor]:
+    index = f"{path}/{_INDEX}"
+    placed = _read_json(index).get("weight_map")
+    if not isinstance(placed, dict) or not all(isinstance(shard, str) for shard in placed.values()):
+        raise UserError(f"{index} is damaged: it has no weight_map from tensors to files. Fetch it again.")
+    tensors = {}
+    for shard in sorted(set(placed.values())):
+        if shard in (".", "..") or not shard.isprintable() or any(c in shard for c in "/\\") or not shard:
+            raise UserError(f"{index} names the file {shard!r}: only files of its own directory are read.")
+        if not epath.Path(f"{path}/{shard}").exists():
+            raise UserError(f"{path} is not whole: {shard}, which {_INDEX} names, is missing. Fetch that file.")
+        found = container.read_header(f"{path}/{shard}")
+        if differing := sorted(found.keys() ^ {tensor for tensor, place in placed.items() if place == shard}):
+            raise UserError(
+                f"{shard} and {_INDEX} in {path} do not belong together: they disagree about {_few(differing)}. "
+                "Fetch both again."
+            )
+        tensors |= found
+    return tensors
+
+
+def _pickle(path: str) -> str:
+    converted = f"{path}-safetensors"
+    code = (
+        "from transformers import AutoModelForSeq2SeqLM as Model; "
+        f"Model.from_pretrained({path!r}).save_pretrained({converted!r}, safe_serialization=True)"
+    )
+    command = f"python -c {shlex.quote(code)}"
+    if epath.Path(f"{path}/{tokenizer.MODEL}").exists():
+        command += f" && cp {shlex.quote(f'{path}/{tokenizer.MODEL}')} {shlex.quote(converted)}"
+    return (
+        f"{path} holds its weights as a pickle (pytorch_model.bin), which can run any program when it is opened; it is "
+        f"not read here. If you trust it, convert it and name {converted} instead:\n{command}"
+    )
+
+
+def _complete(
+    config: dict[str, Any], stated: Mapping[str, Any], tensors: dict[str, container.Tensor], path: str
+) -> dict[str, Any]:
+    """`config` with `logits_via_embedding`. Leaves in `tensors` exactly the tensors that are parameters."""
+    if max(config["num_encoder_layers"], config["num_decoder_layers"]) > len(tensors):
+        raise UserError(f"{path}/{_CONFIG} speaks of more layers than there are tensors: it is of another model.")
+    if names.EMBEDDING not in tensors:
+        for copy in names.EMBEDDING_COPIES:
+            if copy in tensors:
+                tensors[names.EMBEDDING] = tensors[copy]
+                break
+        else:
+            raise UserError(f"{path} has no tensor {names.EMBEDDING}: it holds no whole T5. It has {_few(tensors)}.")
+    embedding = tensors[names.EMBEDDING]
+    for copy in names.EMBEDDING_COPIES:
+        if copy in tensors and not tensors.pop(copy).same_content(embedding):
+            raise UserError(
+                f"{path}: {copy} differs from {names.EMBEDDING}. T5X has one embedding table for encoder and decoder; "
+                "this model has several and cannot be read."
+            )
+    for unused in [tensor for tensor in tensors if names.is_unused(tensor)]:
+        del tensors[unused]
+
+    head = tensors.get(names.HEAD)
+    own_head = head is not None and not head.same_content(embedding)
+    scaled = configs.is_scaled(stated, f"{path}/{_CONFIG}", own_head=own_head)
+    if scaled and own_head:
+        raise UserError(
+            f"{path}: {_CONFIG} says that the logits come from the embedding, scaled (tie_word_embeddings), but "
+            f"{names.HEAD} differs from {names.EMBEDDING}. If this is a T5 1.1 or later, set "
+            '"tie_word_embeddings": false in config.json (and "scale_decoder_outputs": false, if it is there).'
+        )
+    if scaled:
+        tensors.pop(names.HEAD, None)
+    elif head is None:
+        if not configs.written_by_version_5(stated):
+            raise UserError(f"{path} has no tensor {names.HEAD}, though {_CONFIG} says tie_word_embeddings: false.")
+        tensors[names.HEAD] = embedding  # tied and not scaled, which version 5 of transformers knows
+    if own_head and config[names.PER_LAYER_BIAS] and configs.written_by_version_5(stated):
+        logger.warning(
+            "%s: umT5 with logits of its own. Version 5 of transformers multiplies them by d_model**-0.5, the "
+            "published umT5 does not; they are read as the published ones, without.",
+            path,
+        )
+    return config | {"logits_via_embedding": scaled}
+
+
+def _arrays(config: Mapping[str, Any], tensors: Mapping[str, container.Tensor], path: str) -> dict[str, LazyArray]:
+    arrays, wanted, differing = {}, set(), []
+    for parameter in names.parameters(config):
+        wanted.add(parameter.tensor)
+        tensor = tensors.get(parameter.tensor)
+        if tensor is None:
+            continue
+        if tensor.shape != parameter.tensor_shape:
+            differing.append(f"{tensor.name} is {list(tensor.shape)}, not {list(parameter.tensor_shape)}")
+        read = _transposed(tensor) if parameter.transposed else tensor.read
+        arrays[parameter.name] = LazyArray(shape=parameter.shape, dtype=tensor.dtype, read=read)
+    problems = []
+    if missing := [tensor for tensor in sorted(wanted) if tensor not in tensors]:
+        problems.append(f"missing {_few(missing)}")
+        if not any(tensor.startswith("decoder.block.") for tensor in tensors):
+            problems.append("there is no decoder at all, so this may be an encoder alone")
+    if unexpected := [tensor for tensor in sorted(tensors) if tensor not in wanted]:
+        problems.append(f"unexpected {_few(unexpected)}")
+    if differing:
+        problems.append(f"differently shaped: {_few(differing)}")
+    if problems:
+        raise UserError(f"The tensors of {path} are not those of its {_CONFIG}: {'; '.join(problems)}.")
+    return arrays
+
+
+def _transposed(tensor: container.Tensor):
+    return lambda: tensor.read().T
+
+
+def _few(entries: Iterable[str], limit: int = 5) -> str:
+    entries = list(entries)
+    more = f" and {len(entries) - limit} more" if len(entries) > limit else ""
+    return ", ".join(entry[:200] for entry in entries[:limit]) + more

@@ -1,0 +1,245 @@
+"""The tokenizer files of a Hugging Face directory, and vocabularies in the form of `Vocabulary.to_files`."""
+
+import base64
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+from etils import epath
+
+from t5x.data import files
+from t5x.data.vocabularies import ByteVocabulary, SentencePieceVocabulary, Vocabulary, load_vocabulary
+from t5x.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+MODEL = "spiece.model"
+_SETTINGS = "tokenizer_config.json"
+_SPECIAL = "special_tokens_map.json"
+_FEATURES = ("inputs", "targets")
+_SPACE = "\u2581"  # SentencePiece's sign for a space
+_MOST_EXTRA_IDS = 100_000
+
+
+def read_vocabulary(path: str, vocab_size: int, tokenizer_class: Any) -> dict[str, dict[str, bytes]]:
+    """The vocabulary of a directory for both features; {}, and a line in the log, where it cannot be told.
+
+    Args:
+      path: the directory.
+      vocab_size: rows of the model's embedding.
+      tokenizer_class: the one that config.json names, or None.
+    """
+    settings = _settings(path)
+    if "ByT5Tokenizer" in (settings.get("tokenizer_class"), tokenizer_class):
+        stated = _stated_extra_ids(settings)
+        vocabulary: Vocabulary = ByteVocabulary(extra_ids=125 if stated is None else stated)
+    elif epath.Path(f"{path}/{MODEL}").exists():
+        vocabulary = _sentencepiece(f"{path}/{MODEL}", vocab_size, _stated_extra_ids(settings))
+    else:
+        logger.warning(
+            "%s has no %s, so the model comes without its vocabulary. Copy the file of the model it was made from into "
+            "the directory, or name a vocabulary in the gin configuration.",
+            path,
+            MODEL,
+        )
+        return {}
+    if vocabulary.vocab_size > vocab_size:
+        raise UserError(
+            f"The vocabulary in {path} has {vocabulary.vocab_size} ids, the model's embedding {vocab_size} rows: they "
+            "do not belong together. Take the tokenizer files of this model."
+        )
+    return {feature: vocabulary.to_files() for feature in _FEATURES}
+
+
+def _settings(path: str) -> dict[str, Any]:
+    path = f"{path}/{_SETTINGS}"
+    if not epath.Path(path).exists():
+        return {}
+    try:
+        settings = json.loads(files.read_bytes(path))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is damaged: it is not JSON ({error}). Fetch it again.") from error
+    return settings if isinstance(settings, dict) else {}
+
+
+def _stated_extra_ids(settings: Mapping[str, Any]) -> int | None:
+    """How many sentinels tokenizer_config.json speaks of: in a number, or in a list."""
+    listed = settings.get("additional_special_tokens") or settings.get("extra_special_tokens")
+    count = len({str(token) for token in listed if "<extra_id_" in str(token)}) if isinstance(listed, list) else 0
+    stated = settings.get("extra_ids")
+    if type(stated) is not int or not 0 <= stated <= _MOST_EXTRA_IDS:
+        return count or None
+    return max(stated, count)
+
+
+def _sentencepiece(path: str, vocab_size: int, extra_ids: int | None) -> SentencePieceVocabulary:
+    """T5's model has no sentinels, and 100 are added; mT5's has them; what is stated counts before either."""
+    plain = SentencePieceVocabulary(path)
+    has_sentinels = plain.tokenizer.piece_to_id(f"{_SPACE}<extra_id_0>") != plain.unk_id
+    if extra_ids is None:
+        extra_ids = 100 if plain.vocab_size + 100 <= vocab_size else 0
+    return plain if has_sentinels or not extra_ids else SentencePieceVocabulary(path, extra_ids=extra_ids)
+
+
+def single_vocabulary(vocabulary_files: Mapping[str, Mapping[str, bytes]]) -> Vocabulary | None:
+    """The vocabulary of all features; None, and a line in the log, where Hugging Face has no tokenizer for it."""
+    if not vocabulary_files:
+        logger.warning("No vocabulary travels with this model: it is written without tokenizer files.")
+        return None
+    found = {feature: _load(content) for feature, content in vocabulary_files.items()}
+    first = next(iter(found.values()))
+    if any(vocabulary != first for vocabulary in found.values()):
+        logger.warning(
+            "The features %s have different vocabularies; Hugging Face has one tokenizer for all, so that no tokenizer "
+            "files are written.",
+            ", ".join(found),
+        )
+        return None
+    if not isinstance(first, ByteVocabulary | SentencePieceVocabulary):
+        logger.warning("Hugging Face has no tokenizer for %r: no tokenizer files are written.", first)
+        return None
+    return first
+
+
+def _load(content: Mapping[str, bytes]) -> Vocabulary:
+    with tempfile.TemporaryDirectory() as directory:
+        for name, data in content.items():
+            with open(os.path.join(directory, os.path.basename(name)), "xb") as file:
+                file.write(data)
+        vocabulary = load_vocabulary(directory)
+        vocabulary.to_files()  # reads what it needs while the directory is there
+        return vocabulary
+
+
+def tokenizer_files(vocabulary: Vocabulary) -> dict[str, bytes]:
+    """Files from which `transformers.AutoTokenizer` gives the ids that `vocabulary` gives, EOS added: {name: content}.
+
+    T5's own vocabulary becomes a T5Tokenizer, bytes a ByT5Tokenizer. What those two cannot do (bytes for unknown
+    characters as in mT5, spaces kept as in umT5, other ids of the special tokens) is written as a tokenizer.json that
+    does it.
+    """
+    if isinstance(vocabulary, ByteVocabulary):
+        return _settings_files("ByT5Tokenizer", vocabulary.extra_ids, "</s>", "<unk>", "<pad>")
+    from sentencepiece import sentencepiece_model_pb2
+
+    content = vocabulary.to_files()
+    whole = vocabulary.tokenizer.serialized_model_proto()  # with the extra ids and whatever was overridden
+    model = sentencepiece_model_pb2.ModelProto.FromString(whole)
+    if _is_t5s(vocabulary, model):
+        (spiece,) = (data for name, data in content.items() if name.endswith(".model"))
+        return {MODEL: spiece} | _settings_files("T5Tokenizer", vocabulary.extra_ids, "</s>", "<unk>", "<pad>")
+    if model.trainer_spec.model_type != model.trainer_spec.UNIGRAM or vocabulary.eos_id is None:
+        logger.warning(
+            "This SentencePiece model is no unigram model with an EOS piece, of which Hugging Face's T5 tokenizers are "
+            "made: only %s is written.",
+            MODEL,
+        )
+        return {MODEL: whole}
+    special = [model.pieces[i].piece for i in (vocabulary.eos_id, vocabulary.unk_id, vocabulary.pad_id)]
+    described = json.dumps(_tokenizer_json(model, vocabulary), ensure_ascii=False).encode()
+    return {MODEL: whole, "tokenizer.json": described} | _settings_files("PreTrainedTokenizerFast", 0, *special)
+
+
+def _settings_files(tokenizer_class: str, extra_ids: int, eos: str, unk: str, pad: str) -> dict[str, bytes]:
+    special = {"eos_token": eos, "unk_token": unk, "pad_token": pad}
+    if extra_ids:
+        special["additional_special_tokens"] = [f"<extra_id_{i}>" for i in range(extra_ids)]
+    settings = special | {
+        "tokenizer_class": tokenizer_class,
+        "extra_ids": extra_ids,
+        "clean_up_tokenization_spaces": False,
+    }
+    return {
+        name: (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+        for name, content in ((_SETTINGS, settings), (_SPECIAL, special))
+    }
+
+
+def _is_t5s(vocabulary: SentencePieceVocabulary, model: Any) -> bool:
+    """Whether transformers' T5Tokenizer, which has these things built in, tokenises as this model does."""
+    normalizer, trainer = model.normalizer_spec, model.trainer_spec
+    kinds = model.SentencePiece
+    user_defined = sum(piece.type == kinds.USER_DEFINED for piece in model.pieces)
+    return (
+        [piece.piece for piece in model.pieces[:3]] == ["<pad>", "</s>", "<unk>"]
+        and (vocabulary.eos_id, vocabulary.unk_id) == (1, 2)
+        and trainer.model_type == trainer.UNIGRAM
+        and not trainer.byte_fallback
+        and not trainer.treat_whitespace_as_suffix
+        and normalizer.add_dummy_prefix
+        and normalizer.remove_extra_whitespaces
+        and not vocabulary.normalizer_spec_overrides
+        and vocabulary.reverse_extra_ids
+        and user_defined == vocabulary.extra_ids
+    )
+
+
+def _tokenizer_json(model: Any, vocabulary: SentencePieceVocabulary) -> dict[str, Any]:
+    """A unigram tokenizer of the `tokenizers` library that does what SentencePiece does with `model`.
+
+    User-defined pieces, sentinels among them, are ordinary entries with the score that lets them win, as in
+    SentencePiece itself; only the special tokens are looked for before everything else.
+    """
+    normalizer, kinds = model.normalizer_spec, model.SentencePiece
+    highest = max((piece.score for piece in model.pieces if piece.type == kinds.NORMAL), default=0.0)
+    entries = []
+    for piece in model.pieces:
+        defined = piece.type == kinds.USER_DEFINED
+        entries.append([piece.piece, len(piece.piece.encode()) * highest - 0.1 if defined else piece.score])
+    steps: list[dict[str, Any]] = []
+    if normalizer.precompiled_charsmap:
+        charsmap = base64.b64encode(normalizer.precompiled_charsmap).decode()
+        steps.append({"type": "Precompiled", "precompiled_charsmap": charsmap})
+    if normalizer.remove_extra_whitespaces:
+        steps.append({"type": "Replace", "pattern": {"Regex": r"\A +| +\z"}, "content": ""})
+        steps.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
+    if normalizer.add_dummy_prefix:
+        steps.append({"type": "Prepend", "prepend": _SPACE})
+    steps.append({"type": "Replace", "pattern": {"String": " "}, "content": _SPACE})
+    eos = model.pieces[vocabulary.eos_id].piece
+    once, end = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": eos, "type_id": 0}}
+    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if normalizer.add_dummy_prefix else []
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {
+                "id": i,
+                "content": piece.piece,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": True,
+            }
+            for i, piece in enumerate(model.pieces)
+            if piece.type in (kinds.CONTROL, kinds.UNKNOWN)
+        ],
+        "normalizer": {"type": "Sequence", "normalizers": steps},
+        "pre_tokenizer": None,
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [once, end],
+            "pair": [once, end, {"Sequence": {"id": "B", "type_id": 0}}, end],
+            "special_tokens": {eos: {"id": eos, "ids": [vocabulary.eos_id], "tokens": [eos]}},
+        },
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [
+                {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
+                {"type": "ByteFallback"},
+                {"type": "Fuse"},
+                *strip,
+            ],
+        },
+        "model": {
+            "type": "Unigram",
+            "unk_id": vocabulary.unk_id,
+            "vocab": entries,
+            "byte_fallback": model.trainer_spec.byte_fallback,
+        },
+    }

@@ -1,0 +1,155 @@
+"""Writes a Hugging Face directory."""
+
+import json
+import logging
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from etils import epath
+
+from t5x.checkpoints import faults, paths
+from t5x.checkpoints.formats.base import LazyArray
+from t5x.checkpoints.formats.huggingface import config as configs
+from t5x.checkpoints.formats.huggingface import container, names, tokenizer
+from t5x.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+SHARD_BYTES = 5_000_000_000
+_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+
+
+def write_huggingface(
+    path: str | os.PathLike[str],
+    config: Mapping[str, Any],
+    arrays: Mapping[str, LazyArray],
+    *,
+    vocabulary_files: Mapping[str, Mapping[str, bytes]] | None = None,
+    dtype: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Writes a directory that `transformers.AutoModelForSeq2SeqLM.from_pretrained` loads.
+
+    Each array is read once, written and dropped, so that one of them is in memory at a time. The directory appears
+    under its name when it is whole. Optimizer state (`state/…`) has no place there and is left out.
+
+        >>> source = read_huggingface("flan-t5-small")                                              # doctest: +SKIP
+        >>> write_huggingface("copy", source.config, source.arrays, dtype="bfloat16",
+        ...                   vocabulary_files=source.vocabulary_files)                             # doctest: +SKIP
+
+    Args:
+      path: a local directory that does not exist yet.
+      config: fields of T5Config.
+      arrays: by T5X's names with the layers unrolled (`target/encoder/layers_0/…`).
+      vocabulary_files: {feature: {file name: content}}, as in Source; without any, no tokenizer files are written.
+      dtype: of the written arrays, "float32" or "bfloat16"; None keeps what they have.
+      shard_bytes: weights above this many bytes are spread over several files.
+    """
+    destination = paths.local_path(path)
+    if os.path.lexists(destination):
+        raise UserError(f"{destination} exists already. Choose another name, or move it away.")
+    if dtype is not None and dtype not in _DTYPES:
+        raise UserError(f"dtype {dtype!r} is not known: a Hugging Face checkpoint is in {' or '.join(_DTYPES)}.")
+    vocabulary = tokenizer.single_vocabulary(vocabulary_files or {})
+    eos_id = 1 if vocabulary is None or vocabulary.eos_id is None else vocabulary.eos_id
+    embedding = arrays.get("target/token_embedder/embedding")
+    kept = np.dtype(np.float32) if embedding is None else np.dtype(embedding.dtype)
+    described = configs.write_config(config, _DTYPES[dtype] if dtype else kept, eos_id)
+    parameters = _match(config, arrays)
+    plans = [
+        container.Plan(p.tensor, _DTYPES[dtype] if dtype else np.dtype(arrays[p.name].dtype), p.tensor_shape)
+        for p in parameters
+    ]
+    if described["model_type"] == "umt5" and not described["tie_word_embeddings"]:
+        logger.warning(
+            "Version 5 of transformers multiplies the logits of every umT5 by d_model**-0.5, which this model does not "
+            "do. After from_pretrained set `model.config.tie_word_embeddings = False` for equal logits."
+        )
+    texts = {
+        "config.json": described,
+        "generation_config.json": {"decoder_start_token_id": 0, "eos_token_id": eos_id, "pad_token_id": 0},
+    }
+    small = {name: (json.dumps(content, indent=2) + "\n").encode() for name, content in texts.items()}
+    if vocabulary is not None:
+        small |= tokenizer.tokenizer_files(vocabulary)
+
+    temporary = epath.Path(f"{destination}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        os.makedirs(temporary)
+        faults.check_space(temporary, sum(plan.size for plan in plans) + sum(map(len, small.values())))
+        for name, content in small.items():
+            paths.write_file(temporary / name, content)
+        _write_weights(temporary, plans, parameters, arrays, shard_bytes)
+        paths.fsync_tree(temporary)
+        os.rename(temporary, destination)
+        paths.fsync(destination.parent)
+    except OSError as error:
+        raise UserError(
+            f"{destination} could not be written: {error.strerror or error}. What was written of it has been removed. "
+            "Mend the cause (is there room, may you write there?) and start again."
+        ) from error
+    finally:
+        paths.remove_tree(temporary)
+
+
+def _match(config: Mapping[str, Any], arrays: Mapping[str, LazyArray]) -> list[names.Parameter]:
+    """The parameters of the model, each of which is among `arrays` with its shape, and nothing besides."""
+    parameters = list(names.parameters(config))
+    known = {parameter.name for parameter in parameters}
+    problems = [f"{p.name} is missing" for p in parameters if p.name not in arrays]
+    problems += [
+        f"{p.name} has the shape {tuple(arrays[p.name].shape)}, not {p.shape}"
+        for p in parameters
+        if p.name in arrays and tuple(arrays[p.name].shape) != p.shape
+    ]
+    problems += [f"{name} has no place" for name in arrays if name.startswith("target/") and name not in known]
+    if problems:
+        more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise UserError(
+            "These parameters are not those of a Hugging Face T5 of this configuration: "
+            f"{'; '.join(problems[:8])}{more}."
+        )
+    return parameters
+
+
+def _write_weights(
+    directory: epath.Path,
+    plans: list[container.Plan],
+    parameters: list[names.Parameter],
+    arrays: Mapping[str, LazyArray],
+    shard_bytes: int,
+) -> None:
+    shards = _shards(plans, shard_bytes)
+    placed = {}
+    for number, shard in enumerate(shards, start=1):
+        name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        chosen = [plans[i] for i in shard]
+        container.write(directory / name, chosen, _values([parameters[i] for i in shard], arrays))
+        placed |= {plan.name: name for plan in chosen}
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": sum(plan.size for plan in plans)}, "weight_map": placed}
+        paths.write_file(directory / "model.safetensors.index.json", (json.dumps(index, indent=2) + "\n").encode())
+
+
+def _values(parameters: list[names.Parameter], arrays: Mapping[str, LazyArray]) -> Iterator[np.ndarray]:
+    for parameter in parameters:
+        value = arrays[parameter.name].read()
+        yield value.T if parameter.transposed else value
+        del value
+
+
+def _shards(plans: list[container.Plan], limit: int) -> list[list[int]]:
+    """Positions of `plans` in groups, in order; a group is larger than `limit` only if it is a single tensor."""
+    shards: list[list[int]] = [[]]
+    filled = 0
+    for i, plan in enumerate(plans):
+        if shards[-1] and filled + plan.size > limit:
+            shards.append([])
+            filled = 0
+        shards[-1].append(i)
+        filled += plan.size
+    return shards

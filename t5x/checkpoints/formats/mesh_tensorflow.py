@@ -1,0 +1,254 @@
+"""Checkpoints of Mesh TensorFlow (`model.ckpt-<step>.index`, `.data-*`): the published T5, mT5 and ByT5 weights.
+
+Kernels have T5X's orientation already; only names change. A variable that no rule knows is an error, so nothing is
+left behind in silence.
+"""
+
+import functools
+import logging
+import re
+from collections.abc import Callable, Mapping
+
+import numpy as np
+from etils import epath
+
+from t5x.checkpoints.formats.base import LazyArray, Source
+from t5x.checkpoints.formats.tensor_bundle import read_bundle
+from t5x.errors import UserError
+
+_logger = logging.getLogger(__name__)
+
+_STATE_FILE = "checkpoint"
+_STATE_FILE_START = b"model_checkpoint_path"
+_MAX_STATE_FILE_BYTES = 2**20
+
+_STEP_VARIABLE = "global_step"
+_SLOTS = {"v": "v", "vr": "v_row", "vc": "v_col"}
+_PROJECTIONS = {"q": "query", "k": "key", "v": "value", "o": "out"}
+_NORMS = {
+    "encoder": {"000": "pre_attention_layer_norm", "001": "pre_mlp_layer_norm"},
+    "decoder": {
+        "000": "pre_self_attention_layer_norm",
+        "001": "pre_cross_attention_layer_norm",
+        "002": "pre_mlp_layer_norm",
+    },
+    "transformer": {"000": "pre_self_attention_layer_norm", "001": "pre_mlp_layer_norm"},
+}
+
+
+def read_mesh_tensorflow(path: epath.PathLike) -> Source:
+    """Opens a checkpoint of Mesh TensorFlow.
+
+    Args:
+      path: `…/model.ckpt-1000000`, that with `.index`, or the directory: then the checkpoint that its state file
+        (`checkpoint`) names, else the one of the highest step.
+
+    Returns:
+      parameters as `target/…`; Adafactor's slots as `state/param_states/…/{m,v,v_row,v_col}`, those that Mesh
+      TensorFlow does not have as zeros of shape (1,); `state/step` (int32). Arrays keep the type they are stored in.
+
+    Raises:
+      UserError: it is damaged, or it has a variable that is not of a T5.
+
+    Example:
+      source = read_mesh_tensorflow("models/t5-small/model.ckpt-1000000")
+      embedding = source.arrays["target/token_embedder/embedding"].read()
+    """
+    prefix = find_prefix(path)
+    variables = read_bundle(prefix)
+    arrays: dict[str, LazyArray] = {}
+    origin: dict[str, str] = {}
+    for variable, array in variables.items():
+        if variable == _STEP_VARIABLE:
+            continue
+        name = translate(variable)
+        if name is None:
+            raise UserError(
+                f"{prefix}: no T5 model has the variable {variable!r}. If this is a T5 with additions, save it again "
+                "in Mesh TensorFlow without them; other models cannot be read."
+            )
+        if name in arrays:
+            raise UserError(f"{prefix}: the variables {origin[name]!r} and {variable!r} would both become {name}.")
+        arrays[name], origin[name] = array, variable
+    _add_missing_slots(prefix, arrays)
+    step = None
+    if _STEP_VARIABLE in variables:
+        step = _read_step(prefix, variables[_STEP_VARIABLE])
+        arrays["state/step"] = LazyArray((), np.dtype(np.int32), functools.partial(np.array, step, np.int32))
+    return Source("Mesh TensorFlow", str(prefix), step, _name_shared_biases(arrays))
+
+
+# Names.
+
+_TOWER = "(?P<tower>encoder|decoder|transformer)"
+_BLOCK = _TOWER + "/block_(?P<block>[0-9]{1,4})"
+
+
+def _in_layer(match: re.Match, rest: str) -> str:
+    return f"{_tower(match)}/layers_{int(match['block'])}/{rest}"
+
+
+def _tower(match: re.Match) -> str:
+    return "decoder" if match["tower"] == "transformer" else match["tower"]
+
+
+def _attention(match: re.Match) -> str:
+    if match["kind"] == "EncDecAttention":
+        module = "encoder_decoder_attention"
+    else:
+        module = "attention" if match["tower"] == "encoder" else "self_attention"
+    return _in_layer(match, f"{module}/{_PROJECTIONS[match['projection']]}/kernel")
+
+
+def _block_norm(match: re.Match) -> str | None:
+    norm = _NORMS[match["tower"]].get(match["layer"])
+    return norm and _in_layer(match, f"{norm}/scale")
+
+
+_RULES: list[tuple[str, Callable[[re.Match], str | None]]] = [
+    ("shared/embedding", lambda match: "token_embedder/embedding"),
+    (f"{_TOWER}/embedding", lambda match: f"{_tower(match)}/token_embedder/embedding"),
+    (
+        f"{_BLOCK}/layer_000/SelfAttention/relative_attention_bias",
+        lambda match: _in_layer(match, "relpos_bias/rel_embedding"),
+    ),
+    (f"{_BLOCK}/layer_[0-9]+/(?P<kind>SelfAttention)/(?P<projection>[qkvo])", _attention),
+    (
+        "(?P<tower>decoder|transformer)/block_(?P<block>[0-9]{1,4})/layer_[0-9]+/(?P<kind>EncDecAttention)"
+        "/(?P<projection>[qkvo])",
+        _attention,
+    ),
+    (
+        f"{_BLOCK}/layer_[0-9]+/DenseReluDense/(?P<dense>wi|wi_[0-9]+|wo)/kernel",
+        lambda match: _in_layer(match, f"mlp/{match['dense']}/kernel"),
+    ),
+    (f"{_BLOCK}/layer_(?P<layer>00[0-2])/(layer|rms)_norm/scale", _block_norm),
+    (f"{_TOWER}/(final_layer|rms)_norm/scale", lambda match: f"{_tower(match)}/{_tower(match)}_norm/scale"),
+    ("(decoder|transformer)/logits/kernel", lambda match: "decoder/logits_dense/kernel"),
+]
+
+
+def translate(variable: str) -> str | None:
+    """T5X's name of a variable of Mesh TensorFlow, None if it is not one of a T5.
+
+    A relative position bias gets its layer's name: whether the layers share it cannot be seen from one variable.
+
+    >>> translate("encoder/block_003/layer_000/SelfAttention/q_slot_vr")
+    'state/param_states/encoder/layers_3/attention/query/kernel/v_row'
+    """
+    base, slot = re.fullmatch(r"(.*?)(?:_slot_(v|vr|vc))?", variable, re.DOTALL).groups()
+    for pattern, rewrite in _RULES:
+        if match := re.fullmatch(pattern, base):
+            name = rewrite(match)
+            if name is None:
+                return None
+            return f"state/param_states/{name}/{_SLOTS[slot]}" if slot else f"target/{name}"
+    return None
+
+
+def _name_shared_biases(arrays: Mapping[str, LazyArray]) -> dict[str, LazyArray]:
+    """A tower in which only the first layer has a relative position bias shares it: its name is the tower's then."""
+    renamed = dict(arrays)
+    for tower in ("encoder", "decoder"):
+        pattern = f"(?:target|state/param_states)/{tower}/layers_([0-9]+)/relpos_bias/.*"
+        biases = {name: match[1] for name in arrays if (match := re.fullmatch(pattern, name))}
+        if set(biases.values()) == {"0"}:
+            for name in biases:
+                renamed[name.replace("/layers_0/", "/")] = renamed.pop(name)
+    return renamed
+
+
+def _add_missing_slots(prefix: epath.Path, arrays: dict[str, LazyArray]) -> None:
+    """Adafactor has four slots for each parameter; those it does not use are zeros of shape (1,)."""
+    slots: dict[str, set[str]] = {}
+    for name in arrays:
+        if name.startswith("state/param_states/"):
+            parameter, slot = name.rsplit("/", 1)
+            slots.setdefault(parameter, set()).add(slot)
+    unused = LazyArray((1,), np.dtype(np.float32), functools.partial(np.zeros, 1, np.float32))
+    for parameter, found in slots.items():
+        if found not in ({"v"}, {"v_row", "v_col"}):
+            raise UserError(
+                f"{prefix}: {parameter} has the slots {', '.join(sorted(found))}; Adafactor has either v, or v_row "
+                "and v_col. The checkpoint is incomplete."
+            )
+        for slot in {"m", "v", "v_row", "v_col"} - found:
+            arrays[f"{parameter}/{slot}"] = unused
+
+
+def _read_step(prefix: epath.Path, array: LazyArray) -> int:
+    if array.shape != () or array.dtype.kind != "i":
+        raise UserError(f"{prefix}: {_STEP_VARIABLE} is {array.dtype}{list(array.shape)}, not one whole number.")
+    step = int(array.read())
+    if not 0 <= step < 2**31:
+        raise UserError(f"{prefix}: {_STEP_VARIABLE} is {step}, which is no number of steps.")
+    return step
+
+
+# Which files.
+
+
+def find_prefix(path: epath.PathLike) -> epath.Path:
+    """The `…/model.ckpt-<step>` meant by a path (see read_mesh_tensorflow), whose `.index` is there."""
+    path = epath.Path(path).expanduser()
+    if path.name.endswith(".index"):
+        path = path.parent / path.name.removesuffix(".index")
+    if _index_file(path).is_file():
+        return path
+    if not path.is_dir():
+        raise UserError(
+            f"{path}: there is no {_index_file(path).name} and no such directory. Give the path of a Mesh TensorFlow "
+            "checkpoint, such as DIRECTORY/model.ckpt-1000000, or its directory."
+        )
+    found = sorted(file.name.removesuffix(".index") for file in path.glob("*.index") if file.is_file())
+    state_file = path / _STATE_FILE
+    if state_file.is_file():
+        name = _read_state_file(state_file)
+        if name not in found:
+            raise UserError(
+                f"{state_file} names {name}, but {name}.index is not there (only: {', '.join(found) or 'none'}). "
+                "Copy its files, or give the path of the checkpoint that you mean."
+            )
+        _logger.info("%s: taking %s, which the file %s names.", path, name, _STATE_FILE)
+        return path / name
+    return path / _newest(path, found)
+
+
+def _index_file(prefix: epath.Path) -> epath.Path:
+    return prefix.parent / f"{prefix.name}.index"
+
+
+def _read_state_file(path: epath.Path) -> str:
+    """The name of the checkpoint that TensorFlow's state file calls the latest."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MAX_STATE_FILE_BYTES)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error}.") from error
+    if not content.startswith(_STATE_FILE_START):
+        raise UserError(f"{path} is not a state file of TensorFlow. Give the path of the checkpoint: …/model.ckpt-N.")
+    match = re.match(_STATE_FILE_START + rb'\s*:\s*"([^"\\\r\n]*)"', content)
+    name = match[1].decode(errors="replace") if match else ""
+    if not re.fullmatch(r"[\w=+-][\w.=+-]*", name, re.ASCII):
+        raise UserError(
+            f"{path} does not name a checkpoint of its own directory: {name!r}. Give the path of the checkpoint "
+            "itself, such as DIRECTORY/model.ckpt-1000000."
+        )
+    return name
+
+
+def _newest(directory: epath.Path, found: list[str]) -> str:
+    if not found:
+        raise UserError(f"{directory} has no Mesh TensorFlow checkpoint: there is no *.index file in it.")
+    if len(found) == 1:
+        _logger.info("%s: taking %s.", directory, found[0])
+        return found[0]
+    steps = {name: int(match[1]) for name in found if (match := re.fullmatch(r".*-([0-9]{1,15})", name))}
+    newest = [name for name, step in steps.items() if step == max(steps.values())]
+    if len(newest) != 1:
+        raise UserError(
+            f"{directory} has several checkpoints ({', '.join(found)}), and their names do not say which is the "
+            "newest. Give the path of the one that you mean."
+        )
+    _logger.info("%s: taking %s, the newest of %d checkpoints.", directory, newest[0], len(found))
+    return newest[0]

@@ -1,0 +1,150 @@
+"""The sorted key-value table of LevelDB, as TensorFlow writes its `.index` files.
+
+    blocks of entries … | (metaindex block, unused) | index block: (last key, handle) of each | footer, 48 bytes
+    block:    entries, restart offsets (4 bytes each), their number | compression, 1 byte | masked CRC-32C, 4 bytes
+    entry:    shared, added, size of value (varints), the added bytes of the key, value; the first `shared` bytes of
+              the key are those of the key before
+    footer:   handles of metaindex and index (offset, size: varints), padding, magic
+
+The content may come from anywhere: every length is checked before it is used, and keys, blocks and the number of
+entries are bounded.
+"""
+
+from collections.abc import Iterator
+
+from t5x.checkpoints.formats.crc32c import crc32c, mask
+
+_MAGIC = (0xDB4775248B80FB57).to_bytes(8, "little")
+_FOOTER = 48
+_TRAILER = 5
+_MAX_KEY = 1024
+_MAX_BLOCK = 16 * 2**20  # TensorFlow makes blocks of 256 kB
+_MAX_ENTRIES = 100_000
+_UNCOMPRESSED, _SNAPPY = 0, 1
+
+
+class Malformed(Exception):
+    """The bytes are not what their format says. The message says what is wrong; who has the path adds it."""
+
+
+def read_table(content: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """Yields the (key, value) pairs of a table, in the order of the keys.
+
+    Raises:
+      Malformed: it is not a table, or a damaged one.
+    """
+    if len(content) < _FOOTER:
+        raise Malformed(f"it has {len(content)} bytes, fewer than the footer of a table alone")
+    if not content.endswith(_MAGIC):
+        raise Malformed("it does not end with the magic number of a table (cut short, or another kind of file)")
+    footer = Cursor(content[-_FOOTER : -len(_MAGIC)])
+    _ = footer.varint(), footer.varint()  # the metaindex: filters, which TensorFlow does not write
+    index = _read_block(content, footer.varint(), footer.varint())
+
+    last_key, end, count = None, 0, 0
+    for _, handle in _entries(index):
+        cursor = Cursor(handle)
+        offset, size = cursor.varint(), cursor.varint()
+        if offset < end:
+            raise Malformed(f"the block at byte {offset} overlaps the one before it")
+        end = offset + size + _TRAILER
+        for key, value in _entries(_read_block(content, offset, size)):
+            if last_key is not None and key <= last_key:
+                raise Malformed(f"the keys are not in order ({key!r} after {last_key!r})")
+            last_key = key
+            count += 1
+            if count > _MAX_ENTRIES:
+                raise Malformed(f"it has more than {_MAX_ENTRIES} entries")
+            yield key, value
+
+
+class Cursor:
+    """Takes numbers and bytes from the front of a buffer; Malformed where it ends too early."""
+
+    def __init__(self, data: bytes):
+        self._data = data
+        self._position = 0
+
+    def __bool__(self) -> bool:
+        """Whether anything is left."""
+        return self._position < len(self._data)
+
+    def take(self, size: int) -> bytes:
+        end = self._position + size
+        if end > len(self._data):
+            raise Malformed(f"a length of {size} bytes leads out of the {len(self._data)} bytes it is in")
+        taken = self._data[self._position : end]
+        self._position = end
+        return taken
+
+    def little_endian(self, size: int) -> int:
+        return int.from_bytes(self.take(size), "little")
+
+    def varint(self) -> int:
+        """Seven bits a byte, the lowest first; all bytes but the last have the high bit set."""
+        value = 0
+        for shift in range(0, 64, 7):
+            octet = self.take(1)[0]
+            value |= (octet & 0x7F) << shift
+            if octet < 0x80:
+                return value
+        raise Malformed("a variable-length number does not end")
+
+
+def _read_block(content: bytes, offset: int, size: int) -> bytes:
+    if offset + size + _TRAILER > len(content) - _FOOTER:
+        raise Malformed(f"a block of {size} bytes at byte {offset} leads out of the {len(content)} bytes of the file")
+    end = offset + size + 1
+    if mask(crc32c(content[offset:end])) != int.from_bytes(content[end : end + 4], "little"):
+        raise Malformed(f"the checksum of the block at byte {offset} does not match")
+    compression = content[end - 1]
+    if compression == _UNCOMPRESSED:
+        return content[offset : end - 1]
+    if compression == _SNAPPY:
+        return decompress_snappy(content[offset : end - 1])
+    raise Malformed(f"the block at byte {offset} has compression {compression}, which is neither none nor snappy")
+
+
+def _entries(block: bytes) -> Iterator[tuple[bytes, bytes]]:
+    restarts = int.from_bytes(block[-4:], "little")
+    end = len(block) - 4 * (restarts + 1)
+    if len(block) < 4 or end < 0:
+        raise Malformed(f"a block of {len(block)} bytes cannot hold {restarts} restart offsets")
+    cursor = Cursor(block[:end])
+    key = b""
+    while cursor:
+        shared, added, size = cursor.varint(), cursor.varint(), cursor.varint()
+        if shared > len(key) or shared + added > _MAX_KEY:
+            raise Malformed(f"a key takes {shared} bytes from a key of {len(key)} and adds {added}")
+        key = key[:shared] + cursor.take(added)
+        yield key, cursor.take(size)
+
+
+def decompress_snappy(data: bytes) -> bytes:
+    """Undoes Snappy's raw format: the length, then literals and copies of what has already come out."""
+    cursor = Cursor(data)
+    length = cursor.varint()
+    if length > _MAX_BLOCK:
+        raise Malformed(f"compressed data claims to hold {length} bytes")
+    output = bytearray()
+    while cursor:
+        tag = cursor.take(1)[0]
+        kind, upper = tag & 3, tag >> 2
+        if kind == 0:
+            size = (upper if upper < 60 else cursor.little_endian(upper - 59)) + 1
+            output += cursor.take(size)
+        else:
+            if kind == 1:
+                size, distance = (upper & 7) + 4, (upper >> 3) << 8 | cursor.take(1)[0]
+            else:
+                size, distance = upper + 1, cursor.little_endian(2 if kind == 2 else 4)
+            if not 0 < distance <= len(output):
+                raise Malformed(f"compressed data copies from {distance} bytes back, after {len(output)} bytes")
+            start = len(output) - distance
+            repeated = output[start : start + size]
+            output += (repeated * (size // len(repeated) + 1))[:size]
+        if len(output) > length:
+            break
+    if len(output) != length:
+        raise Malformed(f"compressed data gives {len(output)} bytes or more instead of {length}")
+    return bytes(output)

@@ -1,0 +1,248 @@
+"""TensorFlow's V2 checkpoints, read without TensorFlow.
+
+    PREFIX.index                     a table (see sorted_table.py): name -> where the tensor is, as a protocol buffer
+    PREFIX.data-SSSSS-of-NNNNN       the tensors, raw, little-endian
+
+The index is read at once and every entry checked against the sizes of the data files; a tensor is mapped into memory
+when it is asked for, and its checksum verified then.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+
+import ml_dtypes
+import numpy as np
+from etils import epath
+
+from t5x.checkpoints.formats.base import LazyArray
+from t5x.checkpoints.formats.crc32c import crc32c, mask
+from t5x.checkpoints.formats.sorted_table import Cursor, Malformed, read_table
+from t5x.checkpoints.manifest import DamagedCheckpoint
+from t5x.errors import UserError
+
+_DTYPES = {1: np.float32, 2: np.float64, 3: np.int32, 9: np.int64, 14: ml_dtypes.bfloat16, 19: np.float16}
+_OTHER_DTYPES = {4: "uint8", 6: "int8", 7: "string", 10: "bool", 20: "resource", 21: "variant"}
+_MAX_INDEX_BYTES = 16 * 2**20  # that of a T5 11B is below 200 kB
+_MAX_RANK = 16
+_VERSION = 1
+
+
+class _Unsupported(Exception):
+    """It is whole, but not for this reader."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """Where a tensor is: `size` bytes at `offset` of the data file number `shard`. `crc` is masked."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    shard: int
+    offset: int
+    size: int
+    crc: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Index:
+    num_shards: int
+    entries: Mapping[str, Entry]
+
+
+def read_bundle(prefix: epath.PathLike) -> dict[str, LazyArray]:
+    """Opens the checkpoint `prefix`.index, `prefix`.data-*.
+
+    Returns:
+      its tensors by name. Reading one verifies its checksum (DamagedCheckpoint if it does not match) and gives a
+      read-only array over the mapped file.
+
+    Raises:
+      UserError: it is damaged, a data file is missing or too short, or it holds what is not supported.
+    """
+    index = read_index(f"{epath.Path(prefix)}.index")
+    files = {}
+    for name, entry in index.entries.items():
+        if entry.shard not in files:
+            path = epath.Path(f"{epath.Path(prefix)}.data-{entry.shard:05d}-of-{index.num_shards:05d}")
+            files[entry.shard] = path, _file_size(path)
+        path, size = files[entry.shard]
+        if entry.offset + entry.size > size:
+            raise DamagedCheckpoint(
+                path, f"it has {size} bytes, but {name} ends at byte {entry.offset + entry.size} (cut short?)"
+            )
+    return {
+        name: LazyArray(entry.shape, entry.dtype, functools.partial(_read_tensor, files[entry.shard][0], name, entry))
+        for name, entry in index.entries.items()
+    }
+
+
+def read_index(path: epath.PathLike) -> Index:
+    """Reads a `.index` file.
+
+    Raises:
+      UserError: it is missing, damaged, or lists what is not supported (partitioned variables, strings).
+    """
+    path = epath.Path(path)
+    size = _file_size(path)
+    if size > _MAX_INDEX_BYTES:
+        raise DamagedCheckpoint(path, f"it has {size} bytes; the index of a checkpoint has at most {_MAX_INDEX_BYTES}")
+    try:
+        return _parse_index(path.read_bytes())
+    except Malformed as error:
+        raise DamagedCheckpoint(path, str(error)) from error
+    except _Unsupported as error:
+        raise UserError(f"{path}: {error}") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error}.") from error
+
+
+def _parse_index(content: bytes) -> Index:
+    pairs = read_table(content)
+    key, header = next(pairs, (None, b""))
+    if key != b"":
+        raise Malformed("it does not begin with the header of a checkpoint")
+    num_shards = _parse_header(header)
+    entries = {}
+    slices = False
+    for key, value in pairs:
+        if key.startswith(b"\0"):
+            slices = True  # of a partitioned variable, whose own entry comes later
+            continue
+        try:
+            name = key.decode()
+        except UnicodeDecodeError:
+            raise Malformed(f"the name {key!r} is not text") from None
+        try:
+            entries[name] = _parse_entry(value, num_shards)
+        except (Malformed, _Unsupported) as error:
+            raise type(error)(f"variable {name!r} {error}") from error
+    if slices:
+        raise Malformed("it has slices of a variable that it does not list")
+    _check_overlaps(entries)
+    return Index(num_shards, entries)
+
+
+def _parse_header(data: bytes) -> int:
+    """Returns the number of data files."""
+    fields = _parse_message(data)
+    num_shards = _number(fields, 1)
+    if not 0 < num_shards < 2**31:
+        raise Malformed(f"it speaks of {num_shards} data files")
+    if _number(fields, 2) != 0:
+        raise _Unsupported("the checkpoint was written on a big-endian machine, which is not supported.")
+    if (needed := _number(_parse_message(_data(fields, 3)), 2)) > _VERSION:
+        raise _Unsupported(f"the checkpoint needs a reader of version {needed}; this one has version {_VERSION}.")
+    return num_shards
+
+
+def _parse_entry(data: bytes, num_shards: int) -> Entry:
+    fields = _parse_message(data)
+    if 7 in fields:
+        raise _Unsupported(
+            "is stored in slices (a partitioned variable), which is not supported. Load the checkpoint with "
+            "TensorFlow and save it again with the variable as one piece."
+        )
+    code = _number(fields, 1)
+    if code not in _DTYPES:
+        raise _Unsupported(
+            f"has the type {_OTHER_DTYPES.get(code, f'number {code}')}; only float32, float64, float16, bfloat16, "
+            "int32 and int64 are supported. Is this a checkpoint of a T5 model?"
+        )
+    dtype = np.dtype(_DTYPES[code])
+    shape = _parse_shape(_data(fields, 2))
+    shard, offset, size = (_number(fields, number) for number in (3, 4, 5))
+    if shard >= num_shards:
+        raise Malformed(f"is said to be in data file number {shard}, of {num_shards} numbered from 0")
+    if size != math.prod(shape) * dtype.itemsize:
+        raise Malformed(f"takes {size} bytes, which is not the size of {dtype.name}{list(shape)}")
+    return Entry(dtype, shape, shard, offset, size, _number(fields, 6))
+
+
+def _parse_shape(data: bytes) -> tuple[int, ...]:
+    fields = _parse_message(data)
+    if _number(fields, 3):
+        raise Malformed("is of unknown shape")
+    shape = tuple(_number(_parse_message(dimension), 1) for dimension in _all_data(fields, 2))
+    if len(shape) > _MAX_RANK or math.prod(max(size, 1) for size in shape) >= 2**60:
+        raise Malformed(f"has the impossible shape {list(shape[: _MAX_RANK + 1])}")
+    return shape
+
+
+def _check_overlaps(entries: Mapping[str, Entry]) -> None:
+    shard = end = 0
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].shard, item[1].offset, item[1].size)):
+        if entry.shard == shard and entry.offset < end:
+            raise Malformed(f"variable {name!r} overlaps another one in data file number {shard}")
+        shard, end = entry.shard, entry.offset + entry.size
+
+
+# Protocol buffers: a message is a sequence of (field number << 3 | wire type, content).
+
+
+def _parse_message(data: bytes) -> dict[int, list[int | bytes]]:
+    """The values of each field, by its number."""
+    cursor = Cursor(data)
+    fields: dict[int, list[int | bytes]] = {}
+    while cursor:
+        number, wire_type = divmod(cursor.varint(), 8)
+        if wire_type == 0:
+            value = cursor.varint()
+        elif wire_type == 2:
+            value = cursor.take(cursor.varint())
+        elif wire_type in (1, 5):
+            value = cursor.little_endian(8 if wire_type == 1 else 4)
+        else:
+            raise Malformed(f"field {number} of a message has the unknown wire type {wire_type}")
+        fields.setdefault(number, []).append(value)
+    return fields
+
+
+def _number(fields: Mapping[int, list[int | bytes]], number: int) -> int:
+    value = fields.get(number, [0])[-1]
+    if not isinstance(value, int):
+        raise Malformed(f"field {number} of a message is not a number")
+    return value
+
+
+def _data(fields: Mapping[int, list[int | bytes]], number: int) -> bytes:
+    return b"".join(_all_data(fields, number))  # parts of a message are merged, which is what appending them does
+
+
+def _all_data(fields: Mapping[int, list[int | bytes]], number: int) -> list[bytes]:
+    values = fields.get(number, [])
+    if not all(isinstance(value, bytes) for value in values):
+        raise Malformed(f"field {number} of a message is not a message")
+    return values
+
+
+# The files.
+
+
+def _file_size(path: epath.Path) -> int:
+    if not path.is_file():
+        raise UserError(f"{path} is missing. Copy all files of the checkpoint (.index and every .data-*) together.")
+    return path.stat().length
+
+
+def _read_tensor(path: epath.Path, name: str, entry: Entry) -> np.ndarray:
+    data = _read_bytes(path, entry.offset, entry.size)
+    if mask(crc32c(data)) != entry.crc:
+        raise DamagedCheckpoint(path, f"the checksum of {name} does not match")
+    array = data.view(entry.dtype).reshape(entry.shape)
+    return array if array.flags.aligned else array.copy()
+
+
+def _read_bytes(path: epath.Path, offset: int, size: int) -> np.ndarray:
+    """[size] uint8, read-only: mapped where the file is local."""
+    if size == 0:
+        return np.frombuffer(b"", np.uint8)
+    try:
+        if "://" not in str(path):
+            return np.asarray(np.memmap(path, np.uint8, mode="r", offset=offset, shape=(size,)))
+        with path.open("rb") as file:
+            file.seek(offset)
+            return np.frombuffer(file.read(size), np.uint8)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}. Has it changed since the checkpoint was opened?") from error

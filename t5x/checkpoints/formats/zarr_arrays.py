@@ -1,0 +1,320 @@
+"""Arrays in zarr (version 2) directories, as T5X and older Orbax lay them beside a checkpoint's msgpack file.
+
+Chunks without compression, or with gzip or zlib, are decoded here, because TensorStore does not look at their
+checksums; zstd and blosc go through TensorStore. Symbolic links are not followed, and a chunk that is missing is an
+error unless the array states a fill value: TensorStore writes chunks of zeros too.
+"""
+
+import dataclasses
+import itertools
+import json
+import math
+import os
+import stat
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from etils import epath
+
+from t5x.checkpoints import faults, paths
+from t5x.checkpoints.formats.base import LazyArray
+from t5x.checkpoints.formats.lazy_msgpack import DTYPES, check_shape
+from t5x.checkpoints.manifest import DamagedCheckpoint, open_inside
+
+METADATA_FILE = ".zarray"
+COMPRESSOR = {"id": "gzip", "level": 1}  # what we write, and T5X too
+
+_MAX_CHUNK_BYTES = 64 * 2**20
+_MAX_METADATA_BYTES = 2**20
+_MAX_CHUNKS = 10_000_000
+_THREADS = min(4, os.cpu_count() or 1)
+_NAME_OF_DTYPE = {
+    dtype: "bfloat16" if name == "bfloat16" else np.dtype(dtype).newbyteorder("<").str for name, dtype in DTYPES.items()
+}
+_DTYPE_OF_NAME = {name: dtype for dtype, name in _NAME_OF_DTYPE.items()}
+# How many bytes a byte of a file can stand for at most. It bounds what a small file can make us allocate.
+_MAX_RATIO = {None: 1, "gzip": 1100, "zlib": 1100, "zstd": 2**16, "blosc": 2**16}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Metadata:
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    chunks: tuple[int, ...]
+    compressor: Mapping[str, Any] | None
+    order: str = "C"
+    separator: str = "."
+    fill_value: Any = None
+
+    @property
+    def codec(self) -> str | None:
+        return None if self.compressor is None else self.compressor["id"]
+
+    @property
+    def chunk_bytes(self) -> int:
+        return math.prod(self.chunks) * self.dtype.itemsize
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "chunks": list(self.chunks),
+            "compressor": self.compressor,
+            "dimension_separator": self.separator,
+            "dtype": _NAME_OF_DTYPE[self.dtype],
+            "fill_value": self.fill_value,
+            "filters": None,
+            "order": self.order,
+            "shape": list(self.shape),
+            "zarr_format": 2,
+        }
+
+    def grid(self) -> Iterator[tuple[int, ...]]:
+        if 0 in self.shape:
+            return iter(())
+        counts = (-(-size // chunk) for size, chunk in zip(self.shape, self.chunks, strict=True))
+        return itertools.product(*map(range, counts))
+
+    def chunk_name(self, index: tuple[int, ...]) -> str:
+        return self.separator.join(map(str, index)) or "0"
+
+    def slices(self, index: tuple[int, ...]) -> tuple[slice, ...]:
+        edges = zip(index, self.chunks, self.shape, strict=True)
+        return tuple(slice(i * chunk, min((i + 1) * chunk, size)) for i, chunk, size in edges)
+
+
+class _Malformed(Exception):
+    pass
+
+
+# --- Reading
+
+
+def open_array(directory: epath.PathLike, name: str, stated: Mapping[str, Any] | None = None) -> LazyArray:
+    """The array in the directory `name` of a checkpoint. Reads metadata only.
+
+    Args:
+      directory: of the checkpoint.
+      name: relative to it.
+      stated: what the checkpoint says of the array elsewhere: `dtype` (such as `float32`) and `metadata` with `shape`,
+        `chunks` and `compressor`. Shape and dtype must be those of the array. It is all there is to go by where the
+        array's own metadata file is missing.
+
+    Raises:
+      DamagedCheckpoint: the array is not there, not inside the checkpoint, or not as stated.
+    """
+    if not paths.is_plain_relative(name):
+        raise DamagedCheckpoint(directory, f"it names the array {name[:200]!r}, which is not a path inside it")
+    try:
+        own = _read_metadata(directory, name)
+        expected = None if stated is None else _stated_metadata(stated, complete=own is None)
+        if own is None and expected is None:
+            raise _Malformed(f"has no {METADATA_FILE}, which alone says its shape")
+        if own is not None and expected is not None and (own.shape, own.dtype) != (expected.shape, expected.dtype):
+            raise _Malformed(
+                f"is {own.dtype} {list(own.shape)}, while the checkpoint says {expected.dtype} {list(expected.shape)}"
+            )
+        metadata = own or expected
+        if math.prod(-(-n // chunk) for n, chunk in zip(metadata.shape, metadata.chunks, strict=True)) > _MAX_CHUNKS:
+            raise _Malformed(f"says it has more than {_MAX_CHUNKS} chunks")
+    except _Malformed as error:
+        raise DamagedCheckpoint(directory, f"the array {name} {error}") from None
+    return LazyArray(metadata.shape, metadata.dtype, lambda: _read(directory, name, metadata))
+
+
+def _read_metadata(directory: epath.PathLike, name: str) -> _Metadata | None:
+    """What .zarray says; None where the array is there without one."""
+    try:
+        with open_inside(directory, f"{name}/{METADATA_FILE}") as file:
+            content = file.read(_MAX_METADATA_BYTES + 1)
+    except FileNotFoundError:
+        if os.path.isdir(os.path.join(directory, name)):
+            return None
+        raise _Malformed("is missing") from None
+    except OSError as error:
+        raise _Malformed(f"cannot be opened: {error.strerror}") from error
+    try:
+        if len(content) > _MAX_METADATA_BYTES:
+            raise ValueError("too large")
+        data = json.loads(content)
+    except (ValueError, RecursionError):
+        raise _Malformed(f"has a {METADATA_FILE} that is not JSON") from None
+    if not isinstance(data, dict) or data.get("zarr_format") != 2 or data.get("filters") is not None:
+        raise _Malformed(f"has a {METADATA_FILE} that is not of zarr version 2 without filters")
+    if not isinstance(data.get("dtype"), str) or data["dtype"] not in _DTYPE_OF_NAME:
+        raise _Malformed(f"has the dtype {str(data.get('dtype'))[:40]!r}; known: {', '.join(_DTYPE_OF_NAME)}")
+    order, separator, fill_value = data.get("order"), data.get("dimension_separator", "."), data.get("fill_value")
+    if order not in ("C", "F") or separator not in (".", "/") or isinstance(fill_value, list | dict):
+        raise _Malformed(f"has a {METADATA_FILE} with an unknown order, dimension_separator or fill_value")
+    metadata = _checked(data, _DTYPE_OF_NAME[data["dtype"]], complete=True)
+    return dataclasses.replace(metadata, order=order, separator=separator, fill_value=fill_value)
+
+
+def _stated_metadata(stated: Mapping[str, Any], *, complete: bool) -> _Metadata:
+    """What the checkpoint says of an array; only a complete statement has chunks and compressor."""
+    data, dtype = stated.get("metadata"), stated.get("dtype")
+    if not isinstance(data, dict):
+        raise _Malformed("has metadata that is not a dictionary")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise _Malformed(f"is said to have the dtype {str(dtype)[:40]!r}; known: {', '.join(DTYPES)}")
+    return _checked(data, DTYPES[dtype], complete=complete)
+
+
+def _checked(data: Mapping[str, Any], dtype: np.dtype, *, complete: bool) -> _Metadata:
+    try:
+        shape = check_shape(data.get("shape"))
+        if not complete:
+            return _Metadata(shape, dtype, tuple(max(1, n) for n in shape), None)
+        chunks, compressor = check_shape(data.get("chunks")), data["compressor"]
+    except ValueError as error:
+        raise _Malformed(f"has metadata of which {error}") from None
+    except KeyError:
+        raise _Malformed("does not say how it is compressed") from None
+    if len(chunks) != len(shape) or 0 in chunks:
+        raise _Malformed(f"has chunks {list(chunks)}, which do not divide the shape {list(shape)}")
+    codec = compressor.get("id", "") if isinstance(compressor, dict) else None
+    if codec not in list(_MAX_RATIO) or (codec is None) != (compressor is None):
+        raise _Malformed(f"has the compressor {str(compressor)[:80]}; known: gzip, zlib, zstd, blosc and none")
+    return _Metadata(shape, dtype, chunks, compressor)
+
+
+def _read(directory: epath.PathLike, name: str, metadata: _Metadata) -> np.ndarray:
+    try:
+        stored = _find_chunks(os.path.join(directory, name), metadata)
+        if metadata.codec in ("zstd", "blosc"):
+            return _read_by_tensorstore(os.path.join(directory, name), metadata)
+        return _decode_chunks(directory, name, metadata, stored)
+    except _Malformed as error:
+        raise DamagedCheckpoint(directory, f"the array {name} {error}") from None
+    except OSError as error:
+        raise DamagedCheckpoint(directory, f"the array {name} cannot be read: {error.strerror}") from error
+    except MemoryError:
+        size = paths.human_size(math.prod(metadata.shape) * metadata.dtype.itemsize)
+        raise DamagedCheckpoint(directory, f"the array {name} says it has {size}, more than fits in memory") from None
+
+
+def _find_chunks(path: str, metadata: _Metadata) -> list[tuple[int, ...]]:
+    """The chunks that are there. All of them must be, unless there is a fill value for the others."""
+    files = dict(paths.walk(path))
+    stored = []
+    for index in metadata.grid():
+        status = files.get(metadata.chunk_name(index))
+        if status is None and metadata.fill_value is None:
+            raise _Malformed(f"lacks its chunk {metadata.chunk_name(index)}")
+        if status is None:
+            continue
+        if not stat.S_ISREG(status.st_mode):
+            raise _Malformed(f"has a chunk {metadata.chunk_name(index)} that is not a regular file")
+        if metadata.chunk_bytes > max(status.st_size, 1) * _MAX_RATIO[metadata.codec]:
+            raise _Malformed(
+                f"has a chunk {metadata.chunk_name(index)} of {status.st_size} bytes; "
+                f"that cannot be the {metadata.chunk_bytes} bytes it stands for"
+            )
+        stored.append(index)
+    return stored
+
+
+def _decode_chunks(
+    directory: epath.PathLike, name: str, metadata: _Metadata, stored: list[tuple[int, ...]]
+) -> np.ndarray:
+    result = np.empty(metadata.shape, metadata.dtype)
+    if metadata.fill_value is not None:
+        try:
+            result[...] = np.asarray(float(metadata.fill_value)).astype(metadata.dtype)
+        except (ValueError, OverflowError):
+            raise _Malformed(f"has the fill value {str(metadata.fill_value)[:40]!r}, which is not a number") from None
+
+    def decode(index: tuple[int, ...]) -> None:
+        chunk_name = metadata.chunk_name(index)
+        with open_inside(directory, f"{name}/{chunk_name}") as file:
+            content = file.read()
+        if metadata.codec is not None:
+            content = _decompress(content, metadata.chunk_bytes, chunk_name)
+        if len(content) != metadata.chunk_bytes:
+            raise _Malformed(f"has a chunk {chunk_name} of another size than {metadata.chunk_bytes} bytes")
+        chunk = np.frombuffer(content, np.uint8).view(metadata.dtype).reshape(metadata.chunks, order=metadata.order)
+        part = result[(*metadata.slices(index), ...)]
+        part[...] = chunk[tuple(slice(n) for n in part.shape)]
+
+    _for_each(decode, stored)
+    return result
+
+
+def _decompress(content: bytes, size: int, chunk_name: str) -> bytes:
+    """The `size` bytes in a gzip or zlib stream, its checksum verified."""
+    stream = zlib.decompressobj(wbits=47)
+    try:
+        result = stream.decompress(content, size + 1)
+    except zlib.error as error:
+        raise _Malformed(f"has a corrupt chunk {chunk_name}: {error}") from None
+    if not stream.eof or stream.unused_data:
+        raise _Malformed(f"has a chunk {chunk_name} that is cut off or of another size than {size} bytes")
+    return result
+
+
+def _read_by_tensorstore(path: str, metadata: _Metadata) -> np.ndarray:
+    import tensorstore
+
+    spec = {
+        "driver": "zarr",
+        "kvstore": {"driver": "file", "path": path + "/"},
+        "metadata": metadata.to_json(),
+        "assume_metadata": True,
+        "open": True,
+    }
+    try:
+        return tensorstore.open(spec, read=True).result().read().result()
+    except (ValueError, RuntimeError, NotImplementedError) as error:
+        raise _Malformed(f"cannot be decoded: {faults.first_line(error)}") from error
+
+
+# --- Writing
+
+
+def write_array(directory: epath.PathLike, name: str, array: np.ndarray) -> dict[str, Any]:
+    """Writes the array as the zarr directory `name`, a few chunks at a time.
+
+    Returns:
+      the part of its metadata that a TensorStore spec carries: chunks, compressor and shape.
+    """
+    metadata = _Metadata(array.shape, array.dtype, choose_chunks(array.shape, array.dtype.itemsize), COMPRESSOR)
+    path = os.path.join(directory, name)
+    paths.write_file(os.path.join(path, METADATA_FILE), json.dumps(metadata.to_json(), separators=(",", ":")).encode())
+
+    def write(index: tuple[int, ...]) -> None:
+        content = np.ascontiguousarray(array[metadata.slices(index)]).reshape(-1).view(np.uint8)
+        # Weights do not repeat themselves: looking for runs only is twice as fast, and no larger.
+        stream = zlib.compressobj(COMPRESSOR["level"], wbits=31, strategy=zlib.Z_RLE)
+        with open(os.path.join(path, metadata.chunk_name(index)), "xb") as file:
+            file.write(stream.compress(content))
+            file.write(stream.flush())
+
+    _for_each(write, list(metadata.grid()))
+    return {"chunks": list(metadata.chunks), "compressor": COMPRESSOR, "shape": list(metadata.shape)}
+
+
+def choose_chunks(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """T5X's rule: while a chunk has more than 64 MiB, its largest dimension goes to its next smaller divisor.
+
+    >>> choose_chunks((32128, 4096), 4)
+    (4016, 4096)
+    """
+    chunks = [max(1, n) for n in shape]
+    while math.prod(chunks) * itemsize > _MAX_CHUNK_BYTES:
+        largest = chunks.index(max(chunks))
+        size = shape[largest]
+        chunks[largest] = next(n for n in range(chunks[largest] - 1, 0, -1) if size % n == 0)
+    return tuple(chunks)
+
+
+def _for_each(function: Callable[[Any], None], items: Iterable[Any]) -> None:
+    """Calls the function for all items, a few at a time. The compression libraries release the interpreter lock."""
+    items = list(items)
+    if len(items) < 2:
+        for item in items:
+            function(item)
+        return
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="t5x-zarr") as pool:
+        for _ in pool.map(function, items):
+            pass

@@ -1,0 +1,195 @@
+"""One logical parameter tree, whichever way it is held.
+
+The canonical form is T5X's unrolled one: `encoder/layers_3/attention/query/kernel` with kernels of two dimensions.
+Other forms differ in two ways: layers may be stacked (`encoder/encoder/attention/query/kernel`, with a layer axis), and
+attention kernels may have heads and their width as two dimensions (T5X's scalable_t5). `canonical` undoes both, and
+`arranged` puts canonical arrays into the form a network holds. Nothing is read until an array is asked for.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from t5x.checkpoints.formats.base import LazyArray
+from t5x.errors import UserError
+
+PARAMS, STATES = "target/", "state/param_states/"
+_STACKED = re.compile(r"^(encoder|decoder)/\1/(.+)$")
+_LAYER = re.compile(r"^(encoder|decoder)/layers_(\d+)/(.+)$")
+_SLOTS = ("m", "v", "v_row", "v_col")
+
+
+def canonical(arrays: Mapping[str, LazyArray], *, scan_axis: int = 1) -> dict[str, LazyArray]:
+    """The arrays under their canonical names and shapes; optimizer state of stacked layers is unstacked with them.
+
+    Args:
+      scan_axis: where the layer axis stands in stacked parameters; 1 in T5X.
+    """
+    result: dict[str, LazyArray] = {}
+    for name, array in arrays.items():
+        root, path, slot = _split(name)
+        if root is None or not (match := _STACKED.match(path)):
+            result[name] = array if root is None or slot else _flat_heads(path, array)
+            continue
+        tower, rest = match.groups()
+        parameter = arrays.get(PARAMS + path)
+        for number, layer in enumerate(_unstacked(name, rest, slot, array, parameter, scan_axis)):
+            result[_join(root, f"{tower}/layers_{number}/{rest}", slot)] = layer
+    return _rename_factored_slots(result, arrays)
+
+
+def arranged(
+    arrays: Mapping[str, LazyArray], wanted: Mapping[str, Any], axes: Mapping[str, Sequence[str | None] | None]
+) -> dict[str, LazyArray]:
+    """Canonical arrays as a network holds them.
+
+    Args:
+      arrays: see `canonical`.
+      wanted: the network's names; a stacked one is made of its layers.
+      axes: logical axes by name, which say where `layers` stands.
+
+    Returns:
+      those of `wanted` that can be made, and everything of `arrays` that nobody wanted, under its own name.
+    """
+    result: dict[str, LazyArray] = {}
+    used: set[str] = set()
+    for name in wanted:
+        root, path, slot = _split(name)
+        match = _STACKED.match(path) if root is not None else None
+        if match is None:
+            if name in arrays:
+                result[name] = arrays[name]
+                used.add(name)
+            continue
+        tower, rest = match.groups()
+        layers, sources = [], []
+        while (at := _layer_name(root, tower, len(layers), rest, slot, arrays)) is not None:
+            layers.append(arrays[at])
+            sources.append(at)
+        if layers:
+            axis = list(axes[name]).index("layers") if axes.get(name) and "layers" in axes[name] else 0
+            result[name] = _stack(layers, axis) if layers[0].shape != (1,) or not slot else layers[0]
+            used.update(sources)
+    return result | {name: array for name, array in arrays.items() if name not in used}
+
+
+# --- Names ------------------------------------------------------------------------------------------------------------
+
+
+def _split(name: str) -> tuple[str | None, str, str | None]:
+    """(root, parameter path, slot); root is None for what is no parameter and no state of one."""
+    if name.startswith(PARAMS):
+        return PARAMS, name.removeprefix(PARAMS), None
+    if name.startswith(STATES):
+        path, _, slot = name.removeprefix(STATES).rpartition("/")
+        if slot in _SLOTS:
+            return STATES, path, slot
+    return None, name, None
+
+
+def _join(root: str, path: str, slot: str | None) -> str:
+    return root + path + (f"/{slot}" if slot else "")
+
+
+def _layer_name(root, tower, number, rest, slot, arrays) -> str | None:
+    """The canonical name of a layer's array. A factored slot is asked for by what it keeps, see `kept_dimension`."""
+    name = _join(root, f"{tower}/layers_{number}/{rest}", slot)
+    if slot in ("v_row", "v_col"):
+        parameter = PARAMS + f"{tower}/layers_{number}/{rest}"
+        if parameter in arrays and name in arrays and arrays[name].shape != (1,):
+            keeps = embed_dimension(rest) if slot == "v_row" else 1 - embed_dimension(rest)
+            name = _join(root, f"{tower}/layers_{number}/{rest}", _slot_keeping(arrays[parameter].shape, keeps))
+    return name if name in arrays else None
+
+
+def embed_dimension(path: str) -> int:
+    """Which dimension of a canonical kernel is the embedding axis, the rows of Adafactor's logical rules."""
+    return 1 if re.search(r"(^|/)(out|wo)/kernel$", path) or path.endswith("embedding") else 0
+
+
+def _slot_keeping(shape: Sequence[int], dimension: int) -> str:
+    """The slot of an unrolled matrix that keeps `dimension`: there the larger one is averaged away in `v_row`."""
+    larger = int(np.argsort(shape)[-1])
+    return "v_col" if dimension == larger else "v_row"
+
+
+# --- Shapes -----------------------------------------------------------------------------------------------------------
+
+
+def _flat_heads(path: str, array: LazyArray) -> LazyArray:
+    """An attention kernel with its heads in one dimension: [embed, heads·kv], or [heads·kv, embed] for the output."""
+    if len(array.shape) != 3 or not re.search(r"attention/(query|key|value|out)/kernel$", path):
+        return array
+    first, middle, last = array.shape
+    shape = (first * middle, last) if path.endswith("out/kernel") else (first, middle * last)
+    return LazyArray(shape, array.dtype, lambda: array.read().reshape(shape))
+
+
+def _unstacked(
+    name: str, rest: str, slot: str | None, array: LazyArray, parameter: LazyArray | None, scan_axis: int
+) -> list[LazyArray]:
+    """One array a layer."""
+    if slot and array.shape == (1,):  # a slot that is not in use
+        if parameter is None:
+            raise UserError(f"{name} belongs to no parameter of this checkpoint.")
+        return [array] * parameter.shape[scan_axis]
+    if len(array.shape) < 2:
+        raise UserError(f"{name} has shape {list(array.shape)}: a stacked parameter has a layer axis.")
+    axis = scan_axis if parameter is None else _layer_axis(rest, slot, len(parameter.shape), scan_axis)
+    cache: dict[str, np.ndarray] = {}
+
+    def layer(number: int) -> np.ndarray:
+        if "whole" not in cache:
+            cache["whole"] = array.read()
+        value = np.take(cache["whole"], number, axis=axis)
+        if number == array.shape[axis] - 1:
+            cache.clear()  # the layers of a stack are asked for in order
+        return value
+
+    shape = array.shape[:axis] + array.shape[axis + 1 :]
+    layers = []
+    for number in range(array.shape[axis]):
+        one = LazyArray(shape, array.dtype, lambda number=number: layer(number))
+        layers.append(_flat(one) if slot in ("v_row", "v_col") else _flat_heads(rest, one))
+    return layers
+
+
+def _layer_axis(rest: str, slot: str | None, rank: int, scan_axis: int) -> int:
+    """Where the layer axis stands in a stacked parameter of `rank` dimensions, or in a slot that lost some of them."""
+    embed = embed_dimension(rest)
+    dimensions: list[Any] = [0, 1, 1] if embed == 0 else [0, 0, 1]  # heads and their width apart
+    if rank == 3:
+        dimensions = [0, 1]
+    dimensions.insert(scan_axis, "layers")
+    lost = {"v_row": 1 - embed, "v_col": embed}.get(slot)
+    return [d for d in dimensions if d != lost].index("layers")
+
+
+def _flat(array: LazyArray) -> LazyArray:
+    """A factored slot as a vector: that of an attention kernel may have heads and their width apart."""
+    return LazyArray((array.size,), array.dtype, lambda: array.read().reshape(-1))
+
+
+def _rename_factored_slots(result: dict[str, LazyArray], arrays: Mapping[str, LazyArray]) -> dict[str, LazyArray]:
+    """Stacked slots are rows and columns by logical axis; unrolled ones by size. Swaps those that differ."""
+    renamed = dict(result)
+    for name in result:
+        root, path, slot = _split(name)
+        match = _LAYER.match(path) if root == STATES else None
+        if match is None or slot != "v_row" or name in arrays or result[name].shape == (1,):
+            continue
+        column = _join(STATES, path, "v_col")
+        parameter = result.get(PARAMS + path)
+        if parameter is not None and _slot_keeping(parameter.shape, embed_dimension(path)) == "v_col":
+            renamed[name], renamed[column] = result[column], result[name]
+    return renamed
+
+
+def _stack(layers: Sequence[LazyArray], axis: int) -> LazyArray:
+    first = layers[0]
+    if any(layer.shape != first.shape for layer in layers):
+        raise UserError("Layers of different shapes cannot be stacked: set network.T5Config.scan_layers=False.")
+    shape = (*first.shape[:axis], len(layers), *first.shape[axis:])
+    return LazyArray(shape, first.dtype, lambda: np.stack([layer.read() for layer in layers], axis))

@@ -1,0 +1,85 @@
+"""Writing a checkpoint array by array, for trees that need not fit in memory: what conversion uses.
+
+The result is what `CheckpointStore.save` writes. Orbax itself wants the whole tree at once.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import tensorstore as ts
+from etils import epath
+
+from t5x.checkpoints import arrays, manifest, paths
+from t5x.checkpoints.formats.zarr_arrays import choose_chunks
+from t5x.errors import UserError
+
+
+def write_checkpoint(
+    path: epath.PathLike, step: int, tensors: Iterable[tuple[str, np.ndarray]], *, sidecars: Mapping[str, bytes]
+) -> None:
+    """Writes the directory `path` whole, or not at all.
+
+    Args:
+      path: a checkpoint directory that does not exist yet.
+      step: of training.
+      tensors: (name, array), one at a time; `target/…` and, if there is one, `state/param_states/…`.
+      sidecars: contents of the files beside the arrays.
+    """
+    final = paths.local_path(path)
+    if os.path.lexists(final):
+        raise UserError(f"{final} exists already; choose another destination.")
+    temporary = final.parent / f"{final.name}.tmp-{os.getpid()}"
+    paths.make_directory(final.parent, "the destination's directory")
+    try:
+        state = temporary / paths.STATE
+        state.mkdir(parents=True)
+        _write_arrays(state, step, tensors)
+        for name, content in sidecars.items():
+            paths.write_file(temporary / name, content)
+        paths.fsync_tree(temporary)
+        manifest.write(temporary, step)
+        os.rename(temporary, final)
+        paths.fsync(final.parent)
+    except BaseException:
+        paths.remove_tree(temporary)
+        raise
+
+
+def _write_arrays(directory: epath.Path, step: int, tensors: Iterable[tuple[str, np.ndarray]]) -> None:
+    base = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{directory}/"}}
+    base["config"] = {"max_inline_value_bytes": 1024}
+    names = []
+    for name, array in (*tensors, ("state/step", np.asarray(step, np.int32))):
+        metadata = {
+            "shape": list(array.shape),
+            "chunks": list(choose_chunks(array.shape, array.dtype.itemsize)),
+            "compressor": None,
+        }
+        spec = {"driver": "zarr", "kvstore": {**base, "path": name.replace("/", ".") + "/"}, "metadata": metadata}
+        store = ts.open(spec, dtype=ts.dtype(array.dtype), create=True, open=False).result()
+        store.write(array).result()
+        names.append(name)
+    paths.write_file(directory / "_METADATA", json.dumps(_tree_metadata(names)).encode())
+    missing = set(names) - set(arrays.read_shapes(directory))
+    if missing:
+        raise UserError(f"{directory}: {min(missing)} was written but cannot be found again. Is the disk sound?")
+
+
+def _tree_metadata(names: Iterable[str]) -> dict:
+    """The file by which Orbax knows what is there."""
+    tree = {}
+    for name in names:
+        keys = tuple(name.split("/"))
+        tree[str(keys)] = {
+            "key_metadata": [{"key": key, "key_type": 2} for key in keys],
+            "value_metadata": {"value_type": "jax.Array", "skip_deserialize": False},
+        }
+    return {
+        "tree_metadata": tree,
+        "use_ocdbt": True,
+        "use_zarr3": False,
+        "store_array_data_equal_to_fill_value": True,
+        "custom_metadata": {arrays.EMPTY: {}},
+    }

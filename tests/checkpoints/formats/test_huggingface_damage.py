@@ -1,0 +1,327 @@
+"""Damaged and hostile Hugging Face directories are refused with a message; a destination is whole or not there."""
+
+import json
+import os
+import struct
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+
+from t5x.checkpoints.formats.base import LazyArray
+from t5x.checkpoints.formats.huggingface import container, read_huggingface, write_huggingface
+from t5x.errors import UserError
+from tests.checkpoints.formats import huggingface_models as models
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return models.write_directory(tmp_path / "hf", models.tiny_tensors(), models.tiny_config())
+
+
+def refused(directory, pattern):
+    with pytest.raises(UserError, match=pattern) as error:
+        read_huggingface(directory)
+    assert str(directory) in str(error.value) or "config.json" in str(error.value)
+
+
+def test_the_undamaged_one_is_read(directory):
+    source = read_huggingface(directory)
+    assert len(source.arrays) == len(models.tiny_tensors())
+    wanted = models.tiny_tensors()["decoder.block.0.layer.0.SelfAttention.o.weight"].T
+    np.testing.assert_array_equal(source.arrays["target/decoder/layers_0/self_attention/out/kernel"].read(), wanted)
+
+
+def header(entries):
+    return json.dumps(entries).encode()
+
+
+def f32(shape, start, end, dtype="F32"):
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+
+
+@pytest.mark.parametrize(
+    "content, pattern",
+    [
+        (b"", "no safetensors file"),
+        (b"\xff" * 8, "announces a header"),
+        (b"\xff" * 16, "announces a header"),
+        (struct.pack("<Q", 2**40) + b"{}", "announces a header"),
+        (struct.pack("<Q", 3) + b"{}", "announces a header"),
+        (struct.pack("<Q", 2) + b"[]", "not a JSON object"),
+        (struct.pack("<Q", 2) + b"{}" + b"trailing", "belong to no tensor"),
+        (struct.pack("<Q", 40_000) + b"[" * 40_000, "not JSON"),
+    ],
+)
+def test_files_that_are_not_safetensors(directory, content, pattern):
+    (directory / "model.safetensors").write_bytes(content)
+    refused(directory, pattern)
+
+
+@pytest.mark.parametrize(
+    "entries, pattern",
+    [
+        ({"a": f32([2], 0, 8), "b": f32([2], 4, 12)}, "overlaps"),
+        ({"a": f32([2], 0, 8), "b": f32([2], 12, 20)}, "hole"),
+        ({"a": f32([2], 0, 8), "b": f32([100], 8, 408)}, "cut short"),
+        ({"a": f32([3], 0, 8)}, "takes 12 bytes"),
+        ({"a": f32([2], 8, 0)}, "takes 8 bytes"),
+        ({"a": f32([-2], -8, 0)}, "out of range"),
+        ({"a": f32([2.0], 0, 8)}, "out of range"),
+        ({"a": f32([10**18] * 8, 0, 8)}, "bytes"),
+        ({"a": f32([10**4000], 0, 8)}, "out of range"),
+        ({"a": f32([1] * 100, 0, 4)}, "dimensions"),
+        ({"a": f32([2], 0, 8, dtype="X7")}, "X7"),
+        ({"a": f32([2], 0, 8, dtype=["F32"])}, "damaged"),
+        ({"a": {"dtype": "F32", "shape": [2]}}, "data_offsets"),
+        ({"a": {"dtype": "F32", "shape": 2, "data_offsets": [0, 8]}}, "damaged"),
+        ({"a": [1, 2]}, "damaged"),
+        ({"a": None}, "damaged"),
+    ],
+)
+def test_headers_that_lie(directory, entries, pattern):
+    models.write_safetensors(directory / "model.safetensors", {"x": np.zeros(5)}, header=header(entries))
+    refused(directory, pattern)
+
+
+def test_a_name_that_occurs_twice(directory):
+    entry = json.dumps(f32([5], 0, 20))
+    text = f'{{"x": {entry}, "x": {entry}}}'.encode()
+    models.write_safetensors(directory / "model.safetensors", {"x": np.zeros(5)}, header=text)
+    refused(directory, "twice")
+
+
+@hypothesis.settings(max_examples=300, deadline=None)
+@hypothesis.given(at=st.integers(0, 3000), value=st.integers(0, 255), cut=st.one_of(st.none(), st.integers(0, 5000)))
+def test_no_damage_to_a_file_gives_anything_but_a_message(tmp_path_factory, at, value, cut):
+    directory = models.write_directory(
+        tmp_path_factory.mktemp("fuzz") / "hf", models.tiny_tensors(), models.tiny_config()
+    )
+    content = bytearray((directory / "model.safetensors").read_bytes())
+    content[at % len(content)] = value
+    (directory / "model.safetensors").write_bytes(content[:cut])
+    try:
+        source = read_huggingface(directory)
+    except UserError:
+        return
+    for array in source.arrays.values():
+        assert array.read().shape == array.shape
+
+
+def test_a_file_that_shrinks_after_it_was_opened(directory):
+    source = read_huggingface(directory)
+    os.truncate(directory / "model.safetensors", 5000)
+    with pytest.raises(UserError, match="shorter"):
+        for array in source.arrays.values():
+            array.read()
+
+
+def sharded(directory):
+    """Spreads the tensors of a directory over two files."""
+    (directory / "model.safetensors").unlink()
+    tensors = models.tiny_tensors()
+    parts = [dict(list(tensors.items())[:9]), dict(list(tensors.items())[9:])]
+    placed = {}
+    for i, part in enumerate(parts):
+        models.write_safetensors(directory / f"part{i}.safetensors", part)
+        placed |= {name: f"part{i}.safetensors" for name in part}
+    return placed
+
+
+def write_index(directory, placed):
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))
+
+
+def test_shards_missing_mixed_up_and_elsewhere(directory):
+    placed = sharded(directory)
+    write_index(directory, placed)
+    assert len(read_huggingface(directory).arrays) == len(models.tiny_tensors())
+
+    models.write_safetensors(directory.parent / "outside.safetensors", {"shared.weight": np.zeros((10, 4))})
+    for elsewhere in (
+        "../outside.safetensors",
+        str(directory.parent / "outside.safetensors"),
+        "..",
+        "",
+        "a\0b",
+        "a\\b",
+    ):
+        write_index(directory, placed | {"shared.weight": elsewhere})
+        refused(directory, "only files of its own directory")
+
+    write_index(directory, placed | {"shared.weight": "part1.safetensors"})
+    refused(directory, "disagree about shared.weight")
+    for damaged in ([], {"shared.weight": 3}, None):
+        write_index(directory, damaged)
+        refused(directory, "weight_map")
+    write_index(directory, placed)
+    (directory / "part1.safetensors").unlink()
+    refused(directory, "part1.safetensors, which .* names, is missing")
+
+
+@pytest.mark.parametrize(
+    "changes, pattern",
+    [
+        ({"d_ff": 7}, r"DenseReluDense.wi.weight is \[6, 4\], not \[7, 4\]"),
+        ({"vocab_size": 11}, r"shared.weight is \[10, 4\], not \[11, 4\]"),
+        ({"num_layers": 2}, "missing encoder.block.1"),
+        ({"num_layers": 10**12}, "more layers than"),
+        ({"num_layers": "1"}, "num_layers is '1'"),
+        ({"num_heads": True}, "num_heads is True"),
+        ({"d_model": 0}, "d_model is 0"),
+        ({"d_kv": None}, "d_kv is None"),
+        ({"dropout_rate": 1.5}, "dropout_rate"),
+        ({"model_type": "bart"}, "no model of the T5 family"),
+        ({"model_type": []}, "no model of the T5 family"),
+        ({"feed_forward_proj": "gated-gelu"}, "wi_0.weight"),
+        ({"feed_forward_proj": "gelu"}, "not known here"),
+        ({"feed_forward_proj": "a-b-c"}, "not known here"),
+        ({"dense_act_fn": []}, "not known here"),
+        ({"relative_attention_num_buckets": 64}, "relative_attention_num_buckets is 64, not 32"),
+        ({"relative_attention_max_distance": 256}, "relative_attention_max_distance is 256, not 128"),
+        ({"layer_norm_epsilon": 1e-5}, "layer_norm_epsilon is 1e-05, not 1e-06"),
+        ({"is_encoder_decoder": False}, "is_encoder_decoder"),
+        ({"tie_word_embeddings": False}, "no tensor lm_head.weight"),
+    ],
+)
+def test_a_config_of_another_model(directory, changes, pattern):
+    (directory / "config.json").write_text(json.dumps(models.tiny_config(**changes)))
+    refused(directory, pattern)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", "[" * 100_000])
+def test_a_config_that_is_none(directory, content):
+    (directory / "config.json").write_text(content)
+    refused(directory, "config.json is damaged")
+
+
+@pytest.mark.parametrize("path", ["nothing://x", "/no/such/directory"])
+def test_paths_that_cannot_be_opened(path):
+    with pytest.raises(UserError, match=path):
+        read_huggingface(path)
+
+
+@pytest.mark.parametrize("missing, pattern", [("config.json", "config.json"), ("model.safetensors", "neither")])
+def test_a_missing_file(directory, missing, pattern):
+    (directory / missing).unlink()
+    refused(directory, pattern)
+
+
+@pytest.mark.parametrize(
+    "changes, pattern",
+    [
+        ({"shared.weight": None}, "no tensor shared.weight"),
+        ({"decoder.final_layer_norm.weight": None}, "missing decoder.final_layer_norm.weight"),
+        ({"adapter.weight": np.zeros(3)}, "unexpected adapter.weight"),
+        ({"decoder.embed_tokens.weight": np.ones((10, 4))}, "decoder.embed_tokens.weight differs"),
+        ({"lm_head.weight": np.ones((10, 4))}, '"tie_word_embeddings": false'),
+    ],
+)
+def test_tensors_that_do_not_fit(directory, changes, pattern):
+    tensors = {n: v for n, v in (models.tiny_tensors() | changes).items() if v is not None}
+    models.write_safetensors(directory / "model.safetensors", tensors)
+    refused(directory, pattern)
+
+
+def test_an_encoder_alone_is_named_so(directory):
+    tensors = {n: v for n, v in models.tiny_tensors().items() if not n.startswith("decoder")}
+    models.write_safetensors(directory / "model.safetensors", tensors)
+    refused(directory, "an encoder alone")
+
+
+def test_quantised_tensors_are_named_so(directory):
+    path = directory / "model.safetensors"
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    entries = json.loads(content[8 : 8 + length])
+    for entry in entries.values():
+        entry["dtype"] = "I32"
+    text = json.dumps(entries).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :])
+    refused(directory, "quantised")
+
+
+def test_a_vocabulary_larger_than_the_embedding(directory):
+    (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
+    refused(directory, "384 ids")
+
+
+@pytest.mark.parametrize("occupant", ["directory", "file", "dangling link"])
+def test_an_existing_destination_is_left_alone(directory, occupant):
+    source = read_huggingface(directory)
+    destination = directory.parent / "new"
+    if occupant == "directory":
+        destination.mkdir()
+    elif occupant == "file":
+        destination.write_text("mine")
+    else:
+        destination.symlink_to(directory.parent / "nowhere")
+    before = sorted(directory.parent.rglob("*"))
+    with pytest.raises(UserError, match="exists already"):
+        write_huggingface(destination, source.config, source.arrays)
+    assert sorted(directory.parent.rglob("*")) == before
+
+
+def test_a_failure_leaves_nothing_behind(directory):
+    source = read_huggingface(directory)
+
+    def fail():
+        raise UserError("the source is gone")
+
+    last = list(source.arrays)[-1]
+    arrays = dict(source.arrays) | {last: LazyArray(source.arrays[last].shape, source.arrays[last].dtype, fail)}
+    with pytest.raises(UserError, match="the source is gone"):
+        write_huggingface(directory.parent / "new", source.config, arrays)
+    assert list(directory.parent.iterdir()) == [directory]
+
+
+@pytest.mark.parametrize(
+    "config, arrays, dtype, pattern",
+    [
+        ({}, {"target/encoder/encoder_norm/scale": None}, None, "encoder_norm/scale is missing"),
+        ({}, {"target/adapter/kernel": (2, 2)}, None, "target/adapter/kernel has no place"),
+        ({}, {"target/encoder/encoder_norm/scale": (5,)}, None, r"has the shape \(5,\), not \(4,\)"),
+        ({"logits_via_embedding": False}, {}, None, "logits_dense/kernel is missing"),
+        ({"mlp_activations": ("relu", "gelu")}, {}, None, "mlp_activations"),
+        ({}, {}, "int8", "dtype 'int8' is not known"),
+    ],
+)
+def test_what_cannot_be_written(directory, config, arrays, dtype, pattern):
+    source = read_huggingface(directory)
+    changed = {
+        n: s and LazyArray(s, np.dtype(np.float32), lambda s=s: np.zeros(s, np.float32)) for n, s in arrays.items()
+    }
+    arrays = {n: a for n, a in (dict(source.arrays) | changed).items() if a is not None}
+    with pytest.raises(UserError, match=pattern):
+        write_huggingface(directory.parent / "new", dict(source.config) | config, arrays, dtype=dtype)
+    assert list(directory.parent.iterdir()) == [directory]
+
+
+def test_a_configuration_without_sizes_and_a_remote_destination(directory):
+    source = read_huggingface(directory)
+    config = {key: value for key, value in source.config.items() if key != "emb_dim"}
+    with pytest.raises(UserError, match="lacks emb_dim"):
+        write_huggingface(directory.parent / "new", config, source.arrays)
+    with pytest.raises(UserError, match="remote"):
+        write_huggingface("gs://bucket/new", source.config, source.arrays)
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (1,), (5, 3), (3000, 2000)])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "float64", "bfloat16"])
+def test_the_container_keeps_values_of_every_type(tmp_path, shape, dtype):
+    numpy_dtype = next(known for known in container.DTYPES.values() if known.name == dtype)
+    value = np.random.default_rng(0).standard_normal(shape[::-1]).astype(numpy_dtype).T
+    plans = [container.Plan("a", numpy_dtype, shape), container.Plan("b", numpy_dtype, (1,))]
+    container.write(tmp_path / "x.safetensors", plans, iter([value, np.ones(1, numpy_dtype)]))
+    tensors = container.read_header(str(tmp_path / "x.safetensors"))
+    assert tensors["a"].dtype == numpy_dtype and tensors["a"].read().tobytes() == value.tobytes()
+    assert tensors["a"].same_content(tensors["a"]) and not tensors["a"].same_content(tensors["b"])
+
+
+def test_the_library_reads_the_container(tmp_path):
+    from safetensors.numpy import load_file
+
+    value = np.arange(12, dtype=np.float32).reshape(3, 4)
+    container.write(tmp_path / "x.safetensors", [container.Plan("a", value.dtype, (4, 3))], [value.T])
+    np.testing.assert_array_equal(load_file(tmp_path / "x.safetensors")["a"], value.T)
