@@ -50,8 +50,11 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Runs the command line and exits: 0; 2 for what the user can mend; 130 and 75 after Ctrl-C and SIGTERM."""
     argv = list(sys.argv[1:] if argv is None else argv)
     verb = argv[0] if argv else None
+    if verb == "help" and len(argv) > 1:
+        verb, argv = argv[1], [argv[1], "--help"]
     if verb in (None, "-h", "--help", "help"):
-        print("usage: t5x VERB [options]\n\n" + USAGE)
+        with contextlib.suppress(BrokenPipeError):
+            print("usage: t5x VERB [options]\n\n" + USAGE, flush=True)
         sys.exit(0)
     if verb == "--version":
         print(f"t5x {__version__}")
@@ -76,6 +79,8 @@ def main_of(verb: str) -> NoReturn:
 
 def run_verb(verb: str, argv: Sequence[str]) -> int:
     """Parses a verb's arguments and runs it; every error becomes a message and an exit code."""
+    signal.signal(signal.SIGTERM, _leave_at_once)
+    signal.signal(signal.SIGINT, _leave_at_once)
     from t5x import configuration, startup
 
     if os.getcwd() not in sys.path:
@@ -85,7 +90,6 @@ def run_verb(verb: str, argv: Sequence[str]) -> int:
     define(parser)
     debug = "--debug" in argv
     startup.configure_logging(debug=debug)
-    signal.signal(signal.SIGTERM, _terminate)
     try:
         argv, bindings = configuration.split_gin_args(argv)
         args = parser.parse_args(argv)
@@ -117,10 +121,15 @@ def _say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def _terminate(signum: int, frame: FrameType | None) -> None:
-    """SIGTERM while nothing is being trained: leave at once; training has a handler of its own, which saves."""
-    _say("terminated")
-    sys.exit(75)
+def _leave_at_once(signum: int, frame: FrameType | None) -> None:
+    """A signal while nothing has been done yet. Training has a handler of its own, which saves."""
+    _say("\ninterrupted" if signum == signal.SIGINT else "terminated")
+    os._exit(130 if signum == signal.SIGINT else 75)
+
+
+def _work_begins() -> None:
+    """From here on Ctrl-C is Python's: what is half written is cleaned up."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 # --- Arguments --------------------------------------------------------------------------------------------------------
@@ -167,6 +176,7 @@ def _run_gin(args: argparse.Namespace, entry: Callable) -> None:
         print(configuration.resolved_str())
         return
     startup.prepare_jax()
+    _work_begins()
     configuration.configured(entry)()
 
 
@@ -255,6 +265,7 @@ def _infer(args: argparse.Namespace) -> None:
     startup.prepare_jax()
     from t5x.infer import infer_file
 
+    _work_begins()
     infer_file(args.model, args.input, **given)
     return None
 

@@ -1,5 +1,6 @@
 """Offline evaluation of one checkpoint or of all: `t5x eval`."""
 
+import itertools
 import logging
 import os
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from t5x.errors import UserError
 from t5x.infer import restore_verified
 from t5x.models import EncoderDecoderModel
 from t5x.partitioning import PjitPartitioner
+from t5x.telemetry import Progress
 from t5x.trainer.checks import verify_matching_vocabs
 from t5x.trainer.evaluation import InferenceEvaluator
 from t5x.trainer.state import StateLayout
@@ -57,7 +59,11 @@ def evaluate(
         check_same_model(path, model, same_classes=False)
         step = int(checkpoints.restore(path, {"state": {"step": layout.abstract.step}}, verify=False)["state"]["step"])
         params = restore_verified(path, model, partitioner, restore_checkpoint_cfg.dtype)
-        results[step] = evaluator.evaluate(params, step)
+        with Progress(None, unit=" batches", description=f"evaluate step {step}") as progress:
+            batches = itertools.count(1)
+            results[step] = evaluator.evaluate(
+                params, step, before_batch=lambda p=progress, b=batches: p.update(next(b))
+            )
         del params
         for task, metrics in results[step].items():
             log.info("step %d, %s: %s", step, task, ", ".join(f"{k} {v:.4g}" for k, v in metrics.items()))

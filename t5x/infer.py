@@ -5,8 +5,8 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TextIO
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, BinaryIO
 
 import jax
 import numpy as np
@@ -100,6 +100,10 @@ def infer_file(
     for name, value in (("max_length", max_length), ("max_input_length", max_input_length), ("batch_size", batch_size)):
         if value < 1:
             raise UserError(f"--{name} is {value}: it must be at least 1.")
+    if output != "-" and os.path.isdir(output):
+        raise UserError(f"--output {output} is a directory; name a file.")
+    if output != "-" and not os.path.isdir(os.path.dirname(os.path.abspath(output))):
+        raise UserError(f"--output {output}: there is no directory {os.path.dirname(os.path.abspath(output))}.")
     if output != "-" and os.path.exists(output) and not overwrite:
         raise UserError(f"{output} exists already; give another --output, or --overwrite to replace it.")
     inferer = load(model_dir)
@@ -108,7 +112,8 @@ def infer_file(
 
     def lines() -> Iterator[bytes]:
         done = 0
-        progress = Progress(len(examples), unit="input", description=mode) if len(examples) > batch_size else None
+        quiet = len(examples) <= batch_size or (output == "-" and sys.stdout.isatty())
+        progress = None if quiet else Progress(len(examples), unit="input", description=mode)
         with progress or contextlib.nullcontext():
             for start in range(0, len(examples), batch_size):
                 part = examples[start : start + batch_size]
@@ -121,8 +126,14 @@ def infer_file(
                     progress.update(done)
 
     if output == "-":
-        for line in lines():
-            sys.stdout.buffer.write(line)
+        try:
+            for line in lines():
+                sys.stdout.buffer.write(line)
+            sys.stdout.buffer.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise jsonl.write_error("standard output", error) from error
     else:
         jsonl.replace(output, lines())
         log.info("wrote %s", output)
@@ -235,10 +246,17 @@ def restore_verified(path: Any, model: EncoderDecoderModel, partitioner: PjitPar
 def _read_examples(path: str, mode: str) -> Iterator[dict[str, str]]:
     as_json = path.endswith(".jsonl")
     with _open(path) as file:
-        for number, line in enumerate(_lines(file, path), start=1):
-            if not as_json and path != "-":
-                example: Any = {"inputs": line}
-            elif as_json or line.startswith("{"):
+        for number, raw in enumerate(file, start=1):
+            try:
+                line = raw.decode("utf-8").rstrip("\r\n")
+            except UnicodeDecodeError as error:
+                column = error.start + 1
+                raise UserError(
+                    f"{path}:{number}: byte 0x{raw[error.start]:02x} at column {column} is not UTF-8."
+                ) from error
+            if as_json and not line.strip():
+                continue
+            if as_json or (path == "-" and line.startswith("{")):
                 try:
                     example = json.loads(line)
                 except ValueError as error:
@@ -252,21 +270,13 @@ def _read_examples(path: str, mode: str) -> Iterator[dict[str, str]]:
             yield example
 
 
-def _lines(file: TextIO, path: str) -> Iterable[str]:
-    try:
-        for line in file:
-            yield line.rstrip("\r\n")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text: {error}.") from error
-
-
 @contextlib.contextmanager
-def _open(path: str) -> Iterator[TextIO]:
+def _open(path: str) -> Iterator[BinaryIO]:
     if path == "-":
-        yield sys.stdin
+        yield sys.stdin.buffer
         return
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, "rb") as file:
             yield file
     except OSError as error:
         raise UserError(f"--input {path} cannot be read: {error.strerror or error}.") from error

@@ -185,14 +185,14 @@ class EncoderDecoderModel:
         # The pass that creates the caches; the compiler drops what it computes besides them.
         _, caches = decode(variables, encoded, inputs, empty, empty, mutable=list(CACHES))
         caches = dict(caches)
-        cache = caches.pop("cache")
+        cache = caches.pop("cache", {})
 
         def tokens_to_logits(state: decoding.DecodingState) -> tuple[jax.Array, Any]:
             logits, changed = decode(
                 {**variables, **caches, "cache": state.cache}, encoded, inputs, state.cur_token, state.cur_token,
                 max_decode_length=empty.shape[1], mutable=["cache"],
             )  # fmt: skip
-            return logits[:, -1, :], changed["cache"]
+            return logits[:, -1, :], changed.get("cache", {})
 
         decodes, scores = self.decode_fn(
             inputs=empty,

@@ -82,8 +82,8 @@ def train(
     """
     # --- The directory, and who owns it -------------------------------------------------------------------------------
     save_cfg, restore_cfg = checkpoint_cfg.save, checkpoint_cfg.restore
+    _check(model_dir, total_steps, eval_steps, restore_cfg)
     model_dir = str(checkpoints.local_path(model_dir))
-    _check(eval_steps, restore_cfg)
     with (
         checkpoints.ModelDirLock(model_dir),
         checkpoints.CheckpointStore(model_dir, keep=save_cfg.keep if save_cfg else None) as store,
@@ -230,11 +230,12 @@ def _restore_or_init(
 ) -> tuple[TrainState, _Run]:
     """The state to start from, and what is known of the run."""
     own, damaged = store.latest_whole()
-    for path, reason in damaged:
-        log.warning("checkpoint %s is passed over: %s", path, reason)
     if own is not None:
         check_same_model(own, model, same_classes=True)
-        log.info("resuming from %s: MODEL_DIR's newest whole checkpoint comes first", own)
+        given = (
+            f", before the initial one that was given ({restore_cfg.path})" if restore_cfg and restore_cfg.path else ""
+        )
+        log.info("resuming from %s: MODEL_DIR's newest whole checkpoint comes first%s", own, given)
         return _restore(own, layout), _Run.of(own)
     if damaged:
         raise UserError(
@@ -287,7 +288,13 @@ def _restore_any(
     return TrainState(layout.step_array(step), params, states["state"]["param_states"])
 
 
-def _check(eval_steps: int | None, restore_cfg: RestoreCheckpointConfig | None) -> None:
+def _check(
+    model_dir: str, total_steps: int, eval_steps: int | None, restore_cfg: RestoreCheckpointConfig | None
+) -> None:
+    if not model_dir:
+        raise UserError("MODEL_DIR is empty: give the directory of the run, --gin.MODEL_DIR=runs/my_run.")
+    if total_steps < 0:
+        raise UserError(f"train.total_steps is {total_steps}: it must be at least 0.")
     if eval_steps is not None and eval_steps < 1:
         raise UserError(f"train.eval_steps is {eval_steps}: it must be at least 1, or None for every example.")
     if restore_cfg is not None and restore_cfg.path:

@@ -10,7 +10,7 @@ from gin import config
 
 from t5x.configuration import annotations, signatures
 from t5x.configuration import session as sessions
-from t5x.configuration.errors import join_problems, suggestion
+from t5x.configuration.errors import ConfigurationError, join_problems, suggestion
 from t5x.configuration.names import entry_point
 from t5x.configuration.printing import resolve, selector_text, value_text
 from t5x.configuration.reach import Reach, Use, reach, reach_everything
@@ -145,7 +145,10 @@ def _warn_of_arguments_without_effect(found: Reach, session: Session) -> None:
             continue
         read = [key_text(k) for k in effective if (k[1] == MACRO) == (key[1] == MACRO)]
         near = suggestion(key_text(key), read)
-        _logger.warning("%s has no effect: nothing in this run reads %s.%s", origin, key_text(key), near)
+        message = f"{origin} has no effect: nothing in this run reads {key_text(key)}.{near}"
+        if key[1] == MACRO:  # most likely a slip of the hand; the run that was meant is another one
+            raise ConfigurationError(message)
+        _logger.warning("%s", message)
 
 
 def key_text(key: BindingKey) -> str:

@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -111,8 +112,12 @@ def import_task_module(name_or_file: str) -> ModuleType:
                 "directory, or name the .py file itself."
             ) from error
         raise UserError(f"{name_or_file} imports {error.name!r}, which is not installed.") from error
-    except ImportError as error:
-        raise UserError(f"{name_or_file} cannot be imported: {error}.") from error
+    except UserError:
+        raise
+    except Exception as error:
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
+        where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+        raise UserError(f"{name_or_file} cannot be imported: {type(error).__name__}: {error}{where}.") from error
 
 
 def _import_file(path: str) -> ModuleType:

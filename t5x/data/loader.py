@@ -127,7 +127,8 @@ class TrainLoader(Iterator[Batch]):
         if difference := describe_difference(self._identity, found):
             raise UserError(
                 f"The saved position in the data is of other data: here, {difference} as saved. Go on with the data "
-                "of the checkpoint, or start the new run from its parameters only."
+                "of the checkpoint, or start a run in another MODEL_DIR from its parameters "
+                "(utils.RestoreCheckpointConfig.path, INITIAL_CHECKPOINT_PATH in finetune.gin)."
             )
         self._stop()
         seek_lanes(self._lanes, state["lanes"])

@@ -45,9 +45,14 @@ class PjitPartitioner:
         model = 1 if num_partitions is None else num_partitions
         try:
             devices = jax.devices(backend)
-        except RuntimeError as error:
-            why = str(error).splitlines()[0]
-            raise UserError(f"PjitPartitioner.backend is {backend!r}, but there are no such devices: {why}") from error
+        except (RuntimeError, AssertionError) as error:
+            why = (str(error) or "JAX cannot start that backend").splitlines()[0]
+            where = (
+                f"PjitPartitioner.backend is {backend!r}"
+                if backend
+                else f"JAX_PLATFORMS is {jax.config.jax_platforms!r}"
+            )
+            raise UserError(f"{where}, but there are no such devices: {why}") from error
         if model < 1 or len(devices) % model:
             fitting = ", ".join(str(d) for d in range(1, len(devices) + 1) if len(devices) % d == 0)
             raise UserError(

@@ -4,6 +4,7 @@ A line is valid JSON always: what JSON has no number for is written as a string,
 `float()` takes back. Whole files are replaced atomically, so that a reader finds the old or the new content.
 """
 
+import contextlib
 import json
 import logging
 import math
@@ -66,15 +67,19 @@ def replace(path: str | os.PathLike[str], lines: Iterable[bytes]) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError as error:
-        raise write_error(path, error) from error
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        if isinstance(error, OSError):
+            raise write_error(path, error) from error
+        raise
 
 
 def write_error(path: str | os.PathLike[str], error: OSError) -> UserError:
     """The error to raise when `path` cannot be written."""
     return UserError(
-        f"{os.fspath(path)} cannot be written: {error.strerror or error}. Free disk space or correct the permissions, "
-        "then start again; a run continues from its latest checkpoint."
+        f"{os.fspath(path)} cannot be written: {error.strerror or error}. Free disk space or mend the path or its "
+        "permissions, then start again."
     )
 
 

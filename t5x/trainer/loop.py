@@ -3,11 +3,13 @@
 import dataclasses
 import functools
 import logging
+import math
 from collections.abc import Callable, Collection
 
 import jax
 
 from t5x.data.loader import TrainLoader
+from t5x.errors import UserError
 from t5x.metrics.accumulators import Metrics, compute, merge, to_json
 from t5x.telemetry import MetricWriter, Progress, ThroughputClock
 from t5x.trainer.signals import StopRequest
@@ -88,10 +90,17 @@ def run_loop(
     with Progress(times.total_steps, initial=first_step, description="train") as progress:
         shown: dict[str, float] = {}
         while step < times.total_steps and not stop:
-            with clock.waiting_for_data():
-                batch = next(loader)
+            try:
+                with clock.waiting_for_data():
+                    batch = next(loader)
+            except UserError:
+                if step > saved:
+                    log.info("the data ends the run at step %d; what was trained is saved first", step)
+                    save(step)
+                raise
             window.pending.append(trainer.step(batch))
             step += 1
+            stop.something_to_save = True
             clock.add(sequences=_rows(batch), target_tokens=0)
             if len(window.pending) > 1:
                 # One step ahead of the devices is enough to keep them busy; more would only delay a stop.
@@ -106,6 +115,8 @@ def run_loop(
                 figures |= lap.scalars(cores=jax.device_count()) | {"timing/uptime": clock.uptime()}
                 figures |= {f"effective_batch_size/{name}": _rows(batch) for name in ("inputs", "targets")}
                 writer.write_scalars(step, figures)
+                if not math.isfinite(figures["loss"]):
+                    log.warning("the loss is %s at step %d: the learning rate may be too high", figures["loss"], step)
                 shown = {"loss": figures["loss_per_nonpadding_target_token"], "tokens/s": lap.target_tokens_per_second}
             progress.update(step, **shown)
             if times.save_due(step):

@@ -7,7 +7,8 @@ import sys
 import threading
 from types import FrameType, TracebackType
 
-EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 75}  # 75 is EX_TEMPFAIL: a scheduler may start it again
+# 75 is EX_TEMPFAIL: a scheduler may start it again. SIGHUP: the terminal was closed.
+EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 75, signal.SIGHUP: 129}
 
 
 class Stopped(Exception):
@@ -19,14 +20,16 @@ class Stopped(Exception):
 
 
 class StopRequest:
-    """Notes the first SIGINT or SIGTERM while it is entered; a second SIGINT ends the process at once.
+    """Notes the first signal while it is entered, once there is something to save; a second SIGINT ends at once.
 
     Attributes:
       signum: the signal that came, or None.
+      something_to_save: until this is set a signal ends the process at once, even in the middle of a compilation.
     """
 
     def __init__(self) -> None:
         self.signum: int | None = None
+        self.something_to_save = False
         self._previous: dict[int, object] = {}
 
     def __bool__(self) -> bool:
@@ -43,6 +46,9 @@ class StopRequest:
             signal.signal(signum, handler)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if not self.something_to_save:
+            _say(f"{signal.Signals(signum).name}: stopped before the first step; there was nothing to save")
+            os._exit(EXIT_CODES[signal.Signals(signum)])
         if self.signum is not None and signum == signal.SIGINT:
             _say("stopped at once; nothing was saved after the last checkpoint")
             os._exit(EXIT_CODES[signal.SIGINT])

@@ -162,3 +162,20 @@ def test_the_gradient_of_a_frequent_token_is_summed_in_float32():
     (gradient,) = jax.vjp(lambda t: embed(t, tokens, jnp.bfloat16), table)[1](cotangent)
     exact = np.asarray(cotangent, np.float64)[:, ::2].sum((0, 1))
     np.testing.assert_allclose(gradient[3], exact, rtol=1e-4)
+
+
+def test_packed_rows_equal_the_same_examples_unpacked():
+    packed = tiny.packed_batch()
+    params = tiny.initial_params(tiny.T5_1_1)
+    model = tiny.model(tiny.T5_1_1)
+    together = model.compute_logits(params, packed)
+    for row, segment in [(0, 1), (0, 2), (0, 3), (1, 1), (1, 2)]:
+        inputs = packed["encoder_segment_ids"][row] == segment
+        targets = packed["decoder_segment_ids"][row] == segment
+        alone = {
+            "encoder_input_tokens": packed["encoder_input_tokens"][row, inputs][None],
+            "decoder_input_tokens": packed["decoder_input_tokens"][row, targets][None],
+            "decoder_target_tokens": packed["decoder_target_tokens"][row, targets][None],
+        }
+        expected = model.compute_logits(params, alone)[0]
+        np.testing.assert_allclose(together[row, targets], expected, rtol=1e-4, atol=1e-5)
