@@ -38,7 +38,7 @@ def check(fn: Callable[..., Any], given: Collection[str] = ()) -> None:
         found = reach(entry)
         problems = _problems(found, session, {entry.selector: given})
         _raise_if_any(problems, f"`{entry.name}` cannot run with this configuration")
-        _warn_of_arguments_without_effect(found, session)
+        _tell_of_arguments_without_effect(found, session)
 
 
 def check_everything() -> None:
@@ -138,15 +138,18 @@ def _incomplete(resolved: Any) -> bool:
     return any(sessions.is_macro(r.configurable) or sessions.is_constant(r.configurable) for r in references)
 
 
-def _warn_of_arguments_without_effect(found: Reach, session: Session) -> None:
+def _tell_of_arguments_without_effect(found: Reach, session: Session) -> None:
     effective = found.keys()
+    values = [value for values in config._CONFIG.values() for value in values.values()]
+    references = [reference for value in values for reference in sessions.references_in(value)]
+    mentioned = {"/".join(r.scopes) for r in references if sessions.is_macro(r.configurable)}
     for key, origin in session.origins.items():
         if not origin.from_argument or key in effective:
             continue
         read = [key_text(k) for k in effective if (k[1] == MACRO) == (key[1] == MACRO)]
         near = suggestion(key_text(key), read)
         message = f"{origin} has no effect: nothing in this run reads {key_text(key)}.{near}"
-        if key[1] == MACRO:  # most likely a slip of the hand; the run that was meant is another one
+        if key[1] == MACRO and key[0] not in mentioned:  # a slip of the hand: the run that was meant is another one
             raise ConfigurationError(message)
         _logger.warning("%s", message)
 

@@ -147,13 +147,18 @@ def test_later_files_and_then_arguments_win(project):
     assert "X = 1\nY = 2\nZ = 4" in configuration.config_str()
 
 
+def test_a_mistyped_macro_is_an_error(project):
+    project.parse("run.gin", "model.gin", bindings=[*project.given, "BATCH_SZIE = 3"])
+    with pytest.raises(configuration.ConfigurationError) as error:
+        configuration.check(project.train)
+    expected = "--gin.BATCH_SZIE=3 has no effect: nothing in this run reads BATCH_SZIE. Nearest: BATCH_SIZE"
+    assert expected in str(error.value)
+
+
 def test_argument_that_sets_what_nothing_reads_is_warned_of(project, caplog):
-    project.parse(
-        "run.gin", "model.gin", bindings=[*project.given, "BATCH_SZIE = 3", "trian/utils.DatasetConfig.batch_size = 3"]
-    )
+    project.parse("run.gin", "model.gin", bindings=[*project.given, "trian/utils.DatasetConfig.batch_size = 3"])
     with caplog.at_level(logging.WARNING, logger="t5x"):
         configuration.check(project.train)
-    assert "--gin.BATCH_SZIE=3 has no effect: nothing in this run reads BATCH_SZIE. Nearest: BATCH_SIZE" in caplog.text
     assert "train/utils.DatasetConfig.batch_size" in caplog.text
     assert "DROPOUT_RATE" not in caplog.text
 
