@@ -212,6 +212,11 @@ class _Run:
 
     @classmethod
     def of(cls, path: Any) -> "_Run":
+        if not os.path.exists(os.path.join(path, RUN_FILE)):
+            raise UserError(
+                f"{path} was converted, not written by a run: it has no position in the data to go on from. Give it as "
+                "the initial checkpoint (utils.RestoreCheckpointConfig.path) of a run with another MODEL_DIR."
+            )
         record = json.loads(checkpoints.read_sidecar(path, RUN_FILE))
         metrics = None if record["metrics"] is None else from_json(record["metrics"])
         return cls(record["first_step"], json.loads(checkpoints.read_sidecar(path, _data_file())), metrics)

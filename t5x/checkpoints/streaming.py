@@ -3,6 +3,7 @@
 The result is what `CheckpointStore.save` writes. Orbax itself wants the whole tree at once.
 """
 
+import itertools
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -51,7 +52,7 @@ def _write_arrays(directory: epath.Path, step: int, tensors: Iterable[tuple[str,
     base = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{directory}/"}}
     base["config"] = {"max_inline_value_bytes": 1024}
     names = []
-    for name, array in (*tensors, ("state/step", np.asarray(step, np.int32))):
+    for name, array in itertools.chain(tensors, [("state/step", np.asarray(step, np.int32))]):
         metadata = {
             "shape": list(array.shape),
             "chunks": list(choose_chunks(array.shape, array.dtype.itemsize)),

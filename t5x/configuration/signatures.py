@@ -79,7 +79,7 @@ def annotation(configurable: config.Configurable, parameter: inspect.Parameter) 
         return found
     try:
         return _hints(configurable, parameter)
-    except Exception:
+    except Exception:  # whatever a user's annotation raises when it is evaluated, it cannot be checked against
         return Any
 
 

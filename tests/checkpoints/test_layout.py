@@ -1,15 +1,18 @@
 """Stacked and unrolled layers hold the same numbers: parameters and optimizer state, there and back."""
 
 import dataclasses
+import weakref
 
 import jax
 import numpy as np
 import pytest
 
 from t5x.adafactor import Adafactor
+from t5x.checkpoints import restore
 from t5x.checkpoints import tree as trees
 from t5x.checkpoints.formats.base import LazyArray
 from t5x.checkpoints.layout import arranged, canonical
+from t5x.checkpoints.streaming import write_checkpoint
 from t5x.errors import UserError
 from t5x.network import T5Config
 from t5x.partitioning import PjitPartitioner
@@ -102,6 +105,26 @@ def test_kernels_with_heads_apart_are_flattened():
         flat["target/encoder/layers_1/attention/query/kernel"].read(), query[:, 1].reshape(6, 15)
     )
     np.testing.assert_array_equal(flat["target/encoder/layers_1/attention/out/kernel"].read(), out[:, 1].reshape(15, 6))
+
+
+def test_a_checkpoint_is_written_one_array_at_a_time(tmp_path):
+    """Conversion needs memory for one array, not for the model."""
+    alive = []
+
+    def tensors():
+        for number in range(5):
+            array = np.full((4, 3), number, np.float32)
+            alive.append(weakref.ref(array))
+            yield f"target/p{number}", array
+            del array
+            assert sum(ref() is not None for ref in alive[:-1]) == 0, "an earlier array is still held"
+
+    write_checkpoint(tmp_path / "checkpoint_7", 7, tensors(), sidecars={"model.json": b"{}"})
+    tree = restore(tmp_path / "checkpoint_7")
+    assert int(tree["state"]["step"]) == 7
+    np.testing.assert_array_equal(tree["target"]["p3"], np.full((4, 3), 3))
+    with pytest.raises(UserError, match="exists already"):
+        write_checkpoint(tmp_path / "checkpoint_7", 7, tensors(), sidecars={})
 
 
 def test_layers_of_different_shapes_cannot_be_stacked():
