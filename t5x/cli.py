@@ -21,16 +21,19 @@ Train, fine-tune, evaluate and run T5-family models.
 
 verbs:
   demo    train a tiny T5 on this machine in a few minutes, and see it work
-  train   pretrain or fine-tune, as gin files say
+  train   pretrain or fine-tune, as gin files say or from a plain file
+  data    show what a task or a file becomes, and how long its examples are
   eval    score a checkpoint, or all of a run, with a task's metrics
   infer   write a model's predictions or scores for a file or a task
   inspect say what a checkpoint is, whatever its format
+  cache   write a task's tokenised examples once; training then reads them
   convert convert a checkpoint: to ours, native T5X or Hugging Face
 
 examples:
   t5x demo
   t5x train --gin_file=t5x/examples/demo/dates.gin --gin.MODEL_DIR=/tmp/dates --gin.TRAIN_STEPS=500
   t5x train --gin_file=my_run.gin --dry_run
+  t5x train --model flan-t5-small --data train.jsonl --valid valid.jsonl --steps 1000 --model_dir runs/mine
   t5x infer --model runs/demo --input dates.txt --output predictions.jsonl
   t5x VERB --help
 """
@@ -127,6 +130,12 @@ def _leave_at_once(signum: int, frame: FrameType | None) -> None:
     os._exit(130 if signum == signal.SIGINT else 75)
 
 
+def _leave_in_order(signum: int, frame: FrameType | None) -> NoReturn:
+    """SIGTERM while something is half written: it is cleaned up on the way out."""
+    _say("terminated")
+    sys.exit(75)
+
+
 def _work_begins() -> None:
     """From here on Ctrl-C is Python's: what is half written is cleaned up."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -150,6 +159,20 @@ def _add_gin(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gin_search_paths", default=".", metavar="DIRS", **hide)
     parser.add_argument("--tfds_data_dir", metavar="DIR", help="where TensorFlow Datasets keeps its data")
     parser.add_argument("--dry_run", action="store_true", help="print the whole configuration and run nothing")
+    _add_import(parser)
+
+
+def _add_import(parser: argparse.ArgumentParser) -> None:
+    help_ = "a module that registers tasks, by name or as a .py file; may be repeated"
+    parser.add_argument("--import", dest="modules", action="append", default=[], metavar="MODULE", help=help_)
+
+
+def _import_modules(args: argparse.Namespace) -> None:
+    if args.modules:
+        from t5x.data.config import import_task_module
+
+        for module in args.modules:
+            import_task_module(module)
 
 
 def _describe(parser: argparse.ArgumentParser, text: str, examples: str) -> None:
@@ -165,6 +188,7 @@ def _run_gin(args: argparse.Namespace, entry: Callable) -> None:
         os.environ["TFDS_DATA_DIR"] = args.tfds_data_dir
     if not args.gin_file and not args.gin_bindings:
         raise UserError("there is nothing to run: give --gin_file=FILE. `--help` shows examples.")
+    _import_modules(args)
     configuration.parse(
         gin_files=args.gin_file,
         bindings=args.gin_bindings,
@@ -184,22 +208,39 @@ def _run_gin(args: argparse.Namespace, entry: Callable) -> None:
 
 
 def _define_train(parser: argparse.ArgumentParser) -> None:
+    from t5x import file_flags
+
+    file_flags.add_train(parser)
     _add_gin(parser)
     _describe(
         parser,
-        "Pretrain or fine-tune a model. Started again with the same MODEL_DIR, it goes on where it stopped.",
+        "Pretrain or fine-tune a model, as gin files say or from a plain file. Started again with the same MODEL_DIR, "
+        "it goes on where it stopped.",
         """
+        t5x train --model path/to/flan-t5-small --data train.jsonl --valid valid.jsonl --inputs question \\
+            --targets answer --steps 1000 --model_dir runs/mine
+        t5x train --size small --family byt5 --data train.tsv --inputs en --targets de --steps 10000 \\
+            --model_dir runs/scratch
         t5x train --gin_file=t5x/examples/demo/dates.gin --gin.MODEL_DIR=/tmp/dates
         t5x train --gin_file=t5x/examples/t5/t5_1_1/small.gin --gin_file=t5x/configs/runs/finetune.gin \\
-            --gin.MIXTURE_OR_TASK_NAME=my_task --gin.MIXTURE_OR_TASK_MODULE=my_tasks.py …
+            --gin.MIXTURE_OR_TASK_NAME=my_task --import my_tasks.py …
         """,
     )
 
 
 def _train(args: argparse.Namespace) -> None:
-    from t5x.train import train
+    from t5x import file_flags
 
-    _run_gin(args, train)
+    if not file_flags.given(args):
+        from t5x.train import train
+
+        return _run_gin(args, train)
+    options = file_flags.check(args)
+    from t5x.plain import PlainRun, train_file
+
+    _work_begins()
+    train_file(PlainRun(**options), bindings=args.gin_bindings, dry_run=args.dry_run, command=file_flags.command(args))
+    return None
 
 
 def _define_eval(parser: argparse.ArgumentParser) -> None:
@@ -270,6 +311,37 @@ def _infer(args: argparse.Namespace) -> None:
     return None
 
 
+def _define_data(parser: argparse.ArgumentParser) -> None:
+    from t5x import file_flags
+
+    parser.description = (
+        "Show the examples of a task, a mixture or a plain file: each preprocessor's work, tokens, a row of a batch, "
+        "lengths, padding, and what is cut."
+    )
+    parser.add_argument("name", metavar="TASK", nargs="?", help="a registered task or mixture, unless --data is given")
+    _add_import(parser)
+    parser.add_argument("--split", default="train", help="default: train")
+    parser.add_argument("-n", type=int, default=5, metavar="N", help="examples to show (5)")
+    parser.add_argument("--lengths", metavar="L", help="as training would have them: inputs=512,targets=114")
+    parser.add_argument("--pack", action="store_true", help="show a packed row")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the order and of random steps (0)")
+    file_flags.add_file(parser, "for a plain file, without a task")
+    parser.epilog = (
+        "examples:\n  t5x data my_task --import my_tasks.py --lengths inputs=512,targets=64 --pack\n"
+        "  t5x data --data train.jsonl --inputs question --targets answer --vocabulary spiece.model"
+    )
+
+
+def _data(args: argparse.Namespace) -> None:
+    from t5x import file_flags
+    from t5x.data_view import view_named
+
+    options = {name: value for name, value in file_flags.given(args).items() if name != "seed"}
+    _import_modules(args)
+    _work_begins()
+    view_named(args.name, options, split=args.split, count=args.n, lengths=args.lengths, pack=args.pack, seed=args.seed)
+
+
 def _define_inspect(parser: argparse.ArgumentParser) -> None:
     parser.description = "Say what a checkpoint is: format, step, model, parameters. Any format, T5X's and others'."
     parser.add_argument("path", metavar="PATH", help="a checkpoint, or a MODEL_DIR")
@@ -280,6 +352,7 @@ def _define_inspect(parser: argparse.ArgumentParser) -> None:
 def _inspect(args: argparse.Namespace) -> None:
     from t5x.inspection import inspect
 
+    _work_begins()
     inspect(args.path, as_json=args.json)
 
 
@@ -288,6 +361,9 @@ def _define_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SRC", help="a checkpoint, or a MODEL_DIR")
     parser.add_argument("destination", metavar="DST", help="the directory to make")
     parser.add_argument("--to", required=True, choices=("t5x", "native", "hf"), help="the format to write")
+    parser.add_argument(
+        "--layers", choices=("unrolled", "scanned"), default="unrolled", help="one array a layer (default), or stacked"
+    )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of the parameters (default: as they are)")
     parser.add_argument("--overwrite", action="store_true", help="replace a destination that exists")
     parser.epilog = "example:\n  t5x convert runs/demo demo_hf --to hf"
@@ -296,7 +372,56 @@ def _define_convert(parser: argparse.ArgumentParser) -> None:
 def _convert(args: argparse.Namespace) -> None:
     from t5x.convert import convert
 
-    convert(args.source, args.destination, to=args.to, dtype=args.dtype, overwrite=args.overwrite)
+    _work_begins()
+    signal.signal(signal.SIGTERM, _leave_in_order)
+    convert(args.source, args.destination, to=args.to, layers=args.layers, dtype=args.dtype, overwrite=args.overwrite)
+
+
+def _define_cache(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Write the tokenised examples of a task, or of all tasks of a mixture, once. Training finds them by itself, "
+        "and its batches stay the same. Stopped and started again, it goes on."
+    )
+    parser.add_argument("name", metavar="TASK", help="a registered task or mixture")
+    parser.add_argument(
+        "--import",
+        dest="modules",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="that registers it, or a .py",
+    )
+    parser.add_argument("--split", action="append", metavar="SPLIT", help="may be repeated (default: all it has)")
+    parser.add_argument(
+        "--output_dir",
+        metavar="DIR",
+        help="default: the first of T5X_TASK_CACHES, the directories, parted by ':', in which caches are looked for. "
+        "Unset, that is `tasks` in T5X_CACHE_DIR or ~/.cache/t5x; empty, no cache is used",
+    )
+    parser.add_argument("--num_workers", type=int, metavar="N", help="processes (default: one a core)")
+    parser.add_argument("--overwrite", action="store_true", help="replace a cache that is there")
+    parser.add_argument("--drop_text", action="store_true", help="without *_pretokenized: smaller, for training only")
+    parser.add_argument("--skip_bad_examples", action="store_true", help="count examples that cannot be read")
+    parser.add_argument("--runner", metavar="RUNNER", help="Apache Beam's, such as DirectRunner, instead of processes")
+    parser.epilog = "example:\n  t5x cache --import my_tasks.py my_task --split train"
+
+
+def _cache(args: argparse.Namespace) -> None:
+    from t5x.caching import cache
+
+    _work_begins()
+    signal.signal(signal.SIGTERM, _leave_in_order)
+    cache(
+        args.name,
+        modules=args.modules,
+        splits=args.split,
+        output_dir=args.output_dir,
+        num_workers=args.num_workers,
+        overwrite=args.overwrite,
+        drop_text=args.drop_text,
+        skip_bad_examples=args.skip_bad_examples,
+        runner=args.runner,
+    )
 
 
 def _define_demo(parser: argparse.ArgumentParser) -> None:
@@ -315,8 +440,10 @@ def _demo(args: argparse.Namespace) -> None:
 VERBS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], None]]] = {
     "demo": (_define_demo, _demo),
     "train": (_define_train, _train),
+    "data": (_define_data, _data),
     "eval": (_define_eval, _eval),
     "infer": (_define_infer, _infer),
     "inspect": (_define_inspect, _inspect),
     "convert": (_define_convert, _convert),
+    "cache": (_define_cache, _cache),
 }

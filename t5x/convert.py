@@ -3,88 +3,253 @@
 import json
 import logging
 import os
-import shutil
+import re
+import secrets
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
+from etils import epath
 
-from t5x.checkpoints import families, layout, paths, transfer
+from t5x import urls
+from t5x.checkpoints import families, faults, layout, paths, remote, transfer
 from t5x.checkpoints.contents import MODEL_FILE, describe_network
-from t5x.checkpoints.formats import LazyArray, open_checkpoint
+from t5x.checkpoints.formats import LazyArray, Source, open_checkpoint
 from t5x.errors import UserError
 from t5x.telemetry import Progress
 
 log = logging.getLogger(__name__)
 
 FORMATS = ("t5x", "native", "hf")
+LAYERS = ("unrolled", "scanned")
+DTYPES = ("float32", "bfloat16")
+
+# What tells a checkpoint from any other directory, which --overwrite leaves alone.
+_MARKS = (paths.MANIFEST, "checkpoint", "model.safetensors", "model.safetensors.index.json")
 
 
-def convert(source_path: str, destination: str, *, to: str, dtype: str | None = None, overwrite: bool = False) -> None:
+def convert(
+    source_path: str,
+    destination: str,
+    *,
+    to: str,
+    layers: str = "unrolled",
+    dtype: str | None = None,
+    overwrite: bool = False,
+) -> None:
     """Converts a checkpoint.
 
     Args:
       source_path: of any format that `t5x inspect` knows.
-      destination: the directory to make.
+      destination: the directory to make, local or remote.
       to: `t5x` (ours), `native` (T5X version 3) or `hf` (Hugging Face).
+      layers: `unrolled`, or `scanned`: stacked as our scanned network holds them, or for `native` as T5X's scalable_t5.
       dtype: `float32` or `bfloat16` of the parameters; None keeps what they have.
       overwrite: replace the destination where it exists; it is removed only when the new one is whole.
     """
-    if to not in FORMATS:
-        raise UserError(f"--to is {to!r}: it must be one of {', '.join(FORMATS)}.")
-    final = paths.local_path(destination)
-    if os.path.lexists(final) and not overwrite:
-        raise UserError(f"{final} exists already; choose another destination, or give --overwrite to replace it.")
+    _check_choice("--to", to, FORMATS)
+    _check_choice("--layers", layers, LAYERS)
+    if dtype is not None:
+        _check_choice("--dtype", dtype, DTYPES)
+    if to == "hf" and layers == "scanned":
+        raise UserError(
+            "--layers scanned: Hugging Face has one tensor a layer; leave the flag out, or choose another --to."
+        )
+    if urls.is_remote(destination):
+        with remote.writing(destination, overwrite=overwrite) as local:
+            return convert(source_path, str(local), to=to, layers=layers, dtype=dtype)
+    final = _destination(destination, overwrite=overwrite)
     source = open_checkpoint(source_path)
-    step = source.step or 0
-    roots = (layout.PARAMS,) if to == "hf" else (layout.PARAMS, layout.STATES)
-    arrays = {n: a for n, a in transfer.canonical_arrays(source).items() if n.startswith(roots)}
-    params = {n: a for n, a in arrays.items() if n.startswith(layout.PARAMS)}
-    config = transfer.config_of(source)
+    _check_apart(source, final)
+    arrays = transfer.canonical_arrays(source)
+    config = _config(source, arrays)
     log.info("%s: %s, step %s, %s", source.path, source.format, source.step, families.name_of(config))
-    if to == "hf" and len(arrays) < len(source.arrays):
-        log.info("Hugging Face has no place for optimizer state; it is left out")
-    target = final.parent / f"{final.name}.new-{os.getpid()}" if os.path.lexists(final) else final
+    arrays = _arranged(arrays, config, to=to, layers=layers)
+    _check_room(final.parent, arrays, dtype)
+    target = final.parent / f"{final.name}.new-{os.getpid()}-{secrets.token_hex(4)}" if final.exists() else final
+    try:
+        with Progress(len(arrays), unit="array", description="convert") as progress:
+            _write(target, source, config | {"scan_layers": layers == "scanned"}, _watched(arrays, progress), to, dtype)
+        if target != final:
+            _replace(final, target)
+    finally:
+        if target != final:
+            paths.remove_tree(target)
+    log.info("wrote %s (%s, %s layers)", final, to, layers)
+    return None
+
+
+def _check_choice(flag: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise UserError(f"{flag} is {value!r}: it must be one of {', '.join(known)}.")
+
+
+# --- The destination --------------------------------------------------------------------------------------------------
+
+
+def _destination(path: str, *, overwrite: bool) -> epath.Path:
+    """The directory to make; UserError where it may not be made, before anything is read."""
+    final = paths.local_path(path)
+    _mention_leftovers(final)
+    if os.path.lexists(final):
+        if not overwrite:
+            raise UserError(f"{final} exists already; choose another destination, or give --overwrite to replace it.")
+        if os.path.islink(final) or not final.is_dir():
+            raise UserError(f"{final} is not a directory, so --overwrite does not replace it. Remove it yourself.")
+        if os.listdir(final) and not any(os.path.lexists(final / mark) for mark in _MARKS):
+            raise UserError(
+                f"{final} is a directory, but not of a checkpoint, so --overwrite does not replace it. Remove it "
+                "yourself, or choose another destination."
+            )
+    above = _existing_parent(final)
+    if not os.path.isdir(above) or not os.access(above, os.W_OK | os.X_OK):
+        raise UserError(f"{final} cannot be made: {above} is not a directory that you may write to. Choose another.")
+    return final
+
+
+def _existing_parent(path: epath.Path) -> str:
+    above = os.path.dirname(path)
+    while not os.path.lexists(above):
+        above = os.path.dirname(above)
+    return above
+
+
+def _mention_leftovers(final: epath.Path) -> None:
+    pattern = re.compile(re.escape(final.name) + r"\.(tmp|new|old)-[0-9].*")
+    parent = os.path.dirname(final)
+    for name in sorted(os.listdir(parent)) if os.path.isdir(parent) else ():
+        if match := pattern.fullmatch(name):
+            what = "the former destination" if match[1] == "old" else "unfinished"
+            log.warning(
+                "%s was left by a conversion that was killed (%s). Delete it, unless another one to %s is running.",
+                os.path.join(parent, name),
+                what,
+                final.name,
+            )
+
+
+def _check_apart(source: Source, final: epath.Path) -> None:
+    """Neither of the two may hold the other."""
+    start, end = os.path.realpath(source.path), os.path.realpath(final)
+    if start == end:
+        raise UserError(f"{final} is the source itself. Choose another destination.")
+    if end.startswith(os.path.join(start, "")):
+        raise UserError(f"{final} lies inside the source, {source.path}. Choose a destination outside of it.")
+    if start.startswith(os.path.join(end, "")):
+        raise UserError(
+            f"{final} holds the source, {source.path}, so it cannot be replaced. Choose another destination."
+        )
+
+
+def _check_room(parent: epath.Path, arrays: Mapping[str, LazyArray], dtype: str | None) -> None:
+    width = {"float32": 4, "bfloat16": 2}.get(dtype)
+    sizes = (a.size * (width if width and n.startswith(layout.PARAMS) else a.dtype.itemsize) for n, a in arrays.items())
+    needed = sum(sizes)
+    free = faults.free_bytes(_existing_parent(parent / "x"))
+    if free is not None and free < needed:
+        raise UserError(
+            f"There is no room for the conversion in {parent}: it needs about {paths.human_size(needed)}, "
+            f"{paths.human_size(free)} are free. Free space on that disk, or choose a destination on another."
+        )
+
+
+def _replace(final: epath.Path, new: epath.Path) -> None:
+    """Puts `new` in the place of `final`, which is removed then; if that fails, it stays."""
+    old = final.parent / f"{final.name}.old-{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        os.rename(final, old)
+        os.rename(new, final)
+    except BaseException as error:
+        if os.path.lexists(old) and not os.path.lexists(final):
+            os.rename(old, final)
+        if isinstance(error, OSError):
+            raise UserError(f"{final} could not be replaced: {error.strerror}. It is as it was.") from error
+        raise
+    paths.fsync(final.parent)
+    paths.remove_tree(old)
+
+
+# --- What is written --------------------------------------------------------------------------------------------------
+
+
+def _config(source: Source, arrays: Mapping[str, LazyArray]) -> dict[str, Any]:
+    """Fields of the network's configuration; UserError where the checkpoint states other sizes than its arrays have."""
+    shown = families.config_of({n: a for n, a in arrays.items() if n.startswith(layout.PARAMS)})
+    stated = source.config or {}
+    rows = [
+        f"  {field}: {stated[field]!r} is stated, the arrays have {value!r}"
+        for field, value in shown.items()
+        if isinstance(value, int) and field in stated and stated[field] != value
+    ]
+    if rows:
+        lines = "\n".join(rows)
+        raise UserError(
+            f"{source.path} describes another model than the one it holds:\n{lines}\n"
+            "Take its own configuration file, or another checkpoint."
+        )
+    return transfer.config_of(source)
+
+
+def _arranged(
+    arrays: Mapping[str, LazyArray], config: Mapping[str, Any], *, to: str, layers: str
+) -> dict[str, LazyArray]:
+    """The canonical arrays that the destination keeps, in the form it keeps them."""
+    kept = {n: a for n, a in arrays.items() if n.startswith((layout.PARAMS, layout.STATES, "flax_mutables/"))}
+    if to == "hf":
+        params = {n: a for n, a in kept.items() if n.startswith(layout.PARAMS)}
+        if len(params) < len(kept):
+            log.info("Hugging Face has a place for parameters only; optimizer state and the like are left out")
+        return params
+    if layers == "unrolled":
+        return kept
+    if to == "t5x":
+        return layout.stacked(kept)
+    if not config.get("per_layer_relative_position_bias"):
+        raise UserError(
+            "--layers scanned --to native: T5X's network with scanned layers, scalable_t5, needs a table of relative "
+            "positions in every layer, as umT5 has; the layers of this model share one. Leave --layers out, or write "
+            "ours (--to t5x), whose scanned network can share it."
+        )
+    return layout.stacked(kept, heads=config["num_heads"])
+
+
+def _write(
+    target: epath.Path, source: Source, config: dict[str, Any], arrays: dict[str, LazyArray], to: str, dtype: str | None
+) -> None:
+    step = source.step or 0
     if to == "hf":
         from t5x.checkpoints.formats.huggingface import write_huggingface
 
-        with Progress(len(params), unit="array", description="convert") as progress:
-            write_huggingface(
-                target, config, _watched(params, progress), vocabulary_files=source.vocabulary_files, dtype=dtype
-            )
-    elif to == "native":
+        return write_huggingface(target, config, arrays, vocabulary_files=source.vocabulary_files, dtype=dtype)
+    tensors = ((name, array.read()) for name, array in arrays.items())
+    if to == "native":
         from t5x.checkpoints.formats.native import write_native
 
-        write_native(target, step, _read_all(arrays), dtype=dtype)
-    else:
-        from t5x.checkpoints.streaming import write_checkpoint
+        return write_native(target, step, tensors, dtype=dtype)
+    from t5x.checkpoints.streaming import write_checkpoint
 
-        sidecars = {MODEL_FILE: (json.dumps(describe_network(config), indent=1) + "\n").encode()}
-        for feature, files in source.vocabulary_files.items():
-            sidecars |= {f"vocabulary/{feature}/{name}": content for name, content in files.items()}
-        write_checkpoint(target, step, _cast(_read_all(arrays), dtype), sidecars=sidecars)
-    if target != final:
-        old = final.parent / f"{final.name}.old-{os.getpid()}"
-        os.rename(final, old)
-        os.rename(target, final)
-        shutil.rmtree(old)
-    log.info("wrote %s (%s)", final, to)
-
-
-def _read_all(arrays: Mapping[str, LazyArray]) -> Iterator[tuple[str, np.ndarray]]:
-    with Progress(len(arrays), unit="array", description="convert") as progress:
-        for number, (name, array) in enumerate(arrays.items(), start=1):
-            yield name, array.read()
-            progress.update(number)
+    try:
+        described = describe_network(config)
+    except TypeError as error:
+        raise UserError(f"{source.path} does not describe a network of this version: {error}.") from error
+    if unknown := sorted(config.keys() - described["config"].keys()):
+        raise UserError(
+            f"{source.path} has settings of a network that this version does not know: {', '.join(unknown)}. Use the "
+            "version that wrote it, or convert --to native, which keeps no settings."
+        )
+    sidecars = {MODEL_FILE: (json.dumps(described, indent=1) + "\n").encode()}
+    for feature, files in source.vocabulary_files.items():
+        sidecars |= {f"vocabulary/{feature}/{name}": content for name, content in files.items()}
+    return write_checkpoint(target, step, _cast(tensors, dtype), sidecars=sidecars)
 
 
 def _cast(tensors: Iterator[tuple[str, np.ndarray]], dtype: str | None) -> Iterator[tuple[str, np.ndarray]]:
     import jax.numpy as jnp
 
-    if dtype not in (None, "float32", "bfloat16"):
-        raise UserError(f"--dtype is {dtype!r}: it must be float32 or bfloat16.")
     for name, array in tensors:
         floats = name.startswith(layout.PARAMS) and dtype is not None and jnp.issubdtype(array.dtype, jnp.floating)
-        yield name, array.astype(jnp.dtype(dtype)) if floats else array
+        yield name, array.astype(jnp.dtype(dtype), copy=False) if floats else array
+        del array
 
 
 def _watched(arrays: Mapping[str, LazyArray], progress: Progress) -> dict[str, LazyArray]:
@@ -93,8 +258,9 @@ def _watched(arrays: Mapping[str, LazyArray], progress: Progress) -> dict[str, L
 
     def watch(array: LazyArray) -> LazyArray:
         def read() -> np.ndarray:
+            value = array.read()
             progress.update(next(done, len(arrays)))
-            return array.read()
+            return value
 
         return LazyArray(array.shape, array.dtype, read)
 

@@ -1,9 +1,7 @@
 """`t5x demo`: a tiny T5 learns to write dates, with the same entry point and files as any other run."""
 
 import logging
-import os
 import shlex
-import sys
 from collections.abc import Sequence
 
 from t5x import configuration, startup
@@ -64,19 +62,11 @@ def demo(model_dir: str, bindings: Sequence[str] = ()) -> float:
     where = shlex.quote(model_dir)
     print(
         f"""
-watch it:      {_command("tensorboard")} --logdir {where}
-resume it:     {_command("t5x")} train --gin_file={GIN_FILE} --gin.MODEL_DIR={where} --gin.TRAIN_STEPS=2000
-your own date: echo {shlex.quote(OWN_WORDS)} | {_command("t5x")} infer --model {where} --input -
+watch it:      {startup.command("tensorboard")} --logdir {where}
+resume it:     {startup.command("t5x")} train --gin_file={GIN_FILE} --gin.MODEL_DIR={where} --gin.TRAIN_STEPS=2000
+your own date: echo {shlex.quote(OWN_WORDS)} | {startup.command("t5x")} infer --model {where} --input -
 
 held-out exact match: {100 * right / len(said):.1f} % ({right}/{len(said)})""",
         flush=True,
     )
     return right / len(said)
-
-
-def _command(name: str) -> str:
-    """The command as the reader can type it: with its path where the environment is not activated."""
-    beside = os.path.join(os.path.dirname(os.path.abspath(sys.executable)), name)
-    relative = os.path.relpath(beside)
-    on_path = any(os.path.join(d, name) == beside for d in os.environ.get("PATH", "").split(os.pathsep))
-    return name if on_path or not os.path.exists(beside) else min(relative, beside, key=len)

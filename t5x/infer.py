@@ -12,17 +12,17 @@ import jax
 import numpy as np
 
 from t5x import checkpoints, gin_utils
-from t5x.checkpoints import transfer
 from t5x.checkpoints.config import RestoreCheckpointConfig
-from t5x.checkpoints.contents import check_same_model, load_model, model_of
+from t5x.checkpoints.contents import load_model, model_of
 from t5x.checkpoints.formats import open_checkpoint
 from t5x.data.config import DatasetConfig
 from t5x.data.loader import eval_batches
 from t5x.errors import UserError
-from t5x.models import EncoderDecoderModel
+from t5x.models import BaseTransformerModel, DecoderOnlyModel
 from t5x.partitioning import PjitPartitioner
 from t5x.telemetry import Progress, jsonl
 from t5x.trainer.checks import verify_matching_vocabs
+from t5x.trainer.restore import restore_params
 from t5x.trainer.state import StateLayout
 
 log = logging.getLogger(__name__)
@@ -33,23 +33,36 @@ MODES = ("predict", "score")
 def infer(
     *,
     mode: str = "predict",
-    model: EncoderDecoderModel,
+    model: BaseTransformerModel,
     dataset_cfg: DatasetConfig,
     restore_checkpoint_cfg: RestoreCheckpointConfig,
     partitioner: PjitPartitioner,
     output_dir: str,
     summarize_config_fn: Callable[..., None] | None = gin_utils.summarize_gin_config,
+    fallback_init_rng: int | None = None,
 ) -> str:
     """Predicts or scores every example of a task; returns the path of the file written.
 
     The file is `<output_dir>/<task>-<mode>.jsonl-00000-of-00001`, whole or not there at all; a line has `inputs` (the
     example's texts), and `prediction` and `score`, or `score`.
+
+    Args:
+      restore_checkpoint_cfg: one checkpoint of any format, and by which rules it is restored.
+      fallback_init_rng: seed of the initial values of parameters that those rules leave out; None is 0.
     """
     if mode not in MODES:
         raise UserError(f"infer.mode is {mode!r}: it must be one of {', '.join(MODES)}.")
     verify_matching_vocabs(dataset_cfg, model)
     output_dir = str(checkpoints.make_directory(output_dir, "INFER_OUTPUT_DIR"))
-    inferer = Inferer(model, partitioner, restore_params(model, partitioner, restore_checkpoint_cfg))
+    if not isinstance(restore_checkpoint_cfg.path, str) or restore_checkpoint_cfg.mode == "all":
+        raise UserError(
+            "Inference takes one checkpoint: utils.RestoreCheckpointConfig.path must be one path, and mode 'specific' "
+            "or 'latest'."
+        )
+    source = open_checkpoint(restore_checkpoint_cfg.path)
+    log.info("restoring the parameters of %s (%s)", source.path, source.format)
+    params = restore_params(source, model, _layout(model, partitioner), restore_checkpoint_cfg, fallback_init_rng)
+    inferer = Inferer(model, partitioner, params)
     task = dataset_cfg.task()
     if summarize_config_fn is not None:
         summarize_config_fn(output_dir, None, 0)
@@ -152,7 +165,7 @@ class Inferer:
       trimmed: how many inputs were cut to their length so far.
     """
 
-    def __init__(self, model: EncoderDecoderModel, partitioner: PjitPartitioner, params: Any):
+    def __init__(self, model: BaseTransformerModel, partitioner: PjitPartitioner, params: Any):
         self.model = model
         self.partitioner = partitioner
         self.params = params
@@ -183,25 +196,29 @@ class Inferer:
         """Texts as a batch of at least `rows` rows (as many as the mesh divides), padded to few different lengths."""
         data_parts = self.partitioner.mesh.shape["data"]
         rows = -(-max(rows, len(examples)) // data_parts) * data_parts
-        inputs = [self._tokens(self.model.input_vocabulary, e["inputs"], max_input_length) for e in examples]
-        targets = []
+        alone = isinstance(self.model, DecoderOnlyModel)  # its inputs are the beginning of the text, and go on
+        inputs = [
+            self._tokens(self.model.input_vocabulary, example["inputs"], max_input_length, eos=not alone)
+            for example in examples
+        ]
+        targets = [[]] * len(inputs)
         if mode == "score":
-            targets = [self._tokens(self.model.output_vocabulary, e["targets"], None) for e in examples]
-        encoder = _pad(inputs, rows, min(max_input_length, _round_up(max(map(len, inputs)))))
-        length = _round_up(max(map(len, targets))) if targets else max_length
-        decoder = _pad(targets, rows, length)
-        return {
-            "encoder_input_tokens": encoder,
-            "decoder_target_tokens": decoder,
-            "decoder_input_tokens": np.pad(decoder, ((0, 0), (1, 0)))[:, :-1],
-            "decoder_loss_weights": (decoder > 0).astype(np.int32),
+            targets = [self._tokens(self.model.output_vocabulary, e["targets"], None, eos=True) for e in examples]
+        longest = max(map(len, targets))
+        lengths = {
+            "inputs": min(max_input_length, _round_up(max(map(len, inputs)))),
+            "targets": _round_up(longest) if longest else max_length,
         }
+        made = [[{"inputs": i, "targets": t}] for i, t in zip(inputs, targets, strict=True)]
+        made += [[]] * (rows - len(made))
+        return self.model.FEATURE_CONVERTER_CLS(pack=False).convert_batch(made, lengths)
 
-    def _tokens(self, vocabulary: Any, text: str, limit: int | None) -> list[int]:
-        tokens = [*vocabulary.encode(text), vocabulary.eos_id]
+    def _tokens(self, vocabulary: Any, text: str, limit: int | None, *, eos: bool) -> list[int]:
+        end = [vocabulary.eos_id] if eos else []
+        tokens = [*vocabulary.encode(text), *end]
         if limit is not None and len(tokens) > limit:
             self.trimmed += 1
-            tokens = [*tokens[: limit - 1], vocabulary.eos_id]
+            tokens = [*tokens[: limit - len(end)], *end]
         return tokens
 
 
@@ -209,38 +226,13 @@ def load(model_dir: str, partitioner: PjitPartitioner | None = None) -> Inferer:
     """The model of a checkpoint of any format, or of a MODEL_DIR, rebuilt from that directory alone."""
     partitioner = PjitPartitioner() if partitioner is None else partitioner
     source = open_checkpoint(model_dir)
-    if source.format == "t5x":
-        model = load_model(source.path)
-        return Inferer(model, partitioner, restore_verified(source.path, model, partitioner))
     log.info("%s is a %s checkpoint", source.path, source.format)
-    model = model_of(source)
-    layout = StateLayout.of(model, partitioner, model.input_shapes({"inputs": 1, "targets": 1}))
-    params = transfer.restore(source, {"target": layout.abstract.params}, {"target": layout.axes})["target"]
-    return Inferer(model, partitioner, params)
+    model = load_model(source.path) if source.format == "t5x" else model_of(source)
+    return Inferer(model, partitioner, restore_params(source, model, _layout(model, partitioner)))
 
 
-def restore_params(
-    model: EncoderDecoderModel, partitioner: PjitPartitioner, restore_cfg: RestoreCheckpointConfig
-) -> Any:
-    """The parameters that `restore_cfg` names, on the devices; no optimizer state is read."""
-    if not isinstance(restore_cfg.path, str) or restore_cfg.mode == "all":
-        raise UserError(
-            "Inference takes one checkpoint: utils.RestoreCheckpointConfig.path must be one path, and mode 'specific' "
-            "or 'latest'."
-        )
-    path = checkpoints.resolve_verified(restore_cfg.path)
-    check_same_model(path, model, same_classes=False)
-    log.info("restoring the parameters of %s", path)
-    return restore_verified(path, model, partitioner, restore_cfg.dtype)
-
-
-def restore_verified(path: Any, model: EncoderDecoderModel, partitioner: PjitPartitioner, dtype: Any = None) -> Any:
-    """The parameters of a checkpoint that has been verified, as float32 or as `dtype`."""
-    layout = StateLayout.of(model, partitioner, model.input_shapes({"inputs": 1, "targets": 1}))
-    params = layout.abstract.params
-    if dtype is not None:
-        params = jax.tree.map(lambda x: x.update(dtype=jax.numpy.dtype(dtype)), params)
-    return checkpoints.restore(path, {"target": params}, verify=False)["target"]
+def _layout(model: BaseTransformerModel, partitioner: PjitPartitioner) -> StateLayout:
+    return StateLayout.of(model, partitioner, model.input_shapes({"inputs": 1, "targets": 1}))
 
 
 def _read_examples(path: str, mode: str) -> Iterator[dict[str, str]]:
@@ -280,13 +272,6 @@ def _open(path: str) -> Iterator[BinaryIO]:
             yield file
     except OSError as error:
         raise UserError(f"--input {path} cannot be read: {error.strerror or error}.") from error
-
-
-def _pad(rows_of_tokens: Sequence[Sequence[int]], rows: int, length: int) -> np.ndarray:
-    padded = np.zeros((rows, length), np.int32)
-    for row, tokens in enumerate(rows_of_tokens):
-        padded[row, : len(tokens)] = tokens
-    return padded
 
 
 def _round_up(length: int) -> int:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,8 @@ import numpy as np
 from t5x.checkpoints import families, layout, transfer, tree
 from t5x.checkpoints.formats import LazyArray, Source, open_checkpoint
 from t5x.errors import UserError
+
+_PART_BYTES = 2**24
 
 
 def inspect(path: str, *, as_json: bool = False) -> dict[str, Any]:
@@ -52,11 +55,20 @@ def canonical_params(source: Source) -> dict[str, LazyArray]:
     return {n: a for n, a in transfer.canonical_arrays(source).items() if n.startswith(layout.PARAMS)}
 
 
-def params_sha256(params: dict[str, LazyArray]) -> str:
-    """A hash of all parameters by name; the same for every format, layout and dtype that holds the same numbers."""
+def params_sha256(params: Mapping[str, LazyArray]) -> str:
+    """A hash of all parameters by name; the same for every format, layout and dtype that holds the same numbers.
+
+    It is the SHA-256 of a line for each parameter, sorted: name, shape, and the SHA-256 of its values as float32. The
+    arrays are read one by one in the order given, in which those of a stack follow each other.
+    """
+    lines = [f"{name} {list(array.shape)} {_sha256(array.read())}\n" for name, array in params.items()]
+    return hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()
+
+
+def _sha256(array: np.ndarray) -> str:
     digest = hashlib.sha256()
-    for name in sorted(params):
-        array = np.ascontiguousarray(params[name].read().astype(np.float32))
-        digest.update(f"{name} {list(array.shape)}\n".encode())
-        digest.update(array.tobytes())
+    array = np.atleast_1d(array)
+    rows = max(1, _PART_BYTES // max(1, array[:1].size * 4))
+    for start in range(0, len(array), rows):
+        digest.update(np.ascontiguousarray(array[start : start + rows], "<f4"))
     return digest.hexdigest()

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from t5x import decoding, losses
-from t5x.data.feature_converters import EncDecFeatureConverter
+from t5x.data.feature_converters import DecoderFeatureConverter, EncDecFeatureConverter
 from t5x.data.vocabularies import Vocabulary
 from t5x.metrics.accumulators import Average, AveragePerStep, Metrics, Sum
 from t5x.network import CACHES
@@ -20,12 +20,12 @@ Batch = Mapping[str, jax.Array]
 Params = Mapping[str, Any]
 
 
-class EncoderDecoderModel:
-    """An encoder-decoder network with its vocabularies, loss and decoding.
+class BaseTransformerModel:
+    """What a model over tokens has whatever its network: its vocabularies, loss, metrics and scores.
 
     Args:
-      module: a Linen module with T5X's call convention (`__call__`, `encode`, `decode`).
-      input_vocabulary, output_vocabulary: of the features `inputs` and `targets`.
+      module: a Linen module with T5X's call convention.
+      vocabularies: by the name of the task feature they belong to.
       optimizer_def: see `t5x.optimizers.Optimizer`; None for inference.
       decode_fn: see `t5x.decoding`.
       feature_converter_cls: makes model features of a task's features.
@@ -33,24 +33,22 @@ class EncoderDecoderModel:
       default_decoder_params: keyword arguments for `decode_fn`.
     """
 
-    FEATURE_CONVERTER_CLS = EncDecFeatureConverter
+    FEATURE_CONVERTER_CLS: type
 
     def __init__(
         self,
         module: nn.Module,
-        input_vocabulary: Vocabulary,
-        output_vocabulary: Vocabulary,
+        vocabularies: Mapping[str, Vocabulary],
         optimizer_def: Optimizer | None,
-        decode_fn: Callable = decoding.greedy_decode,
-        feature_converter_cls: type | None = None,
-        label_smoothing: float = 0.0,
-        z_loss: float = 0.0,
-        loss_normalizing_factor: losses.LossNormalizingFactor = None,
-        default_decoder_params: Mapping[str, Any] | None = None,
+        decode_fn: Callable,
+        feature_converter_cls: type | None,
+        label_smoothing: float,
+        z_loss: float,
+        loss_normalizing_factor: losses.LossNormalizingFactor,
+        default_decoder_params: Mapping[str, Any] | None,
     ):
         self.module = module
-        self.input_vocabulary = input_vocabulary
-        self.output_vocabulary = output_vocabulary
+        self.vocabularies = dict(vocabularies)
         self.optimizer_def = optimizer_def
         self.decode_fn = decode_fn
         if feature_converter_cls is not None:
@@ -63,43 +61,56 @@ class EncoderDecoderModel:
             losses.special_loss_normalizing_factor(loss_normalizing_factor)  # a wrong name is told now, not at step 1
 
     @property
-    def vocabularies(self) -> dict[str, Vocabulary]:
-        """By the name of the task feature they belong to."""
-        return {"inputs": self.input_vocabulary, "targets": self.output_vocabulary}
+    def input_vocabulary(self) -> Vocabulary:
+        return self.vocabularies.get("inputs", self.output_vocabulary)
+
+    @property
+    def output_vocabulary(self) -> Vocabulary:
+        return self.vocabularies["targets"]
+
+    # -- for each kind of network --------------------------------------------------------------------------------------
 
     def input_shapes(self, task_feature_lengths: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
         """Shapes of one row of the features that `get_initial_variables` needs."""
-        inputs, targets = task_feature_lengths["inputs"], task_feature_lengths["targets"]
-        return {"encoder_input_tokens": (1, inputs), "decoder_input_tokens": (1, targets)}
-
-    # -- parameters ----------------------------------------------------------------------------------------------------
+        raise NotImplementedError
 
     def get_initial_variables(self, rng: jax.Array, input_shapes: Mapping[str, tuple[int, ...]]) -> Any:
         """Fresh variables: `params`, and the logical axes of each in `params_axes`."""
-        tokens = {name: jnp.ones(shape, jnp.int32) for name, shape in input_shapes.items()}
-        inputs, targets = tokens["encoder_input_tokens"], tokens["decoder_input_tokens"]
-        return self.module.init({"params": rng}, inputs, targets, targets, enable_dropout=False)
-
-    # -- training ------------------------------------------------------------------------------------------------------
+        raise NotImplementedError
 
     def compute_logits(
         self, params: Params, batch: Batch, dropout_rng: jax.Array | None = None, mutable: Any = False
     ) -> Any:
         """Logits float32 [batch, targets, vocab] under teacher forcing; dropout is on where its key is given."""
-        segments = {k: batch.get(k) for k in ("encoder_segment_ids", "decoder_segment_ids")}
-        segments |= {k: batch.get(k) for k in ("encoder_positions", "decoder_positions")}
-        if "row_index" in batch and "row_index" in inspect.signature(type(self.module).__call__).parameters:
-            segments["row_index"] = batch["row_index"]
-        return self.module.apply(
-            {"params": params},
-            batch["encoder_input_tokens"],
-            batch["decoder_input_tokens"],
-            batch["decoder_target_tokens"],
-            **segments,
-            enable_dropout=dropout_rng is not None,
-            rngs=None if dropout_rng is None else {"dropout": dropout_rng},
-            mutable=mutable,
-        )
+        raise NotImplementedError
+
+    def predict_batch_with_aux(
+        self,
+        params: Params,
+        batch: Batch,
+        rng: jax.Array | None = None,
+        decoder_params: Mapping[str, Any] | None = None,
+        return_all_decodes: bool = False,
+        num_decodes: int = 1,
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """(tokens, {"scores"}): of the best decode, [batch, length] and [batch]; of all, with a dimension of decodes,
+        best last, if `return_all_decodes`."""
+        raise NotImplementedError
+
+    @property
+    def keys_dropout_by_row(self) -> bool:
+        """Whether the module takes `row_index`, the rows of the global batch, and so drops the same units however the
+        batch is cut into microbatches."""
+        return "row_index" in inspect.signature(type(self.module).__call__).parameters
+
+    def _row_index(self, batch: Batch) -> dict[str, jax.Array]:
+        return {"row_index": batch["row_index"]} if self.keys_dropout_by_row and "row_index" in batch else {}
+
+    def _decode_options(self, rng: jax.Array | None, decoder_params: Mapping[str, Any] | None) -> dict[str, Any]:
+        options = {"eos_id": self.output_vocabulary.eos_id, "decode_rng": rng}
+        return options | self.default_decoder_params | dict(decoder_params or {})
+
+    # -- training ------------------------------------------------------------------------------------------------------
 
     def loss_fn(self, params: Params, batch: Batch, dropout_rng: jax.Array | None = None) -> tuple[jax.Array, Metrics]:
         """The loss to minimise, and the metrics of this batch.
@@ -164,6 +175,68 @@ class EncoderDecoderModel:
         """Predicted tokens int32 [batch, length]; the length is that of `decoder_input_tokens`."""
         return self.predict_batch_with_aux(params, batch, rng=rng, decoder_params=decoder_params)[0]
 
+    def score_batch(self, params: Params, batch: Batch) -> jax.Array:
+        """Log likelihood of each row's targets, float32 [batch]."""
+        logits = self.compute_logits(params, batch)
+        per_token, _ = losses.cross_entropy(logits, batch["decoder_target_tokens"])
+        weights = batch.get("decoder_loss_weights")
+        return -jnp.sum(per_token if weights is None else per_token * weights, axis=-1)
+
+
+class EncoderDecoderModel(BaseTransformerModel):
+    """An encoder-decoder network with its vocabularies, loss and decoding.
+
+    Args:
+      module: a Linen module with T5X's call convention (`__call__`, `encode`, `decode`).
+      input_vocabulary, output_vocabulary: of the features `inputs` and `targets`.
+      optimizer_def, decode_fn …: see `BaseTransformerModel`.
+    """
+
+    FEATURE_CONVERTER_CLS = EncDecFeatureConverter
+
+    def __init__(
+        self,
+        module: nn.Module,
+        input_vocabulary: Vocabulary,
+        output_vocabulary: Vocabulary,
+        optimizer_def: Optimizer | None,
+        decode_fn: Callable = decoding.greedy_decode,
+        feature_converter_cls: type | None = None,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        loss_normalizing_factor: losses.LossNormalizingFactor = None,
+        default_decoder_params: Mapping[str, Any] | None = None,
+    ):
+        super().__init__(
+            module, {"inputs": input_vocabulary, "targets": output_vocabulary}, optimizer_def, decode_fn,
+            feature_converter_cls, label_smoothing, z_loss, loss_normalizing_factor, default_decoder_params,
+        )  # fmt: skip
+
+    def input_shapes(self, task_feature_lengths: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+        inputs, targets = task_feature_lengths["inputs"], task_feature_lengths["targets"]
+        return {"encoder_input_tokens": (1, inputs), "decoder_input_tokens": (1, targets)}
+
+    def get_initial_variables(self, rng: jax.Array, input_shapes: Mapping[str, tuple[int, ...]]) -> Any:
+        tokens = {name: jnp.ones(shape, jnp.int32) for name, shape in input_shapes.items()}
+        inputs, targets = tokens["encoder_input_tokens"], tokens["decoder_input_tokens"]
+        return self.module.init({"params": rng}, inputs, targets, targets, enable_dropout=False)
+
+    def compute_logits(
+        self, params: Params, batch: Batch, dropout_rng: jax.Array | None = None, mutable: Any = False
+    ) -> Any:
+        packed = ("encoder_segment_ids", "decoder_segment_ids", "encoder_positions", "decoder_positions")
+        return self.module.apply(
+            {"params": params},
+            batch["encoder_input_tokens"],
+            batch["decoder_input_tokens"],
+            batch["decoder_target_tokens"],
+            **{name: batch.get(name) for name in packed},
+            **self._row_index(batch),
+            enable_dropout=dropout_rng is not None,
+            rngs=None if dropout_rng is None else {"dropout": dropout_rng},
+            mutable=mutable,
+        )
+
     def predict_batch_with_aux(
         self,
         params: Params,
@@ -173,8 +246,6 @@ class EncoderDecoderModel:
         return_all_decodes: bool = False,
         num_decodes: int = 1,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """(tokens, {"scores"}): of the best decode, [batch, length] and [batch]; of all, with a dimension of decodes,
-        best last, if `return_all_decodes`."""
         inputs = batch["encoder_input_tokens"]
         empty = jnp.zeros(batch["decoder_input_tokens"].shape, jnp.int32)
         variables = {"params": params}
@@ -199,27 +270,139 @@ class EncoderDecoderModel:
             cache=cache,
             tokens_to_logits=tokens_to_logits,
             num_decodes=num_decodes,
-            **{"eos_id": self.output_vocabulary.eos_id, "decode_rng": rng}
-            | self.default_decoder_params
-            | dict(decoder_params or {}),
+            **self._decode_options(rng, decoder_params),
         )
         if return_all_decodes:
             return decodes, {"scores": scores}
         return decodes[:, -1, :], {"scores": scores[:, -1]}
 
-    def score_batch(self, params: Params, batch: Batch) -> jax.Array:
-        """Log likelihood of each row's targets, float32 [batch]."""
-        logits = self.compute_logits(params, batch)
-        per_token, _ = losses.cross_entropy(logits, batch["decoder_target_tokens"])
-        weights = batch.get("decoder_loss_weights")
-        return -jnp.sum(per_token if weights is None else per_token * weights, axis=-1)
+
+class DecoderOnlyModel(BaseTransformerModel):
+    """A decoder alone: a causal language model, or a prefix LM over `inputs` and `targets`.
+
+    Args:
+      module: a Linen module with T5X's call convention (`__call__` with `prefill`).
+      vocabulary: of `targets`, and of `inputs` where there are any.
+      inputs_bidirectional_attention: the inputs see each other whole (a prefix LM); False: everything is causal.
+      optimizer_def, decode_fn …: see `BaseTransformerModel`.
+    """
+
+    FEATURE_CONVERTER_CLS = DecoderFeatureConverter
+
+    def __init__(
+        self,
+        module: nn.Module,
+        vocabulary: Vocabulary,
+        optimizer_def: Optimizer | None,
+        decode_fn: Callable = decoding.greedy_decode,
+        inputs_bidirectional_attention: bool = False,
+        feature_converter_cls: type | None = None,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        loss_normalizing_factor: losses.LossNormalizingFactor = None,
+        default_decoder_params: Mapping[str, Any] | None = None,
+    ):
+        super().__init__(
+            module, {"targets": vocabulary}, optimizer_def, decode_fn, feature_converter_cls, label_smoothing, z_loss,
+            loss_normalizing_factor, default_decoder_params,
+        )  # fmt: skip
+        self.inputs_bidirectional_attention = inputs_bidirectional_attention
+
+    def input_shapes(self, task_feature_lengths: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+        return {"decoder_input_tokens": (1, sum(task_feature_lengths.values()))}
+
+    def get_initial_variables(self, rng: jax.Array, input_shapes: Mapping[str, tuple[int, ...]]) -> Any:
+        tokens = jnp.ones(input_shapes["decoder_input_tokens"], jnp.int32)
+        return self.module.init({"params": rng}, tokens, tokens, enable_dropout=False)
+
+    def compute_logits(
+        self, params: Params, batch: Batch, dropout_rng: jax.Array | None = None, mutable: Any = False
+    ) -> Any:
+        return self.module.apply(
+            {"params": params},
+            batch["decoder_input_tokens"],
+            batch["decoder_target_tokens"],
+            decoder_segment_ids=batch.get("decoder_segment_ids"),
+            decoder_positions=batch.get("decoder_positions"),
+            decoder_causal_attention=self._prefix(batch),
+            **self._row_index(batch),
+            enable_dropout=dropout_rng is not None,
+            rngs=None if dropout_rng is None else {"dropout": dropout_rng},
+            mutable=mutable,
+        )
+
+    def predict_batch_with_aux(
+        self,
+        params: Params,
+        batch: Batch,
+        rng: jax.Array | None = None,
+        decoder_params: Mapping[str, Any] | None = None,
+        return_all_decodes: bool = False,
+        num_decodes: int = 1,
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """As of every model; the tokens are those after the inputs.
+
+        `decoder_causal_attention` of the batch marks the start token and the inputs in `decoder_input_tokens`; without
+        it there are no inputs. They are read into the cache in one pass, and each row goes on from its own position.
+        """
+        shifted = batch["decoder_input_tokens"]
+        inside = batch.get("decoder_causal_attention")
+        if inside is None:
+            inside = jnp.zeros(shifted.shape, jnp.int32).at[:, 0].set(1)
+        inputs = jnp.where(inside > 0, shifted, 0)
+        lengths = jnp.maximum(jnp.sum(inside, axis=1) - 1, 0).astype(jnp.int32)
+        apply = functools.partial(self.module.apply, enable_dropout=False, mutable=["cache"])
+        # The prefix stands for the targets too: the start token is 0, yet it is no padding.
+        _, filled = apply(
+            {"params": params},
+            inputs,
+            inside,
+            decoder_causal_attention=inside if self.inputs_bidirectional_attention else None,
+            prefill=True,
+            prefill_lengths=lengths,
+        )
+
+        def tokens_to_logits(state: decoding.DecodingState) -> tuple[jax.Array, Any]:
+            logits, changed = apply(
+                {"params": params, "cache": state.cache}, state.cur_token, state.cur_token, decode=True,
+                max_decode_length=inputs.shape[1],
+            )  # fmt: skip
+            return logits[:, -1, :], changed["cache"]
+
+        decodes, scores = self.decode_fn(
+            inputs=inputs,
+            cache=filled["cache"],
+            tokens_to_logits=tokens_to_logits,
+            num_decodes=num_decodes,
+            initial_index=lengths,
+            **self._decode_options(rng, decoder_params),
+        )
+        decodes = remove_prefix(decodes, lengths)
+        if return_all_decodes:
+            return decodes, {"scores": scores}
+        return decodes[:, -1, :], {"scores": scores[:, -1]}
+
+    def _prefix(self, batch: Batch) -> jax.Array | None:
+        return batch.get("decoder_causal_attention") if self.inputs_bidirectional_attention else None
 
 
-def get_input_vocabulary(model: EncoderDecoderModel) -> Vocabulary:
+def remove_prefix(sequences: jax.Array, lengths: jax.Array) -> jax.Array:
+    """Without each row's first tokens, filled up with zeros: [batch, decodes, length], int [batch] -> the same shape.
+
+    >>> remove_prefix(jnp.array([[[5, 6, 7]], [[5, 6, 7]]]), jnp.array([1, 2]))[:, 0].tolist()
+    [[6, 7, 0], [7, 0, 0]]
+    """
+    length = sequences.shape[-1]
+    at = jnp.arange(length) + lengths[:, None, None]
+    shifted = jnp.take_along_axis(sequences, jnp.minimum(at, length - 1) + jnp.zeros_like(sequences), axis=-1)
+    return jnp.where(at < length, shifted, 0)
+
+
+def get_input_vocabulary(model: BaseTransformerModel) -> Vocabulary:
     """The vocabulary of the model's inputs, for gin files."""
     return model.input_vocabulary
 
 
-def get_output_vocabulary(model: EncoderDecoderModel) -> Vocabulary:
+def get_output_vocabulary(model: BaseTransformerModel) -> Vocabulary:
     """The vocabulary of the model's outputs, for gin files."""
     return model.output_vocabulary

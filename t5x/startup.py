@@ -45,6 +45,14 @@ def cache_directory() -> str:
     return os.environ.get("T5X_CACHE_DIR") or os.path.join(home, "t5x")
 
 
+def command(name: str) -> str:
+    """A command of this environment as the reader can type it: with its path where that is not activated."""
+    beside = os.path.join(os.path.dirname(os.path.abspath(sys.executable)), name)
+    relative = os.path.relpath(beside)
+    on_path = any(os.path.join(d, name) == beside for d in os.environ.get("PATH", "").split(os.pathsep))
+    return name if on_path or not os.path.exists(beside) else min(relative, beside, key=len)
+
+
 def prepare_jax() -> None:
     """What a run needs of JAX before it touches a device: results that can be repeated, and the compilation cache."""
     flags = os.environ.get("XLA_FLAGS", "")

@@ -1,8 +1,6 @@
 """Pretraining and fine-tuning: `t5x train --gin_file=… --gin.MODEL_DIR=…`."""
 
 import contextlib
-import dataclasses
-import json
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -12,31 +10,28 @@ import jax
 
 from t5x import checkpoints, gin_utils
 from t5x import trainer as trainer_lib
-from t5x.checkpoints import transfer
-from t5x.checkpoints.config import CheckpointConfig, RestoreCheckpointConfig
-from t5x.checkpoints.contents import check_same_model, sidecars
-from t5x.checkpoints.formats import Source, open_checkpoint
+from t5x.checkpoints.config import CheckpointConfig, RestoreCheckpointConfig, SaveCheckpointConfig
+from t5x.checkpoints.contents import sidecars
 from t5x.data import Evaluator
 from t5x.data.config import DatasetConfig
 from t5x.data.loader import train_loader
+from t5x.data.tasks import get_subtasks
 from t5x.errors import UserError
-from t5x.metrics.accumulators import from_json
-from t5x.models import EncoderDecoderModel
+from t5x.models import BaseTransformerModel
 from t5x.partitioning import PjitPartitioner
 from t5x.telemetry import MetricWriter, jsonl
 from t5x.telemetry.writer import METRICS_FILE
 from t5x.trainer.checks import verify_matching_vocabs
 from t5x.trainer.evaluation import InferenceEvaluator, teacher_forced_batches
+from t5x.trainer.restore import Run, restore_or_init
 from t5x.trainer.state import StateLayout, TrainState
 
 log = logging.getLogger(__name__)
 
-RUN_FILE = "run.json"
-
 
 def train(
     *,
-    model: EncoderDecoderModel,
+    model: BaseTransformerModel,
     train_dataset_cfg: DatasetConfig,
     train_eval_dataset_cfg: DatasetConfig | None,
     infer_eval_dataset_cfg: DatasetConfig | None,
@@ -86,7 +81,7 @@ def train(
     model_dir = str(checkpoints.local_path(model_dir))
     with (
         checkpoints.ModelDirLock(model_dir),
-        checkpoints.CheckpointStore(model_dir, keep=save_cfg.keep if save_cfg else None) as store,
+        _store(model_dir, save_cfg) as store,
         trainer_lib.StopRequest() as stop,
         contextlib.ExitStack() as closing,
     ):
@@ -119,7 +114,7 @@ def train(
         log.info("model: %s", _describe(model, layout))
 
         # --- Where it starts: MODEL_DIR's own checkpoint, then the initial one, then scratch ----------------------
-        state, run = _restore_or_init(store, restore_cfg, model, layout, init_rng)
+        state, run = restore_or_init(store, restore_cfg, model, layout, init_rng)
         first_step = int(state.step)
         if run.data is not None:
             loader.restore(run.data)
@@ -143,22 +138,31 @@ def train(
         # --- Training, evaluation, saving -------------------------------------------------------------------------
         trainer = trainer_cls(model=model, train_state=state, partitioner=partitioner, layout=layout, rng=dropout_rng)
         del state  # the trainer's step gives its memory away
-        evaluate = closing.enter_context(
+        evaluations = closing.enter_context(
             _Evaluations(
                 trainer, train_eval_dataset_cfg, infer_eval_dataset_cfg, eval_steps, inference_evaluator_cls,
                 model_dir, stop,
             )
         )  # fmt: skip
         window = trainer_lib.Window(run.metrics)
+        if save_cfg is not None and save_cfg.state_transformation_fns:
+            log.info("what is saved passes through utils.SaveCheckpointConfig.state_transformation_fns first")
+            save_cfg.tree_to_save(trainer.state.tree())  # what is wrong with it is told now, not at the first save
+        if store.best is not None:
+            store.best.check(["train", *evaluations.groups])
 
         def save(step: int) -> None:
             if save_cfg is None:
                 return
-            tree = trainer.state.tree()
-            if save_cfg.dtype != "float32":
-                tree["target"] = jax.tree.map(lambda x: x.astype(save_cfg.dtype), tree["target"])
-            position = _Run(run.first_step, loader.state(), window.to_json())
-            store.save(step, tree, sidecars=files | position.sidecars())
+            position = Run(run.first_step, loader.state(), window.to_json())
+            store.save(step, save_cfg.tree_to_save(trainer.state.tree()), sidecars=files | position.sidecars())
+
+        def evaluate(step: int) -> None:
+            evaluations(step)
+            if store.best is not None:
+                store.retire(step)
+                if not stop:
+                    store.best.expect()
 
         times = trainer_lib.Timetable(
             total_steps=total_steps,
@@ -168,7 +172,7 @@ def train(
             save_steps=(save_cfg.checkpoint_steps or ()) if save_cfg else (),
         )
         # An evaluation that fell due at the checkpoint may have been cut off with the run.
-        cut_off = first_step > run.first_step and times.eval_due(first_step) and not evaluate.done(first_step)
+        cut_off = first_step > run.first_step and times.eval_due(first_step) and not evaluations.done(first_step)
         if run_eval_before_training or cut_off:
             evaluate(first_step)
         last_step = first_step
@@ -190,107 +194,6 @@ def train(
 
 
 # --- The parts --------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class _Run:
-    """What a checkpoint knows of its run besides the model.
-
-    Attributes:
-      first_step: the model's step when the run began; `relative_steps` counts from it.
-      data: position in the data; None at the beginning.
-      metrics: of the steps since the last line of them; None where that line was just written.
-    """
-
-    first_step: int
-    data: dict[str, Any] | None = None
-    metrics: Any = None
-
-    def sidecars(self) -> dict[str, bytes]:
-        record = {"first_step": self.first_step, "metrics": self.metrics}
-        return {RUN_FILE: json.dumps(record).encode(), _data_file(): json.dumps(self.data).encode()}
-
-    @classmethod
-    def of(cls, path: Any) -> "_Run":
-        if not os.path.exists(os.path.join(path, RUN_FILE)):
-            raise UserError(
-                f"{path} was converted, not written by a run: it has no position in the data to go on from. Give it as "
-                "the initial checkpoint (utils.RestoreCheckpointConfig.path) of a run with another MODEL_DIR."
-            )
-        record = json.loads(checkpoints.read_sidecar(path, RUN_FILE))
-        metrics = None if record["metrics"] is None else from_json(record["metrics"])
-        return cls(record["first_step"], json.loads(checkpoints.read_sidecar(path, _data_file())), metrics)
-
-
-def _data_file() -> str:
-    return checkpoints.dataset_state_name(jax.process_index(), jax.process_count())
-
-
-def _restore_or_init(
-    store: checkpoints.CheckpointStore,
-    restore_cfg: RestoreCheckpointConfig | None,
-    model: EncoderDecoderModel,
-    layout: StateLayout,
-    init_rng: jax.Array,
-) -> tuple[TrainState, _Run]:
-    """The state to start from, and what is known of the run."""
-    own, damaged = store.latest_whole()
-    if own is not None:
-        check_same_model(own, model, same_classes=True)
-        given = (
-            f", before the initial one that was given ({restore_cfg.path})" if restore_cfg and restore_cfg.path else ""
-        )
-        log.info("resuming from %s: MODEL_DIR's newest whole checkpoint comes first%s", own, given)
-        return _restore(own, layout), _Run.of(own)
-    if damaged:
-        raise UserError(
-            f"None of the {len(damaged)} checkpoint(s) in {store.directory} can be used: they are damaged, or not "
-            "written by this program. Choose another MODEL_DIR, or move them away to start anew."
-        )
-    if restore_cfg is not None and restore_cfg.path:
-        source = open_checkpoint(restore_cfg.path)
-        log.info(
-            "starting from %s (%s): MODEL_DIR has no checkpoint yet, and this initial one was given",
-            source.path,
-            source.format,
-        )
-        state = _restore_any(source, restore_cfg, model, layout)
-        return state, _Run(int(state.step))
-    log.info("starting from scratch: MODEL_DIR has no checkpoint yet, and no initial one was given")
-    return layout.init(init_rng), _Run(0)
-
-
-def _restore(path: Any, layout: StateLayout) -> TrainState:
-    """The state of a run of our own that has been verified, its layers held as they were or the other way."""
-    abstract = layout.abstract.tree()
-    if checkpoints.tree.flatten(checkpoints.read_shapes(path)).keys() == checkpoints.tree.flatten(abstract).keys():
-        return TrainState.from_tree(checkpoints.restore(path, abstract, verify=False))
-    log.info("its layers are stacked and this network's are not, or the other way round: they are rearranged")
-    return TrainState.from_tree(transfer.restore(open_checkpoint(path), abstract, layout.tree_axes()))
-
-
-def _restore_any(
-    source: Source, cfg: RestoreCheckpointConfig, model: EncoderDecoderModel, layout: StateLayout
-) -> TrainState:
-    """The initial state from a checkpoint of any format; what is kept and what is reset is said."""
-    if source.format == "t5x":
-        check_same_model(source.path, model, same_classes=False)
-    elif rows := transfer.describe_differences(source.config or {}, getattr(model.module, "config", None)):
-        raise UserError(f"{source.path} is of another model:\n  " + "\n  ".join(rows))
-    abstract, axes = layout.abstract.tree(), layout.tree_axes()
-    step = 0 if cfg.step == "reset" else source.step or 0
-    has_state = transfer.has_optimizer_state(source, abstract, axes)
-    keep = cfg.optimizer_state == "keep" and has_state
-    reason = (
-        "as the checkpoint has it" if keep else "the checkpoint has none that fits" if not has_state else "as asked"
-    )
-    log.info("step: %d; optimizer state: %s, %s", step, "kept" if keep else "reset", reason)
-    params = transfer.restore(source, {"target": abstract["target"]}, {"target": axes["target"]})["target"]
-    if not keep:
-        return layout.with_fresh_optimizer(params, step)
-    part = {"state": {"param_states": abstract["state"]["param_states"]}}
-    states = transfer.restore(source, part, {"state": {"param_states": axes["state"]["param_states"]}})
-    return TrainState(layout.step_array(step), params, states["state"]["param_states"])
 
 
 def _check(
@@ -319,7 +222,11 @@ class _EvaluationStopped(Exception):
 
 
 class _Evaluations:
-    """Both kinds of evaluation of the trainer's current parameters, written where T5X writes them."""
+    """Both kinds of evaluation of the trainer's current parameters, written where T5X writes them.
+
+    Attributes:
+      groups: what the names of their metrics begin with: `training_eval/<task>`, `inference_eval/<task>`.
+    """
 
     def __init__(
         self,
@@ -333,10 +240,12 @@ class _Evaluations:
     ):
         self._trainer, self._stop = trainer, stop
         self._train_eval_cfg, self._eval_steps = train_eval_cfg, eval_steps
+        self.groups: list[str] = []
         self._files: list[str] = []
         self._writer = None
         if train_eval_cfg is not None:
-            directory = os.path.join(model_dir, "training_eval", train_eval_cfg.mixture_or_task().name[:113])
+            self.groups.append(f"training_eval/{train_eval_cfg.mixture_or_task().name[:113]}")
+            directory = os.path.join(model_dir, self.groups[0])
             next(self._batches())  # what is wrong with this data is told now, not after the first period
             self._writer = MetricWriter(directory, collection="training_eval", purge_step=int(trainer.state.step))
             self._files.append(os.path.join(directory, METRICS_FILE))
@@ -351,7 +260,11 @@ class _Evaluations:
                 trainer.layout.shardings.params,
                 directory,
             )
-            self._files.append(os.path.join(directory, f"{infer_eval_cfg.mixture_or_task().name}-metrics.jsonl"))
+            for task in get_subtasks(infer_eval_cfg.mixture_or_task()):
+                if infer_eval_cfg.split in task.splits and task.metric_fns:
+                    self.groups.append(f"inference_eval/{task.name}")
+                    self._files.append(os.path.join(directory, f"{task.name}-metrics.jsonl"))
+                    _drop_later(self._files[-1], int(trainer.state.step))
 
     def __call__(self, step: int) -> None:
         try:
@@ -393,6 +306,19 @@ class _Evaluations:
             self._writer.close()
 
 
+def _store(model_dir: str, save_cfg: SaveCheckpointConfig | None) -> checkpoints.CheckpointStore:
+    if save_cfg is None:
+        return checkpoints.CheckpointStore(model_dir)
+    best = None if save_cfg.best is None else checkpoints.Ranking(save_cfg.best, model_dir)
+    return checkpoints.CheckpointStore(model_dir, keep=save_cfg.keep_newest, best=best)
+
+
+def _drop_later(path: str, step: int) -> None:
+    """Drops the lines of later steps: the run that wrote them went on from here, as this one does."""
+    if any(record.get("step", 0) > step for record, _ in jsonl.read(path)):
+        jsonl.replace(path, (line for record, line in jsonl.read(path) if record.get("step", 0) <= step))
+
+
 def _peek(loader: Any) -> dict[str, Any]:
     """The next batch, which stays the next."""
     position = loader.state()
@@ -406,9 +332,9 @@ def _devices() -> str:
     return f"{jax.device_count()} x {device.device_kind} ({device.platform}), JAX {jax.__version__}"
 
 
-def _describe(model: EncoderDecoderModel, layout: StateLayout) -> str:
+def _describe(model: BaseTransformerModel, layout: StateLayout) -> str:
     config = getattr(model.module, "config", None)
-    dtype = f", activations {config.dtype} as T5Config.dtype says" if hasattr(config, "dtype") else ""
+    dtype = f", activations {config.dtype} as its configuration says" if hasattr(config, "dtype") else ""
     return f"{type(model.module).__name__} with {layout.num_params:,} parameters in float32{dtype}"
 
 

@@ -1,5 +1,8 @@
 """T5X's `utils`: the names that gin files expect, each from its room."""
 
+import gin
+
+from t5x import checkpoints
 from t5x.checkpoints.config import CheckpointConfig, RestoreCheckpointConfig, SaveCheckpointConfig
 from t5x.data.config import DatasetConfig
 from t5x.schedules import create_learning_rate_scheduler
@@ -13,3 +16,11 @@ __all__ = [
     "create_learning_rate_scheduler",
     "verify_matching_vocabs",
 ]
+
+# Those that T5X's gin files may name without importing their module.
+for _class in (
+    checkpoints.CheckpointManagerConstructor,
+    checkpoints.OrbaxCheckpointManagerInterface,
+    checkpoints.SaveBestCheckpointer,
+):
+    gin.external_configurable(_class, module="t5x.checkpoints")

@@ -1,6 +1,8 @@
 """Checkpoints: asynchronous to write, atomic, verified on read, restored onto any mesh."""
 
 from t5x.checkpoints import tree
+from t5x.checkpoints.best import Ranking, SaveBestCheckpointer
+from t5x.checkpoints.config import Checkpointer, CheckpointManagerConstructor, OrbaxCheckpointManagerInterface
 from t5x.checkpoints.lock import ModelDirLock
 from t5x.checkpoints.manifest import DamagedCheckpoint, verify
 from t5x.checkpoints.paths import dataset_state_name, local_path, make_directory
@@ -8,9 +10,14 @@ from t5x.checkpoints.reading import read_shapes, read_sidecar, resolve, resolve_
 from t5x.checkpoints.store import CheckpointStore
 
 __all__ = [
+    "CheckpointManagerConstructor",
     "CheckpointStore",
+    "Checkpointer",
     "DamagedCheckpoint",
     "ModelDirLock",
+    "OrbaxCheckpointManagerInterface",
+    "Ranking",
+    "SaveBestCheckpointer",
     "dataset_state_name",
     "local_path",
     "make_directory",

@@ -1,10 +1,32 @@
 """What is saved and what is restored: `utils.CheckpointConfig` and its parts in gin files."""
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
+
+from t5x.checkpoints import tree
+from t5x.checkpoints.assignment import AssignmentMap, Rules
+from t5x.checkpoints.best import BestRule, SaveBestCheckpointer
 from t5x.errors import UserError
+
+log = logging.getLogger(__name__)
+
+
+class Checkpointer:
+    """T5X's name. Gin files may name it; checkpoints are written by `CheckpointStore` whatever they say."""
+
+
+class OrbaxCheckpointManagerInterface:
+    """T5X's name, as `Checkpointer`."""
+
+
+class CheckpointManagerConstructor:
+    """T5X's name, as `Checkpointer`."""
 
 
 @dataclasses.dataclass
@@ -17,6 +39,17 @@ class SaveCheckpointConfig:
       checkpoint_steps: further steps to save at.
       dtype: of the stored parameters. `bfloat16` halves them, but a run resumed from them is no longer exact.
       save_dataset: kept for T5X's gin files. The position in the data is in every checkpoint, whatever it says.
+      best_metric: the best checkpoints by this metric stay besides: `inference_eval/<task>/<metric>`,
+        `training_eval/<task>/<metric>` or `train/<metric>`. The best one is noted in MODEL_DIR/best.json.
+      best_mode: whether `max` or `min` of it is the best.
+      keep_best: how many of the best stay.
+      keep_without_metric: with `best_metric`, whether checkpoints of steps without an evaluation stay, as in T5X. If
+        not, they go with age like all others.
+      state_transformation_fns: T5X's functions `(state_dict, parameter_infos) -> (state_dict, parameter_infos)` over
+        what is saved. Names and shapes must stay, so that the run can be resumed; T5X's infos are shapes here.
+      keep_dataset_checkpoints, checkpointer_cls, checkpoint_manager_cls: kept for T5X's gin files. Of the classes,
+        `checkpoints.SaveBestCheckpointer` has a meaning: `keep` of the best stay, and the newest.
+      keep_newest, best: what follows from all that.
     """
 
     period: int | None = None
@@ -24,27 +57,88 @@ class SaveCheckpointConfig:
     checkpoint_steps: Sequence[int] | None = None
     dtype: str = "float32"
     save_dataset: bool = True
+    best_metric: str | None = None
+    best_mode: Literal["max", "min"] = "max"
+    keep_best: int = 1
+    keep_without_metric: bool = True
+    state_transformation_fns: Sequence[Callable[..., Any]] = ()
+    keep_dataset_checkpoints: int | None = None
+    checkpointer_cls: Any = None
+    checkpoint_manager_cls: Any = None
+    keep_newest: int | None = dataclasses.field(init=False)
+    best: BestRule | None = dataclasses.field(init=False)
 
     def __post_init__(self):
         if self.period is not None and self.period < 1:
             raise UserError(f"utils.SaveCheckpointConfig.period is {self.period}: it must be at least 1, or None.")
         if self.keep is not None and self.keep < 1:
             raise UserError(f"utils.SaveCheckpointConfig.keep is {self.keep}: it must be at least 1, or None for all.")
+        if self.keep_best < 1:
+            raise UserError(f"utils.SaveCheckpointConfig.keep_best is {self.keep_best}: it must be at least 1.")
         if self.dtype not in ("float32", "bfloat16"):
             raise UserError(f"utils.SaveCheckpointConfig.dtype is {self.dtype!r}: it must be 'float32' or 'bfloat16'.")
+        asked = SaveBestCheckpointer.of(self.checkpointer_cls)
+        if asked is not None and self.best_metric is not None:
+            raise UserError(
+                "utils.SaveCheckpointConfig has both best_metric and checkpointer_cls = "
+                "@checkpoints.SaveBestCheckpointer: give one of them."
+            )
+        if self.best_metric is not None:
+            self.best = BestRule(self.best_metric, self.best_mode, self.keep_best, self.keep_without_metric)
+            self.keep_newest = self.keep
+        else:
+            self.best = None if asked is None else asked.rule(self.keep)
+            self.keep_newest = self.keep if asked is None or self.keep is None else 1
+        if self.best is not None and self.best.mode not in ("max", "min"):
+            raise UserError(f"The best checkpoint can be that of the 'max' or the 'min', not of {self.best.mode!r}.")
+        unread = {"keep_dataset_checkpoints": self.keep_dataset_checkpoints}
+        unread |= {"checkpointer_cls": None if asked is not None else self.checkpointer_cls}
+        _say_unread("Save", unread | {"checkpoint_manager_cls": self.checkpoint_manager_cls})
+
+    def tree_to_save(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A state (nested dictionaries of arrays) as it is stored: transformed, and of `dtype`.
+
+        Raises:
+          UserError: a transformation changed names or shapes.
+        """
+        result = state
+        for function in self.state_transformation_fns:
+            result = function(result, jax.tree.map(tree.as_struct, result))
+            result = result[0] if isinstance(result, tuple) else result
+        if result is not state and (table := tree.difference(state, result)):
+            raise UserError(
+                "utils.SaveCheckpointConfig.state_transformation_fns change names or shapes, so that the run could not "
+                f"go on from its own checkpoints (expected: the state, found: what they return): {table}\n"
+                "Save it as it is, and transform the checkpoint when it is restored."
+            )
+        if self.dtype == "float32":
+            return result
+        return {**result, "target": jax.tree.map(lambda x: x.astype(self.dtype), result["target"])}
 
 
 @dataclasses.dataclass
 class RestoreCheckpointConfig:
-    """Which checkpoint to start from, where MODEL_DIR has none of its own.
+    """Which checkpoint to start from, where MODEL_DIR has none of its own, and how it is made to fit.
+
+    The rules (`strict` to `state_transformation_fns`) work on names with unrolled layers, whichever way the network and
+    the checkpoint hold them. They are for this checkpoint: a run that is resumed from MODEL_DIR fits as it is.
 
     Attributes:
-      path: a checkpoint, or a MODEL_DIR.
+      path: a checkpoint of any format, or a MODEL_DIR; a list of them for evaluation.
       mode: `specific`: `path` is a checkpoint; `latest`: `path` is a directory of them and the newest whole one is
         taken; `all`: each of them, for evaluation.
       dtype: of the parameters in memory; training holds them in float32.
       optimizer_state: `keep` takes it over where the checkpoint has all of it; `reset` starts it anew.
       step: `keep` goes on counting from the checkpoint's; `reset` starts at 0.
+      strict: False ignores parameters of the checkpoint that the model lacks.
+      assignment_map: pairs (pattern on the model's name, the checkpoint's name or None), see `checkpoints.assignment`.
+      fallback_to_scratch: True leaves what the checkpoint lacks at its initial value.
+      state_transformation_fns: T5X's functions `(state_dict, target_state_dict, *, is_resuming) -> state_dict`, called
+        in order after `assignment_map`. The state is nested dictionaries {"target": …, "state": {"step": …,
+        "param_states": …}}, of which `np.asarray(leaf)` reads a leaf. They are called on resuming too, with
+        is_resuming=True.
+      restore_dataset: also go on at the position in the data that a checkpoint of ours has.
+      checkpointer_cls, checkpoint_manager_cls, use_gda: kept for T5X's gin files, without a meaning.
     """
 
     path: str | Sequence[str]
@@ -52,6 +146,15 @@ class RestoreCheckpointConfig:
     dtype: Any = None
     optimizer_state: Literal["keep", "reset"] = "keep"
     step: Literal["keep", "reset"] = "keep"
+    strict: bool = True
+    assignment_map: Sequence[Any] | None = None
+    fallback_to_scratch: bool = False
+    state_transformation_fns: Sequence[Callable[..., Any]] = ()
+    restore_dataset: bool = False
+    checkpointer_cls: Any = None
+    checkpoint_manager_cls: Any = None
+    use_gda: bool | None = None
+    rules: Rules = dataclasses.field(init=False)
 
     def __post_init__(self):
         for name in ("optimizer_state", "step"):
@@ -63,6 +166,21 @@ class RestoreCheckpointConfig:
             raise UserError(
                 f"utils.RestoreCheckpointConfig.mode is {self.mode!r}: it must be 'specific', 'latest' or 'all'."
             )
+        try:
+            known = self.dtype is None or jnp.issubdtype(jnp.dtype(self.dtype), jnp.floating)
+        except TypeError:
+            known = False
+        if not known:
+            raise UserError(
+                f"utils.RestoreCheckpointConfig.dtype is {self.dtype!r}: it must be 'float32', 'bfloat16', 'float16' "
+                "or None."
+            )
+        self.rules = Rules(
+            AssignmentMap(self.assignment_map or ()), self.strict, self.fallback_to_scratch,
+            tuple(self.state_transformation_fns),
+        )  # fmt: skip
+        unread = ("checkpointer_cls", "checkpoint_manager_cls", "use_gda")
+        _say_unread("Restore", {name: getattr(self, name) for name in unread})
 
 
 @dataclasses.dataclass
@@ -71,3 +189,14 @@ class CheckpointConfig:
 
     save: SaveCheckpointConfig | None = None
     restore: RestoreCheckpointConfig | None = None
+
+
+def _say_unread(which: str, values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        if value is not None:
+            _say_once(f"utils.{which}CheckpointConfig.{name} has no meaning here; it is passed over")
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    log.info("%s", text)

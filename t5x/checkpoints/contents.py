@@ -13,17 +13,17 @@ from typing import Any
 
 from etils import epath
 
-from t5x.checkpoints import manifest, paths, transfer
+from t5x.checkpoints import families, manifest, paths, transfer
 from t5x.checkpoints.formats import Source
-from t5x.data.vocabularies import Vocabulary
+from t5x.data.vocabularies import PassThroughVocabulary, Vocabulary
 from t5x.errors import UserError
-from t5x.models import EncoderDecoderModel
-from t5x.network import T5Config, Transformer
+from t5x.models import BaseTransformerModel, DecoderOnlyModel, EncoderDecoderModel
+from t5x.network import DecoderWrapper, T5Config, Transformer, TransformerConfig
 
 MODEL_FILE = "model.json"
 GIN_FILE = "config.gin"
 
-_CLASSES = ("model", "network")
+_CLASSES = ("model", "network", "inputs_bidirectional_attention")
 
 # How the network runs rather than what it is: these may differ between a checkpoint and the run that continues it.
 _RUNTIME_FIELDS = {
@@ -32,25 +32,28 @@ _RUNTIME_FIELDS = {
 }  # fmt: skip
 
 
-def describe(model: EncoderDecoderModel) -> dict[str, Any]:
-    """The model as JSON: its classes, and the fields of the network's configuration."""
+def describe(model: BaseTransformerModel) -> dict[str, Any]:
+    """The model as JSON: its classes, what it does with its inputs, and the fields of the network's configuration."""
     module = model.module
     config = getattr(module, "config", None)
     fields = dataclasses.asdict(config) if dataclasses.is_dataclass(config) else {}
-    return {
+    description = {
         "model": _name(type(model)),
         "network": _name(type(module)),
         "config": {k: _plain(v) for k, v in fields.items()},
     }
+    if isinstance(model, DecoderOnlyModel):
+        description["inputs_bidirectional_attention"] = model.inputs_bidirectional_attention
+    return description
 
 
 def describe_network(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The description of an encoder-decoder with our network of that configuration."""
-    fields = {k: _plain(v) for k, v in dataclasses.asdict(T5Config(**config)).items()}
-    return {"model": _name(EncoderDecoderModel), "network": _name(Transformer), "config": fields}
+    """The description of a model with our network of that configuration."""
+    vocabulary = PassThroughVocabulary(config["vocab_size"])
+    return describe(_model(config, {"inputs": vocabulary, "targets": vocabulary}))
 
 
-def sidecars(model: EncoderDecoderModel, config_gin: bytes | None) -> dict[str, bytes]:
+def sidecars(model: BaseTransformerModel, config_gin: bytes | None) -> dict[str, bytes]:
     """The files that travel with the weights, by their path in the checkpoint."""
     files = {MODEL_FILE: (json.dumps(describe(model), indent=1) + "\n").encode()}
     for feature, vocabulary in model.vocabularies.items():
@@ -58,22 +61,21 @@ def sidecars(model: EncoderDecoderModel, config_gin: bytes | None) -> dict[str, 
     return files if config_gin is None else files | {GIN_FILE: config_gin}
 
 
-def load_model(path: epath.PathLike) -> EncoderDecoderModel:
+def load_model(path: epath.PathLike) -> BaseTransformerModel:
     """The model of a checkpoint, rebuilt from its description; without an optimizer, for inference."""
     description = json.loads(manifest.read_file(path, MODEL_FILE))
-    if description["network"] != _name(Transformer):
+    if description["network"] not in (_name(Transformer), _name(DecoderWrapper)):
         raise UserError(
             f"{path} holds a {description['network']}, which cannot be rebuilt from its description alone. Give "
             "its gin file (--gin_file) instead of --model."
         )
-    known = {field.name for field in dataclasses.fields(T5Config)}
-    config = T5Config(**{k: v for k, v in description["config"].items() if k in known})
     vocabularies = load_vocabularies(path)
-    _check_vocabularies(path, vocabularies)
-    return EncoderDecoderModel(Transformer(config), vocabularies["inputs"], vocabularies["targets"], optimizer_def=None)
+    _check_vocabularies(path, vocabularies, description["config"])
+    prefix = description.get("inputs_bidirectional_attention", False)
+    return _model(description["config"], vocabularies, inputs_bidirectional_attention=prefix)
 
 
-def model_of(source: Source) -> EncoderDecoderModel:
+def model_of(source: Source) -> BaseTransformerModel:
     """The model of a checkpoint of another format, from what it states and what its shapes tell."""
     config = transfer.config_of(source)
     vocabularies = {}
@@ -82,9 +84,29 @@ def model_of(source: Source) -> EncoderDecoderModel:
             for name, content in files.items():
                 paths.write_file(epath.Path(directory) / name, content)
             vocabularies[feature] = Vocabulary.from_files(directory)
-    _check_vocabularies(source.path, vocabularies)
-    return EncoderDecoderModel(
-        Transformer(T5Config(**config)), vocabularies["inputs"], vocabularies["targets"], optimizer_def=None
+            vocabularies[feature].to_files()  # reads what it needs while the directory is there
+    _check_vocabularies(source.path, vocabularies, config)
+    return _model(config, vocabularies)
+
+
+def _model(
+    config: Mapping[str, Any],
+    vocabularies: Mapping[str, Vocabulary],
+    *,
+    inputs_bidirectional_attention: bool = False,
+) -> BaseTransformerModel:
+    """A model with our network; fields that its configuration does not know are left out."""
+    config_cls = TransformerConfig if families.is_decoder_only(config) else T5Config
+    known = {field.name for field in dataclasses.fields(config_cls)}
+    network_config = config_cls(**{k: v for k, v in config.items() if k in known})
+    if config_cls is T5Config:
+        inputs, targets = vocabularies["inputs"], vocabularies["targets"]
+        return EncoderDecoderModel(Transformer(network_config), inputs, targets, optimizer_def=None)
+    return DecoderOnlyModel(
+        DecoderWrapper(network_config),
+        vocabularies["targets"],
+        optimizer_def=None,
+        inputs_bidirectional_attention=inputs_bidirectional_attention,
     )
 
 
@@ -95,7 +117,7 @@ def load_vocabularies(path: epath.PathLike) -> dict[str, Vocabulary]:
     return {f: Vocabulary.from_files(paths.local_path(path) / "vocabulary" / f) for f in features}
 
 
-def check_same_model(path: epath.PathLike, model: EncoderDecoderModel, *, same_classes: bool) -> None:
+def check_same_model(path: epath.PathLike, model: BaseTransformerModel, *, same_classes: bool) -> None:
     """Raises where the checkpoint is of another model or vocabulary than `model`; the message shows the difference.
 
     Args:
@@ -104,7 +126,7 @@ def check_same_model(path: epath.PathLike, model: EncoderDecoderModel, *, same_c
     stored, here = json.loads(manifest.read_file(path, MODEL_FILE)), describe(model)
     rows = []
     if same_classes:
-        rows += _differences("", {k: stored.get(k) for k in _CLASSES}, {k: here[k] for k in _CLASSES})
+        rows += _differences("", {k: stored.get(k) for k in _CLASSES}, {k: here.get(k) for k in _CLASSES})
     rows += _differences("config.", _identity(stored["config"]), _identity(here["config"]))
     for feature, vocabulary in model.vocabularies.items():
         if not _has_vocabulary(path, feature, vocabulary):
@@ -118,8 +140,11 @@ def check_same_model(path: epath.PathLike, model: EncoderDecoderModel, *, same_c
         )
 
 
-def _check_vocabularies(path: epath.PathLike, vocabularies: Mapping[str, Vocabulary]) -> None:
-    if missing := {"inputs", "targets"} - vocabularies.keys():
+def _check_vocabularies(
+    path: epath.PathLike, vocabularies: Mapping[str, Vocabulary], config: Mapping[str, Any]
+) -> None:
+    needed = {"targets"} if families.is_decoder_only(config) else {"inputs", "targets"}
+    if missing := needed - vocabularies.keys():
         raise UserError(
             f"{path} holds no vocabulary for {' and '.join(sorted(missing))}, so text cannot be read with it. Put its "
             "spiece.model beside the weights, or use gin files that name one."

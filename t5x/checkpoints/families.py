@@ -30,10 +30,16 @@ _BYT5 = {
     "xl": (2560, 32, 64, 6720, 36, 12),
     "xxl": (4672, 64, 64, 12352, 36, 12),
 }
+_DECODER_ONLY = {  # without an encoder
+    "base": (768, 12, 64, 2048, 12),
+    "large": (1024, 16, 64, 2816, 24),
+    "xl": (2048, 32, 64, 5120, 24),
+    "xxl": (4096, 64, 64, 10240, 24),
+}
 
 
 def config_of(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of T5Config that the shapes of canonical parameters tell.
+    """Fields of T5Config (of TransformerConfig, for a decoder alone) that the shapes of canonical parameters tell.
 
     Args:
       params: canonical names (`target/…`) with things that have a `.shape`.
@@ -42,34 +48,44 @@ def config_of(params: Mapping[str, Any]) -> dict[str, Any]:
     """
     shape = {name.removeprefix("target/"): tuple(array.shape) for name, array in params.items()}
     layers = {tower: _count_layers(shape, tower) for tower in ("encoder", "decoder")}
+    tower, attention, embedder = "encoder", "attention", "token_embedder"
+    if decoder_alone := not layers["encoder"]:
+        tower, attention, embedder = "decoder", "self_attention", "decoder/token_embedder"
     try:
-        vocab_size, emb_dim = shape["token_embedder/embedding"]
-        per_layer = "encoder/layers_0/relpos_bias/rel_embedding" in shape
-        bias = f"encoder/{'layers_0/' if per_layer else ''}relpos_bias/rel_embedding"
-        num_heads, _ = shape[bias]
-        width = shape["encoder/layers_0/attention/query/kernel"][1]
-        gated = "encoder/layers_0/mlp/wi_0/kernel" in shape
-        mlp_dim = shape[f"encoder/layers_0/mlp/{'wi_0' if gated else 'wi'}/kernel"][1]
-    except (KeyError, ValueError) as error:
-        message = f"These are not the parameters of a T5 encoder-decoder: {error} is missing or misshapen."
+        vocab_size, emb_dim = shape[f"{embedder}/embedding"]
+        per_layer = f"{tower}/layers_0/relpos_bias/rel_embedding" in shape
+        num_heads, _ = shape[f"{tower}/{'layers_0/' if per_layer else ''}relpos_bias/rel_embedding"]
+        width = shape[f"{tower}/layers_0/{attention}/query/kernel"][1]
+        gated = f"{tower}/layers_0/mlp/wi_0/kernel" in shape
+        mlp_dim = shape[f"{tower}/layers_0/mlp/{'wi_0' if gated else 'wi'}/kernel"][1]
+    except (KeyError, ValueError, IndexError) as error:
+        message = f"These are not the parameters of a T5: {error} is missing or misshapen."
         raise UserError(message) from None
+    depths = {"num_encoder_layers": layers["encoder"], "num_decoder_layers": layers["decoder"]}
     return {
         "vocab_size": vocab_size,
         "emb_dim": emb_dim,
         "num_heads": num_heads,
         "head_dim": width // num_heads,
         "mlp_dim": mlp_dim,
-        "num_encoder_layers": layers["encoder"],
-        "num_decoder_layers": layers["decoder"],
+        **({"num_layers": layers["decoder"]} if decoder_alone else depths),
         "mlp_activations": ("gelu", "linear") if gated else ("relu",),
         "logits_via_embedding": "decoder/logits_dense/kernel" not in shape,
         "per_layer_relative_position_bias": per_layer,
     }
 
 
+def is_decoder_only(config: Mapping[str, Any]) -> bool:
+    """Whether these are fields of a TransformerConfig rather than of a T5Config."""
+    return "num_layers" in config
+
+
 def name_of(config: Mapping[str, Any]) -> str:
     """Family and size for people: `T5 1.1 small`, or `T5 1.1 of its own size`."""
-    if len(config["mlp_activations"]) == 1:
+    fields = ("emb_dim", "num_heads", "head_dim", "mlp_dim", "num_encoder_layers", "num_decoder_layers")
+    if is_decoder_only(config):
+        family, sizes, fields = "decoder-only T5", _DECODER_ONLY, (*fields[:4], "num_layers")
+    elif len(config["mlp_activations"]) == 1:
         family, sizes = "T5 1.0", _T5_1_0
     elif config.get("per_layer_relative_position_bias"):
         family, sizes = "umT5", _T5_1_1
@@ -79,7 +95,6 @@ def name_of(config: Mapping[str, Any]) -> str:
         family, sizes = "ByT5", _BYT5
     else:
         family, sizes = "T5 1.1", _T5_1_1
-    fields = ("emb_dim", "num_heads", "head_dim", "mlp_dim", "num_encoder_layers", "num_decoder_layers")
     dimensions = tuple(config[field] for field in fields)
     size = next((size for size, known in sizes.items() if known == dimensions), "of its own size")
     return f"{family} {size}"

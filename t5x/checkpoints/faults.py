@@ -6,6 +6,7 @@ import re
 
 from etils import epath
 
+from t5x.cache import free_bytes
 from t5x.checkpoints import paths
 from t5x.errors import UserError
 
@@ -41,14 +42,6 @@ def first_line(error: BaseException, limit: int = 300) -> str:
     """What an error says, without the pages that TensorStore adds to it."""
     line = (str(error).split(" [tensorstore_spec=")[0].splitlines() or [type(error).__name__])[0]
     return line if len(line) <= limit else line[:limit] + "…"
-
-
-def free_bytes(directory: epath.Path) -> int | None:
-    """Bytes that we may still write on the disk of `directory`; None where the file system does not tell."""
-    disk = os.statvfs(directory)
-    if not disk.f_blocks:
-        return None
-    return disk.f_frsize * (disk.f_bfree if os.geteuid() == 0 else disk.f_bavail)
 
 
 def check_space(directory: epath.Path, needed: int) -> None:

@@ -2,10 +2,12 @@
 
 The canonical form is T5X's unrolled one: `encoder/layers_3/attention/query/kernel` with kernels of two dimensions.
 Other forms differ in two ways: layers may be stacked (`encoder/encoder/attention/query/kernel`, with a layer axis), and
-attention kernels may have heads and their width as two dimensions (T5X's scalable_t5). `canonical` undoes both, and
-`arranged` puts canonical arrays into the form a network holds. Nothing is read until an array is asked for.
+attention kernels may have heads and their width as two dimensions (T5X's scalable_t5). `canonical` undoes both,
+`stacked` does them, and `arranged` puts canonical arrays into the form a network holds. Nothing is read until an array
+is asked for. The layers of a stack, read in the order in which `canonical` lists them, cost one reading of it.
 """
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,6 +21,8 @@ PARAMS, STATES = "target/", "state/param_states/"
 _STACKED = re.compile(r"^(encoder|decoder)/\1/(.+)$")
 _LAYER = re.compile(r"^(encoder|decoder)/layers_(\d+)/(.+)$")
 _SLOTS = ("m", "v", "v_row", "v_col")
+_MIRRORED = re.compile(rf"^({STATES}.+?/)((?:encoder|decoder|token_embedder)/.+)$")  # moments of Optax's optimizers
+_HEADS = re.compile(r"attention/(query|key|value|out)/kernel$")
 
 
 def canonical(arrays: Mapping[str, LazyArray], *, scan_axis: int = 1) -> dict[str, LazyArray]:
@@ -35,6 +39,9 @@ def canonical(arrays: Mapping[str, LazyArray], *, scan_axis: int = 1) -> dict[st
             continue
         tower, rest = match.groups()
         parameter = arrays.get(PARAMS + path)
+        if root not in (PARAMS, STATES) and (parameter is None or parameter.shape != array.shape):
+            result[name] = array
+            continue
         for number, layer in enumerate(_unstacked(name, rest, slot, array, parameter, scan_axis)):
             result[_join(root, f"{tower}/layers_{number}/{rest}", slot)] = layer
     return _rename_factored_slots(result, arrays)
@@ -64,15 +71,42 @@ def arranged(
                 used.add(name)
             continue
         tower, rest = match.groups()
-        layers, sources = [], []
-        while (at := _layer_name(root, tower, len(layers), rest, slot, arrays)) is not None:
-            layers.append(arrays[at])
-            sources.append(at)
-        if layers:
+        if layers := _layers(root, tower, rest, slot, arrays):
             axis = list(axes[name]).index("layers") if axes.get(name) and "layers" in axes[name] else 0
-            result[name] = _stack(layers, axis) if layers[0].shape != (1,) or not slot else layers[0]
-            used.update(sources)
+            result[name] = _stack([arrays[layer] for layer in layers], axis, slot)
+            used.update(layers)
     return result | {name: array for name, array in arrays.items() if name not in used}
+
+
+def stacked(arrays: Mapping[str, LazyArray], *, heads: int | None = None) -> dict[str, LazyArray]:
+    """Canonical arrays with their layers stacked along axis 1, as a scanned network holds them.
+
+    Optimizer state is stacked as it is: a second moment that is whole stays whole, one in rows and columns stays so.
+
+    Args:
+      arrays: see `canonical`.
+      heads: the number of attention heads, to give them a dimension of their own, as T5X's scalable_t5 has it.
+    """
+    matches = {name: _LAYER.match(_split(name)[1]) for name in arrays}
+    depth = {tower: len({m[2] for m in matches.values() if m and m[1] == tower}) for tower in ("encoder", "decoder")}
+    result: dict[str, LazyArray] = {}
+    for name, array in arrays.items():
+        if (match := matches[name]) is None:
+            result[name] = array
+            continue
+        (root, _, slot), (tower, _, rest) = _split(name), match.groups()
+        whole = _join(root, f"{tower}/{tower}/{rest}", slot)
+        if whole in result:
+            continue
+        layers = _layers(root, tower, rest, slot, arrays)
+        if len(layers) != depth[tower]:
+            raise UserError(
+                f"The {depth[tower]} layers of the {tower} cannot be stacked: {rest} is in {len(layers)} of them."
+            )
+        apart = heads is not None and _HEADS.search(rest) is not None
+        ones = [_with_heads(rest, slot, arrays[layer], heads) if apart else arrays[layer] for layer in layers]
+        result[whole] = _stack(ones, _layer_axis(rest, slot, 4 if apart else 3, 1), slot)
+    return result
 
 
 # --- Names ------------------------------------------------------------------------------------------------------------
@@ -86,6 +120,8 @@ def _split(name: str) -> tuple[str | None, str, str | None]:
         path, _, slot = name.removeprefix(STATES).rpartition("/")
         if slot in _SLOTS:
             return STATES, path, slot
+        if match := _MIRRORED.match(name):
+            return match[1], match[2], None
     return None, name, None
 
 
@@ -93,8 +129,16 @@ def _join(root: str, path: str, slot: str | None) -> str:
     return root + path + (f"/{slot}" if slot else "")
 
 
+def _layers(root: str, tower: str, rest: str, slot: str | None, arrays: Mapping[str, LazyArray]) -> list[str]:
+    """The canonical names that make up a stacked array, layer 0 first; those up to the first that is missing."""
+    found: list[str] = []
+    while (name := _layer_name(root, tower, len(found), rest, slot, arrays)) is not None:
+        found.append(name)
+    return found
+
+
 def _layer_name(root, tower, number, rest, slot, arrays) -> str | None:
-    """The canonical name of a layer's array. A factored slot is asked for by what it keeps, see `kept_dimension`."""
+    """The canonical name of a layer's array. A factored slot is asked for by what it keeps, see `_slot_keeping`."""
     name = _join(root, f"{tower}/layers_{number}/{rest}", slot)
     if slot in ("v_row", "v_col"):
         parameter = PARAMS + f"{tower}/layers_{number}/{rest}"
@@ -120,10 +164,21 @@ def _slot_keeping(shape: Sequence[int], dimension: int) -> str:
 
 def _flat_heads(path: str, array: LazyArray) -> LazyArray:
     """An attention kernel with its heads in one dimension: [embed, heads·kv], or [heads·kv, embed] for the output."""
-    if len(array.shape) != 3 or not re.search(r"attention/(query|key|value|out)/kernel$", path):
+    if len(array.shape) != 3 or not _HEADS.search(path):
         return array
     first, middle, last = array.shape
     shape = (first * middle, last) if path.endswith("out/kernel") else (first, middle * last)
+    return LazyArray(shape, array.dtype, lambda: array.read().reshape(shape))
+
+
+def _with_heads(path: str, slot: str | None, array: LazyArray, heads: int) -> LazyArray:
+    """The opposite of `_flat_heads`, for one layer's attention kernel or a slot of it under its stacked name."""
+    if slot == "v_row" or (slot and array.shape == (1,)):  # those without a dimension of heads
+        return array
+    joined = 0 if path.endswith("out/kernel") or slot == "v_col" else 1
+    if array.shape[joined] % heads:
+        raise UserError(f"{path} has the shape {list(array.shape)}, which is not one of {heads} heads.")
+    shape = (*array.shape[:joined], heads, array.shape[joined] // heads, *array.shape[joined + 1 :])
     return LazyArray(shape, array.dtype, lambda: array.read().reshape(shape))
 
 
@@ -187,9 +242,20 @@ def _rename_factored_slots(result: dict[str, LazyArray], arrays: Mapping[str, La
     return renamed
 
 
-def _stack(layers: Sequence[LazyArray], axis: int) -> LazyArray:
+def _stack(layers: Sequence[LazyArray], axis: int, slot: str | None) -> LazyArray:
+    """The layers along a new axis; a slot that is not in use stays the one that it is."""
     first = layers[0]
     if any(layer.shape != first.shape for layer in layers):
         raise UserError("Layers of different shapes cannot be stacked: set network.T5Config.scan_layers=False.")
+    if slot and first.shape == (1,):
+        return first
     shape = (*first.shape[:axis], len(layers), *first.shape[axis:])
-    return LazyArray(shape, first.dtype, lambda: np.stack([layer.read() for layer in layers], axis))
+    dtype = functools.reduce(np.promote_types, {layer.dtype for layer in layers})
+
+    def read() -> np.ndarray:
+        result = np.empty(shape, dtype)  # filled layer by layer: all of them besides would be twice the memory
+        for number, layer in enumerate(layers):
+            result[(slice(None),) * axis + (number,)] = layer.read()
+        return result
+
+    return LazyArray(shape, dtype, read)

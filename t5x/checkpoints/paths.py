@@ -22,7 +22,9 @@ from collections.abc import Iterator
 
 from etils import epath
 
+from t5x.cache import human_size as human_size
 from t5x.errors import UserError
+from t5x.urls import is_remote
 
 STATE = "state"
 MANIFEST = "MANIFEST.json"
@@ -32,12 +34,13 @@ _STEP = r"checkpoint_(0|[1-9][0-9]*)"
 
 
 def local_path(path: epath.PathLike) -> epath.Path:
-    """The absolute local path meant by `path`; UserError when it is remote."""
+    """The absolute local path meant by `path`; UserError when it is remote (remote.stage copies what is only read)."""
     text = os.fspath(path)
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text):
+    if is_remote(text):
         raise UserError(
-            f"{text}: remote checkpoint directories are not supported in this version. Use a local (or mounted) "
-            "directory and copy finished checkpoint_<step> directories from there."
+            f"{text}: remote checkpoint directories are not supported here: a run writes to a local (or mounted) "
+            "directory. Give one, and copy finished checkpoint_<step> directories from there. A checkpoint that is "
+            "only read (INITIAL_CHECKPOINT_PATH, `t5x infer --model`, `t5x convert`) may be remote."
         )
     return epath.Path(os.path.abspath(os.path.expanduser(text)))
 
@@ -161,15 +164,3 @@ def remove_tree(directory: epath.PathLike, *, quiet_rounds: int = 1) -> bool:
             return True
         time.sleep(0.02)
     return False
-
-
-def human_size(size: float) -> str:
-    """
-    >>> human_size(1234567)
-    '1.2 MB'
-    """
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from etils import epath
 
-from t5x.checkpoints import arrays, manifest, paths
+from t5x.checkpoints import arrays, manifest, paths, remote
 from t5x.checkpoints import tree as trees
 from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.errors import UserError
@@ -91,9 +91,9 @@ def find_latest_whole(directory: epath.PathLike) -> tuple[epath.Path | None, lis
 def resolve(path: epath.PathLike) -> epath.Path:
     """The checkpoint meant by `path`: a checkpoint directory itself, or the newest whole one of a MODEL_DIR.
 
-    Which one was taken, and which were passed over, is logged.
+    Which one was taken, and which were passed over, is logged. A remote one is copied to the cache directory.
     """
-    path = paths.local_path(path)
+    path = remote.stage(path)
     if not path.is_dir():
         raise UserError(f"There is no directory {path}. Give a checkpoint_<step> directory, or the MODEL_DIR of a run.")
     if (path / paths.MANIFEST).exists() or paths.step_of(path) is not None:
@@ -109,8 +109,9 @@ def resolve(path: epath.PathLike) -> epath.Path:
 
 def resolve_verified(path: epath.PathLike) -> epath.Path:
     """As `resolve`, and the checkpoint has been verified, once: restore it with verify=False."""
+    path = remote.stage(path)
     resolved = resolve(path)
-    if resolved == paths.local_path(path):  # else it was verified when it was chosen
+    if resolved == path:  # else it was verified when it was chosen
         manifest.verify(resolved)
     return resolved
 

@@ -7,7 +7,8 @@ A save goes through these stages; a kill at any moment leaves either no `checkpo
     in the background         3. arrays written to state/ (Orbax), then the sidecars
                               4. everything flushed to the disk, hashed, MANIFEST.json written and flushed
                               5. renamed to checkpoint_<step>, the rename flushed
-                              6. retention: what is too old is renamed to a tmp name, then removed
+                              6. retention: what is too old, and not among the best, is renamed to a tmp name, then
+                                 removed
 """
 
 import logging
@@ -21,6 +22,7 @@ import jax
 from etils import epath
 
 from t5x.checkpoints import arrays, faults, lock, manifest, paths, reading
+from t5x.checkpoints.best import Ranking
 from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.errors import UserError
 
@@ -40,13 +42,15 @@ class CheckpointStore:
     Args:
       directory: MODEL_DIR; the first save creates it if only it is missing.
       keep: how many of the newest checkpoints stay after a save; pinned ones stay besides. None: all.
+      best: says which others stay.
     """
 
-    def __init__(self, directory: epath.PathLike, *, keep: int | None = None):
+    def __init__(self, directory: epath.PathLike, *, keep: int | None = None, best: Ranking | None = None):
         if keep is not None and keep < 1:
             raise UserError(f"keep={keep}: at least one checkpoint must be kept. Use None to keep all.")
         self.directory = paths.local_path(directory)
         self.keep = keep
+        self.best = best
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._in_flight: epath.Path | None = None
@@ -125,6 +129,11 @@ class CheckpointStore:
             if kind is None:  # else the error that ends the block is the one to show; this one has been logged
                 raise
 
+    def retire(self, step: int) -> None:
+        """Retention at once, after an evaluation has shown which checkpoints up to `step` are the best."""
+        self.wait()
+        self._retire(step)
+
     def remove_stale_tmp(self) -> None:
         """Removes what killed runs left unfinished. Refused while another process holds the lock of MODEL_DIR."""
         if not self.directory.is_dir():
@@ -188,10 +197,7 @@ class CheckpointStore:
         self._in_flight = None
         size = sum(record.size for record in files.values())
         _logger.info("Saved %s (%s)", self.path(step), paths.human_size(size))
-        try:
-            self._retire(step)
-        except OSError as error:
-            _logger.warning("Old checkpoints in %s could not be removed: %s", self.directory, error)
+        self._retire(step)
 
     def _publish(self, temporary: epath.Path, step: int) -> None:
         """Gives the finished directory its name; a damaged checkpoint that has it is moved aside, never deleted."""
@@ -205,22 +211,26 @@ class CheckpointStore:
         self._whole.add(step)
 
     def _retire(self, saved: int) -> None:
-        """Removes all but the newest `keep` checkpoints up to the one just saved.
+        """Removes all but the newest `keep` checkpoints up to the one just saved, and the best ones.
 
         Later ones do not count: this run passed over them because they are damaged. Never a pinned one, nor one that is
         not of our making.
         """
-        if self.keep is None:
-            return
-        for step in [step for step in self.steps() if step <= saved][: -self.keep]:
-            path = self.path(step)
-            if (path / paths.PINNED).exists() or not (path / paths.MANIFEST).exists():
-                continue
-            _logger.info("Removing %s: the newest %d are kept", path, self.keep)
-            condemned = self.directory / paths.unique_name(step, "tmp")
-            os.rename(path, condemned)
-            self._whole.discard(step)
-            _remove(condemned)
+        try:
+            steps = [step for step in self.steps() if step <= saved]
+            best = self.best.retained(steps) if self.best is not None else set()
+            for step in steps[: -self.keep] if self.keep is not None else []:
+                path = self.path(step)
+                if step in best or (path / paths.PINNED).exists() or not (path / paths.MANIFEST).exists():
+                    continue
+                also = "" if self.best is None else f", and the best by {self.best.rule.metric}"
+                _logger.info("Removing %s: the newest %d are kept%s", path, self.keep, also)
+                condemned = self.directory / paths.unique_name(step, "tmp")
+                os.rename(path, condemned)
+                self._whole.discard(step)
+                _remove(condemned)
+        except (OSError, UserError) as error:
+            _logger.warning("Old checkpoints in %s could not be removed: %s", self.directory, error)
 
     def _abandon(self, temporary: epath.Path) -> None:
         """Removes an unfinished directory. Threads of TensorStore may still write there, so wait() does it again."""

@@ -6,15 +6,18 @@ The result is what `CheckpointStore.save` writes. Orbax itself wants the whole t
 import itertools
 import json
 import os
+import secrets
 from collections.abc import Iterable, Mapping
 
 import numpy as np
 import tensorstore as ts
 from etils import epath
 
-from t5x.checkpoints import arrays, manifest, paths
+from t5x.checkpoints import arrays, faults, manifest, paths
 from t5x.checkpoints.formats.zarr_arrays import choose_chunks
 from t5x.errors import UserError
+
+_BATCH_BYTES = 64 * 2**20
 
 
 def write_checkpoint(
@@ -31,11 +34,10 @@ def write_checkpoint(
     final = paths.local_path(path)
     if os.path.lexists(final):
         raise UserError(f"{final} exists already; choose another destination.")
-    temporary = final.parent / f"{final.name}.tmp-{os.getpid()}"
-    paths.make_directory(final.parent, "the destination's directory")
+    temporary = final.parent / f"{final.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}"
     try:
         state = temporary / paths.STATE
-        state.mkdir(parents=True)
+        os.makedirs(state)
         _write_arrays(state, step, tensors)
         for name, content in sidecars.items():
             paths.write_file(temporary / name, content)
@@ -43,15 +45,23 @@ def write_checkpoint(
         manifest.write(temporary, step)
         os.rename(temporary, final)
         paths.fsync(final.parent)
-    except BaseException:
+    except (OSError, ValueError) as error:
+        if faults.errno_of(error) is None:
+            raise
+        raise UserError(
+            f"{final} could not be written: {faults.first_line(error)}. What was written of it has been removed. "
+            "See that the disk has space and that you may write there, or choose another place."
+        ) from error
+    finally:
         paths.remove_tree(temporary)
-        raise
 
 
 def _write_arrays(directory: epath.Path, step: int, tensors: Iterable[tuple[str, np.ndarray]]) -> None:
     base = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{directory}/"}}
     base["config"] = {"max_inline_value_bytes": 1024}
-    names = []
+    context = ts.Context()
+    # A version of the database for every small array would be slow, and leave its tree behind as often.
+    names, batch, pending = [], ts.Transaction(), 0
     for name, array in itertools.chain(tensors, [("state/step", np.asarray(step, np.int32))]):
         metadata = {
             "shape": list(array.shape),
@@ -59,9 +69,18 @@ def _write_arrays(directory: epath.Path, step: int, tensors: Iterable[tuple[str,
             "compressor": None,
         }
         spec = {"driver": "zarr", "kvstore": {**base, "path": name.replace("/", ".") + "/"}, "metadata": metadata}
-        store = ts.open(spec, dtype=ts.dtype(array.dtype), create=True, open=False).result()
-        store.write(array).result()
+        options = {"dtype": ts.dtype(array.dtype), "create": True, "open": False, "context": context}
+        if array.nbytes < _BATCH_BYTES:
+            ts.open(spec, transaction=batch, **options).result().write(array).copy.result()
+            pending += array.nbytes
+        else:
+            ts.open(spec, **options).result().write(array).result()
+        if pending >= _BATCH_BYTES:
+            batch.commit_async().result()
+            batch, pending = ts.Transaction(), 0
         names.append(name)
+        del array  # before the next one is made
+    batch.commit_async().result()
     paths.write_file(directory / "_METADATA", json.dumps(_tree_metadata(names)).encode())
     missing = set(names) - set(arrays.read_shapes(directory))
     if missing:

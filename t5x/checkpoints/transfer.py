@@ -1,19 +1,25 @@
 """From a checkpoint of any format and layout into the arrays of a network, on its devices."""
 
 import logging
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
 from t5x.checkpoints import families, layout, tree
+from t5x.checkpoints.assignment import SLOTS, Rules
 from t5x.checkpoints.formats import LazyArray, Source
 from t5x.errors import UserError
 
 log = logging.getLogger(__name__)
 
 Tree = Any
+Initial = Callable[[Collection[str]], Mapping[str, jax.Array]]
+
+_STEP = "state/step"
+_SHOWN = 5  # names in a line of the log
 
 
 def canonical_arrays(source: Source) -> dict[str, LazyArray]:
@@ -28,41 +34,215 @@ def config_of(source: Source) -> dict[str, Any]:
     return families.config_of(params) | stated
 
 
-def has_optimizer_state(source: Source, abstract: Tree, axes: Tree) -> bool:
-    """Whether the checkpoint has the whole optimizer state that the network wants, in its shapes."""
-    found = _arranged(source, abstract, axes)
-    wanted = {n: leaf for n, leaf in tree.flatten(abstract).items() if n.startswith(layout.STATES)}
-    return all(name in found and found[name].shape == tuple(leaf.shape) for name, leaf in wanted.items())
-
-
-def restore(source: Source, abstract: Tree, axes: Tree) -> Tree:
+def restore(
+    source: Source, abstract: Tree, axes: Tree, *, rules: Rules | None = None, initial: Initial | None = None
+) -> Tree:
     """Reads `abstract` from a checkpoint of any format, array by array, straight to where each belongs.
 
     Args:
       abstract: nested dictionaries of jax.ShapeDtypeStruct with shardings, under T5X's names (`target`, `state`).
       axes: the same tree with tuples of logical axes.
+      rules: how the checkpoint may differ.
+      initial: see `Fitting.restore`.
 
     Raises:
       UserError: the parameters are not those of the network; the message has a table, and names the model they
         look like.
     """
-    found = _arranged(source, abstract, axes)
-    roots = {name.split("/")[0] for name in tree.flatten(abstract)}
-    relevant = {n: a for n, a in found.items() if n.split("/")[0] in roots and not n.startswith("state/")}
-    wanted = {n: leaf for n, leaf in tree.flatten(abstract).items() if not n.startswith("state/")}
-    if table := tree.difference(tree.nest(wanted), tree.nest(relevant)):
-        raise UserError(
-            f"{source.path} does not fit the model (expected: the model, found: the checkpoint, which looks like "
-            f"{_looks_like(source)}): {table}"
+    return Fitting(source, abstract, axes, rules).restore(abstract, initial)
+
+
+class Fitting:
+    """Which arrays of a checkpoint go where in a network, by the rules. Nothing is read yet.
+
+    Args:
+      source, abstract, axes, rules: as `restore` has them.
+
+    Attributes:
+      step: of training, as the checkpoint and the rules have it; None where there is none.
+    """
+
+    def __init__(self, source: Source, abstract: Tree, axes: Tree, rules: Rules | None = None):
+        self._source, self._rules = source, rules or Rules()
+        self._leaves = tree.flatten(abstract)
+        flat_axes = jax.tree.structure(abstract).flatten_up_to(axes)
+        self._axes = dict(zip(self._leaves, flat_axes, strict=True))
+        self._fresh: Mapping[str, jax.Array] = {}
+        self._wanted = self._canonical_leaves()
+        decided = self._decided()
+
+        theirs = canonical_arrays(source)
+        if source.step is not None:
+            theirs[_STEP] = _lazy(np.int32(source.step))
+        self._order = {name: place for place, name in enumerate(theirs)}
+        self._origin = {name: decided.get(name, name) for name in self._wanted}
+        used = {*self._origin.values(), *decided}
+        taken = {name: theirs[old] for name, old in self._origin.items() if old in theirs}
+        state = self._transformed(taken | {name: array for name, array in theirs.items() if name not in used})
+
+        self._found = {name: state[name] for name in self._wanted if name in state}
+        self._left = {name for name, old in decided.items() if old is None and name not in self._found}
+        roots = {name.split("/")[0] for name in self._leaves} - {"state"}
+        self._surplus = {n: a for n, a in state.items() if n not in self._wanted and n.split("/")[0] in roots}
+        self.step = int(np.asarray(state[_STEP])) if _STEP in state else None
+
+    def has_optimizer_state(self) -> bool:
+        """Whether there is the whole optimizer state that the network wants, in its shapes, by the rules."""
+        names = self._within(["state/param_states"])
+        if not names.intersection(self._found):
+            return not names
+        allowed = names if self._rules.fallback_to_scratch else self._left
+        return all(
+            self._found[name].shape == self._wanted[name].shape if name in self._found else name in allowed
+            for name in names
         )
-    leaves = [_place(found[name], leaf) for name, leaf in tree.flatten(abstract).items()]
-    return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+
+    def restore(self, abstract: Tree, initial: Initial | None = None) -> Tree:
+        """Reads a part of the tree; what was taken, passed over and filled is said.
+
+        Args:
+          abstract: the part: some of `target`, `state/step` and `state/param_states`; dtypes may be others.
+          initial: gives fresh values of leaves by their names, for those that the rules leave out.
+        """
+        part = tree.flatten(abstract)
+        names = self._within(part)
+        self._check(names)
+        if filled := names - self._found.keys():
+            kin = {_kin(name) for name in filled}
+            self._fresh = initial([name for name in part if _kin(name) in kin])
+        found = self._arranged(names)
+        if table := tree.difference(abstract, tree.nest({name: found[name] for name in part if name in found})):
+            raise self._misfit(table)
+        self._report(names)
+        leaves = {}
+        # In the order of the checkpoint: its stacked layers are then read once.
+        for name in sorted(part, key=lambda name: self._order.get(self._origin.get(name), -1)):
+            dtype = part[name].dtype
+            leaves[name] = self._fresh[name].astype(dtype) if name in filled else _place(found[name], part[name])
+        self._fresh = {}
+        return jax.tree.unflatten(jax.tree.structure(abstract), [leaves[name] for name in part])
+
+    # --- What goes where
+
+    def _canonical_leaves(self) -> dict[str, LazyArray]:
+        """The network's arrays in the canonical form; read, they are its fresh values."""
+
+        def fresh(name: str, leaf: Any) -> LazyArray:
+            return LazyArray(tuple(leaf.shape), leaf.dtype, lambda: np.asarray(self._fresh[name]))
+
+        params = (axes for name, axes in self._axes.items() if name.startswith(layout.PARAMS))
+        scan_axis = next((list(axes).index("layers") for axes in params if axes and "layers" in axes), 1)
+        leaves = {name: fresh(name, leaf) for name, leaf in self._leaves.items()}
+        return layout.canonical(leaves, scan_axis=scan_axis)
+
+    def _decided(self) -> dict[str, str | None]:
+        """What the assignment map says; patterns about optimizer state are no mistake where none is wanted."""
+        if not self._rules.assignments:
+            return {}
+        also: list[str] = []
+        if not any(name.startswith(layout.STATES) for name in self._wanted):
+            paths = [name.removeprefix(layout.PARAMS) for name in self._wanted]
+            also = [_STEP, *(f"{layout.STATES}{path}/{slot}" for path in paths for slot in SLOTS)]
+        return self._rules.assignments.sources(self._wanted, also=also)
+
+    def _transformed(self, state: dict[str, LazyArray]) -> dict[str, LazyArray]:
+        if not self._rules.state_transformation_fns:
+            return state
+        nested = tree.nest({name: array if array.shape else array.read() for name, array in state.items()})
+        target = tree.nest({n: jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in self._wanted.items()})
+        for function in self._rules.state_transformation_fns:
+            log.info("the checkpoint's state passes through %s", getattr(function, "__name__", function))
+            nested = function(nested, target, is_resuming=self._rules.is_resuming)
+            if not isinstance(nested, Mapping):
+                raise UserError(
+                    f"utils.RestoreCheckpointConfig.state_transformation_fns: {function} returned a "
+                    f"{type(nested).__name__}; it must return the state as nested dictionaries."
+                )
+        return {name: _lazy(leaf) for name, leaf in tree.flatten(nested).items()}
+
+    def _within(self, part: Iterable[str]) -> set[str]:
+        """Canonical names of the sections that these leaves lie in."""
+        sections = {section(name) for name in part}
+        return {name for name in self._wanted if section(name) in sections}
+
+    def _arranged(self, names: Collection[str]) -> dict[str, LazyArray]:
+        """Those of `names` that there are, and those that may be filled, as the network holds them."""
+        canonical = {}
+        for name in names:
+            if name in self._found:
+                canonical[name] = self._found[name]
+            elif name in self._left or self._rules.fallback_to_scratch:
+                canonical[name] = self._wanted[name]
+        if any(name.startswith(layout.STATES) for name in names):  # slots are arranged by the shapes of parameters
+            canonical = {n: a for n, a in self._wanted.items() if n.startswith(layout.PARAMS)} | canonical
+        return layout.arranged(canonical, self._leaves, self._axes)
+
+    # --- What is said
+
+    def _check(self, names: Collection[str]) -> None:
+        fill = self._wanted.keys() - self._found.keys() if self._rules.fallback_to_scratch else self._left
+        expected = {name: leaf for name, leaf in self._wanted.items() if name in names and name not in fill}
+        found = {name: self._found[name] for name in expected if name in self._found}
+        if self._rules.strict and any(not name.startswith("state/") for name in names):
+            found |= self._surplus
+        if table := tree.difference(tree.nest(expected), tree.nest(found)):
+            missing, surplus = expected.keys() - found.keys(), found.keys() - expected.keys()
+            hints = [
+                "fallback_to_scratch=True would leave what is missing at its initial value." if missing else "",
+                "strict=False would pass over what is unexpected." if surplus else "",
+                "assignment_map can say which name in the checkpoint is which." if missing and surplus else "",
+            ]
+            hints = [f"  utils.RestoreCheckpointConfig.{hint}" for hint in hints if hint]
+            raise self._misfit("\n".join([table, *hints]))
+
+    def _misfit(self, table: str) -> UserError:
+        return UserError(
+            f"{self._source.path} does not fit the model (expected: the model, found: the checkpoint, which looks like "
+            f"{_looks_like(self._source)}): {table}"
+        )
+
+    def _report(self, names: Collection[str]) -> None:
+        names = [name for name in self._wanted if name in names]
+        what = "parameters" if any(name.startswith(layout.PARAMS) for name in names) else "arrays of optimizer state"
+        found = [name for name in names if name in self._found]
+        log.info("%d of %d %s are restored from %s", len(found), len(names), what, self._source.path)
+        renamed = [f"{name} <- {old}" for name in found if (old := self._origin[name]) not in (None, name)]
+        missing = [name for name in names if name not in self._found and name not in self._left]
+        rows = [f"{name} {list(self._wanted[name].shape)}" for name in missing]
+        _say("%d come from other names, as assignment_map says", renamed)
+        _say("%d stay at their initial values, as assignment_map says", [n for n in names if n in self._left])
+        _say("%d are not in the checkpoint and stay at their initial values (fallback_to_scratch)", rows)
+        if what == "parameters":
+            _say("%d of the checkpoint are passed over (strict=False)", list(self._surplus))
 
 
-def _arranged(source: Source, abstract: Tree, axes: Tree) -> dict[str, LazyArray]:
-    flat = tree.flatten(abstract)
-    flat_axes = jax.tree.structure(abstract).flatten_up_to(axes)
-    return layout.arranged(canonical_arrays(source), flat, dict(zip(flat, flat_axes, strict=True)))
+def describe_differences(stated: Mapping[str, Any], config: Any) -> list[str]:
+    """Fields of a network's configuration that a checkpoint states otherwise, for those that shapes do not show."""
+    rows = []
+    for field in ("mlp_activations", "logits_via_embedding"):
+        theirs, ours = stated.get(field), getattr(config, field, None)
+        if theirs is not None and ours is not None and tuple(np.atleast_1d(theirs)) != tuple(np.atleast_1d(ours)):
+            rows.append(f"{field}: checkpoint {theirs}, this run {ours}")
+    return rows
+
+
+def section(name: str) -> str:
+    """The part of a state that an array belongs to: `target`, `state/step` or `state/param_states`."""
+    return "/".join(name.split("/")[: 2 if name.startswith("state/") else 1])
+
+
+def _kin(name: str) -> str:
+    """The same for a parameter, its optimizer state, and all layers that have one."""
+    path = re.sub(rf"/({'|'.join(SLOTS)})$", "", name) if name.startswith(layout.STATES) else name
+    path = path.removeprefix(layout.PARAMS).removeprefix(layout.STATES)
+    return re.sub(r"^(encoder|decoder)/(layers_\d+|\1)/", r"\1/", path)
+
+
+def _lazy(leaf: Any) -> LazyArray:
+    if isinstance(leaf, LazyArray):
+        return leaf
+    value = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
+    return LazyArray(tuple(value.shape), np.dtype(value.dtype), lambda: np.asarray(value))
 
 
 def _place(array: LazyArray, leaf: jax.ShapeDtypeStruct) -> jax.Array:
@@ -77,11 +257,7 @@ def _looks_like(source: Source) -> str:
         return "no T5 encoder-decoder"
 
 
-def describe_differences(stated: Mapping[str, Any], config: Any) -> list[str]:
-    """Fields of a network's configuration that a checkpoint states otherwise, for those that shapes do not show."""
-    rows = []
-    for field in ("mlp_activations", "logits_via_embedding"):
-        theirs, ours = stated.get(field), getattr(config, field, None)
-        if theirs is not None and ours is not None and tuple(np.atleast_1d(theirs)) != tuple(np.atleast_1d(ours)):
-            rows.append(f"{field}: checkpoint {theirs}, this run {ours}")
-    return rows
+def _say(text: str, names: list[str]) -> None:
+    if names:
+        rest = [f"… and {len(names) - _SHOWN} more"] if len(names) > _SHOWN else []
+        log.info(f"{text}:\n  %s", len(names), "\n  ".join(names[:_SHOWN] + rest))

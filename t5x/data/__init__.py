@@ -5,25 +5,38 @@ from typing import Any
 from t5x.data import preprocessors
 from t5x.data.config import DatasetConfig, import_task_module
 from t5x.data.feature_converters import (
+    DecoderFeatureConverter,
     EncDecFeatureConverter,
+    EncoderFeatureConverter,
     FeatureConverter,
+    LMFeatureConverter,
+    PassThroughFeatureConverter,
+    PrefixLMFeatureConverter,
+    PrePackedEncDecFeatureConverter,
     make_autoregressive_inputs,
     non_padding_position,
 )
 from t5x.data.features import Feature
+from t5x.data.file_tasks import file_task
 from t5x.data.lanes import merge_states
 from t5x.data.loader import EvalBatch, TrainLoader, eval_batches, measure_lengths, train_loader
 from t5x.data.sources import (
+    ArrayRecordDataSource,
     BadExample,
     CsvDataSource,
     DataSource,
+    FileDataSource,
     FunctionDataSource,
+    HuggingFaceDataSource,
     JsonLinesDataSource,
+    ParquetDataSource,
     TextLineDataSource,
+    TfdsDataSource,
+    TFExampleDataSource,
     TsvDataSource,
 )
+from t5x.data.streams import CacheDatasetPlaceholder
 from t5x.data.tasks import (
-    CacheDatasetPlaceholder,
     Mixture,
     MixtureRegistry,
     Task,
@@ -33,6 +46,7 @@ from t5x.data.tasks import (
 )
 from t5x.data.vocabularies import (
     ByteVocabulary,
+    HuggingFaceVocabulary,
     PassThroughVocabulary,
     SentencePieceVocabulary,
     Vocabulary,
@@ -43,33 +57,47 @@ from t5x.data.vocabularies import (
 _EVALUATION = ("Evaluator", "JSONLogger", "PyLoggingLogger", "TensorBoardLogger")
 
 __all__ = [
+    "ArrayRecordDataSource",
     "BadExample",
     "ByteVocabulary",
     "CacheDatasetPlaceholder",
     "CsvDataSource",
     "DataSource",
     "DatasetConfig",
+    "DecoderFeatureConverter",
     "EncDecFeatureConverter",
+    "EncoderFeatureConverter",
     "EvalBatch",
     "Evaluator",
     "Feature",
     "FeatureConverter",
+    "FileDataSource",
     "FunctionDataSource",
+    "HuggingFaceDataSource",
+    "HuggingFaceVocabulary",
     "JSONLogger",
     "JsonLinesDataSource",
+    "LMFeatureConverter",
     "Mixture",
     "MixtureRegistry",
+    "ParquetDataSource",
+    "PassThroughFeatureConverter",
     "PassThroughVocabulary",
+    "PrePackedEncDecFeatureConverter",
+    "PrefixLMFeatureConverter",
     "PyLoggingLogger",
     "SentencePieceVocabulary",
+    "TFExampleDataSource",
     "Task",
     "TaskRegistry",
     "TensorBoardLogger",
     "TextLineDataSource",
+    "TfdsDataSource",
     "TrainLoader",
     "TsvDataSource",
     "Vocabulary",
     "eval_batches",
+    "file_task",
     "get_mixture_or_task",
     "get_subtasks",
     "import_task_module",

@@ -4,7 +4,6 @@ import dataclasses
 import hashlib
 import importlib
 import importlib.util
-import logging
 import os
 import re
 import sys
@@ -15,8 +14,6 @@ from typing import Any
 
 from t5x.data.tasks import Mixture, Task, get_mixture_or_task
 from t5x.errors import UserError
-
-logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
@@ -30,15 +27,17 @@ class DatasetConfig:
       batch_size: rows of the global batch, over all processes.
       shuffle: read the examples in another order each epoch.
       seed: of the order and of random preprocessors; None is 0.
-      use_cached: use seqio's offline cache. There are no such caches here; it is read on the fly.
-      pack: several examples a row. Not available in this version.
+      use_cached: say so where a task has no cache. One that `t5x cache` wrote is used anyway, and none is needed.
+      pack: several examples a row, by seqio's greedy rule.
       use_custom_packing_ops: seqio's; without effect.
       module: dotted name or .py file to import first, which registers the task.
       use_memory_cache: seqio's; without effect: files are read where they lie.
       trim_output_features: cut features that are longer than their length; False makes them an error.
       runtime_preprocessors: applied after those of the task.
-      num_prefetch_threads: seqio's; without effect: one thread reads ahead.
-      num_workers: processes that read ahead; one thread does in this version.
+      num_prefetch_threads: seqio's; without effect.
+      num_workers: processes that read and tokenise ahead of training; 0 is a thread, None chooses by the number of
+        cores. The batches do not depend on it.
+      skip_bad_examples: pass over and count examples that cannot be read; False: the first one is an error.
     """
 
     mixture_or_task_name: Any
@@ -55,7 +54,8 @@ class DatasetConfig:
     trim_output_features: bool = True
     runtime_preprocessors: Sequence[Any] | None = None
     num_prefetch_threads: int | None = None
-    num_workers: int = 0
+    num_workers: int | None = None
+    skip_bad_examples: bool = False
 
     def __post_init__(self):
         if not isinstance(self.batch_size, int) or self.batch_size < 1:
@@ -68,14 +68,8 @@ class DatasetConfig:
                 )
         if self.module:
             import_task_module(self.module)
-        if self.use_cached:
-            logger.info("use_cached=True: there are no seqio caches here; %s is read on the fly", self._label)
-        if self.num_workers:
-            logger.info("num_workers=%d: one thread reads ahead in this version", self.num_workers)
-
-    @property
-    def _label(self) -> str:
-        return getattr(self.mixture_or_task_name, "name", self.mixture_or_task_name)
+        if self.num_workers is not None and self.num_workers < 0:
+            raise UserError(f"utils.DatasetConfig.num_workers is {self.num_workers}: it must be at least 0, or None.")
 
     def mixture_or_task(self) -> Task | Mixture:
         return get_mixture_or_task(self.mixture_or_task_name)
@@ -91,6 +85,14 @@ class DatasetConfig:
         return found
 
 
+_task_modules: dict[str, ModuleType] = {}
+
+
+def imported_task_modules() -> list[ModuleType]:
+    """Those that were imported from .py files, which other processes cannot import by name."""
+    return list(_task_modules.values())
+
+
 def import_task_module(name_or_file: str) -> ModuleType:
     """Imports a module that registers tasks, by dotted name or as a .py file. A second time does nothing.
 
@@ -104,7 +106,10 @@ def import_task_module(name_or_file: str) -> ModuleType:
         sys.path.append(directory)
     importlib.invalidate_caches()
     try:
-        return importlib.import_module(name_or_file) if path is None else _import_file(path)
+        if path is None:
+            return importlib.import_module(name_or_file)
+        module = _task_modules[path] = _import_file(path)
+        return module
     except ModuleNotFoundError as error:
         if path is None and f"{name_or_file}.".startswith(f"{error.name}."):
             raise UserError(

@@ -1,10 +1,17 @@
-"""From a task's examples to the arrays a model takes."""
+"""From a task's examples to the arrays a model takes.
+
+A converter fills one row at a time. With `pack=True` a row holds as many whole examples as fit: the loader adds up
+their `sizes` until the next would exceed the row's `capacity`, as seqio does. The row is seqio's, with two mends, both
+for what seldom is in data: an example without inputs (or targets) still counts as a segment, so that the segments of
+encoder and decoder stay those of one example; and an id 0 inside an example is kept, where seqio drops as many tokens
+from its end.
+"""
 
 import abc
 import collections
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,6 +20,8 @@ from t5x.errors import UserError
 logger = logging.getLogger(__name__)
 
 Example = Mapping[str, Any]
+Row = dict[str, np.ndarray]
+Lengths = Mapping[str, int]
 
 
 def non_padding_position(tokens: np.ndarray, dtype: Any = np.int32, pad_id: int = 0) -> np.ndarray:
@@ -55,6 +64,8 @@ class FeatureConverter(abc.ABC):
     """
 
     TASK_FEATURES: tuple[str, ...] = ()
+    # Taken where task_feature_lengths names them.
+    OPTIONAL_TASK_FEATURES: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -63,28 +74,21 @@ class FeatureConverter(abc.ABC):
         apply_length_check: bool = True,
         bos_id: int = 0,
     ):
-        if pack:
-            raise UserError(
-                f"{type(self).__name__}: packing is not available in this version. Set pack=False "
-                "(--gin.utils.DatasetConfig.pack=False)."
-            )
         self.pack = pack
         self.bos_id = bos_id
         self.trimmed: collections.Counter[str] = collections.Counter()
         self._apply_length_check = apply_length_check
 
     @abc.abstractmethod
-    def get_model_feature_lengths(self, task_feature_lengths: Mapping[str, int]) -> dict[str, int]:
+    def get_model_feature_lengths(self, task_feature_lengths: Lengths) -> dict[str, int]:
         """{model feature: length} for {task feature: length}."""
 
     @abc.abstractmethod
-    def convert_row(
-        self, examples: Sequence[Example], task_feature_lengths: Mapping[str, int], *, trim: bool = True
-    ) -> dict[str, np.ndarray]:
+    def convert_row(self, examples: Sequence[Example], task_feature_lengths: Lengths, *, trim: bool = True) -> Row:
         """One row of the batch.
 
         Args:
-          examples: what goes into the row: one example, none for a row of padding; several when packing.
+          examples: what goes into the row: one example, none for a row of padding; when packing, several that fit.
           task_feature_lengths: {task feature: length}.
           trim: cut features that are too long; False makes them a UserError.
 
@@ -92,18 +96,29 @@ class FeatureConverter(abc.ABC):
           {model feature: int32 [length]}.
         """
 
+    def capacity(self, task_feature_lengths: Lengths) -> tuple[int, ...]:
+        """How many positions a row has in each packed feature; without packing (1,): one example a row."""
+        return tuple(task_feature_lengths[feature] for feature in self.TASK_FEATURES) if self.pack else (1,)
+
+    def sizes(self, example: Example, task_feature_lengths: Lengths, trim: bool = True) -> tuple[int, ...]:
+        """How many positions of `capacity` an example takes."""
+        if not self.pack:
+            return (1,)
+        return tuple(map(len, self._parts(example, task_feature_lengths, trim, count=False)))
+
     def convert_batch(
-        self, rows: Sequence[Sequence[Example]], task_feature_lengths: Mapping[str, int], *, trim: bool = True
-    ) -> dict[str, np.ndarray]:
+        self, rows: Sequence[Sequence[Example]], task_feature_lengths: Lengths, *, trim: bool = True
+    ) -> Row:
         """The rows as one batch: {model feature: int32 [rows, length]}."""
         return stack_rows([self.convert_row(row, task_feature_lengths, trim=trim) for row in rows])
 
-    def check(self, available: Sequence[str], task_feature_lengths: Mapping[str, int], task_name: str) -> None:
+    def check(self, available: Sequence[str], task_feature_lengths: Lengths, task_name: str) -> None:
         """A UserError where the task lacks a feature, or a feature its length."""
-        for feature in self.TASK_FEATURES:
+        needed = self._needed(task_feature_lengths)
+        for feature in needed:
             if feature not in available:
                 raise UserError(
-                    f"{type(self).__name__} needs the features {', '.join(self.TASK_FEATURES)}; task {task_name!r} "
+                    f"{type(self).__name__} needs the features {', '.join(needed)}; task {task_name!r} "
                     f"has {', '.join(available)}."
                 )
             if task_feature_lengths.get(feature) is None:
@@ -112,59 +127,357 @@ class FeatureConverter(abc.ABC):
                     f"{dict(task_feature_lengths)}. Add it: TASK_FEATURE_LENGTHS = {{'inputs': 512, 'targets': 114}}."
                 )
 
-    def _padded(self, examples: Sequence[Example], feature: str, length: int, trim: bool) -> np.ndarray:
-        """`feature` of at most one example, filled up with padding: int32 [length]."""
-        row = np.zeros(length, np.int32)
-        for example in examples:
-            ids = example[feature]
-            if len(ids) > length:
-                if not trim and self._apply_length_check:
-                    raise UserError(
-                        f"{feature!r} has {len(ids)} tokens, more than its length {length}. Raise the length in "
-                        "task_feature_lengths, or let it be cut with trim_output_features=True."
-                    )
-                if not self.trimmed[feature]:
-                    logger.warning(
-                        "%r of an example has %d tokens and is cut to %d; further ones are counted, not reported",
-                        feature,
-                        len(ids),
-                        length,
-                    )
-                self.trimmed[feature] += 1
-                ids = ids[:length]
-            row[: len(ids)] = ids
-        return row
+    def _needed(self, lengths: Lengths) -> tuple[str, ...]:
+        optional = (feature for feature in self.OPTIONAL_TASK_FEATURES if feature in lengths)
+        return (*optional, *self.TASK_FEATURES)
+
+    def _parts(self, example: Example, lengths: Lengths, trim: bool, count: bool = True) -> tuple[Any, ...]:
+        """The ids that go into the row, of each of TASK_FEATURES."""
+        return tuple(self._ids(example, feature, lengths[feature], trim, count) for feature in self.TASK_FEATURES)
+
+    def _ids(self, example: Example, feature: str, length: int, trim: bool, count: bool) -> Any:
+        """The first `length` ids of `feature`, when packing without padding at the end; counted where it is cut."""
+        ids = example[feature]
+        if len(ids) > length:
+            if not trim and self._apply_length_check:
+                raise UserError(
+                    f"{feature!r} has {len(ids)} tokens, more than its length {length}. Raise the length in "
+                    "task_feature_lengths, or let it be cut with trim_output_features=True."
+                )
+            if count:
+                self._count_trimmed(feature, len(ids), length)
+            ids = ids[:length]
+        if self.pack and len(ids) and ids[-1] == 0:
+            ids = np.trim_zeros(np.asarray(ids), "b")
+        return ids
+
+    def _count_trimmed(self, feature: str, found: int, length: int) -> None:
+        if not self.trimmed[feature]:
+            logger.warning(
+                "%r of an example has %d tokens and is cut to %d; further ones are counted, not reported",
+                feature,
+                found,
+                length,
+            )
+        self.trimmed[feature] += 1
+
+    def _place(self, parts: Sequence[tuple[Any, ...]], lengths: Sequence[int]) -> list["_Placed"]:
+        """Each example's ids one after the other: for each feature, a row of its length.
+
+        Args:
+          parts: of each example, the ids of each feature.
+          lengths: of each feature.
+        """
+        if not self.pack:
+            if len(parts) > 1:
+                raise ValueError(f"{len(parts)} examples for one row, without packing")
+            placed = [_Placed(np.zeros(length, np.int32)) for length in lengths]
+            for ids_of in parts:
+                for row, ids in zip(placed, ids_of, strict=True):
+                    row.tokens[: len(ids)] = ids
+            return placed
+        placed = [_Placed(*np.zeros((3, length), np.int32)) for length in lengths]
+        counting = np.arange(max(lengths), dtype=np.int32)
+        starts = [0] * len(lengths)
+        segment = 0
+        for ids_of in parts:
+            segment += any(map(len, ids_of))
+            for i, (row, ids) in enumerate(zip(placed, ids_of, strict=True)):
+                here = slice(starts[i], starts[i] + len(ids))
+                if here.stop > lengths[i]:
+                    raise ValueError(f"{here.stop} ids for the {lengths[i]} positions of a packed row")
+                row.tokens[here] = ids
+                row.segment_ids[here] = segment
+                row.positions[here] = counting[: len(ids)]
+                starts[i] = here.stop
+        return placed
+
+
+class _Placed(NamedTuple):
+    """Ids in a row, int32 [length]; when packing with the segment (1, 2, …; 0 for padding) and the position in it."""
+
+    tokens: np.ndarray
+    segment_ids: np.ndarray | None = None
+    positions: np.ndarray | None = None
 
 
 class EncDecFeatureConverter(FeatureConverter):
     """For encoder-decoder models: `inputs` to the encoder, `targets` to the decoder.
 
-    >>> row = EncDecFeatureConverter().convert_row(
-    ...     [{"inputs": [7, 8, 1], "targets": [3, 9, 1]}], {"inputs": 4, "targets": 5})
-    >>> {name: list(map(int, ids)) for name, ids in row.items()}  # doctest: +NORMALIZE_WHITESPACE
-    {'encoder_input_tokens': [7, 8, 1, 0], 'decoder_target_tokens': [3, 9, 1, 0, 0],
-     'decoder_input_tokens': [0, 3, 9, 1, 0], 'decoder_loss_weights': [1, 1, 1, 0, 0]}
+    >>> def show(row):
+    ...     for name, ids in row.items():
+    ...         print(f"{name:22}", *ids)
+    >>> lengths = {"inputs": 10, "targets": 7}
+    >>> first = {"inputs": [7, 8, 5, 1], "targets": [3, 9, 1]}
+    >>> show(EncDecFeatureConverter().convert_row([first], lengths))
+    encoder_input_tokens   7 8 5 1 0 0 0 0 0 0
+    decoder_target_tokens  3 9 1 0 0 0 0
+    decoder_input_tokens   0 3 9 1 0 0 0
+    decoder_loss_weights   1 1 1 0 0 0 0
+
+    Packed:
+
+    >>> second = {"inputs": [8, 4, 9, 3, 1], "targets": [4, 1]}
+    >>> show(EncDecFeatureConverter(pack=True).convert_row([first, second], lengths))
+    encoder_input_tokens   7 8 5 1 8 4 9 3 1 0
+    decoder_target_tokens  3 9 1 4 1 0 0
+    decoder_input_tokens   0 3 9 0 4 0 0
+    decoder_loss_weights   1 1 1 1 1 0 0
+    encoder_segment_ids    1 1 1 1 2 2 2 2 2 0
+    decoder_segment_ids    1 1 1 2 2 0 0
+    encoder_positions      0 1 2 3 0 1 2 3 4 0
+    decoder_positions      0 1 2 0 1 0 0
     """
 
     TASK_FEATURES = ("inputs", "targets")
 
-    def get_model_feature_lengths(self, task_feature_lengths: Mapping[str, int]) -> dict[str, int]:
+    def get_model_feature_lengths(self, task_feature_lengths: Lengths) -> dict[str, int]:
+        inputs, targets = task_feature_lengths["inputs"], task_feature_lengths["targets"]
         decoder = ("decoder_target_tokens", "decoder_input_tokens", "decoder_loss_weights")
+        lengths = {"encoder_input_tokens": inputs, **dict.fromkeys(decoder, targets)}
+        if self.pack:
+            lengths |= {"encoder_segment_ids": inputs, "decoder_segment_ids": targets}
+            lengths |= {"encoder_positions": inputs, "decoder_positions": targets}
+        return lengths
+
+    def convert_row(self, examples: Sequence[Example], task_feature_lengths: Lengths, *, trim: bool = True) -> Row:
+        parts = [self._parts(example, task_feature_lengths, trim) for example in examples]
+        inputs, targets = self._place(parts, [task_feature_lengths[feature] for feature in self.TASK_FEATURES])
+        row = {
+            "encoder_input_tokens": inputs.tokens,
+            "decoder_target_tokens": targets.tokens,
+            "decoder_input_tokens": make_autoregressive_inputs(targets.tokens, targets.segment_ids, self.bos_id),
+            "decoder_loss_weights": non_padding_position(targets.tokens),
+        }
+        if self.pack:
+            row |= {"encoder_segment_ids": inputs.segment_ids, "decoder_segment_ids": targets.segment_ids}
+            row |= {"encoder_positions": inputs.positions, "decoder_positions": targets.positions}
+        return row
+
+
+class PrePackedEncDecFeatureConverter(EncDecFeatureConverter):
+    """`EncDecFeatureConverter` for examples that are packed rows: they bring `*_segment_ids` and `*_positions`."""
+
+    TASK_FEATURES = (
+        "inputs",
+        "targets",
+        "inputs_segment_ids",
+        "targets_segment_ids",
+        "inputs_positions",
+        "targets_positions",
+    )
+
+    def __init__(self, **kwargs: Any):
+        super().__init__(**kwargs)
+        if self.pack:
+            raise UserError("PrePackedEncDecFeatureConverter is for examples that are packed already: set pack=False.")
+
+    def get_model_feature_lengths(self, task_feature_lengths: Lengths) -> dict[str, int]:
+        return EncDecFeatureConverter(pack=True).get_model_feature_lengths(task_feature_lengths)
+
+    def convert_row(self, examples: Sequence[Example], task_feature_lengths: Lengths, *, trim: bool = True) -> Row:
+        parts = [self._parts(example, task_feature_lengths, trim) for example in examples]
+        rows = self._place(parts, [task_feature_lengths[feature] for feature in self.TASK_FEATURES])
+        inputs, targets, *packing = (row.tokens for row in rows)
+        names = ("encoder_segment_ids", "decoder_segment_ids", "encoder_positions", "decoder_positions")
         return {
-            "encoder_input_tokens": task_feature_lengths["inputs"],
-            **dict.fromkeys(decoder, task_feature_lengths["targets"]),
+            "encoder_input_tokens": inputs,
+            "decoder_target_tokens": targets,
+            "decoder_input_tokens": make_autoregressive_inputs(targets, packing[1], self.bos_id),
+            "decoder_loss_weights": non_padding_position(targets),
+            **dict(zip(names, packing, strict=True)),
         }
 
-    def convert_row(
-        self, examples: Sequence[Example], task_feature_lengths: Mapping[str, int], *, trim: bool = True
-    ) -> dict[str, np.ndarray]:
-        targets = self._padded(examples, "targets", task_feature_lengths["targets"], trim)
-        return {
-            "encoder_input_tokens": self._padded(examples, "inputs", task_feature_lengths["inputs"], trim),
-            "decoder_target_tokens": targets,
-            "decoder_input_tokens": make_autoregressive_inputs(targets, bos_id=self.bos_id),
-            "decoder_loss_weights": non_padding_position(targets),
+
+class DecoderFeatureConverter(FeatureConverter):
+    """For decoder-only models: `targets` alone (a language model), or `inputs` before them (a prefix LM).
+
+    Which of the two is told by the features in task_feature_lengths. In a prefix LM the loss is on the targets;
+    `decoder_causal_attention` is 1 over the inputs and one position more, because the decoder reads them shifted right.
+
+    Args:
+      loss_on_targets_only: False: the inputs of a prefix LM are learnt too.
+
+    >>> row = DecoderFeatureConverter().convert_row(
+    ...     [{"inputs": [7, 8], "targets": [3, 9, 1]}], {"inputs": 3, "targets": 4})
+    >>> {name: list(map(int, ids)) for name, ids in row.items()}  # doctest: +NORMALIZE_WHITESPACE
+    {'decoder_target_tokens': [7, 8, 3, 9, 1, 0, 0], 'decoder_input_tokens': [0, 7, 8, 3, 9, 1, 0],
+     'decoder_loss_weights': [0, 0, 1, 1, 1, 0, 0], 'decoder_causal_attention': [1, 1, 1, 0, 0, 0, 0]}
+    """
+
+    TASK_FEATURES = ("targets",)
+    OPTIONAL_TASK_FEATURES = ("inputs",)
+
+    def __init__(self, loss_on_targets_only: bool = True, **kwargs: Any):
+        super().__init__(**kwargs)
+        self.loss_on_targets_only = loss_on_targets_only
+
+    def get_model_feature_lengths(self, task_feature_lengths: Lengths) -> dict[str, int]:
+        names = ["decoder_target_tokens", "decoder_input_tokens", "decoder_loss_weights"]
+        names += ["decoder_segment_ids", "decoder_positions"] if self.pack else []
+        names += ["decoder_causal_attention"] if "inputs" in task_feature_lengths else []
+        return dict.fromkeys(names, _decoder_length(task_feature_lengths))
+
+    def capacity(self, task_feature_lengths: Lengths) -> tuple[int, ...]:
+        return (_decoder_length(task_feature_lengths),) if self.pack else (1,)
+
+    def sizes(self, example: Example, task_feature_lengths: Lengths, trim: bool = True) -> tuple[int, ...]:
+        if not self.pack:
+            return (1,)
+        return (sum(map(len, self._parts(example, task_feature_lengths, trim, count=False))),)
+
+    def check(self, available: Sequence[str], task_feature_lengths: Lengths, task_name: str) -> None:
+        super().check(available, task_feature_lengths, task_name)
+        if "suffixes" in task_feature_lengths:
+            raise UserError(
+                f"Task {task_name!r}: suffixes after the targets (seqio's PrefixSuffixLMFeatureConverter) are not "
+                "available. Append them to the targets, and take them out of task_feature_lengths."
+            )
+
+    def convert_row(self, examples: Sequence[Example], task_feature_lengths: Lengths, *, trim: bool = True) -> Row:
+        length = _decoder_length(task_feature_lengths)
+        parts = [self._parts(example, task_feature_lengths, trim) for example in examples]
+        (row,) = self._place([(np.concatenate(ids),) for ids in parts], [length])
+        made = {
+            "decoder_target_tokens": row.tokens,
+            "decoder_input_tokens": make_autoregressive_inputs(row.tokens, row.segment_ids, self.bos_id),
+            "decoder_loss_weights": non_padding_position(row.tokens),
         }
+        if self.pack:
+            made |= {"decoder_segment_ids": row.segment_ids, "decoder_positions": row.positions}
+        if "inputs" in task_feature_lengths:
+            made["decoder_causal_attention"] = prefix = np.zeros(length, np.int32)
+            start = 0
+            for inputs, targets in parts or [((), ())]:
+                middle = start + len(inputs)
+                end = middle + len(targets)
+                prefix[start : min(middle + 1, end) if self.pack else middle + 1] = 1
+                if self.loss_on_targets_only:
+                    made["decoder_loss_weights"][start:middle] = 0
+                start = end
+        return made
+
+    def _parts(self, example: Example, lengths: Lengths, trim: bool, count: bool = True) -> tuple[Any, ...]:
+        if "inputs" not in lengths:
+            return super()._parts(example, lengths, trim, count)
+        of_inputs, of_targets = lengths["inputs"], lengths["targets"]
+        if trim or self._apply_length_check:
+            inputs = self._ids(example, "inputs", of_inputs, trim, count)
+        else:  # nothing is too long that the row has room for
+            inputs = self._ids(example, "inputs", of_inputs + of_targets, trim, count)
+            of_targets += of_inputs - len(inputs)
+        return inputs, self._ids(example, "targets", of_targets, trim, count)
+
+
+class LMFeatureConverter(DecoderFeatureConverter):
+    """A `DecoderFeatureConverter` for `targets` alone."""
+
+    OPTIONAL_TASK_FEATURES = ()
+
+    def __init__(self, **kwargs: Any):
+        super().__init__(**kwargs)
+
+    def check(self, available: Sequence[str], task_feature_lengths: Lengths, task_name: str) -> None:
+        super().check(available, task_feature_lengths, task_name)
+        if "inputs" in task_feature_lengths:
+            raise UserError(
+                f"Task {task_name!r}: LMFeatureConverter takes targets alone, but task_feature_lengths has 'inputs'. "
+                "Take it out, or use PrefixLMFeatureConverter."
+            )
+
+
+class PrefixLMFeatureConverter(DecoderFeatureConverter):
+    """A `DecoderFeatureConverter` for `inputs` and `targets`."""
+
+    TASK_FEATURES = ("inputs", "targets")
+    OPTIONAL_TASK_FEATURES = ()
+
+
+class EncoderFeatureConverter(FeatureConverter):
+    """For encoder-only models such as BERT: `targets` has the token for every one of `inputs`.
+
+    >>> row = EncoderFeatureConverter(mask_id=9).convert_row(
+    ...     [{"inputs": [8, 9, 9, 3, 1], "targets": [8, 7, 4, 3, 1]}], {"inputs": 6, "targets": 6})
+    >>> {name: list(map(int, ids)) for name, ids in row.items()}  # doctest: +NORMALIZE_WHITESPACE
+    {'encoder_input_tokens': [8, 9, 9, 3, 1, 0], 'encoder_target_tokens': [8, 7, 4, 3, 1, 0],
+     'encoder_loss_weights': [0, 1, 1, 0, 0, 0]}
+
+    Args:
+      mask_id: the loss is where the inputs have this id.
+    """
+
+    TASK_FEATURES = ("inputs", "targets")
+
+    def __init__(self, mask_id: int, **kwargs: Any):
+        super().__init__(**kwargs)
+        self.mask_id = mask_id
+
+    def get_model_feature_lengths(self, task_feature_lengths: Lengths) -> dict[str, int]:
+        names = ["encoder_target_tokens", "encoder_input_tokens", "encoder_loss_weights"]
+        names += ["encoder_segment_ids", "encoder_positions"] if self.pack else []
+        return dict.fromkeys(names, task_feature_lengths["inputs"])
+
+    def check(self, available: Sequence[str], task_feature_lengths: Lengths, task_name: str) -> None:
+        super().check(available, task_feature_lengths, task_name)
+        if task_feature_lengths["inputs"] != task_feature_lengths["targets"]:
+            raise UserError(
+                f"Task {task_name!r}: an encoder needs inputs and targets of one length; task_feature_lengths is "
+                f"{dict(task_feature_lengths)}."
+            )
+
+    def convert_row(self, examples: Sequence[Example], task_feature_lengths: Lengths, *, trim: bool = True) -> Row:
+        parts = [self._parts(example, task_feature_lengths, trim) for example in examples]
+        inputs, targets = self._place(parts, [task_feature_lengths[feature] for feature in self.TASK_FEATURES])
+        row = {
+            "encoder_input_tokens": inputs.tokens,
+            "encoder_target_tokens": targets.tokens,
+            "encoder_loss_weights": (inputs.tokens == self.mask_id).astype(np.int32),
+        }
+        if self.pack:
+            row |= {"encoder_segment_ids": inputs.segment_ids, "encoder_positions": inputs.positions}
+        return row
+
+    def _parts(self, example: Example, lengths: Lengths, trim: bool, count: bool = True) -> tuple[Any, ...]:
+        found = len(example["inputs"]), len(example["targets"])
+        if found[0] != found[1]:
+            raise UserError(
+                f"'inputs' has {found[0]} tokens and 'targets' {found[1]}; an encoder needs a target for every input."
+            )
+        inputs, _ = super()._parts(example, lengths, trim, count)
+        return inputs, example["targets"][: len(inputs)]
+
+
+class PassThroughFeatureConverter(FeatureConverter):
+    """Examples that are rows already: the features of task_feature_lengths as they are. Nothing is packed.
+
+    Args:
+      kwargs: those of the other converters; without effect.
+    """
+
+    def __init__(self, **kwargs: Any):
+        super().__init__()
+
+    def get_model_feature_lengths(self, task_feature_lengths: Lengths) -> dict[str, int]:
+        return dict(task_feature_lengths)
+
+    def convert_row(self, examples: Sequence[Example], task_feature_lengths: Lengths, *, trim: bool = True) -> Row:
+        if not examples:
+            return {feature: np.zeros(length, np.int32) for feature, length in task_feature_lengths.items()}
+        (example,) = examples
+        for feature, length in task_feature_lengths.items():
+            if len(example[feature]) != length:
+                raise UserError(
+                    f"{feature!r} has {len(example[feature])} values, not {length}: PassThroughFeatureConverter takes "
+                    "examples that have their length already. Mend the task, or its length in task_feature_lengths."
+                )
+        return {feature: np.asarray(example[feature]) for feature in task_feature_lengths}
+
+    def _needed(self, lengths: Lengths) -> tuple[str, ...]:
+        return tuple(lengths)
+
+
+def _decoder_length(lengths: Lengths) -> int:
+    return lengths.get("inputs", 0) + lengths["targets"]
 
 
 def stack_rows(rows: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:

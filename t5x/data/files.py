@@ -2,41 +2,40 @@
 
 import difflib
 import glob
-import gzip
 import os
-import zlib
+from typing import BinaryIO
 
 from t5x.errors import UserError
-
-_DRIVERS = {"gs": "gcsfs", "s3": "s3fs", "az": "adlfs", "abfs": "adlfs", "hf": "huggingface_hub"}
-
-
-def is_remote(path: str | os.PathLike[str]) -> bool:
-    """Whether `path` is a URL such as gs://bucket/file."""
-    return "://" in os.fspath(path)
+from t5x.urls import explained, file_system, is_remote
 
 
 def read_bytes(path: str | os.PathLike[str]) -> bytes:
     """The whole content of a local or remote file."""
     path = os.fspath(path)
     if is_remote(path):
-        return _remote(path, lambda remote: remote.read_bytes())
+        remote, name = file_system(path)
+        with explained(path):
+            return remote.cat_file(name)
+    with open_binary(path) as file:
+        return file.read()
+
+
+def open_binary(path: str | os.PathLike[str]) -> BinaryIO:
+    """A local file, open for reading."""
+    path = os.fspath(path)
     try:
-        with open(os.path.expanduser(path), "rb") as file:
-            return file.read()
+        return open(os.path.expanduser(path), "rb")
     except OSError as error:
-        raise UserError(_local_problem(path, error)) from error
+        raise UserError(local_problem(path, error)) from error
 
 
-def read_gzip(path: str | os.PathLike[str]) -> bytes:
-    """The decompressed content of a .gz file."""
-    try:
-        return gzip.decompress(read_bytes(path))
-    except (OSError, EOFError, zlib.error) as error:
-        raise UserError(
-            f"{os.fspath(path)} cannot be decompressed: {error}. It is damaged or no gzip file; "
-            "fetch it again (`gzip -t FILE` tests it)."
-        ) from error
+def exists(path: str) -> bool:
+    """Whether there is something at a local or remote path."""
+    if not is_remote(path):
+        return os.path.exists(path)
+    remote, name = file_system(path)
+    with explained(path):
+        return remote.exists(name)
 
 
 def expand(pattern: str | os.PathLike[str]) -> list[str]:
@@ -51,7 +50,7 @@ def expand(pattern: str | os.PathLike[str]) -> list[str]:
     elif os.path.exists(pattern):
         return [pattern]
     elif not glob.has_magic(pattern):
-        raise UserError(_local_problem(pattern, FileNotFoundError()))
+        raise UserError(local_problem(pattern, FileNotFoundError()))
     else:
         found = sorted(path for path in glob.glob(pattern, recursive=True) if not os.path.isdir(path))
     if not found:
@@ -62,41 +61,13 @@ def expand(pattern: str | os.PathLike[str]) -> list[str]:
 
 
 def _remote_glob(pattern: str) -> list[str]:
-    scheme, rest = pattern.split("://", 1)
-    parts = rest.split("/")
-    first = next(i for i, part in enumerate(parts) if glob.has_magic(part))
-    root = f"{scheme}://{'/'.join(parts[:first])}"
-    return _remote(root, lambda remote: sorted(map(str, remote.glob("/".join(parts[first:])))), named=pattern)
+    remote, name = file_system(pattern)
+    with explained(pattern):
+        return sorted(remote.unstrip_protocol(found) for found in remote.glob(name))
 
 
-def _remote(path: str, action, named: str | None = None):
-    """`action(epath.Path(path))`, with its failures as UserErrors that name the path."""
-    from etils import epath
-
-    named = named or path
-    scheme = path.split("://", 1)[0]
-    try:
-        return action(epath.Path(path))
-    except ImportError as error:
-        package = _DRIVERS.get(scheme, f"the fsspec driver of {scheme}://")
-        raise UserError(
-            f"{named}: reading {scheme}:// needs the package {package} ({error}). "
-            f"Install it (pip install {package}), or copy the file here and name the copy."
-        ) from error
-    except KeyError as error:
-        raise UserError(
-            f"{named}: {scheme}:// is not a kind of path that can be read. Copy the file here and name the copy."
-        ) from error
-    except FileNotFoundError as error:
-        raise UserError(f"{named}: there is no such file.") from error
-    except Exception as error:
-        raise UserError(
-            f"{named} could not be read ({type(error).__name__}: {error}). Check the network, the access rights and "
-            "the name, or copy the file here and name the copy."
-        ) from error
-
-
-def _local_problem(path: str, error: OSError) -> str:
+def local_problem(path: str, error: OSError) -> str:
+    """What to tell of a local file that could not be opened."""
     if not isinstance(error, FileNotFoundError):
         return f"{path} cannot be read: {error.strerror or error}."
     directory, name = os.path.split(os.path.abspath(os.path.expanduser(path)))

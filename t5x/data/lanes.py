@@ -1,157 +1,333 @@
 """Which examples row r of batch N holds: a function of the seed, r and N alone.
 
-The source examples stand in one endless order: epoch after epoch, each in its own shuffle. Row r of a global batch of
-B rows is lane r: it reads the positions r, r + B, r + 2B, … of that order, and has its own cursor. Preprocessors that
-drop examples or make several of one move the cursor of their lane only, so that a process needs to read nothing but
-its own lanes, and the batch is the same however the lanes are divided among processes.
+Row r of a global batch of B rows is lane r. Of each task it reads the positions r, r + B, r + 2B, … of that task's
+endless order, and has its own cursor there; which task an example is taken from is drawn by the lane too. Preprocessors
+that drop examples, make several of one or join them, and packing, move cursors of their lane only, so that a process
+needs to read nothing but its own lanes, and the batch is the same however the lanes are divided among processes and
+among their workers.
 """
 
+import bisect
+import itertools
+import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from t5x.data.feature_converters import FeatureConverter
+from t5x.data.order import Order, mix
 from t5x.data.pipeline import Example, Pipeline, derive_seed
+from t5x.data.sources import BadExample
 from t5x.errors import UserError
 
-_ROUNDS = 16
-_MASK = (1 << 64) - 1
+logger = logging.getLogger(__name__)
+
+Row = dict[str, np.ndarray]
+_TOLD = 5
 
 
-def shuffled(index: int, size: int, key: int) -> int:
-    """Where `index` goes in the permutation of range(size) that belongs to `key`; no table is needed.
-
-    A Feistel network over pairs (left, right) with about sqrt(size) values each; what falls outside range(size) goes
-    round again. Saved positions depend on it: it must never change.
-    """
-    rows = math.isqrt(size - 1) + 1
-    columns = -(-size // rows)
-    while True:
-        left, right = divmod(index, columns)
-        for at in range(0, _ROUNDS, 2):
-            left = (left + _mix(key + at, right)) % rows
-            right = (right + _mix(key + at + 1, left)) % columns
-        index = left * columns + right
-        if index < size:
-            return index
-
-
-def _mix(key: int, value: int) -> int:
-    """A 64-bit hash of two numbers."""
-    mixed = (key + (value + 1) * 0x9E3779B97F4A7C15) & _MASK
-    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
-    return mixed ^ (mixed >> 31)
-
-
-class Order:
-    """The endless order of `size` examples.
-
-    Args:
-      size: number of examples of an epoch.
-      seed: of the shuffle.
-      shuffle: False keeps the order of the source in every epoch.
-    """
-
-    def __init__(self, size: int, seed: int, shuffle: bool):
-        self.size = size
-        self.shuffle = shuffle
-        self._seed = seed
-        self._key = -1, 0
-
-    def __call__(self, position: int) -> tuple[int, int]:
-        """(epoch, example index) of a position."""
-        epoch, index = divmod(position, self.size)
-        if not self.shuffle:
-            return epoch, index
-        if self._key[0] != epoch:
-            self._key = epoch, derive_seed("order", self._seed, epoch)
-        return epoch, shuffled(index, self.size, self._key[1])
-
-
-class Lane:
-    """One row of the global batch: an endless iterator over (example, source index).
+class Position(NamedTuple):
+    """Where a stream stands.
 
     Attributes:
-      cursor: number of positions done with.
-      used: how many of the examples that the next position becomes were handed out already.
+      cursor: number of the lane's positions in the order that are done with.
+      used: how many of the examples that the next position becomes were used up.
+      offset: how many tokens of the next of these, where examples are joined.
+      given: how many examples of the piece that begins here were handed out.
     """
 
-    def __init__(self, row: int, batch_size: int, order: Order, pipeline: Pipeline):
-        self.row = row
-        self.cursor = 0
-        self.used = 0
-        self._batch_size = batch_size
-        self._order = order
-        self._pipeline = pipeline
-        self._outputs: list[Example] | None = None
+    cursor: int = 0
+    used: int = 0
+    offset: int = 0
+    given: int = 0
 
-    def seek(self, cursor: int, used: int) -> None:
-        self.cursor, self.used, self._outputs = cursor, used, None
 
-    def __iter__(self) -> Iterator[tuple[Example, int]]:
-        return self
+class Stream:
+    """The examples of one task that a lane reads, endless.
 
-    def __next__(self) -> tuple[Example, int]:
+    Args:
+      row, batch_size: of the lane.
+      order, pipeline: of the task.
+      bad: see `Parts`.
+    """
+
+    def __init__(
+        self,
+        row: int,
+        batch_size: int,
+        order: Order,
+        pipeline: Pipeline,
+        bad: "BadExamples | None" = None,
+    ):
+        self.position = Position()
+        self._row, self._batch_size = row, batch_size
+        self._order, self._pipeline = order, pipeline
+        self._bad = bad
+        self._read: tuple[int, list[Example], int] | None = None  # cursor, what it became, source index
+        self._piece: tuple[Position, Position, list[Example], int] | None = None
+
+    def seek(self, position: Position) -> None:
+        self.position, self._read, self._piece = position, None, None
+
+    def next(self) -> tuple[Example, int]:
+        """(example, source index); moves `position` behind it."""
+        if self._pipeline.pieces is not None:
+            return self._next_of_piece()
+        at, outputs, index = self._available(self.position)
+        self.position = self._behind(at, outputs)
+        return outputs[at.used], index
+
+    def _available(self, at: Position) -> tuple[Position, list[Example], int]:
+        """(position, outputs, source index) of the first example at or after `at`."""
         fruitless = 0
         while True:
-            epoch, index = self._order(self.row + self.cursor * self._batch_size)
-            if self._outputs is None:
-                self._outputs = self._pipeline.outputs(epoch, index)
-            if self.used < len(self._outputs):
-                example = self._outputs[self.used]
-                self.used += 1
-                if self.used == len(self._outputs):
-                    self.seek(self.cursor + 1, 0)
-                return example, index
-            self.seek(self.cursor + 1, 0)
+            if self._read is None or self._read[0] != at.cursor:
+                self._read = (at.cursor, *self._outputs(at.cursor))
+            _, outputs, index = self._read
+            if at.used < len(outputs):
+                return at, outputs, index
+            at = Position(at.cursor + 1)
             fruitless += 1
             if fruitless % self._order.size == 0:
-                self._check_for_examples(epoch)
+                self._check_for_examples(at.cursor)
 
-    def _check_for_examples(self, epoch: int) -> None:
+    def _outputs(self, cursor: int) -> tuple[list[Example], int]:
+        epoch, index = self._order(self._place(cursor))
+        try:
+            return self._pipeline.outputs(epoch, index), index
+        except BadExample as error:
+            if self._bad is None:
+                raise
+            self._bad.add(error)
+            return [], index
+
+    def _place(self, cursor: int) -> int:
+        return self._row + cursor * self._batch_size
+
+    @staticmethod
+    def _behind(at: Position, outputs: Sequence[Example]) -> Position:
+        return Position(at.cursor + 1) if at.used + 1 == len(outputs) else Position(at.cursor, at.used + 1)
+
+    def _next_of_piece(self) -> tuple[Example, int]:
+        while True:
+            if self._piece is None:
+                self._piece = self._make_piece(self.position._replace(given=0))
+            start, behind, outputs, index = self._piece
+            given = self.position.given
+            if given + 1 < len(outputs):
+                self.position = start._replace(given=given + 1)
+            else:
+                self.position, self._piece = behind, None
+            if given < len(outputs):
+                return outputs[given], index
+
+    def _make_piece(self, at: Position) -> tuple[Position, Position, list[Example], int]:
+        """(where it begins, where the next begins, its finished examples, source index) of the piece at `at`."""
+        pieces = self._pipeline.pieces
+        start, first, parts, missing = at, None, [], pieces.length
+        empty = 0
+        while missing:
+            found, outputs, index = self._available(at)
+            at = at if found[:2] == at[:2] else found
+            first = index if first is None else first
+            tokens = _tokens(outputs[at.used], pieces.feature)[at.offset :]
+            empty = 0 if len(tokens) else empty + 1
+            if empty > self._order.size:
+                raise UserError(f"No example of task {self._pipeline.name!r} has any tokens in {pieces.feature!r}.")
+            parts.append(tokens[:missing])
+            at = at._replace(offset=at.offset + missing) if len(tokens) > missing else self._behind(at, outputs)
+            missing -= len(parts[-1])
+        place = (self._place(start.cursor), start.used, start.offset)
+        return start, at, self._pipeline.piece_outputs(np.concatenate(parts), place, first), first
+
+    def _check_for_examples(self, cursor: int) -> None:
         """After a whole epoch's worth of dropped examples: a UserError where nothing can follow."""
         label = f"split {self._pipeline.split!r} of task {self._pipeline.name!r}"
         size = self._order.size
-        if not any(self._pipeline.outputs(epoch, index) for index in range(size)):
+        epoch = self._place(cursor) // size
+        if not any(self._any_output(epoch, index) for index in range(size)):
             by = ", ".join(f"{name} ({count})" for name, count in self._pipeline.dropped.most_common())
             raise UserError(
                 f"No example is left of the {size} in {label}: its preprocessors drop them all. Dropped by: {by}."
             )
         if not self._order.shuffle and (stride := math.gcd(size, self._batch_size)) > 1:
             raise UserError(
-                f"Row {self.row} of the batch has no examples: without shuffling it reads the same {size // stride} of "
-                f"the {size} in {label} again and again, and the preprocessors drop them all. Set shuffle=True, or a "
-                "batch size that has no factor in common with the number of examples."
+                f"Row {self._row} of the batch has no examples: without shuffling it reads the same {size // stride} "
+                f"of the {size} in {label} again and again, and the preprocessors drop them all. Set shuffle=True, or "
+                "a batch size that has no factor in common with the number of examples."
             )
+
+    def _any_output(self, epoch: int, index: int) -> bool:
+        try:
+            return bool(self._pipeline.outputs(epoch, index))
+        except BadExample:
+            return False
+
+
+def _tokens(example: Example, feature: str) -> np.ndarray:
+    if feature not in example:
+        raise UserError(f"Examples without {feature!r} cannot be joined; this one has {', '.join(example)}.")
+    return np.asarray(example[feature])
+
+
+class BadExamples:
+    """Counts bad examples that are passed over; the first few are logged."""
+
+    def __init__(self):
+        self.count = 0
+
+    def add(self, error: BadExample) -> None:
+        self.count += 1
+        if self.count <= _TOLD:
+            more = "; further ones are counted, not reported" if self.count == _TOLD else ""
+            logger.warning("passed over: %s%s", error, more)
+
+
+class Parts(NamedTuple):
+    """What the lanes of a run share.
+
+    Attributes:
+      pipelines: of the tasks.
+      rates: of each, positive.
+      converter, lengths, trim: make a row of examples.
+      seed: of the draws between tasks.
+      batch_size: rows of the global batch.
+      shuffle: read each task in another order each epoch.
+      bad: where bad examples are counted and passed over; None: they are errors.
+    """
+
+    pipelines: Sequence[Pipeline]
+    rates: Sequence[float]
+    converter: FeatureConverter
+    lengths: Mapping[str, int]
+    trim: bool
+    seed: int
+    batch_size: int
+    shuffle: bool
+    bad: "BadExamples | None" = None
+
+    def lanes(self, rows: Iterable[int]) -> list["Lane"]:
+        alone = len(self.pipelines) == 1
+        orders = [Order(len(p), p.seed if alone else derive_seed(p.name, p.seed), self.shuffle) for p in self.pipelines]
+        return [Lane(row, self, orders) for row in rows]
+
+
+class _Taken(NamedTuple):
+    """An example, its index in the source, the number of its stream, and that stream's position before it."""
+
+    example: Example
+    index: int
+    stream: int
+    before: Position
+
+
+class Lane:
+    """One row of the global batch, endless."""
+
+    def __init__(self, row: int, parts: Parts, orders: Sequence[Order]):
+        self.row = row
+        self._parts = parts
+        self._streams = [
+            Stream(row, parts.batch_size, order, pipeline, parts.bad)
+            for order, pipeline in zip(orders, parts.pipelines, strict=True)
+        ]
+        total = sum(parts.rates)
+        self._cumulative = [rate / total for rate in itertools.accumulate(parts.rates)]
+        self._key = derive_seed("mixture", parts.seed, row)
+        self._draws = 0
+        self._held: _Taken | None = None  # what did not fit into the last row
+
+    def next_row(self) -> Row:
+        """The model features of the lane's next row."""
+        parts, converter = self._parts, self._parts.converter
+        room = np.asarray(converter.capacity(parts.lengths)) if converter.pack else None
+        taken: list[_Taken] = []
+        while True:
+            one = self._take()
+            if room is not None:
+                room = room - self._explained(
+                    one, lambda e=one.example: converter.sizes(e, parts.lengths, trim=parts.trim)
+                )
+                if taken and (room < 0).any():
+                    self._held = one
+                    break
+            taken.append(one)
+            if room is None or not room.all():
+                break
+        examples = [one.example for one in taken]
+        return self._explained(taken[0], lambda: converter.convert_row(examples, parts.lengths, trim=parts.trim))
+
+    def _take(self) -> "_Taken":
+        if self._held is not None:
+            held, self._held = self._held, None
+            return held
+        number = 0
+        if len(self._streams) > 1:
+            number = bisect.bisect_right(self._cumulative, mix(self._key, self._draws) / 2**64)
+            number = min(number, len(self._streams) - 1)
+            self._draws += 1
+        before = self._streams[number].position
+        return _Taken(*self._streams[number].next(), number, before)
+
+    def _explained(self, taken: "_Taken", make: Callable[[], Any]) -> Any:
+        try:
+            return make()
+        except UserError as error:
+            location = self._parts.pipelines[taken.stream].location(taken.index)
+            raise BadExample(f"{location}: {error}") from error
+
+    def state(self) -> list[int]:
+        """Numbers that `seek` takes: draws, then the position in each stream."""
+        positions = [stream.position for stream in self._streams]
+        draws = self._draws
+        if self._held is not None:  # it is drawn again
+            positions[self._held.stream] = self._held.before
+            draws -= len(self._streams) > 1
+        return [draws, *itertools.chain.from_iterable(positions)]
+
+    def seek(self, state: Sequence[int]) -> None:
+        self._held = None
+        self._draws, *flat = state
+        width = len(Position._fields)
+        for number, stream in enumerate(self._streams):
+            stream.seek(Position(*flat[number * width : (number + 1) * width]))
 
 
 def lane_states(lanes: Sequence[Lane]) -> list[list[int]]:
-    """[first row, number of rows, cursor, used] of each run of rows that stand alike."""
-    return _joined([lane.row, 1, lane.cursor, lane.used] for lane in lanes)
+    """[first row, number of rows, *state] of each run of rows that stand alike."""
+    return join_states([lane.row, 1, *lane.state()] for lane in lanes)
 
 
-def _joined(runs: Iterable[Sequence[int]]) -> list[list[int]]:
+def join_states(runs: Iterable[Sequence[int]]) -> list[list[int]]:
     joined: list[list[int]] = []
-    for row, count, cursor, used in runs:
-        if joined and joined[-1][0] + joined[-1][1] == row and joined[-1][2:] == [cursor, used]:
+    for row, count, *state in runs:
+        if joined and joined[-1][0] + joined[-1][1] == row and joined[-1][2:] == state:
             joined[-1][1] += count
         else:
-            joined.append([row, count, cursor, used])
+            joined.append([row, count, *state])
     return joined
 
 
-def seek_lanes(lanes: Sequence[Lane], states: Sequence[Sequence[int]]) -> None:
-    """Moves the lanes to where `states` says; it may say more than these lanes."""
-    positions = {first + i: (cursor, used) for first, count, cursor, used in states for i in range(count)}
-    missing = [lane.row for lane in lanes if lane.row not in positions]
+def states_of_rows(rows: Iterable[int], states: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The states of these rows, a list of one row each; `states` may say more."""
+    found = {first + i: state for first, count, *state in states for i in range(count)}
+    rows = list(rows)
+    missing = [row for row in rows if row not in found]
     if missing:
         raise UserError(
             f"The data state is of other rows of the batch: it does not cover row {missing[0]}"
             f"{f' and {len(missing) - 1} more' if len(missing) > 1 else ''}. Merge the states of all processes that "
             "saved it (t5x.data.merge_states)."
         )
-    for lane in lanes:
-        lane.seek(*positions[lane.row])
+    return [[row, 1, *found[row]] for row in rows]
+
+
+def seek_lanes(lanes: Sequence[Lane], states: Sequence[Sequence[int]]) -> None:
+    """Moves the lanes to where `states` says; it may say more than these lanes."""
+    for lane, (_, _, *state) in zip(lanes, states_of_rows([lane.row for lane in lanes], states), strict=True):
+        lane.seek(state)
 
 
 def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -160,7 +336,7 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for other in states[1:]:
         if difference := describe_difference(first | {"lanes": None}, dict(other) | {"lanes": None}):
             raise UserError(f"These data states are not of one step of one run: {difference}.")
-    return first | {"lanes": _joined(sorted(list(run) for state in states for run in state["lanes"]))}
+    return first | {"lanes": join_states(sorted(list(run) for state in states for run in state["lanes"]))}
 
 
 def describe_difference(expected: Mapping[str, Any], found: Mapping[str, Any]) -> str:

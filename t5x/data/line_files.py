@@ -1,145 +1,99 @@
 """Random access to the lines of one file by an index of byte offsets."""
 
-import logging
-import os
-import weakref
-from collections.abc import Iterator
-
 import numpy as np
 
-from t5x.data import files
+from t5x.data.local_files import LocalFile
+from t5x.data.staging import LocalCopy
 from t5x.errors import UserError
 
-logger = logging.getLogger(__name__)
-
-_CHUNK = 1 << 24
 _BOM = b"\xef\xbb\xbf"
+_LINE_END, _RETURN = b"\n\r"
 
 
 class LineFile:
-    """The lines of a file, indexed when opened. A byte order mark at the beginning is left out.
-
-    An uncompressed local file stays on disk; a .gz or remote one is read into memory.
+    """The lines of a file, indexed when opened: 8 bytes of memory a line. A byte order mark is left out.
 
     Args:
-      path: the file.
-      keep_open: hold it open between reads; False opens it for each read (for splits of very many files).
+      copy: the file.
       skip: lines to leave out at the beginning.
       skip_blank: leave out empty lines.
       quote: a character inside whose pairs a line end does not end the line, as in CSV.
     """
 
-    def __init__(
-        self,
-        path: str,
-        keep_open: bool = True,
-        *,
-        skip: int = 0,
-        skip_blank: bool = False,
-        quote: str | None = None,
-    ):
-        self.path = path
-        self._content = _into_memory(path)
-        self._descriptor = None
-        if self._content is None and keep_open:
-            self._descriptor = _open(path)
-            weakref.finalize(self, os.close, self._descriptor)
-        offsets = self._index(quote)[skip:]
-        self._starts, self._ends = offsets[:-1], offsets[1:]
-        if skip_blank and (blank := self._blank(offsets)).any():
-            self._starts, self._ends = self._starts[~blank], self._ends[~blank]
+    def __init__(self, copy: LocalCopy, *, skip: int = 0, skip_blank: bool = False, quote: str | None = None):
+        self.name = copy.name
+        self._file = LocalFile(copy)
+        self._skip_blank = skip_blank
+        # From each start to the next one: the line, and the empty lines that were left out behind it.
+        self._offsets = self._file.offsets(
+            f"lines 1 {skip} {skip_blank} {quote}", lambda: self._index(skip, skip_blank, quote)
+        )
 
     def __len__(self) -> int:
-        return len(self._starts)
+        return len(self._offsets) - 1
 
-    def line(self, index: int) -> bytes:
+    def __getitem__(self, index: int) -> bytes:
         """Line `index`, without its line end."""
-        content = self._read(int(self._starts[index]), int(self._ends[index]))
+        content = self._file.read(int(self._offsets[index]), int(self._offsets[index + 1]))
+        if self._skip_blank:
+            return content.rstrip(b"\r\n")
         return content.removesuffix(b"\n").removesuffix(b"\r")
 
     def line_number(self, index: int) -> int:
         """The number, from 1, of the line of the file in which line `index` begins."""
-        return 1 + sum(chunk.count(b"\n") for chunk in self._chunks(int(self._starts[index])))
+        return 1 + self._count_line_ends(int(self._offsets[index]))
 
     def take_first(self) -> bytes:
         """The first line, which is then no longer one of the lines."""
-        first = self.line(0)
-        self._starts, self._ends = self._starts[1:], self._ends[1:]
+        first = self[0]
+        self._offsets = self._offsets[1:]
         return first
 
-    def _index(self, quote: str | None) -> np.ndarray:
-        """Offsets at which lines begin, and the end of the last one: int64 [lines + 1]."""
-        found = [np.zeros(1, np.int64)]
-        size = quotes = 0
-        for chunk in self._chunks():
+    def _index(self, skip: int, skip_blank: bool, quote: str | None) -> np.ndarray:
+        """Offsets at which lines begin, and the size of the file: int64 [lines + 1]."""
+        file = self._file
+        found: list[np.ndarray] = []
+        base = quotes = before = 0  # where the chunk begins; quotes so far, modulo 2; the byte before the chunk
+        start = len(_BOM) if file.read(0, min(len(_BOM), file.size)) == _BOM else 0
+        for chunk in file.chunks():
             content = np.frombuffer(chunk, np.uint8)
-            ends = np.flatnonzero(content == ord("\n"))
+            ends = np.flatnonzero(content == _LINE_END)
             if quote is not None:
                 # Only the parity matters, which survives the overflow of 8 bits.
                 inside = (quotes + np.cumsum(content == ord(quote), dtype=np.uint8)) & 1
                 ends = ends[inside[ends] == 0]
                 quotes = int(inside[-1])
-            found.append(ends + (size + 1))
-            size += len(chunk)
-        offsets = np.concatenate(found)
-        if offsets[-1] != size:
-            offsets = np.append(offsets, size)
+            if ends.size:
+                starts = np.concatenate([[start - base], ends[:-1] + 1])
+                start = base + int(ends[-1]) + 1
+                skipped = min(skip, ends.size)
+                skip -= skipped
+                starts, ends = starts[skipped:], ends[skipped:]
+                if skip_blank:
+                    starts = starts[~_are_blank(content, starts, ends, before)]
+                found.append(starts + base)
+            base += len(chunk)
+            before = chunk[-1]
         if quotes:
-            line = 1 + sum(chunk.count(b"\n") for chunk in self._chunks(int(offsets[-2])))
             raise UserError(
-                f"{self.path}: a quote {quote} in or after line {line} is never closed. Close it, or, where quotes "
-                "are plain characters of the text, read the file with quote=None."
+                f"{self.name}: a quote {quote} in or after line {1 + self._count_line_ends(start)} is never closed. "
+                "Close it, or, where quotes are plain characters of the text, read the file with quote=None."
             )
-        if self._read(0, min(len(_BOM), size)) == _BOM:
-            offsets[0] = len(_BOM)
-        return offsets
+        rest = file.read(start, min(start + 2, file.size))
+        if rest and not skip and not (skip_blank and rest == b"\r"):
+            found.append(np.array([start]))
+        return np.concatenate([*found, [file.size]]).astype(np.int64)
 
-    def _blank(self, offsets: np.ndarray) -> np.ndarray:
-        lengths = np.diff(offsets)
-        blank = lengths <= 1
-        short = np.flatnonzero(blank | (lengths == 2))
-        for i in short:
-            blank[i] = not self._read(int(offsets[i]), int(offsets[i + 1])).strip(b"\r\n")
-        return blank
-
-    def _chunks(self, end: int | None = None) -> Iterator[bytes]:
-        """The content up to `end`, a piece at a time."""
-        if self._content is not None:
-            for start in range(0, len(self._content) if end is None else end, _CHUNK):
-                yield self._content[start : min(start + _CHUNK, len(self._content) if end is None else end)]
-            return
-        with open(_open(self.path), "rb") as file:
-            while chunk := file.read(_CHUNK if end is None else min(_CHUNK, end - file.tell())):
-                yield chunk
-
-    def _read(self, start: int, end: int) -> bytes:
-        if self._content is not None:
-            return self._content[start:end]
-        descriptor = self._descriptor if self._descriptor is not None else _open(self.path)
-        try:
-            content = os.pread(descriptor, end - start, start)
-        finally:
-            if self._descriptor is None:
-                os.close(descriptor)
-        if len(content) != end - start:
-            raise UserError(f"{self.path} has become shorter while it was in use. Do not change data under a run.")
-        return content
+    def _count_line_ends(self, end: int) -> int:
+        return sum(chunk.count(b"\n") for chunk in self._file.chunks(end))
 
 
-def _into_memory(path: str) -> bytes | None:
-    """The content of a file that has no cheap random access; None for one that has."""
-    if path.endswith(".gz"):
-        content = files.read_gzip(path)
-    elif files.is_remote(path):
-        content = files.read_bytes(path)
-    else:
-        return None
-    logger.info("%s: read into memory (%.1f MB)", path, len(content) / 1e6)
-    return content
-
-
-def _open(path: str) -> int:
-    try:
-        return os.open(path, os.O_RDONLY)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
+def _are_blank(content: np.ndarray, starts: np.ndarray, ends: np.ndarray, before: int) -> np.ndarray:
+    """Which lines are empty or hold only a carriage return; `before` is the byte before `content`."""
+    blank = ends == starts
+    single = np.flatnonzero(ends == starts + 1)
+    octets = content[starts[single]]
+    if single.size and starts[single[0]] < 0:
+        octets[0] = before
+    blank[single] = octets == _RETURN
+    return blank

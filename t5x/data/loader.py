@@ -1,27 +1,30 @@
 """Batches: endless and resumable for training, each example exactly once for evaluation."""
 
+import itertools
 import logging
 import math
-import queue
-import threading
+import os
+import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from t5x.data.config import DatasetConfig
 from t5x.data.feature_converters import FeatureConverter, stack_rows
-from t5x.data.lanes import Lane, Order, describe_difference, lane_states, seek_lanes
+from t5x.data.lanes import BadExamples, Parts, describe_difference, join_states, states_of_rows
+from t5x.data.order import Order
 from t5x.data.pipeline import Example, Pipeline
 from t5x.data.sources import BadExample
-from t5x.data.tasks import Task
+from t5x.data.tasks import Mixture, Task, get_subtasks, task_rates
+from t5x.data.workers import Ahead, Counts, LocalRows, WorkerRows
 from t5x.errors import UserError
 
 logger = logging.getLogger(__name__)
 
 Batch = dict[str, np.ndarray]
-_STATE_VERSION = 1
+_STATE_VERSION = 2
 _BATCHES_AHEAD = 4
 _LENGTH_MULTIPLE = 8
 
@@ -29,49 +32,70 @@ _LENGTH_MULTIPLE = 8
 def train_loader(
     cfg: DatasetConfig, *, feature_converter: FeatureConverter, rows: range | None = None
 ) -> "TrainLoader":
-    """Endless batches of a task.
+    """Endless batches of a task or mixture.
 
     Args:
       cfg: which data.
       feature_converter: makes the model's features.
       rows: those of the global batch that this process reads; None is all of them.
     """
-    task = cfg.task()
-    if cfg.pack and not feature_converter.pack:
-        raise UserError("Packing is not available in this version: set --gin.utils.DatasetConfig.pack=False.")
     if cfg.task_feature_lengths is None:
         raise UserError("Training needs lengths: TASK_FEATURE_LENGTHS = {'inputs': 512, 'targets': 114}.")
-    feature_converter.check(tuple(task.output_features), cfg.task_feature_lengths, task.name)
+    found = cfg.mixture_or_task()
+    rates = {task: rate for task, rate in task_rates(found).items() if cfg.split in task.splits}
+    if not rates:
+        raise UserError(f"{found.name!r} has no split {cfg.split!r}; it has {', '.join(map(repr, found.splits))}.")
+    for task in rates:
+        feature_converter.check(tuple(task.output_features), cfg.task_feature_lengths, task.name)
+    if len(rates) > 1:
+        total = sum(rates.values())
+        shares = ", ".join(f"{task.name} {100 * rate / total:.3g} %" for task, rate in rates.items())
+        logger.info("mixture %s: %s", found.name, shares)
+    seed = _seed(cfg)
+    pipelines = [
+        (task.pipeline(cfg.split, cfg.task_feature_lengths, seed, cfg.runtime_preprocessors, need_text=False), rate)
+        for task, rate in rates.items()
+    ]
+    for pipeline, _ in pipelines:
+        if cfg.use_cached and pipeline.cached is None:
+            logger.info("use_cached=True: task %r has no cache (`t5x cache`); its source is read", pipeline.name)
     return TrainLoader(
-        task.pipeline(cfg.split, cfg.task_feature_lengths, _seed(cfg), cfg.runtime_preprocessors),
+        pipelines,
         feature_converter,
         cfg.task_feature_lengths,
         batch_size=cfg.batch_size,
         rows=rows,
         shuffle=cfg.shuffle,
         trim=cfg.trim_output_features,
+        skip_bad_examples=cfg.skip_bad_examples,
+        num_workers=cfg.num_workers,
     )
 
 
 class TrainLoader(Iterator[Batch]):
-    """Batches {model feature: int32 [len(rows), length]}, prepared by a thread that runs a few batches ahead.
+    """Batches {model feature: int32 [len(rows), length]}, prepared a few ahead by a thread or by worker processes.
 
-    Batch N is a function of the task, the seed and N alone: it is the same after `restore`, and the rows of all
-    processes together are the same whatever their number.
+    Batch N is a function of the tasks, the seed and N alone: it is the same after `restore`, and the rows of all
+    processes together are the same whatever their number, and that of their workers.
 
     Args:
-      pipeline: of the task.
+      pipelines: of the task, or (pipeline, rate) of each task of a mixture.
       feature_converter: makes the model's features.
       task_feature_lengths: {task feature: length}.
       batch_size: rows of the global batch.
       rows: those of this process; None is all.
       shuffle: read in another order each epoch.
       trim: cut features that are too long.
+      skip_bad_examples: pass over and count examples that cannot be read; False: they are errors.
+      num_workers: processes that make the rows; 0 is a thread of this one; None chooses by the number of cores.
+
+    Attributes:
+      waited: seconds that `next` has waited for data.
     """
 
     def __init__(
         self,
-        pipeline: Pipeline,
+        pipelines: Pipeline | Sequence[tuple[Pipeline, float]],
         feature_converter: FeatureConverter,
         task_feature_lengths: Mapping[str, int],
         *,
@@ -79,47 +103,57 @@ class TrainLoader(Iterator[Batch]):
         rows: range | None = None,
         shuffle: bool = True,
         trim: bool = True,
+        skip_bad_examples: bool = False,
+        num_workers: int | None = 0,
     ):
         rows = range(batch_size) if rows is None else rows
         if not len(rows) or min(rows) < 0 or max(rows) >= batch_size:
             raise UserError(f"The rows {rows} are not rows of a batch of {batch_size}.")
+        if isinstance(pipelines, Pipeline):
+            pipelines = [(pipelines, 1.0)]
+        made = [pipeline for pipeline, _ in pipelines]
         self._identity = {
             "version": _STATE_VERSION,
-            "task": pipeline.name,
-            "split": pipeline.split,
-            "num_examples": len(pipeline),
-            "seed": pipeline.seed,
+            **_identity(pipelines),
+            "seed": made[0].seed,
             "shuffle": shuffle,
             "batch_size": batch_size,
         }
-        order = Order(len(pipeline), pipeline.seed, shuffle)
-        lanes = [Lane(row, batch_size, order, pipeline) for row in rows]
-        self._lanes = lanes
-        self._converter = feature_converter
+        if feature_converter.pack or any(pipeline.pieces for pipeline in made):  # positions depend on them
+            self._identity |= {"pack": feature_converter.pack, "lengths": dict(task_feature_lengths)}
+        parts = Parts(
+            pipelines=made,
+            rates=[rate for _, rate in pipelines],
+            converter=feature_converter,
+            lengths=task_feature_lengths,
+            trim=trim,
+            seed=made[0].seed,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            bad=BadExamples() if skip_bad_examples else None,
+        )
+        count = min(default_workers() if num_workers is None else num_workers, len(rows))
+        local = LocalRows(parts, rows)
+        self._states = local.states()
+        self._source: LocalRows | WorkerRows = WorkerRows(parts, rows, count) if count else local
         self._batches = 0
-        self._lane_states = lane_states(lanes)
-        self._ahead: _Ahead | None = None
-
-        def produce() -> tuple[Batch, list[list[int]]]:
-            made = []
-            for lane in lanes:
-                example, index = next(lane)
-                made.append(_convert(feature_converter, example, task_feature_lengths, trim, pipeline.location, index))
-            return stack_rows(made), lane_states(lanes)
-
-        self._produce = produce
+        self._ahead: Ahead | None = None
+        self.waited = 0.0
 
     def __next__(self) -> Batch:
         if self._ahead is None:
-            self._ahead = _Ahead(self._produce, _BATCHES_AHEAD)
+            self._source.seek(self._states)
+            self._ahead = Ahead(self._source.next, _BATCHES_AHEAD)
             weakref.finalize(self, self._ahead.stop)
-        batch, self._lane_states = self._ahead.get()
+        start = time.monotonic()
+        batch, self._states = self._ahead.get()
+        self.waited += time.monotonic() - start
         self._batches += 1
         return batch
 
     def state(self) -> dict[str, Any]:
         """The position after the last batch handed out: JSON-able, and small."""
-        return self._identity | {"batches": self._batches, "lanes": self._lane_states}
+        return self._identity | {"batches": self._batches, "lanes": self._states}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes on where `state` was taken, by this process or (see `merge_states`) by any number of them."""
@@ -130,17 +164,25 @@ class TrainLoader(Iterator[Batch]):
                 "of the checkpoint, or start a run in another MODEL_DIR from its parameters "
                 "(utils.RestoreCheckpointConfig.path, INITIAL_CHECKPOINT_PATH in finetune.gin)."
             )
+        rows = [run[0] + i for run in self._states for i in range(run[1])]
+        states = join_states(states_of_rows(rows, state["lanes"]))
         self._stop()
-        seek_lanes(self._lanes, state["lanes"])
-        self._lane_states = lane_states(self._lanes)
-        self._batches = state["batches"]
+        self._states, self._batches = states, state["batches"]
+
+    @property
+    def counts(self) -> Counts:
+        """What was left out or cut so far."""
+        return self._source.counts
 
     def close(self) -> None:
-        """Ends the thread. The loader can be asked for batches again; it goes on where it was."""
+        """Ends threads and workers, and says what was left out."""
+        counts = self.counts
         self._stop()
-        seek_lanes(self._lanes, self._lane_states)
-        for feature, count in self._converter.trimmed.items():
+        self._source.close()
+        for feature, count in counts.trimmed.items():
             logger.info("%r was cut to its length %d times", feature, count)
+        if counts.bad:
+            logger.warning("%d bad example(s) were passed over", counts.bad)
 
     def _stop(self) -> None:
         if self._ahead is not None:
@@ -154,37 +196,18 @@ class TrainLoader(Iterator[Batch]):
         self.close()
 
 
-class _Ahead:
-    """Calls `produce` in a thread, at most `depth` results ahead."""
+def _identity(pipelines: Sequence[tuple[Pipeline, float]]) -> dict[str, Any]:
+    """What a saved position belongs to."""
+    described = [{"task": p.name, "split": p.split, "num_examples": len(p), "rate": rate} for p, rate in pipelines]
+    if len(described) > 1:
+        return {"tasks": described}
+    return {name: value for name, value in described[0].items() if name != "rate"}
 
-    def __init__(self, produce: Callable[[], Any], depth: int):
-        self._results: queue.Queue = queue.Queue(depth)
-        self._stopping = threading.Event()
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(produce,), name="t5x-data", daemon=True)
-        self._thread.start()
 
-    def _run(self, produce: Callable[[], Any]) -> None:
-        try:
-            while not self._stopping.is_set():
-                self._results.put((produce(), None))
-        except BaseException as error:
-            self._results.put((None, error))
-
-    def get(self) -> Any:
-        if self._error is None:
-            result, self._error = self._results.get()
-        if self._error is not None:
-            raise self._error
-        return result
-
-    def stop(self) -> None:
-        self._stopping.set()
-        while self._thread.is_alive():
-            try:
-                self._results.get(timeout=0.01)
-            except queue.Empty:
-                self._thread.join(0.01)
+def default_workers() -> int:
+    """Processes that read ahead unless told otherwise: some of the cores, none where there are few."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(8, max(0, (cores - 2) // 2))
 
 
 class EvalBatch(NamedTuple):
@@ -202,7 +225,7 @@ class EvalBatch(NamedTuple):
 
 
 def eval_batches(
-    cfg_or_task: DatasetConfig | Task,
+    cfg_or_task: DatasetConfig | Task | Mixture,
     *,
     feature_converter: FeatureConverter,
     split: str | None = None,
@@ -211,7 +234,7 @@ def eval_batches(
     rows: range | None = None,
     num_examples: int | None = None,
 ) -> Iterator[EvalBatch]:
-    """Every example of a split exactly once, the last batch filled up with rows of zeros.
+    """Every example of a split exactly once, task after task, the last batch filled up with rows of zeros.
 
     Every process gets the same number of batches.
 
@@ -225,29 +248,39 @@ def eval_batches(
       num_examples: stop after so many; None is all.
     """
     cfg = cfg_or_task if isinstance(cfg_or_task, DatasetConfig) else None
-    task = cfg.task() if cfg else cfg_or_task
+    found = cfg.mixture_or_task() if cfg else cfg_or_task
     if cfg:
         split, batch_size = split or cfg.split, batch_size or cfg.batch_size
         feature_lengths = feature_lengths or cfg.task_feature_lengths
     if split is None or batch_size is None:
-        raise UserError(f"Evaluating task {task.name!r} needs a split and a batch size.")
+        raise UserError(f"Evaluating {found.name!r} needs a split and a batch size.")
+    tasks = [task for task in get_subtasks(found) if split in task.splits] or get_subtasks(found)
     rows = range(batch_size) if rows is None else rows
     extra = cfg.runtime_preprocessors if cfg else None
-    pipeline = task.pipeline(split, feature_lengths, _seed(cfg) if cfg else 0, extra)
-    order = Order(len(pipeline), pipeline.seed, bool(cfg and cfg.shuffle))
-    examples: Iterable[tuple[Example, int]] = _once(pipeline, order, num_examples)
+    seed = _seed(cfg) if cfg else 0
+    pipelines = [task.pipeline(split, feature_lengths, seed, extra) for task in tasks]
+    bad = BadExamples() if cfg and cfg.skip_bad_examples else None
+    shuffle = bool(cfg and cfg.shuffle)
+    examples: Iterable[_Once] = itertools.chain.from_iterable(_once(p, shuffle, bad) for p in pipelines)
+    examples = itertools.islice(examples, num_examples)
     if feature_lengths is None:
         examples = list(examples)
-        feature_lengths = measure_lengths([example for example, _ in examples], feature_converter.TASK_FEATURES)
-        logger.info("Task %s, split %s: lengths measured: %s", task.name, split, feature_lengths)
-    feature_converter.check(tuple(task.output_features), feature_lengths, task.name)
+        feature_lengths = measure_lengths([one.example for one in examples], feature_converter.TASK_FEATURES)
+        logger.info("%s, split %s: lengths measured: %s", found.name, split, feature_lengths)
+    for task in tasks:
+        feature_converter.check(tuple(task.output_features), feature_lengths, task.name)
     trim = cfg.trim_output_features if cfg else True
-    return _eval_batches(pipeline, examples, feature_converter, feature_lengths, batch_size, rows, trim)
+    return _eval_batches(examples, feature_converter, feature_lengths, batch_size, rows, trim)
+
+
+class _Once(NamedTuple):
+    example: Example
+    pipeline: Pipeline
+    index: int
 
 
 def _eval_batches(
-    pipeline: Pipeline,
-    examples: Iterable[tuple[Example, int]],
+    examples: Iterable[_Once],
     converter: FeatureConverter,
     lengths: Mapping[str, int],
     batch_size: int,
@@ -256,23 +289,48 @@ def _eval_batches(
 ) -> Iterator[EvalBatch]:
     for group in _groups(examples, batch_size):
         mine = [group[row] for row in rows if row < len(group)]
-        made = [_convert(converter, example, lengths, trim, pipeline.location, index) for example, index in mine]
+        made = [_convert(converter, one, lengths, trim) for one in mine]
         padding = [converter.convert_row([], lengths)] * (len(rows) - len(mine))
         mask = np.arange(len(rows)) < len(mine)
-        yield EvalBatch(stack_rows(made + padding), mask, [example for example, _ in mine])
+        yield EvalBatch(stack_rows(made + padding), mask, [one.example for one in mine])
 
 
-def _once(pipeline: Pipeline, order: Order, limit: int | None) -> Iterator[tuple[Example, int]]:
+def _once(pipeline: Pipeline, shuffle: bool, bad: BadExamples | None) -> Iterator[_Once]:
+    """Every example of a split; where they are joined, the last piece is shorter."""
+    order = Order(len(pipeline), pipeline.seed, shuffle)
     count = 0
-    for position in range(order.size):
-        epoch, index = order(position)
-        for example in pipeline.outputs(epoch, index):
-            if limit is not None and count == limit:
-                return
+    for outputs, index in _pieces(pipeline, order, bad) if pipeline.pieces else _outputs(pipeline, order, bad):
+        for example in outputs:
             count += 1
-            yield example, index
+            yield _Once(example, pipeline, index)
     if not count:
         raise UserError(f"No example is left in split {pipeline.split!r} of task {pipeline.name!r}: all are dropped.")
+
+
+def _outputs(pipeline: Pipeline, order: Order, bad: BadExamples | None) -> Iterator[tuple[list[Example], int]]:
+    for position in range(order.size):
+        epoch, index = order(position)
+        try:
+            yield pipeline.outputs(epoch, index), index
+        except BadExample as error:
+            if bad is None:
+                raise
+            bad.add(error)
+
+
+def _pieces(pipeline: Pipeline, order: Order, bad: BadExamples | None) -> Iterator[tuple[list[Example], int]]:
+    length, feature = pipeline.pieces.length, pipeline.pieces.feature
+    parts, joined, made, index = [], 0, 0, 0
+    for outputs, index in _outputs(pipeline, order, bad):
+        for example in outputs:
+            parts.append(np.asarray(example[feature]))
+            joined += len(parts[-1])
+            while joined >= length:
+                tokens = np.concatenate(parts)
+                yield pipeline.piece_outputs(tokens[:length], (made,), index), index
+                parts, joined, made = [tokens[length:]], joined - length, made + 1
+    if joined:
+        yield pipeline.piece_outputs(np.concatenate(parts), (made,), index), index
 
 
 def _groups(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
@@ -292,18 +350,11 @@ def measure_lengths(examples: Sequence[Example], features: Iterable[str]) -> dic
     return {feature: math.ceil(max(n, 1) / _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE for feature, n in longest.items()}
 
 
-def _convert(
-    converter: FeatureConverter,
-    example: Example,
-    lengths: Mapping[str, int],
-    trim: bool,
-    location: Callable[[int], str],
-    index: int,
-) -> Batch:
+def _convert(converter: FeatureConverter, one: _Once, lengths: Mapping[str, int], trim: bool) -> Batch:
     try:
-        return converter.convert_row([example], lengths, trim=trim)
+        return converter.convert_row([one.example], lengths, trim=trim)
     except UserError as error:
-        raise BadExample(f"{location(index)}: {error}") from error
+        raise BadExample(f"{one.pipeline.location(one.index)}: {error}") from error
 
 
 def _seed(cfg: DatasetConfig) -> int:

@@ -4,13 +4,17 @@ import collections
 import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from t5x.data.features import Feature
 from t5x.data.sources import BadExample, DataSource
+from t5x.data.streams import CacheDatasetPlaceholder, ConcatenateAndSplit
 from t5x.errors import UserError
+
+if TYPE_CHECKING:
+    from t5x.data.cached import CachedExamples
 
 Example = dict[str, Any]
 Preprocessor = Callable[..., Example | Iterable[Example] | None]
@@ -30,10 +34,12 @@ class Pipeline:
       source, split: where examples come from.
       preprocessors: applied in order. Each gets an example and returns one, None (which drops it) or several. The
         keyword arguments `output_features`, `sequence_length` and `seed` are passed to those that have such a
-        parameter, unless it is bound already; `seed` differs for every (epoch, example, preprocessor).
+        parameter, unless it is bound already; `seed` differs for every (epoch, example, preprocessor). See
+        `t5x.data.streams` for what else may stand there.
       output_features: what finished examples must have. Other features are left as they are.
       sequence_length: {feature: length} for preprocessors, or None.
       seed: of everything random in preprocessors.
+      cached: what the first `cached.steps` preprocessors have made of the source.
     """
 
     def __init__(
@@ -45,6 +51,7 @@ class Pipeline:
         output_features: Mapping[str, Feature],
         sequence_length: Mapping[str, int] | None = None,
         seed: int = 0,
+        cached: "CachedExamples | None" = None,
     ):
         source.check_split(split)
         for feature in output_features.values():
@@ -55,26 +62,79 @@ class Pipeline:
         self.output_features = output_features
         self.dropped: collections.Counter[str] = collections.Counter()
         self._source = source
+        self.cached = cached
+        self._first = cached.steps if cached else 0
         known = {"output_features": output_features, "sequence_length": sequence_length}
-        self._steps = [_Step(function, known) for function in preprocessors]
+        steps = list(_expanded(preprocessors, known))
+        joins = [at for at, step in enumerate(steps) if isinstance(step, ConcatenateAndSplit)]
+        if len(joins) > 1:
+            raise UserError(f"Task {name!r} joins and splits its examples twice; one such preprocessor is possible.")
+        at = joins[0] if joins else len(steps)
+        self.pieces: ConcatenateAndSplit | None = steps[at] if joins else None
+        self._steps = [_Step(function, known) for function in steps[self._first : at]]
+        self._piece_steps = [_Step(function, known) for function in steps[at + 1 :]]
 
     def __len__(self) -> int:
         """Number of source examples; what the preprocessors make of them may be more or fewer."""
-        return self._source.num_examples(self.split)
+        return self.cached.num_examples if self.cached else self._source.num_examples(self.split)
 
     def outputs(self, epoch: int, index: int) -> list[Example]:
-        """The finished examples that source example `index` becomes in `epoch`: none, one or several."""
-        examples = [self._source.example(self.split, index)]
-        for at, step in enumerate(self._steps):
+        """What source example `index` becomes in `epoch`: none, one or several, up to where they are joined (`pieces`),
+        finished if they are not."""
+        made = self.unfinished(epoch, index)
+        return made if self.pieces else [self._finish(example, index) for example in made]
+
+    def unfinished(self, epoch: int, index: int) -> list[Example]:
+        """`outputs`, not yet compared with what the task promises."""
+        if self.cached is None:
+            examples = [self._source.example(self.split, index)]
+        elif not (examples := self.cached.examples(index)):
+            self.dropped["cached preprocessors"] += 1
+        return self._run(self._steps, examples, (epoch, index), index, self._first) if examples else []
+
+    def piece_outputs(self, tokens: np.ndarray, place: tuple[int, ...], index: int) -> list[Example]:
+        """The finished examples of a piece of joined ones.
+
+        Args:
+          place: of the piece in the order of the examples; it seeds what is random.
+          index: of the source example that it begins in, for messages.
+        """
+        made = self._run(self._piece_steps, [{self.pieces.feature: tokens}], ("piece", *place), index)
+        return [self._finish(example, index) for example in made]
+
+    def stages(self, epoch: int, index: int) -> list[tuple[str, list[Example]]]:
+        """What source example `index` is at first ("source") and after each preprocessor, up to where examples are
+        joined: (name, examples). It is for looking at, without a cache; training reads `outputs`."""
+        return self._stages(self._steps, lambda: self._source.example(self.split, index), (epoch, index), index)
+
+    def piece_stages(self, tokens: np.ndarray, place: tuple[int, ...], index: int) -> list[tuple[str, list[Example]]]:
+        """The same of a piece of joined ones; arguments as of `piece_outputs`."""
+        return self._stages(self._piece_steps, lambda: {self.pieces.feature: tokens}, ("piece", *place), index)
+
+    def _stages(
+        self, steps: Sequence["_Step"], read: Callable[[], Example], place: tuple[int | str, ...], index: int
+    ) -> list[tuple[str, list[Example]]]:
+        names = ["source", *(step.name for step in steps)]
+        return [(name, self._run(steps[:at], [read()], place, index)) for at, name in enumerate(names)]
+
+    def _run(
+        self,
+        steps: Sequence["_Step"],
+        examples: list[Example],
+        place: tuple[int | str, ...],
+        index: int,
+        first: int = 0,
+    ) -> list[Example]:
+        for at, step in enumerate(steps, first):
             made = []
             for ordinal, example in enumerate(examples):
-                seed = derive_seed(self.seed, epoch, index, at, ordinal) if step.wants_seed else 0
+                seed = derive_seed(self.seed, *place, at, ordinal) if step.wants_seed else 0
                 made += self._apply(step, example, seed, index)
             examples = made
             if not examples:
                 self.dropped[step.name] += 1
                 return []
-        return [self._finish(example, index) for example in examples]
+        return examples
 
     def location(self, index: int) -> str:
         return self._source.location(self.split, index)
@@ -140,12 +200,11 @@ class _Step:
     """A preprocessor with the arguments it asks for."""
 
     def __init__(self, function: Preprocessor, known: Mapping[str, Any]):
-        self.name = _name_of(function)
+        self.name = name_of(function)
         if not callable(function):
             raise UserError(f"The preprocessor {function!r} is not a function.")
         self._function = function
-        bound = getattr(function, "keywords", {})
-        wanted = [p for p in inspect.signature(function).parameters if p not in bound]
+        wanted = _wanted(function)
         self._arguments = {name: value for name, value in known.items() if name in wanted}
         self.wants_seed = "seed" in wanted
 
@@ -166,7 +225,42 @@ class _Step:
         )
 
 
-def _name_of(function: Any) -> str:
+def _expanded(preprocessors: Iterable[Any], known: Mapping[str, Any]) -> Iterable[Any]:
+    """The preprocessors with those that stand for several (see `t5x.data.streams.composite`) replaced by these."""
+    for function in preprocessors:
+        if not _is_composite(function):
+            yield function
+            continue
+        wanted = [name for name in _wanted(function) if name in known]
+        yield from _expanded(function(**{name: known[name] for name in wanted}), known)
+
+
+def count_cacheable(preprocessors: Sequence[Any]) -> int:
+    """How many leading preprocessors give the same in every epoch and run: those before CacheDatasetPlaceholder and
+    before the first that is random, depends on the sequence length, joins examples, or stands for several."""
+    for count, function in enumerate(preprocessors):
+        ends = isinstance(function, CacheDatasetPlaceholder) or not callable(function) or _is_composite(function)
+        if ends or {"seed", "sequence_length"}.intersection(_wanted(function)):
+            return count
+    return len(preprocessors)
+
+
+def _is_composite(function: Any) -> bool:
+    return getattr(_innermost(function), "composite", False)
+
+
+def _wanted(function: Any) -> list[str]:
+    """Parameters that are not bound."""
+    bound = getattr(function, "keywords", {})
+    return [name for name in inspect.signature(function).parameters if name not in bound]
+
+
+def _innermost(function: Any) -> Any:
     while hasattr(function, "func"):  # functools.partial
         function = function.func
+    return function
+
+
+def name_of(function: Any) -> str:
+    function = _innermost(function)
     return getattr(function, "__name__", None) or type(function).__name__

@@ -1,28 +1,17 @@
 """Tasks and mixtures, and the registries in which gin files find them by name."""
 
 import difflib
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
+from t5x.data import cached
 from t5x.data.features import Feature
 from t5x.data.pipeline import Pipeline, Preprocessor
 from t5x.data.sources import DataSource
 from t5x.errors import UserError
 
 Rate = float | Callable[["Task"], float]
-
-
-class CacheDatasetPlaceholder:
-    """Where seqio divides a task's preprocessors into those before and those after its offline cache.
-
-    Examples pass it unchanged.
-    """
-
-    def __init__(self, required: bool = False):
-        self.required = required
-
-    def __call__(self, example: dict[str, Any]) -> dict[str, Any]:
-        return example
 
 
 class Task:
@@ -87,12 +76,18 @@ class Task:
         sequence_length: Mapping[str, int] | None = None,
         seed: int = 0,
         runtime_preprocessors: Sequence[Preprocessor] | None = None,
+        need_text: bool = True,
     ) -> Pipeline:
-        """The finished examples of a split, by (epoch, index)."""
+        """The finished examples of a split, by (epoch, index); from its cache where there is one (`t5x cache`).
+
+        Args:
+          need_text: also a cache from which texts (`inputs_pretokenized`, …) were dropped will do if False.
+        """
         if split not in self.splits:
             raise UserError(f"Task {self.name!r} has no split {split!r}; it has {', '.join(map(repr, self.splits))}.")
         steps = (*self.preprocessors, *(runtime_preprocessors or ()))
-        return Pipeline(self.name, self.source, split, steps, self.output_features, sequence_length, seed)
+        found = cached.find(self, split, need_text=need_text)
+        return Pipeline(self.name, self.source, split, steps, self.output_features, sequence_length, seed, found)
 
     def __repr__(self) -> str:
         return f"Task({self.name!r}, splits={self.splits})"
@@ -205,6 +200,44 @@ def get_mixture_or_task(name: str | Task | Mixture) -> Task | Mixture:
 def get_subtasks(task_or_mixture: Task | Mixture) -> list[Task]:
     """All tasks of a mixture; a task alone."""
     return task_or_mixture.tasks if isinstance(task_or_mixture, Mixture) else [task_or_mixture]
+
+
+def task_rates(task_or_mixture: Task | Mixture) -> dict[Task, float]:
+    """The rate of each task; that of a mixture inside a mixture is divided among its own tasks.
+
+    A rate that is a function is called with the task, of a mixture inside with the mixture.
+    """
+    if isinstance(task_or_mixture, Task):
+        return {task_or_mixture: 1.0}
+    rates: dict[Task, float] = {}
+    for name, rate in task_or_mixture.rates.items():
+        part = get_mixture_or_task(name)
+        value = rate(part) if callable(rate) else rate
+        if not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise UserError(
+                f"Mixture {task_or_mixture.name!r}: the rate of {name!r} is {value!r}; rates are positive numbers."
+            )
+        below = task_rates(part)
+        total = sum(below.values())
+        for task, share in below.items():
+            rates[task] = rates.get(task, 0.0) + value * share / total
+    return rates
+
+
+def rate_num_examples(
+    task: Task | Mixture, maximum: int | None = None, temperature: float = 1.0, scale: float = 1.0, split: str = "train"
+) -> float:
+    """A mixture's rate in proportion to the number of examples: `functools.partial(rate_num_examples, maximum=2**16)`.
+
+    Args:
+      maximum: larger tasks count as this many examples.
+      temperature: above 1, small tasks are taken more often: the number is raised to 1/temperature.
+      scale: multiplies the number.
+    """
+    number = task.num_input_examples(split) * scale
+    if maximum is not None:
+        number = min(number, maximum)
+    return number ** (1.0 / temperature)
 
 
 def _unknown(name: str, kind: str, known: Sequence[str]) -> str:

@@ -27,22 +27,29 @@ class Mask:
     Attributes:
       key_segments: int [batch, k]; 0 is padding and is never attended to. None: every key is real.
       query_segments: int [batch, q] for packed rows: a query sees only keys of its own segment.
-      position: traced position of the single query of an incremental decoding step; keys after it are hidden.
+      position: traced position of the single query of an incremental decoding step, one for all rows or [batch]; keys
+        after it are hidden.
+      prefix: int [batch, k], of a causal mask; where it is 1 for query and key, they see each other whatever the order.
       causal: query i sees keys 0..i.
     """
 
     key_segments: jax.Array | None = None
     query_segments: jax.Array | None = None
     position: jax.Array | None = None
+    prefix: jax.Array | None = None
     causal: bool = flax.struct.field(pytree_node=False, default=False)
 
     def allowed(self, q_length: int, k_length: int) -> jax.Array | None:
         """bool, broadcastable to [batch, heads, q, k]; None where everything is allowed."""
         parts = []
         if self.causal:
-            parts.append((jnp.arange(q_length)[:, None] >= jnp.arange(k_length)[None, :])[None, None])
+            causal = (jnp.arange(q_length)[:, None] >= jnp.arange(k_length)[None, :])[None, None]
+            if self.prefix is not None:
+                inside = self.prefix > 0
+                causal |= (inside[:, :, None] & inside[:, None, :])[:, None]
+            parts.append(causal)
         if self.position is not None:
-            parts.append((jnp.arange(k_length) <= self.position)[None, None, None, :])
+            parts.append((jnp.arange(k_length) <= self.position[..., None])[..., None, None, :])
         if self.key_segments is not None:
             parts.append((self.key_segments > 0)[:, None, None, :])
         if self.query_segments is not None:
@@ -85,7 +92,7 @@ def attend(
         query, key = query.astype(jnp.float32), key.astype(jnp.float32)
     name = "xla" if backend == "auto" else backend
     if name not in BACKENDS:
-        raise UserError(f"T5Config.attention_backend is {backend!r}; known are auto, {', '.join(BACKENDS)}.")
+        raise UserError(f"attention_backend is {backend!r}; known are auto, {', '.join(BACKENDS)}.")
     return BACKENDS[name](query, key, value, mask, bias)
 
 
@@ -95,7 +102,7 @@ def attend_xla(query: jax.Array, key: jax.Array, value: jax.Array, mask: Mask, b
     logits = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32)
     if bias is not None:
         at = bias.matrix(q_length, k_length) if mask.position is None else bias.row(mask.position, k_length)
-        logits += at[None]
+        logits += at
     if (allowed := mask.allowed(q_length, k_length)) is not None:
         logits = jnp.where(allowed, logits, MASKED)
     weights = jax.nn.softmax(logits, axis=-1).astype(value.dtype)

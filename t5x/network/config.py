@@ -1,4 +1,4 @@
-"""The configuration of the network: one dataclass for the whole family."""
+"""The configuration of the network: what the members of the family share, and what each adds."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -13,10 +13,8 @@ REMAT_POLICIES = ("none", "minimal", "full")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class T5Config:
-    """Shape and numerics of an encoder-decoder T5.
-
-    T5 1.0 is `mlp_activations=("relu",), logits_via_embedding=True`; T5 1.1 is `("gelu", "linear")` and untied.
+class NetworkConfig:
+    """Shape and numerics that every member of the family has.
 
     Attributes:
       vocab_size: rows of the embedding table; at least the vocabulary's size, usually padded to a multiple of 128.
@@ -39,8 +37,6 @@ class T5Config:
     dtype: Any = "float32"
     emb_dim: int = 512
     num_heads: int = 8
-    num_encoder_layers: int = 6
-    num_decoder_layers: int = 6
     head_dim: int = 64
     mlp_dim: int = 2048
     mlp_activations: Sequence[str] = ("relu",)
@@ -54,29 +50,42 @@ class T5Config:
     attention_backend: str = "auto"
 
     def __post_init__(self):
+        cls = type(self).__name__
         object.__setattr__(self, "mlp_activations", tuple(self.mlp_activations))
         try:
             object.__setattr__(self, "dtype", jnp.dtype(self.dtype).name)
         except TypeError:
-            raise UserError(f"T5Config.dtype is {self.dtype!r}: use 'float32', 'bfloat16' or 'float16'.") from None
-        for name in (
-            "vocab_size",
-            "emb_dim",
-            "num_heads",
-            "num_encoder_layers",
-            "num_decoder_layers",
-            "head_dim",
-            "mlp_dim",
-        ):
-            if not isinstance(value := getattr(self, name), int) or value < 1:
-                raise UserError(f"T5Config.{name} is {value!r}: it must be a whole number of at least 1.")
+            raise UserError(f"{cls}.dtype is {self.dtype!r}: use 'float32', 'bfloat16' or 'float16'.") from None
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type is int and field.name != "param_scan_axis" and (type(value) is not int or value < 1):
+                raise UserError(f"{cls}.{field.name} is {value!r}: it must be a whole number of at least 1.")
         if unknown := [a for a in self.mlp_activations if a not in ACTIVATIONS]:
-            raise UserError(f"T5Config.mlp_activations names {unknown[0]!r}; known are {', '.join(ACTIVATIONS)}.")
+            raise UserError(f"{cls}.mlp_activations names {unknown[0]!r}; known are {', '.join(ACTIVATIONS)}.")
         if not self.mlp_activations:
-            raise UserError('T5Config.mlp_activations is empty: T5 1.0 has ("relu",), T5 1.1 ("gelu", "linear").')
+            raise UserError(f'{cls}.mlp_activations is empty: T5 1.0 has ("relu",), T5 1.1 ("gelu", "linear").')
         if not 0 <= self.dropout_rate < 1:
-            raise UserError(f"T5Config.dropout_rate is {self.dropout_rate}: it must be at least 0 and below 1.")
+            raise UserError(f"{cls}.dropout_rate is {self.dropout_rate}: it must be at least 0 and below 1.")
         if self.remat_policy not in REMAT_POLICIES:
-            raise UserError(f"T5Config.remat_policy is {self.remat_policy!r}; known are {', '.join(REMAT_POLICIES)}.")
+            raise UserError(f"{cls}.remat_policy is {self.remat_policy!r}; known are {', '.join(REMAT_POLICIES)}.")
         if self.param_scan_axis not in (0, 1):
-            raise UserError(f"T5Config.param_scan_axis is {self.param_scan_axis}: it must be 0 or 1.")
+            raise UserError(f"{cls}.param_scan_axis is {self.param_scan_axis}: it must be 0 or 1.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class T5Config(NetworkConfig):
+    """An encoder-decoder.
+
+    T5 1.0 is `mlp_activations=("relu",), logits_via_embedding=True`; T5 1.1, mT5 and ByT5 are `("gelu", "linear")` and
+    untied; umT5 has `per_layer_relative_position_bias` besides.
+    """
+
+    num_encoder_layers: int = 6
+    num_decoder_layers: int = 6
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TransformerConfig(NetworkConfig):
+    """A decoder alone: a causal or a prefix language model."""
+
+    num_layers: int = 6

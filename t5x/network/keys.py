@@ -35,12 +35,17 @@ class Keys:
     place: str = flax.struct.field(pytree_node=False, default="")
 
     @classmethod
-    def of(cls, module: nn.Module, *, batch: int, enable_dropout: bool, rows: jax.Array | None) -> "Keys":
-        """The root keys of `module`, from the streams `params` and `dropout` that Linen was given."""
+    def of(cls, module: nn.Module, tokens: jax.Array, enable_dropout: bool, rows: jax.Array | None) -> "Keys":
+        """The root keys of `module`, from the streams `params` and `dropout` that Linen was given.
+
+        Args:
+          tokens: [batch, length], of the batch that is computed.
+          rows: int [batch], their rows in the global batch; None: they are the whole of it.
+        """
         params = module.make_rng("params") if module.is_initializing() else None
-        if not enable_dropout:
+        if not enable_dropout or module.config.dropout_rate == 0.0:
             return cls(params)
-        return cls(params, module.make_rng("dropout"), jnp.arange(batch) if rows is None else rows)
+        return cls(params, module.make_rng("dropout"), jnp.arange(tokens.shape[0]) if rows is None else rows)
 
     def at(self, name: str) -> "Keys":
         """The keys of a named part."""

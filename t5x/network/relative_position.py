@@ -57,10 +57,10 @@ class RelativeBias:
         return rows.reshape(-1, q_length, period - 1)[:, :, :k_length]
 
     def row(self, q_position: jax.Array, k_length: int) -> jax.Array:
-        """[heads, 1, k] for one query at a traced position below `k_length`."""
-        distance = np.arange(-k_length, k_length)
-        values = self.table[:, self.buckets(distance)]
-        return jax.lax.dynamic_slice_in_dim(values, k_length - q_position, k_length, axis=1)[:, None, :]
+        """[heads, 1, k] for a query at a traced position below `k_length`; [batch, heads, 1, k] for one in each row."""
+        values = self.table[:, self.buckets(np.arange(-k_length, k_length))]
+        at = lambda position: jax.lax.dynamic_slice_in_dim(values, k_length - position, k_length, axis=1)[:, None, :]
+        return jax.vmap(at)(q_position) if q_position.ndim else at(q_position)
 
 
 class RelativePositionBias(nn.Module):

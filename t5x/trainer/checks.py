@@ -2,10 +2,10 @@
 
 from t5x.data.config import DatasetConfig
 from t5x.errors import UserError
-from t5x.models import EncoderDecoderModel
+from t5x.models import BaseTransformerModel
 
 
-def verify_matching_vocabs(cfg: DatasetConfig, model: EncoderDecoderModel) -> None:
+def verify_matching_vocabs(cfg: DatasetConfig, model: BaseTransformerModel) -> None:
     """Raises where the task's vocabularies are not the model's, or do not fit in its embedding table."""
     task = cfg.mixture_or_task()
     for feature, vocabulary in model.vocabularies.items():
@@ -23,6 +23,6 @@ def verify_matching_vocabs(cfg: DatasetConfig, model: EncoderDecoderModel) -> No
         rows = getattr(getattr(model.module, "config", None), "vocab_size", None)
         if rows is not None and vocabulary.vocab_size > rows:
             raise UserError(
-                f"The vocabulary of {feature!r} has {vocabulary.vocab_size} tokens, but network.T5Config.vocab_size is "
+                f"The vocabulary of {feature!r} has {vocabulary.vocab_size} tokens, but vocab_size of the network is "
                 f"{rows}. Raise it to at least {vocabulary.vocab_size} (a multiple of 128 is usual)."
             )

@@ -13,14 +13,14 @@ import numpy as np
 from t5x.data.config import DatasetConfig
 from t5x.data.loader import eval_batches
 from t5x.errors import UserError
-from t5x.models import EncoderDecoderModel
+from t5x.models import BaseTransformerModel
 from t5x.partitioning import PjitPartitioner
 
 log = logging.getLogger(__name__)
 
 
 def teacher_forced_batches(
-    cfg: DatasetConfig, model: EncoderDecoderModel, partitioner: PjitPartitioner, eval_steps: int | None
+    cfg: DatasetConfig, model: BaseTransformerModel, partitioner: PjitPartitioner, eval_steps: int | None
 ) -> Iterator[Mapping[str, np.ndarray]]:
     """At most `eval_steps` batches (None: all) of the configured split, every example once."""
     batches = eval_batches(
@@ -44,7 +44,7 @@ class InferenceEvaluator:
         self,
         cfg: DatasetConfig,
         evaluator_cls: Callable[..., Any],
-        model: EncoderDecoderModel,
+        model: BaseTransformerModel,
         partitioner: PjitPartitioner,
         param_shardings: Any,
         log_dir: str | os.PathLike[str],

@@ -9,7 +9,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from t5x.models import EncoderDecoderModel
+from t5x.models import BaseTransformerModel
 from t5x.partitioning import PjitPartitioner
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class StateLayout:
       axes: logical axes of every parameter.
     """
 
-    model: EncoderDecoderModel
+    model: BaseTransformerModel
     partitioner: PjitPartitioner
     input_shapes: Mapping[str, tuple[int, ...]]
     abstract: TrainState
@@ -67,7 +67,7 @@ class StateLayout:
 
     @classmethod
     def of(
-        cls, model: EncoderDecoderModel, partitioner: PjitPartitioner, input_shapes: Mapping[str, tuple[int, ...]]
+        cls, model: BaseTransformerModel, partitioner: PjitPartitioner, input_shapes: Mapping[str, tuple[int, ...]]
     ) -> "StateLayout":
         variables = jax.eval_shape(lambda: model.get_initial_variables(jax.random.key(0), input_shapes))
         axes = logical_axes(variables)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from t5x.errors import UserError
 from t5x.metrics.accumulators import AveragePerStep, Metrics, as_one_step, merge
-from t5x.models import EncoderDecoderModel
+from t5x.models import BaseTransformerModel
 from t5x.schedules import Schedule
 from t5x.trainer.state import TrainState
 
@@ -16,7 +16,7 @@ Batch = Mapping[str, jax.Array]
 
 
 def train_step(
-    model: EncoderDecoderModel,
+    model: BaseTransformerModel,
     axes: Any,
     learning_rate_fn: Schedule,
     num_microbatches: int,
@@ -44,7 +44,7 @@ def train_step(
 
 
 def accumulate_gradients(
-    model: EncoderDecoderModel, params: Any, batch: Batch, dropout_rng: jax.Array, num_microbatches: int
+    model: BaseTransformerModel, params: Any, batch: Batch, dropout_rng: jax.Array, num_microbatches: int
 ) -> tuple[Any, Metrics]:
     """float32 gradients and metrics of the batch, computed in `num_microbatches` parts one after another."""
     gradient = jax.grad(model.loss_fn, has_aux=True)
@@ -58,16 +58,20 @@ def accumulate_gradients(
     # Part i takes every num_microbatches-th row, so that each device has rows in each part.
     split = lambda x: jnp.swapaxes(x.reshape(rows // num_microbatches, num_microbatches, *x.shape[1:]), 0, 1)
     parts = {name: split(x) for name, x in batch.items()}
+    if model.keys_dropout_by_row:
+        rngs = jnp.broadcast_to(dropout_rng, num_microbatches)
+    else:  # a module of the user's own drops by position: every part needs its own key
+        rngs = jax.random.split(dropout_rng, num_microbatches)
 
-    def add(carry, part):
-        return jax.tree.map(jnp.add, carry[0], (new := gradient(params, part, dropout_rng))[0]), merge(carry[1], new[1])
+    def add(carry, part_and_rng):
+        grads, metrics = gradient(params, *part_and_rng)
+        return (jax.tree.map(jnp.add, carry[0], grads), merge(carry[1], metrics)), None
 
-    first = gradient(params, {name: x[0] for name, x in parts.items()}, dropout_rng)
-    rest = {name: x[1:] for name, x in parts.items()}
-    (grads, metrics), _ = jax.lax.scan(lambda carry, part: (add(carry, part), None), first, rest)
+    first, rest = (jax.tree.map(at, (parts, rngs)) for at in (lambda x: x[0], lambda x: x[1:]))
+    (grads, metrics), _ = jax.lax.scan(add, gradient(params, *first), rest)
     return grads, as_one_step(metrics)
 
 
-def eval_step(model: EncoderDecoderModel, params: Any, batch: Batch) -> Metrics:
+def eval_step(model: BaseTransformerModel, params: Any, batch: Batch) -> Metrics:
     """Metrics of a batch under teacher forcing, without dropout."""
     return model.eval_fn(params, batch)[1]

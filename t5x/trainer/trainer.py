@@ -11,7 +11,7 @@ import numpy as np
 
 from t5x.errors import UserError
 from t5x.metrics.accumulators import Metrics, compute, merge
-from t5x.models import EncoderDecoderModel
+from t5x.models import BaseTransformerModel
 from t5x.partitioning import PjitPartitioner
 from t5x.schedules import Schedule
 from t5x.trainer.state import StateLayout, TrainState
@@ -30,12 +30,12 @@ class Trainer:
       layout: shapes, axes and shardings of the state.
       rng: key of the run's dropout.
       learning_rate_fn: step -> learning rate.
-      num_microbatches: parts that a batch is computed in to save memory; None or 1 is whole.
+      num_microbatches: parts that a batch is computed in to save memory; None, 0 or 1 is whole.
     """
 
     def __init__(
         self,
-        model: EncoderDecoderModel,
+        model: BaseTransformerModel,
         train_state: TrainState,
         partitioner: PjitPartitioner,
         layout: StateLayout,
@@ -43,8 +43,8 @@ class Trainer:
         learning_rate_fn: Schedule,
         num_microbatches: int | None = None,
     ):
-        if num_microbatches is not None and num_microbatches < 1:
-            raise UserError(f"trainer.Trainer.num_microbatches is {num_microbatches}: it must be at least 1, or None.")
+        if num_microbatches is not None and num_microbatches < 0:
+            raise UserError(f"trainer.Trainer.num_microbatches is {num_microbatches}: it must not be negative.")
         self.model = model
         self.state = train_state
         self.partitioner = partitioner

@@ -4,7 +4,18 @@ import importlib
 import pytest
 
 
-@pytest.mark.parametrize("name", ["feature_converters", "preprocessors", "sources", "vocabularies"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "feature_converters",
+        "preprocessors.denoising",
+        "preprocessors.languages",
+        "preprocessors.tasks",
+        "preprocessors.text",
+        "sources.base",
+        "vocabularies",
+    ],
+)
 def test_examples_in_the_documentation(name):
     result = doctest.testmod(importlib.import_module(f"t5x.data.{name}"))
     assert result.attempted > 0

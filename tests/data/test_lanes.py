@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from t5x import data
-from t5x.data.lanes import Order, shuffled
+from t5x.data.order import Order, shuffled
 from t5x.data.loader import TrainLoader
 from t5x.data.pipeline import derive_seed
 
@@ -151,7 +151,7 @@ def test_the_seed_changes_the_order():
 def test_the_state_is_small_where_rows_stand_alike():
     with loader("plain", 100, 64) as source:
         take(source, 7)
-        assert source.state()["lanes"] == [[0, 64, 7, 0]]
+        assert source.state()["lanes"] == [[0, 64, 0, 7, 0, 0, 0]]
         assert len(json.dumps(source.state())) < 250
 
 

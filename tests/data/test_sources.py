@@ -7,9 +7,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from t5x.data import CsvDataSource, FunctionDataSource, JsonLinesDataSource, TextLineDataSource, TsvDataSource, sources
+from t5x.data import (
+    CsvDataSource,
+    FileDataSource,
+    FunctionDataSource,
+    JsonLinesDataSource,
+    TextLineDataSource,
+    TsvDataSource,
+    sources,
+)
 from t5x.data.line_files import LineFile
+from t5x.data.staging import LocalCopy
 from t5x.errors import UserError
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("T5X_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 def everything(source, split="train"):
@@ -57,7 +73,7 @@ def test_globs_are_sorted_and_located_by_file_and_line(write, tmp_path):
 
 
 def test_very_many_files_do_not_stay_open(write, tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "_MAX_OPEN_FILES", 2)
+    monkeypatch.setattr("t5x.data.local_files._MAX_OPEN_FILES", 0)
     for i in range(5):
         write(f"{i}.txt", f"{i}\n")
     before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
@@ -76,9 +92,9 @@ def test_any_lines_come_back_across_chunks(tmp_path_factory, lines, last_end):
     content = "\n".join(lines) + ("\n" if last_end or not lines[-1] else "")
     path.write_bytes(content.encode())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("t5x.data.line_files._CHUNK", 7)
-        file = LineFile(str(path))
-        assert [file.line(i).decode() for i in range(len(file))] == lines
+        patch.setattr("t5x.data.local_files.CHUNK", 7)
+        file = LineFile(LocalCopy(str(path), "x", ""))
+        assert [file[i].decode() for i in range(len(file))] == lines
         assert [file.line_number(i) for i in range(len(file))] == list(range(1, len(lines) + 1))
 
 
@@ -94,7 +110,7 @@ def test_any_csv_comes_back(tmp_path_factory, rows):
     with open(path, "w", newline="", encoding="utf-8") as file:
         csv.writer(file, quoting=csv.QUOTE_ALL).writerows([["a", "b"], *rows])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("t5x.data.line_files._CHUNK", 11)
+        patch.setattr("t5x.data.local_files.CHUNK", 11)
         assert everything(CsvDataSource({"train": str(path)})) == [{"a": a, "b": b} for a, b in rows]
 
 
@@ -140,16 +156,34 @@ def test_compressed_json_lines_of_real_data(shared_data):
     assert everything(JsonLinesDataSource({"dev": str(path)}), "dev") == expected
 
 
-def test_an_uncompressed_file_stays_on_disk(write):
+@settings(max_examples=100)
+@given(st.lists(st.sampled_from(["", "\r", "a", "\r\r", "b\r", "é"])), st.integers(0, 3), st.booleans(), st.booleans())
+def test_blank_lines_are_passed_over_wherever_chunks_end(tmp_path_factory, lines, skip, bom, last_end):
+    path = tmp_path_factory.mktemp("lines") / "x.txt"
+    content = "\n".join(lines) + ("\n" if last_end and lines else "")
+    path.write_bytes(("\ufeff" if bom else "").encode() + content.encode())
+    expected = [(number, line) for number, line in enumerate(content.split("\n"), 1) if number > skip]
+    expected = [(number, line.rstrip("\r")) for number, line in expected if line not in ("", "\r")]
+    for chunk in (1, 4, 100):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("t5x.data.local_files.CHUNK", chunk)
+            file = LineFile(LocalCopy(str(path), "x", ""), skip=skip, skip_blank=True)
+            assert [(file.line_number(i), file[i].decode()) for i in range(len(file))] == expected
+
+
+@pytest.mark.parametrize("change", [b"ONE\ntwo\n", b"one\n", b"one\ntwo\nthree\n"])
+@pytest.mark.parametrize("open_files", [0, 256])
+def test_a_file_that_changes_under_a_run_is_noticed(write, monkeypatch, change, open_files):
+    monkeypatch.setattr("t5x.data.local_files._MAX_OPEN_FILES", open_files)
     path = write("x.txt", "one\ntwo\n")
     source = TextLineDataSource({"train": path})
     assert texts(source) == ["one", "two"]
     with open(path, "r+b") as file:
-        file.write(b"ONE")
-    assert source.example("train", 0) == {"text": "ONE"}
-    os.truncate(path, 5)
-    with pytest.raises(UserError, match="shorter"):
-        source.example("train", 1)
+        file.write(change)
+        file.truncate()
+    os.utime(path, ns=(0, 0))
+    with pytest.raises(UserError, match=f"{path} has changed while it was in use"):
+        source.example("train", 0)
 
 
 @pytest.mark.parametrize(
@@ -168,6 +202,37 @@ def test_invalid_utf8_is_named(write):
     path = write("x.txt", b"good\nna\xefve\n")
     with pytest.raises(sources.BadExample, match=rf"{path}:2: byte 0xef at column 3 is not UTF-8"):
         TextLineDataSource({"train": path}).example("train", 1)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_an_unreadable_file(write):
+    path = write("x.txt", "one\n")
+    os.chmod(path, 0)
+    with pytest.raises(UserError, match=rf"{path} cannot be read: Permission denied"):
+        TextLineDataSource({"train": path}).num_examples("train")
+
+
+def test_a_file_that_the_system_does_not_let_read(write, monkeypatch):
+    path = write("x.txt", "one\n")
+
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(UserError, match=rf"{path} cannot be read: Permission denied"):
+        TextLineDataSource({"train": path}).num_examples("train")
+
+
+def test_an_encoding_that_is_not_utf8_is_guessed(write):
+    path = write("x.txt", "zwölf\n".encode("utf-16"))
+    with pytest.raises(sources.BadExample, match=rf"{path}:1: byte 0xff at column 1 .* iconv -f utf-16"):
+        TextLineDataSource({"train": path}).example("train", 0)
+
+
+def test_json_that_is_nested_too_deeply(write):
+    path = write("x.jsonl", "[" * 100_000 + "\n")
+    with pytest.raises(sources.BadExample, match=rf"{path}:1: not JSON"):
+        JsonLinesDataSource({"train": path}).example("train", 0)
 
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.jsonl.gz"])
@@ -255,3 +320,25 @@ def test_function_source_calls_once_and_hands_out_copies():
 def test_function_source_that_returns_something_else(returned, complaint):
     with pytest.raises(UserError, match=complaint):
         FunctionDataSource(lambda split: returned, splits=["train"]).example("train", 0)
+
+
+def words_of(path):
+    with open(path, encoding="utf-8") as file:
+        return [{"word": word} for word in file.read().split()]
+
+
+def test_a_file_source_of_a_users_function(write, tmp_path):
+    write("a.txt", "one two")
+    write("b.txt.gz", "three")
+    source = FileDataSource(words_of, {"train": str(tmp_path / "*.txt*")})
+    assert everything(source) == [{"word": word} for word in ("one", "two", "three")]
+    assert source.location("train", 1) == f"{tmp_path}/a.txt, record 2"
+    assert source.location("train", 2) == f"{tmp_path}/b.txt.gz, record 1"
+
+
+@pytest.mark.parametrize(
+    ("returned", "complaint"), [(iter([{}]), "a sequence of dicts"), ([], "no examples"), ([3], "record 1 is a int")]
+)
+def test_a_file_source_whose_function_returns_something_else(write, returned, complaint):
+    with pytest.raises(UserError, match=complaint):
+        FileDataSource(lambda path: returned, {"train": write("x.txt", "one")}).example("train", 0)

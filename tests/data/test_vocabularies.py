@@ -9,8 +9,9 @@ import sentencepiece
 from hypothesis import given
 from hypothesis import strategies as st
 
-from t5x.data import (
+from t5x.data.vocabularies import (
     ByteVocabulary,
+    HuggingFaceVocabulary,
     PassThroughVocabulary,
     SentencePieceVocabulary,
     Vocabulary,
@@ -20,6 +21,27 @@ from t5x.errors import UserError
 
 # folder: (pieces, unknown id, has extra ids)
 VOCABULARIES = {"t5_vocab": (32000, 2, False), "mt5_vocab": (250100, 2, True), "umt5_vocab": (256000, 3, False)}
+
+
+@pytest.fixture
+def t5_tokenizer_file(shared_data):
+    pytest.importorskip("tokenizers")
+    return str(shared_data / "t5_vocab/tokenizer.json")
+
+
+@pytest.fixture
+def tiny_tokenizer_file(tmp_path):
+    """A word tokenizer whose file asks for EOS, truncation and padding."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {"<pad>": 0, "</s>": 1, "<unk>": 2, "good": 3, "morning": 4}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["<pad>", "</s>", "<unk>", "<extra_id_1>", "<extra_id_0>"])
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing("$A </s>", special_tokens=[("</s>", 1)])
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=9)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    return str(tmp_path / "tokenizer.json")
 
 
 def written(vocabulary, directory):
@@ -150,6 +172,58 @@ def test_a_file_that_is_no_model(tmp_path, content):
         SentencePieceVocabulary(str(tmp_path / "x.model")).encode("a")
 
 
+def test_t5s_tokenizer_json_gives_the_ids_of_its_sentencepiece_model(t5_model_file, t5_tokenizer_file, shared_data):
+    sentencepiece_one = SentencePieceVocabulary(t5_model_file, extra_ids=100)
+    vocabulary = HuggingFaceVocabulary(t5_tokenizer_file)
+    for name in ("vocab_size", "pad_id", "eos_id", "bos_id", "unk_id", "extra_ids"):
+        assert getattr(vocabulary, name) == getattr(sentencepiece_one, name)
+    with gzip.open(shared_data / "multi30k_ende/val.de.gz", "rt", encoding="utf-8") as file:
+        texts = file.read().splitlines()[:300]
+    for text in [*texts, "", "  a  b ", "A <extra_id_1> b <extra_id_99>"]:
+        ids = sentencepiece_one.encode(text)
+        assert vocabulary.encode(text) == ids
+        if 2 not in ids and "<extra" not in text:  # unknown and sentinels are written differently
+            assert vocabulary.decode([*ids, 1, 100]) == sentencepiece_one.decode(ids)
+    assert vocabulary.decode([32099, 1]) == "<extra_id_0>"
+    assert vocabulary != sentencepiece_one
+
+
+def test_a_tokenizer_file_is_taken_without_what_it_adds_or_cuts(tiny_tokenizer_file):
+    vocabulary = HuggingFaceVocabulary(tiny_tokenizer_file)
+    assert vocabulary.encode("good good morning good night") == [3, 3, 4, 3, 2]
+    assert (vocabulary.vocab_size, vocabulary.extra_ids, vocabulary.unk_id, vocabulary.bos_id) == (7, 2, 2, None)
+    assert vocabulary.decode([3, 0, 6, 1, 4]) == "good <extra_id_0>"
+    assert vocabulary.decode([3, 700]) == "good <unk>"
+    assert pickle.loads(pickle.dumps(vocabulary)).encode("good") == [3]
+
+
+def test_tokenizer_files_with_equal_content_are_equal(tiny_tokenizer_file, tmp_path):
+    vocabulary = HuggingFaceVocabulary(tiny_tokenizer_file)
+    with open(tiny_tokenizer_file) as file:
+        content = json.load(file)
+    (tmp_path / "other.json").write_text(json.dumps(content | {"truncation": None}))
+    other = HuggingFaceVocabulary(str(tmp_path / "other.json"))
+    assert vocabulary == other
+    assert hash(vocabulary) == hash(other)
+    content["model"]["vocab"] |= {"good": 4, "morning": 3}
+    (tmp_path / "third.json").write_text(json.dumps(content))
+    assert vocabulary != HuggingFaceVocabulary(str(tmp_path / "third.json"))
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"model": {"type": "Nonsense"}}'])
+def test_a_file_that_is_no_tokenizer(tmp_path, content):
+    pytest.importorskip("tokenizers")
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(UserError, match=r"tokenizer\.json is not a tokenizer\.json of Hugging Face"):
+        HuggingFaceVocabulary(str(tmp_path / "tokenizer.json")).encode("a")
+
+
+def test_without_tokenizers_the_command_to_install_it_is_named(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
+    with pytest.raises(UserError, match=r"pip install tokenizers.*'\.\[hf\]'"):
+        HuggingFaceVocabulary("tokenizer.json").encode("a")
+
+
 @given(st.text())
 def test_bytes_are_shifted_by_three(text):
     if any(0xD800 <= ord(c) <= 0xDFFF for c in text):
@@ -191,10 +265,17 @@ def test_half_a_surrogate_pair_is_refused(t5_model_file):
             vocabulary.encode(json.loads('"\\ud83e oh"'))
 
 
-def test_files_rebuild_every_kind(t5_model_file, tmp_path):
+def test_bytes_that_are_no_utf8_are_refused():
+    assert ByteVocabulary().encode("ä".encode()) == ByteVocabulary().encode("ä")
+    with pytest.raises(UserError, match="not valid Unicode"):
+        ByteVocabulary().encode(b"\xff\xfe")
+
+
+def test_files_rebuild_every_kind(t5_model_file, t5_tokenizer_file, tmp_path):
     overrides = {"remove_extra_whitespaces": False}
     kinds = [
         ByteVocabulary(extra_ids=125),
+        HuggingFaceVocabulary(t5_tokenizer_file),
         PassThroughVocabulary(1000, eos_id=1),
         SentencePieceVocabulary(t5_model_file, extra_ids=100, normalizer_spec_overrides=overrides),
     ]
@@ -205,7 +286,7 @@ def test_files_rebuild_every_kind(t5_model_file, tmp_path):
 
 
 def test_damaged_vocabulary_files(tmp_path):
-    for i, content in enumerate([b"{", b"[]", b"{}", b'{"class": "Pickle"}']):
+    for i, content in enumerate([b"{", b"[]", b"{}", b'{"class": "Pickle"}', b'{"class": "ByteVocabulary", "x": 1}']):
         (tmp_path / f"{i}").mkdir()
         (tmp_path / f"{i}/vocabulary.json").write_bytes(content)
         with pytest.raises(UserError, match=r"vocabulary\.json"):

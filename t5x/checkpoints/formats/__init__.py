@@ -7,7 +7,7 @@ import os
 
 from etils import epath
 
-from t5x.checkpoints import paths
+from t5x.checkpoints import paths, remote
 from t5x.checkpoints.formats.base import LazyArray, Source
 from t5x.errors import UserError
 
@@ -20,11 +20,11 @@ def open_checkpoint(path: epath.PathLike) -> Source:
     Args:
       path: ours, native T5X's or T5X's Orbax's (a `checkpoint_<step>` directory, or the MODEL_DIR above, of which the
         newest is taken), Mesh TensorFlow's (`model.ckpt-N`, its `.index`, or the directory), or a Hugging Face
-        directory.
+        directory. A remote one (`gs://…`) is copied to the cache directory first.
     """
     from t5x.checkpoints import reading
 
-    path = paths.local_path(path)
+    path = remote.stage(path)
     there = lambda *names: any((path / name).exists() for name in names)
     if path.suffix == ".index" or epath.Path(f"{path}.index").exists():
         from t5x.checkpoints.formats.mesh_tensorflow import read_mesh_tensorflow

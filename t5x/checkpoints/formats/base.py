@@ -19,6 +19,10 @@ class LazyArray:
     def size(self) -> int:
         return int(np.prod(self.shape, dtype=np.int64))
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """`np.asarray(array)` reads it."""
+        return np.asarray(self.read(), dtype)
+
 
 @dataclasses.dataclass(frozen=True)
 class Source:

@@ -6,6 +6,7 @@ left behind in silence.
 
 import functools
 import logging
+import os
 import re
 from collections.abc import Callable, Mapping
 
@@ -194,6 +195,8 @@ def find_prefix(path: epath.PathLike) -> epath.Path:
     if path.name.endswith(".index"):
         path = path.parent / path.name.removesuffix(".index")
     if _index_file(path).is_file():
+        if os.path.islink(_index_file(path)):  # a link that the user names may point anywhere
+            return epath.Path(os.path.realpath(_index_file(path)).removesuffix(".index"))
         return path
     if not path.is_dir():
         raise UserError(
@@ -203,7 +206,7 @@ def find_prefix(path: epath.PathLike) -> epath.Path:
     found = sorted(file.name.removesuffix(".index") for file in path.glob("*.index") if file.is_file())
     state_file = path / _STATE_FILE
     if state_file.is_file():
-        name = _read_state_file(state_file)
+        name = latest_named(_read_state_file(state_file), state_file)
         if name not in found:
             raise UserError(
                 f"{state_file} names {name}, but {name}.index is not there (only: {', '.join(found) or 'none'}). "
@@ -211,20 +214,23 @@ def find_prefix(path: epath.PathLike) -> epath.Path:
             )
         _logger.info("%s: taking %s, which the file %s names.", path, name, _STATE_FILE)
         return path / name
-    return path / _newest(path, found)
+    return path / newest(path, found)
 
 
 def _index_file(prefix: epath.Path) -> epath.Path:
     return prefix.parent / f"{prefix.name}.index"
 
 
-def _read_state_file(path: epath.Path) -> str:
-    """The name of the checkpoint that TensorFlow's state file calls the latest."""
+def _read_state_file(path: epath.Path) -> bytes:
     try:
         with path.open("rb") as file:
-            content = file.read(_MAX_STATE_FILE_BYTES)
+            return file.read(_MAX_STATE_FILE_BYTES)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error}.") from error
+
+
+def latest_named(content: bytes, path: epath.PathLike) -> str:
+    """The name of the checkpoint that TensorFlow's state file, at `path` with this content, calls the latest."""
     if not content.startswith(_STATE_FILE_START):
         raise UserError(f"{path} is not a state file of TensorFlow. Give the path of the checkpoint: …/model.ckpt-N.")
     match = re.match(_STATE_FILE_START + rb'\s*:\s*"([^"\\\r\n]*)"', content)
@@ -237,18 +243,19 @@ def _read_state_file(path: epath.Path) -> str:
     return name
 
 
-def _newest(directory: epath.Path, found: list[str]) -> str:
+def newest(directory: epath.PathLike, found: list[str]) -> str:
+    """The name with the highest step, of those found in `directory`."""
     if not found:
         raise UserError(f"{directory} has no Mesh TensorFlow checkpoint: there is no *.index file in it.")
     if len(found) == 1:
         _logger.info("%s: taking %s.", directory, found[0])
         return found[0]
     steps = {name: int(match[1]) for name in found if (match := re.fullmatch(r".*-([0-9]{1,15})", name))}
-    newest = [name for name, step in steps.items() if step == max(steps.values())]
-    if len(newest) != 1:
+    highest = [name for name, step in steps.items() if step == max(steps.values())]
+    if len(highest) != 1:
         raise UserError(
             f"{directory} has several checkpoints ({', '.join(found)}), and their names do not say which is the "
             "newest. Give the path of the one that you mean."
         )
-    _logger.info("%s: taking %s, the newest of %d checkpoints.", directory, newest[0], len(found))
-    return newest[0]
+    _logger.info("%s: taking %s, the newest of %d checkpoints.", directory, highest[0], len(found))
+    return highest[0]

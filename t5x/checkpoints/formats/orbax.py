@@ -21,6 +21,7 @@ import tensorstore
 from etils import epath
 
 from t5x.checkpoints import faults, paths
+from t5x.checkpoints.arrays import EMPTY
 from t5x.checkpoints.formats import lazy_msgpack, native_read, zarr_arrays
 from t5x.checkpoints.formats.base import LazyArray, Source
 from t5x.checkpoints.manifest import DamagedCheckpoint, open_inside
@@ -52,6 +53,7 @@ def read_orbax(path: epath.PathLike) -> Source:
     size = _check_files(directory)
     try:
         metadata = _read_metadata(directory)
+        _check_ours(directory, metadata)
         if os.path.lexists(directory / MSGPACK):
             leaves = dict(_placeholders(directory, "", _read_msgpack(directory)))
         else:
@@ -102,14 +104,23 @@ def _read_metadata(directory: epath.Path) -> dict[str, Any]:
     if not os.path.lexists(directory / METADATA):
         return {}
     with open_inside(directory, METADATA) as file:
-        content = file.read(_MAX_METADATA_BYTES + 1)
+        size = os.fstat(file.fileno()).st_size
+        content = file.read(size) if size <= _MAX_METADATA_BYTES else b""
     try:
-        metadata = json.loads(content) if len(content) <= _MAX_METADATA_BYTES else None
+        metadata = json.loads(content)
     except (ValueError, RecursionError):
         metadata = None
     if not isinstance(metadata, dict):
         raise DamagedCheckpoint(directory, f"{METADATA} is not a JSON object")
     return metadata
+
+
+def _check_ours(directory: epath.Path, metadata: Mapping[str, Any]) -> None:
+    """One of ours without its manifest is unfinished, or has lost it; others have none."""
+    custom = metadata.get("custom_metadata")
+    checkpoint = directory.parent if directory.name == paths.STATE else directory
+    if isinstance(custom, dict) and EMPTY in custom and not os.path.lexists(checkpoint / paths.MANIFEST):
+        raise DamagedCheckpoint(checkpoint, f"{paths.MANIFEST} is missing, so it was not finished")
 
 
 def _read_msgpack(directory: epath.Path) -> dict[str, Any]:

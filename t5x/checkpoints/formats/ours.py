@@ -1,12 +1,17 @@
 """Our own checkpoints, as a source like any other."""
 
+import functools
 import json
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-from t5x.checkpoints import arrays, manifest, paths
+from t5x.checkpoints import manifest, paths
+from t5x.checkpoints.arrays import EMPTY
 from t5x.checkpoints.formats.base import LazyArray, Source
+from t5x.checkpoints.formats.orbax import METADATA, read_orbax
 
 MODEL_FILE = "model.json"
 
@@ -15,24 +20,37 @@ def read_ours(path: epath.PathLike) -> Source:
     """Opens a checkpoint that this program wrote, and has verified."""
     path = paths.local_path(path)
     content = manifest.read(path)
-    state = path / paths.STATE
-
-    def lazy(name, struct):
-        return LazyArray(struct.shape, np.dtype(struct.dtype), lambda: arrays.read(state, {name: struct})[name])
-
     vocabularies: dict[str, dict[str, bytes]] = {}
     for name in content.files:
         parts = name.split("/")
         if len(parts) == 3 and parts[0] == "vocabulary":
             vocabularies.setdefault(parts[1], {})[parts[2]] = manifest.read_file(path, name)
-    config = None
-    if MODEL_FILE in content.files:
-        config = json.loads(manifest.read_file(path, MODEL_FILE))["config"]
+    config = _config(path) if MODEL_FILE in content.files else None
     return Source(
         format="t5x",
         path=str(path),
         step=content.step,
-        arrays={name: lazy(name, struct) for name, struct in arrays.read_shapes(state).items()},
+        arrays={**read_orbax(path).arrays, **_empty_arrays(path / paths.STATE)},
         config=config,
         vocabulary_files=vocabularies,
     )
+
+
+def _empty_arrays(state: epath.Path) -> dict[str, LazyArray]:
+    """Those without elements, which are in the metadata alone."""
+    custom = json.loads((state / METADATA).read_bytes()).get("custom_metadata") or {}
+    empty = {n: (tuple(leaf["shape"]), jnp.dtype(leaf["dtype"])) for n, leaf in custom.get(EMPTY, {}).items()}
+    return {
+        name: LazyArray(shape, dtype, functools.partial(np.zeros, shape, dtype))
+        for name, (shape, dtype) in empty.items()
+    }
+
+
+def _config(path: epath.Path) -> dict[str, Any]:
+    try:
+        config = json.loads(manifest.read_file(path, MODEL_FILE))["config"]
+    except (ValueError, RecursionError, KeyError, TypeError):
+        config = None
+    if not isinstance(config, dict):
+        raise manifest.DamagedCheckpoint(path, f"{MODEL_FILE} does not describe a network")
+    return config

@@ -12,7 +12,7 @@ entries are bounded.
 
 from collections.abc import Iterator
 
-from t5x.checkpoints.formats.crc32c import crc32c, mask
+from t5x.crc32c import crc32c, mask
 
 _MAGIC = (0xDB4775248B80FB57).to_bytes(8, "little")
 _FOOTER = 48

@@ -10,6 +10,7 @@ when it is asked for, and its checksum verified then.
 import dataclasses
 import functools
 import math
+import os
 from collections.abc import Mapping
 
 import ml_dtypes
@@ -17,9 +18,10 @@ import numpy as np
 from etils import epath
 
 from t5x.checkpoints.formats.base import LazyArray
-from t5x.checkpoints.formats.crc32c import crc32c, mask
+from t5x.checkpoints.formats.links import check_links
 from t5x.checkpoints.formats.sorted_table import Cursor, Malformed, read_table
 from t5x.checkpoints.manifest import DamagedCheckpoint
+from t5x.crc32c import crc32c, mask
 from t5x.errors import UserError
 
 _DTYPES = {1: np.float32, 2: np.float64, 3: np.int32, 9: np.int64, 14: ml_dtypes.bfloat16, 19: np.float16}
@@ -61,11 +63,14 @@ def read_bundle(prefix: epath.PathLike) -> dict[str, LazyArray]:
     Raises:
       UserError: it is damaged, a data file is missing or too short, or it holds what is not supported.
     """
-    index = read_index(f"{epath.Path(prefix)}.index")
+    prefix = epath.Path(prefix)
+    _check_link(epath.Path(f"{prefix}.index"))
+    index = read_index(f"{prefix}.index")
     files = {}
     for name, entry in index.entries.items():
         if entry.shard not in files:
-            path = epath.Path(f"{epath.Path(prefix)}.data-{entry.shard:05d}-of-{index.num_shards:05d}")
+            path = epath.Path(f"{prefix}.data-{entry.shard:05d}-of-{index.num_shards:05d}")
+            _check_link(path)
             files[entry.shard] = path, _file_size(path)
         path, size = files[entry.shard]
         if entry.offset + entry.size > size:
@@ -218,6 +223,11 @@ def _all_data(fields: Mapping[int, list[int | bytes]], number: int) -> list[byte
 
 
 # The files.
+
+
+def _check_link(path: epath.Path) -> None:
+    if "://" not in str(path):
+        check_links(str(path.parent), [path.name], [os.path.realpath(path.parent)])
 
 
 def _file_size(path: epath.Path) -> int:

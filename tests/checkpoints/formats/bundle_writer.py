@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from t5x.checkpoints.formats.crc32c import crc32c, mask
+from t5x.crc32c import crc32c, mask
 
 CODES = {"float32": 1, "float64": 2, "int32": 3, "int64": 9, "bfloat16": 14, "float16": 19}
 HEADER = b"\x08\x01\x1a\x02\x08\x01"  # one data file, version 1

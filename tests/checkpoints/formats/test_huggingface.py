@@ -288,6 +288,7 @@ def test_without_a_tokenizer_for_it_the_log_says_so(tmp_path, caplog, kind):
         "config.json",
         "generation_config.json",
         "model.safetensors",
+        "t5x_checksums.json",
     ]
 
 

@@ -6,10 +6,11 @@ after all of it has been checked: nothing larger than the file is allocated, not
 """
 
 import dataclasses
+import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, BinaryIO
 
 import ml_dtypes
@@ -169,10 +170,13 @@ class Plan:
         return self.dtype.itemsize * math.prod(self.shape)
 
 
-def write(path: str, plans: Iterable[Plan], values: Iterable[np.ndarray]) -> None:
+def write(path: str, plans: Iterable[Plan], values: Iterable[np.ndarray]) -> str:
     """Writes a new file: the header from `plans`, then `values` in the same order, each taken, written and dropped.
 
     Values are converted to the planned type a part at a time, so that one array is in memory and no copy of it.
+
+    Returns:
+      the SHA-256 of the file.
     """
     plans = list(plans)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -183,16 +187,22 @@ def write(path: str, plans: Iterable[Plan], values: Iterable[np.ndarray]) -> Non
         position += plan.size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    start = len(text).to_bytes(8, "little") + text
+    digest = hashlib.sha256(start)
     with open(path, "xb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(start)
         for plan, value in zip(plans, values, strict=True):
-            _write_array(file, plan, value)
+            for part in _parts(plan, value):
+                digest.update(part)
+                file.write(part)
             del value
+    return digest.hexdigest()
 
 
-def _write_array(file: BinaryIO, plan: Plan, value: np.ndarray) -> None:
+def _parts(plan: Plan, value: np.ndarray) -> Iterator[memoryview]:
+    """The bytes of a tensor, a few at a time."""
     if value.shape != plan.shape:
         raise UserError(f"The array for {plan.name} has the shape {value.shape}; {plan.shape} was announced.")
     rows = max(1, _CHUNK // max(1, plan.dtype.itemsize * math.prod(plan.shape[1:])))
     for start in range(0, len(value), rows):
-        file.write(np.ascontiguousarray(value[start : start + rows], plan.dtype).reshape(-1).view(np.uint8).data)
+        yield np.ascontiguousarray(value[start : start + rows], plan.dtype).reshape(-1).view(np.uint8).data

@@ -10,8 +10,9 @@ from typing import Any
 from etils import epath
 
 from t5x.checkpoints.formats.base import LazyArray, Source
+from t5x.checkpoints.formats.huggingface import checksums, container, names, tokenizer
 from t5x.checkpoints.formats.huggingface import config as configs
-from t5x.checkpoints.formats.huggingface import container, names, tokenizer
+from t5x.checkpoints.formats.links import check_links
 from t5x.data import files
 from t5x.errors import UserError
 
@@ -20,6 +21,7 @@ logger = logging.getLogger(__name__)
 _CONFIG = "config.json"
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_READ = (".json", ".safetensors", ".model")
 _LARGEST_JSON = 100_000_000
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
@@ -38,9 +40,11 @@ def read_huggingface(path: str | os.PathLike[str]) -> Source:
       path: a local or remote directory.
     """
     path = os.path.expanduser(os.fspath(path)).rstrip("/")
+    _check_links(path)
     stated = _read_json(f"{path}/{_CONFIG}")
     config = configs.read_config(stated, f"{path}/{_CONFIG}")
     tensors = _tensors(path)
+    checksums.verify(path, {os.path.basename(tensor.path) for tensor in tensors.values()})
     config = _complete(config, stated, tensors, path)
     return Source(
         format=f"Hugging Face ({configs.model_type(stated, path)}, safetensors)",
@@ -50,6 +54,18 @@ def read_huggingface(path: str | os.PathLike[str]) -> Source:
         config=config,
         vocabulary_files=tokenizer.read_vocabulary(path, config["vocab_size"], stated.get("tokenizer_class")),
     )
+
+
+def _check_links(path: str) -> None:
+    """Links may lead to files of the directory, and to the blobs of the hub's cache if it is one of its snapshots."""
+    directory = os.path.realpath(path)
+    if files.is_remote(path) or not os.path.isdir(directory):
+        return
+    snapshots, cache = os.path.dirname(directory), os.path.dirname(os.path.dirname(directory))
+    allowed = [directory]
+    if os.path.basename(snapshots) == "snapshots":
+        allowed.append(os.path.join(cache, "blobs"))
+    check_links(directory, [name for name in os.listdir(directory) if name.endswith(_READ)], allowed)
 
 
 def _read_json(path: str) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from etils import epath
 
 from t5x.checkpoints import faults, paths
 from t5x.checkpoints.formats.base import LazyArray
+from t5x.checkpoints.formats.huggingface import checksums, container, names, tokenizer
 from t5x.checkpoints.formats.huggingface import config as configs
-from t5x.checkpoints.formats.huggingface import container, names, tokenizer
 from t5x.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -34,8 +34,9 @@ def write_huggingface(
 ) -> None:
     """Writes a directory that `transformers.AutoModelForSeq2SeqLM.from_pretrained` loads.
 
-    Each array is read once, written and dropped, so that one of them is in memory at a time. The directory appears
-    under its name when it is whole. Optimizer state (`state/…`) has no place there and is left out.
+    Each array is read once, in the order of `arrays`, written and dropped, so that one of them is in memory at a time.
+    The directory appears under its name when it is whole, with checksums of the weights (see checksums.py). Optimizer
+    state (`state/…`) has no place there and is left out.
 
         >>> source = read_huggingface("flan-t5-small")                                              # doctest: +SKIP
         >>> write_huggingface("copy", source.config, source.arrays, dtype="bfloat16",
@@ -59,7 +60,8 @@ def write_huggingface(
     embedding = arrays.get("target/token_embedder/embedding")
     kept = np.dtype(np.float32) if embedding is None else np.dtype(embedding.dtype)
     described = configs.write_config(config, _DTYPES[dtype] if dtype else kept, eos_id)
-    parameters = _match(config, arrays)
+    position = {name: number for number, name in enumerate(arrays)}
+    parameters = sorted(_match(config, arrays), key=lambda parameter: position[parameter.name])
     plans = [
         container.Plan(p.tensor, _DTYPES[dtype] if dtype else np.dtype(arrays[p.name].dtype), p.tensor_shape)
         for p in parameters
@@ -124,15 +126,16 @@ def _write_weights(
     shard_bytes: int,
 ) -> None:
     shards = _shards(plans, shard_bytes)
-    placed = {}
+    placed, digests = {}, {}
     for number, shard in enumerate(shards, start=1):
         name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         chosen = [plans[i] for i in shard]
-        container.write(directory / name, chosen, _values([parameters[i] for i in shard], arrays))
+        digests[name] = container.write(directory / name, chosen, _values([parameters[i] for i in shard], arrays))
         placed |= {plan.name: name for plan in chosen}
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(plan.size for plan in plans)}, "weight_map": placed}
         paths.write_file(directory / "model.safetensors.index.json", (json.dumps(index, indent=2) + "\n").encode())
+    checksums.write(directory, digests)
 
 
 def _values(parameters: list[names.Parameter], arrays: Mapping[str, LazyArray]) -> Iterator[np.ndarray]:

@@ -1,13 +1,4 @@
-"""Preprocessors with seqio's names and semantics. Each takes one example and returns one.
-
-They go into a task's `preprocessors`, with `functools.partial` where they need arguments:
-
-    preprocessors=[
-        functools.partial(rekey, key_map={"inputs": "question", "targets": "answer"}),
-        tokenize,
-        append_eos,
-    ]
-"""
+"""From text to token ids: renaming fields, tokenizing, EOS. Each takes one example and returns one."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,0 +1,458 @@
+"""Writes caches of tasks, shard by shard and in parallel. See `t5x.data.cached` for what they are.
+
+A shard is written beside its place and renamed, then comes its summary (shard-00000.json): what has both is finished.
+After a kill at any moment, what is finished and whole is kept and the rest is made.
+"""
+
+import contextlib
+import functools
+import hashlib
+import json
+import logging
+import os
+import queue
+import re
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from t5x import cache
+from t5x.data import cached, processes, records
+from t5x.data.pipeline import Example, Pipeline, count_cacheable
+from t5x.data.sources import BadExample
+from t5x.data.tasks import Task
+from t5x.errors import UserError
+from t5x.telemetry.progress import Progress
+
+logger = logging.getLogger(__name__)
+
+EXAMPLES_PER_SHARD = 10_000
+_MAX_SHARDS = 256  # of larger splits, shards are larger
+_OURS = re.compile(r"shard-\d{5,}\.(array_record|json)(\.tmp-\d+)?|(info\.json|COMPLETED)(\.tmp-\d+)?")
+_WRITER_OPTIONS = "group_size:1"  # every record is found and decompressed alone
+_SECONDS_BETWEEN_REPORTS = 0.5
+
+Summary = dict[str, Any]
+
+
+class Written(NamedTuple):
+    """What a cache holds.
+
+    Attributes:
+      path: its directory.
+      examples: finished examples.
+      tokens: in all output features.
+      bytes: of all shards.
+      bad: source examples that were passed over.
+      made: how many of its shards were made now; the others were there.
+      shards: how many there are.
+      seconds: that it took.
+    """
+
+    task: str
+    split: str
+    path: str
+    examples: int
+    tokens: int
+    bytes: int
+    bad: int
+    made: int
+    shards: int
+    seconds: float
+
+
+class Work(NamedTuple):
+    """What it takes to make any shard of a cache.
+
+    Attributes:
+      pipeline: of the preprocessors whose work is kept.
+      path: directory of the cache.
+    """
+
+    pipeline: Pipeline
+    path: str
+    num_examples: int
+    examples_per_shard: int
+    drop_text: bool
+    skip_bad_examples: bool
+
+    def indices(self, number: int) -> range:
+        start = number * self.examples_per_shard
+        return range(start, min(start + self.examples_per_shard, self.num_examples))
+
+
+def write(
+    task: Task,
+    split: str,
+    *,
+    directory: str | None = None,
+    num_workers: int | None = None,
+    overwrite: bool = False,
+    drop_text: bool = False,
+    skip_bad_examples: bool = False,
+    runner: str | None = None,
+    examples_per_shard: int | None = None,
+) -> Written:
+    """Writes the cache of a split, or what is missing of it.
+
+    Args:
+      directory: of all caches; None is the first of T5X_TASK_CACHES.
+      num_workers: processes; None is one for each core. 0 does it in this one.
+      overwrite: replace a cache of another state of the task.
+      drop_text: do not keep the texts that `tokenize` keeps (`*_pretokenized`).
+      skip_bad_examples: pass over and count examples that cannot be read; False: the first one is an error.
+      runner: of Apache Beam, which then makes the shards.
+      examples_per_shard: source examples; None is 10,000, or more where there are very many.
+    """
+    began = time.monotonic()
+    steps = count_cacheable(task.preprocessors)
+    if not steps:
+        raise UserError(
+            f"There is nothing to cache of task {task.name!r}: its first preprocessor is random, depends on the "
+            "sequence length, joins examples, or is CacheDatasetPlaceholder. Caches hold the work of those before."
+        )
+    task.source.check_split(split)
+    described = cached.identity(task, split, steps)
+    pipeline = Pipeline(task.name, task.source, split, task.preprocessors[:steps], task.output_features)
+    count = len(pipeline)
+    path = cached.place(directory or _default_directory(), task.name, split)
+    info = {
+        "format": cached.FORMAT,
+        "task": task.name,
+        "split": split,
+        "num_examples": count,
+        "examples_per_shard": examples_per_shard or max(EXAMPLES_PER_SHARD, -(-count // _MAX_SHARDS)),
+        "drop_text": drop_text,
+        "identity": described,
+    }
+    with _exclusive(path):
+        info = _prepare(path, info, overwrite)
+        work = Work(pipeline, path, count, info["examples_per_shard"], drop_text, skip_bad_examples)
+        shards = -(-count // work.examples_per_shard)
+        finished = {number: found for number in range(shards) if (found := _finished(path, number)) is not None}
+        missing = [number for number in range(shards) if number not in finished]
+        if missing:
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(os.path.join(path, cached.COMPLETED))
+            finished |= _make(work, missing, num_workers, runner)
+        if not os.path.exists(os.path.join(path, cached.COMPLETED)):
+            _write_json(os.path.join(path, cached.COMPLETED), {"shards": [finished[n] for n in range(shards)]})
+    total = {
+        name: sum(summary[name] for summary in finished.values()) for name in ("examples", "tokens", "bytes", "bad")
+    }
+    return Written(task.name, split, path, **total, made=len(missing), shards=shards, seconds=time.monotonic() - began)
+
+
+def write_shard(work: Work, number: int, report: Callable[[int], None] = lambda count: None) -> Summary:
+    """Makes a shard, whole or not at all.
+
+    Args:
+      report: is told now and then how many source examples are done.
+    """
+    from array_record.python import array_record_module
+
+    path = os.path.join(work.path, cached.shard_name(number))
+    temporary = f"{path}.tmp-{os.getpid()}"
+    indices = work.indices(number)
+    summary = {"records": len(indices), "examples": 0, "tokens": 0, "bad": 0}
+    reported, told = 0, time.monotonic()
+    try:
+        writer = array_record_module.ArrayRecordWriter(temporary, _WRITER_OPTIONS)
+        for done, index in enumerate(indices, 1):
+            examples = _made(work, index, summary)
+            summary["examples"] += len(examples)
+            summary["tokens"] += sum(_tokens(example, work.pipeline.output_features) for example in examples)
+            writer.write(_encoded(work, examples, index))
+            if time.monotonic() - told > _SECONDS_BETWEEN_REPORTS:
+                report(done - reported)
+                reported, told = done, time.monotonic()
+        writer.close()
+        there = array_record_module.ArrayRecordReader(temporary).num_records()
+        if there != len(indices):
+            raise RuntimeError(f"{there} of {len(indices)} records arrived in {temporary}")
+        summary |= _measure(temporary)
+        os.replace(temporary, path)
+        _write_json(_summary_path(work.path, number), summary)
+    except (OSError, RuntimeError) as error:
+        _check_disk(work.path, error)
+        raise
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(temporary)
+    report(len(indices) - reported)
+    return summary
+
+
+def _made(work: Work, index: int, summary: Summary) -> list[Example]:
+    try:
+        examples = work.pipeline.unfinished(0, index)
+    except BadExample as error:
+        if not work.skip_bad_examples:
+            raise
+        summary["bad"] += 1
+        if summary["bad"] == 1:
+            logger.warning("passed over: %s; further ones of this shard are counted, not reported", error)
+        return []
+    if work.drop_text:
+        return [{name: value for name, value in one.items() if not name.endswith("_pretokenized")} for one in examples]
+    return examples
+
+
+def _encoded(work: Work, examples: list[Example], index: int) -> bytes:
+    try:
+        return records.encode(examples)
+    except UserError as error:
+        raise BadExample(f"{work.pipeline.location(index)}: {error}") from error
+
+
+def _tokens(example: Example, features: Iterable[str]) -> int:
+    found = [example[name] for name in features if name in example]
+    return sum(value.size if isinstance(value, np.ndarray) else 0 for value in found)
+
+
+# --- The directory ----------------------------------------------------------------------------------------------------
+
+
+def _default_directory() -> str:
+    found = cached.directories()
+    if not found:
+        raise UserError("T5X_TASK_CACHES is empty, or T5X_CACHE_DIR is remote. Name a local directory: --output_dir.")
+    return found[0]
+
+
+@contextlib.contextmanager
+def _exclusive(path: str) -> Iterator[None]:
+    """Holds the directory, which is made, against other writers."""
+    with contextlib.ExitStack() as stack:
+        try:
+            os.makedirs(path, exist_ok=True)
+            stack.enter_context(cache.locked(path, wait=False))
+        except BlockingIOError as error:
+            raise UserError(f"Another process is writing the cache {path}. Wait until it has ended.") from error
+        except OSError as error:
+            raise UserError(f"The cache {path} cannot be written: {error.strerror}. Choose --output_dir.") from error
+        try:
+            yield
+        except OSError as error:
+            _check_disk(path, error)
+            raise
+
+
+def _prepare(path: str, info: dict[str, Any], overwrite: bool) -> dict[str, Any]:
+    """Leaves in the directory only what belongs to `info`; returns what info.json holds."""
+    try:
+        there = cached.read_json(os.path.join(path, cached.INFO))
+    except cached.Unusable as error:
+        there, reason = None, [str(error)]
+    else:
+        reason = _reasons(there, info) if there else []
+    if reason and not overwrite:
+        raise UserError(
+            f"{path} holds a cache of another state of the task: {'; '.join(reason)}. --overwrite replaces it."
+        )
+    if there is None or reason or overwrite:
+        for name in sorted(os.listdir(path)):  # COMPLETED comes first
+            if _OURS.fullmatch(name):
+                os.remove(os.path.join(path, name))
+        _write_json(os.path.join(path, cached.INFO), info)
+        return info
+    for name in os.listdir(path):
+        if _OURS.fullmatch(name) and ".tmp-" in name:
+            os.remove(os.path.join(path, name))
+    return there
+
+
+def _reasons(there: dict[str, Any], info: dict[str, Any]) -> list[str]:
+    if there.get("format") != info["format"]:
+        return [f"its format is {there.get('format')}, not {info['format']}"]
+    found = cached.describe_differences(there["identity"], info["identity"])
+    if there["drop_text"] != info["drop_text"]:
+        found.append("it has no texts (--drop_text)" if there["drop_text"] else "it has texts (no --drop_text)")
+    if there["num_examples"] != info["num_examples"]:
+        found.append(f"it is of {there['num_examples']} source examples, and there are {info['num_examples']}")
+    return found
+
+
+def _finished(path: str, number: int) -> Summary | None:
+    """The summary of a shard that is finished and whole."""
+    try:
+        summary = cached.read_json(_summary_path(path, number))
+        if summary is None:
+            return None
+        measured = _measure(os.path.join(path, cached.shard_name(number)))
+    except (OSError, cached.Unusable):
+        measured = None
+    if measured is None or any(summary.get(name) != value for name, value in measured.items()):
+        logger.warning("%s in %s is damaged or gone; it is made again", cached.shard_name(number), path)
+        return None
+    return summary
+
+
+def _measure(path: str) -> Summary:
+    """Size and checksum of a file, which is on the disk afterwards."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def _summary_path(path: str, number: int) -> str:
+    return os.path.join(path, cached.shard_name(number).replace(".array_record", ".json"))
+
+
+def _write_json(path: str, content: Any) -> None:
+    temporary = f"{path}.tmp-{os.getpid()}"
+    with open(temporary, "w") as file:
+        json.dump(content, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _check_disk(path: str, error: Exception) -> None:
+    """A UserError if the disk is full, which array_record tells in words only."""
+    if any(words in str(error) for words in ("No space left", "Disk quota")):
+        free = cache.free_bytes(path)
+        room = "" if free is None else f" ({cache.human_size(free)} free)"
+        raise UserError(
+            f"The cache does not fit on the disk of {path}{room}. Make room and start again, which keeps the finished "
+            "shards; or write to another disk (--output_dir), or less (--drop_text)."
+        ) from error
+
+
+# --- Who makes the shards ---------------------------------------------------------------------------------------------
+
+
+def _make(work: Work, missing: Sequence[int], num_workers: int | None, runner: str | None) -> dict[int, Summary]:
+    if runner is not None:
+        return _make_with_beam(work, missing, runner)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = min(cores if num_workers is None else num_workers, len(missing))
+    total = sum(len(work.indices(number)) for number in missing)
+    with Progress(total, unit="example", description=f"{work.pipeline.name} {work.pipeline.split}") as progress:
+        report = _Rate(progress)
+        if count <= 1:
+            return {number: write_shard(work, number, report) for number in missing}
+        return _make_in_processes(work, missing, count, report)
+
+
+class _Rate:
+    """Adds up what is done, and shows it with its rate."""
+
+    def __init__(self, progress: Progress):
+        self._progress = progress
+        self._began = time.monotonic()
+        self._done = 0
+
+    def __call__(self, count: int) -> None:
+        self._done += count
+        rate = self._done / max(time.monotonic() - self._began, 1e-9)
+        self._progress.update(self._done, **{"examples/s": rate})
+
+
+def _make_in_processes(
+    work: Work, missing: Sequence[int], count: int, report: Callable[[int], None]
+) -> dict[int, Summary]:
+    payload = processes.pickled(work, "Give --num_workers=0")
+    waiting = iter(missing)
+    answers: queue.Queue[tuple[int, dict[str, Any] | None]] = queue.Queue()
+    workers = [processes.start("t5x.data.cache_writer:serve") for _ in range(count)]
+    finished: dict[int, Summary] = {}
+
+    def listen(number: int) -> None:
+        while (content := processes.read(workers[number].stdout)) is not None:
+            answers.put((number, json.loads(content)))
+        answers.put((number, None))
+
+    def command(number: int, content: bytes) -> None:
+        with contextlib.suppress(OSError):  # it has died, which its other pipe tells
+            processes.write(workers[number].stdin, content)
+            workers[number].stdin.flush()
+
+    def begin(number: int) -> None:
+        command(number, payload)
+        command(number, str(next(waiting)).encode())
+
+    try:
+        for number in range(count):
+            threading.Thread(target=listen, args=(number,), daemon=True).start()
+            begin(number)
+        while len(finished) < len(missing):
+            number, answer = answers.get()
+            if answer is None:
+                raise UserError(
+                    f"A worker process ended: {processes.why_ended(workers[number])}. Start again, which keeps the "
+                    "finished shards, with fewer processes (--num_workers) if it ran out of memory."
+                )
+            if "error" in answer:
+                raise {"bad": BadExample, "user": UserError}.get(answer["kind"], RuntimeError)(answer["error"])
+            report(answer.get("done", 0))
+            if "shard" in answer:
+                finished[answer["shard"]] = answer["summary"]
+                if (following := next(waiting, None)) is not None:
+                    command(number, str(following).encode())
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+            worker.stdin.close()
+    return finished
+
+
+def serve() -> None:
+    """The main function of a worker process."""
+    source, output = processes.pipes()
+    payload = processes.read(source)
+    if payload is None:
+        return
+
+    def answer(**content: Any) -> None:
+        processes.write(output, json.dumps(content).encode())
+        output.flush()
+
+    commands = processes.listen(source)
+    try:
+        work = processes.unpickled(payload)
+        while True:
+            number = int(commands.get())
+            answer(shard=number, summary=write_shard(work, number, lambda count: answer(done=count)))
+    except BrokenPipeError:
+        pass
+    except UserError as error:
+        answer(kind="bad" if isinstance(error, BadExample) else "user", error=str(error))
+    except Exception:
+        answer(kind="bug", error=f"in a worker process:\n{traceback.format_exc()}")
+
+
+def _make_with_beam(work: Work, missing: Sequence[int], runner: str) -> dict[int, Summary]:
+    try:
+        import apache_beam
+        from apache_beam.options.pipeline_options import PipelineOptions
+    except ImportError as error:
+        raise UserError(
+            f"--runner needs Apache Beam ({error}). `pip install apache-beam`, or `pip install -e '.[beam]'` in the "
+            "checkout of t5x. Without --runner, processes of this machine do it (--num_workers)."
+        ) from error
+    payload = processes.pickled(work, "Leave out --runner and give --num_workers=0")
+    options = PipelineOptions(["--runner", runner])
+    logger.info("Beam's %s makes %d shard(s)", runner, len(missing))
+    with apache_beam.Pipeline(options=options) as pipeline:
+        shards = pipeline | apache_beam.Create(list(missing)) | apache_beam.Reshuffle()
+        _ = shards | "WriteShard" >> apache_beam.Map(functools.partial(_write_pickled, payload))
+    finished = {number: found for number in missing if (found := _finished(work.path, number)) is not None}
+    if len(finished) < len(missing):
+        raise UserError(
+            f"Beam's {runner} left {len(missing) - len(finished)} shard(s) unwritten in {work.path}. Its workers must "
+            "see that directory."
+        )
+    return finished
+
+
+def _write_pickled(payload: bytes, number: int) -> None:
+    write_shard(_unpickled(payload), number)
+
+
+_unpickled = functools.lru_cache(maxsize=1)(processes.unpickled)

@@ -1,0 +1,171 @@
+"""A task of a plain file: pairs of texts as JSON lines, TSV, CSV or Parquet, without any Python.
+
+In a gin file:
+
+    from t5x import data
+
+    MIXTURE_OR_TASK_NAME = @data.file_task()
+    data.file_task:
+      files = {'train': 'train.jsonl', 'validation': 'valid.jsonl'}
+      inputs = 'question'
+      targets = 'answer'
+      vocabulary = %VOCABULARY
+"""
+
+import functools
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from t5x.data.features import Feature
+from t5x.data.pipeline import Pipeline
+from t5x.data.preprocessors import append_eos_after_trim, tokenize
+from t5x.data.sources import (
+    BadExample,
+    CsvDataSource,
+    DataSource,
+    JsonLinesDataSource,
+    ParquetDataSource,
+    TsvDataSource,
+)
+from t5x.data.tasks import Task, TaskRegistry
+from t5x.data.vocabularies import Vocabulary
+from t5x.errors import UserError
+
+Metric = str | Callable[..., Mapping[str, Any]]
+
+_SOURCES = {".jsonl": JsonLinesDataSource, ".tsv": TsvDataSource, ".csv": CsvDataSource, ".parquet": ParquetDataSource}
+_COMPRESSED = (".gz", ".bz2", ".xz")
+_LOOKED_AT = 100  # examples that the fields are told from
+
+
+def file_task(
+    files: Mapping[str, str | Sequence[str]],
+    vocabulary: Vocabulary,
+    inputs: str = "inputs",
+    targets: str = "targets",
+    prefix: str = "",
+    metric: Metric | Sequence[Metric] | None = "exact_match",
+    name: str = "pairs",
+) -> Task:
+    """A task of pairs of texts, registered by its name; called again with the same arguments, it is the same task.
+
+    Numbers are taken as text. An empty text is one: its target is EOS alone. Texts that are too long are cut, and keep
+    their EOS.
+
+    Args:
+      files: {split: a path, a glob pattern, or several}. How a file is read is told by its ending: .jsonl, .tsv or .csv
+        (with names in the first line), .parquet; also compressed (.gz, .bz2, .xz), also remote.
+      vocabulary: of both inputs and targets.
+      inputs, targets: the fields.
+      prefix: put before every input, as it is.
+      metric: what predictions are scored with: the name of a function in `t5x.metrics`, a function, or several.
+      name: by which it is registered, and under which its evaluations are written.
+    """
+    told = {"files": dict(files), "vocabulary": vocabulary, "inputs": inputs, "targets": targets, "prefix": prefix}
+    told["metric"] = metric
+    if name in TaskRegistry.names() and (known := TaskRegistry.get(name)).source_info == told:
+        return known
+    source = _source(files)
+    _check_fields(source, files, inputs, targets)
+    return TaskRegistry.add(
+        name,
+        source,
+        {"inputs": Feature(vocabulary), "targets": Feature(vocabulary)},
+        preprocessors=[
+            functools.partial(pair, inputs=inputs, targets=targets, prefix=prefix),
+            tokenize,
+            append_eos_after_trim,
+        ],
+        metric_fns=[_metric(one) for one in _as_list(metric)],
+        source_info=told,
+    )
+
+
+def pair(example: dict[str, Any], inputs: str, targets: str, prefix: str = "") -> dict[str, str]:
+    """Two fields of an example as `inputs`, behind the prefix, and `targets`.
+
+    >>> pair({"text": "It rains.", "label": 1}, "text", "label", "weather: ")
+    {'inputs': 'weather: It rains.', 'targets': '1'}
+    """
+    return {"inputs": prefix + _text(example, inputs), "targets": _text(example, targets)}
+
+
+def pairs(task: Task, split: str) -> Pipeline:
+    """The pairs of texts of a `file_task`, before they are tokenised."""
+    return Pipeline(task.name, task.source, split, task.preprocessors[:1], {})
+
+
+def _check_fields(source: DataSource, files: Mapping[str, Any], inputs: str, targets: str) -> None:
+    """A UserError where none of the first examples has these fields; it lists those that there are."""
+    split, path = next(iter(files.items()))
+    fields: dict[str, None] = {}
+    for index in range(min(_LOOKED_AT, source.num_examples(split))):
+        try:
+            fields |= dict.fromkeys(source.example(split, index))
+        except BadExample:
+            continue
+    if not fields:
+        source.example(split, 0)  # not one of them can be read: the first says why
+    if missing := [field for field in dict.fromkeys((inputs, targets)) if field not in fields]:
+        raise UserError(
+            f"{path} has no field {' and no field '.join(map(repr, missing))}. Its fields are "
+            f"{', '.join(map(str, fields))}: name one of them as inputs and one as targets."
+        )
+
+
+def _source(files: Mapping[str, str | Sequence[str]]) -> DataSource:
+    endings = {split: {_ending(path) for path in _as_list(patterns)} for split, patterns in files.items()}
+    if len(kinds := set().union(*endings.values())) > 1:
+        raise UserError(
+            f"The files are of different kinds, {' and '.join(sorted(kinds))}: {', '.join(map(str, files.values()))}. "
+            "Give all splits in one of them."
+        )
+    return _SOURCES[kinds.pop()](files)
+
+
+def _ending(path: str | os.PathLike[str]) -> str:
+    path = os.fspath(path)
+    name = path.lower()
+    for suffix in _COMPRESSED:
+        name = name.removesuffix(suffix)
+    ending = os.path.splitext(name)[1]
+    if ending in _SOURCES:
+        return ending
+    if ending == ".txt":
+        raise UserError(
+            f"{path} is plain text, which has lines but no pairs of inputs and targets. Write it as .jsonl "
+            '({"inputs": …, "targets": …} on each line) or as .tsv, with the names of the columns in the first line.'
+        )
+    if ending == ".json":
+        raise UserError(f"{path}: one JSON object a line is read here. If it is that, name it .jsonl; else convert it.")
+    known = ", ".join(_SOURCES)
+    raise UserError(f"{path}: its ending does not tell what it is. Known are {known}, and these with .gz, .bz2 or .xz.")
+
+
+def _text(example: Mapping[str, Any], field: str) -> str:
+    value = example[field]
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bool | int | float):
+        return json.dumps(value)
+    what = "empty (null)" if value is None else f"{str(value)[:60]!r}"
+    raise UserError(f"the field {field!r} is {what}, where text or a number is needed.")
+
+
+def _metric(metric: Metric) -> Callable[..., Mapping[str, Any]]:
+    if callable(metric):
+        return metric
+    from t5x import metrics  # where it is used: metrics may need this package
+
+    known = [name for name in metrics.__all__ if name.islower()]
+    if metric not in known:
+        raise UserError(f"There is no metric {metric!r}. There is {', '.join(known)}.")
+    return getattr(metrics, metric)
+
+
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]

@@ -1,0 +1,59 @@
+"""The endless order of a source's examples: epoch after epoch, each in its own shuffle, without a table."""
+
+import math
+
+from t5x.data.pipeline import derive_seed
+
+_ROUNDS = 16
+_MASK = (1 << 64) - 1
+
+
+def shuffled(index: int, size: int, key: int) -> int:
+    """Where `index` goes in the permutation of range(size) that belongs to `key`; no table is needed.
+
+    A Feistel network over pairs (left, right) with about sqrt(size) values each; what falls outside range(size) goes
+    round again. Saved positions depend on it: it must never change.
+    """
+    rows = math.isqrt(size - 1) + 1
+    columns = -(-size // rows)
+    while True:
+        left, right = divmod(index, columns)
+        for at in range(0, _ROUNDS, 2):
+            left = (left + mix(key + at, right)) % rows
+            right = (right + mix(key + at + 1, left)) % columns
+        index = left * columns + right
+        if index < size:
+            return index
+
+
+def mix(key: int, value: int) -> int:
+    """A 64-bit hash of two numbers."""
+    mixed = (key + (value + 1) * 0x9E3779B97F4A7C15) & _MASK
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+    return mixed ^ (mixed >> 31)
+
+
+class Order:
+    """The endless order of `size` examples.
+
+    Args:
+      size: number of examples of an epoch.
+      seed: of the shuffle.
+      shuffle: False keeps the order of the source in every epoch.
+    """
+
+    def __init__(self, size: int, seed: int, shuffle: bool):
+        self.size = size
+        self.shuffle = shuffle
+        self._seed = seed
+        self._key = -1, 0
+
+    def __call__(self, position: int) -> tuple[int, int]:
+        """(epoch, example index) of a position."""
+        epoch, index = divmod(position, self.size)
+        if not self.shuffle:
+            return epoch, index
+        if self._key[0] != epoch:
+            self._key = epoch, derive_seed("order", self._seed, epoch)
+        return epoch, shuffled(index, self.size, self._key[1])

@@ -1,0 +1,78 @@
+"""Preprocessors with the names and semantics of seqio's and t5's. Each takes one example.
+
+They go into a task's `preprocessors`, with `functools.partial` where they need arguments:
+
+    preprocessors=[
+        functools.partial(rekey, key_map={"inputs": "question", "targets": "answer"}),
+        tokenize,
+        append_eos,
+    ]
+
+Pre-training on text, as T5 did it:
+
+    preprocessors=[
+        functools.partial(rekey, key_map={"inputs": None, "targets": "text"}),
+        tokenize,
+        span_corruption,
+        append_eos_after_trim,
+    ]
+"""
+
+from t5x.data.preprocessors.denoiser_mixture import UL2_DENOISERS, UL2_MODE_TOKENS, Denoiser, ul2
+from t5x.data.preprocessors.denoising import (
+    iid_denoising,
+    prefix_lm,
+    random_spans_helper,
+    select_random_chunk,
+    span_corruption,
+    split_tokens,
+)
+from t5x.data.preprocessors.tasks import (
+    filter_by_string_length,
+    glue,
+    lower_text,
+    monot5,
+    parse_tsv,
+    preprocess_tsv,
+    squad,
+    stsb,
+    summarize,
+    translate,
+)
+from t5x.data.preprocessors.text import (
+    append_eos,
+    append_eos_after_trim,
+    rekey,
+    tokenize,
+    tokenize_and_append_eos,
+    truncate_inputs_left,
+)
+
+__all__ = [
+    "UL2_DENOISERS",
+    "UL2_MODE_TOKENS",
+    "Denoiser",
+    "append_eos",
+    "append_eos_after_trim",
+    "filter_by_string_length",
+    "glue",
+    "iid_denoising",
+    "lower_text",
+    "monot5",
+    "parse_tsv",
+    "prefix_lm",
+    "preprocess_tsv",
+    "random_spans_helper",
+    "rekey",
+    "select_random_chunk",
+    "span_corruption",
+    "split_tokens",
+    "squad",
+    "stsb",
+    "summarize",
+    "tokenize",
+    "tokenize_and_append_eos",
+    "translate",
+    "truncate_inputs_left",
+    "ul2",
+]

@@ -1,0 +1,161 @@
+"""UL2's mixture of denoisers (Tay et al., 2022)."""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from t5x.data.features import Feature
+from t5x.data.preprocessors import denoising
+from t5x.data.streams import composite, generator
+from t5x.errors import UserError
+
+Example = dict[str, Any]
+
+# Denoisers cut what they get into examples of their own lengths; with this many of the longest, few are cut short.
+_EXAMPLES_A_PIECE = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Denoiser:
+    """One of the objectives that UL2 mixes.
+
+    Attributes:
+      mode: key of its mode token: "R" (regular), "X" (extreme) or "S" (sequential).
+      noise_density: the part of the tokens that becomes targets.
+      mean_span_length: of the spans that become targets. None: no spans, the targets are the end of the text; they
+        are `noise_density` of it on average, and up to twice that.
+      rate: how often it is taken, relative to the others.
+    """
+
+    mode: str
+    noise_density: float
+    mean_span_length: float | None = None
+    rate: float = 1.0
+
+
+UL2_DENOISERS = (
+    Denoiser("R", 0.15, 3.0),
+    Denoiser("R", 0.15, 8.0),
+    Denoiser("X", 0.5, 3.0),
+    Denoiser("X", 0.5, 8.0),
+    Denoiser("X", 0.15, 64.0),
+    Denoiser("X", 0.5, 64.0),
+    Denoiser("S", 0.25),
+)
+UL2_MODE_TOKENS = {"R": "[NLU]", "X": "[NLG]", "S": "[S2S]"}
+
+
+@composite
+def ul2(
+    sequence_length: Mapping[str, int] | None,
+    output_features: Mapping[str, Feature],
+    denoisers: Sequence[Denoiser] = UL2_DENOISERS,
+    mode_tokens: Mapping[str, str] | None = UL2_MODE_TOKENS,
+    merge_examples_to_reduce_padding: bool = True,
+) -> list[Any]:
+    """A mixture of denoisers: each example is made by one of them, drawn by their rates.
+
+    An example takes as many tokens as fit into both the inputs (with the mode token and EOS) and the targets (with
+    EOS), which differs from denoiser to denoiser. Like `span_corruption`, it reads `targets` and makes `inputs` and
+    `targets` without EOS.
+
+    Args:
+      denoisers: the mixture; UL2's own, at equal rates.
+      mode_tokens: text at the beginning of the inputs for each mode, encoded by the vocabulary; None: nothing.
+      merge_examples_to_reduce_padding: False cuts every document alone.
+    """
+    if not denoisers:
+        raise UserError("ul2 has no denoisers to mix.")
+    lengths = [denoising.length_of(feature, sequence_length, "ul2") for feature in ("inputs", denoising.TOKENS)]
+    vocabulary = denoising.shared_vocabulary(output_features, "inputs", "ul2")
+    dtype = output_features["inputs"].dtype
+    plans = []
+    for denoiser in denoisers:
+        _check(denoiser, mode_tokens)
+        mode = vocabulary.encode(mode_tokens[denoiser.mode]) if mode_tokens else []
+        length = _largest(denoiser, lengths[0] - len(mode), lengths[1])
+        plans.append(_Plan(denoiser, np.asarray(mode, dtype), length))
+    denoising.check_sentinels(vocabulary, max(plan.spans for plan in plans), "ul2")
+    step = functools.partial(mix_denoisers, plans=plans, sentinel=vocabulary.vocab_size - 1)
+    piece = _EXAMPLES_A_PIECE * max(plan.length for plan in plans)
+    return [*denoising.pieces(piece, merge_examples_to_reduce_padding), step]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """A denoiser with the ids of its mode token and the number of tokens it takes."""
+
+    denoiser: Denoiser
+    mode: np.ndarray
+    length: int
+
+    @property
+    def spans(self) -> int:
+        if self.denoiser.mean_span_length is None:
+            return 0
+        return denoising.noise_counts(self.length, self.denoiser.noise_density, self.denoiser.mean_span_length)[1]
+
+    def __call__(self, tokens: np.ndarray, sentinel: int, rng: np.random.Generator) -> Example:
+        density, span = self.denoiser.noise_density, self.denoiser.mean_span_length
+        if span is None:
+            made = denoising.cut_at(tokens, denoising.prefix_length(tokens.size, density, rng))
+        else:
+            mask = denoising.random_spans_noise_mask(tokens.size, rng, density, span)
+            made = denoising.corrupt(tokens, mask, sentinel)
+        return made | {"inputs": np.concatenate([self.mode, made["inputs"]])}
+
+
+def mix_denoisers(example: Example, seed: int, plans: Sequence[_Plan], sentinel: int) -> list[Example]:
+    """Cuts the tokens into examples, each with the length of its denoiser; the last one may be shorter."""
+    tokens = denoising.token_ids(example, denoising.TOKENS)
+    rng = generator(seed)
+    rates = list(itertools.accumulate(plan.denoiser.rate for plan in plans))
+    made = []
+    at = 0
+    while at < tokens.size:
+        draw = rates[-1] * denoising.random_below(1 << 53, rng) / (1 << 53)
+        plan = plans[next(i for i, rate in enumerate(rates) if draw < rate)]
+        made.append(plan(tokens[at : at + plan.length], sentinel, rng))
+        at += plan.length
+    return made
+
+
+def _largest(denoiser: Denoiser, inputs_length: int, targets_length: int) -> int:
+    """The greatest number of tokens of which both inputs and targets fit."""
+
+    def fits(length: int) -> bool:
+        inputs, targets = _lengths(denoiser, length)
+        return inputs <= inputs_length and targets <= targets_length
+
+    if not fits(2):
+        raise UserError(
+            f"ul2: the inputs have room for {inputs_length} token(s) besides a mode token and the targets for "
+            f"{targets_length}, which is too little for {denoiser}."
+        )
+    length = 2
+    while fits(length + 1):
+        length += 1
+    return length
+
+
+def _lengths(denoiser: Denoiser, length: int) -> tuple[int, int]:
+    """The greatest lengths of inputs and targets, with EOS, made of `length` tokens."""
+    if denoiser.mean_span_length is not None:
+        return denoising.denoised_lengths(length, denoiser.noise_density, denoiser.mean_span_length)
+    least, most = denoising.prefix_bounds(length, denoiser.noise_density)
+    return most + 1, length - least + 1
+
+
+def _check(denoiser: Denoiser, mode_tokens: Mapping[str, str] | None) -> None:
+    if mode_tokens and denoiser.mode not in mode_tokens:
+        raise UserError(f"ul2: {denoiser} has no mode token; there are {', '.join(mode_tokens)}.")
+    if not denoiser.rate > 0:
+        raise UserError(f"ul2: the rate of {denoiser} must be positive.")
+    if denoiser.mean_span_length is None:
+        denoising.check_prefix(denoiser.noise_density, "ul2")
+    else:
+        denoising.check_noise(denoiser.noise_density, denoiser.mean_span_length, "ul2")

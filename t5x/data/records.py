@@ -1,0 +1,119 @@
+"""Lists of examples as bytes: msgpack, with numpy arrays as raw little-endian bytes. No pickle.
+
+What is read is what was written, type by type. Whole numbers in arrays are stored in as few bytes as they need.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from t5x.errors import UserError
+
+Example = dict[str, Any]
+
+# Codes of msgpack's extension types.
+_VECTOR, _ARRAY, _OBJECTS, _SCALAR, _TUPLE, _LARGE = range(1, 7)
+# Arrays of one dimension and such a type begin with the places of their own type and of the stored one in this list.
+_COMMON = tuple(map(np.dtype, ("<i4", "<i8", "<u1", "<u2", "<u4", "<f4", "<f8", "?", "<i2", "<i1")))
+_PLACES = {dtype: at for at, dtype in enumerate(_COMMON)}
+_NARROW = tuple((np.iinfo(dtype).max, _PLACES[np.dtype(dtype)]) for dtype in ("<u1", "<u2"))
+
+
+def encode(examples: list[Example]) -> bytes:
+    """The bytes of what a source example became; a UserError for values that have no place in a file."""
+    try:
+        return _pack(examples)
+    except _Impossible as error:
+        name = next(name for example in examples for name, value in example.items() if not _is_possible(value))
+        raise UserError(
+            f"the field {name!r} holds {error}, which a cache cannot keep. Let a preprocessor before "
+            "CacheDatasetPlaceholder turn it into text, numbers, lists or arrays, or take it out."
+        ) from error
+
+
+def decode(content: bytes) -> list[Example]:
+    """What `encode` was given; nobody else holds the arrays."""
+    return msgpack.unpackb(
+        content, ext_hook=_from_extension, strict_map_key=False, unicode_errors="surrogatepass", use_list=True
+    )
+
+
+class _Impossible(Exception):
+    pass
+
+
+def _is_possible(value: Any) -> bool:
+    try:
+        _pack(value)
+        return True
+    except _Impossible:
+        return False
+
+
+def _pack(value: Any) -> bytes:
+    return msgpack.packb(value, default=_extension, strict_types=True, unicode_errors="surrogatepass")
+
+
+def _extension(value: Any) -> Any:
+    """What msgpack does not know, as something that it knows."""
+    match value:
+        case np.ndarray():
+            return _from_array(value)
+        case np.generic():
+            return msgpack.ExtType(_SCALAR, _pack([_name(value.dtype), value.tobytes()]))
+        case tuple() if type(value) is tuple:
+            return msgpack.ExtType(_TUPLE, _pack(list(value)))
+        case int():
+            return msgpack.ExtType(_LARGE, str(int(value)).encode())
+        case str():
+            return str(value)
+        case Mapping():
+            return dict(value)
+        case list():
+            return list(value)
+    raise _Impossible(f"a {type(value).__name__} ({str(value)[:40]})")
+
+
+def _from_array(array: np.ndarray) -> msgpack.ExtType:
+    if array.dtype.hasobject:
+        if array.dtype != np.dtype(object):
+            raise _Impossible(f"an array of {array.dtype}")
+        return msgpack.ExtType(_OBJECTS, _pack([list(array.shape), array.ravel().tolist()]))
+    place = _PLACES.get(array.dtype)
+    if array.ndim != 1 or place is None:
+        return msgpack.ExtType(_ARRAY, _pack([_name(array.dtype), list(array.shape), array.tobytes()]))
+    stored = place
+    if array.dtype.kind in "iu" and array.size and array.min() >= 0:
+        largest = int(array.max())
+        stored = next((narrow for limit, narrow in _NARROW if largest <= limit), place)
+    return msgpack.ExtType(_VECTOR, bytes((place, stored)) + array.astype(_COMMON[stored], copy=False).tobytes())
+
+
+def _from_extension(code: int, content: bytes) -> Any:
+    if code == _VECTOR:
+        stored = np.frombuffer(content, _COMMON[content[1]], offset=2)
+        return stored.astype(_COMMON[content[0]])
+    if code == _LARGE:
+        return int(content)
+    parts = decode(content)
+    if code == _TUPLE:
+        return tuple(parts)
+    if code == _SCALAR:
+        return np.frombuffer(parts[1], _dtype(parts[0]))[0]
+    if code == _ARRAY:
+        return np.frombuffer(parts[2], _dtype(parts[0])).reshape(parts[1]).copy()
+    array = np.empty(len(parts[1]), object)
+    array[:] = parts[1]
+    return array.reshape(parts[0])
+
+
+def _name(dtype: np.dtype) -> str:
+    if np.dtype(dtype.str) != dtype:
+        raise _Impossible(f"numbers of type {dtype}")
+    return dtype.str
+
+
+_dtype = functools.cache(np.dtype)

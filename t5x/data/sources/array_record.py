@@ -1,0 +1,106 @@
+"""array_record files, whose records are tf.train.Example, JSON or msgpack messages."""
+
+import os
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from t5x.data.local_files import LocalFile
+from t5x.data.sources.base import Malformed, optional_package
+from t5x.data.sources.files import DecodedRecords, FilesDataSource, Patterns
+from t5x.data.sources.lines import decoded, json_object
+from t5x.data.sources.tf_examples import ExampleParser
+from t5x.data.staging import LocalCopy
+from t5x.errors import UserError
+
+_Decode = Callable[[bytes], Mapping[str, Any]]
+
+
+class ArrayRecordDataSource(FilesDataSource):
+    """Records of array_record files.
+
+    Args:
+      split_to_filepattern: as in `TextLineDataSource`.
+      decode_fn: what a record is: "tf_example", "json", "msgpack", or a function from its bytes to a dict.
+      feature_description: of "tf_example" records, as in `TFExampleDataSource`.
+    """
+
+    def __init__(
+        self,
+        split_to_filepattern: Mapping[str, Patterns],
+        decode_fn: str | _Decode = "tf_example",
+        feature_description: Mapping[str, Any] | None = None,
+    ):
+        super().__init__(split_to_filepattern)
+        formats = {"tf_example": ExampleParser(feature_description), "json": _json_object, "msgpack": _msgpack_map}
+        if not callable(decode_fn) and decode_fn not in formats:
+            raise UserError(f"decode_fn={decode_fn!r} is neither one of {', '.join(formats)} nor a function.")
+        self._decode = decode_fn if callable(decode_fn) else formats[decode_fn]
+
+    def _open_file(self, copy: LocalCopy) -> DecodedRecords:
+        return DecodedRecords(ArrayRecordFile(copy), self._decode)
+
+
+class ArrayRecordFile:
+    """The records of one file. A reader is opened for each process: its threads do not survive a fork."""
+
+    def __init__(self, copy: LocalCopy):
+        self.name = copy.name
+        self._path = copy.path
+        self._file = LocalFile(copy)
+        self._lock = threading.Lock()
+        self._process = None
+        self._size = self._reader().num_records() if self._file.size else 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> bytes:
+        self._file.check()
+        try:
+            with self._lock:
+                return self._reader().read([index])[0]
+        except (ValueError, IndexError, RuntimeError) as error:
+            raise Malformed(
+                f"it cannot be read: the file is damaged ({_first_line(error)}). Fetch it again."
+            ) from error
+
+    def _reader(self) -> Any:
+        if self._process == os.getpid():
+            return self._opened
+        module = optional_package(
+            "array_record.python.array_record_module", "array_record", "Reading array_record files"
+        )
+        try:
+            # Without read-ahead, which is of no use for random access.
+            self._opened = module.ArrayRecordReader(self._path, "readahead_buffer_size:0,max_parallelism:0")
+            is_whole = self._opened.ok()
+        except (ValueError, RuntimeError) as error:
+            raise self._damaged(_first_line(error)) from error
+        if not is_whole:
+            raise self._damaged("its end is missing")
+        self._process = os.getpid()
+        return self._opened
+
+    def _damaged(self, what: str) -> UserError:
+        return UserError(f"{self.name} is no array_record file, or is cut short ({what}). Fetch it again.")
+
+
+def _json_object(content: bytes) -> dict[str, Any]:
+    return json_object(decoded(content))
+
+
+def _msgpack_map(content: bytes) -> dict[str, Any]:
+    import msgpack
+
+    try:
+        example = msgpack.unpackb(content)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise Malformed(f"not msgpack: {error or type(error).__name__}") from error
+    if not isinstance(example, dict):
+        raise Malformed(f"a msgpack map is needed, not a {type(example).__name__}.")
+    return example
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]

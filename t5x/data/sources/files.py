@@ -1,0 +1,197 @@
+"""Sources of files: splits that are lists of paths and glob patterns."""
+
+import abc
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from t5x.data import files, staging
+from t5x.data.fingerprints import fingerprint
+from t5x.data.sources.base import BadExample, DataSource, Malformed, OpenedSplits, as_example, check_sequence, name_of
+from t5x.data.staging import LocalCopy
+from t5x.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+Patterns = str | os.PathLike | Sequence[str | os.PathLike]
+
+
+class Examples(Protocol):
+    """The examples of one file. What `[]` cannot read is `Malformed`."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]: ...
+
+    def location(self, index: int) -> str:
+        """Where an example is: the file, and the line or record in it."""
+
+
+class _Split(NamedTuple):
+    files: list[Examples]
+    ends: np.ndarray  # [files]: examples up to and including a file
+
+
+class FilesDataSource(OpenedSplits, DataSource):
+    """The examples of files, one file after the other.
+
+    Args:
+      split_to_filepattern: split to a path, a glob pattern, or several. Paths may be remote (gs://…) and compressed
+        (.gz): such files are copied into the cache directory, once.
+    """
+
+    def __init__(self, split_to_filepattern: Mapping[str, Patterns]):
+        super().__init__()
+        if not isinstance(split_to_filepattern, Mapping) or not split_to_filepattern:
+            raise UserError(
+                f"{type(self).__name__} needs a mapping from split to file pattern, such as "
+                f"{{'train': 'data/train*.jsonl'}}, not {split_to_filepattern!r}."
+            )
+        self._patterns = dict(split_to_filepattern)
+        self._versions: dict[str, dict[str, str]] = {}
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        return tuple(self._patterns)
+
+    def num_examples(self, split: str) -> int:
+        return int(self.opened(split).ends[-1])
+
+    def example(self, split: str, index: int) -> dict[str, Any]:
+        file, at = self._find(split, index)
+        try:
+            return as_example(file[at], lambda: file.location(at))
+        except Malformed as error:
+            raise BadExample(f"{file.location(at)}: {error}") from error
+
+    def location(self, split: str, index: int) -> str:
+        file, at = self._find(split, index)
+        return file.location(at)
+
+    def fingerprint(self, split: str) -> dict[str, Any]:
+        self.check_split(split)
+        state = {name: value for name, value in self.__getstate__().items() if name not in ("_patterns", "_versions")}
+        names = [(os.path.basename(name), version) for name, version in staging.versions(self._paths(split))]
+        return {"class": type(self).__qualname__, "settings": fingerprint((type(self), state)), "files": names}
+
+    @abc.abstractmethod
+    def _open_file(self, copy: LocalCopy) -> Examples: ...
+
+    def _find(self, split: str, index: int) -> tuple[Examples, int]:
+        opened, ends = self.opened(split)
+        if not 0 <= index < ends[-1]:
+            raise IndexError(f"example {index} of {ends[-1]} in split {split!r}")
+        at = int(np.searchsorted(ends, index, side="right"))
+        return opened[at], index - (int(ends[at - 1]) if at else 0)
+
+    def _open(self, split: str) -> _Split:
+        copies = self._staged(split, self._paths(split))
+        return self._joined(split, copies, [self._open_file(copy) for copy in copies])
+
+    def _staged(self, split: str, paths: Sequence[str]) -> list[LocalCopy]:
+        """Local copies of files, which must be of the versions that they were of where the source was pickled."""
+        copies = staging.stage(paths)
+        now = _versions(copies)
+        before = self._versions.get(split, now)
+        if changed := [name for name in before | now if before.get(name) != now.get(name)]:
+            raise UserError(
+                f"The files of split {split!r} are not those that the run began with ({', '.join(changed[:3])} "
+                "changed, came or went). Do not change data under a run: start again."
+            )
+        return copies
+
+    def _joined(self, split: str, copies: Sequence[LocalCopy], opened: list[Examples]) -> _Split:
+        ends = np.cumsum([len(file) for file in opened], dtype=np.int64)
+        if not len(ends) or not ends[-1]:
+            names = ", ".join(copy.name for copy in copies[:5]) or "its list of files"
+            raise UserError(f"Split {split!r} has no examples: {names} is empty.")
+        logger.info("Split %r: %d examples in %d file(s)", split, ends[-1], len(opened))
+        self._versions[split] = _versions(copies)
+        return _Split(opened, ends)
+
+    def _paths(self, split: str) -> list[str]:
+        patterns = self._patterns[split]
+        if isinstance(patterns, str | os.PathLike):
+            patterns = [patterns]
+        return [path for pattern in patterns for path in files.expand(pattern)]
+
+
+def _versions(copies: Sequence[LocalCopy]) -> dict[str, str]:
+    return {copy.name: copy.version for copy in copies}
+
+
+class FileDataSource(FilesDataSource):
+    """Examples from files that a function of yours reads.
+
+    Args:
+      read_file_fn: `read_file_fn(path)` returns the examples of one file: a sequence of dicts (anything with `len` and
+        indexing). The path is that of a local, uncompressed file.
+      split_to_filepattern: as in `TextLineDataSource`.
+      num_input_examples: seqio's hint; the examples are counted here.
+    """
+
+    def __init__(
+        self,
+        read_file_fn: Callable[[str], Sequence[Mapping[str, Any]]],
+        split_to_filepattern: Mapping[str, Patterns],
+        num_input_examples: Mapping[str, int] | None = None,
+    ):
+        super().__init__(split_to_filepattern)
+        self._function = read_file_fn
+
+    def _open_file(self, copy: LocalCopy) -> Examples:
+        sequence = self._function(copy.path)
+        check_sequence(sequence, f"{name_of(self._function)}({copy.name!r})")
+        return _OfFunction(sequence, copy.name)
+
+
+class _OfFunction:
+    """The examples that a user's function has made of a file."""
+
+    def __init__(self, sequence: Sequence[Mapping[str, Any]], name: str):
+        self._sequence = sequence
+        self._name = name
+
+    def __len__(self) -> int:
+        return len(self._sequence)
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        return self._sequence[index]
+
+    def location(self, index: int) -> str:
+        return record_location(self._name, index)
+
+
+class Records(Protocol):
+    """The records of one file as bytes. What `[]` cannot read is `Malformed`."""
+
+    name: str
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> bytes: ...
+
+
+class DecodedRecords:
+    """Records as examples."""
+
+    def __init__(self, records: Records, decode: Callable[[bytes], Mapping[str, Any]]):
+        self._records = records
+        self._decode = decode
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        return self._decode(self._records[index])
+
+    def location(self, index: int) -> str:
+        return record_location(self._records.name, index)
+
+
+def record_location(name: str, index: int) -> str:
+    """The place of a record in a file that has no lines; they count from 1, as lines do."""
+    return f"{name}, record {index + 1}"

@@ -1,0 +1,175 @@
+"""Text files, one example a line (or a record of lines): text, JSON, TSV, CSV."""
+
+import abc
+import csv
+import functools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from t5x.data.line_files import LineFile
+from t5x.data.sources.base import Malformed, excerpt
+from t5x.data.sources.files import FilesDataSource, Patterns
+from t5x.data.staging import LocalCopy
+
+_Parse = Callable[[str], dict[str, Any]]
+
+
+class _LinesDataSource(FilesDataSource):
+    skip_blank = True
+    quote: str | None = None
+
+    def __init__(self, split_to_filepattern: Mapping[str, Patterns], skip_header_lines: int = 0):
+        super().__init__(split_to_filepattern)
+        self._skip = skip_header_lines
+
+    def _open_file(self, copy: LocalCopy) -> "_Lines":
+        lines = LineFile(copy, skip=self._skip, skip_blank=self.skip_blank, quote=self.quote)
+        return _Lines(lines, self._parser(lines))
+
+    @abc.abstractmethod
+    def _parser(self, lines: LineFile) -> _Parse:
+        """What makes an example of a line of this file."""
+
+
+class _Lines:
+    """The lines of a file as examples."""
+
+    def __init__(self, lines: LineFile, parse: _Parse):
+        self._lines = lines
+        self._parse = parse
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self._parse(decoded(self._lines[index]))
+
+    def location(self, index: int) -> str:
+        return f"{self._lines.name}:{self._lines.line_number(index)}"
+
+
+class TextLineDataSource(_LinesDataSource):
+    """Lines of text, each an example `{"text": line}`; empty lines are examples too.
+
+    Args:
+      split_to_filepattern: split to a path, a glob pattern, or several. Paths may be remote (gs://…) and compressed
+        (.gz, .bz2, .xz): such files are copied into the cache directory (T5X_CACHE_DIR), once.
+      skip_header_lines: lines to leave out at the beginning of each file.
+      num_input_examples: seqio's hint; the lines are counted here.
+    """
+
+    skip_blank = False
+
+    def __init__(
+        self,
+        split_to_filepattern: Mapping[str, Patterns],
+        skip_header_lines: int = 0,
+        num_input_examples: Mapping[str, int] | None = None,
+    ):
+        super().__init__(split_to_filepattern, skip_header_lines)
+
+    def _parser(self, lines: LineFile) -> _Parse:
+        return _text
+
+
+class JsonLinesDataSource(_LinesDataSource):
+    """One JSON object a line; empty lines are passed over.
+
+    Args:
+      split_to_filepattern: as in `TextLineDataSource`.
+      skip_header_lines: lines to leave out at the beginning of each file.
+    """
+
+    def _parser(self, lines: LineFile) -> _Parse:
+        return json_object
+
+
+class TsvDataSource(_LinesDataSource):
+    """Lines of fields, parted by tabs; every value is text, empty lines are passed over.
+
+    Args:
+      split_to_filepattern: as in `TextLineDataSource`.
+      columns: names of the fields; None takes them from the first line of each file.
+      delimiter: what parts the fields.
+      quote: None takes quotes as they are; '"' reads fields in quotes as CSV does: delimiters and line ends inside
+        them are text.
+      skip_header_lines: lines to leave out at the beginning of each file (before the one with names, if any).
+    """
+
+    def __init__(
+        self,
+        split_to_filepattern: Mapping[str, Patterns],
+        columns: Sequence[str] | None = None,
+        delimiter: str = "\t",
+        quote: str | None = None,
+        skip_header_lines: int = 0,
+    ):
+        super().__init__(split_to_filepattern, skip_header_lines)
+        self._columns = tuple(columns) if columns is not None else None
+        self._delimiter = delimiter
+        self.quote = quote
+
+    def _parser(self, lines: LineFile) -> _Parse:
+        names = self._columns
+        if names is None:
+            names = tuple(self._split(lines.take_first().decode(errors="replace"))) if len(lines) else ()
+        return functools.partial(self._fields, names)
+
+    def _fields(self, names: tuple[str, ...], text: str) -> dict[str, str]:
+        values = self._split(text)
+        if len(values) != len(names):
+            raise Malformed(
+                f"{len(values)} fields where {len(names)} are expected ({', '.join(names)}): {excerpt(text)}"
+            )
+        return dict(zip(names, values, strict=True))
+
+    def _split(self, text: str) -> list[str]:
+        if self.quote is None:
+            return text.split(self._delimiter)
+        csv.field_size_limit(max(csv.field_size_limit(), len(text)))
+        try:
+            return next(csv.reader([text], delimiter=self._delimiter, quotechar=self.quote, strict=True))
+        except csv.Error as error:
+            raise Malformed(f"{error}: {excerpt(text)}") from error
+
+
+class CsvDataSource(TsvDataSource):
+    """`TsvDataSource` for comma-separated values, with fields in double quotes."""
+
+    def __init__(
+        self,
+        split_to_filepattern: Mapping[str, Patterns],
+        columns: Sequence[str] | None = None,
+        delimiter: str = ",",
+        quote: str | None = '"',
+        skip_header_lines: int = 0,
+    ):
+        super().__init__(split_to_filepattern, columns, delimiter, quote, skip_header_lines)
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """The example that a JSON object is."""
+    try:
+        example = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Malformed(f"not JSON: {error}: {excerpt(text)}") from error
+    if not isinstance(example, dict):
+        raise Malformed(f'a JSON object such as {{"inputs": …}} is needed, not {excerpt(text)}')
+    return example
+
+
+def _text(text: str) -> dict[str, str]:
+    return {"text": text}
+
+
+def decoded(content: bytes) -> str:
+    """The text that bytes of UTF-8 are."""
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        encoding = "utf-16" if b"\0" in content else "latin1"
+        raise Malformed(
+            f"byte {content[error.start]:#04x} at column {error.start + 1} is not UTF-8. Convert the file, e.g. iconv "
+            f"-f {encoding} -t utf-8."
+        ) from error

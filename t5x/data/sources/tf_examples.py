@@ -1,0 +1,173 @@
+"""The message tf.train.Example, and what a description makes of its features; TensorFlow is not needed.
+
+Example { Features features = 1 }
+Features { map<string, Feature> feature = 1 }
+Feature { oneof kind { BytesList bytes_list = 1, FloatList float_list = 2, Int64List int64_list = 3 } }
+BytesList, FloatList, Int64List { repeated … value = 1 }
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from t5x.data.sources.base import Malformed
+from t5x.errors import UserError
+
+_LISTS = {"text": "bytes_list", "bytes": "bytes_list", "float": "float_list", "int": "int64_list"}
+_STORED = {"bytes_list": "bytes", "float_list": "floats", "int64_list": "ints"}
+_PYTHON_TYPES = {str: "text", bytes: "bytes", float: "float", int: "int"}
+_DTYPE_KINDS = {"i": "int", "u": "int", "b": "int", "f": "float", "S": "bytes", "U": "text", "O": "text"}
+
+
+class ExampleParser:
+    """From the bytes of a tf.train.Example to an example.
+
+    Args:
+      feature_description: {name: what it is}; other features are left out. It is one of
+        "text", "bytes", "int", "float" (or str, bytes, int, float): one value;
+        ["text"], ["bytes"], ["int"], ["float"]: any number: a list, or an array [n] of int64 or float32;
+        a numpy dtype: an array [n] of it;
+        a tf.io.FixedLenFeature or VarLenFeature, whose strings are text.
+        None: all features as they are stored: arrays [n] of int64 or float32, bytes, or a list of bytes where there
+        are none or several.
+    """
+
+    def __init__(self, feature_description: Mapping[str, Any] | None = None):
+        described = (feature_description or {}).items()
+        self._features = {name: _Feature(name, given) for name, given in described}
+
+    def __call__(self, content: bytes) -> dict[str, Any]:
+        from google.protobuf.message import DecodeError
+
+        try:
+            features = _message_class().FromString(content).features.feature
+        except DecodeError as error:
+            raise Malformed("it is no tf.train.Example (its protocol buffer cannot be parsed).") from error
+        if not self._features:
+            return {name: _as_stored(features[name]) for name in sorted(features)}
+        return {name: feature(features) for name, feature in self._features.items()}
+
+
+class _Feature:
+    """A described feature."""
+
+    def __init__(self, name: str, given: Any):
+        self._name = name
+        self._dtype = self._shape = self._default = None
+        self._many = isinstance(given, list | tuple) and len(given) == 1
+        if self._many:
+            given = given[0]
+        try:
+            if isinstance(given, str) and given in _LISTS:
+                self._kind = given
+            elif isinstance(given, type) and given in _PYTHON_TYPES:
+                self._kind = _PYTHON_TYPES[given]
+            else:
+                self._take_dtype(given)
+        except (TypeError, KeyError) as error:
+            raise UserError(
+                f"feature_description: {name!r} is {given!r}. Describe it as 'text', 'bytes', 'int' or 'float' for one "
+                "value, ['int'] (and so on) for any number, or a numpy dtype for an array."
+            ) from error
+
+    def _take_dtype(self, given: Any) -> None:
+        """From a numpy dtype, or one of TensorFlow's dtypes and features, which are known by their attributes."""
+        is_plain = isinstance(given, np.dtype | type | str)
+        dtype = given if is_plain else getattr(given, "dtype", given)
+        dtype = np.dtype(getattr(dtype, "as_numpy_dtype", dtype))
+        if given is None or (is_plain and dtype.kind == "O"):  # numpy takes None for float64, any class for object
+            raise TypeError
+        shape = None if is_plain else getattr(given, "shape", None)
+        self._kind = _DTYPE_KINDS[dtype.kind]
+        self._dtype = dtype if self._kind in ("int", "float") else None
+        self._default = None if is_plain else getattr(given, "default_value", None)
+        self._many = shape is None or len(shape) > 0
+        self._shape = tuple(shape) if shape else None
+
+    def __call__(self, features: Mapping[str, Any]) -> Any:
+        if self._name not in features:  # reading a protobuf map would add it
+            if self._default is not None:
+                return self._default
+            there = ", ".join(sorted(features)) or "none"
+            raise Malformed(f"there is no feature {self._name!r}. Its features are {there}.")
+        feature = features[self._name]
+        stored = feature.WhichOneof("kind") or _LISTS[self._kind]
+        if stored != _LISTS[self._kind]:
+            raise Malformed(f"feature {self._name!r} holds {_STORED[stored]}, but is described as {self._kind}.")
+        values = self._converted(getattr(feature, stored).value)
+        if self._many:
+            return values if self._shape is None else self._reshaped(values)
+        if len(values) != 1:
+            raise Malformed(
+                f"feature {self._name!r} has {len(values)} values where one is described; [{self._kind!r}] takes any "
+                "number."
+            )
+        return values[0] if self._dtype is not None or isinstance(values, list) else values[0].item()
+
+    def _converted(self, values: Any) -> list | np.ndarray:
+        if self._kind == "bytes":
+            return list(values)
+        if self._kind == "text":
+            try:
+                return [value.decode() for value in values]
+            except UnicodeDecodeError as error:
+                raise Malformed(f"feature {self._name!r} is not UTF-8 ({error}). Describe it as 'bytes'.") from error
+        array = np.array(values, np.int64 if self._kind == "int" else np.float32)
+        if self._dtype is None:
+            return array
+        cast = array.astype(self._dtype)
+        if self._kind == "int" and not np.array_equal(cast, array):
+            raise Malformed(f"feature {self._name!r} has values that {self._dtype} cannot hold.")
+        return cast
+
+    def _reshaped(self, values: list | np.ndarray) -> list | np.ndarray:
+        if np.prod(self._shape) != len(values):
+            raise Malformed(
+                f"feature {self._name!r} has {len(values)} values where the shape {self._shape} is described."
+            )
+        if isinstance(values, np.ndarray):
+            return values.reshape(self._shape)
+        return np.array(values, object).reshape(self._shape).tolist()
+
+
+def _as_stored(feature: Any) -> Any:
+    stored = feature.WhichOneof("kind")
+    if stored in (None, "bytes_list"):
+        values = list(feature.bytes_list.value)
+        return values[0] if len(values) == 1 else values
+    return np.array(getattr(feature, stored).value, np.int64 if stored == "int64_list" else np.float32)
+
+
+@functools.cache
+def _message_class() -> type:
+    """The class of the message, in a pool of its own: TensorFlow's may be loaded too."""
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+    field = descriptor_pb2.FieldDescriptorProto
+    file = descriptor_pb2.FileDescriptorProto(name="t5x/example.proto", package="t5x", syntax="proto3")
+
+    def add(parent: Any, message: str, *fields: tuple[str, int, Any, bool], **oneof: Any) -> Any:
+        added = (parent.message_type if parent is file else parent.nested_type).add(name=message)
+        for number, (name, kind, type_name, is_repeated) in enumerate(fields, 1):
+            label = field.LABEL_REPEATED if is_repeated else field.LABEL_OPTIONAL
+            added.field.add(name=name, number=number, type=kind, type_name=type_name, label=label, **oneof)
+        return added
+
+    message = field.TYPE_MESSAGE
+    add(file, "BytesList", ("value", field.TYPE_BYTES, None, True))
+    add(file, "FloatList", ("value", field.TYPE_FLOAT, None, True))
+    add(file, "Int64List", ("value", field.TYPE_INT64, None, True))
+    lists = [(f"{name.lower()}_list", message, f".t5x.{name}List", False) for name in ("Bytes", "Float", "Int64")]
+    add(file, "Feature", *lists, oneof_index=0).oneof_decl.add(name="kind")
+    features = add(file, "Features", ("feature", message, ".t5x.Features.FeatureEntry", True))
+    entry = add(
+        features, "FeatureEntry", ("key", field.TYPE_STRING, None, False), ("value", message, ".t5x.Feature", False)
+    )
+    entry.options.map_entry = True
+    add(file, "Example", ("features", message, ".t5x.Features", False))
+
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("t5x.Example"))

@@ -1,0 +1,132 @@
+"""Data sets that TensorFlow Datasets has prepared, read without TensorFlow."""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from t5x.data.sources.array_record import ArrayRecordFile
+from t5x.data.sources.base import optional_package
+from t5x.data.sources.files import FilesDataSource, Records, record_location
+from t5x.data.sources.tfrecord import RecordFile
+from t5x.data.staging import LocalCopy
+from t5x.errors import UserError
+
+_READERS = {"tfrecord": RecordFile, "array_record": ArrayRecordFile}
+
+
+class TfdsDataSource(FilesDataSource):
+    """A prepared data set of TensorFlow Datasets, whose files are TFRecord or array_record. Texts are str.
+
+    Nothing is downloaded: prepare it first, with `tfds build NAME --file_format=array_record`.
+
+    Args:
+      tfds_name: such as "glue/mrpc:2.0.0".
+      tfds_data_dir: where it was prepared; None is TFDS's own place (TFDS_DATA_DIR, ~/tensorflow_datasets).
+      splits: those to take, or {name: a split or slice such as "train[:90%]"}; None is all.
+    """
+
+    def __init__(
+        self,
+        tfds_name: str,
+        tfds_data_dir: str | os.PathLike | None = None,
+        splits: Sequence[str] | Mapping[str, str] | None = None,
+    ):
+        self._name = tfds_name
+        self._data_dir = tfds_data_dir
+        self._builder = self._find_builder()
+        if splits is None:
+            splits = list(self._builder.info.splits)
+        super().__init__(splits if isinstance(splits, Mapping) else {split: split for split in splits})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in super().__getstate__().items() if name != "_builder"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._builder = self._find_builder()
+
+    def _find_builder(self) -> Any:
+        tfds = optional_package("tensorflow_datasets", "tensorflow-datasets", "Reading TFDS data sets", extra="tfds")
+        try:
+            builder = tfds.builder(self._name, data_dir=self._data_dir)
+            found = bool(builder.info.splits)
+        except Exception as error:  # of many classes, for a wrong name as for a broken directory
+            message = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+            raise UserError(
+                f"The TFDS data set {self._name} cannot be opened: {message} Is the name right, and has it "
+                f"been prepared (`tfds build {self._name}`) in {self._data_dir or 'the directory of TFDS'}?"
+            ) from error
+        if not found:
+            raise UserError(
+                f"The TFDS data set {self._name} has not been prepared in {builder.data_dir}. Prepare it: "
+                f"`tfds build {self._name} --file_format=array_record`."
+            )
+        return builder
+
+    def fingerprint(self, split: str) -> dict[str, Any]:
+        return super().fingerprint(split) | {"slice": self._patterns[split]}
+
+    def _paths(self, split: str) -> list[str]:
+        return [os.fspath(instruction.filename) for instruction in self._instructions(split)]
+
+    def _instructions(self, split: str) -> Sequence[Any]:
+        splits, wanted = self._builder.info.splits, self._patterns[split]
+        try:
+            return splits[wanted].file_instructions
+        except (KeyError, ValueError) as error:
+            there = ", ".join(splits)
+            raise UserError(f"The TFDS data set {self._name} has no split {wanted!r}. It has {there}.") from error
+
+    def _open(self, split: str) -> Any:
+        info, instructions = self._builder.info, self._instructions(split)
+        copies = self._staged(split, self._paths(split))
+        parts = []
+        for copy, instruction in zip(copies, instructions, strict=True):
+            records = self._open_file(copy)
+            size = len(records) - instruction.skip if instruction.take < 0 else instruction.take
+            parts.append(_Part(records, range(instruction.skip, instruction.skip + size), info.features))
+        return self._joined(split, copies, parts)
+
+    def _open_file(self, copy: LocalCopy) -> Records:
+        kind = self._builder.info.file_format.value
+        if kind not in _READERS:
+            raise UserError(
+                f"The TFDS data set {self._name} is stored as {kind}, which is not read here. Prepare it in another "
+                f"directory: `tfds build {self._name} --file_format=array_record`."
+            )
+        return _READERS[kind](copy)
+
+
+class _Part:
+    """Some of the records of a file as examples."""
+
+    def __init__(self, records: Records, indices: range, features: Any):
+        self._records = records
+        self._indices = indices
+        self._features = features
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        example = self._features.deserialize_example_np(self._records[self._indices[index]])
+        return _with_text(example, self._features)
+
+    def location(self, index: int) -> str:
+        return record_location(self._records.name, self._indices[index])
+
+
+def _with_text(value: Any, feature: Any) -> Any:
+    """`value` with what its feature calls Text as str; TFDS hands out bytes."""
+    if isinstance(value, dict):
+        inner = getattr(feature, "feature", feature)  # a Sequence of dicts is a dict of lists
+        return {name: _with_text(part, inner[name]) for name, part in value.items()}
+    while hasattr(feature, "feature"):
+        feature = feature.feature
+    return _decoded(value) if type(feature).__name__ == "Text" else value
+
+
+def _decoded(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return value.decode()
+    return [_decoded(part) for part in value] if hasattr(value, "__iter__") else value

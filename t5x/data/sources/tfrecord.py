@@ -1,0 +1,108 @@
+"""TFRecord files of tf.train.Example, read at random and without TensorFlow.
+
+record: length, 8 bytes | masked CRC-32C of the length | data | masked CRC-32C of the data
+"""
+
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from t5x.crc32c import crc32c, mask
+from t5x.data import local_files
+from t5x.data.local_files import LocalFile
+from t5x.data.sources.base import Malformed
+from t5x.data.sources.files import DecodedRecords, FilesDataSource, Patterns
+from t5x.data.sources.tf_examples import ExampleParser
+from t5x.data.staging import LocalCopy
+from t5x.errors import UserError
+
+_HEADER = struct.Struct("<QI")
+_CRC = 4
+_AROUND = _HEADER.size + _CRC  # bytes of a record besides its data
+
+
+class TFExampleDataSource(FilesDataSource):
+    """tf.train.Example messages in TFRecord files; checksums are verified.
+
+        TFExampleDataSource({"train": "train.tfrecord-*"}, {"inputs": "text", "targets": ["int"]})
+
+    Args:
+      split_to_filepattern: as in `TextLineDataSource`; .gz is for files with TensorFlow's GZIP compression.
+      feature_description: {name: "text", "bytes", "int" or "float"}, or a list of one of them for any number of values,
+        a numpy dtype for an array, or TensorFlow's own FixedLenFeature and VarLenFeature. Other features are left out.
+        None takes all as they are stored: arrays of int64 or float32, and bytes.
+      num_input_examples: seqio's hint; the records are counted here.
+    """
+
+    def __init__(
+        self,
+        split_to_filepattern: Mapping[str, Patterns],
+        feature_description: Mapping[str, Any] | None = None,
+        num_input_examples: Mapping[str, int] | None = None,
+    ):
+        super().__init__(split_to_filepattern)
+        self._parse = ExampleParser(feature_description)
+
+    def _open_file(self, copy: LocalCopy) -> DecodedRecords:
+        return DecodedRecords(RecordFile(copy), self._parse)
+
+
+class RecordFile:
+    """The records of a TFRecord file, indexed when opened: 8 bytes of memory a record."""
+
+    def __init__(self, copy: LocalCopy):
+        self.name = copy.name
+        self._file = LocalFile(copy)
+        self._offsets = self._file.offsets("tfrecord 1", self._index)
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def __getitem__(self, index: int) -> bytes:
+        record = self._file.read(int(self._offsets[index]), int(self._offsets[index + 1]))
+        data = memoryview(record)[_HEADER.size : -_CRC]
+        if mask(crc32c(data)) != int.from_bytes(record[-_CRC:], "little"):
+            raise Malformed("its checksum does not match: the file is damaged. Fetch it again.")
+        return bytes(data)
+
+    def _index(self) -> np.ndarray:
+        """Where records begin, and the size of the file: int64 [records + 1]. The lengths are verified."""
+        size = self._file.size
+        offsets, headers = [0], bytearray()
+        while (start := offsets[-1]) < size:
+            # A window of the file: records that end in it are passed over without another read.
+            window = self._file.read(start, min(start + local_files.CHUNK, size))
+            first = len(offsets) - 1
+            at = 0
+            while at + _HEADER.size <= len(window):
+                header = window[at : at + _HEADER.size]
+                headers += header
+                at += int.from_bytes(header[:8], "little") + _AROUND
+                offsets.append(start + at)
+                if start + at > size:
+                    break
+            self._verify(headers, first)
+            headers.clear()
+            if offsets[-1] > size or len(offsets) - 1 == first:
+                whole = len(offsets) - (2 if offsets[-1] > size else 1)
+                raise UserError(
+                    f"{self.name} is cut short: it ends inside record {whole + 1}, which begins at byte "
+                    f"{offsets[whole]} of {size}. Fetch it again."
+                )
+        return np.array(offsets, np.int64)
+
+    def _verify(self, headers: bytes, first: int) -> None:
+        found = np.frombuffer(headers, np.dtype([("length", "u1", 8), ("crc", "<u4")]))
+        wrong = np.flatnonzero(_masked_crcs(found["length"]) != found["crc"])
+        if wrong.size:
+            index = first + int(wrong[0])
+            what = "is no TFRecord file" if index == 0 else f"is damaged at record {index + 1}"
+            raise UserError(f"{self.name} {what} (the checksum of a length does not match). Fetch it again.")
+
+
+def _masked_crcs(lengths: np.ndarray) -> np.ndarray:
+    """What `mask(crc32c(row))` is of each row [n, 8]."""
+    unique, where = np.unique(np.ascontiguousarray(lengths).view("<u8").reshape(-1), return_inverse=True)
+    return np.array([mask(crc32c(number.tobytes())) for number in unique], np.uint32)[where.reshape(-1)]

@@ -1,0 +1,273 @@
+"""Who makes the rows of a batch: a thread of this process, or worker processes that own some of its lanes each.
+
+A worker is a fresh interpreter, without JAX. It is sent the lanes' parts once, then where to begin; it answers with
+rows for ever, and is held back by the pipe when nobody reads. Only the parts, which hold the user's own functions, are
+pickled, from parent to child.
+"""
+
+import collections
+import contextlib
+import json
+import logging
+import queue
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from t5x.data import processes
+from t5x.data.feature_converters import stack_rows
+from t5x.data.lanes import Parts, join_states, lane_states, seek_lanes
+from t5x.data.sources import BadExample
+from t5x.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+Batch = dict[str, np.ndarray]
+States = list[list[int]]
+
+
+class Counts:
+    """What was left out or cut, by what it was.
+
+    Attributes:
+      bad: bad examples that were passed over.
+      trimmed: how often each feature was cut to its length.
+    """
+
+    def __init__(self):
+        self.bad = 0
+        self.trimmed: collections.Counter[str] = collections.Counter()
+
+
+class LocalRows:
+    """Rows made in this process."""
+
+    def __init__(self, parts: Parts, rows: Sequence[int]):
+        self._parts = parts
+        self._lanes = parts.lanes(rows)
+
+    @property
+    def counts(self) -> Counts:
+        counts = Counts()
+        counts.trimmed += self._parts.converter.trimmed
+        counts.bad = self._parts.bad.count if self._parts.bad else 0
+        return counts
+
+    def seek(self, states: States) -> None:
+        seek_lanes(self._lanes, states)
+
+    def states(self) -> States:
+        return lane_states(self._lanes)
+
+    def next(self) -> tuple[Batch, States]:
+        return stack_rows([lane.next_row() for lane in self._lanes]), lane_states(self._lanes)
+
+    def close(self) -> None:
+        pass
+
+
+class WorkerRows:
+    """Rows made by `count` processes; row number i of ours is worker i % count's."""
+
+    def __init__(self, parts: Parts, rows: Sequence[int], count: int):
+        payload = processes.pickled(parts, "Set utils.DatasetConfig.num_workers=0")
+        self._rows = list(rows)
+        self._workers = [_Worker(payload, self._rows[number::count], number) for number in range(count)]
+        self._count = count
+
+    @property
+    def counts(self) -> Counts:
+        counts = Counts()
+        for worker in self._workers:
+            counts.bad += worker.counts.bad
+            counts.trimmed += worker.counts.trimmed
+        return counts
+
+    def seek(self, states: States) -> None:
+        for worker in self._workers:
+            worker.start(states)
+
+    def next(self) -> tuple[Batch, States]:
+        parts = [worker.receive() for worker in self._workers]
+        batch = {}
+        for name, first in parts[0][0].items():
+            batch[name] = np.empty((len(self._rows), *first.shape[1:]), first.dtype)
+            for number, (part, _) in enumerate(parts):
+                batch[name][number :: self._count] = part[name]
+        return batch, join_states(sorted(run for _, states in parts for run in states))
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.stop()
+
+
+class _Worker:
+    """The parent's end of a worker process."""
+
+    def __init__(self, payload: bytes, rows: Sequence[int], number: int):
+        self.counts = Counts()
+        self._rows = rows
+        self._number = number
+        self._generation = 0
+        self._process = processes.start("t5x.data.workers:serve")
+        # Written from a thread: the child reads it when it has started.
+        self._writer = threading.Thread(target=self._send, args=(payload,), daemon=True)
+        self._writer.start()
+
+    def start(self, states: States) -> None:
+        """Begins anew at `states`."""
+        self._generation += 1
+        mine = [run for run in states if any(run[0] <= row < run[0] + run[1] for row in self._rows)]
+        message = {"generation": self._generation, "rows": list(self._rows), "states": mine}
+        self._writer.join()
+        self._writer = threading.Thread(target=self._send, args=(json.dumps(message).encode(),), daemon=True)
+        self._writer.start()
+
+    def receive(self) -> tuple[Batch, States]:
+        while True:
+            header, arrays = _read_message(self._process.stdout, self._died)
+            if header.get("generation") != self._generation:
+                continue  # made before it was told to begin elsewhere
+            if "error" in header:
+                raise {"bad": BadExample, "user": UserError}.get(header["kind"], RuntimeError)(header["error"])
+            self.counts.bad = header["bad"]
+            self.counts.trimmed = collections.Counter(header["trimmed"])
+            return arrays, header["states"]
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(OSError):  # what could not be written any more
+                pipe.close()
+
+    def _send(self, content: bytes) -> None:
+        try:
+            processes.write(self._process.stdin, content)
+            self._process.stdin.flush()
+        except (OSError, ValueError):
+            pass  # it has died, which `receive` says
+
+    def _died(self) -> UserError:
+        return UserError(
+            f"Worker process {self._number} that reads the data ended: {processes.why_ended(self._process)}. See above "
+            "for what it said; with utils.DatasetConfig.num_workers=0 the data is read in this process."
+        )
+
+
+# --- The worker's side ------------------------------------------------------------------------------------------------
+
+
+def serve() -> None:
+    """The main function of a worker."""
+    source, output = processes.pipes()
+    payload = processes.read(source)
+    if payload is None:
+        return
+    commands = processes.listen(source)
+    command = commands.get()
+    generation = 0
+    try:
+        parts = processes.unpickled(payload)
+        while command is not None:
+            message = json.loads(command)
+            generation = message["generation"]
+            rows = LocalRows(parts, message["rows"])
+            rows.seek(message["states"])
+            command = None
+            while command is None:
+                batch, states = rows.next()
+                counts = rows.counts
+                header = {"states": states, "bad": counts.bad, "trimmed": counts.trimmed}
+                _write_message(output, {"generation": generation, **header}, batch)
+                command = _newest(commands)
+    except BrokenPipeError:
+        pass
+    except UserError as error:
+        kind = "bad" if isinstance(error, BadExample) else "user"
+        _fail(output, commands, generation, kind, str(error))
+    except Exception:
+        _fail(output, commands, generation, "bug", f"in a worker process:\n{traceback.format_exc()}")
+
+
+def _newest(commands: queue.Queue) -> bytes | None:
+    command = None
+    while not commands.empty():
+        command = commands.get()
+    return command
+
+
+def _fail(output: BinaryIO, commands: queue.Queue, generation: int, kind: str, text: str) -> None:
+    """Says why it stops, for every beginning that it is asked for."""
+    try:
+        while True:
+            _write_message(output, {"generation": generation, "kind": kind, "error": text}, {})
+            generation = json.loads(commands.get())["generation"]
+    except BrokenPipeError:
+        pass
+
+
+# --- Messages: lengths, a JSON header, raw arrays ---------------------------------------------------------------------
+
+
+def _write_message(stream: BinaryIO, header: dict[str, Any], arrays: Batch) -> None:
+    described = [[name, array.dtype.str, list(array.shape)] for name, array in arrays.items()]
+    processes.write(stream, json.dumps({**header, "arrays": described}).encode())
+    for array in arrays.values():
+        stream.write(np.ascontiguousarray(array).data)
+    stream.flush()
+
+
+def _read_message(stream: BinaryIO, died: Callable[[], Exception]) -> tuple[dict[str, Any], Batch]:
+    content = processes.read(stream)
+    if content is None:
+        raise died()
+    header = json.loads(content)
+    arrays = {}
+    for name, dtype, shape in header.pop("arrays"):
+        array = np.empty(shape, np.dtype(dtype))
+        if stream.readinto(memoryview(array).cast("B")) != array.nbytes:
+            raise died()
+        arrays[name] = array
+    return header, arrays
+
+
+class Ahead:
+    """Calls `produce` in a thread, at most `depth` results ahead."""
+
+    def __init__(self, produce: Callable[[], Any], depth: int):
+        self._results: queue.Queue = queue.Queue(depth)
+        self._stopping = threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(produce,), name="t5x-data", daemon=True)
+        self._thread.start()
+
+    def _run(self, produce: Callable[[], Any]) -> None:
+        try:
+            while not self._stopping.is_set():
+                self._results.put((produce(), None))
+        except BaseException as error:
+            self._results.put((None, error))
+
+    def get(self) -> Any:
+        if self._error is None:
+            result, self._error = self._results.get()
+        if self._error is not None:
+            raise self._error
+        return result
+
+    @property
+    def empty(self) -> bool:
+        """Whether the next `get` has to wait."""
+        return self._results.empty()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        while self._thread.is_alive():
+            try:
+                self._results.get(timeout=0.01)
+            except queue.Empty:
+                self._thread.join(0.01)

@@ -1,0 +1,5 @@
+"""T5X's name for the decoder-only network (`from t5x.examples.decoder_only import network` in gin files)."""
+
+from t5x.network import DecoderWrapper, TransformerConfig
+
+__all__ = ["DecoderWrapper", "TransformerConfig"]

@@ -1,0 +1,420 @@
+"""T5X's building blocks under T5X's names, for networks written against `from t5x.examples.t5 import layers`.
+
+They are plain Linen: masks and biases are arrays, and keys come from the streams `params` and `dropout`. Parameters are
+float32, with the names, shapes and logical axes that `t5x.network` has too, so that the same checkpoints load. A new
+network does better to start from `t5x.network`, whose attention need not write out a [batch, heads, q, k] array.
+
+Activations are [batch, length, features]; a `dtype` is always that of the computation.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.linen import initializers
+from flax.linen.partitioning import param_with_axes
+
+from t5x.errors import UserError
+from t5x.network.attention import MASKED
+from t5x.network.layers import ACTIVATIONS
+from t5x.network.relative_position import RelativeBias
+from t5x.partitioning.logical import constrain
+
+__all__ = [
+    "DenseGeneral",
+    "Embed",
+    "LayerNorm",
+    "MlpBlock",
+    "MultiHeadDotProductAttention",
+    "RelativePositionBiases",
+    "combine_biases",
+    "combine_masks",
+    "dot_product_attention",
+    "make_attention_mask",
+    "make_causal_mask",
+    "make_decoder_mask",
+]
+
+default_embed_init = initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
+
+
+def laid_out(x: jax.Array, *axes: str) -> jax.Array:
+    """`constrain`, for the usual rank; an array with more or fewer dimensions is left to the compiler."""
+    return constrain(x, *axes) if x.ndim == len(axes) else x
+
+
+class DenseGeneral(nn.Module):
+    """A linear map without a bias over one or several axes, to one or several new ones.
+
+    The kernel is stored flattened, [product of the inputs' sizes, product of the features].
+
+    Attributes:
+      features: size or sizes of the output; they come last.
+      axis: axis or axes of the input that are summed over.
+      kernel_axes: the two logical axes of the stored kernel; empty for none.
+    """
+
+    features: int | Sequence[int]
+    axis: int | Sequence[int] = -1
+    dtype: Any = jnp.float32
+    kernel_init: Callable = initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
+    kernel_axes: Sequence[str] = ()
+
+    @nn.compact
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        features = _as_tuple(self.features)
+        axes = tuple(axis % inputs.ndim for axis in _as_tuple(self.axis))
+        sizes = tuple(inputs.shape[axis] for axis in axes)
+        if len(self.kernel_axes) not in (0, 2):
+            raise ValueError(
+                f"kernel_axes={tuple(self.kernel_axes)}: the stored kernel has two axes, inputs and features"
+            )
+        kernel = param_with_axes(
+            "kernel",
+            self.kernel_init,
+            (int(np.prod(sizes)), int(np.prod(features))),
+            jnp.float32,
+            axes=tuple(self.kernel_axes) or None,
+            module=self,
+        )
+        kernel = kernel.astype(self.dtype).reshape(sizes + features)
+        return jnp.tensordot(jnp.asarray(inputs, self.dtype), kernel, axes=(axes, tuple(range(len(axes)))))
+
+
+def _as_tuple(x: int | Sequence[int]) -> tuple[int, ...]:
+    return (x,) if isinstance(x, int | np.integer) else tuple(x)
+
+
+class LayerNorm(nn.Module):
+    """T5's layer norm: the root mean square alone, without mean or bias, computed in float32."""
+
+    epsilon: float = 1e-6
+    dtype: Any = jnp.float32
+    scale_init: Callable = initializers.ones
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scale = param_with_axes("scale", self.scale_init, (x.shape[-1],), jnp.float32, axes=("embed",), module=self)
+        x = jnp.asarray(x, jnp.float32)
+        x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.epsilon)
+        return x.astype(self.dtype) * scale.astype(self.dtype)
+
+
+class Embed(nn.Module):
+    """A table of embeddings, which tied logits can share through `attend`.
+
+    Attributes:
+      cast_input_dtype: cast the ids to it first; they must then be integers.
+      attend_dtype: of the table in `attend`; None for `dtype`.
+      one_hot: look up by a product with one-hot rows instead of a gather. The values are the same, but for an id
+        outside the table, which gives zeros instead of NaN; it costs as much as computing logits.
+    """
+
+    num_embeddings: int
+    features: int
+    cast_input_dtype: Any = None
+    dtype: Any = jnp.float32
+    attend_dtype: Any = None
+    embedding_init: Callable = default_embed_init
+    one_hot: bool = False
+
+    def setup(self):
+        shape = (self.num_embeddings, self.features)
+        self.embedding = param_with_axes(
+            "embedding", self.embedding_init, shape, jnp.float32, axes=("vocab", "embed"), module=self
+        )
+
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        """Integers [batch, length] -> [batch, length, features]."""
+        if self.cast_input_dtype is not None:
+            inputs = inputs.astype(self.cast_input_dtype)
+        if not jnp.issubdtype(inputs.dtype, jnp.integer):
+            raise ValueError(f"Embed looks up integers, not {inputs.dtype}; cast_input_dtype='int32' would cast them")
+        if self.one_hot:
+            chosen = jax.nn.one_hot(inputs, self.num_embeddings, dtype=self.dtype)
+            output = jnp.dot(chosen, self.embedding.astype(self.dtype))
+        else:
+            # Cast after the lookup, so that the gradient of a frequent token is summed in float32.
+            output = jnp.take(self.embedding, inputs, axis=0).astype(self.dtype)
+        return laid_out(output, "batch", "length", "embed")
+
+    def attend(self, query: jax.Array) -> jax.Array:
+        """Products of query [..., features] with every embedding, [..., num_embeddings]; the caller scales them."""
+        dtype = self.dtype if self.attend_dtype is None else self.attend_dtype
+        return jnp.dot(query, self.embedding.astype(dtype).T)
+
+
+class MlpBlock(nn.Module):
+    """wo(drop(act_0(wi_0 x) * act_1(wi_1 x) …)); with a single activation the input kernel is named `wi`.
+
+    Attributes:
+      activations: `linear`, names of functions in `flax.linen`, or functions.
+    """
+
+    intermediate_dim: int = 2048
+    activations: Sequence[str | Callable] = ("relu",)
+    kernel_init: Callable = initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
+    intermediate_dropout_rate: float = 0.1
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, inputs: jax.Array, decode: bool = False, deterministic: bool = False) -> jax.Array:
+        """`decode` is of T5X's convention; an MLP has nothing to remember."""
+        del decode
+
+        def dense(features: int, axes: tuple[str, str], name: str) -> DenseGeneral:
+            return DenseGeneral(features, -1, self.dtype, self.kernel_init, axes, name=name)
+
+        hidden = None
+        for i, activation in enumerate(self.activations):
+            name = "wi" if len(self.activations) == 1 else f"wi_{i}"
+            part = _activation(activation)(dense(self.intermediate_dim, ("embed", "mlp"), name)(inputs))
+            hidden = part if hidden is None else hidden * part
+        hidden = nn.Dropout(self.intermediate_dropout_rate, broadcast_dims=(-2,))(hidden, deterministic=deterministic)
+        hidden = laid_out(hidden, "batch", "length", "mlp")
+        return dense(inputs.shape[-1], ("mlp", "embed"), "wo")(hidden)
+
+
+def _activation(name: str | Callable) -> Callable:
+    function = name if callable(name) else ACTIVATIONS.get(name, getattr(nn, name, None))
+    if not callable(function):
+        raise UserError(
+            f"MlpBlock.activations names {name!r}, which is no function of flax.linen; "
+            f"known are, among others, {', '.join(ACTIVATIONS)}."
+        )
+    return function
+
+
+class RelativePositionBiases(nn.Module):
+    """T5's relative position bias, written out: a learned value per head and bucket of distances."""
+
+    num_buckets: int
+    max_distance: int
+    num_heads: int
+    dtype: Any = jnp.float32
+    embedding_init: Callable = default_embed_init
+
+    @nn.compact
+    def __call__(self, qlen: int, klen: int, bidirectional: bool = True) -> jax.Array:
+        """[1, heads, q, k], to add to the logits; without `bidirectional`, keys ahead count as distance 0."""
+        table = param_with_axes(
+            "rel_embedding",
+            self.embedding_init,
+            (self.num_heads, self.num_buckets),
+            jnp.float32,
+            axes=("heads", "relpos_buckets"),
+            module=self,
+        )
+        return RelativeBias(table, bidirectional, self.max_distance).matrix(qlen, klen)[None].astype(self.dtype)
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+
+def dot_product_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None = None,
+    dropout_rng: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: Any = jnp.float32,
+    float32_logits: bool = False,
+) -> jax.Array:
+    """softmax(q·k + bias) v. There is no 1/sqrt(head_dim): T5 has it in the initial queries.
+
+    Args:
+      query: [batch, q, heads, head_dim].
+      key, value: [batch, k, heads, head_dim].
+      bias: broadcastable to [batch, heads, q, k]; a mask is a bias of 0 or -1e10.
+      dropout_rng, dropout_rate: drop attention weights, the same for every query of an example.
+      deterministic: switches dropout off.
+      dtype: of the weights.
+      float32_logits: multiply queries and keys, and take the softmax, in float32 whatever their dtype.
+
+    Returns:
+      [batch, q, heads, head_dim].
+    """
+    if float32_logits:
+        query, key = query.astype(jnp.float32), key.astype(jnp.float32)
+    logits = jnp.einsum("...qhd,...khd->...hqk", query, key)
+    if bias is not None:
+        logits = logits + bias.astype(logits.dtype)
+    weights = jax.nn.softmax(logits, axis=-1).astype(dtype)
+    if not deterministic and dropout_rate > 0.0:
+        shape = (*weights.shape[:-2], 1, weights.shape[-1])
+        keep = jax.random.bernoulli(dropout_rng, 1.0 - dropout_rate, shape)
+        weights = weights * (keep.astype(dtype) / jnp.asarray(1.0 - dropout_rate, dtype))
+    return jnp.einsum("...hqk,...khd->...qhd", weights, value)
+
+
+class MultiHeadDotProductAttention(nn.Module):
+    """T5's multi-head attention, with a cache for decoding one token at a time.
+
+    Attributes:
+      dropout_rate: of attention weights.
+      kernel_init: of all four kernels; that of the query is divided by sqrt(head_dim) besides.
+      float32_logits: see `dot_product_attention`.
+    """
+
+    num_heads: int
+    head_dim: int
+    dtype: Any = jnp.float32
+    dropout_rate: float = 0.0
+    kernel_init: Callable = initializers.variance_scaling(1.0, "fan_in", "normal")
+    float32_logits: bool = False
+
+    @nn.compact
+    def __call__(
+        self,
+        inputs_q: jax.Array,
+        inputs_kv: jax.Array,
+        mask: jax.Array | None = None,
+        bias: jax.Array | None = None,
+        *,
+        decode: bool = False,
+        deterministic: bool = False,
+    ) -> jax.Array:
+        """inputs_q [batch, q, features] attends to inputs_kv [batch, k, features].
+
+        Args:
+          mask: broadcastable to [batch, heads, q, k]; positive where a query may attend to a key.
+          bias: broadcastable to [batch, heads, q, k]; added to the logits.
+          decode: keep keys and values in the collection `cache`. The first call sizes it by the length of its inputs;
+            every later one takes one token a row, and the `bias` of the whole length.
+        """
+
+        def query_init(key, shape, dtype):
+            return self.kernel_init(key, shape, dtype) / self.head_dim**0.5
+
+        def project(name: str, inputs: jax.Array, init: Callable) -> jax.Array:
+            features, axes = (self.num_heads, self.head_dim), ("embed", "joined_kv")
+            return DenseGeneral(features, -1, self.dtype, init, axes, name=name)(inputs)
+
+        query = laid_out(project("query", inputs_q, query_init), "batch", "length", "heads", "kv")
+        key = laid_out(project("key", inputs_kv, self.kernel_init), "batch", "length", "heads", "kv")
+        value = laid_out(project("value", inputs_kv, self.kernel_init), "batch", "length", "heads", "kv")
+        if decode:
+            key, value, mask, bias = self._through_cache(key, value, mask, bias)
+        if mask is not None:
+            mask = jnp.where(mask > 0, 0.0, MASKED).astype(self.dtype)
+        dropping = not deterministic and self.dropout_rate > 0.0
+        x = dot_product_attention(
+            query,
+            key,
+            value,
+            bias=combine_biases(mask, bias),
+            dropout_rng=self.make_rng("dropout") if dropping else None,
+            dropout_rate=self.dropout_rate,
+            deterministic=deterministic,
+            dtype=self.dtype,
+            float32_logits=self.float32_logits,
+        )
+        axes = ("joined_kv", "embed")
+        return DenseGeneral(inputs_q.shape[-1], (-2, -1), self.dtype, self.kernel_init, axes, name="out")(x)
+
+    def _through_cache(self, key: jax.Array, value: jax.Array, mask: jax.Array | None, bias: jax.Array | None):
+        """Writes this step's key and value. Returns all of them, the mask that hides later ones, this step's bias."""
+        exists = self.has_variable("cache", "cached_key")
+        key, value = (jnp.moveaxis(x, -3, -1) for x in (key, value))
+        cached_key = self.variable("cache", "cached_key", jnp.zeros_like, key)
+        cached_value = self.variable("cache", "cached_value", jnp.zeros_like, value)
+        index = self.variable("cache", "cache_index", lambda: jnp.zeros((), jnp.int32))
+        if exists:
+            length, at = cached_key.value.shape[-1], index.value
+            if key.shape[-1] != 1:
+                raise ValueError(f"a decoding step takes one token a row; got {key.shape[-1]}")
+            if bias is not None and bias.shape[-1] != length:
+                raise ValueError(
+                    f"the bias of a decoding step covers {bias.shape[-1]} keys, but the cache is {length} long: "
+                    f"compute it for max_decode_length queries and keys, not for the one token of this step"
+                )
+            cached_key.value = jax.lax.dynamic_update_slice_in_dim(cached_key.value, key, at, axis=-1)
+            cached_value.value = jax.lax.dynamic_update_slice_in_dim(cached_value.value, value, at, axis=-1)
+            index.value = at + 1
+            key, value = cached_key.value, cached_value.value
+            mask = combine_masks(mask, (jnp.arange(length) <= at)[(None,) * (key.ndim - 1)])
+            bias = None if bias is None else jax.lax.dynamic_slice_in_dim(bias, at, 1, axis=-2)
+        return jnp.moveaxis(key, -1, -3), jnp.moveaxis(value, -1, -3), mask, bias
+
+
+# -- masks -------------------------------------------------------------------------------------------------------------
+
+
+def make_attention_mask(
+    query_input: jax.Array,
+    key_input: jax.Array,
+    pairwise_fn: Callable = jnp.multiply,
+    extra_batch_dims: int = 0,
+    dtype: Any = jnp.float32,
+) -> jax.Array:
+    """pairwise_fn(query, key) of [batch, q] and [batch, k]: 1 or 0, [batch, 1, q, k].
+
+    Args:
+      pairwise_fn: `jnp.multiply` of what is not padding, `jnp.equal` of segment ids …
+      extra_batch_dims: dimensions of size 1 to put in front.
+    """
+    mask = pairwise_fn(jnp.expand_dims(query_input, -1), jnp.expand_dims(key_input, -2))
+    mask = jnp.expand_dims(mask, -3)
+    return jnp.expand_dims(mask, tuple(range(extra_batch_dims))).astype(dtype)
+
+
+def make_causal_mask(x: jax.Array, extra_batch_dims: int = 0, dtype: Any = jnp.float32) -> jax.Array:
+    """Query i sees keys 0..i: [batch, 1, length, length], for the shape of x [batch, length]."""
+    positions = jnp.broadcast_to(jnp.arange(x.shape[-1], dtype=jnp.int32), x.shape)
+    return make_attention_mask(positions, positions, jnp.greater_equal, extra_batch_dims, dtype)
+
+
+def combine_masks(*masks: jax.Array | None, dtype: Any = jnp.float32) -> jax.Array | None:
+    """1 where all masks are set; None stands for no mask."""
+    present = _of_one_rank(masks)
+    if not present:
+        return None
+    combined = present[0]
+    for mask in present[1:]:
+        combined = jnp.logical_and(combined, mask)
+    return combined.astype(dtype)
+
+
+def combine_biases(*biases: jax.Array | None) -> jax.Array | None:
+    """The sum; None stands for no bias."""
+    present = _of_one_rank(biases)
+    return sum(present[1:], present[0]) if present else None
+
+
+def _of_one_rank(arrays: Sequence[jax.Array | None]) -> list[jax.Array]:
+    present = [array for array in arrays if array is not None]
+    if len({array.ndim for array in present}) > 1:
+        raise ValueError(f"masks or biases of different ranks cannot be combined: {[a.shape for a in present]}")
+    return present
+
+
+def make_decoder_mask(
+    decoder_target_tokens: jax.Array,
+    dtype: Any,
+    decoder_causal_attention: jax.Array | None = None,
+    decoder_segment_ids: jax.Array | None = None,
+) -> jax.Array:
+    """The mask of a decoder's self-attention: causal, without padding, each packed example by itself.
+
+    Args:
+      decoder_target_tokens: int [batch, length]; 0 is padding.
+      decoder_causal_attention: int [batch, length], 1 on a prefix whose tokens all see one another.
+      decoder_segment_ids: int [batch, length], which example of a packed row a token belongs to.
+
+    Returns:
+      1 or 0, [batch, 1, length, length].
+    """
+    mask = make_causal_mask(decoder_target_tokens, dtype=dtype)
+    if decoder_causal_attention is not None:
+        prefix = make_attention_mask(decoder_causal_attention, decoder_causal_attention, jnp.logical_and, dtype=dtype)
+        mask = jnp.logical_or(mask, prefix)
+    real = decoder_target_tokens > 0
+    parts = [mask, make_attention_mask(real, real, dtype=dtype)]
+    if decoder_segment_ids is not None:
+        parts.append(make_attention_mask(decoder_segment_ids, decoder_segment_ids, jnp.equal, dtype=dtype))
+    return combine_masks(*parts, dtype=dtype)

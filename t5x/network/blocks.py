@@ -1,0 +1,212 @@
+"""The layers of a T5 tower, self-attention, cross-attention and MLP, and how a tower runs them: scanned or unrolled."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.linen import initializers, partitioning
+
+from t5x.network.attention import Mask, attend
+from t5x.network.config import NetworkConfig
+from t5x.network.keys import Keys, dropout
+from t5x.network.layers import MLP, Dense, RMSNorm
+from t5x.network.relative_position import RelativeBias, RelativePositionBias
+from t5x.partitioning.logical import constrain
+
+# What a decoding step carries: `cache` changes at every step; `cross_cache` (keys and values of the encoder's output)
+# is computed once.
+CACHES = ("cache", "cross_cache")
+
+
+class Attention(nn.Module):
+    """Multi-head attention, self or cross, with a key-value cache for incremental decoding.
+
+    Attributes:
+      cache: None; `cross`: keys and values of the encoder's output, computed once; `self`: one position for the whole
+        batch; `rows`: every row at a position of its own.
+    """
+
+    config: NetworkConfig
+    cache: str | None = None
+
+    @nn.compact
+    def __call__(
+        self,
+        x: jax.Array,
+        source: jax.Array,
+        *,
+        mask: Mask,
+        bias: RelativeBias | None,
+        keys: Keys,
+        prefill_lengths: jax.Array | None = None,
+    ) -> jax.Array:
+        """x [batch, q, emb] attends to source [batch, k, emb].
+
+        Args:
+          prefill_lengths: int [batch]; the keys and values of x go into the cache, and decoding goes on at these
+            positions.
+        """
+        cfg = self.config
+        width = cfg.num_heads * cfg.head_dim
+        kernel_init = initializers.variance_scaling(1.0, "fan_in", "normal")
+
+        # T5 has no 1/sqrt(head_dim) in the attention: its initial queries are that much smaller.
+        query_init = initializers.variance_scaling(1.0 / cfg.head_dim, "fan_in", "normal")
+
+        def heads(name: str, inputs: jax.Array, init=kernel_init) -> jax.Array:
+            flat = Dense(width, ("embed", "joined_kv"), cfg.dtype, init, name=name)(inputs, keys.at(name))
+            return constrain(
+                flat.reshape(*flat.shape[:-1], cfg.num_heads, cfg.head_dim), "batch", "length", "heads", "kv"
+            )
+
+        query = heads("query", x, query_init)
+        if self.cache == "cross":
+            # Filled by the pass that creates the cache, from the encoder's output; read by every step after it.
+            key = self.variable("cross_cache", "cached_key", lambda: heads("key", source)).value
+            value = self.variable("cross_cache", "cached_value", lambda: heads("value", source)).value
+        else:
+            key, value = heads("key", source), heads("value", source)
+        if self.cache in ("self", "rows"):
+            key, value, mask = self._update_cache(key, value, mask, prefill_lengths)
+        out = attend(
+            query,
+            key,
+            value,
+            mask=mask,
+            bias=bias,
+            keys=keys.at("weights"),
+            dropout_rate=cfg.dropout_rate,
+            float32_logits=cfg.float32_attention_logits,
+            backend=cfg.attention_backend,
+        )
+        out = out.reshape(*x.shape[:-1], width)
+        return Dense(x.shape[-1], ("joined_kv", "embed"), cfg.dtype, kernel_init, name="out")(out, keys.at("out"))
+
+    def _update_cache(
+        self, key: jax.Array, value: jax.Array, mask: Mask, prefill_lengths: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array, Mask]:
+        """Writes this step's key and value; the pass that creates the cache only sizes it, a prefill fills it."""
+        exists = self.has_variable("cache", "cached_key")
+        cached_key = self.variable("cache", "cached_key", jnp.zeros_like, key)
+        cached_value = self.variable("cache", "cached_value", jnp.zeros_like, value)
+        rows = key.shape[:1] if self.cache == "rows" else ()
+        index = self.variable("cache", "cache_index", jnp.zeros, rows, jnp.int32)
+        if prefill_lengths is not None:
+            if key.shape != cached_key.value.shape:
+                raise ValueError(f"a cache of length {cached_key.value.shape[1]} cannot take {key.shape[1]} positions")
+            cached_key.value, cached_value.value = key, value
+            index.value = prefill_lengths.astype(jnp.int32)
+            return key, value, mask
+        if not exists:
+            return key, value, mask
+        if key.shape[1] != 1:
+            raise ValueError(f"a decoding step takes one token a row; got {key.shape[1]}")
+        write = lambda cache, new, at: jax.lax.dynamic_update_slice_in_dim(cache, new, at, axis=cache.ndim - 3)
+        if rows:
+            write = jax.vmap(write)
+        cached_key.value = write(cached_key.value, key, index.value)
+        cached_value.value = write(cached_value.value, value, index.value)
+        mask = Mask(position=index.value)
+        index.value = index.value + 1
+        return cached_key.value, cached_value.value, mask
+
+
+def relative_bias(cfg: NetworkConfig, keys: Keys, *, bidirectional: bool) -> RelativeBias:
+    """The bias of the calling compact module, a tower or a layer, which owns the table as `relpos_bias`."""
+    return RelativePositionBias(cfg.num_heads, bidirectional, name="relpos_bias")(keys.at("relpos_bias"))
+
+
+class EncoderLayer(nn.Module):
+    """`bias` is None where every layer has a table of its own."""
+
+    config: NetworkConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array, layer: jax.Array | int, keys: Keys, bias: RelativeBias | None, mask: Mask):
+        cfg, keys = self.config, keys.layer(layer)
+        bias = relative_bias(cfg, keys, bidirectional=True) if bias is None else bias
+        x = constrain(x, "batch", "length", "embed")
+        y = RMSNorm(cfg.dtype, name="pre_attention_layer_norm")(x)
+        y = Attention(cfg, name="attention")(y, y, mask=mask, bias=bias, keys=keys.at("attention"))
+        x = x + dropout(y, cfg.dropout_rate, keys.at("attention_out"))
+        y = RMSNorm(cfg.dtype, name="pre_mlp_layer_norm")(x)
+        y = MLP(cfg.mlp_dim, cfg.mlp_activations, cfg.dropout_rate, cfg.dtype, name="mlp")(y, keys.at("mlp"))
+        return x + dropout(y, cfg.dropout_rate, keys.at("mlp_out")), None
+
+
+class DecoderLayer(nn.Module):
+    """`bias` is None where every layer has a table of its own; `encoded` is None in a decoder that stands alone.
+
+    Attributes:
+      cache: of the self-attention while decoding, see `Attention`; None otherwise.
+    """
+
+    config: NetworkConfig
+    cache: str | None = None
+
+    @nn.compact
+    def __call__(
+        self,
+        x: jax.Array,
+        layer: jax.Array | int,
+        keys: Keys,
+        bias: RelativeBias | None,
+        mask: Mask,
+        encoded: jax.Array | None,
+        cross_mask: Mask | None,
+        prefill_lengths: jax.Array | None,
+    ):
+        cfg, keys = self.config, keys.layer(layer)
+        bias = relative_bias(cfg, keys, bidirectional=False) if bias is None else bias
+        x = constrain(x, "batch", "length", "embed")
+        y = RMSNorm(cfg.dtype, name="pre_self_attention_layer_norm")(x)
+        y = Attention(cfg, self.cache, name="self_attention")(
+            y, y, mask=mask, bias=bias, keys=keys.at("self_attention"), prefill_lengths=prefill_lengths
+        )
+        x = x + dropout(y, cfg.dropout_rate, keys.at("self_attention_out"))
+        if encoded is not None:
+            y = RMSNorm(cfg.dtype, name="pre_cross_attention_layer_norm")(x)
+            y = Attention(cfg, "cross" if self.cache else None, name="encoder_decoder_attention")(
+                y, encoded, mask=cross_mask, bias=None, keys=keys.at("encoder_decoder_attention")
+            )
+            x = x + dropout(y, cfg.dropout_rate, keys.at("cross_attention_out"))
+        y = RMSNorm(cfg.dtype, name="pre_mlp_layer_norm")(x)
+        y = MLP(cfg.mlp_dim, cfg.mlp_activations, cfg.dropout_rate, cfg.dtype, name="mlp")(y, keys.at("mlp"))
+        return x + dropout(y, cfg.dropout_rate, keys.at("mlp_out")), None
+
+
+def run_layers(
+    layer_cls: type[nn.Module],
+    cfg: NetworkConfig,
+    stack_name: str,
+    num_layers: int,
+    x: jax.Array,
+    keys: Keys,
+    *shared: Any,
+    **fields: Any,
+) -> jax.Array:
+    """Runs `num_layers` layers over x inside the calling compact module, scanned or unrolled as configured.
+
+    Args:
+      shared: what every layer takes besides x, its number and its keys.
+      fields: attributes of the layer module besides its config.
+    """
+    if cfg.remat_policy != "none":
+        policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if cfg.remat_policy == "minimal" else None
+        layer_cls = partitioning.remat(layer_cls, policy=policy, prevent_cse=not cfg.scan_layers)
+    if cfg.scan_layers:
+        stack = partitioning.scan_with_axes(
+            layer_cls,
+            variable_axes={"params": cfg.param_scan_axis, "intermediates": 0} | dict.fromkeys(CACHES, 0),
+            split_rngs={"params": False, "dropout": False},  # keys are ours and are told apart by the layer number
+            in_axes=(0,) + (nn.broadcast,) * (1 + len(shared)),
+            length=num_layers,
+            axis_name="layers",
+            axes_collections=("params",),
+        )
+        x, _ = stack(cfg, name=stack_name, **fields)(x, jnp.arange(num_layers), keys, *shared)
+        return x
+    for i in range(num_layers):
+        x, _ = layer_cls(cfg, name=f"layers_{i}", **fields)(x, i, keys, *shared)
+    return x

@@ -1,0 +1,72 @@
+"""A decoder that stands alone, a causal or prefix language model, with T5X's call convention and parameter names."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from t5x.errors import UserError
+from t5x.network.attention import Mask
+from t5x.network.config import TransformerConfig
+from t5x.network.keys import Keys
+from t5x.network.towers import Decoder
+
+
+class DecoderWrapper(nn.Module):
+    """A decoder-only T5.
+
+    Example:
+      >>> config = TransformerConfig(vocab_size=384, emb_dim=64, num_heads=4, head_dim=16, mlp_dim=128, num_layers=2)
+      >>> variables = DecoderWrapper(config).init(jax.random.key(0), tokens, tokens, enable_dropout=False)
+      >>> logits = DecoderWrapper(config).apply(variables, tokens, tokens, enable_dropout=False)
+    """
+
+    config: TransformerConfig
+
+    def setup(self):
+        self.decoder = Decoder(self.config, self.config.num_layers)
+
+    def __call__(
+        self,
+        decoder_input_tokens: jax.Array,
+        decoder_target_tokens: jax.Array,
+        decoder_segment_ids: jax.Array | None = None,
+        decoder_positions: jax.Array | None = None,
+        decoder_causal_attention: jax.Array | None = None,
+        *,
+        enable_dropout: bool = True,
+        decode: bool = False,
+        max_decode_length: int | None = None,
+        prefill: bool = False,
+        prefill_lengths: jax.Array | None = None,
+        row_index: jax.Array | None = None,
+    ) -> jax.Array:
+        """Logits float32 [batch, length, vocab].
+
+        Args:
+          decoder_target_tokens: 0 marks padding, which nobody attends to.
+          decoder_segment_ids: int, which example of a packed row a token belongs to.
+          decoder_positions: accepted for T5X's convention; T5 has no absolute positions.
+          decoder_causal_attention: 1 over the prefix (the start token and the inputs), which sees itself whole; None:
+            everything is causal.
+          decode: the first call creates the cache, sized for the length of the tokens; every later call takes one token
+            a row and advances it.
+          prefill: read whole rows into the cache (made if there is none); `prefill_lengths`, int [batch], says from
+            which position on each row is decoded.
+          row_index: int [batch], rows of the global batch, which key dropout; 0, 1, 2 … by default.
+        """
+        del decoder_positions, max_decode_length  # relative positions need neither; the cache has its length
+        if (decode or prefill) and decoder_segment_ids is not None:
+            raise UserError("Packed examples cannot be decoded incrementally: set pack=False for inference.")
+        if prefill and prefill_lengths is None:
+            raise ValueError("prefill needs prefill_lengths: from which position on each row is decoded")
+        # While decoding nothing after the current position is in the cache, and nothing before it is padding.
+        real = None if decode and not prefill else (decoder_target_tokens > 0).astype(jnp.int32)
+        if decoder_segment_ids is not None:
+            real = jnp.where(real > 0, decoder_segment_ids, 0)
+        return self.decoder(
+            decoder_input_tokens,
+            Mask(key_segments=real, query_segments=decoder_segment_ids, prefix=decoder_causal_attention, causal=True),
+            Keys.of(self, decoder_input_tokens, enable_dropout, row_index).at("decoder"),
+            cache="rows" if decode or prefill else None,
+            prefill_lengths=prefill_lengths if prefill else None,
+        )

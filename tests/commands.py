@@ -1,0 +1,39 @@
+"""Running the command line in this process: what a user sees of it, without the seconds that a new Python takes."""
+
+import dataclasses
+import logging
+import signal
+
+from t5x import cli
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    code: int
+    out: str
+    err: str
+
+    def refused(self, *words: str) -> None:
+        """Asserts that it ended with one message for the user that has these words, and no traceback."""
+        assert self.code == 2, self.err
+        assert self.err.count("error: ") == 1 and "Traceback" not in self.err, self.err
+        for word in words:
+            assert word in self.err, self.err
+
+
+def run(capsys, verb: str, *args: object) -> Result:
+    """Runs `t5x VERB ARGS`; signal handlers and logging are afterwards as they were."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    loggers = [logging.getLogger(), logging.getLogger("t5x")]
+    logs = [(log, log.handlers[:], log.propagate, log.level) for log in loggers]
+    capsys.readouterr()
+    try:
+        code = cli.run_verb(verb, [str(arg) for arg in args])
+    except SystemExit as error:
+        code = error.code
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for log, log_handlers, propagate, level in logs:
+            log.handlers[:], log.propagate, log.level = log_handlers, propagate, level
+    return Result(code, *capsys.readouterr())

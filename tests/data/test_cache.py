@@ -1,0 +1,468 @@
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from t5x import cache, caching, data
+from t5x.data import cache_writer, cached, preprocessors, records
+from t5x.data.fingerprints import fingerprint
+from t5x.data.pipeline import count_cacheable
+from t5x.data.streams import ConcatenateAndSplit, composite
+from t5x.errors import UserError
+from tests import commands
+from tests.data.conftest import byte_features
+
+LENGTHS = {"inputs": 16, "targets": 16}
+
+
+@pytest.fixture(autouse=True)
+def caches(tmp_path, monkeypatch):
+    monkeypatch.setenv("T5X_TASK_CACHES", str(tmp_path / "caches"))
+    monkeypatch.setattr(cached, "_told", set())
+    return tmp_path / "caches"
+
+
+@pytest.fixture
+def lines(write):
+    return write("train.jsonl", [{"inputs": f"question {i}" * (1 + i % 3), "targets": str(i)} for i in range(50)])
+
+
+def drop_or_double(example):
+    """None, one or two examples."""
+    number = int(example["targets"])
+    return [example] * (number % 3)
+
+
+def shuffle_tokens(example, seed):
+    return example | {"inputs": np.random.default_rng(seed).permutation(example["inputs"])}
+
+
+def copy_targets(example):
+    return example | {"inputs": example["targets"]}
+
+
+def make_task(path, steps=None, features=None, source=None):
+    steps = [drop_or_double, preprocessors.tokenize, preprocessors.append_eos_after_trim] if steps is None else steps
+    return data.Task("task", source or data.JsonLinesDataSource({"train": path}), features or byte_features(), steps)
+
+
+def write_cache(task, **kwargs):
+    return cache_writer.write(task, "train", **{"num_workers": 0, "examples_per_shard": 20} | kwargs)
+
+
+def batches(task, count=12, pack=False, **kwargs):
+    kwargs = {"shuffle": True, "seed": 3, "num_workers": 0, "pack": pack} | kwargs
+    cfg = data.DatasetConfig(task, LENGTHS, "train", 4, **kwargs)
+    with data.train_loader(cfg, feature_converter=data.EncDecFeatureConverter(pack=pack)) as loader:
+        return [{name: array.tolist() for name, array in next(loader).items()} for _ in range(count)]
+
+
+def without_caches(monkeypatch, function, *args, **kwargs):
+    with monkeypatch.context() as patch:
+        patch.setenv("T5X_TASK_CACHES", "")
+        return function(*args, **kwargs)
+
+
+def is_cached(task):
+    return task.pipeline("train", LENGTHS, need_text=False).cached is not None
+
+
+TASKS = {
+    "drops and doubles": [drop_or_double, preprocessors.tokenize, preprocessors.append_eos],
+    "a random step behind": [drop_or_double, preprocessors.tokenize, shuffle_tokens],
+    "a placeholder": [preprocessors.tokenize, data.CacheDatasetPlaceholder(), shuffle_tokens, preprocessors.append_eos],
+    "joined": [preprocessors.tokenize, preprocessors.append_eos, ConcatenateAndSplit(7), copy_targets],
+}
+
+
+@pytest.mark.parametrize("steps", TASKS.values(), ids=TASKS)
+@pytest.mark.parametrize("pack", [False, True])
+def test_batches_are_the_same_with_and_without_a_cache(lines, monkeypatch, steps, pack):
+    expected = without_caches(monkeypatch, batches, make_task(lines, steps), pack=pack)
+    write_cache(make_task(lines, steps))
+    monkeypatch.setattr(data.JsonLinesDataSource, "example", None)  # it is not read any more
+    task = make_task(lines, steps)
+    assert is_cached(task)
+    assert len(task.pipeline("train", LENGTHS)) == 50
+    assert batches(task, pack=pack) == expected
+
+
+def test_worker_processes_read_caches_too(lines, monkeypatch):
+    expected = without_caches(monkeypatch, batches, make_task(lines), count=3)
+    write_cache(make_task(lines))
+    assert batches(make_task(lines), count=3, num_workers=2) == expected
+
+
+def test_evaluation_gets_the_same_examples(lines, monkeypatch):
+    def examples():
+        task = make_task(lines)
+        found = data.eval_batches(task, feature_converter=data.EncDecFeatureConverter(), split="train", batch_size=8)
+        return [repr(example) for batch in found for example in batch.examples]
+
+    expected = without_caches(monkeypatch, examples)
+    write_cache(make_task(lines))
+    assert examples() == expected and "inputs_pretokenized" in expected[0]
+
+
+def test_what_is_cached_ends_before_the_first_step_that_may_differ():
+    @composite
+    def several():
+        return []
+
+    tokenize = preprocessors.tokenize
+    assert count_cacheable([tokenize, tokenize]) == 2
+    for end in (shuffle_tokens, preprocessors.append_eos_after_trim, ConcatenateAndSplit(4), several):
+        assert count_cacheable([tokenize, end, tokenize]) == 1
+    assert count_cacheable([tokenize, data.CacheDatasetPlaceholder(), tokenize]) == 1
+    bound = functools.partial(preprocessors.append_eos_after_trim, sequence_length={"inputs": 4})
+    assert count_cacheable([tokenize, bound, functools.partial(shuffle_tokens, seed=1)]) == 3
+
+
+def test_a_task_that_begins_with_a_random_step_has_nothing_to_cache(lines):
+    with pytest.raises(UserError, match="nothing to cache of task 'task'"):
+        write_cache(make_task(lines, [shuffle_tokens]))
+
+
+# --- Which caches are found -------------------------------------------------------------------------------------------
+
+
+def prefixed(prefix):
+    return lambda example: example | {"inputs": prefix + example["inputs"]}
+
+
+def helper(text):
+    return text.upper()
+
+
+def with_helper(example):
+    return example | {"inputs": helper(example["inputs"])}
+
+
+def other_helper(text):
+    return text.lower()
+
+
+TOKENIZE = preprocessors.tokenize
+PREFIX = functools.partial(preprocessors.rekey, key_map={"inputs": "inputs", "targets": "targets"})
+SWAP = functools.partial(preprocessors.rekey, key_map={"inputs": "targets", "targets": "inputs"})
+FUNCTION_1 = data.FunctionDataSource(lambda split: [{"inputs": "a", "targets": "1"}], ("train",))
+FUNCTION_2 = data.FunctionDataSource(lambda split: [{"inputs": "a", "targets": "2"}], ("train",))
+
+
+def features(**kwargs):
+    return byte_features() | {"inputs": data.Feature(**{"vocabulary": data.ByteVocabulary()} | kwargs)}
+
+
+CHANGES = {
+    "vocabulary": ({}, {"features": features(vocabulary=data.ByteVocabulary(extra_ids=5))}, "vocabulary of 'inputs'"),
+    "add_eos": ({}, {"features": features(add_eos=False)}, "add_eos of the feature 'inputs' was True and is False"),
+    "features": ({}, {"features": features() | {"more": data.Feature(data.ByteVocabulary())}}, "'more' is new"),
+    "order": ({"steps": [PREFIX, TOKENIZE]}, {"steps": [TOKENIZE, PREFIX]}, "were rekey, tokenize and are tokenize,"),
+    "argument": ({"steps": [PREFIX, TOKENIZE]}, {"steps": [SWAP, TOKENIZE]}, "preprocessor rekey, its arguments"),
+    "closure": ({"steps": [prefixed("a"), TOKENIZE]}, {"steps": [prefixed("b"), TOKENIZE]}, "preprocessor <lambda>"),
+    "function": ({"source": FUNCTION_1}, {"source": FUNCTION_2}, "source FunctionDataSource, its code"),
+}
+
+
+@pytest.mark.parametrize("before, after, words", CHANGES.values(), ids=CHANGES)
+def test_a_cache_of_another_state_of_the_task_is_refused(lines, caplog, before, after, words):
+    write_cache(make_task(lines, **before))
+    assert is_cached(make_task(lines, **before))
+    changed = make_task(lines, **after)
+    assert not is_cached(changed) and not is_cached(changed)
+    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1 and words in warnings[0] and "read from its source" in warnings[0]
+    with pytest.raises(UserError, match="--overwrite replaces it"):
+        write_cache(changed)
+    write_cache(changed, overwrite=True)
+    assert is_cached(changed)
+
+
+def test_a_change_of_a_function_that_a_preprocessor_calls_is_noticed(lines, monkeypatch):
+    steps = [with_helper, preprocessors.tokenize]
+    write_cache(make_task(lines, steps))
+    monkeypatch.setitem(globals(), "helper", other_helper)
+    assert not is_cached(make_task(lines, steps))
+
+
+@pytest.mark.parametrize("change", ["content", "time", "another file"])
+def test_a_change_of_the_files_is_noticed(lines, write, caplog, change):
+    pattern = lines.replace("train.jsonl", "*.jsonl")
+    write_cache(make_task(pattern))
+    assert is_cached(make_task(pattern))
+    if change == "content":
+        Path(lines).write_text(Path(lines).read_text() + '{"inputs": "a", "targets": "1"}\n')
+    elif change == "time":
+        os.utime(lines, ns=(1, 1))
+    else:
+        write("more.jsonl", [{"inputs": "a", "targets": "1"}])
+    assert not is_cached(make_task(pattern))
+    assert f"files have changed ({'more' if change == 'another file' else 'train'}.jsonl)" in caplog.text
+
+
+def test_another_python_is_refused(lines, caches, caplog):
+    write_cache(make_task(lines))
+    info = caches / "task/train/info.json"
+    info.write_text(info.read_text().replace('"Python": "3.', '"Python": "2.'))
+    assert not is_cached(make_task(lines))
+    assert f"Python was 2.{sys.version_info.minor} and is 3.{sys.version_info.minor}" in caplog.text
+
+
+def test_comments_and_line_numbers_do_not_matter():
+    def step_of(code):
+        exec(code, space := {"__name__": "__main__"})
+        return space["step"]
+
+    first = step_of("def step(e):\n    made = len(e)\n    return made")
+    moved = step_of("# lower\n\ndef step(e):\n    # and explained\n    renamed = len(e)\n    return renamed")
+    other = step_of("def step(e):\n    made = len(e) + 1\n    return made")
+    assert fingerprint(first) == fingerprint(moved) != fingerprint(other)
+
+
+def test_what_a_function_keeps_for_later_does_not_matter():
+    space = {"__name__": "__main__", "_loaded": None}
+    exec("def load(split):\n    global _loaded\n    _loaded = _loaded or [split]\n    return _loaded", space)
+    before = fingerprint(space["load"])
+    space["load"]("train")
+    assert fingerprint(space["load"]) == before
+
+
+def test_files_may_move(lines, tmp_path):
+    write_cache(make_task(lines))
+    moved = tmp_path / "elsewhere" / "train.jsonl"
+    moved.parent.mkdir()
+    os.rename(lines, moved)
+    assert is_cached(make_task(str(moved)))
+
+
+def test_without_the_source_the_cache_is_used_as_it_is(lines, caplog):
+    write_cache(make_task(lines))
+    os.remove(lines)
+    task = make_task(lines)
+    assert batches(task, count=1)
+    assert "source cannot be read here" in caplog.text
+
+
+def test_no_directory_or_an_empty_one_is_no_cache(lines, caches, caplog):
+    assert not is_cached(make_task(lines))
+    (caches / "task/train").mkdir(parents=True)
+    assert not is_cached(make_task(lines))
+    assert "it has no info.json" in caplog.text
+
+
+def test_use_cached_without_a_cache_is_said_and_goes_on(lines, caplog):
+    caplog.set_level("INFO")
+    assert batches(make_task(lines), count=1, use_cached=True)
+    assert "use_cached=True: task 'task' has no cache" in caplog.text
+
+
+def test_without_texts_a_cache_serves_training_only(lines, monkeypatch, caplog):
+    expected = without_caches(monkeypatch, batches, make_task(lines))
+    small = write_cache(make_task(lines), drop_text=True)
+    task = make_task(lines)
+    assert is_cached(task) and task.pipeline("train", LENGTHS).cached is None
+    assert "texts were dropped" in caplog.text
+    assert batches(task) == expected
+    with pytest.raises(UserError, match="it has no texts"):
+        write_cache(make_task(lines))
+    assert small.tokens == write_cache(make_task(lines), overwrite=True).tokens
+
+
+# --- Writing: stopped, gone on, damaged -------------------------------------------------------------------------------
+
+
+def flaky(example):
+    if "FLAKY" in os.environ and example["targets"] == "47":
+        raise ConnectionError("the power went")
+    return example
+
+
+def test_after_a_stop_finished_shards_are_kept(lines, caches, caplog, monkeypatch):
+    task = make_task(lines, [drop_or_double, flaky, preprocessors.tokenize])
+    expected = without_caches(monkeypatch, batches, task)
+    with monkeypatch.context() as patch:
+        patch.setenv("FLAKY", "1")
+        with pytest.raises(ConnectionError):
+            write_cache(task)
+    directory = caches / "task/train"
+    assert sorted(path.name for path in directory.glob("*record")) == [cached.shard_name(0), cached.shard_name(1)]
+    assert not list(directory.glob("*.tmp-*"))
+    assert not is_cached(task) and "it is not complete" in caplog.text
+    assert batches(task) == expected  # from the source
+
+    kept = (directory / cached.shard_name(1)).stat().st_ino
+    (directory / f"{cached.shard_name(2)}.tmp-17").write_text("half")
+    written = write_cache(task)
+    assert (written.made, written.shards) == (1, 3)
+    assert (directory / cached.shard_name(1)).stat().st_ino == kept
+    assert not list(directory.glob("*.tmp-*"))
+    assert is_cached(task) and batches(task) == expected
+
+
+def test_a_shard_that_is_cut_or_missing_is_refused_and_made_again(lines, caches, caplog):
+    write_cache(make_task(lines))
+    shard = caches / "task/train" / cached.shard_name(1)
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-100])
+    assert not is_cached(make_task(lines))
+    assert f"has {len(whole) - 100} bytes instead of {len(whole)}" in caplog.text
+    assert write_cache(make_task(lines)).made == 1
+    assert is_cached(make_task(lines)) and shard.read_bytes() == whole
+    shard.unlink()
+    assert not is_cached(make_task(lines)) and "is missing" in caplog.text
+    assert write_cache(make_task(lines)).made == 1
+
+
+def test_damage_inside_a_shard_is_found(lines, caches, caplog):
+    write_cache(make_task(lines))
+    shard = caches / "task/train" / cached.shard_name(1)
+    content = bytearray(shard.read_bytes())
+    place = content.index(b"inputs")
+    content[place] ^= 1
+    shard.write_bytes(content)
+    pipeline = make_task(lines).pipeline("train", LENGTHS)
+    with pytest.raises(UserError, match=r"shard-00001.array_record is damaged or gone .*`t5x cache` makes"):
+        for index in range(50):
+            pipeline.outputs(0, index)
+    assert write_cache(make_task(lines)).made == 1
+    assert "shard-00001.array_record in" in caplog.text and "is damaged or gone; it is made again" in caplog.text
+    assert write_cache(make_task(lines)).made == 0
+
+
+def test_processes_write_the_same_shards(lines, caches):
+    write_cache(make_task(lines))
+    completed = caches / "task/train/COMPLETED"
+    alone = completed.read_text()
+    written = write_cache(make_task(lines), overwrite=True, num_workers=2)
+    assert completed.read_text() == alone and written.made == 3
+    # By hand: 50 examples, 0, 1 or 2 times each; ids are bytes.
+    kept = [i for i in range(50) for _ in range(i % 3)]
+    assert written.examples == len(kept)
+    assert written.tokens == sum(len(f"question {i}" * (1 + i % 3)) + len(str(i)) for i in kept)
+
+
+def test_only_one_process_writes_at_a_time(lines, caches):
+    (caches / "task/train").mkdir(parents=True)
+    with cache.locked(caches / "task/train"), pytest.raises(UserError, match="Another process is writing"):
+        write_cache(make_task(lines))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_bad_examples_are_errors_or_are_counted(write, monkeypatch, num_workers):
+    lines = [json.dumps({"inputs": "a", "targets": str(i)}) for i in range(30)]
+    lines[27] = "{"
+    path = write("train.jsonl", "\n".join(lines))
+    with pytest.raises(data.BadExample, match=r"train\.jsonl:28: not JSON"):
+        write_cache(make_task(path), num_workers=num_workers)
+    assert write_cache(make_task(path), skip_bad_examples=True, num_workers=num_workers).bad == 1
+    expected = without_caches(monkeypatch, batches, make_task(path), skip_bad_examples=True)
+    task = make_task(path)
+    assert is_cached(task) and batches(task) == expected
+
+
+def test_what_has_no_place_in_a_file_is_said(lines):
+    with pytest.raises(UserError, match=r"train\.jsonl:1: the field 'odd' holds a set .* a cache cannot keep"):
+        write_cache(make_task(lines, [lambda example: example | {"odd": {1}}]))
+
+
+def test_a_full_disk_is_said(lines, caches, monkeypatch):
+    from array_record.python import array_record_module
+
+    if not os.path.exists("/dev/full"):
+        pytest.skip("there is no /dev/full")
+    real = array_record_module.ArrayRecordWriter
+    with monkeypatch.context() as patch:
+        patch.setattr(array_record_module, "ArrayRecordWriter", lambda path, options: real("/dev/full", options))
+        with pytest.raises(UserError, match=r"does not fit on the disk of .* free\).*--output_dir"):
+            write_cache(make_task(lines))
+    assert write_cache(make_task(lines)).made == 3
+
+
+# --- The command ------------------------------------------------------------------------------------------------------
+
+TASK_FILE = """
+from t5x import data
+from t5x.data import preprocessors
+
+WORDS = {"one", "two", "three", "four"}
+
+def marked(example):
+    return example | {"inputs": ("known " if example["inputs"] in WORDS else "new ") + example["inputs"]}
+
+def add(name, path):
+    features = {feature: data.Feature(data.ByteVocabulary()) for feature in ("inputs", "targets")}
+    source = data.JsonLinesDataSource({"train": path, "validation": path})
+    data.TaskRegistry.add(name, source, preprocessors=[marked, preprocessors.tokenize], output_features=features)
+
+add("of_a_file:1", "train.jsonl")
+add("of_another", "train.jsonl")
+data.MixtureRegistry.add("of_files", ["of_a_file:1", "of_another"], default_rate=1.0)
+"""
+
+
+def test_the_command_caches_all_tasks_of_a_mixture(lines, write, caches, capsys, monkeypatch, registries, tmp_path):
+    tasks = write("cached_tasks.py", TASK_FILE)
+    monkeypatch.chdir(tmp_path)
+    # In another process, whose hashes of strings are others.
+    command = [sys.executable, "-m", "t5x", "cache", "--import", tasks, "of_files", "--split", "train"]
+    environment = os.environ | {"PYTHONHASHSEED": "1", "PYTHONPATH": str(Path(cache.__file__).parents[1])}
+    result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    head, *rows = result.stdout.splitlines()
+    assert head.split() == ["task", "split", "examples", "tokens", "bytes", "seconds"]
+    assert [row.split()[:3] for row in rows] == [["of_a_file:1", "train", "50"], ["of_another", "train", "50"]]
+
+    again = commands.run(capsys, "cache", "--import", tasks, "of_a_file:1", "--split", "train")
+    assert again.code == 0 and "is whole" in again.err
+    assert is_cached(data.TaskRegistry.get("of_another"))
+    commands.run(capsys, "cache", "of_a_file:1", "--split", "test").refused("has no split 'test'")
+    commands.run(capsys, "cache", "of_a_file:1", "--output_dir", "gs://a/b").refused("--output_dir", "is remote")
+
+
+def test_missing_beam_is_said_with_what_to_do(lines, monkeypatch):
+    monkeypatch.setitem(sys.modules, "apache_beam", None)
+    with pytest.raises(UserError, match="pip install apache-beam"):
+        write_cache(make_task(lines), runner="DirectRunner")
+
+
+def test_beam_writes_the_same_shards(lines, caches, write):
+    pytest.importorskip("apache_beam")
+    write_cache(make_task(lines))
+    completed = (caches / "task/train/COMPLETED").read_text()
+    assert write_cache(make_task(lines), overwrite=True, runner="DirectRunner").made == 3
+    assert (caches / "task/train/COMPLETED").read_text() == completed
+
+
+# --- Records ----------------------------------------------------------------------------------------------------------
+
+
+def test_records_keep_every_value_and_type():
+    ids = np.arange(300, dtype=np.int32)
+    example = {
+        "ids": ids, "small": ids[:5], "negative": -ids.astype(np.int64), "empty": ids[:0], "none": None, "float": 0.1,
+        "matrix": np.ones((2, 3), np.float32), "scalar": np.float32(2.5), "text": "é\ud800", "bytes": b"\0\xff",
+        "nested": [ids[:2], ids[:3]], "tuple": (1, ("a", [2])), "map": {1: True, "x": np.bool_(False)}, "large": 2**70,
+        "texts": np.array(["ab", "c"]), "objects": np.array(["ab", None], object), "big_endian": np.array([1], ">i4"),
+    }  # fmt: skip
+    (found,) = records.decode(records.encode([example]))
+    assert list(found) == list(example)
+    for name, value in example.items():
+        assert type(found[name]) is type(value) and repr(found[name]) == repr(value), name
+        if isinstance(value, np.ndarray):
+            assert found[name].dtype == value.dtype and found[name].shape == value.shape
+            assert found[name].flags.writeable
+            np.testing.assert_array_equal(found[name], value)
+    assert records.decode(records.encode([])) == []
+    assert len(records.encode([{"ids": ids}])) < 2 * len(ids) + 20
+
+
+def test_the_entry_point_is_there_for_python_too(lines, caches, tmp_path, capsys):
+    written = caching.cache(make_task(lines), splits=["train"], output_dir=str(tmp_path / "other"), num_workers=0)
+    assert [one.path for one in written] == [str(tmp_path / "other/task/train")]
+    assert not is_cached(make_task(lines))
+    assert "train" in capsys.readouterr().out

@@ -1,0 +1,205 @@
+"""Parquet files, and data sets in the layout of `datasets.Dataset.save_to_disk`; pyarrow writes them."""
+
+import json
+import logging
+import pickle
+import sys
+
+import fsspec
+import numpy as np
+import pytest
+
+from t5x.data import BadExample, HuggingFaceDataSource, ParquetDataSource
+from t5x.data.sources import arrow
+from t5x.errors import UserError
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+
+ROWS = [
+    {
+        "text": f"Zeile {i} ä" if i % 5 else None,
+        "ids": list(range(i % 4)),
+        "scores": [i / 2],
+        "names": ["a", None][: i % 3],
+        "nested": {"answer": str(i), "at": [i]},
+        "label": i,
+        "image": b"\xff" * i,
+    }
+    for i in range(30)
+]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("T5X_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def plain(example):
+    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in example.items()}
+
+
+def everything(source, split="train"):
+    return [source.example(split, i) for i in range(source.num_examples(split))]
+
+
+def write_parquet(path, rows=ROWS, group=7):
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=group)
+    return str(path)
+
+
+def test_rows_of_parquet(tmp_path, monkeypatch):
+    write_parquet(tmp_path / "a.parquet", ROWS[:20])
+    write_parquet(tmp_path / "b.parquet", ROWS[20:], group=100)
+    source = ParquetDataSource({"train": tmp_path / "*.parquet"})
+    for cached in (arrow._CACHE_BYTES, 0):
+        monkeypatch.setattr(arrow, "_CACHE_BYTES", cached)
+        for one in (source, pickle.loads(pickle.dumps(source))):
+            assert [plain(example) for example in everything(one)] == ROWS
+    assert source.example("train", 3)["ids"].dtype == np.int64
+    source.example("train", 3)["ids"][0] = 100
+    assert source.example("train", 3)["ids"][0] == 0
+    assert source.location("train", 20) == f"{tmp_path}/b.parquet, record 1"
+
+
+def test_row_groups_are_decoded_once_while_they_are_kept(tmp_path, monkeypatch):
+    read = []
+    original = arrow._ParquetFile.read_group
+    monkeypatch.setattr(
+        arrow._ParquetFile, "read_group", lambda self, group: read.append(group) or original(self, group)
+    )
+    source = ParquetDataSource({"train": write_parquet(tmp_path / "x.parquet")})
+    for i in (0, 29, 3, 28, 8, 1):
+        assert source.example("train", i)["label"] == i
+    assert read == [0, 4, 1]
+
+
+def test_columns_of_parquet(tmp_path):
+    path = write_parquet(tmp_path / "x.parquet")
+    assert ParquetDataSource({"train": path}, columns=["label"]).example("train", 9) == {"label": 9}
+    with pytest.raises(UserError, match=f"{path} has no column 'targets'. Its columns are text, ids"):
+        ParquetDataSource({"train": path}, columns=["targets"]).num_examples("train")
+
+
+def test_large_row_groups_are_called_slow(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(arrow, "_SLOW_ROWS", 20)
+    monkeypatch.setattr(arrow, "_CACHE_BYTES", 1)
+    ParquetDataSource({"train": write_parquet(tmp_path / "small.parquet")}).num_examples("train")
+    assert not caplog.records
+    ParquetDataSource({"train": write_parquet(tmp_path / "large.parquet", group=30)}).num_examples("train")
+    assert "up to 30 rows are decoded" in caplog.text and "row_group_size=" in caplog.text
+
+
+def test_parquet_files_that_are_damaged(tmp_path):
+    path = tmp_path / "x.parquet"
+    write_parquet(path)
+    whole = path.read_bytes()
+    for content in (whole[: len(whole) // 2], b"plain text", whole[:-4]):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=f"{path} is no Parquet file, or is cut short"):
+            ParquetDataSource({"train": path}).num_examples("train")
+    path.write_bytes(b"")
+    with pytest.raises(UserError, match=f"{path} is empty"):
+        ParquetDataSource({"train": path}).num_examples("train")
+    path.write_bytes(whole[:4] + b"\xff" * 200 + whole[204:])
+    source = ParquetDataSource({"train": path})
+    with pytest.raises(BadExample, match=f"{path}, record 1: row group 0 cannot be read"):
+        source.example("train", 0)
+
+
+def test_a_parquet_file_that_changes_is_noticed(tmp_path):
+    source = ParquetDataSource({"train": write_parquet(tmp_path / "x.parquet")})
+    source.example("train", 0)
+    write_parquet(tmp_path / "x.parquet", ROWS[:10])
+    with pytest.raises(UserError, match="has changed while it was in use"):
+        source.example("train", 20)
+
+
+def test_without_pyarrow(tmp_path, monkeypatch):
+    path = write_parquet(tmp_path / "x.parquet")
+    for module in ("pyarrow", "pyarrow.parquet"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(UserError, match=r"needs the package pyarrow .*pip install pyarrow.*\.\[parquet\]"):
+        ParquetDataSource({"train": path}).num_examples("train")
+
+
+# --- Hugging Face -----------------------------------------------------------------------------------------------------
+
+
+def save(directory, rows, files=1, **state):
+    """As `Dataset.save_to_disk` does: Arrow streams in record batches, and what names them."""
+    directory.mkdir(parents=True)
+    names = [f"data-{i:05d}-of-{files:05d}.arrow" for i in range(files)]
+    table = pa.Table.from_pylist(rows)
+    for i, name in enumerate(names):
+        part = table.slice(i * len(rows) // files, (i + 1) * len(rows) // files - i * len(rows) // files)
+        with pa.OSFile(str(directory / name), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(part, max_chunksize=4)
+    state = {"_data_files": [{"filename": name} for name in names], "_fingerprint": "1", "_split": None} | state
+    (directory / "state.json").write_text(json.dumps(state))
+    (directory / "dataset_info.json").write_text("{}")
+
+
+@pytest.fixture
+def saved(tmp_path):
+    save(tmp_path / "ds/train", ROWS[:25], files=2)
+    save(tmp_path / "ds/test", ROWS[25:])
+    (tmp_path / "ds/dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    return tmp_path / "ds"
+
+
+def test_a_saved_dictionary_of_data_sets(saved):
+    source = HuggingFaceDataSource(saved)
+    assert source.splits == ("train", "test")
+    for one in (source, pickle.loads(pickle.dumps(source))):
+        assert [plain(example) for example in everything(one) + everything(one, "test")] == ROWS
+    assert source.location("train", 12) == f"{saved}/train/data-00001-of-00002.arrow, record 1"
+    assert HuggingFaceDataSource(saved, splits=["test"]).splits == ("test",)
+    with pytest.raises(UserError, match=f"{saved} has no split 'dev'. It has 'train', 'test'"):
+        HuggingFaceDataSource(saved, splits=["dev"])
+
+
+@pytest.mark.parametrize(("recorded", "split"), [(None, "train"), ("validation", "validation")])
+def test_a_saved_data_set(tmp_path, recorded, split):
+    save(tmp_path / "ds", ROWS, _split=recorded)
+    source = HuggingFaceDataSource(str(tmp_path / "ds"))
+    assert source.splits == (split,)
+    assert [plain(example) for example in everything(source, split)] == ROWS
+
+
+def test_a_saved_data_set_at_a_remote_path(saved, caplog):
+    caplog.set_level(logging.INFO)
+    memory = fsspec.filesystem("memory")
+    memory.put(str(saved), "/bucket/ds", recursive=True)
+    try:
+        source = HuggingFaceDataSource("memory://bucket/ds")
+        assert [plain(example) for example in everything(source)] == ROWS[:25]
+    finally:
+        memory.store.clear()
+        memory.pseudo_dirs[:] = [""]
+    assert "copying" in caplog.text
+
+
+def test_saved_data_sets_that_are_not_whole(saved, tmp_path):
+    (saved / "train/data-00001-of-00002.arrow").write_bytes(b"plain text")
+    with pytest.raises(UserError, match=r"data-00001-of-00002\.arrow is no Arrow stream, or is cut short"):
+        HuggingFaceDataSource(saved).num_examples("train")
+    whole = (saved / "test/data-00000-of-00001.arrow").read_bytes()
+    (saved / "test/data-00000-of-00001.arrow").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UserError, match=r"data-00000-of-00001\.arrow is no Arrow stream, or is cut short"):
+        HuggingFaceDataSource(saved).num_examples("test")
+    (saved / "test/state.json").unlink()
+    with pytest.raises(UserError, match=r"has no state.json: the data set is not whole"):
+        HuggingFaceDataSource(saved).num_examples("test")
+    (saved / "dataset_dict.json").unlink()
+    with pytest.raises(UserError, match=r"is no data set that `save_to_disk` .* has written"):
+        HuggingFaceDataSource(saved)
+    with pytest.raises(UserError, match=r"There is no directory .*/nowhere"):
+        HuggingFaceDataSource(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("name", ["../secret.arrow", "/etc/passwd", "", None])
+def test_names_that_lead_out_of_the_directory(tmp_path, name):
+    save(tmp_path / "ds", ROWS, _data_files=[{"filename": name}])
+    with pytest.raises(UserError, match="names no files of its own"):
+        HuggingFaceDataSource(tmp_path / "ds").num_examples("train")

@@ -1,0 +1,130 @@
+"""Worker processes change nothing but the speed."""
+
+import os
+import signal
+
+import numpy as np
+import pytest
+
+from t5x import data
+from t5x.data.config import import_task_module
+from t5x.data.loader import TrainLoader
+from t5x.errors import UserError
+
+from .conftest import make_task
+
+LENGTHS = {"inputs": 8, "targets": 6}
+
+
+def noisy(example, seed):
+    rng = np.random.default_rng(seed)
+    return [example | {"inputs": rng.integers(2, 99, 3)} for _ in range(rng.integers(0, 3))]
+
+
+def loader(task=None, workers=0, rows=None, **kwargs):
+    examples = [{"inputs": [i % 90 + 3], "targets": [7, i % 50 + 3]} for i in range(101)]
+    task = make_task(examples, [noisy]) if task is None else task
+    return TrainLoader(
+        task.pipeline("train", LENGTHS, seed=5), data.EncDecFeatureConverter(), LENGTHS, batch_size=8, rows=rows,
+        num_workers=workers, **kwargs,
+    )  # fmt: skip
+
+
+def take(source, count):
+    return [next(source) for _ in range(count)]
+
+
+def assert_same(batches, others):
+    for batch, other in zip(batches, others, strict=True):
+        for name in batch:
+            np.testing.assert_array_equal(batch[name], other[name])
+
+
+def test_batches_and_states_do_not_depend_on_the_number_of_workers():
+    with loader() as alone:
+        expected = take(alone, 9)
+        state = alone.state()
+    with loader(workers=3) as three:
+        assert_same(take(three, 4), expected[:4])
+        middle = three.state()
+        assert_same(take(three, 5), expected[4:])
+        assert three.state() == state
+        three.restore(middle)  # back, while the workers run ahead
+        assert_same(take(three, 5), expected[4:])
+    with loader(workers=2) as two, loader() as none:
+        for other in (two, none):
+            other.restore(middle)
+            assert_same(take(other, 5), expected[4:])
+
+
+def test_half_the_rows():
+    with loader() as whole, loader(workers=2, rows=range(4, 8)) as half:
+        for batch, part in zip(take(whole, 3), take(half, 3), strict=True):
+            np.testing.assert_array_equal(part["encoder_input_tokens"], batch["encoder_input_tokens"][4:])
+
+
+def bad(example):
+    if example["number"] == 17:
+        raise data.BadExample("number 17 is broken")
+    return {"inputs": [example["number"] + 3], "targets": [1] * (example["number"] % 9)}
+
+
+def test_what_workers_pass_over_and_cut_is_counted():
+    task = make_task([{"number": i} for i in range(40)], [bad])
+    with loader(task, workers=2, skip_bad_examples=True) as source:
+        seen = {int(x) - 3 for batch in take(source, 10) for x in batch["encoder_input_tokens"][:, 0]}
+        assert 17 not in seen and len(seen) == 39
+        assert source.counts.bad >= 2  # two epochs, and what is read ahead
+        assert source.counts.trimmed["targets"] > 5
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_bad_example_is_one_clear_error(workers):
+    task = make_task([{"number": i} for i in range(40)], [bad])
+    with loader(task, workers=workers) as source, pytest.raises(data.BadExample, match="number 17 is broken"):
+        take(source, 10)
+
+
+def test_a_bug_of_a_preprocessor_shows_where_it_is():
+    def broken(example):
+        return {"inputs": 1 // 0}
+
+    task = make_task([{"number": 1}], [broken])
+    with loader(task, workers=1) as source, pytest.raises(RuntimeError, match=r"(?s)in broken.*ZeroDivisionError"):
+        next(source)
+
+
+def test_a_worker_that_is_killed_is_said():
+    with loader(workers=2) as source:
+        next(source)
+        os.kill(source._source._workers[1]._process.pid, signal.SIGKILL)
+        with pytest.raises(UserError, match=r"Worker process 1 .* killed by signal 9"):
+            take(source, 2000)
+
+
+def test_workers_end_with_the_loader_and_outlive_ctrl_c():
+    source = loader(workers=1)
+    next(source)
+    process = source._source._workers[0]._process
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGTERM)
+    take(source, 20)
+    source.close()
+    assert process.poll() is not None
+
+
+def test_a_task_of_a_file_that_cannot_be_imported_by_name(tmp_path, registries):
+    path = tmp_path / "my-tasks.py"
+    path.write_text(
+        "from t5x import data\n"
+        "WORD = 41\n"
+        "def change(example):\n"
+        "    return {'inputs': [WORD], 'targets': [example['n'] + 3]}\n"
+        "data.TaskRegistry.add('mine', data.FunctionDataSource(lambda split: [{'n': i} for i in range(9)],\n"
+        "    splits=('train',)), {'inputs': data.Feature(data.ByteVocabulary()),\n"
+        "    'targets': data.Feature(data.ByteVocabulary())}, [change])\n"
+    )
+    import_task_module(str(path))
+    task = data.TaskRegistry.get("mine")
+    with loader(task, workers=2) as source, loader(task) as alone:
+        assert_same(take(source, 3), take(alone, 3))

@@ -1,0 +1,70 @@
+"""A decoder-only model from gin to predictions, as a user runs it."""
+
+import json
+
+from t5x import inspection
+from tests.programs import REPO, losses, t5x
+
+GIN = """
+from __gin__ import dynamic_registration
+
+import __main__ as train_script
+import seqio
+from t5x import adafactor
+from t5x import models
+from t5x.examples.decoder_only import network as decoder_network
+
+include 't5x/examples/demo/dates.gin'
+include 't5x/examples/demo/model.gin'
+
+train_script.train.model = @models.DecoderOnlyModel()
+train_script.train.eval_steps = 1
+models.DecoderOnlyModel:
+  module = @decoder_network.DecoderWrapper()
+  vocabulary = @seqio.ByteVocabulary()
+  optimizer_def = @adafactor.Adafactor()
+  inputs_bidirectional_attention = True
+decoder_network.DecoderWrapper.config = @decoder_network.TransformerConfig()
+decoder_network.TransformerConfig:
+  vocab_size = 384
+  emb_dim = 16
+  num_heads = 2
+  num_layers = 2
+  head_dim = 8
+  mlp_dim = 32
+  mlp_activations = ('gelu', 'linear')
+  dropout_rate = 0.1
+  logits_via_embedding = True
+"""
+
+
+def test_a_prefix_lm_trains_evaluates_resumes_and_infers(tmp_path):
+    (tmp_path / "prefix_lm.gin").write_text(GIN)
+    run = tmp_path / "run"
+
+    def train(steps):
+        return t5x(
+            "train", f"--gin_file={tmp_path / 'prefix_lm.gin'}", f"--gin.MODEL_DIR={run}", f"--gin.TRAIN_STEPS={steps}",
+            "--gin.BATCH_SIZE=8", "--gin.train.stats_period=1", "--gin.seqio.Evaluator.num_examples=8", cwd=REPO,
+        )  # fmt: skip
+
+    first = train(2)
+    assert first.returncode == 0, first.stderr
+    again = train(4)
+    assert again.returncode == 0 and "resuming from" in again.stderr, again.stderr
+    assert len(losses(run)) == 4
+    assert "held out: loss" in again.stderr
+
+    report = inspection.inspect(str(run), as_json=True)
+    assert report["model"] == "decoder-only T5 of its own size"
+    assert report["config"]["num_layers"] == 2
+    text = '{"inputs": "3 March 1997", "targets": "1997-03-03"}\n'
+    for mode in ("predict", "score"):
+        done = t5x("infer", "--model", str(run), "--input", "-", "--mode", mode, "--max_length", "8", cwd=REPO, text=text)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["score"] < 0
+    to_hf = t5x("convert", str(run), str(tmp_path / "hf"), "--to", "hf", cwd=REPO)
+    assert to_hf.returncode == 2 and "decoder" in to_hf.stderr, to_hf.stderr
+    to_native = t5x("convert", str(run), str(tmp_path / "native"), "--to", "native", cwd=REPO)
+    assert to_native.returncode == 0, to_native.stderr
+    assert inspection.inspect(str(tmp_path / "native"), as_json=True)["params_sha256"] == report["params_sha256"]
