@@ -1,17 +1,19 @@
 # Two commands: `make demo` trains a tiny T5 here and shows it; `make test` runs every test.
-# Both make .venv and install what they need the first time.
+# Both make .venv and install what they need the first time. The tests also compare with the real seqio and TensorFlow,
+# which live in a virtual environment of their own: where seqio is installed, `import seqio` means another thing.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+REFERENCE := .venv-reference
+PIP := -m pip --disable-pip-version-check install --quiet
 
 .PHONY: demo test lint clean
 
 demo: $(VENV)/.core
 	@$(BIN)/t5x demo
 
-test: $(VENV)/.dev
+test: $(VENV)/.dev $(REFERENCE)/.installed
 	@$(BIN)/ruff check .
 	@$(BIN)/python -m pytest -n 2 --dist worksteal
 
@@ -19,7 +21,7 @@ lint: $(VENV)/.dev
 	@$(BIN)/ruff check .
 
 clean:
-	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(REFERENCE) runs build dist *.egg-info .pytest_cache .ruff_cache
 
 $(VENV)/.python:
 	@command -v $(PYTHON) >/dev/null || { echo "error: there is no $(PYTHON). Install Python 3.11, 3.12 or 3.13, or name one: make PYTHON=/path/to/python3.11" >&2; exit 1; }
@@ -29,10 +31,18 @@ $(VENV)/.python:
 
 $(VENV)/.core: pyproject.toml $(VENV)/.python
 	@echo "installing t5x into $(VENV) (about a minute, once)"
-	@$(PIP) -e .
+	@$(BIN)/python $(PIP) -e .
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml $(VENV)/.python
 	@echo "installing t5x and what its tests need into $(VENV) (a few minutes, once)"
-	@$(PIP) -e '.[dev]'
+	@$(BIN)/python $(PIP) -e '.[dev]'
 	@touch $@ $(VENV)/.core
+
+# t5 asks for far more than its preprocessors need.
+$(REFERENCE)/.installed: pyproject.toml $(VENV)/.python
+	@echo "installing t5x with TensorFlow and seqio, which the tests compare with, into $(REFERENCE) (a few minutes, once)"
+	@$(BIN)/python -m venv $(REFERENCE)
+	@$(REFERENCE)/bin/python $(PIP) -e '.[tf]'
+	@$(REFERENCE)/bin/python $(PIP) --no-deps t5==0.9.4 babel
+	@touch $@

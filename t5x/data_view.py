@@ -4,29 +4,27 @@ import itertools
 import os
 import shutil
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from t5x.data.feature_converters import DecoderFeatureConverter, EncDecFeatureConverter, FeatureConverter
 from t5x.data.file_tasks import file_task
-from t5x.data.lanes import BadExamples, Stream
-from t5x.data.loader import measure_lengths
 from t5x.data.order import Order
 from t5x.data.pipeline import Example, Pipeline
 from t5x.data.sources import BadExample
-from t5x.data.streams import generator
 from t5x.data.tasks import Mixture, Task, get_mixture_or_task, get_subtasks, task_rates
 from t5x.data.vocabularies import Vocabulary
+from t5x.data_counts import converter_of, how_many, measured, pipeline_of
 from t5x.errors import UserError
 from t5x.plain import vocabulary_named
-from t5x.text_view import Page, escaped, histogram, table
+from t5x.text_view import Page, escaped, table
 
 SAMPLE = 2000
 SECONDS = 10.0
 _JOINED_SHOWN = 6
+_FEW = 3  # tokens that are shown on one line
+_LENGTHS = {"inputs": 512, "targets": 114}  # T5's, for tasks that cannot do without
 
 
 def view_named(
@@ -104,12 +102,22 @@ def report(
     if not tasks:
         raise UserError(f"{found.name!r} has no split {split!r}; it has {', '.join(map(repr, found.splits))}.")
     _check_lengths(found, lengths)
-    pipelines = [_pipeline(task, split, lengths, seed) for task in tasks]
+    try:
+        pipelines = [pipeline_of(task, split, lengths, seed) for task in tasks]
+    except UserError as error:
+        if lengths is not None:
+            raise
+        try:
+            pipelines = [pipeline_of(task, split, _LENGTHS, seed) for task in tasks]
+        except UserError:
+            raise error from None
+        lengths = _LENGTHS
+        yield f"no --lengths, which {found.name} needs: {', '.join(f'{k} {v}' for k, v in lengths.items())} are taken"
     yield from _overview(page, found, tasks, split)
     for number in range(count):
         at = number % len(pipelines)
         yield from _example(page, tasks[at], pipelines[at], number // len(pipelines))
-    yield from _measured(page, found, tasks, pipelines, lengths, pack, split, seed, sample, seconds)
+    yield from measured(page, found, tasks, pipelines, lengths, pack, split, seed, sample, seconds)
 
 
 def parse_lengths(text: str | None) -> dict[str, int] | None:
@@ -134,18 +142,8 @@ def _check_lengths(found: Task | Mixture, lengths: Mapping[str, int] | None) -> 
             raise UserError(
                 f"--lengths: {found.name!r} has no feature {name!r}; it has {', '.join(found.output_features)}."
             )
-    if lengths and (missing := [name for name in _converter(found, False).TASK_FEATURES if name not in lengths]):
+    if lengths and (missing := [name for name in converter_of(found, False).TASK_FEATURES if name not in lengths]):
         raise UserError(f"--lengths: there is none for {', '.join(missing)}; give all or none.")
-
-
-def _converter(found: Task | Mixture, pack: bool) -> FeatureConverter:
-    kind = EncDecFeatureConverter if "inputs" in found.output_features else DecoderFeatureConverter
-    return kind(pack=pack)
-
-
-def _pipeline(task: Task, split: str, lengths: Mapping[str, int] | None, seed: int) -> Pipeline:
-    """That of the task, without a cache: every preprocessor is to be seen."""
-    return Pipeline(task.name, task.source, split, task.preprocessors, task.output_features, lengths, seed)
 
 
 # --- What there is ----------------------------------------------------------------------------------------------------
@@ -186,22 +184,23 @@ def _example(page: Page, task: Task, pipeline: Pipeline, number: int) -> Iterato
     yield ""
     if pipeline.pieces is None:
         epoch, index = Order(len(pipeline), pipeline.seed, shuffle=True)(number)
-        yield page.rule(f"example {index + 1} of {task.name}, {pipeline.location(index)}")
+        yield page.rule(f"{task.name}: {pipeline.location(index)}")
         try:
             yield from _stages(page, task, pipeline.stages(epoch, index))
+            pipeline.outputs(epoch, index)  # is it what the task promises?
         except BadExample as error:
             yield from page.wrapped(f"cannot be used: {escaped(error)}")
         return
-    piece = next(itertools.islice(_pieces(pipeline), number, None))
+    piece = next(itertools.islice(joined(pipeline), number, None))
     index = piece.sources[0][0]
-    yield page.rule(f"piece {number + 1} of {task.name}, begins in {pipeline.location(index)}")
+    yield page.rule(f"{task.name}: piece {number + 1}, which begins in {pipeline.location(index)}")
     yield from _stages(page, task, pipeline.stages(0, index))
     sizes = [f"{size}" for _, size in piece.sources]
     shown = " + ".join(sizes[:_JOINED_SHOWN]) + (" + …" if len(sizes) > _JOINED_SHOWN else "")
-    many = f"{len(sizes)} examples" if len(sizes) > 1 else "1 example"
-    yield page.step("ConcatenateAndSplit", f"{shown} tokens of {many}: a piece of {len(piece.tokens)}")
-    joined, *rest = pipeline.piece_stages(piece.tokens, piece.place, index)
-    yield from _stages(page, task, [("", joined[1]), *rest])
+    told = f"{shown} tokens of {how_many(len(sizes))}: a piece of {len(piece.tokens)}"
+    yield page.step("ConcatenateAndSplit", told)
+    whole, *rest = pipeline.piece_stages(piece.tokens, piece.place, index)
+    yield from _stages(page, task, [("", whole[1]), *rest])
 
 
 class _Piece(NamedTuple):
@@ -212,7 +211,7 @@ class _Piece(NamedTuple):
     sources: list[tuple[int, int]]
 
 
-def _pieces(pipeline: Pipeline) -> Iterator[_Piece]:
+def joined(pipeline: Pipeline) -> Iterator[_Piece]:
     """The pieces of a run with one row, endless."""
     length, feature = pipeline.pieces.length, pipeline.pieces.feature
     order = Order(len(pipeline), pipeline.seed, shuffle=True)
@@ -275,6 +274,12 @@ def _value(page: Page, task: Task, field: str, value: Any, before: Any = None) -
     told, shown = f"{len(value):,} tokens", value
     if isinstance(before, np.ndarray) and 0 < len(before) < len(value) and _same(value[: len(before)], before):
         told, shown = f"{told}: the {len(before):,} before, then", value[len(before) :]
+    if shown is not value and len(shown) <= _FEW:
+        names = pieces(task.output_features[field].vocabulary, shown.tolist()) if field in task.output_features else []
+        yield page.field(
+            field, f"{told} {' '.join(map(str, shown.tolist()))}" + (f" ({' '.join(names)})" if names else "")
+        )
+        return
     yield page.field(field, told)
     if len(shown):
         yield from page.items([str(i) for i in shown.tolist()], lines=1)
@@ -301,186 +306,3 @@ def _character(vocabulary: Any, i: int) -> str:
     if isinstance(text, str) and text:
         return "\u2581" if text == " " else text
     return f"\\x{i - 3:02x}" if type(vocabulary).__name__ == "ByteVocabulary" and i < 259 else f"<{i}>"
-
-
-# --- Rows and lengths -------------------------------------------------------------------------------------------------
-
-
-def _measured(
-    page: Page,
-    found: Task | Mixture,
-    tasks: Sequence[Task],
-    pipelines: Sequence[Pipeline],
-    lengths: Mapping[str, int] | None,
-    pack: bool,
-    split: str,
-    seed: int,
-    sample: int,
-    seconds: float,
-) -> Iterator[str]:
-    rates = task_rates(found)
-    as_trained = Sample(pipelines, [rates[task] for task in tasks], seed)
-    as_trained.read(sample, seconds)
-    untrimmed = _untrimmed(tasks, split, seed)
-    whole = as_trained
-    if untrimmed is not None and lengths:
-        whole = Sample(untrimmed, [rates[task] for task in tasks], seed)
-        whole.read(len(as_trained.examples), seconds)
-    examples = as_trained.examples
-    if not examples:
-        yield f"\nno example of {found.name} is left: its preprocessors drop them all, or none can be read"
-        return
-    converter = _converter(found, pack=True)
-    measured = lengths or measure_lengths(examples, converter.TASK_FEATURES)
-
-    yield ""
-    kind = "packed" if pack else "not packed (--pack)"
-    told = ", ".join(f"{name} {length}" for name, length in measured.items())
-    yield page.rule(f"a row of a batch, {kind}: {told}" + ("" if lengths else ", the longest"))
-    rows = _packed(converter, examples, measured)
-    first = next(rows)
-    row = (converter if pack else _converter(found, pack=False)).convert_row(first if pack else first[:1], measured)
-    yield from _row(page, row)
-
-    yield ""
-    yield page.rule(f"lengths of {as_trained.told}")
-    for name in found.output_features:
-        numbers = [len(example[name]) for example in whole.examples if name in example]
-        if numbers:
-            yield from _lengths(page, name, numbers, (lengths or {}).get(name))
-    empty = sum(bool(len(e["targets"]) <= 1) for e in examples if "targets" in e)
-    if empty:
-        yield f"{empty:,} examples have no target but EOS\n"
-    if whole is as_trained and lengths:
-        yield "(as the preprocessors make them, which know the lengths)\n"
-
-    yield page.rule("padding")
-    count = 1 + sum(1 for _ in rows)
-    yield from _padding(converter, examples, measured, count)
-
-
-class Sample:
-    """The first examples of a run with one row: of a mixture, tasks are drawn by their rates.
-
-    Attributes:
-      examples: finished ones.
-      told: how many there are, and of how many, in words.
-    """
-
-    def __init__(self, pipelines: Sequence[Pipeline], rates: Sequence[float], seed: int):
-        self.examples: list[Example] = []
-        self.told = ""
-        self._pipelines = pipelines
-        self._bad = BadExamples()
-        orders = [Order(len(pipeline), pipeline.seed, shuffle=True) for pipeline in pipelines]
-        self._streams = [
-            Stream(0, 1, order, pipeline, self._bad) for order, pipeline in zip(orders, pipelines, strict=True)
-        ]
-        self._shares = np.asarray(rates) / sum(rates)
-        self._random = generator(seed)
-
-    def read(self, count: int, seconds: float) -> None:
-        """Reads up to `count` examples, for so many seconds, and no task more than once over."""
-        end = time.monotonic() + seconds
-        ended = False
-        while len(self.examples) < count and time.monotonic() < end and not ended:
-            number = self._random.choice(len(self._streams), p=self._shares) if len(self._streams) > 1 else 0
-            stream, size = self._streams[number], len(self._pipelines[number])
-            try:
-                example, _ = stream.next()
-            except UserError:  # all are dropped
-                break
-            ended = stream.position.cursor >= size
-            if stream.position.cursor <= size:
-                self.examples.append(example)
-        total = sum(len(pipeline) for pipeline in self._pipelines)
-        read = sum(
-            min(stream.position.cursor, len(p)) for stream, p in zip(self._streams, self._pipelines, strict=True)
-        )
-        made = len(self.examples)
-        self.told = f"{made:,} of {total:,} examples"
-        if made != read:
-            self.told = f"{made:,} examples, made of {read:,} of the {total:,} in the source"
-        if not ended and made < count:
-            self.told += f", as many as in {seconds:.0f} s"
-        if dropped := sum(
-            (pipeline.dropped for pipeline in self._pipelines), start=self._pipelines[0].dropped.__class__()
-        ):
-            by = ", ".join(f"{name} {number:,}" for name, number in dropped.most_common())
-            self.told += f"; dropped by {by}"
-        if self._bad.count:
-            self.told += f"; {self._bad.count:,} cannot be used"
-
-
-def _untrimmed(tasks: Sequence[Task], split: str, seed: int) -> list[Pipeline] | None:
-    """Pipelines that know no lengths, so that what would be cut can be counted; None where a task needs them."""
-    try:
-        return [_pipeline(task, split, None, seed) for task in tasks]
-    except UserError:
-        return None
-
-
-def _packed(
-    converter: FeatureConverter, examples: Sequence[Example], lengths: Mapping[str, int]
-) -> Iterator[list[Example]]:
-    """The examples of each row, by the rule of the loader."""
-    row: list[Example] = []
-    room = capacity = np.asarray(converter.capacity(lengths))
-    for example in examples:
-        sizes = np.asarray(converter.sizes(example, lengths))
-        if row and ((room - sizes < 0).any() or not room.all()):
-            yield row
-            row, room = [], capacity
-        row.append(example)
-        room = room - sizes
-    yield row
-
-
-_MODEL_FEATURES = {
-    "encoder_input_tokens": ("inputs", "encoder_segment_ids"),
-    "decoder_target_tokens": ("targets", "decoder_segment_ids"),
-}
-
-
-def _row(page: Page, row: Mapping[str, np.ndarray]) -> Iterator[str]:
-    for model_feature, (name, segments) in _MODEL_FEATURES.items():
-        if model_feature in row:
-            tokens = row[model_feature]
-            ids = row[segments] if segments in row else (tokens != 0).astype(np.int32)
-            yield page.field(name, f"|{page.strip(ids)}|")
-            filled = int(np.count_nonzero(ids))
-            sizes = [int(np.count_nonzero(ids == segment)) for segment in range(1, int(ids.max(initial=0)) + 1)]
-            told = f"{filled} of {len(ids)} positions ({100 * filled / len(ids):.0f} %)"
-            if segments in row:
-                told += f", {len(sizes)} example(s): {' '.join(map(str, sizes))}"
-            yield page.field("", told)
-
-
-def _lengths(page: Page, name: str, numbers: Sequence[int], length: int | None) -> Iterator[str]:
-    array = np.asarray(numbers)
-    middle, high = (np.percentile(array, q, method="inverted_cdf") for q in (50, 95))
-    figures = f"mean {array.mean():.1f}, median {middle:.0f}, 95 % {high:.0f}, max {array.max()}"
-    yield page.bold(f"{name}: {figures}")
-    yield from histogram(array, page.width)
-    if length is not None:
-        over = array[array > length]
-        tokens = int((over - length).sum())
-        share, part = 100 * len(over) / len(array), 100 * tokens / max(1, array.sum())
-        if len(over):
-            yield f"  cut to {length}: {len(over):,} examples ({share:.1f} %) lose {tokens:,} tokens ({part:.1f} %)"
-        else:
-            yield f"  cut to {length}: none is longer"
-    yield ""
-
-
-def _padding(
-    converter: FeatureConverter, examples: Sequence[Example], lengths: Mapping[str, int], packed_rows: int
-) -> Iterator[str]:
-    used = np.sum([converter.sizes(example, lengths) for example in examples], axis=0)
-    capacity = np.asarray(converter.capacity(lengths))
-    names = converter.TASK_FEATURES if len(capacity) == len(converter.TASK_FEATURES) else ["row"]
-    rows = []
-    for label, count in (("one example a row", len(examples)), ("packed", packed_rows)):
-        shares = 100 * (1 - used / (count * capacity))
-        rows.append((label, *(f"{share:.1f} %" for share in shares), f"{count:,}", f"{len(examples) / count:.1f}"))
-    yield from table(("", *names, "rows", "examples a row"), rows)

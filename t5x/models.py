@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from t5x import decoding, losses
 from t5x.data.feature_converters import DecoderFeatureConverter, EncDecFeatureConverter
-from t5x.data.vocabularies import Vocabulary
+from t5x.data.vocabularies import Vocabulary, as_vocabulary
 from t5x.metrics.accumulators import Average, AveragePerStep, Metrics, Sum
 from t5x.network import CACHES
 from t5x.optimizers import Optimizer
@@ -48,7 +48,7 @@ class BaseTransformerModel:
         default_decoder_params: Mapping[str, Any] | None,
     ):
         self.module = module
-        self.vocabularies = dict(vocabularies)
+        self.vocabularies = {feature: as_vocabulary(vocabulary) for feature, vocabulary in vocabularies.items()}
         self.optimizer_def = optimizer_def
         self.decode_fn = decode_fn
         if feature_converter_cls is not None:

@@ -4,6 +4,7 @@ It writes the bindings that a gin file would have and runs `t5x.train` with them
 the run like any other.
 """
 
+import collections
 import contextlib
 import dataclasses
 import json
@@ -34,6 +35,7 @@ COMMAND_FILE = "command.txt"
 TASK = "pairs"
 
 _SURVEYED = 10_000  # examples that are looked at before a run
+_TOKENISED = 1000  # and of these, how many are measured
 _SENTINEL = "\u2581<extra_id_0>"
 _SENTINELS = 100
 _LOOKED_AT = 100
@@ -117,7 +119,7 @@ def train_file(run: PlainRun, *, bindings: Sequence[str] = (), dry_run: bool = F
         run.files, vocabulary.load(), run.inputs, run.targets, run.prefix, metric=run.metric_name, name=TASK
     )
     for split in task.splits:
-        survey(task, split, run.batch_size if split == "train" else None, skip_bad_examples=run.skip_bad_examples)
+        survey(task, split, run)
     if run.valid is None:
         log.info("nothing is held out: there is no --valid")
 
@@ -152,22 +154,26 @@ def write_down(model_dir: str, summary_writer: Any, step: int, command: str = ""
         jsonl.replace(os.path.join(model_dir, COMMAND_FILE), [f"# in {os.getcwd()}\n{command}\n".encode()])
 
 
-def survey(task: Task, split: str, batch_size: int | None = None, *, skip_bad_examples: bool = False) -> None:
+def survey(task: Task, split: str, run: PlainRun) -> None:
     """Reads the first examples of a `file_task` and says what is odd about them; a bad one is an error now."""
     texts, bad = pairs(task, split), BadExamples()
     size = len(texts)
     looked_at = min(size, _SURVEYED)
-    empty = {"inputs": 0, "targets": 0}
+    empty = collections.Counter()
+    lengths: dict[str, list[int]] = {"inputs": [], "targets": []}
     for index in range(looked_at):
         try:
             (example,) = texts.outputs(0, index)
         except BadExample as error:
-            if not skip_bad_examples:
+            if not run.skip_bad_examples:
                 raise UserError(f"{error} (--skip_bad_examples passes over such examples.)") from error
             bad.add(error)
             continue
-        for name, text in example.items():
-            empty[name] += not text.removeprefix(task.source_info["prefix"] if name == "inputs" else "").strip()
+        empty["inputs"] += example["inputs"].strip() == run.prefix.strip()
+        empty["targets"] += not example["targets"].strip()
+        if index < _TOKENISED:
+            for name, text in example.items():
+                lengths[name].append(len(task.output_features[name].vocabulary.encode(text)) + 1)
     among = f"{looked_at:,} examples" if looked_at == size else f"the first {looked_at:,} examples"
     if bad.count == looked_at:
         raise UserError(f"None of {among} of {task.source_info['files'][split]} can be used.")
@@ -180,8 +186,15 @@ def survey(task: Task, split: str, batch_size: int | None = None, *, skip_bad_ex
         )  # fmt: skip
     if empty["inputs"]:
         log.warning("%s: %d of %s have an empty input", split, empty["inputs"], among)
-    if batch_size is not None and size < batch_size:
-        log.warning("%d example(s) are fewer than a batch of %d: they repeat within a batch", size, batch_size)
+    for name, option in (("inputs", "max_input_length"), ("targets", "max_target_length")):
+        limit = getattr(run, option)
+        if over := [length for length in lengths[name] if length > limit]:
+            log.warning(
+                "%s: %s are cut to --%s %d: %d of the first %d are longer, up to %d tokens",
+                split, name, option, limit, len(over), len(lengths[name]), max(over),
+            )  # fmt: skip
+    if split == "train" and size < run.batch_size:
+        log.warning("%d example(s) are fewer than a batch of %d: they repeat within a batch", size, run.batch_size)
 
 
 # --- Vocabularies -----------------------------------------------------------------------------------------------------

@@ -81,13 +81,14 @@ class Page:
 
     def paragraph(self, name: str, text: str) -> list[str]:
         """A long text behind its name, cut after some lines."""
-        lines = _lines(text, self.width - _INDENT - 2)
+        lines = _lines(text or "(empty)", self.width - _INDENT - 2)
         if len(lines) > _LINES:
             size = f" ({len(text):,} characters)"
-            lines = [*lines[: _LINES - 1], cut(lines[_LINES - 1], self.width - _INDENT - 4 - len(size)) + "…" + size]
+            last = cut(lines[_LINES - 1] + " …", self.width - _INDENT - 2 - len(size))
+            lines = [*lines[: _LINES - 1], last + size]
         head = _padded(escaped(name))
         first = "" if len(head) > _INDENT else head
-        made = [] if first else [f"  {head}"]
+        made = [] if first else [cut(f"  {head}".rstrip(), self.width)]
         for line in lines:
             made.append(f"  {first or ' ' * _INDENT}{line}")
             first = ""

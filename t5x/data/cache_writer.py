@@ -255,15 +255,17 @@ def _prepare(path: str, info: dict[str, Any], overwrite: bool) -> dict[str, Any]
             f"{path} holds a cache of another state of the task: {'; '.join(reason)}. --overwrite replaces it."
         )
     if there is None or reason or overwrite:
-        for name in sorted(os.listdir(path)):  # COMPLETED comes first
-            if _OURS.fullmatch(name):
-                os.remove(os.path.join(path, name))
+        _clear(path)
         _write_json(os.path.join(path, cached.INFO), info)
         return info
-    for name in os.listdir(path):
-        if _OURS.fullmatch(name) and ".tmp-" in name:
-            os.remove(os.path.join(path, name))
+    _clear(path, only_unfinished=True)
     return there
+
+
+def _clear(path: str, only_unfinished: bool = False) -> None:
+    for name in sorted(os.listdir(path)):  # COMPLETED comes first
+        if _OURS.fullmatch(name) and (".tmp-" in name or not only_unfinished):
+            os.remove(os.path.join(path, name))
 
 
 def _reasons(there: dict[str, Any], info: dict[str, Any]) -> list[str]:
@@ -399,6 +401,7 @@ def _make_in_processes(
             worker.kill()
             worker.wait()
             worker.stdin.close()
+        _clear(work.path, only_unfinished=True)
     return finished
 
 
@@ -439,7 +442,11 @@ def _make_with_beam(work: Work, missing: Sequence[int], runner: str) -> dict[int
     payload = processes.pickled(work, "Leave out --runner and give --num_workers=0")
     options = PipelineOptions(["--runner", runner])
     logger.info("Beam's %s makes %d shard(s)", runner, len(missing))
-    with apache_beam.Pipeline(options=options) as pipeline:
+    try:
+        pipeline = apache_beam.Pipeline(options=options)
+    except ValueError as error:
+        raise UserError(f"--runner={runner}: {error}") from error
+    with pipeline:
         shards = pipeline | apache_beam.Create(list(missing)) | apache_beam.Reshuffle()
         _ = shards | "WriteShard" >> apache_beam.Map(functools.partial(_write_pickled, payload))
     finished = {number: found for number in missing if (found := _finished(work.path, number)) is not None}

@@ -327,7 +327,7 @@ class Evaluator:
 
     def _measure(self) -> dict[str, int]:
         """Lengths that hold every example of every task, so that the model is compiled once for all of them."""
-        features = self._converter.TASK_FEATURES
+        features = self._converter.task_features(self._tasks[0].output_features)
         batches = [batch for task in self._tasks for batch in self._batches(task, None)]
         examples = [example for batch in batches for example in batch.examples]
         return measure_lengths(examples, features) if examples else dict.fromkeys(features, 1)

@@ -10,7 +10,7 @@ from its end.
 import abc
 import collections
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -114,7 +114,7 @@ class FeatureConverter(abc.ABC):
 
     def check(self, available: Sequence[str], task_feature_lengths: Lengths, task_name: str) -> None:
         """A UserError where the task lacks a feature, or a feature its length."""
-        needed = self._needed(task_feature_lengths)
+        needed = self.task_features(task_feature_lengths)
         for feature in needed:
             if feature not in available:
                 raise UserError(
@@ -127,8 +127,9 @@ class FeatureConverter(abc.ABC):
                     f"{dict(task_feature_lengths)}. Add it: TASK_FEATURE_LENGTHS = {{'inputs': 512, 'targets': 114}}."
                 )
 
-    def _needed(self, lengths: Lengths) -> tuple[str, ...]:
-        optional = (feature for feature in self.OPTIONAL_TASK_FEATURES if feature in lengths)
+    def task_features(self, available: Collection[str]) -> tuple[str, ...]:
+        """The features that it takes of a task that has these, or has lengths for these."""
+        optional = (feature for feature in self.OPTIONAL_TASK_FEATURES if feature in available)
         return (*optional, *self.TASK_FEATURES)
 
     def _parts(self, example: Example, lengths: Lengths, trim: bool, count: bool = True) -> tuple[Any, ...]:
@@ -472,8 +473,8 @@ class PassThroughFeatureConverter(FeatureConverter):
                 )
         return {feature: np.asarray(example[feature]) for feature in task_feature_lengths}
 
-    def _needed(self, lengths: Lengths) -> tuple[str, ...]:
-        return tuple(lengths)
+    def task_features(self, available: Collection[str]) -> tuple[str, ...]:
+        return tuple(available)
 
 
 def _decoder_length(lengths: Lengths) -> int:

@@ -111,7 +111,8 @@ def _check_fields(source: DataSource, files: Mapping[str, Any], inputs: str, tar
     if missing := [field for field in dict.fromkeys((inputs, targets)) if field not in fields]:
         raise UserError(
             f"{path} has no field {' and no field '.join(map(repr, missing))}. Its fields are "
-            f"{', '.join(map(str, fields))}: name one of them as inputs and one as targets."
+            f"{', '.join(map(str, fields))}: name one of them as inputs and one as targets (--inputs FIELD --targets "
+            "FIELD)."
         )
 
 

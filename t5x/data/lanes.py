@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 Row = dict[str, np.ndarray]
 _TOLD = 5
+_BLOCK = 256
 
 
 class Position(NamedTuple):
@@ -65,6 +66,8 @@ class Stream:
         self._row, self._batch_size = row, batch_size
         self._order, self._pipeline = order, pipeline
         self._bad = bad
+        self._block: list[tuple[int, int]] = []  # where some positions of the order lead, from _block_start on
+        self._block_start = 0
         self._read: tuple[int, list[Example], int] | None = None  # cursor, what it became, source index
         self._piece: tuple[Position, Position, list[Example], int] | None = None
 
@@ -94,7 +97,10 @@ class Stream:
                 self._check_for_examples(at.cursor)
 
     def _outputs(self, cursor: int) -> tuple[list[Example], int]:
-        epoch, index = self._order(self._place(cursor))
+        if not 0 <= cursor - self._block_start < len(self._block):
+            self._block_start = cursor
+            self._block = self._order.block(self._place(cursor), self._batch_size, _BLOCK)
+        epoch, index = self._block[cursor - self._block_start]
         try:
             return self._pipeline.outputs(epoch, index), index
         except BadExample as error:

@@ -52,13 +52,11 @@ def train_loader(
         shares = ", ".join(f"{task.name} {100 * rate / total:.3g} %" for task, rate in rates.items())
         logger.info("mixture %s: %s", found.name, shares)
     seed = _seed(cfg)
+    lengths, extra = cfg.task_feature_lengths, cfg.runtime_preprocessors
     pipelines = [
-        (task.pipeline(cfg.split, cfg.task_feature_lengths, seed, cfg.runtime_preprocessors, need_text=False), rate)
+        (task.pipeline(cfg.split, lengths, seed, extra, need_text=False, use_cached=cfg.use_cached), rate)
         for task, rate in rates.items()
     ]
-    for pipeline, _ in pipelines:
-        if cfg.use_cached and pipeline.cached is None:
-            logger.info("use_cached=True: task %r has no cache (`t5x cache`); its source is read", pipeline.name)
     return TrainLoader(
         pipelines,
         feature_converter,
@@ -258,14 +256,16 @@ def eval_batches(
     rows = range(batch_size) if rows is None else rows
     extra = cfg.runtime_preprocessors if cfg else None
     seed = _seed(cfg) if cfg else 0
-    pipelines = [task.pipeline(split, feature_lengths, seed, extra) for task in tasks]
+    use_cached = bool(cfg and cfg.use_cached)
+    pipelines = [task.pipeline(split, feature_lengths, seed, extra, use_cached=use_cached) for task in tasks]
     bad = BadExamples() if cfg and cfg.skip_bad_examples else None
     shuffle = bool(cfg and cfg.shuffle)
     examples: Iterable[_Once] = itertools.chain.from_iterable(_once(p, shuffle, bad) for p in pipelines)
     examples = itertools.islice(examples, num_examples)
     if feature_lengths is None:
         examples = list(examples)
-        feature_lengths = measure_lengths([one.example for one in examples], feature_converter.TASK_FEATURES)
+        features = feature_converter.task_features(found.output_features)
+        feature_lengths = measure_lengths([one.example for one in examples], features)
         logger.info("%s, split %s: lengths measured: %s", found.name, split, feature_lengths)
     for task in tasks:
         feature_converter.check(tuple(task.output_features), feature_lengths, task.name)

@@ -140,13 +140,13 @@ class Pipeline:
         return self._source.location(self.split, index)
 
     def _apply(self, step: "_Step", example: Example, seed: int, index: int) -> list[Example]:
-        fields = ", ".join(example)
+        fields = tuple(example)
         try:
             return step(_Fields(example), seed)
         except _MissingField as error:
             raise BadExample(
                 f"{self.location(index)} has no field {error.args[0]!r}, which {step.name} of task {self.name} asks "
-                f"for. Its fields are {fields}."
+                f"for. Its fields are {', '.join(fields)}."
             ) from error
         except UserError as error:
             raise BadExample(f"{self._where(step, index)}: {error}") from error
@@ -211,6 +211,8 @@ class _Step:
     def __call__(self, example: Example, seed: int) -> list[Example]:
         arguments = self._arguments | {"seed": seed} if self.wants_seed else self._arguments
         made = self._function(example, **arguments)
+        if type(made) is dict:
+            return [made]
         if made is None:
             return []
         if isinstance(made, Mapping):

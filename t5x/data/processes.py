@@ -35,10 +35,11 @@ def pickled(value: Any, instead: str) -> bytes:
     """
     import cloudpickle
 
-    modules = imported_task_modules()
+    # They may not be importable by name.
+    modules = [module for module in imported_task_modules() if sys.modules.get(module.__name__) is module]
+    for module in modules:
+        cloudpickle.register_pickle_by_value(module)
     try:
-        for module in modules:  # they may not be importable by name
-            cloudpickle.register_pickle_by_value(module)
         return cloudpickle.dumps((list(sys.path), cloudpickle.dumps(value)))
     except Exception as error:
         raise UserError(

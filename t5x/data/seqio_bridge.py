@@ -1,97 +1,498 @@
-"""What a program that also uses the real seqio hands over. Only this file knows seqio, and it does not import it."""
+"""Tasks and mixtures that a program has registered in the real seqio, as ours. Only this file knows seqio.
 
+`find` looks in seqio's registries once a user's module has imported seqio; nothing here imports it, or TensorFlow. What
+`Task.get_dataset` of seqio gives, in its own order, is read through tf.data once and staged as records, so that batches
+are exact after any interruption, as with all our data:
+
+    CACHE/seqio/                     CACHE is T5X_CACHE_DIR, or ~/.cache/t5x
+      <task>/<split>-<hash>/         of `identity`: what the examples depend on
+        examples.array_record        record i is example i
+        info.json                    the identity, and how many there are
+      <task>/<split>-<hash>.part/    being made
+      <task>/<split>.lock            one process makes it, others wait
+
+One pass over the data is staged and repeated: preprocessors that draw random numbers give the same in every epoch.
+"""
+
+import copy
+import functools
+import importlib.metadata
+import inspect
+import itertools
+import json
+import logging
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from t5x.data.vocabularies import ByteVocabulary, PassThroughVocabulary, SentencePieceVocabulary, Vocabulary
+import numpy as np
+
+from t5x import cache
+from t5x.data import cached, records
+from t5x.data.features import Feature
+from t5x.data.fingerprints import fingerprint
+from t5x.data.pipeline import Pipeline, Preprocessor, name_of
+from t5x.data.sources import ArrayRecordDataSource, DataSource
+from t5x.data.tasks import Mixture, Task
+from t5x.data.vocabularies import as_vocabulary
+from t5x.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+Example = dict[str, Any]
+
+_EXAMPLES, _INFO = "examples.array_record", "info.json"
+_LIMIT = "T5X_SEQIO_MAX_GB"
+_DEFAULT_LIMIT = 100.0
+_ENDLESS = -1  # tf.data.INFINITE_CARDINALITY
+
+_bridged: dict[str, tuple[Any, Task | Mixture]] = {}
+_cache_directories: list[str] = []
 
 
-def from_seqio(vocabulary: Any) -> Vocabulary:
-    """Our vocabulary with the ids of a seqio one.
+def add_cache_directories(directories: Iterable[str]) -> None:
+    """More directories with seqio's offline caches: `--seqio_additional_cache_dirs`."""
+    _cache_directories.extend(directories)
 
-    SentencePiece, byte and pass-through vocabularies become ours. Any other, and any subclass (it may encode in its own
-    way), is asked for every text; such a one does not travel with a checkpoint.
+
+def names() -> tuple[str, ...]:
+    """What is registered in seqio."""
+    seqio = _seqio()
+    return () if seqio is None else (*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names())
+
+
+def find(name: Any) -> Task | Mixture | None:
+    """The task or mixture that is registered in seqio by this name; None where there is none, or no seqio.
 
     Args:
-      vocabulary: a seqio.Vocabulary; one of ours is returned as it is.
+      name: or a task or mixture of seqio itself.
     """
-    if isinstance(vocabulary, Vocabulary):
-        return vocabulary
-    kind = type(vocabulary)
-    name = kind.__name__ if kind.__module__.partition(".")[0] == "seqio" else None
-    if name == "SentencePieceVocabulary":
-        return SentencePieceVocabulary(
-            vocabulary.sentencepiece_model_file,
-            extra_ids=vocabulary.extra_ids,
-            normalizer_spec_overrides=vocabulary._normalizer_spec_overrides,
-            reverse_extra_ids=vocabulary._reverse_extra_ids,
+    seqio = _seqio()
+    if seqio is None:
+        return None
+    if isinstance(name, seqio.Task | seqio.Mixture):
+        theirs = name
+    elif name in names():
+        theirs = seqio.get_mixture_or_task(name)
+    else:
+        return None
+    known, ours = _bridged.get(theirs.name, (None, None))
+    if known is not theirs:
+        _prepare(seqio)
+        ours = SeqioTask(theirs) if isinstance(theirs, seqio.Task) else _mixture(theirs)
+        _bridged[theirs.name] = theirs, ours
+    return ours
+
+
+def _seqio() -> Any:
+    """The real seqio, if somebody has imported it."""
+    module = sys.modules.get("seqio")
+    return module if getattr(module, "__name__", None) == "seqio" and hasattr(module, "TaskRegistry") else None
+
+
+def _prepare(seqio: Any) -> None:
+    import tensorflow as tf  # seqio has imported it
+
+    try:
+        tf.config.set_visible_devices([], "GPU")
+    except RuntimeError:
+        logger.warning(
+            "TensorFlow has taken GPUs already, and may keep most of their memory from JAX: put "
+            "tf.config.set_visible_devices([], 'GPU') before whatever uses TensorFlow first in your module"
         )
-    if name == "ByteVocabulary":
-        return ByteVocabulary(extra_ids=vocabulary.extra_ids)
-    if name == "PassThroughVocabulary":
-        return PassThroughVocabulary(vocabulary.vocab_size, eos_id=vocabulary.eos_id)
-    return WrappedVocabulary(vocabulary)
+    if os.environ.get("TFDS_DATA_DIR"):
+        seqio.set_tfds_data_dir_override(os.environ["TFDS_DATA_DIR"])
+    seqio.add_global_cache_dirs(_cache_directories)
 
 
-class WrappedVocabulary(Vocabulary):
-    """A foreign vocabulary behind our interface.
+# --- Tasks and mixtures -----------------------------------------------------------------------------------------------
+
+
+class SeqioTask(Task):
+    """A task of the real seqio.
 
     Args:
-      wrapped: with seqio's methods (`encode`, `decode`) and properties (`vocab_size`, `eos_id`, `unk_id`, …).
+      theirs: the seqio.Task. Its postprocess_fn gets examples as seqio gives them, with texts as bytes.
     """
 
-    def __init__(self, wrapped: Any):
-        self.wrapped = wrapped
-        self.extra_ids = wrapped.extra_ids or 0
+    def __init__(self, theirs: Any):
+        features = {
+            name: Feature(as_vocabulary(feature.vocabulary), feature.add_eos, feature.required, feature.dtype,
+                          feature.rank)
+            for name, feature in theirs.output_features.items()
+        }  # fmt: skip
+        super().__init__(
+            theirs.name,
+            _Staged(theirs, self),
+            features,
+            postprocess_fn=_with_bytes(theirs.postprocess_fn) if theirs.postprocessor else None,
+            metric_fns=[_with_numbers(theirs.name, function) for function in theirs.metric_fns],
+            source_info=theirs.source_info,
+        )
+        self._theirs = _taking_seed(theirs)
+        # As they are before they are first run: some keep what they have worked out.
+        self._steps = [{"name": name_of(step), "hash": _hash(step)} for step in theirs.preprocessors]
+        self._sources: dict[str, ArrayRecordDataSource] = {}
+        if len(theirs.metric_objs) > len(theirs.metric_fns):
+            logger.warning("Task %s has metric_objs, which are not computed here; its metric_fns are", theirs.name)
 
-    @property
-    def eos_id(self) -> int | None:
-        return self._special("eos_id")
+    def num_input_examples(self, split: str) -> int:
+        number = self._theirs.num_input_examples(split)
+        return self.source.num_examples(split) if number is None else number
 
-    @property
-    def bos_id(self) -> int | None:
-        return self._special("bos_id")
+    def pipeline(
+        self,
+        split: str,
+        sequence_length: Mapping[str, int] | None = None,
+        seed: int = 0,
+        runtime_preprocessors: Sequence[Preprocessor] | None = None,
+        need_text: bool = True,
+        use_cached: bool = False,
+    ) -> Pipeline:
+        """The finished examples of a split, staged.
 
-    @property
-    def unk_id(self) -> int | None:
-        return self._special("unk_id")
+        Args:
+          use_cached: read seqio's offline cache, if the task has a place for one.
+        """
+        if split not in self.splits:
+            raise UserError(f"Task {self.name!r} has no split {split!r}; it has {', '.join(map(repr, self.splits))}.")
+        source = self.staged(split, sequence_length, seed, use_cached)
+        steps = runtime_preprocessors or ()
+        return Pipeline(self.name, source, split, steps, self.output_features, sequence_length, seed)
 
-    def _special(self, name: str) -> int | None:
-        try:
-            found = getattr(self.wrapped, name)
-        except NotImplementedError:
-            return None
-        return None if found is None or found < 0 else int(found)
+    def staged(
+        self, split: str, sequence_length: Mapping[str, int] | None, seed: int, use_cached: bool
+    ) -> ArrayRecordDataSource:
+        """The examples of a split, read through tf.data where that was not done before."""
+        use_cached = use_cached and self._theirs.supports_caching
+        if use_cached and not self._theirs.cache_dir:
+            raise UserError(
+                f"use_cached=True: seqio finds no cache of task {self.name!r}. Name its directory: "
+                "--seqio_additional_cache_dirs=DIR (where seqio_cache_tasks wrote), or set use_cached=False."
+            )
+        with self._explained(split):
+            identity = self._identity(split, sequence_length, seed, use_cached)
+        digest = cache.short_hash(json.dumps(identity, sort_keys=True))
+        entry = cached.place(cache.place("seqio"), self.name, f"{split}-{digest}")
+        if entry not in self._sources:
+            _ensure(
+                entry,
+                identity,
+                what=f"seqio task {self.name}, split {split}",
+                examples=lambda: self._examples(split, sequence_length, seed, use_cached),
+            )
+            self._sources[entry] = ArrayRecordDataSource({split: os.path.join(entry, _EXAMPLES)}, decode_fn=_decode)
+        return self._sources[entry]
 
-    @property
-    def vocab_size(self) -> int:
-        return self.wrapped.vocab_size
-
-    def encode(self, text: str) -> list[int]:
-        return [int(i) for i in self.wrapped.encode(text)]
-
-    def _decode(self, ids: list[int]) -> str:
-        return self.wrapped.decode(ids)
-
-    def description(self) -> dict[str, Any]:
-        kind = type(self.wrapped)
-        return {
-            "class": "WrappedVocabulary",
-            "wrapped": f"{kind.__module__}.{kind.__qualname__}",
-            "vocab_size": self.vocab_size,
-            "extra_ids": self.extra_ids,
+    def _identity(
+        self, split: str, sequence_length: Mapping[str, int] | None, seed: int, use_cached: bool
+    ) -> dict[str, Any]:
+        """What the staged examples depend on, as JSON holds it."""
+        wants_length = any("sequence_length" in _parameters(step) for step in self._theirs.preprocessors)
+        identity = {
+            "task": self.name,
+            "split": split,
+            "sequence_length": dict(sequence_length) if sequence_length and wants_length else None,
+            "seed": seed,
+            "source": _described(self._theirs._get_cached_source(split) if use_cached else self._theirs.source, split),
+            "cached": use_cached,
+            "preprocessors": self._steps,
+            "features": {
+                name: [repr(feature.vocabulary), feature.dtype, feature.rank, feature.add_eos]
+                for name, feature in self.output_features.items()
+            },
+            "versions": _versions(),
         }
+        return json.loads(json.dumps(identity))
+
+    def _examples(
+        self, split: str, sequence_length: Mapping[str, int] | None, seed: int, use_cached: bool
+    ) -> Iterator[Example]:
+        import tensorflow as tf
+
+        with self._explained(split):
+            tf.random.set_seed(seed)  # of operations that do not take seqio's seeds
+            dataset = self._theirs.get_dataset(
+                sequence_length,
+                split=split,
+                use_cached=use_cached,
+                shuffle=False,
+                seed=seed,
+                num_epochs=1,
+                trim_output_features=False,  # our feature converters cut, and count what they cut
+                try_in_mem_cache=False,
+            )
+            if int(dataset.cardinality()) == _ENDLESS:
+                raise UserError(f"Split {split!r} of seqio task {self.name!r} is endless. {_INSTEAD}")
+            options = tf.data.Options()
+            options.deterministic = True
+            for example in dataset.with_options(options).as_numpy_iterator():
+                yield {name: _plain(value) for name, value in example.items()}
+
+    def _explained(self, split: str) -> "_Explained":
+        return _Explained(f"seqio task {self.name!r}, split {split!r}")
+
+
+class _Explained:
+    """What seqio, TensorFlow or a user's function raises, in one message; `--debug` shows where."""
+
+    def __init__(self, what: str):
+        self._what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, Exception) and not isinstance(error, UserError):
+            text = str(error).strip()
+            text = text if len(text) < 1500 else f"{text[:700]}\n…\n{text[-700:]}"
+            raise UserError(
+                f"{self._what} cannot be read: {kind.__name__}: {text} (--debug shows the traceback)"
+            ) from error
+
+
+class _Staged(DataSource):
+    """What `Task.source` of a seqio task is: its examples without lengths, for whoever looks at them."""
+
+    def __init__(self, theirs: Any, ours: SeqioTask):
+        self._theirs, self._ours = theirs, ours
 
     @property
-    def fingerprint(self) -> str:
-        return repr(self)
+    def splits(self) -> tuple[str, ...]:
+        with _Explained(f"seqio task {self._theirs.name!r}"):
+            return tuple(self._theirs.splits)
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, WrappedVocabulary):
-            return NotImplemented
-        return self.fingerprint == other.fingerprint and self.wrapped == other.wrapped
+    def num_examples(self, split: str) -> int:
+        return self._source(split).num_examples(split)
 
-    __hash__ = Vocabulary.__hash__
+    def example(self, split: str, index: int) -> Example:
+        return self._source(split).example(split, index)
 
-    def __repr__(self) -> str:
-        kind = type(self.wrapped)
-        return f"WrappedVocabulary({kind.__module__}.{kind.__qualname__}, vocab_size={self.vocab_size})"
+    def location(self, split: str, index: int) -> str:
+        return self._source(split).location(split, index)
+
+    def fingerprint(self, split: str) -> dict[str, Any]:
+        raise UserError(
+            f"Task {self._theirs.name!r} is one of the real seqio. Its examples are staged when a run first reads "
+            "them; `t5x cache` is for tasks of t5x.data."
+        )
+
+    def _source(self, split: str) -> ArrayRecordDataSource:
+        self.check_split(split)
+        return self._ours.staged(split, None, 0, False)
+
+
+def _mixture(theirs: Any) -> Mixture:
+    draw = getattr(theirs._sample_fn, "func", theirs._sample_fn)
+    if getattr(draw, "__name__", "") != "sample_from_datasets":
+        logger.warning("Mixture %s: its sample_fn is not used; tasks are drawn by their rates", theirs.name)
+    return Mixture(theirs.name, [(find(task), theirs.get_rate(task)) for task in theirs.tasks])
+
+
+def _taking_seed(theirs: Any) -> Any:
+    """The task, or one like it whose FunctionDataSource does without the `seed` that seqio would hand on."""
+    function = getattr(theirs.source, "_dataset_fn", None)
+    if function is None or "seed" in _parameters(function):
+        return theirs
+    theirs = copy.copy(theirs)
+    theirs._source = copy.copy(theirs.source)
+    theirs._source._dataset_fn = lambda split, shuffle_files, seed: function(split=split, shuffle_files=shuffle_files)
+    return theirs
+
+
+def _with_bytes(postprocess_fn: Callable[..., Any]) -> Callable[..., Any]:
+    def postprocess(decoded: Any, *, example: Example, **kwargs: Any) -> Any:
+        return postprocess_fn(decoded, example={k: _as_seqio(v) for k, v in example.items()}, **kwargs)
+
+    return postprocess
+
+
+def _with_numbers(task: str, metric_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A metric function whose seqio.metrics.Scalar are numbers; texts, images and the like are left out."""
+
+    @functools.wraps(metric_fn)
+    def compute(**values: Any) -> Any:
+        found = metric_fn(**values)
+        if not isinstance(found, Mapping):
+            return found
+        others = [name for name, value in found.items() if _is_metric_value(value) and not hasattr(value, "value")]
+        if others:
+            logger.warning("Task %s: the metrics %s are not numbers, and are left out", task, ", ".join(others))
+        return {name: getattr(value, "value", value) for name, value in found.items() if name not in others}
+
+    return compute
+
+
+def _is_metric_value(value: Any) -> bool:
+    return type(value).__module__.partition(".")[0] == "seqio"
+
+
+# --- What staged examples depend on -----------------------------------------------------------------------------------
+
+
+def _described(source: Any, split: str) -> Any:
+    """A source of seqio: its class and settings, and the sizes and times of its files."""
+    described = {"class": type(source).__qualname__}
+    if hasattr(source, "tfds_dataset"):
+        return described | {"tfds": str(source.tfds_dataset), "files": sorted(source.list_shards(split))}
+    settings = {name: value for name, value in vars(source).items() if name != "_split_to_filepattern"}
+    files = source.list_shards(split) if hasattr(source, "_split_to_filepattern") else []
+    return described | {"settings": _hash(settings), "files": [_status(path) for path in sorted(files)]}
+
+
+def _status(path: str) -> list[Any]:
+    import tensorflow as tf
+
+    status = tf.io.gfile.stat(path)
+    return [path, status.length, status.mtime_nsec]
+
+
+def _hash(value: Any) -> str:
+    try:
+        return fingerprint(value)
+    except RecursionError:  # a graph of objects deeper than any settings: its name must do
+        return name_of(value)
+
+
+def _versions() -> dict[str, str | None]:
+    found = {"Python": f"{sys.version_info.major}.{sys.version_info.minor}"}  # hashes are of bytecode
+    for package in ("seqio", "tensorflow", "tensorflow-text", "tensorflow-datasets", "t5"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def _parameters(function: Any) -> Iterable[str]:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return ()
+
+
+# --- Staging ----------------------------------------------------------------------------------------------------------
+
+_INSTEAD = (
+    "A task of seqio is copied before a run. Take a part of it (`ds.take(n)` in its source or a preprocessor), raise "
+    f"{_LIMIT}, or define the task with t5x.data, which reads its source where it lies (`t5x cache` tokenises it once)."
+)
+
+
+def _ensure(entry: str, identity: Mapping[str, Any], *, what: str, examples: Callable[[], Iterator[Example]]) -> None:
+    """Makes `entry` if it is not there."""
+    directory = cache.make(os.path.dirname(entry))
+    lock = f"{entry.rsplit('-', 1)[0]}.lock"
+    with cache.locked(lock):
+        if not os.path.isdir(entry):
+            others = [name for name in os.listdir(directory) if name.startswith(os.path.basename(lock)[:-4])]
+            _stage(entry, identity, what, examples())
+            if len(others) > 1:
+                logger.info("%s: copies of other states of it are in %s too; rm -r frees them", what, directory)
+    with open(os.path.join(entry, _INFO)) as file:
+        info = json.load(file)
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(os.path.getmtime(entry)))
+    size = cache.human_size(os.path.getsize(os.path.join(entry, _EXAMPLES)))
+    logger.info("%s: %d examples, %s, copied %s to %s", what, info["num_examples"], size, when, entry)
+
+
+def _stage(entry: str, identity: Mapping[str, Any], what: str, examples: Iterator[Example]) -> None:
+    from array_record.python import array_record_module
+
+    from t5x.telemetry import Progress
+
+    limit = _limit()
+    part = f"{entry}.part"
+    shutil.rmtree(part, ignore_errors=True)  # nobody works on it: the lock is ours
+    os.makedirs(part)
+    path = os.path.join(part, _EXAMPLES)
+    logger.info("%s: reading it through tf.data, once (T5X_CACHE_DIR chooses where it is kept)", what)
+    count = size = 0
+    try:
+        with Progress(None, unit="example", description=what) as progress:
+            writer = array_record_module.ArrayRecordWriter(path, "group_size:1,zstd:1")
+            for count in itertools.count():
+                if (example := next(examples, None)) is None:
+                    break
+                content = records.encode([example])
+                size += len(content)
+                if size > limit * 1e9:
+                    raise UserError(f"{what}: more than {limit:g} GB after {count:,} examples. {_INSTEAD}")
+                writer.write(content)
+                if count % 1000 == 0:
+                    progress.update(count + 1)
+            writer.close()
+        if not count:
+            raise UserError(f"{what}: it has no examples, or its preprocessors drop them all.")
+        with open(os.path.join(part, _INFO), "w") as file:
+            json.dump({"identity": identity, "num_examples": count}, file, indent=1)
+        os.rename(part, entry)
+    except (OSError, RuntimeError) as error:
+        full = any(words in str(error) for words in ("No space left", "Disk quota"))
+        if not full and not isinstance(error, OSError):
+            raise
+        raise cache.fault(os.path.dirname(entry), what, None, error) from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _limit() -> float:
+    text = os.environ.get(_LIMIT, "")
+    try:
+        return float(text) if text else _DEFAULT_LIMIT
+    except ValueError as error:
+        raise UserError(f"{_LIMIT}={text} is not a number of gigabytes.") from error
+
+
+def _decode(content: bytes) -> Example:
+    return records.decode(content)[0]
+
+
+# --- Values -----------------------------------------------------------------------------------------------------------
+
+
+def _plain(value: Any) -> Any:
+    """A value of tf.data as our sources give them: texts are str."""
+    if isinstance(value, bytes):
+        return _text(value)
+    if isinstance(value, Mapping):
+        return {name: _plain(one) for name, one in value.items()}
+    if hasattr(value, "to_list"):  # ragged
+        return _each(value.to_list(), _text)
+    if isinstance(value, np.ndarray) and value.dtype.hasobject:
+        return _over(value, _text)
+    return value
+
+
+def _as_seqio(value: Any) -> Any:
+    """What `_plain` was given."""
+    if isinstance(value, str):
+        return value.encode()
+    if isinstance(value, Mapping):
+        return {name: _as_seqio(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return _each(value, _as_seqio)
+    if isinstance(value, np.ndarray) and value.dtype.hasobject:
+        return _over(value, _as_seqio)
+    return value
+
+
+def _text(value: Any) -> Any:
+    try:
+        return value.decode() if isinstance(value, bytes) else value
+    except UnicodeDecodeError:
+        return value
+
+
+def _each(value: Any, function: Callable[[Any], Any]) -> Any:
+    return [_each(one, function) for one in value] if isinstance(value, list) else function(value)
+
+
+def _over(array: np.ndarray, function: Callable[[Any], Any]) -> np.ndarray:
+    made = np.empty(array.shape, object)
+    for place, one in np.ndenumerate(array):
+        made[place] = function(one)
+    return made

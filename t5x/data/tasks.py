@@ -1,6 +1,7 @@
 """Tasks and mixtures, and the registries in which gin files find them by name."""
 
 import difflib
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
@@ -10,6 +11,8 @@ from t5x.data.features import Feature
 from t5x.data.pipeline import Pipeline, Preprocessor
 from t5x.data.sources import DataSource
 from t5x.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 Rate = float | Callable[["Task"], float]
 
@@ -77,16 +80,20 @@ class Task:
         seed: int = 0,
         runtime_preprocessors: Sequence[Preprocessor] | None = None,
         need_text: bool = True,
+        use_cached: bool = False,
     ) -> Pipeline:
         """The finished examples of a split, by (epoch, index); from its cache where there is one (`t5x cache`).
 
         Args:
           need_text: also a cache from which texts (`inputs_pretokenized`, …) were dropped will do if False.
+          use_cached: the user asks for a cache, which is used anyway; it matters for tasks of the real seqio.
         """
         if split not in self.splits:
             raise UserError(f"Task {self.name!r} has no split {split!r}; it has {', '.join(map(repr, self.splits))}.")
         steps = (*self.preprocessors, *(runtime_preprocessors or ()))
         found = cached.find(self, split, need_text=need_text)
+        if use_cached and found is None:
+            logger.info("use_cached=True: task %r has no cache (`t5x cache`); its source is read", self.name)
         return Pipeline(self.name, self.source, split, steps, self.output_features, sequence_length, seed, found)
 
     def __repr__(self) -> str:
@@ -187,14 +194,19 @@ MixtureRegistry = _Registry(Mixture)
 
 
 def get_mixture_or_task(name: str | Task | Mixture) -> Task | Mixture:
-    """The registered task or mixture of a name."""
+    """The registered task or mixture of a name; one of the real seqio where there is none of ours."""
     if isinstance(name, Task | Mixture):
         return name
     if name in MixtureRegistry.names():
         return MixtureRegistry.get(name)
     if name in TaskRegistry.names():
         return TaskRegistry.get(name)
-    raise UserError(_unknown(name, "task or mixture", TaskRegistry.names() + MixtureRegistry.names()))
+    from t5x.data import seqio_bridge  # which needs Task
+
+    if (found := seqio_bridge.find(name)) is not None:
+        return found
+    known = TaskRegistry.names() + MixtureRegistry.names() + seqio_bridge.names()
+    raise UserError(_unknown(name, "task or mixture", known))
 
 
 def get_subtasks(task_or_mixture: Task | Mixture) -> list[Task]:

@@ -306,11 +306,11 @@ def test_one_process_copies_while_others_wait(fs, hf, cache, caplog, requests):
                     holder.stdin.close()
 
         handler = Release()
-        logging.getLogger("t5x.checkpoints.remote").addHandler(handler)
+        logging.getLogger("t5x.cache").addHandler(handler)
         try:
             assert remote.stage("memory://bucket/hf") == staged
         finally:
-            logging.getLogger("t5x.checkpoints.remote").removeHandler(handler)
+            logging.getLogger("t5x.cache").removeHandler(handler)
         assert "waiting for another process" in caplog.text
     finally:
         holder.kill()

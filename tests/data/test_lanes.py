@@ -181,3 +181,10 @@ def test_saved_positions_stay_valid():
     assert [Order(1000, 42, True)(i)[1] for i in range(5)] == [393, 656, 651, 133, 703]
     assert [Order(7, 0, True)(i) for i in range(7, 10)] == [(1, 6), (1, 2), (1, 0)]
     assert derive_seed(0, 1, 2, 3, 4) == 7758496364811927794
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 5000), st.integers(0, 2**63 - 1), st.integers(0, 20000), st.integers(1, 300), st.booleans())
+def test_blocks_of_the_order_are_the_order(size, seed, first, step, shuffle):
+    order = Order(size, seed, shuffle)
+    assert order.block(first, step, 40) == [order(first + step * i) for i in range(40)]

@@ -34,10 +34,10 @@ def test_squad_puts_spaces_around_punctuation():
     example = {
         "id": "7",
         "question": "Who won\tSuper Bowl 50?",
-        "context": "Denver's team (AFC) won.\n\nIt cost $1,000 – “much”.",
+        "context": "Denver's team (AFC) won.\n\nIt cost $1,000 § “much”.",
         "answers": {"text": ["Denver's team", "Denver"]},
     }
-    context = "Denver ' s team ( AFC ) won . It cost $ 1 , 000 – “much” . "
+    context = "Denver ' s team ( AFC ) won . It cost $ 1 , 000 § “much” . "
     assert squad(example) == {
         "inputs": f"question: Who won Super Bowl 50 ? context: {context}",
         "targets": "Denver ' s team",

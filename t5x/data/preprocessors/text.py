@@ -95,7 +95,7 @@ def _encode(value: Any, name: str, feature: Feature) -> Any:
         ids = feature.vocabulary.encode(value)
     except UserError as error:
         raise UserError(f"feature {name!r}: {error}") from error
-    return np.asarray(ids, feature.dtype) if np.ndim(ids) else ids
+    return np.asarray(ids, feature.dtype) if isinstance(ids, list) or np.ndim(ids) else ids
 
 
 def _is_flat(value: Any) -> bool:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _CACHE_BYTES = 512 * 2**20  # of decoded row groups that a source keeps
-_SLOW_ROWS = 2000  # of a row group, from which on reading it for one example is called slow
+_SLOW_ROWS = 500  # of a row group, from which on reading it for one example is called slow
 
 
 class ParquetDataSource(FilesDataSource):

@@ -13,6 +13,7 @@ zero-width characters, spaces at the ends and repeated ones, where the model say
 """
 
 from t5x.data.vocabularies.base import DESCRIPTION_FILE, PAD_ID, Vocabulary
+from t5x.data.vocabularies.foreign import WrappedVocabulary, as_vocabulary
 from t5x.data.vocabularies.huggingface import HuggingFaceVocabulary
 from t5x.data.vocabularies.ids import ByteVocabulary, PassThroughVocabulary
 from t5x.data.vocabularies.loading import load_vocabulary
@@ -26,5 +27,7 @@ __all__ = [
     "PassThroughVocabulary",
     "SentencePieceVocabulary",
     "Vocabulary",
+    "WrappedVocabulary",
+    "as_vocabulary",
     "load_vocabulary",
 ]
