@@ -5,7 +5,8 @@
 Makes a random float32 checkpoint of a T5 1.1 of the given size, converts it in a process of its own, samples that
 process's anonymous resident memory (RssAnon, which file pages are no part of) every 50 ms, and subtracts what it had
 after its imports. The native form with scanned layers is that of a model with the biases of umT5. A large model takes
-about 15 GB of disk. Its peaks must stay below 1.5 GB: that is a stack of layers (277 MB), and copies of it.
+about 15 GB of disk. Its peaks must stay below 1.5 GB; they were 150 to 740 MB: an array, or a stack of layers
+(277 MB), and copies of it.
 """
 
 import argparse

@@ -158,6 +158,9 @@ def _add_gin(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gin_bindings", action="append", default=[], metavar="BINDING", **hide)
     parser.add_argument("--gin_search_paths", default=".", metavar="DIRS", **hide)
     parser.add_argument("--tfds_data_dir", metavar="DIR", help="where TensorFlow Datasets keeps its data")
+    parser.add_argument(
+        "--seqio_additional_cache_dirs", default="", metavar="DIR,DIR", help="offline caches of tasks of the real seqio"
+    )
     parser.add_argument("--dry_run", action="store_true", help="print the whole configuration and run nothing")
     _add_import(parser)
 
@@ -186,6 +189,10 @@ def _run_gin(args: argparse.Namespace, entry: Callable) -> None:
 
     if args.tfds_data_dir:
         os.environ["TFDS_DATA_DIR"] = args.tfds_data_dir
+    if args.seqio_additional_cache_dirs:
+        from t5x.data import seqio_bridge
+
+        seqio_bridge.add_cache_directories(filter(None, args.seqio_additional_cache_dirs.split(",")))
     if not args.gin_file and not args.gin_bindings:
         raise UserError("there is nothing to run: give --gin_file=FILE. `--help` shows examples.")
     _import_modules(args)

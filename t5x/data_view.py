@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from t5x.data.file_tasks import file_task
+from t5x.data.lanes import BadExamples, Position, Stream
 from t5x.data.order import Order
 from t5x.data.pipeline import Example, Pipeline
 from t5x.data.sources import BadExample
@@ -22,7 +23,7 @@ from t5x.text_view import Page, escaped, table
 
 SAMPLE = 2000
 SECONDS = 10.0
-_JOINED_SHOWN = 6
+_JOINED_SHOWN = 4
 _FEW = 3  # tokens that are shown on one line
 _LENGTHS = {"inputs": 512, "targets": 114}  # T5's, for tasks that cannot do without
 
@@ -195,7 +196,7 @@ def _example(page: Page, task: Task, pipeline: Pipeline, number: int) -> Iterato
     index = piece.sources[0][0]
     yield page.rule(f"{task.name}: piece {number + 1}, which begins in {pipeline.location(index)}")
     yield from _stages(page, task, pipeline.stages(0, index))
-    sizes = [f"{size}" for _, size in piece.sources]
+    sizes = [f"{size}" for _, size in piece.sources if size]
     shown = " + ".join(sizes[:_JOINED_SHOWN]) + (" + …" if len(sizes) > _JOINED_SHOWN else "")
     told = f"{shown} tokens of {how_many(len(sizes))}: a piece of {len(piece.tokens)}"
     yield page.step("ConcatenateAndSplit", told)
@@ -213,26 +214,34 @@ class _Piece(NamedTuple):
 
 def joined(pipeline: Pipeline) -> Iterator[_Piece]:
     """The pieces of a run with one row, endless."""
-    length, feature = pipeline.pieces.length, pipeline.pieces.feature
     order = Order(len(pipeline), pipeline.seed, shuffle=True)
-    parts: list[np.ndarray] = []
-    place, sources, missing = (0, 0, 0), [], length
-    for position in itertools.count():
-        if position == len(pipeline) and not parts and missing == length:
-            raise UserError(f"No example of task {pipeline.name!r} has any tokens in {feature!r}.")
-        epoch, index = order(position)
-        for used, example in enumerate(pipeline.outputs(epoch, index)):
-            tokens, offset = np.asarray(example[feature]), 0
-            while offset < len(tokens):
-                if missing == length:
-                    place = (position, used, offset)
-                part = tokens[offset : offset + missing]
-                parts.append(part)
-                sources.append((index, len(part)))
-                offset, missing = offset + len(part), missing - len(part)
-                if not missing:
-                    yield _Piece(np.concatenate(parts), place, sources)
-                    parts, sources, missing = [], [], length
+    stream = Stream(0, 1, order, pipeline, BadExamples())
+    while True:
+        start = stream.position
+        stream.next()  # before the tokens are looked for: it says where there are none
+        while stream.position.given:  # of several examples that a piece becomes
+            stream.next()
+        yield _piece(pipeline, order, start)
+
+
+def _piece(pipeline: Pipeline, order: Order, start: Position) -> _Piece:
+    missing, feature = pipeline.pieces.length, pipeline.pieces.feature
+    cursor, used, offset, _ = start
+    parts, sources = [], []
+    while missing:
+        epoch, index = order(cursor)
+        try:
+            examples = pipeline.outputs(epoch, index)[used:]
+        except BadExample:
+            examples = []
+        for example in examples:
+            parts.append(np.asarray(example[feature])[offset : offset + missing])
+            sources.append((index, len(parts[-1])))
+            missing, offset = missing - len(parts[-1]), 0
+            if not missing:
+                break
+        cursor, used, offset = cursor + 1, 0, 0
+    return _Piece(np.concatenate(parts), start[:3], sources)
 
 
 def _stages(page: Page, task: Task, stages: Sequence[tuple[str, list[Example]]]) -> Iterator[str]:

@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 REPO = Path(__file__).parents[1]
 
 # A run of seconds: the demo's gin file with a smaller network, a smaller batch, and every step's loss written down.
@@ -20,12 +22,21 @@ SMALL = [
 ]  # fmt: skip
 
 
+def reference_python() -> str:
+    """The interpreter that has TensorFlow, seqio, t5 and t5x: T5X_REFERENCE_PYTHON, or that of the environment which
+    `make test` makes. Skips the test where there is none."""
+    python = os.environ.get("T5X_REFERENCE_PYTHON") or REPO / ".venv-reference/bin/python"
+    if not os.path.exists(python):
+        pytest.skip(f"{python}, which has TensorFlow and seqio, is not there: `make .venv-reference/.installed`")
+    return str(python)
+
+
 def t5x(
-    *args: str, cwd: Path, env: dict[str, str] | None = None, text: str | None = None
+    *args: str, cwd: Path, env: dict[str, str] | None = None, text: str | None = None, python: str = sys.executable
 ) -> subprocess.CompletedProcess:
     """Runs `t5x ARGS` to its end."""
     return subprocess.run(
-        _command(args),
+        _command(args, python),
         cwd=cwd,
         env={**os.environ, **(env or {})},
         input=text,
@@ -72,5 +83,5 @@ def losses(model_dir: Path, name: str = "loss") -> dict[int, float]:
     return {r["step"]: r[name] for r in records}
 
 
-def _command(args) -> list[str]:
-    return [sys.executable, "-m", "t5x", *args]
+def _command(args, python: str = sys.executable) -> list[str]:
+    return [python, "-m", "t5x", *args]

@@ -95,7 +95,7 @@ def test_span_corruption_is_shown_with_its_pieces():
     lines = lines_of(task([{"text": "to be or not to be"}] * 50, steps, features=features))
     text = "\n".join(lines)
     assert "inputs 512, targets 114 are taken" in lines[0]
-    assert "ConcatenateAndSplit: 18 + 18 + 18 + 18 + 18 + 18 + … tokens of 32 examples: a piece of 568" in text
+    assert "ConcatenateAndSplit: 18 + 18 + 18 + 18 + … tokens of 32 examples: a piece of 568" in text
     assert "denoise_spans" in text and "inputs    512 tokens: the 511 before, then 1 (</s>)" in text
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from t5x import configuration, data, file_flags
+from t5x.checkpoints.contents import model_of
 from t5x.checkpoints.formats import open_checkpoint
 from t5x.errors import UserError
 from t5x.inspection import canonical_params, params_sha256
@@ -150,6 +151,7 @@ def test_a_native_checkpoint_and_a_hugging_face_one_are_understood(files, tmp_pa
     convert(str(native), str(tmp_path / "hf"), to="hf")
     shutil.copy(spiece, tmp_path / "hf")
     said = dry_run(capsys, data=files["data"], model=str(tmp_path / "hf"))
+    assert model_of(open_checkpoint(tmp_path / "hf")).input_vocabulary.encode("Hello") == [8774]
     assert "hf/spiece.model'" in said and "SentencePieceVocabulary.extra_ids = 100" in said
     assert not Path("run").exists(), "a dry run writes nothing"
 
@@ -310,5 +312,5 @@ def test_import_comes_before_the_gin_files(tmp_path):
     (tmp_path / "my_tasks.py").write_text("print('imported')\n")
     done = t5x("train", "--gin_file=nowhere.gin", "--import", str(tmp_path / "my_tasks.py"), cwd=REPO)
     assert done.returncode == 2 and done.stdout == "imported\n" and "nowhere.gin" in done.stderr
-    done = t5x("eval", "--gin_file=nowhere.gin", "--import", "no_such_tasks", cwd=REPO)
+    done = t5x("data", "my_task", "--import", "no_such_tasks", cwd=REPO)
     assert done.returncode == 2 and "There is no module 'no_such_tasks'" in done.stderr

@@ -1,4 +1,5 @@
-"""Import statements of gin files: ordinary modules, `__main__` (the entry points), and aliases of absent packages."""
+"""Import statements of gin files: ordinary modules, `__main__` (the entry points), aliases of absent packages, and
+seqio where it is installed: what a run consists of is ours there too, and tasks are seqio's."""
 
 from __future__ import annotations
 
@@ -22,6 +23,18 @@ _logger = logging.getLogger(__name__)
 
 DEFAULT_ALIASES: dict[str, str] = {"seqio": "t5x.data"}
 
+# Names of an alias that are ours even where the package is installed, whichever of its modules a gin file takes them
+# from. The package is imported when another name is asked for.
+_ALWAYS_OURS = {
+    "seqio": (
+        *("Evaluator", "JSONLogger", "PyLoggingLogger", "TensorBoardLogger"),
+        *("ByteVocabulary", "PassThroughVocabulary", "SentencePieceVocabulary", "Feature"),
+        *("DecoderFeatureConverter", "EncDecFeatureConverter", "EncoderFeatureConverter", "LMFeatureConverter"),
+        *("PassThroughFeatureConverter", "PrePackedEncDecFeatureConverter", "PrefixLMFeatureConverter"),
+    )
+}
+_WITH_OURS = {"seqio": ("evaluation", "feature_converters", "loggers", "vocabularies")}
+
 
 class Namespace:
     """Attributes of our own in front of those of a module (or of nothing)."""
@@ -43,12 +56,35 @@ class Namespace:
         return f"<module {self.__name__!r}>"
 
 
+class _Shared(Namespace):
+    """An installed module with names of ours in front; it is imported when it is needed."""
+
+    def __init__(self, name: str, statement: config_parser.ImportStatement, ours: types.ModuleType):
+        super().__init__(name)
+        top, _, inner = name.partition(".")
+        self._statement = statement
+        for own in _ALWAYS_OURS[top]:
+            setattr(self, own, getattr(ours, own))
+        for module in () if inner else _WITH_OURS[top]:
+            setattr(self, module, _Shared(f"{name}.{module}", statement, ours))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(_import(self.__name__, self._statement), name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(_import(self.__name__, self._statement))})
+
+
 def load(statement: config_parser.ImportStatement, session: Session) -> Any:
     """Imports the module and returns what `statement` binds its name to (for `import a.b`, that is `a`)."""
     if statement.module == "__main__":
         return _main(session)
     alias = _alias_for(statement.module, session)
     actual = statement.module
+    if alias is None and actual.partition(".")[0] in _ALWAYS_OURS.keys() & session.aliases.keys():
+        return _shared(statement, session)
     if alias is not None:
         actual = session.aliases[alias] + statement.module.removeprefix(alias)
         if alias not in session.announced:
@@ -64,6 +100,23 @@ def load(statement: config_parser.ImportStatement, session: Session) -> Any:
     if alias == top:
         return sys.modules[session.aliases[alias]]
     return _nested(session, alias, sys.modules[session.aliases[alias]])
+
+
+def _shared(statement: config_parser.ImportStatement, session: Session) -> Any:
+    """What an import of an installed package, or of a module in it, means that shares its names with us."""
+    top, _, inner = statement.module.partition(".")
+    if inner and inner not in _WITH_OURS[top]:
+        module = _import(statement.module, statement)
+        if statement.is_from or statement.alias:
+            return module
+    if top not in session.announced:
+        session.announced.add(top)
+        _logger.info(
+            "%s in gin files: vocabularies, feature converters, Evaluator and loggers are those of %s, the rest is the "
+            "installed %s", top, session.aliases[top], top,
+        )  # fmt: skip
+    shared = _Shared(top, statement, importlib.import_module(session.aliases[top]))
+    return getattr(shared, inner) if inner and (statement.is_from or statement.alias) else shared
 
 
 def _main(session: Session) -> Namespace:

@@ -86,7 +86,7 @@ class LocalFile:
         """
         if self.size < _WORTH_KEEPING:
             return build()
-        name = f"{cache.short_hash(self._copy.name)}-{cache.short_hash(f'{self._copy.version} {self.size} {kind}')}.npy"
+        name = f"{cache.short_hash(self._copy.path)}-{cache.short_hash(f'{self._stamp} {kind}')}.npy"
         path = os.path.join(cache.place("data/offsets"), name)
         if (kept := self._load(path)) is not None:
             return kept

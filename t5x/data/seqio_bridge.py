@@ -15,6 +15,7 @@ One pass over the data is staged and repeated: preprocessors that draw random nu
 """
 
 import copy
+import errno
 import functools
 import importlib.metadata
 import inspect
@@ -385,12 +386,12 @@ _INSTEAD = (
 def _ensure(entry: str, identity: Mapping[str, Any], *, what: str, examples: Callable[[], Iterator[Example]]) -> None:
     """Makes `entry` if it is not there."""
     directory = cache.make(os.path.dirname(entry))
-    lock = f"{entry.rsplit('-', 1)[0]}.lock"
-    with cache.locked(lock):
+    split = os.path.basename(entry).rsplit("-", 1)[0]
+    with cache.locked(os.path.join(directory, f"{split}.lock")):
         if not os.path.isdir(entry):
-            others = [name for name in os.listdir(directory) if name.startswith(os.path.basename(lock)[:-4])]
+            others = [name for name in os.listdir(directory) if name.startswith(f"{split}-")]
             _stage(entry, identity, what, examples())
-            if len(others) > 1:
+            if others:
                 logger.info("%s: copies of other states of it are in %s too; rm -r frees them", what, directory)
     with open(os.path.join(entry, _INFO)) as file:
         info = json.load(file)
@@ -422,7 +423,7 @@ def _stage(entry: str, identity: Mapping[str, Any], what: str, examples: Iterato
                 if size > limit * 1e9:
                     raise UserError(f"{what}: more than {limit:g} GB after {count:,} examples. {_INSTEAD}")
                 writer.write(content)
-                if count % 1000 == 0:
+                if count % 1000 == 999:
                     progress.update(count + 1)
             writer.close()
         if not count:
@@ -431,8 +432,9 @@ def _stage(entry: str, identity: Mapping[str, Any], what: str, examples: Iterato
             json.dump({"identity": identity, "num_examples": count}, file, indent=1)
         os.rename(part, entry)
     except (OSError, RuntimeError) as error:
-        full = any(words in str(error) for words in ("No space left", "Disk quota"))
-        if not full and not isinstance(error, OSError):
+        if any(words in str(error) for words in ("No space left", "Disk quota")):  # array_record tells it in words only
+            error = OSError(errno.ENOSPC, str(error))
+        if not isinstance(error, OSError):
             raise
         raise cache.fault(os.path.dirname(entry), what, None, error) from error
     finally:

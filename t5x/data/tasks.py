@@ -257,5 +257,5 @@ def _unknown(name: str, kind: str, known: Sequence[str]) -> str:
     hint = f"Near it: {', '.join(near)}." if near else "None is registered."
     return (
         f"There is no {kind} {name!r}. {hint} One is registered when the module that adds it to the TaskRegistry is "
-        "imported: name that module in a gin file (`import my_tasks`) or as MIXTURE_OR_TASK_MODULE."
+        "imported: name that module with --import, in a gin file (`import my_tasks`) or as MIXTURE_OR_TASK_MODULE."
     )

@@ -1,22 +1,20 @@
 """Answers of the real seqio, for tests that compare with it.
 
-T5X_REFERENCE_PYTHON names an interpreter that has seqio and TensorFlow; without it these tests are skipped. All jobs
-go to one run of programs/seqio_reference.py, because importing TensorFlow takes longer than everything else.
+All jobs go to one run of programs/seqio_reference.py, because importing TensorFlow takes longer than everything else.
 """
 
 import functools
 import gzip
 import json
-import os
 import subprocess
 import tempfile
 import zipfile
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from tests.data.conftest import SHARED
+from tests.programs import reference_python
 
 _PROGRAM = Path(__file__).parent / "programs/seqio_reference.py"
 
@@ -129,13 +127,9 @@ def jobs() -> dict[str, dict[str, dict]]:
 
 
 @functools.cache
-def _results() -> dict[str, np.ndarray] | str:
-    """seqio's answers to all jobs, or why there are none."""
-    python = os.environ.get("T5X_REFERENCE_PYTHON")
-    if not python:
-        return "T5X_REFERENCE_PYTHON names no interpreter with seqio"
-    if subprocess.run([python, "-c", "import importlib.util as u; exit(u.find_spec('seqio') is None)"]).returncode:
-        return f"{python} has no seqio"
+def _results() -> dict[str, np.ndarray]:
+    """seqio's answers to all jobs."""
+    python = reference_python()
     with tempfile.TemporaryDirectory() as directory:
         asked, answered = Path(directory, "jobs.json"), Path(directory, "results.npz")
         asked.write_text(json.dumps(jobs()))
@@ -147,8 +141,5 @@ def _results() -> dict[str, np.ndarray] | str:
 
 def reference(kind: str, name: str) -> dict[str, np.ndarray]:
     """seqio's answer to one job; skips the test where there is no seqio."""
-    results = _results()
-    if isinstance(results, str):
-        pytest.skip(results)
     start = f"{kind}/{name}/"
-    return {key.removeprefix(start): value for key, value in results.items() if key.startswith(start)}
+    return {key.removeprefix(start): value for key, value in _results().items() if key.startswith(start)}

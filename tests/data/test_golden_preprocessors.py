@@ -1,12 +1,8 @@
-"""Our preprocessors against those of the real t5 and seqio, on real data.
-
-T5X_REFERENCE_PYTHON names an interpreter that has them; without it these tests are skipped.
-"""
+"""Our preprocessors against those of the real t5 and seqio, on real data."""
 
 import gzip
 import itertools
 import json
-import os
 import subprocess
 import zipfile
 from pathlib import Path
@@ -19,6 +15,7 @@ from t5x.data import preprocessors
 from t5x.data.preprocessors import denoising
 from t5x.data.streams import ConcatenateAndSplit, generator
 from tests.data.conftest import SHARED
+from tests.programs import reference_python
 
 _PROGRAM = Path(__file__).parent / "programs/t5_reference.py"
 LENGTHS = {"inputs": 512, "targets": 114}
@@ -154,14 +151,9 @@ def corrupt_jobs():
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    python = os.environ.get("T5X_REFERENCE_PYTHON")
-    if not python:
-        pytest.skip("T5X_REFERENCE_PYTHON names no interpreter with seqio and t5")
+    python = reference_python()
     if not SHARED.is_dir():
         pytest.skip("the real data sets (../shared/data) are not here")
-    check = "import importlib.util as u; raise SystemExit(not all(map(u.find_spec, ('seqio', 't5', 'babel', 'gin'))))"
-    if subprocess.run([python, "-c", check]).returncode:
-        pytest.skip(f"{python} has no seqio, t5, babel or gin")
     with_features = ("append_eos", "append_eos_after_trim")
     jobs = {
         "maps": {

@@ -5,7 +5,6 @@ import json
 import pickle
 import struct
 import subprocess
-import sys
 
 import msgpack
 import numpy as np
@@ -19,6 +18,7 @@ from t5x.data.sources.tf_examples import ExampleParser
 from t5x.data.sources.tfrecord import RecordFile
 from t5x.data.staging import LocalCopy
 from t5x.errors import UserError
+from tests.programs import reference_python
 
 WRITE = """
 import sys
@@ -60,7 +60,7 @@ def cache(tmp_path_factory):
 @pytest.fixture(scope="module")
 def written_by_tensorflow(tmp_path_factory):
     directory = tmp_path_factory.mktemp("tfrecord")
-    subprocess.run([sys.executable, "-c", WRITE, str(directory)], check=True, capture_output=True)
+    subprocess.run([reference_python(), "-c", WRITE, str(directory)], check=True, capture_output=True)
     return directory
 
 

@@ -1,11 +1,9 @@
 """Mesh TensorFlow checkpoints: a real index, checkpoints that TensorFlow writes, and every rule for names."""
 
-import importlib.util
 import json
 import logging
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import ml_dtypes
@@ -17,6 +15,7 @@ from t5x.checkpoints.formats.mesh_tensorflow import read_mesh_tensorflow, transl
 from t5x.checkpoints.formats.tensor_bundle import read_bundle, read_index
 from t5x.errors import UserError
 from tests.checkpoints.formats.bundle_writer import write_bundle
+from tests.programs import reference_python
 
 SHARED = Path(__file__).parents[3] / "../shared/data"
 PROGRAM = Path(__file__).parents[1] / "programs/save_with_tensorflow.py"
@@ -39,8 +38,7 @@ def real_index(real_directory):
 @pytest.fixture(scope="module")
 def written(real_index, tmp_path_factory):
     """(directory, values) of checkpoints that TensorFlow wrote, with all variables of the real index."""
-    if importlib.util.find_spec("tensorflow") is None:
-        pytest.skip("TensorFlow, which writes the checkpoint of this test, is not installed")
+    python = reference_python()
     directory = tmp_path_factory.mktemp("tensorflow")
     rng = np.random.default_rng(0)
     values = {name: rng.normal(size=entry.shape).astype(entry.dtype) for name, entry in real_index.entries.items()}
@@ -58,7 +56,7 @@ def written(real_index, tmp_path_factory):
     raw = {name: np.frombuffer(value.tobytes(), np.uint8) for name, value in values.items()}
     np.savez(directory / "values.npz", **raw)
     (directory / "job.json").write_text(json.dumps(job))
-    result = subprocess.run([sys.executable, PROGRAM, directory], capture_output=True, text=True, timeout=300)
+    result = subprocess.run([python, PROGRAM, directory], capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     return directory, values
 

@@ -1,0 +1,144 @@
+"""Tasks of the real seqio train, go on, are evaluated and predicted from here, in an environment that has seqio."""
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from tests.programs import REPO, SMALL, losses, reference_python, t5x
+
+PROGRAMS = Path(__file__).parent / "programs"
+SMALL_EVALUATED = [option for option in SMALL if "eval_dataset_cfg" not in option]
+INFER = [
+    "--gin_file=t5x/examples/demo/model.gin", "--gin_file=t5x/configs/runs/infer.gin",
+    "--gin.MODEL=@models.EncoderDecoderModel()", "--gin.utils.DatasetConfig.split=validation",
+    "--gin.utils.DatasetConfig.use_cached=True", "--gin.utils.DatasetConfig.batch_size=8",
+    "--gin.MIXTURE_OR_TASK_NAME=only_cached", "--gin.MIXTURE_OR_TASK_MODULE=seqio_tasks",
+    *(option for option in SMALL if "network" in option),
+]  # fmt: skip
+
+
+def environment(directory):
+    """A cache directory of its own, so that nothing is staged yet, but the suite's compiled programs."""
+    return {
+        "T5X_CACHE_DIR": str(directory / "cache"),
+        "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
+        "LINES": str(directory / "lines.txt"),
+        "PYTHONPATH": os.pathsep.join(map(str, (REPO, PROGRAMS))),
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+    }
+
+
+def train(model_dir):
+    return [
+        "--gin_file=t5x/examples/demo/dates.gin", *SMALL_EVALUATED, f"--gin.MODEL_DIR={model_dir}",
+        "--gin.MIXTURE_OR_TASK_NAME=both", "--gin.train/utils.DatasetConfig.module=seqio_tasks",
+        "--gin.TRAIN_STEPS=4", "--gin.utils.SaveCheckpointConfig.period=2",
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A run to its end, and what programs/seqio_runs.py says, which went on with a copy of it from the middle."""
+    python = reference_python()
+    directory = tmp_path_factory.mktemp("seqio")
+    lines = "".join(f"line {i} of a text, häufig\n" for i in range(30))
+    (directory / "lines.txt").write_text(lines, encoding="utf-8")
+    first = t5x("train", *train("whole"), cwd=directory, env=environment(directory), python=python)
+    assert first.returncode == 0, first.stderr[-3000:]
+
+    shutil.copytree(directory / "whole", directory / "cut")
+    shutil.rmtree(directory / "cut/checkpoint_4")
+    infer = [*INFER, "--seqio_additional_cache_dirs=offline", "--gin.CHECKPOINT_PATH=whole/checkpoint_4",
+             "--gin.INFER_OUTPUT_DIR=predictions"]  # fmt: skip
+    job = {"cache": "offline", "runs": [["train", train("cut")], ["infer", infer]]}
+    (directory / "job.json").write_text(json.dumps(job))
+    second = subprocess.run(
+        [python, PROGRAMS / "seqio_runs.py", "job.json", "results.json"],
+        cwd=directory,
+        env=os.environ | environment(directory),
+        capture_output=True,
+        text=True,
+    )
+    assert second.returncode == 0, second.stderr[-3000:]
+    results = json.loads((directory / "results.json").read_text())
+    return SimpleNamespace(directory=directory, first=first.stderr, second=second.stderr, **results)
+
+
+def test_a_mixture_trains_and_is_evaluated(runs):
+    assert len(losses(runs.directory / "whole")) == 4
+    assert "mixture both: lines 16.7 %, questions 83.3 %" in runs.first
+    (line,) = (runs.directory / "whole/inference_eval/questions-metrics.jsonl").read_text().splitlines()
+    assert {"step", "found", "mean_score"} == set(json.loads(line))
+    assert "the metrics note are not numbers" in runs.first
+
+
+def test_rates_are_those_of_seqio(runs):
+    ours, theirs = runs.rates
+    assert ours == pytest.approx(theirs) and set(ours) == {"lines", "questions"}
+
+
+def test_an_interrupted_run_goes_on_exactly(runs):
+    assert runs.codes == [0, 0]
+    assert "checkpoint_2" in runs.second.split("compiled")[0]
+    assert losses(runs.directory / "cut") == losses(runs.directory / "whole")
+
+
+def test_examples_are_staged_once(runs):
+    assert runs.first.count("reading it through tf.data") == 3
+    before_inference = runs.second.split("only_cached")[0]
+    assert "reading it through tf.data" not in before_inference
+    assert "seqio task lines, split train: 30 examples" in before_inference
+
+
+def test_examples_are_those_of_seqio(runs):
+    for ours, theirs in runs.lines:
+        assert ours == theirs and len(ours) == 30
+        assert all(258 in example["inputs"] for example in ours)
+    assert runs.lines[0] != runs.lines[1], "random preprocessors take the seed"
+
+
+def test_metrics_are_those_of_seqio(runs):
+    ours, theirs = runs.metrics
+    assert ours == pytest.approx(theirs)
+    assert 0 < ours["found"] < 100
+
+
+def test_prediction_reads_the_offline_cache(runs):
+    text = (runs.directory / "predictions/only_cached-predict.jsonl-00000-of-00001").read_text()
+    predictions = [json.loads(line) for line in text.splitlines()]
+    assert [one["inputs"]["inputs_pretokenized"] for one in predictions] == ["cached 0", "cached 1", "cached 2"]
+    assert all(isinstance(one["prediction"], str) for one in predictions)
+
+
+def test_messages(runs):
+    assert "There is no task or mixture 'qestions'. Near it: questions" in runs.unknown
+    assert "Split 'train' of seqio task 'endless' is endless. A task of seqio is copied before a run." in runs.endless
+    assert runs.same_vocabulary
+
+
+def test_shipped_gin_files_run_where_seqio_is_installed_and_tensorflow_stays_out(tmp_path):
+    arguments = [*SMALL, "--gin_file=t5x/examples/demo/dates.gin", "--gin.MODEL_DIR=run", "--gin.TRAIN_STEPS=2"]
+    program = f"""
+import importlib.util, sys
+from t5x import cli
+assert importlib.util.find_spec("seqio").origin
+code = cli.run_verb("train", {arguments})
+assert not {{"seqio", "tensorflow"}} & set(sys.modules)
+sys.exit(code)
+"""
+    done = subprocess.run(
+        [reference_python(), "-c", program],
+        cwd=tmp_path,
+        env=os.environ | environment(tmp_path),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert set(losses(tmp_path / "run")) == {1, 2}
+    assert "seqio in gin files: vocabularies, feature converters, Evaluator and loggers are those of t5x.data" in done.stderr
