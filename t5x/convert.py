@@ -229,7 +229,7 @@ def _write(
     from t5x.checkpoints.streaming import write_checkpoint
 
     try:
-        described = describe_network(config)
+        described = describe_network(config, inputs_bidirectional_attention=source.inputs_bidirectional_attention)
     except TypeError as error:
         raise UserError(f"{source.path} does not describe a network of this version: {error}.") from error
     if unknown := sorted(config.keys() - described["config"].keys()):

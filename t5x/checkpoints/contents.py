@@ -47,10 +47,11 @@ def describe(model: BaseTransformerModel) -> dict[str, Any]:
     return description
 
 
-def describe_network(config: Mapping[str, Any]) -> dict[str, Any]:
+def describe_network(config: Mapping[str, Any], *, inputs_bidirectional_attention: bool = False) -> dict[str, Any]:
     """The description of a model with our network of that configuration."""
     vocabulary = PassThroughVocabulary(config["vocab_size"])
-    return describe(_model(config, {"inputs": vocabulary, "targets": vocabulary}))
+    vocabularies = {"inputs": vocabulary, "targets": vocabulary}
+    return describe(_model(config, vocabularies, inputs_bidirectional_attention=inputs_bidirectional_attention))
 
 
 def sidecars(model: BaseTransformerModel, config_gin: bytes | None) -> dict[str, bytes]:

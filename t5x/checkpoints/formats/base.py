@@ -36,6 +36,7 @@ class Source:
         `state/param_states/encoder/…/kernel/v_row`.
       config: fields of the network's configuration (T5Config) that the checkpoint states; None where it states none.
       vocabulary_files: {feature: {file name: content}} of vocabularies that travel with it.
+      inputs_bidirectional_attention: of a decoder-only model: it is a prefix LM.
     """
 
     format: str
@@ -44,3 +45,4 @@ class Source:
     arrays: Mapping[str, LazyArray]
     config: Mapping[str, Any] | None = None
     vocabulary_files: Mapping[str, Mapping[str, bytes]] = dataclasses.field(default_factory=dict)
+    inputs_bidirectional_attention: bool = False

@@ -25,14 +25,15 @@ def read_ours(path: epath.PathLike) -> Source:
         parts = name.split("/")
         if len(parts) == 3 and parts[0] == "vocabulary":
             vocabularies.setdefault(parts[1], {})[parts[2]] = manifest.read_file(path, name)
-    config = _config(path) if MODEL_FILE in content.files else None
+    description = _description(path) if MODEL_FILE in content.files else {}
     return Source(
         format="t5x",
         path=str(path),
         step=content.step,
         arrays={**read_orbax(path).arrays, **_empty_arrays(path / paths.STATE)},
-        config=config,
+        config=description.get("config"),
         vocabulary_files=vocabularies,
+        inputs_bidirectional_attention=bool(description.get("inputs_bidirectional_attention")),
     )
 
 
@@ -46,11 +47,11 @@ def _empty_arrays(state: epath.Path) -> dict[str, LazyArray]:
     }
 
 
-def _config(path: epath.Path) -> dict[str, Any]:
+def _description(path: epath.Path) -> dict[str, Any]:
     try:
-        config = json.loads(manifest.read_file(path, MODEL_FILE))["config"]
-    except (ValueError, RecursionError, KeyError, TypeError):
-        config = None
-    if not isinstance(config, dict):
+        description = json.loads(manifest.read_file(path, MODEL_FILE))
+    except (ValueError, RecursionError):
+        description = None
+    if not isinstance(description, dict) or not isinstance(description.get("config"), dict):
         raise manifest.DamagedCheckpoint(path, f"{MODEL_FILE} does not describe a network")
-    return config
+    return description

@@ -1,6 +1,6 @@
 """Goes on with a run on seqio's tasks, predicts from seqio's offline cache, and asks the real seqio for its own numbers.
 
-    python seqio_runs.py JOB.json RESULTS.json
+python seqio_runs.py JOB.json RESULTS.json
 """
 
 import json
@@ -53,7 +53,8 @@ def metrics():
         predict_fn=lambda batch: predicted(batch["decoder_target_tokens"]),
         score_fn=lambda batch: -batch["decoder_target_tokens"].sum(-1).astype(np.float32),
     )
-    theirs = seqio.Evaluator("questions", seqio.EncDecFeatureConverter(pack=False), sequence_length=LENGTHS)
+    converter = seqio.EncDecFeatureConverter(pack=False)
+    theirs = seqio.Evaluator("questions", converter, sequence_length=LENGTHS, seed=None)
     targets = lambda dataset: [(int(i), row["decoder_target_tokens"]) for i, row in dataset.as_numpy_iterator()]
     asked, _ = theirs.evaluate(
         compute_metrics=True,
@@ -76,7 +77,9 @@ def examples(name, split, seed):
 def listed(example):
     made = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in example.items()}
     plain = lambda value: value.decode() if isinstance(value, bytes) else value
-    return {name: [plain(v) for v in value] if isinstance(value, list) else plain(value) for name, value in made.items()}
+    return {
+        name: [plain(v) for v in value] if isinstance(value, list) else plain(value) for name, value in made.items()
+    }
 
 
 def message(name):
