@@ -1,14 +1,20 @@
 """Running the command line as a user does: in a process of its own."""
 
+import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from t5x import cache
 
 REPO = Path(__file__).parents[1]
 
@@ -29,6 +35,36 @@ def reference_python() -> str:
     if not os.path.exists(python):
         pytest.skip(f"{python}, which has TensorFlow and seqio, is not there: `make .venv-reference/.installed`")
     return str(python)
+
+
+def once_for_all_workers(directory: Path, make: Callable[[Path], None]) -> Path:
+    """`directory`, which `make` fills, in one of the processes of the suite; whole or not there at all."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with cache.locked(directory.with_suffix(".lock")):
+        if not directory.is_dir():
+            part = directory.with_suffix(".part")
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir()
+            make(part)
+            part.rename(directory)
+    return directory
+
+
+def reference_answers(program: Path, jobs: Any, name: str) -> Path:
+    """The file `name` that `PROGRAM JOBS.json NAME` wrote with the reference interpreter; kept between runs of the
+    suite until the jobs, the program or the packages change."""
+    python = reference_python()
+    asked = json.dumps(jobs)
+    depends_on = [asked, *(path.read_text() for path in (program, REPO / "pyproject.toml", REPO / "Makefile"))]
+    key = hashlib.sha256("".join(depends_on).encode()).hexdigest()[:16]
+
+    def make(directory: Path) -> None:
+        (directory / "jobs.json").write_text(asked)
+        command = [python, program, directory / "jobs.json", directory / name]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+
+    return once_for_all_workers(REPO / ".pytest_cache/reference" / f"{program.stem}-{key}", make) / name
 
 
 def t5x(

@@ -60,7 +60,8 @@ def test_a_prefix_lm_trains_evaluates_resumes_and_infers(tmp_path):
     assert report["config"]["num_layers"] == 2
     text = '{"inputs": "3 March 1997", "targets": "1997-03-03"}\n'
     for mode in ("predict", "score"):
-        done = t5x("infer", "--model", str(run), "--input", "-", "--mode", mode, "--max_length", "8", cwd=REPO, text=text)
+        options = ["--input", "-", "--mode", mode, "--max_length", "8"]
+        done = t5x("infer", "--model", str(run), *options, cwd=REPO, text=text)
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)["score"] < 0
     to_hf = t5x("convert", str(run), str(tmp_path / "hf"), "--to", "hf", cwd=REPO)

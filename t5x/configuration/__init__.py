@@ -10,7 +10,8 @@ record of where a binding was made. It does not import JAX.
 
 `import __main__ as train_script` in a gin file means the `entry_points` of `parse`, whatever program is running;
 `__main__` itself is not touched. `import seqio` means `t5x.data` where seqio is not installed (`aliases`); only gin
-files see that, Python's `import seqio` still fails.
+files see that, Python's `import seqio` still fails. Where seqio is installed, its vocabularies, feature converters,
+Evaluator and loggers are still those of `t5x.data`, so that gin files do the same in both; the rest is seqio's.
 """
 
 from t5x.configuration.arguments import rewrite_gin_args, split_gin_args

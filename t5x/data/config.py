@@ -116,7 +116,12 @@ def import_task_module(name_or_file: str) -> ModuleType:
                 f"There is no module {error.name!r} to import tasks from. Install the package it is in, start from its "
                 "directory, or name the .py file itself."
             ) from error
-        raise UserError(f"{name_or_file} imports {error.name!r}, which is not installed.") from error
+        seqio = (
+            " Write `from t5x import data as seqio`, or install the real one: `pip install -e '.[tf]'` in our checkout."
+        )
+        raise UserError(
+            f"{name_or_file} imports {error.name!r}, which is not installed.{seqio if error.name == 'seqio' else ''}"
+        ) from error
     except UserError:
         raise
     except Exception as error:

@@ -137,12 +137,14 @@ class SeqioTask(Task):
         # As they are before they are first run: some keep what they have worked out.
         self._steps = [{"name": name_of(step), "hash": _hash(step)} for step in theirs.preprocessors]
         self._sources: dict[str, ArrayRecordDataSource] = {}
+        self._newest: dict[str, ArrayRecordDataSource] = {}
         if len(theirs.metric_objs) > len(theirs.metric_fns):
             logger.warning("Task %s has metric_objs, which are not computed here; its metric_fns are", theirs.name)
 
     def num_input_examples(self, split: str) -> int:
+        """Number of examples of the source; of finished ones where seqio does not know it."""
         number = self._theirs.num_input_examples(split)
-        return self.source.num_examples(split) if number is None else number
+        return self._newest.get(split, self.source).num_examples(split) if number is None else number
 
     def pipeline(
         self,
@@ -186,7 +188,8 @@ class SeqioTask(Task):
                 examples=lambda: self._examples(split, sequence_length, seed, use_cached),
             )
             self._sources[entry] = ArrayRecordDataSource({split: os.path.join(entry, _EXAMPLES)}, decode_fn=_decode)
-        return self._sources[entry]
+        self._newest[split] = self._sources[entry]
+        return self._newest[split]
 
     def _identity(
         self, split: str, sequence_length: Mapping[str, int] | None, seed: int, use_cached: bool
@@ -215,7 +218,6 @@ class SeqioTask(Task):
         import tensorflow as tf
 
         with self._explained(split):
-            tf.random.set_seed(seed)  # of operations that do not take seqio's seeds
             dataset = self._theirs.get_dataset(
                 sequence_length,
                 split=split,
@@ -274,12 +276,6 @@ class _Staged(DataSource):
 
     def location(self, split: str, index: int) -> str:
         return self._source(split).location(split, index)
-
-    def fingerprint(self, split: str) -> dict[str, Any]:
-        raise UserError(
-            f"Task {self._theirs.name!r} is one of the real seqio. Its examples are staged when a run first reads "
-            "them; `t5x cache` is for tasks of t5x.data."
-        )
 
     def _source(self, split: str) -> ArrayRecordDataSource:
         self.check_split(split)

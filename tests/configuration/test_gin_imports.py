@@ -3,6 +3,7 @@
 import logging
 import sys
 
+import gin
 import pytest
 
 from t5x import configuration
@@ -101,3 +102,44 @@ def test_the_same_object_by_two_ways_is_one_configurable(project):
 
 def test_seqio_is_the_default_alias():
     assert configuration.DEFAULT_ALIASES == {"seqio": "t5x.data"}
+
+
+@pytest.mark.parametrize("line", ["import seqio", "import seqio as s", "from seqio import vocabularies"])
+def test_where_seqio_is_installed_what_a_run_consists_of_is_still_ours(project, caplog, line):
+    project.write("seqio/__init__.py", "raise ImportError('nobody has asked for what only seqio has')")
+    name = {"import seqio": "seqio", "import seqio as s": "s"}.get(line, "vocabularies")
+    with caplog.at_level(logging.INFO, logger="t5x"):
+        project.parse_text(
+            f"from __gin__ import dynamic_registration\n{line}\nX = @{name}.ByteVocabulary()\n",
+            aliases=configuration.DEFAULT_ALIASES,
+        )
+    assert caplog.text.count("seqio in gin files: vocabularies, feature converters, Evaluator and loggers are") == 1
+    from t5x.data import ByteVocabulary
+
+    assert gin.query_parameter("%X").configurable.wrapped is ByteVocabulary
+    printed = configuration.config_str()
+    configuration.clear()
+    project.parse_text(printed, aliases=configuration.DEFAULT_ALIASES)
+    assert configuration.config_str() == printed
+
+
+def test_where_seqio_is_installed_the_rest_is_seqios(project):
+    project.write("seqio/__init__.py", "from seqio import preprocessors\ndef theirs(x=1):\n    return x\n")
+    project.write("seqio/preprocessors.py", "def rekey(x=1):\n    return x\n")
+    project.parse_text(
+        """
+        from __gin__ import dynamic_registration
+        import seqio
+        from seqio import preprocessors
+        seqio.theirs.x = 3
+        X = @seqio.preprocessors.rekey
+        preprocessors.rekey.x = 4
+        """,
+        aliases=configuration.DEFAULT_ALIASES,
+    )
+    assert "seqio.theirs.x = 3\n" in configuration.config_str()
+    message = project.error(
+        "from __gin__ import dynamic_registration\nimport seqio\nX = @seqio.theres\n",
+        aliases=configuration.DEFAULT_ALIASES,
+    )
+    assert "module seqio has no `theres`. Nearest: seqio.theirs" in message

@@ -5,16 +5,13 @@ All jobs go to one run of programs/seqio_reference.py, because importing TensorF
 
 import functools
 import gzip
-import json
-import subprocess
-import tempfile
 import zipfile
 from pathlib import Path
 
 import numpy as np
 
 from tests.data.conftest import SHARED
-from tests.programs import reference_python
+from tests.programs import reference_answers
 
 _PROGRAM = Path(__file__).parent / "programs/seqio_reference.py"
 
@@ -129,14 +126,8 @@ def jobs() -> dict[str, dict[str, dict]]:
 @functools.cache
 def _results() -> dict[str, np.ndarray]:
     """seqio's answers to all jobs."""
-    python = reference_python()
-    with tempfile.TemporaryDirectory() as directory:
-        asked, answered = Path(directory, "jobs.json"), Path(directory, "results.npz")
-        asked.write_text(json.dumps(jobs()))
-        done = subprocess.run([python, _PROGRAM, asked, answered], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-3000:]
-        with np.load(answered) as arrays:
-            return dict(arrays)
+    with np.load(reference_answers(_PROGRAM, jobs(), "results.npz")) as arrays:
+        return dict(arrays)
 
 
 def reference(kind: str, name: str) -> dict[str, np.ndarray]:

@@ -3,7 +3,6 @@
 import gzip
 import itertools
 import json
-import subprocess
 import zipfile
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from t5x.data import preprocessors
 from t5x.data.preprocessors import denoising
 from t5x.data.streams import ConcatenateAndSplit, generator
 from tests.data.conftest import SHARED
-from tests.programs import reference_python
+from tests.programs import reference_answers
 
 _PROGRAM = Path(__file__).parent / "programs/t5_reference.py"
 LENGTHS = {"inputs": 512, "targets": 114}
@@ -150,8 +149,7 @@ def corrupt_jobs():
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory):
-    python = reference_python()
+def reference():
     if not SHARED.is_dir():
         pytest.skip("the real data sets (../shared/data) are not here")
     with_features = ("append_eos", "append_eos_after_trim")
@@ -176,12 +174,7 @@ def reference(tmp_path_factory):
         "corrupt": corrupt_jobs(),
         "prefixes": PREFIXES,
     }
-    folder = tmp_path_factory.mktemp("t5")
-    (folder / "jobs.json").write_text(json.dumps(jobs))
-    command = [python, str(_PROGRAM), str(folder / "jobs.json"), str(folder / "results.json")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads((folder / "results.json").read_text())
+    return json.loads(reference_answers(_PROGRAM, jobs, "results.json").read_text())
 
 
 def as_lists(example):

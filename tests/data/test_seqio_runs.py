@@ -4,19 +4,23 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import pytest
 
-from tests.programs import REPO, SMALL, losses, reference_python, t5x
+from t5x.data import import_task_module
+from t5x.errors import UserError
+from tests.programs import REPO, SMALL, losses, once_for_all_workers, reference_python, t5x
 
 PROGRAMS = Path(__file__).parent / "programs"
 SMALL_EVALUATED = [option for option in SMALL if "eval_dataset_cfg" not in option]
 INFER = [
     "--gin_file=t5x/examples/demo/model.gin", "--gin_file=t5x/configs/runs/infer.gin",
-    "--gin.TASK_FEATURE_LENGTHS={'inputs': 32, 'targets': 11}", "--gin.MODEL=@models.EncoderDecoderModel()", "--gin.utils.DatasetConfig.split=validation",
+    "--gin.TASK_FEATURE_LENGTHS={'inputs': 32, 'targets': 11}", "--gin.MODEL=@models.EncoderDecoderModel()",
+    "--gin.utils.DatasetConfig.split=validation",
     "--gin.utils.DatasetConfig.use_cached=True", "--gin.utils.DatasetConfig.batch_size=8",
     "--gin.MIXTURE_OR_TASK_NAME=only_cached", "--gin.MIXTURE_OR_TASK_MODULE=seqio_tasks",
     *(option for option in SMALL if "network" in option),
@@ -44,9 +48,16 @@ def train(model_dir):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A run to its end, and what programs/seqio_runs.py says, which went on with a copy of it from the middle."""
-    python = reference_python()
-    directory = tmp_path_factory.mktemp("seqio")
+    """What came of `make_runs`."""
+    python, base = reference_python(), tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    directory = once_for_all_workers(base / "seqio_runs", lambda directory: make_runs(python, directory))
+    results = json.loads((directory / "results.json").read_text())
+    return SimpleNamespace(directory=directory, **results)
+
+
+def make_runs(python, directory):
+    """A run to its end, and what programs/seqio_runs.py says, which goes on with a copy of it from the middle."""
     lines = "".join(f"line {i} of a text, häufig\n" for i in range(30))
     (directory / "lines.txt").write_text(lines, encoding="utf-8")
     first = t5x("train", *train("whole"), cwd=directory, env=environment(directory), python=python)
@@ -56,7 +67,8 @@ def runs(tmp_path_factory):
     shutil.rmtree(directory / "cut/checkpoint_4")
     infer = [*INFER, "--seqio_additional_cache_dirs=offline", "--gin.CHECKPOINT_PATH=whole/checkpoint_4",
              "--gin.INFER_OUTPUT_DIR=predictions"]  # fmt: skip
-    job = {"cache": "offline", "runs": [["train", train("cut")], ["infer", infer]]}
+    workers = "--gin.train/utils.DatasetConfig.num_workers=1"
+    job = {"cache": "offline", "runs": [["train", [*train("cut"), workers]], ["infer", infer]]}
     (directory / "job.json").write_text(json.dumps(job))
     second = subprocess.run(
         [python, PROGRAMS / "seqio_runs.py", "job.json", "results.json"],
@@ -66,8 +78,8 @@ def runs(tmp_path_factory):
         text=True,
     )
     assert second.returncode == 0, second.stderr[-3000:]
-    results = json.loads((directory / "results.json").read_text())
-    return SimpleNamespace(directory=directory, first=first.stderr, second=second.stderr, **results)
+    results = json.loads((directory / "results.json").read_text()) | {"first": first.stderr, "second": second.stderr}
+    (directory / "results.json").write_text(json.dumps(results))
 
 
 def test_a_mixture_trains_and_is_evaluated(runs):
@@ -84,7 +96,7 @@ def test_rates_are_those_of_seqio(runs):
 
 
 def test_an_interrupted_run_goes_on_exactly(runs):
-    assert runs.codes == [0, 0]
+    assert runs.codes == [0, 0], runs.second[-2000:]
     assert "checkpoint_2" in runs.second.split("compiled")[0]
     assert losses(runs.directory / "cut") == losses(runs.directory / "whole")
 
@@ -119,7 +131,17 @@ def test_prediction_reads_the_offline_cache(runs):
 def test_messages(runs):
     assert "There is no task or mixture 'qestions'. Near it: questions" in runs.unknown
     assert "Split 'train' of seqio task 'endless' is endless. A task of seqio is copied before a run." in runs.endless
-    assert runs.same_vocabulary
+
+
+def test_models_take_over_vocabularies_of_seqio(runs):
+    assert runs.vocabularies == ["ByteVocabulary(extra_ids=0)", "ByteVocabulary(extra_ids=3)"]
+
+
+def test_without_seqio_the_message_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "seqio", None)
+    (tmp_path / "needs_seqio.py").write_text("import seqio\n")
+    with pytest.raises(UserError, match=r"'seqio', which is not installed. Write `from t5x import data as seqio`, or"):
+        import_task_module(str(tmp_path / "needs_seqio.py"))
 
 
 def test_shipped_gin_files_run_where_seqio_is_installed_and_tensorflow_stays_out(tmp_path):

@@ -98,5 +98,5 @@ def test_microbatches_must_divide_the_batch():
             state,
             tiny.batch(rows=6),
         )
-    with pytest.raises(UserError, match="must be at least 1"):
-        Trainer(model, state, PjitPartitioner(), layout, jax.random.key(0), lambda t: 0.1, num_microbatches=0)
+    with pytest.raises(UserError, match="must not be negative"):
+        Trainer(model, state, PjitPartitioner(), layout, jax.random.key(0), lambda t: 0.1, num_microbatches=-1)

@@ -8,8 +8,8 @@ import pytest
 
 from t5x.checkpoints import DamagedCheckpoint
 from t5x.checkpoints.formats import sorted_table
-from t5x.crc32c import crc32c
 from t5x.checkpoints.formats.tensor_bundle import read_bundle, read_index
+from t5x.crc32c import crc32c
 from t5x.errors import UserError
 from tests.checkpoints.formats import bundle_writer as bundles
 

@@ -1,20 +1,24 @@
 import json
-import os
 import subprocess
-from pathlib import Path
 
 import pytest
 
-from t5x.data.seqio_bridge import from_seqio
-from t5x.data.vocabularies import ByteVocabulary, PassThroughVocabulary, SentencePieceVocabulary, load_vocabulary
+from t5x.data.vocabularies import (
+    ByteVocabulary,
+    PassThroughVocabulary,
+    SentencePieceVocabulary,
+    as_vocabulary,
+    load_vocabulary,
+)
 from t5x.errors import UserError
+from tests.programs import reference_python
 
 # With the real seqio: each vocabulary, taken over, gives seqio's ids and texts.
 PROGRAM = """
 import json, os, sys
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 import seqio
-from t5x.data.seqio_bridge import from_seqio
+from t5x.data.vocabularies import as_vocabulary
 
 model, found = sys.argv[1], {}
 overrides = seqio.vocabularies.sentencepiece_model_pb2.NormalizerSpec(remove_extra_whitespaces=False)
@@ -25,7 +29,7 @@ for name, theirs in {
     "bytes": seqio.ByteVocabulary(extra_ids=3),
     "codepoints": seqio.vocabularies.FullCodepointVocabulary(),
 }.items():
-    ours = from_seqio(theirs)
+    ours = as_vocabulary(theirs)
     text = "Two  birds <extra_id_0>, zwei Vögel"
     ids = theirs.encode(text)
     assert ours.encode(text) == list(ids), name
@@ -33,22 +37,13 @@ for name, theirs in {
     assert (ours.vocab_size, ours.eos_id, ours.extra_ids) == (theirs.vocab_size, theirs.eos_id, theirs.extra_ids), name
     found[name] = repr(ours)
 theirs = seqio.PassThroughVocabulary(50, eos_id=1)
-found["ids"] = repr(from_seqio(theirs))
+found["ids"] = repr(as_vocabulary(theirs))
 print(json.dumps(found))
 """
 
 
 def test_vocabularies_of_the_real_seqio(t5_model_file):
-    python = os.environ.get("T5X_REFERENCE_PYTHON")
-    if not python:
-        pytest.skip("T5X_REFERENCE_PYTHON names no interpreter with seqio")
-    checkout = str(Path(__file__).parents[2])
-    done = subprocess.run(
-        [python, "-c", PROGRAM, t5_model_file],
-        env=os.environ | {"PYTHONPATH": checkout},
-        capture_output=True,
-        text=True,
-    )
+    done = subprocess.run([reference_python(), "-c", PROGRAM, t5_model_file], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["bytes"] == "ByteVocabulary(extra_ids=3)"
@@ -79,12 +74,12 @@ class Letters:
 
 
 def test_another_vocabulary_is_asked(tmp_path):
-    vocabulary = from_seqio(Letters())
+    vocabulary = as_vocabulary(Letters())
     assert vocabulary.encode("abc") == [3, 4, 5]
     assert vocabulary.decode([3, 5, 1, 4]) == "ac"
     assert (vocabulary.eos_id, vocabulary.unk_id, vocabulary.bos_id, vocabulary.extra_ids) == (1, None, None, 0)
-    assert vocabulary == from_seqio(Letters()) != ByteVocabulary()
-    assert hash(vocabulary) == hash(from_seqio(Letters()))
+    assert vocabulary == as_vocabulary(Letters()) != ByteVocabulary()
+    assert hash(vocabulary) == hash(as_vocabulary(Letters()))
     assert "Letters, vocab_size=29" in repr(vocabulary)
     for name, content in vocabulary.to_files().items():
         (tmp_path / name).write_bytes(content)
@@ -96,11 +91,11 @@ def test_a_class_of_the_same_name_from_elsewhere_is_not_taken_for_seqios():
     class ByteVocabulary(Letters):
         pass
 
-    assert from_seqio(ByteVocabulary()).encode("a") == [3]
+    assert as_vocabulary(ByteVocabulary()).encode("a") == [3]
 
 
 @pytest.mark.parametrize(
     "vocabulary", [ByteVocabulary(), PassThroughVocabulary(5), SentencePieceVocabulary("absent.model")]
 )
 def test_ours_stay_as_they_are(vocabulary):
-    assert from_seqio(vocabulary) is vocabulary
+    assert as_vocabulary(vocabulary) is vocabulary
