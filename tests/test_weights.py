@@ -11,9 +11,12 @@ import torch
 from t5x import convert, infer, inspection
 from t5x.checkpoints.contents import model_of
 from t5x.checkpoints.formats import open_checkpoint
-from t5x.checkpoints.transfer import restore
+from t5x.checkpoints.transfer import config_of, restore
+from t5x.errors import UserError
+from t5x.network import T5Config
 from t5x.partitioning import PjitPartitioner
 from t5x.trainer import StateLayout
+from t5x.trainer.restore import restore_params
 from tests.checkpoints.formats import huggingface_models
 from tests.programs import REPO, losses, t5x
 
@@ -23,10 +26,9 @@ needs_data = pytest.mark.skipif(not SHARED.is_dir(), reason="the folder ../share
 
 def ours(path: Path, **config):
     """(model, parameters) of a checkpoint directory without its vocabulary."""
-    from t5x.checkpoints.transfer import config_of
     from t5x.data import PassThroughVocabulary
     from t5x.models import EncoderDecoderModel
-    from t5x.network import T5Config, Transformer
+    from t5x.network import Transformer
 
     source = open_checkpoint(path)
     fields = config_of(source) | config
@@ -156,6 +158,37 @@ def test_a_checkpoint_of_another_shape_is_refused_with_a_table(tmp_path):
     layout = StateLayout.of(tiny.model(), PjitPartitioner(), tiny.model().input_shapes({"inputs": 3, "targets": 3}))
     with pytest.raises(Exception, match=r"does not fit the model.*looks like\s+T5 1.1 of its own size"):
         restore(source, {"target": layout.abstract.params}, {"target": layout.axes})
+
+
+def restored(path, config):
+    from tests import tiny
+
+    model = tiny.model(config)
+    layout = StateLayout.of(model, PjitPartitioner(), model.input_shapes({"inputs": 3, "targets": 3}))
+    return restore_params(open_checkpoint(path), model, layout)
+
+
+def test_a_converted_checkpoint_without_a_vocabulary_restores_into_a_model_that_has_one(tmp_path):
+    huggingface_models.model("T5 1.1").save_pretrained(tmp_path / "hf")
+    convert.convert(str(tmp_path / "hf"), str(tmp_path / "ours"), to="t5x")
+    config = T5Config(**config_of(open_checkpoint(tmp_path / "hf")))
+    ours, theirs = restored(tmp_path / "ours", config), restored(tmp_path / "hf", config)
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+@pytest.mark.parametrize(
+    "family, per_layer, message",
+    [
+        ("T5 1.1", True, "one table of relative position biases a tower, the model one in every layer"),
+        ("umT5", False, "in every layer .as umT5., the model one a tower"),
+    ],
+)
+def test_shared_and_per_layer_biases_are_refused_with_the_reason(family, per_layer, message, tmp_path):
+    huggingface_models.model(family).save_pretrained(tmp_path / "hf")
+    fields = config_of(open_checkpoint(tmp_path / "hf")) | {"per_layer_relative_position_bias": per_layer}
+    with pytest.raises(UserError, match=message) as error:
+        restored(tmp_path / "hf", T5Config(**fields))
+    assert "fallback_to_scratch" not in str(error.value)
 
 
 def test_a_directory_without_a_vocabulary_says_so(tmp_path):

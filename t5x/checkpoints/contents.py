@@ -129,15 +129,17 @@ def check_same_model(path: epath.PathLike, model: BaseTransformerModel, *, same_
     if same_classes:
         rows += _differences("", {k: stored.get(k) for k in _CLASSES}, {k: here.get(k) for k in _CLASSES})
     rows += _differences("config.", _identity(stored["config"]), _identity(here["config"]))
+    travelling = {parts[1] for name in manifest.read(path).files if (parts := name.split("/"))[0] == "vocabulary"}
     for feature, vocabulary in model.vocabularies.items():
-        if not _has_vocabulary(path, feature, vocabulary):
+        if feature in travelling and not _has_vocabulary(path, feature, vocabulary):
             rows.append((f"vocabulary of {feature}", "has another", str(vocabulary)))
     if rows:
         width = max(len(name) for name, *_ in rows)
         table = "\n".join(f"  {name:<{width}}  checkpoint {theirs}, this run {ours}" for name, theirs, ours in rows)
+        mend = "Choose another MODEL_DIR for this run" if same_classes else "Choose another checkpoint"
         raise UserError(
             f"{path} is a checkpoint of another model; nothing was changed.\n{table}\n"
-            "Choose another MODEL_DIR for this run, or the gin file that the checkpoint was made with."
+            f"{mend}, or the gin file that the checkpoint was made with."
         )
 
 
@@ -147,8 +149,10 @@ def _check_vocabularies(
     needed = {"targets"} if families.is_decoder_only(config) else {"inputs", "targets"}
     if missing := needed - vocabularies.keys():
         raise UserError(
-            f"{path} holds no vocabulary for {' and '.join(sorted(missing))}, so text cannot be read with it. Put its "
-            "spiece.model beside the weights, or use gin files that name one."
+            f"{path} holds no vocabulary for {' and '.join(sorted(missing))}, so text cannot be read with it. A "
+            "Hugging Face directory takes spiece.model or tokenizer.json beside the weights; otherwise use gin files "
+            "that name a vocabulary (`t5x infer --gin_file …`), or fine-tune with `t5x train --vocabulary FILE`, which "
+            "keeps it."
         )
 
 

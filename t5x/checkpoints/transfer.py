@@ -187,6 +187,8 @@ class Fitting:
             found |= self._surplus
         if table := tree.difference(tree.nest(expected), tree.nest(found)):
             missing, surplus = expected.keys() - found.keys(), found.keys() - expected.keys()
+            if reason := _bias_reason(missing, surplus):
+                raise self._misfit(f"{reason}\n{table}")
             hints = [
                 "fallback_to_scratch=True would leave what is missing at its initial value." if missing else "",
                 "strict=False would pass over what is unexpected." if surplus else "",
@@ -214,6 +216,24 @@ class Fitting:
         _say("%d are not in the checkpoint and stay at their initial values (fallback_to_scratch)", rows)
         if what == "parameters":
             _say("%d of the checkpoint are passed over (strict=False)", list(self._surplus))
+
+
+def _bias_reason(missing: Collection[str], surplus: Collection[str]) -> str:
+    """Why they differ, where one side has a table of position biases a tower and the other one a layer."""
+    tables = re.compile(r"target/(encoder|decoder)/(layers_\d+/)?relpos_bias/rel_embedding")
+    if not missing or not surplus or not all(tables.fullmatch(name) for name in {*missing, *surplus}):
+        return ""
+    if any("layers_" in name for name in missing):
+        return (
+            "the checkpoint has one table of relative position biases a tower, the model one in every layer. Set "
+            "network.T5Config.per_layer_relative_position_bias=False (T5X's scalable_t5 has True), or copy the table "
+            "into every layer: utils.RestoreCheckpointConfig.assignment_map = "
+            "[(r'(encoder|decoder)/layers_\\d+/relpos_bias/(.*)', r'\\1/relpos_bias/\\2')]."
+        )
+    return (
+        "the checkpoint has a table of relative position biases in every layer (as umT5), the model one a tower. Set "
+        "network.T5Config.per_layer_relative_position_bias=True."
+    )
 
 
 def describe_differences(stated: Mapping[str, Any], config: Any) -> list[str]:

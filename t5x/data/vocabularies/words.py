@@ -22,11 +22,18 @@ _CONTINUES_AFTER_SPACE = re.compile(f"[^{_SPACE}]{_SPACE}| ")
 # SentencePiece's own normalisations. None has a rule that reaches over a space, unless to a combining character.
 _NORMALISATIONS = {"identity", "nfkc", "nfkc_cf", "nmt_nfkc", "nmt_nfkc_cf"}
 # Latin, Greek, Cyrillic, general punctuation, currency; no combining characters, no joiners, no marks of direction.
-_WORD = re.compile("[!-~\u00a1-\u024f\u0370-\u0482\u048a-\u052f\u2010-\u2027\u2030-\u205e\u20a0-\u20bf]{1,64}")
+# A character many times over has too many equal segmentations.
+_WORD = re.compile(
+    r"(?!.*(.)\1{7})"
+    "[!-~\u00a1-\u024f\u0370-\u0482\u048a-\u052f\u2010-\u2027\u2030-\u205e\u20a0-\u20bf]{1,32}"
+)
 _LONGEST_TEXT = 4096  # ids
 _SHORT_TEXT = 512  # ids; every word that is remembered is safe in a text as short as this
 _UNKNOWN_PENALTY = 10.0  # an unknown character costs this much more than the least likely piece
-_FULL_SHARE = 64  # when the memory is full, one word in so many may be new
+# The account, in ids: an id that is looked up earns one; a new word takes as long as this many save, and a word of a text
+# that is left to SentencePiece one. Texts of ever new words use up the advance, about two seconds, and end it.
+_PRICE = 80
+_ADVANCE = 2**17 * _PRICE
 
 
 class WordIds:
@@ -57,32 +64,38 @@ class WordIds:
             self._too_many_spaces = shortest and " " * (shortest - 1)  # one more is put before the text
         self._longest: dict[str, int] = {}  # where it is less than _LONGEST_TEXT
         self._unsafe: set[str] = set()
+        self._credit = _ADVANCE
 
     def encode(self, text: str) -> list[int] | None:
-        """The ids of `text`, or None where only SentencePiece itself can tell."""
-        if self._too_many_spaces is not None and self._too_many_spaces in text:
+        """The ids of `text`, or None where only SentencePiece itself can tell, or is faster."""
+        if self._credit <= 0 or (self._too_many_spaces is not None and self._too_many_spaces in text):
             return None
         if self._newline_is_space:
             text = text.replace("\n", " ")
         words = text.split(" ")
-        ids: list[int] = []
+        ids: list[int] | None = []
         try:
             for found in map(self._ids.__getitem__, words):
                 ids += found
         except KeyError as error:
-            word = error.args[0]
-            return self._encode_new(words) if word not in self._unsafe and _WORD.fullmatch(word) else None
-        return ids if len(ids) <= _SHORT_TEXT or self._fits(words, len(ids), self._longest) else None
+            ids = self._encode_new(words, error.args[0])
+        else:
+            if len(ids) > _SHORT_TEXT and not _fits(words, len(ids), self._longest):
+                ids = None
+        self._credit += -len(words) if ids is None else len(ids)
+        return ids
 
-    def _encode_new(self, words: list[str]) -> list[int] | None:
+    def _encode_new(self, words: list[str], first: str) -> list[int] | None:
+        """The ids of words of which `first` is not known, or None."""
+        if first in self._unsafe or not _WORD.fullmatch(first):
+            return None
         new = {word for word in words if word not in self._ids}
         if not self._unsafe.isdisjoint(new) or not all(map(_WORD.fullmatch, new)):
             return None
         full = len(self._ids) + len(self._unsafe) + len(new) > self._most_words
-        if full and len(new) * _FULL_SHARE > len(words):
-            return None  # looking at a word takes as long as SentencePiece needs for a sentence
         ids, longest = {}, {}
         for word in new:
+            self._credit -= _PRICE
             found = self._look_at(word)
             if found is None:
                 if not full:
@@ -91,24 +104,23 @@ class WordIds:
             ids[word], length = found
             if length < _LONGEST_TEXT:
                 longest[word] = length
-        if not full:
+        if full:
+            longest |= self._longest
+        else:
             self._longest.update(longest)  # before the ids: another thread that finds a word must find its limit
             self._ids.update(ids)
-        known = self._ids
-        result = list(chain.from_iterable(ids[word] if word in ids else known[word] for word in words))
-        return result if self._fits(words, len(result), self._longest | longest if full else self._longest) else None
-
-    def _fits(self, words: list[str], length: int, longest: dict[str, int]) -> bool:
-        if length > _LONGEST_TEXT:
-            return False
-        return longest.keys().isdisjoint(words) or all(longest.get(word, length) >= length for word in words)
+            longest = self._longest
+        result = list(chain.from_iterable(ids[word] if word in ids else self._ids[word] for word in words))
+        return result if _fits(words, len(result), longest) else None
 
     def _look_at(self, word: str) -> tuple[tuple[int, ...], int] | None:
         """The ids of a word and how many ids a text may have in which these are certain, or None."""
         normal = self._processor.normalize(word)
         if len(normal) < 2 or normal.rfind(_SPACE) != 0:
             return None
-        best, *others = self._parse(self._processor.nbest_encode(word, nbest_size=2, out_type="serialized_proto")).nbests
+        best, *others = self._parse(
+            self._processor.nbest_encode(word, nbest_size=2, out_type="serialized_proto")
+        ).nbests
         ids = tuple(piece.id for piece in best.pieces)
         # Neighbouring unknown characters have one id, so that the ids may say less than the score.
         if not self._user_defined.isdisjoint(ids) or -best.score > self._largest * len(ids):
@@ -128,6 +140,13 @@ class WordIds:
             return 0
         exponent = math.frexp(margin / (2 * characters))[1] - 1  # a unit of 2**exponent is small enough
         return int(math.ldexp(1, exponent + 24) / self._largest) - characters
+
+
+def _fits(words: list[str], length: int, longest: dict[str, int]) -> bool:
+    """Whether a text of `length` ids is within the limits of all of its words."""
+    if length > _LONGEST_TEXT:
+        return False
+    return longest.keys().isdisjoint(words) or all(longest.get(word, length) >= length for word in words)
 
 
 def is_splittable(model: Any) -> bool:
