@@ -1,133 +1,81 @@
-"""The cache directory (T5X_CACHE_DIR, or ~/.cache/t5x): copies of what is remote or compressed, made once."""
+"""Writes the caches of tasks: `t5x cache`."""
 
-import contextlib
-import errno
-import fcntl
-import hashlib
 import logging
-import os
-import threading
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Sequence
 
-from t5x import startup
+from t5x.data import cache_writer, cached
+from t5x.data.config import import_task_module
+from t5x.data.pipeline import count_cacheable
+from t5x.data.tasks import get_mixture_or_task, get_subtasks
 from t5x.errors import UserError
-from t5x.urls import is_remote
 
-log = logging.getLogger(__name__)
-
-# By which of these a driver of fsspec tells that a file has changed; the first that it gives counts.
-_TAGS = ("etag", "ETag", "md5Hash", "crc32c", "content_md5", "checksum", "blob_id", "mtime", "updated", "LastModified",
-         "last_modified", "created")  # fmt: skip
-
-_WORTH_SHOWING = 10**7  # bytes
+logger = logging.getLogger(__name__)
 
 
-def place(name: str) -> str:
-    """The path of the part `name` of the cache directory, which need not exist."""
-    home = os.path.expanduser(startup.cache_directory())
-    if is_remote(home):
-        raise UserError(f"The cache directory (T5X_CACHE_DIR) {home} is remote. Name a local directory.")
-    return os.path.join(os.path.abspath(home), name)
+def cache(
+    mixture_or_task_name: str,
+    *,
+    modules: Sequence[str] = (),
+    splits: Sequence[str] | None = None,
+    output_dir: str | None = None,
+    num_workers: int | None = None,
+    overwrite: bool = False,
+    drop_text: bool = False,
+    skip_bad_examples: bool = False,
+    runner: str | None = None,
+) -> list[cache_writer.Written]:
+    """Caches a task, or all tasks of a mixture, and prints what each split holds.
+
+    Args:
+      modules: dotted names or .py files that register the tasks.
+      splits: None is all that a task has.
+      output_dir: of all caches; None is where they are looked for. Other arguments as in `cache_writer.write`.
+    """
+    for module in modules:
+        import_task_module(module)
+    found = get_mixture_or_task(mixture_or_task_name)
+    if unknown := [split for split in splits or () if split not in found.splits]:
+        raise UserError(f"{found.name!r} has no split {unknown[0]!r}; it has {', '.join(map(repr, found.splits))}.")
+    tasks = get_subtasks(found)
+    if output_dir is not None:
+        output_dir = cached.local_directory(output_dir, "--output_dir")
+    written = []
+    for task in tasks:
+        if len(tasks) > 1 and not count_cacheable(task.preprocessors):
+            logger.info("There is nothing to cache of task %r", task.name)
+            continue
+        for split in splits or task.splits:
+            if split not in task.splits:
+                continue
+            one = cache_writer.write(
+                task,
+                split,
+                directory=output_dir,
+                num_workers=num_workers,
+                overwrite=overwrite,
+                drop_text=drop_text,
+                skip_bad_examples=skip_bad_examples,
+                runner=runner,
+            )
+            state = "is whole" if not one.made else f"is written: {one.made} of {one.shards} shard(s) made now"
+            logger.info("%s %s", one.path, state)
+            if one.bad:
+                logger.warning("%d bad example(s) of %s %s are left out", one.bad, one.task, one.split)
+            written.append(one)
+    _print_table(written)
+    if output_dir is not None:
+        logger.info("It is found with T5X_TASK_CACHES=%s", output_dir)
+    return written
 
 
-def make(name: str) -> str:
-    """`place(name)`, created."""
-    directory = place(name)
-    try:
-        os.makedirs(directory, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"The cache directory (T5X_CACHE_DIR) {directory} cannot be created: {error.strerror}. Choose another path."
-        ) from error
-    return directory
-
-
-def version_tag(info: Mapping[str, Any]) -> str:
-    """What tells one version of a remote file from another, from what fsspec says of it; "" if nothing does."""
-    return next((str(info[tag]) for tag in _TAGS if info.get(tag) is not None), "")
-
-
-def short_hash(text: str) -> str:
-    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:12]
-
-
-@contextlib.contextmanager
-def locked(path: str | os.PathLike[str], *, wait: bool = True) -> Iterator[None]:
-    """Holds the kernel's lock of a file, which is made, or of a directory; a process that dies gives it back."""
-    flags = os.O_RDONLY if os.path.isdir(path) else os.O_RDWR | os.O_CREAT
-    descriptor = os.open(path, flags | os.O_CLOEXEC, 0o644)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if not wait:
-                raise
-            log.info("waiting for another process, which holds %s", path)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def free_bytes(directory: str | os.PathLike[str]) -> int | None:
-    """Bytes that we may still write on the disk of `directory`; None where the file system does not tell."""
-    disk = os.statvfs(directory)
-    if not disk.f_blocks:
-        return None
-    return disk.f_frsize * (disk.f_bfree if os.geteuid() == 0 else disk.f_bavail)
-
-
-def fault(home: str | os.PathLike[str], name: str, needed: int | None, error: OSError) -> UserError:
-    """What to raise when `name`, of `needed` bytes (None: unknown), could not be copied to `home`."""
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-        return UserError(
-            f"{name} could not be copied to {home}: {error.strerror or error}. Set T5X_CACHE_DIR to a directory that "
-            "you may write to."
+def _print_table(written: Sequence[cache_writer.Written]) -> None:
+    rows = [("task", "split", "examples", "tokens", "bytes", "seconds")]
+    for one in written:
+        rows.append(
+            (one.task, one.split, f"{one.examples:,}", f"{one.tokens:,}", f"{one.bytes:,}", f"{one.seconds:.1f}")
         )
-    free = free_bytes(home)
-    size = "" if needed is None else f"it has {human_size(needed)}, and "
-    return UserError(
-        f"{name} does not fit on the disk of {home}: {size}"
-        f"{'too little is' if free is None else f'{human_size(free)} are'} free. Remove copies there that you no "
-        "longer need, or set T5X_CACHE_DIR to a directory on a larger disk."
-    )
-
-
-class CopyProgress:
-    """How much of `size` bytes has been copied, on the terminal, from any thread; nothing is shown of small copies."""
-
-    def __init__(self, size: int):
-        from t5x.telemetry import Progress
-
-        self._progress = Progress(_megabytes(size), unit="MB", description="copy") if size > _WORTH_SHOWING else None
-        self._done, self._lock = 0, threading.Lock()
-
-    def advance(self, size: int) -> None:
-        with self._lock:
-            self._done += size
-            if self._progress:
-                self._progress.update(_megabytes(self._done))
-
-    def __enter__(self) -> "CopyProgress":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._progress:
-            self._progress.close()
-
-
-def _megabytes(size: int) -> int:
-    return -(-size // 10**6)
-
-
-def human_size(size: float) -> str:
-    """
-    >>> human_size(1234567)
-    '1.2 MB'
-    """
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        names = (cell.ljust(width) for cell, width in zip(row[:2], widths[:2], strict=True))
+        numbers = (cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True))
+        print("  ".join([*names, *numbers]))

@@ -341,7 +341,7 @@ def _define_data(parser: argparse.ArgumentParser) -> None:
 
 def _data(args: argparse.Namespace) -> None:
     from t5x import file_flags
-    from t5x.data_view import view_named
+    from t5x.data.view import view_named
 
     options = {name: value for name, value in file_flags.given(args).items() if name != "seed"}
     _import_modules(args)
@@ -414,7 +414,7 @@ def _define_cache(parser: argparse.ArgumentParser) -> None:
 
 
 def _cache(args: argparse.Namespace) -> None:
-    from t5x.caching import cache
+    from t5x.cache import cache
 
     _work_begins()
     signal.signal(signal.SIGTERM, _leave_in_order)

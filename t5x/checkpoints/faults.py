@@ -6,7 +6,7 @@ import re
 
 from etils import epath
 
-from t5x.cache import free_bytes
+from t5x.cache_directory import free_bytes
 from t5x.checkpoints import paths
 from t5x.errors import UserError
 

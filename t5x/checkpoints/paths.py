@@ -22,7 +22,7 @@ from collections.abc import Iterator
 
 from etils import epath
 
-from t5x.cache import human_size as human_size
+from t5x.cache_directory import human_size as human_size
 from t5x.errors import UserError
 from t5x.urls import is_remote
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from etils import epath
 
-from t5x import cache, startup, urls
+from t5x import cache_directory, startup, urls
 from t5x.checkpoints import faults, paths
 from t5x.checkpoints.remote_listing import HUGGINGFACE, NATIVE, Listing, children, is_checkpoint, list_checkpoint
 from t5x.errors import UserError
@@ -65,11 +65,11 @@ def stage(path: epath.PathLike) -> epath.Path:
     if not _is_whole(copy, listing):
         paths.make_directory(entry.parent, "The cache directory (T5X_CACHE_DIR)")
         try:
-            with cache.locked(entry.parent / f"{listing.place}.lock"):
+            with cache_directory.locked(entry.parent / f"{listing.place}.lock"):
                 if not _is_whole(copy, listing):  # else the process we waited for has copied it
                     _copy(fs, listing, entry, copy.name)
         except OSError as error:
-            raise cache.fault(entry.parent, listing.url, listing.size, error) from error
+            raise cache_directory.fault(entry.parent, listing.url, listing.size, error) from error
     log.info("%s: reading the copy %s (to free the space: rm -r %s)", listing.url, copy / listing.wanted, entry)
     return copy / listing.wanted if listing.wanted else copy
 
@@ -137,7 +137,7 @@ def _fetch(
             os.makedirs(os.path.dirname(root / name), exist_ok=True)
             os.replace(partial[name], root / name)
 
-    with cache.CopyProgress(sum(sizes.values())) as bar:
+    with cache_directory.CopyProgress(sum(sizes.values())) as bar:
         _all_at_once(fetch, [(name, i * _PIECE) for name, count in left.items() for i in range(count)])
 
 
@@ -175,7 +175,7 @@ def publish(directory: epath.PathLike, url: str, *, overwrite: bool) -> None:
     log.info("copying %d file(s), %s, to %s", len(sizes), paths.human_size(sum(sizes.values())), url)
     stopped = threading.Event()
     try:
-        with cache.CopyProgress(sum(sizes.values())) as bar:
+        with cache_directory.CopyProgress(sum(sizes.values())) as bar:
             callback = _watch(bar, stopped)
             put = lambda name: fs.put_file(os.path.join(directory, name), f"{beside}/{name}", callback=callback)
             _fill(fs, beside, sizes, put, stopped)
@@ -218,7 +218,7 @@ def _fill(
             raise UserError(f"{url}/{wrong[0]} has {found.get(wrong[0])} bytes, not {sizes[wrong[0]]}. Start again.")
 
 
-def _watch(bar: cache.CopyProgress, stopped: threading.Event) -> "Callback":
+def _watch(bar: cache_directory.CopyProgress, stopped: threading.Event) -> "Callback":
     """What fsspec calls with the bytes of a file that have been sent; it ends the sending once `stopped` is set."""
     from fsspec import Callback
 
@@ -262,12 +262,12 @@ def _upload_directory() -> Iterator[epath.Path]:
     """A fresh directory in the cache; those of processes that were killed are removed."""
     home = paths.make_directory(_home(), "The cache directory (T5X_CACHE_DIR)")
     with contextlib.ExitStack() as held:
-        with cache.locked(home / "upload.lock"):
+        with cache_directory.locked(home / "upload.lock"):
             for left in home.glob("upload-*"):
-                with contextlib.suppress(BlockingIOError), cache.locked(left, wait=False):
+                with contextlib.suppress(BlockingIOError), cache_directory.locked(left, wait=False):
                     paths.remove_tree(left)
             directory = held.enter_context(tempfile.TemporaryDirectory(prefix="upload-", dir=home))
-            held.enter_context(cache.locked(epath.Path(directory)))
+            held.enter_context(cache_directory.locked(epath.Path(directory)))
         yield epath.Path(directory)
 
 

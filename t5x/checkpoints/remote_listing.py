@@ -10,7 +10,7 @@ import posixpath
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from t5x import cache, urls
+from t5x import cache_directory, urls
 from t5x.checkpoints import paths
 from t5x.errors import UserError
 
@@ -54,12 +54,12 @@ class Listing:
     @property
     def place(self) -> str:
         """A short name of where it is."""
-        return cache.short_hash(self.url)
+        return cache_directory.short_hash(self.url)
 
     @property
     def version(self) -> str:
         """A short name of what is there: another when a file is added, removed or changed."""
-        return cache.short_hash(json.dumps([self.wanted, sorted(self.files.items())]))
+        return cache_directory.short_hash(json.dumps([self.wanted, sorted(self.files.items())]))
 
 
 def list_checkpoint(fs: "AbstractFileSystem", path: str, url: str) -> Listing:
@@ -187,5 +187,5 @@ def _listing(
             raise UserError(f"{url} lists the name {name!r}, which is not a path inside it; it is not copied.")
         if not isinstance(info["size"], int):
             raise UserError(f"{url} does not tell the size of {name}; copy it here by other means and name the copy.")
-        files[name] = (info["size"], cache.version_tag(info))
+        files[name] = (info["size"], cache_directory.version_tag(info))
     return Listing(f"{url}/{wanted}" if wanted else url, directory.rstrip("/"), files, wanted)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from t5x import cache
+from t5x import cache_directory
 from t5x.data import cached, processes, records
 from t5x.data.pipeline import Example, Pipeline, count_cacheable
 from t5x.data.sources import BadExample
@@ -230,7 +230,7 @@ def _exclusive(path: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         try:
             os.makedirs(path, exist_ok=True)
-            stack.enter_context(cache.locked(path, wait=False))
+            stack.enter_context(cache_directory.locked(path, wait=False))
         except BlockingIOError as error:
             raise UserError(f"Another process is writing the cache {path}. Wait until it has ended.") from error
         except OSError as error:
@@ -317,8 +317,8 @@ def _write_json(path: str, content: Any) -> None:
 def _check_disk(path: str, error: Exception) -> None:
     """A UserError if the disk is full, which array_record tells in words only."""
     if any(words in str(error) for words in ("No space left", "Disk quota")):
-        free = cache.free_bytes(path)
-        room = "" if free is None else f" ({cache.human_size(free)} free)"
+        free = cache_directory.free_bytes(path)
+        room = "" if free is None else f" ({cache_directory.human_size(free)} free)"
         raise UserError(
             f"The cache does not fit on the disk of {path}{room}. Make room and start again, which keeps the finished "
             "shards; or write to another disk (--output_dir), or less (--drop_text)."

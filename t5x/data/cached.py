@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from t5x import cache, startup
+from t5x import cache_directory, startup
 from t5x.data import records
 from t5x.data.fingerprints import fingerprint
 from t5x.data.pipeline import count_cacheable, name_of
@@ -49,7 +49,7 @@ def directories() -> list[str]:
     """Where caches are looked for, the first one first."""
     named = os.environ.get("T5X_TASK_CACHES")
     if named is None:
-        return [] if is_remote(startup.cache_directory()) else [cache.place("tasks")]
+        return [] if is_remote(startup.cache_directory()) else [cache_directory.place("tasks")]
     if "://" in named:
         local_directory(named, "T5X_TASK_CACHES")
     return [local_directory(directory, "T5X_TASK_CACHES") for directory in named.split(os.pathsep) if directory]

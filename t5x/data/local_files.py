@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from t5x import cache
+from t5x import cache_directory
 from t5x.data.staging import LocalCopy
 from t5x.errors import UserError
 
@@ -86,11 +86,12 @@ class LocalFile:
         """
         if self.size < _WORTH_KEEPING:
             return build()
-        name = f"{cache.short_hash(self._copy.path)}-{cache.short_hash(f'{self._stamp} {kind}')}.npy"
-        path = os.path.join(cache.place("data/offsets"), name)
+        which, version = self._copy.path, f"{self._stamp} {kind}"
+        name = f"{cache_directory.short_hash(which)}-{cache_directory.short_hash(version)}.npy"
+        path = os.path.join(cache_directory.place("data/offsets"), name)
         if (kept := self._load(path)) is not None:
             return kept
-        logger.info("%s: looking for its records (%s)", self.name, cache.human_size(self.size))
+        logger.info("%s: looking for its records (%s)", self.name, cache_directory.human_size(self.size))
         offsets = build()
         _save(path, offsets)
         return offsets

@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from t5x import cache
+from t5x import cache_directory
 from t5x.data import cached, records
 from t5x.data.features import Feature
 from t5x.data.fingerprints import fingerprint
@@ -178,8 +178,8 @@ class SeqioTask(Task):
             )
         with self._explained(split):
             identity = self._identity(split, sequence_length, seed, use_cached)
-        digest = cache.short_hash(json.dumps(identity, sort_keys=True))
-        entry = cached.place(cache.place("seqio"), self.name, f"{split}-{digest}")
+        digest = cache_directory.short_hash(json.dumps(identity, sort_keys=True))
+        entry = cached.place(cache_directory.place("seqio"), self.name, f"{split}-{digest}")
         if entry not in self._sources:
             _ensure(
                 entry,
@@ -381,9 +381,9 @@ _INSTEAD = (
 
 def _ensure(entry: str, identity: Mapping[str, Any], *, what: str, examples: Callable[[], Iterator[Example]]) -> None:
     """Makes `entry` if it is not there."""
-    directory = cache.make(os.path.dirname(entry))
+    directory = cache_directory.make(os.path.dirname(entry))
     split = os.path.basename(entry).rsplit("-", 1)[0]
-    with cache.locked(os.path.join(directory, f"{split}.lock")):
+    with cache_directory.locked(os.path.join(directory, f"{split}.lock")):
         if not os.path.isdir(entry):
             others = [name for name in os.listdir(directory) if name.startswith(f"{split}-")]
             _stage(entry, identity, what, examples())
@@ -392,7 +392,7 @@ def _ensure(entry: str, identity: Mapping[str, Any], *, what: str, examples: Cal
     with open(os.path.join(entry, _INFO)) as file:
         info = json.load(file)
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(os.path.getmtime(entry)))
-    size = cache.human_size(os.path.getsize(os.path.join(entry, _EXAMPLES)))
+    size = cache_directory.human_size(os.path.getsize(os.path.join(entry, _EXAMPLES)))
     logger.info("%s: %d examples, %s, copied %s to %s", what, info["num_examples"], size, when, entry)
 
 
@@ -432,7 +432,7 @@ def _stage(entry: str, identity: Mapping[str, Any], what: str, examples: Iterato
             error = OSError(errno.ENOSPC, str(error))
         if not isinstance(error, OSError):
             raise
-        raise cache.fault(os.path.dirname(entry), what, None, error) from error
+        raise cache_directory.fault(os.path.dirname(entry), what, None, error) from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
 

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
-from t5x import cache
+from t5x import cache_directory
 from t5x.data import files
 from t5x.errors import UserError
 from t5x.urls import explained, file_system, is_remote
@@ -67,18 +67,21 @@ def stage(paths: Sequence[str]) -> list[LocalCopy]:
             if missing := [plan for plan in copies if not plan.is_made()]:
                 size = sum(plan.size for plan in missing)
                 what = missing[0].name if len(missing) == 1 else f"{len(missing)} files ({missing[0].name}, …)"
-                home = cache.make("data")
+                home = cache_directory.make("data")
                 logger.info(
-                    "%s: copying %s to %s (T5X_CACHE_DIR chooses the place)", what, cache.human_size(size), home
+                    "%s: copying %s to %s (T5X_CACHE_DIR chooses the place)",
+                    what,
+                    cache_directory.human_size(size),
+                    home,
                 )
-                with cache.CopyProgress(size) as progress:
+                with cache_directory.CopyProgress(size) as progress:
                     list(pool.map(lambda plan: _ensure(plan, progress), missing))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     if copies:
-        size = cache.human_size(sum(os.path.getsize(plan.target) for plan in copies))
-        where = copies[0].target if len(copies) == 1 else cache.place("data")
+        size = cache_directory.human_size(sum(os.path.getsize(plan.target) for plan in copies))
+        where = copies[0].target if len(copies) == 1 else cache_directory.place("data")
         more = f" and {len(copies) - 1} more" if len(copies) > 1 else ""
         logger.info("%s%s: reading the copy, %s, in %s", copies[0].name, more, size, where)
     return [LocalCopy(plan.target, plan.name, plan.version) if isinstance(plan, _Plan) else plan for plan in plans]
@@ -102,11 +105,13 @@ class _Plan(NamedTuple):
 
     @property
     def lock(self) -> str:
-        return cache.place(f"data/{cache.short_hash(self.source)}.lock")
+        return cache_directory.place(f"data/{cache_directory.short_hash(self.source)}.lock")
 
     @property
     def entry(self) -> str:
-        return cache.place(f"data/{cache.short_hash(self.source)}-{cache.short_hash(self.version)}")
+        return cache_directory.place(
+            f"data/{cache_directory.short_hash(self.source)}-{cache_directory.short_hash(self.version)}"
+        )
 
     @property
     def target(self) -> str:
@@ -134,7 +139,7 @@ def _plan(path: str) -> _Plan | LocalCopy:
                 info = fs.info(inside)
             if info["type"] != "file" or not isinstance(info.get("size"), int):
                 raise UserError(f"{path} is no file of a known size. Copy it here and name the copy.")
-            version = json.dumps([info["size"], cache.version_tag(info)])
+            version = json.dumps([info["size"], cache_directory.version_tag(info)])
             return _Plan(path, path, version, info["size"], suffix, (fs, inside))
         local = inside
     else:
@@ -149,16 +154,16 @@ def _plan(path: str) -> _Plan | LocalCopy:
     return _Plan(path, local, version, status.st_size, suffix, None)
 
 
-def _ensure(plan: _Plan, progress: cache.CopyProgress) -> None:
+def _ensure(plan: _Plan, progress: cache_directory.CopyProgress) -> None:
     try:
-        with cache.locked(plan.lock):
+        with cache_directory.locked(plan.lock):
             if not plan.is_made():  # else the process we waited for has made it
                 _make(plan, progress)
     except OSError as error:
-        raise cache.fault(os.path.dirname(plan.lock), plan.name, None, error) from error
+        raise cache_directory.fault(os.path.dirname(plan.lock), plan.name, None, error) from error
 
 
-def _make(plan: _Plan, progress: cache.CopyProgress) -> None:
+def _make(plan: _Plan, progress: cache_directory.CopyProgress) -> None:
     part = f"{plan.entry}.part"
     for other in glob.glob(f"{glob.escape(plan.entry.rsplit('-', 1)[0])}-*"):
         if other == plan.entry or other.endswith(".part"):  # nobody works on it: the lock is ours
@@ -184,7 +189,7 @@ def _make(plan: _Plan, progress: cache.CopyProgress) -> None:
         raise
 
 
-def _decompressed(plan: _Plan, progress: cache.CopyProgress) -> Iterator[bytes]:
+def _decompressed(plan: _Plan, progress: cache_directory.CopyProgress) -> Iterator[bytes]:
     pieces = _counted(_remote_pieces(plan) if plan.remote else _local_pieces(plan), progress)
     if not plan.suffix:
         yield from pieces
@@ -203,7 +208,7 @@ def _decompressed(plan: _Plan, progress: cache.CopyProgress) -> Iterator[bytes]:
         ) from error
 
 
-def _counted(pieces: Iterator[bytes], progress: cache.CopyProgress) -> Iterator[bytes]:
+def _counted(pieces: Iterator[bytes], progress: cache_directory.CopyProgress) -> Iterator[bytes]:
     for piece in pieces:
         progress.advance(len(piece))
         yield piece

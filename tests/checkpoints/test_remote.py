@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from t5x import cache as cache_module
+from t5x import cache_directory as cache_module
 from t5x import convert, inspection, urls
 from t5x.checkpoints import faults, paths, reading, remote
 from t5x.checkpoints.formats import open_checkpoint
@@ -306,11 +306,11 @@ def test_one_process_copies_while_others_wait(fs, hf, cache, caplog, requests):
                     holder.stdin.close()
 
         handler = Release()
-        logging.getLogger("t5x.cache").addHandler(handler)
+        logging.getLogger("t5x.cache_directory").addHandler(handler)
         try:
             assert remote.stage("memory://bucket/hf") == staged
         finally:
-            logging.getLogger("t5x.cache").removeHandler(handler)
+            logging.getLogger("t5x.cache_directory").removeHandler(handler)
         assert "waiting for another process" in caplog.text
     finally:
         holder.kill()

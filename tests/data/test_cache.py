@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from t5x import cache, caching, data
+from t5x import cache as verb
+from t5x import cache_directory, data
 from t5x.data import cache_writer, cached, preprocessors, records
 from t5x.data.fingerprints import fingerprint
 from t5x.data.pipeline import count_cacheable
@@ -348,7 +349,7 @@ def test_processes_write_the_same_shards(lines, caches):
 
 def test_only_one_process_writes_at_a_time(lines, caches):
     (caches / "task/train").mkdir(parents=True)
-    with cache.locked(caches / "task/train"), pytest.raises(UserError, match="Another process is writing"):
+    with cache_directory.locked(caches / "task/train"), pytest.raises(UserError, match="Another process is writing"):
         write_cache(make_task(lines))
 
 
@@ -410,7 +411,7 @@ def test_the_command_caches_all_tasks_of_a_mixture(lines, write, caches, capsys,
     monkeypatch.chdir(tmp_path)
     # In another process, whose hashes of strings are others.
     command = [sys.executable, "-m", "t5x", "cache", "--import", tasks, "of_files", "--split", "train"]
-    environment = os.environ | {"PYTHONHASHSEED": "1", "PYTHONPATH": str(Path(cache.__file__).parents[1])}
+    environment = os.environ | {"PYTHONHASHSEED": "1", "PYTHONPATH": str(Path(cache_directory.__file__).parents[1])}
     result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     head, *rows = result.stdout.splitlines()
@@ -462,7 +463,7 @@ def test_records_keep_every_value_and_type():
 
 
 def test_the_entry_point_is_there_for_python_too(lines, caches, tmp_path, capsys):
-    written = caching.cache(make_task(lines), splits=["train"], output_dir=str(tmp_path / "other"), num_workers=0)
+    written = verb.cache(make_task(lines), splits=["train"], output_dir=str(tmp_path / "other"), num_workers=0)
     assert [one.path for one in written] == [str(tmp_path / "other/task/train")]
     assert not is_cached(make_task(lines))
     assert "train" in capsys.readouterr().out

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from t5x import cache as cache_module
+from t5x import cache_directory as cache_module
 from t5x.data import JsonLinesDataSource, TextLineDataSource, local_files, staging
 from t5x.errors import UserError
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from t5x import cache
+from t5x import cache_directory
 from t5x.data import files
 from t5x.data.local_files import LocalFile
 from t5x.data.sources.base import Malformed, optional_package
@@ -56,7 +56,7 @@ class ParquetDataSource(FilesDataSource):
             logger.warning(
                 "Split %r is slow to read in random order: it has %s, and for one example up to %d rows are decoded. "
                 "Write it with smaller row groups: pyarrow.parquet.write_table(table, path, row_group_size=200).",
-                split, cache.human_size(size), rows,
+                split, cache_directory.human_size(size), rows,
             )  # fmt: skip
         return opened
 

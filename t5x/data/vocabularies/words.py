@@ -30,8 +30,8 @@ _WORD = re.compile(
 _LONGEST_TEXT = 4096  # ids
 _SHORT_TEXT = 512  # ids; every word that is remembered is safe in a text as short as this
 _UNKNOWN_PENALTY = 10.0  # an unknown character costs this much more than the least likely piece
-# The account, in ids: an id that is looked up earns one; a new word takes as long as this many save, and a word of a text
-# that is left to SentencePiece one. Texts of ever new words use up the advance, about two seconds, and end it.
+# The account, in ids: one that is looked up earns one, a new word costs this many, each word of a text that is left to
+# SentencePiece costs one. Texts of ever new words use up the advance, about two seconds, and end it.
 _PRICE = 80
 _ADVANCE = 2**17 * _PRICE
 

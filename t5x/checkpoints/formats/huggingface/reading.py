@@ -122,8 +122,9 @@ def _pickle(path: str) -> str:
         f"Model.from_pretrained({path!r}).save_pretrained({converted!r}, safe_serialization=True)"
     )
     command = f"python -c {shlex.quote(code)}"
-    if epath.Path(f"{path}/{tokenizer.MODEL}").exists():
-        command += f" && cp {shlex.quote(f'{path}/{tokenizer.MODEL}')} {shlex.quote(converted)}"
+    carried = [f"{path}/{name}" for name in (tokenizer.MODEL, tokenizer.TOKENIZER, tokenizer.SETTINGS)]
+    if carried := [name for name in carried if epath.Path(name).exists()]:
+        command += f" && cp {shlex.join(carried)} {shlex.quote(converted)}"
     return (
         f"{path} holds its weights as a pickle (pytorch_model.bin), which can run any program when it is opened; it is "
         f"not read here. If you trust it, convert it and name {converted} instead:\n{command}"

@@ -11,21 +11,31 @@ from typing import Any
 from etils import epath
 
 from t5x.data import files
-from t5x.data.vocabularies import ByteVocabulary, SentencePieceVocabulary, Vocabulary, load_vocabulary
+from t5x.data.vocabularies import (
+    ByteVocabulary,
+    HuggingFaceVocabulary,
+    SentencePieceVocabulary,
+    Vocabulary,
+    load_vocabulary,
+)
 from t5x.errors import UserError
 
 logger = logging.getLogger(__name__)
 
 MODEL = "spiece.model"
-_SETTINGS = "tokenizer_config.json"
+TOKENIZER = "tokenizer.json"
+SETTINGS = "tokenizer_config.json"
 _SPECIAL = "special_tokens_map.json"
 _FEATURES = ("inputs", "targets")
 _SPACE = "\u2581"  # SentencePiece's sign for a space
 _MOST_EXTRA_IDS = 100_000
+_LARGEST_TOKENIZER = 200_000_000  # bytes; those of 250,000 ids have 20 million
 
 
 def read_vocabulary(path: str, vocab_size: int, tokenizer_class: Any) -> dict[str, dict[str, bytes]]:
     """The vocabulary of a directory for both features; {}, and a line in the log, where it cannot be told.
+
+    spiece.model counts before tokenizer.json, which version 5 of transformers writes alone.
 
     Args:
       path: the directory.
@@ -38,12 +48,25 @@ def read_vocabulary(path: str, vocab_size: int, tokenizer_class: Any) -> dict[st
         vocabulary: Vocabulary = ByteVocabulary(extra_ids=125 if stated is None else stated)
     elif epath.Path(f"{path}/{MODEL}").exists():
         vocabulary = _sentencepiece(f"{path}/{MODEL}", vocab_size, _stated_extra_ids(settings))
+    elif epath.Path(f"{path}/{TOKENIZER}").exists():
+        try:
+            import tokenizers  # noqa: F401
+        except ImportError:
+            logger.warning(
+                "Reading %s/%s needs the package tokenizers, which is not installed, so the model comes without its "
+                "vocabulary. `pip install tokenizers`, or `pip install -e '.[hf]'` in the checkout of t5x.",
+                path,
+                TOKENIZER,
+            )
+            return {}
+        vocabulary = _tokenizer(f"{path}/{TOKENIZER}")
     else:
         logger.warning(
-            "%s has no %s, so the model comes without its vocabulary. Copy the file of the model it was made from into "
-            "the directory, or name a vocabulary in the gin configuration.",
+            "%s has neither %s nor %s, so the model comes without its vocabulary. Copy the file of the model it was "
+            "made from into the directory, or name a vocabulary in the gin configuration.",
             path,
             MODEL,
+            TOKENIZER,
         )
         return {}
     if vocabulary.vocab_size > vocab_size:
@@ -55,7 +78,7 @@ def read_vocabulary(path: str, vocab_size: int, tokenizer_class: Any) -> dict[st
 
 
 def _settings(path: str) -> dict[str, Any]:
-    path = f"{path}/{_SETTINGS}"
+    path = f"{path}/{SETTINGS}"
     if not epath.Path(path).exists():
         return {}
     try:
@@ -84,6 +107,12 @@ def _sentencepiece(path: str, vocab_size: int, extra_ids: int | None) -> Sentenc
     return plain if has_sentinels or not extra_ids else SentencePieceVocabulary(path, extra_ids=extra_ids)
 
 
+def _tokenizer(path: str) -> HuggingFaceVocabulary:
+    if (size := epath.Path(path).stat().length) > _LARGEST_TOKENIZER:
+        raise UserError(f"{path} has {size:,} bytes: that is no tokenizer. Take the tokenizer files of this model.")
+    return HuggingFaceVocabulary(path)
+
+
 def single_vocabulary(vocabulary_files: Mapping[str, Mapping[str, bytes]]) -> Vocabulary | None:
     """The vocabulary of all features; None, and a line in the log, where Hugging Face has no tokenizer for it."""
     if not vocabulary_files:
@@ -98,7 +127,7 @@ def single_vocabulary(vocabulary_files: Mapping[str, Mapping[str, bytes]]) -> Vo
             ", ".join(found),
         )
         return None
-    if not isinstance(first, ByteVocabulary | SentencePieceVocabulary):
+    if not isinstance(first, ByteVocabulary | SentencePieceVocabulary | HuggingFaceVocabulary):
         logger.warning("Hugging Face has no tokenizer for %r: no tokenizer files are written.", first)
         return None
     return first
@@ -119,8 +148,12 @@ def tokenizer_files(vocabulary: Vocabulary) -> dict[str, bytes]:
 
     T5's own vocabulary becomes a T5Tokenizer, bytes a ByT5Tokenizer. What those two cannot do (bytes for unknown
     characters as in mT5, spaces kept as in umT5, other ids of the special tokens) is written as a tokenizer.json that
-    does it.
+    does it. A tokenizer.json is written as it is, unless it does not add EOS.
     """
+    if isinstance(vocabulary, HuggingFaceVocabulary):
+        return {TOKENIZER: _with_eos(vocabulary)} | _settings_files(
+            "PreTrainedTokenizerFast", 0, *_special_tokens(vocabulary)
+        )
     if isinstance(vocabulary, ByteVocabulary):
         return _settings_files("ByT5Tokenizer", vocabulary.extra_ids, "</s>", "<unk>", "<pad>")
     from sentencepiece import sentencepiece_model_pb2
@@ -140,11 +173,41 @@ def tokenizer_files(vocabulary: Vocabulary) -> dict[str, bytes]:
         return {MODEL: whole}
     special = [model.pieces[i].piece for i in (vocabulary.eos_id, vocabulary.unk_id, vocabulary.pad_id)]
     described = json.dumps(_tokenizer_json(model, vocabulary), ensure_ascii=False).encode()
-    return {MODEL: whole, "tokenizer.json": described} | _settings_files("PreTrainedTokenizerFast", 0, *special)
+    return {MODEL: whole, TOKENIZER: described} | _settings_files("PreTrainedTokenizerFast", 0, *special)
 
 
-def _settings_files(tokenizer_class: str, extra_ids: int, eos: str, unk: str, pad: str) -> dict[str, bytes]:
-    special = {"eos_token": eos, "unk_token": unk, "pad_token": pad}
+def _special_tokens(vocabulary: HuggingFaceVocabulary) -> list[str | None]:
+    """EOS, unknown, padding. Id 0 may be a word like any other, which transformers must not take for a special one."""
+    tokens = vocabulary.tokenizer
+    known = tokens.get_added_tokens_decoder()
+    pad = known[vocabulary.pad_id].content if vocabulary.pad_id in known else None
+    return [None if i is None else tokens.id_to_token(i) for i in (vocabulary.eos_id, vocabulary.unk_id)] + [pad]
+
+
+def _with_eos(vocabulary: HuggingFaceVocabulary) -> bytes:
+    """The tokenizer.json, which adds EOS to every text and nothing else."""
+    content = vocabulary.to_files()[TOKENIZER]
+    if vocabulary.eos_id is None or vocabulary.tokenizer.encode("").ids == [vocabulary.eos_id]:
+        return content
+    processor = _post_processor(vocabulary.tokenizer.id_to_token(vocabulary.eos_id), vocabulary.eos_id)
+    return json.dumps(json.loads(content) | {"post_processor": processor}, ensure_ascii=False).encode()
+
+
+def _post_processor(eos: str, eos_id: int) -> dict[str, Any]:
+    once, end = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": eos, "type_id": 0}}
+    return {
+        "type": "TemplateProcessing",
+        "single": [once, end],
+        "pair": [once, end, {"Sequence": {"id": "B", "type_id": 0}}, end],
+        "special_tokens": {eos: {"id": eos, "ids": [eos_id], "tokens": [eos]}},
+    }
+
+
+def _settings_files(
+    tokenizer_class: str, extra_ids: int, eos: str | None, unk: str | None, pad: str | None
+) -> dict[str, bytes]:
+    tokens = {"eos_token": eos, "unk_token": unk, "pad_token": pad}
+    special: dict[str, Any] = {name: token for name, token in tokens.items() if token is not None}
     if extra_ids:
         special["additional_special_tokens"] = [f"<extra_id_{i}>" for i in range(extra_ids)]
     settings = special | {
@@ -154,7 +217,7 @@ def _settings_files(tokenizer_class: str, extra_ids: int, eos: str, unk: str, pa
     }
     return {
         name: (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
-        for name, content in ((_SETTINGS, settings), (_SPECIAL, special))
+        for name, content in ((SETTINGS, settings), (_SPECIAL, special))
     }
 
 
@@ -200,7 +263,6 @@ def _tokenizer_json(model: Any, vocabulary: SentencePieceVocabulary) -> dict[str
         steps.append({"type": "Prepend", "prepend": _SPACE})
     steps.append({"type": "Replace", "pattern": {"String": " "}, "content": _SPACE})
     eos = model.pieces[vocabulary.eos_id].piece
-    once, end = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": eos, "type_id": 0}}
     strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if normalizer.add_dummy_prefix else []
     return {
         "version": "1.0",
@@ -221,12 +283,7 @@ def _tokenizer_json(model: Any, vocabulary: SentencePieceVocabulary) -> dict[str
         ],
         "normalizer": {"type": "Sequence", "normalizers": steps},
         "pre_tokenizer": None,
-        "post_processor": {
-            "type": "TemplateProcessing",
-            "single": [once, end],
-            "pair": [once, end, {"Sequence": {"id": "B", "type_id": 0}}, end],
-            "special_tokens": {eos: {"id": eos, "ids": [vocabulary.eos_id], "tokens": [eos]}},
-        },
+        "post_processor": _post_processor(eos, vocabulary.eos_id),
         "decoder": {
             "type": "Sequence",
             "decoders": [

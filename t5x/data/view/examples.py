@@ -15,11 +15,11 @@ from t5x.data.order import Order
 from t5x.data.pipeline import Example, Pipeline
 from t5x.data.sources import BadExample
 from t5x.data.tasks import Mixture, Task, get_mixture_or_task, get_subtasks, task_rates
+from t5x.data.view.counts import converter_of, how_many, measured, pipeline_of
+from t5x.data.view.drawing import Page, escaped, table
 from t5x.data.vocabularies import Vocabulary
-from t5x.data_counts import converter_of, how_many, measured, pipeline_of
 from t5x.errors import UserError
 from t5x.plain import vocabulary_named
-from t5x.text_view import Page, escaped, table
 
 SAMPLE = 2000
 SECONDS = 10.0

@@ -13,8 +13,8 @@ from t5x.data.order import Order
 from t5x.data.pipeline import Example, Pipeline
 from t5x.data.streams import generator
 from t5x.data.tasks import Mixture, Task, task_rates
+from t5x.data.view.drawing import Page, histogram, table
 from t5x.errors import UserError
-from t5x.text_view import Page, histogram, table
 
 
 def measured(
@@ -29,7 +29,7 @@ def measured(
     sample: int,
     seconds: float,
 ) -> Iterator[str]:
-    """Lines about the rows and lengths of a sample; arguments as of `t5x.data_view.report`."""
+    """Lines about the rows and lengths of a sample; arguments as of `t5x.data.view.report`."""
     rates = [rate for task, rate in task_rates(found).items() if task in tasks]
     # Without lengths, so that what would be cut can be counted, where a task can do without.
     untrimmed = {task.name: _untrimmed(task, split, seed) for task in tasks}

@@ -14,10 +14,10 @@ from t5x.data import preprocessors
 from t5x.data.lanes import Stream
 from t5x.data.order import Order
 from t5x.data.streams import ConcatenateAndSplit
-from t5x.data_counts import packed, pipeline_of
-from t5x.data_view import joined, parse_lengths, pieces, report
+from t5x.data.view.counts import packed, pipeline_of
+from t5x.data.view.drawing import Page, histogram, width_of
+from t5x.data.view.examples import joined, parse_lengths, pieces, report
 from t5x.errors import UserError
-from t5x.text_view import Page, histogram, width_of
 from tests.programs import REPO, t5x
 
 BYTES = {name: data.Feature(data.ByteVocabulary()) for name in ("inputs", "targets")}

@@ -1,0 +1,5 @@
+"""Looking at data: what `t5x data` prints."""
+
+from t5x.data.view.examples import report, view_named
+
+__all__ = ["report", "view_named"]
