@@ -12,9 +12,9 @@ import numpy as np
 from etils import epath
 
 from t5x import urls
-from t5x.checkpoints import families, faults, layout, paths, remote, transfer
+from t5x.checkpoints import families, faults, layout, paths, remote, streaming, transfer, tree
 from t5x.checkpoints.contents import MODEL_FILE, describe_network
-from t5x.checkpoints.formats import LazyArray, Source, open_checkpoint
+from t5x.checkpoints.formats import LazyArray, Source, is_own_checkpoint, open_checkpoint
 from t5x.errors import UserError
 from t5x.telemetry import Progress
 
@@ -24,8 +24,8 @@ FORMATS = ("t5x", "native", "hf")
 LAYERS = ("unrolled", "scanned")
 DTYPES = ("float32", "bfloat16")
 
-# What tells a checkpoint from any other directory, which --overwrite leaves alone.
-_MARKS = (paths.MANIFEST, "checkpoint", "model.safetensors", "model.safetensors.index.json")
+# Activations that are taken for granted where nothing states them, since shapes do not show them.
+_USUAL_ACTIVATIONS = (("relu",), ("gelu", "linear"))
 
 
 def convert(
@@ -61,9 +61,15 @@ def convert(
     final = _destination(destination, overwrite=overwrite)
     source = open_checkpoint(source_path)
     _check_apart(source, final)
+    if to == "t5x":
+        streaming.check_name(final, source.step or 0)
     arrays = transfer.canonical_arrays(source)
     config = _config(source, arrays)
-    log.info("%s: %s, step %s, %s", source.path, source.format, source.step, families.name_of(config))
+    _check_whole(source, config, arrays, to)
+    name = families.name_of(config, source.model_type)
+    log.info("%s: %s, step %s, %s", source.path, source.format, source.step, name)
+    if to == "native":
+        _mention_losses(source, config)
     arrays = _arranged(arrays, config, to=to, layers=layers)
     _check_room(final.parent, arrays, dtype)
     target = final.parent / f"{final.name}.new-{os.getpid()}-{secrets.token_hex(4)}" if final.exists() else final
@@ -96,10 +102,10 @@ def _destination(path: str, *, overwrite: bool) -> epath.Path:
             raise UserError(f"{final} exists already; choose another destination, or give --overwrite to replace it.")
         if os.path.islink(final) or not final.is_dir():
             raise UserError(f"{final} is not a directory, so --overwrite does not replace it. Remove it yourself.")
-        if os.listdir(final) and not any(os.path.lexists(final / mark) for mark in _MARKS):
+        if os.listdir(final) and not is_own_checkpoint(final):
             raise UserError(
-                f"{final} is a directory, but not of a checkpoint, so --overwrite does not replace it. Remove it "
-                "yourself, or choose another destination."
+                f"{final} is a directory, but not of a checkpoint (ours, native T5X or Hugging Face), so --overwrite "
+                "does not replace it. Remove it yourself, or choose another destination."
             )
     above = _existing_parent(final)
     if not os.path.isdir(above) or not os.access(above, os.W_OK | os.X_OK):
@@ -174,7 +180,10 @@ def _replace(final: epath.Path, new: epath.Path) -> None:
 
 def _config(source: Source, arrays: Mapping[str, LazyArray]) -> dict[str, Any]:
     """Fields of the network's configuration; UserError where the checkpoint states other sizes than its arrays have."""
-    shown = families.config_of({n: a for n, a in arrays.items() if n.startswith(layout.PARAMS)})
+    try:
+        shown = families.config_of({n: a for n, a in arrays.items() if n.startswith(layout.PARAMS)})
+    except UserError as error:
+        raise UserError(f"{source.path} cannot be converted. {error}") from error
     stated = source.config or {}
     rows = [
         f"  {field}: {stated[field]!r} is stated, the arrays have {value!r}"
@@ -188,6 +197,36 @@ def _config(source: Source, arrays: Mapping[str, LazyArray]) -> dict[str, Any]:
             "Take its own configuration file, or another checkpoint."
         )
     return transfer.config_of(source)
+
+
+def _check_whole(source: Source, config: Mapping[str, Any], arrays: Mapping[str, LazyArray], to: str) -> None:
+    """UserError with a table unless the parameters are those of the model.
+
+    A native checkpoint, which describes no model, may have others besides.
+    """
+    expected = families.parameters_of(config)
+    found = {n: a for n, a in arrays.items() if n.startswith(layout.PARAMS) and (n in expected or to != "native")}
+    if table := tree.difference(tree.nest(expected), tree.nest(found)):
+        raise UserError(
+            f"{source.path} does not hold the parameters of the model that it describes (expected: that model, found: "
+            f"the checkpoint): {table}\nFetch it again, or take another checkpoint."
+        )
+
+
+def _mention_losses(source: Source, config: Mapping[str, Any]) -> None:
+    """Warns of what a native checkpoint has no place for."""
+    lost = []
+    if (activations := tuple(config["mlp_activations"])) not in _USUAL_ACTIVATIONS:
+        lost.append(f"mlp_activations {activations}")
+    lost += [f"the vocabulary of {feature}" for feature in sorted(source.vocabulary_files)]
+    if source.inputs_bidirectional_attention:
+        lost.append("inputs_bidirectional_attention (it is a prefix LM)")
+    if lost:
+        log.warning(
+            "A native T5X checkpoint has no place for: %s. Keep the source, or state them where the result is used (in "
+            "a gin file).",
+            "; ".join(lost),
+        )
 
 
 def _arranged(
@@ -226,8 +265,6 @@ def _write(
         from t5x.checkpoints.formats.native import write_native
 
         return write_native(target, step, tensors, dtype=dtype)
-    from t5x.checkpoints.streaming import write_checkpoint
-
     try:
         described = describe_network(config, inputs_bidirectional_attention=source.inputs_bidirectional_attention)
     except TypeError as error:
@@ -240,7 +277,7 @@ def _write(
     sidecars = {MODEL_FILE: (json.dumps(described, indent=1) + "\n").encode()}
     for feature, files in source.vocabulary_files.items():
         sidecars |= {f"vocabulary/{feature}/{name}": content for name, content in files.items()}
-    return write_checkpoint(target, step, _cast(tensors, dtype), sidecars=sidecars)
+    return streaming.write_checkpoint(target, step, _cast(tensors, dtype), sidecars=sidecars)
 
 
 def _cast(tensors: Iterator[tuple[str, np.ndarray]], dtype: str | None) -> Iterator[tuple[str, np.ndarray]]:

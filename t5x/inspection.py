@@ -21,7 +21,7 @@ def inspect(path: str, *, as_json: bool = False) -> dict[str, Any]:
     config = source.config
     try:
         config = transfer.config_of(source)
-        model = families.name_of(config)
+        model = families.name_of(config, source.model_type)
     except UserError as error:
         model = f"unknown ({error})"
     total = sum(array.size for array in params.values())

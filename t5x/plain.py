@@ -261,6 +261,8 @@ def _vocabulary_of(source: "Source") -> NamedVocabulary:
     function = arguments.pop("class")
     if function == "SentencePieceVocabulary":
         arguments["sentencepiece_model_file"] = os.path.join(source.path, "spiece.model")
+    elif function == "HuggingFaceVocabulary":
+        arguments["tokenizer_file"] = os.path.join(source.path, "tokenizer.json")
     return NamedVocabulary(function, arguments)
 
 
@@ -303,7 +305,7 @@ def _from_checkpoint(run: PlainRun) -> tuple[list[str], list[str], NamedVocabula
     config = transfer.config_of(source)
     if families.is_decoder_only(config):
         raise UserError(f"{source.path} is a decoder-only model. --data trains encoder-decoders; use gin files for it.")
-    log.info("%s is a %s (%s)", source.path, families.name_of(config), source.format)
+    log.info("%s is a %s (%s)", source.path, families.name_of(config, source.model_type), source.format)
     if run.vocabulary is None:
         vocabulary = _vocabulary_of(source)
     else:

@@ -1,5 +1,6 @@
 """Which model a set of parameters is: its configuration, family and size, read off the shapes."""
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -80,8 +81,27 @@ def is_decoder_only(config: Mapping[str, Any]) -> bool:
     return "num_layers" in config
 
 
-def name_of(config: Mapping[str, Any]) -> str:
-    """Family and size for people: `T5 1.1 small`, or `T5 1.1 of its own size`."""
+def parameters_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """All parameters of the network that `config` describes: canonical names with things that have a `.shape`."""
+    from t5x.checkpoints.formats.huggingface import names
+
+    if not is_decoder_only(config):
+        return {parameter.name: parameter for parameter in names.parameters(config)}
+    towers = {**config, "num_encoder_layers": 0, "num_decoder_layers": config["num_layers"]}
+    found = {}
+    for parameter in names.parameters(towers):
+        name = parameter.name.replace("target/token_embedder/", "target/decoder/token_embedder/")
+        if name.startswith("target/decoder/") and not re.search("/(encoder_decoder|pre_cross)_attention", name):
+            found[name] = dataclasses.replace(parameter, name=name)
+    return found
+
+
+def name_of(config: Mapping[str, Any], model_type: str | None = None) -> str:
+    """Family and size for people: `T5 1.1 small`, or `T5 1.1 of its own size`.
+
+    Args:
+      model_type: what the checkpoint itself states (see Source); a trimmed vocabulary hides that a model is an mT5.
+    """
     fields = ("emb_dim", "num_heads", "head_dim", "mlp_dim", "num_encoder_layers", "num_decoder_layers")
     if is_decoder_only(config):
         family, sizes, fields = "decoder-only T5", _DECODER_ONLY, (*fields[:4], "num_layers")
@@ -89,7 +109,7 @@ def name_of(config: Mapping[str, Any]) -> str:
         family, sizes = "T5 1.0", _T5_1_0
     elif config.get("per_layer_relative_position_bias"):
         family, sizes = "umT5", _T5_1_1
-    elif config["vocab_size"] == 250112:
+    elif model_type == "mt5" or config["vocab_size"] == 250112:
         family, sizes = "mT5", _T5_1_1
     elif config["vocab_size"] == 384:
         family, sizes = "ByT5", _BYT5
@@ -101,5 +121,7 @@ def name_of(config: Mapping[str, Any]) -> str:
 
 
 def _count_layers(names: Mapping[str, Any], tower: str) -> int:
-    found = {int(m.group(1)) for name in names if (m := re.match(rf"{tower}/layers_(\d+)/", name))}
+    found = {int(m.group(1)) for name in names if (m := re.match(rf"{tower}/layers_(\d{{1,6}})/", name))}
+    if gaps := [number for number in range(len(found)) if number not in found]:
+        raise UserError(f"These are not all parameters of a T5: {tower}/layers_{gaps[0]} is missing.")
     return len(found)

@@ -26,12 +26,13 @@ def write_checkpoint(
     """Writes the directory `path` whole, or not at all.
 
     Args:
-      path: a checkpoint directory that does not exist yet.
+      path: a checkpoint directory that does not exist yet; if it is called checkpoint_<step>, of this step.
       step: of training.
       tensors: (name, array), one at a time; `target/…` and, if there is one, `state/param_states/…`.
       sidecars: contents of the files beside the arrays.
     """
     final = paths.local_path(path)
+    check_name(final, step)
     if os.path.lexists(final):
         raise UserError(f"{final} exists already; choose another destination.")
     temporary = final.parent / f"{final.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}"
@@ -54,6 +55,16 @@ def write_checkpoint(
         ) from error
     finally:
         paths.remove_tree(temporary)
+
+
+def check_name(path: epath.Path, step: int) -> None:
+    """UserError where the name says another step: nothing would read that checkpoint."""
+    if paths.step_of(path) not in (None, step):
+        right = path.parent / paths.checkpoint_name(step)
+        raise UserError(
+            f"{path} cannot be written: the number in such a name is the step, and the step is {step}. Call it "
+            f"{right}, or anything that is not checkpoint_<number>."
+        )
 
 
 def _write_arrays(directory: epath.Path, step: int, tensors: Iterable[tuple[str, np.ndarray]]) -> None:

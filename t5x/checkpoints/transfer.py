@@ -272,7 +272,7 @@ def _place(array: LazyArray, leaf: jax.ShapeDtypeStruct) -> jax.Array:
 
 def _looks_like(source: Source) -> str:
     try:
-        return families.name_of(config_of(source))
+        return families.name_of(config_of(source), source.model_type)
     except UserError:
         return "no T5 encoder-decoder"
 

@@ -43,6 +43,7 @@ from t5x.data.tasks import (
     TaskRegistry,
     get_mixture_or_task,
     get_subtasks,
+    rate_num_examples,
 )
 from t5x.data.vocabularies import (
     ByteVocabulary,
@@ -107,6 +108,7 @@ __all__ = [
     "merge_states",
     "non_padding_position",
     "preprocessors",
+    "rate_num_examples",
     "train_loader",
 ]
 

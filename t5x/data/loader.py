@@ -4,7 +4,6 @@ import itertools
 import logging
 import math
 import os
-import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -86,9 +85,6 @@ class TrainLoader(Iterator[Batch]):
       trim: cut features that are too long.
       skip_bad_examples: pass over and count examples that cannot be read; False: they are errors.
       num_workers: processes that make the rows; 0 is a thread of this one; None chooses by the number of cores.
-
-    Attributes:
-      waited: seconds that `next` has waited for data.
     """
 
     def __init__(
@@ -136,16 +132,13 @@ class TrainLoader(Iterator[Batch]):
         self._source: LocalRows | WorkerRows = WorkerRows(parts, rows, count) if count else local
         self._batches = 0
         self._ahead: Ahead | None = None
-        self.waited = 0.0
 
     def __next__(self) -> Batch:
         if self._ahead is None:
             self._source.seek(self._states)
             self._ahead = Ahead(self._source.next, _BATCHES_AHEAD)
             weakref.finalize(self, self._ahead.stop)
-        start = time.monotonic()
         batch, self._states = self._ahead.get()
-        self.waited += time.monotonic() - start
         self._batches += 1
         return batch
 

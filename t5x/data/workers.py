@@ -259,11 +259,6 @@ class Ahead:
             raise self._error
         return result
 
-    @property
-    def empty(self) -> bool:
-        """Whether the next `get` has to wait."""
-        return self._results.empty()
-
     def stop(self) -> None:
         self._stopping.set()
         while self._thread.is_alive():

@@ -47,6 +47,13 @@ class Timetable:
         return step == self.total_steps or periodic or step in self.save_steps
 
 
+_SLOW_DATA = 0.1
+_SLOW_DATA_HINT = (
+    "%.0f %% of the time goes into waiting for data. More processes that read it may help "
+    "(utils.DatasetConfig.num_workers), or a cache of its tokens (`t5x cache TASK`)"
+)
+
+
 @dataclasses.dataclass
 class Window:
     """The metrics since the last line of them was written.
@@ -89,6 +96,7 @@ def run_loop(
     step = saved = first_step
     with Progress(times.total_steps, initial=first_step, description="train") as progress:
         shown: dict[str, float] = {}
+        told = False
         while step < times.total_steps and not stop:
             try:
                 with clock.waiting_for_data():
@@ -118,6 +126,11 @@ def run_loop(
                 if not math.isfinite(figures["loss"]):
                     log.warning("the loss is %s at step %d: the learning rate may be too high", figures["loss"], step)
                 shown = {"loss": figures["loss_per_nonpadding_target_token"], "tokens/s": lap.target_tokens_per_second}
+                if lap.data_wait_share > _SLOW_DATA:
+                    shown["waiting for data %"] = 100 * lap.data_wait_share
+                    if not told:
+                        log.warning(_SLOW_DATA_HINT, 100 * lap.data_wait_share)
+                    told = True
             progress.update(step, **shown)
             if times.save_due(step):
                 with clock.paused():

@@ -37,6 +37,7 @@ class Source:
       config: fields of the network's configuration (T5Config) that the checkpoint states; None where it states none.
       vocabulary_files: {feature: {file name: content}} of vocabularies that travel with it.
       inputs_bidirectional_attention: of a decoder-only model: it is a prefix LM.
+      model_type: `t5`, `mt5` or `umt5`, where the checkpoint states it, as Hugging Face's do.
     """
 
     format: str
@@ -46,3 +47,4 @@ class Source:
     config: Mapping[str, Any] | None = None
     vocabulary_files: Mapping[str, Mapping[str, bytes]] = dataclasses.field(default_factory=dict)
     inputs_bidirectional_attention: bool = False
+    model_type: str | None = None

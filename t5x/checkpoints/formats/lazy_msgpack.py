@@ -84,6 +84,19 @@ def read_tree(directory: epath.PathLike, name: str) -> dict[str, Any]:
             raise DamagedCheckpoint(directory, f"{name} is empty") from error
 
 
+def is_tree(path: epath.PathLike) -> bool:
+    """Whether the file starts as a msgpack file of Flax does: with a dictionary whose first key is a text.
+
+    Raises:
+      OSError: it cannot be opened.
+    """
+    with open(path, "rb") as file:
+        start = file.read(6)
+    skipped = {0xDE: 3, 0xDF: 5}.get(start[0], 1) if start else 0
+    is_map = bool(start) and (start[0] in _MAPS or 0x81 <= start[0] <= 0x8F)
+    return is_map and len(start) > skipped and (start[skipped] in _TEXT or 0xA0 <= start[skipped] <= 0xBF)
+
+
 def check_shape(shape: Any) -> tuple[int, ...]:
     """`shape` as a tuple; ValueError unless it is a list of sizes that an array can have."""
     if not isinstance(shape, list | tuple) or len(shape) > _MAX_RANK:

@@ -54,13 +54,20 @@ def read_native(path: epath.PathLike) -> Source:
 
 
 def training_step(directory: epath.PathLike, arrays: Mapping[str, LazyArray]) -> int | None:
-    """The number in `state/step`; None where there is none."""
+    """The number in `state/step`, checked; None where there is none."""
     if STEP not in arrays:
         return None
     step = arrays[STEP]
     if step.size != 1 or step.dtype.kind not in "iu":
         raise DamagedCheckpoint(directory, f"{STEP} is {step.dtype} {list(step.shape)}, not one integer")
-    return int(step.read().item())
+    return check_step(directory, int(step.read().item()))
+
+
+def check_step(directory: epath.PathLike, step: int) -> int:
+    """`step`; DamagedCheckpoint unless it is a number of steps that T5X, which counts in int32, can have."""
+    if not 0 <= step < 2**31:
+        raise DamagedCheckpoint(directory, f"its step is {step}, which is not between 0 and 2**31 - 1")
+    return step
 
 
 def number(value: int | float) -> LazyArray:

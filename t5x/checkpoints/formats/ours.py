@@ -11,6 +11,7 @@ from etils import epath
 from t5x.checkpoints import manifest, paths
 from t5x.checkpoints.arrays import EMPTY
 from t5x.checkpoints.formats.base import LazyArray, Source
+from t5x.checkpoints.formats.native_read import check_step
 from t5x.checkpoints.formats.orbax import METADATA, read_orbax
 
 MODEL_FILE = "model.json"
@@ -29,7 +30,7 @@ def read_ours(path: epath.PathLike) -> Source:
     return Source(
         format="t5x",
         path=str(path),
-        step=content.step,
+        step=check_step(path, content.step),
         arrays={**read_orbax(path).arrays, **_empty_arrays(path / paths.STATE)},
         config=description.get("config"),
         vocabulary_files=vocabularies,

@@ -113,7 +113,11 @@ class _Tokenizer:
             if not isinstance(described, dict):
                 raise ValueError("it holds no JSON object")
             self.tokenizer = tokenizers.Tokenizer.from_buffer(self.content)
-        except Exception as error:  # the library raises no narrower class
+            if not self.tokenizer.get_vocab_size():
+                raise ValueError("its vocabulary is empty")
+        except BaseException as error:  # the library raises no narrower class, and panics of Rust are no Exception
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
             raise UserError(
                 f"{path} is not a {TOKENIZER_FILE} of Hugging Face that tokenizers {tokenizers.__version__} can read: "
                 f"{error}"

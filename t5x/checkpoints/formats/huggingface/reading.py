@@ -46,13 +46,15 @@ def read_huggingface(path: str | os.PathLike[str]) -> Source:
     tensors = _tensors(path)
     checksums.verify(path, {os.path.basename(tensor.path) for tensor in tensors.values()})
     config = _complete(config, stated, tensors, path)
+    model_type = configs.model_type(stated, path)
     return Source(
-        format=f"Hugging Face ({configs.model_type(stated, path)}, safetensors)",
+        format=f"Hugging Face ({model_type}, safetensors)",
         path=path,
         step=None,
         arrays=_arrays(config, tensors, path),
         config=config,
         vocabulary_files=tokenizer.read_vocabulary(path, config["vocab_size"], stated.get("tokenizer_class")),
+        model_type=model_type,
     )
 
 
