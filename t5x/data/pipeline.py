@@ -129,7 +129,7 @@ class Pipeline:
             made = []
             for ordinal, example in enumerate(examples):
                 seed = derive_seed(self.seed, *place, at, ordinal) if step.wants_seed else 0
-                made += self._apply(step, example, seed, index)
+                made.extend(self._apply(step, example, seed, index))
             examples = made
             if not examples:
                 self.dropped[step.name] += 1
@@ -139,14 +139,13 @@ class Pipeline:
     def location(self, index: int) -> str:
         return self._source.location(self.split, index)
 
-    def _apply(self, step: "_Step", example: Example, seed: int, index: int) -> list[Example]:
-        fields = tuple(example)
+    def _apply(self, step: "_Step", example: Example, seed: int, index: int) -> Sequence[Example]:
         try:
             return step(_Fields(example), seed)
         except _MissingField as error:
             raise BadExample(
                 f"{self.location(index)} has no field {error.args[0]!r}, which {step.name} of task {self.name} asks "
-                f"for. Its fields are {', '.join(fields)}."
+                f"for. Its fields are {', '.join(example)}."
             ) from error
         except UserError as error:
             raise BadExample(f"{self._where(step, index)}: {error}") from error
@@ -208,11 +207,13 @@ class _Step:
         self._arguments = {name: value for name, value in known.items() if name in wanted}
         self.wants_seed = "seed" in wanted
 
-    def __call__(self, example: Example, seed: int) -> list[Example]:
-        arguments = self._arguments | {"seed": seed} if self.wants_seed else self._arguments
-        made = self._function(example, **arguments)
-        if type(made) is dict:
-            return [made]
+    def __call__(self, example: Example, seed: int) -> Sequence[Example]:
+        if self.wants_seed:
+            made = self._function(example, seed=seed, **self._arguments)
+        else:
+            made = self._function(example, **self._arguments)
+        if type(made) is dict or type(made) is _Fields:
+            return (made,)
         if made is None:
             return []
         if isinstance(made, Mapping):

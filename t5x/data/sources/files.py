@@ -84,6 +84,8 @@ class FilesDataSource(OpenedSplits, DataSource):
         opened, ends = self.opened(split)
         if not 0 <= index < ends[-1]:
             raise IndexError(f"example {index} of {ends[-1]} in split {split!r}")
+        if len(opened) == 1:
+            return opened[0], index
         at = int(np.searchsorted(ends, index, side="right"))
         return opened[at], index - (int(ends[at - 1]) if at else 0)
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from t5x.data import files
 from t5x.data.vocabularies.base import PAD_ID, Vocabulary, utf8
-from t5x.data.vocabularies.words import WordIds, is_splittable
 from t5x.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -94,11 +93,7 @@ class SentencePieceVocabulary(Vocabulary):
         return self._model.size
 
     def encode(self, text: str) -> list[int]:
-        if text == "":
-            return []
-        model = self._model
-        ids = model.words.encode(text) if model.words is not None and isinstance(text, str) else None
-        return model.processor.encode(utf8(text).decode()) if ids is None else ids
+        return self._model.processor.encode(utf8(text).decode()) if text != "" else []
 
     def _decode(self, ids: list[int]) -> str:
         return self._model.processor.decode(ids)
@@ -162,8 +157,6 @@ class _Model:
                     f"normalizer_spec_overrides: {name}={value!r} cannot be set ({error}). The fields are {known}."
                 ) from error
         self.processor = sentencepiece.SentencePieceProcessor(model_proto=model.SerializeToString())
-        own_normalisation = "precompiled_charsmap" in dict(overrides)
-        self.words = WordIds(model, self.processor) if is_splittable(model) and not own_normalisation else None
         self.size = self.processor.get_piece_size()
         self.eos_id, self.bos_id, self.unk_id = (
             i if i >= 0 else None for i in (self.processor.eos_id(), self.processor.bos_id(), self.processor.unk_id())
