@@ -254,13 +254,3 @@ def test_threads_read_the_same(write):
     with ThreadPoolExecutor(8) as pool:
         read = list(pool.map(lambda i: source.example("train", i % 1000)["text"], range(4000)))
     assert read == LINES * 4
-
-
-def test_a_forked_process_reads_the_same(write):
-    source = TextLineDataSource({"train": write("x.txt", CONTENT)})
-    assert source.example("train", 0)["text"] == LINES[0]
-    child = os.fork()
-    if not child:
-        os._exit(0 if texts(source) == LINES else 1)
-    assert texts(source) == LINES
-    assert os.waitpid(child, 0)[1] == 0
