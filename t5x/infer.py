@@ -1,6 +1,7 @@
 """Batch inference: `t5x infer`, over a task by gin or over a plain file with a model directory alone."""
 
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -17,6 +18,7 @@ from t5x.checkpoints.contents import load_model, model_of
 from t5x.checkpoints.formats import open_checkpoint
 from t5x.data.config import DatasetConfig
 from t5x.data.loader import eval_batches
+from t5x.data.tasks import Task, get_subtasks
 from t5x.errors import UserError
 from t5x.models import BaseTransformerModel, DecoderOnlyModel
 from t5x.partitioning import PjitPartitioner
@@ -40,11 +42,11 @@ def infer(
     output_dir: str,
     summarize_config_fn: Callable[..., None] | None = gin_utils.summarize_gin_config,
     fallback_init_rng: int | None = None,
-) -> str:
-    """Predicts or scores every example of a task; returns the path of the file written.
+) -> list[str]:
+    """Predicts or scores every example of a task, or of each task of a mixture; returns the paths of the files written.
 
-    The file is `<output_dir>/<task>-<mode>.jsonl-00000-of-00001`, whole or not there at all; a line has `inputs` (the
-    example's texts), and `prediction` and `score`, or `score`.
+    The file of a task is `<output_dir>/<task>-<mode>.jsonl-00000-of-00001`, whole or not there at all; a line has
+    `inputs` (the example's texts), and `prediction` and `score`, or `score`. Tasks without the split are left out.
 
     Args:
       restore_checkpoint_cfg: one checkpoint of any format, and by which rules it is restored.
@@ -53,6 +55,12 @@ def infer(
     if mode not in MODES:
         raise UserError(f"infer.mode is {mode!r}: it must be one of {', '.join(MODES)}.")
     verify_matching_vocabs(dataset_cfg, model)
+    found = dataset_cfg.mixture_or_task()
+    tasks = [task for task in get_subtasks(found) if dataset_cfg.split in task.splits]
+    if not tasks:
+        raise UserError(
+            f"{found.name!r} has no split {dataset_cfg.split!r}; it has {', '.join(map(repr, found.splits))}."
+        )
     output_dir = str(checkpoints.make_directory(output_dir, "INFER_OUTPUT_DIR"))
     if not isinstance(restore_checkpoint_cfg.path, str) or restore_checkpoint_cfg.mode == "all":
         raise UserError(
@@ -63,31 +71,33 @@ def infer(
     log.info("restoring the parameters of %s (%s)", source.path, source.format)
     params = restore_params(source, model, _layout(model, partitioner), restore_checkpoint_cfg, fallback_init_rng)
     inferer = Inferer(model, partitioner, params)
-    task = dataset_cfg.task()
     if summarize_config_fn is not None:
         summarize_config_fn(output_dir, None, 0)
+    paths = []
+    for task in tasks:
+        paths.append(os.path.join(output_dir, f"{task.name}-{mode}.jsonl-00000-of-00001"))
+        cfg = dataclasses.replace(dataset_cfg, mixture_or_task_name=task)
+        jsonl.replace(paths[-1], _infer_task(inferer, mode, task, cfg))
+        log.info("wrote %s", paths[-1])
+    return paths
+
+
+def _infer_task(inferer: "Inferer", mode: str, task: Task, cfg: DatasetConfig) -> Iterator[bytes]:
     batches = eval_batches(
-        dataset_cfg,
-        feature_converter=model.FEATURE_CONVERTER_CLS(pack=False),
-        rows=partitioner.rows(dataset_cfg.batch_size),
+        cfg,
+        feature_converter=inferer.model.FEATURE_CONVERTER_CLS(pack=False),
+        rows=inferer.partitioner.rows(cfg.batch_size),
     )
-    path = os.path.join(output_dir, f"{task.name}-{mode}.jsonl-00000-of-00001")
-    total = task.num_input_examples(dataset_cfg.split)
-
-    def lines() -> Iterator[bytes]:
-        with Progress(total, unit="example", description=f"{mode} {task.name}") as progress:
-            done = 0
-            for batch in batches:
-                results = inferer.run(mode, batch.batch)[: len(batch.examples)]
-                for example, result in zip(batch.examples, results, strict=True):
-                    inputs = {k: v for k, v in example.items() if k.endswith("_pretokenized")}
-                    yield jsonl.encode({"inputs": inputs, **result})
-                done += len(batch.examples)
-                progress.update(done)
-
-    jsonl.replace(path, lines())
-    log.info("wrote %s", path)
-    return path
+    total = task.num_input_examples(cfg.split)
+    with Progress(total, unit="example", description=f"{mode} {task.name}") as progress:
+        done = 0
+        for batch in batches:
+            results = inferer.run(mode, batch.batch)[: len(batch.examples)]
+            for example, result in zip(batch.examples, results, strict=True):
+                inputs = {k: v for k, v in example.items() if k.endswith("_pretokenized")}
+                yield jsonl.encode({"inputs": inputs, **result})
+            done += len(batch.examples)
+            progress.update(done)
 
 
 def infer_file(

@@ -20,6 +20,7 @@ from t5x.data.features import Feature
 from t5x.data.file_tasks import file_task
 from t5x.data.lanes import merge_states
 from t5x.data.loader import EvalBatch, TrainLoader, eval_batches, measure_lengths, train_loader
+from t5x.data.pipeline import map_over_dataset
 from t5x.data.sources import (
     ArrayRecordDataSource,
     BadExample,
@@ -104,6 +105,7 @@ __all__ = [
     "import_task_module",
     "load_vocabulary",
     "make_autoregressive_inputs",
+    "map_over_dataset",
     "measure_lengths",
     "merge_states",
     "non_padding_position",

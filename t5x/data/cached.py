@@ -92,6 +92,11 @@ def find(task: "Task", split: str, *, need_text: bool = True) -> "CachedExamples
             _tell(f"The cache {path} is not used here: its texts were dropped (--drop_text), and they are needed.")
             continue
         logger.info("Split %r of task %r is read from its cache %s", split, task.name, path)
+        if found.bad:
+            _tell(
+                f"The cache {path} was written with --skip_bad_examples: {found.bad} bad example(s) of split {split!r} "
+                f"of task {task.name!r} are not in it."
+            )
         return found
     return None
 
@@ -115,6 +120,7 @@ class CachedExamples:
     Attributes:
       steps: how many preprocessors of the task have been applied.
       num_examples: of the source.
+      bad: source examples that were passed over when it was written.
       info: content of info.json.
     """
 
@@ -129,6 +135,7 @@ class CachedExamples:
         if completed is None:
             raise Unusable("it is not complete (`t5x cache` goes on where it stopped)")
         self._sizes = [shard["bytes"] for shard in completed["shards"]]
+        self.bad = sum(shard["bad"] for shard in completed["shards"])
         self._per_shard = self.info["examples_per_shard"]
         self.steps = len(self.info["identity"]["preprocessors"])
         self.num_examples = self.info["num_examples"]

@@ -74,16 +74,6 @@ class DatasetConfig:
     def mixture_or_task(self) -> Task | Mixture:
         return get_mixture_or_task(self.mixture_or_task_name)
 
-    def task(self) -> Task:
-        """The task; a UserError where the name is that of a mixture."""
-        found = self.mixture_or_task()
-        if isinstance(found, Mixture):
-            raise UserError(
-                f"{found.name!r} is a mixture. Reading several tasks at once is not available in this version; name "
-                f"one of its tasks: {', '.join(task.name for task in found.tasks)}."
-            )
-        return found
-
 
 _task_modules: dict[str, ModuleType] = {}
 

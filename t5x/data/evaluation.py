@@ -209,6 +209,7 @@ class Evaluator:
       async_compute_metrics: seqio's; metrics are computed before `evaluate` returns.
       target_field_name: the feature that the model predicts.
       batch_size: rows of a batch; the last one is filled up with rows of zeros.
+      skip_bad_examples: as in `DatasetConfig`.
     """
 
     def __init__(
@@ -227,6 +228,7 @@ class Evaluator:
         async_compute_metrics: bool = True,
         target_field_name: str = "targets",
         batch_size: int = 32,
+        skip_bad_examples: bool = False,
     ):
         if logger_cls and log_dir is None:
             raise UserError("Evaluator.logger_cls names loggers; they need a directory: give Evaluator.log_dir.")
@@ -238,6 +240,7 @@ class Evaluator:
         self._shuffle = shuffle
         self._target = target_field_name
         self._batch_size = batch_size
+        self._skip_bad_examples = skip_bad_examples
         self._loggers = [make(output_dir=os.fspath(log_dir)) for make in logger_cls]
         self._tasks = _tasks_to_evaluate(get_mixture_or_task(mixture_or_task_name), eval_split)
         self._metrics = {task.name: [_Metric.of(task, fn) for fn in task.metric_fns] for task in self._tasks}
@@ -322,6 +325,7 @@ class Evaluator:
             shuffle=self._shuffle,
             seed=self._seed,
             use_cached=self._use_cached,
+            skip_bad_examples=self._skip_bad_examples,
         )
         return eval_batches(cfg, feature_converter=self._converter, num_examples=self._num_examples)
 

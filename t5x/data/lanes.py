@@ -154,6 +154,8 @@ class Stream:
         size = self._order.size
         epoch = self._place(cursor) // size
         if not any(self._any_output(epoch, index) for index in range(size)):
+            if self._bad is not None and not self._pipeline.dropped:
+                raise UserError(f"None of the {size} examples in {label} can be read; the first reasons are above.")
             by = ", ".join(f"{name} ({count})" for name, count in self._pipeline.dropped.most_common())
             raise UserError(
                 f"No example is left of the {size} in {label}: its preprocessors drop them all. Dropped by: {by}."
@@ -250,12 +252,17 @@ class Lane:
         parts, converter = self._parts, self._parts.converter
         room = np.asarray(converter.capacity(parts.lengths)) if converter.pack else None
         taken: list[_Taken] = []
+        empty = 0
         while True:
             one = self._take()
             if room is not None:
-                room = room - self._explained(
-                    one, lambda e=one.example: converter.sizes(e, parts.lengths, trim=parts.trim)
-                )
+                size = self._explained(one, lambda e=one.example: converter.sizes(e, parts.lengths, trim=parts.trim))
+                if not any(size):  # it takes no room, and nothing can be learnt from it
+                    empty += 1
+                    if empty > sum(map(len, parts.pipelines)):
+                        raise UserError(f"Every example of {parts.pipelines[one.stream].name!r} is empty.")
+                    continue
+                room = room - size
                 if taken and (room < 0).any():
                     self._held = one
                     break

@@ -77,7 +77,8 @@ class LineFile:
         if quotes:
             raise UserError(
                 f"{self.name}: a quote {quote} in or after line {1 + self._count_line_ends(start)} is never closed. "
-                "Close it, or, where quotes are plain characters of the text, read the file with quote=None."
+                "Close it. Where quotes are plain characters of the text, write the data as .tsv or .jsonl, or read it "
+                "with quote=None in a task of your own."
             )
         rest = file.read(start, min(start + 2, file.size))
         if rest and not skip and not (skip_blank and rest == b"\r"):

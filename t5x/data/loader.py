@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 Batch = dict[str, np.ndarray]
 _STATE_VERSION = 2
 _BATCHES_AHEAD = 4
+_PATIENCE = 10.0  # seconds for a thread to end in good order
 _LENGTH_MULTIPLE = 8
 
 
@@ -85,6 +86,9 @@ class TrainLoader(Iterator[Batch]):
       trim: cut features that are too long.
       skip_bad_examples: pass over and count examples that cannot be read; False: they are errors.
       num_workers: processes that make the rows; 0 is a thread of this one; None chooses by the number of cores.
+
+    Attributes:
+      counts: what was left out of the batches handed out, or cut in them.
     """
 
     def __init__(
@@ -130,17 +134,21 @@ class TrainLoader(Iterator[Batch]):
         local = LocalRows(parts, rows)
         self._states = local.states()
         self._source: LocalRows | WorkerRows = WorkerRows(parts, rows, count) if count else local
+        weakref.finalize(self, self._source.close)
         self._batches = 0
         self._ahead: Ahead | None = None
+        self.counts = Counts()
 
     def __next__(self) -> Batch:
         if self._ahead is None:
             self._source.seek(self._states)
             self._ahead = Ahead(self._source.next, _BATCHES_AHEAD)
-            weakref.finalize(self, self._ahead.stop)
-        batch, self._states = self._ahead.get()
+            weakref.finalize(self, self._ahead.stop, _PATIENCE)
+        made = self._ahead.get()
+        self._states = made.states
+        self.counts += made.counts
         self._batches += 1
-        return batch
+        return made.batch
 
     def state(self) -> dict[str, Any]:
         """The position after the last batch handed out: JSON-able, and small."""
@@ -160,16 +168,13 @@ class TrainLoader(Iterator[Batch]):
         self._stop()
         self._states, self._batches = states, state["batches"]
 
-    @property
-    def counts(self) -> Counts:
-        """What was left out or cut so far."""
-        return self._source.counts
-
     def close(self) -> None:
         """Ends threads and workers, and says what was left out."""
-        counts = self.counts
-        self._stop()
-        self._source.close()
+        self._source.close()  # first: the thread may be waiting for a worker
+        if self._ahead is not None:
+            self._ahead.stop(_PATIENCE)
+            self._ahead = None
+        counts, self.counts = self.counts, Counts()
         for feature, count in counts.trimmed.items():
             logger.info("%r was cut to its length %d times", feature, count)
         if counts.bad:

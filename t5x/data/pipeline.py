@@ -1,6 +1,7 @@
 """From a source example to finished examples: a pure function of (seed, epoch, index)."""
 
 import collections
+import functools
 import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,6 +19,14 @@ if TYPE_CHECKING:
 
 Example = dict[str, Any]
 Preprocessor = Callable[..., Example | Iterable[Example] | None]
+
+# fmt: off
+_TF_DATA_METHODS = {
+    "map", "filter", "flat_map", "batch", "unbatch", "take", "skip", "shuffle", "repeat", "enumerate", "cache",
+    "prefetch", "interleave", "concatenate", "zip",
+}
+# fmt: on
+_BRIDGE = "register the task with the real seqio (pip install -e '.[tf]', docs/seqio.md) and name it"
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -61,6 +70,7 @@ class Pipeline:
         self.seed = seed
         self.output_features = output_features
         self.dropped: collections.Counter[str] = collections.Counter()
+        self.trimmed: collections.Counter[str] = collections.Counter()
         self._source = source
         self.cached = cached
         self._first = cached.steps if cached else 0
@@ -129,12 +139,21 @@ class Pipeline:
             made = []
             for ordinal, example in enumerate(examples):
                 seed = derive_seed(self.seed, *place, at, ordinal) if step.wants_seed else 0
-                made.extend(self._apply(step, example, seed, index))
+                outputs = self._apply(step, example, seed, index)
+                if step.trims and outputs:
+                    self._count_trimmed(example, outputs[0])
+                made.extend(outputs)
             examples = made
             if not examples:
                 self.dropped[step.name] += 1
                 return []
         return examples
+
+    def _count_trimmed(self, before: Example, after: Example) -> None:
+        """Of a preprocessor that appends EOS: what is not longer behind it was cut."""
+        for name, feature in self.output_features.items():
+            if feature.add_eos and name in before and len(after[name]) <= len(before[name]):
+                self.trimmed[name] += 1
 
     def location(self, index: int) -> str:
         return self._source.location(self.split, index)
@@ -148,8 +167,15 @@ class Pipeline:
                 f"for. Its fields are {', '.join(example)}."
             ) from error
         except UserError as error:
-            raise BadExample(f"{self._where(step, index)}: {error}") from error
+            hint = _tensor_hint(*example.values())
+            raise BadExample(f"{self._where(step, index)}: {error}{hint}") from error
         except Exception as error:
+            if isinstance(error, AttributeError) and isinstance(error.obj, dict) and error.name in _TF_DATA_METHODS:
+                raise UserError(
+                    f"The preprocessor {step.name} of task {self.name} is a function of a whole tf.data dataset (it "
+                    f"calls its method {error.name}). Here a preprocessor takes one example, a dict: rewrite it so, or "
+                    f"{_BRIDGE}."
+                ) from error
             error.add_note(self._where(step, index))
             raise
 
@@ -187,12 +213,25 @@ class _Fields(dict):
 def _as_array(value: Any, feature: Feature) -> np.ndarray:
     array = np.asarray(value)
     if array.dtype.kind in "USO":
-        raise ValueError(f"is not ids but {str(value)[:60]!r}. Add seqio.preprocessors.tokenize to its preprocessors.")
+        raise ValueError(
+            f"is not ids but {str(value)[:60]!r}. Add seqio.preprocessors.tokenize to its preprocessors."
+            f"{_tensor_hint(value)}"
+        )
     if array.ndim != feature.rank:
         raise ValueError(f"has {array.ndim} dimension(s) where {feature.rank} is promised.")
     if array.size and not np.can_cast(array.dtype, feature.dtype, casting="same_kind"):
         raise ValueError(f"is {array.dtype} where {feature.dtype} is promised.")
-    return array.astype(feature.dtype, copy=False)
+    made = array.astype(feature.dtype, copy=False)
+    if array.dtype.kind in "iu" and made.dtype != array.dtype and not np.array_equal(made, array):
+        wrong = array[made != array].flat[0]
+        raise ValueError(f"has the id {wrong}, which does not fit {feature.dtype}.")
+    return made
+
+
+def _tensor_hint(*values: Any) -> str:
+    if not any(type(value).__module__.startswith("tensorflow") for value in values):
+        return ""
+    return f" A preprocessor gives TensorFlow's tensors; use Python's and numpy's values, or {_BRIDGE}."
 
 
 class _Step:
@@ -206,6 +245,7 @@ class _Step:
         wanted = _wanted(function)
         self._arguments = {name: value for name, value in known.items() if name in wanted}
         self.wants_seed = "seed" in wanted
+        self.trims = getattr(_innermost(function), "appends_eos_after_trim", False)
 
     def __call__(self, example: Example, seed: int) -> Sequence[Example]:
         if self.wants_seed:
@@ -224,8 +264,39 @@ class _Step:
                 return [dict(one) for one in made]
         raise UserError(
             f"{self.name} returned a {type(made).__name__}. A preprocessor takes one example (a dict) and returns an "
-            "example, None to drop it, or several examples; functions of a whole tf.data dataset do not work here."
+            "example, None to drop it, or several examples. For a function of a whole tf.data dataset, "
+            f"{_BRIDGE}."
         )
+
+
+def map_over_dataset(
+    fn: Preprocessor | None = None, *, num_seeds: int | None = None, num_parallel_calls: int | None = None
+) -> Any:
+    """seqio's decorator of a preprocessor of one example, as preprocessors are here anyway.
+
+    Args:
+      fn: the preprocessor.
+      num_seeds: 1 gives it `seed`, a pair of ints below 2**31; more give it `seeds`, so many pairs.
+      num_parallel_calls: seqio's; without effect.
+    """
+    if fn is None:
+        return functools.partial(map_over_dataset, num_seeds=num_seeds)
+    if num_seeds is None:
+        return fn
+    name = "seed" if num_seeds == 1 else "seeds"
+
+    @functools.wraps(fn)
+    def with_pairs(*args: Any, seed: int, **kwargs: Any) -> Any:
+        numbers = [derive_seed(seed, i) for i in range(num_seeds)]
+        pairs = [(number >> 32, number & 0x7FFFFFFF) for number in numbers]
+        return fn(*args, **{name: pairs[0] if num_seeds == 1 else pairs}, **kwargs)
+
+    signature = inspect.signature(fn)
+    if name not in signature.parameters:
+        raise UserError(f"map_over_dataset(num_seeds={num_seeds}): {name_of(fn)} has no parameter {name!r}.")
+    parameters = [one.replace(name="seed") if one.name == name else one for one in signature.parameters.values()]
+    with_pairs.__signature__ = signature.replace(parameters=parameters)
+    return with_pairs
 
 
 def _expanded(preprocessors: Iterable[Any], known: Mapping[str, Any]) -> Iterable[Any]:

@@ -3,6 +3,7 @@
 import difflib
 import logging
 import math
+import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -116,7 +117,7 @@ class Mixture:
             task, rate = (entry, default_rate) if isinstance(entry, str) else entry
             if rate is None:
                 raise UserError(f"Mixture {name!r}: {task!r} has no rate. Write ({task!r}, 1.0) or give default_rate.")
-            if not callable(rate) and not rate > 0:
+            if not callable(rate) and not _is_rate(rate):
                 raise UserError(f"Mixture {name!r}: the rate of {task!r} is {rate!r}; rates are positive numbers.")
             if task in self.rates:
                 raise UserError(f"Mixture {name!r} names {task!r} twice.")
@@ -225,15 +226,19 @@ def task_rates(task_or_mixture: Task | Mixture) -> dict[Task, float]:
     for name, rate in task_or_mixture.rates.items():
         part = get_mixture_or_task(name)
         value = rate(part) if callable(rate) else rate
-        if not isinstance(value, int | float) or not 0 < value < math.inf:
+        if not _is_rate(value):
             raise UserError(
                 f"Mixture {task_or_mixture.name!r}: the rate of {name!r} is {value!r}; rates are positive numbers."
             )
         below = task_rates(part)
         total = sum(below.values())
         for task, share in below.items():
-            rates[task] = rates.get(task, 0.0) + value * share / total
+            rates[task] = rates.get(task, 0.0) + float(value) * share / total
     return rates
+
+
+def _is_rate(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and 0 < value < math.inf
 
 
 def rate_num_examples(

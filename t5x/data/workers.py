@@ -9,11 +9,13 @@ import collections
 import contextlib
 import json
 import logging
+import math
 import queue
 import threading
+import time
 import traceback
-from collections.abc import Callable, Sequence
-from typing import Any, BinaryIO
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -30,16 +32,30 @@ States = list[list[int]]
 
 
 class Counts:
-    """What was left out or cut, by what it was.
+    """What was left out or cut.
 
     Attributes:
       bad: bad examples that were passed over.
       trimmed: how often each feature was cut to its length.
     """
 
-    def __init__(self):
-        self.bad = 0
-        self.trimmed: collections.Counter[str] = collections.Counter()
+    def __init__(self, bad: int = 0, trimmed: Mapping[str, int] | None = None):
+        self.bad = bad
+        self.trimmed: collections.Counter[str] = collections.Counter(trimmed or {})
+
+    def __add__(self, other: "Counts") -> "Counts":
+        return Counts(self.bad + other.bad, self.trimmed + other.trimmed)
+
+    def __sub__(self, other: "Counts") -> "Counts":
+        return Counts(self.bad - other.bad, self.trimmed - other.trimmed)
+
+
+class Made(NamedTuple):
+    """A batch, where the lanes stand behind it, and what was left out or cut for it."""
+
+    batch: Batch
+    states: States
+    counts: Counts
 
 
 class LocalRows:
@@ -49,24 +65,23 @@ class LocalRows:
         self._parts = parts
         self._lanes = parts.lanes(rows)
 
-    @property
-    def counts(self) -> Counts:
-        counts = Counts()
-        counts.trimmed += self._parts.converter.trimmed
-        counts.bad = self._parts.bad.count if self._parts.bad else 0
-        return counts
-
     def seek(self, states: States) -> None:
         seek_lanes(self._lanes, states)
 
     def states(self) -> States:
         return lane_states(self._lanes)
 
-    def next(self) -> tuple[Batch, States]:
-        return stack_rows([lane.next_row() for lane in self._lanes]), lane_states(self._lanes)
+    def next(self) -> Made:
+        before = self._counts()
+        batch = stack_rows([lane.next_row() for lane in self._lanes])
+        return Made(batch, lane_states(self._lanes), self._counts() - before)
 
     def close(self) -> None:
         pass
+
+    def _counts(self) -> Counts:
+        trimmed = sum((pipeline.trimmed for pipeline in self._parts.pipelines), self._parts.converter.trimmed)
+        return Counts(self._parts.bad.count if self._parts.bad else 0, trimmed)
 
 
 class WorkerRows:
@@ -78,26 +93,19 @@ class WorkerRows:
         self._workers = [_Worker(payload, self._rows[number::count], number) for number in range(count)]
         self._count = count
 
-    @property
-    def counts(self) -> Counts:
-        counts = Counts()
-        for worker in self._workers:
-            counts.bad += worker.counts.bad
-            counts.trimmed += worker.counts.trimmed
-        return counts
-
     def seek(self, states: States) -> None:
         for worker in self._workers:
             worker.start(states)
 
-    def next(self) -> tuple[Batch, States]:
+    def next(self) -> Made:
         parts = [worker.receive() for worker in self._workers]
         batch = {}
-        for name, first in parts[0][0].items():
+        for name, first in parts[0].batch.items():
             batch[name] = np.empty((len(self._rows), *first.shape[1:]), first.dtype)
-            for number, (part, _) in enumerate(parts):
-                batch[name][number :: self._count] = part[name]
-        return batch, join_states(sorted(run for _, states in parts for run in states))
+            for number, part in enumerate(parts):
+                batch[name][number :: self._count] = part.batch[name]
+        states = join_states(sorted(run for part in parts for run in part.states))
+        return Made(batch, states, sum((part.counts for part in parts), Counts()))
 
     def close(self) -> None:
         for worker in self._workers:
@@ -108,7 +116,6 @@ class _Worker:
     """The parent's end of a worker process."""
 
     def __init__(self, payload: bytes, rows: Sequence[int], number: int):
-        self.counts = Counts()
         self._rows = rows
         self._number = number
         self._generation = 0
@@ -126,16 +133,14 @@ class _Worker:
         self._writer = threading.Thread(target=self._send, args=(json.dumps(message).encode(),), daemon=True)
         self._writer.start()
 
-    def receive(self) -> tuple[Batch, States]:
+    def receive(self) -> Made:
         while True:
             header, arrays = _read_message(self._process.stdout, self._died)
             if header.get("generation") != self._generation:
                 continue  # made before it was told to begin elsewhere
             if "error" in header:
                 raise {"bad": BadExample, "user": UserError}.get(header["kind"], RuntimeError)(header["error"])
-            self.counts.bad = header["bad"]
-            self.counts.trimmed = collections.Counter(header["trimmed"])
-            return arrays, header["states"]
+            return Made(arrays, header["states"], Counts(header["bad"], header["trimmed"]))
 
     def stop(self) -> None:
         self._process.kill()
@@ -168,29 +173,29 @@ def serve() -> None:
     if payload is None:
         return
     commands = processes.listen(source)
+    parts = None
     command = commands.get()
-    generation = 0
-    try:
-        parts = processes.unpickled(payload)
-        while command is not None:
-            message = json.loads(command)
-            generation = message["generation"]
+    while True:
+        message = json.loads(command)
+        command, generation = None, message["generation"]
+        try:
+            parts = processes.unpickled(payload) if parts is None else parts
             rows = LocalRows(parts, message["rows"])
             rows.seek(message["states"])
-            command = None
             while command is None:
-                batch, states = rows.next()
-                counts = rows.counts
-                header = {"states": states, "bad": counts.bad, "trimmed": counts.trimmed}
-                _write_message(output, {"generation": generation, **header}, batch)
+                made = rows.next()
+                header = {"states": made.states, "bad": made.counts.bad, "trimmed": made.counts.trimmed}
+                _write_message(output, {"generation": generation, **header}, made.batch)
                 command = _newest(commands)
-    except BrokenPipeError:
-        pass
-    except UserError as error:
-        kind = "bad" if isinstance(error, BadExample) else "user"
-        _fail(output, commands, generation, kind, str(error))
-    except Exception:
-        _fail(output, commands, generation, "bug", f"in a worker process:\n{traceback.format_exc()}")
+        except BrokenPipeError:
+            return
+        except UserError as error:
+            kind = "bad" if isinstance(error, BadExample) else "user"
+            _write_message(output, {"generation": generation, "kind": kind, "error": str(error)}, {})
+        except Exception:
+            text = f"in a worker process:\n{traceback.format_exc()}"
+            _write_message(output, {"generation": generation, "kind": "bug", "error": text}, {})
+        command = commands.get() if command is None else command
 
 
 def _newest(commands: queue.Queue) -> bytes | None:
@@ -198,16 +203,6 @@ def _newest(commands: queue.Queue) -> bytes | None:
     while not commands.empty():
         command = commands.get()
     return command
-
-
-def _fail(output: BinaryIO, commands: queue.Queue, generation: int, kind: str, text: str) -> None:
-    """Says why it stops, for every beginning that it is asked for."""
-    try:
-        while True:
-            _write_message(output, {"generation": generation, "kind": kind, "error": text}, {})
-            generation = json.loads(commands.get())["generation"]
-    except BrokenPipeError:
-        pass
 
 
 # --- Messages: lengths, a JSON header, raw arrays ---------------------------------------------------------------------
@@ -259,9 +254,11 @@ class Ahead:
             raise self._error
         return result
 
-    def stop(self) -> None:
+    def stop(self, patience: float = math.inf) -> None:
+        """Ends the thread, once what it is making is made; after `patience` seconds it is left to itself."""
         self._stopping.set()
-        while self._thread.is_alive():
+        end = time.monotonic() + patience
+        while self._thread.is_alive() and time.monotonic() < end:
             try:
                 self._results.get(timeout=0.01)
             except queue.Empty:

@@ -65,6 +65,7 @@ class InferenceEvaluator:
             sequence_length=cfg.task_feature_lengths,
             log_dir=os.fspath(log_dir),
             batch_size=cfg.batch_size,
+            **({"skip_bad_examples": True} if cfg.skip_bad_examples else {}),  # evaluators of users may not know it
         )
         partition = functools.partial(
             partitioner.partition,

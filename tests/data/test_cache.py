@@ -354,7 +354,7 @@ def test_only_one_process_writes_at_a_time(lines, caches):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_bad_examples_are_errors_or_are_counted(write, monkeypatch, num_workers):
+def test_bad_examples_are_errors_or_are_counted(write, monkeypatch, num_workers, caplog):
     lines = [json.dumps({"inputs": "a", "targets": str(i)}) for i in range(30)]
     lines[27] = "{"
     path = write("train.jsonl", "\n".join(lines))
@@ -364,6 +364,7 @@ def test_bad_examples_are_errors_or_are_counted(write, monkeypatch, num_workers)
     expected = without_caches(monkeypatch, batches, make_task(path), skip_bad_examples=True)
     task = make_task(path)
     assert is_cached(task) and batches(task) == expected
+    assert caplog.text.count("1 bad example(s) of split 'train' of task") == 1
 
 
 def test_what_has_no_place_in_a_file_is_said(lines):

@@ -328,6 +328,14 @@ def test_a_model_that_returns_too_few_rows_is_refused(add_task):
         evaluator().evaluate(step=0, predict_fn=lambda batch: all_right(batch)[:1])
 
 
+def test_bad_examples_are_errors_or_are_passed_over(add_task):
+    add_task(pairs=[("France", "Paris"), (None, "Rome"), ("Spain", "Madrid")])
+    with pytest.raises(data.BadExample):
+        evaluator()
+    found = evaluator(skip_bad_examples=True).evaluate(step=1, predict_fn=always("Paris"))
+    assert found["capitals"] == {"exact_match": 50.0}
+
+
 def test_a_target_that_the_task_does_not_have(add_task):
     add_task()
     with pytest.raises(UserError, match=r"no feature 'labels' to predict; it has inputs, targets"):

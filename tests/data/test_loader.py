@@ -286,3 +286,13 @@ def test_real_translation_data(shared_data, t5_model_file):
     german = {vocabulary.decode(vocabulary.encode(pair["de"])) for pair in pairs("validation")}
     assert len(examples) == 1014
     assert all(vocabulary.decode(example["targets"]) in german for example in examples)
+
+
+def test_what_append_eos_after_trim_cuts_is_counted(caplog):
+    texts = [{"inputs": "a" * n, "targets": "b"} for n in (2, 5, 6, 7, 30)]
+    steps = (data.preprocessors.tokenize, data.preprocessors.append_eos_after_trim)
+    with caplog.at_level(logging.INFO, "t5x"), train(make_task(texts, steps), batch_size=5) as loader:
+        next(loader)
+        length = LENGTHS["inputs"]
+        assert loader.counts.trimmed == {"inputs": sum(len(text["inputs"]) >= length for text in texts)}
+    assert "'inputs' was cut to its length" in caplog.text

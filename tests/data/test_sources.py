@@ -149,6 +149,28 @@ def test_an_unclosed_quote_is_found(write):
         CsvDataSource({"train": path}).num_examples("train")
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("x.csv", b"a,b\r1,2\r3,4\r", "carriage returns alone"),
+        ("x.tsv", b"a\tb\r1\t2\r", "carriage returns alone"),
+        ("x.csv", b"a,b,a\n1,2,3\n", "more than one column has the name 'a'"),
+        ("x.tsv", b"a\tb\xff\n1\t2\n", "byte 0xff at column 4 is not UTF-8"),
+        ("x.csv", b'a,"b"c\n1,2\n', "expected"),
+    ],
+)
+def test_what_can_be_wrong_with_a_header(write, name, content, complaint):
+    path = write(name, content)
+    make = CsvDataSource if name.endswith("csv") else TsvDataSource
+    with pytest.raises(UserError, match=f"{path}:1: .*{complaint}"):
+        make({"train": path}).num_examples("train")
+
+
+def test_columns_without_names_may_be_many(write):
+    path = write("x.csv", "a,,\n1,,\n")
+    assert CsvDataSource({"train": path}).example("train", 0)["a"] == "1"
+
+
 def test_compressed_json_lines_of_real_data(shared_data):
     path = shared_data / "aeslc/dev.jsonl.gz"
     with gzip.open(path, "rt", encoding="utf-8") as file:
@@ -305,11 +327,12 @@ def test_function_source_calls_once_and_hands_out_copies():
 
     def examples(split, shuffle_files, seed=7):
         calls.append((split, shuffle_files, seed))
-        return [{"x": 1}, {"x": 2}]
+        return [{"x": 1, "list": [[1]]}, {"x": 2}]
 
     source = FunctionDataSource(examples, splits=["train", "test"])
     source.example("train", 0)["x"] = 100
-    assert source.example("train", 0) == {"x": 1}
+    source.example("train", 0)["list"][0].append(2)
+    assert source.example("train", 0) == {"x": 1, "list": [[1]]}
     assert source.num_examples("train") == 2
     assert calls == [("train", False, 7)]
 

@@ -6,6 +6,9 @@ import pytest
 
 from t5x import data
 from t5x.data import preprocessors
+from t5x.data.fingerprints import fingerprint
+from t5x.data.pipeline import count_cacheable
+from t5x.data.tasks import task_rates
 from t5x.errors import UserError
 
 from .conftest import byte_features, make_task
@@ -74,6 +77,7 @@ def test_mixtures(registries):
         ([("a", 0.0)], None, "rates are positive"),
         ([("a", -1)], None, "rates are positive"),
         ([("a", float("nan"))], None, "rates are positive"),
+        ([("a", "2")], None, "the rate of 'a' is '2'; rates are positive numbers"),
         (["a", "a"], 1, "twice"),
         ([], 1, "no tasks"),
         (["nowhere"], 1, "no task or mixture 'nowhere'"),
@@ -84,6 +88,14 @@ def test_bad_mixtures(registries, tasks, rate, complaint):
     with pytest.raises(UserError, match=complaint):
         data.MixtureRegistry.add("mixture", tasks, default_rate=rate)
     assert "mixture" not in data.MixtureRegistry.names()
+
+
+def test_rates_may_be_numbers_of_numpy(registries):
+    for name in "ab":
+        add(name)
+    mixture = data.MixtureRegistry.add("ab", [("a", np.float32(3)), ("b", lambda task: np.int64(1))])
+    rates = {task.name: rate for task, rate in task_rates(mixture).items()}
+    assert rates == {"a": 3, "b": 1} and all(type(rate) is float for rate in rates.values())
 
 
 def test_mixture_of_unlike_features(registries):
@@ -181,6 +193,7 @@ def test_a_key_error_of_the_preprocessors_own_is_left_alone_with_a_note():
         ({"inputs": [1], "targets": "text"}, "'targets' of task task is not ids but 'text'. Add seqio"),
         ({"inputs": [1], "targets": [[1]]}, "has 2 dimension"),
         ({"inputs": [1], "targets": [1.5]}, "is float64 where int32"),
+        ({"inputs": [1], "targets": [7, 2**33]}, "the id 8589934592, which does not fit int32"),
         ({"inputs": [1], "targets": [[1], [2, 3]]}, "feature 'targets'"),
         (True, "returned a bool"),
         ("text", "returned a str"),
@@ -191,6 +204,48 @@ def test_bad_outputs(made, complaint):
     with pytest.raises(data.BadExample, match=complaint) as error:
         outputs(make_task([{}], [lambda example: made]))
     assert "example 0 of" in str(error.value)
+
+
+def test_a_function_of_a_tf_data_dataset_is_told_what_to_do():
+    def lower(dataset):
+        return dataset.map(lambda example: example)
+
+    with pytest.raises(UserError, match=r"lower of task task is a function of a whole tf\.data dataset") as error:
+        outputs(make_task([{"inputs": "A"}], [lower]))
+    assert "docs/seqio.md" in str(error.value) and not isinstance(error.value, data.BadExample)
+
+    def own_fault(example):
+        return None.map
+
+    with pytest.raises(AttributeError, match="map"):
+        outputs(make_task([{"inputs": "A"}], [own_fault]))
+
+
+def test_the_decorator_of_seqio():
+    @data.map_over_dataset
+    def ids(example, output_features):
+        return {name: [len(name)] for name in output_features}
+
+    @data.map_over_dataset(num_seeds=1)
+    def one(example, seed, below=2**31):
+        assert len(seed) == 2 and all(0 <= number < below for number in seed)
+        return example | {"inputs": seed}
+
+    @data.map_over_dataset(num_seeds=2)
+    def two(example, seeds):
+        first, second = seeds
+        assert first != second
+        return example | {"targets": [*first, *second]}
+
+    task = make_task([{}], [ids, functools.partial(one, below=2**31), two])
+    found = [[example[name].tolist() for name in ("inputs", "targets")] for e in (0, 1) for example in outputs(task, e)]
+    assert found[0] != found[1] and list(map(len, found[0])) == [2, 4]
+    assert found[0] == [outputs(task)[0][name].tolist() for name in ("inputs", "targets")]
+    assert count_cacheable(task.preprocessors) == 1
+    made = [data.map_over_dataset(f, num_seeds=1) for f in (lambda e, seed: {"a": 1}, lambda e, seed: {"a": 2})]
+    assert fingerprint(made[0]) != fingerprint(made[1])
+    with pytest.raises(UserError, match="has no parameter 'seed'"):
+        data.map_over_dataset(lambda example: example, num_seeds=1)
 
 
 def test_features_that_need_not_be_there():
@@ -255,7 +310,7 @@ def test_tasks_from_a_module_here(write, imports, tmp_path, monkeypatch):
     write("some_tasks/inner.py", TASKS_PY)
     monkeypatch.chdir(tmp_path)
     cfg = data.DatasetConfig("from_file", {"inputs": 4}, "train", 2, True, 0, module="some_tasks.inner")
-    assert cfg.task().name == "from_file"
+    assert cfg.mixture_or_task().name == "from_file"
 
 
 def test_task_modules_that_cannot_be_imported(write, imports, tmp_path):

@@ -79,6 +79,9 @@ def append_eos_after_trim(
     return made
 
 
+append_eos_after_trim.appends_eos_after_trim = True  # a pipeline counts what it cuts
+
+
 def truncate_inputs_left(example: Example, sequence_length: Mapping[str, int] | None) -> Example:
     """Keeps the end of `inputs` where it is longer than its length. It goes after tokenize and append_eos."""
     length = (sequence_length or {}).get("inputs")

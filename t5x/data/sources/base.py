@@ -1,12 +1,15 @@
 """What a source is, and the one made of a Python function."""
 
 import abc
+import copy
 import importlib
 import inspect
 import threading
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from t5x.data.fingerprints import fingerprint
 from t5x.errors import UserError
@@ -113,7 +116,7 @@ class FunctionDataSource(OpenedSplits, DataSource):
         return len(self.opened(split))
 
     def example(self, split: str, index: int) -> dict[str, Any]:
-        return as_example(self.opened(split)[index], lambda: self.location(split, index))
+        return as_example(unshared(self.opened(split)[index]), lambda: self.location(split, index))
 
     def location(self, split: str, index: int) -> str:
         return f"example {index} of {name_of(self._function)}({split!r})"
@@ -133,6 +136,14 @@ def as_example(example: Any, location: Callable[[], str]) -> dict[str, Any]:
     if not isinstance(example, Mapping):
         raise BadExample(f"{location()} is a {type(example).__name__}; examples are dicts.")
     return dict(example)
+
+
+def unshared(example: Any) -> Any:
+    """An example that a user's sequence keeps, with copies of what in it can be changed in place."""
+    if not isinstance(example, Mapping):
+        return example
+    changeable = list | dict | np.ndarray
+    return {name: copy.deepcopy(one) if isinstance(one, changeable) else one for name, one in example.items()}
 
 
 def check_sequence(sequence: Any, call: str) -> None:

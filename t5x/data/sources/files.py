@@ -10,7 +10,16 @@ import numpy as np
 
 from t5x.data import files, staging
 from t5x.data.fingerprints import fingerprint
-from t5x.data.sources.base import BadExample, DataSource, Malformed, OpenedSplits, as_example, check_sequence, name_of
+from t5x.data.sources.base import (
+    BadExample,
+    DataSource,
+    Malformed,
+    OpenedSplits,
+    as_example,
+    check_sequence,
+    name_of,
+    unshared,
+)
 from t5x.data.staging import LocalCopy
 from t5x.errors import UserError
 
@@ -161,7 +170,7 @@ class _OfFunction:
         return len(self._sequence)
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
-        return self._sequence[index]
+        return unshared(self._sequence[index])
 
     def location(self, index: int) -> str:
         return record_location(self._name, index)

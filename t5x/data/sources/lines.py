@@ -11,8 +11,10 @@ from t5x.data.line_files import LineFile
 from t5x.data.sources.base import Malformed, excerpt
 from t5x.data.sources.files import FilesDataSource, Patterns
 from t5x.data.staging import LocalCopy
+from t5x.errors import UserError
 
 _Parse = Callable[[str], dict[str, Any]]
+_RETURNS = "lines end with carriage returns alone. Convert the file: tr '\\r' '\\n' < FILE > NEW_FILE."
 
 
 class _LinesDataSource(FilesDataSource):
@@ -111,9 +113,22 @@ class TsvDataSource(_LinesDataSource):
         self.quote = quote
 
     def _parser(self, lines: LineFile) -> _Parse:
-        names = self._columns
-        if names is None:
-            names = tuple(self._split(lines.take_first().decode(errors="replace"))) if len(lines) else ()
+        if self._columns is not None or not len(lines):
+            return functools.partial(self._fields, self._columns or ())
+        where = f"{lines.name}:{lines.line_number(0)}"
+        header = lines.take_first()
+        returns = b"\r" in header
+        if returns and self.quote is None:
+            raise UserError(f"{where}: {_RETURNS}")
+        try:
+            names = tuple(self._split(decoded(header)))
+        except Malformed as error:
+            raise UserError(f"{where}: {_RETURNS if returns else error}") from error
+        if twice := [name for name in dict.fromkeys(names) if name and names.count(name) > 1]:
+            raise UserError(
+                f"{where}: more than one column has the name {', '.join(map(repr, twice))}. Rename them in this line, "
+                "which names the columns."
+            )
         return functools.partial(self._fields, names)
 
     def _fields(self, names: tuple[str, ...], text: str) -> dict[str, str]:
