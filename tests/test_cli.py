@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.programs import REPO, t5x, train
+from tests.programs import REPO, SMALL, t5x, train
 
 DATES = "--gin_file=t5x/examples/demo/dates.gin"
 
@@ -170,3 +170,28 @@ def test_bad_input_to_infer(case, model_dir):
     arguments, expected = BAD_INPUT[case]
     done = t5x("infer", *(a.format(model=model_dir) for a in arguments), cwd=REPO, text="3 March 1997\n")
     assert done.returncode == 2 and expected in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_mixture_is_inferred_task_by_task(model_dir, tmp_path):
+    (tmp_path / "mixed.py").write_text(
+        "from t5x import data\n"
+        "features = {name: data.Feature(data.ByteVocabulary()) for name in ('inputs', 'targets')}\n"
+        "for name, split in (('one', 'test'), ('two', 'test'), ('three', 'train')):\n"
+        "    examples = [{'inputs': '3 May 1999', 'targets': 'x'}] * 2\n"
+        "    source = data.FunctionDataSource(lambda split: examples, splits=(split,))\n"
+        "    steps = [data.preprocessors.tokenize, data.preprocessors.append_eos_after_trim]\n"
+        "    data.TaskRegistry.add(name, source, output_features=features, preprocessors=steps)\n"
+        "data.MixtureRegistry.add('mixed', ['one', 'two', 'three'], default_rate=1.0)\n"
+    )
+    sizes = [argument for argument in SMALL if "T5Config" in argument]
+    done = t5x(
+        "infer", "--gin_file=t5x/examples/demo/model.gin", "--gin_file=t5x/configs/runs/infer.gin", *sizes,
+        "--gin.MODEL=@models.EncoderDecoderModel()", "--gin.MIXTURE_OR_TASK_NAME=mixed",
+        f"--gin.MIXTURE_OR_TASK_MODULE={tmp_path / 'mixed.py'}", f"--gin.CHECKPOINT_PATH={model_dir}",
+        f"--gin.INFER_OUTPUT_DIR={tmp_path / 'out'}", '--gin.TASK_FEATURE_LENGTHS={"inputs": 16, "targets": 8}',
+        cwd=REPO,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    written = sorted(path.name for path in (tmp_path / "out").glob("*.jsonl*"))
+    assert written == [f"{task}-predict.jsonl-00000-of-00001" for task in ("one", "two")]
+    assert len((tmp_path / "out" / written[0]).read_text().splitlines()) == 2
