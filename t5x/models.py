@@ -1,5 +1,6 @@
 """Models: a batch in; a loss, predictions or scores out."""
 
+import abc
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -20,7 +21,7 @@ Batch = Mapping[str, jax.Array]
 Params = Mapping[str, Any]
 
 
-class BaseTransformerModel:
+class BaseTransformerModel(abc.ABC):
     """What a model over tokens has whatever its network: its vocabularies, loss, metrics and scores.
 
     Args:
@@ -70,20 +71,21 @@ class BaseTransformerModel:
 
     # -- for each kind of network --------------------------------------------------------------------------------------
 
+    @abc.abstractmethod
     def input_shapes(self, task_feature_lengths: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
         """Shapes of one row of the features that `get_initial_variables` needs."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def get_initial_variables(self, rng: jax.Array, input_shapes: Mapping[str, tuple[int, ...]]) -> Any:
         """Fresh variables: `params`, and the logical axes of each in `params_axes`."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def compute_logits(
         self, params: Params, batch: Batch, dropout_rng: jax.Array | None = None, mutable: Any = False
     ) -> Any:
         """Logits float32 [batch, targets, vocab] under teacher forcing; dropout is on where its key is given."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def predict_batch_with_aux(
         self,
         params: Params,
@@ -95,7 +97,6 @@ class BaseTransformerModel:
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """(tokens, {"scores"}): of the best decode, [batch, length] and [batch]; of all, with a dimension of decodes,
         best last, if `return_all_decodes`."""
-        raise NotImplementedError
 
     @property
     def keys_dropout_by_row(self) -> bool:
