@@ -106,7 +106,7 @@ def seqio_batches(args):
         "text",
         source=seqio.TextLineDataSource({"train": args.text}),
         preprocessors=[
-            functools.partial(t5.parse_tsv, field_names=["text"], field_delim="\0"),
+            lambda lines: lines.map(lambda line: {"text": line}),
             functools.partial(seqio.preprocessors.rekey, key_map={"inputs": None, "targets": "text"}),
             seqio.preprocessors.tokenize,
             t5.span_corruption,
