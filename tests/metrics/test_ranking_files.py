@@ -1,0 +1,79 @@
+import gzip
+
+import pytest
+
+from t5x.errors import UserError
+from t5x.metrics import ranking_files
+
+RUN = {"q1": {"d1": 0.1, "d2": 3.0000000000000004, "d0": 0.1}, "q2": {"é\u00a0": -1e-300}}
+QRELS = {"q1": {"d1": 3, "d9": 0}, "q2": {"é\u00a0": -1}}
+
+
+def test_files_are_read_back_as_they_were_written(tmp_path):
+    ranking_files.write_trec_run(tmp_path / "run.txt", RUN, tag="bm25")
+    assert (tmp_path / "run.txt").read_text(encoding="utf-8").split("\n") == [
+        "q1 Q0 d2 1 3.0000000000000004 bm25",
+        "q1 Q0 d1 2 0.1 bm25",
+        "q1 Q0 d0 3 0.1 bm25",
+        "q2 Q0 é\u00a0 1 -1e-300 bm25",
+        "",
+    ]
+    assert ranking_files.read_run(tmp_path / "run.txt") == RUN
+    ranking_files.write_qrels(tmp_path / "qrels.txt", QRELS)
+    assert (tmp_path / "qrels.txt").read_text(encoding="utf-8") == "q1 0 d1 3\nq1 0 d9 0\nq2 0 é\u00a0 -1\n"
+    assert ranking_files.read_qrels(tmp_path / "qrels.txt") == QRELS
+    ranking_files.write_msmarco_run(tmp_path / "run.tsv", RUN)
+    assert (tmp_path / "run.tsv").read_text(encoding="utf-8") == "q1\td2\t1\nq1\td1\t2\nq1\td0\t3\nq2\té\u00a0\t1\n"
+    assert ranking_files.read_run(tmp_path / "run.tsv") == {"q1": {"d2": -1, "d1": -2, "d0": -3}, "q2": {"é\u00a0": -1}}
+
+
+def test_tabs_blank_lines_windows_line_ends_and_gzip(tmp_path):
+    path = tmp_path / "qrels.dev.tsv.gz"
+    path.write_bytes(gzip.compress(b"\xef\xbb\xbf300674\t0\t7067032\t1\r\n\r\n125705 0  7067056   1"))
+    assert ranking_files.read_qrels(path) == {"300674": {"7067032": 1}, "125705": {"7067056": 1}}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("q Q0 d 1 0.5 t\nq Q0 e 2 0.4\n", r"run:2: 5 fields, where a line of a run has 6 \(query Q0 document rank"),
+        ("q\td\t1\nq Q0 e 2 0.4 t\n", r"run:2: 6 fields, where a line of a run has 3 \(query document rank\)"),
+        ("q d\n", r"run:1: 2 fields, where a line of a run has 6 \(.*\) or 3 \(query document rank\): 'q d'"),
+        ("q Q0 d 1 0.5 t\n\nq Q0 d 2 0.4 t\n", "run:3: document 'd' is there a second time for query 'q'"),
+        ("q Q0 d 1 high t\n", "run:1: the score is 'high', where a number is needed"),
+        ("q Q0 d 1 nan t\n", "run:1: the score is 'nan'"),
+        ("q\td\t1.5\n", r"run:1: the rank is '1\.5', where a whole number is needed"),
+        ("\n \n", "run is empty"),
+        (b"q\xff d 1\n", "run:1 is not UTF-8 text"),
+        (b"\x1f\x8b\x08broken", "run is not a whole gzip file"),
+    ],
+)
+def test_runs_that_cannot_be_read(tmp_path, content, message):
+    (tmp_path / "run").write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(UserError, match=message):
+        ranking_files.read_run(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("q 0 d 1\nq 0 e\n", r"qrels:2: 3 fields, where a line of judgments has 4 \(query iteration document grade\)"),
+        ("q 0 d 1\nq 0 d 0\n", "qrels:2: document 'd' is there a second time for query 'q'"),
+        ("q 0 d 0.5\n", r"qrels:1: the grade is '0\.5', where a whole number is needed"),
+    ],
+)
+def test_judgments_that_cannot_be_read(tmp_path, content, message):
+    (tmp_path / "qrels").write_text(content)
+    with pytest.raises(UserError, match=message):
+        ranking_files.read_qrels(tmp_path / "qrels")
+
+
+def test_files_that_are_not_there_or_cannot_be_written(tmp_path):
+    with pytest.raises(UserError, match=r"no file run\.txt"):
+        ranking_files.read_run(tmp_path / "run.txt")
+    with pytest.raises(UserError, match="cannot be written"):
+        ranking_files.write_trec_run(tmp_path / "none" / "run.txt", RUN)
+    for name in ("two words", "", 7):
+        with pytest.raises(UserError, match=f"{name!r} cannot be written as an id"):
+            ranking_files.write_qrels(tmp_path / "qrels", {"q": {name: 1}})
+    assert list(tmp_path.iterdir()) == []
