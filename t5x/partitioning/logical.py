@@ -7,19 +7,21 @@ layout, and does nothing where no partitioner is active.
 
 import contextlib
 import contextvars
+import math
 from collections.abc import Iterator, Sequence
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 LogicalAxes = tuple[str | None, ...]
-AxisRules = Sequence[tuple[str, str | None]]
+MeshAxes = str | tuple[str, ...] | None  # several: the dimension is divided over all of them, the first outermost
+AxisRules = Sequence[tuple[str, MeshAxes]]
 
 _active: contextvars.ContextVar[tuple[Mesh, AxisRules] | None] = contextvars.ContextVar("axis_rules", default=None)
 
 
 def logical_to_mesh_axes(axes: LogicalAxes | None, rules: AxisRules) -> PartitionSpec:
-    """Maps logical axes to mesh axes: the first rule of a name whose mesh axis is still free in this array wins.
+    """Maps logical axes to mesh axes: the first rule of a name whose mesh axes are still free in this array wins.
 
     Example:
       >>> logical_to_mesh_axes(("embed", "mlp"), [("embed", "data"), ("mlp", "model")])
@@ -28,18 +30,33 @@ def logical_to_mesh_axes(axes: LogicalAxes | None, rules: AxisRules) -> Partitio
     if axes is None:
         return PartitionSpec()
     taken: set[str] = set()
-    mesh_axes: list[str | None] = [None] * len(axes)
+    mesh_axes: list[MeshAxes] = [None] * len(axes)
     settled = [False] * len(axes)
-    for name, mesh_axis in rules:
+    for name, over in rules:
         for dim, axis in enumerate(axes):
             if axis == name and not settled[dim]:
-                if mesh_axis is None:
+                if over is None:
                     settled[dim] = True
-                elif mesh_axis not in taken:
-                    taken.add(mesh_axis)
-                    mesh_axes[dim], settled[dim] = mesh_axis, True
+                elif taken.isdisjoint(names(over)):
+                    taken.update(names(over))
+                    mesh_axes[dim], settled[dim] = over, True
                 break
     return PartitionSpec(*mesh_axes)
+
+
+def names(over: MeshAxes) -> tuple[str, ...]:
+    """The mesh axes that a dimension is laid over, as a tuple."""
+    return () if over is None else (over,) if isinstance(over, str) else tuple(over)
+
+
+def parts(mesh: Mesh, over: MeshAxes) -> int:
+    """How many parts a dimension that is laid over these mesh axes has."""
+    return math.prod(mesh.shape[name] for name in names(over))
+
+
+def divided(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
+    """`spec` without the dimensions that their mesh axes do not divide: those stay whole."""
+    return PartitionSpec(*(over if shape[dim] % parts(mesh, over) == 0 else None for dim, over in enumerate(spec)))
 
 
 @contextlib.contextmanager
@@ -58,7 +75,5 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     if active is None:
         return x
     mesh, rules = active
-    spec = logical_to_mesh_axes(axes, rules)
-    # A dimension that the mesh axis does not divide (an odd last batch, a short sequence) stays whole.
-    spec = PartitionSpec(*(a if a and x.shape[d] % mesh.shape[a] == 0 else None for d, a in enumerate(spec)))
+    spec = divided(x.shape, logical_to_mesh_axes(axes, rules), mesh)
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))

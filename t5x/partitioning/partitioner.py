@@ -8,11 +8,20 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import mesh_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from t5x.errors import UserError
-from t5x.partitioning.logical import AxisRules, LogicalAxes, axis_rules, logical_to_mesh_axes
+from t5x.partitioning import meshes, presets
+from t5x.partitioning.logical import (
+    AxisRules,
+    LogicalAxes,
+    MeshAxes,
+    axis_rules,
+    divided,
+    logical_to_mesh_axes,
+    names,
+    parts,
+)
 from t5x.partitioning.rules import standard_logical_axis_rules
 
 log = logging.getLogger(__name__)
@@ -21,53 +30,95 @@ log = logging.getLogger(__name__)
 class PjitPartitioner:
     """Lays a model and its batches over a (`data`, `model`) mesh of all devices, on CPU, GPU and TPU alike.
 
+    The run files bind `num_partitions = 1` and T5X's standard rules: where something else says more, those count as not
+    said.
+
     Args:
       num_partitions: devices that share one copy of the model; the rest is data parallel. 1 if nothing is said.
       model_parallel_submesh: the same as a block (x, y, z, cores); their product counts.
+      params_on_devices: False keeps parameters and optimizer state in the machine's memory and copies them to the
+        devices for each call: slow, for models that do not fit otherwise.
       backend: `cpu`, `gpu` or `tpu`; None takes JAX's default.
+      ici_mesh_shape: (replica, data, model), inside each slice or machine; (data, model) where there is no other.
+      dcn_mesh_shape: (replica, data, model), over slices or machines. The mesh is the product of both, and the batch is
+        divided over `replica` and `data`.
       logical_axis_rules: see `standard_logical_axis_rules`, which is the default.
+      preset: mesh and rules by one word: `dp`, `fsdp`, `tp` or `2d`; see `presets.PRESETS`.
     """
 
     def __init__(
         self,
         num_partitions: int | None = None,
         model_parallel_submesh: Sequence[int] | None = None,
+        params_on_devices: bool = True,
         backend: str | None = None,
+        ici_mesh_shape: Sequence[int] | None = None,
+        dcn_mesh_shape: Sequence[int] | None = None,
         logical_axis_rules: AxisRules | None = None,
+        preset: str | None = None,
     ):
-        if num_partitions is not None and model_parallel_submesh is not None:
-            raise UserError(
-                "PjitPartitioner: give num_partitions or model_parallel_submesh, not both "
-                f"(they are {num_partitions} and {tuple(model_parallel_submesh)})."
-            )
-        if model_parallel_submesh is not None:
-            num_partitions = math.prod(model_parallel_submesh)
-        model = 1 if num_partitions is None else num_partitions
-        try:
-            devices = jax.devices(backend)
-        except (RuntimeError, AssertionError) as error:
-            why = (str(error) or "JAX cannot start that backend").splitlines()[0]
-            where = (
-                f"PjitPartitioner.backend is {backend!r}"
-                if backend
-                else f"JAX_PLATFORMS is {jax.config.jax_platforms!r}"
-            )
-            raise UserError(f"{where}, but there are no such devices: {why}") from error
-        if model < 1 or len(devices) % model:
-            fitting = ", ".join(str(d) for d in range(1, len(devices) + 1) if len(devices) % d == 0)
-            raise UserError(
-                f"PjitPartitioner.num_partitions is {model}, but there are {len(devices)} devices: "
-                f"it must divide them ({fitting})."
-            )
-        shape = (len(devices) // model, model)
-        self.mesh = Mesh(mesh_utils.create_device_mesh(shape, devices), ("data", "model"))
-        self.rules = list(standard_logical_axis_rules() if logical_axis_rules is None else logical_axis_rules)
-        for name, axis in self.rules:
-            if axis is not None and axis not in self.mesh.axis_names:
+        model = _model_axis(num_partitions, model_parallel_submesh)
+        if logical_axis_rules is not None and [tuple(r) for r in logical_axis_rules] == standard_logical_axis_rules():
+            logical_axis_rules = None
+        chosen = None if preset is None else presets.named(preset)
+        _check_preset(preset, chosen, model, ici_mesh_shape, dcn_mesh_shape, logical_axis_rules)
+        devices = meshes.devices_of(backend)
+        if ici_mesh_shape is not None:
+            if model > 1:
                 raise UserError(
-                    f"PjitPartitioner.logical_axis_rules lays {name!r} over {axis!r}; the mesh has only "
-                    f"{', '.join(self.mesh.axis_names)}."
+                    f"PjitPartitioner: ici_mesh_shape gives the model axis already; num_partitions (or "
+                    f"model_parallel_submesh), which is {model}, must be None."
                 )
+            self.mesh = meshes.hybrid(ici_mesh_shape, dcn_mesh_shape, devices)
+        elif dcn_mesh_shape is not None:
+            raise UserError(
+                "PjitPartitioner.dcn_mesh_shape is given without ici_mesh_shape: the mesh is their product."
+            )
+        else:
+            if chosen and model == 1:
+                model = presets.model_axis(preset, len(devices), meshes.machine_sizes(devices))
+            self.mesh = meshes.plain(model, devices)
+        default = chosen.rules() if chosen else standard_logical_axis_rules()
+        self.rules = self._checked(default if logical_axis_rules is None else logical_axis_rules)
+        self._param_memory = None if params_on_devices else self._host_memory()
+        self._say_what_is_slow()
+
+    def _checked(self, rules: AxisRules) -> list[tuple[str, MeshAxes]]:
+        """The rules with tuples for several mesh axes; on a mesh with `replica`, the batch goes over that too."""
+        checked = [(name, over if over is None or isinstance(over, str) else tuple(over)) for name, over in rules]
+        for name, over in checked:
+            for axis in names(over):
+                if axis not in self.mesh.axis_names:
+                    raise UserError(
+                        f"PjitPartitioner.logical_axis_rules lays {name!r} over {axis!r}; the mesh has only "
+                        f"{', '.join(self.mesh.axis_names)}."
+                    )
+        if "replica" in self.mesh.axis_names and not any("replica" in names(over) for _, over in checked):
+            checked = [
+                (name, ("replica", "data") if (name, over) == ("batch", "data") else over) for name, over in checked
+            ]
+        return checked
+
+    def _host_memory(self) -> str:
+        device = self.mesh.local_devices[0]
+        if "pinned_host" not in {memory.kind for memory in device.addressable_memories()}:
+            raise UserError(
+                "PjitPartitioner.params_on_devices is False, but JAX cannot keep arrays in the memory of the machine "
+                f"for {device.platform} devices. Leave it True, and divide the parameters: preset='fsdp' or '2d'."
+            )
+        return "pinned_host"
+
+    def _say_what_is_slow(self) -> None:
+        if self._param_memory:
+            log.warning(
+                "params_on_devices is False: parameters are kept in the machine's memory and copied to the devices for "
+                "every call. That is slow; preset='fsdp' or '2d' divides them over the devices instead."
+            )
+        machines = meshes.machine_of_process()
+        groups = self.mesh.devices.reshape(-1, self.mesh.shape["model"])
+        across = max(len({machines[device.process_index] for device in group}) for group in groups)
+        if across > 1 and groups.flat[0].platform != "tpu":
+            log.warning("the model axis spans %d machines: every layer waits for the network between them", across)
 
     def __str__(self) -> str:
         shape = " x ".join(f"{name} {size}" for name, size in self.mesh.shape.items())
@@ -78,23 +129,23 @@ class PjitPartitioner:
     # -- what lies where -----------------------------------------------------------------------------------------------
 
     def spec(self, shape: Sequence[int], axes: LogicalAxes | None) -> PartitionSpec:
-        """Mesh axes of an array; a dimension that its mesh axis does not divide stays whole."""
-        spec = logical_to_mesh_axes(axes, self.rules)
-        return PartitionSpec(*(a if a and shape[d] % self.mesh.shape[a] == 0 else None for d, a in enumerate(spec)))
+        """Mesh axes of an array; a dimension that its mesh axes do not divide stays whole."""
+        return divided(shape, logical_to_mesh_axes(axes, self.rules), self.mesh)
 
     def sharding(self, shape: Sequence[int], axes: LogicalAxes | None) -> NamedSharding:
-        return NamedSharding(self.mesh, self.spec(shape, axes))
+        """Where a parameter, or what an optimizer keeps of one, lies."""
+        return NamedSharding(self.mesh, self.spec(shape, axes), memory_kind=self._param_memory)
 
     def undivided(self, shape: Sequence[int], axes: LogicalAxes | None) -> str | None:
         """Why a dimension of this array stays whole though a rule would divide it; None where none does."""
-        for dim, axis in enumerate(logical_to_mesh_axes(axes, self.rules)):
-            if axis and shape[dim] % self.mesh.shape[axis]:
-                return f"{axes[dim]}={shape[dim]} is not a multiple of {axis}={self.mesh.shape[axis]}"
+        for dim, over in enumerate(logical_to_mesh_axes(axes, self.rules)):
+            if shape[dim] % parts(self.mesh, over):
+                return f"{axes[dim]}={shape[dim]} is not a multiple of {'*'.join(names(over))}={parts(self.mesh, over)}"
         return None
 
     @property
     def batch_sharding(self) -> NamedSharding:
-        """Rows over `data`, the rest whole."""
+        """Rows over `data` (and `replica`), the rest whole."""
         return NamedSharding(self.mesh, logical_to_mesh_axes(("batch",), self.rules))
 
     @property
@@ -103,24 +154,57 @@ class PjitPartitioner:
 
     # -- batches -------------------------------------------------------------------------------------------------------
 
+    @property
+    def data_parts(self) -> int:
+        """Into how many parts a batch is divided: its size must be a multiple."""
+        return parts(self.mesh, logical_to_mesh_axes(("batch",), self.rules)[0])
+
     def rows(self, batch_size: int) -> range:
-        """The rows of the global batch that this process has to read."""
-        (axis,) = logical_to_mesh_axes(("batch",), self.rules)
-        parts = self.mesh.shape[axis] if axis else 1
-        if batch_size % parts:
+        """The rows of the global batch that this process has to read.
+
+        Processes whose devices share a copy of the model read the same rows.
+        """
+        if batch_size % self.data_parts:
             raise UserError(
-                f"The batch size {batch_size} is not a multiple of the {parts} data-parallel parts of the mesh "
-                f"({self}). Set BATCH_SIZE to a multiple of {parts}, or raise PjitPartitioner.num_partitions."
+                f"The batch size {batch_size} is not a multiple of the {self.data_parts} data-parallel parts of the "
+                f"mesh ({self}). Set BATCH_SIZE to a multiple of {self.data_parts}, or raise "
+                "PjitPartitioner.num_partitions."
             )
-        slices = [index[0] for index in self.batch_sharding.addressable_devices_indices_map((batch_size,)).values()]
-        starts = [s.start or 0 for s in slices]
-        stops = [batch_size if s.stop is None else s.stop for s in slices]
-        return range(min(starts), max(stops))
+        mine = self._parts_here()
+        size = batch_size // self.data_parts
+        return range(mine.start * size, mine.stop * size)
+
+    def _parts_here(self) -> range:
+        """Which of the `data_parts` lie on this process's devices."""
+        indices = self.batch_sharding.addressable_devices_indices_map((self.data_parts,)).values()
+        found = sorted({part for (index,) in indices for part in range(self.data_parts)[index]})
+        if found != list(range(found[0], found[-1] + 1)):
+            raise UserError(
+                f"The rows of the batch that process {jax.process_index()} needs do not follow each other on this mesh "
+                f"({self}): parts {', '.join(map(str, found))} of {self.data_parts}. Choose a dcn_mesh_shape, "
+                "ici_mesh_shape or num_partitions that divides the devices of each process evenly."
+            )
+        return range(found[0], found[-1] + 1)
 
     def to_devices(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
         """This process's rows as arrays of the global batch."""
         sharding = self.batch_sharding
-        return {k: jax.make_array_from_process_local_data(sharding, v) for k, v in batch.items()}
+        if jax.process_count() == 1:
+            return jax.device_put(dict(batch), sharding)
+        here = self._parts_here()
+
+        def placed(local: np.ndarray) -> jax.Array:
+            size = len(local) // len(here)
+            shape = (size * self.data_parts, *local.shape[1:])
+            first = here.start * size
+
+            def shard(index: tuple[slice, ...]) -> np.ndarray:
+                rows = range(shape[0])[index[0]]
+                return local[rows.start - first : rows.stop - first]
+
+            return jax.make_array_from_callback(shape, sharding, shard)
+
+        return {name: placed(local) for name, local in batch.items()}
 
     # -- functions -----------------------------------------------------------------------------------------------------
 
@@ -133,10 +217,65 @@ class PjitPartitioner:
     def partition(
         self, fn: Callable, *, in_shardings: Any, out_shardings: Any, donate_argnums: tuple[int, ...] = ()
     ) -> Callable:
-        """`jax.jit` over the mesh."""
+        """`jax.jit` over the mesh; what is kept in the machine's memory is copied to the devices first."""
 
         def traced(*args):
             with self.activate():
-                return fn(*args)
+                return fn(*(self._on_devices(args, in_shardings) if self._param_memory else args))
 
         return jax.jit(traced, in_shardings=in_shardings, out_shardings=out_shardings, donate_argnums=donate_argnums)
+
+    def _on_devices(self, args: tuple, shardings: Any) -> tuple:
+        device = self.mesh.local_devices[0].default_memory().kind
+
+        def moved(sharding: Sharding, tree: Any) -> Any:
+            if sharding.memory_kind != self._param_memory:
+                return tree
+            return jax.device_put(tree, sharding.with_memory_kind(device))
+
+        return jax.tree.map(moved, shardings, args)
+
+
+def _model_axis(num_partitions: int | None, submesh: Sequence[int] | None) -> int:
+    """How many devices share a copy of the model."""
+    if num_partitions is not None and submesh is not None:
+        raise UserError(
+            "PjitPartitioner: give num_partitions or model_parallel_submesh, not both "
+            f"(they are {num_partitions} and {tuple(submesh)})."
+        )
+    if submesh is not None:
+        if not all(isinstance(n, int) and n > 0 for n in submesh):
+            raise UserError(f"PjitPartitioner.model_parallel_submesh is {submesh!r}: it must be positive numbers.")
+        return math.prod(submesh)
+    if num_partitions is not None and not isinstance(num_partitions, int):
+        raise UserError(f"PjitPartitioner.num_partitions is {num_partitions!r}: it must be a whole number.")
+    return 1 if num_partitions is None else num_partitions
+
+
+def _check_preset(
+    name: str | None,
+    preset: presets.Preset | None,
+    model: int,
+    ici: Sequence[int] | None,
+    dcn: Sequence[int] | None,
+    rules: AxisRules | None,
+) -> None:
+    """Raises where something else that was given contradicts the preset."""
+    if preset is None:
+        return
+    if ici is not None or dcn is not None:
+        raise UserError(
+            f"PjitPartitioner.preset {name!r} chooses the mesh: leave out ici_mesh_shape and dcn_mesh_shape, or preset."
+        )
+    if rules is not None:
+        raise UserError(
+            f"PjitPartitioner.preset {name!r} chooses the logical axis rules: set logical_axis_rules to None, or leave "
+            "out preset, set num_partitions, and start your rules with standard_logical_axis_rules("
+            f"parameter_partitioning_dims={preset.parameter_dims})."
+        )
+    if model > 1 and not preset.model_parallel:
+        other = "tp" if preset.parameter_dims == 1 else "2d"
+        raise UserError(
+            f"PjitPartitioner.preset {name!r} has no model parallelism, but num_partitions (or model_parallel_submesh) "
+            f"is {model}: set it to None, or take preset {other!r}."
+        )

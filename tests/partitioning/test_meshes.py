@@ -1,32 +1,49 @@
 """The same run on other meshes: real runs of the command line over virtual CPU devices."""
 
+import json
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
-from t5x.errors import UserError
-from t5x.partitioning import PjitPartitioner, logical_to_mesh_axes, standard_logical_axis_rules
 from tests.programs import REPO, losses, t5x, train
 
-STEPS = 20
+STEPS = 8
 PER_TOKEN = "loss_per_nonpadding_target_token"
-PARTITIONS = "--gin.partitioning.PjitPartitioner.num_partitions={}"
+PARTITIONER = "--gin.partitioning.PjitPartitioner."
 TWO_DIMENSIONAL = [
-    "--gin.partitioning.PjitPartitioner.logical_axis_rules=@partitioning.standard_logical_axis_rules()",
+    PARTITIONER + "num_partitions=2",
+    PARTITIONER + "logical_axis_rules=@partitioning.standard_logical_axis_rules()",
     "--gin.partitioning.standard_logical_axis_rules.activation_partitioning_dims=2",
     "--gin.partitioning.standard_logical_axis_rules.parameter_partitioning_dims=2",
 ]
+# Options, the mesh that is said, and the mesh axes that parameters must be divided over.
 MESHES = {
-    "data": ([PARTITIONS.format(1)], "mesh: data 8 x model 1"),
-    "model": ([PARTITIONS.format(8)], "mesh: data 1 x model 8"),
-    "mixed": ([PARTITIONS.format(2)], "mesh: data 4 x model 2"),
-    "mixed, two-dimensional": ([PARTITIONS.format(2), *TWO_DIMENSIONAL], "mesh: data 4 x model 2"),
-    "mixed, microbatches": (
-        [PARTITIONS.format(4), "--gin.trainer.Trainer.num_microbatches=2"],
-        "mesh: data 2 x model 4",
+    "dp": ([PARTITIONER + "preset='dp'"], "data 8 x model 1", ()),
+    "fsdp": ([PARTITIONER + "preset='fsdp'"], "data 8 x model 1", ("data",)),
+    "tp": ([PARTITIONER + "preset='tp'"], "data 1 x model 8", ("model",)),
+    "2d": ([PARTITIONER + "preset='2d'"], "data 4 x model 2", ("data", "model")),
+    "two-dimensional, microbatches": (
+        [*TWO_DIMENSIONAL, "--gin.trainer.Trainer.num_microbatches=2"], "data 4 x model 2", ("data", "model"),
     ),
-}
+    "replicas, parameters in the machine's memory": (
+        [PARTITIONER + "ici_mesh_shape=(1, 2, 2)", PARTITIONER + "dcn_mesh_shape=(2, 1, 1)",
+         PARTITIONER + "params_on_devices=False"],
+        "replica 2 x data 2 x model 2", ("model",),
+    ),
+}  # fmt: skip
+# All in one process: starting Python and compiling the same small programs takes longer than training.
+RUN = """
+import json, sys
+import gin
+from t5x import cli
+for args in json.load(sys.stdin):
+    gin.clear_config()
+    print("=====", file=sys.stderr, flush=True)
+    assert cli.run_verb(args[0], args[1:]) == 0
+"""
 
 
 @pytest.fixture(scope="module")
@@ -37,36 +54,27 @@ def one_device(tmp_path_factory):
     return losses(run, PER_TOKEN)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-def test_eight_devices_train_as_one(mesh, one_device, tmp_path):
-    options, said = MESHES[mesh]
-    flags = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=8"
-    done = t5x(*train(tmp_path / "run", STEPS, *options, save_period=1000), cwd=REPO, env={"XLA_FLAGS": flags})
+@pytest.fixture(scope="module")
+def eight_devices(tmp_path_factory):
+    """Each mesh's model directory and what its run said."""
+    directory = tmp_path_factory.mktemp("eight")
+    runs = [train(directory / name, STEPS, *options, save_period=1000) for name, (options, *_) in MESHES.items()]
+    env = {**os.environ, "XLA_FLAGS": os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=8"}
+    done = subprocess.run(
+        [sys.executable, "-c", RUN], input=json.dumps(runs), cwd=REPO, env=env, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
-    assert said in done.stderr
-    found = losses(tmp_path / "run", PER_TOKEN)
+    said = done.stderr.split("=====\n")[1:]
+    return {name: (directory / name, text) for name, text in zip(MESHES, said, strict=True)}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_eight_devices_train_as_one(mesh, one_device, eight_devices):
+    _, shape, over = MESHES[mesh]
+    run, said = eight_devices[mesh]
+    assert f"mesh: {shape} (8 x cpu" in said
+    found = losses(run, PER_TOKEN)
     np.testing.assert_allclose(list(found.values()), list(one_device.values()), rtol=1e-5)
-    if "data 8" not in said:
-        assert "'model'" in (tmp_path / "run" / "model-info.txt").read_text(), "nothing was divided over the model axis"
-
-
-def test_rules_of_t5x():
-    rules = standard_logical_axis_rules
-    kernel = ("embed", "mlp")
-    assert tuple(logical_to_mesh_axes(kernel, rules())) == (None, "model")
-    assert tuple(logical_to_mesh_axes(kernel, rules(1, 2))) == ("data", "model")
-    assert tuple(logical_to_mesh_axes(("batch", "length", "embed"), rules(2, 1))) == ("data", None, "model")
-    assert tuple(logical_to_mesh_axes(("batch", "length", "embed"), rules(2, 2))) == ("data", None, "model")
-    assert tuple(logical_to_mesh_axes(kernel, rules(2, 2))) == ("data", "model")
-    assert tuple(logical_to_mesh_axes(("tower",), rules(additional_rules=[("tower", "data")]))) == ("data",)
-    with pytest.raises(UserError, match="parameter_partitioning_dims is 3"):
-        rules(1, 3)
-
-
-def test_contradictions_are_errors():
-    with pytest.raises(UserError, match="not both"):
-        PjitPartitioner(num_partitions=1, model_parallel_submesh=(1, 1, 1, 1))
-    with pytest.raises(UserError, match="num_partitions is 5, but there are 1 devices"):
-        PjitPartitioner(num_partitions=5)
-    with pytest.raises(UserError, match="'batch' over 'rows'; the mesh has only data, model"):
-        PjitPartitioner(logical_axis_rules=[("batch", "rows")])
+    parameters = (run / "model-info.txt").read_text()
+    assert all(f"'{axis}'" in parameters for axis in over), "nothing was divided over such an axis"
+    assert ("'data'" in parameters) == ("data" in over)

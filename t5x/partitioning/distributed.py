@@ -1,0 +1,303 @@
+"""Several processes as one run: start, what they tell each other, and the end.
+
+`start` joins the processes by JAX's own runtime (`jax.distributed`). Afterwards a process that dies ends all others,
+with one line that names it, and one that ends with an error of its own makes them end soon. The exchange of bytes goes
+by the runtime's key-value store: it needs no devices and may be called from any thread. Alone, all of it does nothing.
+"""
+
+import atexit
+import contextlib
+import dataclasses
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax._src import distributed as runtime  # its key-value store has no public name
+
+from t5x.errors import UserError
+from t5x.partitioning import cluster
+from t5x.partitioning.relay import Relay
+from t5x.partitioning.watch import CAUSE, STOP, Member, Watch, gather, join
+
+log = logging.getLogger(__name__)
+
+_members: list[Member] = []
+_watch: Watch | None = None
+_ended: Watch | None = None  # of a process that ends with an error
+_exit_code: int | None = None
+_rounds: Counter[str] = Counter()
+_rounds_lock = threading.Lock()
+
+
+# --- Start and end ----------------------------------------------------------------------------------------------------
+
+
+def start(
+    *,
+    coordinator_address: str | None = None,
+    process_count: int | None = None,
+    process_index: int | None = None,
+    initialization_timeout: int = 300,
+    multiprocess_gpu: bool = False,
+) -> None:
+    """Joins the processes of a run, before JAX has touched a device; a process that is alone starts nothing.
+
+    What is not given is found where SLURM, Open MPI, Kubernetes (an indexed Job) or a TPU pod started the process.
+
+    Args:
+      coordinator_address: HOST:PORT of process 0; the port, and others, must be open between the machines.
+      process_count: how many processes there are.
+      process_index: which of them this one is, from 0.
+      initialization_timeout: seconds to wait for the others.
+      multiprocess_gpu: T5X's flag: there must be several processes, even if nothing else is given.
+    """
+    global _members, _watch
+    if runtime.global_state.client is not None:
+        return
+    if initialization_timeout <= 0:
+        raise UserError(f"--initialization_timeout is {initialization_timeout}: it must be more than 0 seconds.")
+    place = cluster.find(
+        coordinator_address,
+        process_count,
+        process_index,
+        required=multiprocess_gpu,
+        timeout=initialization_timeout,
+    )
+    if place is None:
+        return
+    me = Member(place.index, place.count, socket.gethostname(), os.getpid(), cluster.machine(), cluster.visible_gpus())
+    if place.index == 0:
+        port = _free_port()
+        log.info("process 0 of %d waits for the others at %s", place.count, place.address)
+        _members, links = gather(place, me, initialization_timeout, port)
+        address = f"127.0.0.1:{port}"
+    else:
+        _members, link, port = join(place, me, initialization_timeout)
+        links = {0: link}
+        address = f"127.0.0.1:{Relay(place.host, port).port}"
+    _watch = Watch(place.index, _members, links)
+    _watch.start()
+    atexit.register(_at_exit)
+    gpus = cluster.own_gpus(place.index, [dataclasses.asdict(member) for member in _members])
+    keep_stdout_clean()
+    _initialize(address, port, place, gpus)
+    log.info("process %d of %d has begun: %d machine(s)", place.index, place.count, len(set(machines())))
+
+
+def _initialize(address: str, port: int, place: cluster.Place, gpus: list[int] | None) -> None:
+    # gRPC would ask a proxy of the environment even for this machine.
+    variable = "no_grpc_proxy"
+    exempt = os.environ.get(variable) or os.environ.get("no_proxy")
+    os.environ[variable] = f"{exempt},127.0.0.1" if exempt else "127.0.0.1"
+    jax.config.update("jax_check_proxy_envs", False)
+    # It would take SIGTERM away from the handler that saves.
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.distributed.initialize(
+        coordinator_address=address,
+        coordinator_bind_address=f"[::]:{port}",
+        num_processes=place.count,
+        process_id=place.index,
+        local_device_ids=gpus,
+        cluster_detection_method="deactivate",
+    )
+
+
+def _free_port() -> int:
+    with socket.create_server(("", 0)) as sock:
+        return sock.getsockname()[1]
+
+
+def stop(error: BaseException | None = None) -> None:
+    """The end of this process's part in the run; nothing where it is alone, or a second time.
+
+    Call it before the error is shown: where the error comes of another process's death, that is said instead, and this
+    does not return.
+
+    Args:
+      error: what ends this process. The others are told, and end too. None: waits for the others, who may have more to
+        do. A stop in good order that all take part in (an exception with an `exit_code` that is no UserError): waits a
+        minute for the others to stop too.
+    """
+    _stop(error, None if error is None else STOP)
+
+
+def _stop(error: BaseException | None, patience: float | None) -> None:
+    global _watch, _ended, _exit_code
+    watch, _watch = _watch, None
+    if watch is None:
+        return
+    speaks = isinstance(error, UserError | KeyboardInterrupt | SystemExit)
+    in_order = error is None or (not speaks and hasattr(error, "exit_code"))
+    if in_order and watch.done(patience):
+        jax.distributed.shutdown()
+        return
+    if not speaks and not in_order:
+        time.sleep(CAUSE)
+    _ended, _exit_code = watch, _code(error)
+    said = f"{type(error).__name__}: {error}".strip(": ")
+    if isinstance(error, UserError):
+        said = str(error)
+    elif error is None:
+        said = "it has left while others go on"
+    watch.failed(f"{watch.members[watch.me]} has ended, and the run with it: {said}", _exit_code)
+
+
+def _code(error: BaseException) -> int:
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else 1
+    return getattr(error, "exit_code", 130 if isinstance(error, KeyboardInterrupt) else 1)
+
+
+@contextlib.contextmanager
+def run(**flags: Any) -> Iterator[None]:
+    """`start` and `stop` around a block."""
+    try:
+        start(**flags)
+        yield
+    except BaseException as error:
+        stop(None if isinstance(error, SystemExit) and not error.code else error)
+        raise
+    stop()
+
+
+def _at_exit() -> None:
+    """Ends a run that nobody has stopped; after an error without JAX's own end, which would wait for the others."""
+    _stop(getattr(sys, "last_value", None), patience=10 * STOP)  # it may have left with an error that nobody told
+    if _ended is not None:
+        _ended.linger()
+        logging.shutdown()
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(_exit_code)
+
+
+def keep_stdout_clean() -> None:
+    """Sends what libraries write to standard output (gloo does) to standard error; Python's own stays where it was."""
+    try:
+        if sys.stdout.fileno() != 1:
+            return
+        sys.stdout.flush()
+        real = os.dup(1)
+        os.dup2(2, 1)
+    except (OSError, ValueError, AttributeError):
+        return  # closed, or not a file
+    sys.stdout = os.fdopen(
+        real, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors, buffering=1 if os.isatty(real) else -1
+    )
+
+
+# --- Who --------------------------------------------------------------------------------------------------------------
+
+
+def is_leader() -> bool:
+    """Whether this is process 0, which writes what is written once."""
+    return runtime.global_state.process_id == 0
+
+
+def machines() -> list[str]:
+    """The machine of each process; empty where that is not known."""
+    return [member.machine for member in _members]
+
+
+# --- What processes tell each other -----------------------------------------------------------------------------------
+
+
+def exchange(name: str, mine: bytes, timeout_s: float = 600) -> list[bytes]:
+    """Everybody's bytes, in the order of processes.
+
+    All processes call it equally often with a `name`, which may be used again and again, by one thread at a time.
+    """
+    client, count, me = _store()
+    if client is None:
+        return [mine]
+    number = _round(f"exchange/{name}")
+    key = f"{_key('exchange', name)}/{{}}/{{}}".format
+    client.key_value_set_bytes(key(number, me), mine)
+    deadline = time.monotonic() + timeout_s
+    everybody = [mine if n == me else _get(key(number, n), deadline, name, n, timeout_s) for n in range(count)]
+    if number:
+        # Who has written this round has read all of the last one.
+        client.key_value_delete(key(number - 1, me))
+    return everybody
+
+
+def barrier(name: str, timeout_s: float = 600) -> None:
+    """Waits until all processes have called it. A name may be used again and again."""
+    exchange(f"barrier {name}", b"", timeout_s)
+
+
+def broadcast(name: str, value: bytes | None, timeout_s: float = 600) -> bytes:
+    """Process 0's bytes, for everybody. A name may be used again and again."""
+    client, count, me = _store()
+    if client is None:
+        return value
+    key = f"{_key('broadcast', name)}/{_round(f'broadcast/{name}')}"
+    if me == 0:
+        client.key_value_set_bytes(key, value)
+        return value
+    value = _get(key, time.monotonic() + timeout_s, name, 0, timeout_s)
+    if client.key_value_increment(f"{key}/read", 1) == count - 1:
+        client.key_value_delete(key)  # and what is under it
+    return value
+
+
+def put(name: str, value: bytes) -> None:
+    """Leaves a note that every process can `poll`; the last one stays."""
+    client, _, _ = _store()
+    if client is None:
+        _notes[name] = value
+    else:
+        client.key_value_set_bytes(_key("note", name), value, allow_overwrite=True)
+
+
+def poll(name: str) -> bytes | None:
+    """The note that a process has left, or None; does not wait."""
+    client, _, _ = _store()
+    if client is None:
+        return _notes.get(name)
+    try:
+        return client.key_value_try_get_bytes(_key("note", name))
+    except jax.errors.JaxRuntimeError as error:
+        if "NOT_FOUND" in str(error):
+            return None
+        raise
+
+
+_notes: dict[str, bytes] = {}
+
+
+def _store() -> tuple[Any, int, int]:
+    """JAX's key-value store (None where this process is alone), the number of processes, and this one's index."""
+    state = runtime.global_state
+    return state.client, state.num_processes, state.process_id
+
+
+def _key(kind: str, name: str) -> str:
+    return f"t5x/{kind}/{name.replace('/', '.')}"  # a key is deleted with all that is under it
+
+
+def _round(name: str) -> int:
+    with _rounds_lock:
+        _rounds[name] += 1
+        return _rounds[name] - 1
+
+
+def _get(key: str, deadline: float, name: str, index: int, timeout_s: float) -> bytes:
+    left = max(deadline - time.monotonic(), 0.001)
+    try:
+        return runtime.global_state.client.blocking_key_value_get_bytes(key, int(left * 1000) or 1)
+    except jax.errors.JaxRuntimeError as error:
+        if "DEADLINE_EXCEEDED" not in str(error):
+            raise
+        raise UserError(
+            f"process {index} did not come to {name!r} within {timeout_s:.0f} s, where process "
+            f"{runtime.global_state.process_id} waits for it: it hangs, or does something else. Look at its log."
+        ) from error

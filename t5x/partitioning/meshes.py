@@ -1,0 +1,136 @@
+"""Meshes: which device stands where.
+
+Neighbours along the last axis talk most, so that they are put into one process, and one machine, where they fit.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import Mesh
+
+from t5x.errors import UserError
+from t5x.partitioning import distributed
+
+AXES = ("data", "model")
+HYBRID_AXES = ("replica", "data", "model")
+
+
+def devices_of(backend: str | None) -> list[jax.Device]:
+    """All devices of the run, machine by machine and process by process."""
+    try:
+        devices = jax.devices(backend)
+    except (RuntimeError, AssertionError) as error:
+        why = (str(error) or "JAX cannot start that backend").splitlines()[0]
+        named = (
+            f"PjitPartitioner.backend is {backend!r}" if backend else f"JAX_PLATFORMS is {jax.config.jax_platforms!r}"
+        )
+        raise UserError(f"{named}, but there are no such devices: {why}") from error
+    machines = machine_of_process()
+    return sorted(devices, key=lambda d: (machines[d.process_index], d.process_index, d.id))
+
+
+def machine_sizes(devices: Sequence[jax.Device]) -> list[int]:
+    """How many of the devices each machine has."""
+    machines = machine_of_process()
+    found = [machines[d.process_index] for d in devices]
+    return [found.count(machine) for machine in dict.fromkeys(found)]
+
+
+def machine_of_process() -> list[int]:
+    """For each process the first one of its machine; itself where that is not known."""
+    names = distributed.machines()
+    return [names.index(n) for n in names] if len(names) == jax.process_count() else list(range(jax.process_count()))
+
+
+def plain(model: int, devices: Sequence[jax.Device]) -> Mesh:
+    """A (`data`, `model`) mesh; `data` goes over slices of a TPU that only a slower network joins."""
+    if model < 1 or len(devices) % model:
+        fitting = ", ".join(str(d) for d in range(1, len(devices) + 1) if len(devices) % d == 0)
+        raise UserError(
+            f"PjitPartitioner.num_partitions is {model}, but there are {len(devices)} devices: "
+            f"it must divide them ({fitting})."
+        )
+    slices = len(_slices(devices)) if devices[0].platform == "tpu" else 1
+    data = len(devices) // model
+    if data % slices:
+        raise UserError(
+            f"PjitPartitioner.num_partitions is {model}, but each of the {slices} TPU slices has "
+            f"{len(devices) // slices} devices: a copy of the model must fit into a slice."
+        )
+    return _assembled((data // slices, model), (slices, 1), AXES, devices)
+
+
+def hybrid(ici: Sequence[int], dcn: Sequence[int] | None, devices: Sequence[jax.Device]) -> Mesh:
+    """T5X's mesh of two networks: `ici` is laid inside each slice, machine or process, `dcn` over them."""
+    lengths = (2, 3) if dcn is None else (3,)
+    for name, shape in (("ici_mesh_shape", ici), ("dcn_mesh_shape", (1,) * len(ici) if dcn is None else dcn)):
+        if len(shape) not in lengths or not all(isinstance(n, int) and n > 0 for n in shape):
+            raise UserError(
+                f"PjitPartitioner.{name} is {tuple(shape)}: it must be {len(HYBRID_AXES)} positive numbers, for "
+                f"{', '.join(HYBRID_AXES)}" + (f", or 2, for {' and '.join(AXES)}." if dcn is None else ".")
+            )
+    dcn = (1,) * len(ici) if dcn is None else dcn
+    total = math.prod(ici) * math.prod(dcn)
+    if total != len(devices):
+        raise UserError(
+            f"PjitPartitioner.ici_mesh_shape {tuple(ici)} and dcn_mesh_shape {tuple(dcn)} multiply up to {total} "
+            f"devices, but there are {len(devices)}."
+        )
+    return _assembled(tuple(ici), tuple(dcn), HYBRID_AXES[-len(ici) :], devices)
+
+
+def _assembled(
+    ici: tuple[int, ...], dcn: tuple[int, ...], axes: tuple[str, ...], devices: Sequence[jax.Device]
+) -> Mesh:
+    """A mesh of shape `ici` * `dcn`, built of one block of shape `ici` for each group of near devices."""
+    groups = _groups(devices, math.prod(dcn))
+    blocks = [mesh_utils.create_device_mesh(ici, group) for group in groups]
+    order = np.arange(len(groups)).reshape(dcn)
+    array = np.block(np.vectorize(lambda i: blocks[i], otypes=[object])(order).tolist())
+    return Mesh(_rows_by_process(array), axes)
+
+
+def _groups(devices: Sequence[jax.Device], count: int) -> list[list[jax.Device]]:
+    """`count` equal groups of devices that are near each other: slices, or whole machines and processes in order."""
+    slices = _slices(devices)
+    size = len(devices) // count
+    if len(slices) == count and all(len(group) == size for group in slices):
+        return slices
+    if count > 1 and devices[0].platform == "tpu" and len(slices) > 1:
+        raise UserError(
+            f"PjitPartitioner.dcn_mesh_shape multiplies up to {count}, but there are {len(slices)} TPU slices."
+        )
+    groups = [list(devices[i : i + size]) for i in range(0, len(devices), size)]
+    local = len(devices) // len({d.process_index for d in devices})
+    if count > 1 and size % local and local % size:
+        raise UserError(
+            f"PjitPartitioner.dcn_mesh_shape divides the devices into {count} groups of {size}, but a process has "
+            f"{local}: a group must be whole processes, or a whole part of one."
+        )
+    return groups
+
+
+def _slices(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
+    found: dict[Any, list[jax.Device]] = {}
+    for device in devices:
+        found.setdefault(getattr(device, "slice_index", 0), []).append(device)
+    return [found[key] for key in sorted(found)]
+
+
+def _rows_by_process(array: np.ndarray) -> np.ndarray:
+    """Orders the `data` axis by process, so that the rows of the batch that a process reads follow each other.
+
+    A TPU's physical order may deal them out in turns. Which of equal data-parallel parts comes first means nothing.
+    """
+    flat = array.reshape(-1, *array.shape[-2:])
+    first = lambda part: min((d.process_index for d in part), default=0)
+    ordered = [sorted(block, key=first) for block in flat]
+    result = np.empty_like(flat)
+    for i, block in enumerate(ordered):
+        for j, part in enumerate(block):
+            result[i, j] = part
+    return result.reshape(array.shape)

@@ -1,0 +1,84 @@
+"""Parallelism by one word: what `PjitPartitioner(preset=...)` stands for."""
+
+import dataclasses
+import math
+
+from t5x.errors import UserError
+from t5x.partitioning.logical import AxisRules
+from t5x.partitioning.rules import standard_logical_axis_rules
+
+
+@dataclasses.dataclass(frozen=True)
+class Preset:
+    """A way to lay a model over devices.
+
+    Attributes:
+      what: what is divided.
+      when: when to take it.
+      parameter_dims: `parameter_partitioning_dims` of its rules: 2 divides parameters over `data`.
+      model_parallel: whether it has a `model` axis, whose size `num_partitions` may set.
+    """
+
+    what: str
+    when: str
+    parameter_dims: int
+    model_parallel: bool
+
+    def rules(self) -> AxisRules:
+        return standard_logical_axis_rules(parameter_partitioning_dims=self.parameter_dims)
+
+
+PRESETS = {
+    "dp": Preset(
+        "Data parallel: each device computes its rows of the batch and holds all parameters and optimizer state.",
+        "When the model with its optimizer fits on one device: nothing is faster.",
+        parameter_dims=1,
+        model_parallel=False,
+    ),
+    "fsdp": Preset(
+        "Data parallel, with parameters and optimizer state divided over all devices and gathered layer by layer.",
+        "When the model does not fit on one device and the batch has a row for each: the first thing to try.",
+        parameter_dims=2,
+        model_parallel=False,
+    ),
+    "tp": Preset(
+        "Model parallel inside each machine (heads, MLPs and vocabulary are divided), data parallel between machines.",
+        "When the batch is smaller than the number of devices, or for quick answers from a large model.",
+        parameter_dims=1,
+        model_parallel=True,
+    ),
+    "2d": Preset(
+        "A near-square data x model mesh; parameters and optimizer state are divided over both of its axes.",
+        "When the model is so large, or the devices are so many, that fsdp alone gathers too much.",
+        parameter_dims=2,
+        model_parallel=True,
+    ),
+}
+
+
+def named(name: str) -> Preset:
+    """The preset of that name."""
+    if name not in PRESETS:
+        lines = "\n".join(f"  {key}: {preset.what}" for key, preset in PRESETS.items())
+        raise UserError(f"PjitPartitioner.preset is {name!r}. There are:\n{lines}")
+    return PRESETS[name]
+
+
+def model_axis(name: str, num_devices: int, machine_sizes: list[int]) -> int:
+    """How many devices share a copy of the model under a preset, where `num_partitions` does not say.
+
+    Args:
+      name: of the preset.
+      num_devices: all devices of the run.
+      machine_sizes: how many of them each machine has.
+    """
+    if name == "tp":
+        if len(set(machine_sizes)) > 1:
+            raise UserError(
+                "PjitPartitioner.preset 'tp' makes each machine one model-parallel group, but the machines have "
+                f"{', '.join(map(str, machine_sizes))} devices. Say how many share the model with num_partitions."
+            )
+        return machine_sizes[0]
+    if name == "2d":
+        return max(d for d in range(1, math.isqrt(num_devices) + 1) if num_devices % d == 0)
+    return 1

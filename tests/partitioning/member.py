@@ -1,0 +1,127 @@
+"""One process of a run of several: `member.py INDEX COUNT PORT JOB`. What it finds is JSON on standard output."""
+
+import json
+import os
+import signal
+import sys
+import time
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from t5x.errors import UserError
+from t5x.partitioning import PjitPartitioner, distributed, watch
+
+INDEX, COUNT = int(sys.argv[1]), int(sys.argv[2])
+VICTIM = COUNT - 1
+
+
+def tell() -> dict:
+    """What processes tell each other."""
+    rounds = [distributed.exchange("of one name", f"{INDEX} {n}".encode()) for n in range(3)]
+    shared = [distributed.broadcast("word", f"{n}".encode() if distributed.is_leader() else None) for n in range(3)]
+    before = distributed.poll("note")
+    distributed.barrier("all have looked")
+    if INDEX == 1:
+        distributed.put("note", b"first")
+        distributed.put("note", b"last")
+    distributed.barrier("a/b")
+    distributed.barrier("a/b")
+    keys = [key for key, _ in distributed._store()[0].key_value_dir_get("t5x/exchange/of one name")]
+    return {
+        "rounds": [[x.decode() for x in everybody] for everybody in rounds],
+        "shared": [x.decode() for x in shared],
+        "notes": [before, distributed.poll("note").decode()],
+        "keys": len(keys),
+    }
+
+
+def place(**options: object) -> dict:
+    """Puts a batch whose row r holds r on the devices of a mesh, and looks at what lies there."""
+    partitioner = PjitPartitioner(**options)
+    size = 4 * partitioner.data_parts
+    rows = partitioner.rows(size)
+    array = partitioner.to_devices({"x": np.repeat(np.array(rows)[:, None], 3, axis=1)})["x"]
+    whole = partitioner.partition(lambda x: x, in_shardings=array.sharding, out_shardings=partitioner.replicated)
+    groups = partitioner.mesh.devices.reshape(-1, partitioner.mesh.shape["model"])
+    return {
+        "mesh": dict(partitioner.mesh.shape),
+        "rows": [rows.start, rows.stop, size],
+        "right": np.array_equal(np.asarray(whole(array)), np.repeat(np.arange(size)[:, None], 3, axis=1)),
+        "processes of a model": max(len({device.process_index for device in group}) for group in groups),
+    }
+
+
+MESHES = {
+    "data": {"num_partitions": 1},
+    "model inside": {"num_partitions": 4},
+    "model across": {"num_partitions": 8},
+    "tp": {"preset": "tp"},
+    "hybrid": {"ici_mesh_shape": (1, 2, 2), "dcn_mesh_shape": (2, 1, 1)},
+}
+
+
+def work() -> None:
+    print(json.dumps({"told": tell(), "meshes": {name: place(**options) for name, options in MESHES.items()}}))
+
+
+def die() -> None:
+    """The last is killed while the others compute with it, on a mesh whose second model copy is on two processes."""
+    print(json.dumps(place(num_partitions=3)), flush=True)
+    for n in range(10_000):
+        multihost_utils.process_allgather(np.ones(1))
+        if n == 3 and INDEX == VICTIM:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_first() -> None:
+    """Process 0, where JAX's coordination service is, is killed."""
+    distributed.barrier("up")
+    if INDEX == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(100)
+
+
+def hang() -> None:
+    distributed.barrier("up")
+    if INDEX == VICTIM:
+        print(os.getpid(), flush=True)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(100)
+
+
+def refuse() -> None:
+    distributed.barrier("up")
+    if INDEX == VICTIM:
+        raise UserError("the file is missing. Give it.")
+    time.sleep(100)
+
+
+def refuse_all() -> None:
+    raise UserError("all say this.")
+
+
+class Stopped(Exception):
+    """As a run that was asked to stop ends."""
+
+    exit_code = 75
+
+
+def last() -> None:
+    """All stop in good order; one has more to do than the others."""
+    time.sleep(2 if INDEX == VICTIM else 0)
+    print("finished")
+    raise Stopped("stopped in good order")
+
+
+if __name__ == "__main__":
+    watch.SILENCE = 4.0
+    jax.config.update("jax_platforms", "cpu")
+    flags = {"process_count": COUNT, "process_index": INDEX, "initialization_timeout": 60}
+    try:
+        with distributed.run(coordinator_address=f"127.0.0.1:{sys.argv[3]}", **flags):
+            globals()[sys.argv[4]]()
+    except (UserError, Stopped) as error:
+        print(f"{'error: ' * isinstance(error, UserError)}{error}", file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -1,0 +1,212 @@
+"""Several processes on this machine: what they tell each other, what each holds, and how they end together."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from t5x.errors import UserError
+from t5x.partitioning import cluster, distributed
+
+MEMBER = Path(__file__).with_name("member.py")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return sock.getsockname()[1]
+
+
+def begin(job: str, count: int, devices: int = 1) -> list[subprocess.Popen]:
+    port = free_port()
+    proxy = "http://127.0.0.1:9"  # as in many clusters; nothing answers there
+    env = {
+        **os.environ, "http_proxy": proxy, "https_proxy": proxy, "PYTHONPATH": str(MEMBER.parents[2]),
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}",
+    }  # fmt: skip
+    command = [sys.executable, str(MEMBER)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return [subprocess.Popen([*command, str(n), str(count), str(port), job], env=env, **pipes) for n in range(count)]
+
+
+def finish(processes: list[subprocess.Popen]) -> list[subprocess.CompletedProcess]:
+    done = []
+    try:
+        for process in processes:
+            out, err = process.communicate(timeout=120)
+            done.append(subprocess.CompletedProcess(process.args, process.returncode, out, err))
+    finally:
+        for process in processes:
+            process.kill()
+    return done
+
+
+def assert_one_line(done: subprocess.CompletedProcess, *words: str) -> None:
+    """It ended with one message of ours, without a traceback or a dump of JAX."""
+    assert done.stderr.count("error: ") == 1, done.stderr
+    assert "Traceback" not in done.stderr and "stack trace" not in done.stderr, done.stderr
+    for word in words:
+        assert word in done.stderr, done.stderr
+
+
+@pytest.fixture(scope="module")
+def work():
+    done = finish(begin("work", 2, devices=4))
+    assert [process.returncode for process in done] == [0, 0], done[0].stderr + done[1].stderr
+    return [json.loads(process.stdout) for process in done]  # and nothing else: gloo writes to standard output
+
+
+def test_processes_tell_each_other(work):
+    for process in work:
+        told = process["told"]
+        assert told["rounds"] == [[f"0 {n}", f"1 {n}"] for n in range(3)]
+        assert told["shared"] == ["0", "1", "2"]
+        assert told["notes"] == [None, "last"]
+        assert told["keys"] == 2, "keys of earlier rounds were left"
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "rows"),
+    [
+        ("data", {"data": 8, "model": 1}, [(0, 16, 32), (16, 32, 32)]),
+        ("model inside", {"data": 2, "model": 4}, [(0, 4, 8), (4, 8, 8)]),
+        ("model across", {"data": 1, "model": 8}, [(0, 4, 4), (0, 4, 4)]),
+        ("tp", {"data": 1, "model": 8}, [(0, 4, 4), (0, 4, 4)]),
+        ("hybrid", {"replica": 2, "data": 2, "model": 2}, [(0, 8, 16), (8, 16, 16)]),
+    ],
+)
+def test_each_process_reads_the_rows_of_its_devices(work, name, mesh, rows):
+    for process, expected in zip(work, rows, strict=True):
+        found = process["meshes"][name]
+        assert found["mesh"] == mesh
+        assert tuple(found["rows"]) == expected
+        assert found["right"], "a row came to the wrong device"
+        assert found["processes of a model"] == (2 if mesh["model"] == 8 else 1)
+
+
+def test_a_model_straddles_processes_and_one_is_killed():
+    *others, victim = begin("die", 3, devices=2)
+    done = finish([*others, victim])
+    found = [json.loads(process.stdout) for process in done]
+    assert [each["rows"] for each in found] == [[0, 4, 8], [0, 8, 8], [4, 8, 8]]
+    assert all(each["right"] for each in found)
+    for process in done[:2]:
+        assert process.returncode == 75, process.stderr
+        assert_one_line(process, f"process 2 (host {socket.gethostname()}, pid {victim.pid}) died", "last checkpoint")
+
+
+def test_a_killed_coordinator_ends_the_others():
+    leader, *others = begin("die_first", 3)
+    for process in finish([leader, *others])[1:]:
+        assert process.returncode == 75, process.stderr
+        assert_one_line(process, f"process 0 (host {socket.gethostname()}, pid {leader.pid}) died", "last checkpoint")
+
+
+def test_a_stopped_process_ends_the_others():
+    leader, victim = begin("hang", 2)
+    (done,) = finish([leader])
+    os.kill(victim.pid, signal.SIGCONT)
+    (woken,) = finish([victim])
+    assert done.returncode == woken.returncode == 75
+    assert_one_line(done, "process 1 (host ", "has said nothing for 4 s")
+    assert_one_line(woken, "process 0 (host ", "died")
+
+
+def test_a_users_error_ends_all():
+    leader, victim = finish(begin("refuse", 2))
+    assert (leader.returncode, victim.returncode) == (2, 2)
+    assert_one_line(victim, "error: the file is missing. Give it.")
+    assert_one_line(leader, "process 1 (host ", "has ended, and the run with it: the file is missing. Give it.")
+
+
+def test_an_error_of_all_is_each_ones_own():
+    for process in finish(begin("refuse_all", 2)):
+        assert process.returncode == 2
+        assert process.stderr.count("error: all say this.") == 1, process.stderr
+        assert_one_line(process)
+
+
+def test_who_has_finished_waits_for_the_others():
+    for process in finish(begin("last", 2)):
+        assert (process.returncode, process.stdout) == (75, "finished\n"), process.stderr
+        assert "error" not in process.stderr
+
+
+# --- Flags and clusters -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"multiprocess_gpu": True}, "no cluster was found"),
+        ({"coordinator_address": "here:1"}, "--process_count and --process_index are missing"),
+        ({"process_count": 2, "process_index": 0}, "--coordinator_address is missing"),
+        ({"process_count": 2, "process_index": 2, "coordinator_address": "here:1"}, "it must be 0 to 1"),
+        ({"process_count": 2, "process_index": 0, "coordinator_address": "here"}, "must be HOST:PORT"),
+        ({"process_count": 1, "process_index": 1}, "the only process is 0"),
+        ({"process_count": 0}, "at least 1"),
+        ({"initialization_timeout": 0}, "more than 0 seconds"),
+    ],
+)
+def test_wrong_flags_are_errors(flags, words):
+    with pytest.raises(UserError, match=words):
+        distributed.start(**flags)
+
+
+def test_an_unreachable_coordinator_is_one_error():
+    address = f"127.0.0.1:{free_port()}"
+    flags = {"coordinator_address": address, "process_count": 2, "initialization_timeout": 1}
+    with pytest.raises(UserError, match=f"process 1 did not reach process 0 at {address} within 1 s"):
+        distributed.start(process_index=1, **flags)
+    with pytest.raises(UserError, match="1 of 2 processes did not come: 1"):
+        distributed.start(process_index=0, **flags)
+
+
+def test_alone_nothing_is_started():
+    distributed.start()
+    distributed.start(process_count=1, process_index=0)
+    distributed.stop()
+    assert distributed.is_leader()
+    assert distributed.exchange("name", b"mine") == [b"mine"]
+    assert distributed.broadcast("name", b"value") == b"value"
+    distributed.barrier("name")
+    assert distributed.poll("note") is None
+    distributed.put("note", b"1")
+    assert distributed.poll("note") == b"1"
+
+
+def slurm(monkeypatch, tasks: int, **more: str) -> None:
+    variables = {"JOB_ID": "7", "STEP_NODELIST": "gpu[003-005]", "NTASKS": str(tasks), "PROCID": "1", "LOCALID": "1"}
+    for name, value in {**variables, **more}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+
+
+def test_slurm_is_found(monkeypatch):
+    find = lambda *flags: cluster.find(*(flags or (None, None, None)), required=False, timeout=1)
+    slurm(monkeypatch, 4)
+    assert find() == cluster.Place("gpu003", 61447, 4, 1)  # JAX's own choice of a port: 61440 + job
+    assert find("other:99", None, None) == cluster.Place("other", 99, 4, 1)
+    assert find("other:99", 8, 5) == cluster.Place("other", 99, 8, 5)
+    slurm(monkeypatch, 4, STEP_NUM_TASKS="1")
+    assert find() is None
+    slurm(monkeypatch, 1, STEP_NUM_TASKS="1", PROCID="0")
+    assert find() is None
+
+
+def test_a_pod_alone_asks_nobody(monkeypatch, recwarn):
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    assert cluster.find(None, None, None, required=False, timeout=1) is None
+    assert not recwarn.list
+
+
+def test_processes_of_a_machine_divide_its_gpus():
+    seen = ["a 0,1,2,3", "a 0,1,2,3", "b 0", "b 1", "c 0,1"]
+    members = [dict(zip(("machine", "host", "gpus"), (m, m, g), strict=True)) for m, g in map(str.split, seen)]
+    assert [cluster.own_gpus(n, members) for n in range(5)] == [[0, 1], [2, 3], None, None, None]
+    three = [{"machine": "a", "host": "a", "gpus": "0,1,2,3"}] * 3
+    with pytest.raises(UserError, match="3 processes on a see the same 4 GPUs"):
+        cluster.own_gpus(0, three)

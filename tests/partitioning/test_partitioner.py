@@ -1,0 +1,182 @@
+"""Meshes, presets and contradictions on eight virtual devices."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from t5x.errors import UserError
+from t5x.partitioning import (
+    PjitPartitioner,
+    distributed,
+    logical_to_mesh_axes,
+    meshes,
+    presets,
+    standard_logical_axis_rules,
+)
+
+# Run with eight devices: where a kernel [embed, mlp] and a batch lie, or the error.
+LOOK = """
+import json, sys
+from t5x.errors import UserError
+from t5x.partitioning import PjitPartitioner
+def look(options):
+    try:
+        partitioner = PjitPartitioner(**options)
+        return {
+            "mesh": dict(partitioner.mesh.shape),
+            "kernel": list(partitioner.spec((64, 128), ("embed", "mlp"))),
+            "batch": list(partitioner.spec((8, 4, 64), ("batch", "length", "embed"))),
+            "odd batch": list(partitioner.spec((3, 4, 64), ("batch", "length", "embed"))),
+            "parts": partitioner.data_parts,
+        }
+    except UserError as error:
+        return str(error)
+print(json.dumps([look(options) for options in json.load(sys.stdin)]))
+"""
+RULES = [["batch", "data"], ["embed", ["data", "model"]]]
+DEFAULT_RULES = standard_logical_axis_rules()
+FOUND = [
+    ({"preset": "dp"}, {"data": 8, "model": 1}, [None, "model"], ["data", None, None]),
+    ({"preset": "fsdp"}, {"data": 8, "model": 1}, ["data", "model"], ["data", None, None]),
+    ({"preset": "tp"}, {"data": 1, "model": 8}, [None, "model"], ["data", None, None]),
+    ({"preset": "2d"}, {"data": 4, "model": 2}, ["data", "model"], ["data", None, None]),
+    ({"preset": "tp", "num_partitions": 2}, {"data": 4, "model": 2}, [None, "model"], ["data", None, None]),
+    ({"preset": "2d", "num_partitions": 4}, {"data": 2, "model": 4}, ["data", "model"], ["data", None, None]),
+    # as the run files bind it
+    (
+        {"preset": "fsdp", "num_partitions": 1, "logical_axis_rules": DEFAULT_RULES},
+        {"data": 8, "model": 1}, ["data", "model"], ["data", None, None],
+    ),
+    ({"model_parallel_submesh": [1, 2, 2, 1]}, {"data": 2, "model": 4}, [None, "model"], ["data", None, None]),
+    (
+        {"ici_mesh_shape": [1, 2, 2], "dcn_mesh_shape": [2, 1, 1]},
+        {"replica": 2, "data": 2, "model": 2}, [None, "model"], [["replica", "data"], None, None],
+    ),
+    ({"ici_mesh_shape": [4, 2]}, {"data": 4, "model": 2}, [None, "model"], ["data", None, None]),
+    (
+        {"num_partitions": 2, "logical_axis_rules": RULES},
+        {"data": 4, "model": 2}, [["data", "model"], None], ["data", None, None],
+    ),
+]  # fmt: skip
+REFUSED = [
+    ({"preset": "zero"}, "preset is 'zero'. There are:\n  dp: "),
+    ({"preset": "dp", "num_partitions": 2}, "set it to None, or take preset 'tp'"),
+    ({"preset": "fsdp", "model_parallel_submesh": [2, 1]}, "set it to None, or take preset '2d'"),
+    ({"preset": "2d", "ici_mesh_shape": [4, 2]}, "leave out ici_mesh_shape"),
+    ({"preset": "fsdp", "logical_axis_rules": RULES}, "set logical_axis_rules to None"),
+    ({"preset": "tp", "num_partitions": 3}, "num_partitions is 3, but there are 8 devices"),
+    ({"num_partitions": 2, "ici_mesh_shape": [4, 2]}, "must be None"),
+    ({"dcn_mesh_shape": [2, 1, 1]}, "without ici_mesh_shape"),
+    ({"ici_mesh_shape": [1, 2, 2], "dcn_mesh_shape": [4, 1, 1]}, "multiply up to 16 devices, but there are 8"),
+    ({"ici_mesh_shape": [2, 2], "dcn_mesh_shape": [2, 1, 1]}, "ici_mesh_shape is (2, 2): it must be 3"),
+    ({"num_partitions": "2"}, "must be a whole number"),
+    ({"num_partitions": 0}, "it must divide them (1, 2, 4, 8)"),
+]
+
+
+@pytest.fixture(scope="module")
+def looked():
+    env = {**os.environ, "XLA_FLAGS": os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=8"}
+    cases = json.dumps([case[0] for case in (*FOUND, *REFUSED)])
+    command = [sys.executable, "-c", LOOK]
+    done = subprocess.run(command, input=cases, env=env, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("case", range(len(FOUND)), ids=[str(case[0]) for case in FOUND])
+def test_what_lies_where(looked, case):
+    _, mesh, kernel, batch = FOUND[case]
+    parts = mesh.get("replica", 1) * mesh["data"]
+    odd = batch if parts == 1 else [None, None, None]
+    assert looked[case] == {"mesh": mesh, "kernel": kernel, "batch": batch, "odd batch": odd, "parts": parts}
+
+
+@pytest.mark.parametrize("case", range(len(REFUSED)), ids=[str(case[0]) for case in REFUSED])
+def test_contradictions_say_what_to_do(looked, case):
+    found = looked[len(FOUND) + case]
+    assert isinstance(found, str) and REFUSED[case][1] in found
+
+
+def test_machines_of_different_size_are_no_tensor_parallel_groups():
+    assert presets.model_axis("tp", 16, [8, 8]) == 8
+    with pytest.raises(UserError, match="machines have 8, 4 devices"):
+        presets.model_axis("tp", 12, [8, 4])
+    assert [presets.model_axis("2d", n, [n]) for n in (1, 2, 4, 6, 7, 16, 32)] == [1, 1, 2, 2, 1, 4, 4]
+
+
+class Device:
+    """As much of a device as ordering looks at."""
+
+    def __init__(self, process_index: int, number: int):
+        self.process_index, self.id, self.platform = process_index, number, "gpu"
+
+
+def test_rows_of_a_process_follow_each_other():
+    dealt = np.array([[Device(n % 2, n)] for n in range(4)], dtype=object)  # as the axes of a torus may do
+    assert [d.process_index for d in meshes._rows_by_process(dealt).flat] == [0, 0, 1, 1]
+    twice = np.stack([dealt, dealt])
+    assert [d.process_index for d in meshes._rows_by_process(twice).flat] == [0, 0, 1, 1] * 2
+
+
+def test_processes_of_a_machine_stand_together(monkeypatch):
+    monkeypatch.setattr(jax, "devices", lambda backend: [Device(n, n) for n in range(4)])
+    monkeypatch.setattr(jax, "process_count", lambda: 4)
+    monkeypatch.setattr(distributed, "machines", lambda: ["a", "b", "a", "b"])  # a scheduler deals them out in turns
+    devices = meshes.devices_of(None)
+    assert [d.process_index for d in devices] == [0, 2, 1, 3]
+    assert meshes.machine_sizes(devices) == [2, 2]
+
+
+def test_rules_of_t5x():
+    rules = standard_logical_axis_rules
+    kernel = ("embed", "mlp")
+    assert tuple(logical_to_mesh_axes(kernel, rules())) == (None, "model")
+    assert tuple(logical_to_mesh_axes(kernel, rules(1, 2))) == ("data", "model")
+    assert tuple(logical_to_mesh_axes(("batch", "length", "embed"), rules(2, 1))) == ("data", None, "model")
+    assert tuple(logical_to_mesh_axes(("batch", "length", "embed"), rules(2, 2))) == ("data", None, "model")
+    assert tuple(logical_to_mesh_axes(kernel, rules(2, 2))) == ("data", "model")
+    assert tuple(logical_to_mesh_axes(("tower",), rules(additional_rules=[("tower", "data")]))) == ("data",)
+    with pytest.raises(UserError, match="parameter_partitioning_dims is 3"):
+        rules(1, 3)
+
+
+def test_several_mesh_axes_are_taken_together_or_not_at_all():
+    rules = [("batch", ("replica", "data")), ("embed", "data"), ("embed", "model")]
+    assert tuple(logical_to_mesh_axes(("batch", "embed"), rules)) == (("replica", "data"), "model")
+    late = [("embed", "data"), ("batch", ("replica", "data"))]
+    assert tuple(logical_to_mesh_axes(("batch", "embed"), late)) == (None, "data")
+
+
+def test_contradictions_are_errors():
+    with pytest.raises(UserError, match="not both"):
+        PjitPartitioner(num_partitions=1, model_parallel_submesh=(1, 1, 1, 1))
+    with pytest.raises(UserError, match="num_partitions is 5, but there are 1 devices"):
+        PjitPartitioner(num_partitions=5)
+    with pytest.raises(UserError, match="'batch' over 'rows'; the mesh has only data, model"):
+        PjitPartitioner(logical_axis_rules=[("batch", "rows")])
+
+
+def test_parameters_wait_in_the_memory_of_the_machine(caplog):
+    partitioner = PjitPartitioner(params_on_devices=False)
+    assert "params_on_devices is False" in caplog.text and "slow" in caplog.text
+    where = partitioner.sharding((4, 4), ("embed", "mlp"))
+    assert where.memory_kind == "pinned_host"
+    params = {"w": jax.device_put(np.arange(16.0).reshape(4, 4), where)}
+    batch = partitioner.to_devices({"x": np.ones((2, 4), np.float32)})
+    step = partitioner.partition(
+        lambda p, b: ({"w": p["w"] + 1}, b["x"] @ p["w"]),
+        in_shardings=({"w": where}, partitioner.batch_sharding),
+        out_shardings=({"w": where}, partitioner.replicated),
+    )
+    new, out = step(params, batch)
+    np.testing.assert_allclose(out, np.ones((2, 4)) @ np.arange(16.0).reshape(4, 4))
+    assert new["w"].sharding.memory_kind == "pinned_host"
+    np.testing.assert_allclose(new["w"], np.arange(16.0).reshape(4, 4) + 1)
+    assert PjitPartitioner().sharding((4, 4), None).memory_kind != "pinned_host"
