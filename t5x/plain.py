@@ -105,13 +105,21 @@ class PlainRun:
         return None if self.metric == "none" else self.metric
 
 
-def train_file(run: PlainRun, *, bindings: Sequence[str] = (), dry_run: bool = False, command: str = "") -> None:
+def train_file(
+    run: PlainRun,
+    *,
+    bindings: Sequence[str] = (),
+    dry_run: bool = False,
+    command: str = "",
+    processes: contextlib.AbstractContextManager[Any] | None = None,
+) -> None:
     """Trains as the options say, and says what to do next.
 
     Args:
       bindings: gin bindings on top.
       dry_run: print the configuration and run nothing.
       command: which is noted in MODEL_DIR.
+      processes: joins this process with others, if there are any, while it is entered.
     """
     # --- The data, before anything slow is loaded ---------------------------------------------------------------------
     files, model_bindings, vocabulary = _from_scratch(run) if run.model is None else _from_checkpoint(run)
@@ -125,22 +133,25 @@ def train_file(run: PlainRun, *, bindings: Sequence[str] = (), dry_run: bool = F
 
     # --- The same configuration as a gin run's ------------------------------------------------------------------------
     startup.prepare_jax()
-    from t5x.train import train
+    with processes or contextlib.nullcontext():
+        from t5x.partitioning import distributed
+        from t5x.train import train
 
-    configuration.parse(
-        gin_files=[*files, RUN_FILE],
-        bindings=[*model_bindings, *vocabulary.bindings(), *_run_bindings(run, command), *bindings],
-        entry_points={"train": train},
-    )
-    configuration.check(train)
-    if dry_run:
-        print(configuration.resolved_str())
-        return
-    _check_steps(run)
+        configuration.parse(
+            gin_files=[*files, RUN_FILE],
+            bindings=[*model_bindings, *vocabulary.bindings(), *_run_bindings(run, command), *bindings],
+            entry_points={"train": train},
+        )
+        configuration.check(train)
+        if dry_run:
+            print(configuration.resolved_str())
+            return
+        _check_steps(run)
 
-    # --- Train, and say what to do next -------------------------------------------------------------------------------
-    step, _ = configuration.configured(train)()
-    print(_next_steps(run, task, step), flush=True)
+        # --- Train, and say what to do next ---------------------------------------------------------------------------
+        step, _ = configuration.configured(train)()
+        if distributed.is_leader():
+            print(_next_steps(run, task, step), flush=True)
 
 
 def write_down(model_dir: str, summary_writer: Any, step: int, command: str = "") -> None:

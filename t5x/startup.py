@@ -39,6 +39,32 @@ class _Plain(logging.Formatter):
         return message if record.levelno <= logging.INFO else f"{record.levelname.lower()}: {message}"
 
 
+def name_process() -> None:
+    """Of several processes the first tells what all of them do; the others only what goes wrong, by their number."""
+    import jax
+
+    from t5x.partitioning import distributed
+
+    if distributed.is_leader():
+        return
+    own = logging.getLogger("t5x")
+    own.setLevel(max(own.level, logging.WARNING) if own.level != logging.DEBUG else logging.DEBUG)
+    for handler in own.handlers:
+        handler.addFilter(_Numbered(jax.process_index()))
+
+
+class _Numbered(logging.Filter):
+    """Puts the number of the process before its messages."""
+
+    def __init__(self, index: int):
+        super().__init__()
+        self._index = index
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.msg = f"[process {self._index}] {record.msg}"
+        return True
+
+
 def cache_directory() -> str:
     """T5X_CACHE_DIR, or `t5x` in the user's cache directory."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")

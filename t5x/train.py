@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,15 +14,16 @@ from t5x.checkpoints.config import CheckpointConfig, RestoreCheckpointConfig, Sa
 from t5x.checkpoints.contents import sidecars
 from t5x.data import Evaluator
 from t5x.data.config import DatasetConfig
-from t5x.data.loader import train_loader
-from t5x.data.tasks import get_subtasks
 from t5x.errors import UserError
 from t5x.models import BaseTransformerModel
-from t5x.partitioning import PjitPartitioner
-from t5x.telemetry import MetricWriter, jsonl
-from t5x.telemetry.writer import METRICS_FILE
+from t5x.partitioning import PjitPartitioner, distributed
+from t5x.telemetry import MetricWriter, ThroughputClock, jsonl
+from t5x.telemetry.flops import StepCost
+from t5x.trainer.actions import Actions, ActionStop, BaseAction
 from t5x.trainer.checks import verify_matching_vocabs
-from t5x.trainer.evaluation import InferenceEvaluator, teacher_forced_batches
+from t5x.trainer.datasets import ForeignBatches, ShardInfo, get_dataset, get_training_eval_datasets
+from t5x.trainer.evaluations import InferenceEvaluation, TrainingEvaluation
+from t5x.trainer.lines import MetricLines
 from t5x.trainer.restore import Run, restore_or_init
 from t5x.trainer.state import StateLayout, TrainState
 
@@ -42,13 +43,23 @@ def train(
     total_steps: int,
     eval_steps: int | None = None,
     eval_period: int,
+    train_eval_period: int | None = None,
+    infer_eval_period: int | None = None,
     relative_steps: int | None = None,
     stats_period: int | None = None,
     random_seed: int | None = None,
     use_hardware_rng: bool = False,
     summarize_config_fn: Callable[..., None] | None = gin_utils.summarize_gin_config,
     inference_evaluator_cls: Callable[..., Any] = Evaluator,
+    get_dataset_fn: Callable[..., Iterable[Any]] = get_dataset,
+    concurrent_metrics: bool = True,
+    actions: Mapping[str, Sequence[BaseAction]] | None = None,
+    train_eval_get_dataset_fn: Callable[..., Mapping[str, Iterable[Any]]] = get_training_eval_datasets,
     run_eval_before_training: bool = False,
+    train_state_initializer_cls: Callable[..., StateLayout] = StateLayout.of,
+    use_orbax: bool = True,
+    verify_matching_vocabs_fn: Callable[[DatasetConfig, BaseTransformerModel], None] | None = verify_matching_vocabs,
+    gc_period: int = 0,
 ) -> tuple[int, TrainState]:
     """Trains `model` up to `total_steps`, from wherever MODEL_DIR left off.
 
@@ -62,12 +73,21 @@ def train(
       total_steps: the model's step to end at, counted from its very first.
       eval_steps: batches of each teacher-forced evaluation; None takes every example.
       eval_period: steps between evaluations; 0 evaluates only at the end.
+      train_eval_period, infer_eval_period: the same for one kind of evaluation alone; None takes `eval_period`.
       relative_steps: train so many steps from where the run starts, whatever `total_steps` says.
       stats_period: steps between lines of metrics; None takes the evaluation period, at most 100.
       random_seed: of initial values and dropout; None is 0, so that every run can be repeated.
       use_hardware_rng: the device's fast generator for dropout. It depends on the mesh and the compiler.
       summarize_config_fn: writes the configuration into MODEL_DIR.
+      get_dataset_fn: makes the batches; of your own, see `t5x.trainer.datasets`.
+      concurrent_metrics: lines of metrics are computed and written while the next steps run.
+      actions: by `TRAIN`, `TRAIN_EVAL` or `INFER_EVAL`: what may end the run, see `t5x.trainer.actions`.
+      train_eval_get_dataset_fn: makes the batches of teacher-forced evaluation.
       run_eval_before_training: evaluate once at the start.
+      train_state_initializer_cls: lays a model's state out over the mesh, from (model, partitioner, shapes of inputs).
+      use_orbax: T5X's other format is written by `t5x convert --to native`.
+      verify_matching_vocabs_fn: checks the vocabularies of data and model; None does not.
+      gc_period: steps between collections of Python's garbage, which is then collected at no other time.
 
     Returns:
       (the step reached, the state there).
@@ -76,9 +96,12 @@ def train(
       Stopped: after SIGINT or SIGTERM, once the step was finished and saved.
     """
     # --- The directory, and who owns it -------------------------------------------------------------------------------
+    clock = ThroughputClock()
     save_cfg, restore_cfg = checkpoint_cfg.save, checkpoint_cfg.restore
-    _check(model_dir, total_steps, eval_steps, restore_cfg)
+    _check(model_dir, total_steps, eval_steps, restore_cfg, use_orbax)
+    actions = Actions(actions)
     model_dir = str(checkpoints.local_path(model_dir))
+    leader = distributed.is_leader()
     with (
         checkpoints.ModelDirLock(model_dir),
         _store(model_dir, save_cfg) as store,
@@ -101,23 +124,25 @@ def train(
         log.info("devices: %s", _devices())
         log.info("mesh: %s", partitioner)
         for cfg in filter(None, (train_dataset_cfg, train_eval_dataset_cfg, infer_eval_dataset_cfg)):
-            verify_matching_vocabs(cfg, model)
-        loader = closing.enter_context(
-            train_loader(
-                train_dataset_cfg,
-                feature_converter=model.FEATURE_CONVERTER_CLS(pack=train_dataset_cfg.pack),
-                rows=partitioner.rows(train_dataset_cfg.batch_size),
-            )
-        )
-        # --- The model, laid out over the mesh --------------------------------------------------------------------
-        layout = StateLayout.of(model, partitioner, model.input_shapes(train_dataset_cfg.task_feature_lengths))
+            if verify_matching_vocabs_fn is not None:
+                verify_matching_vocabs_fn(cfg, model)
+        batch_size = train_dataset_cfg.batch_size
+        shard = ShardInfo.of(partitioner.rows(batch_size), batch_size)
+        loader = get_dataset_fn(train_dataset_cfg, shard, model.FEATURE_CONVERTER_CLS)
+        loader = closing.enter_context(loader if hasattr(loader, "restore") else ForeignBatches(loader))
+
+        # --- The model, laid out over the mesh ------------------------------------------------------------------------
+        shapes = model.input_shapes(train_dataset_cfg.task_feature_lengths)
+        layout = train_state_initializer_cls(model, partitioner, shapes)
         log.info("model: %s", _describe(model, layout))
 
-        # --- Where it starts: MODEL_DIR's own checkpoint, then the initial one, then scratch ----------------------
-        state, run = restore_or_init(store, restore_cfg, model, layout, init_rng)
+        # --- Where it starts: MODEL_DIR's own checkpoint, then the initial one, then scratch --------------------------
+        with clock.apart("timing/init_or_restore_seconds"):
+            state, run = restore_or_init(store, restore_cfg, model, layout, init_rng)
         first_step = int(state.step)
         if run.data is not None:
             loader.restore(run.data)
+        actions.restore(run.actions)
         if relative_steps is not None:
             total_steps = run.first_step + relative_steps
         if total_steps < first_step:
@@ -126,70 +151,117 @@ def train(
                 "use relative_steps to train a number of steps from there."
             )
 
-        # --- What is written about it -----------------------------------------------------------------------------
-        writer = closing.enter_context(
-            MetricWriter(os.path.join(model_dir, "train"), collection="train", purge_step=first_step)
-        )
-        if summarize_config_fn is not None:
-            summarize_config_fn(model_dir, writer, first_step)
-        _write_model_info(model_dir, layout)
+        # --- What is written about it ---------------------------------------------------------------------------------
+        writer = None
+        if leader:
+            directory = os.path.join(model_dir, "train")
+            writer = closing.enter_context(MetricWriter(directory, collection="train", purge_step=first_step))
+            if summarize_config_fn is not None:
+                summarize_config_fn(model_dir, writer, first_step)
+            _write_model_info(model_dir, layout)
         files = sidecars(model, _read_if_there(os.path.join(model_dir, "config.gin")))
 
-        # --- Training, evaluation, saving -------------------------------------------------------------------------
+        # --- Training, evaluation, saving -----------------------------------------------------------------------------
         trainer = trainer_cls(model=model, train_state=state, partitioner=partitioner, layout=layout, rng=dropout_rng)
         del state  # the trainer's step gives its memory away
-        evaluations = closing.enter_context(
-            _Evaluations(
-                trainer, train_eval_dataset_cfg, infer_eval_dataset_cfg, eval_steps, inference_evaluator_cls,
-                model_dir, stop,
+        train_eval = infer_eval = None
+        if train_eval_dataset_cfg is not None:
+            train_eval = closing.enter_context(
+                TrainingEvaluation(
+                    train_eval_dataset_cfg, train_eval_get_dataset_fn, eval_steps, trainer, model_dir, stop
+                )
             )
-        )  # fmt: skip
-        window = trainer_lib.Window(run.metrics)
+        if infer_eval_dataset_cfg is not None:
+            infer_eval = InferenceEvaluation(infer_eval_dataset_cfg, inference_evaluator_cls, trainer, model_dir, stop)
+        measured = {"TRAIN_EVAL": train_eval, "INFER_EVAL": infer_eval}
+        actions.check({"TRAIN": ["train"]} | {mode: e.tasks for mode, e in measured.items() if e is not None})
+        if store.best is not None:
+            store.best.check(["train", *(group for e in measured.values() if e is not None for group in e.groups)])
         if save_cfg is not None and save_cfg.state_transformation_fns:
             log.info("what is saved passes through utils.SaveCheckpointConfig.state_transformation_fns first")
             save_cfg.tree_to_save(trainer.state.tree())  # what is wrong with it is told now, not at the first save
-        if store.best is not None:
-            store.best.check(["train", *evaluations.groups])
-
-        def save(step: int) -> None:
-            if save_cfg is None:
-                return
-            position = Run(run.first_step, loader.state(), window.to_json())
-            store.save(step, save_cfg.tree_to_save(trainer.state.tree()), sidecars=files | position.sidecars())
-
-        def evaluate(step: int) -> None:
-            evaluations(step)
-            if store.best is not None:
-                store.retire(step)
-                if not stop:
-                    store.best.expect()
-
         times = trainer_lib.Timetable(
             total_steps=total_steps,
             stats_period=stats_period or max(1, min(eval_period or 100, 100)),
-            eval_period=eval_period,
+            train_eval_period=eval_period if train_eval_period is None else train_eval_period,
+            infer_eval_period=eval_period if infer_eval_period is None else infer_eval_period,
             save_period=save_cfg.period if save_cfg else None,
             save_steps=(save_cfg.checkpoint_steps or ()) if save_cfg else (),
+            gc_period=gc_period,
         )
-        # An evaluation that fell due at the checkpoint may have been cut off with the run.
-        cut_off = first_step > run.first_step and times.eval_due(first_step) and not evaluations.done(first_step)
-        if run_eval_before_training or cut_off:
-            evaluate(first_step)
+        due = {"TRAIN_EVAL": times.train_eval_due, "INFER_EVAL": times.infer_eval_due}
+
+        def evaluate(step: int, modes: Iterable[str] = ()) -> ActionStop | None:
+            """The evaluations that are due after this step, or those of these modes."""
+            modes = modes or [mode for mode in due if due[mode](step)]
+            ended = None
+            for mode in modes:
+                figures = None if measured[mode] is None else measured[mode](step)
+                if figures is not None:
+                    ended = actions.run(mode, trainer.state, figures) or ended
+            if modes and store.best is not None:
+                store.retire(step)
+                if not stop:
+                    store.best.expect()
+            return ended
+
+        # An evaluation that fell due at the checkpoint may have been cut off with the run; what actions saw of it is
+        # not in the checkpoint.
+        ended = None
+        again = [
+            mode
+            for mode, evaluation in measured.items()
+            if evaluation is not None
+            and first_step > run.first_step
+            and due[mode](first_step)
+            and (actions.has(mode) or not evaluation.done(first_step))
+        ]
+        if run_eval_before_training or again:
+            ended = evaluate(first_step, tuple(measured) if run_eval_before_training else again)
         last_step = first_step
-        if first_step < total_steps:
-            log.info("compiled the train step in %.1f s", trainer.compile(_peek(loader)))
-            last_step = trainer_lib.run_loop(
-                trainer, loader, times, first_step=first_step, window=window, save=save, evaluate=evaluate,
-                writer=writer, stop=stop,
-            )  # fmt: skip
+        if first_step == total_steps or ended is not None:
+            why = "the checkpoint is at step %d already" if ended is None else f"{ended}; the checkpoint is of step %d"
+            log.info(f"{why}: there is nothing to train", first_step)
         else:
-            log.info("the checkpoint is at step %d already: there is nothing to train", first_step)
+            with clock.apart("timing/train_iter_warmup"):
+                batch = loader.peek()
+            with clock.apart("timing/compilation_seconds"):
+                log.info("compiled the train step in %.1f s", trainer.compile(batch))
+            cost = StepCost.of(model.module, batch, rows=batch_size, devices=partitioner.mesh.devices.flatten())
+            log.info("%s", cost)
+            lines = MetricLines(
+                writer.write_scalars if writer is not None else lambda step, figures: None,
+                before=run.metrics,
+                cost=cost,
+                concurrent=concurrent_metrics and not actions.has("TRAIN"),
+            )
+            closing.callback(lines.close)
+
+            def save(step: int) -> None:
+                if writer is not None:
+                    writer.flush()
+                if save_cfg is None:
+                    return
+                position = Run(run.first_step, loader.state(), lines.unfinished(step), actions.state())
+                store.save(step, save_cfg.tree_to_save(trainer.state.tree()), sidecars=files | position.sidecars())
+
+            last_step, ended = trainer_lib.run_loop(
+                trainer, loader, times, first_step=first_step, batch_size=batch_size, lines=lines, clock=clock,
+                save=save, evaluate=evaluate, actions=actions, stop=stop, show_progress=leader,
+            )  # fmt: skip
+            lines.wait()
         store.wait()
+        kept = f"saved {store.path(last_step)}" if last_step in store.steps() else "there was nothing to save"
         if stop:
-            kept = f"saved {store.path(last_step)}" if last_step in store.steps() else "there was nothing to save"
             raise trainer_lib.Stopped(
                 stop.signum, f"stopped after step {last_step}; {kept}. The same command goes on from there."
             )
+        if ended is not None:
+            log.info("%s", ended)
+            if not ended.worth_saving:
+                steps = store.steps()
+                good = f"The last checkpoint is {store.path(steps[-1])}." if steps else "There is no checkpoint."
+                raise UserError(f"{ended}. What came after the last checkpoint was not saved. {good}")
         return last_step, trainer.state
 
 
@@ -197,7 +269,11 @@ def train(
 
 
 def _check(
-    model_dir: str, total_steps: int, eval_steps: int | None, restore_cfg: RestoreCheckpointConfig | None
+    model_dir: str,
+    total_steps: int,
+    eval_steps: int | None,
+    restore_cfg: RestoreCheckpointConfig | None,
+    use_orbax: bool,
 ) -> None:
     if not model_dir:
         raise UserError("MODEL_DIR is empty: give the directory of the run, --gin.MODEL_DIR=runs/my_run.")
@@ -205,6 +281,11 @@ def _check(
         raise UserError(f"train.total_steps is {total_steps}: it must be at least 0.")
     if eval_steps is not None and eval_steps < 1:
         raise UserError(f"train.eval_steps is {eval_steps}: it must be at least 1, or None for every example.")
+    if not use_orbax:
+        log.warning(
+            "use_orbax=False: a run keeps its checkpoints with Orbax all the same. `t5x convert --to native` writes "
+            "T5X's other format."
+        )
     if restore_cfg is not None and restore_cfg.path:
         if not isinstance(restore_cfg.path, str) or restore_cfg.mode == "all":
             raise UserError(
@@ -217,114 +298,11 @@ def _check(
             )
 
 
-class _EvaluationStopped(Exception):
-    """The run was asked to stop in the middle of an evaluation."""
-
-
-class _Evaluations:
-    """Both kinds of evaluation of the trainer's current parameters, written where T5X writes them.
-
-    Attributes:
-      groups: what the names of their metrics begin with: `training_eval/<task>`, `inference_eval/<task>`.
-    """
-
-    def __init__(
-        self,
-        trainer: trainer_lib.Trainer,
-        train_eval_cfg: DatasetConfig | None,
-        infer_eval_cfg: DatasetConfig | None,
-        eval_steps: int | None,
-        evaluator_cls: Callable[..., Any],
-        model_dir: str,
-        stop: trainer_lib.StopRequest,
-    ):
-        self._trainer, self._stop = trainer, stop
-        self._train_eval_cfg, self._eval_steps = train_eval_cfg, eval_steps
-        self.groups: list[str] = []
-        self._files: list[str] = []
-        self._writer = None
-        if train_eval_cfg is not None:
-            self.groups.append(f"training_eval/{train_eval_cfg.mixture_or_task().name[:113]}")
-            directory = os.path.join(model_dir, self.groups[0])
-            next(self._batches())  # what is wrong with this data is told now, not after the first period
-            self._writer = MetricWriter(directory, collection="training_eval", purge_step=int(trainer.state.step))
-            self._files.append(os.path.join(directory, METRICS_FILE))
-        self._inference = None
-        if infer_eval_cfg is not None:
-            directory = os.path.join(model_dir, "inference_eval")
-            self._inference = InferenceEvaluator(
-                infer_eval_cfg,
-                evaluator_cls,
-                trainer.model,
-                trainer.partitioner,
-                trainer.layout.shardings.params,
-                directory,
-            )
-            for task in get_subtasks(infer_eval_cfg.mixture_or_task()):
-                if infer_eval_cfg.split in task.splits and task.metric_fns:
-                    self.groups.append(f"inference_eval/{task.name}")
-                    self._files.append(os.path.join(directory, f"{task.name}-metrics.jsonl"))
-                    _drop_later(self._files[-1], int(trainer.state.step))
-
-    def __call__(self, step: int) -> None:
-        try:
-            self._evaluate(step)
-        except _EvaluationStopped:
-            log.info("the evaluation of step %d was cut off; it is done when the run goes on", step)
-
-    def done(self, step: int) -> bool:
-        """Whether the evaluation of this step is in all its files."""
-        return all(any(record.get("step") == step for record, _ in jsonl.read(path)) for path in self._files)
-
-    def _evaluate(self, step: int) -> None:
-        trainer = self._trainer
-        if self._writer is not None:
-            figures = trainer.evaluate(batch for batch in self._batches() if not self._interrupted())
-            self._writer.write_scalars(step, figures)
-            self._writer.flush()
-            loss, accuracy = figures["loss_per_nonpadding_target_token"], figures["accuracy"]
-            log.info("step %d, held out: loss %.4g a token, token accuracy %.2f %%", step, loss, 100 * accuracy)
-        if self._inference is not None:
-            results = self._inference.evaluate(trainer.state.params, step, before_batch=self._interrupted)
-            for task, metrics in results.items():
-                log.info("step %d, %s: %s", step, task, ", ".join(f"{k} {v:.4g}" for k, v in metrics.items()))
-
-    def _batches(self) -> Iterator[Any]:
-        trainer = self._trainer
-        return teacher_forced_batches(self._train_eval_cfg, trainer.model, trainer.partitioner, self._eval_steps)
-
-    def _interrupted(self) -> bool:
-        if self._stop:
-            raise _EvaluationStopped
-        return False
-
-    def __enter__(self) -> "_Evaluations":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._writer is not None:
-            self._writer.close()
-
-
 def _store(model_dir: str, save_cfg: SaveCheckpointConfig | None) -> checkpoints.CheckpointStore:
     if save_cfg is None:
         return checkpoints.CheckpointStore(model_dir)
     best = None if save_cfg.best is None else checkpoints.Ranking(save_cfg.best, model_dir)
     return checkpoints.CheckpointStore(model_dir, keep=save_cfg.keep_newest, best=best)
-
-
-def _drop_later(path: str, step: int) -> None:
-    """Drops the lines of later steps: the run that wrote them went on from here, as this one does."""
-    if any(record.get("step", 0) > step for record, _ in jsonl.read(path)):
-        jsonl.replace(path, (line for record, line in jsonl.read(path) if record.get("step", 0) <= step))
-
-
-def _peek(loader: Any) -> dict[str, Any]:
-    """The next batch, which stays the next."""
-    position = loader.state()
-    batch = next(loader)
-    loader.restore(position)
-    return batch
 
 
 def _devices() -> str:

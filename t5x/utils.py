@@ -7,13 +7,20 @@ from t5x.checkpoints.config import CheckpointConfig, RestoreCheckpointConfig, Sa
 from t5x.data.config import DatasetConfig
 from t5x.schedules import create_learning_rate_scheduler
 from t5x.trainer.checks import verify_matching_vocabs
+from t5x.trainer.datasets import get_dataset, get_training_eval_datasets
+from t5x.trainer.state import StateLayout
+
+TrainStateInitializer = StateLayout.of
 
 __all__ = [
     "CheckpointConfig",
     "DatasetConfig",
     "RestoreCheckpointConfig",
     "SaveCheckpointConfig",
+    "TrainStateInitializer",
     "create_learning_rate_scheduler",
+    "get_dataset",
+    "get_training_eval_datasets",
     "verify_matching_vocabs",
 ]
 

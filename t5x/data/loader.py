@@ -47,6 +47,7 @@ def train_loader(
         raise UserError(f"{found.name!r} has no split {cfg.split!r}; it has {', '.join(map(repr, found.splits))}.")
     for task in rates:
         feature_converter.check(tuple(task.output_features), cfg.task_feature_lengths, task.name)
+    _check_vocabularies(list(rates), feature_converter.task_features(cfg.task_feature_lengths))
     if len(rates) > 1:
         total = sum(rates.values())
         shares = ", ".join(f"{task.name} {100 * rate / total:.3g} %" for task, rate in rates.items())
@@ -70,6 +71,18 @@ def train_loader(
     )
 
 
+def _check_vocabularies(tasks: Sequence[Task], features: Iterable[str]) -> None:
+    """One model has one vocabulary for each feature, whatever task an example is of."""
+    for task in tasks[1:]:
+        for name in features:
+            first, other = (one.output_features[name].vocabulary for one in (tasks[0], task))
+            if first != other:
+                raise UserError(
+                    f"The tasks {tasks[0].name!r} and {task.name!r} cannot be mixed: their vocabularies of {name!r} "
+                    f"differ, {first!r} and {other!r}. Give both the same."
+                )
+
+
 class TrainLoader(Iterator[Batch]):
     """Batches {model feature: int32 [len(rows), length]}, prepared a few ahead by a thread or by worker processes.
 
@@ -84,7 +97,8 @@ class TrainLoader(Iterator[Batch]):
       rows: those of this process; None is all.
       shuffle: read in another order each epoch.
       trim: cut features that are too long.
-      skip_bad_examples: pass over and count examples that cannot be read; False: they are errors.
+      skip_bad_examples: pass over and count examples that cannot be read, or that are too long where `trim` is False;
+        False: they are errors.
       num_workers: processes that make the rows; 0 is a thread of this one; None chooses by the number of cores.
 
     Attributes:
@@ -149,6 +163,13 @@ class TrainLoader(Iterator[Batch]):
         self.counts += made.counts
         self._batches += 1
         return made.batch
+
+    def peek(self) -> Batch:
+        """The next batch, which stays the next."""
+        position = self.state()
+        batch = next(self)
+        self.restore(position)
+        return batch
 
     def state(self) -> dict[str, Any]:
         """The position after the last batch handed out: JSON-able, and small."""
@@ -259,15 +280,17 @@ def eval_batches(
     bad = BadExamples() if cfg and cfg.skip_bad_examples else None
     shuffle = bool(cfg and cfg.shuffle)
     examples: Iterable[_Once] = itertools.chain.from_iterable(_once(p, shuffle, bad) for p in pipelines)
-    examples = itertools.islice(examples, num_examples)
     if feature_lengths is None:
-        examples = list(examples)
+        examples = list(itertools.islice(examples, num_examples))
         features = feature_converter.task_features(found.output_features)
         feature_lengths = measure_lengths([one.example for one in examples], features)
         logger.info("%s, split %s: lengths measured: %s", found.name, split, feature_lengths)
     for task in tasks:
         feature_converter.check(tuple(task.output_features), feature_lengths, task.name)
     trim = cfg.trim_output_features if cfg else True
+    if bad is not None:
+        examples = (one for one in examples if _fits(feature_converter, one, feature_lengths, trim, bad))
+    examples = itertools.islice(examples, num_examples)
     return _eval_batches(examples, feature_converter, feature_lengths, batch_size, rows, trim)
 
 
@@ -346,6 +369,16 @@ def measure_lengths(examples: Sequence[Example], features: Iterable[str]) -> dic
     """The longest of each feature, rounded up to a multiple of 8 so that few shapes are compiled."""
     longest = {feature: max(len(example[feature]) for example in examples) for feature in features}
     return {feature: math.ceil(max(n, 1) / _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE for feature, n in longest.items()}
+
+
+def _fits(converter: FeatureConverter, one: _Once, lengths: Mapping[str, int], trim: bool, bad: BadExamples) -> bool:
+    """Whether an example can be a row. Every process asks it of all examples: which rows there are is common."""
+    try:
+        _convert(converter, one, lengths, trim)
+    except BadExample as error:
+        bad.add(error)
+        return False
+    return True
 
 
 def _convert(converter: FeatureConverter, one: _Once, lengths: Mapping[str, int], trim: bool) -> Batch:

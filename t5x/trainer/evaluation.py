@@ -1,32 +1,21 @@
-"""Evaluation of a model's parameters: teacher-forced metrics, and the task's own metrics on decoded outputs."""
+"""Evaluation of a model's parameters by the task's own metrics, on what the model decodes or scores."""
 
 import functools
-import itertools
+import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
 from t5x.data.config import DatasetConfig
-from t5x.data.loader import eval_batches
 from t5x.errors import UserError
 from t5x.models import BaseTransformerModel
-from t5x.partitioning import PjitPartitioner
+from t5x.partitioning import PjitPartitioner, distributed
 
 log = logging.getLogger(__name__)
-
-
-def teacher_forced_batches(
-    cfg: DatasetConfig, model: BaseTransformerModel, partitioner: PjitPartitioner, eval_steps: int | None
-) -> Iterator[Mapping[str, np.ndarray]]:
-    """At most `eval_steps` batches (None: all) of the configured split, every example once."""
-    batches = eval_batches(
-        cfg, feature_converter=model.FEATURE_CONVERTER_CLS(pack=False), rows=partitioner.rows(cfg.batch_size)
-    )
-    return (batch.batch for batch in itertools.islice(batches, eval_steps))
 
 
 class InferenceEvaluator:
@@ -49,7 +38,7 @@ class InferenceEvaluator:
         param_shardings: Any,
         log_dir: str | os.PathLike[str],
     ):
-        partitioner.rows(cfg.batch_size)  # raises where the mesh does not divide it
+        self._rows = partitioner.rows(cfg.batch_size)
         if cfg.runtime_preprocessors or not cfg.trim_output_features:
             raise UserError(
                 "Evaluation by decoding takes neither runtime_preprocessors nor trim_output_features=False: "
@@ -82,19 +71,25 @@ class InferenceEvaluator:
     ) -> dict[str, dict[str, float]]:
         """{task: {metric: value}}, also written by the evaluator's loggers.
 
+        Of several processes each has its rows of every batch computed; the first one computes the metrics, and tells.
         `before_batch` is called before every batch, and may raise to end it.
         """
 
         def with_params(fn):
             def run(batch: Mapping[str, np.ndarray]) -> Any:
                 before_batch()
-                return jax.device_get(fn(params, self._partitioner.to_devices(batch)))
+                mine = {name: array[self._rows.start : self._rows.stop] for name, array in batch.items()}
+                return jax.device_get(fn(params, self._partitioner.to_devices(mine)))
 
             return run
 
-        return self._evaluator.evaluate(
+        results = self._evaluator.evaluate(
             step=step,
             predict_fn=with_params(self._predict),
             score_fn=with_params(self._score),
             predict_with_aux_fn=with_params(self._predict_with_aux),
+            **({} if distributed.is_leader() else {"compute_metrics": False}),
         )
+        if jax.process_count() == 1:
+            return results
+        return json.loads(distributed.broadcast("evaluation", json.dumps(results).encode()))

@@ -1,19 +1,22 @@
 """The training loop: steps, and what falls due between them."""
 
+import contextlib
 import dataclasses
-import functools
+import gc
 import logging
-import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 
 import jax
 
 from t5x.data.loader import TrainLoader
 from t5x.errors import UserError
-from t5x.metrics.accumulators import Metrics, compute, merge, to_json
-from t5x.telemetry import MetricWriter, Progress, ThroughputClock
+from t5x.optimizers import trained
+from t5x.telemetry import Progress, ThroughputClock
+from t5x.trainer.actions import TRAIN_TASK, Actions, ActionStop
+from t5x.trainer.lines import MetricLines
+from t5x.trainer.nonfinite import Diagnosis, diagnose
 from t5x.trainer.signals import StopRequest
-from t5x.trainer.trainer import Trainer, gather, learning_rate_at
+from t5x.trainer.trainer import Trainer, learning_rate_at
 
 log = logging.getLogger(__name__)
 
@@ -25,55 +28,38 @@ class Timetable:
     Attributes:
       total_steps: the last step.
       stats_period: steps between lines of metrics.
-      eval_period: steps between evaluations; 0 is never before the end.
+      train_eval_period, infer_eval_period: steps between evaluations of either kind; 0 is never before the end.
       save_period: steps between checkpoints; None is only at the end.
       save_steps: further steps to save at.
+      gc_period: steps between collections of Python's garbage; 0 leaves that to Python.
     """
 
     total_steps: int
     stats_period: int
-    eval_period: int
+    train_eval_period: int
+    infer_eval_period: int
     save_period: int | None
     save_steps: Collection[int] = ()
+    gc_period: int = 0
 
     def stats_due(self, step: int) -> bool:
-        return step % self.stats_period == 0 or step == self.total_steps
+        return step == self.total_steps or _due(step, self.stats_period)
 
-    def eval_due(self, step: int) -> bool:
-        return step == self.total_steps or (self.eval_period > 0 and step % self.eval_period == 0)
+    def train_eval_due(self, step: int) -> bool:
+        return step == self.total_steps or _due(step, self.train_eval_period)
+
+    def infer_eval_due(self, step: int) -> bool:
+        return step == self.total_steps or _due(step, self.infer_eval_period)
 
     def save_due(self, step: int) -> bool:
-        periodic = self.save_period is not None and step % self.save_period == 0
-        return step == self.total_steps or periodic or step in self.save_steps
+        return step == self.total_steps or _due(step, self.save_period) or step in self.save_steps
+
+    def gc_due(self, step: int) -> bool:
+        return _due(step, self.gc_period)
 
 
-_SLOW_DATA = 0.1
-_SLOW_DATA_HINT = (
-    "%.0f %% of the time goes into waiting for data. More processes that read it may help "
-    "(utils.DatasetConfig.num_workers), or a cache of its tokens (`t5x cache TASK`)"
-)
-
-
-@dataclasses.dataclass
-class Window:
-    """The metrics since the last line of them was written.
-
-    Those of a checkpoint in the middle of a window travel with it, so that the next line is the same as that of a run
-    that was never stopped.
-    """
-
-    before: Metrics | None = None
-    pending: list[Metrics] = dataclasses.field(default_factory=list)
-
-    def gathered(self) -> Metrics | None:
-        """All of it on the host; waits for the devices."""
-        parts = ([] if self.before is None else [self.before]) + ([gather(self.pending)] if self.pending else [])
-        self.before, self.pending = functools.reduce(merge, parts) if parts else None, []
-        return self.before
-
-    def to_json(self) -> dict[str, list] | None:
-        gathered = self.gathered()
-        return None if gathered is None else to_json(gathered)
+def _due(step: int, period: int | None) -> bool:
+    return bool(period) and step % period == 0
 
 
 def run_loop(
@@ -82,70 +68,111 @@ def run_loop(
     times: Timetable,
     *,
     first_step: int,
-    window: Window,
+    batch_size: int,
+    lines: MetricLines,
+    clock: ThroughputClock,
     save: Callable[[int], None],
-    evaluate: Callable[[int], None],
-    writer: MetricWriter,
+    evaluate: Callable[[int], ActionStop | None],
+    actions: Actions,
     stop: StopRequest,
-) -> int:
-    """Trains from `first_step` to the end or until `stop` asks; returns the number of the last step taken.
+    show_progress: bool = True,
+) -> tuple[int, ActionStop | None]:
+    """Trains from `first_step` to the end, or until `stop` asks or an action ends it.
 
     Saves when due, at the end, and on a stop. Throughput counts neither evaluation nor saving.
+
+    Returns:
+      (the number of the last step taken, the action that ended the run if one did).
     """
-    clock = ThroughputClock()
     step = saved = first_step
-    with Progress(times.total_steps, initial=first_step, description="train") as progress:
-        shown: dict[str, float] = {}
-        told = False
-        while step < times.total_steps and not stop:
-            try:
+    previous, ended = None, None
+    watch = _NonFiniteWatch(trainer, actions)
+    progress = Progress(times.total_steps, initial=first_step, description="train") if show_progress else None
+    with progress or contextlib.nullcontext(), _garbage_collection(times):
+        clock.start()
+        try:
+            while step < times.total_steps and ended is None and not stop.after(step):
                 with clock.waiting_for_data():
                     batch = next(loader)
-            except UserError:
-                if step > saved:
-                    log.info("the data ends the run at step %d; what was trained is saved first", step)
-                    save(step)
-                raise
-            window.pending.append(trainer.step(batch))
-            step += 1
-            stop.something_to_save = True
-            clock.add(sequences=_rows(batch), target_tokens=0)
-            if len(window.pending) > 1:
+                metrics = trainer.step(batch)
+                lines.add(metrics)
+                step += 1
+                stop.something_to_save = True
+                clock.add(sequences=batch_size, target_tokens=0)
                 # One step ahead of the devices is enough to keep them busy; more would only delay a stop.
-                jax.block_until_ready(window.pending[-2])
-            if times.stats_due(step):
-                figures = compute(window.gathered())
-                window.before = None
-                target_tokens = int(figures.pop("target_tokens"))
-                clock.add(steps=0, sequences=0, target_tokens=target_tokens)
-                lap = clock.lap()
-                figures["learning_rate/current"] = learning_rate_at(trainer.learning_rate_fn, step - 1)
-                figures |= lap.scalars(cores=jax.device_count()) | {"timing/uptime": clock.uptime()}
-                figures |= {f"effective_batch_size/{name}": _rows(batch) for name in ("inputs", "targets")}
-                writer.write_scalars(step, figures)
-                if not math.isfinite(figures["loss"]):
-                    log.warning("the loss is %s at step %d: the learning rate may be too high", figures["loss"], step)
-                shown = {"loss": figures["loss_per_nonpadding_target_token"], "tokens/s": lap.target_tokens_per_second}
-                if lap.data_wait_share > _SLOW_DATA:
-                    shown["waiting for data %"] = 100 * lap.data_wait_share
-                    if not told:
-                        log.warning(_SLOW_DATA_HINT, 100 * lap.data_wait_share)
-                    told = True
-            progress.update(step, **shown)
-            if times.save_due(step):
-                with clock.paused():
-                    writer.flush()
-                    save(step)
-                    saved = step
-            if times.eval_due(step) and not stop:
-                with clock.paused():
-                    evaluate(step)
-        if step > saved:
-            writer.flush()
+                jax.block_until_ready(previous)
+                previous = metrics
+                if times.stats_due(step):
+                    rate = learning_rate_at(trainer.learning_rate_fn, step - 1)
+                    others = {f"effective_batch_size/{name}": batch_size for name in ("inputs", "targets")}
+                    lap = clock.lap()
+                    others |= clock.scalars() | clock.notes() | {"learning_rate/current": rate}
+                    lines.line(step, lap, others)
+                    if actions.has("TRAIN"):
+                        lines.wait()
+                        ended = actions.run("TRAIN", trainer.state, {TRAIN_TASK: lines.figures})
+                    ended = watch.look(lines, step) or ended
+                if times.gc_due(step):
+                    gc.collect()
+                if progress is not None:
+                    progress.update(step, **lines.shown)
+                if times.save_due(step):
+                    with clock.apart("timing/checkpoint_seconds"):
+                        lines.unfinished(step)
+                        ended = watch.look(lines, step) or ended
+                        if ended is None or ended.worth_saving:
+                            saved = step
+                            save(step)
+                if ended is None and not stop:
+                    with clock.apart("timing/evaluate_seconds"):
+                        ended = evaluate(step)
+            lines.unfinished(step)
+            if progress is not None:
+                progress.update(step, **lines.shown)
+            ended = watch.look(lines, step) or ended
+        except UserError:
+            # Bad data, a metric that is not there … Of several processes this one alone cannot save.
+            if step > saved and jax.process_count() == 1:
+                log.info("the run ends at step %d with an error; what was trained is saved first", step)
+                save(step)
+            raise
+        if step > saved and (ended is None or ended.worth_saving):
             save(step)
-    return step
+    return step, ended
 
 
-def _rows(batch: dict) -> int:
-    """Rows of the global batch."""
-    return len(batch["decoder_target_tokens"]) * jax.process_count()
+class _NonFiniteWatch:
+    """Says, once, that a loss or gradient is not finite."""
+
+    def __init__(self, trainer: Trainer, actions: Actions):
+        self._trainer, self._actions = trainer, actions
+        self._told: Diagnosis | None = None
+
+    def look(self, lines: MetricLines, step: int) -> ActionStop | None:
+        """The end of the run, where it is to end for that: a state that is known to be bad is not saved."""
+        if lines.nonfinite is None:
+            return None
+        if self._told is None:
+            found, params = lines.nonfinite, self._trainer.state.params
+            self._told = diagnose(
+                found.steps, found.last_step, params, trained(self._trainer.model.optimizer_def, params)
+            )
+            log.warning("%s", self._told.message)
+        end = self._actions.end_on_nan(step)
+        if end is None and self._told.parameters:
+            return ActionStop(step, "a parameter that is not finite", "training cannot recover from it", False)
+        return end
+
+
+@contextlib.contextmanager
+def _garbage_collection(times: Timetable) -> Iterator[None]:
+    """With a period of its own, Python's collection does not come in between: it would hold up all processes."""
+    if not times.gc_period:
+        yield
+        return
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

@@ -1,33 +1,37 @@
 """Where a run starts: MODEL_DIR's own checkpoint, then the initial one that was given, then scratch.
 
-Evaluation and inference restore through here, too, so that a checkpoint fits by the same rules everywhere.
+Evaluation and inference restore through here, too, so that a checkpoint fits by the same rules everywhere. Several
+processes take the same checkpoint: process 0 chooses and verifies it, and says so.
 """
 
 import dataclasses
 import json
 import logging
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from t5x import checkpoints
-from t5x.checkpoints import transfer
+from t5x.checkpoints import agreement, transfer
 from t5x.checkpoints.assignment import Rules
 from t5x.checkpoints.config import RestoreCheckpointConfig
 from t5x.checkpoints.contents import check_same_model
 from t5x.checkpoints.formats import Source, open_checkpoint
 from t5x.checkpoints.formats.ours import read_ours
+from t5x.data.lanes import join_states, merge_states, states_of_rows
 from t5x.errors import UserError
 from t5x.metrics.accumulators import from_json
 from t5x.models import BaseTransformerModel
 from t5x.trainer.state import StateLayout, TrainState
+from t5x.urls import is_remote
 
 log = logging.getLogger(__name__)
 
 RUN_FILE = "run.json"
+DATA_FILE = checkpoints.dataset_state_name(0, 1)  # of all rows, however many processes there were
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,17 +40,19 @@ class Run:
 
     Attributes:
       first_step: the model's step when the run began; `relative_steps` counts from it.
-      data: position in the data; None at the beginning.
+      data: position in the data, of all rows (see `position_of_all`); None at the beginning.
       metrics: of the steps since the last line of them; None where that line was just written.
+      actions: what the run's actions know.
     """
 
     first_step: int
     data: dict[str, Any] | None = None
     metrics: Any = None
+    actions: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def sidecars(self) -> dict[str, bytes]:
-        record = {"first_step": self.first_step, "metrics": self.metrics}
-        return {RUN_FILE: json.dumps(record).encode(), _data_file(): json.dumps(self.data).encode()}
+        record = {"first_step": self.first_step, "metrics": self.metrics, "actions": self.actions}
+        return {RUN_FILE: json.dumps(record).encode(), DATA_FILE: json.dumps(self.data).encode()}
 
     @classmethod
     def of(cls, path: Any) -> "Run":
@@ -57,7 +63,21 @@ class Run:
             )
         record = json.loads(checkpoints.read_sidecar(path, RUN_FILE))
         metrics = None if record["metrics"] is None else from_json(record["metrics"])
-        return cls(record["first_step"], json.loads(checkpoints.read_sidecar(path, _data_file())), metrics)
+        data = json.loads(checkpoints.read_sidecar(path, DATA_FILE))
+        return cls(record["first_step"], data, metrics, record.get("actions", {}))
+
+
+def position_of_all(mine: Mapping[str, Any]) -> dict[str, Any]:
+    """The position in the data of all rows, from that of this process's rows (`loader.state()`) and the others'.
+
+    All processes call it at the same step. Those whose devices share rows of the batch hold the same states of them. A
+    position without lanes is that of a user's own batches: the same number of them everywhere.
+    """
+    if "lanes" not in mine:
+        return dict(mine)
+    merged = merge_states(agreement.gather("data position", dict(mine)))
+    rows = sorted({first + i for first, count, *_ in merged["lanes"] for i in range(count)})
+    return merged | {"lanes": join_states(states_of_rows(rows, merged["lanes"]))}
 
 
 def restore_or_init(
@@ -67,7 +87,40 @@ def restore_or_init(
     layout: StateLayout,
     init_rng: jax.Array,
 ) -> tuple[TrainState, Run]:
-    """The state to start from, and what is known of the run."""
+    """The state to start from, and what is known of the run. Where it fails in one process, it does in all."""
+    error, result = None, None
+    try:
+        result = _restore_or_init(store, restore_cfg, model, layout, init_rng)
+    except Exception as caught:
+        error = caught
+    agreement.check_all("restored", error)
+    return result
+
+
+def open_for_all(path: str) -> Source:
+    """Opens a checkpoint of any format; of several processes, process 0 chooses it and verifies it for all.
+
+    A remote one is copied by each machine, so that each process looks for itself.
+    """
+    if is_remote(path):
+        return open_checkpoint(path)
+    opened = []
+
+    def choose() -> str:
+        opened.append(open_checkpoint(path))
+        return opened[0].path
+
+    chosen = agreement.decide("initial checkpoint", choose)
+    return opened[0] if opened else open_checkpoint(chosen, verify=False)
+
+
+def _restore_or_init(
+    store: checkpoints.CheckpointStore,
+    restore_cfg: RestoreCheckpointConfig | None,
+    model: BaseTransformerModel,
+    layout: StateLayout,
+    init_rng: jax.Array,
+) -> tuple[TrainState, Run]:
     own, damaged = store.latest_whole()
     if own is not None:
         check_same_model(own, model, same_classes=True)
@@ -82,7 +135,7 @@ def restore_or_init(
             "written by this program. Choose another MODEL_DIR, or move them away to start anew."
         )
     if restore_cfg is not None and restore_cfg.path:
-        source = open_checkpoint(restore_cfg.path)
+        source = open_for_all(restore_cfg.path)
         log.info(
             "starting from %s (%s): MODEL_DIR has no checkpoint yet, and this initial one was given",
             source.path,
@@ -201,13 +254,9 @@ def _initial_values(layout: StateLayout, rng: jax.Array) -> transfer.Initial:
 
 def _position(source: Source) -> dict[str, Any]:
     """Where a run of ours stood in its data."""
-    if source.format != "t5x" or not os.path.exists(os.path.join(source.path, _data_file())):
+    if source.format != "t5x" or not os.path.exists(os.path.join(source.path, DATA_FILE)):
         raise UserError(
             f"utils.RestoreCheckpointConfig.restore_dataset: {source.path} has no position in the data that could be "
             "gone on from. Set it to False to read the data from its beginning."
         )
-    return json.loads(checkpoints.read_sidecar(source.path, _data_file()))
-
-
-def _data_file() -> str:
-    return checkpoints.dataset_state_name(jax.process_index(), jax.process_count())
+    return json.loads(checkpoints.read_sidecar(source.path, DATA_FILE))

@@ -1,4 +1,7 @@
-"""Ctrl-C and SIGTERM: finish the step, save, and say with the exit code which it was."""
+"""Stopping in good order: Ctrl-C, a closed terminal, and SIGTERM, which is how schedulers and preempted machines tell.
+
+JAX's own service for preemption is the same notice, SIGTERM, in several processes; ours also serves Ctrl-C.
+"""
 
 import contextlib
 import os
@@ -7,8 +10,15 @@ import sys
 import threading
 from types import FrameType, TracebackType
 
+import jax
+
+from t5x.partitioning import distributed
+
 # 75 is EX_TEMPFAIL: a scheduler may start it again. SIGHUP: the terminal was closed.
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 75, signal.SIGHUP: 129}
+
+_POLL_SECONDS = 0.5
+_KEY = "stop"
 
 
 class Stopped(Exception):
@@ -22,6 +32,10 @@ class Stopped(Exception):
 class StopRequest:
     """Notes the first signal while it is entered, once there is something to save; a second SIGINT ends at once.
 
+    Several processes stop after the same step, whichever of them was asked. The one that was tells the others; each
+    promises not to begin a step beyond those it has begun, and the latest of the promises is where all stop. No
+    process waits for another while it still owes it a step, so that the collectives of those steps complete.
+
     Attributes:
       signum: the signal that came, or None.
       something_to_save: until this is set a signal ends the process at once, even in the middle of a compilation.
@@ -31,19 +45,33 @@ class StopRequest:
         self.signum: int | None = None
         self.something_to_save = False
         self._previous: dict[int, object] = {}
+        self._agreement = _Agreement() if jax.process_count() > 1 else None
 
     def __bool__(self) -> bool:
-        return self.signum is not None
+        """Whether the run is to stop now. Of several processes, all say so after the same step."""
+        return self.signum is not None if self._agreement is None else self._agreement.reached
+
+    def after(self, step: int) -> bool:
+        """Whether the run is to stop after this step; to be asked before every step."""
+        if self._agreement is None:
+            return bool(self)
+        if self._agreement.stops_after(step):
+            self.signum = self._agreement.signum
+        return bool(self)
 
     def __enter__(self) -> "StopRequest":
         # Python delivers signals to its main thread only; a run in another thread is stopped by whoever started it.
         if threading.current_thread() is threading.main_thread():
             self._previous = {s: signal.signal(s, self._handle) for s in EXIT_CODES}
+        if self._agreement is not None:
+            self._agreement.start()
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
+        if self._agreement is not None:
+            self._agreement.close()
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         if not self.something_to_save:
@@ -55,6 +83,58 @@ class StopRequest:
         if self.signum is None:
             self.signum = signum
             _say(f"{signal.Signals(signum).name}: finishing this step and saving (Ctrl-C again: stop at once)")
+            if self._agreement is not None:
+                self._agreement.signum = signum
+
+
+class _Agreement:
+    """After which step several processes stop.
+
+    Attributes:
+      signum: set by the signal handler to ask for a stop; once all agreed, the signal that one of them got.
+      reached: whether that step has been taken.
+    """
+
+    def __init__(self) -> None:
+        self.signum: int | None = None
+        self.reached = False
+        self._begun = 0  # steps that this process has begun
+        self._promised = False
+        self._last: int | None = None
+        self._changed = threading.Condition()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="t5x-stop", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def stops_after(self, step: int) -> bool:
+        with self._changed:
+            if not self._promised or step < self._begun:
+                self._begun = max(self._begun, step + 1)
+                return False
+            self._changed.wait_for(lambda: self._last is not None)
+            self.reached = step >= self._last
+            return self.reached
+
+    def _watch(self) -> None:
+        while not self._closed.wait(_POLL_SECONDS):
+            if self.signum is not None:
+                distributed.put(_KEY, str(int(self.signum)).encode())
+            asked = distributed.poll(_KEY)
+            if asked is None:
+                continue
+            with self._changed:
+                self._promised = True
+                begun = self._begun
+            last = max(int(promise) for promise in distributed.exchange("last step", str(begun).encode()))
+            with self._changed:
+                self.signum, self._last = int(asked), last
+                self._changed.notify_all()
+            return
 
 
 def _say(text: str) -> None:

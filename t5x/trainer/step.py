@@ -9,8 +9,11 @@ import jax.numpy as jnp
 from t5x.errors import UserError
 from t5x.metrics.accumulators import AveragePerStep, Metrics, as_one_step, merge
 from t5x.models import BaseTransformerModel
+from t5x.optimizers import trained
 from t5x.schedules import Schedule
+from t5x.trainer.nonfinite import gradient_metrics
 from t5x.trainer.state import TrainState
+from t5x.trainer.weight_metrics import WeightMetricsComputer
 
 Batch = Mapping[str, jax.Array]
 
@@ -23,24 +26,30 @@ def train_step(
     rng: jax.Array,
     state: TrainState,
     batch: Batch,
+    *,
+    weight_metrics: WeightMetricsComputer | None = None,
 ) -> tuple[TrainState, Metrics]:
     """Gradients of the whole batch, then the optimizer. The result does not depend on the number of microbatches.
 
     Args:
       axes: logical axes of the parameters.
       rng: of the run; this step's dropout is keyed by it, the step and each example's row.
+      weight_metrics: adds to the metrics.
     """
     dropout_rng = jax.random.fold_in(rng, state.step)
     rows = batch["decoder_target_tokens"].shape[0]
     batch = {**model.with_loss_scale(batch), "row_index": jnp.arange(rows, dtype=jnp.int32)}
     grads, metrics = accumulate_gradients(model, state.params, batch, dropout_rng, num_microbatches)
     learning_rate = learning_rate_fn(state.step)
-    params, param_states = model.optimizer_def.update(
+    optimizer = model.optimizer_def
+    params, param_states = optimizer.update(
         grads, state.param_states, state.params, axes, step=state.step, learning_rate=learning_rate
     )
-    norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)))
-    metrics |= {"learning_rate": AveragePerStep(learning_rate), "gradient_norm": AveragePerStep(norm)}
-    return TrainState(state.step + 1, params, param_states), metrics
+    new_state = TrainState(state.step + 1, params, param_states)
+    metrics |= {"learning_rate": AveragePerStep(learning_rate), **gradient_metrics(trained(optimizer, grads))}
+    if weight_metrics is not None:
+        metrics |= weight_metrics.compute_metrics(grads, state, new_state)
+    return new_state, metrics
 
 
 def accumulate_gradients(

@@ -3,7 +3,7 @@
 import functools
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,10 +12,12 @@ import numpy as np
 from t5x.errors import UserError
 from t5x.metrics.accumulators import Metrics, compute, merge
 from t5x.models import BaseTransformerModel
+from t5x.optimizers import applied_schedule
 from t5x.partitioning import PjitPartitioner
 from t5x.schedules import Schedule
 from t5x.trainer.state import StateLayout, TrainState
 from t5x.trainer.step import eval_step, train_step
+from t5x.trainer.weight_metrics import WeightMetricsComputer
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +31,9 @@ class Trainer:
       partitioner: the mesh.
       layout: shapes, axes and shardings of the state.
       rng: key of the run's dropout.
-      learning_rate_fn: step -> learning rate.
+      learning_rate_fn: step -> learning rate; not used by an optimizer that has a rate of its own.
       num_microbatches: parts that a batch is computed in to save memory; None, 0 or 1 is whole.
+      weight_metrics_computer: adds figures of every weight to the metrics.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class Trainer:
         rng: jax.Array,
         learning_rate_fn: Schedule,
         num_microbatches: int | None = None,
+        weight_metrics_computer: WeightMetricsComputer | None = None,
     ):
         if num_microbatches is not None and num_microbatches < 0:
             raise UserError(f"trainer.Trainer.num_microbatches is {num_microbatches}: it must not be negative.")
@@ -49,10 +53,21 @@ class Trainer:
         self.state = train_state
         self.partitioner = partitioner
         self.layout = layout
+        learning_rate_fn = applied_schedule(
+            model.optimizer_def, learning_rate_fn, train_state.param_states, train_state.step
+        )
         self.learning_rate_fn = learning_rate_fn
         shardings, batch, whole = layout.shardings, partitioner.batch_sharding, partitioner.replicated
         self._train = partitioner.partition(
-            functools.partial(train_step, model, layout.axes, learning_rate_fn, num_microbatches or 1, rng),
+            functools.partial(
+                train_step,
+                model,
+                layout.axes,
+                learning_rate_fn,
+                num_microbatches or 1,
+                rng,
+                weight_metrics=weight_metrics_computer,
+            ),
             in_shardings=(shardings, batch),
             out_shardings=(shardings, whole),
             donate_argnums=(0,),
@@ -72,21 +87,19 @@ class Trainer:
         self.state, metrics = self._train(self.state, self.partitioner.to_devices(batch))
         return metrics
 
-    def evaluate(self, batches: Iterable[Mapping[str, np.ndarray]]) -> dict[str, float]:
-        """Figures of the current parameters over these batches, under teacher forcing."""
-        seen = [self._eval(self.state.params, self.partitioner.to_devices(batch)) for batch in batches]
-        return summarize(seen)
+    def measure(self, batch: Mapping[str, np.ndarray]) -> Metrics:
+        """Metrics of the current parameters under teacher forcing. Returns at once, like `step`."""
+        return self._eval(self.state.params, self.partitioner.to_devices(batch))
 
 
 def summarize(metrics: Sequence[Metrics]) -> dict[str, float]:
     """The figures of several steps together."""
-    return compute(gather(metrics)) if metrics else {}
+    return compute(functools.reduce(merge, on_host(metrics))) if metrics else {}
 
 
-def gather(metrics: Sequence[Metrics]) -> Metrics:
-    """The metrics of several steps as one, on the host, in Python's numbers, which neither overflow nor lose digits."""
-    on_host = jax.tree.map(lambda x: x.item(), jax.device_get(list(metrics)))
-    return functools.reduce(merge, on_host)
+def on_host(metrics: Sequence[Metrics]) -> list[Metrics]:
+    """The metrics of several steps in Python's numbers, which neither overflow nor lose digits; waits for them."""
+    return jax.tree.map(lambda x: x.item(), jax.device_get(list(metrics)))
 
 
 def learning_rate_at(learning_rate_fn: Schedule, step: int) -> float:

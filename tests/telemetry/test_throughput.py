@@ -85,6 +85,7 @@ def test_scalars_have_the_names_of_t5x(time):
         "timing/seqs_per_second_per_core": 4.0,
         "timing/target_tokens_per_second": 320.0,
         "timing/target_tokens_per_second_per_core": 40.0,
+        "timing/input_tokens_per_second": 0.0,
         "timing/data_wait_share": 0.0,
     }
 
@@ -92,3 +93,57 @@ def test_scalars_have_the_names_of_t5x(time):
 def test_an_empty_lap_has_rates_of_zero(time):
     lap = ThroughputClock(now=time).lap()
     assert (lap.steps_per_second, lap.sequences_per_second, lap.target_tokens_per_second) == (0.0, 0.0, 0.0)
+
+
+def test_input_tokens_have_a_rate_of_their_own(time):
+    clock = ThroughputClock(now=time)
+    time.passes(2.0)
+    clock.add(sequences=8, target_tokens=100, input_tokens=600)
+    assert clock.lap().scalars(cores=1)["timing/input_tokens_per_second"] == 300.0
+    time.passes(1.0)
+    assert clock.lap().input_tokens == 0
+
+
+def test_what_is_done_apart_is_noted_and_does_not_count(time):
+    clock = ThroughputClock(now=time)
+    with clock.apart("timing/init_or_restore_seconds"):
+        time.passes(7.0)
+    assert clock.notes() == {"timing/init_or_restore_seconds": 7.0}
+    clock.start()
+    time.passes(1.0)
+    for seconds in (2.0, 3.0):
+        with clock.apart("timing/checkpoint_seconds"):
+            time.passes(seconds)
+    with pytest.raises(ValueError), clock.apart("timing/evaluate_seconds"):
+        raise ValueError
+    assert clock.notes() == {"timing/checkpoint_seconds": 5.0}
+    assert clock.notes() == {}
+    assert clock.lap().seconds == 1.0
+
+
+def test_preparations_are_no_part_of_the_first_lap(time):
+    clock = ThroughputClock(now=time)
+    time.passes(60.0)
+    clock.start()
+    time.passes(1.0)
+    clock.add(sequences=1, target_tokens=1)
+    assert clock.lap().steps_per_second == 1.0
+
+
+def test_goodput_is_the_share_of_all_time_that_went_into_steps(time):
+    clock = ThroughputClock(now=time)
+    assert clock.goodput() == 0.0
+    with clock.apart("timing/compilation_seconds"):
+        time.passes(20.0)
+    time.passes(10.0)  # what is not timed is no step either
+    clock.start()
+    with clock.waiting_for_data():
+        time.passes(5.0)
+    time.passes(25.0)
+    clock.lap()
+    assert clock.goodput() == 25.0 / 60.0
+    with clock.apart("timing/evaluate_seconds"):
+        time.passes(15.0)
+    time.passes(25.0)
+    clock.lap()
+    assert clock.scalars() == {"timing/uptime": 100.0, "timing/goodput": 0.5}

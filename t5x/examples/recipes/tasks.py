@@ -14,6 +14,9 @@ def sst2(directory: str, vocabulary: Vocabulary) -> Task:
 
     The splits are `train`, `validation` and `test`; the targets `negative` and `positive`.
     """
+    told = {"directory": directory, "vocabulary": vocabulary}
+    if "sst2" in TaskRegistry.names() and (known := TaskRegistry.get("sst2")).source_info == told:
+        return known
     files = {"train": "train.tsv", "validation": "dev.tsv", "test": "test.tsv"}
     return TaskRegistry.add(
         "sst2",
@@ -26,6 +29,7 @@ def sst2(directory: str, vocabulary: Vocabulary) -> Task:
             append_eos_after_trim,
         ],
         metric_fns=[metrics.accuracy],
+        source_info=told,
     )
 
 

@@ -1,0 +1,259 @@
+"""What a run reacts to: an action looks at the figures of training or of an evaluation, and may end the run.
+
+In gin: `train.actions = {'TRAIN_EVAL': [@trainer.EarlyStoppingAction()]}`.
+"""
+
+import abc
+import dataclasses
+import enum
+import logging
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from t5x.errors import UserError
+from t5x.trainer.state import TrainState
+
+log = logging.getLogger(__name__)
+
+MetricsByTask = Mapping[str, Mapping[str, Any]]
+
+TRAIN_TASK = "train"  # what the metrics of training itself are called in `metrics_by_task`
+
+
+class ActionMode(enum.Enum):
+    """When an action is run: after a line of training metrics, teacher-forced evaluation, evaluation by decoding."""
+
+    TRAIN = 1
+    TRAIN_EVAL = 2
+    INFER_EVAL = 3
+
+
+class BaseAction(abc.ABC):
+    """What users derive their own actions from: `run` is enough.
+
+    Attributes:
+      task: whose metrics it looks at, so that a task which is never measured is told before training; None: any.
+      reason: why the last `run` asked for the end, in a few words.
+      worth_saving: whether the run is saved when this action ends it.
+    """
+
+    task: str | None = None
+    reason: str = ""
+    worth_saving: bool = True
+
+    @abc.abstractmethod
+    def run(self, train_state: TrainState, metrics_by_task: MetricsByTask) -> bool:
+        """Whether the run is to end here.
+
+        Args:
+          train_state: the current one.
+          metrics_by_task: {task: {metric: value}}; the task of training itself is `train`.
+        """
+
+    def state(self) -> dict[str, Any]:
+        """What it must know after a restart, for JSON."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:  # noqa: B027  (most have nothing to take back)
+        """Takes back what `state` gave."""
+
+    def __str__(self) -> str:
+        return type(self).__name__
+
+
+class EarlyStoppingAction(BaseAction):
+    """Ends the run when a metric has stopped improving.
+
+    The last `patience` values are compared, each with the one before it; the run ends when none is better by more than
+    `atol + rtol * |the one before|`. So patience=3 ends after two changes in a row that were no improvement, and a
+    value that is equal is none. NaN is worse than any number.
+
+    Args:
+      metric: (task, metric), e.g. `('glue_mnli_v002', 'accuracy')`; task `train` in mode TRAIN.
+      mode: `min` for a metric that should fall, `max` for one that should rise.
+      patience: how many values are compared.
+      atol, rtol: changes up to this are no improvement.
+    """
+
+    def __init__(self, metric: tuple[str, str], mode: str, patience: int = 3, atol: float = 0.0, rtol: float = 0.0):
+        where = "trainer.EarlyStoppingAction"
+        if isinstance(metric, str) or len(metric) != 2 or not all(isinstance(part, str) for part in metric):
+            raise UserError(f"{where}.metric is {metric!r}: it must be ('TASK', 'METRIC').")
+        if mode not in ("min", "max"):
+            raise UserError(f"{where}.mode is {mode!r}: it must be 'min' or 'max'.")
+        if patience < 2:
+            raise UserError(f"{where}.patience is {patience}: two values at least are needed to see an improvement.")
+        if atol < 0 or rtol < 0:
+            raise UserError(f"{where}: atol is {atol} and rtol {rtol}; neither may be negative.")
+        self.task, self.metric = metric
+        self.mode, self.patience, self.atol, self.rtol = mode, patience, atol, rtol
+        self._history: list[tuple[int, float]] = []
+
+    def run(self, train_state: TrainState, metrics_by_task: MetricsByTask) -> bool:
+        value, step = _watched(self, metrics_by_task), int(train_state.step)
+        # A run that goes on from a checkpoint may be told the figures of that step once more.
+        self._history = [*(entry for entry in self._history if entry[0] < step), (step, value)][-self.patience :]
+        values = [value for _, value in self._history]
+        if len(values) < self.patience or any(map(self._improved, values[1:], values)):
+            return False
+        told = ", ".join(f"{value:.6g} at step {step}" for step, value in self._history)
+        verb = "fallen" if self.mode == "min" else "risen"
+        parts = [f"{self.atol:g}"] * bool(self.atol) + [f"{self.rtol:g} of the value before"] * bool(self.rtol)
+        least = f" by more than {' + '.join(parts)}" if parts else ""
+        self.reason = f"{self.metric} of {self.task} has not {verb}{least} (patience {self.patience}): {told}"
+        return True
+
+    def _improved(self, current: float, previous: float) -> bool:
+        if math.isnan(current) or math.isnan(previous):
+            return math.isnan(previous) and not math.isnan(current)
+        least = self.atol + self.rtol * abs(previous) if math.isfinite(previous) else 0.0
+        return current < previous - least if self.mode == "min" else current > previous + least
+
+    def state(self) -> dict[str, Any]:
+        return {"history": [[step, value if math.isfinite(value) else str(value)] for step, value in self._history]}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._history = [(step, float(value)) for step, value in state["history"]]
+
+    def __str__(self) -> str:
+        return f"EarlyStoppingAction({self.task}, {self.metric}, {self.mode})"
+
+
+class TerminateOnNanAction(BaseAction):
+    """Ends the run when a metric is NaN or infinite; what was trained since the last checkpoint is not saved.
+
+    Args:
+      task: whose metric; `train` in mode TRAIN.
+      metric: its name.
+    """
+
+    worth_saving = False
+
+    def __init__(self, task: str, metric: str = "loss"):
+        self.task, self.metric = task, metric
+
+    def run(self, train_state: TrainState, metrics_by_task: MetricsByTask) -> bool:
+        value = _watched(self, metrics_by_task)
+        self.reason = f"{self.metric} of {self.task} is {value}"
+        return not math.isfinite(value)
+
+    def __str__(self) -> str:
+        return f"TerminateOnNanAction({self.task}, {self.metric})"
+
+
+@dataclasses.dataclass(frozen=True)
+class ActionStop:
+    """An action ended the run. As a string: which, where and why, in one line.
+
+    Attributes:
+      step: the last step that was taken.
+      action: which.
+      reason: what it saw.
+      worth_saving: whether the state is to be saved.
+    """
+
+    step: int
+    action: str
+    reason: str
+    worth_saving: bool
+
+    def __str__(self) -> str:
+        return f"{self.action} ends the run after step {self.step}" + (f": {self.reason}" if self.reason else "")
+
+
+class Actions:
+    """All actions of a run.
+
+    Args:
+      actions: by mode, `TRAIN`, `TRAIN_EVAL` or `INFER_EVAL`; None is none.
+    """
+
+    def __init__(self, actions: Mapping[str | ActionMode, Sequence[BaseAction]] | None):
+        self._actions: dict[ActionMode, list[BaseAction]] = {}
+        for name, listed in (actions or {}).items():
+            if not isinstance(name, ActionMode) and name not in ActionMode.__members__:
+                raise UserError(f"train.actions has {name!r}; its keys are {', '.join(ActionMode.__members__)}.")
+            mode = name if isinstance(name, ActionMode) else ActionMode[name]
+            if isinstance(listed, BaseAction) or not isinstance(listed, Sequence) or isinstance(listed, str):
+                raise UserError(f"train.actions[{mode.name!r}] is {listed!r}: it must be a list of actions.")
+            for action in listed:
+                if not isinstance(action, BaseAction):
+                    raise UserError(
+                        f"train.actions[{mode.name!r}] has {action!r}, which is not an action: give objects of classes "
+                        "derived from trainer.BaseAction, in gin with brackets: [@trainer.TerminateOnNanAction()]."
+                    )
+            self._actions[mode] = list(listed)
+
+    def check(self, tasks: Mapping[str, Collection[str]]) -> None:
+        """Raises where an action can never see what it watches.
+
+        Args:
+          tasks: by mode, whose metrics this run has; a mode that is missing or empty is never run.
+        """
+        for mode, actions in self._actions.items():
+            there = list(tasks.get(mode.name, ()))
+            for action in actions:
+                if not there:
+                    raise UserError(
+                        f"train.actions[{mode.name!r}] has {action}, but this run has no such evaluation. Turn it on "
+                        "(its dataset is train.train_eval_dataset_cfg or train.infer_eval_dataset_cfg), or remove it."
+                    )
+                if action.task is not None and action.task not in there:
+                    raise UserError(
+                        f"train.actions[{mode.name!r}] has {action}, but there is no task {action.task!r} in that "
+                        f"mode. There: {', '.join(there)}."
+                    )
+
+    def has(self, mode: str) -> bool:
+        """Whether there are any of this mode."""
+        return bool(self._actions.get(ActionMode[mode]))
+
+    def end_on_nan(self, step: int) -> ActionStop | None:
+        """The end of the run where an action waits for training that is not finite, which it is now."""
+        for action in self._actions.get(ActionMode.TRAIN, ()):
+            if isinstance(action, TerminateOnNanAction):
+                return ActionStop(step, str(action), "the loss or a gradient is not finite", action.worth_saving)
+        return None
+
+    def run(self, mode: str, train_state: TrainState, metrics_by_task: MetricsByTask) -> ActionStop | None:
+        """Runs every action of the mode; the first that asks for the end is answered.
+
+        The figures must be the same in all processes, so that all of them end.
+        """
+        stop = None
+        for action in self._actions.get(ActionMode[mode], ()):
+            if action.run(train_state, metrics_by_task) and stop is None:
+                stop = ActionStop(int(train_state.step), str(action), action.reason, action.worth_saving)
+        return stop
+
+    def state(self) -> dict[str, Any]:
+        """What the actions must know after a restart, for JSON."""
+        return {mode.name: [[str(a), a.state()] for a in actions] for mode, actions in self._actions.items()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Gives back what `state` gave to those actions that are still the same; others begin anew."""
+        for mode, actions in self._actions.items():
+            kept = list(state.get(mode.name, ()))
+            for action in actions:
+                record = next((record for record in kept if record[0] == str(action)), None)
+                if record is not None:
+                    kept.remove(record)
+                    action.restore(record[1])
+
+
+def _watched(action: Any, metrics_by_task: MetricsByTask) -> float:
+    """The value of the action's metric."""
+    task, metric = action.task, action.metric
+    if task not in metrics_by_task:
+        raise UserError(f"{action}: there is no task {task!r} here. There: {', '.join(metrics_by_task)}.")
+    metrics = metrics_by_task[task]
+    if metric not in metrics:
+        raise UserError(
+            f"{action}: task {task!r} has no metric {metric!r}. It has {', '.join(sorted(metrics))}. Mend `metric` of "
+            f"trainer.{type(action).__name__}."
+        )
+    try:
+        return float(metrics[metric])
+    except (TypeError, ValueError):
+        raise UserError(f"{action}: {metric!r} of {task!r} is not a number but {metrics[metric]!r}.") from None

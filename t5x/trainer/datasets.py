@@ -1,0 +1,164 @@
+"""The data of a run under T5X's names; a user's own functions may stand in their place.
+
+`train.get_dataset_fn` and `train.train_eval_get_dataset_fn` are given which part of every batch this process reads, and
+return batches, {feature: array [rows of this process, length]}.
+"""
+
+import dataclasses
+import itertools
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from t5x.data.config import DatasetConfig
+from t5x.data.feature_converters import FeatureConverter
+from t5x.data.loader import Batch, TrainLoader, eval_batches, train_loader
+from t5x.data.tasks import get_subtasks
+from t5x.errors import UserError
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardInfo:
+    """The part of every batch that a process reads: the `index`-th of `num_shards` equal ones."""
+
+    index: int = 0
+    num_shards: int = 1
+
+    @classmethod
+    def of(cls, rows: range, batch_size: int) -> "ShardInfo":
+        return cls(rows.start // len(rows), batch_size // len(rows))
+
+    def rows(self, batch_size: int) -> range:
+        count = batch_size // self.num_shards
+        return range(self.index * count, (self.index + 1) * count)
+
+
+def get_dataset(
+    cfg: DatasetConfig,
+    shard_info: ShardInfo,
+    feature_converter_cls: type[FeatureConverter],
+    num_epochs: int | None = None,
+    continue_from_last_checkpoint: bool = True,
+) -> TrainLoader:
+    """The endless batches of a training run.
+
+    Args:
+      num_epochs: must be None: the number of steps ends a run.
+      continue_from_last_checkpoint: must be True: the position in the data is part of every checkpoint.
+    """
+    if num_epochs is not None or not continue_from_last_checkpoint:
+        raise UserError(
+            "utils.get_dataset: a run reads its data on and on, from the position in its checkpoint. Leave num_epochs "
+            "and continue_from_last_checkpoint as they are; the number of steps ends a run (TRAIN_STEPS)."
+        )
+    converter = feature_converter_cls(pack=cfg.pack)
+    return train_loader(cfg, feature_converter=converter, rows=shard_info.rows(cfg.batch_size))
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationBatches(Iterable[Batch]):
+    """The batches of one task, every example once, each time they are asked for."""
+
+    cfg: DatasetConfig
+    converter: FeatureConverter
+    rows: range
+    limit: int | None
+
+    def __iter__(self) -> Iterator[Batch]:
+        batches = eval_batches(self.cfg, feature_converter=self.converter, rows=self.rows)
+        return (batch.batch for batch in itertools.islice(batches, self.limit))
+
+
+def get_training_eval_datasets(
+    cfg: DatasetConfig,
+    shard_id: int,
+    num_shards: int,
+    eval_steps: int | None,
+    feature_converter_cls: type[FeatureConverter],
+    deterministic: bool = True,
+    model_dir: str | None = None,
+    start_step: int = 0,
+) -> dict[str, EvaluationBatches]:
+    """The batches of teacher-forced evaluation, by task; those without the split are left out.
+
+    Args:
+      eval_steps: at most so many batches of each task; None is all.
+      deterministic, model_dir, start_step: T5X's; evaluation is always the same here.
+    """
+    tasks = get_subtasks(cfg.mixture_or_task())
+    with_split = [task for task in tasks if cfg.split in task.splits]
+    if not with_split:
+        splits = "; ".join(f"{task.name}: {', '.join(task.splits)}" for task in tasks)
+        raise UserError(
+            f"{cfg.mixture_or_task().name!r} cannot be evaluated on split {cfg.split!r}, which it does not have "
+            f"({splits}). Choose one with --gin.train_eval/utils.DatasetConfig.split=\\'…\\'."
+        )
+    rows = ShardInfo(shard_id, num_shards).rows(cfg.batch_size)
+    converter = feature_converter_cls(pack=False)
+    return {
+        task.name: EvaluationBatches(
+            dataclasses.replace(cfg, mixture_or_task_name=task, module=None), converter, rows, eval_steps
+        )
+        for task in with_split
+    }
+
+
+class ForeignBatches(Iterator[Batch]):
+    """Batches of a user's own function, with what the loop asks of a loader.
+
+    Their position is the number of batches handed out; a run that goes on passes over as many.
+
+    Args:
+      batches: arrays by feature; a tf.data.Dataset will do.
+    """
+
+    def __init__(self, batches: Iterable[Mapping[str, Any]]):
+        self._batches = batches
+        self._iterator: Iterator[Mapping[str, Any]] | None = None
+        self._taken = 0
+        self._kept: list[Batch] = []
+
+    def __next__(self) -> Batch:
+        if self._iterator is None:
+            self._iterator = iter(numpy_batches(self._batches))
+        try:
+            batch = self._kept.pop() if self._kept else next(self._iterator)
+        except StopIteration:
+            raise UserError(
+                f"The batches of train.get_dataset_fn came to an end after {self._taken}, before the run did. Repeat "
+                "them in that function, or lower TRAIN_STEPS."
+            ) from None
+        self._taken += 1
+        return batch
+
+    def peek(self) -> Batch:
+        """The next batch, which stays the next."""
+        batch = next(self)
+        self._kept.append(batch)
+        self._taken -= 1
+        return batch
+
+    def state(self) -> dict[str, Any]:
+        return {"batches": self._taken}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        if state["batches"] > self._taken:
+            log.info("passing over the first %d batches of train.get_dataset_fn", state["batches"] - self._taken)
+        while self._taken < state["batches"]:
+            next(self)
+
+    def __enter__(self) -> "ForeignBatches":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def numpy_batches(batches: Iterable[Mapping[str, Any]]) -> Iterable[Batch]:
+    """Batches of any library as NumPy's."""
+    batches = batches.as_numpy_iterator() if hasattr(batches, "as_numpy_iterator") else batches
+    return ({name: np.asarray(value) for name, value in batch.items()} for batch in batches)

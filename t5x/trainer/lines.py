@@ -1,0 +1,152 @@
+"""Lines of metrics: the figures of a stretch of steps, written every so often."""
+
+import dataclasses
+import functools
+import logging
+import math
+from collections.abc import Callable, Mapping
+from concurrent import futures
+from typing import Any
+
+import jax
+
+from t5x.metrics.accumulators import Metrics, compute, merge, to_json
+from t5x.telemetry import Throughput
+from t5x.telemetry.flops import StepCost
+from t5x.trainer.nonfinite import FIRST_BAD_GRADIENT
+from t5x.trainer.trainer import on_host
+
+log = logging.getLogger(__name__)
+
+_SLOW_DATA = 0.1
+_SLOW_DATA_HINT = (
+    "%.0f %% of the time goes into waiting for data. More processes that read it may help "
+    "(utils.DatasetConfig.num_workers), or a cache of its tokens (`t5x cache TASK`)"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class NonFinite:
+    """Steps among which there is one whose loss or gradient is not finite, each with its metrics on the host."""
+
+    steps: list[Metrics]
+    last_step: int
+
+
+class MetricLines:
+    """Collects the metrics of the steps, and writes a line of them when it is due.
+
+    Those of a checkpoint in the middle of a line travel with it, so that the next line is the same as that of a run
+    that was never stopped.
+
+    Args:
+      write: takes a step and its figures.
+      before: metrics of the line that was begun when the run was stopped.
+      cost: of a step.
+      concurrent: compute and write in a thread, while the next steps run; else `write` has returned when `line` does.
+
+    Attributes:
+      figures: of the last line.
+      shown: those of them that a person wants to see.
+      nonfinite: where a loss or gradient is not finite; known after `wait`, in all processes alike.
+    """
+
+    def __init__(
+        self,
+        write: Callable[[int, Mapping[str, float]], None],
+        *,
+        before: Metrics | None = None,
+        cost: StepCost | None = None,
+        concurrent: bool = True,
+    ):
+        self._write, self._before, self._cost = write, before, cost
+        self._pending: list[Metrics] = []
+        self._thread = futures.ThreadPoolExecutor(1, "t5x-metrics") if concurrent else None
+        self._job: futures.Future | None = None
+        self._found: NonFinite | None = None
+        self._slow_data_told = False
+        self.figures: dict[str, float] = {}
+        self.shown: dict[str, float] = {}
+        self.nonfinite: NonFinite | None = None
+
+    def add(self, metrics: Metrics) -> None:
+        """Takes the metrics of one more step, which the devices may still be computing."""
+        self._pending.append(metrics)
+
+    def line(self, step: int, lap: Throughput, others: Mapping[str, float]) -> None:
+        """Writes the figures of all steps since the last line.
+
+        Args:
+          step: the last of them.
+          lap: the time they took; tokens are filled in.
+          others: figures to write along.
+        """
+        self.wait()
+        pending, before = self._pending, self._before
+        self._pending, self._before = [], None
+        if self._thread is None:
+            self._finish(step, before, pending, lap, others)
+            self.nonfinite = self._found
+        else:
+            self._job = self._thread.submit(self._finish, step, before, pending, lap, others)
+
+    def unfinished(self, step: int) -> dict[str, list] | None:
+        """The metrics since the last line, as JSON; waits for the devices."""
+        self.wait()
+        if self._pending:
+            self._before = _merged(self._before, self._on_host(self._pending, step))
+            self._pending = []
+            self.nonfinite = self._found
+        return None if self._before is None else to_json(self._before)
+
+    def wait(self) -> None:
+        """Returns when the last line is written; raises what went wrong with it."""
+        job, self._job = self._job, None
+        if job is not None:
+            job.result()
+        self.nonfinite = self._found
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    def _finish(
+        self, step: int, before: Metrics | None, pending: list[Metrics], lap: Throughput, others: Mapping[str, float]
+    ) -> None:
+        steps = self._on_host(pending, step)
+        targets = sum(metrics["target_tokens"].total for metrics in steps)
+        tokens = sum(metrics["non_padding_fraction/overall"].total for metrics in steps)
+        lap = dataclasses.replace(lap, target_tokens=int(targets), input_tokens=int(tokens - targets))
+        figures = compute(_merged(before, steps))
+        for name in ("target_tokens", FIRST_BAD_GRADIENT):
+            figures.pop(name, None)
+        figures |= lap.scalars(cores=jax.device_count()) | dict(others)
+        figures |= self._cost.scalars(lap.steps_per_second) if self._cost is not None else {}
+        self.figures = figures
+        self.shown = {
+            "loss": figures["loss_per_nonpadding_target_token"],
+            "tokens/s": lap.target_tokens_per_second + lap.input_tokens_per_second,
+        }
+        if "timing/mfu" in figures:
+            self.shown["MFU %"] = 100 * figures["timing/mfu"]
+        if lap.data_wait_share > _SLOW_DATA:
+            self.shown["waiting for data %"] = 100 * lap.data_wait_share
+            if not self._slow_data_told:
+                log.warning(_SLOW_DATA_HINT, 100 * lap.data_wait_share)
+            self._slow_data_told = True
+        self._write(step, figures)
+
+    def _on_host(self, pending: list[Metrics], last_step: int) -> list[Metrics]:
+        steps = on_host(pending)
+        if self._found is None and not all(map(_is_finite, steps)):
+            self._found = NonFinite(steps, last_step)
+        return steps
+
+
+def _merged(before: Metrics | None, steps: list[Metrics]) -> Metrics:
+    return functools.reduce(merge, steps if before is None else [before, *steps])
+
+
+def _is_finite(step: Metrics) -> bool:
+    value: Callable[[str], Any] = lambda name: step[name].compute() if name in step else 0.0
+    return all(math.isfinite(value(name)) for name in ("loss", "gradient_norm"))

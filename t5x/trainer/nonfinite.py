@@ -1,0 +1,134 @@
+"""NaN and infinity: at which step they came up, and in which gradients and parameters."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from t5x.checkpoints.tree import flatten
+from t5x.metrics.accumulators import AveragePerStep, Metrics
+
+# Of a step: 0, or the number (from 1), going back from the loss, of the first gradient that is not finite.
+FIRST_BAD_GRADIENT = "first_nonfinite_gradient"
+
+# Modules that stand beside each other, in the order in which a T5 runs through them.
+_ORDER = (
+    "token_embedder", "relpos_bias", "encoder", "layers", "pre_attention_layer_norm", "attention",
+    "pre_self_attention_layer_norm", "self_attention", "pre_cross_attention_layer_norm", "encoder_decoder_attention",
+    "pre_mlp_layer_norm", "mlp", "encoder_norm", "decoder", "decoder_norm", "logits_dense", "query", "key", "value",
+    "out", "wi", "wo",
+)  # fmt: skip
+_RANK = {name: rank for rank, name in enumerate(_ORDER)}
+
+_REMEDIES = (
+    "Usual remedies: a lower learning rate or a longer warm-up; clipping (adafactor.Adafactor."
+    "global_norm_clip_threshold = 1.0); leaving out such updates (adafactor.Adafactor.skip_nan_updates = True); "
+    "float32 activations (dtype of the network's config)."
+)
+
+
+def _parts(key: str) -> tuple[str, int]:
+    name, number = re.fullmatch(r"(.*?)(?:_(\d+))?", key).groups()
+    return name, int(number or 0)
+
+
+def in_network_order(names: Iterable[str]) -> list[str]:
+    """Parameters' names, with `/`, in the order in which a T5 uses them; modules that it does not have come last.
+
+    >>> in_network_order(["decoder/layers_0/mlp/wi_0/kernel", "encoder/layers_10/mlp/wo/kernel",
+    ...                   "encoder/layers_9/mlp/wo/kernel", "token_embedder/embedding"])[1]
+    'encoder/layers_9/mlp/wo/kernel'
+    """
+
+    def place(key: str) -> tuple[int, str, int]:
+        name, number = _parts(key)
+        return _RANK.get(name, len(_RANK)), name, number
+
+    return sorted(names, key=lambda name: [place(key) for key in name.split("/")])
+
+
+def gradient_metrics(gradients: Any) -> Metrics:
+    """`gradient_norm`, and, for `diagnose`, which gradient is not finite; a pure function."""
+    squares = {name: jnp.sum(jnp.square(gradient)) for name, gradient in flatten(gradients).items()}
+    bad = ~jnp.isfinite(jnp.stack([squares[name] for name in _backwards(squares)]))
+    first = jnp.where(jnp.any(bad), jnp.argmax(bad) + 1, 0)
+    norm = jnp.sqrt(sum(squares.values()))
+    return {"gradient_norm": AveragePerStep(norm), FIRST_BAD_GRADIENT: AveragePerStep(first)}
+
+
+def find_nonfinite(params: Any) -> list[str]:
+    """Names of the arrays that hold a NaN or an infinity, in network order. All processes must call it."""
+    finite = jax.device_get(_all_finite(params))
+    return in_network_order(name for name, fine in flatten(finite).items() if not fine)
+
+
+@jax.jit
+def _all_finite(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.all(jnp.isfinite(x)), tree)
+
+
+@dataclasses.dataclass(frozen=True)
+class Diagnosis:
+    """What is known of a NaN or an infinity.
+
+    Attributes:
+      step: the first step whose loss or gradient was not finite; None: it was before those that are still known.
+      parameters: those that are not finite now, in network order. Where there are any, the run cannot recover.
+      message: all of it for the user, and what to do.
+    """
+
+    step: int | None
+    parameters: list[str]
+    message: str
+
+
+def diagnose(steps: Sequence[Metrics], last_step: int, params: Any, trained: Any = None) -> Diagnosis:
+    """What went wrong, once a loss has turned out not to be finite.
+
+    Args:
+      steps: metrics of each single step since the last that is known to be fine, `last_step` the last of them.
+      last_step: its number; the first step of a model is 1.
+      params: as they are now.
+      trained: the part of them whose gradients `gradient_metrics` was given; None: all.
+    """
+    steps = jax.device_get(list(steps))
+    value = lambda metrics, name: float(metrics[name].compute()) if name in metrics else 0.0
+    fine = lambda metrics: all(math.isfinite(value(metrics, name)) for name in ("loss", "gradient_norm"))
+    names = flatten(params)
+    at = next((i for i, metrics in enumerate(steps) if not fine(metrics)), None)
+    step = None if at is None else last_step - len(steps) + 1 + at
+    if at is None:
+        told = f"The loss was not finite before step {last_step - len(steps) + 1}."
+    elif not math.isfinite(loss := value(steps[at], "loss")):
+        told = f"The loss is {loss} at step {step}, the first that is not finite"
+        if at > 0:
+            before, norm = value(steps[at - 1], "loss"), value(steps[at - 1], "gradient_norm")
+            told += f"; the step before it had a loss of {before:.6g} and a gradient norm of {norm:.4g}"
+        told += "."
+    else:
+        gradient = _gradient(names if trained is None else flatten(trained), int(value(steps[at], FIRST_BAD_GRADIENT)))
+        told = f"At step {step} the loss was {loss:.6g}, but {gradient} was not finite."
+    bad = find_nonfinite(params)
+    if not bad:
+        told += " All parameters are still finite."
+    elif len(bad) == len(names):
+        told += f" By step {last_step} none of the {len(names)} parameters is finite any more."
+    else:
+        told += f" By step {last_step}, {len(bad)} of {len(names)} parameters are not finite; the first is {bad[0]}."
+    return Diagnosis(step, bad, f"{told} {_REMEDIES}")
+
+
+def _gradient(names: Collection[str], number: int) -> str:
+    if number == 0:
+        return "the gradient"
+    known = all(_parts(key)[0] in _RANK for name in names for key in name.split("/")[:-1])
+    nearest = " (of those that were not, the nearest to the loss)" if known else ""
+    return f"the gradient of {_backwards(names)[number - 1]}{nearest}"
+
+
+def _backwards(names: Iterable[str]) -> list[str]:
+    return in_network_order(names)[::-1]

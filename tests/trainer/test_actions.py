@@ -1,0 +1,176 @@
+"""What ends a run before its last step."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from t5x.errors import UserError
+from t5x.trainer.actions import ActionMode, Actions, BaseAction, EarlyStoppingAction, TerminateOnNanAction
+
+NAN = math.nan
+
+
+def state(step):
+    return SimpleNamespace(step=step)
+
+
+def stops_at(action, values):
+    """Which evaluation, from 1, the action ends the run at."""
+    for number, value in enumerate(values, start=1):
+        if action.run(state(100 * number), {"dev": {"loss": value, "other": 0.0}}):
+            return number
+    return None
+
+
+def early(mode="min", **arguments):
+    return EarlyStoppingAction(metric=("dev", "loss"), mode=mode, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("mode", "arguments", "values", "expected"),
+    [
+        ("min", {}, [5, 4, 3, 2, 1], None),
+        ("min", {}, [1, 2, 3], 3),
+        ("max", {}, [1, 2, 3], None),
+        ("max", {}, [3, 2, 1], 3),
+        ("min", {}, [1, 1, 1], 3),  # the same again is no improvement
+        ("min", {}, [1, 2, 1.5, 2, 1.5, 2], None),  # each is compared with the one before it, not with the best
+        ("min", {}, [3, 2, 1, 2, 2, 0], 5),
+        ("min", {"patience": 2}, [3, 2, 2], 3),
+        ("min", {"patience": 4}, [1, 1, 1, 0, 0, 0, 0], 7),
+        ("min", {"atol": 0.5}, [10, 9.5, 9.0], 3),  # by exactly the tolerance is not enough
+        ("min", {"atol": 0.5}, [10, 9.4, 8.8], None),
+        ("max", {"atol": 0.5}, [10, 10.5, 11.0], 3),
+        ("max", {"atol": 0.5}, [10, 10.6, 11.2], None),
+        ("min", {"rtol": 0.1}, [-10, -10.9, -11.9], 3),  # relative to the magnitude
+        ("max", {"rtol": 0.1}, [10, 11.1, 12.3], None),
+        ("min", {}, [1, NAN, NAN], 3),
+        ("min", {}, [NAN, 5, 6], None),
+        ("max", {"rtol": 0.1}, [-math.inf, 1, 0.5], None),
+    ],
+)
+def test_early_stopping(mode, arguments, values, expected):
+    assert stops_at(early(mode, **arguments), values) == expected
+
+
+@pytest.mark.parametrize("restart_after", [1, 2, 3, 4])
+def test_a_restart_changes_nothing_even_if_the_last_evaluation_is_told_again(restart_after):
+    values = [3.0, 2.9, 3.0, NAN, NAN]
+    expected = stops_at(early(patience=4), values)
+    before = Actions({"TRAIN_EVAL": [early(patience=4)]})
+    for number in range(1, restart_after + 1):
+        assert before.run("TRAIN_EVAL", state(100 * number), {"dev": {"loss": values[number - 1]}}) is None
+    after = Actions({"TRAIN_EVAL": [early(patience=4)]})
+    after.restore(json.loads(json.dumps(before.state(), allow_nan=False)))
+    for number in range(restart_after, 6):
+        if after.run("TRAIN_EVAL", state(100 * number), {"dev": {"loss": values[number - 1]}}):
+            break
+    assert number == expected == 5
+
+
+def test_state_goes_to_the_action_that_it_is_of():
+    of = lambda metric: EarlyStoppingAction(metric=("dev", metric), mode="min", patience=2)
+    before = Actions({"TRAIN_EVAL": [of("loss"), of("error")], "INFER_EVAL": [of("loss")]})
+    before.run("TRAIN_EVAL", state(1), {"dev": {"loss": 1.0, "error": 9.0}})
+    after = Actions({"TRAIN_EVAL": [of("error"), of("new"), of("loss")]})
+    after.restore(before.state())
+    stop = after.run("TRAIN_EVAL", state(2), {"dev": {"loss": 0.5, "error": 9.5, "new": 1.0}})
+    assert stop.action == "EarlyStoppingAction(dev, error, min)"
+    assert "9 at step 1, 9.5 at step 2" in stop.reason
+
+
+def test_what_stopped_the_run_is_one_line():
+    actions = Actions({"INFER_EVAL": [EarlyStoppingAction(("mnli", "accuracy"), "max", patience=2)]})
+    assert actions.run("INFER_EVAL", state(100), {"mnli": {"accuracy": 81.25}}) is None
+    stop = actions.run("INFER_EVAL", state(200), {"mnli": {"accuracy": 80.5}})
+    assert str(stop) == (
+        "EarlyStoppingAction(mnli, accuracy, max) ends the run after step 200: accuracy of mnli has not risen "
+        "(patience 2): 81.25 at step 100, 80.5 at step 200"
+    )
+    assert stop.worth_saving
+
+
+def test_the_tolerance_is_told():
+    action = early(patience=2, atol=0.5, rtol=0.01)
+    assert stops_at(action, [3.0, 2.75]) == 2
+    assert "has not fallen by more than 0.5 + 0.01 of the value before (patience 2): 3 at" in action.reason
+
+
+@pytest.mark.parametrize("value", [NAN, math.inf, -math.inf])
+def test_a_run_ends_on_nan_and_infinity_and_is_not_saved(value):
+    actions = Actions({"TRAIN": [TerminateOnNanAction(task="train")]})
+    assert actions.run("TRAIN", state(100), {"train": {"loss": 1e30}}) is None
+    stop = actions.run("TRAIN", state(200), {"train": {"loss": value}})
+    assert (stop.step, stop.worth_saving) == (200, False)
+    assert f"loss of train is {value}" in str(stop)
+
+
+@pytest.mark.parametrize("action", [early(), TerminateOnNanAction(task="dev")])
+def test_a_metric_that_is_not_there_is_told_with_those_that_are(action):
+    with pytest.raises(UserError, match=r"no metric 'loss'.*accuracy, z_loss"):
+        action.run(state(1), {"dev": {"accuracy": 1.0, "z_loss": 2.0}})
+    with pytest.raises(UserError, match=r"no task 'dev'.*train, test"):
+        action.run(state(1), {"train": {}, "test": {}})
+    with pytest.raises(UserError, match="not a number"):
+        action.run(state(1), {"dev": {"loss": "low"}})
+
+
+def test_what_can_never_be_seen_is_told_before_training():
+    tasks = {"TRAIN": ["train"], "TRAIN_EVAL": ["dev"], "INFER_EVAL": []}
+    Actions({"TRAIN": [TerminateOnNanAction("train")], "TRAIN_EVAL": [early()]}).check(tasks)
+    with pytest.raises(UserError, match=r"no task 'loss'.*train"):
+        Actions({"TRAIN": [TerminateOnNanAction("loss")]}).check(tasks)
+    with pytest.raises(UserError, match="infer_eval_dataset_cfg"):
+        Actions({"INFER_EVAL": [early()]}).check(tasks)
+
+
+class AtStep(BaseAction):
+    def __init__(self, step):
+        self.step = step
+        self.seen = []
+
+    def run(self, train_state, metrics_by_task):
+        self.seen.append(train_state.step)
+        return train_state.step >= self.step
+
+
+def test_users_write_their_own_and_every_action_is_run():
+    first, second = AtStep(2), AtStep(1)
+    actions = Actions({ActionMode.TRAIN: [first, second]})
+    actions.check({"TRAIN": ["train"]})
+    assert str(actions.run("TRAIN", state(1), {"train": {}})) == "AtStep ends the run after step 1"
+    assert actions.run("TRAIN_EVAL", state(2), {"dev": {}}) is None
+    assert first.seen == second.seen == [1]
+    actions.restore(json.loads(json.dumps(actions.state())))
+    assert not Actions(None).run("TRAIN", state(1), {"train": {}})
+
+
+@pytest.mark.parametrize(
+    ("actions", "message"),
+    [
+        ({"EVAL": []}, "TRAIN, TRAIN_EVAL, INFER_EVAL"),
+        ({"TRAIN": TerminateOnNanAction("train")}, "must be a list"),
+        ({"TRAIN": [TerminateOnNanAction]}, r"with brackets: \[@trainer.TerminateOnNanAction\(\)\]"),
+    ],
+)
+def test_mistakes_in_the_configuration_are_explained(actions, message):
+    with pytest.raises(UserError, match=message):
+        Actions(actions)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"metric": "loss"},
+        {"metric": ("loss",)},
+        {"mode": "lower"},
+        {"patience": 1},
+        {"atol": -1.0},
+        {"rtol": -0.1},
+    ],
+)
+def test_impossible_arguments_are_refused(arguments):
+    with pytest.raises(UserError, match=f"trainer.EarlyStoppingAction.*{next(iter(arguments))}"):
+        EarlyStoppingAction(**{"metric": ("dev", "loss"), "mode": "min"} | arguments)
