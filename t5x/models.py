@@ -95,8 +95,18 @@ class BaseTransformerModel(abc.ABC):
         return_all_decodes: bool = False,
         num_decodes: int = 1,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """(tokens, {"scores"}): of the best decode, [batch, length] and [batch]; of all, with a dimension of decodes,
-        best last, if `return_all_decodes`."""
+        """Decodes a batch.
+
+        Args:
+          rng: for sampling: a key, or one for each row. `example_index`, int [batch], where the batch has it, is folded
+            into the one; so an example gets the same sample in any batch.
+          decoder_params: arguments for `decode_fn`, over those of the model. Numbers may be traced (alpha, temperature,
+            topk, topp, eos_id, decode_rng …): other values then need no compilation.
+          return_all_decodes: all `num_decodes` of them, best last, not the best alone.
+
+        Returns:
+          (tokens, {"scores"}): of the best decode, [batch, length] and [batch]; of all, with a dimension of decodes.
+        """
 
     @property
     def keys_dropout_by_row(self) -> bool:
@@ -107,9 +117,18 @@ class BaseTransformerModel(abc.ABC):
     def _row_index(self, batch: Batch) -> dict[str, jax.Array]:
         return {"row_index": batch["row_index"]} if self.keys_dropout_by_row and "row_index" in batch else {}
 
-    def _decode_options(self, rng: jax.Array | None, decoder_params: Mapping[str, Any] | None) -> dict[str, Any]:
-        options = {"eos_id": self.output_vocabulary.eos_id, "decode_rng": rng}
-        return options | self.default_decoder_params | dict(decoder_params or {})
+    def _decode_options(
+        self, batch: Batch, rng: jax.Array | None, decoder_params: Mapping[str, Any] | None, num_decodes: int
+    ) -> dict[str, Any]:
+        """Arguments for `decode_fn`: of this call, of the model, and what both leave open."""
+        options = {"num_decodes": num_decodes, "eos_id": self.output_vocabulary.eos_id, "decode_rng": rng}
+        options |= self.default_decoder_params | dict(decoder_params or {})
+        if "example_index" in batch:
+            options["decode_rng"] = decoding.example_keys(options["decode_rng"], batch["example_index"])
+        scanned = getattr(self.module, "scan_layers", False) or getattr(
+            getattr(self.module, "config", None), "scan_layers", False
+        )
+        return options | {"cache_offset": int(scanned)}
 
     # -- training ------------------------------------------------------------------------------------------------------
 
@@ -176,12 +195,28 @@ class BaseTransformerModel(abc.ABC):
         """Predicted tokens int32 [batch, length]; the length is that of `decoder_input_tokens`."""
         return self.predict_batch_with_aux(params, batch, rng=rng, decoder_params=decoder_params)[0]
 
-    def score_batch(self, params: Params, batch: Batch) -> jax.Array:
-        """Log likelihood of each row's targets, float32 [batch]."""
-        logits = self.compute_logits(params, batch)
-        per_token, _ = losses.cross_entropy(logits, batch["decoder_target_tokens"])
-        weights = batch.get("decoder_loss_weights")
-        return -jnp.sum(per_token if weights is None else per_token * weights, axis=-1)
+    def score_batch(self, params: Params, batch: Batch, return_intermediates: bool = False) -> Any:
+        """Log likelihood of each row's targets, float32 [batch].
+
+        Args:
+          return_intermediates: give (scores, tree) with what the network sowed into `intermediates`, and in it under
+            `decoder` the `target_tokens`, `loss_weights` and `token_scores` (weighted log probabilities), each [batch,
+            targets] and, as all that is sown, in a tuple.
+        """
+        targets, weights = batch["decoder_target_tokens"], batch.get("decoder_loss_weights")
+        sown = {}
+        if return_intermediates:
+            logits, changed = self.compute_logits(params, batch, mutable=["intermediates"])
+            sown = changed.get("intermediates", {})
+        else:
+            logits = self.compute_logits(params, batch)
+        weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights
+        token_scores = -losses.cross_entropy(logits, targets)[0] * weights
+        scores = jnp.sum(token_scores, axis=-1)
+        if not return_intermediates:
+            return scores
+        added = {"target_tokens": (targets,), "loss_weights": (weights,), "token_scores": (token_scores,)}
+        return scores, {**sown, "decoder": {**sown.get("decoder", {}), **added}}
 
 
 class EncoderDecoderModel(BaseTransformerModel):
@@ -201,7 +236,7 @@ class EncoderDecoderModel(BaseTransformerModel):
         input_vocabulary: Vocabulary,
         output_vocabulary: Vocabulary,
         optimizer_def: Optimizer | None,
-        decode_fn: Callable = decoding.greedy_decode,
+        decode_fn: Callable = decoding.beam_search,
         feature_converter_cls: type | None = None,
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
@@ -246,9 +281,18 @@ class EncoderDecoderModel(BaseTransformerModel):
         decoder_params: Mapping[str, Any] | None = None,
         return_all_decodes: bool = False,
         num_decodes: int = 1,
+        prompt_with_targets: bool = False,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """As of every model.
+
+        Args:
+          prompt_with_targets: the decodes begin with the row's targets, without their EOS.
+        """
         inputs = batch["encoder_input_tokens"]
-        empty = jnp.zeros(batch["decoder_input_tokens"].shape, jnp.int32)
+        options = self._decode_options(batch, rng, decoder_params, num_decodes)
+        prompts = batch["decoder_input_tokens"].astype(jnp.int32)
+        empty = jnp.zeros_like(prompts)
+        prompts = jnp.where(prompts == options["eos_id"], 0, prompts) if prompt_with_targets else empty
         variables = {"params": params}
         encoded = self.module.apply(variables, inputs, enable_dropout=False, method=self.module.encode)
         decode = functools.partial(
@@ -258,6 +302,8 @@ class EncoderDecoderModel(BaseTransformerModel):
         _, caches = decode(variables, encoded, inputs, empty, empty, mutable=list(CACHES))
         caches = dict(caches)
         cache = caches.pop("cache", {})
+        if not caches:  # a network without our cross-attention, where beams share what the encoder gave
+            encoded, inputs = (jnp.repeat(x, options["num_decodes"], axis=0) for x in (encoded, inputs))
 
         def tokens_to_logits(state: decoding.DecodingState) -> tuple[jax.Array, Any]:
             logits, changed = decode(
@@ -266,16 +312,32 @@ class EncoderDecoderModel(BaseTransformerModel):
             )  # fmt: skip
             return logits[:, -1, :], changed.get("cache", {})
 
-        decodes, scores = self.decode_fn(
-            inputs=empty,
-            cache=cache,
-            tokens_to_logits=tokens_to_logits,
-            num_decodes=num_decodes,
-            **self._decode_options(rng, decoder_params),
-        )
+        decodes, scores = self.decode_fn(inputs=prompts, cache=cache, tokens_to_logits=tokens_to_logits, **options)
         if return_all_decodes:
             return decodes, {"scores": scores}
         return decodes[:, -1, :], {"scores": scores[:, -1]}
+
+    def score_batch(
+        self, params: Params, batch: Batch, return_intermediates: bool = False, first_logits: bool = False
+    ) -> Any:
+        """As of every model.
+
+        Args:
+          first_logits: instead, the logits of each row's target tokens at the first position, float32 [batch, targets],
+            without looking at what follows: with the targets `true` and `false`, what monoT5 ranks by.
+        """
+        if not first_logits:
+            return super().score_batch(params, batch, return_intermediates)
+        inputs, targets = batch["encoder_input_tokens"], batch["decoder_target_tokens"]
+        start = jnp.zeros((inputs.shape[0], 1), jnp.int32)
+        apply = functools.partial(self.module.apply, {"params": params}, enable_dropout=False)
+        encoded = apply(inputs, method=self.module.encode)
+        only = "logits_of" in inspect.signature(type(self.module).decode).parameters
+        logits = apply(
+            encoded, inputs, start, jnp.ones_like(start), method=self.module.decode,
+            **({"logits_of": targets} if only else {}),
+        )[:, 0]  # fmt: skip
+        return logits if only else jnp.take_along_axis(logits, targets, axis=-1)
 
 
 class DecoderOnlyModel(BaseTransformerModel):
@@ -295,7 +357,7 @@ class DecoderOnlyModel(BaseTransformerModel):
         module: nn.Module,
         vocabulary: Vocabulary,
         optimizer_def: Optimizer | None,
-        decode_fn: Callable = decoding.greedy_decode,
+        decode_fn: Callable = decoding.temperature_sample,
         inputs_bidirectional_attention: bool = False,
         feature_converter_cls: type | None = None,
         label_smoothing: float = 0.0,
@@ -374,9 +436,8 @@ class DecoderOnlyModel(BaseTransformerModel):
             inputs=inputs,
             cache=filled["cache"],
             tokens_to_logits=tokens_to_logits,
-            num_decodes=num_decodes,
             initial_index=lengths,
-            **self._decode_options(rng, decoder_params),
+            **self._decode_options(batch, rng, decoder_params, num_decodes),
         )
         decodes = remove_prefix(decodes, lengths)
         if return_all_decodes:

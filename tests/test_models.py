@@ -1,5 +1,7 @@
 """Models over modules that are not ours."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,7 @@ from flax.linen.partitioning import param_with_axes
 
 from t5x.adafactor import Adafactor
 from t5x.data import PassThroughVocabulary
+from t5x.decoding import beam_search, greedy_decode
 from t5x.models import EncoderDecoderModel
 from t5x.partitioning import PjitPartitioner
 from t5x.trainer import StateLayout, Trainer
@@ -55,7 +58,7 @@ class Bag(nn.Module):
 
 def test_a_users_own_module_trains_predicts_and_scores():
     vocabulary = PassThroughVocabulary(31, eos_id=1)
-    model = EncoderDecoderModel(Bag(), vocabulary, vocabulary, Adafactor())
+    model = EncoderDecoderModel(Bag(), vocabulary, vocabulary, Adafactor(), greedy_decode)
     layout = StateLayout.of(model, PjitPartitioner(), model.input_shapes({"inputs": 9, "targets": 7}))
     assert layout.axes == {"table": ("vocab", "embed"), "head": None}
     trainer = Trainer(
@@ -73,3 +76,8 @@ def test_a_users_own_module_trains_predicts_and_scores():
     logits = model.compute_logits(params, batch)
     np.testing.assert_array_equal(tokens[:, 0], jnp.argmax(logits[:, 0], -1))
     assert (model.score_batch(params, batch) < 0).all()
+    model.decode_fn = beam_search
+    beams = jax.jit(functools.partial(model.predict_batch_with_aux, return_all_decodes=True, num_decodes=3))
+    (tokens, aux), alone = beams(params, batch), {name: value[2:3] for name, value in batch.items()}
+    np.testing.assert_array_equal(tokens[2:3], beams(params, alone)[0])
+    assert tokens.shape == (4, 3, 7) and (jnp.diff(aux["scores"]) >= 0).all()

@@ -27,13 +27,14 @@ needs_data = pytest.mark.skipif(not SHARED.is_dir(), reason="the folder ../share
 def ours(path: Path, **config):
     """(model, parameters) of a checkpoint directory without its vocabulary."""
     from t5x.data import PassThroughVocabulary
+    from t5x.decoding import greedy_decode
     from t5x.models import EncoderDecoderModel
     from t5x.network import Transformer
 
     source = open_checkpoint(path)
     fields = config_of(source) | config
     vocabulary = PassThroughVocabulary(fields["vocab_size"], eos_id=1)
-    model = EncoderDecoderModel(Transformer(T5Config(**fields)), vocabulary, vocabulary, None)
+    model = EncoderDecoderModel(Transformer(T5Config(**fields)), vocabulary, vocabulary, None, greedy_decode)
     layout = StateLayout.of(model, PjitPartitioner(), model.input_shapes({"inputs": 3, "targets": 3}))
     return model, restore(source, {"target": layout.abstract.params}, {"target": layout.axes})["target"]
 

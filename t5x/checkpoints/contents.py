@@ -16,6 +16,7 @@ from etils import epath
 from t5x.checkpoints import families, manifest, paths, transfer
 from t5x.checkpoints.formats import Source
 from t5x.data.vocabularies import PassThroughVocabulary, Vocabulary
+from t5x.decoding import greedy_decode
 from t5x.errors import UserError
 from t5x.models import BaseTransformerModel, DecoderOnlyModel, EncoderDecoderModel
 from t5x.network import DecoderWrapper, T5Config, Transformer, TransformerConfig
@@ -96,17 +97,18 @@ def _model(
     *,
     inputs_bidirectional_attention: bool = False,
 ) -> BaseTransformerModel:
-    """A model with our network; fields that its configuration does not know are left out."""
+    """A model with our network, which decodes greedily; fields that its configuration does not know are left out."""
     config_cls = TransformerConfig if families.is_decoder_only(config) else T5Config
     known = {field.name for field in dataclasses.fields(config_cls)}
     network_config = config_cls(**{k: v for k, v in config.items() if k in known})
     if config_cls is T5Config:
         inputs, targets = vocabularies["inputs"], vocabularies["targets"]
-        return EncoderDecoderModel(Transformer(network_config), inputs, targets, optimizer_def=None)
+        return EncoderDecoderModel(Transformer(network_config), inputs, targets, None, decode_fn=greedy_decode)
     return DecoderOnlyModel(
         DecoderWrapper(network_config),
         vocabularies["targets"],
         optimizer_def=None,
+        decode_fn=greedy_decode,
         inputs_bidirectional_attention=inputs_bidirectional_attention,
     )
 

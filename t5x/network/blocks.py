@@ -43,6 +43,8 @@ class Attention(nn.Module):
     ) -> jax.Array:
         """x [batch, q, emb] attends to source [batch, k, emb].
 
+        With a `cross` cache x may have several rows, beams, for each row of the source: they share its keys and values.
+
         Args:
           prefill_lengths: int [batch]; the keys and values of x go into the cache, and decoding goes on at these
             positions.
@@ -65,6 +67,7 @@ class Attention(nn.Module):
             # Filled by the pass that creates the cache, from the encoder's output; read by every step after it.
             key = self.variable("cross_cache", "cached_key", lambda: heads("key", source)).value
             value = self.variable("cross_cache", "cached_value", lambda: heads("value", source)).value
+            query = query.reshape(key.shape[0], -1, *query.shape[2:])
         else:
             key, value = heads("key", source), heads("value", source)
         if self.cache in ("self", "rows"):

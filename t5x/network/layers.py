@@ -40,9 +40,11 @@ class Dense(nn.Module):
     kernel_init: Callable = initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
 
     @nn.compact
-    def __call__(self, x: jax.Array, keys: Keys) -> jax.Array:
+    def __call__(self, x: jax.Array, keys: Keys, columns: jax.Array | None = None) -> jax.Array:
+        """`columns`, int [batch, n]: only these features of x [batch, length, in], each row its own."""
         kernel = parameter(self, "kernel", self.kernel_init, (x.shape[-1], self.features), self.axes, keys)
-        return jnp.dot(x.astype(self.dtype), kernel.astype(self.dtype))
+        x, kernel = x.astype(self.dtype), kernel.astype(self.dtype)
+        return jnp.dot(x, kernel) if columns is None else jnp.einsum("bqd,dbn->bqn", x, kernel[:, columns])
 
 
 class RMSNorm(nn.Module):

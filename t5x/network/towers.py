@@ -44,6 +44,7 @@ class Decoder(nn.Module):
         cross_mask: Mask | None = None,
         cache: str | None = None,
         prefill_lengths: jax.Array | None = None,
+        logits_of: jax.Array | None = None,
     ) -> jax.Array:
         """int [batch, length] -> logits float32 [batch, length, vocab].
 
@@ -51,6 +52,7 @@ class Decoder(nn.Module):
           table: of token embeddings, [vocab, emb]; None: the decoder has its own.
           encoded, cross_mask: what cross-attention sees; None: there is none.
           cache, prefill_lengths: see `Attention`.
+          logits_of: int [batch, n], tokens of each row whose logits are wanted, [batch, length, n]; None: of all.
         """
         cfg = self.config
         if table is None:
@@ -62,9 +64,10 @@ class Decoder(nn.Module):
         x = RMSNorm(cfg.dtype, name="decoder_norm")(x)
         x = dropout(x, cfg.dropout_rate, keys.at("decoded")).astype(jnp.float32)
         if cfg.logits_via_embedding:
-            logits = x @ table.T / np.sqrt(x.shape[-1])
+            products = x @ table.T if logits_of is None else jnp.einsum("bqd,bnd->bqn", x, table[logits_of])
+            logits = products / np.sqrt(x.shape[-1])
         else:
             logits = Dense(cfg.vocab_size, ("embed", "vocab"), jnp.float32, name="logits_dense")(
-                x, keys.at("logits_dense")
+                x, keys.at("logits_dense"), logits_of
             )
-        return constrain(logits, "batch", "length", "vocab")
+        return logits if logits_of is not None else constrain(logits, "batch", "length", "vocab")

@@ -63,11 +63,13 @@ class Transformer(nn.Module):
         decode: bool = False,
         max_decode_length: int | None = None,
         row_index: jax.Array | None = None,
+        logits_of: jax.Array | None = None,
     ) -> jax.Array:
-        """Logits float32 [batch, targets, vocab].
+        """Logits float32 [batch, targets, vocab], or those of the tokens `logits_of`, int [batch, n], alone.
 
         With `decode`, the first call creates the caches, sized for the length of `decoder_input_tokens`, and fills
-        `cross_cache` from `encoded`; every later call takes one token a row and advances `cache`.
+        `cross_cache` from `encoded`; every later call takes one token a row and advances `cache`. It may have
+        several rows (beams) for each row of the inputs.
         """
         del decoder_positions, max_decode_length  # relative positions need neither; the cache has its length
         if decode and (encoder_segment_ids is not None or decoder_segment_ids is not None):
@@ -93,6 +95,7 @@ class Transformer(nn.Module):
             encoded=encoded,
             cross_mask=cross_mask,
             cache="self" if decode else None,
+            logits_of=logits_of,
         )
 
     def __call__(

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from t5x.data import PassThroughVocabulary
+from t5x.decoding import greedy_decode
 from t5x.models import DecoderOnlyModel
 from t5x.network import DecoderWrapper, TransformerConfig
 from tests import tiny
@@ -261,7 +262,7 @@ def test_greedy_decoding_goes_on_after_prefixes_of_different_lengths(config, sca
     # A row of padding, as it fills up a last batch, disturbs nobody.
     padded = {"decoder_input_tokens": tokens, "decoder_causal_attention": inside}
     padded = {name: np.pad(value, ((0, 1), (0, 0))) for name, value in padded.items()}
-    of = model(dataclasses.replace(config, scan_layers=scan), prefix)
+    of = model(dataclasses.replace(config, scan_layers=scan), prefix, decode_fn=greedy_decode)
     said, aux = jax.jit(of.predict_batch_with_aux)(as_ours(params, scan), padded)
     np.testing.assert_array_equal(said[:-1], expected)
     np.testing.assert_allclose(aux["scores"][:-1], scores, rtol=1e-4)

@@ -15,6 +15,7 @@ import torch
 
 from t5x.checkpoints.formats import open_checkpoint
 from t5x.checkpoints.transfer import config_of, restore
+from t5x.decoding import greedy_decode
 from t5x.models import EncoderDecoderModel
 from t5x.network import CACHES, T5Config
 from t5x.partitioning import PjitPartitioner
@@ -79,7 +80,7 @@ def case(request, tmp_path_factory) -> Case:
     if family == "umT5":
         made.config.tie_word_embeddings = False  # version 5 of transformers would scale the logits of an untied umT5
     config = T5Config(**config_of(open_checkpoint(folder / "weights")) | {"scan_layers": scan, "dropout_rate": 0.0})
-    model = tiny.model(config, loss_normalizing_factor="NUM_REAL_TARGET_TOKENS")
+    model = tiny.model(config, decode_fn=greedy_decode, loss_normalizing_factor="NUM_REAL_TARGET_TOKENS")
     layout = StateLayout.of(model, PjitPartitioner(), model.input_shapes({"inputs": 3, "targets": 3}))
 
     def as_ours(name: str) -> Any:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from t5x import losses
+from t5x.decoding import greedy_decode
 from t5x.network.relative_position import bucket
 from tests import tiny
 from tests.reference import t5_torch
@@ -78,7 +79,7 @@ def test_every_normalising_factor(kind, factor, smoothing, z_loss):
 def test_greedy_decoding_and_scores(config):
     batch = tiny.batch(5, rows=6, targets=12)
     params = t5_torch.random_params(config, seed=6)
-    model = tiny.model(config)
+    model = tiny.model(config, decode_fn=greedy_decode)
     tokens, aux = jax.jit(model.predict_batch_with_aux)(tiny.as_float32(params), batch)
     expected = t5_torch.greedy(params, config, batch["encoder_input_tokens"], max_len=12)
     np.testing.assert_array_equal(tokens, expected)

@@ -1,0 +1,132 @@
+"""Languages that are small enough to be searched whole: what follows a beginning is drawn at random."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+EOS = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Languages:
+    """One language for each example: the next token depends on everything before it.
+
+    Attributes:
+      table: float32 [batch, nodes, vocab], logits after each beginning; node n's child by token t is n * vocab + t + 1.
+      length: of the longest sequence.
+    """
+
+    table: np.ndarray
+    length: int
+
+    @classmethod
+    def random(cls, seed: int, batch: int, vocab: int, length: int, scale: float = 1.5) -> "Languages":
+        nodes = (vocab**length - 1) // (vocab - 1)
+        return cls((np.random.default_rng(seed).normal(size=(batch, nodes, vocab)) * scale).astype(np.float32), length)
+
+    @classmethod
+    def with_ties(cls, seed: int, batch: int, vocab: int, length: int) -> "Languages":
+        """Log probabilities that are multiples of 1/4, whose sums are exact; `raw` gives them to beam search."""
+        drawn = cls.random(seed, batch, vocab, length)
+        return cls((np.round(-np.abs(drawn.table)) / 4).astype(np.float32), length)
+
+    @property
+    def vocab(self) -> int:
+        return self.table.shape[-1]
+
+    def log_probs(self) -> np.ndarray:
+        table = self.table.astype(np.float64)
+        return table - np.log(np.exp(table).sum(-1, keepdims=True))
+
+    def problem(self) -> dict:
+        """`inputs` and `cache` for a decoding function, without prompts."""
+        batch = self.table.shape[0]
+        cache = {"node": jnp.zeros(batch, jnp.int32), "cache_index": jnp.int32(0)}
+        return {"inputs": jnp.zeros((batch, self.length), jnp.int32), "cache": cache, "eos_id": EOS}
+
+    def tokens_to_logits(self, table, state):
+        """The cache holds the beginning, and nothing else does: rows that are mixed up give wrong results."""
+        token = state.cur_token[:, 0]
+        node = jnp.where(state.cur_index == 0, 0, state.cache["node"] * self.vocab + token + 1)
+        return rows_of(table, node), {"node": node, "cache_index": state.cache["cache_index"] + 1}
+
+    def decode(self, decode_fn, **options):
+        """(tokens, scores) as NumPy arrays; compiled, with the table and all numbers among the options traced."""
+        static = {
+            k: options.pop(k)
+            for k in list(options)
+            if not isinstance(options[k], float | jax.Array | np.ndarray | np.generic)
+        }
+        problem = self.problem()
+        given = {name: options.pop(name) for name in ("inputs",) if name in options}
+        decode = _compiled(decode_fn, self.vocab, self.length, tuple(static.items()))
+        return jax.device_get(decode(jnp.asarray(self.table), {**problem, **given}, options))
+
+
+@functools.cache
+def _compiled(decode_fn, vocab, length, static):
+    def run(table, problem, options):
+        like = Languages(table, length)
+        return decode_fn(
+            tokens_to_logits=functools.partial(like.tokens_to_logits, table), **problem, **options, **dict(static)
+        )
+
+    return jax.jit(run)
+
+
+def rows_of(table, node):
+    """[batch, nodes, vocab] and [rows] -> [rows, vocab]; the rows of an example stand together."""
+    example = jnp.arange(node.shape[0]) // (node.shape[0] // table.shape[0])
+    return jnp.asarray(table)[example, jnp.minimum(node, table.shape[1] - 1)]
+
+
+def raw(log_probs, state, *, table):
+    """A logit callback: the table itself, not normalised."""
+    del log_probs
+    token = state.cur_token[:, 0]
+    vocab = table.shape[-1]
+    node = jnp.where(state.cur_index == 0, 0, state.cache["node"] * vocab + token + 1)
+    return rows_of(table, node)
+
+
+def search(log_probs: np.ndarray, beams: int, length: int, alpha: float, prompt=()) -> list[tuple[float, list[int]]]:
+    """Beam search by its definition, for one language, without ever stopping early: (score, tokens), best first."""
+    vocab = log_probs.shape[-1]
+    live, finished = [(0.0, (), 0)], []
+    for position in range(1, length + 1):
+        if position <= len(prompt):
+            token = prompt[position - 1]
+            live = [(total, (*tokens, token), node * vocab + token + 1) for total, tokens, node in live]
+            continue
+        grown = [
+            (total + log_probs[node, token], (*tokens, token), node * vocab + token + 1)
+            for total, tokens, node in live
+            for token in range(vocab)
+        ]
+        grown = sorted(grown, key=lambda candidate: -candidate[0])[: 2 * beams]  # stable: better parents, lower tokens
+        penalty = ((5 + position) / 6) ** alpha
+        finished += [(total / penalty, list(tokens)) for total, tokens, _ in grown if tokens[-1] == EOS]
+        finished = sorted(finished, key=lambda ended: -ended[0])[:beams]
+        live = [candidate for candidate in grown if candidate[1][-1] != EOS][:beams]
+    return finished or [(total, list(tokens)) for total, tokens, _ in live]
+
+
+def all_sequences(log_probs: np.ndarray, length: int) -> list[tuple[list[int], list[float]]]:
+    """Every sequence that ends within the length: its tokens, and its log probability after each of them."""
+    vocab, ended, open_ = log_probs.shape[-1], [], [((), (), 0)]
+    for _ in range(length):
+        grown = [
+            (
+                (*tokens, token),
+                (*totals, (totals[-1] if totals else 0.0) + log_probs[node, token]),
+                node * vocab + token + 1,
+            )
+            for tokens, totals, node in open_
+            for token in range(vocab)
+        ]
+        ended += [(list(tokens), list(totals)) for tokens, totals, _ in grown if tokens[-1] == EOS]
+        open_ = [sequence for sequence in grown if sequence[0][-1] != EOS]
+    return ended

@@ -1,0 +1,187 @@
+"""Beam search against exhaustive search and against its definition, on thousands of small languages."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from t5x.decoding import NEG_INF, beam_search, greedy_decode
+from t5x.errors import UserError
+from tests.decoding import languages
+from tests.decoding.languages import EOS, Languages
+
+
+def padded(tokens, length):
+    return list(tokens) + [0] * (length - len(tokens))
+
+
+@functools.cache
+def beam_search_of_the_table():
+    """Beam search over the numbers of the table as they are, so that sums and ties are exact."""
+
+    def search(*, tokens_to_logits, **options):
+        table = tokens_to_logits.args[0]
+        return beam_search(
+            tokens_to_logits=tokens_to_logits,
+            logit_callback_fn=functools.partial(languages.raw, table=table),
+            **options,
+        )
+
+    return search
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.6, 2.0, -0.7])
+@pytest.mark.parametrize("ties", [False, True], ids=["random", "ties"])
+def test_a_wide_beam_finds_what_exhaustive_search_finds(alpha, ties):
+    batch, vocab, length, beams = (
+        1000,
+        4,
+        4,
+        54,
+    )  # twice as many are the 108 candidates of the last step: none is dropped
+    made = (Languages.with_ties if ties else Languages.random)(0, batch, vocab, length)
+    log_probs = made.table.astype(np.float64) if ties else made.log_probs()
+    search = beam_search_of_the_table() if ties else beam_search
+    tokens, scores = made.decode(search, num_decodes=beams, alpha=alpha)
+    for row in range(batch):
+        every = [
+            (totals[-1] / ((5 + len(said)) / 6) ** alpha, said, totals)
+            for said, totals in languages.all_sequences(log_probs[row], length)
+        ]
+        # The documented order of ties: who ended first, then whose last continuation went first.
+        every.sort(key=lambda one: (-one[0], len(one[1]), [-total for total in one[2][::-1]], one[1]))
+        best = [(NEG_INF, [], [])] * (beams - len(every)) + every[::-1]
+        np.testing.assert_allclose(scores[row], [score for score, _, _ in best], rtol=1e-5)
+        assert tokens[row].tolist() == [padded(said, length) for _, said, _ in best]
+
+
+@pytest.mark.parametrize("beams", [1, 2, 5])
+@pytest.mark.parametrize("ties", [False, True], ids=["random", "ties"])
+def test_stopping_early_never_changes_the_result(beams, ties):
+    """Against a search that always goes on to the last position; some examples end nowhere."""
+    batch, vocab, length = 500, 3, 6
+    made = (Languages.with_ties if ties else Languages.random)(1, batch, vocab, length)
+    table = made.table.copy()
+    table[: batch // 4, :, EOS] -= 8.0  # endings are rare, and some have none among their candidates
+    made = Languages(table, length)
+    log_probs = table.astype(np.float64) if ties else made.log_probs()
+    steps = []
+    for alpha in (0.0, 0.6, -1.0):
+        search = beam_search_of_the_table() if ties else beam_search
+        tokens, scores = made.decode(search, num_decodes=beams, alpha=alpha)
+        for row in range(batch):
+            expected = languages.search(log_probs[row], beams, length, alpha)[::-1]
+            missing = beams - len(expected)
+            expected = [(NEG_INF, [])] * missing + expected
+            assert tokens[row].tolist() == [padded(said, length) for _, said in expected], (alpha, row)
+            np.testing.assert_allclose(scores[row], [score for score, _ in expected], rtol=1e-5)
+        steps.append(int((np.asarray(tokens)[:, -1] != 0).sum()))
+    assert len(set(steps)) > 1, "alpha changes nothing here"
+
+
+def test_the_loop_ends_when_every_example_has_ended():
+    table = np.zeros((2, 40, 3), np.float32)
+    table[..., EOS] = 50.0
+    made = Languages(table, 30)
+    counted = []
+
+    def search(*, tokens_to_logits, **options):
+        def counting(state):
+            jax.debug.callback(lambda: counted.append(1))
+            return tokens_to_logits(state)
+
+        return beam_search(tokens_to_logits=counting, **options)
+
+    tokens, _ = made.decode(search, num_decodes=1)
+    jax.effects_barrier()
+    assert tokens[:, 0, 0].tolist() == [EOS, EOS] and len(counted) == 1
+
+
+def test_prompts_are_forced_and_not_scored():
+    batch, vocab, length = 300, 3, 6
+    made = Languages.random(2, batch, vocab, length)
+    rng = np.random.default_rng(0)
+    prompts = np.zeros((batch, length), np.int32)
+    for row in range(batch):
+        size = rng.integers(0, 4)
+        prompts[row, 1 : 1 + size] = rng.integers(1, vocab, size)  # an EOS in it ends nothing
+    tokens, scores = made.decode(beam_search, num_decodes=3, alpha=0.6, inputs=jnp.asarray(prompts))
+    limited, _ = made.decode(beam_search, num_decodes=3, alpha=0.6, inputs=jnp.asarray(prompts), max_decode_step=2)
+    log_probs = made.log_probs()
+    for row in range(batch):
+        prompt = [token for token in prompts[row].tolist() if token]
+        expected = languages.search(log_probs[row], 3, length, 0.6, prompt)[0]
+        assert tokens[row, -1].tolist() == padded(expected[1], length)
+        np.testing.assert_allclose(scores[row, -1], expected[0], rtol=1e-5)
+        expected = languages.search(log_probs[row], 3, min(length, len(prompt) + 2), 0.6, prompt)[0]
+        assert limited[row, -1].tolist() == padded(expected[1], length)
+
+
+def test_a_cache_that_holds_the_prompts_gives_the_same():
+    """Every row goes on from a position of its own."""
+    batch, vocab, length = 200, 3, 6
+    made = Languages.random(3, batch, vocab, length)
+    rng = np.random.default_rng(0)
+    ends = rng.integers(0, 5, batch).astype(np.int32)
+    prompts = np.where(np.arange(length) <= ends[:, None], rng.integers(1, vocab, (batch, length)), 0).astype(np.int32)
+    prompts[:, 0] = 0
+    node = np.zeros(batch, np.int64)
+    for row in range(batch):
+        for token in prompts[row, 1 : ends[row]]:  # the last token of the prompt is fed by the first step
+            node[row] = node[row] * vocab + token + 1
+
+    def filled(*, inputs, cache, **options):
+        return beam_search(
+            inputs=inputs, cache={**cache, "node": jnp.asarray(node, jnp.int32)}, initial_index=jnp.asarray(ends),
+            num_decodes=2, **options,
+        )  # fmt: skip
+
+    inputs = jnp.asarray(prompts)
+    for ours, theirs in zip(
+        made.decode(filled, inputs=inputs), made.decode(beam_search, num_decodes=2, inputs=inputs), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+
+
+def test_one_beam_that_ends_with_its_first_ending_is_greedy_decoding():
+    made = Languages.random(4, 500, 5, 5)
+    greedy, scores = made.decode(greedy_decode)
+    tokens, normalised = made.decode(beam_search, num_decodes=1, length_penalty=1.0, early_stopping=True)
+    np.testing.assert_array_equal(tokens, greedy)
+    said = np.asarray(greedy[:, 0])
+    lengths = np.where((said == EOS).any(1), np.argmax(said == EOS, axis=1) + 1, 5)
+    np.testing.assert_allclose(normalised[:, 0], scores[:, 0] / lengths, rtol=1e-5)
+
+
+def test_unlikely_beams_are_given_up():
+    made = Languages.random(5, 400, 4, 5)
+    _, scores = made.decode(beam_search, num_decodes=4, alpha=0.0)
+    tokens, kept = made.decode(beam_search, num_decodes=4, alpha=0.0, min_log_prob=-2.5)
+    some = (scores > -2.5).any(axis=1)  # in other rows nothing ends, and live beams are the result
+    assert some.any() and not some.all()
+    np.testing.assert_array_equal(kept[some], np.where(scores > -2.5, scores, NEG_INF)[some])
+    assert (tokens[kept == NEG_INF] == 0).all() and (kept[~some] > -2.5).any()
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"max_decode_len": 9}, "max_decode_len is 9, but the targets have a length of 3"),
+        ({"num_decodes": 0}, "num_decodes is 0: it must be at least 1"),
+        ({"early_stopping": True}, "set length_penalty too"),
+        ({"early_stopping": "soon", "length_penalty": 1.0}, "it must be True, False or"),
+    ],
+)
+def test_what_cannot_be_is_refused(options, message):
+    with pytest.raises(UserError, match=message):
+        Languages.random(0, 1, 3, 3).decode(beam_search, **options)
+
+
+def test_a_shorter_output():
+    made = Languages.random(6, 50, 3, 5)
+    tokens, scores = made.decode(beam_search, num_decodes=2, max_decode_len=3)
+    expected = Languages(made.table, 3).decode(beam_search, num_decodes=2)
+    np.testing.assert_array_equal(tokens, expected[0])
+    np.testing.assert_array_equal(scores, expected[1])

@@ -1,0 +1,147 @@
+"""What may be generated: every constraint by its definition, in every decoding function."""
+
+import functools
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from t5x.data import ByteVocabulary
+from t5x.decoding import NEG_INF, beam_search, constraints, greedy_decode, temperature_sample
+from t5x.errors import UserError
+from tests.decoding import languages
+from tests.decoding.languages import EOS, Languages
+
+DECODERS = {
+    "greedy": (greedy_decode, {}),
+    "beam": (beam_search, {"num_decodes": 3}),
+    "Hugging Face beam": (beam_search, {"num_decodes": 3, "length_penalty": 1.0}),
+    "sample": (temperature_sample, {"num_decodes": 3, "topk": 0}),
+}
+decoders = pytest.mark.parametrize("decode_fn, options", DECODERS.values(), ids=DECODERS)
+
+
+@decoders
+def test_each_holds(decode_fn, options):
+    length = 7
+    made = Languages.random(0, 300, 4, length)
+    free, _ = made.decode(decode_fn, **options)
+    bound = constraints.chain(
+        [constraints.no_repeat_ngrams(2), constraints.min_length(4), constraints.forced_tokens([2, 3, 2])]
+    )
+    tokens, scores = made.decode(decode_fn, logit_callback_fn=bound, **options)
+    tokens, free = tokens[scores > NEG_INF], free.reshape(-1, length)
+    assert len(tokens) > 250 and (tokens[:, :3] == [2, 3, 2]).all() and not (tokens[:, :4] == EOS).any()
+    assert not repeats(tokens).any()
+    assert repeats(free).any() and (free[:, :4] == EOS).any(), "these languages do it of themselves"
+
+
+def repeats(tokens):
+    """Whether a pair of tokens stands twice in each sequence, the start token before it included."""
+    found = []
+    for sequence in tokens.tolist():
+        sequence = [0, *sequence[: sequence.index(EOS) + 1 if EOS in sequence else None]]
+        pairs = list(itertools.pairwise(sequence))
+        found.append(len(pairs) != len(set(pairs)))
+    return np.array(found)
+
+
+def test_repetition_penalty_by_its_definition():
+    made = Languages.random(1, 200, 4, 5)
+    tokens, _ = made.decode(greedy_decode, logit_callback_fn=constraints.repetition_penalty(3.0))
+    changed = 0
+    for row in range(200):
+        node, seen = 0, {0}
+        for token in tokens[row, 0]:
+            logits = made.table[row, node].astype(np.float64)
+            now = [x if t not in seen else x / 3 if x > 0 else x * 3 for t, x in enumerate(logits)]
+            assert token == np.argmax(now)
+            changed += np.argmax(logits) != np.argmax(now)
+            if token == EOS:
+                break
+            seen.add(int(token))
+            node = node * 4 + token + 1
+    assert changed
+
+
+CHOICES = [[2, 3], [2], [3, 3, 0, 2], [0], [3, 2, 2], [2, 0, 3], [2, 3]]
+
+
+@decoders
+def test_only_the_choices_come_out(decode_fn, options):
+    made = Languages.random(2, 400, 4, 6)
+    tokens, scores = made.decode(decode_fn, logit_callback_fn=constraints.choices(CHOICES), **options)
+    allowed = {(*choice, EOS, *[0] * (5 - len(choice))) for choice in CHOICES}
+    said = {tuple(one) for one in tokens.reshape(-1, 6).tolist()}
+    assert said <= allowed and len(said) > 3 and (scores > NEG_INF).all()
+
+
+def test_beam_search_takes_the_likeliest_choice():
+    """Their scores are what the network gives, not renormalised over what is allowed."""
+    made = Languages.random(3, 300, 4, 6)
+    log_probs = made.log_probs()
+    tokens, scores = made.decode(beam_search, num_decodes=6, alpha=0.0, logit_callback_fn=constraints.choices(CHOICES))
+    for row in range(300):
+        expected = {}
+        for choice in {tuple(choice) for choice in CHOICES}:
+            node, total = 0, 0.0
+            for token in (*choice, EOS):
+                total += log_probs[row, node, token]
+                node = node * 4 + token + 1
+            expected[(*choice, EOS, *[0] * (5 - len(choice)))] = total
+        best = sorted(expected, key=expected.get)
+        assert [tuple(one) for one in tokens[row].tolist()] == best
+        np.testing.assert_allclose(scores[row], [expected[one] for one in best], rtol=1e-5)
+
+
+def test_choices_of_texts_and_many_of_them():
+    vocabulary = ByteVocabulary()
+    rng = np.random.default_rng(0)
+    texts = sorted({"".join(rng.choice(list("abcdef"), rng.integers(1, 6))) for _ in range(2000)})
+    made = Languages(rng.normal(size=(50, 1, vocabulary.vocab_size)).astype(np.float32), 7)
+    tokens, _ = made.decode(
+        temperature_sample, topk=0, num_decodes=20, decode_rng=jax.random.key(0),
+        logit_callback_fn=constraints.text_choices(texts, vocabulary),
+    )  # fmt: skip
+    said = {vocabulary.decode(one) for one in tokens.reshape(-1, 7).tolist()}
+    assert said <= set(texts) and len(said) > 300
+
+
+def test_a_choice_of_one_needs_no_luck():
+    made = Languages.random(5, 20, 4, 6)
+    only = constraints.choices([[3, 2, 0]])
+    for decode_fn in (greedy_decode, beam_search):
+        tokens, _ = made.decode(decode_fn, num_decodes=1, logit_callback_fn=only)
+        assert (tokens == [3, 2, 0, EOS, 0, 0]).all()
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: constraints.choices([]), "at least one sequence"),
+        (lambda: constraints.choices([[]]), "at least one sequence"),
+        (lambda: constraints.choices([[2, 9]]), "choices holds token 9; the model has 4"),
+        (lambda: constraints.choices([[2] * 6]), "The longest choice has 6 tokens and an EOS; 6 are decoded"),
+        (lambda: constraints.forced_tokens([-1]), "forced_tokens holds token -1"),
+        (lambda: constraints.forced_tokens([]), "needs a list of token ids"),
+        (lambda: constraints.repetition_penalty(0.0), "must be above 0"),
+        (lambda: constraints.no_repeat_ngrams(0), "must be at least 1"),
+    ],
+)
+def test_what_cannot_be_is_refused(make, message):
+    made = Languages.random(0, 2, 4, 6)
+    with pytest.raises(UserError, match=message):
+        greedy_decode(
+            **made.problem(),
+            tokens_to_logits=functools.partial(made.tokens_to_logits, made.table),
+            logit_callback_fn=make(),
+        )
+
+
+def test_nothing_is_needed_of_a_beam_that_no_choice_is_left_for():
+    """More beams than choices: the rest are empty."""
+    made = Languages.random(6, 30, 4, 4)
+    tokens, scores = made.decode(beam_search, num_decodes=5, logit_callback_fn=constraints.choices([[2], [3, 3]]))
+    assert (tokens[:, :3] == 0).all() and (scores[:, :3] == NEG_INF).all() and (scores[:, 3:] > NEG_INF).all()
+    assert languages.EOS in tokens[:, 3:]
