@@ -6,8 +6,9 @@ only stack parameters (`layers`) are treated as so many parameters.
 """
 
 import dataclasses
+import difflib
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -53,6 +54,10 @@ class Plan:
         """The dimensions that belong to one parameter."""
         return tuple(d for d in range(ndim) if d not in self.batch)
 
+    def unused(self, beta1: float | None) -> set[str]:
+        """The slots that hold nothing."""
+        return ({"v"} if self.factored else {"v_row", "v_col"}) | ({"m"} if beta1 is None else set())
+
 
 class Adafactor:
     """Adafactor with T5X's parameters; the learning rate is given at every step by the trainer's schedule.
@@ -69,12 +74,17 @@ class Adafactor:
       min_dim_size_to_factor: a matrix with a smaller side is not factored (unless logical rules say so).
       epsilon1: added to the squared gradient. epsilon2: smallest parameter scale.
       dtype_momentum: of the momentum.
-      factor_map: logical axes to factor by, per parameter path; replaces `logical_factor_rules` for those named.
+      factor_map: what each dimension is, by the path of a parameter. It holds for those named, whatever their size and
+        whatever `logical_factor_rules` say.
       logical_factor_rules: see `standard_logical_factor_rules`.
       weight_decay_rate_lr_exponent: scales the decay by learning_rate ** this.
       global_norm_clip_threshold: clips the norm of all gradients together.
       max_parameter_scale: largest parameter scale.
-      skip_nan_updates: a parameter whose update is not finite stays as it is for that step, state included.
+      skip_nan_updates: a parameter whose gradient, its square or its update is not finite stays as it is for that step,
+        state included; of stacked ones, that layer.
+      weight_decay_mask: which parameters are decayed, see `optimizers.weight_decay_mask`; None decays all.
+
+    It computes in float32, or in float64 where the parameters are of that type.
     """
 
     def __init__(
@@ -97,6 +107,7 @@ class Adafactor:
         global_norm_clip_threshold: float | None = None,
         max_parameter_scale: float | None = None,
         skip_nan_updates: bool = False,
+        weight_decay_mask: Callable[[Any], Any] | None = None,
     ):
         if learning_rate is not None:
             raise UserError(
@@ -120,12 +131,18 @@ class Adafactor:
         self.global_norm_clip_threshold = global_norm_clip_threshold
         self.max_parameter_scale = max_parameter_scale
         self.skip_nan_updates = skip_nan_updates
+        self.weight_decay_mask = weight_decay_mask
 
     # -- which dimensions are averaged ---------------------------------------------------------------------------------
 
     def plan(self, path: str, shape: tuple[int, ...], axes: tuple[str, ...] | None) -> Plan:
         """How the parameter of this path, shape and logical axes is treated."""
-        kinds = self.factor_map.get(path)
+        told = self.factor_map.get(path)
+        if told is not None and len(told) != len(shape):
+            raise UserError(
+                f"adafactor.Adafactor.factor_map names {len(told)} dimensions of {path}, which has {len(shape)}."
+            )
+        kinds = told
         if kinds is None and axes is not None:
             if unruled := [axis for axis in axes if axis not in self.rules]:
                 if len(shape) > 2:
@@ -140,7 +157,7 @@ class Adafactor:
             raise UserError(f"Adafactor: {path} has {len(shape)} dimensions and no logical axes to factor it by.")
         of = lambda kind: tuple(d for d, k in enumerate(kinds or ()) if k is kind)
         batch, row, column = of(FactorDim.BATCH), of(FactorDim.ROW), of(FactorDim.COLUMN)
-        if len(shape) <= 2 and not batch:
+        if told is None and len(shape) <= 2 and not batch:
             return self._plan_by_size(shape)
         if row and column and of(FactorDim.NONE):
             raise UserError(f"Adafactor: {path} {axes} mixes ROW, COLUMN and NONE dimensions; NONE cannot be factored.")
@@ -158,17 +175,20 @@ class Adafactor:
 
     def init(self, params: Any, axes: Any) -> Any:
         """Per parameter {m, v, v_row, v_col}; those not in use are zeros of shape (1,), as T5X stores them."""
-        return _map(lambda path, p, a: self._slots(self.plan(path, p.shape, a), p.shape), params, axes)
+        paths = _paths(params)
+        if unknown := self.factor_map.keys() - set(paths):
+            near = ", ".join(difflib.get_close_matches(min(unknown), paths, cutoff=0))
+            raise UserError(
+                f"adafactor.Adafactor.factor_map names {min(unknown)!r}, which is no parameter; the nearest are {near}."
+            )
+        return _map(lambda path, p, a: self._slots(self.plan(path, p.shape, a), p.shape, _precision(p)), params, axes)
 
-    def _slots(self, plan: Plan, shape: tuple[int, ...]) -> dict[str, jax.Array]:
+    def _slots(self, plan: Plan, shape: tuple[int, ...], dtype: Any) -> dict[str, jax.Array]:
         less = lambda drops: tuple(n for d, n in enumerate(shape) if d not in drops)
-        shapes = {"m": (1,), "v": (1,), "v_row": (1,), "v_col": (1,)}
-        if plan.factored:
-            shapes |= {"v_row": less(plan.v_row_drops), "v_col": less(plan.v_col_drops)}
-        else:
-            shapes |= {"v": shape}
-        slots = {name: jnp.zeros(s, jnp.float32) for name, s in shapes.items()}
-        return slots if self.beta1 is None else slots | {"m": jnp.zeros(shape, self.dtype_momentum)}
+        shapes = {"m": shape, "v": shape, "v_row": less(plan.v_row_drops), "v_col": less(plan.v_col_drops)}
+        shapes |= dict.fromkeys(plan.unused(self.beta1), (1,))
+        slots = {name: jnp.zeros(s, dtype) for name, s in shapes.items()}
+        return slots if self.beta1 is None else slots | {"m": slots["m"].astype(self.dtype_momentum)}
 
     def state_axes(self, params: Any, axes: Any) -> Any:
         """Logical axes of the state: those of the parameter, less what was averaged away."""
@@ -177,13 +197,8 @@ class Adafactor:
             plan = self.plan(path, p.shape, a)
             a = a or (None,) * len(p.shape)
             less = lambda drops: tuple(axis for d, axis in enumerate(a) if d not in drops)
-            unused = (None,)
-            return {
-                "m": unused if self.beta1 is None else a,
-                "v": unused if plan.factored else a,
-                "v_row": less(plan.v_row_drops) if plan.factored else unused,
-                "v_col": less(plan.v_col_drops) if plan.factored else unused,
-            }
+            slots = {"m": a, "v": a, "v_row": less(plan.v_row_drops), "v_col": less(plan.v_col_drops)}
+            return slots | dict.fromkeys(plan.unused(self.beta1), (None,))
 
         return _map(slot_axes, params, axes)
 
@@ -194,25 +209,31 @@ class Adafactor:
     ) -> tuple[Any, Any]:
         """One step for every parameter; see `t5x.optimizers.Optimizer`."""
         if self.global_norm_clip_threshold is not None:
-            norm = jnp.sqrt(sum(jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)))
+            norm = jnp.sqrt(sum(jnp.sum(jnp.square(g.astype(_precision(g)))) for g in jax.tree.leaves(grads)))
             factor = jnp.minimum(1.0, self.global_norm_clip_threshold / norm)
             grads = jax.tree.map(lambda g: g * factor, grads)
-        decay = 1.0 - (step - self.step_offset + 1.0).astype(jnp.float32) ** -self.decay_rate
+        decay = 1.0 - (step - self.step_offset + 1.0) ** -self.decay_rate
+        mask = self.weight_decay_mask or (lambda params: jax.tree.map(lambda _: True, params))
 
-        def one(path, param, axes, grad, slots):
+        def one(path, param, axes, grad, slots, decayed):
             plan = self.plan(path, param.shape, axes)
-            new_param, new_slots = self._update_one(plan, param, grad.astype(jnp.float32), slots, decay, learning_rate)
+            grad = grad.astype(_precision(param))
+            new_param, new_slots = self._update_one(plan, param, grad, slots, decay, learning_rate, decayed)
             if self.skip_nan_updates:
-                sound = jnp.all(jnp.isfinite(new_param))
+                finite = jnp.isfinite(new_param) & jnp.isfinite(jnp.square(grad))
+                sound = jnp.all(finite, axis=plan.own(param.ndim), keepdims=True)
                 new_param = jnp.where(sound, new_param, param)
-                new_slots = {name: jnp.where(sound, new, slots[name]) for name, new in new_slots.items()}
+                dropped = {"v_row": plan.v_row_drops, "v_col": plan.v_col_drops}
+                for name in new_slots.keys() - plan.unused(self.beta1):
+                    kept = jnp.squeeze(sound, dropped.get(name, ()))
+                    new_slots[name] = jnp.where(kept, new_slots[name], slots[name])
             return new_param, new_slots
 
-        both = _map(one, params, axes, grads, state)
+        both = _map(one, params, axes, grads, state, mask(params))
         is_pair = lambda x: isinstance(x, tuple)
         return jax.tree.map(lambda x: x[0], both, is_leaf=is_pair), jax.tree.map(lambda x: x[1], both, is_leaf=is_pair)
 
-    def _update_one(self, plan: Plan, param, grad, slots, decay, learning_rate):
+    def _update_one(self, plan: Plan, param, grad, slots, decay, learning_rate, decayed: bool):
         own = plan.own(param.ndim)
         mean = lambda x, dims: jnp.mean(x, axis=dims, keepdims=True)
         rms = lambda x: jnp.sqrt(mean(jnp.square(x), own))
@@ -237,9 +258,9 @@ class Adafactor:
             scale = scale * (size if self.max_parameter_scale is None else jnp.minimum(size, self.max_parameter_scale))
         step = step * scale
         if self.beta1 is not None:
-            step = self.beta1 * slots["m"].astype(jnp.float32) + (1.0 - self.beta1) * step
+            step = self.beta1 * slots["m"].astype(step.dtype) + (1.0 - self.beta1) * step
             new |= {"m": step.astype(self.dtype_momentum)}
-        if self.weight_decay_rate is not None:
+        if self.weight_decay_rate is not None and decayed:
             rate = self.weight_decay_rate
             if self.weight_decay_rate_lr_exponent is not None:
                 rate = rate * learning_rate**self.weight_decay_rate_lr_exponent
@@ -249,8 +270,15 @@ class Adafactor:
 
 def _map(fn, params: Any, axes: Any, *rest: Any) -> Any:
     """fn(path, param, axes, *rest) over the leaves of `params`; the other trees have a value (or a tree) there."""
-    paths, treedef = jax.tree_util.tree_flatten_with_path(params)
-    names = ["/".join(str(key.key) for key in path) for path, _ in paths]
+    leaves, treedef = jax.tree.flatten(params)
     columns = [treedef.flatten_up_to(tree) for tree in (axes, *rest)]
-    values = [fn(name, leaf, *row) for name, (_, leaf), *row in zip(names, paths, *columns, strict=True)]
+    values = [fn(*row) for row in zip(_paths(params), leaves, *columns, strict=True)]
     return treedef.unflatten(values)
+
+
+def _paths(params: Any) -> list[str]:
+    return ["/".join(str(key.key) for key in path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
+
+
+def _precision(x: jax.Array) -> Any:
+    return jnp.promote_types(x.dtype, jnp.float32)

@@ -1,5 +1,7 @@
 """Adafactor against an independent float64 NumPy implementation of its definition."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,11 +9,12 @@ import pytest
 
 from t5x.adafactor import Adafactor, FactorDim, standard_logical_factor_rules
 from t5x.errors import UserError
+from t5x.optimizers import weight_decay_mask
 from tests.reference import adafactor_numpy
 
 PARAMETERS = {
-    "factored": ((130, 160), ("embed", "mlp")),
-    "factored, rows longer": ((160, 130), ("embed", "mlp")),
+    "factored": ((128, 130), ("embed", "mlp")),
+    "factored, rows longer": ((130, 128), ("embed", "mlp")),
     "square": ((128, 128), ("embed", "joined_kv")),
     "too small to factor": ((130, 12), ("embed", "mlp")),
     "vector": ((40,), ("embed",)),
@@ -23,39 +26,148 @@ PARAMETERS = {
 }
 OPTIONS = {
     "default": {},
-    "momentum": {"beta1": 0.9},
-    "weight decay": {"weight_decay_rate": 0.01},
-    "no clipping": {"clipping_threshold": None},
-    "absolute": {"multiply_by_parameter_scale": False},
-    "unfactored": {"factored": False},
-    "largest scale": {"max_parameter_scale": 0.5},
-    "offset": {"step_offset": 2},
-}
+    "no clipping, absolute": {"clipping_threshold": None, "multiply_by_parameter_scale": False},
+    "clipping, weight decay": {"clipping_threshold": 0.3, "weight_decay_rate": 0.01},
+    "momentum, scale limits": {"beta1": 0.9, "max_parameter_scale": 0.8, "epsilon2": 0.5},
+    "unfactored, offset": {"factored": False, "step_offset": 2, "decay_rate": 0.6},
+    "factor map": {"factor_map": {"vector": "N", "stacked": "NBN", "no axes": "RC", "too small to factor": "CR"}},
+    "norm, decay by the rate": {
+        "global_norm_clip_threshold": 50.0, "weight_decay_rate": 0.5, "weight_decay_rate_lr_exponent": 1.5,
+        "beta1": 0.5,
+    },
+}  # fmt: skip
+KINDS = {"B": FactorDim.BATCH, "R": FactorDim.ROW, "C": FactorDim.COLUMN, "N": FactorDim.NONE}
+STEPS = 50
+RATE = lambda step: 0.02 / (1 + step) ** 0.5
+
+
+@functools.cache
+def _gradients(step: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(step)
+    grads = {}
+    for number, (name, (shape, _)) in enumerate(PARAMETERS.items()):
+        grads[name] = 10.0 ** (number - 4) * (1 + step % 7) * rng.normal(size=shape) * np.exp(rng.normal(size=shape))
+    return grads
+
+
+def gradients(step: int) -> dict[str, np.ndarray]:
+    """Of very different sizes, between parameters, entries and steps."""
+    return {name: grad.copy() for name, grad in _gradients(step).items()}
+
+
+def initial() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(99)
+    return {
+        name: 10.0 ** (n % 3 - 2) * rng.normal(size=shape) for n, (name, (shape, _)) in enumerate(PARAMETERS.items())
+    }
+
+
+def reference(options: dict, spoil=lambda step, grads: None) -> tuple[dict, dict]:
+    """Parameters and slots after all steps, in float64 by the reference; `spoil` may change a step's gradients."""
+    options = dict(options)
+    told = {name: [KINDS[k].name for k in kinds] for name, kinds in options.pop("factor_map", {}).items()}
+    threshold = options.pop("global_norm_clip_threshold", None)
+    structural = {k: v for k, v in options.items() if k in ("beta1", "factored")}
+    params, slots = initial(), {}
+    for name, (shape, axes) in PARAMETERS.items():
+        slots[name] = adafactor_numpy.init_slots(shape, axes, kinds=told.get(name), **structural)
+    for step in range(options.get("step_offset", 0), options.get("step_offset", 0) + STEPS):
+        grads = gradients(step)
+        spoil(step, grads)
+        if threshold is not None:
+            grads = dict(zip(grads, adafactor_numpy.clip_by_global_norm(list(grads.values()), threshold), strict=True))
+        for name, (_, axes) in PARAMETERS.items():
+            params[name], slots[name] = adafactor_numpy.update(
+                params[name], grads[name], slots[name], step, RATE(step), axes=axes, kinds=told.get(name), **options
+            )
+    return params, slots
+
+
+def ours(options: dict, dtype, spoil=lambda step, grads: None) -> tuple[dict, dict]:
+    """The same by `Adafactor`."""
+    options = dict(options)
+    if "factor_map" in options:
+        options["factor_map"] = {n: tuple(KINDS[k] for k in kinds) for n, kinds in options["factor_map"].items()}
+    optimizer = Adafactor(**options, dtype_momentum=dtype)
+    axes = {name: axes for name, (_, axes) in PARAMETERS.items()}
+    on_device = lambda tree: jax.tree.map(lambda x: jnp.asarray(x, dtype), tree)
+    params = on_device(initial())
+    state = optimizer.init(params, axes)
+    update = jax.jit(lambda g, s, p, t, lr: optimizer.update(g, s, p, axes, step=t, learning_rate=lr))
+    for step in range(options.get("step_offset", 0), options.get("step_offset", 0) + STEPS):
+        grads = gradients(step)
+        spoil(step, grads)
+        params, state = update(on_device(grads), state, params, jnp.int32(step), jnp.asarray(RATE(step), dtype))
+    return jax.device_get((params, state))
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_ten_steps(name, options):
-    shape, axes = PARAMETERS[name]
-    options = OPTIONS[options]
-    rng = np.random.default_rng(0)
-    theirs = rng.normal(size=shape)
-    structural = {k: v for k, v in options.items() if k in ("beta1", "factored")}
-    slots = adafactor_numpy.init_slots(shape, axes, **structural)
-    optimizer = Adafactor(**options)
-    params, tree_axes = {"p": jnp.asarray(theirs, jnp.float32)}, {"p": axes}
-    state = optimizer.init(params, tree_axes)
-    update = jax.jit(lambda g, s, p, t, lr: optimizer.update(g, s, p, tree_axes, step=t, learning_rate=lr))
-    first = options.get("step_offset", 0)
-    for step in range(first, first + 10):
-        grad = rng.normal(size=shape) * (1 + step) * np.exp(rng.normal(size=shape))
-        rate = 0.01 / (1 + step)
-        theirs, slots = adafactor_numpy.update(theirs, grad, slots, step, rate, axes=axes, **options)
-        params, state = update({"p": jnp.asarray(grad, jnp.float32)}, state, params, jnp.int32(step), jnp.float32(rate))
-    np.testing.assert_allclose(params["p"], theirs, rtol=2e-5, atol=2e-6)
-    assert set(state["p"]) == {"m", "v", "v_row", "v_col"}
-    for slot, value in state["p"].items():
-        np.testing.assert_allclose(value, slots[slot], rtol=1e-4, atol=1e-6, err_msg=slot)
+def test_fifty_steps_in_float64(options):
+    """The same arithmetic in another order: nothing but float64's rounding may differ."""
+    expected, expected_slots = reference(OPTIONS[options])
+    with jax.enable_x64(True):
+        found, slots = ours(OPTIONS[options], jnp.float64)
+    for name in PARAMETERS:
+        assert found[name].dtype == np.float64
+        np.testing.assert_allclose(found[name], expected[name], rtol=1e-10, atol=1e-13, err_msg=name)
+        assert set(slots[name]) == {"m", "v", "v_row", "v_col"}
+        for slot, value in slots[name].items():
+            np.testing.assert_allclose(value, expected_slots[name][slot], rtol=1e-10, err_msg=f"{name} {slot}")
+
+
+@pytest.mark.parametrize("options", ["default", "norm, decay by the rate"])
+def test_fifty_steps_in_float32(options):
+    """float32 rounds by 6e-8 of a value: a step adds that much of the parameter and a few times that of the update.
+    Over 50 steps it is below 50 · 4 · 6e-8 = 1.2e-5 of the parameter's largest entry."""
+    expected, _ = reference(OPTIONS[options])
+    found, slots = ours(OPTIONS[options], jnp.float32)
+    for name in PARAMETERS:
+        assert found[name].dtype == slots[name]["v"].dtype == np.float32
+        np.testing.assert_allclose(found[name], expected[name], rtol=0, atol=1.2e-5 * np.abs(expected[name]).max())
+
+
+def test_gradients_that_are_not_finite_are_skipped():
+    def spoil(step, grads):
+        if step % 5 == 1:
+            grads["vector"][3] = np.nan
+        if step % 5 == 2:
+            grads["stacked"][0, 1, 0] = np.inf
+            grads["factored"][7, 9] = 1e200  # its square is not finite
+        if step % 5 == 3:
+            grads["stacked, unfactored"][2, 1, 1] = -np.inf
+
+    options = {"skip_nan_updates": True, "beta1": 0.9}
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        expected, expected_slots = reference(options, spoil)
+    with jax.enable_x64(True):
+        found, slots = ours(options, jnp.float64, spoil)
+    undisturbed, _ = reference({"beta1": 0.9})
+    for name in PARAMETERS:
+        np.testing.assert_allclose(found[name], expected[name], rtol=1e-10, atol=1e-13, err_msg=name)
+        for slot, value in slots[name].items():
+            assert np.isfinite(value).all()
+            np.testing.assert_allclose(value, expected_slots[name][slot], rtol=1e-10, err_msg=f"{name} {slot}")
+    np.testing.assert_allclose(found["stacked"][:, 0], undisturbed["stacked"][:, 0], rtol=1e-10)  # another layer
+    assert not np.allclose(found["stacked"][:, 1], undisturbed["stacked"][:, 1], rtol=1e-3)
+
+
+def test_weight_decay_mask():
+    params = {name: jnp.full((3,), 2.0) for name in ("kernel", "scale")}
+    axes = {name: ("embed",) for name in params}
+    optimizer = Adafactor(weight_decay_rate=0.25, weight_decay_mask=weight_decay_mask(["scale"]))
+    state = optimizer.init(params, axes)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    new, _ = optimizer.update(zeros, state, params, axes, step=jnp.int32(0), learning_rate=jnp.float32(0.1))
+    np.testing.assert_array_equal(new["kernel"], 1.5)
+    np.testing.assert_array_equal(new["scale"], 2.0)
+
+
+def test_factor_map_that_fits_no_parameter():
+    params, axes = {"mlp": {"kernel": jnp.ones((2, 3))}}, {"mlp": {"kernel": ("embed", "mlp")}}
+    with pytest.raises(UserError, match="'mlp/kernl', which is no parameter; the nearest are mlp/kernel"):
+        Adafactor(factor_map={"mlp/kernl": (FactorDim.ROW, FactorDim.COLUMN)}).init(params, axes)
+    with pytest.raises(UserError, match="names 1 dimensions of mlp/kernel, which has 2"):
+        Adafactor(factor_map={"mlp/kernel": (FactorDim.ROW,)}).init(params, axes)
 
 
 def test_state_axes_fit_the_state():
@@ -71,26 +183,16 @@ def test_state_axes_fit_the_state():
             assert all(state[slot].shape[d] == sizes[n] for d, n in enumerate(names) if n is not None)
 
 
-def test_skip_nan_updates_leaves_that_parameter_alone():
-    optimizer = Adafactor(skip_nan_updates=True)
-    params, axes = {"bad": jnp.ones(3), "good": jnp.ones(3)}, {"bad": ("embed",), "good": ("embed",)}
-    state = optimizer.init(params, axes)
-    grads = {"bad": jnp.array([1.0, jnp.nan, 1.0]), "good": jnp.ones(3)}
-    new, new_state = optimizer.update(grads, state, params, axes, step=jnp.int32(0), learning_rate=jnp.float32(0.1))
-    np.testing.assert_array_equal(new["bad"], params["bad"])
-    np.testing.assert_array_equal(new_state["bad"]["v"], state["bad"]["v"])
-    assert (new["good"] < 1).all()
-
-
-def test_global_norm_clip_bounds_what_the_moments_see():
+@pytest.mark.parametrize("threshold, norm", [(1.0, 1.0), (200.0, 100.0)])
+def test_global_norm_clip_bounds_what_the_moments_see(threshold, norm):
     grads = {"a": jnp.full((4,), 30.0), "b": jnp.full((4,), 40.0)}  # norm 100
     params, axes = jax.tree.map(jnp.ones_like, grads), {"a": ("embed",), "b": ("embed",)}
-    optimizer = Adafactor(global_norm_clip_threshold=1.0)
+    optimizer = Adafactor(global_norm_clip_threshold=threshold)
     _, state = optimizer.update(
         grads, optimizer.init(params, axes), params, axes, step=jnp.int32(0), learning_rate=jnp.float32(0.1)
     )
-    np.testing.assert_allclose(state["a"]["v"], 0.3**2, rtol=1e-5)
-    np.testing.assert_allclose(state["b"]["v"], 0.4**2, rtol=1e-5)
+    np.testing.assert_allclose(state["a"]["v"], (0.3 * norm) ** 2, rtol=1e-5)
+    np.testing.assert_allclose(state["b"]["v"], (0.4 * norm) ** 2, rtol=1e-5)
 
 
 def test_axes_that_cannot_be_factored_are_told():

@@ -1,10 +1,12 @@
 """Import statements of gin files: ordinary modules, `__main__` (the entry points), aliases of absent packages, and
-seqio where it is installed: what a run consists of is ours there too, and tasks are seqio's."""
+seqio where it is installed: what a run consists of is ours there too, and tasks are seqio's. Optax's functions remember
+the learning rates that they are given."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import logging
 import os
 import pkgutil
@@ -77,6 +79,18 @@ class _Shared(Namespace):
         return sorted({*super().__dir__(), *dir(_import(self.__name__, self._statement))})
 
 
+class _Optax(Namespace):
+    """Optax; what its functions make remembers the learning rate, which is then the one that is logged."""
+
+    def __getattr__(self, name: str) -> Any:
+        from t5x.optimizers.recorded import recorded  # here, because it imports JAX
+
+        value = super().__getattr__(name)
+        if inspect.ismodule(value):
+            return _Optax(value.__name__, behind=value)
+        return recorded(value) if inspect.isfunction(value) else value
+
+
 def load(statement: config_parser.ImportStatement, session: Session) -> Any:
     """Imports the module and returns what `statement` binds its name to (for `import a.b`, that is `a`)."""
     if statement.module == "__main__":
@@ -92,6 +106,9 @@ def load(statement: config_parser.ImportStatement, session: Session) -> Any:
             target = session.aliases[alias]
             _logger.info("%s is not installed: gin files that import %s use %s", alias, alias, target)
     module = _import(actual, statement)
+    if actual.partition(".")[0] == "optax":
+        module = module if statement.is_from or statement.alias else sys.modules["optax"]
+        return _Optax(module.__name__, behind=module)
     if statement.is_from or statement.alias:
         return module
     top = statement.bound_name()
@@ -121,6 +138,9 @@ def _shared(statement: config_parser.ImportStatement, session: Session) -> Any:
 
 def _main(session: Session) -> Namespace:
     main = Namespace("__main__", behind=sys.modules["__main__"])
+    for entry in session.entry_points.values():  # in T5X it is the script, with all that it has
+        names = vars(sys.modules[entry.__module__]).get("__all__", ())
+        vars(main).update({name: getattr(sys.modules[entry.__module__], name) for name in names})
     vars(main).update(session.entry_points)
     return main
 

@@ -48,6 +48,7 @@ def treatment(
     axes: Sequence[str] | None = None,
     rules: Mapping[str, str] | None = None,
     *,
+    kinds: Sequence[str] | None = None,
     factored: bool = True,
     min_dim_size_to_factor: int = 128,
 ) -> Dims:
@@ -56,13 +57,16 @@ def treatment(
     Args:
       axes: logical names of the dims, e.g. ("embed", "layers", "mlp").
       rules: logical name -> BATCH, ROW, COLUMN or NONE; STANDARD_RULES if None.
+      kinds: BATCH, ROW, COLUMN or NONE for each dim, told for this parameter: neither names nor sizes count then.
     """
     rank = len(shape)
-    kinds = None if axes is None else _kinds(shape, axes, STANDARD_RULES if rules is None else rules)
+    told = kinds is not None
+    if not told and axes is not None:
+        kinds = _kinds(shape, axes, STANDARD_RULES if rules is None else rules)
 
     # Rank <= 2 without BATCH: sizes decide, names do not. Factored iff both dims are large enough; the columns are the
     # larger dim (of equal ones the later).
-    if rank <= 2 and (kinds is None or BATCH not in kinds):
+    if not told and rank <= 2 and (kinds is None or BATCH not in kinds):
         everything = tuple(range(rank))
         if not factored or rank < 2 or min(shape) < min_dim_size_to_factor:
             return Dims((), (), everything)
@@ -77,7 +81,7 @@ def treatment(
     if not (factored and row and column):
         return Dims((), (), mean)
     if NONE in kinds:
-        raise ValueError(f"axes {tuple(axes)} mix ROW, COLUMN and NONE: {kinds}")
+        raise ValueError(f"axes {axes} mix ROW, COLUMN and NONE: {kinds}")
     return Dims(row, column, mean)
 
 
@@ -95,12 +99,14 @@ def init_slots(
     axes: Sequence[str] | None = None,
     rules: Mapping[str, str] | None = None,
     *,
+    kinds: Sequence[str] | None = None,
     beta1: float | None = None,
     factored: bool = True,
     min_dim_size_to_factor: int = 128,
 ) -> dict[str, np.ndarray]:
     """Zero slots: `v_row` and `v_col` where factored, else `v`; `m` if there is momentum."""
-    dims = treatment(shape, axes, rules, factored=factored, min_dim_size_to_factor=min_dim_size_to_factor)
+    options = {"factored": factored, "min_dim_size_to_factor": min_dim_size_to_factor}
+    dims = treatment(shape, axes, rules, kinds=kinds, **options)
     slots = {name: np.zeros(1) for name in ("m", "v", "v_row", "v_col")}
     if dims.row:
         slots["v_row"] = np.zeros(np.delete(shape, dims.column))
@@ -121,6 +127,7 @@ def update(
     *,
     axes: Sequence[str] | None = None,
     rules: Mapping[str, str] | None = None,
+    kinds: Sequence[str] | None = None,
     decay_rate: float = 0.8,
     step_offset: int = 0,
     clipping_threshold: float | None = 1.0,
@@ -128,6 +135,8 @@ def update(
     max_parameter_scale: float | None = None,
     beta1: float | None = None,
     weight_decay_rate: float | None = None,
+    weight_decay_rate_lr_exponent: float | None = None,
+    skip_nan_updates: bool = False,
     epsilon1: float = 1e-30,
     epsilon2: float = 1e-3,
     factored: bool = True,
@@ -135,8 +144,10 @@ def update(
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """One step (the first is step 0). Returns the new parameter and the new slots; the arguments stay as they are."""
     param, grad = np.asarray(param, np.float64), np.asarray(grad, np.float64)
-    slots = {name: np.asarray(slot, np.float64) for name, slot in slots.items()}
-    dims = treatment(param.shape, axes, rules, factored=factored, min_dim_size_to_factor=min_dim_size_to_factor)
+    before = {name: np.asarray(slot, np.float64) for name, slot in slots.items()}
+    slots = dict(before)
+    options = {"factored": factored, "min_dim_size_to_factor": min_dim_size_to_factor}
+    dims = treatment(param.shape, axes, rules, kinds=kinds, **options)
 
     def rms(x: np.ndarray) -> np.ndarray:
         return np.sqrt(np.mean(x**2, axis=dims.mean, keepdims=True))
@@ -176,9 +187,28 @@ def update(
     if beta1 is not None:
         slots["m"] = subtrahend = beta1 * slots["m"] + (1 - beta1) * subtrahend
 
-    # param <- (1 - wd) param - u
-    decayed = param if weight_decay_rate is None else (1 - weight_decay_rate) * param
-    return decayed - subtrahend, slots
+    # param <- (1 - wd) param - u, where wd may be scaled by a power of the learning rate
+    new = param - subtrahend
+    if weight_decay_rate is not None:
+        power = 0.0 if weight_decay_rate_lr_exponent is None else weight_decay_rate_lr_exponent
+        new = (1 - weight_decay_rate * learning_rate**power) * param - subtrahend
+
+    # A parameter (each of those that BATCH dims stack) that would not be finite stays what it was.
+    if skip_nan_updates:
+        finite = np.isfinite(new) & np.isfinite(squared)
+        sound = finite.all(axis=dims.mean, keepdims=True)
+        new = np.where(sound, new, param)
+        gone = {"v_row": dims.column, "v_col": dims.row}
+        for name, slot in slots.items():
+            if slot.shape != (1,):
+                slots[name] = np.where(sound.squeeze(axis=gone.get(name, ())), slot, before[name])
+    return new, slots
+
+
+def clip_by_global_norm(grads: Sequence[np.ndarray], threshold: float) -> list[np.ndarray]:
+    """The gradients, scaled so that the norm of all of them together is at most `threshold`."""
+    norm = math.sqrt(sum(float((np.asarray(grad, np.float64) ** 2).sum()) for grad in grads))
+    return [grad * (threshold / norm if norm > threshold else 1.0) for grad in grads]
 
 
 def learning_rate(
