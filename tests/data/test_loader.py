@@ -82,7 +82,6 @@ def test_threads_end_with_their_loaders():
     ("changes", "difference"),
     [
         ({"seed": 1}, "seed is 1, not 0"),
-        ({"batch_size": 8}, "batch_size is 8, not 4"),
         ({"shuffle": False}, "shuffle is False, not True"),
         ({"split": "test"}, "split is 'test', not 'train'"),
     ],
@@ -92,6 +91,38 @@ def test_a_state_of_other_data_is_refused(changes, difference):
     task = data.Task("numbers", source, byte_features(), [preprocessors.tokenize])
     with train(task) as saved, train(task, **changes) as other, pytest.raises(UserError, match=difference):
         other.restore(saved.state())
+
+
+def drop_thirds(example):
+    return None if int(example["inputs"]) % 3 == 0 else example
+
+
+@pytest.mark.parametrize("pack", [False, True])
+@pytest.mark.parametrize("new_size", [2, 3, 8])
+@pytest.mark.parametrize("extra", [[], [drop_thirds]])
+def test_a_batch_of_another_size_goes_on_behind_what_was_read(new_size, extra, pack):
+    task = make_task(numbered(400), preprocessors=[*extra, preprocessors.tokenize])
+
+    def loader(size):
+        cfg = config(task, pack=pack, batch_size=size, task_feature_lengths={"inputs": 11, "targets": 11})
+        return data.train_loader(cfg, feature_converter=CONVERTER(pack=pack))
+
+    def texts(loader, batches):
+        read = []
+        for _ in range(batches):
+            batch = next(loader)
+            segments = batch.get("encoder_segment_ids", batch["encoder_input_tokens"] > 0)
+            for row, ids in zip(batch["encoder_input_tokens"], segments, strict=True):
+                read += [bytes(row[ids == i].astype(np.uint8) - 3) for i in range(1, ids.max() + 1)]
+        return read
+
+    with loader(4) as saved:
+        before = texts(saved, 5)
+        state = saved.state()
+    with loader(new_size) as other:
+        other.restore(state)
+        after = texts(other, 40 // new_size)
+    assert before and after and len({*before, *after}) == len(before) + len(after)  # all of it is in the first epoch
 
 
 def test_a_state_of_another_task_or_of_changed_data_is_refused():
