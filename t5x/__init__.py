@@ -4,9 +4,29 @@ Importing the package imports neither JAX nor Flax, so that `t5x --help` answers
 (`from t5x import models, partitioning, trainer, utils`).
 """
 
+from __future__ import annotations
+
 import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from t5x.inference.loaded import LoadedModel
 
 __version__ = "0.1.0"
 
 # Remote paths are opened with fsspec. Where TensorFlow happens to be installed, etils would import all of it for them.
 os.environ.setdefault("EPATH_USE_TF", "false")
+
+
+def load(model_dir: str, **options: Any) -> LoadedModel:
+    """The model of a checkpoint of any format, or of a MODEL_DIR, for texts: to generate, score, rank and answer.
+
+        model = t5x.load("runs/demo")
+        print(model.generate("the third of March '97").text)
+
+    Args:
+      options: `vocabulary` and `partitioner`, see `t5x.inference.loaded.load`.
+    """
+    from t5x.inference import loaded
+
+    return loaded.load(model_dir, **options)

@@ -27,7 +27,7 @@ def demo(model_dir: str, bindings: Sequence[str] = ()) -> float:
     import gin
 
     from t5x import checkpoints
-    from t5x.infer import load
+    from t5x.inference.loaded import load
     from t5x.train import train
 
     # --- Train, with the ordinary entry point and an ordinary gin file ------------------------------------------------
@@ -48,9 +48,8 @@ def demo(model_dir: str, bindings: Sequence[str] = ()) -> float:
     held_out = Dates("test")
     examples = [{"inputs": held_out[i]["inputs"]} for i in range(len(held_out))]
     expected = [held_out[i]["targets"] for i in range(len(held_out))]
-    inferer = load(model_dir)
-    batch = inferer.batch("predict", examples, max_input_length=32, max_length=16, rows=len(examples))
-    said = [result["prediction"] for result in inferer.run("predict", batch)][: len(examples)]
+    made = load(model_dir).generate([e["inputs"] for e in examples], max_length=16, batch_size=len(examples))
+    said = [generation.text for generation in made]
     right = sum(a == b for a, b in zip(said, expected, strict=True))
 
     width = max(len(e["inputs"]) for e in examples[:SHOWN])

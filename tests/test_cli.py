@@ -192,6 +192,6 @@ def test_a_mixture_is_inferred_task_by_task(model_dir, tmp_path):
         cwd=REPO,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    written = sorted(path.name for path in (tmp_path / "out").glob("*.jsonl*"))
+    written = sorted(path.name for path in (tmp_path / "out").glob("*-of-00001"))
     assert written == [f"{task}-predict.jsonl-00000-of-00001" for task in ("one", "two")]
     assert len((tmp_path / "out" / written[0]).read_text().splitlines()) == 2

@@ -84,7 +84,7 @@ def run_through_kills(setting: Setting, directory: Path, kills: int, rng: random
         killed = False
         if done < kills:
             moment = rng.uniform(0, seconds)
-            if rng.random() < 0.5:
+            if done == 0 or rng.random() < 0.5:
                 in_saves += _wait_for_save(run, processes, rng)
             else:
                 with contextlib.suppress(subprocess.TimeoutExpired):

@@ -34,6 +34,9 @@ GIVEN = {
     "CHECKPOINT_PATH": "'checkpoint_1'",
     "EVAL_OUTPUT_DIR": "'out'",
     "INFER_OUTPUT_DIR": "'out'",
+    "FEATURE_LENGTHS": "{'inputs': 8, 'targets': 8}",
+    "TF_EXAMPLE_FILE_PATHS": "['in.tfrecord']",
+    "TF_EXAMPLE_FILE_TYPE": "'tfrecord'",
     "DROPOUT_RATE": "0.0",
 }
 

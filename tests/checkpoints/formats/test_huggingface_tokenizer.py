@@ -89,9 +89,8 @@ def test_what_transformers_saves_is_converted_there_and_back_and_inferred_with(t
 
     model = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "again")
     ids = model.generate(**theirs(TEXTS[0], return_tensors="pt"), num_beams=1, do_sample=False, max_new_tokens=4)
-    loaded = infer.load(str(tmp_path / "t5x"))
-    (result,) = loaded.run("predict", loaded.batch("predict", [{"inputs": TEXTS[0]}], 16, 4, rows=1))
-    assert result["prediction"] == theirs.decode(ids[0], skip_special_tokens=True) != ""
+    result = infer.load(str(tmp_path / "t5x")).generate(TEXTS[0], max_length=4)
+    assert result.text == theirs.decode(ids[0], skip_special_tokens=True) != ""
     assert infer.load(str(hf)).model.input_vocabulary == vocabulary
 
 

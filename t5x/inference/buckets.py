@@ -1,0 +1,62 @@
+"""Which examples are computed together: those of similar length, in batches of few different shapes."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+SHORTEST = 8
+
+
+class Batch(NamedTuple):
+    """Examples that are computed together.
+
+    Attributes:
+      positions: which of the examples.
+      lengths: {feature: length} that all of them are padded to.
+    """
+
+    positions: list[int]
+    lengths: dict[str, int]
+
+
+def bucket(length: int, longest: int | None = None) -> int:
+    """The next of 8, 12, 16, 24, 32, 48, 64, …; `longest` at most.
+
+    >>> [bucket(n) for n in (1, 8, 9, 13, 17, 100)], bucket(100, longest=100)
+    ([8, 8, 12, 16, 24, 128], 100)
+    """
+    power = max(SHORTEST, 1 << (length - 1).bit_length()) if length > 0 else SHORTEST
+    between = power * 3 // 4
+    found = between if length <= between and between > SHORTEST else power
+    return found if longest is None else min(found, longest)
+
+
+def plan(
+    count: int, sizes: Mapping[str, Sequence[int]], longest: Mapping[str, int | None], batch_size: int
+) -> list[Batch]:
+    """Batches of `count` examples, the longest first.
+
+    Args:
+      sizes: {feature: size of each example}, of features that are padded only as far as their batch needs it.
+      longest: {feature: length}, of all features; None, of those in `sizes`, is no limit.
+      batch_size: examples in a batch; the last has what is left.
+    """
+    order = sorted(range(count), key=lambda i: [sizes[feature][i] for feature in sizes], reverse=True)
+    batches = []
+    for start in range(0, count, batch_size):
+        positions = order[start : start + batch_size]
+        lengths = {
+            feature: bucket(max(sizes[feature][i] for i in positions), limit) if feature in sizes else limit
+            for feature, limit in longest.items()
+        }
+        batches.append(Batch(positions, lengths))
+    return batches
+
+
+def rows(examples: int, batch_size: int, multiple: int = 1) -> int:
+    """Rows of a batch for a run of so few examples: a power of two, `batch_size` at most, and a multiple.
+
+    >>> rows(3, 32), rows(3, 32, multiple=8), rows(100, 32)
+    (4, 8, 32)
+    """
+    few = min(batch_size, 1 << max(examples - 1, 0).bit_length())
+    return -(-few // multiple) * multiple

@@ -1,0 +1,183 @@
+"""Results on disk, chunk by chunk: whatever ends a run, what was finished stays, and the next one goes on behind it.
+
+A chunk is written beside its place, synced and renamed, then its `.COMPLETED` marker is; so is the whole when the
+chunks are merged. The directory also keeps what the results depend on, and a lock. Names are T5X's:
+
+    tmp-<task>-00000-of-00001/<name>-chunk00000, <name>-chunk00000.COMPLETED, …
+"""
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from t5x.errors import UserError
+from t5x.telemetry.jsonl import write_error
+
+log = logging.getLogger(__name__)
+
+COMPLETED = ".COMPLETED"
+JOB_FILE = "job.json"
+_LOCK_FILE = ".lock"
+
+
+class Chunks:
+    """The chunks of one output.
+
+    Args:
+      directory: of the chunks, made where it is not there yet. Only its parent must exist.
+      name: of the output.
+      job: what the results depend on, as JSON. Chunks of another job are refused.
+      start_anew: chunks of another job are thrown away instead.
+      mend: how a user starts anew, for the message.
+
+    Attributes:
+      finished: the records of the chunks that are whole, from the first on without a gap.
+    """
+
+    def __init__(
+        self, directory: str, name: str, job: Mapping[str, Any], *, start_anew: bool = False, mend: str = "remove it"
+    ):
+        self.directory = directory
+        self._name = name
+        self._lock: int | None = None
+        try:
+            os.makedirs(directory, exist_ok=True)
+            self._take_lock()
+            self._same_job(json.loads(json.dumps(job)), start_anew, mend)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, OSError):
+                raise write_error(directory, error) from error
+            raise
+        self.finished = list(self._read_finished())
+
+    def path(self, index: int) -> str:
+        """Where chunk `index` is."""
+        return os.path.join(self.directory, f"{self._name}-chunk{index:05}")
+
+    def write(self, write: Callable[[str], None], record: Mapping[str, Any]) -> None:
+        """The next chunk.
+
+        Args:
+          write: writes the file whose path it is given.
+          record: what a later run needs to know of this chunk.
+        """
+        path = self.path(len(self.finished))
+        size = None
+        with _whole_or_nothing(path) as temporary:
+            write(temporary)
+            if os.path.exists(temporary):  # a writer of the user's own may write elsewhere
+                size = os.path.getsize(temporary)
+        record = {**record, "size": size}
+        put(path + COMPLETED, [json.dumps(record).encode() + b"\n"])
+        self.finished.append(record)
+
+    def remove(self) -> None:
+        """Everything, once it is merged."""
+        self.close()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def close(self) -> None:
+        """Lets another run in."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _take_lock(self) -> None:
+        self._lock = os.open(os.path.join(self.directory, _LOCK_FILE), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN):
+                raise
+            raise UserError(
+                f"Another process is writing {self._name} (it holds {self.directory}). Wait for it, or choose another "
+                "output."
+            ) from error
+
+    def _same_job(self, job: dict[str, Any], start_anew: bool, mend: str) -> None:
+        path = os.path.join(self.directory, JOB_FILE)
+        there = _read_json(path)
+        if there == job:
+            return
+        chunks = [name for name in os.listdir(self.directory) if name not in (_LOCK_FILE, JOB_FILE)]
+        if there is not None and chunks and not start_anew:
+            names = [name for name in sorted({*there, *job}) if there.get(name) != job.get(name)]
+            told = "; ".join(f"{name} was {_short(there.get(name))}, is {_short(job.get(name))}" for name in names)
+            raise UserError(
+                f"{self.directory} holds the finished part of a run that differs: {told}. Start with what it had to go "
+                f"on with it; to start anew, {mend}."
+            )
+        for name in chunks:
+            os.unlink(os.path.join(self.directory, name))
+        put(path, [json.dumps(job).encode() + b"\n"])
+
+    def _read_finished(self) -> Iterator[dict[str, Any]]:
+        index = 0
+        while (record := _read_json(self.path(index) + COMPLETED)) is not None:
+            size = record.get("size")
+            if size is not None and (not os.path.exists(self.path(index)) or os.path.getsize(self.path(index)) != size):
+                log.warning("%s is not as it was written; it is computed again", self.path(index))
+                return
+            yield record
+            index += 1
+
+
+def put(path: str, lines: Iterable[bytes]) -> None:
+    """Writes a file that is whole or not there, also after a power cut."""
+    with _whole_or_nothing(path) as temporary, open(temporary, "wb") as file:
+        file.writelines(lines)
+
+
+def merge(path: str, parts: Iterable[str]) -> None:
+    """The files `parts`, one after the other, as one."""
+    with _whole_or_nothing(path) as temporary, open(temporary, "wb") as file:
+        for part in parts:
+            with open(part, "rb") as source:
+                shutil.copyfileobj(source, file, 1 << 20)
+
+
+@contextlib.contextmanager
+def _whole_or_nothing(path: str) -> Iterator[str]:
+    """A temporary path that becomes `path` where the block ends without an error."""
+    temporary = f"{path}.tmp"
+    try:
+        yield temporary
+        if os.path.exists(temporary):
+            _sync(temporary)
+            os.replace(temporary, path)
+            _sync(os.path.dirname(path) or ".")
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        if isinstance(error, OSError):
+            raise write_error(path, error) from error
+        raise
+
+
+def _sync(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _read_json(path: str) -> dict[str, Any] | None:
+    try:
+        with open(path, "rb") as file:
+            read = json.load(file)
+    except (OSError, ValueError):
+        return None
+    return read if isinstance(read, dict) else None
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}…"

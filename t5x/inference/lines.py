@@ -1,0 +1,119 @@
+"""Files of examples for `t5x infer --model`: a text a line, or JSON lines; read one by one."""
+
+import contextlib
+import json
+import os
+import stat
+import sys
+from collections.abc import Iterator
+from typing import Any, BinaryIO, NamedTuple
+
+from t5x.errors import UserError
+
+
+class Line(NamedTuple):
+    """An example.
+
+    Attributes:
+      number: of the line in the file, from 1.
+      raw: the line as it is.
+      example: its fields; `inputs`, and to score `targets`, are texts.
+    """
+
+    number: int
+    raw: bytes
+    example: dict[str, Any]
+
+
+class Lines:
+    """The examples of a file.
+
+    Args:
+      path: text, an input a line, or .jsonl, objects with `inputs`, where empty lines are passed over; - is standard
+        input, in which lines that begin with { are objects.
+      needs_targets: every example must have `targets` too.
+
+    Attributes:
+      is_stream: it can be read only once.
+    """
+
+    def __init__(self, path: str, *, needs_targets: bool):
+        self.path = path
+        self._needs_targets = needs_targets
+        self._as_json = path.endswith(".jsonl")
+        try:
+            self.is_stream = path == "-" or not stat.S_ISREG(os.stat(path).st_mode)
+        except OSError as error:
+            raise UserError(f"--input {path} cannot be read: {error.strerror or error}.") from error
+        if path != "-" and os.path.isdir(path):
+            raise UserError(f"--input {path} is a directory; name a file.")
+
+    def count(self) -> int | None:
+        """How many there are; all of them are checked on the way. None of a stream, which is checked as it is read."""
+        return None if self.is_stream else sum(1 for _ in self)
+
+    def __iter__(self) -> Iterator[Line]:
+        with self._open() as file:
+            for number, raw in enumerate(file, start=1):
+                text = self._text(number, raw)
+                if self._as_json and not text.strip():
+                    continue
+                as_json = self._as_json or (self.path == "-" and text.startswith("{"))
+                example = self._object(number, text) if as_json else {"inputs": text}
+                if self._needs_targets:
+                    self._check_text(number, example, "targets")
+                yield Line(number, raw, example)
+
+    def where(self, number: int) -> str:
+        return f"{'standard input' if self.path == '-' else self.path}:{number}"
+
+    def _text(self, number: int, raw: bytes) -> str:
+        if b"\0" in raw:
+            raise UserError(
+                f"{self.where(number)} has a NUL byte at column {raw.index(0) + 1}: this is no text. Take it out, or "
+                "in JSON write it as \\u0000."
+            )
+        try:
+            text = raw.decode("utf-8").rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{self.where(number)}: byte 0x{raw[error.start]:02x} at column {error.start + 1} is not UTF-8. "
+                "Convert the file: iconv -f latin1 -t utf-8."
+            ) from error
+        return text.removeprefix("\ufeff") if number == 1 else text
+
+    def _object(self, number: int, text: str) -> dict[str, Any]:
+        try:
+            example = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{self.where(number)} is not JSON: {error}.") from error
+        if not isinstance(example, dict):
+            raise UserError(f'{self.where(number)} must be an object with a text "inputs".')
+        self._check_text(number, example, "inputs")
+        return example
+
+    def _check_text(self, number: int, example: dict[str, Any], field: str) -> None:
+        text = example.get(field)
+        if not isinstance(text, str):
+            if field == "inputs":
+                raise UserError(f'{self.where(number)} must be an object with a text "inputs".')
+            raise UserError(f'{self.where(number)} has no "targets" to score; give .jsonl with "inputs" and "targets".')
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise UserError(
+                f'{self.where(number)}: "{field}" has half of a surrogate pair at character {error.start + 1}, which '
+                "is no text. Mend the escape \\u…."
+            ) from error
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[BinaryIO]:
+        if self.path == "-":
+            yield sys.stdin.buffer
+            return
+        try:
+            file = open(self.path, "rb")  # noqa: SIM115
+        except OSError as error:
+            raise UserError(f"--input {self.path} cannot be read: {error.strerror or error}.") from error
+        with file:
+            yield file

@@ -1,0 +1,368 @@
+"""`t5x.load`: the model of a checkpoint, of any format, ready for texts."""
+
+import copy
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from t5x.checkpoints import transfer
+from t5x.checkpoints.contents import load_model, model_of
+from t5x.checkpoints.formats import Source, open_checkpoint
+from t5x.errors import UserError
+from t5x.inference import buckets
+from t5x.inference.engine import Engine, Program
+from t5x.inference.options import Decoding
+from t5x.models import BaseTransformerModel, DecoderOnlyModel
+from t5x.partitioning import PjitPartitioner
+from t5x.trainer.restore import restore_params
+from t5x.trainer.state import StateLayout
+
+log = logging.getLogger(__name__)
+
+MAX_LENGTH, MAX_INPUT_LENGTH, BATCH_SIZE = 128, 512, 32
+
+MONOT5 = "Query: {query} Document: {passage} Relevant:"
+QUESTION = "question: {question} context: {context}"
+
+
+class Generation(NamedTuple):
+    """What was generated for a text.
+
+    Attributes:
+      text: decoded.
+      score: the sum of the log probabilities of its tokens; of beams, divided by the length penalty.
+      tokens: its ids, with the EOS that ended it.
+    """
+
+    text: str
+    score: float
+    tokens: list[int]
+
+
+class Ranked(NamedTuple):
+    """A passage with its relevance.
+
+    Attributes:
+      index: of the passage in what was given.
+      doc_id: its id where it was given with one, else its index.
+      score: log probability of `true` against `false`.
+    """
+
+    index: int
+    doc_id: Any
+    score: float
+
+
+def load(model_dir: str, *, vocabulary: str | None = None, partitioner: PjitPartitioner | None = None) -> "LoadedModel":
+    """The model of a checkpoint of any format, or of a MODEL_DIR, rebuilt from that directory alone.
+
+    Args:
+      vocabulary: a SentencePiece model, a tokenizer.json, or `bytes`; None is the one that travels with the checkpoint.
+      partitioner: where the parameters lie; None divides batches over all devices.
+    """
+    source, model = open_model(model_dir, vocabulary)
+    return LoadedModel(source, model, PjitPartitioner() if partitioner is None else partitioner)
+
+
+def open_model(model_dir: str, vocabulary: str | None = None) -> tuple[Source, BaseTransformerModel]:
+    """The checkpoint and its model; no parameters are read yet."""
+    source = open_checkpoint(model_dir)
+    log.info("%s is a %s checkpoint", source.path, source.format)
+    if vocabulary is not None:
+        from t5x.plain import vocabulary_named
+
+        files = vocabulary_named(vocabulary, transfer.config_of(source)["vocab_size"]).load().to_files()
+        source = dataclasses.replace(source, vocabulary_files={"inputs": files, "targets": files})
+    elif not source.vocabulary_files:
+        raise UserError(
+            f"{source.path} comes without a vocabulary, so text cannot be read with it. Put spiece.model or "
+            "tokenizer.json beside the weights, or name it: --vocabulary spiece.model (`bytes` for a ByT5)."
+        )
+    if source.format == "t5x" and vocabulary is None:
+        return source, load_model(source.path)
+    model = model_of(source)
+    if isinstance(model, DecoderOnlyModel):
+        model.inputs_bidirectional_attention = source.inputs_bidirectional_attention
+    return source, model
+
+
+class LoadedModel:
+    """A model for texts.
+
+        model = t5x.load("runs/demo")
+        model.generate("the third of March '97").text
+        model.generate(["3 May 1999", "4 May 1999"], beams=4, max_length=16)
+        model.score([("3 May 1999", "1999-05-03")])
+
+    Results do not depend on what is computed together with them: an input gets the same text alone and among others.
+    Parameters are read when first needed.
+
+    Attributes:
+      source: the checkpoint.
+      model: with its vocabularies.
+    """
+
+    def __init__(self, source: Source, model: BaseTransformerModel, partitioner: PjitPartitioner):
+        self.source = source
+        self.model = model
+        self._partitioner = partitioner
+        self._programs: dict[Any, Program] = {}
+
+    @functools.cached_property
+    def engine(self) -> Engine:
+        """The model on the devices."""
+        layout = StateLayout.of(self.model, self._partitioner, self.model.input_shapes({"inputs": 1, "targets": 1}))
+        return Engine(self.model, self._partitioner, restore_params(self.source, self.model, layout))
+
+    # -- texts ---------------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        texts: str | Sequence[str],
+        *,
+        max_length: int = MAX_LENGTH,
+        max_input_length: int = MAX_INPUT_LENGTH,
+        batch_size: int = BATCH_SIZE,
+        seed: int = 0,
+        **decoding: Any,
+    ) -> Any:
+        """What the model writes for each text.
+
+            model.generate("translate English to German: Good morning.").text
+            model.generate(texts, beams=4, num_return=4)          # for each text a list, best first
+            model.generate(texts, temperature=0.7, top_p=0.9, seed=1)
+
+        Args:
+          texts: one, or a list.
+          max_length: tokens generated at most.
+          max_input_length: longer inputs are cut.
+          seed: of samples; the i-th text of a list gets the same sample in any batch.
+          decoding: see `t5x.inference.options.Decoding`; without any it is greedy.
+
+        Returns:
+          a `Generation` for each text (for one text, that), or with num_return > 1 a list of them.
+        """
+        if isinstance(texts, str):
+            return self.generate(
+                [texts], max_length=max_length, max_input_length=max_input_length, batch_size=batch_size, seed=seed,
+                **decoding,
+            )[0]  # fmt: skip
+        options = Decoding(**decoding)
+        inputs = [self.input_ids(text, max_input_length)[0] for text in texts]
+        made = self.predictions(
+            inputs, options, max_length=max_length, max_input_length=max_input_length, batch_size=batch_size, seed=seed
+        )
+        return made if options.num_return > 1 else [generations[0] for generations in made]
+
+    def score(
+        self,
+        pairs: Sequence[tuple[str, str]],
+        *,
+        max_input_length: int = MAX_INPUT_LENGTH,
+        batch_size: int = BATCH_SIZE,
+    ) -> list[float]:
+        """The log probability of each (input, target), EOS included.
+
+        model.score([("3 May 1999", "1999-05-03"), ("3 May 1999", "1999-05-30")])
+        """
+        inputs = [self.input_ids(text, max_input_length)[0] for text, _ in pairs]
+        targets = [self.target_ids(text)[0] for _, text in pairs]
+        return self.scores(inputs, targets, max_input_length=max_input_length, batch_size=batch_size)
+
+    def rank(
+        self,
+        query: str,
+        passages: Sequence[Any],
+        *,
+        max_input_length: int = MAX_INPUT_LENGTH,
+        batch_size: int = BATCH_SIZE,
+    ) -> list[Ranked]:
+        """How relevant each passage is to a query, by a model that was trained as monoT5 was.
+
+            ranked = model.rank("what is a quark?", ["A quark is a particle.", "Quark is a cheese."])
+            best = max(ranked, key=lambda passage: passage.score)
+
+        The input is "Query: … Document: … Relevant:"; the score is the log softmax over the logits of `true` and
+        `false` at the first position.
+
+        Args:
+          passages: texts, or (doc_id, text) pairs.
+
+        Returns:
+          a `Ranked` for each passage, in the order given.
+        """
+        if isinstance(self.model, DecoderOnlyModel):
+            raise UserError("rank takes an encoder-decoder model, as monoT5 is; this is a decoder alone.")
+        named = [(i, p) if isinstance(p, str) else tuple(p) for i, p in enumerate(passages)]
+        words = [self.model.output_vocabulary.encode(word)[:1] for word in ("true", "false")]
+        if not all(words) or words[0] == words[1]:
+            raise UserError(f"The vocabulary gives `true` and `false` no tokens of their own: they are {words}.")
+        program = self._program(
+            "rank", lambda params, batch, rng: self.model.score_batch(params, batch, first_logits=True)
+        )
+        texts = [MONOT5.format(query=query, passage=passage) for _, passage in named]
+        examples = [
+            {"inputs": self.input_ids(text, max_input_length)[0], "targets": [*words[0], *words[1]]} for text in texts
+        ]
+        logits = self._run(program, examples, {"inputs": max_input_length, "targets": 2}, batch_size, ["inputs"])
+        return [
+            Ranked(i, doc_id, float(of_words[0] - np.logaddexp(*of_words)))
+            for i, ((doc_id, _), of_words) in enumerate(zip(named, logits, strict=True))
+        ]
+
+    def answer(self, question: str, context: str, **options: Any) -> Generation:
+        """The answer to a question about a text, by a model that was trained on "question: … context: …", as T5 was.
+
+            model.answer("Who wrote it?", "Effi Briest was written by Theodor Fontane.").text
+
+        Args:
+          options: of `generate`.
+        """
+        return self.generate(QUESTION.format(question=question, context=context), **options)
+
+    def logits(self, input_ids: Sequence[Sequence[int]], target_ids: Sequence[Sequence[int]]) -> np.ndarray:
+        """Logits float32 [examples, longest target, vocab] of every target token, given those before it.
+
+            ids = [model.input_ids("3 May 1999")[0]]
+            model.logits(ids, [model.target_ids("1999-05-03")[0]]).argmax(-1)
+
+        Args:
+          input_ids: of each example, with its EOS; not padded.
+          target_ids: of each example. Behind a target's end the logits are without meaning.
+        """
+        program = self._program("logits", lambda params, batch, rng: self.model.compute_logits(params, batch))
+        examples = [{"inputs": i, "targets": t} for i, t in zip(input_ids, target_ids, strict=True)]
+        lengths = {"inputs": None, "targets": None}
+        rows = self._run(program, examples, lengths, BATCH_SIZE, ["inputs", "targets"])
+        longest = max((len(target) for target in target_ids), default=0)
+        made = np.zeros((len(rows), longest, rows[0].shape[-1] if rows else 0), np.float32)
+        for i, (row, inputs) in enumerate(zip(rows, input_ids, strict=True)):
+            first = len(inputs) if isinstance(self.model, DecoderOnlyModel) else 0
+            made[i, : len(target_ids[i])] = row[first : first + len(target_ids[i])]
+        return made
+
+    # -- ids -----------------------------------------------------------------------------------------------------------
+
+    def input_ids(self, text: str, limit: int | None = None) -> tuple[list[int], int]:
+        """(ids of an input, cut to `limit`, and how many there were). A decoder alone goes on from it: no EOS."""
+        eos = not isinstance(self.model, DecoderOnlyModel)
+        return _ids(self.model.input_vocabulary, text, limit, eos=eos)
+
+    def target_ids(self, text: str, limit: int | None = None) -> tuple[list[int], int]:
+        """(ids of a target with its EOS, cut to `limit`, and how many there were)."""
+        return _ids(self.model.output_vocabulary, text, limit, eos=True)
+
+    def predictions(
+        self,
+        inputs: Sequence[Sequence[int]],
+        decoding: Decoding,
+        *,
+        max_length: int,
+        max_input_length: int,
+        batch_size: int,
+        seed: int = 0,
+        indices: Sequence[int] | None = None,
+        rows: int | None = None,
+        after_batch: Callable[[int], None] = lambda examples: None,
+    ) -> list[list[Generation]]:
+        """What is generated for each of the inputs, `num_return` of them, best first.
+
+        Args:
+          indices, after_batch: see `Engine.run`.
+          rows: of a batch; None is `batch_size`, or fewer where there are fewer inputs.
+        """
+        if max_length < 1:
+            raise UserError(f"max_length is {max_length}: it must be at least 1.")
+        model = copy.copy(self.model)
+        model.decode_fn = decoding.decode_fn(model.output_vocabulary, max_length)
+
+        def predict(params: Any, batch: Mapping[str, jax.Array], rng: jax.Array) -> Any:
+            return model.predict_batch_with_aux(
+                params, batch, rng=rng, num_decodes=decoding.num_decodes, return_all_decodes=True
+            )
+
+        found = self._run(
+            self._program((decoding, max_length), predict),
+            [{"inputs": ids, "targets": []} for ids in inputs],
+            {"inputs": max_input_length, "targets": max_length},
+            batch_size,
+            ["inputs"],
+            seed=seed,
+            indices=indices,
+            rows=rows,
+            after_batch=after_batch,
+        )
+        decode = model.output_vocabulary.decode
+        made = []
+        for decodes, aux in found:
+            of_input = []
+            for row, score in list(zip(decodes, aux["scores"], strict=True))[::-1][: decoding.num_return]:
+                ids = without_padding(row)[:max_length]
+                of_input.append(Generation(decode(ids), float(score), ids))
+            made.append(of_input)
+        return made
+
+    def scores(
+        self,
+        inputs: Sequence[Sequence[int]],
+        targets: Sequence[Sequence[int]],
+        *,
+        max_input_length: int,
+        batch_size: int,
+        rows: int | None = None,
+        after_batch: Callable[[int], None] = lambda examples: None,
+    ) -> list[float]:
+        """The log probability of each target; arguments as of `predictions`."""
+        program = self._program("score", lambda params, batch, rng: self.model.score_batch(params, batch))
+        examples = [{"inputs": i, "targets": t} for i, t in zip(inputs, targets, strict=True)]
+        lengths = {"inputs": max_input_length, "targets": None}
+        found = self._run(
+            program, examples, lengths, batch_size, ["inputs", "targets"], rows=rows, after_batch=after_batch
+        )
+        return [float(score) for score in found]
+
+    def rows(self, examples: int, batch_size: int) -> int:
+        """Rows of the batches for so many examples."""
+        return buckets.rows(examples, batch_size, self._partitioner.data_parts)
+
+    def _program(self, key: Any, function: Callable[..., Any]) -> Program:
+        if key not in self._programs:
+            self._programs[key] = self.engine.program(function)
+        return self._programs[key]
+
+    def _run(
+        self,
+        program: Program,
+        examples: Sequence[Mapping[str, Any]],
+        lengths: Mapping[str, int | None],
+        batch_size: int,
+        bucketed: Sequence[str],
+        rows: int | None = None,
+        **options: Any,
+    ) -> list[Any]:
+        if batch_size < 1:
+            raise UserError(f"batch_size is {batch_size}: it must be at least 1.")
+        rows = self.rows(len(examples), batch_size) if rows is None else rows
+        return self.engine.run(program, examples, lengths, rows=rows, bucketed=bucketed, **options)
+
+
+def without_padding(ids: np.ndarray) -> list[int]:
+    """
+    >>> without_padding(np.array([5, 0, 1, 0, 0]))
+    [5, 0, 1]
+    """
+    there = np.flatnonzero(ids)
+    return ids[: there[-1] + 1].tolist() if there.size else []
+
+
+def _ids(vocabulary: Any, text: str, limit: int | None, *, eos: bool) -> tuple[list[int], int]:
+    end = [vocabulary.eos_id] if eos else []
+    ids = [*vocabulary.encode(text), *end]
+    if limit is None or len(ids) <= limit:
+        return ids, len(ids)
+    return [*ids[: limit - len(end)], *end], len(ids)

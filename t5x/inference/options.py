@@ -1,0 +1,113 @@
+"""What a user may ask of decoding, in the words of the command line."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from t5x import decoding
+from t5x.data.vocabularies import Vocabulary
+from t5x.decoding import constraints
+from t5x.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoding:
+    """How predictions are found: greedily, by a beam, or by sampling where a temperature, top_k or top_p is given.
+
+    Attributes:
+      beams: of beam search; 1 is greedy.
+      num_return: results for each input, best first; at most `beams`, or any number of samples.
+      temperature: divides the logits before sampling.
+      top_k, top_p: sample only from the k likeliest tokens, or from the likeliest that together have this probability;
+        with both, from those of the k.
+      length_penalty: beams are compared by their log probability divided by length ** length_penalty, as in Hugging
+        Face; None is T5X's brevity penalty, ((5 + length) / 6) ** 0.6.
+      min_length: tokens generated at least.
+      no_repeat_ngram: so many tokens never stand twice in a row; 0 is off.
+      repetition_penalty: above 1 makes tokens less likely that were generated before.
+      choices: the only texts that may come out.
+    """
+
+    beams: int = 1
+    num_return: int = 1
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    length_penalty: float | None = None
+    min_length: int = 0
+    no_repeat_ngram: int = 0
+    repetition_penalty: float = 1.0
+    choices: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        object.__setattr__(self, "choices", tuple(self.choices))
+        for name, low in (("beams", 1), ("num_return", 1), ("min_length", 0), ("no_repeat_ngram", 0), ("top_k", 0)):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < low):
+                raise UserError(f"{name} is {value!r}: it must be a whole number of at least {low}.")
+        if self.temperature is not None and not 0 <= self.temperature < float("inf"):
+            raise UserError(f"temperature is {self.temperature}: it must be 0 (the likeliest token) or more.")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise UserError(f"top_p is {self.top_p}: it must be above 0, and at most 1.")
+        if not 0 < self.repetition_penalty < float("inf"):
+            raise UserError(f"repetition_penalty is {self.repetition_penalty}: it must be above 0 (1 changes nothing).")
+        if self.samples and self.beams > 1:
+            raise UserError("beams and sampling (temperature, top_k, top_p) exclude each other: give one of them.")
+        if self.length_penalty is not None and self.beams == 1:
+            raise UserError("length_penalty compares beams of different lengths: give beams, too.")
+        if self.num_return > self.beams and not self.samples:
+            raise UserError(
+                f"num_return is {self.num_return}, but beams is {self.beams}: give as many beams, or a temperature to "
+                "sample."
+            )
+
+    @property
+    def samples(self) -> bool:
+        """Whether tokens are drawn."""
+        return any(option is not None for option in (self.temperature, self.top_k, self.top_p))
+
+    @property
+    def num_decodes(self) -> int:
+        """Of the model's `predict_batch_with_aux`."""
+        return self.num_return if self.samples else self.beams
+
+    def decode_fn(self, vocabulary: Vocabulary, max_length: int) -> Callable[..., Any]:
+        """The model's `decode_fn`.
+
+        Args:
+          max_length: tokens generated at most.
+        """
+        callback = {"logit_callback_fn": self._constraints(vocabulary)}
+        if self.beams > 1:
+            penalty = {} if self.length_penalty is None else {"length_penalty": self.length_penalty}
+            return functools.partial(decoding.beam_search, max_decode_step=max_length, **penalty, **callback)
+        sampling = {"topk": 1}
+        if self.samples:
+            # As arrays, top_k and top_p may be given together.
+            sampling = {
+                "temperature": 1.0 if self.temperature is None else self.temperature,
+                "topk": np.int32(self.top_k or 0),
+                "topp": np.float32(self.top_p or 0),
+            }
+        return functools.partial(
+            decoding.temperature_sample,
+            max_decode_steps=max_length,
+            rescale_log_probs=False,
+            **sampling,
+            **callback,
+        )
+
+    def _constraints(self, vocabulary: Vocabulary) -> Callable[..., Any] | None:
+        made = []
+        if self.repetition_penalty != 1:
+            made.append(constraints.repetition_penalty(self.repetition_penalty))
+        if self.no_repeat_ngram:
+            made.append(constraints.no_repeat_ngrams(self.no_repeat_ngram))
+        if self.min_length:
+            made.append(constraints.min_length(self.min_length))
+        if self.choices:
+            made.append(constraints.text_choices(self.choices, vocabulary))
+        return constraints.chain(made) if made else None

@@ -1,0 +1,140 @@
+"""The examples of a task, for inference: in order, from any of them on, a part for each shard."""
+
+import functools
+import hashlib
+import logging
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from t5x.data import preprocessors
+from t5x.data.config import DatasetConfig
+from t5x.data.features import Feature
+from t5x.data.lanes import BadExamples
+from t5x.data.loader import _once  # every example of a task whose documents are joined
+from t5x.data.order import Order
+from t5x.data.pipeline import Example
+from t5x.data.sources import BadExample, TFExampleDataSource
+from t5x.data.tasks import Task, TaskRegistry
+from t5x.errors import UserError
+
+log = logging.getLogger(__name__)
+
+_LENGTH_MULTIPLE = 8
+
+
+class Placed(NamedTuple):
+    """An example with its place.
+
+    Attributes:
+      index: keys what is random of it: the index of the source example, whatever the shards.
+      after: what `TaskExamples.read` goes on from behind it.
+    """
+
+    example: Example
+    index: int
+    after: tuple[int, int]
+
+
+class TaskExamples:
+    """A shard of the examples of a task: a contiguous part of its source's.
+
+    Args:
+      cfg: which split, in which order.
+      lengths: {feature: length}, for preprocessors that cut.
+    """
+
+    def __init__(
+        self, task: Task, cfg: DatasetConfig, lengths: Mapping[str, int] | None, shard_id: int = 0, num_shards: int = 1
+    ):
+        self._pipeline = task.pipeline(
+            cfg.split, lengths, int(cfg.seed or 0), cfg.runtime_preprocessors, use_cached=cfg.use_cached
+        )
+        self._bad = BadExamples() if cfg.skip_bad_examples else None
+        self._shuffle = cfg.shuffle
+        if self._pipeline.pieces and num_shards > 1:
+            raise UserError(
+                f"Task {task.name!r} joins documents into pieces, which depend on all before them: it cannot be read "
+                "in shards. Set infer.num_shards = 1, or shard its files."
+            )
+        size = len(self._pipeline)
+        self._range = range(size * shard_id // num_shards, size * (shard_id + 1) // num_shards)
+
+    def __len__(self) -> int:
+        """Number of source examples; what becomes of them may be more or fewer."""
+        return len(self._range)
+
+    def read(self, after: Sequence[int] | None = None) -> Iterator[Placed]:
+        """The examples, from the first or from behind one."""
+        if self._pipeline.pieces:
+            yield from self._read_pieces(0 if after is None else after[0])
+            return
+        order = Order(len(self._pipeline), self._pipeline.seed, self._shuffle)
+        start, skip = (self._range.start, 0) if after is None else after
+        for position in range(start, self._range.stop):
+            epoch, index = order(position)
+            try:
+                made = self._pipeline.outputs(epoch, index)
+            except BadExample as error:
+                if self._bad is None:
+                    raise
+                self._bad.add(error)
+                continue
+            for nth, example in enumerate(made[skip:], start=skip):
+                # One number for both: where a source example has become several, each has a key of its own.
+                key = index if nth == 0 else zlib.crc32(f"{index} {nth}".encode())
+                yield Placed(example, key, (position, nth + 1))
+            skip = 0
+
+    def _read_pieces(self, passed: int) -> Iterator[Placed]:
+        for number, one in enumerate(_once(self._pipeline, self._shuffle, self._bad)):
+            if number >= passed:
+                yield Placed(one.example, number, (number + 1, 0))
+
+    def measure(self, features: Sequence[str]) -> dict[str, int]:
+        """The longest of each feature, rounded up to a multiple of 8."""
+        longest = dict.fromkeys(features, 1)
+        for placed in self.read():
+            for feature in features:
+                longest[feature] = max(longest[feature], len(placed.example[feature]))
+        return {feature: -(-n // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE for feature, n in longest.items()}
+
+
+def create_task_from_tfexample_file(
+    paths: Sequence[str],
+    file_type: str,
+    inputs_key: str,
+    targets_key: str | None,
+    features: Mapping[str, Feature],
+    task_id: str | None = None,
+) -> str:
+    """Registers a task that reads tf.train.Example messages from TFRecord files; TensorFlow is not needed.
+
+    Args:
+      paths: files, or patterns.
+      file_type: `tfrecord`.
+      inputs_key: the feature that holds the text of `inputs`.
+      targets_key: that of `targets`; None where there are none.
+      features: the task's output features.
+      task_id: of its name; None makes one of the paths and keys.
+
+    Returns:
+      its name, `infer_<task_id>`. Its split is `infer`.
+    """
+    if file_type != "tfrecord":
+        raise UserError(f"create_task_from_tfexample_file.file_type is {file_type!r}: only 'tfrecord' can be read.")
+    paths = [paths] if isinstance(paths, str) else list(paths)
+    if task_id is None:
+        task_id = hashlib.md5(":".join([*paths, inputs_key, targets_key or ""]).encode()).hexdigest()[:10]
+    name = f"infer_{task_id}"
+    if name in TaskRegistry.names():
+        return name
+    described = {key: "text" for key in (inputs_key, targets_key) if key}
+    rekey = functools.partial(preprocessors.rekey, key_map={"inputs": inputs_key, "targets": targets_key})
+    TaskRegistry.add(
+        name,
+        TFExampleDataSource({"infer": paths}, described),
+        output_features=features,
+        preprocessors=[rekey, preprocessors.tokenize_and_append_eos],
+    )
+    return name

@@ -1,0 +1,25 @@
+"""Which examples are computed together."""
+
+import numpy as np
+
+from t5x.inference import buckets
+
+
+def test_every_example_is_in_one_batch_that_it_fits_into():
+    rng = np.random.default_rng(0)
+    sizes = {"inputs": rng.integers(0, 300, 1000).tolist(), "targets": rng.integers(1, 70, 1000).tolist()}
+    planned = buckets.plan(1000, sizes, {"inputs": 300, "targets": None}, 16)
+    assert sorted(i for batch in planned for i in batch.positions) == list(range(1000))
+    for batch in planned:
+        for feature in sizes:
+            assert max(sizes[feature][i] for i in batch.positions) <= batch.lengths[feature]
+        assert batch.lengths["inputs"] <= 300
+    assert [len(batch.positions) for batch in planned] == [16] * 62 + [8]
+    padding = sum(batch.lengths["inputs"] * len(batch.positions) for batch in planned) / sum(sizes["inputs"])
+    assert padding < 1.25
+    assert len({batch.lengths["inputs"] for batch in planned}) <= 12
+
+
+def test_what_is_not_bucketed_has_its_full_length():
+    (batch,) = buckets.plan(2, {"inputs": [3, 9]}, {"inputs": 64, "targets": 20}, 4)
+    assert batch.lengths == {"inputs": 12, "targets": 20} and batch.positions == [1, 0]

@@ -1,0 +1,254 @@
+"""`t5x infer --model`: files in, files out, whatever the batches, and through interruptions."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from t5x.errors import UserError
+from t5x.inference import files
+from t5x.inference.files import infer_file
+from tests import commands
+from tests.inference.models import byte_model, texts
+
+LENGTHS = {"max_length": 6, "max_input_length": 24}
+COUNT = 37
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A directory with `model` and `in.txt`."""
+    directory = tmp_path_factory.mktemp("files")
+    byte_model(directory / "model")
+    (directory / "in.txt").write_text("".join(f"{text}\n" for text in texts(COUNT)))
+    return directory
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_model(place):
+    """The model is loaded and compiled once for all tests here."""
+    loaded = files.load(str(place / "model"))
+    kept, files.load = files.load, lambda *args, **kwargs: loaded
+    yield loaded
+    files.load = kept
+
+
+def infer(place, output, **options):
+    infer_file(str(place / "model"), str(place / "in.txt"), str(output), **LENGTHS | options)
+    return read(output)
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def expected(place, one_model):
+    return infer(place, place / "expected.jsonl", batch_size=8, checkpoint_period=2)
+
+
+def test_results_are_in_the_order_of_the_input(place, expected):
+    assert [line["inputs"] for line in expected] == texts(COUNT)
+    assert len({line["prediction"] for line in expected}) > 8
+    assert all(line["score"] < 0 for line in expected)
+    assert not [name for name in os.listdir(place) if name.startswith("tmp-")]
+
+
+HOW = {"greedy": {}, "a beam": {"beams": 3, "num_return": 2}, "sampling": {"temperature": 1.3, "top_k": 20, "seed": 5}}
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_neither_batches_nor_chunks_nor_shards_change_what_is_predicted(how, place, tmp_path):
+    one = infer(place, tmp_path / "one.jsonl", batch_size=8, output_ids=True, **HOW[how])
+    shards = [
+        infer_file(
+            str(place / "model"), str(place / "in.txt"), str(tmp_path / "many.jsonl"), batch_size=16,
+            checkpoint_period=1, num_shards=2, shard_id=shard, output_ids=True, **LENGTHS, **HOW[how],
+        )
+        for shard in (1, 0)
+    ]  # fmt: skip
+    many = [line for i in range(len(shards)) for line in read(tmp_path / f"many.jsonl-{i:05}-of-00002")]
+    for a, b in zip(one, many, strict=True):
+        np.testing.assert_allclose(a.pop("score"), b.pop("score"), rtol=1e-5)
+        assert a == b
+    if how == "sampling":
+        other = infer(place, tmp_path / "other.jsonl", batch_size=8, **HOW[how] | {"seed": 6})
+        assert sum(a["prediction"] != b["prediction"] for a, b in zip(one, other, strict=True)) > COUNT // 2
+
+
+def test_scores_are_those_that_greedy_decoding_had(place, expected, tmp_path):
+    # The tokens of a prediction are not always those that its text has: only of those the score can be compared.
+    ended = infer(place, tmp_path / "ids.jsonl", batch_size=8, output_ids=True)
+    encode = files.load().model.output_vocabulary.encode
+    ended = [line for line in ended if line["prediction_tokens"] == [*encode(line["prediction"]), 1]]
+    assert len(ended) >= 3
+    (tmp_path / "pairs.jsonl").write_text(
+        "".join(json.dumps({"inputs": li["inputs"], "targets": li["prediction"]}) + "\n" for li in ended)
+    )
+    pairs, scored = str(tmp_path / "pairs.jsonl"), str(tmp_path / "scores.jsonl")
+    infer_file(str(place / "model"), pairs, scored, mode="score", max_input_length=LENGTHS["max_input_length"])
+    scores = [line["score"] for line in read(tmp_path / "scores.jsonl")]
+    np.testing.assert_allclose(scores, [line["score"] for line in ended], rtol=1e-5)
+
+
+@pytest.mark.parametrize("finished", [0, 1, 2])
+def test_an_interrupted_run_goes_on_and_its_output_is_the_same(finished, place, expected, tmp_path, monkeypatch):
+    compute, calls = files._Run.compute, []
+
+    def interrupted(*args, **kwargs):
+        calls.append(1)
+        if len(calls) > finished:
+            raise KeyboardInterrupt
+        return compute(*args, **kwargs)
+
+    options = {"batch_size": 8, "checkpoint_period": 2}
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(files._Run, "compute", interrupted)
+        infer(place, tmp_path / "out.jsonl", **options)
+    assert not (tmp_path / "out.jsonl").exists()
+    if finished:
+        with pytest.raises(UserError, match="max_length was 6, is 7"):
+            infer(place, tmp_path / "out.jsonl", **options, max_length=7)
+    calls.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(files._Run, "compute", lambda *args, **kwargs: (calls.append(1), compute(*args, **kwargs))[1])
+        infer(place, tmp_path / "out.jsonl", **options)
+    assert len(calls) == 3 - finished
+    assert (tmp_path / "out.jsonl").read_bytes() == (place / "expected.jsonl").read_bytes()
+    assert os.listdir(tmp_path) == ["out.jsonl"]
+
+
+def test_an_input_that_changed_meanwhile_is_told(place, tmp_path, monkeypatch):
+    (tmp_path / "in.txt").write_text("".join(f"{text}\n" for text in texts(20)))
+    run = lambda: infer_file(
+        str(place / "model"), str(tmp_path / "in.txt"), str(tmp_path / "out.jsonl"), batch_size=8, checkpoint_period=1,
+        **LENGTHS,
+    )  # fmt: skip
+    write = files.Chunks.write
+
+    def once(chunks, *args):
+        write(chunks, *args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(files.Chunks, "write", once)
+        run()
+    (tmp_path / "in.txt").write_text("".join(f"{text}!\n" for text in texts(20)))
+    with pytest.raises(UserError, match="has changed: lines 1 to 8"):
+        run()
+
+
+def test_a_run_that_was_killed_after_its_last_rename_is_finished(place, expected, tmp_path, monkeypatch):
+    options = {"batch_size": 8, "checkpoint_period": 2}
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(files.Chunks, "remove", lambda chunks: (_ for _ in ()).throw(KeyboardInterrupt))
+        infer(place, tmp_path / "out.jsonl", **options)
+    assert infer(place, tmp_path / "out.jsonl", **options) == expected
+    assert os.listdir(tmp_path) == ["out.jsonl"]
+    with pytest.raises(UserError, match="exists already"):
+        infer(place, tmp_path / "out.jsonl", **options)
+    assert infer(place, tmp_path / "out.jsonl", **options, overwrite=True) == expected
+
+
+def test_long_lines_are_cut_and_counted_or_refused(place, tmp_path, caplog):
+    (tmp_path / "in.txt").write_text("short\n" + "x" * 100_000 + "\n" + "y" * 23 + "\n")
+    run = lambda **options: infer_file(
+        str(place / "model"), str(tmp_path / "in.txt"), str(tmp_path / "out.jsonl"), **LENGTHS | options
+    )
+    run()
+    assert "1 text(s) were longer than 24 tokens and were cut" in caplog.text
+    long = read(tmp_path / "out.jsonl")[1]
+    assert len(long["inputs"]) == 100_000
+    (tmp_path / "cut.txt").write_text("x" * 23 + "\n")
+    infer_file(str(place / "model"), str(tmp_path / "cut.txt"), str(tmp_path / "cut.jsonl"), **LENGTHS)
+    assert read(tmp_path / "cut.jsonl")[0]["prediction"] == long["prediction"]
+    with pytest.raises(UserError, match=r"in.txt:2: 'inputs' has 100001 tokens, more than 24"):
+        run(long="error", overwrite=True)
+
+
+def test_choices_are_all_that_comes_out(place, tmp_path):
+    found = infer(place, tmp_path / "out.jsonl", choices=("yes", "no", "never"))
+    assert {line["prediction"] for line in found} <= {"yes", "no", "never"}
+
+
+def test_standard_input_to_standard_output(place, expected, monkeypatch, capfdbinary):
+    lines = io.BytesIO("".join(f"{text}\n" for text in texts(COUNT)[:3]).encode())
+    monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(buffer=lines))
+    infer_file(str(place / "model"), "-", **LENGTHS)
+    sys.stdout.flush()
+    found = [json.loads(line) for line in capfdbinary.readouterr().out.splitlines()]
+    assert [line["prediction"] for line in found] == [line["prediction"] for line in expected[:3]]
+
+
+def test_an_empty_file_gives_an_empty_file(place, tmp_path):
+    (tmp_path / "in.jsonl").write_text("\n")
+    infer_file(str(place / "model"), str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"))
+    assert (tmp_path / "out.jsonl").read_bytes() == b""
+
+
+REFUSED = {
+    "a shard that is not there": (["--num_shards=2", "--shard_id=2"], "--shard_id is 2", "must be 0 to 1"),
+    "a shard without their number": (["--shard_id=1"], "--shard_id is 1"),
+    "a stream in shards": (["--input=-", "--num_shards=2", "--shard_id=0"], "needs --input to be a file"),
+    "decoding in order to score": (["--mode=score", "--beams=2"], "--beams goes with --mode predict"),
+    "more results than beams": (["--beams=2", "--num_return=3"], "num_return is 3"),
+    "beams and samples": (["--beams=2", "--temperature=1"], "exclude each other"),
+    "a negative temperature": (["--temperature=-1"], "temperature is -1"),
+    "no choices": (["--choices=nowhere.txt"], "--choices nowhere.txt cannot be read"),
+    "a module that is not there": (["--import=nowhere_at_all"], "nowhere_at_all"),
+    "an output that is there": (["--output={place}/expected.jsonl"], "exists already", "--overwrite"),
+    "an output without a directory": (["--output={place}/none/out.jsonl"], "there is no directory"),
+    "gin": (["--gin.BATCH_SIZE=3"], "leave out --gin_file"),
+    "a directory for data": (["--tfds_data_dir=x"], "--tfds_data_dir"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_done_is_told(case, place, expected, capsys):
+    arguments, *words = REFUSED[case]
+    given = [f"--model={place}/model", f"--input={place}/in.txt", *(a.format(place=place) for a in arguments)]
+    commands.run(capsys, "infer", *given).refused(*words)
+
+
+def test_a_model_without_a_vocabulary_takes_one(tmp_path, capsys, monkeypatch):
+    from t5x.inference import loaded
+
+    monkeypatch.setattr(files, "load", loaded.load)
+    byte_model(tmp_path / "model")
+    (tmp_path / "model" / "tokenizer_config.json").unlink()
+    (tmp_path / "in.txt").write_text("a\n")
+    given = [f"--model={tmp_path}/model", f"--input={tmp_path}/in.txt", f"--output={tmp_path}/out.jsonl"]
+    commands.run(capsys, "infer", *given).refused("comes without a vocabulary", "--vocabulary")
+    done = commands.run(capsys, "infer", *given, "--vocabulary=bytes", "--max_length=4", "--output_ids")
+    assert done.code == 0, done.err
+    assert set(read(tmp_path / "out.jsonl")[0]) == {"inputs", "prediction", "score", "prediction_tokens"}
+
+
+def test_a_disk_that_is_full_keeps_what_was_finished(place, expected, tmp_path):
+    program = (
+        "import resource, signal, sys\n"
+        "from t5x import cli\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "from t5x.inference import chunks\n"
+        "merge = chunks.merge\n"
+        "def limited(*args):\n"
+        "    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))\n"
+        "    return merge(*args)\n"
+        "chunks.merge = limited\n"
+        "sys.exit(cli.run_verb('infer', sys.argv[1:]))\n"
+    )
+    arguments = [
+        f"--model={place}/model", f"--input={place}/in.txt", f"--output={tmp_path}/out.jsonl", "--batch_size=8",
+        "--checkpoint_period=2", "--max_length=6", "--max_input_length=24",
+    ]  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True)
+    assert done.returncode == 2 and "out.jsonl cannot be written: File too large" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(list((tmp_path / "tmp-out.jsonl").glob("*.COMPLETED"))) == 3
+    infer(place, tmp_path / "out.jsonl", batch_size=8, checkpoint_period=2)
+    assert (tmp_path / "out.jsonl").read_bytes() == (place / "expected.jsonl").read_bytes()

@@ -1,0 +1,131 @@
+"""`t5x.load`, compared with transformers on the same random weights."""
+
+import json
+
+import numpy as np
+import pytest
+
+import t5x
+from t5x.errors import UserError
+from tests.checkpoints.formats import huggingface_models
+
+TEXTS = ["a date", "the third of March", "x", "", "another text that is longer than the rest of them"]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """(ours, the model of transformers), a ByT5."""
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    theirs = huggingface_models.model("T5 1.1", vocab_size=384, num_decoder_layers=2)
+    directory = tmp_path_factory.mktemp("hf") / "byt5"
+    theirs.save_pretrained(directory)
+    (directory / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "ByT5Tokenizer"}))
+    return t5x.load(str(directory)), theirs
+
+
+def padded(rows, side=0):
+    import torch
+
+    longest = max(map(len, rows))
+    return torch.tensor([[*row, *[side] * (longest - len(row))] for row in rows])
+
+
+def ids(texts):
+    return [[*(byte + 3 for byte in text.encode()), 1] for text in texts]
+
+
+def theirs_generated(theirs, texts, **options):
+    import torch
+
+    inputs = padded(ids(texts))
+    with torch.no_grad():
+        made = theirs.generate(
+            input_ids=inputs, attention_mask=(inputs > 0).int(), max_new_tokens=8, do_sample=False,
+            return_dict_in_generate=True, output_scores=True, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0,
+            **options,
+        )  # fmt: skip
+    rows = []
+    for row in made.sequences[:, 1:].tolist():
+        rows.append(row[: row.index(1) + 1] if 1 in row else row)
+    return rows, made
+
+
+CASES = {
+    "greedy": ({}, {"num_beams": 1}),
+    "penalties": (
+        {"repetition_penalty": 1.7, "no_repeat_ngram": 2, "min_length": 3},
+        {"num_beams": 1, "repetition_penalty": 1.7, "no_repeat_ngram_size": 2, "min_new_tokens": 3},
+    ),
+    "beams": (
+        {"beams": 3, "num_return": 3, "length_penalty": 1.0},
+        {"num_beams": 3, "num_return_sequences": 3, "length_penalty": 1.0},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_generate_is_that_of_transformers(case, pair):
+    ours, theirs = pair
+    mine, their_options = CASES[case]
+    found = ours.generate(TEXTS, max_length=8, **mine)
+    expected, made = theirs_generated(theirs, TEXTS, **their_options)
+    flat = [g for generations in found for g in (generations if case == "beams" else [generations])]
+    assert [[t for t in g.tokens] for g in flat] == expected
+    if case == "beams":
+        np.testing.assert_allclose([g.score for g in flat], made.sequences_scores, rtol=1e-4)
+
+
+def test_scores_and_logits_are_those_of_transformers(pair):
+    import torch
+
+    ours, theirs = pair
+    targets = ["yes", "no, never", "", "a", "1999-05-03"]
+    inputs, labels = padded(ids(TEXTS)), padded(ids(targets))
+    with torch.no_grad():
+        logits = theirs(
+            input_ids=inputs, attention_mask=(inputs > 0).int(),
+            decoder_input_ids=torch.nn.functional.pad(labels, (1, 0))[:, :-1],
+        ).logits  # fmt: skip
+    log_probs = torch.log_softmax(logits, -1).gather(2, labels[..., None])[..., 0]
+    expected = (log_probs * (labels > 0)).sum(1)
+    np.testing.assert_allclose(ours.score(list(zip(TEXTS, targets, strict=True))), expected, rtol=1e-4)
+    found = ours.logits(ids(TEXTS), ids(targets))
+    assert found.shape == logits.shape
+    for i, target in enumerate(targets):
+        end = len(target) + 1
+        np.testing.assert_allclose(found[i, :end], logits[i, :end], rtol=1e-3, atol=1e-4)
+
+
+def test_rank_is_a_softmax_over_the_first_logits_of_true_and_false(pair):
+    import torch
+
+    ours, theirs = pair
+    passages = [("d7", "A quark is a particle."), ("d3", "Quark is a cheese.")]
+    inputs = padded(ids([f"Query: what is a quark? Document: {text} Relevant:" for _, text in passages]))
+    with torch.no_grad():
+        logits = theirs(
+            input_ids=inputs, attention_mask=(inputs > 0).int(), decoder_input_ids=torch.zeros((2, 1), dtype=int)
+        ).logits[:, 0]  # fmt: skip
+    true, false = (text.encode()[0] + 3 for text in ("true", "false"))
+    expected = torch.log_softmax(logits[:, [true, false]], -1)[:, 0]
+    found = ours.rank("what is a quark?", passages)
+    assert [(r.index, r.doc_id) for r in found] == [(0, "d7"), (1, "d3")]
+    np.testing.assert_allclose([r.score for r in found], expected, rtol=1e-4, atol=1e-5)
+    alone = ours.rank("what is a quark?", ["Quark is a cheese."])
+    assert alone[0].doc_id == 0 and alone[0].score == pytest.approx(found[1].score, rel=1e-4)
+
+
+def test_answer_asks_as_t5_was_trained_to_be(pair):
+    ours, _ = pair
+    found = ours.answer("who?", "Effi.", max_length=8)
+    assert found == ours.generate("question: who? context: Effi.", max_length=8)
+    assert found.score < 0
+
+
+def test_what_cannot_be_done_is_told(pair):
+    ours, _ = pair
+    with pytest.raises(UserError, match="max_length is 0"):
+        ours.generate("x", max_length=0)
+    with pytest.raises(UserError, match="beams is 0"):
+        ours.generate("x", beams=0)

@@ -1,0 +1,29 @@
+"""A real Flan-T5 small, compared with what transformers computed with the same weights."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import t5x
+from tests.checkpoints.formats.huggingface_models import real_directory
+
+SHARED = Path(__file__).parents[3] / "shared" / "data"
+pytestmark = pytest.mark.skipif(not SHARED.is_dir(), reason="the folder ../shared/data is not there")
+
+
+def test_a_real_model_generates_what_transformers_did(tmp_path):
+    real_directory(tmp_path / "flan", SHARED)
+    model = t5x.load(str(tmp_path / "flan"), vocabulary=str(SHARED / "t5_vocab" / "spiece.model"))
+    cases = json.loads((SHARED / "flan_t5_small_titler" / "expected.json").read_text())["cases"]
+    texts = [case["text"] for case in cases]
+    assert [model.input_ids(text)[0] for text in texts] == [case["input_ids"] for case in cases]
+    longest = max(len(case["greedy_ids"]) - 1 for case in cases)
+    found = model.generate(texts, max_length=longest)
+    for case, generation in zip(cases, found, strict=True):
+        expected = case["greedy_ids"][1:]
+        assert generation.tokens[: len(expected)] == expected
+        if expected[-1] == 1:
+            assert generation.text == case["greedy_text"]
+            nll = -generation.score / len(expected)
+            assert nll == pytest.approx(case["greedy_mean_nll"], abs=1e-4)
