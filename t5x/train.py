@@ -24,7 +24,7 @@ from t5x.trainer.checks import verify_matching_vocabs
 from t5x.trainer.datasets import ForeignBatches, ShardInfo, get_dataset, get_training_eval_datasets
 from t5x.trainer.evaluations import InferenceEvaluation, TrainingEvaluation
 from t5x.trainer.lines import MetricLines
-from t5x.trainer.restore import Run, restore_or_init
+from t5x.trainer.restore import Run, position_of_all, restore_or_init
 from t5x.trainer.state import StateLayout, TrainState
 
 log = logging.getLogger(__name__)
@@ -227,6 +227,7 @@ def train(
                 batch = loader.peek()
             with clock.apart("timing/compilation_seconds"):
                 log.info("compiled the train step in %.1f s", trainer.compile(batch))
+                distributed.barrier("compiled")  # who comes to a collective waits only seconds for the others
             cost = StepCost.of(model.module, batch, rows=batch_size, devices=partitioner.mesh.devices.flatten())
             log.info("%s", cost)
             lines = MetricLines(
@@ -242,7 +243,7 @@ def train(
                     writer.flush()
                 if save_cfg is None:
                     return
-                position = Run(run.first_step, loader.state(), lines.unfinished(step), actions.state())
+                position = Run(run.first_step, position_of_all(loader.state()), lines.unfinished(step), actions.state())
                 store.save(step, save_cfg.tree_to_save(trainer.state.tree()), sidecars=files | position.sidecars())
 
             last_step, ended = trainer_lib.run_loop(

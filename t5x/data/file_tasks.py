@@ -13,6 +13,7 @@ In a gin file:
 """
 
 import functools
+import inspect
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +39,11 @@ Metric = str | Callable[..., Mapping[str, Any]]
 _SOURCES = {".jsonl": JsonLinesDataSource, ".tsv": TsvDataSource, ".csv": CsvDataSource, ".parquet": ParquetDataSource}
 _COMPRESSED = (".gz", ".bz2", ".xz")
 _LOOKED_AT = 100  # examples that the fields are told from
+# Metrics of numbers, or of targets that a postprocessor makes.
+_NOT_OF_TEXTS = {
+    "auc", "f1_score_with_invalid", "pearson_corrcoef", "rank_classification", "reranking", "score_auc",
+    "spearman_corrcoef",
+}  # fmt: skip
 
 
 def file_task(
@@ -160,7 +166,8 @@ def _metric(metric: Metric) -> Callable[..., Mapping[str, Any]]:
         return metric
     from t5x import metrics  # where it is used: metrics may need this package
 
-    known = [name for name in metrics.__all__ if name.islower()]
+    made_for_pairs = lambda name: name.islower() and "targets" in inspect.signature(getattr(metrics, name)).parameters
+    known = [name for name in metrics.__all__ if made_for_pairs(name) and name not in _NOT_OF_TEXTS]
     if metric not in known:
         raise UserError(f"There is no metric {metric!r}. There is {', '.join(known)}.")
     return getattr(metrics, metric)

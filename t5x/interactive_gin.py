@@ -1,0 +1,74 @@
+"""From `t5x.interactive_model` to the verbs: the gin file of a run that goes on with a model."""
+
+import enum
+import os
+from typing import TYPE_CHECKING
+
+from t5x.errors import UserError
+
+if TYPE_CHECKING:
+    from t5x.interactive_model import InteractiveModel
+
+
+class T5XScriptType(enum.StrEnum):
+    """The entry point that `get_gin_config_from_interactive_model` writes for."""
+
+    FINETUNING = "finetuning"
+    INFERENCE = "inference"
+    EVALUATION = "evaluation"
+    PRETRAINING = "pretraining"
+
+
+def get_gin_config_from_interactive_model(
+    interactive_model: "InteractiveModel",
+    script_type: T5XScriptType,
+    task_name: str,
+    partitioner_config_str: str,
+    model_config_str: str,
+    train_steps: int = 1,
+    imports_str: str = "",
+) -> str:
+    """A gin file that goes on by `t5x train`, `eval` or `infer` with the model's newest checkpoint: save it first.
+
+    Args:
+      task_name: registered by a module that `imports_str` imports, or that --import names.
+      partitioner_config_str: gin text that binds the partitioner's parameters.
+      model_config_str: gin text that defines MODEL, such as an `include` of a file in `t5x/examples`.
+      train_steps: to train from the model's current step on.
+      imports_str: further `import` lines.
+    """
+    script, model = T5XScriptType(script_type), interactive_model
+    directory, start = model.output_dir, model.newest_checkpoint
+    training = {
+        "MODEL_DIR": directory,
+        "TRAIN_STEPS": model.step + train_steps,
+        "BATCH_SIZE": model.batch_size,
+    }
+    dataset = {"utils.DatasetConfig.batch_size": model.batch_size, "utils.DatasetConfig.split": "validation"}
+    files = {
+        T5XScriptType.FINETUNING: ("finetune.gin", training | {"INITIAL_CHECKPOINT_PATH": start}),
+        T5XScriptType.PRETRAINING: ("pretrain.gin", training),
+        T5XScriptType.EVALUATION: (
+            "eval.gin",
+            {"CHECKPOINT_PATH": start, "EVAL_OUTPUT_DIR": os.path.join(directory, "eval"), **dataset},
+        ),
+        T5XScriptType.INFERENCE: (
+            "infer.gin",
+            {"CHECKPOINT_PATH": start, "INFER_OUTPUT_DIR": os.path.join(directory, "infer"), **dataset},
+        ),
+    }
+    file, values = files[script]
+    if "CHECKPOINT_PATH" in values and start is None:
+        raise UserError("There is no checkpoint of this model yet to evaluate or infer with: call save_checkpoint().")
+    values |= {"MIXTURE_OR_TASK_NAME": task_name, "TASK_FEATURE_LENGTHS": model.task_feature_lengths}
+    parts = [
+        "from __gin__ import dynamic_registration\n",
+        f"import __main__ as {'train' if 'TRAIN_STEPS' in values else file.removesuffix('.gin')}_script",
+        "from t5x import partitioning\nfrom t5x import utils",
+        imports_str,
+        model_config_str,
+        f"include 't5x/configs/runs/{file}'\n",
+        *(f"{name} = {value!r}" for name, value in values.items()),
+        partitioner_config_str,
+    ]
+    return "\n".join(part for part in parts if part) + "\n"

@@ -1,0 +1,412 @@
+"""T5X's `InteractiveModel`: train, predict, score and evaluate on a few texts, in a notebook.
+
+    model = InteractiveModel(
+        batch_size=8, task_feature_lengths={"inputs": 32, "targets": 16}, output_dir="runs/notebook",
+        partitioner=PjitPartitioner(), model=my_model, dtype="float32", restore_mode="specific",
+        checkpoint_path="flan_t5_small", input_shapes=None,
+    )
+    model.train_step([{"input": "2 + 2", "target": "4"}])
+    model.predict_with_aux(["3 + 3"])
+
+For inference alone `t5x.load` is simpler.
+"""
+
+import enum
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from t5x import checkpoints
+from t5x.checkpoints.config import RestoreCheckpointConfig, SaveCheckpointConfig
+from t5x.checkpoints.contents import sidecars
+from t5x.data import Evaluator, Feature, Task, TaskRegistry, eval_batches
+from t5x.data.config import DatasetConfig
+from t5x.data.pipeline import Example, Preprocessor
+from t5x.data.preprocessors import append_eos_after_trim, tokenize
+from t5x.errors import UserError
+from t5x.interactive_data import (
+    Batch,
+    Batches,
+    as_batches,
+    check_targets,
+    get_batches_from_seqio,
+    get_dataset_from_natural_text_examples,
+    joined,
+    source_of,
+)
+from t5x.interactive_gin import T5XScriptType, get_gin_config_from_interactive_model
+from t5x.models import BaseTransformerModel
+from t5x.partitioning import PjitPartitioner
+from t5x.schedules import create_learning_rate_scheduler
+from t5x.trainer import StateLayout, Trainer, TrainState
+from t5x.trainer.restore import Run, restore_or_init
+from t5x.trainer.trainer import summarize
+
+__all__ = [
+    "InferenceType",
+    "InteractiveModel",
+    "T5XScriptType",
+    "get_batches_from_seqio",
+    "get_dataset_from_natural_text_examples",
+    "get_gin_config_from_interactive_model",
+    "get_seqio_task_from_examples",
+]
+
+MetricFn = Callable[..., Mapping[str, Any]]
+
+DEFAULT_PREPROCESSORS = (tokenize, append_eos_after_trim)
+
+
+class InferenceType(enum.Enum):
+    """What `infer_with_preprocessors` computes."""
+
+    PREDICT_WITH_AUX = "predict_with_aux"
+    SCORE = "score"
+
+
+class InteractiveModel:
+    """A model with its state, fed with texts.
+
+    It starts from the newest checkpoint in `output_dir`, else from `checkpoint_path`, else from scratch. Examples are
+    texts, or {"input": text, "target": text}.
+
+    Unlike T5X it saves when `save_checkpoint` is called and at the end of `train_loop`, not after every step, and
+    predictions are text, not bytes.
+
+    Args:
+      batch_size: of all that is computed; fewer examples are filled up with rows that count for nothing.
+      task_feature_lengths: {"inputs": tokens, "targets": tokens}; what is longer is cut, and keeps its EOS.
+      output_dir: for checkpoints.
+      dtype: of the parameters in checkpoints that are saved, `float32` or `bfloat16`; in memory they are float32.
+      restore_mode: `specific` (`checkpoint_path` is a checkpoint) or `latest` (a directory of them).
+      checkpoint_path: of any format; None or "" starts from scratch.
+      input_shapes: {model feature: [batch, length]} to make the parameters with; None takes `task_feature_lengths`.
+      input_types: of these features; they must be whole numbers.
+      init_random_seed: of initial parameters and dropout.
+      add_eos: whether EOS is put behind inputs and targets.
+      eval_names: T5X's; results are named by their metrics here.
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        task_feature_lengths: Mapping[str, int],
+        output_dir: str,
+        partitioner: PjitPartitioner,
+        model: BaseTransformerModel,
+        dtype: Any,
+        restore_mode: str,
+        checkpoint_path: str | None,
+        input_shapes: Mapping[str, Any] | None,
+        input_types: Mapping[str, Any] | None = None,
+        init_random_seed: int = 42,
+        add_eos: bool = True,
+        eval_names: Sequence[str] | None = None,
+    ):
+        if checkpoint_path and restore_mode not in ("specific", "latest"):
+            raise UserError(f"restore_mode is {restore_mode!r}: it must be 'specific' or 'latest', for one checkpoint.")
+        for name, kind in (input_types or {}).items():
+            if np.dtype(kind).kind not in "iu":
+                raise UserError(f"input_types: {name!r} is {np.dtype(kind).name}; features are tokens, whole numbers.")
+        self._batch_size, self._rows = batch_size, partitioner.rows(batch_size)
+        self._lengths = dict(task_feature_lengths)
+        self._model, self._partitioner = model, partitioner
+        self._save_cfg = SaveCheckpointConfig(dtype=np.dtype(jax.dtypes.canonicalize_dtype(dtype)).name)
+        self.checkpoint_path = checkpoint_path or None
+        self.features = {
+            "inputs": Feature(model.input_vocabulary, add_eos=add_eos),
+            "targets": Feature(model.output_vocabulary, add_eos=add_eos),
+        }
+        self._store = checkpoints.CheckpointStore(checkpoints.make_directory(output_dir, "output_dir"))
+        restore = None
+        if checkpoint_path:
+            restore = RestoreCheckpointConfig(path=checkpoint_path, mode=restore_mode)
+        self._layout = StateLayout.of(model, partitioner, self._shapes(input_shapes))
+        init_rng, dropout_rng = jax.random.split(jax.random.key(init_random_seed))
+        state, run = restore_or_init(self._store, restore, model, self._layout, init_rng)
+        self._run = Run(run.first_step)
+        rate = create_learning_rate_scheduler("constant", base_learning_rate=0.001)
+        self._trainer = Trainer(model, state, partitioner, self._layout, dropout_rng, rate)
+        self._train_metrics: list[Any] = []
+        self._programs: dict[Any, Callable[..., Any]] = {}
+
+    # -- what it is ----------------------------------------------------------------------------------------------------
+
+    @property
+    def trainer(self) -> Trainer:
+        return self._trainer
+
+    @property
+    def partitioner(self) -> PjitPartitioner:
+        return self._partitioner
+
+    @property
+    def model(self) -> BaseTransformerModel:
+        return self._model
+
+    @property
+    def train_state(self) -> TrainState:
+        return self._trainer.state
+
+    @property
+    def train_state_axes(self) -> dict[str, Any]:
+        """Logical axes of the state, under the names that it is stored with."""
+        return self._layout.tree_axes()
+
+    @property
+    def train_summary(self) -> dict[str, float]:
+        """The metrics of the last train step; empty before the first."""
+        return summarize(self._train_metrics)
+
+    @property
+    def step(self) -> int:
+        return int(self._trainer.state.step)
+
+    @property
+    def output_dir(self) -> str:
+        return str(self._store.directory)
+
+    @property
+    def batch_size(self) -> int:
+        return self._batch_size
+
+    @property
+    def task_feature_lengths(self) -> dict[str, int]:
+        return dict(self._lengths)
+
+    @property
+    def newest_checkpoint(self) -> str | None:
+        """The newest one in `output_dir`, else the one that it started from."""
+        steps = self._store.steps()
+        return str(self._store.path(steps[-1])) if steps else self.checkpoint_path
+
+    # -- training ------------------------------------------------------------------------------------------------------
+
+    def train_step(self, examples: Batch) -> None:
+        """Takes one step on these examples, at most `batch_size` of them."""
+        self.train_step_with_preprocessors(examples, DEFAULT_PREPROCESSORS)
+
+    def train_step_with_preprocessors(self, examples: Batch, preprocessors: Sequence[Preprocessor]) -> None:
+        """`train_step` with preprocessors of your own, which make `inputs` and `targets` of token ids.
+
+        Args:
+          preprocessors: as of a task (see `t5x.data.pipeline.Pipeline`), of examples {"inputs": text, "targets": text}.
+        """
+        check_targets(examples)
+        task = self.task("interactive", examples, preprocessors)
+        batches = eval_batches(self._cfg(task, "train"), feature_converter=self._converter(), rows=self._rows)
+        made = [batch.batch for batch in itertools.islice(batches, 2)]
+        if len(made) > 1:
+            raise UserError(f"A train step takes at most batch_size = {self._batch_size} examples; there are more.")
+        self.train_step_from_batch_iterator(iter(made))
+
+    def train_step_from_batch_iterator(self, iterator: Iterator[Mapping[str, Any]]) -> None:
+        """Takes one step on the next batch, {model feature: [rows of this process, length]}."""
+        if self._model.optimizer_def is None:
+            raise UserError("The model has no optimizer to train with: make it with optimizer_def.")
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            raise UserError("The iterator has no batch left to train on.") from None
+        self._train_metrics = [self._trainer.step({name: np.asarray(value) for name, value in batch.items()})]
+
+    def save_checkpoint(self) -> None:
+        """Saves the state as `<output_dir>/checkpoint_<step>`, for every verb; returns when it is there."""
+        with checkpoints.ModelDirLock(self.output_dir):
+            tree = self._save_cfg.tree_to_save(self.train_state.tree())
+            self._store.save(self.step, tree, sidecars=sidecars(self._model, None) | self._run.sidecars())
+            self._store.wait()
+
+    def train_loop(
+        self,
+        num_steps: int,
+        eval_period: int | None = 1,
+        train_batches: Batches | None = None,
+        predict_batches: Batches | None = None,
+        score_batches: Batches | None = None,
+        eval_batches: Batches | None = None,
+        metrics_fns: Sequence[MetricFn] | None = None,
+    ) -> tuple[Any, Any, Any]:
+        """Trains and then saves; every `eval_period` steps, and at the end, it predicts, scores and evaluates.
+
+        Each of the batches may be one, which is a list of examples, or a list of them. Those to train on begin again
+        when they come to an end; without any nothing is trained.
+
+        Returns:
+          the last (predictions, scores, metrics): of `predict_batches` and `score_batches` a list of (example, text or
+          score), over all batches; of `eval_batches`, as one, {metric: value}. None for what was not asked for.
+        """
+        endless = itertools.cycle(as_batches(train_batches)) if train_batches else None
+        predictions = scores = metrics = None
+        for taken in range(1, num_steps + 1):
+            if endless is not None:
+                self.train_step(next(endless))
+            if taken < num_steps and (not eval_period or taken % eval_period):
+                continue
+            if predict_batches:
+                predictions = self.predict_with_aux(joined(predict_batches))[0]
+            if score_batches:
+                scores = self.score(joined(score_batches))[0]
+            if eval_batches:
+                metrics = self.evaluate(joined(eval_batches), metrics_fns or ())
+        if endless is not None and num_steps > 0:
+            self.save_checkpoint()
+        return predictions, scores, metrics
+
+    # -- inference -----------------------------------------------------------------------------------------------------
+
+    def predict_with_aux(self, examples: Batch) -> tuple[list[tuple[Example, Any]], dict[str, Any]]:
+        """What the model writes for each example: ([(example, text)], {"scores": a log probability for each})."""
+        return self.infer_with_preprocessors(InferenceType.PREDICT_WITH_AUX, examples, DEFAULT_PREPROCESSORS)
+
+    def score(self, examples: Batch) -> tuple[list[tuple[Example, float]], dict[str, Any]]:
+        """The log probability of each target: ([(example, score)], {})."""
+        return self.infer_with_preprocessors(InferenceType.SCORE, examples, DEFAULT_PREPROCESSORS)
+
+    def infer_with_preprocessors(
+        self, mode: InferenceType, examples: Batch, preprocessors: Sequence[Preprocessor], **inference_kwargs: Any
+    ) -> tuple[list[tuple[Example, Any]], dict[str, Any]]:
+        """Predicts or scores any number of examples.
+
+        Args:
+          preprocessors: as of `train_step_with_preprocessors`.
+          inference_kwargs: for the model's `predict_batch_with_aux` (num_decodes, return_all_decodes, …) or
+            `score_batch`.
+
+        Returns:
+          [(example, text or score)], the examples with what the preprocessors made of them; and {name: a value for each
+          example}, what else the model gives.
+        """
+        mode = InferenceType(mode)
+        if mode is InferenceType.SCORE:
+            check_targets(examples)
+        program = self._program(mode, inference_kwargs)
+        task = self.task("interactive", examples, preprocessors)
+        found, parts, made = [], [], []
+        for batch, mask, read in eval_batches(self._cfg(task, "validation"), feature_converter=self._converter()):
+            outputs, aux = program(batch)
+            found += read
+            made += list(outputs[mask])
+            parts.append(jax.tree.map(lambda x, mask=mask: x[mask] if x.shape[:1] == mask.shape else x[None], aux))
+        aux_values = jax.tree.map(lambda *arrays: list(np.concatenate(arrays)), *parts)
+        shown = float if mode is InferenceType.SCORE else self._text
+        return list(zip(found, map(shown, made), strict=True)), aux_values
+
+    def evaluate(self, examples: Batch, metric_fns: Sequence[MetricFn]) -> dict[str, float]:
+        """{metric: value} of these examples.
+
+        Args:
+          metric_fns: of `(targets, predictions)`, `(targets, scores)` or `(targets, predictions, aux_values)`.
+        """
+        return self.evaluate_with_preprocessors(examples, DEFAULT_PREPROCESSORS, metric_fns)
+
+    def evaluate_with_preprocessors(
+        self,
+        examples: Batch,
+        preprocessors: Sequence[Preprocessor],
+        metric_fns: Sequence[MetricFn],
+        postprocessor: Callable[..., Any] | None = None,
+    ) -> dict[str, float]:
+        """`evaluate` with preprocessors of your own.
+
+        Args:
+          postprocessor: `postprocessor(text, example=…, is_target=…)` makes what the metrics compare.
+        """
+        check_targets(examples)
+        if not metric_fns:
+            raise UserError("metric_fns is empty: give at least one function to evaluate with, e.g. t5x.metrics.bleu.")
+        task = self.task("interactive", examples, preprocessors, metric_fns, postprocessor)
+        evaluator = Evaluator(
+            task, self._converter(), "validation", sequence_length=self._lengths, batch_size=self._batch_size
+        )
+        predict, score = (self._program(mode, {}) for mode in InferenceType)
+        results = evaluator.evaluate(
+            step=self.step, predict_with_aux_fn=predict, score_fn=lambda batch: score(batch)[0]
+        )
+        return results[task.name]
+
+    # -- data ----------------------------------------------------------------------------------------------------------
+
+    def task(
+        self,
+        name: str,
+        examples: Batch,
+        preprocessors: Sequence[Preprocessor],
+        metric_fns: Sequence[MetricFn] | None = None,
+        postprocessor: Callable[..., Any] | None = None,
+    ) -> Task:
+        """The examples as a task, which is not registered."""
+        return Task(
+            name, source_of(examples), self.features, preprocessors, postprocess_fn=postprocessor, metric_fns=metric_fns
+        )
+
+    def _cfg(self, task: Task, split: str) -> DatasetConfig:
+        return DatasetConfig(task, self._lengths, split, self._batch_size, shuffle=False, seed=self.step)
+
+    def _converter(self) -> Any:
+        return self._model.FEATURE_CONVERTER_CLS(pack=False)
+
+    def _shapes(self, given: Mapping[str, Any] | None) -> dict[str, tuple[int, ...]]:
+        needed = self._model.input_shapes(self._lengths)
+        if given is None:
+            return needed
+        if missing := needed.keys() - given.keys():
+            raise UserError(f"input_shapes has no {', '.join(sorted(missing))}; give these, or None for all.")
+        return {name: tuple(int(size) for size in given[name]) for name in given}
+
+    def _text(self, ids: np.ndarray) -> Any:
+        return self._model.output_vocabulary.decode(ids) if ids.ndim == 1 else [self._text(row) for row in ids]
+
+    def _program(self, mode: InferenceType, options: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Any]:
+        """What computes a batch, with the parameters of now: (predictions or scores, {name: what else there is})."""
+        key = (mode, tuple(sorted(options.items(), key=lambda item: item[0])))
+        try:
+            compiled = self._programs.get(key)
+        except TypeError:  # an option that cannot be looked up by: it is compiled anew
+            key, compiled = None, None
+        if compiled is None:
+            compiled = self._compiled(mode, options)
+            if key is not None:
+                self._programs[key] = compiled
+
+        def run(batch: Mapping[str, np.ndarray]) -> Any:
+            mine = {name: array[self._rows.start : self._rows.stop] for name, array in batch.items()}
+            return jax.device_get(compiled(self.train_state.params, self._partitioner.to_devices(mine)))
+
+        return run
+
+    def _compiled(self, mode: InferenceType, options: Mapping[str, Any]) -> Callable[..., Any]:
+        def predict(params: Any, batch: Mapping[str, jax.Array]) -> Any:
+            return self._model.predict_batch_with_aux(params, batch, **{"rng": jax.random.key(0), **options})
+
+        def score(params: Any, batch: Mapping[str, jax.Array]) -> Any:
+            scores = self._model.score_batch(params, batch, **options)
+            return scores if isinstance(scores, tuple) else (scores, {})
+
+        return self._partitioner.partition(
+            score if mode is InferenceType.SCORE else predict,
+            in_shardings=(self._layout.shardings.params, self._partitioner.batch_sharding),
+            out_shardings=self._partitioner.replicated,
+        )
+
+
+# --- Helpers under T5X's names ----------------------------------------------------------------------------------------
+
+
+def get_seqio_task_from_examples(
+    task_name: str,
+    interactive_model: InteractiveModel,
+    examples: Batch,
+    preprocessors: Sequence[Preprocessor],
+    metric_fns: Sequence[MetricFn] | None = None,
+    add_to_registry: bool = True,
+) -> Task:
+    """A task of these examples, with the splits `train` and `validation`, for the verbs; registered unless told not."""
+    if not add_to_registry:
+        return interactive_model.task(task_name, examples, preprocessors, metric_fns)
+    return TaskRegistry.add(
+        task_name, source_of(examples), interactive_model.features, preprocessors, metric_fns=metric_fns
+    )

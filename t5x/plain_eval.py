@@ -1,0 +1,191 @@
+"""`t5x eval --model DIR --data test.jsonl …`: a model scored on a plain file, without Python or gin."""
+
+import collections
+import contextlib
+import copy
+import dataclasses
+import functools
+import logging
+import os
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+from t5x.data import Evaluator, JSONLogger, TensorBoardLogger
+from t5x.data.config import DatasetConfig
+from t5x.data.file_tasks import file_task
+from t5x.data.loader import measure_lengths
+from t5x.data.sources import BadExample
+from t5x.data.tasks import Task
+from t5x.errors import UserError
+from t5x.urls import is_remote
+
+log = logging.getLogger(__name__)
+
+TASK = "pairs"
+SPLIT = "test"
+COMMAND_FILE = "command.txt"
+
+
+@dataclasses.dataclass(kw_only=True)
+class PlainEvaluation:
+    """What the options of `t5x eval --model` say.
+
+    Attributes:
+      model: a checkpoint of any format, or a MODEL_DIR, of which the newest whole one is taken.
+      data, inputs, targets, prefix, metric: see `t5x.data.file_task`.
+      all: every checkpoint of the MODEL_DIR.
+      vocabulary: a file, or `bytes`; None is the one that travels with the checkpoint.
+      beams: of beam search; 1 is greedy.
+      max_length: tokens generated at most.
+      max_input_length: longer inputs are cut.
+      output: a directory for metrics and predictions; None writes nothing.
+      skip_bad_examples: pass over lines that cannot be read.
+    """
+
+    model: str
+    data: str
+    inputs: str = "inputs"
+    targets: str = "targets"
+    prefix: str = ""
+    metric: Sequence[str] = ("exact_match",)
+    all: bool = False
+    vocabulary: str | None = None
+    beams: int = 1
+    max_length: int = 128
+    max_input_length: int = 512
+    batch_size: int = 32
+    output: str | None = None
+    skip_bad_examples: bool = False
+
+    def __post_init__(self):
+        for name in ("beams", "max_length", "max_input_length", "batch_size"):
+            if getattr(self, name) < 1:
+                raise UserError(f"--{name} is {getattr(self, name)}: it must be at least 1.")
+
+
+def evaluate_file(run: PlainEvaluation, *, command: str = "") -> dict[int, dict[str, dict[str, float]]]:
+    """{step: {task: {metric: value}}} of the checkpoint, or of all.
+
+    Args:
+      command: which is noted in the output directory.
+    """
+    from t5x.checkpoints.config import RestoreCheckpointConfig
+    from t5x.eval import evaluate
+    from t5x.inference.loaded import open_model
+    from t5x.inference.options import Decoding
+    from t5x.models import DecoderOnlyModel
+    from t5x.partitioning import PjitPartitioner
+
+    if run.all and run.output:
+        _check_same_command(os.path.join(run.output, COMMAND_FILE), command)
+
+    # --- The model, and the data as it reads them ---------------------------------------------------------------------
+    source, model = open_model(run.model, run.vocabulary)
+    if isinstance(model, DecoderOnlyModel):
+        raise UserError(f"{source.path} is a decoder-only model. --data scores encoder-decoders; use gin files for it.")
+    vocabulary = model.output_vocabulary
+    if model.input_vocabulary != vocabulary:
+        raise UserError(f"{source.path} has different vocabularies for inputs and targets. Use gin files for it.")
+    path = run.data if is_remote(run.data) else os.path.abspath(os.path.expanduser(run.data))
+    metrics = list(dict.fromkeys(run.metric))
+    task = file_task({SPLIT: path}, vocabulary, run.inputs, run.targets, run.prefix, metric=metrics, name=TASK)
+    lengths = _lengths(task, run)
+
+    # --- How it answers -----------------------------------------------------------------------------------------------
+    model = copy.copy(model)
+    model.decode_fn = Decoding(beams=run.beams).decode_fn(vocabulary, run.max_length)
+    model.default_decoder_params = {"num_decodes": run.beams}
+    log.info("decoding: %s, at most %d tokens", f"{run.beams} beams" if run.beams > 1 else "greedy", run.max_length)
+
+    # --- What is written ----------------------------------------------------------------------------------------------
+    with contextlib.ExitStack() as closing:
+        output = run.output or closing.enter_context(tempfile.TemporaryDirectory(prefix="t5x-eval-"))
+        loggers = [TensorBoardLogger, JSONLogger] if run.output or run.all else []
+        results = evaluate(
+            model=model,
+            dataset_cfg=DatasetConfig(
+                task, lengths, SPLIT, run.batch_size, shuffle=False, seed=0, skip_bad_examples=run.skip_bad_examples
+            ),
+            restore_checkpoint_cfg=RestoreCheckpointConfig(
+                path=run.model if run.all else source.path, mode="all" if run.all else "specific"
+            ),
+            partitioner=PjitPartitioner(),
+            output_dir=output,
+            inference_evaluator_cls=functools.partial(Evaluator, logger_cls=loggers),
+            summarize_config_fn=functools.partial(_write_command, command=command),
+        )
+    if run.output:
+        log.info("predictions and metrics are in %s", os.path.join(run.output, "inference_eval"))
+    return results
+
+
+def _lengths(task: Task, run: PlainEvaluation) -> dict[str, int]:
+    """Of the longest example, as far as the options allow it; what is odd about the data is said."""
+    pipeline = task.pipeline(SPLIT)
+    longest, bad, odd = [], 0, collections.Counter()
+    first: dict[str, Any] | None = None
+    for index in range(len(pipeline)):
+        try:
+            (example,) = pipeline.outputs(0, index)
+        except BadExample as error:
+            if not run.skip_bad_examples:
+                raise UserError(f"{error} (--skip_bad_examples passes over such examples.)") from error
+            bad += 1
+            continue
+        first = example if first is None else first
+        longest.append({"inputs": example["inputs"]})
+        odd["empty"] += not example["targets_pretokenized"].strip()
+        odd["long"] += len(example["inputs"]) > run.max_input_length
+        odd["unreachable"] += len(example["targets"]) > run.max_length
+    if first is None:
+        raise UserError(f"{run.data} has no example that can be used.")
+    of = f"of {len(longest):,} examples"
+    if bad:
+        log.warning("%d example(s) cannot be used and are passed over", bad)
+    if odd["empty"]:
+        log.warning("%d %s have an empty target", odd["empty"], of)
+    if odd["long"]:
+        log.warning("%d %s have inputs longer than --max_input_length %d: they are cut", odd["long"], of,
+                    run.max_input_length)  # fmt: skip
+    if odd["unreachable"]:
+        log.warning("%d %s have targets longer than --max_length %d: predictions end before", odd["unreachable"], of,
+                    run.max_length)  # fmt: skip
+    _check_names(task, first["targets_pretokenized"])
+    measured = measure_lengths(longest, ["inputs"])["inputs"]
+    return {"inputs": min(measured, run.max_input_length), "targets": run.max_length}
+
+
+def _check_names(task: Task, target: str) -> None:
+    """A UserError where two metrics have a name in common, which would be found after the work only."""
+    names: dict[str, str] = {}
+    for metric in task.metric_fns:
+        try:
+            found = metric([target], [target])
+        except UserError:  # one that needs more than an example to be computed
+            continue
+        for name in found:
+            if other := names.get(name):
+                raise UserError(
+                    f"The metrics {other} and {metric.__name__} both have a figure {name!r}: give one of them."
+                )
+            names[name] = metric.__name__
+
+
+def _check_same_command(path: str, command: str) -> None:
+    """What was done of several checkpoints is passed over: it must have been done in the same way."""
+    if not os.path.exists(path):
+        return
+    with open(path, encoding="utf-8") as file:
+        before = file.read().split("\n", 1)[1].strip()
+    if before != command:
+        raise UserError(
+            f"{os.path.dirname(path)} has the results of another command:\n  {before}\nGive this one another --output."
+        )
+
+
+def _write_command(output_dir: str, summary_writer: Any, step: int, command: str) -> None:
+    from t5x.telemetry import jsonl
+
+    if command:
+        jsonl.replace(os.path.join(output_dir, COMMAND_FILE), [f"# in {os.getcwd()}\n{command}\n".encode()])
