@@ -17,6 +17,10 @@ _STATUS = re.compile(r"([A-Z][A-Z_]+): ")
 _STATUS_NUMBERS = {"NOT_FOUND": errno.ENOENT, "PERMISSION_DENIED": errno.EACCES, "RESOURCE_EXHAUSTED": errno.ENOSPC}
 
 
+class Vanished(UserError):
+    """What was being written is gone: somebody removed it. The next save may well succeed."""
+
+
 def errno_of(error: BaseException) -> int | None:
     """The operating system's error number behind `error`, also where TensorStore has wrapped it in its own text."""
     seen: set[int] = set()
@@ -66,12 +70,14 @@ def explain_save(error: BaseException, *, directory: epath.Path, step: int, need
     if number in (errno.ENOSPC, errno.EDQUOT):
         message = _disk_full(directory, step, needed, number)
     else:
+        mend = "Mend the directory (is it writable?) and start again."
+        if number == errno.ENOENT:
+            mend = "See what removes files there. A run that goes on tries again at its next checkpoint."
         message = (
-            f"checkpoint_{step} could not be saved in {directory}: {os.strerror(number)} "
-            f"({first_line(error)}). {_newest(directory)} "
-            "Mend the directory (does it still exist, is it writable?) and start again."
+            f"checkpoint_{step} could not be saved in {directory}: {os.strerror(number)} ({first_line(error)}). "
+            f"{_newest(directory)} {mend}"
         )
-    explained = UserError(message)
+    explained = Vanished(message) if number == errno.ENOENT else UserError(message)
     explained.__cause__ = error
     return explained
 

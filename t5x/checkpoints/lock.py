@@ -6,17 +6,21 @@ import fcntl
 import json
 import os
 import socket
+import time
+from typing import Any
 
 from etils import epath
 
-from t5x.checkpoints import paths
+from t5x.checkpoints import agreement, paths
 from t5x.errors import UserError
 
 LOCK_FILE = ".lock"
 
 # A lock belongs to the open file, which a forked child (a data worker) would share and keep alive after the trainer
 # has died. So children close it.
-_held: set[int] = set()
+_held: dict[int, "ModelDirLock"] = {}
+
+_SHARED_PATIENCE = 30  # seconds until a file that another host has written must be visible here
 
 
 def _close_in_child() -> None:
@@ -32,7 +36,8 @@ class ModelDirLock:
     """Exclusive right to write in a MODEL_DIR, from construction to release() or the death of the process.
 
     The lock is the kernel's (`flock` on MODEL_DIR/.lock): a killed process cannot leave it behind. The file itself
-    stays, and says who holds it. MODEL_DIR is created if only it is missing.
+    stays, and says who holds it. MODEL_DIR is created if only it is missing. Where several processes run together,
+    process 0 holds the lock for all of them.
 
         with ModelDirLock(model_dir):
             train()
@@ -42,8 +47,18 @@ class ModelDirLock:
     """
 
     def __init__(self, directory: epath.PathLike):
-        self.directory = paths.make_model_dir(directory)
+        self.directory = paths.local_path(directory)
         self._descriptor: int | None = None
+        owner = agreement.decide(f"lock/{self.directory}", self._take)
+        try:
+            agreement.check_all(f"lock/{self.directory}/seen", self._not_shared(owner))
+        except Exception:
+            self.release()
+            raise
+
+    def _take(self) -> dict[str, Any]:
+        """Takes it, in process 0; returns what the file says of it."""
+        paths.make_model_dir(self.directory)
         path = self.directory / LOCK_FILE
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -55,18 +70,37 @@ class ModelDirLock:
             owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(owner).encode(), 0)
+            os.fsync(descriptor)
         except OSError as error:
             os.close(descriptor)
             raise UserError(self._explain(error)) from error
         self._descriptor = descriptor
-        _held.add(descriptor)
+        _held[descriptor] = self
+        return owner
+
+    def _not_shared(self, owner: dict[str, Any]) -> UserError | None:
+        """What is wrong where this process does not see the lock that process 0 holds."""
+        for _ in range(_SHARED_PATIENCE):
+            if _read_owner(self.directory) == owner:
+                return None
+            time.sleep(1)
+        return UserError(
+            f"MODEL_DIR {self.directory} is not the same directory on {socket.gethostname()} and on {owner['host']}: "
+            "processes that train together need one on a file system that they share."
+        )
 
     def release(self) -> None:
         """Lets the next one in. May be called twice."""
         if self._descriptor in _held:
-            _held.remove(self._descriptor)
+            del _held[self._descriptor]
             os.close(self._descriptor)
         self._descriptor = None
+
+    def _is_on_disk(self) -> bool:
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), os.stat(self.directory / LOCK_FILE))
+        except FileNotFoundError:
+            return False
 
     def __enter__(self) -> "ModelDirLock":
         return self
@@ -84,6 +118,14 @@ class ModelDirLock:
             f"MODEL_DIR {self.directory} cannot be locked: {error.strerror}. Mend that, or choose one on a disk "
             "with space left and with flock: without a lock two runs could overwrite each other."
         )
+
+
+def renew(directory: epath.PathLike) -> None:
+    """Takes the lock of MODEL_DIR again if we hold it and its file has been removed, with MODEL_DIR or alone."""
+    for held in [held for held in _held.values() if held.directory == paths.local_path(directory)]:
+        if not held._is_on_disk():
+            held.release()
+            held._take()
 
 
 def is_held_elsewhere(directory: epath.PathLike) -> bool:
@@ -107,9 +149,14 @@ def is_held_elsewhere(directory: epath.PathLike) -> bool:
 
 def describe_owner(directory: epath.PathLike) -> str:
     """Who last took the lock, in words."""
+    owner = _read_owner(directory)
+    return "another process" if owner is None else f"process {owner['pid']} on {owner['host']} since {owner['since']}"
+
+
+def _read_owner(directory: epath.PathLike) -> dict[str, Any] | None:
     try:
         with open(os.path.join(directory, LOCK_FILE), "rb") as file:
             owner = json.loads(file.read(4096))
-        return f"process {owner['pid']} on {owner['host']} since {owner['since']}"
+        return {name: owner[name] for name in ("pid", "host", "since")}
     except (OSError, ValueError, KeyError, TypeError):
-        return "another process"
+        return None

@@ -6,6 +6,7 @@ what lies in the directory, and nothing else is opened.
 """
 
 import dataclasses
+import errno
 import hashlib
 import json
 import os
@@ -54,10 +55,19 @@ class Manifest:
         return (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode()
 
 
-def write(directory: epath.PathLike, step: int) -> Manifest:
-    """Hashes everything in `directory` (a few files at a time) and writes its manifest, durably."""
-    names = [name for name, _ in paths.walk(directory) if name != paths.PINNED]
-    manifest = Manifest(step, _hash_all(directory, names))
+def write(directory: epath.PathLike, step: int, known: Mapping[str, FileRecord] | None = None) -> Manifest:
+    """Hashes everything in `directory` (a few files at a time) and writes its manifest, durably.
+
+    Args:
+      known: records of files that have been hashed before; they must be there, in their size.
+    """
+    known = known or {}
+    sizes = {name: status.st_size for name, status in paths.walk(directory) if name != paths.PINNED}
+    for name, record in known.items():
+        if sizes.get(name) != record.size:
+            found = "is not there" if name not in sizes else f"has {sizes[name]} bytes instead of {record.size}"
+            raise OSError(errno.ENOENT, f"{name} {found}", os.fspath(directory))
+    manifest = Manifest(step, {**hash_files(directory, [name for name in sizes if name not in known]), **known})
     path = os.path.join(directory, paths.MANIFEST)
     paths.write_file(path, manifest.to_bytes())
     paths.fsync(path)
@@ -120,7 +130,7 @@ def verify(directory: epath.PathLike) -> None:
     extra = [name for name in present if name.startswith(paths.STATE + "/") and name not in manifest.files]
     problems += [f"{name} does not belong there" for name in extra]
     try:
-        found = _hash_all(directory, to_hash)
+        found = hash_files(directory, to_hash)
     except OSError as error:
         raise DamagedCheckpoint(directory, f"{error.filename} cannot be read: {error.strerror}") from error
     problems += [f"{name} has changed (SHA-256)" for name in to_hash if found[name] != manifest.files[name]]
@@ -168,13 +178,19 @@ def open_inside(directory: epath.PathLike, name: str) -> BinaryIO:
     return file
 
 
-def _hash_all(directory: epath.PathLike, names: list[str]) -> dict[str, FileRecord]:
-    """Records of the named files. hashlib releases the interpreter lock, so threads hash in parallel."""
+def hash_files(directory: epath.PathLike, names: list[str], *, flush: bool = False) -> dict[str, FileRecord]:
+    """Records of the named files. hashlib releases the interpreter lock, so threads hash in parallel.
+
+    Args:
+      flush: also write each to the disk.
+    """
 
     def record(name: str) -> FileRecord:
         try:
             with open_inside(directory, name) as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
+                if flush:
+                    os.fsync(file.fileno())
                 return FileRecord(file.tell(), digest)
         except OSError as error:
             raise OSError(error.errno, error.strerror, name) from error

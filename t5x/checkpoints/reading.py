@@ -34,17 +34,17 @@ def restore(path: epath.PathLike, abstract_tree: Any = None, *, verify: bool = T
     path = paths.local_path(path)
     if verify:
         manifest.verify(path)
-    found = arrays.read_shapes(_state_directory(path))
+    stored = arrays.StoredArrays(_state_directory(path))
     if abstract_tree is None:
-        return trees.nest(arrays.read(path / paths.STATE, found))
+        return trees.nest(stored.read(stored.shapes))
 
     wanted = {name: trees.as_struct(leaf) for name, leaf in trees.flatten(abstract_tree).items()}
     sections = {_section(name) for name in wanted}
-    relevant = {name: leaf for name, leaf in found.items() if _section(name) in sections}
+    relevant = {name: leaf for name, leaf in stored.shapes.items() if _section(name) in sections}
     if table := trees.difference(abstract_tree, trees.nest(relevant)):
         raise UserError(f"{path} does not fit the model (expected: the model, found: the checkpoint): {table}")
-    _log_casts(path, wanted, found)
-    leaves = arrays.read(path / paths.STATE, wanted)
+    _log_casts(path, wanted, stored.shapes)
+    leaves = stored.read(wanted)
     return jax.tree.unflatten(jax.tree.structure(abstract_tree), leaves.values())
 
 

@@ -4,13 +4,17 @@ A save goes through these stages; a kill at any moment leaves either no `checkpo
 
     in the caller's thread    1. a directory checkpoint_<step>.tmp-<unique>
                               2. arrays copied to the host                      -> save() returns
-    in the background         3. arrays written to state/ (Orbax), then the sidecars
-                              4. everything flushed to the disk, hashed, MANIFEST.json written and flushed
+    in the background         3. arrays written to state/, flushed to the disk and hashed
+                              4. their parts joined; the sidecars, MANIFEST.json; all of it flushed
                               5. renamed to checkpoint_<step>, the rename flushed
                               6. retention: what is too old, and not among the best, is renamed to a tmp name, then
                                  removed
+
+Of several processes, each does 2 and 3 with its part of the arrays; process 0 does the rest when all have told it that
+they are done, and tells them how it went. What fails in one fails in all (see agreement.py).
 """
 
+import dataclasses
 import logging
 import operator
 import os
@@ -21,12 +25,29 @@ from typing import Any
 import jax
 from etils import epath
 
-from t5x.checkpoints import arrays, faults, lock, manifest, paths, reading
+from t5x.checkpoints import agreement, arrays, faults, lock, manifest, paths, reading
 from t5x.checkpoints.best import Ranking
 from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.errors import UserError
+from t5x.partitioning import distributed
 
 _logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Save:
+    """A save in flight.
+
+    Attributes:
+      needed: bytes of the whole checkpoint.
+    """
+
+    step: int
+    temporary: epath.Path
+    arrays: arrays.HostArrays
+    sidecars: Mapping[str, bytes]
+    pinned: bool
+    needed: int
 
 
 class CheckpointStore:
@@ -36,8 +57,10 @@ class CheckpointStore:
             store.save(100, {"target": params, "state": {"step": 100, "param_states": slots}},
                        sidecars={"model.json": description})
 
-    One trainer writes (see ModelDirLock); any number may read. Close it, or leave the `with` block, before the program
-    ends: a save still in the background at interpreter shutdown is lost (earlier checkpoints are not).
+    One trainer writes (see ModelDirLock), which may be several processes: all of them must then call `save`, `wait`,
+    `retire`, `remove_stale_tmp` and `latest_whole` alike, and MODEL_DIR must be one that they share. Any number may
+    read. Close it, or leave the `with` block, before the program ends: a save still in the background at interpreter
+    shutdown is lost (earlier checkpoints are not).
 
     Args:
       directory: MODEL_DIR; the first save creates it if only it is missing.
@@ -56,6 +79,7 @@ class CheckpointStore:
         self._in_flight: epath.Path | None = None
         self._abandoned: list[epath.Path] = []
         self._whole: set[int] = set()  # steps this object has verified or written
+        self._was_there = self.directory.is_dir()
 
     # --- Writing
 
@@ -68,7 +92,8 @@ class CheckpointStore:
         Args:
           step: of the state in `tree`.
           tree: nested dictionaries of arrays: {"target": …, "state": {"step": …, "param_states": …}}.
-          sidecars: contents of further files by their path inside the checkpoint, e.g. {"model.json": b"…"}.
+          sidecars: contents of further files by their path inside the checkpoint, e.g. {"model.json": b"…"}; of
+            several processes, those of process 0 are written.
           pinned: mark it, so that retention never removes it.
 
         Raises:
@@ -77,41 +102,32 @@ class CheckpointStore:
         step = operator.index(step)
         if step < 0:
             raise UserError(f"Step {step} is negative.")
-        if jax.process_count() > 1:
-            raise UserError("Saving a checkpoint from several processes is not supported in this version.")
         sidecars = dict(sidecars)
-        _check_sidecars(sidecars)
-        self.wait()
-        paths.make_model_dir(self.directory)
-        if self._is_taken(step):
-            return
-
-        temporary = self.directory / paths.unique_name(step, "tmp")
         needed = sum(map(len, sidecars.values())) + sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(tree))
-        self._in_flight = temporary
+        failure = self._join()
+        made = agreement.decide(self._topic("save"), lambda: self._prepare(step, sidecars, needed, failure))
+        if made is None:
+            return
+        temporary, error = epath.Path(made), None
         try:
-            faults.check_space(self.directory, needed)
-            temporary.mkdir()
-            write = arrays.PendingWrite(temporary / paths.STATE, tree)
+            on_host = arrays.HostArrays(tree)
+        except BaseException as caught:
+            error = caught
+        told = agreement.gather(self._topic("on host"), None if error is None else agreement.describe(error))
+        try:
+            if error is not None:
+                raise error
+            agreement.raise_first(told)
         except BaseException as error:
             self._abandon(temporary)
-            explained = faults.explain_save(error, directory=self.directory, step=step, needed=needed)
-            if explained is error:
-                raise
-            raise explained from error
-        self._thread = threading.Thread(
-            target=self._finish, args=(write, temporary, step, sidecars, pinned, needed), name="t5x-checkpoint"
-        )
+            raise self._explained(error, step, needed) from error.__cause__
+        save = _Save(step, temporary, on_host, sidecars, pinned, needed)
+        self._thread = threading.Thread(target=self._finish, args=(save,), name="t5x-checkpoint")
         self._thread.start()
 
     def wait(self) -> None:
         """Returns when nothing is in flight; raises what went wrong in the background, once."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        for temporary in self._abandoned:
-            _remove(temporary)
-        failure, self._failure = self._failure, None
+        failure = self._join()
         if failure is not None:
             raise failure
 
@@ -132,10 +148,14 @@ class CheckpointStore:
     def retire(self, step: int) -> None:
         """Retention at once, after an evaluation has shown which checkpoints up to `step` are the best."""
         self.wait()
-        self._retire(step)
+        if distributed.is_leader():
+            self._retire(step)
 
     def remove_stale_tmp(self) -> None:
         """Removes what killed runs left unfinished. Refused while another process holds the lock of MODEL_DIR."""
+        agreement.decide(self._topic("stale"), self._remove_stale_tmp)
+
+    def _remove_stale_tmp(self) -> None:
         if not self.directory.is_dir():
             return
         if lock.is_held_elsewhere(self.directory):
@@ -160,44 +180,138 @@ class CheckpointStore:
 
     def latest_whole(self) -> tuple[epath.Path | None, list[tuple[epath.Path, str]]]:
         """The newest checkpoint that verifies (or None), and (path, reason) of the damaged ones passed over."""
-        newest, damaged = reading.find_latest_whole(self.directory)
+
+        def find() -> tuple[str | None, list[tuple[str, str]]]:
+            newest, damaged = reading.find_latest_whole(self.directory)
+            return newest and str(newest), [(str(path), reason) for path, reason in damaged]
+
+        newest, damaged = agreement.decide(self._topic("latest"), find)
         if newest is not None:
+            newest = epath.Path(newest)
             self._whole.add(paths.step_of(newest))
-        return newest, damaged
+        return newest, [(epath.Path(path), reason) for path, reason in damaged]
 
     verify = staticmethod(manifest.verify)
     restore = staticmethod(reading.restore)
     read_sidecar = staticmethod(reading.read_sidecar)
 
-    # --- The background part of a save
+    def _topic(self, what: str) -> str:
+        """What processes agree about, by name."""
+        return f"checkpoints/{self.directory}/{what}"
 
-    def _finish(
-        self,
-        write: arrays.PendingWrite,
-        temporary: epath.Path,
-        step: int,
-        sidecars: Mapping[str, bytes],
-        pinned: bool,
-        needed: int,
-    ) -> None:
+    # --- Before and after the background part of a save
+
+    def _join(self) -> BaseException | None:
+        """Waits for what is in flight; returns what went wrong, once."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        for temporary in self._abandoned:
+            _remove(temporary)
+        failure, self._failure = self._failure, None
+        return failure
+
+    def _prepare(
+        self, step: int, sidecars: Mapping[str, bytes], needed: int, failure: BaseException | None
+    ) -> str | None:
+        """Makes the directory to write to, in process 0; returns None where the step is to be skipped.
+
+        Args:
+          failure: of the save before this.
+        """
+        if failure is not None and not isinstance(failure, faults.Vanished):
+            raise failure
+        _check_sidecars(sidecars)
+        self._make_model_dir(step)
+        if self._is_taken(step):
+            return None
+        temporary = self.directory / paths.unique_name(step, "tmp")
+        self._in_flight = temporary
         try:
-            write.wait()
-            for name, content in sidecars.items():
-                paths.write_file(temporary / name, content)
-            if pinned or (self.path(step) / paths.PINNED).exists():  # there only if a damaged one is to be replaced
-                paths.write_file(temporary / paths.PINNED, b"")
-            paths.fsync_tree(temporary)
-            files = manifest.write(temporary, step).files
-            self._publish(temporary, step)
+            faults.check_space(self.directory, needed)
+            temporary.mkdir()
+            (temporary / paths.STATE).mkdir()
         except BaseException as error:
             self._abandon(temporary)
-            self._failure = faults.explain_save(error, directory=self.directory, step=step, needed=needed)
-            _logger.error("%s was not saved: %s", self.path(step), self._failure)
+            raise self._explained(error, step, needed) from error.__cause__
+        return str(temporary)
+
+    def _make_model_dir(self, step: int) -> None:
+        """MODEL_DIR anew where somebody has removed it during the run: what is not lost yet is saved."""
+        if self._was_there and not self.directory.exists():
+            if not self.directory.parent.is_dir():
+                raise UserError(
+                    f"checkpoint_{step} could not be saved: MODEL_DIR {self.directory} is gone, and so is the "
+                    "directory above it. Was a disk unmounted? Bring it back and start again with the same command."
+                )
+            _logger.warning(
+                "MODEL_DIR %s has been removed, with all that was in it. It is made anew for checkpoint_%d",
+                self.directory, step,
+            )  # fmt: skip
+        paths.make_model_dir(self.directory)
+        lock.renew(self.directory)
+        self._was_there = True
+
+    def _explained(self, error: BaseException, step: int, needed: int) -> BaseException:
+        return faults.explain_save(error, directory=self.directory, step=step, needed=needed)
+
+    # --- The background part of a save
+
+    def _finish(self, save: _Save) -> None:
+        error = None
+        try:
+            mine: dict[str, Any] = {"files": {}, "error": None}
+            try:
+                mine["files"] = self._write_arrays(save)
+            except BaseException as caught:
+                error = caught
+                mine["error"] = agreement.describe(error)
+            told = agreement.gather(self._topic("written"), mine)
+            size = agreement.decide(self._topic("published"), lambda: self._complete(save, told, error))
+        except BaseException as failure:
+            if self._in_flight == save.temporary:  # else process 0 has done it, or is another one
+                self._abandon(save.temporary)
+            self._failure = error if mine["error"] and mine["error"]["kind"] == "bug" else failure
+            if distributed.is_leader():
+                _logger.error("%s was not saved: %s", self.path(save.step), self._failure)
             return
         self._in_flight = None
-        size = sum(record.size for record in files.values())
-        _logger.info("Saved %s (%s)", self.path(step), paths.human_size(size))
-        self._retire(step)
+        self._whole.add(save.step)
+        if distributed.is_leader():
+            _logger.info("Saved %s (%s)", self.path(save.step), paths.human_size(size))
+            self._retire(save.step)
+
+    def _write_arrays(self, save: _Save) -> dict[str, dict[str, Any]]:
+        """Writes the part of this process, durably; returns the records of its files."""
+        directory = save.arrays.write(save.temporary / paths.STATE)
+        if not directory.is_dir():
+            return {}
+        prefix = os.path.relpath(directory, save.temporary)
+        names = [f"{prefix}/{name}" for name, _ in paths.walk(directory)]
+        records = manifest.hash_files(save.temporary, names, flush=True)
+        paths.fsync_tree(directory)
+        return {name: dataclasses.asdict(record) for name, record in records.items()}
+
+    def _complete(self, save: _Save, told: list[dict[str, Any]], error: BaseException | None) -> int:
+        """What process 0 does when all have written their parts, or failed to; returns the bytes of the checkpoint."""
+        try:
+            if error is not None:
+                raise error
+            agreement.raise_first([one["error"] for one in told])
+            known = {name: manifest.FileRecord(**record) for one in told for name, record in one["files"].items()}
+            arrays.join(save.temporary / paths.STATE, save.arrays.shapes)
+            for name, content in save.sidecars.items():
+                paths.write_file(save.temporary / name, content)
+            replaced = self.path(save.step)  # there only if a damaged one is to be replaced
+            if save.pinned or (replaced / paths.PINNED).exists():
+                paths.write_file(save.temporary / paths.PINNED, b"")
+            paths.fsync_tree(save.temporary)
+            files = manifest.write(save.temporary, save.step, known).files
+            self._publish(save.temporary, save.step)
+        except BaseException as caught:
+            self._abandon(save.temporary)
+            raise self._explained(caught, save.step, save.needed) from caught.__cause__
+        return sum(record.size for record in files.values())
 
     def _publish(self, temporary: epath.Path, step: int) -> None:
         """Gives the finished directory its name; a damaged checkpoint that has it is moved aside, never deleted."""
@@ -208,7 +322,6 @@ class CheckpointStore:
             os.rename(final, aside)
         os.rename(temporary, final)
         paths.fsync(self.directory)
-        self._whole.add(step)
 
     def _retire(self, saved: int) -> None:
         """Removes all but the newest `keep` checkpoints up to the one just saved, and the best ones.
@@ -234,6 +347,8 @@ class CheckpointStore:
 
     def _abandon(self, temporary: epath.Path) -> None:
         """Removes an unfinished directory. Threads of TensorStore may still write there, so wait() does it again."""
+        if not distributed.is_leader():
+            return
         _remove(temporary, quiet_rounds=5)
         self._abandoned.append(temporary)
         self._in_flight = None

@@ -1,10 +1,9 @@
 """Writing a checkpoint array by array, for trees that need not fit in memory: what conversion uses.
 
-The result is what `CheckpointStore.save` writes. Orbax itself wants the whole tree at once.
+The result is what `CheckpointStore.save` writes, which has the whole tree at once.
 """
 
 import itertools
-import json
 import os
 import secrets
 from collections.abc import Iterable, Mapping
@@ -15,6 +14,7 @@ from etils import epath
 
 from t5x.checkpoints import arrays, faults, manifest, paths
 from t5x.checkpoints.formats.zarr_arrays import choose_chunks
+from t5x.checkpoints.tree import as_struct
 from t5x.errors import UserError
 
 _BATCH_BYTES = 64 * 2**20
@@ -72,45 +72,23 @@ def _write_arrays(directory: epath.Path, step: int, tensors: Iterable[tuple[str,
     base["config"] = {"max_inline_value_bytes": 1024}
     context = ts.Context()
     # A version of the database for every small array would be slow, and leave its tree behind as often.
-    names, batch, pending = [], ts.Transaction(), 0
+    shapes, batch, pending = {}, ts.Transaction(), 0
     for name, array in itertools.chain(tensors, [("state/step", np.asarray(step, np.int32))]):
-        metadata = {
-            "shape": list(array.shape),
-            "chunks": list(choose_chunks(array.shape, array.dtype.itemsize)),
-            "compressor": None,
-        }
-        spec = {"driver": "zarr", "kvstore": {**base, "path": name.replace("/", ".") + "/"}, "metadata": metadata}
-        options = {"dtype": ts.dtype(array.dtype), "create": True, "open": False, "context": context}
+        shapes[name] = as_struct(array)
+        if not array.size:
+            continue
+        spec = arrays.array_spec(base, name, choose_chunks(array.shape, array.dtype.itemsize), array)
         if array.nbytes < _BATCH_BYTES:
-            ts.open(spec, transaction=batch, **options).result().write(array).copy.result()
+            ts.open(spec, create=True, context=context, transaction=batch).result().write(array).copy.result()
             pending += array.nbytes
         else:
-            ts.open(spec, **options).result().write(array).result()
+            ts.open(spec, create=True, context=context).result().write(array).result()
         if pending >= _BATCH_BYTES:
             batch.commit_async().result()
             batch, pending = ts.Transaction(), 0
-        names.append(name)
         del array  # before the next one is made
     batch.commit_async().result()
-    paths.write_file(directory / "_METADATA", json.dumps(_tree_metadata(names)).encode())
-    missing = set(names) - set(arrays.read_shapes(directory))
+    arrays.write_metadata(directory, shapes)
+    missing = set(shapes) - set(arrays.read_shapes(directory))
     if missing:
         raise UserError(f"{directory}: {min(missing)} was written but cannot be found again. Is the disk sound?")
-
-
-def _tree_metadata(names: Iterable[str]) -> dict:
-    """The file by which Orbax knows what is there."""
-    tree = {}
-    for name in names:
-        keys = tuple(name.split("/"))
-        tree[str(keys)] = {
-            "key_metadata": [{"key": key, "key_type": 2} for key in keys],
-            "value_metadata": {"value_type": "jax.Array", "skip_deserialize": False},
-        }
-    return {
-        "tree_metadata": tree,
-        "use_ocdbt": True,
-        "use_zarr3": False,
-        "store_array_data_equal_to_fill_value": True,
-        "custom_metadata": {arrays.EMPTY: {}},
-    }

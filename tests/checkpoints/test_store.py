@@ -1,6 +1,7 @@
 import logging
 import shutil
 import threading
+import time
 
 import absl.logging
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t5x.checkpoints import CheckpointStore, dataset_state_name, paths
+from t5x.checkpoints import CheckpointStore, ModelDirLock, arrays, dataset_state_name, paths
 from t5x.errors import UserError
 
 from .helpers import SIDECARS, assert_same, make_tree, names
@@ -267,3 +268,45 @@ def test_retention_does_not_count_damaged_checkpoints_that_were_passed_over(tmp_
         store.wait()
         newest, _ = store.latest_whole()
     assert newest == store.path(150)
+
+
+def test_a_model_dir_removed_between_saves_is_made_anew_with_a_warning_and_locked_again(tmp_path, caplog):
+    run = tmp_path / "run"
+    with ModelDirLock(run), CheckpointStore(run) as store:
+        save(store, 1)
+        shutil.rmtree(run)
+        save(store, 2)
+        assert f"MODEL_DIR {run} has been removed" in caplog.text
+        assert names(run) == {".lock", "checkpoint_2"}
+        assert_same(make_tree(2), store.restore(store.path(2)))
+        with pytest.raises(UserError, match="in use"):
+            ModelDirLock(run)
+    ModelDirLock(run).release()
+
+
+def test_a_model_dir_removed_with_the_directory_above_is_not_made_anew(tmp_path):
+    run = tmp_path / "disk" / "run"
+    with CheckpointStore(run) as store:
+        save(store, 1)
+        shutil.rmtree(tmp_path / "disk")
+        with pytest.raises(UserError, match=f"checkpoint_2 could not be saved: MODEL_DIR {run} is gone.*unmounted"):
+            store.save(2, make_tree(2), sidecars={})
+    assert names(tmp_path) == set()
+
+
+def test_a_save_whose_files_were_removed_half_way_does_not_keep_the_next_one_from_being_saved(
+    tmp_path, monkeypatch, caplog
+):
+    run = tmp_path / "run"
+    join = arrays.join
+    with CheckpointStore(run) as store:
+        monkeypatch.setattr(arrays, "join", lambda *args: shutil.rmtree(run) or join(*args))
+        store.save(1, make_tree(1), sidecars={})
+        while "checkpoint_1 was not saved" not in caplog.text:
+            time.sleep(0.01)
+        monkeypatch.undo()
+        save(store, 2)
+    assert store.latest_whole() == (store.path(2), [])
+    monkeypatch.setattr(arrays, "join", lambda *args: shutil.rmtree(run) or join(*args))
+    with pytest.raises(UserError, match="checkpoint_3"):
+        save(store, 3)

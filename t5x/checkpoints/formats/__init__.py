@@ -24,13 +24,14 @@ _ORBAX = ("_METADATA", "manifest.ocdbt", f"{paths.STATE}/_METADATA")
 _TENSORFLOW_STATE = b"model_checkpoint_path"
 
 
-def open_checkpoint(path: epath.PathLike) -> Source:
+def open_checkpoint(path: epath.PathLike, *, verify: bool = True) -> Source:
     """Opens a checkpoint of any format; nothing but its index is read.
 
     Args:
       path: ours, native T5X's or T5X's Orbax's (a `checkpoint_<step>` directory, or the MODEL_DIR above, of which the
         newest that can be opened is taken), Mesh TensorFlow's (`model.ckpt-N`, its `.index`, or the directory), or a
         Hugging Face directory. A remote one (`gs://…`) is copied to the cache directory first.
+      verify: check the files of one of ours against its manifest. Pass False if that has just been done.
     """
     from t5x.checkpoints import reading
 
@@ -38,8 +39,8 @@ def open_checkpoint(path: epath.PathLike) -> Source:
         raise UserError("The path of the checkpoint is empty. Give a checkpoint, or the MODEL_DIR of a run.")
     path = remote.stage(path)
     if not _has(path, paths.MANIFEST, _HUGGINGFACE, *_ORBAX) and (steps := reading.list_steps(path)):
-        return _open_newest(path, steps)
-    return _open(path)
+        return _open_newest(path, steps, verify)
+    return _open(path, verify)
 
 
 def is_own_checkpoint(directory: epath.Path) -> bool:
@@ -57,13 +58,13 @@ def is_own_checkpoint(directory: epath.Path) -> bool:
     return _has(directory, _HUGGINGFACE) and _has(directory, *_WEIGHTS)
 
 
-def _open_newest(directory: epath.Path, steps: list[int]) -> Source:
+def _open_newest(directory: epath.Path, steps: list[int], verify: bool) -> Source:
     """The newest checkpoint of a MODEL_DIR that can be opened; which it is, and which were passed over, is logged."""
     passed = []
     for step in reversed(steps):
         path = directory / paths.checkpoint_name(step)
         try:
-            source = _open(path)
+            source = _open(path, verify)
         except UserError as error:
             if path.exists():  # else a trainer's retention has just removed it
                 reason = error.reason if isinstance(error, DamagedCheckpoint) else str(error)
@@ -79,7 +80,7 @@ def _open_newest(directory: epath.Path, steps: list[int]) -> Source:
     )
 
 
-def _open(path: epath.Path) -> Source:
+def _open(path: epath.Path, verify: bool) -> Source:
     if path.suffix == ".index" or epath.Path(f"{path}.index").exists():
         from t5x.checkpoints.formats.mesh_tensorflow import read_mesh_tensorflow
 
@@ -92,7 +93,7 @@ def _open(path: epath.Path) -> Source:
         from t5x.checkpoints import reading
         from t5x.checkpoints.formats.ours import read_ours
 
-        return read_ours(reading.resolve_verified(path))
+        return read_ours(reading.resolve_verified(path) if verify else path)
     if _has(path, _HUGGINGFACE):
         from t5x.checkpoints.formats.huggingface import read_huggingface
 
