@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 REFERENCE := .venv-reference
 PIP := -m pip --disable-pip-version-check install --quiet
 
-.PHONY: demo test lint clean
+.PHONY: demo test chaos parallel lint clean
 
 demo: $(VENV)/.core
 	@$(BIN)/t5x demo
@@ -16,6 +16,14 @@ demo: $(VENV)/.core
 test: $(VENV)/.dev $(REFERENCE)/.installed
 	@$(BIN)/ruff check .
 	@$(BIN)/python -m pytest -n 2 --dist worksteal
+
+# Kills training runs a hundred times and compares what they come to (half an hour).
+chaos: $(VENV)/.dev
+	@$(BIN)/python -m tests.chaos.harness --kills 100
+
+# Every preset x layout of layers x microbatches x processes: the same losses, and each loads another's checkpoint.
+parallel: $(VENV)/.dev
+	@$(BIN)/python -m tests.parallel.harness --all
 
 lint: $(VENV)/.dev
 	@$(BIN)/ruff check .
@@ -39,9 +47,9 @@ $(VENV)/.dev: pyproject.toml $(VENV)/.python
 	@$(BIN)/python $(PIP) -e '.[dev]'
 	@touch $@ $(VENV)/.core
 
-# t5 asks for far more than its preprocessors need. Without this environment the comparisons are skipped, and say so.
-$(REFERENCE)/.installed: pyproject.toml $(VENV)/.python
-	@echo "installing t5x with TensorFlow and seqio, which the tests compare with, into $(REFERENCE) (a few minutes, once)"
-	@$(BIN)/python -m venv $(REFERENCE) && $(REFERENCE)/bin/python $(PIP) -e '.[tf]' \
+# t5 asks for far more than its preprocessors need. Without this environment the tests that need it are skipped, and say so.
+$(REFERENCE)/.installed: pyproject.toml Makefile $(VENV)/.python
+	@echo "installing t5x with TensorFlow, seqio and Beam, which the tests compare with, into $(REFERENCE) (a few minutes, once)"
+	@$(BIN)/python -m venv $(REFERENCE) && $(REFERENCE)/bin/python $(PIP) -e '.[tf,beam]' \
 	  && $(REFERENCE)/bin/python $(PIP) --no-deps t5==0.9.4 babel && touch $@ \
-	  || { echo "warning: $(REFERENCE) could not be made: comparisons with seqio and TensorFlow are skipped" >&2; rm -rf $(REFERENCE); }
+	  || { echo "warning: $(REFERENCE) could not be made: tests with TensorFlow, seqio and Beam are skipped" >&2; rm -rf $(REFERENCE); }

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 from t5x.data import cache_writer, cached
 from t5x.data.config import import_task_module
-from t5x.data.pipeline import count_cacheable
 from t5x.data.tasks import get_mixture_or_task, get_subtasks
 from t5x.errors import UserError
 
@@ -37,12 +36,15 @@ def cache(
     if unknown := [split for split in splits or () if split not in found.splits]:
         raise UserError(f"{found.name!r} has no split {unknown[0]!r}; it has {', '.join(map(repr, found.splits))}.")
     tasks = get_subtasks(found)
+    reasons = {task.name: task.why_not_cached() for task in tasks}
+    if all(reasons.values()):
+        raise UserError("\n".join(reasons.values()))
     if output_dir is not None:
         output_dir = cached.local_directory(output_dir, "--output_dir")
     written = []
     for task in tasks:
-        if len(tasks) > 1 and not count_cacheable(task.preprocessors):
-            logger.info("There is nothing to cache of task %r", task.name)
+        if reasons[task.name]:
+            logger.info("%s", reasons[task.name])
             continue
         for split in splits or task.splits:
             if split not in task.splits:

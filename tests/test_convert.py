@@ -55,7 +55,7 @@ def training_state(**changes) -> dict[str, np.ndarray]:
     for parameter in parameters(CONFIG | changes):
         arrays[parameter.name] = rng.standard_normal(parameter.shape, np.float32)
         path = parameter.name.removeprefix("target/")
-        for slot, zeros in Adafactor()._slots(Adafactor().plan(path, parameter.shape, None), parameter.shape).items():
+        for slot, zeros in Adafactor().init({path: arrays[parameter.name]}, {path: None})[path].items():
             filled = rng.random(zeros.shape, np.float32) if zeros.shape != (1,) else np.zeros(1, np.float32)
             arrays[f"state/param_states/{path}/{slot}"] = filled
     return arrays

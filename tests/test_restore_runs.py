@@ -20,6 +20,7 @@ from t5x.network import T5Config, Transformer
 from t5x.partitioning import PjitPartitioner
 from t5x.trainer import StateLayout, Trainer
 from t5x.trainer.restore import restore_state
+from t5x.trainer.trainer import summarize
 from tests import tiny
 from tests.programs import REPO, losses, t5x
 
@@ -54,10 +55,10 @@ def test_the_native_fixture_trains_on_with_its_optimizer_state(caplog):
 
     trainer = Trainer(model, state, layout.partitioner, layout, jax.random.key(1), learning_rate_fn=lambda step: 0.01)
     batch = tiny.batch(vocab=32128)
-    before = trainer.evaluate([batch])["loss"]
+    before = summarize([trainer.measure(batch)])["loss"]
     for _ in range(2):
         trainer.step(batch)
-    assert int(trainer.state.step) == 2 and trainer.evaluate([batch])["loss"] < before
+    assert int(trainer.state.step) == 2 and summarize([trainer.measure(batch)])["loss"] < before
     assert float(trainer.state.param_states["token_embedder"]["embedding"]["v"].sum()) > 0
 
 

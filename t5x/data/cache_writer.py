@@ -109,12 +109,9 @@ def write(
       examples_per_shard: source examples; None is 10,000, or more where there are very many.
     """
     began = time.monotonic()
+    if reason := task.why_not_cached():
+        raise UserError(reason)
     steps = count_cacheable(task.preprocessors)
-    if not steps:
-        raise UserError(
-            f"There is nothing to cache of task {task.name!r}: its first preprocessor is random, depends on the "
-            "sequence length, joins examples, or is CacheDatasetPlaceholder. Caches hold the work of those before."
-        )
     task.source.check_split(split)
     described = cached.identity(task, split, steps)
     pipeline = Pipeline(task.name, task.source, split, task.preprocessors[:steps], task.output_features)

@@ -37,7 +37,8 @@ class DatasetConfig:
       num_prefetch_threads: seqio's; without effect.
       num_workers: processes that read and tokenise ahead of training; 0 is a thread, None chooses by the number of
         cores. The batches do not depend on it.
-      skip_bad_examples: pass over and count examples that cannot be read; False: the first one is an error.
+      skip_bad_examples: pass over and count examples that cannot be read, or that are too long where they are not cut;
+        False: the first one is an error.
     """
 
     mixture_or_task_name: Any

@@ -483,4 +483,4 @@ def _decoder_length(lengths: Lengths) -> int:
 
 def stack_rows(rows: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """{feature: [length]} rows as one {feature: [rows, length]}."""
-    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+    return {name: np.array([row[name] for row in rows]) for name in rows[0]}

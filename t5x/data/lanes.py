@@ -11,7 +11,7 @@ import bisect
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 Row = dict[str, np.ndarray]
 _TOLD = 5
 _BLOCK = 256
+_FRUITLESS_EPOCHS = 10
 
 
 class Position(NamedTuple):
@@ -68,11 +69,13 @@ class Stream:
         self._bad = bad
         self._block: list[tuple[int, int]] = []  # where some positions of the order lead, from _block_start on
         self._block_start = 0
+        self._ahead: dict[int, list[Example] | BadExample] = {}  # what some cursors become
+        self._run = 1  # how many cursors to read at once
         self._read: tuple[int, list[Example], int] | None = None  # cursor, what it became, source index
         self._piece: tuple[Position, Position, list[Example], int] | None = None
 
     def seek(self, position: Position) -> None:
-        self.position, self._read, self._piece = position, None, None
+        self.position, self._ahead, self._read, self._piece = position, {}, None, None
 
     def next(self) -> tuple[Example, int]:
         """(example, source index); moves `position` behind it."""
@@ -100,9 +103,17 @@ class Stream:
         if not 0 <= cursor - self._block_start < len(self._block):
             self._block_start = cursor
             self._block = self._order.block(self._place(cursor), self._batch_size, _BLOCK)
-        epoch, index = self._block[cursor - self._block_start]
+        at = cursor - self._block_start
+        epoch, index = self._block[at]
         try:
-            return self._pipeline.outputs(epoch, index), index
+            if not self._pipeline.may_read_ahead:
+                return self._pipeline.outputs(epoch, index), index
+            if cursor not in self._ahead:
+                run = self._pipeline.outputs_of(self._block[at : at + self._run])
+                self._ahead = dict(enumerate(run, cursor))
+            if isinstance(made := self._ahead.pop(cursor), BadExample):
+                raise made
+            return made, index
         except BadExample as error:
             if self._bad is None:
                 raise
@@ -135,16 +146,18 @@ class Stream:
         start, first, parts, missing = at, None, [], pieces.length
         empty = 0
         while missing:
-            found, outputs, index = self._available(at)
-            at = at if found[:2] == at[:2] else found
+            at, outputs, index = self._available(at)
             first = index if first is None else first
-            tokens = _tokens(outputs[at.used], pieces.feature)[at.offset :]
+            document = _tokens(outputs[at.used], pieces.feature)
+            tokens = document[at.offset : at.offset + missing]
             empty = 0 if len(tokens) else empty + 1
             if empty > self._order.size:
                 raise UserError(f"No example of task {self._pipeline.name!r} has any tokens in {pieces.feature!r}.")
-            parts.append(tokens[:missing])
-            at = at._replace(offset=at.offset + missing) if len(tokens) > missing else self._behind(at, outputs)
-            missing -= len(parts[-1])
+            parts.append(tokens)
+            missing -= len(tokens)
+            end = at.offset + len(tokens)
+            at = at._replace(offset=end) if end < len(document) else self._behind(at, outputs)
+        self._run = 1 + at.cursor - start.cursor  # the next piece is likely to need as many
         place = (self._place(start.cursor), start.used, start.offset)
         return start, at, self._pipeline.piece_outputs(np.concatenate(parts), place, first), first
 
@@ -252,25 +265,44 @@ class Lane:
         parts, converter = self._parts, self._parts.converter
         room = np.asarray(converter.capacity(parts.lengths)) if converter.pack else None
         taken: list[_Taken] = []
-        empty = 0
+        passed: dict[int, int] = {}
         while True:
             one = self._take()
-            if room is not None:
-                size = self._explained(one, lambda e=one.example: converter.sizes(e, parts.lengths, trim=parts.trim))
-                if not any(size):  # it takes no room, and nothing can be learnt from it
-                    empty += 1
-                    if empty > sum(map(len, parts.pipelines)):
-                        raise UserError(f"Every example of {parts.pipelines[one.stream].name!r} is empty.")
-                    continue
-                room = room - size
-                if taken and (room < 0).any():
-                    self._held = one
-                    break
-            taken.append(one)
-            if room is None or not room.all():
+            try:
+                if room is None:
+                    return converter.convert_row([one.example], parts.lengths, trim=parts.trim)
+                size = converter.sizes(one.example, parts.lengths, trim=parts.trim)
+            except UserError as error:
+                refused = self._located(error, one)
+                if parts.bad is None:
+                    raise refused from error
+                parts.bad.add(refused)
+                self._pass_over(one, passed, "is refused; the first reasons are above")
+                continue
+            if not any(size):  # it takes no room, and nothing can be learnt from it
+                self._pass_over(one, passed, "is empty")
+                continue
+            room = room - size
+            if taken and (room < 0).any():
+                self._held = one
                 break
-        examples = [one.example for one in taken]
-        return self._explained(taken[0], lambda: converter.convert_row(examples, parts.lengths, trim=parts.trim))
+            taken.append(one)
+            if not room.all():
+                break
+        try:
+            return converter.convert_row([one.example for one in taken], parts.lengths, trim=parts.trim)
+        except UserError as error:
+            raise self._located(error, taken[0]) from error
+
+    def _pass_over(self, one: "_Taken", passed: dict[int, int], why: str) -> None:
+        """A UserError where a stream has nothing else for very long.
+
+        Args:
+          passed: of each stream, the cursor at the first example that was passed over for this row.
+        """
+        pipeline, cursor = self._parts.pipelines[one.stream], one.before.cursor
+        if cursor - passed.setdefault(one.stream, cursor) > _FRUITLESS_EPOCHS * len(pipeline):
+            raise UserError(f"Every example of task {pipeline.name!r} {why}.")
 
     def _take(self) -> "_Taken":
         if self._held is not None:
@@ -284,12 +316,8 @@ class Lane:
         before = self._streams[number].position
         return _Taken(*self._streams[number].next(), number, before)
 
-    def _explained(self, taken: "_Taken", make: Callable[[], Any]) -> Any:
-        try:
-            return make()
-        except UserError as error:
-            location = self._parts.pipelines[taken.stream].location(taken.index)
-            raise BadExample(f"{location}: {error}") from error
+    def _located(self, error: UserError, taken: "_Taken") -> BadExample:
+        return BadExample(f"{self._parts.pipelines[taken.stream].location(taken.index)}: {error}")
 
     def state(self) -> list[int]:
         """Numbers that `seek` takes: draws, then the position in each stream."""
@@ -341,6 +369,23 @@ def seek_lanes(lanes: Sequence[Lane], states: Sequence[Sequence[int]]) -> None:
     """Moves the lanes to where `states` says; it may say more than these lanes."""
     for lane, (_, _, *state) in zip(lanes, states_of_rows([lane.row for lane in lanes], states), strict=True):
         lane.seek(state)
+
+
+def resized_states(states: Sequence[Sequence[int]], batch_size: int, new_batch_size: int) -> list[list[int]]:
+    """The states of a batch of another size: all its lanes go on behind the last example that any lane has read.
+
+    Nothing is read twice. What lies between the cursors of the old lanes is left out of that epoch: the fewer, the more
+    alike the lanes had moved.
+    """
+    width = len(Position._fields)
+    lanes = [(first + i, state) for first, count, *state in states for i in range(count)]
+    resized = [max(draws for _, (draws, *_) in lanes)]
+    for start in range(1, len(lanes[0][1]), width):
+        positions = [(row, Position(*state[start : start + width])) for row, state in lanes]
+        begun = [row + at.cursor * batch_size for row, at in positions if at != Position(at.cursor)]
+        done = [row + (at.cursor - 1) * batch_size for row, at in positions if at.cursor]
+        resized += Position(-(-(max(begun + done, default=-1) + 1) // new_batch_size))
+    return [[0, new_batch_size, *resized]]
 
 
 def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from t5x.data.staging import LocalCopy
 from t5x.errors import UserError
 
 _BOM = b"\xef\xbb\xbf"
-_LINE_END, _RETURN = b"\n\r"
+_LINE_END = ord("\n")
 
 
 class LineFile:
@@ -16,27 +16,26 @@ class LineFile:
     Args:
       copy: the file.
       skip: lines to leave out at the beginning.
-      skip_blank: leave out empty lines.
+      blank: leave out lines that are empty or made of these characters alone; None leaves out none.
       quote: a character inside whose pairs a line end does not end the line, as in CSV.
     """
 
-    def __init__(self, copy: LocalCopy, *, skip: int = 0, skip_blank: bool = False, quote: str | None = None):
+    def __init__(self, copy: LocalCopy, *, skip: int = 0, blank: bytes | None = None, quote: str | None = None):
         self.name = copy.name
         self._file = LocalFile(copy)
-        self._skip_blank = skip_blank
-        # From each start to the next one: the line, and the empty lines that were left out behind it.
-        self._offsets = self._file.offsets(
-            f"lines 1 {skip} {skip_blank} {quote}", lambda: self._index(skip, skip_blank, quote)
-        )
+        self._blank = blank
+        # From each start to the next one: the line, and the blank lines that were left out behind it.
+        self._offsets = self._file.offsets(f"lines 2 {skip} {blank} {quote}", lambda: self._index(skip, quote))
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
 
     def __getitem__(self, index: int) -> bytes:
         """Line `index`, without its line end."""
-        content = self._file.read(int(self._offsets[index]), int(self._offsets[index + 1]))
-        if self._skip_blank:
-            return content.rstrip(b"\r\n")
+        start, end = self._offsets[index : index + 2].tolist()
+        content = self._file.read(start, end)
+        if self._blank is not None:
+            return content.rstrip(self._blank + b"\n")
         return content.removesuffix(b"\n").removesuffix(b"\r")
 
     def line_number(self, index: int) -> int:
@@ -49,11 +48,11 @@ class LineFile:
         self._offsets = self._offsets[1:]
         return first
 
-    def _index(self, skip: int, skip_blank: bool, quote: str | None) -> np.ndarray:
+    def _index(self, skip: int, quote: str | None) -> np.ndarray:
         """Offsets at which lines begin, and the size of the file: int64 [lines + 1]."""
         file = self._file
         found: list[np.ndarray] = []
-        base = quotes = before = 0  # where the chunk begins; quotes so far, modulo 2; the byte before the chunk
+        base = quotes = 0  # where the chunk begins; quotes so far, modulo 2
         start = len(_BOM) if file.read(0, min(len(_BOM), file.size)) == _BOM else 0
         for chunk in file.chunks():
             content = np.frombuffer(chunk, np.uint8)
@@ -68,33 +67,34 @@ class LineFile:
                 start = base + int(ends[-1]) + 1
                 skipped = min(skip, ends.size)
                 skip -= skipped
-                starts, ends = starts[skipped:], ends[skipped:]
-                if skip_blank:
-                    starts = starts[~_are_blank(content, starts, ends, before)]
-                found.append(starts + base)
+                starts, ends = starts[skipped:] + base, ends[skipped:] + base
+                if self._blank is not None:
+                    starts = starts[~self._are_blank(content, base, starts, ends)]
+                found.append(starts)
             base += len(chunk)
-            before = chunk[-1]
         if quotes:
             raise UserError(
                 f"{self.name}: a quote {quote} in or after line {1 + self._count_line_ends(start)} is never closed. "
                 "Close it. Where quotes are plain characters of the text, write the data as .tsv or .jsonl, or read it "
                 "with quote=None in a task of your own."
             )
-        rest = file.read(start, min(start + 2, file.size))
-        if rest and not skip and not (skip_blank and rest == b"\r"):
+        if start < file.size and not skip and not (self._blank and self._is_blank(start, file.size)):
             found.append(np.array([start]))
         return np.concatenate([*found, [file.size]]).astype(np.int64)
 
     def _count_line_ends(self, end: int) -> int:
         return sum(chunk.count(b"\n") for chunk in self._file.chunks(end))
 
+    def _are_blank(self, content: np.ndarray, base: int, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """Which of the lines between `starts` and `ends` are blank; `content` is that of the file from `base` on."""
+        blank = ends == starts
+        # The first character tells most of those that are not; that of a line which began before is not at hand.
+        first = content[np.maximum(starts - base, 0)]
+        suspects = np.isin(first, np.frombuffer(self._blank, np.uint8)) | (starts < base)
+        for at in np.flatnonzero(suspects & ~blank):
+            blank[at] = self._is_blank(int(starts[at]), int(ends[at]))
+        return blank
 
-def _are_blank(content: np.ndarray, starts: np.ndarray, ends: np.ndarray, before: int) -> np.ndarray:
-    """Which lines are empty or hold only a carriage return; `before` is the byte before `content`."""
-    blank = ends == starts
-    single = np.flatnonzero(ends == starts + 1)
-    octets = content[starts[single]]
-    if single.size and starts[single[0]] < 0:
-        octets[0] = before
-    blank[single] = octets == _RETURN
-    return blank
+    def _is_blank(self, start: int, end: int) -> bool:
+        first = self._file.read(start, min(start + 1, end))
+        return not first.strip(self._blank) and not self._file.read(start, end).strip(self._blank)

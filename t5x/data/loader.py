@@ -12,7 +12,14 @@ import numpy as np
 
 from t5x.data.config import DatasetConfig
 from t5x.data.feature_converters import FeatureConverter, stack_rows
-from t5x.data.lanes import BadExamples, Parts, describe_difference, join_states, states_of_rows
+from t5x.data.lanes import (
+    BadExamples,
+    Parts,
+    describe_difference,
+    join_states,
+    resized_states,
+    states_of_rows,
+)
 from t5x.data.order import Order
 from t5x.data.pipeline import Example, Pipeline
 from t5x.data.sources import BadExample
@@ -178,6 +185,14 @@ class TrainLoader(Iterator[Batch]):
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes on where `state` was taken, by this process or (see `merge_states`) by any number of them."""
         found = {name: value for name, value in state.items() if name not in ("batches", "lanes")}
+        lanes, size, saved_size = state["lanes"], self._identity["batch_size"], found.get("batch_size")
+        if saved_size != size and found | {"batch_size": size} == self._identity:
+            lanes = resized_states(lanes, saved_size, size)
+            found["batch_size"] = size
+            logger.warning(
+                "the batch size was %d and is %d now: its rows go on behind the last example that any row had read",
+                saved_size, size,
+            )  # fmt: skip
         if difference := describe_difference(self._identity, found):
             raise UserError(
                 f"The saved position in the data is of other data: here, {difference} as saved. Go on with the data "
@@ -185,7 +200,7 @@ class TrainLoader(Iterator[Batch]):
                 "(utils.RestoreCheckpointConfig.path, INITIAL_CHECKPOINT_PATH in finetune.gin)."
             )
         rows = [run[0] + i for run in self._states for i in range(run[1])]
-        states = join_states(states_of_rows(rows, state["lanes"]))
+        states = join_states(states_of_rows(rows, lanes))
         self._stop()
         self._states, self._batches = states, state["batches"]
 

@@ -36,16 +36,16 @@ def mix(key: int, value: int) -> int:
     return mixed ^ (mixed >> 31)
 
 
-def _mix_all(key: int, values: np.ndarray) -> np.ndarray:
-    """`mix` of one key and many numbers: uint64, which wraps by itself."""
-    mixed = np.uint64(key & _MASK) + (values + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+def _mix_all(keys: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """`mix` of many keys and numbers: uint64, which wraps by itself."""
+    mixed = keys + (values + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return mixed ^ (mixed >> np.uint64(31))
 
 
-def shuffled_all(indices: np.ndarray, size: int, key: int) -> np.ndarray:
-    """`shuffled` of many indices at once: int64."""
+def shuffled_all(indices: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
+    """`shuffled` of many indices at once, each with its own key (uint64): int64."""
     rows = math.isqrt(size - 1) + 1
     columns = -(-size // rows)
     found = indices.astype(np.uint64)
@@ -53,10 +53,11 @@ def shuffled_all(indices: np.ndarray, size: int, key: int) -> np.ndarray:
     while len(pending):
         left, right = np.divmod(found[pending], np.uint64(columns))
         for at in range(0, _ROUNDS, 2):
-            left = (left + _mix_all(key + at, right) % np.uint64(rows)) % np.uint64(rows)
-            right = (right + _mix_all(key + at + 1, left) % np.uint64(columns)) % np.uint64(columns)
+            left = (left + _mix_all(keys + np.uint64(at), right) % np.uint64(rows)) % np.uint64(rows)
+            right = (right + _mix_all(keys + np.uint64(at + 1), left) % np.uint64(columns)) % np.uint64(columns)
         found[pending] = left * np.uint64(columns) + right
-        pending = pending[found[pending] >= size]
+        again = found[pending] >= size
+        pending, keys = pending[again], keys[again]
     return found.astype(np.int64)
 
 
@@ -84,9 +85,9 @@ class Order:
         """(epoch, example index) of `count` positions first, first + step, …, faster than one by one."""
         epochs, indices = np.divmod(first + step * np.arange(count), self.size)
         if self.shuffle:
-            for epoch in np.unique(epochs).tolist():
-                here = epochs == epoch
-                indices[here] = shuffled_all(indices[here], self.size, self._key_of(epoch))
+            different, which = np.unique(epochs, return_inverse=True)
+            keys = np.array([self._key_of(epoch) for epoch in different.tolist()], np.uint64)
+            indices = shuffled_all(indices, self.size, keys[which])
         return list(zip(epochs.tolist(), indices.tolist(), strict=True))
 
     def _key_of(self, epoch: int) -> int:

@@ -43,8 +43,8 @@ class Pipeline:
       source, split: where examples come from.
       preprocessors: applied in order. Each gets an example and returns one, None (which drops it) or several. The
         keyword arguments `output_features`, `sequence_length` and `seed` are passed to those that have such a
-        parameter, unless it is bound already; `seed` differs for every (epoch, example, preprocessor). See
-        `t5x.data.streams` for what else may stand there.
+        parameter, unless it is bound already; `seed` differs for every (epoch, example, preprocessor), and `draw_seed`
+        is a function that gives it, for who seldom needs one. See `t5x.data.streams` for what else may stand there.
       output_features: what finished examples must have. Other features are left as they are.
       sequence_length: {feature: length} for preprocessors, or None.
       seed: of everything random in preprocessors.
@@ -83,6 +83,8 @@ class Pipeline:
         self.pieces: ConcatenateAndSplit | None = steps[at] if joins else None
         self._steps = [_Step(function, known) for function in steps[self._first : at]]
         self._piece_steps = [_Step(function, known) for function in steps[at + 1 :]]
+        # What is cut is counted with the batch that it was cut for.
+        self.may_read_ahead = self.pieces is not None and not any(step.trims for step in self._steps)
 
     def __len__(self) -> int:
         """Number of source examples; what the preprocessors make of them may be more or fewer."""
@@ -94,13 +96,29 @@ class Pipeline:
         made = self.unfinished(epoch, index)
         return made if self.pieces else [self._finish(example, index) for example in made]
 
+    def outputs_of(self, places: Sequence[tuple[int, int]]) -> list[list[Example] | BadExample]:
+        """`outputs` of several (epoch, index), where they are joined; what cannot be used is given back as its error.
+
+        One preprocessor after the other goes through all of them. Each is faster then than between others, whose code
+        and data take its place in the processor's caches.
+        """
+        made = [_or_bad(self._read, index) for _, index in places]
+        for at, step in enumerate(self._steps, self._first):
+            for i, place in enumerate(places):
+                if made[i] and not isinstance(made[i], BadExample):
+                    made[i] = _or_bad(self._apply, step, at, made[i], place, place[1])
+        return made
+
     def unfinished(self, epoch: int, index: int) -> list[Example]:
         """`outputs`, not yet compared with what the task promises."""
+        return self._run(self._steps, self._read(index), (epoch, index), index, self._first)
+
+    def _read(self, index: int) -> list[Example]:
         if self.cached is None:
-            examples = [self._source.example(self.split, index)]
-        elif not (examples := self.cached.examples(index)):
+            return [self._source.example(self.split, index)]
+        if not (examples := self.cached.examples(index)):
             self.dropped["cached preprocessors"] += 1
-        return self._run(self._steps, examples, (epoch, index), index, self._first) if examples else []
+        return examples
 
     def piece_outputs(self, tokens: np.ndarray, place: tuple[int, ...], index: int) -> list[Example]:
         """The finished examples of a piece of joined ones.
@@ -136,18 +154,34 @@ class Pipeline:
         first: int = 0,
     ) -> list[Example]:
         for at, step in enumerate(steps, first):
-            made = []
-            for ordinal, example in enumerate(examples):
-                seed = derive_seed(self.seed, *place, at, ordinal) if step.wants_seed else 0
-                outputs = self._apply(step, example, seed, index)
-                if step.trims and outputs:
-                    self._count_trimmed(example, outputs[0])
-                made.extend(outputs)
-            examples = made
             if not examples:
-                self.dropped[step.name] += 1
-                return []
+                break
+            examples = self._apply(step, at, examples, place, index)
         return examples
+
+    def _apply(
+        self, step: "_Step", at: int, examples: list[Example], place: tuple[int | str, ...], index: int
+    ) -> list[Example]:
+        """What preprocessor number `at` makes of the examples that there are of a place."""
+        made: list[Example] = []
+        arguments = step.arguments
+        for ordinal, example in enumerate(examples):
+            if step.wants_seed:
+                arguments = {**arguments, "seed": derive_seed(self.seed, *place, at, ordinal)}
+            elif step.draws_seed:
+                arguments = {**arguments, "draw_seed": functools.partial(derive_seed, self.seed, *place, at, ordinal)}
+            try:
+                output = step.function(_Fields(example), **arguments)
+                outputs = (output,) if type(output) is dict else step.examples(output)
+            except Exception as error:
+                self._explain(error, step, example, index)
+                raise
+            if step.trims and outputs:
+                self._count_trimmed(example, outputs[0])
+            made += outputs
+        if not made:
+            self.dropped[step.name] += 1
+        return made
 
     def _count_trimmed(self, before: Example, after: Example) -> None:
         """Of a preprocessor that appends EOS: what is not longer behind it was cut."""
@@ -158,29 +192,23 @@ class Pipeline:
     def location(self, index: int) -> str:
         return self._source.location(self.split, index)
 
-    def _apply(self, step: "_Step", example: Example, seed: int, index: int) -> Sequence[Example]:
-        try:
-            return step(_Fields(example), seed)
-        except _MissingField as error:
+    def _explain(self, error: Exception, step: "_Step", example: Example, index: int) -> None:
+        """Raises what a user can mend; to other errors it adds where they happened."""
+        if isinstance(error, _MissingField):
             raise BadExample(
                 f"{self.location(index)} has no field {error.args[0]!r}, which {step.name} of task {self.name} asks "
                 f"for. Its fields are {', '.join(example)}."
             ) from error
-        except UserError as error:
-            hint = _tensor_hint(*example.values())
-            raise BadExample(f"{self._where(step, index)}: {error}{hint}") from error
-        except Exception as error:
-            if isinstance(error, AttributeError) and isinstance(error.obj, dict) and error.name in _TF_DATA_METHODS:
-                raise UserError(
-                    f"The preprocessor {step.name} of task {self.name} is a function of a whole tf.data dataset (it "
-                    f"calls its method {error.name}). Here a preprocessor takes one example, a dict: rewrite it so, or "
-                    f"{_BRIDGE}."
-                ) from error
-            error.add_note(self._where(step, index))
-            raise
-
-    def _where(self, step: "_Step", index: int) -> str:
-        return f"{self.location(index)} in {step.name} of task {self.name}"
+        where = f"{self.location(index)} in {step.name} of task {self.name}"
+        if isinstance(error, UserError):
+            raise BadExample(f"{where}: {error}{_tensor_hint(*example.values())}") from error
+        if isinstance(error, AttributeError) and isinstance(error.obj, dict) and error.name in _TF_DATA_METHODS:
+            raise UserError(
+                f"The preprocessor {step.name} of task {self.name} is a function of a whole tf.data dataset (it "
+                f"calls its method {error.name}). Here a preprocessor takes one example, a dict: rewrite it so, or "
+                f"{_BRIDGE}."
+            ) from error
+        error.add_note(where)
 
     def _finish(self, example: Example, index: int) -> Example:
         """`example` with its output features as arrays of the promised dtype and rank."""
@@ -199,6 +227,13 @@ class Pipeline:
         return example
 
 
+def _or_bad(function: Callable[..., list[Example]], *args: Any) -> list[Example] | BadExample:
+    try:
+        return function(*args)
+    except BadExample as error:
+        return error
+
+
 class _MissingField(KeyError):
     pass
 
@@ -212,6 +247,8 @@ class _Fields(dict):
 
 def _as_array(value: Any, feature: Feature) -> np.ndarray:
     array = np.asarray(value)
+    if array.dtype == feature.dtype and array.ndim == feature.rank:
+        return array
     if array.dtype.kind in "USO":
         raise ValueError(
             f"is not ids but {str(value)[:60]!r}. Add seqio.preprocessors.tokenize to its preprocessors."
@@ -241,19 +278,16 @@ class _Step:
         self.name = name_of(function)
         if not callable(function):
             raise UserError(f"The preprocessor {function!r} is not a function.")
-        self._function = function
+        self.function = function
         wanted = _wanted(function)
-        self._arguments = {name: value for name, value in known.items() if name in wanted}
-        self.wants_seed = "seed" in wanted
+        self.arguments = {name: value for name, value in known.items() if name in wanted}
+        self.wants_seed, self.draws_seed = "seed" in wanted, "draw_seed" in wanted
         self.trims = getattr(_innermost(function), "appends_eos_after_trim", False)
 
-    def __call__(self, example: Example, seed: int) -> Sequence[Example]:
-        if self.wants_seed:
-            made = self._function(example, seed=seed, **self._arguments)
-        else:
-            made = self._function(example, **self._arguments)
-        if type(made) is dict or type(made) is _Fields:
-            return (made,)
+    def examples(self, made: Any) -> Sequence[Example]:
+        """What the function has returned, as a list of examples."""
+        if isinstance(made, _Fields):
+            return [made]
         if made is None:
             return []
         if isinstance(made, Mapping):
@@ -314,7 +348,7 @@ def count_cacheable(preprocessors: Sequence[Any]) -> int:
     before the first that is random, depends on the sequence length, joins examples, or stands for several."""
     for count, function in enumerate(preprocessors):
         ends = isinstance(function, CacheDatasetPlaceholder) or not callable(function) or _is_composite(function)
-        if ends or {"seed", "sequence_length"}.intersection(_wanted(function)):
+        if ends or {"seed", "draw_seed", "sequence_length"}.intersection(_wanted(function)):
             return count
     return len(preprocessors)
 

@@ -14,6 +14,7 @@ are exact after any interruption, as with all our data:
 One pass over the data is staged and repeated: preprocessors that draw random numbers give the same in every epoch.
 """
 
+import contextlib
 import copy
 import errno
 import functools
@@ -29,8 +30,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from t5x import cache_directory
 from t5x.data import cached, records
 from t5x.data.features import Feature
@@ -38,6 +37,7 @@ from t5x.data.fingerprints import fingerprint
 from t5x.data.pipeline import Pipeline, Preprocessor, name_of
 from t5x.data.sources import ArrayRecordDataSource, DataSource
 from t5x.data.tasks import Mixture, Task
+from t5x.data.tf_data_values import as_tf_data, plain
 from t5x.data.vocabularies import as_vocabulary
 from t5x.errors import UserError
 
@@ -47,7 +47,7 @@ Example = dict[str, Any]
 
 _EXAMPLES, _INFO = "examples.array_record", "info.json"
 _LIMIT = "T5X_SEQIO_MAX_GB"
-_DEFAULT_LIMIT = 100.0
+_DEFAULT_LIMIT = "100"
 _ENDLESS = -1  # tf.data.INFINITE_CARDINALITY
 
 _bridged: dict[str, tuple[Any, Task | Mixture]] = {}
@@ -142,9 +142,14 @@ class SeqioTask(Task):
             logger.warning("Task %s has metric_objs, which are not computed here; its metric_fns are", theirs.name)
 
     def num_input_examples(self, split: str) -> int:
-        """Number of examples of the source; of finished ones where seqio does not know it."""
+        """Number of examples of the source; of finished ones, or in seqio's cache, where seqio does not know it."""
         number = self._theirs.num_input_examples(split)
-        return self._newest.get(split, self.source).num_examples(split) if number is None else number
+        if number is not None:
+            return number
+        if split not in self._newest and self._theirs.supports_caching and self._theirs.cache_dir:
+            with self._explained(split):
+                return self._theirs.get_cached_stats(split)["examples"]
+        return self._newest.get(split, self.source).num_examples(split)
 
     def pipeline(
         self,
@@ -165,6 +170,22 @@ class SeqioTask(Task):
         source = self.staged(split, sequence_length, seed, use_cached)
         steps = runtime_preprocessors or ()
         return Pipeline(self.name, source, split, steps, self.output_features, sequence_length, seed)
+
+    def plain_pipeline(self, split: str, sequence_length: Mapping[str, int] | None, seed: int) -> Pipeline:
+        """Examples as they are without lengths, where the task can do without: one copy serves all lengths then."""
+        try:
+            return self.pipeline(split, None, seed)
+        except UserError:
+            if sequence_length is None:
+                raise
+            return self.pipeline(split, sequence_length, seed)
+
+    def why_not_cached(self) -> str:
+        return (
+            f"{self.name!r} is a task of seqio: there is nothing to cache. Its first run copies its finished examples "
+            "to T5X_CACHE_DIR, and later ones read the copy, so just start the run. (What seqio_cache_tasks of seqio "
+            "has written is read with --seqio_additional_cache_dirs=DIR and use_cached=True.)"
+        )
 
     def staged(
         self, split: str, sequence_length: Mapping[str, int] | None, seed: int, use_cached: bool
@@ -233,28 +254,25 @@ class SeqioTask(Task):
             options = tf.data.Options()
             options.deterministic = True
             for example in dataset.with_options(options).as_numpy_iterator():
-                yield {name: _plain(value) for name, value in example.items()}
+                yield {name: plain(value) for name, value in example.items()}
 
-    def _explained(self, split: str) -> "_Explained":
-        return _Explained(f"seqio task {self.name!r}, split {split!r}")
+    def _explained(self, split: str) -> contextlib.AbstractContextManager[None]:
+        return _explained(f"seqio task {self.name!r}, split {split!r}")
 
 
-class _Explained:
+@contextlib.contextmanager
+def _explained(what: str) -> Iterator[None]:
     """What seqio, TensorFlow or a user's function raises, in one message; `--debug` shows where."""
-
-    def __init__(self, what: str):
-        self._what = what
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, Exception) and not isinstance(error, UserError):
-            text = str(error).strip()
-            text = text if len(text) < 1500 else f"{text[:700]}\n…\n{text[-700:]}"
-            raise UserError(
-                f"{self._what} cannot be read: {kind.__name__}: {text} (--debug shows the traceback)"
-            ) from error
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        text = str(error).strip()
+        text = text if len(text) < 1500 else f"{text[:700]}\n…\n{text[-700:]}"
+        raise UserError(
+            f"{what} cannot be read: {type(error).__name__}: {text} (--debug shows the traceback)"
+        ) from error
 
 
 class _Staged(DataSource):
@@ -265,7 +283,7 @@ class _Staged(DataSource):
 
     @property
     def splits(self) -> tuple[str, ...]:
-        with _Explained(f"seqio task {self._theirs.name!r}"):
+        with _explained(f"seqio task {self._theirs.name!r}"):
             return tuple(self._theirs.splits)
 
     def num_examples(self, split: str) -> int:
@@ -302,7 +320,7 @@ def _taking_seed(theirs: Any) -> Any:
 
 def _with_bytes(postprocess_fn: Callable[..., Any]) -> Callable[..., Any]:
     def postprocess(decoded: Any, *, example: Example, **kwargs: Any) -> Any:
-        return postprocess_fn(decoded, example={k: _as_seqio(v) for k, v in example.items()}, **kwargs)
+        return postprocess_fn(decoded, example={k: as_tf_data(v) for k, v in example.items()}, **kwargs)
 
     return postprocess
 
@@ -438,59 +456,12 @@ def _stage(entry: str, identity: Mapping[str, Any], what: str, examples: Iterato
 
 
 def _limit() -> float:
-    text = os.environ.get(_LIMIT, "")
+    text = os.environ.get(_LIMIT) or _DEFAULT_LIMIT
     try:
-        return float(text) if text else _DEFAULT_LIMIT
+        return float(text)
     except ValueError as error:
         raise UserError(f"{_LIMIT}={text} is not a number of gigabytes.") from error
 
 
 def _decode(content: bytes) -> Example:
     return records.decode(content)[0]
-
-
-# --- Values -----------------------------------------------------------------------------------------------------------
-
-
-def _plain(value: Any) -> Any:
-    """A value of tf.data as our sources give them: texts are str."""
-    if isinstance(value, bytes):
-        return _text(value)
-    if isinstance(value, Mapping):
-        return {name: _plain(one) for name, one in value.items()}
-    if hasattr(value, "to_list"):  # ragged
-        return _each(value.to_list(), _text)
-    if isinstance(value, np.ndarray) and value.dtype.hasobject:
-        return _over(value, _text)
-    return value
-
-
-def _as_seqio(value: Any) -> Any:
-    """What `_plain` was given."""
-    if isinstance(value, str):
-        return value.encode()
-    if isinstance(value, Mapping):
-        return {name: _as_seqio(one) for name, one in value.items()}
-    if isinstance(value, list):
-        return _each(value, _as_seqio)
-    if isinstance(value, np.ndarray) and value.dtype.hasobject:
-        return _over(value, _as_seqio)
-    return value
-
-
-def _text(value: Any) -> Any:
-    try:
-        return value.decode() if isinstance(value, bytes) else value
-    except UnicodeDecodeError:
-        return value
-
-
-def _each(value: Any, function: Callable[[Any], Any]) -> Any:
-    return [_each(one, function) for one in value] if isinstance(value, list) else function(value)
-
-
-def _over(array: np.ndarray, function: Callable[[Any], Any]) -> np.ndarray:
-    made = np.empty(array.shape, object)
-    for place, one in np.ndenumerate(array):
-        made[place] = function(one)
-    return made

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from t5x.data import cached
 from t5x.data.features import Feature
-from t5x.data.pipeline import Pipeline, Preprocessor
+from t5x.data.pipeline import Pipeline, Preprocessor, count_cacheable
 from t5x.data.sources import DataSource
 from t5x.errors import UserError
 
@@ -96,6 +96,20 @@ class Task:
         if use_cached and found is None:
             logger.info("use_cached=True: task %r has no cache (`t5x cache`); its source is read", self.name)
         return Pipeline(self.name, self.source, split, steps, self.output_features, sequence_length, seed, found)
+
+    def plain_pipeline(self, split: str, sequence_length: Mapping[str, int] | None, seed: int) -> Pipeline:
+        """`pipeline` without a cache: every preprocessor is to be seen."""
+        steps = self.preprocessors
+        return Pipeline(self.name, self.source, split, steps, self.output_features, sequence_length, seed)
+
+    def why_not_cached(self) -> str | None:
+        """Why a cache of it would hold nothing; None where it would hold something."""
+        if count_cacheable(self.preprocessors):
+            return None
+        return (
+            f"There is nothing to cache of task {self.name!r}: its first preprocessor is random, depends on the "
+            "sequence length, joins examples, or is CacheDatasetPlaceholder. Caches hold the work of those before."
+        )
 
     def __repr__(self) -> str:
         return f"Task({self.name!r}, splits={self.splits})"

@@ -1,6 +1,7 @@
 """Our preprocessors against those of the real t5 and seqio, on real data."""
 
 import gzip
+import inspect
 import itertools
 import json
 import zipfile
@@ -205,8 +206,9 @@ def ours(function, arguments):
             tokens = np.concatenate([example["targets"] for example in examples])
             examples = [{"targets": tokens[at : at + step.length]} for at in range(0, tokens.size, step.length)]
         else:
-            wants_seed = step is denoising.select_random_chunk or step.func is not denoising.split_tokens
-            made = [step(one, **({"seed": at} if wants_seed else {})) for at, one in enumerate(examples)]
+            wanted = inspect.signature(step).parameters.keys() & {"seed", "draw_seed"}
+            given = {"seed": lambda at: at, "draw_seed": lambda at: lambda: at}
+            made = [step(one, **{name: given[name](at) for name in wanted}) for at, one in enumerate(examples)]
             examples = [one for several in made for one in (several if isinstance(several, list) else [several])]
     return examples
 

@@ -202,6 +202,34 @@ def test_trimming_off_names_the_example():
         next(loader)
 
 
+@pytest.mark.parametrize("pack", [False, True])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_examples_that_are_too_long_are_passed_over_where_the_user_says_so(pack, workers):
+    lengths = [1, 3, 9, 2, 9, 4]
+    task = make_task([{"inputs": "x" * n, "targets": str(i)} for i, n in enumerate(lengths)], [preprocessors.tokenize])
+    cfg = config(
+        task, trim_output_features=False, skip_bad_examples=True, shuffle=False, batch_size=1, num_workers=workers
+    )
+    with data.train_loader(cfg, feature_converter=CONVERTER(pack=pack)) as loader:
+        batches = [next(loader) for _ in range(3 if pack else 4)]  # an epoch
+        assert loader.counts.bad == 2
+    targets = np.concatenate([batch["decoder_target_tokens"][0] for batch in batches])
+    assert [i - 3 - ord("0") for i in targets if i] == [0, 1, 3, 5]
+    once = list(data.eval_batches(cfg, feature_converter=CONVERTER(), num_examples=4))
+    assert [one.examples[0]["targets_pretokenized"] for one in once] == ["0", "1", "3", "5"]
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_examples_that_are_all_refused_are_an_error(pack):
+    task = make_task([{"inputs": "too long", "targets": "x"}] * 3)
+    cfg = config(task, trim_output_features=False, skip_bad_examples=True)
+    with (
+        data.train_loader(cfg, feature_converter=CONVERTER(pack=pack)) as loader,
+        pytest.raises(UserError, match="Every example of task 'task' is refused; the first reasons are above"),
+    ):
+        next(loader)
+
+
 def test_trimming_may_cut_the_eos_off():
     with train(make_task([{"inputs": "abcdef", "targets": "abc"}])) as loader:
         batch = next(loader)

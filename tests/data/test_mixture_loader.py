@@ -3,7 +3,11 @@
 import collections
 import functools
 import json
+import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,50 +16,18 @@ from t5x import data
 from t5x.data.loader import TrainLoader, train_loader
 from t5x.data.tasks import rate_num_examples, task_rates
 from t5x.errors import UserError
+from tests.programs import REPO
 
 from .conftest import byte_features
+from .programs import mixed_batches
+from .programs.mixed_batches import BATCH, LENGTHS, loader
 
-LENGTHS = {"inputs": 40, "targets": 24}
-BATCH = 8
-
-
-def numbers(count, low, high, seed):
-    rng = random.Random(seed)
-    words = lambda: " ".join(str(rng.randrange(100)) for _ in range(rng.randint(low, high)))
-    return [{"inputs": words(), "targets": words()} for _ in range(count)]
-
-
-def drop_some(example, seed):
-    return None if np.random.default_rng(seed).random() < 0.3 else example
-
-
-def document(example):
-    return {"targets": example["inputs"]}
+PROGRAM = Path(mixed_batches.__file__)
 
 
 @pytest.fixture
 def mixture(registries):
-    """Three tasks: short pairs, pairs of which many are dropped, and documents that are joined and corrupted."""
-    features = {name: data.Feature(data.ByteVocabulary(extra_ids=100)) for name in ("inputs", "targets")}
-    tokenize = [data.preprocessors.tokenize, data.preprocessors.append_eos]
-    tasks = {
-        "short": (numbers(50, 1, 3, 1), tokenize),
-        "dropping": (numbers(31, 1, 5, 2), [drop_some, *tokenize]),
-        "documents": (
-            numbers(23, 1, 60, 3),
-            [document, data.preprocessors.tokenize, data.preprocessors.span_corruption,
-             data.preprocessors.append_eos_after_trim],
-        ),
-    }  # fmt: skip
-    for name, (examples, preprocessors) in tasks.items():
-        source = data.FunctionDataSource(lambda split, e=examples: e, splits=("train",))
-        data.TaskRegistry.add(name, source, output_features=features, preprocessors=preprocessors)
-    return data.MixtureRegistry.add("all", [("short", 3.0), ("dropping", 1.0), ("documents", 2.0)])
-
-
-def loader(rows=None, workers=0, pack=True, seed=7, name="all"):
-    cfg = data.DatasetConfig(name, LENGTHS, "train", BATCH, shuffle=True, seed=seed, pack=pack, num_workers=workers)
-    return train_loader(cfg, feature_converter=data.EncDecFeatureConverter(pack=pack), rows=rows)
+    return mixed_batches.register()
 
 
 def digest(batch):
@@ -83,6 +55,28 @@ def test_the_same_batches_on_any_number_of_processes(mixture, pack):
             with loader(rows=range(number * size, (number + 1) * size), pack=pack) as part:
                 parts.append(take(part, 30))
         assert joined(parts) == expected
+
+
+def test_killed_processes_go_on_exactly(mixture):
+    """Ten processes, one after the other, each killed (SIGKILL) while it makes batches; the next goes on where the last
+    state that was written down says."""
+    rng = random.Random(1)
+    environment = os.environ | {"PYTHONPATH": str(REPO)}
+    found, state = [], None
+    for number in range(10):
+        command = [sys.executable, PROGRAM, str(2 * (number % 5 == 4))]  # workers, now and then
+        with subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as process:
+            process.stdin.write(json.dumps(state))
+            process.stdin.close()
+            for _ in range(rng.randint(1, 15)):
+                digest, state = json.loads(process.stdout.readline())
+                found.append(digest)
+            process.kill()
+    with loader() as whole:
+        assert found == [mixed_batches.digest(next(whole)) for _ in found]
+        assert state == json.loads(json.dumps(whole.state()))
 
 
 def test_fifty_interruptions_with_other_numbers_of_processes_and_workers(mixture):
@@ -149,6 +143,28 @@ def test_joined_documents_lose_and_repeat_nothing(registries):
     np.testing.assert_array_equal(read[read > 0], tokens)
 
 
+def test_bad_documents_are_passed_over_where_they_are(write):
+    """Documents are read ahead; those that cannot be read are counted, or refused, when their turn comes."""
+    lines = [f'{{"targets": [{i + 10}, {i + 10}, {i + 10}]}}\n' for i in range(40)]
+    lines[25] = "{broken\n"
+    source = data.JsonLinesDataSource({"train": write("x.jsonl", "".join(lines))})
+    features = {"targets": data.Feature(data.PassThroughVocabulary(100), add_eos=False)}
+    pipeline = data.Task("plain", source, features, [data.streams.ConcatenateAndSplit(15)]).pipeline("train")
+    made = lambda skip: TrainLoader(
+        pipeline, data.DecoderFeatureConverter(), {"targets": 15}, batch_size=1, shuffle=False, skip_bad_examples=skip
+    )
+    with made(True) as loader:
+        read = [next(loader)["decoder_target_tokens"][0].tolist() for _ in range(5)]
+        assert loader.counts.bad == 0
+        read += [next(loader)["decoder_target_tokens"][0].tolist() for _ in range(2)]
+        assert loader.counts.bad == 1
+    assert [token for row in read for token in row] == [i + 10 for i in range(36) if i != 25 for _ in range(3)]
+    with made(False) as loader:
+        assert [next(loader)["decoder_target_tokens"][0].tolist() for _ in range(5)] == read[:5]
+        with pytest.raises(data.BadExample, match=r"x.jsonl:26: not JSON"):
+            next(loader)
+
+
 def test_every_example_of_every_task_is_read_once_an_epoch(registries):
     """Lanes divide each task among them, whatever the draws."""
     features = {"targets": data.Feature(data.PassThroughVocabulary(5000), add_eos=False)}
@@ -192,6 +208,16 @@ def test_rates(registries):
     for rate in (0, -2.5):
         with pytest.raises(UserError, match="rates are positive"):
             data.MixtureRegistry.add("zero", [("small", rate)])
+
+
+def test_tasks_with_other_vocabularies_are_not_mixed(registries):
+    add("bytes")
+    features = {name: data.Feature(data.ByteVocabulary(extra_ids=5)) for name in ("inputs", "targets")}
+    data.TaskRegistry.add("more", data.TaskRegistry.get("bytes").source, output_features=features)
+    data.MixtureRegistry.add("mixed", ["bytes", "more"], default_rate=1)
+    cfg = data.DatasetConfig("mixed", LENGTHS, "train", 2, shuffle=False, seed=0)
+    with pytest.raises(UserError, match=r"'bytes' and 'more' cannot be mixed: their vocabularies of 'inputs' differ"):
+        train_loader(cfg, feature_converter=data.EncDecFeatureConverter())
 
 
 def test_a_mixture_without_the_split_says_which_there_are(registries):

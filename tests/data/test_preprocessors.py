@@ -33,6 +33,15 @@ def test_rekey():
         rekey(example, {"inputs": "label"})
 
 
+@pytest.mark.parametrize("ids", [[5, 2**31], np.array([5, 2**31]), [np.int64(2**31)]])
+def test_ids_that_do_not_fit_are_refused(ids):
+    features = {"targets": Feature(PassThroughVocabulary(2**40))}
+    with pytest.raises(UserError, match=r"feature 'targets': .*2147483648.* int32"):
+        tokenize({"targets": ids}, features)
+    wide = {"targets": Feature(PassThroughVocabulary(2**40), dtype="int64")}
+    assert tokenize({"targets": ids}, wide)["targets"].max() == 2**31
+
+
 def test_tokenize_keeps_the_text_and_other_fields():
     example = {"inputs": "ab", "targets": "c", "id": 7}
     assert lists(tokenize(example, BYTES)) == {

@@ -133,6 +133,19 @@ def test_messages(runs):
     assert "Split 'train' of seqio task 'endless' is endless. A task of seqio is copied before a run." in runs.endless
 
 
+def test_there_is_nothing_to_cache_of_a_task_of_seqio(runs):
+    task, mixture = runs.cache
+    assert task.startswith("'lines' is a task of seqio: there is nothing to cache. Its first run copies")
+    assert task in mixture and "'questions' is a task of seqio" in mixture
+
+
+def test_a_task_that_needs_lengths_is_shown(runs):
+    without, given = map("\n".join, runs.viewed)
+    assert "no --lengths, which needs_lengths needs: inputs 512, targets 114 are taken" in without
+    assert "inputs: mean 22.8" in without
+    assert "no --lengths" not in given and "inputs: mean 16.0" in given
+
+
 def test_models_take_over_vocabularies_of_seqio(runs):
     assert runs.vocabularies == ["ByteVocabulary(extra_ids=0)", "ByteVocabulary(extra_ids=3)"]
 

@@ -179,17 +179,23 @@ def test_compressed_json_lines_of_real_data(shared_data):
 
 
 @settings(max_examples=100)
-@given(st.lists(st.sampled_from(["", "\r", "a", "\r\r", "b\r", "é"])), st.integers(0, 3), st.booleans(), st.booleans())
-def test_blank_lines_are_passed_over_wherever_chunks_end(tmp_path_factory, lines, skip, bom, last_end):
+@given(
+    st.lists(st.sampled_from(["", "\r", "a", "\r\r", "b\r", "é", "  ", "\t \r", " a", "  b\r"])),
+    st.integers(0, 3),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from(["\r", " \t\r"]),
+)
+def test_blank_lines_are_passed_over_wherever_chunks_end(tmp_path_factory, lines, skip, bom, last_end, blank):
     path = tmp_path_factory.mktemp("lines") / "x.txt"
     content = "\n".join(lines) + ("\n" if last_end and lines else "")
     path.write_bytes(("\ufeff" if bom else "").encode() + content.encode())
     expected = [(number, line) for number, line in enumerate(content.split("\n"), 1) if number > skip]
-    expected = [(number, line.rstrip("\r")) for number, line in expected if line not in ("", "\r")]
+    expected = [(number, line.rstrip(blank)) for number, line in expected if line.strip(blank)]
     for chunk in (1, 4, 100):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("t5x.data.local_files.CHUNK", chunk)
-            file = LineFile(LocalCopy(str(path), "x", ""), skip=skip, skip_blank=True)
+            file = LineFile(LocalCopy(str(path), "x", ""), skip=skip, blank=blank.encode())
             assert [(file.line_number(i), file[i].decode()) for i in range(len(file))] == expected
 
 
@@ -210,7 +216,7 @@ def test_a_file_that_changes_under_a_run_is_noticed(write, monkeypatch, change, 
 
 @pytest.mark.parametrize(
     ("line", "complaint"),
-    [('{"x": 1', "not JSON"), ("[1, 2]", "a JSON object"), ("   ", "not JSON"), ('"text"', "a JSON object")],
+    [('{"x": 1', "not JSON"), ("[1, 2]", "a JSON object"), ("   x", "not JSON"), ('"text"', "a JSON object")],
 )
 def test_a_broken_json_line_is_named(write, line, complaint):
     path = write("x.jsonl", f'{{"x": 0}}\n{line}\n')
@@ -218,6 +224,12 @@ def test_a_broken_json_line_is_named(write, line, complaint):
     assert source.example("train", 0) == {"x": 0}
     with pytest.raises(sources.BadExample, match=rf"{path}:2: {complaint}"):
         source.example("train", 1)
+
+
+def test_json_lines_of_spaces_are_passed_over(write):
+    source = JsonLinesDataSource({"train": write("x.jsonl", '  {"x": 0}\n   \n\n\t \r\n{"x": 1}  \n  ')})
+    assert everything(source) == [{"x": 0}, {"x": 1}]
+    assert source.location("train", 1).endswith("x.jsonl:5")
 
 
 def test_invalid_utf8_is_named(write):

@@ -1,109 +1,61 @@
-"""TFDS data sets. The package is not installed here: what is used of it is played by a few objects."""
+"""TFDS data sets: the real package writes them, and reads them too, in the environment that has it."""
 
-import pickle
+import json
+import os
+import subprocess
 import sys
-import types
+from pathlib import Path
 
-import numpy as np
 import pytest
 
 from t5x.data import TfdsDataSource
 from t5x.errors import UserError
-from tests.data.test_sources_records import record
+from tests.programs import REPO, once_for_all_workers, reference_python
+
+PROGRAM = Path(__file__).parent / "programs/tfds_source.py"
 
 
-class Text:
-    pass
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What TFDS and our source say of the same data sets: see programs/tfds_source.py."""
+    python, base = reference_python(), tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def make(directory):
+        environment = os.environ | {"PYTHONPATH": str(REPO), "TF_CPP_MIN_LOG_LEVEL": "3"}
+        command = [python, PROGRAM, directory / "data", directory / "results.json"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+
+    return json.loads((once_for_all_workers(base / "tfds_source", make) / "results.json").read_text())
 
 
-class Sequence:
-    def __init__(self, feature):
-        self.feature = feature
-
-
-class Features(dict):
-    def deserialize_example_np(self, content):
-        number = int(content)
-        return {
-            "text": f"ä{number}".encode(),
-            "label": number,
-            "raw": b"\xff",
-            "translation": {"de": b"ein", "en": b"one"},
-            "words": np.array([b"a", "ö".encode()], object),
-            "answers": {"text": [b"x"], "start": [1]},
-        }
-
-
-FEATURES = Features(
-    text=Text(), label=object(), raw=object(), translation={"de": Text(), "en": Text()}, words=Sequence(Text()),
-    answers=Sequence({"text": Text(), "start": object()}),
-)  # fmt: skip
-
-
-class Splits(dict):
-    """Two files of three records; `train[2:]` is written as TFDS would: parts of files."""
-
-    def __init__(self, directory):
-        def part(file, skip, take):
-            return types.SimpleNamespace(filename=directory / f"x.tfrecord-{file}", skip=skip, take=take)
-
-        super().__init__(
-            train=types.SimpleNamespace(file_instructions=[part(0, 0, -1), part(1, 0, -1)]),
-            **{"train[2:]": types.SimpleNamespace(file_instructions=[part(0, 2, -1), part(1, 0, 1)])},
-        )
-
-    def __iter__(self):
-        return iter(["train"])
-
-
-@pytest.fixture
-def builder(tmp_path, monkeypatch):
-    for file in range(2):
-        content = b"".join(record(str(3 * file + i).encode()) for i in range(3))
-        (tmp_path / f"x.tfrecord-{file}").write_bytes(content)
-    info = types.SimpleNamespace(
-        splits=Splits(tmp_path), features=FEATURES, file_format=types.SimpleNamespace(value="tfrecord")
-    )
-    builder = types.SimpleNamespace(info=info, data_dir=str(tmp_path))
-
-    def find(name, data_dir=None):
-        if name != "mine/one:1.0.0":
-            raise LookupError(f"Dataset {name} not found.")
-        return builder
-
-    monkeypatch.setitem(sys.modules, "tensorflow_datasets", types.SimpleNamespace(builder=find))
-    return builder
-
-
-def test_examples_with_their_texts(builder, tmp_path):
-    source = TfdsDataSource("mine/one:1.0.0")
-    assert source.splits == ("train",)
-    assert source.num_examples("train") == 6
-    assert source.example("train", 4) == {
-        "text": "ä4", "label": 4, "raw": b"\xff", "translation": {"de": "ein", "en": "one"}, "words": ["a", "ö"],
-        "answers": {"text": ["x"], "start": [1]},
+@pytest.mark.parametrize("name", ["letters", "plain_letters"])  # array_record, TFRecord
+def test_examples_are_those_of_tfds(results, name):
+    expected, found = results["expected"][name], results["found"][name]
+    assert {split: len(examples) for split, examples in expected.items()} == {
+        "train": 20, "test": 3, "head": 3, "tail": 8, "both": 18,
     }  # fmt: skip
-    assert source.location("train", 4) == f"{tmp_path}/x.tfrecord-1, record 2"
+    for split, examples in expected.items():
+        assert found[split] == examples, split
+    assert {example["text"] for example in found["train"]} == {f"ä{i}" for i in range(20)}
+    assert any(example["answers"] == {"text": ["x0"], "start": [0]} for example in found["train"])
 
 
-def test_slices_of_splits(builder, tmp_path):
-    source = TfdsDataSource("mine/one:1.0.0", splits={"validation": "train[2:]", "train": "train"})
-    for one in (source, pickle.loads(pickle.dumps(source))):
-        assert [one.example("validation", i)["label"] for i in range(one.num_examples("validation"))] == [2, 3]
-    assert source.location("validation", 0) == f"{tmp_path}/x.tfrecord-0, record 3"
-    with pytest.raises(UserError, match=r"mine/one:1\.0\.0 has no split 'dev'\. It has train"):
-        TfdsDataSource("mine/one:1.0.0", splits=["dev"]).num_examples("dev")
+def test_examples_know_where_they_are(results):
+    # Shards of 7, 6 and 7 records; train[60%:] begins with example 12.
+    place = results["found"]["letters"]["location"]
+    assert place.endswith("letters/1.0.0/letters-train.array_record-00001-of-00003, record 6")
 
 
-def test_data_sets_that_cannot_be_used(builder):
-    with pytest.raises(UserError, match=r"other cannot be opened: Dataset other not found\. .*`tfds build other`"):
-        TfdsDataSource("other")
-    builder.info.file_format.value = "riegeli"
-    with pytest.raises(UserError, match=r"is stored as riegeli, .*--file_format=array_record"):
-        TfdsDataSource("mine/one:1.0.0").num_examples("train")
-    builder.info.splits = {}
-    with pytest.raises(UserError, match=r"has not been prepared in .*`tfds build mine/one"):
-        TfdsDataSource("mine/one:1.0.0")
+def test_data_sets_that_cannot_be_used(results):
+    refused = results["found"]["refused"]
+    assert refused["name"].startswith("The TFDS data set other cannot be opened: Dataset other not found.")
+    assert "`tfds build other`" in refused["name"]
+    assert "has not been prepared in" in refused["unprepared"] and "`tfds build ag_news_subset" in refused["unprepared"]
+    assert refused["split"] == "The TFDS data set letters has no split 'dev'. It has train, test."
+    assert "is stored as riegeli, which is not read here" in refused["format"]
+    assert "--file_format=array_record" in refused["format"]
 
 
 def test_without_the_package(monkeypatch):

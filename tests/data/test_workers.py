@@ -146,7 +146,7 @@ def test_after_an_error_another_place_can_be_read():
 def test_packed_examples_that_are_all_empty_are_an_error():
     task = make_task([{"inputs": [], "targets": []}] * 5, [])
     made = TrainLoader(task.pipeline("train", LENGTHS), data.EncDecFeatureConverter(pack=True), LENGTHS, batch_size=2)
-    with made, pytest.raises(UserError, match="Every example of 'task' is empty"):
+    with made, pytest.raises(UserError, match="Every example of task 'task' is empty"):
         next(made)
 
 

@@ -110,14 +110,16 @@ def pieces(length: int, merge: bool) -> list[Any]:
 
 
 def select_random_chunk(
-    example: Example, seed: int, max_length: int = _MAX_CHUNK, feature_key: str = TOKENS
+    example: Example, draw_seed: Callable[[], int], max_length: int = _MAX_CHUNK, feature_key: str = TOKENS
 ) -> Example | None:
     """Keeps `feature_key` alone: one of its chunks of `max_length` tokens, the last of which may be shorter."""
     tokens = token_ids(example, feature_key)
     if not tokens.size:
         return None
     chunks = -(-tokens.size // max_length)
-    start = 0 if chunks == 1 else max_length * random_below(chunks, generator(seed))
+    if chunks == 1:
+        return {feature_key: tokens}
+    start = max_length * random_below(chunks, generator(draw_seed()))
     return {feature_key: tokens[start : start + max_length]}
 
 
@@ -153,20 +155,13 @@ def corrupt(tokens: np.ndarray, mask: np.ndarray, sentinel: int, input_feature_k
     runs = starts.nonzero()[0]  # where runs of noise and of kept tokens start, in turn
     noise_first = int(mask.size and mask[0])
     sentinels = np.arange(sentinel, sentinel - len(runs), -1, dtype=tokens.dtype)
-    return {
-        input_feature_key: _runs_to_sentinels(tokens, ~mask, runs[1 - noise_first :: 2], sentinels),
-        TOKENS: _runs_to_sentinels(tokens, mask.copy(), runs[noise_first::2], sentinels),
-    }
+    inputs, targets = tokens.copy(), tokens.copy()
+    for made, others in ((inputs, runs[1 - noise_first :: 2]), (targets, runs[noise_first::2])):
+        made[others] = sentinels[: len(others)]
+    return {input_feature_key: inputs[starts | ~mask], TOKENS: targets[starts | mask]}
 
 
-def _runs_to_sentinels(tokens: np.ndarray, kept: np.ndarray, starts: np.ndarray, sentinels: np.ndarray) -> np.ndarray:
-    """The `kept` tokens (that mask is changed), and a sentinel where each run of others starts."""
-    kept[starts] = True
-    made = tokens.copy()
-    made[starts] = sentinels[: len(starts)]
-    return made[kept]
-
-
+@functools.lru_cache(maxsize=64)
 def noise_counts(length: int, noise_density: float, mean_noise_span_length: float) -> tuple[int, int]:
     """Numbers of noise tokens and of noise spans among `length` (at least 2) tokens; neither kind is ever missing."""
     noise = min(max(round(length * noise_density), 1), length - 1)
@@ -215,9 +210,9 @@ def random_spans_noise_mask(
     noise_ends = _segment_ends(keys[: noise - 1], spans, noise)
     kept_ends = _segment_ends(keys[noise - 1 : padded - 2], spans, padded - noise)
     edges = np.zeros(padded + 1, bool)
-    edges[kept_ends + noise_ends] = True
-    edges[kept_ends[:1]] = True
-    edges[kept_ends[1:] + noise_ends[:-1]] = True
+    edges[kept_ends + noise_ends] = True  # where noise ends
+    kept_ends[1:] += noise_ends[:-1]
+    edges[kept_ends] = True  # where it starts
     return np.logical_xor.accumulate(edges)[:length]
 
 
@@ -228,8 +223,7 @@ def _segment_ends(keys: np.ndarray, count: int, total: int) -> np.ndarray:
     if count > 1:
         ordered = keys.copy()
         ordered.partition(count - 2)
-        ends[:-1] = (keys <= ordered[count - 2]).nonzero()[0][: count - 1]
-        ends[:-1] += 1
+        np.add((keys <= ordered[count - 2]).nonzero()[0][: count - 1], 1, out=ends[:-1])
     return ends
 
 

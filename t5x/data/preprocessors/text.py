@@ -93,12 +93,23 @@ def truncate_inputs_left(example: Example, sequence_length: Mapping[str, int] | 
 def _encode(value: Any, name: str, feature: Feature) -> Any:
     if isinstance(value, list | tuple):
         made = [_encode(one, name, feature) for one in value]
-        return np.asarray(made, feature.dtype) if all(np.ndim(one) == 0 for one in made) else made
+        return _array(made, name, feature) if all(np.ndim(one) == 0 for one in made) else made
     try:
         ids = feature.vocabulary.encode(value)
     except UserError as error:
         raise UserError(f"feature {name!r}: {error}") from error
-    return np.asarray(ids, feature.dtype) if isinstance(ids, list) or np.ndim(ids) else ids
+    return _array(ids, name, feature) if isinstance(ids, list) or np.ndim(ids) else ids
+
+
+def _array(ids: Any, name: str, feature: Feature) -> np.ndarray:
+    """`ids` with the feature's dtype."""
+    try:
+        made = np.asarray(ids, feature.dtype)
+    except OverflowError as error:
+        raise UserError(f"feature {name!r}: an id does not fit {feature.dtype}: {error}.") from error
+    if isinstance(ids, np.ndarray) and made.dtype != ids.dtype and (wrong := ids[made != ids]).size:
+        raise UserError(f"feature {name!r}: the id {wrong.flat[0]} does not fit {feature.dtype}.")
+    return made
 
 
 def _is_flat(value: Any) -> bool:
@@ -108,7 +119,10 @@ def _is_flat(value: Any) -> bool:
 def _append(ids: Any, eos: int, length: int | None) -> np.ndarray:
     ids = np.asarray(ids) if len(ids) else np.zeros(0, np.int32)
     ids = ids if length is None else ids[..., : length - 1]
-    return np.concatenate([ids, np.full((*ids.shape[:-1], 1), eos, ids.dtype)], axis=-1)
+    made = np.empty((*ids.shape[:-1], ids.shape[-1] + 1), ids.dtype)
+    made[..., :-1] = ids
+    made[..., -1] = eos
+    return made
 
 
 def _append_to_each(value: Any, eos: int, length: int | None) -> Any:

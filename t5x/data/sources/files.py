@@ -1,12 +1,12 @@
 """Sources of files: splits that are lists of paths and glob patterns."""
 
 import abc
+import bisect
+import itertools
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
-
-import numpy as np
 
 from t5x.data import files, staging
 from t5x.data.fingerprints import fingerprint
@@ -29,7 +29,7 @@ Patterns = str | os.PathLike | Sequence[str | os.PathLike]
 
 
 class Examples(Protocol):
-    """The examples of one file. What `[]` cannot read is `Malformed`."""
+    """The examples of one file, new objects each time. What `[]` cannot read is `Malformed`."""
 
     def __len__(self) -> int: ...
 
@@ -41,7 +41,7 @@ class Examples(Protocol):
 
 class _Split(NamedTuple):
     files: list[Examples]
-    ends: np.ndarray  # [files]: examples up to and including a file
+    ends: list[int]  # examples up to and including each file
 
 
 class FilesDataSource(OpenedSplits, DataSource):
@@ -67,12 +67,13 @@ class FilesDataSource(OpenedSplits, DataSource):
         return tuple(self._patterns)
 
     def num_examples(self, split: str) -> int:
-        return int(self.opened(split).ends[-1])
+        return self.opened(split).ends[-1]
 
     def example(self, split: str, index: int) -> dict[str, Any]:
         file, at = self._find(split, index)
         try:
-            return as_example(file[at], lambda: file.location(at))
+            example = file[at]
+            return example if type(example) is dict else as_example(example, lambda: file.location(at))
         except Malformed as error:
             raise BadExample(f"{file.location(at)}: {error}") from error
 
@@ -95,8 +96,8 @@ class FilesDataSource(OpenedSplits, DataSource):
             raise IndexError(f"example {index} of {ends[-1]} in split {split!r}")
         if len(opened) == 1:
             return opened[0], index
-        at = int(np.searchsorted(ends, index, side="right"))
-        return opened[at], index - (int(ends[at - 1]) if at else 0)
+        at = bisect.bisect_right(ends, index)
+        return opened[at], index - (ends[at - 1] if at else 0)
 
     def _open(self, split: str) -> _Split:
         copies = self._staged(split, self._paths(split))
@@ -115,8 +116,8 @@ class FilesDataSource(OpenedSplits, DataSource):
         return copies
 
     def _joined(self, split: str, copies: Sequence[LocalCopy], opened: list[Examples]) -> _Split:
-        ends = np.cumsum([len(file) for file in opened], dtype=np.int64)
-        if not len(ends) or not ends[-1]:
+        ends = list(itertools.accumulate(len(file) for file in opened))
+        if not ends or not ends[-1]:
             names = ", ".join(copy.name for copy in copies[:5]) or "its list of files"
             raise UserError(f"Split {split!r} has no examples: {names} is empty.")
         logger.info("Split %r: %d examples in %d file(s)", split, ends[-1], len(opened))

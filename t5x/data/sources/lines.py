@@ -18,7 +18,7 @@ _RETURNS = "lines end with carriage returns alone. Convert the file: tr '\\r' '\
 
 
 class _LinesDataSource(FilesDataSource):
-    skip_blank = True
+    blank: bytes | None = b"\r"
     quote: str | None = None
 
     def __init__(self, split_to_filepattern: Mapping[str, Patterns], skip_header_lines: int = 0):
@@ -26,7 +26,7 @@ class _LinesDataSource(FilesDataSource):
         self._skip = skip_header_lines
 
     def _open_file(self, copy: LocalCopy) -> "_Lines":
-        lines = LineFile(copy, skip=self._skip, skip_blank=self.skip_blank, quote=self.quote)
+        lines = LineFile(copy, skip=self._skip, blank=self.blank, quote=self.quote)
         return _Lines(lines, self._parser(lines))
 
     @abc.abstractmethod
@@ -61,7 +61,7 @@ class TextLineDataSource(_LinesDataSource):
       num_input_examples: seqio's hint; the lines are counted here.
     """
 
-    skip_blank = False
+    blank = None
 
     def __init__(
         self,
@@ -76,12 +76,14 @@ class TextLineDataSource(_LinesDataSource):
 
 
 class JsonLinesDataSource(_LinesDataSource):
-    """One JSON object a line; empty lines are passed over.
+    """One JSON object a line; empty lines, and those of spaces alone, are passed over.
 
     Args:
       split_to_filepattern: as in `TextLineDataSource`.
       skip_header_lines: lines to leave out at the beginning of each file.
     """
+
+    blank = b" \t\r"
 
     def _parser(self, lines: LineFile) -> _Parse:
         return json_object

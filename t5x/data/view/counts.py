@@ -77,11 +77,6 @@ def converter_of(found: Task | Mixture, pack: bool) -> FeatureConverter:
     return kind(pack=pack)
 
 
-def pipeline_of(task: Task, split: str, lengths: Mapping[str, int] | None, seed: int) -> Pipeline:
-    """That of the task, without a cache: every preprocessor is to be seen."""
-    return Pipeline(task.name, task.source, split, task.preprocessors, task.output_features, lengths, seed)
-
-
 class Sample:
     """The first examples of a run with one row: of a mixture, tasks are drawn by their rates.
 
@@ -136,7 +131,7 @@ class Sample:
 def _untrimmed(task: Task, split: str, seed: int) -> Pipeline | None:
     """A pipeline that knows no lengths, so that what would be cut can be counted; None where the task needs them."""
     try:
-        return pipeline_of(task, split, None, seed)
+        return task.plain_pipeline(split, None, seed)
     except UserError:
         return None
 

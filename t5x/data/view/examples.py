@@ -15,7 +15,7 @@ from t5x.data.order import Order
 from t5x.data.pipeline import Example, Pipeline
 from t5x.data.sources import BadExample
 from t5x.data.tasks import Mixture, Task, get_mixture_or_task, get_subtasks, task_rates
-from t5x.data.view.counts import converter_of, how_many, measured, pipeline_of
+from t5x.data.view.counts import converter_of, how_many, measured
 from t5x.data.view.drawing import Page, escaped, table
 from t5x.data.vocabularies import Vocabulary
 from t5x.errors import UserError
@@ -104,12 +104,12 @@ def report(
         raise UserError(f"{found.name!r} has no split {split!r}; it has {', '.join(map(repr, found.splits))}.")
     _check_lengths(found, lengths)
     try:
-        pipelines = [pipeline_of(task, split, lengths, seed) for task in tasks]
+        pipelines = [task.plain_pipeline(split, lengths, seed) for task in tasks]
     except UserError as error:
         if lengths is not None:
             raise
         try:
-            pipelines = [pipeline_of(task, split, _LENGTHS, seed) for task in tasks]
+            pipelines = [task.plain_pipeline(split, _LENGTHS, seed) for task in tasks]
         except UserError:
             raise error from None
         lengths = _LENGTHS

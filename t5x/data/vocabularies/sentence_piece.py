@@ -93,7 +93,7 @@ class SentencePieceVocabulary(Vocabulary):
         return self._model.size
 
     def encode(self, text: str) -> list[int]:
-        return self._model.processor.encode(utf8(text).decode()) if text != "" else []
+        return self._model.processor.encode(utf8(text)) if text != "" else []
 
     def _decode(self, ids: list[int]) -> str:
         return self._model.processor.decode(ids)

@@ -14,7 +14,9 @@ import seqio
 import seqio_tasks  # noqa: F401
 import tensorflow as tf
 
-from t5x import cli, configuration, data, models
+from t5x import cache, cli, configuration, data, models
+from t5x.data.view.drawing import Page
+from t5x.data.view.examples import report
 from t5x.errors import UserError
 
 LENGTHS = {"inputs": 32, "targets": 11}
@@ -83,12 +85,21 @@ def listed(example):
     }
 
 
-def message(name):
+def message(function, *args):
     try:
-        data.get_mixture_or_task(name).pipeline("train", LENGTHS, 0)
+        function(*args)
     except UserError as error:
         return str(error)
     return None
+
+
+def pipeline(name):
+    return data.get_mixture_or_task(name).pipeline("train", LENGTHS, 0)
+
+
+def viewed(name, lengths):
+    page, found = Page(80, bold=False), data.get_mixture_or_task(name)
+    return list(report(page, found, split="train", count=1, lengths=lengths, pack=False, seed=0))
 
 
 def main(job_file, results_file):
@@ -107,8 +118,10 @@ def main(job_file, results_file):
         "metrics": metrics(),
         "lines": [examples("lines", "train", seed) for seed in (0, 1)],
         "rates": [rates, {task.name: both.get_rate(task) for task in both.tasks}],
-        "unknown": message("qestions"),
-        "endless": message("endless"),
+        "unknown": message(pipeline, "qestions"),
+        "endless": message(pipeline, "endless"),
+        "cache": [message(cache.cache, "lines"), message(cache.cache, "both")],
+        "viewed": [viewed("needs_lengths", lengths) for lengths in (None, LENGTHS)],
         "vocabularies": [repr(vocabulary) for vocabulary in model.vocabularies.values()],
     }
     with open(results_file, "w") as file:

@@ -49,6 +49,11 @@ def noisy(example, seed):
     return example | {"inputs": tf.concat([example["inputs"][:where], [258], example["inputs"][where:]], 0)}
 
 
+@seqio.map_over_dataset
+def half(example, sequence_length):
+    return example | {"inputs": example["inputs"][: sequence_length["inputs"] // 2]}
+
+
 rekey = functools.partial(
     seqio.preprocessors.rekey, key_map={"inputs": "question", "targets": "answer", "others": "others"}
 )
@@ -78,6 +83,12 @@ seqio.TaskRegistry.add(
         lambda split, shuffle_files, seed=None: questions(split, False).repeat(), splits=("train",)
     ),
     preprocessors=[rekey, *ENDS],
+    output_features=FEATURES,
+)
+seqio.TaskRegistry.add(
+    "needs_lengths",
+    source=seqio.FunctionDataSource(questions, splits=("train",)),
+    preprocessors=[rekey, seqio.preprocessors.tokenize, half],
     output_features=FEATURES,
 )
 seqio.MixtureRegistry.add("inner", [("lines", 2.0), ("questions", 1.0)])
