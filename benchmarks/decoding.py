@@ -1,6 +1,6 @@
 """Decoding and scoring on this machine: tokens a second of ours, Hugging Face and CTranslate2, in turns.
 
-    python benchmarks/decoding.py [--ctranslate2 PYTHON] [--work greedy16,greedy1,beam4,score16] [--rounds 3] [--threads 2]
+    python benchmarks/decoding.py [--ctranslate2 PYTHON] [--work greedy16,greedy1,beam4,score16] [--rounds 3]
 
 T5 1.1 small with random weights, float32, 128 tokens in, 64 out, no early end. PYTHON has ctranslate2, transformers and
 torch. Rounds alternate, and the best of each is compared, as other programs on the machine only slow it down. Prints
@@ -86,9 +86,7 @@ def write_model(directory: str) -> None:
     import transformers
 
     torch.manual_seed(0)
-    config = transformers.T5Config(
-        vocab_size=32128, feed_forward_proj="gated-gelu", decoder_start_token_id=0, **SIZES
-    )
+    config = transformers.T5Config(vocab_size=32128, feed_forward_proj="gated-gelu", decoder_start_token_id=0, **SIZES)
     config.tie_word_embeddings = False
     model = transformers.T5ForConditionalGeneration(config)
     model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.shared.weight) * 0.05)
