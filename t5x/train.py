@@ -17,6 +17,7 @@ from t5x.data.config import DatasetConfig
 from t5x.errors import UserError
 from t5x.models import BaseTransformerModel
 from t5x.partitioning import PjitPartitioner, distributed
+from t5x.partitioning.distributed import PATIENCE
 from t5x.telemetry import MetricWriter, ThroughputClock, jsonl
 from t5x.telemetry.flops import StepCost
 from t5x.trainer.actions import Actions, ActionStop, BaseAction
@@ -80,10 +81,11 @@ def train(
       use_hardware_rng: the device's fast generator for dropout. It depends on the mesh and the compiler.
       summarize_config_fn: writes the configuration into MODEL_DIR.
       get_dataset_fn: makes the batches; of your own, see `t5x.trainer.datasets`.
-      concurrent_metrics: lines of metrics are computed and written while the next steps run.
+      concurrent_metrics: lines of metrics are computed and written while the next steps run, unless actions of TRAIN
+        wait for them.
       actions: by `TRAIN`, `TRAIN_EVAL` or `INFER_EVAL`: what may end the run, see `t5x.trainer.actions`.
       train_eval_get_dataset_fn: makes the batches of teacher-forced evaluation.
-      run_eval_before_training: evaluate once at the start.
+      run_eval_before_training: evaluate once, where the run begins.
       train_state_initializer_cls: lays a model's state out over the mesh, from (model, partitioner, shapes of inputs).
       use_orbax: T5X's other format is written by `t5x convert --to native`.
       verify_matching_vocabs_fn: checks the vocabularies of data and model; None does not.
@@ -104,8 +106,8 @@ def train(
     leader = distributed.is_leader()
     with (
         checkpoints.ModelDirLock(model_dir),
-        _store(model_dir, save_cfg) as store,
         trainer_lib.StopRequest() as stop,
+        _store(model_dir, save_cfg) as store,
         contextlib.ExitStack() as closing,
     ):
         store.remove_stale_tmp()
@@ -216,18 +218,20 @@ def train(
             and due[mode](first_step)
             and (actions.has(mode) or not evaluation.done(first_step))
         ]
-        if run_eval_before_training or again:
-            ended = evaluate(first_step, tuple(measured) if run_eval_before_training else again)
+        if run_eval_before_training and first_step == run.first_step:
+            ended = evaluate(first_step, tuple(measured))
+        elif again:
+            ended = evaluate(first_step, again)
         last_step = first_step
-        if first_step == total_steps or ended is not None:
-            why = "the checkpoint is at step %d already" if ended is None else f"{ended}; the checkpoint is of step %d"
-            log.info(f"{why}: there is nothing to train", first_step)
+        why = str(ended) if ended is not None else run.ended if actions else None
+        if first_step == total_steps or why is not None:
+            log.info("%s: there is nothing to train", why or f"the checkpoint is at step {first_step} already")
         else:
             with clock.apart("timing/train_iter_warmup"):
                 batch = loader.peek()
             with clock.apart("timing/compilation_seconds"):
                 log.info("compiled the train step in %.1f s", trainer.compile(batch))
-                distributed.barrier("compiled")  # who comes to a collective waits only seconds for the others
+                distributed.barrier("compiled", PATIENCE)  # who comes to a collective waits only seconds for the others
             cost = StepCost.of(model.module, batch, rows=batch_size, devices=partitioner.mesh.devices.flatten())
             log.info("%s", cost)
             lines = MetricLines(
@@ -238,12 +242,15 @@ def train(
             )
             closing.callback(lines.close)
 
-            def save(step: int) -> None:
+            def save(step: int, ended: ActionStop | None) -> None:
                 if writer is not None:
                     writer.flush()
                 if save_cfg is None:
                     return
-                position = Run(run.first_step, position_of_all(loader.state()), lines.unfinished(step), actions.state())
+                position = Run(
+                    run.first_step, position_of_all(loader.state()), lines.unfinished(step), actions.state(),
+                    None if ended is None else str(ended),
+                )  # fmt: skip
                 store.save(step, save_cfg.tree_to_save(trainer.state.tree()), sidecars=files | position.sidecars())
 
             last_step, ended = trainer_lib.run_loop(

@@ -14,7 +14,7 @@ from t5x.checkpoints import faults
 from t5x.errors import UserError
 from t5x.partitioning import distributed
 
-_PATIENCE = 3600  # seconds that one process may take longer than another, to verify or to write a large checkpoint
+_PATIENCE = distributed.PATIENCE  # it may verify or write a large checkpoint
 
 
 def decide(name: str, function: Callable[[], Any]) -> Any:

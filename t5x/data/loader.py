@@ -185,6 +185,11 @@ class TrainLoader(Iterator[Batch]):
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes on where `state` was taken, by this process or (see `merge_states`) by any number of them."""
         found = {name: value for name, value in state.items() if name not in ("batches", "lanes")}
+        if "lanes" not in state:
+            raise UserError(
+                "The saved position in the data is of batches of train.get_dataset_fn. Go on with that function, or "
+                "start a run in another MODEL_DIR from the checkpoint."
+            )
         lanes, size, saved_size = state["lanes"], self._identity["batch_size"], found.get("batch_size")
         if saved_size != size and found | {"batch_size": size} == self._identity:
             lanes = resized_states(lanes, saved_size, size)

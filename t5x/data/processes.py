@@ -68,7 +68,7 @@ def why_ended(process: subprocess.Popen) -> str:
 
 def pipes() -> tuple[BinaryIO, BinaryIO]:
     """A worker's (commands, answers). What a user's function prints goes to standard error from here on."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the parent decides when to end
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the parent decides when to end
         signal.signal(number, signal.SIG_IGN)
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=1 << 20)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

@@ -174,6 +174,9 @@ def machine() -> str:
 
 def visible_gpus() -> str:
     """The GPUs that this process may use, as far as the environment says; empty where there are none."""
+    platforms = jax.config.jax_platforms
+    if platforms and not {"cuda", "gpu", "rocm"}.intersection(platforms.split(",")):
+        return ""
     said = os.environ.get("CUDA_VISIBLE_DEVICES")
     if said is not None:
         return said

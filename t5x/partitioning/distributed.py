@@ -28,6 +28,8 @@ from t5x.partitioning.watch import CAUSE, STOP, Member, Watch, gather, join
 
 log = logging.getLogger(__name__)
 
+PATIENCE = 3600.0  # seconds that one process may take longer than another, to compute metrics or to compile
+
 _members: list[Member] = []
 _watch: Watch | None = None
 _ended: Watch | None = None  # of a process that ends with an error

@@ -6,12 +6,16 @@ In gin: `train.actions = {'TRAIN_EVAL': [@trainer.EarlyStoppingAction()]}`.
 import abc
 import dataclasses
 import enum
+import json
 import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from t5x.errors import UserError
+from t5x.partitioning import distributed
 from t5x.trainer.state import TrainState
 
 log = logging.getLogger(__name__)
@@ -205,6 +209,9 @@ class Actions:
                         f"mode. There: {', '.join(there)}."
                     )
 
+    def __bool__(self) -> bool:
+        return any(self._actions.values())
+
     def has(self, mode: str) -> bool:
         """Whether there are any of this mode."""
         return bool(self._actions.get(ActionMode[mode]))
@@ -219,12 +226,16 @@ class Actions:
     def run(self, mode: str, train_state: TrainState, metrics_by_task: MetricsByTask) -> ActionStop | None:
         """Runs every action of the mode; the first that asks for the end is answered.
 
-        The figures must be the same in all processes, so that all of them end.
+        Of several processes the first decides: some figures, such as times, are not the same in all.
         """
         stop = None
         for action in self._actions.get(ActionMode[mode], ()):
             if action.run(train_state, metrics_by_task) and stop is None:
                 stop = ActionStop(int(train_state.step), str(action), action.reason, action.worth_saving)
+        if jax.process_count() > 1 and self.has(mode):
+            mine = None if stop is None else dataclasses.asdict(stop)
+            told = json.loads(distributed.broadcast("actions", json.dumps(mine).encode(), distributed.PATIENCE))
+            stop = None if told is None else ActionStop(**told)
         return stop
 
     def state(self) -> dict[str, Any]:

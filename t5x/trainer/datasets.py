@@ -143,9 +143,14 @@ class ForeignBatches(Iterator[Batch]):
         return batch
 
     def state(self) -> dict[str, Any]:
-        return {"batches": self._taken}
+        return {"own": True, "batches": self._taken}
 
     def restore(self, state: Mapping[str, Any]) -> None:
+        if not state.get("own"):
+            raise UserError(
+                "The saved position in the data is of t5x's own loader, but the batches are now those of "
+                "train.get_dataset_fn. Go on without it, or start a run in another MODEL_DIR from the checkpoint."
+            )
         if state["batches"] > self._taken:
             log.info("passing over the first %d batches of train.get_dataset_fn", state["batches"] - self._taken)
         while self._taken < state["batches"]:

@@ -92,4 +92,4 @@ class InferenceEvaluator:
         )
         if jax.process_count() == 1:
             return results
-        return json.loads(distributed.broadcast("evaluation", json.dumps(results).encode()))
+        return json.loads(distributed.broadcast("evaluation", json.dumps(results).encode(), distributed.PATIENCE))

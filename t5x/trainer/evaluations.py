@@ -1,5 +1,6 @@
 """Evaluation inside a training run, of both kinds, written where T5X writes it."""
 
+import itertools
 import json
 import logging
 import os
@@ -10,6 +11,7 @@ import jax
 
 from t5x.data.config import DatasetConfig
 from t5x.data.tasks import get_subtasks
+from t5x.errors import UserError
 from t5x.metrics.accumulators import Metrics
 from t5x.partitioning import distributed
 from t5x.telemetry import MetricWriter, jsonl
@@ -58,7 +60,7 @@ class Evaluation:
     def done(self, step: int) -> bool:
         """Whether the evaluation of this step is in all its files."""
         there = all(any(record.get("step") == step for record, _ in jsonl.read(path)) for path in self._files)
-        return json.loads(distributed.broadcast("evaluation done", json.dumps(there).encode()))
+        return json.loads(distributed.broadcast("evaluation done", json.dumps(there).encode(), distributed.PATIENCE))
 
     def _evaluate(self, step: int) -> Figures:
         raise NotImplementedError
@@ -102,23 +104,33 @@ class TrainingEvaluation(Evaluation):
                 feature_converter_cls=converter_cls, model_dir=model_dir, start_step=first_step,
             )
         )  # fmt: skip
-        for batches in self._datasets.values():
-            next(iter(batches))  # what is wrong with this data is told now, not after the first period
+        for task, batches in self._datasets.items():
+            if next(iter(batches), None) is None:  # what is wrong with this data is told now, not after a period
+                raise UserError(
+                    f"There is nothing to evaluate of {task!r}: train_eval_get_dataset_fn gave no batch of it."
+                )
         name = cfg.mixture_or_task().name
         self._together = name if len(self._datasets) > 1 and name not in self._datasets else None
         self.tasks = [task[:_LONGEST_NAME] for task in (*self._datasets, self._together) if task is not None]
-        self._writers = {}
+        self._writers: dict[str, MetricWriter] = {}
         if distributed.is_leader():
+            self._files = [os.path.join(self._directory, task, METRICS_FILE) for task in self.tasks]
+            for path in self._files:
+                _drop_later(path, first_step)
+
+    def _open(self, step: int) -> None:
+        """Opens the files of metrics; a line of this step, which is evaluated again, goes."""
+        if distributed.is_leader() and not self._writers:
             for task in self.tasks:
                 directory = os.path.join(self._directory, task)
-                self._writers[task] = MetricWriter(directory, collection="training_eval", purge_step=first_step)
-                self._files.append(os.path.join(directory, METRICS_FILE))
+                self._writers[task] = MetricWriter(directory, collection="training_eval", purge_step=step - 1)
 
     def _evaluate(self, step: int) -> Figures:
         measured = {task: self._measure(batches) for task, batches in self._datasets.items()}
         if self._together is not None:
             measured[self._together] = [metrics for found in measured.values() for metrics in found]
         results = {task[:_LONGEST_NAME]: summarize(found) for task, found in measured.items()}
+        self._open(step)
         for task, figures in results.items():
             if task in self._writers:
                 self._writers[task].write_scalars(step, figures)
@@ -132,7 +144,7 @@ class TrainingEvaluation(Evaluation):
 
     def _measure(self, batches: Iterable[Any]) -> list[Metrics]:
         measured = []
-        for batch in numpy_batches(batches):
+        for batch in itertools.islice(numpy_batches(batches), self._eval_steps):
             self._check_stop()
             measured.append(self._trainer.measure(batch))
         return measured

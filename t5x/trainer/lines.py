@@ -48,7 +48,6 @@ class MetricLines:
     Attributes:
       figures: of the last line.
       shown: those of them that a person wants to see.
-      nonfinite: where a loss or gradient is not finite; known after `wait`, in all processes alike.
     """
 
     def __init__(
@@ -63,11 +62,11 @@ class MetricLines:
         self._pending: list[Metrics] = []
         self._thread = futures.ThreadPoolExecutor(1, "t5x-metrics") if concurrent else None
         self._job: futures.Future | None = None
+        self._counted = _Tokens()  # of the steps that `unfinished` has merged
         self._found: NonFinite | None = None
         self._slow_data_told = False
         self.figures: dict[str, float] = {}
         self.shown: dict[str, float] = {}
-        self.nonfinite: NonFinite | None = None
 
     def add(self, metrics: Metrics) -> None:
         """Takes the metrics of one more step, which the devices may still be computing."""
@@ -82,21 +81,21 @@ class MetricLines:
           others: figures to write along.
         """
         self.wait()
-        pending, before = self._pending, self._before
-        self._pending, self._before = [], None
+        job = functools.partial(self._finish, step, self._before, self._pending, self._counted, lap, others)
+        self._pending, self._before, self._counted = [], None, _Tokens()
         if self._thread is None:
-            self._finish(step, before, pending, lap, others)
-            self.nonfinite = self._found
+            job()
         else:
-            self._job = self._thread.submit(self._finish, step, before, pending, lap, others)
+            self._job = self._thread.submit(job)
 
     def unfinished(self, step: int) -> dict[str, list] | None:
         """The metrics since the last line, as JSON; waits for the devices."""
         self.wait()
         if self._pending:
-            self._before = _merged(self._before, self._on_host(self._pending, step))
+            steps = self._on_host(self._pending, step)
+            self._before = _merged(self._before, steps)
+            self._counted += _Tokens.of(steps)
             self._pending = []
-            self.nonfinite = self._found
         return None if self._before is None else to_json(self._before)
 
     def wait(self) -> None:
@@ -104,19 +103,29 @@ class MetricLines:
         job, self._job = self._job, None
         if job is not None:
             job.result()
-        self.nonfinite = self._found
+
+    def take_nonfinite(self) -> NonFinite | None:
+        """Where a loss or gradient was not finite, once; of what is written or merged, in all processes alike."""
+        self.wait()
+        found, self._found = self._found, None
+        return found
 
     def close(self) -> None:
         if self._thread is not None:
             self._thread.shutdown()
 
     def _finish(
-        self, step: int, before: Metrics | None, pending: list[Metrics], lap: Throughput, others: Mapping[str, float]
+        self,
+        step: int,
+        before: Metrics | None,
+        pending: list[Metrics],
+        counted: "_Tokens",
+        lap: Throughput,
+        others: Mapping[str, float],
     ) -> None:
         steps = self._on_host(pending, step)
-        targets = sum(metrics["target_tokens"].total for metrics in steps)
-        tokens = sum(metrics["non_padding_fraction/overall"].total for metrics in steps)
-        lap = dataclasses.replace(lap, target_tokens=int(targets), input_tokens=int(tokens - targets))
+        counted += _Tokens.of(steps)
+        lap = dataclasses.replace(lap, target_tokens=counted.targets, input_tokens=counted.inputs)
         figures = compute(_merged(before, steps))
         for name in ("target_tokens", FIRST_BAD_GRADIENT):
             figures.pop(name, None)
@@ -143,7 +152,26 @@ class MetricLines:
         return steps
 
 
+@dataclasses.dataclass(frozen=True)
+class _Tokens:
+    """Tokens that are no padding."""
+
+    inputs: int = 0
+    targets: int = 0
+
+    @classmethod
+    def of(cls, steps: list[Metrics]) -> "_Tokens":
+        targets = sum(int(metrics["target_tokens"].total) for metrics in steps)
+        return cls(sum(int(metrics["non_padding_fraction/overall"].total) for metrics in steps) - targets, targets)
+
+    def __add__(self, other: "_Tokens") -> "_Tokens":
+        return _Tokens(self.inputs + other.inputs, self.targets + other.targets)
+
+
 def _merged(before: Metrics | None, steps: list[Metrics]) -> Metrics:
+    if before is not None and steps and before.keys() != steps[0].keys():
+        log.warning("other metrics are computed than before the run was stopped: this line of them begins there")
+        before = None
     return functools.reduce(merge, steps if before is None else [before, *steps])
 
 

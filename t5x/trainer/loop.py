@@ -9,12 +9,11 @@ from collections.abc import Callable, Collection, Iterator
 import jax
 
 from t5x.data.loader import TrainLoader
-from t5x.errors import UserError
 from t5x.optimizers import trained
 from t5x.telemetry import Progress, ThroughputClock
 from t5x.trainer.actions import TRAIN_TASK, Actions, ActionStop
 from t5x.trainer.lines import MetricLines
-from t5x.trainer.nonfinite import Diagnosis, diagnose
+from t5x.trainer.nonfinite import diagnose
 from t5x.trainer.signals import StopRequest
 from t5x.trainer.trainer import Trainer, learning_rate_at
 
@@ -71,7 +70,7 @@ def run_loop(
     batch_size: int,
     lines: MetricLines,
     clock: ThroughputClock,
-    save: Callable[[int], None],
+    save: Callable[[int, ActionStop | None], None],
     evaluate: Callable[[int], ActionStop | None],
     actions: Actions,
     stop: StopRequest,
@@ -122,7 +121,7 @@ def run_loop(
                         ended = watch.look(lines, step) or ended
                         if ended is None or ended.worth_saving:
                             saved = step
-                            save(step)
+                            save(step, ended)
                 if ended is None and not stop:
                     with clock.apart("timing/evaluate_seconds"):
                         ended = evaluate(step)
@@ -130,36 +129,41 @@ def run_loop(
             if progress is not None:
                 progress.update(step, **lines.shown)
             ended = watch.look(lines, step) or ended
-        except UserError:
-            # Bad data, a metric that is not there … Of several processes this one alone cannot save.
+        except Exception:
+            # Bad data, an evaluation without memory … Of several processes this one alone cannot save.
             if step > saved and jax.process_count() == 1:
                 log.info("the run ends at step %d with an error; what was trained is saved first", step)
-                save(step)
+                try:
+                    lines.unfinished(step)
+                    if watch.look(lines, step) is None:
+                        save(step, None)
+                except Exception as error:
+                    log.warning("it could not be saved: %s", error)
             raise
         if step > saved and (ended is None or ended.worth_saving):
-            save(step)
+            save(step, ended)
     return step, ended
 
 
 class _NonFiniteWatch:
-    """Says, once, that a loss or gradient is not finite."""
+    """Says that a loss or gradient is not finite, the first time, and ends the run where that is to end it."""
 
     def __init__(self, trainer: Trainer, actions: Actions):
         self._trainer, self._actions = trainer, actions
-        self._told: Diagnosis | None = None
+        self._told = False
 
     def look(self, lines: MetricLines, step: int) -> ActionStop | None:
-        """The end of the run, where it is to end for that: a state that is known to be bad is not saved."""
-        if lines.nonfinite is None:
+        """The end of the run, unsaved, where its state is known to be bad. All processes call it at the same step."""
+        found = lines.take_nonfinite()
+        if found is None:
             return None
-        if self._told is None:
-            found, params = lines.nonfinite, self._trainer.state.params
-            self._told = diagnose(
-                found.steps, found.last_step, params, trained(self._trainer.model.optimizer_def, params)
-            )
-            log.warning("%s", self._told.message)
+        params = self._trainer.state.params
+        diagnosis = diagnose(found.steps, found.last_step, params, trained(self._trainer.model.optimizer_def, params))
+        if not self._told or diagnosis.parameters:
+            log.warning("%s", diagnosis.message)
+        self._told = True
         end = self._actions.end_on_nan(step)
-        if end is None and self._told.parameters:
+        if end is None and diagnosis.parameters:
             return ActionStop(step, "a parameter that is not finite", "training cannot recover from it", False)
         return end
 

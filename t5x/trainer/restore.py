@@ -43,15 +43,17 @@ class Run:
       data: position in the data, of all rows (see `position_of_all`); None at the beginning.
       metrics: of the steps since the last line of them; None where that line was just written.
       actions: what the run's actions know.
+      ended: which action ended the run, and why; None where none did.
     """
 
     first_step: int
     data: dict[str, Any] | None = None
     metrics: Any = None
     actions: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    ended: str | None = None
 
     def sidecars(self) -> dict[str, bytes]:
-        record = {"first_step": self.first_step, "metrics": self.metrics, "actions": self.actions}
+        record = {"first_step": self.first_step, "metrics": self.metrics, "actions": self.actions, "ended": self.ended}
         return {RUN_FILE: json.dumps(record).encode(), DATA_FILE: json.dumps(self.data).encode()}
 
     @classmethod
@@ -64,7 +66,7 @@ class Run:
         record = json.loads(checkpoints.read_sidecar(path, RUN_FILE))
         metrics = None if record["metrics"] is None else from_json(record["metrics"])
         data = json.loads(checkpoints.read_sidecar(path, DATA_FILE))
-        return cls(record["first_step"], data, metrics, record.get("actions", {}))
+        return cls(record["first_step"], data, metrics, record.get("actions", {}), record.get("ended"))
 
 
 def position_of_all(mine: Mapping[str, Any]) -> dict[str, Any]:

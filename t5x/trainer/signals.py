@@ -4,6 +4,7 @@ JAX's own service for preemption is the same notice, SIGTERM, in several process
 """
 
 import contextlib
+import itertools
 import os
 import signal
 import sys
@@ -18,7 +19,7 @@ from t5x.partitioning import distributed
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 75, signal.SIGHUP: 129}
 
 _POLL_SECONDS = 0.5
-_KEY = "stop"
+_numbers = itertools.count()
 
 
 class Stopped(Exception):
@@ -62,7 +63,9 @@ class StopRequest:
     def __enter__(self) -> "StopRequest":
         # Python delivers signals to its main thread only; a run in another thread is stopped by whoever started it.
         if threading.current_thread() is threading.main_thread():
-            self._previous = {s: signal.signal(s, self._handle) for s in EXIT_CODES}
+            # What is ignored stays so: `nohup` is meant to survive the end of a terminal.
+            ours = [s for s in EXIT_CODES if signal.getsignal(s) is not signal.SIG_IGN]
+            self._previous = {s: signal.signal(s, self._handle) for s in ours}
         if self._agreement is not None:
             self._agreement.start()
         return self
@@ -101,6 +104,8 @@ class _Agreement:
         self._begun = 0  # steps that this process has begun
         self._promised = False
         self._last: int | None = None
+        self._failure: Exception | None = None
+        self._key = f"stop {next(_numbers)}"
         self._changed = threading.Condition()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="t5x-stop", daemon=True)
@@ -116,15 +121,25 @@ class _Agreement:
             if not self._promised or step < self._begun:
                 self._begun = max(self._begun, step + 1)
                 return False
-            self._changed.wait_for(lambda: self._last is not None)
+            self._changed.wait_for(lambda: self._last is not None or self._failure is not None)
+            if self._failure is not None:
+                raise self._failure
             self.reached = step >= self._last
             return self.reached
 
     def _watch(self) -> None:
+        try:
+            self._agree()
+        except Exception as error:
+            with self._changed:
+                self._promised, self._failure = True, error
+                self._changed.notify_all()
+
+    def _agree(self) -> None:
         while not self._closed.wait(_POLL_SECONDS):
             if self.signum is not None:
-                distributed.put(_KEY, str(int(self.signum)).encode())
-            asked = distributed.poll(_KEY)
+                distributed.put(self._key, str(int(self.signum)).encode())
+            asked = distributed.poll(self._key)
             if asked is None:
                 continue
             with self._changed:
