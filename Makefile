@@ -15,7 +15,7 @@ demo: $(VENV)/.core
 
 test: $(VENV)/.dev $(REFERENCE)/.installed
 	@$(BIN)/ruff check .
-	@$(BIN)/python -m pytest -n 2 --dist worksteal
+	@$(BIN)/python -m pytest -n 2 --dist worksteal --durations 25
 
 # Kills training runs a hundred times and compares what they come to (half an hour).
 chaos: $(VENV)/.dev

@@ -196,5 +196,5 @@ def test_a_directory_without_a_vocabulary_says_so(tmp_path):
     huggingface_models.model("T5 1.1").save_pretrained(tmp_path / "hf")
     with pytest.raises(Exception, match="holds no vocabulary for inputs and targets"):
         model_of(open_checkpoint(tmp_path / "hf"))
-    with pytest.raises(Exception, match="holds no vocabulary"):
+    with pytest.raises(UserError, match="comes without a vocabulary"):
         infer.load(str(tmp_path / "hf"))

@@ -38,6 +38,7 @@ GIVEN = {
     "TF_EXAMPLE_FILE_PATHS": "['in.tfrecord']",
     "TF_EXAMPLE_FILE_TYPE": "'tfrecord'",
     "DROPOUT_RATE": "0.0",
+    "DATA_DIR": "'data'",
 }
 
 # The sizes of T5X's models. Those of the tiny ones, and of the scalable T5 1.1 and mT5, which have a relative-position

@@ -29,7 +29,7 @@ def test_sst2(sst2):
 
 def test_sst2_is_a_whole_configuration(capsys):
     said = run(
-        capsys, "train", "--gin_file=t5x/examples/recipes/sst2.gin", "--gin.MODEL_DIR=run", "--gin.SST2=sst2",
+        capsys, "train", "--gin_file=t5x/examples/recipes/sst2.gin", "--gin.MODEL_DIR=run", "--gin.DATA_DIR=sst2",
         "--gin.INITIAL_CHECKPOINT_PATH=flan", "--dry_run",
     )  # fmt: skip
     assert said.code == 0, said.err

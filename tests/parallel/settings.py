@@ -43,9 +43,7 @@ SOME = [
     Setting("dp", False, 2, 2),
     Setting("tp", True, 4, 1),
     Setting("fsdp", True, 2, 1),
-    Setting("2d", False, 4, 1),
     Setting("tp", False, 1, 1),
-    Setting("dp", True, 1, 1),
 ]
 
 
