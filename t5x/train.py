@@ -264,12 +264,12 @@ def train(
             raise trainer_lib.Stopped(
                 stop.signum, f"stopped after step {last_step}; {kept}. The same command goes on from there."
             )
+        if ended is not None and not ended.worth_saving:
+            steps = store.steps()
+            good = f"The last checkpoint is {store.path(steps[-1])}." if steps else "There is no checkpoint."
+            raise UserError(f"{ended}. What came after the last checkpoint was not saved. {good}")
         if ended is not None:
             log.info("%s", ended)
-            if not ended.worth_saving:
-                steps = store.steps()
-                good = f"The last checkpoint is {store.path(steps[-1])}." if steps else "There is no checkpoint."
-                raise UserError(f"{ended}. What came after the last checkpoint was not saved. {good}")
         return last_step, trainer.state
 
 
