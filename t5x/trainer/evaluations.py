@@ -1,5 +1,6 @@
 """Evaluation inside a training run, of both kinds, written where T5X writes it."""
 
+import abc
 import itertools
 import json
 import logging
@@ -32,7 +33,7 @@ class _Interrupted(Exception):
     """The run was asked to stop in the middle of an evaluation."""
 
 
-class Evaluation:
+class Evaluation(abc.ABC):
     """One kind of evaluation of the trainer's current parameters.
 
     Attributes:
@@ -62,19 +63,14 @@ class Evaluation:
         there = all(any(record.get("step") == step for record, _ in jsonl.read(path)) for path in self._files)
         return json.loads(distributed.broadcast("evaluation done", json.dumps(there).encode(), distributed.PATIENCE))
 
+    @abc.abstractmethod
     def _evaluate(self, step: int) -> Figures:
-        raise NotImplementedError
+        """Measures and writes."""
 
     def _check_stop(self) -> None:
         # Of several processes none may leave alone: the others wait for it in the next batch.
         if self._stop and jax.process_count() == 1:
             raise _Interrupted
-
-    def __enter__(self) -> "Evaluation":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
 
 class TrainingEvaluation(Evaluation):
@@ -148,6 +144,9 @@ class TrainingEvaluation(Evaluation):
             self._check_stop()
             measured.append(self._trainer.measure(batch))
         return measured
+
+    def __enter__(self) -> "TrainingEvaluation":
+        return self
 
     def __exit__(self, *_: object) -> None:
         for writer in self._writers.values():
