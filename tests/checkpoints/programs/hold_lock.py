@@ -1,6 +1,6 @@
 """Takes the lock of a MODEL_DIR, says so, and sleeps. Usage: hold_lock.py MODEL_DIR [fork]
 
-With `fork`, a forked child (as a data worker would be) sleeps too, and its process id is printed.
+With `fork`, a forked child (as a data worker would be) says its process id once it runs, and sleeps too.
 """
 
 import os
@@ -11,11 +11,10 @@ from t5x.checkpoints import ModelDirLock
 
 lock = ModelDirLock(sys.argv[1])
 if sys.argv[2:] == ["fork"]:
-    child = os.fork()
-    if child == 0:
+    if os.fork() == 0:
+        print(os.getpid())
         time.sleep(600)
         os._exit(0)
-    print(child)
 else:
     print("held")
 time.sleep(600)
