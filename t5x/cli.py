@@ -1,6 +1,7 @@
 """The `t5x` command: finds the verb, runs it, and turns every error into a message and an exit code."""
 
 import contextlib
+import importlib
 import os
 import signal
 import sys
@@ -8,7 +9,9 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import NoReturn
 
-from t5x import __version__, verbs
+from t5x import __version__
+from t5x.verbs import VERBS
+from t5x.verbs.arguments import parser_of
 
 USAGE = """\
 Train, fine-tune, evaluate and run T5-family models.
@@ -46,10 +49,10 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     if verb == "--version":
         print(f"t5x {__version__}")
         sys.exit(0)
-    if verb not in verbs.VERBS:
+    if verb not in VERBS:
         import difflib
 
-        near = difflib.get_close_matches(verb, verbs.VERBS, 1)
+        near = difflib.get_close_matches(verb, VERBS, 1)
         hint = f" Did you mean `t5x {near[0]}`?" if near else ""
         print(f"error: t5x has no verb {verb!r}.{hint} `t5x --help` lists them.", file=sys.stderr)
         sys.exit(2)
@@ -72,16 +75,16 @@ def run_verb(verb: str, argv: Sequence[str]) -> int:
 
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # a gin file's `import my_tasks` finds my_tasks.py here
-    define, run = verbs.VERBS[verb]
-    parser = verbs.parser(verb)
-    define(parser)
+    module = importlib.import_module(f"t5x.verbs.{verb}")
+    parser = parser_of(verb)
+    module.define(parser)
     debug = "--debug" in argv
     startup.configure_logging(debug=debug)
     try:
         argv, bindings = configuration.split_gin_args(argv)
         args = parser.parse_args(argv)
         args.gin_bindings = [*(getattr(args, "gin_bindings", None) or ()), *bindings]
-        run(args)
+        module.run(args)
         sys.stdout.flush()
         return 0
     except KeyboardInterrupt:

@@ -1,0 +1,129 @@
+"""What verbs have in common: arguments, gin files, several processes, signals."""
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any, NoReturn
+
+from t5x.errors import UserError
+
+GIN_HELP = """\
+configuration:
+  --gin_file FILE            a gin file; give it several times, later ones win. It is looked for in the search paths, in
+                             the directory of the file that includes it, and in the directory above the t5x package
+  --gin.NAME=VALUE           sets a macro or a parameter after all files: --gin.TRAIN_STEPS=1000,
+                             --gin.train/utils.DatasetConfig.batch_size=64. What is not gin is taken as a string
+  --gin_bindings 'N = VALUE' the same in gin's own words
+  --gin_search_paths A,B     where gin files are looked for (default: .)
+"""
+
+
+def leave_in_order(signum: int, frame: FrameType | None) -> NoReturn:
+    """SIGTERM while something is half written: it is cleaned up on the way out."""
+    print("terminated", file=sys.stderr, flush=True)
+    sys.exit(75)
+
+
+def work_begins() -> None:
+    """From here on Ctrl-C is Python's: what is half written is cleaned up."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def parser_of(verb: str) -> argparse.ArgumentParser:
+    """What every verb has."""
+    made = argparse.ArgumentParser(
+        prog=f"t5x {verb}", formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    made.add_argument("--debug", action="store_true", help="tracebacks, and more in the log")
+    return made
+
+
+def add_gin(parser: argparse.ArgumentParser) -> None:
+    hide = {"help": argparse.SUPPRESS}  # told in the epilog, with --gin.NAME=VALUE, which argparse does not see
+    parser.add_argument("--gin_file", action="append", default=[], metavar="FILE", **hide)
+    parser.add_argument("--gin_bindings", action="append", default=[], metavar="BINDING", **hide)
+    parser.add_argument("--gin_search_paths", default=".", metavar="DIRS", **hide)
+    parser.add_argument("--tfds_data_dir", metavar="DIR", help="where TensorFlow Datasets keeps its data")
+    parser.add_argument(
+        "--seqio_additional_cache_dirs", default="", metavar="DIR,DIR", help="offline caches of tasks of the real seqio"
+    )
+    parser.add_argument("--dry_run", action="store_true", help="print the whole configuration and run nothing")
+    add_import(parser)
+    add_processes(parser)
+
+
+def add_processes(parser: argparse.ArgumentParser) -> None:
+    processes = parser.add_argument_group(
+        "several processes", "SLURM, Open MPI, Kubernetes and TPU pods are found by themselves"
+    )
+    processes.add_argument("--coordinator_address", metavar="HOST:PORT", help="of process 0")
+    processes.add_argument("--process_count", type=int, metavar="N", help="how many there are")
+    processes.add_argument("--process_index", type=int, metavar="I", help="which of them this one is, from 0")
+    processes.add_argument(
+        "--initialization_timeout", type=int, default=300, metavar="SECONDS", help="to wait for the others (300)"
+    )
+    processes.add_argument("--multiprocess_gpu", action="store_true", help="there must be several processes")
+
+
+@contextlib.contextmanager
+def processes(args: argparse.Namespace) -> Iterator[None]:
+    """Joins the processes of a run, if there are several, around what they do together."""
+    from t5x import startup
+    from t5x.partitioning import distributed
+
+    names = ("coordinator_address", "process_count", "process_index", "initialization_timeout", "multiprocess_gpu")
+    startup.prepare_jax()
+    with distributed.run(**{name: getattr(args, name) for name in names}):
+        startup.name_process()
+        yield
+
+
+def add_import(parser: argparse.ArgumentParser) -> None:
+    help_ = "a module that registers tasks, by name or as a .py file; may be repeated"
+    parser.add_argument("--import", dest="modules", action="append", default=[], metavar="MODULE", help=help_)
+
+
+def import_modules(args: argparse.Namespace) -> None:
+    if args.modules:
+        from t5x.data.config import import_task_module
+
+        for module in args.modules:
+            import_task_module(module)
+
+
+def describe(parser: argparse.ArgumentParser, text: str, examples: str) -> None:
+    parser.description = text
+    parser.epilog = GIN_HELP + "\nexamples:\n" + textwrap.indent(textwrap.dedent(examples).strip(), "  ")
+
+
+def run_gin(args: argparse.Namespace, entry: Callable) -> Any:
+    """Reads the configuration, checks all of it, and calls the entry point; returns what that does."""
+    from t5x import configuration
+
+    if args.tfds_data_dir:
+        os.environ["TFDS_DATA_DIR"] = args.tfds_data_dir
+    if args.seqio_additional_cache_dirs:
+        from t5x.data import seqio_bridge
+
+        seqio_bridge.add_cache_directories(filter(None, args.seqio_additional_cache_dirs.split(",")))
+    if not args.gin_file and not args.gin_bindings:
+        raise UserError("there is nothing to run: give --gin_file=FILE. `--help` shows examples.")
+    import_modules(args)
+    configuration.parse(
+        gin_files=args.gin_file,
+        bindings=args.gin_bindings,
+        search_paths=[path for path in args.gin_search_paths.split(",") if path],
+        entry_points={entry.__name__: entry},
+    )
+    configuration.check(entry)
+    if args.dry_run:
+        print(configuration.resolved_str())
+        return None
+    work_begins()
+    with processes(args):
+        return configuration.configured(entry)()

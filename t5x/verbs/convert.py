@@ -1,0 +1,27 @@
+"""`t5x convert`: its arguments, and a few lines over its entry point."""
+
+import argparse
+import signal
+
+from t5x.verbs.arguments import leave_in_order, work_begins
+
+
+def define(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Convert a checkpoint of any format to ours (t5x), native T5X (native) or Hugging Face (hf)."
+    parser.add_argument("source", metavar="SRC", help="a checkpoint, or a MODEL_DIR")
+    parser.add_argument("destination", metavar="DST", help="the directory to make")
+    parser.add_argument("--to", required=True, choices=("t5x", "native", "hf"), help="the format to write")
+    parser.add_argument(
+        "--layers", choices=("unrolled", "scanned"), default="unrolled", help="one array a layer (default), or stacked"
+    )
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of the parameters (default: as they are)")
+    parser.add_argument("--overwrite", action="store_true", help="replace a destination that exists")
+    parser.epilog = "example:\n  t5x convert runs/demo demo_hf --to hf"
+
+
+def run(args: argparse.Namespace) -> None:
+    from t5x.convert import convert
+
+    work_begins()
+    signal.signal(signal.SIGTERM, leave_in_order)
+    convert(args.source, args.destination, to=args.to, layers=args.layers, dtype=args.dtype, overwrite=args.overwrite)

@@ -1,0 +1,17 @@
+"""`t5x demo`: its arguments, and a few lines over its entry point."""
+
+import argparse
+import os
+
+
+def define(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Train a tiny byte-level T5 to write dates as ISO dates, on this machine, and show what it learned."
+    )
+    parser.add_argument("--model_dir", default=os.path.join("runs", "demo"), metavar="DIR", help="default: runs/demo")
+
+
+def run(args: argparse.Namespace) -> None:
+    from t5x.demo import demo
+
+    demo(args.model_dir, bindings=args.gin_bindings)
