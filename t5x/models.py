@@ -302,7 +302,7 @@ class EncoderDecoderModel(BaseTransformerModel):
         _, caches = decode(variables, encoded, inputs, empty, empty, mutable=list(CACHES))
         caches = dict(caches)
         cache = caches.pop("cache", {})
-        if not caches:  # a network without our cross-attention, where beams share what the encoder gave
+        if "cross_cache" not in caches:  # without our cross-attention, where beams share what the encoder gave
             encoded, inputs = (jnp.repeat(x, options["num_decodes"], axis=0) for x in (encoded, inputs))
 
         def tokens_to_logits(state: decoding.DecodingState) -> tuple[jax.Array, Any]:

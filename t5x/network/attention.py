@@ -96,17 +96,43 @@ def attend(
     return BACKENDS[name](query, key, value, mask, bias)
 
 
+def attend_cached(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    mask: Mask,
+    bias: RelativeBias | None = None,
+    float32_logits: bool = False,
+) -> jax.Array:
+    """`attend` of a decoding step: few queries, and keys and values [batch, heads, k, head_dim] as caches hold them.
+
+    In that order a product reads what one head of one row needs from one place; in `attend`'s, every step of a decoding
+    loop would transpose the whole cache first.
+    """
+    if float32_logits:
+        query, key = query.astype(jnp.float32), key.astype(jnp.float32)
+    logits = jnp.einsum("bqhd,bhkd->bhqk", query, key, preferred_element_type=jnp.float32)
+    weights = _weights(logits, mask, bias).astype(value.dtype)
+    return jnp.einsum("bhqk,bhkd->bqhd", weights, value)
+
+
 def attend_xla(query: jax.Array, key: jax.Array, value: jax.Array, mask: Mask, bias: RelativeBias | None) -> jax.Array:
     """The reference: plain products, softmax in float32."""
-    q_length, k_length = query.shape[1], key.shape[1]
     logits = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32)
+    weights = _weights(logits, mask, bias).astype(value.dtype)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, value)
+
+
+def _weights(logits: jax.Array, mask: Mask, bias: RelativeBias | None) -> jax.Array:
+    """Of products [batch, heads, q, k]."""
+    q_length, k_length = logits.shape[2:]
     if bias is not None:
         at = bias.matrix(q_length, k_length) if mask.position is None else bias.row(mask.position, k_length)
         logits += at
     if (allowed := mask.allowed(q_length, k_length)) is not None:
         logits = jnp.where(allowed, logits, MASKED)
-    weights = jax.nn.softmax(logits, axis=-1).astype(value.dtype)
-    return jnp.einsum("bhqk,bkhd->bqhd", weights, value)
+    return jax.nn.softmax(logits, axis=-1)
 
 
 Backend = Callable[[jax.Array, jax.Array, jax.Array, Mask, RelativeBias | None], jax.Array]

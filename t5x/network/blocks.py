@@ -7,16 +7,16 @@ import jax
 import jax.numpy as jnp
 from flax.linen import initializers, partitioning
 
-from t5x.network.attention import Mask, attend
+from t5x.network.attention import Mask, attend, attend_cached
 from t5x.network.config import NetworkConfig
 from t5x.network.keys import Keys, dropout
-from t5x.network.layers import MLP, Dense, RMSNorm
+from t5x.network.layers import KERNELS, MLP, Dense, RMSNorm
 from t5x.network.relative_position import RelativeBias, RelativePositionBias
 from t5x.partitioning.logical import constrain
 
 # What a decoding step carries: `cache` changes at every step; `cross_cache` (keys and values of the encoder's output)
-# is computed once.
-CACHES = ("cache", "cross_cache")
+# and `kernels` (see `Dense`) are computed once.
+CACHES = ("cache", "cross_cache", KERNELS)
 
 
 class Attention(nn.Module):
@@ -65,47 +65,55 @@ class Attention(nn.Module):
         query = heads("query", x, query_init)
         if self.cache == "cross":
             # Filled by the pass that creates the cache, from the encoder's output; read by every step after it.
-            key = self.variable("cross_cache", "cached_key", lambda: heads("key", source)).value
-            value = self.variable("cross_cache", "cached_value", lambda: heads("value", source)).value
+            key = self.variable("cross_cache", "cached_key", lambda: _heads_first(heads("key", source))).value
+            value = self.variable("cross_cache", "cached_value", lambda: _heads_first(heads("value", source))).value
             query = query.reshape(key.shape[0], -1, *query.shape[2:])
+            cached = key, value, mask
         else:
             key, value = heads("key", source), heads("value", source)
-        if self.cache in ("self", "rows"):
-            key, value, mask = self._update_cache(key, value, mask, prefill_lengths)
-        out = attend(
-            query,
-            key,
-            value,
-            mask=mask,
-            bias=bias,
-            keys=keys.at("weights"),
-            dropout_rate=cfg.dropout_rate,
-            float32_logits=cfg.float32_attention_logits,
-            backend=cfg.attention_backend,
-        )
+            cached = self._update_cache(key, value, prefill_lengths) if self.cache else None
+        if cached is not None:
+            key, value, mask = cached
+            out = attend_cached(query, key, value, mask=mask, bias=bias, float32_logits=cfg.float32_attention_logits)
+        else:
+            out = attend(
+                query,
+                key,
+                value,
+                mask=mask,
+                bias=bias,
+                keys=keys.at("weights"),
+                dropout_rate=cfg.dropout_rate,
+                float32_logits=cfg.float32_attention_logits,
+                backend=cfg.attention_backend,
+            )
         out = out.reshape(*x.shape[:-1], width)
         return Dense(x.shape[-1], ("joined_kv", "embed"), cfg.dtype, kernel_init, name="out")(out, keys.at("out"))
 
     def _update_cache(
-        self, key: jax.Array, value: jax.Array, mask: Mask, prefill_lengths: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array, Mask]:
-        """Writes this step's key and value; the pass that creates the cache only sizes it, a prefill fills it."""
+        self, key: jax.Array, value: jax.Array, prefill_lengths: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array, Mask] | None:
+        """Writes a step's key and value; returns all there are, [batch, heads, k, head_dim], and the mask over them.
+
+        The pass that creates the cache only sizes it, a prefill fills it: they return None.
+        """
         exists = self.has_variable("cache", "cached_key")
+        key, value = _heads_first(key), _heads_first(value)
         cached_key = self.variable("cache", "cached_key", jnp.zeros_like, key)
         cached_value = self.variable("cache", "cached_value", jnp.zeros_like, value)
         rows = key.shape[:1] if self.cache == "rows" else ()
         index = self.variable("cache", "cache_index", jnp.zeros, rows, jnp.int32)
         if prefill_lengths is not None:
             if key.shape != cached_key.value.shape:
-                raise ValueError(f"a cache of length {cached_key.value.shape[1]} cannot take {key.shape[1]} positions")
+                raise ValueError(f"a cache of length {cached_key.value.shape[2]} cannot take {key.shape[2]} positions")
             cached_key.value, cached_value.value = key, value
             index.value = prefill_lengths.astype(jnp.int32)
-            return key, value, mask
+            return None
         if not exists:
-            return key, value, mask
-        if key.shape[1] != 1:
-            raise ValueError(f"a decoding step takes one token a row; got {key.shape[1]}")
-        write = lambda cache, new, at: jax.lax.dynamic_update_slice_in_dim(cache, new, at, axis=cache.ndim - 3)
+            return None
+        if key.shape[2] != 1:
+            raise ValueError(f"a decoding step takes one token a row; got {key.shape[2]}")
+        write = lambda cache, new, at: jax.lax.dynamic_update_slice_in_dim(cache, new, at, axis=cache.ndim - 2)
         if rows:
             write = jax.vmap(write)
         cached_key.value = write(cached_key.value, key, index.value)
@@ -113,6 +121,11 @@ class Attention(nn.Module):
         mask = Mask(position=index.value)
         index.value = index.value + 1
         return cached_key.value, cached_value.value, mask
+
+
+def _heads_first(x: jax.Array) -> jax.Array:
+    """[batch, length, heads, head_dim] -> [batch, heads, length, head_dim]."""
+    return jnp.swapaxes(x, 1, 2)
 
 
 def relative_bias(cfg: NetworkConfig, keys: Keys, *, bidirectional: bool) -> RelativeBias:

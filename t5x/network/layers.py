@@ -31,8 +31,14 @@ def parameter(module: nn.Module, name: str, init: Callable, shape: Sequence[int]
     return param_with_axes(name, initial, axes=tuple(axes), module=module)
 
 
+KERNELS = "kernels"  # the collection of a decoding loop's transposed kernels
+
+
 class Dense(nn.Module):
-    """x [..., in] @ kernel [in, features], without a bias."""
+    """x [..., in] @ kernel [in, features], without a bias.
+
+    On a CPU the pass that creates the caches of a decoding loop also transposes the kernels, once, for `few_rows`.
+    """
 
     features: int
     axes: tuple[str, str]
@@ -44,7 +50,25 @@ class Dense(nn.Module):
         """`columns`, int [batch, n]: only these features of x [batch, length, in], each row its own."""
         kernel = parameter(self, "kernel", self.kernel_init, (x.shape[-1], self.features), self.axes, keys)
         x, kernel = x.astype(self.dtype), kernel.astype(self.dtype)
-        return jnp.dot(x, kernel) if columns is None else jnp.einsum("bqd,dbn->bqn", x, kernel[:, columns])
+        if columns is not None:
+            return jnp.einsum("bqd,dbn->bqn", x, kernel[:, columns])
+        if self.has_variable(KERNELS, "transposed"):
+            return few_rows(x, self.get_variable(KERNELS, "transposed"))
+        if jax.default_backend() == "cpu" and self.is_mutable_collection(KERNELS) and not self.is_initializing():
+            self.put_variable(KERNELS, "transposed", kernel.T)
+        return jnp.dot(x, kernel)
+
+
+def few_rows(x: jax.Array, transposed: jax.Array) -> jax.Array:
+    """x [..., in] @ transposed [features, in].T, in the way a CPU is quick with where x has few rows.
+
+    Multiplied from the left, the kernel is read as it lies; XLA would otherwise pack it anew at every step (twice the
+    time for 16 rows). A single row is a matrix-vector product, which is quick either way.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    made = jax.lax.dot_general(transposed, rows, (((1,), (1,)), ((), ())))
+    # The barrier keeps XLA from turning the product round again.
+    return jax.lax.optimization_barrier(made).T.reshape(*x.shape[:-1], transposed.shape[0])
 
 
 class RMSNorm(nn.Module):

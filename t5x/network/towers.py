@@ -9,7 +9,7 @@ from t5x.network.attention import Mask
 from t5x.network.blocks import DecoderLayer, EncoderLayer, relative_bias, run_layers
 from t5x.network.config import NetworkConfig
 from t5x.network.keys import Keys, dropout
-from t5x.network.layers import Dense, Embed, RMSNorm, embed
+from t5x.network.layers import Dense, Embed, RMSNorm, embed, few_rows
 from t5x.partitioning.logical import constrain
 
 
@@ -64,7 +64,12 @@ class Decoder(nn.Module):
         x = RMSNorm(cfg.dtype, name="decoder_norm")(x)
         x = dropout(x, cfg.dropout_rate, keys.at("decoded")).astype(jnp.float32)
         if cfg.logits_via_embedding:
-            products = x @ table.T if logits_of is None else jnp.einsum("bqd,bnd->bqn", x, table[logits_of])
+            if logits_of is not None:
+                products = jnp.einsum("bqd,bnd->bqn", x, table[logits_of])
+            elif cache is not None and x.shape[1] == 1 and jax.default_backend() == "cpu":
+                products = few_rows(x, table)
+            else:
+                products = x @ table.T
             logits = products / np.sqrt(x.shape[-1])
         else:
             logits = Dense(cfg.vocab_size, ("embed", "vocab"), jnp.float32, name="logits_dense")(
