@@ -16,6 +16,8 @@ import jax
 from t5x import checkpoints, gin_utils
 from t5x.checkpoints import agreement
 from t5x.checkpoints.config import RestoreCheckpointConfig
+from t5x.checkpoints.formats import open_checkpoint
+from t5x.checkpoints.paths import step_of
 from t5x.data import Evaluator
 from t5x.data.config import DatasetConfig
 from t5x.data.loader import eval_batches
@@ -30,9 +32,11 @@ from t5x.trainer import Trainer
 from t5x.trainer.checks import verify_matching_vocabs
 from t5x.trainer.datasets import ShardInfo, get_training_eval_datasets, numpy_batches
 from t5x.trainer.evaluation import InferenceEvaluator
+from t5x.trainer.model_info import write_model_info
 from t5x.trainer.restore import open_for_all, restore_params
 from t5x.trainer.state import StateLayout, TrainState
 from t5x.trainer.trainer import summarize
+from t5x.urls import is_remote
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +45,6 @@ Results = dict[int, dict[str, dict[str, float]]]
 INFERENCE, TRAINING = "inference_eval", "training_eval"
 
 _INDEX = re.compile(r"-(\d+)\.index$")
-_STEP = re.compile(r"(?:checkpoint_|-)(\d+)$")
 _LONGEST_NAME = 113  # of a directory of metrics, as in T5X
 _SIGNATURES = {translation.bleu: translation.bleu_signature, translation.chrf: translation.chrf_signature}
 
@@ -64,7 +67,8 @@ def evaluate(
     """Scores checkpoints, of any format, with the metrics of a task, or of each task of a mixture.
 
     Where there are several (`restore_checkpoint_cfg.mode = "all"`, or a list of paths), those done are noted in
-    `<output_dir>/eval.<task>.ckpt` and passed over when it is started again.
+    `<output_dir>/eval.<task>.ckpt` and passed over when it is started again. Of a MODEL_DIR in a list, the checkpoint
+    that was its newest is noted: a newer one is evaluated.
 
     Args:
       restore_checkpoint_cfg: which checkpoints, and by which rules they are restored.
@@ -94,11 +98,11 @@ def evaluate(
     done = _Done(os.path.join(output_dir, f"eval.{dataset_cfg.mixture_or_task().name}.ckpt"))
     paths = agreement.decide("eval/checkpoints", lambda: _checkpoints(restore_checkpoint_cfg))
     noted = len(paths) > 1 or restore_checkpoint_cfg.mode == "all"
-    before = agreement.decide("eval/done", lambda: done.among(paths)) if noted else []
+    before = agreement.decide("eval/done", lambda: done.among(paths)) if noted else {}
     if noted:
         again = f" ({done.path} lists them: remove it to evaluate them again)" if before else ""
         log.info("%d checkpoint(s), %d evaluated before%s", len(paths), len(before), again)
-    steps = {_step_in(path): path for path in before}
+    steps = {step: path for path, step in before.items()}
 
     # --- The model, without an optimizer ------------------------------------------------------------------------------
     model = copy.copy(model)
@@ -107,7 +111,7 @@ def evaluate(
     if distributed.is_leader():
         if summarize_config_fn is not None:
             summarize_config_fn(output_dir, None, 0)
-        _write_model_info(output_dir, layout)
+        write_model_info(output_dir, layout)
     inference = training = None
     if len(before) < len(paths):
         if scored:
@@ -132,12 +136,13 @@ def evaluate(
             continue
         source = open_for_all(path)
         step = source.step or 0
+        if noted and agreement.decide("eval/done one", lambda p=source.path: bool(done.among([p]))):
+            log.info("%s was evaluated before", source.path)
+            steps[step] = source.path
+            continue
         log.info("evaluating %s (%s), step %d", source.path, source.format, step)
         if step in steps:
-            raise UserError(
-                f"{source.path} is the second checkpoint of step {step}, after {steps[step]}: its results would take "
-                "the place of the first one's. Evaluate it with another EVAL_OUTPUT_DIR."
-            )
+            raise _second_of_step(source.path, step, steps[step])
         params = restore_params(source, model, layout, restore_checkpoint_cfg, fallback_init_rng)
         found = {}
         with _progress(step) as before_batch:
@@ -151,7 +156,7 @@ def evaluate(
         for task, metrics in found.items():
             log.info("step %d, %s: %s", step, task, ", ".join(f"{k} {v:.4g}" for k, v in metrics.items()))
         if noted and distributed.is_leader():
-            done.add(path)
+            done.add(source.path)
     earlier = agreement.decide(
         "eval/earlier", lambda: _written(output_dir, dataset_cfg, [step for step in steps if step not in results])
     )
@@ -162,10 +167,25 @@ def evaluate(
 
 
 def _checkpoints(cfg: RestoreCheckpointConfig) -> list[str]:
-    paths = [cfg.path] if isinstance(cfg.path, str) else list(cfg.path)
-    if not paths:
+    """Checkpoints, and MODEL_DIRs of which the newest is meant. Those of one step would write one file: a UserError."""
+    given = [cfg.path] if isinstance(cfg.path, str) else list(cfg.path)
+    if not given:
         raise UserError("utils.RestoreCheckpointConfig.path is empty: give a checkpoint to evaluate, or a MODEL_DIR.")
-    return paths if cfg.mode != "all" else [checkpoint for path in paths for checkpoint in _all_in(path)]
+    given = [path if is_remote(path) else str(checkpoints.local_path(path)) for path in given]
+    paths = given if cfg.mode != "all" else [checkpoint for path in given for checkpoint in _all_in(path)]
+    of_step: dict[int, str] = {}
+    for path in paths:
+        step = step_of(path)
+        if step is not None and of_step.setdefault(step, path) != path:
+            raise _second_of_step(path, step, of_step[step])
+    return list(dict.fromkeys(paths))
+
+
+def _second_of_step(path: str, step: int, other: str) -> UserError:
+    return UserError(
+        f"{path} is the second checkpoint of step {step}, after {other}: its results would take the place of the first "
+        "one's. Evaluate it with another EVAL_OUTPUT_DIR."
+    )
 
 
 def _all_in(path: str) -> list[str]:
@@ -182,8 +202,11 @@ def _all_in(path: str) -> list[str]:
 
 
 def _step_in(path: str) -> int:
-    match = _STEP.search(path)
-    return int(match[1]) if match else 0
+    """The step of a checkpoint that was evaluated before; it may be gone."""
+    step = step_of(path)
+    if step is None and not _is_gone(path):
+        step = open_checkpoint(path, verify=False).step
+    return step or 0
 
 
 def _is_gone(path: str) -> bool:
@@ -197,9 +220,10 @@ class _Done:
     def __init__(self, path: str):
         self.path = path
 
-    def among(self, paths: Sequence[str]) -> list[str]:
+    def among(self, paths: Sequence[str]) -> dict[str, int]:
+        """{path: step} of those of `paths` that are noted."""
         noted = set(self._lines())
-        return [path for path in paths if path in noted]
+        return {path: _step_in(path) for path in paths if path in noted}
 
     def add(self, path: str) -> None:
         jsonl.replace(self.path, [f"{line}\n".encode() for line in (*self._lines(), path)])
@@ -312,12 +336,6 @@ def _say_signatures(tasks: Sequence[Task], cfg: DatasetConfig, model: BaseTransf
             references = len(target) if isinstance(target, list | tuple) else 1
             name = getattr(metric, "func", metric).__name__
             log.info("%s of %s: %s", name, task.name, signature(references, **getattr(metric, "keywords", {})))
-
-
-def _write_model_info(output_dir: str, layout: StateLayout) -> None:
-    lines = checkpoints.tree.parameter_table(layout.abstract.params, layout.axes, layout.shardings.params)
-    text = "\n".join([f"Mesh: {layout.partitioner}", "", *lines]) + "\n"
-    jsonl.replace(os.path.join(output_dir, "model-info.txt"), [text.encode()])
 
 
 @contextlib.contextmanager

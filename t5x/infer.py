@@ -1,34 +1,38 @@
 """Batch inference: `t5x infer`, over a task by gin or over a plain file with a model directory alone."""
 
+import contextlib
+import copy
 import dataclasses
 import hashlib
 import json
 import logging
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from t5x import checkpoints, configuration, gin_utils
 from t5x.checkpoints import agreement
 from t5x.checkpoints.config import RestoreCheckpointConfig
-from t5x.checkpoints.formats import Source, open_checkpoint
+from t5x.checkpoints.formats import Source
+from t5x.checkpoints.identity import fingerprint
 from t5x.data.config import DatasetConfig
 from t5x.data.tasks import Task, get_subtasks
 from t5x.errors import UserError
-from t5x.inference import chunks as chunks_lib
 from t5x.inference import task_runs
 from t5x.inference.chunks import COMPLETED
 from t5x.inference.engine import Engine
 from t5x.inference.files import infer_file
 from t5x.inference.loaded import load
 from t5x.inference.task_runs import TaskRun
-from t5x.inference.tasks import TaskExamples, create_task_from_tfexample_file
+from t5x.inference.tasks import TaskExamples, create_task_from_tfexample_file, identity
 from t5x.inference.writing import merge_chunks_to_file, write_inferences_to_file
 from t5x.models import BaseTransformerModel
 from t5x.partitioning import PjitPartitioner, distributed
 from t5x.telemetry import jsonl
 from t5x.trainer.checks import verify_matching_vocabs
-from t5x.trainer.restore import restore_params
+from t5x.trainer.model_info import write_model_info
+from t5x.trainer.restore import open_for_all, restore_params
 from t5x.trainer.state import StateLayout
 
 __all__ = [
@@ -72,8 +76,8 @@ def infer(
     """Predicts or scores every example of a task, or of each task of a mixture; returns the paths of the files written.
 
     The file of a task is `<output_dir>/<task>-<mode>.jsonl-00000-of-00001`, whole or not there at all, and beside it a
-    `.COMPLETED`. Results are kept chunk by chunk in `tmp-<task>-…/`: started again, it goes on behind the last one.
-    Tasks without the split are left out, and so are those that are complete.
+    `.COMPLETED`. Results are kept chunk by chunk in `tmp-<task>-<mode>.jsonl-…/`: started again, it goes on behind the
+    last one. Tasks without the split are left out, and so are those that are complete.
 
     Args:
       mode: `predict`, `score`, or `predict_with_aux`, which also writes what the model gives besides the tokens.
@@ -113,25 +117,31 @@ def infer(
     tasks = _tasks(dataset_cfg, output_vocab_feature_name)
     output_dir = str(checkpoints.make_directory(output_dir, "INFER_OUTPUT_DIR"))
     source = _source(restore_checkpoint_cfg)
+    model = copy.copy(model)
+    model.optimizer_def = None
     layout = train_state_initializer_cls(model, partitioner, model.input_shapes({"inputs": 1, "targets": 1}))
     if distributed.is_leader() and shard_id == 0:
         if summarize_config_fn is not None:
             summarize_config_fn(output_dir, None, 0)
-        _write_model_info(output_dir, layout)
+        write_model_info(output_dir, layout)
     job = {
-        "checkpoint": source.path, "step": source.step, "mode": mode, "split": dataset_cfg.split,
-        "batch_size": dataset_cfg.batch_size, "checkpoint_period": checkpoint_period, "seed": dataset_cfg.seed,
-        "shuffle": dataset_cfg.shuffle, "lengths": dataset_cfg.task_feature_lengths,
+        "checkpoint": source.path, "step": source.step, "weights": fingerprint(source), "mode": mode,
+        "split": dataset_cfg.split, "batch_size": dataset_cfg.batch_size, "checkpoint_period": checkpoint_period,
+        "num_shards": num_shards, "shard_id": shard_id, "seed": dataset_cfg.seed, "shuffle": dataset_cfg.shuffle,
+        "lengths": dataset_cfg.task_feature_lengths, "trim": dataset_cfg.trim_output_features,
+        "skip_bad_examples": dataset_cfg.skip_bad_examples, "merge": merge_chunked_results,
         "configuration": hashlib.sha256(configuration.config_str().encode()).hexdigest()[:16],
     }  # fmt: skip
+    jobs = agreement.decide(
+        "inference/jobs", lambda: [{**job, "task": task.name, **identity(task, dataset_cfg)} for task in tasks]
+    )
     engine = program = None
     paths = []
-    for task in tasks:
+    for task, of_task in zip(tasks, jobs, strict=True):
         name = f"{task.name}-{mode}.{file_extension}-{shard_id:05}-of-{num_shards:05}"
-        path = os.path.join(output_dir, name)
+        path, directory = os.path.join(output_dir, name), os.path.join(output_dir, f"tmp-{name}")
         paths.append(path)
-        of_task = {**job, "task": task.name, "examples": task.num_input_examples(dataset_cfg.split)}
-        if agreement.decide("inference/complete", lambda p=path, j=of_task: _is_complete(p, j)):
+        if agreement.decide("inference/complete", lambda p=path, d=directory, j=of_task: _is_complete(p, d, j)):
             log.info("%s is complete already", path)
             continue
         if engine is None:
@@ -144,7 +154,6 @@ def infer(
         examples = TaskExamples(task, cfg, lengths, shard_id, num_shards)
         run = TaskRun(engine, program, cfg, lengths, mode, keep_aux_as_numpy)
         vocabulary = task.output_features[output_vocab_feature_name].vocabulary
-        directory = os.path.join(output_dir, f"tmp-{task.name}-{shard_id:05}-of-{num_shards:05}")
         description = f"{mode} {task.name}"
         chunks = task_runs.infer_task(
             run, examples, directory, name, of_task, checkpoint_period * cfg.batch_size, description,
@@ -152,13 +161,13 @@ def infer(
             keep_position=checkpoint_ds_iter,
         )  # fmt: skip
         if chunks is not None:
-            if merge_chunked_results:
-                merge_fn(output_dir, name, directory, source.step)
-                log.info("wrote %s", path)
-            chunks_lib.put(path + COMPLETED, [json.dumps(of_task).encode() + b"\n"])
-            chunks.close()
-            if merge_chunked_results:
-                chunks.remove()
+            with contextlib.closing(chunks):
+                if merge_chunked_results:
+                    merge_fn(output_dir, name, directory, source.step)
+                    log.info("wrote %s", path)
+                jsonl.replace(path + COMPLETED, [json.dumps(of_task).encode() + b"\n"])
+                if merge_chunked_results:
+                    chunks.remove()
         distributed.barrier("inference of a task")
     return paths
 
@@ -183,21 +192,18 @@ def _source(cfg: RestoreCheckpointConfig) -> Source:
             "Inference takes one checkpoint: utils.RestoreCheckpointConfig.path must be one path, and mode 'specific' "
             "or 'latest'."
         )
-    return open_checkpoint(cfg.path)
+    return open_for_all(cfg.path)
 
 
-def _write_model_info(output_dir: str, layout: StateLayout) -> None:
-    lines = checkpoints.tree.parameter_table(layout.abstract.params, layout.axes, layout.shardings.params)
-    text = "\n".join([f"Mesh: {layout.partitioner}", "", *lines]) + "\n"
-    jsonl.replace(os.path.join(output_dir, "model-info.txt"), [text.encode()])
-
-
-def _is_complete(path: str, job: Mapping[str, Any]) -> bool:
+def _is_complete(path: str, directory: str, job: Mapping[str, Any]) -> bool:
+    """Whether the results of a job are there; what a run that ended in its last step has left of its chunks goes."""
     if not os.path.exists(path + COMPLETED):
         return False
     with open(path + COMPLETED) as file:
         there = json.loads(file.read() or "{}")
     if there == json.loads(json.dumps(job)):
+        if job["merge"]:
+            shutil.rmtree(directory, ignore_errors=True)
         return True
     names = [name for name in job if there.get(name) != json.loads(json.dumps(job[name]))]
     raise UserError(

@@ -18,13 +18,14 @@ from t5x.errors import UserError
 from t5x.models import BaseTransformerModel
 from t5x.partitioning import PjitPartitioner, distributed
 from t5x.partitioning.distributed import PATIENCE
-from t5x.telemetry import MetricWriter, ThroughputClock, jsonl
+from t5x.telemetry import MetricWriter, ThroughputClock
 from t5x.telemetry.flops import StepCost
 from t5x.trainer.actions import Actions, ActionStop, BaseAction
 from t5x.trainer.checks import verify_matching_vocabs
 from t5x.trainer.datasets import ForeignBatches, ShardInfo, get_dataset, get_training_eval_datasets
 from t5x.trainer.evaluations import InferenceEvaluation, TrainingEvaluation
 from t5x.trainer.lines import MetricLines
+from t5x.trainer.model_info import write_model_info
 from t5x.trainer.restore import Run, position_of_all, restore_or_init
 from t5x.trainer.state import StateLayout, TrainState
 
@@ -160,7 +161,7 @@ def train(
             writer = closing.enter_context(MetricWriter(directory, collection="train", purge_step=first_step))
             if summarize_config_fn is not None:
                 summarize_config_fn(model_dir, writer, first_step)
-            _write_model_info(model_dir, layout)
+            write_model_info(model_dir, layout)
         files = sidecars(model, _read_if_there(os.path.join(model_dir, "config.gin")))
 
         # --- Training, evaluation, saving -----------------------------------------------------------------------------
@@ -322,16 +323,6 @@ def _describe(model: BaseTransformerModel, layout: StateLayout) -> str:
     config = getattr(model.module, "config", None)
     dtype = f", activations {config.dtype} as its configuration says" if hasattr(config, "dtype") else ""
     return f"{type(model.module).__name__} with {layout.num_params:,} parameters in float32{dtype}"
-
-
-def _write_model_info(model_dir: str, layout: StateLayout) -> None:
-    shardings = layout.shardings
-    lines = checkpoints.tree.parameter_table(
-        layout.abstract.params, layout.axes, shardings.params, optimizer_state=layout.abstract.param_states,
-        optimizer_axes=layout.state_axes, optimizer_specs=shardings.param_states,
-    )  # fmt: skip
-    text = "\n".join([f"Mesh: {layout.partitioner}", "", *lines]) + "\n"
-    jsonl.replace(os.path.join(model_dir, "model-info.txt"), [text.encode()])
 
 
 def _read_if_there(path: str) -> bytes | None:

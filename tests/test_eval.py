@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import shutil
 
 import jax
 import numpy as np
@@ -85,7 +86,11 @@ def score(model_dir, output_dir, task=None, mode="all", rules=None, **options):
     return evaluate(
         model=make_model(),
         dataset_cfg=DatasetConfig(task or sums(), LENGTHS, "test", 2, shuffle=False, seed=0),
-        restore_checkpoint_cfg=RestoreCheckpointConfig(path=str(model_dir), mode=mode, **(rules or {})),
+        restore_checkpoint_cfg=RestoreCheckpointConfig(
+            path=[str(path) for path in model_dir] if isinstance(model_dir, list) else str(model_dir),
+            mode=mode,
+            **(rules or {}),
+        ),
         partitioner=PjitPartitioner(),
         output_dir=str(output_dir),
         **options,
@@ -141,6 +146,38 @@ def test_started_again_it_goes_on_behind_what_was_done(model_dir, tmp_path):
     assert files[0].read_text() == files[1].read_text()
     assert score(model_dir, tmp_path / "killed", inference_evaluator_cls=dying) == results
     assert seen == [0, 1, 1, 2]
+
+
+def test_a_list_of_model_dirs_is_their_newest_checkpoints(model_dir, tmp_path):
+    seen = []
+
+    def noting(**arguments):
+        evaluator = WithJson(**arguments)
+        compute = evaluator.evaluate
+        evaluator.evaluate = lambda *, step, **functions: (seen.append(step), compute(step=step, **functions))[1]
+        return evaluator
+
+    directories = [tmp_path / name for name in ("some-7", "others")]
+    add = lambda to, step: shutil.copytree(model_dir / f"checkpoint_{step}", to / f"checkpoint_{step}")
+    for step, directory in enumerate(directories):
+        add(directory, step)
+    run = lambda paths, mode="latest": score(paths, tmp_path / "out", mode=mode, inference_evaluator_cls=noting)
+    first = run(directories)
+    assert list(first) == seen == [0, 1]
+    assert (tmp_path / "out" / "eval.sums.ckpt").read_text().split() == [
+        str(directory / f"checkpoint_{step}") for step, directory in enumerate(directories)
+    ]
+    assert run(directories) == first and seen == [0, 1]
+    add(directories[1], 2)
+    assert list(run(directories)) == [0, 2] and seen == [0, 1, 2]
+    assert list(run(directories, mode="all")) == seen == [0, 1, 2]
+
+
+def test_two_checkpoints_of_a_step_are_told_before_any_is_evaluated(model_dir, tmp_path):
+    shutil.copytree(model_dir / "checkpoint_2", tmp_path / "other" / "checkpoint_2")
+    with pytest.raises(UserError, match="other/checkpoint_2 is the second checkpoint of step 2, after"):
+        score([model_dir, tmp_path / "other"], tmp_path / "out")
+    assert not (tmp_path / "out" / "inference_eval").exists()
 
 
 def test_teacher_forced_metrics_are_those_of_the_model(model_dir, tmp_path):

@@ -299,7 +299,7 @@ def eval_batches(
     pipelines = [task.pipeline(split, feature_lengths, seed, extra, use_cached=use_cached) for task in tasks]
     bad = BadExamples() if cfg and cfg.skip_bad_examples else None
     shuffle = bool(cfg and cfg.shuffle)
-    examples: Iterable[_Once] = itertools.chain.from_iterable(_once(p, shuffle, bad) for p in pipelines)
+    examples: Iterable[_Once] = itertools.chain.from_iterable(read_once(p, shuffle, bad) for p in pipelines)
     if feature_lengths is None:
         examples = list(itertools.islice(examples, num_examples))
         features = feature_converter.task_features(found.output_features)
@@ -336,7 +336,7 @@ def _eval_batches(
         yield EvalBatch(stack_rows(made + padding), mask, [one.example for one in mine])
 
 
-def _once(pipeline: Pipeline, shuffle: bool, bad: BadExamples | None) -> Iterator[_Once]:
+def read_once(pipeline: Pipeline, shuffle: bool, bad: BadExamples | None) -> Iterator[_Once]:
     """Every example of a split; where they are joined, the last piece is shorter."""
     order = Order(len(pipeline), pipeline.seed, shuffle)
     count = 0

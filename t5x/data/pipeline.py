@@ -90,6 +90,10 @@ class Pipeline:
         """Number of source examples; what the preprocessors make of them may be more or fewer."""
         return self.cached.num_examples if self.cached else self._source.num_examples(self.split)
 
+    def source_fingerprint(self) -> dict[str, Any]:
+        """See `DataSource.fingerprint`."""
+        return self.cached.info["identity"]["source"] if self.cached else self._source.fingerprint(self.split)
+
     def outputs(self, epoch: int, index: int) -> list[Example]:
         """What source example `index` becomes in `epoch`: none, one or several, up to where they are joined (`pieces`),
         finished if they are not."""

@@ -124,12 +124,16 @@ def beam_search(
         at = each_row(beams.index)
         state = DecodingState(at, rows.token_at(live, at)[:, None], beams.cache, live, each_row(prompt_end), eos_id)
         logits, cache = tokens_to_logits(state)
-        log_probs = jax.nn.log_softmax(logits.astype(jnp.float32))
+        logits = logits.astype(jnp.float32)
         if logit_callback_fn is not None:
-            log_probs = logit_callback_fn(log_probs, state)
-        totals = beams.live_log_probs[..., None] + log_probs.reshape(batch, num_decodes, -1)
-        totals = jnp.where(totals > min_log_prob, totals, -jnp.inf)
-        of_beam, tokens = jax.lax.top_k(totals, min(2 * num_decodes, totals.shape[-1]))
+            logits = logit_callback_fn(jax.nn.log_softmax(logits), state)
+        logits = logits.reshape(batch, num_decodes, -1)
+        log_probs, tokens = rows.top_k(logits, min(2 * num_decodes, logits.shape[-1]))
+        if logit_callback_fn is None:  # the likeliest are found first, and only they become log probabilities
+            top = log_probs[..., :1]
+            log_probs = (log_probs - top) - jnp.log(jnp.sum(jnp.exp(logits - top), axis=-1, keepdims=True))
+        of_beam = beams.live_log_probs[..., None] + log_probs
+        of_beam = jnp.where(of_beam > min_log_prob, of_beam, -jnp.inf)
         candidates, chosen = jax.lax.top_k(of_beam.reshape(batch, -1), 2 * num_decodes)
         parents = chosen // tokens.shape[-1]
         tokens = jnp.take_along_axis(tokens.reshape(batch, -1), chosen, axis=1)

@@ -11,6 +11,8 @@ from t5x.errors import UserError
 
 NEG_INF = -1e7  # the score of a decode that is not there, and the logit of a forbidden token; T5X's value
 
+_BLOCK = 128  # tokens that `top_k` looks at together; vocabularies are multiples of it
+
 _WITHOUT_ROWS = ("cached_bias", "position_embedder_index")  # T5X's names of cache entries that all rows share
 
 
@@ -80,6 +82,20 @@ def map_rows(function: Callable[[jax.Array], jax.Array], cache: Any, rows: int, 
 def repeat_rows(cache: Any, rows: int, times: int, axis: int = 0) -> Any:
     """A cache for `times` decodes of every row."""
     return cache if times == 1 else map_rows(lambda x: jnp.repeat(x, times, axis), cache, rows, axis)
+
+
+def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """`jax.lax.top_k` over the last axis, ties included, without sorting all of a vocabulary.
+
+    The k greatest values lie in the k blocks with the greatest maxima: only those are searched.
+    """
+    size = x.shape[-1]
+    if size % _BLOCK or size <= k * _BLOCK * 2:
+        return jax.lax.top_k(x, k)
+    blocks = x.reshape(*x.shape[:-1], -1, _BLOCK)
+    best = jnp.sort(jax.lax.top_k(jnp.max(blocks, axis=-1), k)[1], axis=-1)
+    values, at = jax.lax.top_k(jnp.take_along_axis(blocks, best[..., None], axis=-2).reshape(*x.shape[:-1], -1), k)
+    return values, jnp.take_along_axis(best, at // _BLOCK, axis=-1) * _BLOCK + at % _BLOCK
 
 
 def take_beams(x: jax.Array, beams: jax.Array) -> jax.Array:

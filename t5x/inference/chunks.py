@@ -1,12 +1,11 @@
 """Results on disk, chunk by chunk: whatever ends a run, what was finished stays, and the next one goes on behind it.
 
 A chunk is written beside its place, synced and renamed, then its `.COMPLETED` marker is; so is the whole when the
-chunks are merged. The directory also keeps what the results depend on, and a lock. Names are T5X's:
+chunks are merged. The directory also keeps what the results depend on, and a lock. Names of chunks are T5X's:
 
-    tmp-<task>-00000-of-00001/<name>-chunk00000, <name>-chunk00000.COMPLETED, …
+    tmp-<name>/<name>-chunk00000, <name>-chunk00000.COMPLETED, …
 """
 
-import contextlib
 import errno
 import fcntl
 import json
@@ -17,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from t5x.errors import UserError
-from t5x.telemetry.jsonl import write_error
+from t5x.telemetry import jsonl
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +32,7 @@ class Chunks:
       directory: of the chunks, made where it is not there yet. Only its parent must exist.
       name: of the output.
       job: what the results depend on, as JSON. Chunks of another job are refused.
-      start_anew: chunks of another job are thrown away instead.
+      start_anew: chunks of another job are discarded instead, which is said.
       mend: how a user starts anew, for the message.
 
     Attributes:
@@ -53,7 +52,7 @@ class Chunks:
         except BaseException as error:
             self.close()
             if isinstance(error, OSError):
-                raise write_error(directory, error) from error
+                raise jsonl.write_error(directory, error) from error
             raise
         self.finished = list(self._read_finished())
 
@@ -70,13 +69,21 @@ class Chunks:
         """
         path = self.path(len(self.finished))
         size = None
-        with _whole_or_nothing(path) as temporary:
+        with jsonl.whole_or_nothing(path) as temporary:
             write(temporary)
             if os.path.exists(temporary):  # a writer of the user's own may write elsewhere
                 size = os.path.getsize(temporary)
         record = {**record, "size": size}
-        put(path + COMPLETED, [json.dumps(record).encode() + b"\n"])
+        jsonl.replace(path + COMPLETED, [json.dumps(record).encode() + b"\n"])
         self.finished.append(record)
+
+    def discard(self, first: int) -> None:
+        """Chunk `first` and all behind it: they are no longer finished."""
+        for index in range(first, len(self.finished)):
+            for path in (self.path(index) + COMPLETED, self.path(index)):
+                if os.path.exists(path):
+                    os.unlink(path)
+        del self.finished[first:]
 
     def remove(self) -> None:
         """Everything, once it is merged."""
@@ -107,16 +114,18 @@ class Chunks:
         if there == job:
             return
         chunks = [name for name in os.listdir(self.directory) if name not in (_LOCK_FILE, JOB_FILE)]
-        if there is not None and chunks and not start_anew:
+        if there is not None and chunks:
             names = [name for name in sorted({*there, *job}) if there.get(name) != job.get(name)]
             told = "; ".join(f"{name} was {_short(there.get(name))}, is {_short(job.get(name))}" for name in names)
-            raise UserError(
-                f"{self.directory} holds the finished part of a run that differs: {told}. Start with what it had to go "
-                f"on with it; to start anew, {mend}."
-            )
+            if not start_anew:
+                raise UserError(
+                    f"{self.directory} holds the finished part of a run that differs: {told}. Start with what it had "
+                    f"to go on with it; to start anew, {mend}."
+                )
+            log.warning("%s held the finished part of a run that differs (%s): it is discarded", self.directory, told)
         for name in chunks:
             os.unlink(os.path.join(self.directory, name))
-        put(path, [json.dumps(job).encode() + b"\n"])
+        jsonl.replace(path, [json.dumps(job).encode() + b"\n"])
 
     def _read_finished(self) -> Iterator[dict[str, Any]]:
         index = 0
@@ -129,44 +138,12 @@ class Chunks:
             index += 1
 
 
-def put(path: str, lines: Iterable[bytes]) -> None:
-    """Writes a file that is whole or not there, also after a power cut."""
-    with _whole_or_nothing(path) as temporary, open(temporary, "wb") as file:
-        file.writelines(lines)
-
-
 def merge(path: str, parts: Iterable[str]) -> None:
     """The files `parts`, one after the other, as one."""
-    with _whole_or_nothing(path) as temporary, open(temporary, "wb") as file:
+    with jsonl.whole_or_nothing(path) as temporary, open(temporary, "wb") as file:
         for part in parts:
             with open(part, "rb") as source:
                 shutil.copyfileobj(source, file, 1 << 20)
-
-
-@contextlib.contextmanager
-def _whole_or_nothing(path: str) -> Iterator[str]:
-    """A temporary path that becomes `path` where the block ends without an error."""
-    temporary = f"{path}.tmp"
-    try:
-        yield temporary
-        if os.path.exists(temporary):
-            _sync(temporary)
-            os.replace(temporary, path)
-            _sync(os.path.dirname(path) or ".")
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        if isinstance(error, OSError):
-            raise write_error(path, error) from error
-        raise
-
-
-def _sync(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _read_json(path: str) -> dict[str, Any] | None:

@@ -1,5 +1,6 @@
 """`t5x infer --model`: predictions or scores for the lines of a file, with the model of a directory alone."""
 
+import collections
 import hashlib
 import itertools
 import json
@@ -12,6 +13,7 @@ from typing import Any
 import jax
 
 from t5x.checkpoints import agreement
+from t5x.checkpoints.identity import fingerprint
 from t5x.errors import UserError
 from t5x.inference import chunks as chunks_lib
 from t5x.inference.chunks import Chunks
@@ -34,7 +36,7 @@ def infer_file(
     output: str = "-",
     *,
     mode: str = "predict",
-    max_length: int = MAX_LENGTH,
+    max_length: int | None = None,
     max_input_length: int = MAX_INPUT_LENGTH,
     batch_size: int = BATCH_SIZE,
     checkpoint_period: int = BATCHES_A_CHUNK,
@@ -44,7 +46,7 @@ def infer_file(
     overwrite: bool = False,
     long: str = "truncate",
     vocabulary: str | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     **decoding: Any,
 ) -> None:
     """Predicts or scores the lines of a file with the model of a checkpoint directory.
@@ -56,21 +58,22 @@ def infer_file(
       model_dir: a checkpoint, or a MODEL_DIR.
       input_path: text (a line an input) or .jsonl (objects with `inputs` and, to score, `targets`); - is stdin.
       output: JSON lines, in the order of the input; - is stdout.
-      max_length: tokens generated at most.
-      max_input_length: longer inputs are cut, and counted in a warning; so are targets to score.
+      max_length: tokens generated at most (128); for predictions.
+      max_input_length: longer inputs are cut, and counted in a warning. So are targets to score: a cut one has no EOS,
+        and its score is that of its beginning.
       checkpoint_period: batches in a chunk.
       num_shards, shard_id: which of so many parts of the input this is, from 0. The output is then
         `<output>-<shard>-of-<shards>`; all of them one after the other are the whole.
       output_ids: also write `prediction_tokens`.
-      overwrite: replace an output that exists.
-      long: `error` refuses inputs that are too long.
+      overwrite: replace an output that exists, and discard finished chunks that do not belong to this run.
+      long: `error` refuses inputs, and targets, that are too long.
       vocabulary: see `t5x.load`.
-      seed: of samples. An input gets the same sample whatever the batch size or the shards.
+      seed: of samples (0). An input gets the same sample whatever the batch size or the shards.
       decoding: see `t5x.inference.options.Decoding`.
     """
     positive = {"max_length": max_length, "max_input_length": max_input_length, "batch_size": batch_size}
     for name, value in {**positive, "checkpoint_period": checkpoint_period, "num_shards": num_shards}.items():
-        if value < 1:
+        if value is not None and value < 1:
             raise UserError(f"--{name} is {value}: it must be at least 1.")
     if not 0 <= shard_id < num_shards:
         raise UserError(f"--shard_id is {shard_id}: with --num_shards {num_shards} it must be 0 to {num_shards - 1}.")
@@ -78,15 +81,21 @@ def infer_file(
         raise UserError(f"--mode is {mode!r}: it must be one of {', '.join(MODES)}.")
     if long not in ("truncate", "error"):
         raise UserError(f"--long is {long!r}: it must be truncate or error.")
-    if not 0 <= seed < 1 << 32:
+    if seed is not None and not 0 <= seed < 1 << 32:
         raise UserError(f"--seed is {seed}: it must be 0 to {(1 << 32) - 1}.")
-    if mode == "score" and (decoding or output_ids):
-        given = ", ".join(f"--{name}" for name in [*decoding, *(["output_ids"] if output_ids else [])])
-        raise UserError(f"{given} goes with --mode predict; scores need no decoding.")
+    of_predictions = {"max_length": max_length, "seed": seed, "output_ids": output_ids or None, **decoding}
+    if mode == "score" and (given := [f"--{name}" for name, value in of_predictions.items() if value is not None]):
+        raise UserError(
+            f"{', '.join(given)} goes with --mode predict; scores need no decoding. (Longer targets than "
+            "--max_input_length are cut.)"
+        )
     options = Decoding(**decoding)
+    max_length, seed = MAX_LENGTH if max_length is None else max_length, seed or 0
     if num_shards > 1 and output != "-":
         output = f"{output}-{shard_id:05}-of-{num_shards:05}"
-    directory = None if output == "-" else _check_output(output, overwrite)
+    directory = None
+    if output != "-":
+        directory = agreement.decide("inference/output", lambda: _check_output(output, overwrite))
     lines = Lines(input_path, needs_targets=mode == "score")
     if lines.is_stream and (num_shards > 1 or jax.process_count() > 1):
         what = "--num_shards" if num_shards > 1 else "a run of several processes"
@@ -163,40 +172,46 @@ def _to_file(
 
     def begin() -> dict[str, Any]:
         nonlocal chunks
-        there = os.path.exists(output) and not overwrite
         chunks = Chunks(
             directory, os.path.basename(output), job, start_anew=overwrite,
             mend=f"give --overwrite, or remove {directory}",
         )  # fmt: skip
+        there = os.path.exists(output)
         # Ended between its last two steps, a run has left its output and its chunks.
         merged = there and chunks.finished and sum(r["size"] for r in chunks.finished) == os.path.getsize(output)
-        if there and not merged:
+        if merged and overwrite:
+            chunks.discard(0)
+        elif there and not merged and not overwrite:
             chunks.close()
             raise _exists(output)
-        return {"finished": chunks.finished, "merged": bool(merged)}
+        return {"finished": chunks.finished, "merged": bool(merged) and not overwrite}
 
     told = agreement.decide("inference/begin", begin)
-    finished = told["finished"]
-    if finished:
-        log.info("going on behind %d finished chunk(s) of %s", len(finished), directory)
+    finished = told["finished"][:]
     try:
+        kept, parts, changed = _compare(parts, finished, first)
+        if told["merged"] and not changed and next(parts, None):
+            changed = "it goes on behind the lines"
+        if changed:
+            changed = f"{run.lines.path} has changed: {changed} that {directory} has results of"
+            if not overwrite:
+                raise UserError(f"{changed}. Give --overwrite to start anew.")
+            log.warning("%s; %d of %d finished chunk(s) are discarded", changed, len(finished) - kept, len(finished))
+            if chunks is not None:
+                chunks.discard(kept)
+        if kept:
+            log.info("going on behind %d finished chunk(s) of %s", kept, directory)
+        for record in finished[:kept]:
+            run.cut.update(record["cut"])
+        before = sum(record["examples"] for record in finished[:kept])
+        first += before
         quiet = total is not None and total <= run.batch_size
-        before = sum(record["examples"] for record in finished)
         with Shown(total, before, "input", run.mode, quiet=quiet) as shown:
-            for number, part in enumerate(() if told["merged"] else parts):
-                digest = hashlib.sha256(b"".join(line.raw for line in part)).hexdigest()
-                if number < len(finished):
-                    if finished[number]["input"] != digest:
-                        raise UserError(
-                            f"{run.lines.path} has changed: lines {part[0].number} to {part[-1].number} are not those "
-                            f"that {directory} has results of. Give --overwrite to start anew."
-                        )
-                    run.cut += finished[number]["cut"]
-                else:
-                    records, cut = run.compute(part, first, shown, is_first=number == 0)
-                    record = {"examples": len(part), "input": digest, "cut": cut}
-                    if chunks is not None:
-                        chunks.write(lambda path, records=records: _write(path, records), record)
+            for number, part in enumerate(parts, start=kept):
+                records, cut = run.compute(part, first, shown, is_first=number == 0)
+                if chunks is not None:
+                    record = {"examples": len(part), "input": _digest(part, first), "cut": cut}
+                    chunks.write(lambda path, records=records: _write(path, records), record)
                 first += len(part)
         if chunks is not None:
             if not told["merged"]:
@@ -214,6 +229,27 @@ def _to_file(
             chunks.close()
 
 
+def _compare(
+    parts: Iterator[list[Line]], finished: Sequence[Mapping[str, Any]], first: int
+) -> tuple[int, Iterator[list[Line]], str]:
+    """How many finished chunks, from the first on, are of the lines that are there now; the parts behind them; and,
+    where these are not all, why."""
+    for number, record in enumerate(finished):
+        part = next(parts, None)
+        if part is None:
+            return number, parts, "it ends before the lines"
+        if record["input"] != _digest(part, first):
+            lines = f"lines {part[0].number} to {part[-1].number} are not those"
+            return number, itertools.chain([part], parts), lines
+        first += len(part)
+    return len(finished), parts, ""
+
+
+def _digest(part: Sequence[Line], first: int) -> str:
+    """Of the lines, and of where they stand, which keys their samples."""
+    return hashlib.sha256(b"".join([b"%d\n" % first, *(line.raw for line in part)])).hexdigest()
+
+
 def _write(path: str, records: Sequence[Mapping[str, Any]]) -> None:
     with open(path, "wb") as file:
         file.writelines(map(jsonl.encode, records))
@@ -223,7 +259,7 @@ class _Run:
     """What is done with the lines.
 
     Attributes:
-      cut: how many texts were too long so far.
+      cut: how many `inputs` and `targets` were too long so far.
     """
 
     def __init__(
@@ -243,12 +279,12 @@ class _Run:
         self.lines = lines
         self.mode = mode
         self.batch_size = batch_size
-        self.cut = 0
+        self.cut: collections.Counter[str] = collections.Counter()
         self._options = options
         self._max_length = max_length
         self._max_input_length = max_input_length
         self._output_ids = output_ids
-        self._refuse_long = long == "error"
+        self._long = long
         self._seed = seed
 
     def job(self) -> dict[str, Any]:
@@ -260,20 +296,21 @@ class _Run:
             decoding["choices"] = hashlib.sha256(json.dumps(choices).encode()).hexdigest()
         return {
             "model": os.path.abspath(source.path) if "://" not in source.path else source.path, "step": source.step,
-            "mode": self.mode, "max_length": self._max_length, "max_input_length": self._max_input_length,
-            "batch_size": self.batch_size, "output_ids": self._output_ids, "seed": self._seed, "decoding": decoding,
+            "weights": fingerprint(source), "mode": self.mode, "max_length": self._max_length,
+            "max_input_length": self._max_input_length, "batch_size": self.batch_size, "long": self._long,
+            "output_ids": self._output_ids, "seed": self._seed, "decoding": decoding,
         }  # fmt: skip
 
     def compute(
         self, part: Sequence[Line], first: int, shown: Shown, *, is_first: bool
-    ) -> tuple[list[dict[str, Any]], int]:
-        """(a record for each line, how many texts were cut).
+    ) -> tuple[list[dict[str, Any]], dict[str, int]]:
+        """(a record for each line, how many inputs and targets were cut).
 
         Args:
           first: index of the first line in the whole input.
           is_first: nothing was before it; where it is short, it is all there is.
         """
-        before = self.cut
+        before = self.cut.copy()
         inputs = [self._ids(line, "inputs") for line in part]
         rows = self.loaded.rows(len(part) if is_first else self.batch_size, self.batch_size)
         started = shown.done
@@ -290,7 +327,7 @@ class _Run:
                 indices=range(first, first + len(part)), **common,
             )  # fmt: skip
             results = [self._prediction(generations) for generations in found]
-        return [{**line.example, **r} for line, r in zip(part, results, strict=True)], self.cut - before
+        return [{**line.example, **r} for line, r in zip(part, results, strict=True)], dict(self.cut - before)
 
     def _prediction(self, generations: Sequence[Any]) -> dict[str, Any]:
         found = {"prediction": [g.text for g in generations], "score": [g.score for g in generations]}
@@ -299,20 +336,22 @@ class _Run:
         return found if self._options.num_return > 1 else {name: values[0] for name, values in found.items()}
 
     def _ids(self, line: Line, field: str) -> list[int]:
-        of = self.loaded.input_ids if field == "inputs" else self.loaded.target_ids
-        ids, length = of(line.example[field], self._max_input_length)
-        if length > self._max_input_length:
-            if self._refuse_long:
+        limit, text = self._max_input_length, line.example[field]
+        ids, length = self.loaded.input_ids(text, limit) if field == "inputs" else self.loaded.target_ids(text)
+        if length > limit:
+            if self._long == "error":
                 raise UserError(
-                    f"{self.lines.where(line.number)}: {field!r} has {length} tokens, more than "
-                    f"{self._max_input_length}. Raise --max_input_length, or let it be cut: --long truncate."
+                    f"{self.lines.where(line.number)}: {field!r} has {length} tokens, more than {limit}. Raise "
+                    "--max_input_length, or let it be cut: --long truncate."
                 )
-            self.cut += 1
-        return ids
+            self.cut[field] += 1
+        return ids[:limit]  # a target that is cut has no EOS: the model is not asked whether it ends there
 
     def tell_cut(self) -> None:
-        if self.cut and distributed.is_leader():
-            log.warning(
-                "%d text(s) were longer than %d tokens and were cut (--max_input_length)",
-                self.cut, self._max_input_length,
-            )  # fmt: skip
+        if not distributed.is_leader():
+            return
+        of = f"longer than {self._max_input_length} tokens and were cut (--max_input_length)"
+        if self.cut["inputs"]:
+            log.warning("%d input(s) were %s", self.cut["inputs"], of)
+        if self.cut["targets"]:
+            log.warning("%d target(s) were %s: their scores are of their beginnings", self.cut["targets"], of)

@@ -10,7 +10,7 @@ import numpy as np
 
 from t5x.checkpoints import agreement
 from t5x.data.config import DatasetConfig
-from t5x.data.feature_converters import EncDecFeatureConverter, FeatureConverter
+from t5x.data.feature_converters import EncDecFeatureConverter
 from t5x.errors import UserError
 from t5x.inference.chunks import Chunks
 from t5x.inference.engine import Engine, Program
@@ -62,15 +62,11 @@ class TaskRun:
         converter.check(tuple(task.output_features), lengths, task.name)
         self._lengths = {feature: lengths[feature] for feature in converter.task_features(lengths)}
         self._bucketed: tuple[str, ...] = ()
-        if type(converter) is EncDecFeatureConverter and not self._gives_more(converter):
+        # Whether there is more of an example than its score, such as something for each of its tokens.
+        more = set(engine.shapes(program, self._lengths, cfg.batch_size)[1]) - {"scores"}
+        self._row_axes = engine.row_axes(program, self._lengths, cfg.batch_size) if more else None
+        if type(converter) is EncDecFeatureConverter and not more:
             self._bucketed = ("inputs", "targets") if mode == "score" else ("inputs",)
-
-    def _gives_more(self, converter: FeatureConverter) -> bool:
-        """Whether there is more of an example than its score, such as something for each of its tokens."""
-        arrays = converter.convert_batch([[]] * self._cfg.batch_size, self._lengths)
-        arrays["example_index"] = np.zeros(self._cfg.batch_size, np.int32)
-        _, aux = jax.eval_shape(self._program, self._engine.params, arrays, np.uint32(0))
-        return bool(set(aux) - {"scores"})
 
     def __call__(self, part: Sequence[Placed], after_batch: Callable[[int], None]) -> tuple[list[Any], dict[str, Any]]:
         """(predictions or scores, {name: a value for each example})."""
@@ -82,6 +78,7 @@ class TaskRun:
             bucketed=self._bucketed,
             indices=[placed.index for placed in part],
             trim=self._cfg.trim_output_features,
+            row_axes=self._row_axes,
             after_batch=after_batch,
         )
         leaf = (lambda *rows: np.stack(rows)) if self._keep else (lambda *rows: [row.tolist() for row in rows])

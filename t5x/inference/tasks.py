@@ -2,18 +2,19 @@
 
 import functools
 import hashlib
+import json
 import logging
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from t5x.data import preprocessors
+from t5x.data import cached, preprocessors
 from t5x.data.config import DatasetConfig
 from t5x.data.features import Feature
 from t5x.data.lanes import BadExamples
-from t5x.data.loader import _once  # every example of a task whose documents are joined
+from t5x.data.loader import read_once
 from t5x.data.order import Order
-from t5x.data.pipeline import Example
+from t5x.data.pipeline import Example, count_cacheable, name_of
 from t5x.data.sources import BadExample, TFExampleDataSource
 from t5x.data.tasks import Task, TaskRegistry
 from t5x.errors import UserError
@@ -34,6 +35,28 @@ class Placed(NamedTuple):
     example: Example
     index: int
     after: tuple[int, int]
+
+
+def identity(task: Task, cfg: DatasetConfig) -> dict[str, Any]:
+    """What tells the examples of a task from others, without reading them.
+
+    Call it before they are read: functions may keep what they have worked out, and would be others then.
+
+    Returns:
+      `preprocessors` by name, `examples` (how many its source has) and `data`: a hash of its source (of files by size
+      and time), of its vocabularies, and of its preprocessors up to the first that is random or depends on lengths.
+    """
+    pipeline = task.pipeline(cfg.split, cfg.task_feature_lengths, int(cfg.seed or 0), use_cached=cfg.use_cached)
+    steps = count_cacheable(task.preprocessors)
+    try:
+        described = cached.identity(task, cfg.split, steps, source=pipeline.source_fingerprint())
+    except RecursionError:  # a function that leads to a graph of objects too deep to be hashed
+        described = {}
+    return {
+        "preprocessors": [name_of(step) for step in (*task.preprocessors, *(cfg.runtime_preprocessors or ()))],
+        "data": hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16],
+        "examples": len(pipeline),
+    }
 
 
 class TaskExamples:
@@ -87,7 +110,7 @@ class TaskExamples:
             skip = 0
 
     def _read_pieces(self, passed: int) -> Iterator[Placed]:
-        for number, one in enumerate(_once(self._pipeline, self._shuffle, self._bad)):
+        for number, one in enumerate(read_once(self._pipeline, self._shuffle, self._bad)):
             if number >= passed:
                 yield Placed(one.example, number, (number + 1, 0))
 

@@ -59,14 +59,24 @@ def replace(path: str | os.PathLike[str], lines: Iterable[bytes]) -> None:
 
     `lines` may be read from `path` itself while it is replaced.
     """
+    with whole_or_nothing(path) as temporary, open(temporary, "wb") as file:
+        file.writelines(lines)
+
+
+@contextlib.contextmanager
+def whole_or_nothing(path: str | os.PathLike[str]) -> Iterator[str]:
+    """A temporary path whose file, if one is written, becomes `path` where the block ends without an error.
+
+    That lasts, also through a power cut. Interrupted before, `path` is what it was.
+    """
     path = os.fspath(path)
     temporary = f"{path}.tmp"
     try:
-        with open(temporary, "wb") as file:
-            file.writelines(lines)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        yield temporary
+        if os.path.exists(temporary):
+            _sync(temporary)
+            os.replace(temporary, path)
+            _sync(os.path.dirname(path) or ".")
     except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
@@ -81,6 +91,14 @@ def write_error(path: str | os.PathLike[str], error: OSError) -> UserError:
         f"{os.fspath(path)} cannot be written: {error.strerror or error}. Free disk space or mend the path or its "
         "permissions, then start again."
     )
+
+
+def _sync(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _plain(value: Any) -> Any:

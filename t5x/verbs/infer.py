@@ -14,12 +14,19 @@ def define(parser: argparse.ArgumentParser) -> None:
     file.add_argument("--output", metavar="FILE", help="JSON lines; - is standard output (default)")
     file.add_argument("--mode", choices=("predict", "score"), help='or score given "targets" (default: predict)')
     file.add_argument("--max_length", type=int, metavar="N", help="tokens generated at most (128)")
-    file.add_argument("--max_input_length", type=int, metavar="N", help="longer inputs are cut (512)")
+    file.add_argument(
+        "--max_input_length", type=int, metavar="N", help="longer inputs, and targets to score, are cut (512)"
+    )
     file.add_argument("--long", choices=("truncate", "error"), help="cut longer inputs (default), or refuse them")
     file.add_argument("--batch_size", type=int, metavar="N", help="inputs computed together (32)")
     file.add_argument("--checkpoint_period", type=int, metavar="N", help="batches after which results are kept (16)")
     file.add_argument("--output_ids", action="store_true", default=None, help="also write prediction_tokens")
-    file.add_argument("--overwrite", action="store_true", default=None, help="replace an output file that exists")
+    file.add_argument(
+        "--overwrite",
+        action="store_true",
+        default=None,
+        help="replace an output file that exists, and chunks of another run",
+    )
     file.add_argument("--vocabulary", metavar="FILE", help="where the model has none: spiece.model, or bytes")
     decoding = parser.add_argument_group("decoding, with --model", "greedy, unless told otherwise")
     decoding.add_argument("--beams", type=int, metavar="N", help="beam search (1)")

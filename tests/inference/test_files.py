@@ -123,24 +123,79 @@ def test_an_interrupted_run_goes_on_and_its_output_is_the_same(finished, place, 
     assert os.listdir(tmp_path) == ["out.jsonl"]
 
 
-def test_an_input_that_changed_meanwhile_is_told(place, tmp_path, monkeypatch):
-    (tmp_path / "in.txt").write_text("".join(f"{text}\n" for text in texts(20)))
-    run = lambda: infer_file(
-        str(place / "model"), str(tmp_path / "in.txt"), str(tmp_path / "out.jsonl"), batch_size=8, checkpoint_period=1,
-        **LENGTHS,
-    )  # fmt: skip
-    write = files.Chunks.write
+@pytest.fixture
+def half_done(place, tmp_path, monkeypatch):
+    """A function that runs over the lines it is given, and `calls`: how many lines each of its chunks had.
 
-    def once(chunks, *args):
+    It has been killed before, when two chunks of the three of `texts(20)` were finished.
+    """
+    calls = []
+    write, compute = files.Chunks.write, files._Run.compute
+
+    def run(lines, **options):
+        (tmp_path / "in.txt").write_text("".join(f"{line}\n" for line in lines))
+        arguments = [str(place / "model"), str(tmp_path / "in.txt"), str(tmp_path / "out.jsonl")]
+        infer_file(*arguments, **{"batch_size": 8, "checkpoint_period": 1} | LENGTHS | options)
+        return [line["inputs"] for line in read(tmp_path / "out.jsonl")]
+
+    def second(chunks, *args):
         write(chunks, *args)
-        raise KeyboardInterrupt
+        if len(chunks.finished) == 2:
+            raise KeyboardInterrupt
+
+    def counted(self, part, *args, **options):
+        calls.append(len(part))
+        return compute(self, part, *args, **options)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(files.Chunks, "write", once)
-        run()
-    (tmp_path / "in.txt").write_text("".join(f"{text}!\n" for text in texts(20)))
-    with pytest.raises(UserError, match="has changed: lines 1 to 8"):
-        run()
+        patch.setattr(files.Chunks, "write", second)
+        run(texts(20))
+    monkeypatch.setattr(files._Run, "compute", counted)
+    return types.SimpleNamespace(run=run, calls=calls)
+
+
+CHANGED = {
+    "other lines": (["new", *texts(20)[1:]], "lines 1 to 8 are not those", [8, 8, 4]),
+    "other lines behind": ([*texts(20)[:10], "new", *texts(20)[11:]], "lines 9 to 16 are not those", [8, 4]),
+    "fewer lines": (texts(20)[:8], "it ends before the lines", []),
+}
+
+
+@pytest.mark.parametrize("case", CHANGED)
+def test_an_input_that_changed_meanwhile_is_told_or_done_anew(case, half_done, caplog):
+    lines, message, computed = CHANGED[case]
+    with pytest.raises(UserError, match=f"in.txt has changed: {message} .*Give --overwrite"):
+        half_done.run(lines)
+    assert half_done.run(lines, overwrite=True) == lines
+    assert half_done.calls == computed
+    (said,) = [record.getMessage() for record in caplog.records if "discarded" in record.getMessage()]
+    assert message in said
+
+
+def test_overwriting_goes_on_with_its_own_chunks_and_discards_others(half_done, caplog):
+    assert half_done.run(texts(20), overwrite=True) == texts(20)
+    assert half_done.calls == [4]
+    assert half_done.run(texts(20), overwrite=True) == texts(20)
+    assert half_done.calls == [4, 8, 8, 4]
+    assert "discarded" not in caplog.text
+
+
+def test_overwriting_after_a_run_with_other_options_discards_its_chunks(half_done, caplog):
+    assert half_done.run(texts(20), overwrite=True, output_ids=True) == texts(20)
+    assert half_done.calls == [8, 8, 4]
+    assert "a run that differs (output_ids was false, is true): it is discarded" in caplog.text
+
+
+def test_other_weights_in_the_same_place_are_another_model(place, half_done):
+    weights = place / "model" / "model.safetensors"
+    times = weights.stat()
+    os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns + 1_000_000_000))
+    try:
+        with pytest.raises(UserError, match='a run that differs: weights was "'):
+            half_done.run(texts(20))
+    finally:
+        os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert half_done.run(texts(20)) == texts(20) and half_done.calls == [4]
 
 
 def test_a_run_that_was_killed_after_its_last_rename_is_finished(place, expected, tmp_path, monkeypatch):
@@ -152,7 +207,18 @@ def test_a_run_that_was_killed_after_its_last_rename_is_finished(place, expected
     assert os.listdir(tmp_path) == ["out.jsonl"]
     with pytest.raises(UserError, match="exists already"):
         infer(place, tmp_path / "out.jsonl", **options)
-    assert infer(place, tmp_path / "out.jsonl", **options, overwrite=True) == expected
+
+
+def test_overwriting_a_run_that_was_killed_after_its_last_rename_begins_anew(half_done, monkeypatch):
+    lines = texts(20)[:16]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(files.Chunks, "remove", lambda chunks: (_ for _ in ()).throw(KeyboardInterrupt))
+        half_done.run(lines)
+    with pytest.raises(UserError, match="has changed: it goes on behind the lines"):
+        half_done.run(texts(20))
+    assert half_done.calls == []
+    assert half_done.run(lines, overwrite=True) == lines
+    assert half_done.calls == [8, 8]
 
 
 def test_long_lines_are_cut_and_counted_or_refused(place, tmp_path, caplog):
@@ -161,7 +227,7 @@ def test_long_lines_are_cut_and_counted_or_refused(place, tmp_path, caplog):
         str(place / "model"), str(tmp_path / "in.txt"), str(tmp_path / "out.jsonl"), **LENGTHS | options
     )
     run()
-    assert "1 text(s) were longer than 24 tokens and were cut" in caplog.text
+    assert "1 input(s) were longer than 24 tokens and were cut" in caplog.text
     long = read(tmp_path / "out.jsonl")[1]
     assert len(long["inputs"]) == 100_000
     (tmp_path / "cut.txt").write_text("x" * 23 + "\n")
@@ -169,6 +235,24 @@ def test_long_lines_are_cut_and_counted_or_refused(place, tmp_path, caplog):
     assert read(tmp_path / "cut.jsonl")[0]["prediction"] == long["prediction"]
     with pytest.raises(UserError, match=r"in.txt:2: 'inputs' has 100001 tokens, more than 24"):
         run(long="error", overwrite=True)
+
+
+def test_a_target_that_is_cut_is_scored_without_an_end_and_counted(place, one_model, tmp_path, caplog):
+    pairs = [("abc", "ab"), ("abc", "abcdefgh" * 4)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"inputs": i, "targets": t}) + "\n" for i, t in pairs))
+    arguments = [str(place / "model"), str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl")]
+    infer_file(*arguments, mode="score", max_input_length=24)
+    scores = [line["score"] for line in read(tmp_path / "out.jsonl")]
+    encode = one_model.model.output_vocabulary.encode
+    targets = [[*encode("ab"), 1], encode(pairs[1][1])[:24]]
+    logits = one_model.logits([[*encode("abc"), 1]] * 2, targets)
+    logits = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
+    expected = [sum(row[at, token] for at, token in enumerate(ids)) for row, ids in zip(logits, targets, strict=True)]
+    np.testing.assert_allclose(scores, expected, rtol=1e-5)
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1 and warnings[0].startswith("1 target(s) were longer than 24 tokens and were cut")
+    with pytest.raises(UserError, match=r"in.jsonl:2: 'targets' has 33 tokens, more than 24"):
+        infer_file(*arguments, mode="score", max_input_length=24, long="error", overwrite=True)
 
 
 def test_choices_are_all_that_comes_out(place, tmp_path):
@@ -196,6 +280,8 @@ REFUSED = {
     "a shard without their number": (["--shard_id=1"], "--shard_id is 1"),
     "a stream in shards": (["--input=-", "--num_shards=2", "--shard_id=0"], "needs --input to be a file"),
     "decoding in order to score": (["--mode=score", "--beams=2"], "--beams goes with --mode predict"),
+    "a length in order to score": (["--mode=score", "--max_length=8"], "--max_length goes with --mode predict"),
+    "a seed in order to score": (["--mode=score", "--seed=0"], "--seed goes with --mode predict"),
     "more results than beams": (["--beams=2", "--num_return=3"], "num_return is 3"),
     "beams and samples": (["--beams=2", "--temperature=1"], "exclude each other"),
     "a negative temperature": (["--temperature=-1"], "temperature is -1"),

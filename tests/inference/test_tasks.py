@@ -4,6 +4,7 @@ import copy
 import hashlib
 import json
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from t5x.checkpoints.config import RestoreCheckpointConfig
 from t5x.crc32c import crc32c, mask
 from t5x.data.config import DatasetConfig
 from t5x.errors import UserError
-from t5x.inference import task_runs
+from t5x.inference import chunks, task_runs
 from t5x.inference.loaded import open_model
 from t5x.partitioning import PjitPartitioner
 from tests import commands
@@ -100,22 +101,65 @@ def test_a_mixture_task_by_task_and_what_is_complete_stays(place, model, expecte
 
 @pytest.mark.parametrize("keep_position", [True, False])
 def test_a_run_that_ended_goes_on(keep_position, place, model, expected, tmp_path, monkeypatch):
-    write, written = infer.write_inferences_to_file, []
-
-    def ends(path, *args, **kwargs):
-        if len(written) == 1:
-            raise KeyboardInterrupt
-        written.append(path)
-        write(path, *args, **kwargs)
-
     options = {"checkpoint_ds_iter": keep_position}
     with pytest.raises(KeyboardInterrupt):
-        run(place, model, tmp_path, write_fn=ends, **options)
-    directory = tmp_path / "tmp-infer_one-00000-of-00001"
+        run(place, model, tmp_path, write_fn=ends_after(1), **options)
+    directory = tmp_path / "tmp-infer_one-predict.jsonl-00000-of-00001"
     name = "infer_one-predict.jsonl-00000-of-00001-chunk00000"
     assert {name, f"{name}.COMPLETED"} <= set(os.listdir(directory))
     (path,) = run(place, model, tmp_path, **options)
     assert path.read_bytes() == expected.read_bytes() and not directory.exists()
+
+
+def ends_after(count):
+    """A write_fn that is killed when it has written so many chunks."""
+    written = []
+
+    def write(path, *args, **kwargs):
+        if len(written) == count:
+            raise KeyboardInterrupt
+        written.append(path)
+        infer.write_inferences_to_file(path, *args, **kwargs)
+
+    return write
+
+
+def test_a_killed_run_of_another_mode_is_in_nobodys_way(place, model, expected, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        run(place, model, tmp_path, mode="score", write_fn=ends_after(1))
+    (path,) = run(place, model, tmp_path)
+    assert path.read_bytes() == expected.read_bytes()
+
+
+def test_a_run_that_was_killed_before_it_removed_its_chunks_is_cleaned_up(place, model, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(task_runs.Chunks, "remove", lambda chunks: (_ for _ in ()).throw(KeyboardInterrupt))
+        run(place, model, tmp_path, "infer_two")
+    (path,) = run(place, model, tmp_path, "infer_two")
+    assert sorted(os.listdir(tmp_path)) == [path.name, f"{path.name}.COMPLETED", "model-info.txt"]
+
+
+@pytest.mark.parametrize("changed", ["weights", "data"])
+def test_other_weights_or_other_data_in_their_place_are_another_job(changed, place, model, tmp_path):
+    shutil.copytree(place, tmp_path / "model")
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"inputs": t, "targets": t}) + "\n" for t in texts(12)))
+
+    def infer_file(**options):
+        source = data.JsonLinesDataSource({"test": str(tmp_path / "in.jsonl")})
+        return run(tmp_path / "model", model, tmp_path, data.Task("infer_file", source, FEATURES, STEPS), **options)
+
+    with pytest.raises(KeyboardInterrupt):
+        infer_file(write_fn=ends_after(1))
+    path = tmp_path / {"weights": "model/model.safetensors", "data": "in.jsonl"}[changed]
+    times = path.stat()
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns + 1_000_000_000))
+    with pytest.raises(UserError, match=f'a run that differs: {changed} was "'):
+        infer_file()
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert len(read(*infer_file())) == 12
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns + 1_000_000_000))
+    with pytest.raises(UserError, match=rf"a run that differs \({changed}\)"):
+        infer_file()
 
 
 def test_shards_one_after_the_other_are_the_whole(place, model, tmp_path):
@@ -170,7 +214,7 @@ def test_predictions_with_aux_and_what_of_the_inputs_is_written(place, model, tm
 def test_chunks_may_stay_and_be_merged_by_a_function_of_the_users_own(place, model, tmp_path):
     (path,) = run(place, model, tmp_path / "kept", "infer_two", merge_chunked_results=False, checkpoint_period=1)
     assert not path.exists() and Path(f"{path}.COMPLETED").exists()
-    assert (tmp_path / "kept" / "tmp-infer_two-00000-of-00001" / f"{path.name}-chunk00000").exists()
+    assert (tmp_path / "kept" / f"tmp-{path.name}" / f"{path.name}-chunk00000").exists()
     asked = []
 
     def merge(output_dir, output_fname, tmp_dir, step):
@@ -179,6 +223,15 @@ def test_chunks_may_stay_and_be_merged_by_a_function_of_the_users_own(place, mod
     run(place, model, tmp_path / "own", "infer_two", merge_fn=merge)
     ((directory, name, files, _),) = asked
     assert directory == str(tmp_path / "own") and name == path.name and f"{name}-chunk00000" in files
+
+
+def test_chunks_are_merged_in_the_order_of_their_numbers(monkeypatch):
+    names = [f"out-chunk{number:05}" for number in range(100_002)]
+    monkeypatch.setattr(os, "listdir", lambda directory: sorted(names))
+    merged = []
+    monkeypatch.setattr(chunks, "merge", lambda path, parts: merged.extend(parts))
+    infer.merge_chunks_to_file("here", "out", "tmp")
+    assert merged == [os.path.join("tmp", name) for name in names]
 
 
 REFUSED = {

@@ -1,0 +1,64 @@
+"""Inference and evaluation, one after the other, by the processes of a run: `together.py DIRECTORY INDEX COUNT PORT`.
+
+DIRECTORY has the MODEL_DIR `model`, `in.txt` and `pairs.jsonl`; results come to `DIRECTORY/of-<COUNT>`. Other processes
+than the first look at MODEL_DIR before its newest checkpoint is there.
+"""
+
+import sys
+from pathlib import Path
+
+from t5x import data, startup
+from t5x.checkpoints import reading
+from t5x.checkpoints.config import RestoreCheckpointConfig
+from t5x.data.config import DatasetConfig
+from t5x.infer import infer
+from t5x.inference.files import infer_file
+from t5x.inference.loaded import open_model
+from t5x.partitioning import PjitPartitioner, distributed
+from t5x.plain_eval import PlainEvaluation, evaluate_file
+
+
+def work(directory: Path, output: Path) -> None:
+    model_dir, pairs = str(directory / "model"), str(directory / "pairs.jsonl")
+    infer_file(
+        model_dir, str(directory / "in.txt"), str(output / "out.jsonl"), max_length=6, max_input_length=8, batch_size=4,
+        checkpoint_period=1, temperature=1.3, seed=3,
+    )  # fmt: skip
+    vocabulary = data.ByteVocabulary(extra_ids=125)
+    task = data.Task(
+        "pairs",
+        data.JsonLinesDataSource({"test": pairs}),
+        {name: data.Feature(vocabulary) for name in ("inputs", "targets")},
+        [data.preprocessors.tokenize, data.preprocessors.append_eos_after_trim],
+    )
+    infer(
+        mode="score",
+        model=open_model(model_dir)[1],
+        dataset_cfg=DatasetConfig(task, {"inputs": 8, "targets": 8}, "test", 4, shuffle=False, seed=0),
+        restore_checkpoint_cfg=RestoreCheckpointConfig(path=model_dir),
+        partitioner=PjitPartitioner(),
+        output_dir=str(output / "task"),
+        checkpoint_period=1,
+        summarize_config_fn=None,
+    )
+    evaluate_file(
+        PlainEvaluation(
+            model=model_dir, data=pairs, metric=["chrf"], max_length=6, max_input_length=8, batch_size=4,
+            output=str(output / "eval"),
+        )
+    )  # fmt: skip
+
+
+def main() -> None:
+    directory, index, count, port = Path(sys.argv[1]), *map(int, sys.argv[2:])
+    if index:
+        list_steps = reading.list_steps
+        reading.list_steps = lambda model_dir: list_steps(model_dir)[:-1]
+    startup.configure_logging(debug=False)
+    startup.prepare_jax()
+    with distributed.run(coordinator_address=f"127.0.0.1:{port}", process_count=count, process_index=index):
+        work(directory, directory / f"of-{count}")
+
+
+if __name__ == "__main__":
+    main()
