@@ -95,7 +95,8 @@ def forced_tokens(tokens: Sequence[int]) -> LogitCallback:
 def choices(sequences: Sequence[Sequence[int]]) -> LogitCallback:
     """Only these sequences of token ids (without EOS) can come out, each followed by EOS.
 
-    The cost of a step does not grow with their number, only with how many tokens can come next.
+    The cost of a step does not grow with their number, only with how many tokens can come next. The longest must fit
+    behind every prompt, within the steps that are allowed: where decoding ends before it, a part of it comes out.
     """
     trie = _Trie(sequences)
 
@@ -120,9 +121,36 @@ def choices(sequences: Sequence[Sequence[int]]) -> LogitCallback:
     return process
 
 
-def text_choices(texts: Sequence[str], vocabulary: Vocabulary) -> LogitCallback:
-    """`choices` of texts."""
-    return choices([vocabulary.encode(text) for text in texts])
+def text_choices(texts: Sequence[str], vocabulary: Vocabulary, max_length: int | None = None) -> LogitCallback:
+    """`choices` of texts. Those that could not come out, or not as themselves, are refused.
+
+    Args:
+      max_length: tokens generated at most, EOS included; None: it is not known here.
+    """
+    found: dict[tuple[int, ...], str] = {}
+    for text in texts:
+        ids = tuple(vocabulary.encode(text))
+        problem = None
+        if not ids:
+            problem = "has no tokens in the model's vocabulary"
+        elif vocabulary.unk_id in ids:
+            problem = f"has characters that the model's vocabulary does not know ({vocabulary.decode(ids)!r} is left)"
+        elif vocabulary.eos_id in ids:
+            problem = "contains the end of a text (EOS)"
+        if problem is not None:
+            raise UserError(f"choices: {text!r} {problem}, so it cannot come out. Change it, or leave it out.")
+        if max_length is not None and len(ids) + 1 > max_length:
+            raise UserError(
+                f"choices: {text!r} has {len(ids)} tokens and an EOS, but max_length is {max_length}. Raise "
+                f"max_length to {len(ids) + 1} or more, or leave the choice out."
+            )
+        if ids in found:
+            raise UserError(
+                f"choices: {found[ids]!r} and {text!r} have the same tokens, so they cannot be told apart. Leave one "
+                "of them out."
+            )
+        found[ids] = text
+    return choices(list(found))
 
 
 class _Trie:

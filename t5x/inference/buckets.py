@@ -18,20 +18,25 @@ class Batch(NamedTuple):
     lengths: dict[str, int]
 
 
-def bucket(length: int, longest: int | None = None) -> int:
+def bucket(length: int, longest: int | None = None, steps: int = 2) -> int:
     """The next of 8, 12, 16, 24, 32, 48, 64, …; `longest` at most.
 
-    >>> [bucket(n) for n in (1, 8, 9, 13, 17, 100)], bucket(100, longest=100)
-    ([8, 8, 12, 16, 24, 128], 100)
+    Args:
+      steps: from one power of two to the next; more of them pad less and compile more.
+
+    >>> [bucket(n) for n in (1, 8, 9, 13, 17, 100)], bucket(100, longest=100), bucket(100, steps=4)
+    ([8, 8, 12, 16, 24, 128], 100, 112)
     """
-    power = max(SHORTEST, 1 << (length - 1).bit_length()) if length > 0 else SHORTEST
-    between = power * 3 // 4
-    found = between if length <= between and between > SHORTEST else power
+    found = SHORTEST
+    if length > SHORTEST:
+        half = 1 << (length - 1).bit_length() - 1
+        step = max(half // steps, SHORTEST // 2)
+        found = half + -(-(length - half) // step) * step
     return found if longest is None else min(found, longest)
 
 
 def plan(
-    count: int, sizes: Mapping[str, Sequence[int]], longest: Mapping[str, int | None], batch_size: int
+    count: int, sizes: Mapping[str, Sequence[int]], longest: Mapping[str, int | None], batch_size: int, steps: int = 2
 ) -> list[Batch]:
     """Batches of `count` examples, the longest first.
 
@@ -39,13 +44,14 @@ def plan(
       sizes: {feature: size of each example}, of features that are padded only as far as their batch needs it.
       longest: {feature: length}, of all features; None, of those in `sizes`, is no limit.
       batch_size: examples in a batch; the last has what is left.
+      steps: see `bucket`.
     """
     order = sorted(range(count), key=lambda i: [sizes[feature][i] for feature in sizes], reverse=True)
     batches = []
     for start in range(0, count, batch_size):
         positions = order[start : start + batch_size]
         lengths = {
-            feature: bucket(max(sizes[feature][i] for i in positions), limit) if feature in sizes else limit
+            feature: bucket(max(sizes[feature][i] for i in positions), limit, steps) if feature in sizes else limit
             for feature, limit in longest.items()
         }
         batches.append(Batch(positions, lengths))

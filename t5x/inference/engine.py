@@ -32,7 +32,7 @@ class Engine:
         self.params = params
 
     def program(self, function: Callable[[Any, Mapping[str, jax.Array], jax.Array], Any]) -> Program:
-        """Compiles (params, batch, rng) -> tree of arrays [rows, …], anew for every shape of the batch."""
+        """Compiles (params, batch, rng) -> tree of arrays, anew for every shape of the batch."""
         partitioner = self.partitioner
         return partitioner.partition(
             lambda params, batch, seed: function(params, batch, jax.random.key(seed)),
@@ -42,6 +42,24 @@ class Engine:
             out_shardings=partitioner.replicated,
         )  # fmt: skip
 
+    def shapes(self, program: Program, lengths: Mapping[str, int], rows: int) -> Any:
+        """The shapes of what the program gives for a batch of so many rows."""
+        arrays = self.model.FEATURE_CONVERTER_CLS(pack=False).convert_batch([[]] * rows, lengths)
+        arrays["example_index"] = np.zeros(rows, np.int32)
+        return jax.eval_shape(program, self.params, arrays, np.uint32(0))
+
+    def row_axes(self, program: Program, lengths: Mapping[str, int], rows: int) -> Any:
+        """Which axis of each array that the program gives counts rows: the one that grows with the batch; -1: none.
+
+        What a network sows may have them anywhere: behind the layers, where these are scanned, or nowhere.
+        """
+
+        def axis(few: jax.ShapeDtypeStruct, many: jax.ShapeDtypeStruct) -> int:
+            sizes = list(zip(few.shape, many.shape, strict=True))
+            return sizes.index((rows, 2 * rows)) if (rows, 2 * rows) in sizes else -1
+
+        return jax.tree.map(axis, self.shapes(program, lengths, rows), self.shapes(program, lengths, 2 * rows))
+
     def run(
         self,
         program: Program,
@@ -50,9 +68,11 @@ class Engine:
         *,
         rows: int,
         bucketed: Sequence[str] = (),
+        steps: int = 2,
         indices: Sequence[int] | None = None,
         seed: int = 0,
         trim: bool = True,
+        row_axes: Any = None,
         after_batch: Callable[[int], None] = lambda examples: None,
     ) -> list[Any]:
         """A result for each example: its row of what the program gives, as numpy arrays.
@@ -62,9 +82,11 @@ class Engine:
           lengths: {task feature: length}, at most; None, of what is bucketed, is no limit.
           rows: of a batch, a multiple of the partitioner's `data_parts`.
           bucketed: features that are padded only as far as their batch needs it.
+          steps: see `buckets.bucket`.
           indices: of the examples in all that there are, which key what is random; None is 0, 1, ….
           seed: of what is random.
           trim: cut what is longer than its length; False makes it a UserError.
+          row_axes: see the method; None: the first axis of every array. What has no rows is given to all examples.
           after_batch: is told how many examples are done.
         """
         converter = self.model.FEATURE_CONVERTER_CLS(pack=False)
@@ -77,13 +99,14 @@ class Engine:
         def collect(batch: buckets.Batch, output: Any) -> None:
             nonlocal done
             output = jax.device_get(output)
+            axes = jax.tree.map(lambda x: 0, output) if row_axes is None else row_axes
             for row, position in enumerate(batch.positions):
-                results[position] = jax.tree.map(lambda x, row=row: _row(x, row, rows), output)
+                results[position] = jax.tree.map(lambda x, axis, row=row: _row(x, axis, row), output, axes)
             done += len(batch.positions)
             after_batch(done)
 
         running = None
-        for batch in buckets.plan(len(examples), sizes, lengths, rows):
+        for batch in buckets.plan(len(examples), sizes, lengths, rows, steps):
             # Rows that fill up a batch repeat its first example: they end when that does.
             filled = [batch.positions[row if row < len(batch.positions) else 0] for row in mine]
             arrays = converter.convert_batch([[examples[i]] for i in filled], batch.lengths, trim=trim)
@@ -97,6 +120,5 @@ class Engine:
         return results
 
 
-def _row(array: np.ndarray, row: int, rows: int) -> np.ndarray:
-    """The row of an example; what has no rows belongs to all of them."""
-    return array[row] if array.ndim and array.shape[0] == rows else array
+def _row(array: np.ndarray, axis: int, row: int) -> np.ndarray:
+    return array if axis < 0 else array.take(row, axis)

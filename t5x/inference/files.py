@@ -105,6 +105,8 @@ def infer_file(
     if total is not None:
         log.info("%d input(s) from %s", len(shard), input_path)
     loaded = load(model_dir, vocabulary=vocabulary)
+    if mode == "predict":
+        options.decode_fn(loaded.model.output_vocabulary, max_length)  # wrong options are told before any work
     run = _Run(loaded, lines, options, mode, max_length, max_input_length, batch_size, output_ids, long, seed)
     job = {
         **run.job(), "checkpoint_period": checkpoint_period, "num_shards": num_shards, "shard_id": shard_id,

@@ -55,7 +55,7 @@ class Lines:
     def __iter__(self) -> Iterator[Line]:
         with self._open() as file:
             for number, raw in enumerate(file, start=1):
-                text = self._text(number, raw)
+                text = _text(self.where(number), number, raw)
                 if self._as_json and not text.strip():
                     continue
                 as_json = self._as_json or (self.path == "-" and text.startswith("{"))
@@ -66,21 +66,6 @@ class Lines:
 
     def where(self, number: int) -> str:
         return f"{'standard input' if self.path == '-' else self.path}:{number}"
-
-    def _text(self, number: int, raw: bytes) -> str:
-        if b"\0" in raw:
-            raise UserError(
-                f"{self.where(number)} has a NUL byte at column {raw.index(0) + 1}: this is no text. Take it out, or "
-                "in JSON write it as \\u0000."
-            )
-        try:
-            text = raw.decode("utf-8").rstrip("\r\n")
-        except UnicodeDecodeError as error:
-            raise UserError(
-                f"{self.where(number)}: byte 0x{raw[error.start]:02x} at column {error.start + 1} is not UTF-8. "
-                "Convert the file: iconv -f latin1 -t utf-8."
-            ) from error
-        return text.removeprefix("\ufeff") if number == 1 else text
 
     def _object(self, number: int, text: str) -> dict[str, Any]:
         try:
@@ -117,3 +102,36 @@ class Lines:
             raise UserError(f"--input {self.path} cannot be read: {error.strerror or error}.") from error
         with file:
             yield file
+
+
+def read_texts(path: str, option: str) -> list[str]:
+    """The texts of a file, one a line; empty lines are passed over.
+
+    Args:
+      option: that named the file, for messages.
+    """
+    try:
+        with open(path, "rb") as file:
+            texts = [_text(f"{option} {path}:{number}", number, raw) for number, raw in enumerate(file, start=1)]
+    except OSError as error:
+        raise UserError(f"{option} {path} cannot be read: {error.strerror or error}.") from error
+    if not any(texts):
+        raise UserError(f"{option} {path} has no line: give one text a line.")
+    return [text for text in texts if text]
+
+
+def _text(where: str, number: int, raw: bytes) -> str:
+    """A line, without its end, or the mark that the first may begin with."""
+    if b"\0" in raw:
+        raise UserError(
+            f"{where} has a NUL byte at column {raw.index(0) + 1}: this is no text. Take it out, or in JSON write it "
+            "as \\u0000."
+        )
+    try:
+        text = raw.decode("utf-8").rstrip("\r\n")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{where}: byte 0x{raw[error.start]:02x} at column {error.start + 1} is not UTF-8. Convert the file: "
+            "iconv -f latin1 -t utf-8."
+        ) from error
+    return text.removeprefix("\ufeff") if number == 1 else text

@@ -5,29 +5,30 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
 
 from t5x.checkpoints import transfer
 from t5x.checkpoints.contents import load_model, model_of
-from t5x.checkpoints.formats import Source, open_checkpoint
+from t5x.checkpoints.formats import Source
+from t5x.decoding import NEG_INF
 from t5x.errors import UserError
 from t5x.inference import buckets
 from t5x.inference.engine import Engine, Program
 from t5x.inference.options import Decoding
 from t5x.models import BaseTransformerModel, DecoderOnlyModel
 from t5x.partitioning import PjitPartitioner
-from t5x.trainer.restore import restore_params
+from t5x.trainer.restore import open_for_all, restore_params
 from t5x.trainer.state import StateLayout
+
+if TYPE_CHECKING:
+    from t5x.ranking.reranker import Ranked
 
 log = logging.getLogger(__name__)
 
 MAX_LENGTH, MAX_INPUT_LENGTH, BATCH_SIZE = 128, 512, 32
-
-MONOT5 = "Query: {query} Document: {passage} Relevant:"
-QUESTION = "question: {question} context: {context}"
 
 
 class Generation(NamedTuple):
@@ -35,27 +36,13 @@ class Generation(NamedTuple):
 
     Attributes:
       text: decoded.
-      score: the sum of the log probabilities of its tokens; of beams, divided by the length penalty.
+      score: the sum of the log probabilities of its tokens; with beams, divided by the length penalty.
       tokens: its ids, with the EOS that ended it.
     """
 
     text: str
     score: float
     tokens: list[int]
-
-
-class Ranked(NamedTuple):
-    """A passage with its relevance.
-
-    Attributes:
-      index: of the passage in what was given.
-      doc_id: its id where it was given with one, else its index.
-      score: log probability of `true` against `false`.
-    """
-
-    index: int
-    doc_id: Any
-    score: float
 
 
 def load(model_dir: str, *, vocabulary: str | None = None, partitioner: PjitPartitioner | None = None) -> "LoadedModel":
@@ -71,7 +58,7 @@ def load(model_dir: str, *, vocabulary: str | None = None, partitioner: PjitPart
 
 def open_model(model_dir: str, vocabulary: str | None = None) -> tuple[Source, BaseTransformerModel]:
     """The checkpoint and its model; no parameters are read yet."""
-    source = open_checkpoint(model_dir)
+    source = open_for_all(model_dir)
     log.info("%s is a %s checkpoint", source.path, source.format)
     if vocabulary is not None:
         from t5x.plain import vocabulary_named
@@ -145,7 +132,7 @@ class LoadedModel:
           decoding: see `t5x.inference.options.Decoding`; without any it is greedy.
 
         Returns:
-          a `Generation` for each text (for one text, that), or with num_return > 1 a list of them.
+          a `Generation` for each text (for one text, that), or with num_return > 1 a list of at most so many.
         """
         if isinstance(texts, str):
             return self.generate(
@@ -174,56 +161,55 @@ class LoadedModel:
         targets = [self.target_ids(text)[0] for _, text in pairs]
         return self.scores(inputs, targets, max_input_length=max_input_length, batch_size=batch_size)
 
-    def rank(
-        self,
-        query: str,
-        passages: Sequence[Any],
-        *,
-        max_input_length: int = MAX_INPUT_LENGTH,
-        batch_size: int = BATCH_SIZE,
-    ) -> list[Ranked]:
-        """How relevant each passage is to a query, by a model that was trained as monoT5 was.
+    def rank(self, query: str, passages: Sequence[Any], **options: Any) -> "list[Ranked]":
+        """How relevant each passage is to a query, by a model that was trained for that, as monoT5 was.
 
             ranked = model.rank("what is a quark?", ["A quark is a particle.", "Quark is a cheese."])
             best = max(ranked, key=lambda passage: passage.score)
 
-        The input is "Query: … Document: … Relevant:"; the score is the log softmax over the logits of `true` and
-        `false` at the first position.
-
         Args:
           passages: texts, or (doc_id, text) pairs.
+          options: of `t5x.ranking.reranker.Reranker`: `template`, `labels`, `max_length`, `batch_size` and others.
 
         Returns:
-          a `Ranked` for each passage, in the order given.
+          a `Ranked` for each passage, in the order given, with `index`, `doc_id`, `score` and the logits.
         """
-        if isinstance(self.model, DecoderOnlyModel):
-            raise UserError("rank takes an encoder-decoder model, as monoT5 is; this is a decoder alone.")
         named = [(i, p) if isinstance(p, str) else tuple(p) for i, p in enumerate(passages)]
-        words = [self.model.output_vocabulary.encode(word)[:1] for word in ("true", "false")]
-        if not all(words) or words[0] == words[1]:
-            raise UserError(f"The vocabulary gives `true` and `false` no tokens of their own: they are {words}.")
-        program = self._program(
-            "rank", lambda params, batch, rng: self.model.score_batch(params, batch, first_logits=True)
-        )
-        texts = [MONOT5.format(query=query, passage=passage) for _, passage in named]
-        examples = [
-            {"inputs": self.input_ids(text, max_input_length)[0], "targets": [*words[0], *words[1]]} for text in texts
-        ]
-        logits = self._run(program, examples, {"inputs": max_input_length, "targets": 2}, batch_size, ["inputs"])
-        return [
-            Ranked(i, doc_id, float(of_words[0] - np.logaddexp(*of_words)))
-            for i, ((doc_id, _), of_words) in enumerate(zip(named, logits, strict=True))
-        ]
+        found = self.rank_pairs([(query, passage) for _, passage in named], **options)
+        return [ranked._replace(doc_id=doc_id) for ranked, (doc_id, _) in zip(found, named, strict=True)]
 
-    def answer(self, question: str, context: str, **options: Any) -> Generation:
+    def rank_pairs(self, pairs: Sequence[tuple[str, str]], **options: Any) -> "list[Ranked]":
+        """As `rank`, for (query, passage) pairs of many queries, which are computed together."""
+        from t5x.ranking.reranker import Reranker
+
+        return Reranker(self, **options).rank(pairs)
+
+    def answer(self, question: str | Sequence[str], context: str | Sequence[str], **options: Any) -> Any:
         """The answer to a question about a text, by a model that was trained on "question: … context: …", as T5 was.
 
-            model.answer("Who wrote it?", "Effi Briest was written by Theodor Fontane.").text
+            found = model.answer("Who wrote it?", "Effi Briest was written by Theodor Fontane.")
+            found.text, found.score, found.start, found.end
+            model.answer(questions, contexts, no_answer="unanswerable", beams=4)
+
+        A context that is longer than the input is read in windows that overlap.
 
         Args:
-          options: of `generate`.
+          question, context: texts, or lists of them, as many of each; one context may be for all questions.
+          options: see `t5x.answering.answers.Answering`.
+
+        Returns:
+          a `t5x.answering.answers.Answer`, of lists a list.
         """
-        return self.generate(QUESTION.format(question=question, context=context), **options)
+        from t5x.answering import answers
+
+        if isinstance(question, str):
+            return self.answer([question], [context], **options)[0]
+        contexts = [context] * len(question) if isinstance(context, str) else context
+        if len(question) != len(contexts):
+            raise UserError(f"{len(question)} question(s) but {len(contexts)} context(s): one of each is needed.")
+        how = answers.Answering(**options)
+        pairs = list(zip(question, contexts, strict=True))
+        return answers.answer(self, pairs, [answers.windows_of(self, *pair, how) for pair in pairs], how)
 
     def logits(self, input_ids: Sequence[Sequence[int]], target_ids: Sequence[Sequence[int]]) -> np.ndarray:
         """Logits float32 [examples, longest target, vocab] of every target token, given those before it.
@@ -270,7 +256,7 @@ class LoadedModel:
         rows: int | None = None,
         after_batch: Callable[[int], None] = lambda examples: None,
     ) -> list[list[Generation]]:
-        """What is generated for each of the inputs, `num_return` of them, best first.
+        """What is generated for each of the inputs, best first: `num_return`, or fewer where a beam found fewer.
 
         Args:
           indices, after_batch: see `Engine.run`.
@@ -302,6 +288,8 @@ class LoadedModel:
         for decodes, aux in found:
             of_input = []
             for row, score in list(zip(decodes, aux["scores"], strict=True))[::-1][: decoding.num_return]:
+                if of_input and score <= NEG_INF:  # a beam that found nothing, and so did those behind it
+                    break
                 ids = without_padding(row)[:max_length]
                 of_input.append(Generation(decode(ids), float(score), ids))
             made.append(of_input)
@@ -325,6 +313,30 @@ class LoadedModel:
             program, examples, lengths, batch_size, ["inputs", "targets"], rows=rows, after_batch=after_batch
         )
         return [float(score) for score in found]
+
+    def label_logits(
+        self,
+        inputs: Sequence[Sequence[int]],
+        labels: Sequence[int],
+        *,
+        max_input_length: int,
+        batch_size: int,
+        rows: int | None = None,
+        after_batch: Callable[[int], None] = lambda examples: None,
+    ) -> np.ndarray:
+        """Logits of the tokens `labels` at the first position of the output, float32 [inputs, labels]; other arguments
+        as of `predictions`."""
+        if isinstance(self.model, DecoderOnlyModel):
+            raise UserError("Ranking takes an encoder-decoder model, as monoT5 is; this is a decoder alone.")
+        program = self._program(
+            "labels", lambda params, batch, rng: self.model.score_batch(params, batch, first_logits=True)
+        )
+        examples = [{"inputs": ids, "targets": labels} for ids in inputs]
+        lengths = {"inputs": max_input_length, "targets": len(labels)}
+        found = self._run(
+            program, examples, lengths, batch_size, ["inputs"], rows=rows, after_batch=after_batch, steps=4
+        )
+        return np.array(found, np.float32).reshape(len(inputs), len(labels))
 
     def rows(self, examples: int, batch_size: int) -> int:
         """Rows of the batches for so many examples."""

@@ -19,16 +19,17 @@ class Decoding:
 
     Attributes:
       beams: of beam search; 1 is greedy.
-      num_return: results for each input, best first; at most `beams`, or any number of samples.
+      num_return: results for each input at most, best first: up to `beams`, or any number of samples. Beams that found
+        nothing, as where there are fewer choices, are left out.
       temperature: divides the logits before sampling.
       top_k, top_p: sample only from the k likeliest tokens, or from the likeliest that together have this probability;
         with both, from those of the k.
       length_penalty: beams are compared by their log probability divided by length ** length_penalty, as in Hugging
         Face; None is T5X's brevity penalty, ((5 + length) / 6) ** 0.6.
-      min_length: tokens generated at least.
+      min_length: tokens generated at least, without EOS; less than the most that may be.
       no_repeat_ngram: so many tokens never stand twice in a row; 0 is off.
       repetition_penalty: above 1 makes tokens less likely that were generated before.
-      choices: the only texts that may come out.
+      choices: the only texts that may come out, each as it is: the three options above do not go with it.
     """
 
     beams: int = 1
@@ -43,6 +44,8 @@ class Decoding:
     choices: tuple[str, ...] = ()
 
     def __post_init__(self):
+        if isinstance(self.choices, str):
+            raise UserError(f"choices is the text {self.choices!r}: give a list of texts.")
         object.__setattr__(self, "choices", tuple(self.choices))
         for name, low in (("beams", 1), ("num_return", 1), ("min_length", 0), ("no_repeat_ngram", 0), ("top_k", 0)):
             value = getattr(self, name)
@@ -63,6 +66,15 @@ class Decoding:
                 f"num_return is {self.num_return}, but beams is {self.beams}: give as many beams, or a temperature to "
                 "sample."
             )
+        for name, given in (
+            ("min_length", self.min_length),
+            ("no_repeat_ngram", self.no_repeat_ngram),
+            ("repetition_penalty", self.repetition_penalty != 1),
+        ):
+            if self.choices and given:
+                raise UserError(
+                    f"choices and {name} exclude each other: choices come out as they are. Give one of them."
+                )
 
     @property
     def samples(self) -> bool:
@@ -78,9 +90,14 @@ class Decoding:
         """The model's `decode_fn`.
 
         Args:
-          max_length: tokens generated at most.
+          max_length: tokens generated at most, EOS included.
         """
-        callback = {"logit_callback_fn": self._constraints(vocabulary)}
+        if self.min_length >= max_length:
+            raise UserError(
+                f"min_length is {self.min_length}, but max_length is {max_length}, EOS included: raise max_length to "
+                f"{self.min_length + 1} or more, or lower min_length."
+            )
+        callback = {"logit_callback_fn": self._constraints(vocabulary, max_length)}
         if self.beams > 1:
             penalty = {} if self.length_penalty is None else {"length_penalty": self.length_penalty}
             return functools.partial(decoding.beam_search, max_decode_step=max_length, **penalty, **callback)
@@ -100,7 +117,7 @@ class Decoding:
             **callback,
         )
 
-    def _constraints(self, vocabulary: Vocabulary) -> Callable[..., Any] | None:
+    def _constraints(self, vocabulary: Vocabulary, max_length: int) -> Callable[..., Any] | None:
         made = []
         if self.repetition_penalty != 1:
             made.append(constraints.repetition_penalty(self.repetition_penalty))
@@ -109,5 +126,5 @@ class Decoding:
         if self.min_length:
             made.append(constraints.min_length(self.min_length))
         if self.choices:
-            made.append(constraints.text_choices(self.choices, vocabulary))
+            made.append(constraints.text_choices(self.choices, vocabulary, max_length))
         return constraints.chain(made) if made else None

@@ -29,14 +29,21 @@ def define(parser: argparse.ArgumentParser) -> None:
     )
     file.add_argument("--vocabulary", metavar="FILE", help="where the model has none: spiece.model, or bytes")
     decoding = parser.add_argument_group("decoding, with --model", "greedy, unless told otherwise")
-    decoding.add_argument("--beams", type=int, metavar="N", help="beam search (1)")
-    decoding.add_argument("--length_penalty", type=float, metavar="X", help="of beams (default: T5X's, alpha 0.6)")
-    decoding.add_argument("--num_return", type=int, metavar="N", help="results for an input, best first (1)")
+    decoding.add_argument(
+        "--beams",
+        type=int,
+        metavar="N",
+        help="beam search (1, greedy); scores are divided by T5X's ((5 + length) / 6) ** 0.6",
+    )
+    decoding.add_argument(
+        "--length_penalty", type=float, metavar="X", help="of beams: divide by length ** X, as Hugging Face does"
+    )
+    decoding.add_argument("--num_return", type=int, metavar="N", help="results for an input at most, best first (1)")
     decoding.add_argument("--temperature", type=float, metavar="X", help="sample")
     decoding.add_argument("--top_k", type=int, metavar="N", help="sample from the likeliest tokens")
     decoding.add_argument("--top_p", type=float, metavar="X", help="sample from tokens of this probability together")
     decoding.add_argument("--seed", type=int, metavar="N", help="of samples (0)")
-    decoding.add_argument("--min_length", type=int, metavar="N", help="tokens generated at least")
+    decoding.add_argument("--min_length", type=int, metavar="N", help="tokens generated at least, below --max_length")
     decoding.add_argument("--no_repeat_ngram", type=int, metavar="N", help="so many tokens never stand there twice")
     decoding.add_argument("--repetition_penalty", type=float, metavar="X", help="above 1: fewer repeated tokens")
     decoding.add_argument("--choices", metavar="FILE", help="only these texts, one a line, may come out")
@@ -87,7 +94,9 @@ def run(args: argparse.Namespace) -> None:
     if args.input is None:
         raise UserError("--model needs --input: a text file, a .jsonl file, or - for standard input.")
     if "choices" in given:
-        given["choices"] = _lines_of(given["choices"])
+        from t5x.inference.lines import read_texts
+
+        given["choices"] = read_texts(given["choices"], "--choices")
     import_modules(args)  # classes of the user's own, such as a vocabulary
     work_begins()
     signal.signal(signal.SIGTERM, leave_in_order)
@@ -96,14 +105,3 @@ def run(args: argparse.Namespace) -> None:
 
         infer_file(args.model, args.input, **given, **shard)
     return None
-
-
-def _lines_of(path: str) -> list[str]:
-    try:
-        with open(path, encoding="utf-8") as file:
-            lines = [line.rstrip("\r\n") for line in file]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--choices {path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
-    if not any(lines):
-        raise UserError(f"--choices {path} has no line: give one text a line.")
-    return [line for line in lines if line]

@@ -155,6 +155,35 @@ def test_one_beam_that_ends_with_its_first_ending_is_greedy_decoding():
     np.testing.assert_allclose(normalised[:, 0], scores[:, 0] / lengths, rtol=1e-5)
 
 
+def test_one_beam_of_t5x_is_greedy_decoding_but_for_endings_that_come_second():
+    """It takes the best-scored ending among the two likeliest tokens of every step on the greedy path."""
+    length = 5
+    table = Languages.random(8, 600, 5, length).table.copy()
+    table[:200, :, EOS] -= 9.0  # ends nowhere
+    table[200:400, :, EOS] *= 20.0  # an ending is certain, or out of the question
+    made = Languages(table, length)
+    greedy, log_prob = made.decode(greedy_decode)
+    tokens, scores = made.decode(beam_search, num_decodes=1, alpha=0.6)
+    log_probs = made.log_probs()
+    for row in range(600):
+        total, node, said, found = 0.0, 0, [], []
+        for position in range(1, length + 1):
+            first, second = np.argsort(-log_probs[row, node])[:2]
+            if EOS in (first, second):
+                score = (total + log_probs[row, node, EOS]) / ((5 + position) / 6) ** 0.6
+                found.append((score, [*said, EOS]))
+            token = second if first == EOS else first
+            total, node = total + log_probs[row, node, token], node * 5 + token + 1
+            said.append(token)
+        score, expected = max(found, default=(total, said))
+        assert tokens[row, 0].tolist() == padded(expected, length)
+        np.testing.assert_allclose(scores[row, 0], score, rtol=1e-4, atol=1e-6)
+    same = (tokens == greedy).all(axis=(1, 2))
+    assert same[:200].all() and (tokens[:200, 0, -1] != 0).any()
+    np.testing.assert_allclose(scores[:200], log_prob[:200], rtol=1e-5)  # what has not ended is not penalised
+    assert same[200:400].mean() > 0.9 and same[400:].mean() < 0.8
+
+
 def test_unlikely_beams_are_given_up():
     made = Languages.random(5, 400, 4, 5)
     _, scores = made.decode(beam_search, num_decodes=4, alpha=0.0)

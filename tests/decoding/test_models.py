@@ -156,11 +156,16 @@ def test_beams_of_a_decoder_that_stands_alone():
     options = {"num_decodes": 100, "return_all_decodes": True, "decoder_params": {"max_decode_step": 3, "alpha": 0.0}}
     tokens, aux = jax.jit(functools.partial(of.predict_batch_with_aux, **options))(weights, batch)
     every = np.array([(a, b, c) for a in range(5) for b in range(5) for c in range(5)], np.int32)
+    log_probs_of_all = jax.jit(
+        lambda whole: jax.nn.log_softmax(
+            of.module.apply({"params": weights}, whole, whole * 0 + 1, enable_dropout=False)
+        )
+    )
     for row, start in enumerate(inside.sum(1) - 1):
         whole = np.zeros((125, 6), np.int32)
         whole[:, : start + 1] = shifted[row, : start + 1]
         whole[:, start + 1 : start + 4] = every
-        log_probs = jax.nn.log_softmax(of.module.apply({"params": weights}, whole, whole * 0 + 1, enable_dropout=False))
+        log_probs = np.asarray(log_probs_of_all(whole))
         found = {}
         for n, said in enumerate(every.tolist()):
             if 1 in said:

@@ -7,7 +7,7 @@ import types
 import pytest
 
 from t5x.errors import UserError
-from t5x.inference.lines import Lines
+from t5x.inference.lines import Lines, read_texts
 
 
 def read(path, content, *, needs_targets=False):
@@ -56,3 +56,15 @@ def test_a_file_that_is_not_there_and_a_directory(tmp_path):
         Lines(str(tmp_path / "nowhere"), needs_targets=False)
     with pytest.raises(UserError, match="is a directory"):
         Lines(str(tmp_path), needs_targets=False)
+
+
+def test_texts_of_an_option(tmp_path):
+    path = tmp_path / "choices.txt"
+    path.write_bytes("\ufeffja\r\n\n n\u00e9 \n".encode())
+    assert read_texts(str(path), "--choices") == ["ja", " n\u00e9 "]
+    for content, message in {b"\n\n": "has no line", b"a\n\xe9\n": ":2: byte 0xe9 at column 1 is not UTF-8"}.items():
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=rf"--choices .*choices.txt ?{message}"):
+            read_texts(str(path), "--choices")
+    with pytest.raises(UserError, match=r"--choices .*nowhere cannot be read: No such file"):
+        read_texts(str(tmp_path / "nowhere"), "--choices")

@@ -97,7 +97,20 @@ def test_scores_and_logits_are_those_of_transformers(pair):
         np.testing.assert_allclose(found[i, :end], logits[i, :end], rtol=1e-3, atol=1e-4)
 
 
-def test_rank_is_a_softmax_over_the_first_logits_of_true_and_false(pair):
+def test_beams_that_found_nothing_are_left_out(pair):
+    """The scores of the others are those of their texts, divided by T5X's penalty."""
+    ours, _ = pair
+    texts = ["a date", "x"]
+    found = ours.generate(texts, beams=4, num_return=4, max_length=8, choices=["yes", "no"])
+    assert [sorted(g.text for g in generations) for generations in found] == [["no", "yes"]] * 2
+    pairs = [(text, g.text) for text, generations in zip(texts, found, strict=True) for g in generations]
+    lengths = np.array([len(choice) + 1 for _, choice in pairs])
+    scores = np.array([[g.score for g in generations] for generations in found])
+    np.testing.assert_allclose(scores.reshape(-1), ours.score(pairs) / ((5 + lengths) / 6) ** 0.6, rtol=1e-4)
+    assert (np.diff(scores) <= 0).all()
+
+
+def test_rank_is_a_softmax_over_the_first_logits_of_two_labels(pair):
     import torch
 
     ours, theirs = pair
@@ -107,19 +120,21 @@ def test_rank_is_a_softmax_over_the_first_logits_of_true_and_false(pair):
         logits = theirs(
             input_ids=inputs, attention_mask=(inputs > 0).int(), decoder_input_ids=torch.zeros((2, 1), dtype=int)
         ).logits[:, 0]  # fmt: skip
-    true, false = (text.encode()[0] + 3 for text in ("true", "false"))
-    expected = torch.log_softmax(logits[:, [true, false]], -1)[:, 0]
-    found = ours.rank("what is a quark?", passages)
+    expected = torch.log_softmax(logits[:, [ord("t") + 3, ord("f") + 3]], -1)[:, 0]
+    found = ours.rank("what is a quark?", passages, labels="t,f")
     assert [(r.index, r.doc_id) for r in found] == [(0, "d7"), (1, "d3")]
     np.testing.assert_allclose([r.score for r in found], expected, rtol=1e-4, atol=1e-5)
-    alone = ours.rank("what is a quark?", ["Quark is a cheese."])
+    alone = ours.rank("what is a quark?", ["Quark is a cheese."], labels="t,f")
     assert alone[0].doc_id == 0 and alone[0].score == pytest.approx(found[1].score, rel=1e-4)
+    with pytest.raises(UserError, match=r"'true' is not a single piece .* 4: \['t', 'r', 'u', 'e'\]"):
+        ours.rank("what is a quark?", passages)
 
 
 def test_answer_asks_as_t5_was_trained_to_be(pair):
     ours, _ = pair
     found = ours.answer("who?", "Effi.", max_length=8)
-    assert found == ours.generate("question: who? context: Effi.", max_length=8)
+    expected = ours.generate("question: who? context: Effi.", max_length=8)
+    assert (found.text, found.score) == (expected.text, expected.score)
     assert found.score < 0
 
 

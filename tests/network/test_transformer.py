@@ -79,30 +79,36 @@ def test_incremental_decoding_equals_the_full_pass(scan):
     module, batch = Transformer(config), tiny.batch(2, targets=11)
     inputs, tokens = batch["encoder_input_tokens"], np.random.default_rng(0).integers(1, 31, (4, 11)).astype(np.int32)
     params = {"params": tiny.initial_params(config)}
-    full = module.apply(params, inputs, tokens, np.ones_like(tokens), enable_dropout=False)
-    encoded = module.apply(params, inputs, enable_dropout=False, method="encode")
     decode = dict(enable_dropout=False, decode=True, method="decode")
-    _, variables = module.apply(params, encoded, inputs, tokens, tokens, mutable=list(CACHES), **decode)
-    cache, cross = variables["cache"], variables["cross_cache"]
-    for position in range(tokens.shape[1]):
-        token = tokens[:, position : position + 1]
-        variables = {**params, "cache": cache, "cross_cache": cross}
+
+    @jax.jit
+    def begin(params):
+        full = module.apply(params, inputs, tokens, np.ones_like(tokens), enable_dropout=False)
+        encoded = module.apply(params, inputs, enable_dropout=False, method="encode")
+        return full, module.apply(params, encoded, inputs, tokens, tokens, mutable=list(CACHES), **decode)[1]
+
+    @jax.jit
+    def step(variables, token):
         # The encoder's output itself is not needed any more: what was kept of it is.
-        logits, changed = module.apply(variables, encoded * 0, inputs, token, token, mutable=["cache"], **decode)
-        cache = changed["cache"]
+        encoded = jnp.zeros((*inputs.shape, config.emb_dim))
+        return module.apply(variables, encoded, inputs, token, token, mutable=["cache"], **decode)
+
+    full, variables = begin(params)
+    for position in range(tokens.shape[1]):
+        logits, changed = step({**params, **variables}, tokens[:, position : position + 1])
+        variables = {**variables, **changed}
         np.testing.assert_allclose(logits[:, 0], full[:, position], rtol=1e-4, atol=1e-5)
 
 
 def test_dropout_belongs_to_the_row_not_to_the_batch_it_is_computed_in():
     config = dataclasses.replace(tiny.T5_1_1, dropout_rate=0.5)
-    model, batch, key = tiny.model(config), tiny.batch(rows=6), jax.random.key(1)
+    logits, batch, key = jax.jit(tiny.model(config).compute_logits), tiny.batch(rows=6), jax.random.key(1)
     params = tiny.initial_params(config)
-    whole = model.compute_logits(params, batch, key)
+    whole = logits(params, batch, key)
     rows = np.array([4, 1])
     part = {k: v[rows] for k, v in batch.items()} | {"row_index": rows}
-    np.testing.assert_allclose(model.compute_logits(params, part, key), whole[rows], rtol=1e-5, atol=1e-6)
-    assert np.abs(model.compute_logits(params, batch, jax.random.key(2)) - whole).max() > 0.01
-    assert np.abs(model.compute_logits(params, batch) - whole).max() > 0.01
+    np.testing.assert_allclose(logits(params, part, key), whole[rows], rtol=1e-5, atol=1e-6)
+    assert np.abs(logits(params, batch, jax.random.key(2)) - whole).max() > 0.01
 
 
 def test_dropout_drops_its_share_and_keeps_the_mean():
@@ -134,7 +140,7 @@ def test_bfloat16_stays_near_float32():
     config = dataclasses.replace(tiny.WIDE, dtype="bfloat16")
     params = tiny.initial_params(tiny.WIDE)
     batch = tiny.batch(3, vocab=128)
-    narrow, wide = (tiny.model(c).compute_logits(params, batch) for c in (config, tiny.WIDE))
+    narrow, wide = (jax.jit(tiny.model(c).compute_logits)(params, batch) for c in (config, tiny.WIDE))
     assert narrow.dtype == jnp.float32
     assert jnp.linalg.norm(narrow - wide) < 0.03 * jnp.linalg.norm(wide)
 
@@ -167,15 +173,16 @@ def test_the_gradient_of_a_frequent_token_is_summed_in_float32():
 def test_packed_rows_equal_the_same_examples_unpacked():
     packed = tiny.packed_batch()
     params = tiny.initial_params(tiny.T5_1_1)
-    model = tiny.model(tiny.T5_1_1)
-    together = model.compute_logits(params, packed)
-    for row, segment in [(0, 1), (0, 2), (0, 3), (1, 1), (1, 2)]:
-        inputs = packed["encoder_segment_ids"][row] == segment
+    logits = jax.jit(tiny.model(tiny.T5_1_1).compute_logits)
+    together = logits(params, packed)
+    segments = [(0, 1), (0, 2), (0, 3), (1, 1), (1, 2)]
+    alone = {name: np.zeros((5, packed[name].shape[1]), np.int32) for name in packed if name.endswith("_tokens")}
+    for name, tokens in alone.items():
+        ids = packed[f"{name.split('_')[0]}_segment_ids"]
+        for one, (row, segment) in enumerate(segments):
+            of_segment = packed[name][row, ids[row] == segment]
+            tokens[one, : len(of_segment)] = of_segment
+    apart = logits(params, alone)
+    for one, (row, segment) in enumerate(segments):
         targets = packed["decoder_segment_ids"][row] == segment
-        alone = {
-            "encoder_input_tokens": packed["encoder_input_tokens"][row, inputs][None],
-            "decoder_input_tokens": packed["decoder_input_tokens"][row, targets][None],
-            "decoder_target_tokens": packed["decoder_target_tokens"][row, targets][None],
-        }
-        expected = model.compute_logits(params, alone)[0]
-        np.testing.assert_allclose(together[row, targets], expected, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(together[row, targets], apart[one, : targets.sum()], rtol=1e-4, atol=1e-5)

@@ -2,7 +2,6 @@
 
 import json
 import struct
-from pathlib import Path
 
 import numpy as np
 
@@ -54,18 +53,17 @@ def logits(made):
 
 def write_safetensors(path, tensors, *, header=None):
     """Writes float32 arrays by the format's description; `header` replaces the JSON (bytes) that belongs to them."""
-    entries, data = {}, b""
+    entries, end = {}, 0
     for name, value in tensors.items():
-        content = np.ascontiguousarray(value, np.float32).tobytes()
-        entries[name] = {
-            "dtype": "F32",
-            "shape": list(value.shape),
-            "data_offsets": [len(data), len(data) + len(content)],
-        }
-        data += content
+        size = 4 * np.size(value)
+        entries[name] = {"dtype": "F32", "shape": list(value.shape), "data_offsets": [end, end + size]}
+        end += size
     if header is None:
         header = json.dumps(entries).encode()
-    Path(path).write_bytes(struct.pack("<Q", len(header)) + header + data)
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        for value in tensors.values():
+            file.write(np.ascontiguousarray(value, np.float32).data)
 
 
 def write_directory(path, tensors, config):

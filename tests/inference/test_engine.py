@@ -1,0 +1,54 @@
+"""Results for each example, wherever a program puts the rows of a batch."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import t5x
+from t5x import data
+from t5x.data.config import DatasetConfig
+from t5x.inference.task_runs import TaskRun
+from t5x.inference.tasks import Placed
+from tests.inference.models import byte_model
+
+ROWS = 4
+EXAMPLES = [{"inputs": [5, 6, number + 3, 1], "targets": [7, 1]} for number in range(6)]
+LENGTHS = {"inputs": 8, "targets": 3}
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    return t5x.load(str(byte_model(tmp_path_factory.mktemp("engine") / "model"))).engine
+
+
+def sown(params, batch, rng):
+    """As of a network of four scanned layers: what they sow has the layers in front."""
+    number = batch["encoder_input_tokens"][:, 2]
+    return number, {
+        "layers": jnp.arange(ROWS)[:, None, None] * 100 + number[:, None],
+        "all": jnp.arange(ROWS),
+        "one": jnp.float32(3.5),
+        "pairs": number[:, None] * number,
+    }
+
+
+def test_rows_are_found_by_what_grows_with_the_batch(engine):
+    program = engine.program(sown)
+    axes = engine.row_axes(program, LENGTHS, ROWS)
+    assert axes == (0, {"layers": 1, "all": -1, "one": -1, "pairs": 0})
+    results = engine.run(program, EXAMPLES, LENGTHS, rows=ROWS, row_axes=axes)
+    for number, (main, aux) in enumerate(results):
+        assert main == number + 3
+        np.testing.assert_array_equal(aux["layers"], np.arange(ROWS)[:, None] * 100 + number + 3)
+        np.testing.assert_array_equal(aux["all"], np.arange(ROWS))
+        assert aux["one"] == 3.5
+
+
+def test_a_task_gets_what_was_sown_for_each_of_its_examples(engine):
+    features = {name: data.Feature(engine.model.output_vocabulary) for name in LENGTHS}
+    task = data.Task("sown", data.FunctionDataSource(lambda split: EXAMPLES, ("test",)), features, [])
+    cfg = DatasetConfig(task, LENGTHS, "test", ROWS, shuffle=False, seed=0)
+    run = TaskRun(engine, engine.program(sown), cfg, LENGTHS, "score", keep_aux_as_numpy=True)
+    numbers, aux = run([Placed(example, i, None) for i, example in enumerate(EXAMPLES)], lambda done: None)
+    assert numbers == list(range(3, 9))
+    np.testing.assert_array_equal(aux["layers"][:, 2, 0], 200 + np.arange(3, 9))
