@@ -89,13 +89,14 @@ def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
 
     The k greatest values lie in the k blocks with the greatest maxima: only those are searched.
     """
-    size = x.shape[-1]
+    *front, size = x.shape
     if size % _BLOCK or size <= k * _BLOCK * 2:
         return jax.lax.top_k(x, k)
-    blocks = x.reshape(*x.shape[:-1], -1, _BLOCK)
+    blocks = x.reshape(-1, size // _BLOCK, _BLOCK)  # XLA has a program for matrices alone, and sorts anything else
     best = jnp.sort(jax.lax.top_k(jnp.max(blocks, axis=-1), k)[1], axis=-1)
-    values, at = jax.lax.top_k(jnp.take_along_axis(blocks, best[..., None], axis=-2).reshape(*x.shape[:-1], -1), k)
-    return values, jnp.take_along_axis(best, at // _BLOCK, axis=-1) * _BLOCK + at % _BLOCK
+    values, at = jax.lax.top_k(jnp.take_along_axis(blocks, best[..., None], axis=1).reshape(-1, k * _BLOCK), k)
+    indices = jnp.take_along_axis(best, at // _BLOCK, axis=-1) * _BLOCK + at % _BLOCK
+    return values.reshape(*front, k), indices.reshape(*front, k)
 
 
 def take_beams(x: jax.Array, beams: jax.Array) -> jax.Array:
