@@ -22,6 +22,10 @@ verbs:
   data    show what a task or a file becomes, and how long its examples are
   eval    score a checkpoint, or all of a run, with a task's metrics
   infer   write a model's predictions or scores for a file or a task
+  answer  answer questions about texts, with the answer's place in them
+  rerank  order passages by how relevant a model says they are
+  rank-eval
+          score runs with judgments: MRR, nDCG, MAP, and whether they differ
   inspect say what a checkpoint is, whatever its format
   cache   write a task's tokenised examples once; training then reads them
   convert convert a checkpoint: to ours, native T5X or Hugging Face
@@ -75,7 +79,7 @@ def run_verb(verb: str, argv: Sequence[str]) -> int:
 
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # a gin file's `import my_tasks` finds my_tasks.py here
-    module = importlib.import_module(f"t5x.verbs.{verb}")
+    module = importlib.import_module(f"t5x.verbs.{verb.replace('-', '_')}")
     parser = parser_of(verb)
     module.define(parser)
     debug = "--debug" in argv

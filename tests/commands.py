@@ -4,7 +4,7 @@ import dataclasses
 import logging
 import signal
 
-from t5x import cli
+from t5x import cli, configuration
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,16 +22,18 @@ class Result:
 
 
 def run(capsys, verb: str, *args: object) -> Result:
-    """Runs `t5x VERB ARGS`; signal handlers and logging are afterwards as they were."""
+    """Runs `t5x VERB ARGS` with a configuration of its own; signal handlers and logging are afterwards as they were."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     loggers = [logging.getLogger(), logging.getLogger("t5x")]
     logs = [(log, log.handlers[:], log.propagate, log.level) for log in loggers]
     capsys.readouterr()
+    configuration.clear()
     try:
         code = cli.run_verb(verb, [str(arg) for arg in args])
     except SystemExit as error:
         code = error.code
     finally:
+        configuration.clear()
         for number, handler in handlers.items():
             signal.signal(number, handler)
         for log, log_handlers, propagate, level in logs:

@@ -1,14 +1,18 @@
 """Settings of every test process and of the programs that tests start.
 
-XLA compiles with little optimisation (most of the suite's time is compilation of programs that run once), and what
-has been compiled is kept between runs in pytest's own cache directory.
+Most of the suite's time is compilation of programs that run once. So XLA optimises little and compiles in one piece,
+and whatever has been compiled is kept in pytest's own cache directory: the other test process, the programs that tests
+start and the next run of the suite find it there.
 """
 
 import os
 from pathlib import Path
 
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
+    " --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+)
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["T5X_CACHE_DIR"] = str(Path(__file__).parents[1] / ".pytest_cache" / "t5x")
 
 from t5x.startup import enable_compilation_cache

@@ -1,8 +1,10 @@
 """A decoder-only model from gin to predictions, as a user runs it."""
 
+import io
 import json
 
 from t5x import inspection
+from tests import commands
 from tests.programs import REPO, losses, t5x
 
 GIN = """
@@ -38,34 +40,32 @@ decoder_network.TransformerConfig:
 """
 
 
-def test_a_prefix_lm_trains_evaluates_resumes_and_infers(tmp_path):
+def test_a_prefix_lm_trains_evaluates_resumes_and_infers(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(REPO)
     (tmp_path / "prefix_lm.gin").write_text(GIN)
     run = tmp_path / "run"
-
-    def train(steps):
-        return t5x(
-            "train", f"--gin_file={tmp_path / 'prefix_lm.gin'}", f"--gin.MODEL_DIR={run}", f"--gin.TRAIN_STEPS={steps}",
-            "--gin.BATCH_SIZE=8", "--gin.train.stats_period=1", "--gin.seqio.Evaluator.num_examples=8", cwd=REPO,
-        )  # fmt: skip
-
-    first = train(2)
+    train = [
+        "train", f"--gin_file={tmp_path / 'prefix_lm.gin'}", f"--gin.MODEL_DIR={run}",
+        "--gin.BATCH_SIZE=8", "--gin.train.stats_period=1", "--gin.seqio.Evaluator.num_examples=8",
+    ]  # fmt: skip
+    first = t5x(*train, "--gin.TRAIN_STEPS=2", cwd=REPO)
     assert first.returncode == 0, first.stderr
-    again = train(4)
-    assert again.returncode == 0 and "resuming from" in again.stderr, again.stderr
+    again = commands.run(capsys, *train, "--gin.TRAIN_STEPS=4")
+    assert again.code == 0 and "resuming from" in again.err, again.err
     assert len(losses(run)) == 4
-    assert "held out: loss" in again.stderr
+    assert "held out: loss" in again.err
 
     report = inspection.inspect(str(run), as_json=True)
     assert report["model"] == "decoder-only T5 of its own size"
     assert report["config"]["num_layers"] == 2
-    text = '{"inputs": "3 March 1997", "targets": "1997-03-03"}\n'
+    text = b'{"inputs": "3 March 1997", "targets": "1997-03-03"}\n'
     for mode in ("predict", "score"):
         options = ["--input", "-", "--mode", mode, "--max_length", "8"]
-        done = t5x("infer", "--model", str(run), *options, cwd=REPO, text=text)
-        assert done.returncode == 0, done.stderr
-        assert json.loads(done.stdout)["score"] < 0
-    to_hf = t5x("convert", str(run), str(tmp_path / "hf"), "--to", "hf", cwd=REPO)
-    assert to_hf.returncode == 2 and "decoder" in to_hf.stderr, to_hf.stderr
-    to_native = t5x("convert", str(run), str(tmp_path / "native"), "--to", "native", cwd=REPO)
-    assert to_native.returncode == 0, to_native.stderr
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text)))
+        done = commands.run(capsys, "infer", "--model", run, *options)
+        assert done.code == 0, done.err
+        assert json.loads(done.out)["score"] < 0
+    commands.run(capsys, "convert", run, tmp_path / "hf", "--to", "hf").refused("decoder")
+    to_native = commands.run(capsys, "convert", run, tmp_path / "native", "--to", "native")
+    assert to_native.code == 0, to_native.err
     assert inspection.inspect(str(tmp_path / "native"), as_json=True)["params_sha256"] == report["params_sha256"]

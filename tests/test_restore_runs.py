@@ -21,8 +21,8 @@ from t5x.partitioning import PjitPartitioner
 from t5x.trainer import StateLayout, Trainer
 from t5x.trainer.restore import restore_state
 from t5x.trainer.trainer import summarize
-from tests import tiny
-from tests.programs import REPO, losses, t5x
+from tests import commands, tiny
+from tests.programs import REPO, losses
 
 FIXTURE = REPO.parent / "shared" / "data" / "t5x_testdata" / "test_t5_tiny.checkpoint_0"
 pytestmark = pytest.mark.skipif(not FIXTURE.is_file(), reason="the folder ../shared/data is not there")
@@ -74,7 +74,8 @@ def renamed(tmp_path_factory):
     return directory
 
 
-def test_a_run_from_a_checkpoint_with_a_renamed_module_keeps_its_best(renamed, tmp_path):
+def test_a_run_from_a_checkpoint_with_a_renamed_module_keeps_its_best(renamed, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(REPO)
     run = tmp_path / "run"
     arguments = [
         "train", "--gin_file=t5x/examples/demo/dates.gin", f"--gin.MODEL_DIR={run}", "--gin.BATCH_SIZE=8",
@@ -88,15 +89,15 @@ def test_a_run_from_a_checkpoint_with_a_renamed_module_keeps_its_best(renamed, t
         f"--gin.utils.RestoreCheckpointConfig.path={renamed}",
         r"--gin.utils.RestoreCheckpointConfig.assignment_map=[('decoder/logits_dense/(.*)', r'decoder/lm_head/\1')]",
     ]  # fmt: skip
-    first = t5x(*arguments, "--gin.TRAIN_STEPS=2", cwd=REPO)
-    assert first.returncode == 0, first.stderr
-    assert "target/decoder/logits_dense/kernel <- target/decoder/lm_head/kernel" in first.stderr
-    assert "optimizer state: kept" in first.stderr
-    assert "the best checkpoint by training_eval/dates/loss is now that of step 1" in first.stderr
+    first = commands.run(capsys, *arguments, "--gin.TRAIN_STEPS=2")
+    assert first.code == 0, first.err
+    assert "target/decoder/logits_dense/kernel <- target/decoder/lm_head/kernel" in first.err
+    assert "optimizer state: kept" in first.err
+    assert "the best checkpoint by training_eval/dates/loss is now that of step 1" in first.err
 
-    again = t5x(*arguments, "--gin.TRAIN_STEPS=4", cwd=REPO)  # resumed: the map is for the initial checkpoint
-    assert again.returncode == 0, again.stderr
-    assert f"resuming from {run / 'checkpoint_2'}" in again.stderr
+    again = commands.run(capsys, *arguments, "--gin.TRAIN_STEPS=4")  # resumed: the map is for the initial checkpoint
+    assert again.code == 0, again.err
+    assert f"resuming from {run / 'checkpoint_2'}" in again.err
     found = losses(run)
     assert sorted(found) == [1, 2, 3, 4]
     lines = (run / "training_eval" / "dates" / "metrics.jsonl").read_text().splitlines()

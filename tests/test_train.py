@@ -1,11 +1,13 @@
 """Training from the command line: what it writes, how it stops, how it goes on."""
 
+import functools
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 
 from t5x import checkpoints
+from tests import commands
 from tests.programs import REPO, interrupt, losses, start, t5x, train, wait_for
 
 STEPS = 12
@@ -38,6 +41,13 @@ def undisturbed(tmp_path_factory) -> Path:
     return directory
 
 
+@pytest.fixture
+def run_here(capsys, monkeypatch) -> Callable[..., commands.Result]:
+    """Runs `t5x ARGS` in this process."""
+    monkeypatch.chdir(REPO)
+    return functools.partial(commands.run, capsys)
+
+
 def test_says_what_it_does(undisturbed):
     said = (undisturbed / "stderr.txt").read_text()
     for expected in ("devices: 1 x cpu", "mesh: data 1 x model 1", "parameters in float32", "starting from scratch"):
@@ -57,27 +67,28 @@ def test_writes_t5xs_files(undisturbed):
     assert sorted(losses(run)) == list(range(1, STEPS + 1))
 
 
-def test_config_gin_reproduces_the_run(undisturbed, tmp_path):
+def test_config_gin_reproduces_the_run(undisturbed, run_here, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     config = undisturbed / "run" / "config.gin"
-    done = t5x("train", f"--gin_file={config}", f"--gin.MODEL_DIR={tmp_path / 'again'}", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = run_here("train", f"--gin_file={config}", f"--gin.MODEL_DIR={tmp_path / 'again'}")
+    assert done.code == 0, done.err
     assert losses(tmp_path / "again") == losses(undisturbed / "run")
 
 
-def test_kill_9_and_the_same_command_again(undisturbed, tmp_path):
+def test_kill_9_and_the_same_command_again(undisturbed, run_here, tmp_path):
     run = tmp_path / "run"
     process = start(*train(run, STEPS), cwd=tmp_path, env={"PYTHONPATH": str(REPO)})
     wait_for(lambda: (run / "checkpoint_5").exists(), process, "the first checkpoint")
     interrupt(process, signal.SIGKILL)
-    resumed = t5x(*train(run, STEPS), cwd=REPO)
-    assert resumed.returncode == 0, resumed.stderr
-    assert "resuming from" in resumed.stderr and "newest whole checkpoint" in resumed.stderr
+    resumed = run_here(*train(run, STEPS))
+    assert resumed.code == 0, resumed.err
+    assert "resuming from" in resumed.err and "newest whole checkpoint" in resumed.err
     assert losses(run) == losses(undisturbed / "run")  # bit for bit
     assert_same_tree(final_params(run), final_params(undisturbed / "run"))
 
 
 @pytest.mark.parametrize("signum, code", [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
-def test_a_signal_saves_and_the_run_goes_on(undisturbed, tmp_path, signum, code):
+def test_a_signal_saves_and_the_run_goes_on(undisturbed, run_here, tmp_path, signum, code):
     run = tmp_path / "run"
     process = start(*train(run, STEPS, save_period=1000), cwd=tmp_path, env={"PYTHONPATH": str(REPO)})
     metrics = run / "train" / "metrics.jsonl"
@@ -87,12 +98,12 @@ def test_a_signal_saves_and_the_run_goes_on(undisturbed, tmp_path, signum, code)
     saved = max(int(p.name.split("_")[1]) for p in run.glob("checkpoint_*"))
     assert f"stopped after step {saved}; saved {run}/checkpoint_{saved}" in said and "Traceback" not in said
     if saved < STEPS:
-        assert t5x(*train(run, STEPS), cwd=REPO).returncode == 0
+        assert run_here(*train(run, STEPS)).code == 0
     assert losses(run) == losses(undisturbed / "run")
     assert_same_tree(final_params(run), final_params(undisturbed / "run"))
 
 
-def test_a_damaged_checkpoint_is_named_and_passed_over(undisturbed, tmp_path):
+def test_a_damaged_checkpoint_is_named_and_passed_over(undisturbed, run_here, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(undisturbed / "run", run)
     newest = run / f"checkpoint_{STEPS}"
@@ -100,49 +111,44 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(undisturbed, tmp_path):
     content = bytearray(victim.read_bytes())
     content[len(content) // 2] ^= 1
     victim.write_bytes(bytes(content))
-    done = t5x(*train(run, STEPS), cwd=REPO)
-    assert done.returncode == 0, done.stderr
-    assert f"checkpoint_{STEPS}" in done.stderr and "resuming from" in done.stderr and "checkpoint_10" in done.stderr
+    done = run_here(*train(run, STEPS))
+    assert done.code == 0, done.err
+    assert f"checkpoint_{STEPS}" in done.err and "resuming from" in done.err and "checkpoint_10" in done.err
     assert_same_tree(final_params(run), final_params(undisturbed / "run"))
 
 
-def test_another_models_directory_is_refused_and_left_alone(undisturbed):
+def test_another_models_directory_is_refused_and_left_alone(undisturbed, run_here):
     run = undisturbed / "run"
     before = {p: (p.stat().st_mtime_ns, p.stat().st_size) for p in run.rglob("*") if p.is_file() and p.name != ".lock"}
-    done = t5x(*train(run, STEPS, "--gin.network.T5Config.mlp_dim=48"), cwd=REPO)
-    assert done.returncode == 2
-    assert "checkpoint of another model" in done.stderr and "config.mlp_dim  checkpoint 32, this run 48" in done.stderr
-    assert "Traceback" not in done.stderr
+    done = run_here(*train(run, STEPS, "--gin.network.T5Config.mlp_dim=48"))
+    done.refused("checkpoint of another model", "config.mlp_dim  checkpoint 32, this run 48")
     after = {p: (p.stat().st_mtime_ns, p.stat().st_size) for p in run.rglob("*") if p.is_file() and p.name != ".lock"}
     assert after == before
 
 
-def test_a_finished_run_started_again_has_nothing_to_do(undisturbed):
-    done = t5x(*train(undisturbed / "run", STEPS), cwd=REPO)
-    assert done.returncode == 0
-    assert f"the checkpoint is at step {STEPS} already: there is nothing to train" in done.stderr
-    fewer = t5x(*train(undisturbed / "run", STEPS - 1), cwd=REPO)
-    assert fewer.returncode == 2 and "Raise TRAIN_STEPS" in fewer.stderr
+def test_a_finished_run_started_again_has_nothing_to_do(undisturbed, run_here):
+    done = run_here(*train(undisturbed / "run", STEPS))
+    assert done.code == 0
+    assert f"the checkpoint is at step {STEPS} already: there is nothing to train" in done.err
+    run_here(*train(undisturbed / "run", STEPS - 1)).refused("Raise TRAIN_STEPS")
 
 
-def test_an_initial_checkpoint_gives_the_parameters_and_says_so(undisturbed, tmp_path):
+def test_an_initial_checkpoint_gives_the_parameters_and_says_so(undisturbed, run_here, tmp_path):
     options = [
         "--gin.utils.CheckpointConfig.restore=@utils.RestoreCheckpointConfig()",
         f"--gin.utils.RestoreCheckpointConfig.path={undisturbed / 'run'}",
         "--gin.train.relative_steps=2",
     ]
-    done = t5x(*train(tmp_path / "tuned", STEPS, *options), cwd=REPO)
-    assert done.returncode == 0, done.stderr
-    assert "starting from" in done.stderr and "this initial one was given" in done.stderr
+    done = run_here(*train(tmp_path / "tuned", STEPS, *options))
+    assert done.code == 0, done.err
+    assert "starting from" in done.err and "this initial one was given" in done.err
     assert (tmp_path / "tuned" / f"checkpoint_{STEPS + 2}").exists()
 
 
 @pytest.mark.parametrize("path", ["/proc/nothing/run", "{tmp}/file/run"])
-def test_an_unusable_model_dir(tmp_path, path):
+def test_an_unusable_model_dir(run_here, tmp_path, path):
     (tmp_path / "file").write_text("")
-    done = t5x(*train(Path(path.format(tmp=tmp_path)), STEPS), cwd=REPO)
-    assert done.returncode == 2
-    assert done.stderr.count("error: ") == 1 and "MODEL_DIR" in done.stderr and "Traceback" not in done.stderr
+    run_here(*train(Path(path.format(tmp=tmp_path)), STEPS)).refused("MODEL_DIR")
 
 
 def test_two_trainers_on_one_directory(undisturbed):
@@ -151,14 +157,14 @@ def test_two_trainers_on_one_directory(undisturbed):
     assert done.returncode == 2 and str(os.getpid()) in done.stderr
 
 
-def test_a_stop_inside_a_window_of_metrics_does_not_show_in_them(tmp_path):
+def test_a_stop_inside_a_window_of_metrics_does_not_show_in_them(run_here, tmp_path):
     """Metrics are averages over stats_period steps; those before the stop travel in the checkpoint."""
     options = ["--gin.train.stats_period=6"]
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    assert t5x(*train(whole, STEPS, *options), cwd=REPO).returncode == 0
-    assert t5x(*train(stopped, STEPS, *options, save_period=8), cwd=REPO).returncode == 0
+    assert run_here(*train(whole, STEPS, *options)).code == 0
+    assert run_here(*train(stopped, STEPS, *options, save_period=8)).code == 0
     shutil.rmtree(stopped / "checkpoint_12")
-    assert t5x(*train(stopped, STEPS, *options, save_period=8), cwd=REPO).returncode == 0
+    assert run_here(*train(stopped, STEPS, *options, save_period=8)).code == 0
     assert losses(stopped) == losses(whole)
 
 
@@ -174,18 +180,18 @@ def test_a_reader_that_goes_away_does_not_keep_a_run_from_saving(undisturbed, tm
     assert list(run.glob("checkpoint_*"))
 
 
-def test_relative_steps_count_from_where_the_run_began(undisturbed, tmp_path):
+def test_relative_steps_count_from_where_the_run_began(run_here, tmp_path):
     options = ["--gin.train.relative_steps=3"]
     for _ in range(2):
-        assert t5x(*train(tmp_path / "run", 0, *options), cwd=REPO).returncode == 0
+        assert run_here(*train(tmp_path / "run", 0, *options)).code == 0
     assert sorted(p.name for p in (tmp_path / "run").glob("checkpoint_*")) == ["checkpoint_3"]
 
 
-def test_an_evaluation_that_was_cut_off_is_made_up_for(tmp_path):
+def test_an_evaluation_that_was_cut_off_is_made_up_for(run_here, tmp_path):
     options = ["--gin.train.infer_eval_dataset_cfg=@infer_eval/utils.DatasetConfig()"]
     run = tmp_path / "run"
-    assert t5x(*train(run, 2, *options), cwd=REPO).returncode == 0
+    assert run_here(*train(run, 2, *options)).code == 0
     shutil.rmtree(run / "inference_eval")
-    again = t5x(*train(run, 2, *options), cwd=REPO)
-    assert again.returncode == 0 and "nothing to train" in again.stderr
+    again = run_here(*train(run, 2, *options))
+    assert again.code == 0 and "nothing to train" in again.err
     assert json.loads((run / "inference_eval" / "dates-metrics.jsonl").read_text())["step"] == 2

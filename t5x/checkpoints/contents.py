@@ -20,11 +20,12 @@ from t5x.decoding import greedy_decode
 from t5x.errors import UserError
 from t5x.models import BaseTransformerModel, DecoderOnlyModel, EncoderDecoderModel
 from t5x.network import DecoderWrapper, T5Config, Transformer, TransformerConfig
+from t5x.ranking.templates import Template
 
 MODEL_FILE = "model.json"
 GIN_FILE = "config.gin"
 
-_CLASSES = ("model", "network", "inputs_bidirectional_attention")
+_CLASSES = ("model", "network", "inputs_bidirectional_attention", "template")
 
 # How the network runs rather than what it is: these may differ between a checkpoint and the run that continues it.
 _RUNTIME_FIELDS = {
@@ -45,6 +46,8 @@ def describe(model: BaseTransformerModel) -> dict[str, Any]:
     }
     if isinstance(model, DecoderOnlyModel):
         description["inputs_bidirectional_attention"] = model.inputs_bidirectional_attention
+    if isinstance(template := getattr(model, "template", None), Template):  # of a ranker, whatever its class
+        description["template"] = dataclasses.asdict(template)
     return description
 
 
@@ -74,7 +77,10 @@ def load_model(path: epath.PathLike) -> BaseTransformerModel:
     vocabularies = load_vocabularies(path)
     _check_vocabularies(path, vocabularies, description["config"])
     prefix = description.get("inputs_bidirectional_attention", False)
-    return _model(description["config"], vocabularies, inputs_bidirectional_attention=prefix)
+    model = _model(description["config"], vocabularies, inputs_bidirectional_attention=prefix)
+    if (template := description.get("template")) is not None:
+        model.template = Template(**template)
+    return model
 
 
 def model_of(source: Source) -> BaseTransformerModel:

@@ -73,7 +73,7 @@ def file_task(
     told["metric"] = metric
     if name in TaskRegistry.names() and (known := TaskRegistry.get(name)).source_info == told:
         return known
-    source = _source(files)
+    source = source_of(files)
     _check_fields(source, files, inputs, targets)
     return TaskRegistry.add(
         name,
@@ -122,7 +122,8 @@ def _check_fields(source: DataSource, files: Mapping[str, Any], inputs: str, tar
         )
 
 
-def _source(files: Mapping[str, str | Sequence[str]]) -> DataSource:
+def source_of(files: Mapping[str, str | Sequence[str]]) -> DataSource:
+    """The source of files whose ending tells how they are read; all must be of one kind."""
     endings = {split: {_ending(path) for path in _as_list(patterns)} for split, patterns in files.items()}
     if len(kinds := set().union(*endings.values())) > 1:
         raise UserError(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from t5x.errors import UserError
-from t5x.metrics.checks import check_pairs, references, texts
+from t5x.metrics.checks import check_pairs, numbers, references, texts
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _DELETE = str.maketrans("", "", string.punctuation)
@@ -38,16 +38,20 @@ def trivia_qa(targets: Targets, predictions: Sequence[str]) -> dict[str, float]:
     return _mean(_scores("trivia_qa", targets, predictions, _trivia_qa_form))
 
 
-def squad_v2(targets: Targets, predictions: Sequence[str]) -> dict[str, float]:
+def squad_v2(
+    targets: Targets, predictions: Sequence[str], no_answer_probabilities: Sequence[float] | None = None
+) -> dict[str, float]:
     """SQuAD 2.0: as `squad`, and questions without an answer, whose only right prediction is the empty text.
 
     Args:
       targets: the answers of each question (or its only answer); none, or the empty text, where it has no answer.
       predictions: one answer each; the empty text says that there is none.
+      no_answer_probabilities: of each question, that it has none.
 
     Returns:
       "em" and "f1" of all; those of the questions with and without an answer, where there are any, as "HasAns_em",
-      "HasAns_f1", "NoAns_em" and "NoAns_f1".
+      "HasAns_f1", "NoAns_em" and "NoAns_f1". With probabilities also "best_em", what it would be if the predictions
+      above the best threshold were taken as none, and that threshold, "best_em_threshold"; so of f1.
     """
     check_pairs("squad_v2", targets, predictions)
     answers = references("squad_v2", targets)
@@ -59,7 +63,28 @@ def squad_v2(targets: Targets, predictions: Sequence[str]) -> dict[str, float]:
     for name, rows in (("HasAns", scores[answerable]), ("NoAns", scores[~answerable])):
         if len(rows):
             found |= {f"{name}_{key}": value for key, value in _mean(rows).items()}
+    if no_answer_probabilities is not None:
+        check_pairs("squad_v2", targets, no_answer_probabilities, "no_answer_probabilities")
+        probabilities = numbers("squad_v2", "no_answer_probabilities", no_answer_probabilities)
+        claims = np.array([bool(text) for text in predictions])
+        for name, of_questions in zip(("em", "f1"), scores.T, strict=True):
+            gains = np.where(answerable, of_questions, -1.0 * claims)
+            found |= _best(f"best_{name}", gains, probabilities, int((~answerable).sum()))
     return found
+
+
+def _best(name: str, gains: np.ndarray, probabilities: np.ndarray, at_0: int) -> dict[str, float]:
+    """The best score of any threshold and the least threshold that has it.
+
+    Args:
+      gains: what the score gains by taking the prediction of each question, not the empty text.
+      at_0: the score where all are taken as without an answer.
+    """
+    order = np.argsort(probabilities, kind="stable")
+    scores = np.cumsum([at_0, *gains[order]])
+    thresholds = [0.0, *probabilities[order]]
+    best = int(scores.argmax())
+    return {name: float(100.0 * scores[best] / len(gains)), f"{name}_threshold": float(thresholds[best])}
 
 
 def _scores(

@@ -181,7 +181,8 @@ def table(runs: Mapping[str, PerQuery], significance: float = 0.05) -> str:
 
     def cell(found: PerQuery, measure: str) -> str:
         mean = float(np.mean(list(found[measure].values())))
-        differs = found is not base and compare(base[measure], found[measure], samples=0).t_test < significance
+        several = found is not base and len(base[measure]) > 1  # of a single query nothing can be said
+        differs = several and compare(base[measure], found[measure], samples=0).t_test < significance
         return f"{mean:.4f}{'*' if differs else ' '}"
 
     rows = [["run", *(f"{measure} " for measure in base)]]

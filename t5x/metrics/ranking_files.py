@@ -57,7 +57,7 @@ def read_run(path: Path) -> dict[str, dict[str, float]]:
 def write_qrels(path: Path, qrels: Qrels) -> None:
     """Judgments in TREC's form."""
     lines = (
-        f"{_id(query)} 0 {_id(document)} {grade}\n"
+        f"{check_id(query)} 0 {check_id(document)} {grade}\n"
         for query, of_query in qrels.items()
         for document, grade in of_query.items()
     )
@@ -66,22 +66,27 @@ def write_qrels(path: Path, qrels: Qrels) -> None:
 
 def write_trec_run(path: Path, run: Run, tag: str = "t5x") -> None:
     """A run in TREC's form, ranked; scores are written so that they are read back exactly."""
-    lines = (
-        f"{_id(query)} Q0 {_id(document)} {rank} {float(of_query[document])!r} {_id(tag)}\n"
-        for query, of_query in run.items()
-        for rank, document in enumerate(ranked(of_query, query), start=1)
-    )
-    jsonl.replace(path, map(str.encode, lines))
+    jsonl.replace(path, trec_lines(run, tag))
 
 
 def write_msmarco_run(path: Path, run: Run) -> None:
     """A run in MS MARCO's form: the ranks, from 1, and no scores."""
-    lines = (
-        f"{_id(query)}\t{_id(document)}\t{rank}\n"
-        for query, of_query in run.items()
-        for rank, document in enumerate(ranked(of_query, query), start=1)
-    )
-    jsonl.replace(path, map(str.encode, lines))
+    jsonl.replace(path, msmarco_lines(run))
+
+
+def trec_lines(run: Run, tag: str = "t5x") -> Iterator[bytes]:
+    """What `write_trec_run` writes."""
+    for query, of_query in run.items():
+        for rank, document in enumerate(ranked(of_query, query), start=1):
+            score = float(of_query[document])
+            yield f"{check_id(query)} Q0 {check_id(document)} {rank} {score!r} {check_id(tag)}\n".encode()
+
+
+def msmarco_lines(run: Run) -> Iterator[bytes]:
+    """What `write_msmarco_run` writes."""
+    for query, of_query in run.items():
+        for rank, document in enumerate(ranked(of_query, query), start=1):
+            yield f"{check_id(query)}\t{check_id(document)}\t{rank}\n".encode()
 
 
 def _lines(path: Path) -> Iterator[tuple[str, list[str]]]:
@@ -129,7 +134,8 @@ def _wrong_fields(where: str, fields: list[str], what: str, kinds: list[tuple[st
     return UserError(f"{where}: {len(fields)} fields, where a line of {what} has {needed}: {' '.join(fields)[:80]!r}")
 
 
-def _id(text: str) -> str:
+def check_id(text: str) -> str:
+    """`text`, where it can stand in a run; else a UserError."""
     if not isinstance(text, str) or not re.fullmatch(r"\S+", text, re.ASCII):
         raise UserError(f"{text!r} cannot be written as an id: it must be a text without spaces, and not empty.")
     return text

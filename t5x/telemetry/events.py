@@ -1,16 +1,21 @@
 """TensorBoard event files, written in the caller's own thread."""
 
 import os
+import socket
+import struct
 import time
 from collections.abc import Mapping
 from typing import Any
+
+from t5x.crc32c import crc32c, mask
 
 
 class EventFile:
     """A new TensorBoard event file in a directory, which must exist. OSErrors reach the caller.
 
-    tensorboardX encodes it. Its SummaryWriter is not used: it writes from a thread that a full disk ends without a
-    word, after which the program waits for ever; and two of them started within a second overwrite each other's file.
+    TensorBoard's own messages, framed as TFRecords. No library's writer is used: they write from a thread that a full
+    disk ends without a word, after which the program waits for ever; and tensorboardX imports PyTorch, if it is there,
+    which takes seconds.
 
     Args:
       directory: where TensorBoard looks.
@@ -18,32 +23,37 @@ class EventFile:
     """
 
     def __init__(self, directory: str, purge_step: int | None = None):
-        from tensorboardX import summary
-        from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto import event_pb2
+        from tensorboard.compat.proto import event_pb2
 
-        self._text_summary = summary.text
-        self._Summary = summary.Summary
         self._Event = event_pb2.Event
         # TensorBoard reads the files of a directory in the order of their names.
-        self._writer = EventsWriter(os.path.join(directory, "events"), filename_suffix=f".{time.time_ns()}")
+        now = time.time_ns()
+        name = f"events.out.tfevents.{now // 10**9}.{socket.gethostname()}.{now}"
+        self._file = open(os.path.join(directory, name), "wb")  # noqa: SIM115
+        self._write(0, file_version="brain.Event:2")
         if purge_step is not None:
             start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
             self._write(purge_step + 1, session_log=start)  # it hides what is at this step or later
         self.flush()
 
     def write_scalars(self, step: int, numbers: Mapping[str, float]) -> None:
-        values = [self._Summary.Value(tag=name, simple_value=number) for name, number in numbers.items()]
-        self._write(step, summary=self._Summary(value=values))
+        values = [{"tag": name, "simple_value": number} for name, number in numbers.items()]
+        self._write(step, summary={"value": values})
 
     def write_text(self, step: int, tag: str, text: str) -> None:
-        self._write(step, summary=self._text_summary(tag, text))
+        tensor = {"dtype": "DT_STRING", "tensor_shape": {"dim": [{"size": 1}]}, "string_val": [text.encode()]}
+        metadata = {"plugin_data": {"plugin_name": "text"}}
+        value = {"tag": f"{tag}/text_summary", "metadata": metadata, "tensor": tensor}
+        self._write(step, summary={"value": [value]})
 
     def flush(self) -> None:
-        self._writer.flush()
+        self._file.flush()
 
     def close(self) -> None:
-        self._writer.close()
+        self._file.close()
 
     def _write(self, step: int, **content: Any) -> None:
-        self._writer.write_event(self._Event(wall_time=time.time(), step=step, **content))
+        data = self._Event(wall_time=time.time(), step=step, **content).SerializeToString()
+        length = struct.pack("<Q", len(data))
+        checked = (part + struct.pack("<I", mask(crc32c(part))) for part in (length, data))
+        self._file.write(b"".join(checked))

@@ -38,7 +38,9 @@ def forward_flops(module: Any, batch: Mapping[str, Any], rows: int) -> int | Non
     """
     targets = batch["decoder_target_tokens"].shape[1]
     if type(module) is Transformer:
-        inputs = batch["encoder_input_tokens"].shape[1]
+        *passages, inputs = batch["encoder_input_tokens"].shape[1:]
+        if passages:  # rows are lists of passages to rank, each with an answer of one token
+            rows, targets = rows * passages[0], 1
         return encoder_decoder_flops(module.config, rows=rows, inputs=inputs, targets=targets)
     if type(module) is DecoderWrapper:
         return decoder_only_flops(module.config, rows=rows, length=targets)

@@ -72,12 +72,14 @@ def accumulate_gradients(
     else:  # a module of the user's own drops by position: every part needs its own key
         rngs = jax.random.split(dropout_rng, num_microbatches)
 
-    def add(carry, part_and_rng):
+    def add(total, part_and_rng):
         grads, metrics = gradient(params, *part_and_rng)
-        return (jax.tree.map(jnp.add, carry[0], grads), merge(carry[1], metrics)), None
+        return jax.tree.map(jnp.add, total, grads), metrics
 
-    first, rest = (jax.tree.map(at, (parts, rngs)) for at in (lambda x: x[0], lambda x: x[1:]))
-    (grads, metrics), _ = jax.lax.scan(add, gradient(params, *first), rest)
+    # One loop from zero, so that the gradient is compiled once.
+    grads, each = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), (parts, rngs))
+    first, rest = (jax.tree.map(at, each) for at in (lambda x: x[0], lambda x: x[1:]))
+    metrics, _ = jax.lax.scan(lambda total, one: (merge(total, one), None), first, rest)
     return grads, as_one_step(metrics)
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from t5x import metrics
 from t5x.errors import UserError
@@ -119,3 +121,52 @@ def test_trivia_qa_divides_words_at_punctuation():
     assert metrics.squad([["rock and roll"]], ["Rock-and-roll"]) == {"em": 0.0, "f1": 0.0}
     assert metrics.trivia_qa([["the \u2018Beatles\u2019", "Beatles_band"]], ["Beatles"]) == {"em": 100.0, "f1": 100.0}
     assert metrics.trivia_qa([["w x y"], ["z"]], ["x_y", "a z"]) == pytest.approx({"em": 50.0, "f1": 90.0})
+
+
+WORDS = st.lists(st.sampled_from(["the", "a", "cat", "Cat,", "dog", "é", "-", "sat"]), max_size=4).map(" ".join)
+GOLDS = st.lists(st.sampled_from(["cat", "the dog", "Cat sat", "é"]), max_size=2)
+ROW = st.tuples(GOLDS, WORDS, st.floats(0.01, 1))
+
+
+@settings(deadline=None)
+@given(st.lists(ROW, min_size=1, max_size=12, unique_by=lambda row: row[2]))
+def test_the_best_threshold_of_squad_2(rows):
+    """Every threshold one by one: predictions up to it stay, the others are taken as empty."""
+    golds, predictions, probabilities = map(list, zip(*rows, strict=True))
+    predictions = [text if _normal(text) else "" for text in predictions]
+    filled = [several or [""] for several in golds]
+
+    def at(threshold):
+        kept = [text if p <= threshold else "" for text, p in zip(predictions, probabilities, strict=True)]
+        return _reference(filled, kept, empty_is_an_answer=True)
+
+    found = metrics.squad_v2(golds, predictions, probabilities)
+    for column, name in enumerate(("em", "f1")):
+        best = max(at(threshold)[column] for threshold in (0.0, *probabilities))
+        assert found[f"best_{name}"] == pytest.approx(best)
+        assert at(found[f"best_{name}_threshold"])[column] == pytest.approx(best)
+
+
+def test_a_threshold_that_gains_nothing_is_0():
+    found = metrics.squad_v2([[], ["cat"]], ["cat", "dog"], [0.1, 0.2])
+    assert (found["best_em"], found["best_em_threshold"]) == (50.0, 0.0)
+    found = metrics.squad_v2([[], ["cat"]], ["dog", "cat"], [0.9, 0.2])
+    assert (found["em"], found["best_em"], found["best_f1_threshold"]) == (50.0, 100.0, 0.2)
+
+
+ANY = st.text(st.sampled_from("aA theTHE.,'-_é\u00a0\t12東"), max_size=20)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.lists(ANY, min_size=1, max_size=3), ANY), min_size=1, max_size=5))
+def test_squad_of_any_texts(rows):
+    golds, predictions = map(list, zip(*rows, strict=True))
+    em, f1 = _reference(golds, predictions, empty_is_an_answer=False)
+    assert metrics.squad(golds, predictions) == pytest.approx({"em": em, "f1": f1})
+
+
+def test_probabilities_are_checked():
+    with pytest.raises(UserError, match="2 targets but 1 no_answer_probabilities"):
+        metrics.squad_v2(["a", "b"], ["a", "b"], [0.5])
+    with pytest.raises(UserError, match="no_answer_probabilities must be numbers"):
+        metrics.squad_v2(["a"], ["a"], ["0.5"])

@@ -30,6 +30,9 @@ def measured(
     seconds: float,
 ) -> Iterator[str]:
     """Lines about the rows and lengths of a sample; arguments as of `t5x.data.view.report`."""
+    if odd := [name for name, feature in found.output_features.items() if feature.rank > 1]:
+        yield f"\n{', '.join(odd)}: of more than one dimension, so that rows and lengths are not measured"
+        return
     rates = [rate for task, rate in task_rates(found).items() if task in tasks]
     # Without lengths, so that what would be cut can be counted, where a task can do without.
     untrimmed = {task.name: _untrimmed(task, split, seed) for task in tasks}

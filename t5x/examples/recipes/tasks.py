@@ -2,11 +2,16 @@
 
 import functools
 import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from t5x import metrics
-from t5x.data import Feature, Task, TaskRegistry, Vocabulary
-from t5x.data.preprocessors import append_eos_after_trim, glue, tokenize
+from t5x.data import DataSource, Feature, JsonLinesDataSource, Task, TaskRegistry, TextLineDataSource, Vocabulary
+from t5x.data.preprocessors import append_eos_after_trim, glue, summarize, tokenize, translate
 from t5x.data.sources import TsvDataSource
+from t5x.errors import UserError
+
+_MRPC_LABELS = ("not_equivalent", "equivalent")
 
 
 def sst2(directory: str, vocabulary: Vocabulary) -> Task:
@@ -14,24 +19,141 @@ def sst2(directory: str, vocabulary: Vocabulary) -> Task:
 
     The splits are `train`, `validation` and `test`; the targets `negative` and `positive`.
     """
-    told = {"directory": directory, "vocabulary": vocabulary}
-    if "sst2" in TaskRegistry.names() and (known := TaskRegistry.get("sst2")).source_info == told:
-        return known
-    files = {"train": "train.tsv", "validation": "dev.tsv", "test": "test.tsv"}
-    return TaskRegistry.add(
+    files = _in(directory, train="train.tsv", validation="dev.tsv", test="test.tsv")
+    return _task(
         "sst2",
-        TsvDataSource({split: os.path.join(directory, name) for split, name in files.items()}, ("label", "sentence")),
-        {"inputs": Feature(vocabulary), "targets": Feature(vocabulary)},
-        preprocessors=[
+        {"directory": directory, "vocabulary": vocabulary},
+        lambda: TsvDataSource(files, ("label", "sentence")),
+        [
             functools.partial(_with_number, field="label"),
             functools.partial(glue, benchmark_name="sst2", label_names=("negative", "positive"), id_key=None),
-            tokenize,
-            append_eos_after_trim,
         ],
-        metric_fns=[metrics.accuracy],
+        [metrics.accuracy],
+    )
+
+
+def mrpc(directory: str, vocabulary: Vocabulary) -> Task:
+    """MRPC, pairs of sentences that mean the same or not: `msr-para-train.tsv`, `-val.tsv` and `-test.tsv`.
+
+    The splits are `train`, `validation` and `test`; the targets `not_equivalent` and `equivalent`.
+    """
+    files = _in(directory, train="msr-para-train.tsv", validation="msr-para-val.tsv", test="msr-para-test.tsv")
+    columns = ("label", "id1", "id2", "sentence1", "sentence2")
+    names = ("sentence1", "sentence2")
+    return _task(
+        "mrpc",
+        {"directory": directory, "vocabulary": vocabulary},
+        lambda: TsvDataSource(files, columns, skip_header_lines=1),
+        [
+            functools.partial(_with_number, field="label"),
+            functools.partial(
+                glue, benchmark_name="mrpc", label_names=_MRPC_LABELS, feature_names=names, id_key=None
+            ),
+        ],
+        [metrics.accuracy, metrics.f1_score_with_invalid],
+        functools.partial(_number_of, labels=_MRPC_LABELS),
+    )  # fmt: skip
+
+
+def aeslc(directory: str, vocabulary: Vocabulary) -> Task:
+    """AESLC, e-mails and their subjects: `train.jsonl`, `dev.jsonl` and `test.jsonl` (or .jsonl.gz), `body`, `subject`.
+
+    The splits are `train`, `validation` and `test`.
+    """
+    files = _in(directory, train="train.jsonl*", validation="dev.jsonl*", test="test.jsonl*")
+    return _task(
+        "aeslc",
+        {"directory": directory, "vocabulary": vocabulary},
+        lambda: JsonLinesDataSource(files),
+        [functools.partial(summarize, article_key="body", summary_key="subject")],
+        [metrics.rouge],
+    )
+
+
+def multi30k(directory: str, vocabulary: Vocabulary, source: str = "en", target: str = "de") -> Task:
+    """Multi30k, captions in two languages: `train.en`, `train.de`, `val.…`, `test_2016_flickr.…` (also .gz).
+
+    The splits are `train`, `validation` and `test`.
+
+    Args:
+      source, target: languages, by their codes.
+    """
+    stems = {"train": "train", "validation": "val", "test": "test_2016_flickr"}
+    files = {
+        language: _in(directory, **{split: f"{stem}.{language}*" for split, stem in stems.items()})
+        for language in (source, target)
+    }
+    return _task(
+        "multi30k",
+        {"directory": directory, "vocabulary": vocabulary, "source": source, "target": target},
+        lambda: ParallelLinesDataSource(files),
+        [functools.partial(translate, source_language=source, target_language=target)],
+        [metrics.bleu],
+    )
+
+
+class ParallelLinesDataSource(DataSource):
+    """Files of lines that belong together, one of each language: examples {language: line}.
+
+    Args:
+      files: {language: {split: path or pattern}}.
+    """
+
+    def __init__(self, files: Mapping[str, Mapping[str, str]]):
+        self._sources = {language: TextLineDataSource(of_language) for language, of_language in files.items()}
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        return next(iter(self._sources.values())).splits
+
+    def num_examples(self, split: str) -> int:
+        found = {language: source.num_examples(split) for language, source in self._sources.items()}
+        if len({*found.values()}) > 1:
+            told = ", ".join(f"{number} in {language}" for language, number in found.items())
+            raise UserError(f"The files of split {split!r} do not have the same number of lines: {told}.")
+        return next(iter(found.values()))
+
+    def example(self, split: str, index: int) -> dict[str, Any]:
+        return {language: source.example(split, index)["text"] for language, source in self._sources.items()}
+
+    def location(self, split: str, index: int) -> str:
+        return " and ".join(source.location(split, index) for source in self._sources.values())
+
+    def fingerprint(self, split: str) -> dict[str, Any]:
+        return {language: source.fingerprint(split) for language, source in self._sources.items()}
+
+
+def _in(directory: str, **names: str) -> dict[str, str]:
+    return {split: os.path.join(directory, name) for split, name in names.items()}
+
+
+def _task(
+    name: str,
+    told: Mapping[str, Any],
+    source: Callable[[], DataSource],
+    as_pair: Sequence[Callable[..., Any]],
+    metric_fns: Sequence[Callable[..., Mapping[str, float]]],
+    postprocess_fn: Callable[..., Any] | None = None,
+) -> Task:
+    """The task of that name, made where it is not known yet with the same arguments."""
+    if name in TaskRegistry.names() and (known := TaskRegistry.get(name)).source_info == told:
+        return known
+    feature = Feature(told["vocabulary"])
+    return TaskRegistry.add(
+        name,
+        source(),
+        {"inputs": feature, "targets": feature},
+        preprocessors=[*as_pair, tokenize, append_eos_after_trim],
+        postprocess_fn=postprocess_fn,
+        metric_fns=metric_fns,
         source_info=told,
     )
 
 
 def _with_number(example: dict[str, str], field: str) -> dict[str, str | int]:
     return example | {field: int(example[field])}
+
+
+def _number_of(decoded: str, labels: Sequence[str], **_: Any) -> int:
+    """Of the label; -1 where the text is none."""
+    return labels.index(decoded) if decoded in labels else -1

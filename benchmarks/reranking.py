@@ -1,0 +1,141 @@
+"""Passages ranked a second, on this machine's CPU: ours, and a plain loop over Hugging Face's model.
+
+    python benchmarks/reranking.py --candidates bm25_top100_dl19.json.gz --vocabulary DIR [--pairs 1000]
+
+T5 1.1 small with random weights, float32, monoT5's template, 512 tokens at most; the pairs are those of the first
+queries of a file for `t5x rerank --candidates`. DIR has T5's spiece.model and tokenizer.json. The loop takes pairs as
+they come, 32 at a time, padded to the longest of the batch, with one step of the decoder. Both begin with texts and end
+with scores, which are compared. Rounds alternate, and the best of each counts, as other programs on the machine only
+slow it down; what is compiled, is compiled before. Prints JSON.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+
+BATCH, LENGTH = 32, 512
+SIZES = {"d_model": 512, "d_kv": 64, "d_ff": 1024, "num_layers": 8, "num_decoder_layers": 8, "num_heads": 6}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--candidates", required=True)
+    parser.add_argument("--vocabulary", required=True)
+    parser.add_argument("--pairs", type=int, default=1000)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--measure", help=argparse.SUPPRESS)
+    parser.add_argument("--directory", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.measure:
+        measure(args)
+        return
+    best: dict[str, float] = {}
+    scores: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        write_model(directory)
+        for _ in range(args.rounds):
+            for contender in ("ours", "huggingface"):
+                found = run(contender, directory, args)
+                best[contender] = max(found["rate"], best.get(contender, 0.0))
+                scores[contender] = found["scores"]
+    differ = max(abs(a - b) for a, b in zip(scores["ours"], scores["huggingface"], strict=True))
+    ratio = round(best["ours"] / best["huggingface"], 2)
+    print(json.dumps({"pairs a second": best, "ours / huggingface": ratio, "scores differ by": differ}, indent=1))
+
+
+def run(contender: str, directory: str, args: argparse.Namespace) -> dict:
+    """A process of its own, whose last line is its result."""
+    given = {"candidates": args.candidates, "vocabulary": args.vocabulary, "pairs": args.pairs, "threads": args.threads}
+    flags = [f"--{name}={value}" for name, value in given.items()]
+    env = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, __file__, f"--measure={contender}", f"--directory={directory}", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    if done.returncode:
+        sys.exit(f"{contender} failed:\n{done.stderr[-3000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def measure(args: argparse.Namespace) -> None:
+    pairs = read_pairs(args.candidates, args.pairs)
+    call = {"ours": ours, "huggingface": huggingface}[args.measure](args)
+    call(pairs)  # compiles, warms up
+    began = time.perf_counter()
+    scores = call(pairs)
+    seconds = time.perf_counter() - began
+    print(json.dumps({"rate": round(len(pairs) / seconds, 2), "scores": scores}))
+
+
+def read_pairs(path: str, count: int) -> list[tuple[str, str]]:
+    from t5x.ranking.pairs import ListWork
+
+    work = ListWork(path, None)
+    found = [(unit.query, text) for unit in work.units(0, len(work.sizes)) for text in unit.texts]
+    return found[:count]
+
+
+def write_model(directory: str) -> None:
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.T5Config(vocab_size=32128, feed_forward_proj="gated-gelu", decoder_start_token_id=0, **SIZES)
+    config.tie_word_embeddings = False
+    model = transformers.T5ForConditionalGeneration(config)
+    model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.shared.weight) * 0.05)
+    with torch.no_grad():
+        for tower in (model.encoder, model.decoder):
+            tower.embed_tokens.weight = model.shared.weight
+    model.save_pretrained(directory)
+    path = f"{directory}/config.json"
+    with open(path) as file:
+        config = json.load(file)
+    config |= {"tie_word_embeddings": False, "scale_decoder_outputs": False}  # transformers 5 writes them otherwise
+    with open(path, "w") as file:
+        json.dump(config, file)
+
+
+def ours(args: argparse.Namespace):
+    import t5x
+
+    loaded = t5x.load(args.directory, vocabulary=os.path.join(args.vocabulary, "spiece.model"))
+
+    def call(pairs):
+        return [ranked.score for ranked in loaded.rank_pairs(pairs, max_length=LENGTH, batch_size=BATCH)]
+
+    return call
+
+
+def huggingface(args: argparse.Namespace):
+    import torch
+    import transformers
+
+    torch.set_num_threads(args.threads)
+    model = transformers.T5ForConditionalGeneration.from_pretrained(args.directory).eval()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=os.path.join(args.vocabulary, "tokenizer.json"), pad_token="<pad>", eos_token="</s>"
+    )
+    labels = tokenizer.convert_tokens_to_ids(["▁true", "▁false"])
+
+    @torch.inference_mode()
+    def call(pairs):
+        scores = []
+        for start in range(0, len(pairs), BATCH):
+            texts = [f"Query: {query} Document: {text} Relevant:" for query, text in pairs[start : start + BATCH]]
+            inputs = tokenizer(texts, padding=True, truncation=True, max_length=LENGTH, return_tensors="pt")
+            begin = torch.zeros((len(texts), 1), dtype=torch.long)
+            logits = model(
+                input_ids=inputs.input_ids, attention_mask=inputs.attention_mask, decoder_input_ids=begin
+            ).logits  # fmt: skip
+            scores += torch.log_softmax(logits[:, 0, labels], -1)[:, 0].tolist()
+        return scores
+
+    return call
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,17 @@
+"""Question answering, text to text: SQuAD and closed-book questions as tasks, and answers with their place in the text.
+
+| file | what |
+|---|---|
+| `squad.py` | the official JSON of SQuAD 1.1 and 2.0, checked; a data source |
+| `tasks.py` | `squad_task`, `closed_book_task`: for gin files and Python |
+| `windows.py` | contexts that are longer than the input, in pieces |
+| `spans.py` | where in its context an answer stands |
+| `answers.py` | answers of a loaded model |
+| `questions.py` | files of questions, checked |
+| `files.py` | `t5x answer --input`: files of questions, in chunks that survive a kill |
+"""
+
+from t5x.answering.squad import SquadDataSource, read_squad
+from t5x.answering.tasks import closed_book_task, squad_task
+
+__all__ = ["SquadDataSource", "closed_book_task", "read_squad", "squad_task"]

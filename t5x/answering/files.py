@@ -1,0 +1,293 @@
+"""`t5x answer --input`: answers to the questions of a file, with the model of a directory alone."""
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from t5x import metrics
+from t5x.answering.answers import Answer, Answering, answer, windows_of
+from t5x.answering.questions import QuestionLines, SquadQuestions, open_questions
+from t5x.checkpoints import agreement
+from t5x.checkpoints.identity import fingerprint
+from t5x.errors import UserError
+from t5x.inference import chunks as chunks_lib
+from t5x.inference.chunks import Chunks
+from t5x.inference.lines import Line
+from t5x.inference.loaded import LoadedModel, load
+from t5x.inference.shown import Shown
+from t5x.partitioning import distributed
+from t5x.telemetry import jsonl
+
+log = logging.getLogger(__name__)
+
+BATCHES_A_CHUNK = 16
+_RESULTS = ("answer", "score", "start", "end", "no_answer", "no_answer_probability")
+
+
+def answer_file(
+    model_dir: str,
+    input_path: str,
+    output: str = "-",
+    *,
+    squad_predictions: str | None = None,
+    squad_na_probs: str | None = None,
+    checkpoint_period: int = BATCHES_A_CHUNK,
+    overwrite: bool = False,
+    vocabulary: str | None = None,
+    **options: Any,
+) -> None:
+    """Answers the questions of a file with the model of a checkpoint directory.
+
+    A line of the output has what its question had, and `answer`, `score`, `start`, `end`, `no_answer` and, where the
+    model was told what to write without an answer, `no_answer_probability`; see `t5x.answering.answers.Answer`. Killed
+    and started again, it goes on behind the last chunk that was finished, in `tmp-<output>/`; the output is the same.
+
+    Args:
+      model_dir: a checkpoint, or a MODEL_DIR.
+      input_path: JSON lines with `question`, `context` and perhaps `id`; - is stdin; or SQuAD's official .json, whose
+        answers are then scored.
+      output: JSON lines, in the order of the input; - is stdout.
+      squad_predictions: also write {id: answer} there, as SQuAD's evaluation scripts read it.
+      squad_na_probs: also write {id: no_answer_probability} there.
+      checkpoint_period: batches of questions in a chunk.
+      overwrite: replace an output that exists, and discard finished chunks that do not belong to this run.
+      vocabulary: see `t5x.load`.
+      options: see `t5x.answering.answers.Answering`.
+    """
+    how = Answering(**options)
+    if checkpoint_period < 1:
+        raise UserError(f"--checkpoint_period is {checkpoint_period}: it must be at least 1.")
+    extra = {"squad_predictions": squad_predictions, "squad_na_probs": squad_na_probs}
+    extra = {name: path for name, path in extra.items() if path is not None}
+    _check_extra(extra, output, how)
+    if output != "-":
+        agreement.decide("answering/output", lambda: _check_outputs({"output": output, **extra}, overwrite))
+    questions = open_questions(input_path, needs_id=bool(extra))
+    if questions.is_stream and jax.process_count() > 1:
+        raise UserError("A run of several processes needs --input to be a file: a stream can be read only once.")
+    total = questions.count()
+    if total is not None:
+        log.info("%d question(s) from %s", total, input_path)
+    run = _Run(load(model_dir, vocabulary=vocabulary), questions, how)
+    lines = iter(questions)
+    size = checkpoint_period * how.batch_size
+    parts = iter(lambda: list(itertools.islice(lines, size)), [])
+    if output == "-":
+        _to_stdout(run, parts, total)
+        return
+    job = {**run.job(), "checkpoint_period": checkpoint_period, "input": input_path, "vocabulary": vocabulary}
+    _to_file(run, parts, total, output, job, overwrite, finish=lambda: _finish(output, questions, **extra))
+
+
+def _check_extra(extra: Mapping[str, str], output: str, how: Answering) -> None:
+    """Whether SQuAD's files go with the other options."""
+    if extra and output == "-":
+        raise UserError(f"--{next(iter(extra))} needs --output FILE too: it is made of it.")
+    if "squad_na_probs" in extra and how.no_answer is None:
+        raise UserError("--squad_na_probs needs --no_answer, the text that the model writes without an answer.")
+    paths = [os.path.abspath(path) for path in (output, *extra.values())]
+    if len({*paths}) < len(paths):
+        raise UserError("--output, --squad_predictions and --squad_na_probs must be different files.")
+
+
+def _check_outputs(paths: Mapping[str, str], overwrite: bool) -> None:
+    """A UserError where a file cannot be written, or would be replaced by a run that does not go on."""
+    goes_on = os.path.isdir(_chunks_directory(paths["output"]))
+    for name, path in paths.items():
+        parent = os.path.dirname(os.path.abspath(path))
+        if os.path.isdir(path):
+            raise UserError(f"--{name} {path} is a directory; name a file.")
+        if not os.path.isdir(parent):
+            raise UserError(f"--{name} {path}: there is no directory {parent}.")
+        if os.path.exists(path) and not overwrite and not goes_on:
+            raise _exists(name, path)
+
+
+def _chunks_directory(output: str) -> str:
+    parent, name = os.path.split(os.path.abspath(output))
+    return os.path.join(parent, f"tmp-{name}")
+
+
+def _exists(name: str, path: str) -> UserError:
+    return UserError(f"{path} exists already; give another --{name}, or --overwrite to replace it.")
+
+
+def _to_stdout(run: "_Run", parts: Iterator[list[Line]], total: int | None) -> None:
+    quiet = sys.stdout.isatty() or (total is not None and total <= run.batch_size)
+    with Shown(total, 0, "question", "answer", quiet=quiet) as shown:
+        for number, part in enumerate(parts):
+            records = run.compute(part, shown, is_first=number == 0)
+            if distributed.is_leader():
+                try:
+                    sys.stdout.buffer.writelines(map(jsonl.encode, records))
+                    sys.stdout.buffer.flush()
+                except BrokenPipeError:
+                    raise
+                except OSError as error:
+                    raise jsonl.write_error("standard output", error) from error
+
+
+def _to_file(
+    run: "_Run",
+    parts: Iterator[list[Line]],
+    total: int | None,
+    output: str,
+    job: Mapping[str, Any],
+    overwrite: bool,
+    finish: Callable[[], None],
+) -> None:
+    """Computes the chunks that are not there yet, and makes the output of all of them.
+
+    Args:
+      finish: makes what else is made of the output, before the chunks are removed.
+    """
+    directory = _chunks_directory(output)
+    chunks: Chunks | None = None
+
+    def begin() -> list[dict[str, Any]]:
+        nonlocal chunks
+        mend = f"give --overwrite, or remove {directory}"
+        chunks = Chunks(directory, os.path.basename(output), job, start_anew=overwrite, mend=mend)
+        if os.path.exists(output):
+            # Ended between its last steps, a run has left its output and its chunks.
+            whole = sum(record["size"] for record in chunks.finished) == os.path.getsize(output)
+            if not overwrite and not whole:
+                chunks.close()
+                raise _exists("output", output)
+            if overwrite and whole:
+                chunks.discard(0)
+        return chunks.finished
+
+    finished = agreement.decide("answering/begin", begin)[:]
+
+    def changed(number: int, what: str) -> None:
+        """Chunks from this one on are of another input."""
+        told = f"{run.questions.path} has changed: {what} that {directory} has results of"
+        if not overwrite:
+            raise UserError(f"{told}. Give --overwrite to start anew.")
+        log.warning("%s; %d of %d finished chunk(s) are discarded", told, len(finished) - number, len(finished))
+        del finished[number:]
+        if chunks is not None:
+            chunks.discard(number)
+
+    try:
+        if finished:
+            log.info("going on behind %d finished chunk(s) of %s", len(finished), directory)
+        done = sum(record["questions"] for record in finished)
+        number = 0
+        with Shown(total, done, "question", "answer", quiet=total is not None and total <= run.batch_size) as shown:
+            for number, part in enumerate(parts, start=1):
+                digest = hashlib.sha256(b"".join(line.raw for line in part)).hexdigest()
+                if number <= len(finished):
+                    if finished[number - 1]["input"] == digest:
+                        continue
+                    changed(number - 1, f"questions {part[0].number} to {part[-1].number} are not those")
+                records = run.compute(part, shown, is_first=number == 1)
+                if chunks is not None:
+                    record = {"questions": len(part), "input": digest}
+                    chunks.write(lambda path, records=records: _write(path, records), record)
+        if number < len(finished):
+            changed(number, "it ends before the questions")
+        if chunks is not None:
+            chunks_lib.merge(output, [chunks.path(index) for index in range(len(chunks.finished))])
+            finish()
+            chunks.remove()
+            log.info("wrote %s", output)
+    except (KeyboardInterrupt, SystemExit):
+        if chunks is not None:
+            log.info("%d chunk(s) are finished, in %s: the same command goes on", len(chunks.finished), directory)
+        raise
+    finally:
+        if chunks is not None:
+            chunks.close()
+
+
+def _write(path: str, records: Sequence[Mapping[str, Any]]) -> None:
+    with open(path, "wb") as file:
+        file.writelines(map(jsonl.encode, records))
+
+
+class _Run:
+    """What is done with the questions."""
+
+    def __init__(self, loaded: LoadedModel, questions: QuestionLines | SquadQuestions, how: Answering):
+        self.questions = questions
+        self.batch_size = how.batch_size
+        self._loaded = loaded
+        self._how = how
+
+    def job(self) -> dict[str, Any]:
+        """What the results depend on."""
+        source = self._loaded.source
+        return {
+            "model": os.path.abspath(source.path) if "://" not in source.path else source.path, "step": source.step,
+            "weights": fingerprint(source), "mode": "answer", **dataclasses.asdict(self._how),
+        }  # fmt: skip
+
+    def compute(self, part: Sequence[Line], shown: Shown, *, is_first: bool) -> list[dict[str, Any]]:
+        """A record for each question.
+
+        Args:
+          is_first: nothing was before it; where it is short, it is all there is.
+        """
+        pairs = [(line.example["question"], line.example["context"]) for line in part]
+        pieces = []
+        for line, pair in zip(part, pairs, strict=True):
+            try:
+                pieces.append(windows_of(self._loaded, *pair, self._how))
+            except UserError as error:
+                raise UserError(f"{self.questions.where(line.number)}: {error}") from error
+        total, before = sum(map(len, pieces)), shown.done
+        found = answer(
+            self._loaded,
+            pairs,
+            pieces,
+            self._how,
+            rows=self._loaded.rows(total if is_first else self.batch_size, self.batch_size),
+            after_batch=lambda done: shown.update(before + done * len(part) // total),
+        )
+        return [{**line.example, **as_record(one)} for line, one in zip(part, found, strict=True)]
+
+
+def as_record(found: Answer) -> dict[str, Any]:
+    """An answer as it is written."""
+    record = dict(zip(_RESULTS, found, strict=True))
+    if found.no_answer_probability is None:
+        del record["no_answer_probability"]
+    return record
+
+
+def _finish(
+    output: str,
+    questions: QuestionLines | SquadQuestions,
+    squad_predictions: str | None = None,
+    squad_na_probs: str | None = None,
+) -> None:
+    """What is made of the whole output: SQuAD's files, and the score where the right answers are known."""
+    for path, field in ((squad_predictions, "answer"), (squad_na_probs, "no_answer_probability")):
+        if path is not None:
+            found = {str(record["id"]): record[field] for record, _ in jsonl.read(output)}
+            jsonl.replace(path, [json.dumps(found, ensure_ascii=False, indent=0).encode(), b"\n"])
+            log.info("wrote %s", path)
+    if isinstance(questions, SquadQuestions):
+        records = [record for record, _ in jsonl.read(output)]
+        if any(record["answers"] for record in records):
+            figures = ", ".join(f"{name} {value:.4g}" for name, value in _scores(records).items())
+            log.info("%s (%d questions)", figures, len(records))
+
+
+def _scores(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """SQuAD's figures of the lines of an output; 2.0's where some questions have no answer."""
+    golds, texts = ([record[field] for record in records] for field in ("answers", "answer"))
+    if all(golds):
+        return metrics.squad(golds, texts)
+    probabilities = [record.get("no_answer_probability") for record in records]
+    return metrics.squad_v2(golds, texts, None if None in probabilities else probabilities)

@@ -1,0 +1,80 @@
+"""Files of questions: JSON lines with `question`, `context` and perhaps `id`, or SQuAD's official JSON."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from t5x.answering.squad import read_squad
+from t5x.errors import UserError
+from t5x.inference.lines import Line, Lines
+
+
+class QuestionLines(Lines):
+    """The questions of JSON lines; other fields are kept.
+
+    Args:
+      path: a file, or - for standard input.
+      needs_id: every question must have one.
+    """
+
+    def __init__(self, path: str, *, needs_id: bool):
+        super().__init__(path, needs_targets=False)
+        self._as_json = True
+        self._needs_id = needs_id
+
+    def __iter__(self) -> Iterator[Line]:
+        numbers: dict[str, int] = {}
+        for line in super().__iter__():
+            name = line.example.get("id")
+            if name is not None and (first := numbers.setdefault(str(name), line.number)) != line.number:
+                raise UserError(
+                    f"{self.where(line.number)} has the id {name!r} of line {first}. Every question needs one of its "
+                    "own."
+                )
+            yield line
+
+    def _object(self, number: int, text: str) -> dict[str, Any]:
+        try:
+            example = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{self.where(number)} is not JSON: {error}.") from error
+        for field in ("question", "context"):
+            value = example.get(field) if isinstance(example, dict) else None
+            if not isinstance(value, str):
+                raise UserError(f'{self.where(number)} must be an object with the texts "question" and "context".')
+            if not value.strip():
+                raise UserError(f'{self.where(number)} has an empty "{field}".')
+            self._check_text(number, example, field)
+        if example.get("id") is None:
+            if self._needs_id:
+                raise UserError(f'{self.where(number)} has no "id", by which SQuAD\'s files name predictions.')
+        elif not isinstance(example["id"], str | int):
+            raise UserError(f'{self.where(number)}: "id" must be a text or a whole number.')
+        return example
+
+
+class SquadQuestions:
+    """The questions of SQuAD's JSON, with the interface of `Lines`."""
+
+    is_stream = False
+
+    def __init__(self, path: str):
+        self.path = path
+        self._questions = read_squad(path)
+
+    def count(self) -> int:
+        return len(self._questions)
+
+    def __iter__(self) -> Iterator[Line]:
+        for number, question in enumerate(self._questions, start=1):
+            yield Line(number, json.dumps(question).encode(), dict(question))
+
+    def where(self, number: int) -> str:
+        return f"{self.path}, question {self._questions[number - 1]['id']!r}"
+
+
+def open_questions(path: str, *, needs_id: bool) -> QuestionLines | SquadQuestions:
+    """What `--input` names: .json is SQuAD's, anything else JSON lines."""
+    if path.endswith(".json"):
+        return SquadQuestions(path)
+    return QuestionLines(path, needs_id=needs_id)

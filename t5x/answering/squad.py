@@ -1,0 +1,177 @@
+"""The official JSON of SQuAD 1.1 and 2.0."""
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from t5x.data import files
+from t5x.data.sources.files import FilesDataSource, Patterns
+from t5x.data.staging import LocalCopy
+from t5x.errors import UserError
+
+Question = dict[str, Any]
+
+_SHOWN = 8  # titles in a message
+
+
+def prompt(question: str, context: str) -> str:
+    """
+    >>> prompt(" Who wrote it? ", "Fontane did.")
+    'question: Who wrote it? context: Fontane did.'
+    """
+    return f"question: {question.strip()} context: {context}"
+
+
+def read_squad(path: str | os.PathLike[str], titles: str | None = None, name: str | None = None) -> list[Question]:
+    """The questions of a file, in its order: {"id", "title", "question", "context", "answers": [text, …]}.
+
+    Args:
+      path: of an uncompressed file.
+      titles: a regular expression; only articles whose title begins so are taken.
+      name: of the file in messages, if not its path.
+    """
+    name = os.fspath(path) if name is None else name
+    found: dict[str, tuple[str, Question]] = {}
+    for where, question in _questions(_parsed(files.read_bytes(path), name), name):
+        if question["id"] in found:
+            raise UserError(
+                f"{name}: {found[question['id']][0]} and {where} have the same id, {question['id']!r}. Every question "
+                "needs one of its own."
+            )
+        found[question["id"]] = where, question
+    questions = [question for _, question in found.values()]
+    return questions if titles is None else _of_titles(questions, titles, name)
+
+
+class SquadDataSource(FilesDataSource):
+    """The questions of SQuAD's files; see `read_squad`.
+
+    Args:
+      split_to_filepattern: split to a path, a glob pattern, or several; compressed (.gz, .bz2, .xz) and remote files
+        are copied first.
+      titles: {split: regular expression}: of these splits only articles whose title begins so.
+    """
+
+    def __init__(self, split_to_filepattern: Mapping[str, Patterns], titles: Mapping[str, str] | None = None):
+        super().__init__(split_to_filepattern)
+        self._titles = dict(titles or {})
+        for split in self._titles:
+            self.check_split(split)
+
+    def _open(self, split: str) -> Any:
+        copies = self._staged(split, self._paths(split))
+        return self._joined(split, copies, [_Questions(copy, self._titles.get(split)) for copy in copies])
+
+    def _open_file(self, copy: LocalCopy) -> "_Questions":
+        return _Questions(copy, None)
+
+
+class _Questions:
+    """The questions of one file as examples."""
+
+    def __init__(self, copy: LocalCopy, titles: str | None):
+        self._name = copy.name
+        self._questions = read_squad(copy.path, titles, copy.name)
+
+    def __len__(self) -> int:
+        return len(self._questions)
+
+    def __getitem__(self, index: int) -> Question:
+        question = self._questions[index]
+        return question | {"answers": list(question["answers"])}
+
+    def location(self, index: int) -> str:
+        return f"{self._name}, question {self._questions[index]['id']!r}"
+
+
+def _parsed(content: bytes, name: str) -> Any:
+    try:
+        return json.loads(content.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name} is not UTF-8: byte 0x{content[error.start]:02x} at {error.start}.") from error
+    except json.JSONDecodeError as error:
+        hint = ""
+        if error.msg == "Extra data":
+            hint = " If it has an object on each line, name it .jsonl."
+        raise UserError(
+            f"{name}:{error.lineno}: this is not JSON: {error.msg} at column {error.colno}.{hint}"
+        ) from error
+    except RecursionError as error:
+        raise UserError(f"{name} is nested too deeply to be SQuAD's JSON.") from error
+
+
+def _questions(content: Any, name: str) -> Iterator[tuple[str, Question]]:
+    """Each question, behind its path in the file."""
+    for article, of_article in _entries(content, "data", name, "the file"):
+        title = article.get("title", "")
+        for paragraph, of_paragraph in _entries(article, "paragraphs", name, of_article):
+            context = _text(paragraph, "context", name, of_paragraph)
+            for question, where in _entries(paragraph, "qas", name, of_paragraph):
+                yield (
+                    where,
+                    {
+                        "id": _text(question, "id", name, where),
+                        "title": title if isinstance(title, str) else "",
+                        "question": _text(question, "question", name, where),
+                        "context": context,
+                        "answers": _answers(question, context, name, where),
+                    },
+                )
+
+
+def _entries(parent: Any, field: str, name: str, where: str) -> Iterator[tuple[dict[str, Any], str]]:
+    """The objects in a list, each with its path in the file."""
+    entries = parent.get(field) if isinstance(parent, dict) else None
+    if not isinstance(entries, list):
+        raise UserError(
+            f"{name}: {where} has no list {field!r}. SQuAD's JSON is "
+            '{"data": [{"title", "paragraphs": [{"context", "qas": [{"id", "question", "answers"}]}]}]}.'
+        )
+    inside = "" if where == "the file" else f"{where}."
+    for index, entry in enumerate(entries):
+        path = f"{inside}{field}[{index}]"
+        if not isinstance(entry, dict):
+            raise UserError(f"{name}: {path} is not an object.")
+        yield entry, path
+
+
+def _text(parent: Mapping[str, Any], field: str, name: str, where: str) -> str:
+    text = parent.get(field)
+    if not isinstance(text, str):
+        raise UserError(f"{name}: {where} has no text {field!r}.")
+    if not text.strip():
+        raise UserError(f"{name}: {where} has an empty {field!r}.")
+    return text
+
+
+def _answers(question: Mapping[str, Any], context: str, name: str, where: str) -> list[str]:
+    """The texts of the answers; none where the question is impossible, as some of SQuAD 2.0 are."""
+    if question.get("is_impossible") or "answers" not in question:  # of a test set
+        return []
+    found = []
+    for answer, of_answer in _entries(question, "answers", name, where):
+        text = _text(answer, "text", name, of_answer)
+        start = answer.get("answer_start")
+        if start is not None and (type(start) is not int or start < 0 or not context.startswith(text, start)):
+            raise UserError(
+                f"{name}: {of_answer} is {text!r} at answer_start {start!r}, but there the context has "
+                f"{context[start : start + len(text)] if type(start) is int and start >= 0 else None!r}. Offsets "
+                "count characters, not bytes."
+            )
+        found.append(text)
+    return found
+
+
+def _of_titles(questions: list[Question], titles: str, name: str) -> list[Question]:
+    try:
+        wanted = re.compile(titles)
+    except re.error as error:
+        raise UserError(f"titles {titles!r} is not a regular expression: {error}.") from error
+    found = [question for question in questions if wanted.match(question["title"])]
+    if not found:
+        there = list(dict.fromkeys(question["title"] for question in questions))
+        more = f" and {len(there) - _SHOWN} more" if len(there) > _SHOWN else ""
+        raise UserError(f"{name}: no title begins with {titles!r}. There is {', '.join(there[:_SHOWN])}{more}.")
+    return found

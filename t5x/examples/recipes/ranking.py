@@ -1,0 +1,100 @@
+"""What the recipes of rankers are trained on, from the files that the sets are published as.
+
+DATA_DIR/msmarco_dl/judged_dl21.jsonl.gz      judged passages of TREC Deep Learning 2021, a JSON object a line:
+                                              qid, query, docid, passage, grade (0 to 3)
+DATA_DIR/msmarco_dl/bm25_top100_dl21.json.gz  what BM25 found for its queries: query, hits (qid, docid, content)
+DATA_DIR/trecqa_wang/train.csv, dev.csv       TREC-QA: qtext, label, atext
+DATA_DIR/squad_dev_v1.1/dev-v1.1.json.zip     SQuAD: a question's paragraph among those of its article
+"""
+
+import functools
+import io
+import json
+import os
+import zipfile
+from collections.abc import Sequence
+from typing import Any
+
+from t5x.data import FunctionDataSource, Mixture, Task, Vocabulary
+from t5x.data.files import read_bytes
+from t5x.errors import UserError
+from t5x.ranking import tasks
+from t5x.ranking.judgments import Passage
+from t5x.ranking.templates import MONOT5, Template
+
+PARTS = {"dl21": 1.0, "trecqa": 0.5, "squad": 2.0}
+HELD_OUT = 0.2  # of the queries of TREC Deep Learning 2021
+
+
+def pairs(
+    directory: str, vocabulary: Vocabulary, template: Template = MONOT5, parts: Sequence[str] = tuple(PARTS)
+) -> Mixture:
+    """Pairs of a query and a passage, as many relevant as irrelevant; `validation` has all pairs of held-out queries.
+
+    Args:
+      parts: which of dl21, trecqa and squad; the tasks are called dl21_pairs and so on.
+    """
+    return _mixture("pairs", tasks.pairs, directory, vocabulary, template, parts)
+
+
+def lists(
+    directory: str, vocabulary: Vocabulary, template: Template = MONOT5, parts: Sequence[str] = tuple(PARTS)
+) -> Mixture:
+    """Lists of passages of a query, for the listwise loss."""
+    return _mixture("lists", tasks.lists, directory, vocabulary, template, parts)
+
+
+def _mixture(form: str, make: Any, directory: str, vocabulary: Vocabulary, template: Template, parts: Any) -> Mixture:
+    if unknown := [part for part in parts if part not in PARTS]:
+        raise UserError(f"There is no part {', '.join(map(repr, unknown))}; there is {', '.join(map(repr, PARTS))}.")
+    place = functools.partial(os.path.join, directory)
+    given: dict[str, dict[str, Any]] = {
+        "dl21": {
+            "judged": {"train": place("msmarco_dl", "judged_dl21.jsonl.gz")},
+            "candidates": place("msmarco_dl", "bm25_top100_dl21.json.gz"),
+            "relevance_level": 2,
+            "held_out": HELD_OUT,
+        },
+        "trecqa": {
+            "judged": {split: place("trecqa_wang", f"{file}.csv") for split, file in _TRECQA.items()},
+            "fields": {"query": "qtext", "passage": "atext"},
+        },
+        "squad": {"judged": _squad(place("squad_dev_v1.1", "dev-v1.1.json.zip"))},
+    }
+    made: list[Task] = [
+        make(vocabulary=vocabulary, template=template, name=f"{part}_{form}", **given[part]) for part in parts
+    ]
+    return tasks.mixture(made, [PARTS[part] for part in parts], name=f"ranking_{form}")
+
+
+_TRECQA = {"train": "train", "validation": "dev"}
+
+
+@functools.cache
+def _squad(path: str) -> FunctionDataSource:
+    return FunctionDataSource(functools.partial(_questions, path=path), splits=("train",))
+
+
+def _questions(split: str, path: str) -> list[dict[str, Any]]:
+    """Every question with its paragraph, and the others of the article as less relevant."""
+    with zipfile.ZipFile(io.BytesIO(read_bytes(path))) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".json")]
+        articles = json.loads(archive.read(name))["data"]
+    found = []
+    for article in articles:
+        texts = [paragraph["context"] for paragraph in article["paragraphs"]]
+        passages = [Passage(f"{article['title']}/{at}", text, 0) for at, text in enumerate(texts)]
+        for at, paragraph in enumerate(article["paragraphs"]):
+            others = tuple(passages[:at] + passages[at + 1 :])
+            for question in paragraph["qas"]:
+                found.append(
+                    {
+                        "query_id": question["id"],
+                        "query": question["question"],
+                        "doc_id": passages[at].doc_id,
+                        "passage": passages[at].text,
+                        "grade": 1,
+                        "others": others,
+                    }
+                )
+    return found

@@ -1,0 +1,58 @@
+"""Runs against judgments, as a table."""
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from t5x.metrics.ranking import PerQuery, Qrels, Run, compare, per_query, table
+from t5x.metrics.ranking_files import read_run
+from t5x.telemetry import jsonl
+
+log = logging.getLogger(__name__)
+
+MEASURES = ("mrr@10", "ndcg@10", "recall@100", "map")
+
+
+def report(
+    qrels: Qrels,
+    runs: Mapping[str, Run],
+    paths: Mapping[str, str],
+    measures: Sequence[str] = MEASURES,
+    *,
+    relevance_level: int = 1,
+    missing_as_zero: bool = False,
+    per_query_path: str | None = None,
+) -> str:
+    """A table of the measures of runs and, below it, how each differs from the first.
+
+    Args:
+      runs: {name: run}.
+      paths: {name: file of a run}, which come behind these.
+      measures, relevance_level, missing_as_zero: see `t5x.metrics.ranking.per_query`.
+      per_query_path: where to write the values of every query, as JSON lines.
+    """
+    found: dict[str, PerQuery] = {}
+    for name, run in [*runs.items(), *((name, read_run(path)) for name, path in paths.items())]:
+        if unjudged := sum(query not in qrels for query in run):
+            log.warning("%s: %d of %d queries have no judgments and are left out", name, unjudged, len(run))
+        found[name] = per_query(qrels, run, measures, relevance_level=relevance_level, missing_as_zero=missing_as_zero)
+    if per_query_path is not None:
+        jsonl.replace(per_query_path, map(jsonl.encode, _by_query(found)))
+    lines = [table(found)]
+    (_, base), *others = found.items()
+    for name, of_run in others:
+        for measure, values in of_run.items():
+            if len(values) > 1:
+                said = compare(base[measure], values)
+                lines.append(
+                    f"{name}, {measure}: {said.difference:+.4f}, p = {said.t_test:.2g} (t-test), "
+                    f"{said.randomization:.2g} (randomization)"
+                )
+    return "\n".join(lines)
+
+
+def _by_query(found: Mapping[str, PerQuery]) -> list[dict]:
+    return [
+        {"run": name, "query_id": query, **{measure: values[query] for measure, values in of_run.items()}}
+        for name, of_run in found.items()
+        for query in next(iter(of_run.values()))
+    ]

@@ -1,0 +1,142 @@
+"""The token ids of what a ranker reads. What is too long loses the end of its documents, and nothing else."""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from t5x.data.vocabularies import Vocabulary
+from t5x.errors import UserError
+from t5x.ranking.templates import Template
+
+LONG_QUERY = ("error", "truncate")
+
+
+class Encoded(NamedTuple):
+    """Of one input.
+
+    Attributes:
+      ids: with the EOS; the template's `max_length` at most.
+      is_cut: a document lost its end.
+      query_is_cut: so did the query.
+    """
+
+    ids: list[int]
+    is_cut: bool
+    query_is_cut: bool
+
+
+class Inputs:
+    """Makes the inputs of a template.
+
+        Inputs(vocabulary, MONOT5).encode("what is a quark?", "A quark is a particle.").ids
+
+    An input that fits has the ids of its text as a whole, as Hugging Face's tokenizers give them. Of one that does not,
+    the text around the documents is kept whole and the documents share the room that is left; a short one gives what it
+    does not need to the other.
+
+    Args:
+      long_query: a query that leaves no room for a token of every document is an `error`, or is cut (`truncate`) so
+        that half of the input is left for documents.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, template: Template, long_query: str = "error"):
+        if long_query not in LONG_QUERY:
+            raise UserError(f"long_query is {long_query!r}: it must be {' or '.join(LONG_QUERY)}.")
+        self.template = template
+        self._vocabulary = vocabulary
+        self._long_query = long_query
+        self._end = [] if vocabulary.eos_id is None else [vocabulary.eos_id]
+        self._separator = _separator(vocabulary)
+        self._around = functools.lru_cache(maxsize=256)(self._around_documents)
+
+    def encode(self, query: str, *documents: str) -> Encoded:
+        """The ids of a query with its documents, as many as the template has."""
+        around = self._around(query)
+        encode, limit = self._vocabulary.encode, self.template.max_length
+        ids = encode(self.template.fill(around.query, *documents))
+        if len(ids) + len(self._end) <= limit:
+            return Encoded([*ids, *self._end], False, around.query != query)
+        found = [encode(document.strip()) for document in documents]
+        room = limit - len(self._end) - sum(map(len, around.ids))
+        shares = _shares(room, [len(of_document) for of_document in found])
+        made = list(around.ids[0])
+        for of_document, share, behind in zip(found, shares, around.ids[1:], strict=True):
+            made += [*of_document[:share], *behind]
+        is_cut = any(len(of_document) > share for of_document, share in zip(found, shares, strict=True))
+        return Encoded([*made, *self._end], is_cut, around.query != query)
+
+    def check(self, query: str) -> None:
+        """UserError for a query that is empty, or too long."""
+        self._around(query)
+
+    def _around_documents(self, query: str) -> "_Around":
+        if not query.strip():
+            raise UserError("A query is empty: there is nothing to rank by.")
+        found = self._pieces(query)
+        if self._fits(found, self.template.max_length):
+            return _Around(query, found)
+        taken = sum(map(len, found)) + len(self._end)
+        if self._long_query == "error":
+            raise UserError(
+                f"The query {_short(query)} leaves no room for a passage: with the template it takes {taken} of "
+                f"{self.template.max_length} tokens. Shorten it, raise --max_length, or let it be cut: --long_query "
+                "truncate."
+            )
+        half = self.template.max_length // 2
+        low, high = 0, len(query)  # of what fits, and of what does not
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._fits(self._pieces(query[:middle]), half) else (low, middle)
+        cut = query[:low].rstrip()
+        if not cut:
+            raise UserError(
+                f"--max_length {self.template.max_length} is too short for the template {self.template.text!r}."
+            )
+        return _Around(cut, self._pieces(cut))
+
+    def _pieces(self, query: str) -> list[list[int]]:
+        """Ids of the text before, between and behind documents, with what divides them from these."""
+        texts = self.template.between(query)
+        made = []
+        for i, text in enumerate(texts):
+            ids = self._vocabulary.encode(text.strip())
+            spaced = text != text.lstrip(), text != text.rstrip()
+            before = self._separator if i > 0 and spaced[0] else []
+            behind = self._separator if i < len(texts) - 1 and spaced[1] and ids else []
+            made.append([*before, *ids, *behind])
+        return made
+
+    def _fits(self, pieces: Sequence[Sequence[int]], limit: int) -> bool:
+        return sum(map(len, pieces)) + len(self._end) + len(self.template.DOCUMENTS) <= limit
+
+
+class _Around(NamedTuple):
+    """A query, as much of it as fits, and the ids around its documents."""
+
+    query: str
+    ids: list[list[int]]
+
+
+def _separator(vocabulary: Vocabulary) -> list[int]:
+    """The ids between two words that are encoded apart: none where pieces carry their space, as SentencePiece's do."""
+    first, second, both = (vocabulary.encode(text) for text in ("a", "b", "a b"))
+    if both[: len(first)] == first and both[len(both) - len(second) :] == second:
+        return both[len(first) : len(both) - len(second)]
+    return []
+
+
+def _shares(room: int, sizes: Sequence[int]) -> list[int]:
+    """What each may keep: the room divided evenly, where the small leave to the large what they do not need.
+
+    >>> _shares(10, [2, 30]), _shares(10, [30, 30]), _shares(10, [3, 4])
+    ([2, 8], [5, 5], [3, 4])
+    """
+    found = [0] * len(sizes)
+    for place, i in enumerate(sorted(range(len(sizes)), key=lambda i: sizes[i])):
+        found[i] = min(sizes[i], room // (len(sizes) - place))
+        room -= found[i]
+    return found
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 60 else f"{text[:57]}…")

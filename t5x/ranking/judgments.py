@@ -1,0 +1,253 @@
+"""Judged passages, read from files and grouped by query."""
+
+import dataclasses
+import logging
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from t5x.data import files
+from t5x.data.file_tasks import source_of
+from t5x.data.sources import TsvDataSource
+from t5x.errors import UserError
+from t5x.metrics.ranking_files import read_qrels
+from t5x.ranking.pairs import ListWork, RunWork, Work
+
+logger = logging.getLogger(__name__)
+
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+Record = tuple[str, Mapping[str, Any]]
+
+# What a field may be called where the user does not say.
+FIELDS = {
+    "query_id": ("query_id", "qid"),
+    "query": ("query", "question"),
+    "doc_id": ("doc_id", "docid", "pid"),
+    "passage": ("passage", "text", "document", "content"),
+    "label": ("label", "grade", "relevance"),
+}
+_OPTIONAL = ("query_id", "doc_id")  # the text itself stands for them
+
+
+@dataclasses.dataclass(frozen=True)
+class Passage:
+    """Of a query. `grade` is None where nobody judged it."""
+
+    doc_id: str
+    text: str
+    grade: int | None
+
+    @property
+    def gain(self) -> int:
+        """The grade, 0 for what is not judged or judged negatively."""
+        return max(self.grade or 0, 0)
+
+
+@dataclasses.dataclass
+class Query:
+    query_id: str
+    text: str
+    passages: dict[str, Passage] = dataclasses.field(default_factory=dict)
+
+
+def read_judgments(
+    judged: Paths | Mapping[str, str],
+    *,
+    fields: Mapping[str, str] | None = None,
+    columns: Sequence[str] | None = None,
+    qrels: str | os.PathLike[str] | None = None,
+    candidates: Paths | Mapping[str, str] | None = None,
+) -> dict[str, Query]:
+    """{query id: its passages}, in the order of the files.
+
+    Args:
+      judged: files of (query, passage, label): .jsonl, .tsv or .csv with names in the first line, .parquet; also
+        compressed. With `qrels` also what `candidates` may be.
+      fields: {one of FIELDS: its name in these files}, where that is not a usual one. A query or passage without an id
+        is known by its text.
+      columns: names of the columns of files without a line of names: tab-separated then, whatever their ending.
+      qrels: judgments in TREC's form, which count instead of labels.
+      candidates: further passages of the same queries, such as what BM25 found, without labels: files as `judged`,
+        .json (also .json.gz) with [{"query": …, "hits": [{"qid", "docid", "content"}, …]}, …], or {"run": …,
+        "collection": …, "topics": …} as `t5x rerank` takes them.
+    """
+    found: dict[str, Query] = {}
+    again = 0
+    for where, record in _records(judged, columns):
+        pair = _Pair.of(where, record, fields or {}, labelled=qrels is None)
+        again += pair.put(found)
+    if qrels is not None:
+        _judge(found, qrels, judged)
+    if candidates is not None:
+        _add_candidates(found, candidates)
+    if again:
+        logger.warning("%d pair(s) are in the data more than once; the highest label counts", again)
+    logger.info(
+        "%d queries with %d passages, %d of them judged",
+        len(found), sum(len(query.passages) for query in found.values()),
+        sum(passage.grade is not None for query in found.values() for passage in query.passages.values()),
+    )  # fmt: skip
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pair:
+    where: str
+    query_id: str
+    query: str
+    passage: Passage
+
+    @classmethod
+    def of(cls, where: str, record: Mapping[str, Any], fields: Mapping[str, str], *, labelled: bool) -> "_Pair":
+        names = field_names(where, record, fields, [name for name in FIELDS if labelled or name != "label"])
+        query, text = (_text(where, record, names[name]) for name in ("query", "passage"))
+        query_id = _id(where, record, names["query_id"]) if "query_id" in names else query
+        doc_id = _id(where, record, names["doc_id"]) if "doc_id" in names else text
+        grade = grade_of(where, names["label"], record[names["label"]]) if labelled else None
+        return cls(where, query_id, query, Passage(doc_id, text, grade))
+
+    def put(self, found: dict[str, Query]) -> bool:
+        """Adds it; whether that passage was there already."""
+        query = found.setdefault(self.query_id, Query(self.query_id, self.query))
+        if query.text != self.query:
+            raise UserError(
+                f"{self.where}: query {self.query_id!r} is {self.query[:60]!r} here and was {query.text[:60]!r} "
+                "before. Ids must be of one query each."
+            )
+        known = query.passages.setdefault(self.passage.doc_id, self.passage)
+        if known is self.passage:
+            return False
+        grades = [passage.grade for passage in (known, self.passage) if passage.grade is not None]
+        query.passages[known.doc_id] = dataclasses.replace(known, grade=max(grades, default=None))
+        return True
+
+
+def field_names(
+    where: str, record: Mapping[str, Any], given: Mapping[str, str], wanted: Sequence[str]
+) -> dict[str, str]:
+    """{one of `wanted`: the field of the record}; ids that it has not are left out.
+
+    >>> field_names("a.jsonl:1", {"qid": "7", "query": "who?", "text": "He."}, {}, ["query_id", "query", "passage"])
+    {'query_id': 'qid', 'query': 'query', 'passage': 'text'}
+    """
+    if unknown := [name for name in given if name not in wanted]:
+        raise UserError(f"fields has {', '.join(map(repr, unknown))}; there is {', '.join(map(repr, wanted))}.")
+    names = {}
+    for name in wanted:
+        usual = (given[name],) if name in given else FIELDS.get(name, (name,))
+        if (found := next((one for one in usual if one in record), None)) is not None:
+            names[name] = found
+        elif name in given or name not in _OPTIONAL:
+            raise UserError(
+                f"{where} has no field {' or '.join(map(repr, usual))} for the {name}. Its fields are "
+                f"{', '.join(map(str, record))}: say which one it is with fields = {{{name!r}: …}}."
+            )
+    return names
+
+
+def grade_of(where: str, field: str, value: Any) -> int:
+    """A label as a whole number."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not number.is_integer():
+        raise UserError(
+            f"{where}: the label {field!r} is {str(value)[:60]!r}, where a whole number is needed: 0 for an irrelevant "
+            "passage, 1 or a higher grade for a relevant one."
+        )
+    return int(number)
+
+
+def _add_candidates(found: dict[str, Query], candidates: Any) -> None:
+    others = set()
+    for where, record in _records(candidates, columns=None):
+        pair = _Pair.of(where, record, {}, labelled=False)
+        if pair.query_id in found:
+            dataclasses.replace(pair, query=found[pair.query_id].text).put(found)
+        else:
+            others.add(pair.query_id)
+    if not any(passage.grade is None for query in found.values() for passage in query.passages.values()):
+        raise UserError(
+            f"{candidates} adds no passage to the queries {', '.join(list(found)[:3])}, …; it is of "
+            f"{', '.join(sorted(others)[:3]) or 'these, but all are judged'}, …: are these the ids of the same queries?"
+        )
+
+
+def _judge(found: dict[str, Query], qrels: str | os.PathLike[str], judged: Any) -> None:
+    """Takes the grades from judgments in TREC's form."""
+    grades = read_qrels(qrels)
+    missing = []
+    for query_id, of_query in grades.items():
+        passages = found[query_id].passages if query_id in found else {}
+        for doc_id, grade in of_query.items():
+            if doc_id in passages:
+                passages[doc_id] = dataclasses.replace(passages[doc_id], grade=grade)
+            else:
+                missing.append(f"{query_id} {doc_id}")
+    total = sum(map(len, grades.values()))
+    if len(missing) == total:
+        raise UserError(
+            f"None of the {total} judged pairs of {os.fspath(qrels)} ({', '.join(missing[:3])}, …) is in {judged}, "
+            f"whose queries are {', '.join(list(found)[:3])}, …: are these the ids of the same collection?"
+        )
+    if missing:
+        logger.warning(
+            "%s: %d of %d judged pairs have no text in %s and are passed over (%s%s)",
+            os.fspath(qrels), len(missing), total, judged, ", ".join(missing[:3]), ", …" if len(missing) > 3 else "",
+        )  # fmt: skip
+
+
+def _records(given: Paths | Mapping[str, str], columns: Sequence[str] | None) -> Iterator[Record]:
+    """Where each pair is, and what it holds."""
+    if isinstance(given, Mapping):
+        yield from _ranked(_run_work(given), str(given.get("run")))
+        return
+    for pattern in as_list(given):
+        for path in files.expand(pattern):
+            is_list = path.lower().removesuffix(".gz").endswith(".json")
+            yield from _ranked(ListWork(path, top=None), path) if is_list else _lines(path, columns)
+
+
+def _ranked(work: Work, name: str) -> Iterator[Record]:
+    for unit in work.units(0, len(work.sizes)):
+        for doc_id, text in zip(unit.doc_ids, unit.texts, strict=True):
+            record = {"query_id": unit.query_id, "query": unit.query, "doc_id": doc_id, "passage": text}
+            yield f"{name}, query {unit.query_id!r}, document {doc_id!r}", record
+
+
+def _run_work(given: Mapping[str, str]) -> RunWork:
+    if not {"run", "collection"} <= given.keys() <= {"run", "collection", "topics"}:
+        raise UserError(f"A run is given as {{'run': …, 'collection': …, 'topics': …}}, not as {dict(given)}.")
+    return RunWork(given["run"], given["collection"], given.get("topics"), top=None, skip_unknown=False)
+
+
+def _lines(path: str, columns: Sequence[str] | None) -> Iterator[Record]:
+    source = source_of({"all": path}) if columns is None else TsvDataSource({"all": path}, columns)
+    for index in range(source.num_examples("all")):
+        yield source.location("all", index), source.example("all", index)
+
+
+def _text(where: str, record: Mapping[str, Any], field: str) -> str:
+    value = record[field]
+    if not isinstance(value, str) or not value.strip():
+        what = "empty" if isinstance(value, str) or value is None else f"{str(value)[:60]!r}"
+        raise UserError(f"{where}: the field {field!r} is {what}, where a text is needed.")
+    return value
+
+
+def _id(where: str, record: Mapping[str, Any], field: str) -> str:
+    value = record[field]
+    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+        raise UserError(f"{where}: the id {field!r} is {str(value)[:60]!r}, where a text or a number is needed.")
+    return str(value)
+
+
+def as_list(paths: Any) -> list[Any]:
+    """One path or several, or the values of a mapping, as a list."""
+    if paths is None:
+        return []
+    if isinstance(paths, Mapping):
+        return list(paths.values())
+    return [paths] if isinstance(paths, str | os.PathLike) else list(paths)

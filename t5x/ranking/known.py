@@ -1,0 +1,89 @@
+"""Which template a checkpoint was trained with: it says so itself, or it is one of the public rankers."""
+
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from t5x.checkpoints.formats import Source
+from t5x.errors import UserError
+from t5x.ranking.templates import DUOT5, MONOT5, PRESETS, PairTemplate, Template
+
+# The published mT5 of 3B and 13B parameters learned `false`, which is two pieces in mT5, by its first one.
+_MT5_LARGE = dataclasses.replace(MONOT5, relevant="▁true", irrelevant="▁")
+_PUBLIC: tuple[tuple[str, Template, str], ...] = (
+    (r"duot5", DUOT5, "duoT5's"),
+    (r"monot5", MONOT5, "monoT5's"),
+    (r"ptt5.*(msmarco|mmarco)", PRESETS["ptt5"], "PTT5's"),
+    (r"mt5-(3b|13b)-.*mmarco", _MT5_LARGE, "the large mT5's"),
+    (r"mt5.*(msmarco|mmarco)", PRESETS["mt5"], "mT5's"),
+)
+
+
+def template_of(source: Source, model: Any, *, pairwise: bool = False) -> tuple[Template, str]:
+    """(the template of a checkpoint, whose it is and why).
+
+    Args:
+      model: that of the checkpoint; a ranking model of ours has its `template`.
+      pairwise: of two documents, as duoT5's.
+    """
+    kind = PairTemplate if pairwise else Template
+    wrong = UserError(
+        f"{source.path} is a pairwise ranker: name it with --pairwise, beside a pointwise --model."
+        if not pairwise
+        else f"--pairwise {source.path} is a pointwise ranker; one that compares two passages is needed, as duoT5 is."
+    )
+    own = getattr(model, "template", None)
+    if isinstance(own, Template):
+        if type(own) is not kind:
+            raise wrong
+        return own, "the checkpoint's own"
+    for name in _names(source.path):
+        for pattern, template, whose in _PUBLIC:
+            if re.search(pattern, name.lower()):
+                if type(template) is not kind:
+                    raise wrong
+                return template, f"{whose}, as the checkpoint is {name}"
+    if pairwise:
+        return DUOT5, "duoT5's, as nothing says otherwise"
+    return MONOT5, "monoT5's, as nothing says otherwise"
+
+
+def with_changes(
+    template: Template, why: str, *, text: str | None, labels: str | None, max_length: int | None
+) -> tuple[Template, str]:
+    """The template, with what the user says instead of what was found; the reasons go with it."""
+    changes: dict[str, Any] = {}
+    if text is not None:
+        if (preset := PRESETS.get(text)) is not None:
+            template, why = preset, f"--template {text}"
+        else:
+            changes["text"], why = text, f"--template; the rest {why}"
+    if labels is not None:
+        words = labels.split(",")
+        if not 1 <= len(words) <= 2 or not all(words):
+            raise UserError(f"--labels is {labels!r}: give two words, as true,false, or one whose logit is the score.")
+        changes |= {"relevant": words[0], "irrelevant": words[1] if len(words) > 1 else None}
+        why += "; --labels"
+    if max_length is not None:
+        changes["max_length"] = max_length
+        why += "; --max_length"
+    return dataclasses.replace(template, **changes), why
+
+
+def _names(path: str) -> Iterator[str]:
+    """What a Hugging Face directory is called: in its config.json, on disk, and in Hugging Face's cache."""
+    try:
+        with open(os.path.join(path, "config.json"), encoding="utf-8") as file:
+            said = json.load(file).get("_name_or_path")
+    except (OSError, ValueError, AttributeError):
+        said = None
+    if isinstance(said, str):
+        yield said
+    parts = os.path.abspath(path).split(os.sep)
+    yield parts[-1]
+    for part in parts:
+        if part.startswith("models--"):
+            yield part.removeprefix("models--").replace("--", "/")

@@ -1,0 +1,170 @@
+"""A model that learns to rank: monoT5's losses of pairs, and RankT5's of lists."""
+
+import inspect
+from typing import Any, Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from t5x import losses
+from t5x.data.vocabularies import Vocabulary
+from t5x.errors import UserError
+from t5x.metrics.accumulators import Average, AveragePerStep, Metrics, Sum
+from t5x.models import Batch, EncoderDecoderModel, Params
+from t5x.optimizers import Optimizer
+from t5x.ranking.features import RankingFeatureConverter
+from t5x.ranking.labels import label_ids
+from t5x.ranking.losses import listwise_softmax
+from t5x.ranking.templates import MONOT5, PRESETS, Template
+
+LOSSES = ("vocabulary", "labels", "listwise")
+
+
+class RankingModel(EncoderDecoderModel):
+    """An encoder-decoder that says how relevant a passage is by the first token that it would answer.
+
+    The score of a pair, which `score_batch` gives whatever the pair's target, is the log probability of the template's
+    word for relevant against the one for irrelevant; of a template with one word, its logit. The template is kept in
+    checkpoints, where `t5x rerank` finds it.
+
+    Args:
+      module, input_vocabulary, output_vocabulary, optimizer_def: as of `EncoderDecoderModel`.
+      template: one of `t5x.ranking.templates`, or the name of one: monot5, mt5, ptt5. It must be that of the task.
+      loss: `vocabulary`: cross entropy over all tokens, as any model is trained, and monoT5 was. `labels`: cross
+        entropy over the two words alone. `listwise`: softmax over the passages of a list, see
+        `t5x.ranking.tasks.lists`; the score there is the difference of the two logits, which orders as log probability
+        does, or the one logit. It takes neither z_loss nor label_smoothing.
+      options: further arguments of `EncoderDecoderModel`. loss_normalizing_factor counts a pair, or a list, as one
+        token where the loss is not that of the vocabulary.
+    """
+
+    FEATURE_CONVERTER_CLS = RankingFeatureConverter
+
+    def __init__(
+        self,
+        module: nn.Module,
+        input_vocabulary: Vocabulary,
+        output_vocabulary: Vocabulary,
+        optimizer_def: Optimizer | None,
+        template: Template | str = MONOT5,
+        loss: Literal["vocabulary", "labels", "listwise"] = "vocabulary",
+        **options: Any,
+    ):
+        super().__init__(module, input_vocabulary, output_vocabulary, optimizer_def, **options)
+        if isinstance(template, str):
+            if template not in PRESETS:
+                raise UserError(f"There is no template {template!r}; there is {', '.join(PRESETS)}.")
+            template = PRESETS[template]
+        if loss not in LOSSES:
+            raise UserError(f"RankingModel.loss is {loss!r}: it must be {', '.join(LOSSES[:-1])} or {LOSSES[-1]}.")
+        if template.irrelevant is None and loss != "listwise":
+            raise UserError(
+                f"The loss {loss!r} needs a word for irrelevant passages; the template {template} has none."
+            )
+        self.template = template
+        self.loss = loss
+        self._labels = label_ids(self.output_vocabulary, template)
+
+    # -- training ------------------------------------------------------------------------------------------------------
+
+    def loss_fn(self, params: Params, batch: Batch, dropout_rng: jax.Array | None = None) -> tuple[jax.Array, Metrics]:
+        self._check(batch, lists=self.loss == "listwise")
+        if self.loss == "vocabulary":
+            return super().loss_fn(params, batch, dropout_rng)
+        logits = self._label_logits(params, batch, dropout_rng)
+        per_example, z_part, right = (self._of_lists if self.loss == "listwise" else self._of_pairs)(logits, batch)
+        scale = self.with_loss_scale(batch)["loss_scale"][:, 0]
+        loss = jnp.sum(per_example * scale)
+        return loss, self._ranking_metrics(batch, loss, jnp.sum(z_part * scale), per_example, right)
+
+    def with_loss_scale(self, batch: Batch) -> Batch:
+        """The batch with `loss_scale`, float32 [batch, 1] where a pair or a list is what counts."""
+        if self.loss == "vocabulary" or "loss_scale" in batch:
+            return super().with_loss_scale(batch)
+        counted = self._counted(batch).astype(jnp.float32)[:, None]
+        of_one = {"decoder_target_tokens": counted, "decoder_loss_weights": counted}
+        return {**batch, "loss_scale": losses.loss_scale(self.loss_normalizing_factor, of_one)}
+
+    def _of_pairs(self, logits: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
+        targets = batch["decoder_target_tokens"][:, 0]
+        places = (targets == self._labels[1]).astype(jnp.int32)
+        loss, z_part = losses.cross_entropy(logits, places, self.z_loss, self.label_smoothing)
+        # A target that is neither word is of another template: that must not train on as if it were relevant.
+        loss = jnp.where((targets == self._labels[0]) | (places > 0) | ~self._counted(batch), loss, jnp.nan)
+        return loss, z_part, jnp.argmax(logits, axis=-1) == places
+
+    def _of_lists(self, logits: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
+        grades, is_real = batch["passage_grades"], batch["decoder_loss_weights"] > 0
+        scores = logits[:, 0] - logits[:, 1] if self.template.irrelevant is not None else logits[:, 0]
+        scores = scores.reshape(grades.shape)
+        loss = listwise_softmax(scores, grades, is_real)
+        first = jnp.argmax(jnp.where(is_real, scores, -jnp.inf), axis=-1)
+        right = jnp.take_along_axis(grades, first[:, None], axis=-1)[:, 0] == jnp.max(grades, axis=-1)
+        return loss, jnp.zeros_like(loss), right
+
+    def _counted(self, batch: Batch) -> jax.Array:
+        """bool [batch]: which pairs or lists are no padding."""
+        if self.loss == "listwise":
+            return jnp.any((batch["passage_grades"] > 0) & (batch["decoder_loss_weights"] > 0), axis=-1)
+        return batch["decoder_target_tokens"][:, 0] > 0
+
+    def _ranking_metrics(self, batch, loss, z_loss, per_example, right) -> Metrics:
+        counted = self._counted(batch)
+        examples, total = jnp.sum(counted), jnp.sum(jnp.where(counted, per_example, 0.0))
+        inputs, targets = batch["encoder_input_tokens"], batch["decoder_target_tokens"]
+        answers = targets if self.loss == "listwise" else targets[:, :1]
+        tokens, answered = jnp.sum(inputs > 0), jnp.sum(answers > 0)
+        return {
+            "loss": AveragePerStep(loss),
+            "z_loss": AveragePerStep(z_loss),
+            "accuracy": Average(jnp.sum(right & counted), examples),
+            "loss_per_nonpadding_target_token": Average(total, examples),
+            "target_tokens": Sum(answered),
+            "non_padding_fraction/encoder_input_tokens": Average(tokens, inputs.size),
+            "non_padding_fraction/overall": Average(tokens + answered, inputs.size + answers.size),
+        }
+
+    # -- scores --------------------------------------------------------------------------------------------------------
+
+    def score_batch(
+        self, params: Params, batch: Batch, return_intermediates: bool = False, first_logits: bool = False
+    ) -> Any:
+        """How relevant each pair's passage is, float32 [batch]; with `first_logits` as of `EncoderDecoderModel`."""
+        self._check(batch, lists=False)
+        if first_logits or return_intermediates:
+            return super().score_batch(params, batch, return_intermediates, first_logits)
+        logits = self._label_logits(params, batch)
+        return logits[:, 0] if self.template.irrelevant is None else jax.nn.log_softmax(logits, axis=-1)[:, 0]
+
+    def _label_logits(self, params: Params, batch: Batch, dropout_rng: jax.Array | None = None) -> jax.Array:
+        """Logits of the words at the first position, float32 [passages, words]; those of lists one after another."""
+        inputs = batch["encoder_input_tokens"]
+        rows = self._row_index(batch)
+        if rows and inputs.ndim == 3:
+            passages = inputs.shape[1]
+            rows = {"row_index": (rows["row_index"][:, None] * passages + jnp.arange(passages)).reshape(-1)}
+        inputs = inputs.reshape(-1, inputs.shape[-1])
+        start = jnp.zeros((inputs.shape[0], 1), jnp.int32)
+        labels = jnp.broadcast_to(jnp.array(self._labels, jnp.int32), (inputs.shape[0], len(self._labels)))
+        only = "logits_of" in inspect.signature(type(self.module).decode).parameters
+        options = {"enable_dropout": dropout_rng is not None, **rows}
+
+        def first_position(module: nn.Module) -> jax.Array:
+            encoded = module.encode(inputs, **options)
+            wanted = {"logits_of": labels} if only else {}
+            return module.decode(encoded, inputs, start, jnp.ones_like(start), **options, **wanted)[:, 0]
+
+        rngs = None if dropout_rng is None else {"dropout": dropout_rng}
+        logits = self.module.apply({"params": params}, rngs=rngs, method=first_position)
+        return logits if only else jnp.take_along_axis(logits, labels, axis=-1)
+
+    def _check(self, batch: Batch, *, lists: bool) -> None:
+        if (batch["encoder_input_tokens"].ndim == 3) != lists:
+            raise UserError(
+                "The loss 'listwise' takes lists of passages: train on ranking.tasks.lists(), or set loss = 'labels'."
+                if lists
+                else "Lists of passages are for the loss 'listwise' alone: take ranking.tasks.pairs() here."
+            )
+        if "encoder_segment_ids" in batch and self.loss != "vocabulary":
+            raise UserError(f"Packed rows have no first position: set pack=False for the loss {self.loss!r}.")

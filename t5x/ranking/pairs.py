@@ -1,0 +1,304 @@
+"""What is reranked: a run with its topics and collection, lists of candidates, or pairs of a query and a passage.
+
+Each is read as units that are ranked as a whole: the passages of a query or, where no order is asked for, one pair.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from t5x.errors import UserError
+from t5x.metrics.ranking import Run, ranked
+from t5x.metrics.ranking_files import check_id, read_run
+from t5x.ranking import records
+from t5x.ranking.collections import TEXTS, Collection, read_topics, text_with_title
+
+log = logging.getLogger(__name__)
+
+_QUERY_IDS, _DOCUMENT_IDS = ("query_id", "qid"), ("doc_id", "docid", "pid")
+_SHOWN = 5
+
+
+class Unit(NamedTuple):
+    """Passages of a query.
+
+    Attributes:
+      doc_ids, texts: of the passages to score.
+      rest: ids of further passages, which stay behind these in this order.
+    """
+
+    query_id: str
+    query: str
+    doc_ids: list[str]
+    texts: list[str]
+    rest: list[str]
+
+
+class Work(Protocol):
+    """All units of an input.
+
+    Attributes:
+      sizes: passages to score of each unit.
+      queries: {id: query}, all of them.
+      digest: a hash of everything that results depend on.
+      before: the order that the input has itself; None where it has none.
+      empty: how many passages have no text.
+    """
+
+    sizes: list[int]
+    queries: Mapping[str, str]
+    digest: str
+    before: Run | None
+    empty: int
+
+    def units(self, start: int, stop: int) -> Iterator[Unit]: ...
+
+
+class RunWork:
+    """The passages that a run names.
+
+    Args:
+      run: a file, TREC's or MS MARCO's.
+      topics, collection: see `t5x.ranking.collections`. Without topics those of a BEIR collection are taken.
+      top: passages of a query that are scored, the first ones of the run; None is all.
+      skip_unknown: leave out queries and passages whose text is not there, and count them; else they are an error.
+    """
+
+    def __init__(self, run: str, collection: str, topics: str | None, top: int | None, *, skip_unknown: bool):
+        if topics is None and not os.path.isdir(collection):
+            raise UserError("--run needs --topics: a file of queries. (Only a BEIR directory has them itself.)")
+        read = read_run(run)
+        queries = read_topics(collection if topics is None else topics)
+        unknown = [query for query in read if query not in queries]
+        _unknown(unknown, f"query id(s) of {run} are not in {topics or collection}", skip_unknown)
+        self.before = {query: scores for query, scores in read.items() if query in queries}
+        self.collection = Collection(collection, {doc for scores in self.before.values() for doc in scores})
+        missing = self.collection.missing
+        _unknown(missing, f"document id(s) of {run} are not in {collection}", skip_unknown)
+        if missing:
+            gone = set(missing)
+            self.before = {
+                query: left
+                for query, scores in self.before.items()
+                if (left := {doc: score for doc, score in scores.items() if doc not in gone})
+            }
+        if not self.before:
+            raise UserError(f"Nothing of {run} is left to rerank.")
+        self._top = top
+        self.queries = {query: queries[query] for query in self.before}
+        self.empty = len(self.collection.empty)
+        self.sizes = [min(len(scores), top or len(scores)) for scores in self.before.values()]
+        given = [[query, queries[query], scores] for query, scores in self.before.items()]
+        self.digest = _digest([self.collection.digest, top, *given])
+
+    def units(self, start: int, stop: int) -> Iterator[Unit]:
+        for query in list(self.before)[start:stop]:
+            first, rest = _first(self.before[query], self._top)
+            yield Unit(query, self.queries[query], first, [self.collection.text(doc) for doc in first], rest)
+
+
+class ListWork:
+    """Candidates of queries with their texts, as JSON: a list, or a line each.
+
+        {"query": "…", "hits": [{"qid": 264014, "docid": "5611210", "content": "…", "rank": 1, "score": 15.8}, …]}
+        {"query": {"text": "…", "qid": "264014"}, "candidates": [{"docid": "5611210", "doc": {…}, "score": 15.8}, …]}
+
+    Args:
+      path: of the file, which is held in memory.
+      top: see `RunWork`.
+    """
+
+    def __init__(self, path: str, top: int | None):
+        self.before: dict[str, dict[str, float]] = {}
+        self.queries: dict[str, str] = {}
+        self._texts: dict[str, dict[str, str]] = {}
+        self._top = top
+        for number, entry in enumerate(_entries(path), start=1):
+            self._add(entry, number, f"{path}, entry {number}")
+        if not self.before:
+            raise UserError(f"{path} has no candidates.")
+        self.empty = sum(not text.strip() for texts in self._texts.values() for text in texts.values())
+        self.sizes = [min(len(scores), top or len(scores)) for scores in self.before.values()]
+        self.digest = _digest([top, self.queries, self._texts, self.before])
+
+    def units(self, start: int, stop: int) -> Iterator[Unit]:
+        for query in list(self.before)[start:stop]:
+            first, rest = _first(self.before[query], self._top)
+            yield Unit(query, self.queries[query], first, [self._texts[query][doc] for doc in first], rest)
+
+    def _add(self, entry: dict[str, Any], number: int, where: str) -> None:
+        query = entry.get("query")
+        asked = query if isinstance(query, dict) else {"query": query}
+        hits = entry.get("hits", entry.get("candidates"))
+        if not isinstance(hits, list) or not all(isinstance(hit, dict) for hit in hits):
+            raise UserError(f'{where} has no list "hits" or "candidates" of objects.')
+        if not hits:
+            log.warning("%s has no candidates; it is left out", where)
+            return
+        told = records.id_in(asked, _QUERY_IDS, where) or records.id_in(hits[0], _QUERY_IDS, where)
+        query_id = check_id(told or str(number))
+        if query_id in self.before:
+            raise UserError(f"{where}: query {query_id!r} is there a second time. Keep one of them.")
+        self.queries[query_id] = records.text_in(asked, ("query", "text"), where)
+        scores, texts = self.before.setdefault(query_id, {}), self._texts.setdefault(query_id, {})
+        for place, hit in enumerate(hits, start=1):
+            where_hit = f"{where}, candidate {place}"
+            doc_id = check_id(records.id_in(hit, _DOCUMENT_IDS, where_hit) or str(place))
+            if doc_id in texts:
+                raise UserError(f"{where_hit}: document {doc_id!r} is there a second time for query {query_id!r}.")
+            doc = hit.get("doc", hit)
+            texts[doc_id] = doc if isinstance(doc, str) else text_with_title(doc, where_hit)
+            score = hit.get("score", -hit.get("rank", place))
+            if isinstance(score, bool) or not isinstance(score, int | float):
+                raise UserError(f"{where_hit}: the score is {score!r}, where a number is needed.")
+            scores[doc_id] = float(score)
+
+
+class PairWork:
+    """Lines of pairs, in their order: JSON objects with `query`, `text` and, if they have ids, `query_id` and `doc_id`;
+    or `query<TAB>passage`, or `query_id<TAB>doc_id<TAB>query<TAB>passage`.
+
+    Without ids, a query is numbered when another one begins, and a passage by its line.
+
+    Args:
+      path: of the file, which is read twice; - is standard input, which is copied to a temporary file first.
+      by_query: a unit is all passages of a query, which must stand together; else each pair is one.
+    """
+
+    def __init__(self, path: str, *, by_query: bool):
+        self._path = path
+        self._by_query = by_query
+        self._copy = None
+        if path == "-":
+            self._copy = tempfile.NamedTemporaryFile()  # noqa: SIM115
+            shutil.copyfileobj(sys.stdin.buffer, self._copy)
+            self._copy.flush()
+        self.before = None
+        self.queries: dict[str, str] = {}
+        self.sizes: list[int] = []
+        self.empty = 0
+        digest = hashlib.sha256()
+        for unit in self._all():
+            self.sizes.append(len(unit.doc_ids))
+            self.queries[unit.query_id] = unit.query
+            self.empty += sum(not text.strip() for text in unit.texts)
+            digest.update(json.dumps(unit).encode())
+        self.digest = digest.hexdigest()
+
+    def units(self, start: int, stop: int) -> Iterator[Unit]:
+        for number, unit in enumerate(self._all()):
+            if number >= stop:
+                return
+            if number >= start:
+                yield unit
+
+    def _all(self) -> Iterator[Unit]:
+        unit: Unit | None = None
+        seen: set[str] = set()
+        for where, query_id, query, doc_id, text in self._pairs():
+            if not query.strip():
+                raise UserError(f"{where}: the query is empty.")
+            if not self._by_query:
+                yield Unit(query_id, query, [doc_id], [text], [])
+                continue
+            for identifier in (query_id, doc_id):
+                _check_id(identifier, where)
+            if unit is None or query_id != unit.query_id:
+                if unit is not None:
+                    yield unit
+                if query_id in seen:
+                    raise UserError(
+                        f"{where}: query {query_id!r} was there before, with others between. To be ranked, the "
+                        "passages of a query must stand together: sort the file, or give --format jsonl."
+                    )
+                seen.add(query_id)
+                unit, there = Unit(query_id, query, [], [], []), set()
+            if query != unit.query:
+                raise UserError(f"{where}: query {query_id!r} is {query[:60]!r} here, and {unit.query[:60]!r} before.")
+            if doc_id in there:
+                raise UserError(
+                    f"{where}: document {doc_id!r} is there a second time for query {query_id!r}. Keep one of them."
+                )
+            there.add(doc_id)
+            unit.doc_ids.append(doc_id)
+            unit.texts.append(text)
+        if unit is not None:
+            yield unit
+
+    def _pairs(self) -> Iterator[tuple[str, str, str, str, str]]:
+        """(where, query id, query, document id, passage) of each line."""
+        count, last = 0, None
+        columns: int | None = None
+        for line in records.lines(self._path if self._copy is None else self._copy.name):
+            where = f"{'standard input' if self._path == '-' else self._path}:{line.number}"
+            if line.raw.lstrip().startswith(b"{"):
+                record = records.object_of(line.raw, where)
+                query, text = records.text_in(record, ("query",), where), records.text_in(record, TEXTS, where)
+                query_id = records.id_in(record, _QUERY_IDS, where)
+                doc_id = records.id_in(record, _DOCUMENT_IDS, where)
+            else:
+                fields = records.text_of(line.raw, where).split("\t")
+                if len(fields) not in (2, 4) or columns not in (None, len(fields)):
+                    raise UserError(
+                        f"{where} has {len(fields)} column(s), where `query<TAB>passage` or `query_id<TAB>doc_id<TAB>"
+                        f"query<TAB>passage` is needed{', the same in all lines' if columns else ''}."
+                    )
+                columns = len(fields)
+                query_id, doc_id = fields[:2] if columns == 4 else (None, None)
+                query, text = fields[-2:]
+            if query != last:
+                count, last = count + 1, query
+            yield where, query_id or str(count), query, doc_id or str(line.number), text
+
+
+def _check_id(identifier: str, where: str) -> None:
+    try:
+        check_id(identifier)
+    except UserError as error:
+        raise UserError(f"{where}: {error} (--format jsonl takes any.)") from error
+
+
+def _first(scores: dict[str, float], top: int | None) -> tuple[list[str], list[str]]:
+    """(the first `top` documents as they stand in the input, the others as they are ranked)."""
+    order = ranked(scores)
+    rest = order[top or len(order) :]
+    behind = set(rest)
+    return [doc for doc in scores if doc not in behind], rest
+
+
+def _unknown(ids: Sequence[str], what: str, skip: bool) -> None:
+    if not ids:
+        return
+    shown = ", ".join(ids[:_SHOWN]) + (", …" if len(ids) > _SHOWN else "")
+    if not skip:
+        raise UserError(f"{len(ids)} {what}: {shown}. --skip_unknown leaves them out.")
+    log.warning("%d %s: %s; they are left out", len(ids), what, shown)
+
+
+def _entries(path: str) -> Iterator[dict[str, Any]]:
+    """The objects of a JSON list, or of JSON lines."""
+    content = b"".join(line.raw + b"\n" for line in records.lines(path))
+    if content.lstrip().startswith(b"["):
+        try:
+            found = json.loads(records.text_of(content, path))
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{path} is not JSON: {error}.") from error
+    else:
+        found = [records.object_of(raw, f"{path}:{n}") for n, raw in enumerate(content.splitlines(), start=1)]
+    for number, entry in enumerate(found, start=1):
+        if not isinstance(entry, dict):
+            raise UserError(f"{path}, entry {number} is not an object.")
+        yield entry
+
+
+def _digest(values: Iterable[Any]) -> str:
+    made = hashlib.sha256()
+    for value in values:
+        made.update(json.dumps(value).encode())
+    return made.hexdigest()

@@ -1,0 +1,48 @@
+"""duoT5: the first passages of a query compared two by two, and ordered by how many others each beats."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from t5x.ranking.reranker import Encoded, Reranker, scores
+
+
+def pairs_of(query: str, documents: Sequence[str]) -> list[tuple[str, str, str]]:
+    """(query, document i, document j) for all i and j that differ, i first: k (k - 1) of k documents."""
+    return [(query, a, b) for i, a in enumerate(documents) for j, b in enumerate(documents) if i != j]
+
+
+def wins(
+    reranker: Reranker,
+    encoded: Encoded,
+    counts: Sequence[int],
+    *,
+    rows: int | None = None,
+    after_batch: Callable[[int], None] = lambda inputs: None,
+) -> list[np.ndarray]:
+    """Of each query the scores of its documents.
+
+    Args:
+      encoded: `pairs_of` all queries, one after the other.
+      counts: how many documents each query has.
+      rows, after_batch: see `LoadedModel.predictions`.
+    """
+    found = np.exp(scores(reranker.logits(encoded, rows=rows, after_batch=after_batch)))
+    made, start = [], 0
+    for count in counts:
+        end = start + count * (count - 1)
+        preferences = np.zeros((count, count))
+        preferences[~np.eye(count, dtype=bool)] = found[start:end]
+        made.append(symmetric_sum(preferences))
+        start = end
+    return made
+
+
+def symmetric_sum(preferences: np.ndarray) -> np.ndarray:
+    """SYM-SUM: for each document i the sum over the others j of p_ij + (1 - p_ji).
+
+    Args:
+      preferences: [k, k], p_ij the probability that i is more relevant than j; the diagonal does not matter.
+    """
+    others = ~np.eye(len(preferences), dtype=bool)
+    return np.where(others, preferences + 1.0 - preferences.T, 0.0).sum(axis=1)

@@ -1,0 +1,159 @@
+"""From judged passages to what a ranker is trained on: pairs with the word it is to answer, or lists of passages."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from t5x.data.features import Feature
+from t5x.data.order import shuffled
+from t5x.data.pipeline import derive_seed
+from t5x.data.vocabularies import Vocabulary
+from t5x.errors import UserError
+from t5x.ranking.inputs import Inputs
+from t5x.ranking.judgments import Passage, field_names
+from t5x.ranking.labels import label_id
+from t5x.ranking.templates import Template
+
+Example = dict[str, Any]
+Lengths = Mapping[str, int] | None
+
+
+def draw_pairs(example: Example, seed: int, negatives: int, relevance_level: int) -> list[Example]:
+    """A relevant passage, and `negatives` of the others that are not, others in every epoch; a pair stays as it is.
+
+    Their order is drawn too: all rows of a batch begin with the first.
+    """
+    others = example.pop("others", ())
+    drawn = _draw([other for other in others if other.gain < relevance_level], negatives, seed)
+    made = [{"doc_id": other.doc_id, "passage": other.text, "grade": other.gain} for other in drawn]
+    return _draw([example, *(example | other for other in made)], 1 + len(made), derive_seed(seed, "order"))
+
+
+def draw_list(example: Example, seed: int, relevance_level: int, sequence_length: Lengths) -> Example:
+    """A relevant passage and as many others as a list takes, others in every epoch.
+
+    Passages below the relevance level have grade 0 in the list.
+    """
+    others = example["others"]
+    size = 1 + len(others) if sequence_length is None else _list_size(sequence_length)
+    first = Passage(example["doc_id"], example["passage"], example["grade"])
+    passages = [first, *_draw(others, size - 1, seed)]
+    return {
+        "query_id": example["query_id"],
+        "query": example["query"],
+        "passages": [passage.text for passage in passages],
+        "grades": [passage.gain if passage.gain >= relevance_level else 0 for passage in passages],
+    }
+
+
+def divide_triple(example: Example, seed: int, fields: Mapping[str, str]) -> list[Example]:
+    """(query, positive, negative) as two pairs, in an order that is drawn."""
+    return _draw(_pairs_of_triple(example, fields), 2, seed)
+
+
+def triple_as_list(example: Example, fields: Mapping[str, str]) -> Example:
+    """(query, positive, negative) as a list of two passages."""
+    pairs = _pairs_of_triple(example, fields)
+    return {
+        "query": pairs[0]["query"],
+        "passages": [pair["passage"] for pair in pairs],
+        "grades": [pair["grade"] for pair in pairs],
+    }
+
+
+def encode_pair(
+    example: Example,
+    template: Template,
+    relevance_level: int,
+    output_features: Mapping[str, Feature],
+    sequence_length: Lengths,
+) -> Example:
+    """The filled template, its passage cut where it is too long, as `inputs`; the word to answer as `targets`."""
+    word = _word(template, example["grade"] >= relevance_level)
+    vocabulary = output_features["targets"].vocabulary
+    targets = [label_id(vocabulary, word)]
+    if vocabulary.eos_id is not None and (sequence_length or {}).get("targets", 2) > 1:
+        targets.append(vocabulary.eos_id)
+    made = {name: example[name] for name in ("query_id", "doc_id", "grade") if name in example}
+    inputs = _inputs(output_features["inputs"].vocabulary, template, _limit(template, sequence_length))
+    return made | {
+        "inputs_pretokenized": template.fill(example["query"], example["passage"]),
+        "inputs": np.array(inputs.encode(example["query"], example["passage"]).ids, np.int32),
+        "targets_pretokenized": word,
+        "targets": np.array(targets, np.int32),
+    }
+
+
+def encode_list(
+    example: Example, template: Template, output_features: Mapping[str, Feature], sequence_length: Lengths
+) -> Example:
+    """The passages of a list, each in its template, as the rows of `inputs`; `targets` are the words' ids.
+
+    A list of fewer passages is filled up with rows whose target is 0: the loss leaves them out.
+    """
+    size = len(example["passages"]) if sequence_length is None else _list_size(sequence_length)
+    if len(example["passages"]) > size:
+        raise UserError(
+            f"a list has {len(example['passages'])} passages; task_feature_lengths gives 'targets', the passages of a "
+            f"list, as {size}."
+        )
+    vocabulary, words = (output_features[name].vocabulary for name in ("inputs", "targets"))
+    made = _inputs(vocabulary, template, _limit(template, sequence_length))
+    targets, grades = np.zeros((2, size), np.int32)
+    inputs = np.zeros((size, (sequence_length or {}).get("inputs", template.max_length)), np.int32)
+    inputs[:, 0] = vocabulary.eos_id  # nobody looks at what fills up, yet attention must have something to see
+    for row, (passage, grade) in enumerate(zip(example["passages"], example["grades"], strict=True)):
+        ids = made.encode(example["query"], passage).ids
+        inputs[row, : len(ids)] = ids
+        targets[row], grades[row] = label_id(words, _word(template, grade > 0)), grade
+    return {
+        "query_id": example.get("query_id", example["query"]),
+        "inputs": inputs,
+        "targets": targets,
+        "grades": grades,
+    }
+
+
+def _pairs_of_triple(example: Example, fields: Mapping[str, str]) -> tuple[Example, Example]:
+    names = field_names("it", example, fields, ("query", "positive", "negative"))
+    query, positive, negative = (_text(example, field) for field in names.values())
+    return {"query": query, "passage": positive, "grade": 1}, {"query": query, "passage": negative, "grade": 0}
+
+
+@functools.lru_cache(maxsize=16)
+def _inputs(vocabulary: Vocabulary, template: Template, limit: int) -> Inputs:
+    return Inputs(vocabulary, dataclasses.replace(template, max_length=limit))
+
+
+def _draw(items: Sequence[Any], count: int, seed: int) -> list[Any]:
+    """So many of the items, or all, without repetition and in an order that the seed tells."""
+    return [items[shuffled(at, len(items), seed)] for at in range(min(count, len(items)))]
+
+
+def _word(template: Template, is_relevant: bool) -> str:
+    """What is to be answered; of a template with one word that one, which only losses of scores are trained with."""
+    return template.relevant if is_relevant or template.irrelevant is None else template.irrelevant
+
+
+def _limit(template: Template, sequence_length: Lengths) -> int:
+    return min((sequence_length or {}).get("inputs", template.max_length), template.max_length)
+
+
+def _list_size(lengths: Mapping[str, int]) -> int:
+    if not {"inputs", "targets", "grades"} <= lengths.keys() or lengths["targets"] != lengths["grades"]:
+        raise UserError(
+            "lists of passages need TASK_FEATURE_LENGTHS = {'inputs': 256, 'targets': 8, 'grades': 8}: the tokens of a "
+            f"passage, and twice the passages of a list. It is {dict(lengths)}."
+        )
+    if lengths["targets"] < 2:
+        raise UserError("a list needs two passages at least: TASK_FEATURE_LENGTHS has 'targets': 1.")
+    return lengths["targets"]
+
+
+def _text(example: Example, field: str) -> str:
+    if not isinstance(example[field], str) or not example[field].strip():
+        raise UserError(f"the field {field!r} is {str(example[field])[:60]!r}, where a text is needed.")
+    return example[field]

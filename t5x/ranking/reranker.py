@@ -1,0 +1,178 @@
+"""A model that says how relevant passages are: pairs of a query and a passage in; scores out, in their order."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from t5x.errors import UserError
+from t5x.inference.loaded import BATCH_SIZE, LoadedModel
+from t5x.ranking import known
+from t5x.ranking.inputs import Inputs
+from t5x.ranking.labels import label_ids
+from t5x.ranking.templates import Template
+
+
+class Ranked(NamedTuple):
+    """A passage with its relevance.
+
+    Attributes:
+      index: of the passage in what was given.
+      doc_id: its id where it was given with one, else its index.
+      score: log probability of the relevant label against the other one; with one label, its logit.
+      true_logit, false_logit: of the two labels.
+    """
+
+    index: int
+    doc_id: Any
+    score: float
+    true_logit: float
+    false_logit: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Windows:
+    """MaxP: a passage is scored by the best of its windows, which overlap; words are what white space divides.
+
+    Attributes:
+      size: words of a window.
+      stride: words from the beginning of one to that of the next.
+    """
+
+    size: int = 150
+    stride: int = 75
+
+    def __post_init__(self):
+        if not 1 <= self.stride <= self.size:
+            raise UserError(f"--window {self.size} --stride {self.stride}: both at least 1, and no words left out.")
+
+    def of(self, text: str) -> list[str]:
+        """
+        >>> Windows(3, 2).of("a b c d e f"), Windows(3, 2).of("a  b")
+        (['a b c', 'c d e', 'e f'], ['a  b'])
+        """
+        words = text.split()
+        if len(words) <= self.size:
+            return [text]
+        starts = range(0, len(words) - self.size + self.stride, self.stride)
+        return [" ".join(words[start : start + self.size]) for start in starts]
+
+
+class Encoded(NamedTuple):
+    """Pairs, ready to be computed.
+
+    Attributes:
+      inputs: ids of all windows of all pairs.
+      pairs: for each of the inputs, the index of its pair.
+      cut: how many inputs lost the end of a passage.
+      cut_queries: how many lost that of their query.
+    """
+
+    inputs: list[list[int]]
+    pairs: list[int]
+    cut: int
+    cut_queries: int
+
+
+class Reranker:
+    """Scores passages.
+
+        Reranker(t5x.load("castorini/monot5-base-msmarco")).rank([("what is a quark?", "A quark is a particle.")])
+
+    Args:
+      loaded: the model.
+      template: a `Template`, the name of a preset, or the text of one; None is what the checkpoint is known for.
+      labels: two words, "true,false", instead of the template's.
+      max_length: tokens of an input, instead of the template's.
+      long_query: see `Inputs`.
+      windows: score long passages by their best window.
+      pairwise: for two documents at a time, as duoT5.
+
+    Attributes:
+      template: that is used.
+      why: where it comes from.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        template: Template | str | None = None,
+        labels: str | None = None,
+        max_length: int | None = None,
+        batch_size: int = BATCH_SIZE,
+        long_query: str = "error",
+        windows: Windows | None = None,
+        pairwise: bool = False,
+    ):
+        if isinstance(template, Template):
+            found, text = (template, "as given"), None
+        else:
+            found, text = known.template_of(loaded.source, loaded.model, pairwise=pairwise), template
+        self.template, self.why = known.with_changes(*found, text=text, labels=labels, max_length=max_length)
+        self.loaded = loaded
+        self.batch_size = batch_size
+        self.windows = windows
+        self.labels = label_ids(loaded.model.output_vocabulary, self.template)
+        self.inputs = Inputs(loaded.model.input_vocabulary, self.template, long_query)
+
+    def __str__(self) -> str:
+        words = (self.template.relevant, self.template.irrelevant)
+        labels = " against ".join(f"{word} ({i})" for word, i in zip(words, self.labels, strict=False))
+        return f"{self.template.text!r}, {labels}, {self.template.max_length} tokens: {self.why}"
+
+    def rank(self, pairs: Sequence[tuple[str, str]]) -> list[Ranked]:
+        """A `Ranked` for each (query, passage)."""
+        logits = self.logits(self.encode(pairs))
+        return [
+            Ranked(i, i, float(score), float(row[0]), float(row[1]) if len(row) > 1 else None)
+            for i, (score, row) in enumerate(zip(scores(logits), logits, strict=True))
+        ]
+
+    def encode(self, pairs: Sequence[tuple[str, ...]]) -> Encoded:
+        """The inputs of (query, document) or, pairwise, (query, document, document)."""
+        inputs, of_pairs, cut, cut_queries = [], [], 0, 0
+        for index, (query, *documents) in enumerate(pairs):
+            windows = [documents] if self.windows is None else [[window] for window in self.windows.of(*documents)]
+            for window in windows:
+                made = self.inputs.encode(query, *window)
+                inputs.append(made.ids)
+                of_pairs.append(index)
+                cut += made.is_cut
+                cut_queries += made.query_is_cut
+        return Encoded(inputs, of_pairs, cut, cut_queries)
+
+    def logits(
+        self,
+        encoded: Encoded,
+        *,
+        rows: int | None = None,
+        after_batch: Callable[[int], None] = lambda inputs: None,
+    ) -> np.ndarray:
+        """Logits of the labels for each pair, float32 [pairs, labels]; those of its best window.
+
+        Args:
+          rows, after_batch: see `LoadedModel.predictions`.
+        """
+        found = self.loaded.label_logits(
+            encoded.inputs, self.labels, max_input_length=self.template.max_length, batch_size=self.batch_size,
+            rows=rows, after_batch=after_batch,
+        )  # fmt: skip
+        of_pairs = np.array(encoded.pairs, np.int64)
+        if len(np.unique(of_pairs)) == len(of_pairs):
+            return found
+        order = np.lexsort((-scores(found), of_pairs))
+        return found[order[np.unique(of_pairs[order], return_index=True)[1]]]
+
+
+def scores(logits: np.ndarray) -> np.ndarray:
+    """Log softmax of the first of two logits, or the only one: float64 [pairs].
+
+    It is taken of their difference, so that large ones stay apart where the softmax is nearly 1.
+    """
+    wide = logits.astype(np.float64)
+    if wide.shape[1] == 1:
+        return wide[:, 0]
+    with np.errstate(invalid="ignore"):  # whoever asks for scores looks whether they are numbers
+        return -np.logaddexp(0.0, wide[:, 1] - wide[:, 0])

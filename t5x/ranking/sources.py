@@ -1,0 +1,163 @@
+"""Judged passages as a source of training examples, with queries held out for validation."""
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from t5x.data import files, staging
+from t5x.data.fingerprints import fingerprint
+from t5x.data.pipeline import derive_seed
+from t5x.data.sources import DataSource
+from t5x.data.sources.base import OpenedSplits
+from t5x.errors import UserError
+from t5x.ranking.judgments import Paths, Query, as_list, read_judgments
+
+logger = logging.getLogger(__name__)
+
+TRAIN, VALIDATION = "train", "validation"
+
+
+class JudgedDataSource(OpenedSplits, DataSource):
+    """Pairs of a query and a passage, or relevant passages each with the less relevant ones of its query.
+
+    An example has `query_id`, `query`, `doc_id`, `passage` and `grade`. In the splits that are `drawn`, there is one
+    for every relevant passage, and it has `others`, a tuple of the query's passages of lower grade (what is not judged
+    is of grade 0), from which a preprocessor draws; in other splits there is one for every passage. Queries without a
+    relevant passage are left out, and of drawn splits those of which all passages are equally relevant.
+
+    All is held in memory.
+
+    Args:
+      judged: {split: files}, see `read_judgments`.
+      held_out: of the queries of `train`, where `judged` has no split `validation`: their share, or their ids; 0 for
+        none. Which ones is told by a hash of their ids, so that it is the same in every run.
+      relevance_level: the grade from which a passage is relevant.
+      drawn: names of splits.
+      reading: further arguments of `read_judgments`.
+    """
+
+    def __init__(
+        self,
+        judged: Mapping[str, Paths],
+        *,
+        held_out: float | Sequence[str] = 0.1,
+        relevance_level: int = 1,
+        drawn: Sequence[str] = (TRAIN,),
+        **reading: Any,
+    ):
+        super().__init__()
+        if not isinstance(judged, Mapping) or not judged:
+            raise UserError(f"Judged passages are given as {{'train': FILES}}, not as {judged!r}.")
+        if relevance_level < 1:
+            raise UserError(
+                f"relevance_level is {relevance_level}: a passage of grade 0 is not relevant. Give 1 or more."
+            )
+        self._judged, self._held_out, self._level = dict(judged), held_out, relevance_level
+        self._drawn, self._reading = tuple(drawn), reading
+        self._divides = bool(held_out) and TRAIN in judged and VALIDATION not in judged
+        if self._divides and isinstance(held_out, int | float) and not 0 < held_out < 1:
+            raise UserError(f"held_out is {held_out}: give the share of the queries, below 1, or a list of their ids.")
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        return (*self._judged, VALIDATION) if self._divides else tuple(self._judged)
+
+    def num_examples(self, split: str) -> int:
+        return len(self.opened(split))
+
+    def example(self, split: str, index: int) -> dict[str, Any]:
+        return dict(self.opened(split)[index])
+
+    def location(self, split: str, index: int) -> str:
+        example = self.opened(split)[index]
+        return f"passage {example['doc_id'][:60]!r} of query {example['query_id'][:60]!r}"
+
+    def fingerprint(self, split: str) -> dict[str, Any]:
+        self.check_split(split)
+        others = [self._reading.get("candidates"), self._reading.get("qrels")]
+        listed = [path for paths in (self._paths(split), *others) for path in as_list(paths)]
+        # A collection may be a directory.
+        patterns = [os.path.join(path, "*") if os.path.isdir(path) else path for path in listed]
+        expanded = [path for pattern in patterns for path in files.expand(pattern)]
+        names = [(os.path.basename(name), version) for name, version in staging.versions(expanded)]
+        state = (split, split in self._drawn, self._held_out, self._level, self._reading.get("fields"))
+        return {"class": type(self).__qualname__, "settings": fingerprint(state), "files": names}
+
+    def _paths(self, split: str) -> Paths:
+        return self._judged[TRAIN if self._divides and split == VALIDATION else split]
+
+    def _open(self, split: str) -> list[dict[str, Any]]:
+        found = read_judgments(self._paths(split), **self._reading)
+        if self._divides and split in (TRAIN, VALIDATION):
+            held_out = self._held_out_of(found)
+            found = {name: query for name, query in found.items() if (name in held_out) == (split == VALIDATION)}
+        usable = {name: query for name, query in found.items() if self._has_relevant(query)}
+        if not usable:
+            raise UserError(
+                f"Split {split!r}: none of its {len(found)} queries has a passage of grade {self._level} or more. "
+                "Lower relevance_level, or mend the labels."
+            )
+        _tell(split, found.keys() - usable.keys(), f"without a passage of grade {self._level} or more")
+        if split not in self._drawn:
+            return [_pair(query, passage) for query in usable.values() for passage in query.passages.values()]
+        examples, bare = [], set()
+        for name, query in usable.items():
+            made = self._relevant_with_others(query)
+            examples += made
+            if not made:
+                bare.add(name)
+        if not examples:
+            raise UserError(
+                f"Split {split!r}: no query has a passage that is less relevant than another, so there is nothing to "
+                "learn from. Add irrelevant passages, or name a file of candidates."
+            )
+        _tell(split, bare, "whose passages are all equally relevant")
+        return examples
+
+    def _held_out_of(self, found: Mapping[str, Query]) -> set[str]:
+        if isinstance(self._held_out, int | float):
+            names = sorted((name for name in found if self._has_relevant(found[name])), key=derive_seed)
+            count = max(1, round(self._held_out * len(names)))
+            if count >= len(names):
+                raise UserError(
+                    f"held_out={self._held_out} leaves none of the {len(names)} queries with a relevant passage to "
+                    "train on."
+                )
+            return set(names[:count])
+        names = {str(name) for name in self._held_out}
+        if unknown := sorted(names - found.keys()):
+            raise UserError(
+                f"held_out names {len(unknown)} queries that are not in the data ({', '.join(unknown[:3])}). Its ids "
+                f"are {', '.join(list(found)[:3])}, …"
+            )
+        return names
+
+    def _has_relevant(self, query: Query) -> bool:
+        return any(passage.gain >= self._level for passage in query.passages.values())
+
+    def _relevant_with_others(self, query: Query) -> list[dict[str, Any]]:
+        passages = query.passages.values()
+        made = []
+        for passage in passages:
+            others = tuple(other for other in passages if other.gain < passage.gain)
+            if passage.gain >= self._level and others:
+                made.append(_pair(query, passage) | {"others": others})
+        return made
+
+
+def _pair(query: Query, passage: Any) -> dict[str, Any]:
+    return {
+        "query_id": query.query_id,
+        "query": query.text,
+        "doc_id": passage.doc_id,
+        "passage": passage.text,
+        "grade": passage.gain,
+    }
+
+
+def _tell(split: str, names: set[str], why: str) -> None:
+    if names:
+        shown = ", ".join(name[:40] for name in sorted(names)[:3])
+        logger.warning("split %r: %d queries %s are left out (%s%s)", split, len(names), why, shown,
+                       ", …" if len(names) > 3 else "")  # fmt: skip

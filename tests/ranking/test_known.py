@@ -1,0 +1,72 @@
+"""Which template a checkpoint is read with, and that it is said why."""
+
+import json
+
+import pytest
+
+from t5x.checkpoints.formats import Source
+from t5x.errors import UserError
+from t5x.ranking import known
+from t5x.ranking.templates import DUOT5, MONOT5, Template
+
+RANKERS = {
+    "castorini/monot5-base-msmarco": ("true", "false"),
+    "castorini/monot5-3b-med-msmarco": ("true", "false"),
+    "unicamp-dl/mt5-base-mmarco-v2": ("yes", "no"),
+    "unicamp-dl/mt5-base-en-msmarco": ("yes", "no"),
+    "unicamp-dl/ptt5-base-pt-msmarco-100k-v2": ("sim", "não"),
+    "unicamp-dl/mt5-13b-mmarco-100k": ("▁true", "▁"),
+    "unicamp-dl/mt5-3B-mmarco-en-pt": ("▁true", "▁"),
+    "google/flan-t5-small": ("true", "false"),
+}
+
+
+def source(path):
+    return Source("Hugging Face", str(path), None, {})
+
+
+@pytest.mark.parametrize("name", RANKERS)
+@pytest.mark.parametrize("place", ["config", "directory", "cache"])
+def test_public_rankers_are_known_by_their_names(name, place, tmp_path):
+    owner, short = name.split("/")
+    inside = {"config": "m", "directory": short, "cache": f"models--{owner}--{short}/snapshots/0f3a"}[place]
+    (tmp_path / inside).mkdir(parents=True)
+    config = {"_name_or_path": name} if place == "config" else {}
+    (tmp_path / inside / "config.json").write_text(json.dumps(config))
+    template, why = known.template_of(source(tmp_path / inside), object())
+    assert (template.relevant, template.irrelevant) == RANKERS[name]
+    assert (template.text, template.max_length) == ("Query: {query} Document: {document} Relevant:", 512)
+    assert (short in why) == (owner != "google") and ("nothing says otherwise" in why) == (owner == "google")
+
+
+def test_the_checkpoints_own_template_comes_first(tmp_path):
+    class Model:
+        template = Template("{query} {document}", relevant="a", irrelevant=None)
+
+    found = known.template_of(source(tmp_path / "monot5"), Model())
+    assert found == (Model.template, "the checkpoint's own")
+
+
+def test_pairwise_and_pointwise_rankers_are_told_apart(tmp_path):
+    (tmp_path / "duot5-base-msmarco").mkdir()
+    (tmp_path / "monot5-base-msmarco").mkdir()
+    assert known.template_of(source(tmp_path / "duot5-base-msmarco"), object(), pairwise=True)[0] == DUOT5
+    with pytest.raises(UserError, match="is a pairwise ranker: name it with --pairwise"):
+        known.template_of(source(tmp_path / "duot5-base-msmarco"), object())
+    with pytest.raises(UserError, match="is a pointwise ranker"):
+        known.template_of(source(tmp_path / "monot5-base-msmarco"), object(), pairwise=True)
+
+
+def test_what_the_user_says_comes_before_what_was_found():
+    change = lambda **given: known.with_changes(
+        MONOT5, "why", **{"text": None, "labels": None, "max_length": None} | given
+    )
+    assert change() == (MONOT5, "why")
+    assert change(text="mt5")[0].relevant == "yes"
+    template, why = change(text="{query}: {document}", labels="▁true,▁", max_length=64)
+    assert template == Template("{query}: {document}", "▁true", "▁", 64)
+    assert all(flag in why for flag in ("--template", "--labels", "--max_length"))
+    assert change(labels="x")[0].irrelevant is None
+    for labels in ("", "a,", "a,b,c"):
+        with pytest.raises(UserError, match="--labels"):
+            change(labels=labels)

@@ -1,0 +1,142 @@
+"""What is reranked, from each kind of input."""
+
+import gzip
+import io
+import json
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from t5x.errors import UserError
+from t5x.metrics.ranking import evaluate
+from t5x.metrics.ranking_files import read_qrels
+from t5x.ranking.pairs import ListWork, PairWork, RunWork, Unit
+from tests.ranking.test_collections import write
+
+SHARED = Path(__file__).parents[3] / "shared" / "data"
+
+
+def units(work):
+    return list(work.units(0, len(work.sizes)))
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="the folder ../shared/data is not there")
+@pytest.mark.parametrize(("year", "ndcg", "queries"), [(19, 0.5058, 43), (21, 0.4458, 53)])
+def test_the_candidates_of_trec_deep_learning_have_the_ndcg_that_bm25_is_known_for(year, ndcg, queries):
+    work = ListWork(str(SHARED / "msmarco_dl" / f"bm25_top100_dl{year}.json.gz"), None)
+    qrels = read_qrels(SHARED / "msmarco_dl" / f"qrels.dl{year}-passage.txt")
+    assert len(work.sizes) == queries and set(work.sizes) == {100} and work.empty == 0
+    assert evaluate(qrels, work.before, ["ndcg@10"])["ndcg@10"] == pytest.approx(ndcg, abs=5e-5)
+
+
+def run_files(tmp_path):
+    run = write(tmp_path / "run", "q2 Q0 d1 1 0.5 x", "q2 Q0 d2 2 0.9 x", "q1 Q0 d3 1 3 x", "q2 Q0 d3 3 0.7 x")
+    topics = write(tmp_path / "topics.tsv", "q1\tone?", "q2\ttwo?", "q3\tthree?")
+    collection = write(tmp_path / "c.tsv", *(f"d{i}\ttext {i}" for i in range(5)))
+    return str(run), str(collection), str(topics)
+
+
+def test_a_run_is_read_in_its_order(tmp_path):
+    work = RunWork(*run_files(tmp_path), None, skip_unknown=False)
+    assert work.sizes == [3, 1] and work.before["q2"] == {"d1": 0.5, "d2": 0.9, "d3": 0.7}
+    assert units(work) == [
+        Unit("q2", "two?", ["d1", "d2", "d3"], ["text 1", "text 2", "text 3"], []),
+        Unit("q1", "one?", ["d3"], ["text 3"], []),
+    ]
+    assert list(work.units(1, 2)) == units(work)[1:]
+
+
+def test_the_first_of_a_run_are_those_with_the_best_scores(tmp_path):
+    work = RunWork(*run_files(tmp_path), 2, skip_unknown=False)
+    assert work.sizes == [2, 1]
+    assert units(work)[0] == Unit("q2", "two?", ["d2", "d3"], ["text 2", "text 3"], ["d1"])
+
+
+def test_unknown_ids_are_an_error_or_left_out_and_counted(tmp_path, caplog):
+    run, collection, topics = run_files(tmp_path)
+    write(Path(run), "q2 Q0 d1 1 2 x", *(f"q2 Q0 e{i} 2 1 x" for i in range(7)), "q7 Q0 d1 1 1 x", "q1 Q0 e1 1 1 x")
+    with pytest.raises(UserError, match=r"^1 query id\(s\) of .*run are not in .*topics.tsv: q7. --skip_unknown"):
+        RunWork(run, collection, topics, None, skip_unknown=False)
+    work = RunWork(run, collection, topics, None, skip_unknown=True)
+    assert [(u.query_id, u.doc_ids) for u in units(work)] == [("q2", ["d1"])]
+    assert (
+        "1 query id(s)" in caplog.text and "7 document id(s)" in caplog.text and "e0, e1, e2, e3, e4, …" in caplog.text
+    )
+    write(Path(topics), "q1\tone?", "q2\ttwo?", "q7\tx")
+    with pytest.raises(UserError, match=r"^7 document id\(s\) of .*run are not in .*c.tsv: e0, e1, e2, e3, e4, …"):
+        RunWork(run, collection, topics, None, skip_unknown=False)
+
+
+def test_the_digest_is_that_of_all_that_counts(tmp_path):
+    digest = lambda: RunWork(*run_files(tmp_path), None, skip_unknown=False).digest
+    first = digest()
+    assert digest() == first
+    files = run_files(tmp_path)
+    write(tmp_path / "topics.tsv", "q1\tone?", "q2\ttwo!")
+    assert RunWork(*files, None, skip_unknown=False).digest != first
+
+
+def test_candidates_of_both_layouts(tmp_path):
+    old = {"query": "who?", "hits": [{"content": "b", "qid": 7, "docid": "x", "rank": 1, "score": 2.5},
+                                     {"content": "a", "qid": 7, "docid": "y", "rank": 2, "score": 3.5}]}  # fmt: skip
+    new = {"query": {"text": "what?", "qid": "8"}, "candidates": [{"docid": "z", "score": 1, "doc": {"contents": "c"}}]}
+    (tmp_path / "list.json").write_text(json.dumps([old, new], indent=1))
+    write(tmp_path / "lines.jsonl.gz", old, new)
+    for name in ("list.json", "lines.jsonl.gz"):
+        work = ListWork(str(tmp_path / name), 1)
+        assert units(work) == [Unit("7", "who?", ["y"], ["a"], ["x"]), Unit("8", "what?", ["z"], ["c"], [])]
+        assert work.before == {"7": {"x": 2.5, "y": 3.5}, "8": {"z": 1.0}}
+
+
+def test_pairs_with_and_without_ids(tmp_path):
+    named = write(tmp_path / "a.jsonl", {"query_id": "q", "query": "who?", "doc_id": 3, "text": "he"},
+                  {"qid": "q", "query": "who?", "docid": "4", "passage": "she"},
+                  {"qid": "p", "query": "how?", "docid": "4", "passage": "so"})  # fmt: skip
+    expected = [Unit("q", "who?", ["3", "4"], ["he", "she"], []), Unit("p", "how?", ["4"], ["so"], [])]
+    assert units(PairWork(str(named), by_query=True)) == expected
+    single = units(PairWork(str(named), by_query=False))
+    assert single[1] == Unit("q", "who?", ["4"], ["she"], []) and len(single) == 3
+    four = write(tmp_path / "b.tsv.gz", "q\t3\twho?\the", "q\t4\twho?\tshe", "p\t4\thow?\tso")
+    assert units(PairWork(str(four), by_query=True)) == expected
+    two = write(tmp_path / "c.tsv", "who?\the", "who?\tshe", "how?\tso")
+    assert [(u.query_id, u.doc_ids) for u in units(PairWork(str(two), by_query=True))] == [
+        ("1", ["1", "2"]),
+        ("2", ["3"]),
+    ]
+
+
+def test_standard_input_is_read_once_and_given_many_times(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(buffer=io.BytesIO(b"who?\the\nwho?\t\n")))
+    work = PairWork("-", by_query=True)
+    assert units(work) == units(work) == [Unit("1", "who?", ["1", "2"], ["he", ""], [])]
+    assert work.empty == 1
+
+
+BROKEN = {
+    "apart": (["q\t1\twho?\ta", "p\t1\thow?\ta", "q\t2\twho?\tb"], "x:3: query 'q' was there before"),
+    "twice": (["q\t1\twho?\ta", "q\t1\twho?\tb"], "x:2: document '1' is there a second time for query 'q'"),
+    "two texts": (["q\t1\twho?\ta", "q\t2\thow?\tb"], r"x:2: query 'q' is 'how\?' here, and 'who\?' before"),
+    "an empty query": (["q\t1\t \ta"], "x:1: the query is empty"),
+    "three columns": (["q\twho?\ta"], r"x:1 has 3 column\(s\)"),
+    "other columns": (["who?\ta", "q\t1\twho?\ta"], r"x:2 has 4 column\(s\).*the same in all lines"),
+    "no query": ([{"text": "a"}], "x:1 has no query: its fields are text"),
+    "a number as text": ([{"query": "a", "text": 3}], "x:1: \"text\" is '3', where a text is needed"),
+    "a space in an id": ([{"query_id": "a b", "query": "a", "text": "b"}], "x:1: 'a b' cannot be written as an id"),
+    "half a surrogate": (['{"query": "\\ud800", "text": "b"}'], 'x:1: "query" has half of a surrogate pair'),
+    "half a line": (['{"query": "a", "te'], "x:1 is not JSON"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_pairs_are_told(case, tmp_path):
+    lines, message = BROKEN[case]
+    with pytest.raises(UserError, match=message):
+        PairWork(str(write(tmp_path / "x", *lines)), by_query=True)
+
+
+def test_half_of_a_compressed_file_is_told(tmp_path):
+    (tmp_path / "x.gz").write_bytes(gzip.compress(b"".join(b"who?\ttext %d\n" % i for i in range(999)))[:-100])
+    with pytest.raises(UserError, match=r"x.gz is not a whole gzip file"):
+        PairWork(str(tmp_path / "x.gz"), by_query=True)
