@@ -193,6 +193,7 @@ def _tokenizer(vocabulary: list[str]):
     return types.SimpleNamespace(
         get_vocab=lambda: {token: i for i, token in enumerate(vocabulary)},
         bos_token=None, eos_token="t1", unk_token="t2", pad_token="t0",
+        convert_ids_to_tokens=lambda ids: vocabulary[ids] if isinstance(ids, int) else [vocabulary[i] for i in ids],
     )  # fmt: skip
 
 

@@ -112,7 +112,11 @@ def attend_cached(
     """
     if float32_logits:
         query, key = query.astype(jnp.float32), key.astype(jnp.float32)
-    logits = jnp.einsum("bqhd,bhkd->bhqk", query, key, preferred_element_type=jnp.float32)
+    if jax.default_backend() == "cpu":  # the larger one from the left, as in `layers.few_rows`
+        logits = jnp.einsum("bhkd,bqhd->bhkq", key, query, preferred_element_type=jnp.float32)
+        logits = jnp.swapaxes(jax.lax.optimization_barrier(logits), 2, 3)
+    else:
+        logits = jnp.einsum("bqhd,bhkd->bhqk", query, key, preferred_element_type=jnp.float32)
     weights = _weights(logits, mask, bias).astype(value.dtype)
     return jnp.einsum("bhqk,bhkd->bqhd", weights, value)
 
