@@ -1,13 +1,12 @@
 """`t5x answer --input`: answers to the questions of a file, with the model of a directory alone."""
 
 import dataclasses
-import hashlib
 import itertools
 import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,15 +14,12 @@ import jax
 from t5x import metrics
 from t5x.answering.answers import Answer, Answering, answer, windows_of
 from t5x.answering.questions import QuestionLines, SquadQuestions, open_questions
-from t5x.checkpoints import agreement
 from t5x.checkpoints.identity import fingerprint
 from t5x.errors import UserError
-from t5x.inference import chunks as chunks_lib
-from t5x.inference.chunks import Chunks
 from t5x.inference.lines import Line
 from t5x.inference.loaded import LoadedModel, load
+from t5x.inference.output import Output, behind_finished, digest
 from t5x.inference.shown import Shown
-from t5x.partitioning import distributed
 from t5x.telemetry import jsonl
 
 log = logging.getLogger(__name__)
@@ -68,8 +64,7 @@ def answer_file(
     extra = {"squad_predictions": squad_predictions, "squad_na_probs": squad_na_probs}
     extra = {name: path for name, path in extra.items() if path is not None}
     _check_extra(extra, output, how)
-    if output != "-":
-        agreement.decide("answering/output", lambda: _check_outputs({"output": output, **extra}, overwrite))
+    to = Output(output, overwrite=overwrite, also=extra)
     questions = open_questions(input_path, needs_id=bool(extra))
     if questions.is_stream and jax.process_count() > 1:
         raise UserError("A run of several processes needs --input to be a file: a stream can be read only once.")
@@ -80,11 +75,10 @@ def answer_file(
     lines = iter(questions)
     size = checkpoint_period * how.batch_size
     parts = iter(lambda: list(itertools.islice(lines, size)), [])
-    if output == "-":
-        _to_stdout(run, parts, total)
-        return
     job = {**run.job(), "checkpoint_period": checkpoint_period, "input": input_path, "vocabulary": vocabulary}
-    _to_file(run, parts, total, output, job, overwrite, finish=lambda: _finish(output, questions, **extra))
+    with to:
+        _compute(run, parts, total, to, job)
+        to.finish(lambda: _finish(output, questions, **extra))
 
 
 def _check_extra(extra: Mapping[str, str], output: str, how: Answering) -> None:
@@ -98,121 +92,20 @@ def _check_extra(extra: Mapping[str, str], output: str, how: Answering) -> None:
         raise UserError("--output, --squad_predictions and --squad_na_probs must be different files.")
 
 
-def _check_outputs(paths: Mapping[str, str], overwrite: bool) -> None:
-    """A UserError where a file cannot be written, or would be replaced by a run that does not go on."""
-    goes_on = os.path.isdir(_chunks_directory(paths["output"]))
-    for name, path in paths.items():
-        parent = os.path.dirname(os.path.abspath(path))
-        if os.path.isdir(path):
-            raise UserError(f"--{name} {path} is a directory; name a file.")
-        if not os.path.isdir(parent):
-            raise UserError(f"--{name} {path}: there is no directory {parent}.")
-        if os.path.exists(path) and not overwrite and not goes_on:
-            raise _exists(name, path)
-
-
-def _chunks_directory(output: str) -> str:
-    parent, name = os.path.split(os.path.abspath(output))
-    return os.path.join(parent, f"tmp-{name}")
-
-
-def _exists(name: str, path: str) -> UserError:
-    return UserError(f"{path} exists already; give another --{name}, or --overwrite to replace it.")
-
-
-def _to_stdout(run: "_Run", parts: Iterator[list[Line]], total: int | None) -> None:
-    quiet = sys.stdout.isatty() or (total is not None and total <= run.batch_size)
-    with Shown(total, 0, "question", "answer", quiet=quiet) as shown:
-        for number, part in enumerate(parts):
-            records = run.compute(part, shown, is_first=number == 0)
-            if distributed.is_leader():
-                try:
-                    sys.stdout.buffer.writelines(map(jsonl.encode, records))
-                    sys.stdout.buffer.flush()
-                except BrokenPipeError:
-                    raise
-                except OSError as error:
-                    raise jsonl.write_error("standard output", error) from error
-
-
-def _to_file(
-    run: "_Run",
-    parts: Iterator[list[Line]],
-    total: int | None,
-    output: str,
-    job: Mapping[str, Any],
-    overwrite: bool,
-    finish: Callable[[], None],
+def _compute(
+    run: "_Run", parts: Iterator[list[Line]], total: int | None, output: Output, job: Mapping[str, Any]
 ) -> None:
-    """Computes the chunks that are not there yet, and makes the output of all of them.
-
-    Args:
-      finish: makes what else is made of the output, before the chunks are removed.
-    """
-    directory = _chunks_directory(output)
-    chunks: Chunks | None = None
-
-    def begin() -> list[dict[str, Any]]:
-        nonlocal chunks
-        mend = f"give --overwrite, or remove {directory}"
-        chunks = Chunks(directory, os.path.basename(output), job, start_anew=overwrite, mend=mend)
-        if os.path.exists(output):
-            # Ended between its last steps, a run has left its output and its chunks.
-            whole = sum(record["size"] for record in chunks.finished) == os.path.getsize(output)
-            if not overwrite and not whole:
-                chunks.close()
-                raise _exists("output", output)
-            if overwrite and whole:
-                chunks.discard(0)
-        return chunks.finished
-
-    finished = agreement.decide("answering/begin", begin)[:]
-
-    def changed(number: int, what: str) -> None:
-        """Chunks from this one on are of another input."""
-        told = f"{run.questions.path} has changed: {what} that {directory} has results of"
-        if not overwrite:
-            raise UserError(f"{told}. Give --overwrite to start anew.")
-        log.warning("%s; %d of %d finished chunk(s) are discarded", told, len(finished) - number, len(finished))
-        del finished[number:]
-        if chunks is not None:
-            chunks.discard(number)
-
-    try:
-        if finished:
-            log.info("going on behind %d finished chunk(s) of %s", len(finished), directory)
-        done = sum(record["questions"] for record in finished)
-        number = 0
-        with Shown(total, done, "question", "answer", quiet=total is not None and total <= run.batch_size) as shown:
-            for number, part in enumerate(parts, start=1):
-                digest = hashlib.sha256(b"".join(line.raw for line in part)).hexdigest()
-                if number <= len(finished):
-                    if finished[number - 1]["input"] == digest:
-                        continue
-                    changed(number - 1, f"questions {part[0].number} to {part[-1].number} are not those")
-                records = run.compute(part, shown, is_first=number == 1)
-                if chunks is not None:
-                    record = {"questions": len(part), "input": digest}
-                    chunks.write(lambda path, records=records: _write(path, records), record)
-        if number < len(finished):
-            changed(number, "it ends before the questions")
-        if chunks is not None:
-            chunks_lib.merge(output, [chunks.path(index) for index in range(len(chunks.finished))])
-            finish()
-            chunks.remove()
-            log.info("wrote %s", output)
-    except (KeyboardInterrupt, SystemExit):
-        if chunks is not None:
-            log.info("%d chunk(s) are finished, in %s: the same command goes on", len(chunks.finished), directory)
-        raise
-    finally:
-        if chunks is not None:
-            chunks.close()
-
-
-def _write(path: str, records: Sequence[Mapping[str, Any]]) -> None:
-    with open(path, "wb") as file:
-        file.writelines(map(jsonl.encode, records))
+    """Computes the parts that are not there yet."""
+    finished = output.begin(job)
+    kept, parts = behind_finished(output, run.questions.path, parts, finished, 0)
+    done = sum(record["questions"] for record in finished[:kept])
+    few = total is not None and total <= run.batch_size
+    quiet = few or (output.path == "-" and sys.stdout.isatty())
+    with Shown(total, done, "question", "answer", quiet=quiet) as shown:
+        for number, part in enumerate(parts, start=kept):
+            records = run.compute(part, shown, is_first=number == 0)
+            output.write(map(jsonl.encode, records), {"questions": len(part), "input": digest(part, done)})
+            done += len(part)
 
 
 class _Run:

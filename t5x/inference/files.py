@@ -12,14 +12,12 @@ from typing import Any
 
 import jax
 
-from t5x.checkpoints import agreement
 from t5x.checkpoints.identity import fingerprint
 from t5x.errors import UserError
-from t5x.inference import chunks as chunks_lib
-from t5x.inference.chunks import Chunks
 from t5x.inference.lines import Line, Lines
 from t5x.inference.loaded import BATCH_SIZE, MAX_INPUT_LENGTH, MAX_LENGTH, LoadedModel, load
 from t5x.inference.options import Decoding
+from t5x.inference.output import Output, behind_finished, digest
 from t5x.inference.shown import Shown
 from t5x.partitioning import distributed
 from t5x.telemetry import jsonl
@@ -93,9 +91,7 @@ def infer_file(
     max_length, seed = MAX_LENGTH if max_length is None else max_length, seed or 0
     if num_shards > 1 and output != "-":
         output = f"{output}-{shard_id:05}-of-{num_shards:05}"
-    directory = None
-    if output != "-":
-        directory = agreement.decide("inference/output", lambda: _check_output(output, overwrite))
+    to = Output(output, overwrite=overwrite)
     lines = Lines(input_path, needs_targets=mode == "score")
     if lines.is_stream and (num_shards > 1 or jax.process_count() > 1):
         what = "--num_shards" if num_shards > 1 else "a run of several processes"
@@ -114,29 +110,9 @@ def infer_file(
     }  # fmt: skip
     stop = None if total is None else shard.stop
     parts = _cut(itertools.islice(lines, shard.start, stop), checkpoint_period * batch_size)
-    count = None if total is None else len(shard)
-    if output == "-":
-        _to_stdout(run, parts, shard.start, count)
-    else:
-        _to_file(run, parts, shard.start, count, output, directory, job, overwrite)
+    with to:
+        _compute(run, parts, shard.start, None if total is None else len(shard), to, job)
     run.tell_cut()
-
-
-def _check_output(output: str, overwrite: bool) -> str:
-    """The directory for its chunks."""
-    if os.path.isdir(output):
-        raise UserError(f"--output {output} is a directory; name a file.")
-    parent, name = os.path.split(os.path.abspath(output))
-    if not os.path.isdir(parent):
-        raise UserError(f"--output {output}: there is no directory {parent}.")
-    directory = os.path.join(parent, f"tmp-{name}")
-    if os.path.exists(output) and not overwrite and not os.path.isdir(directory):
-        raise _exists(output)
-    return directory
-
-
-def _exists(output: str) -> UserError:
-    return UserError(f"{output} exists already; give another --output, or --overwrite to replace it.")
 
 
 def _cut(lines: Iterator[Line], size: int) -> Iterator[list[Line]]:
@@ -144,117 +120,25 @@ def _cut(lines: Iterator[Line], size: int) -> Iterator[list[Line]]:
         yield part
 
 
-def _to_stdout(run: "_Run", parts: Iterator[list[Line]], first: int, total: int | None) -> None:
-    quiet = sys.stdout.isatty() or (total is not None and total <= run.batch_size)
-    with Shown(total, 0, "input", run.mode, quiet=quiet) as shown:
-        try:
-            for number, part in enumerate(parts):
-                records, _ = run.compute(part, first, shown, is_first=number == 0)
-                first += len(part)
-                if distributed.is_leader():
-                    sys.stdout.buffer.writelines(map(jsonl.encode, records))
-                    sys.stdout.buffer.flush()
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            raise jsonl.write_error("standard output", error) from error
-
-
-def _to_file(
-    run: "_Run",
-    parts: Iterator[list[Line]],
-    first: int,
-    total: int | None,
-    output: str,
-    directory: str,
-    job: Mapping[str, Any],
-    overwrite: bool,
+def _compute(
+    run: "_Run", parts: Iterator[list[Line]], first: int, total: int | None, output: Output, job: Mapping[str, Any]
 ) -> None:
-    chunks: Chunks | None = None
-
-    def begin() -> dict[str, Any]:
-        nonlocal chunks
-        chunks = Chunks(
-            directory, os.path.basename(output), job, start_anew=overwrite,
-            mend=f"give --overwrite, or remove {directory}",
-        )  # fmt: skip
-        there = os.path.exists(output)
-        # Ended between its last two steps, a run has left its output and its chunks.
-        merged = there and chunks.finished and sum(r["size"] for r in chunks.finished) == os.path.getsize(output)
-        if merged and overwrite:
-            chunks.discard(0)
-        elif there and not merged and not overwrite:
-            chunks.close()
-            raise _exists(output)
-        return {"finished": chunks.finished, "merged": bool(merged) and not overwrite}
-
-    told = agreement.decide("inference/begin", begin)
-    finished = told["finished"][:]
-    try:
-        kept, parts, changed = _compare(parts, finished, first)
-        if told["merged"] and not changed and next(parts, None):
-            changed = "it goes on behind the lines"
-        if changed:
-            changed = f"{run.lines.path} has changed: {changed} that {directory} has results of"
-            if not overwrite:
-                raise UserError(f"{changed}. Give --overwrite to start anew.")
-            log.warning("%s; %d of %d finished chunk(s) are discarded", changed, len(finished) - kept, len(finished))
-            if chunks is not None:
-                chunks.discard(kept)
-        if kept:
-            log.info("going on behind %d finished chunk(s) of %s", kept, directory)
-        for record in finished[:kept]:
-            run.cut.update(record["cut"])
-        before = sum(record["examples"] for record in finished[:kept])
-        first += before
-        quiet = total is not None and total <= run.batch_size
-        with Shown(total, before, "input", run.mode, quiet=quiet) as shown:
-            for number, part in enumerate(parts, start=kept):
-                records, cut = run.compute(part, first, shown, is_first=number == 0)
-                if chunks is not None:
-                    record = {"examples": len(part), "input": _digest(part, first), "cut": cut}
-                    chunks.write(lambda path, records=records: _write(path, records), record)
-                first += len(part)
-        if chunks is not None:
-            if not told["merged"]:
-                chunks_lib.merge(output, [chunks.path(i) for i in range(len(chunks.finished))])
-            chunks.remove()
-            log.info("wrote %s", output)
-    except (KeyboardInterrupt, SystemExit):
-        if chunks is not None:
-            log.info(
-                "%d chunk(s) are finished, in %s: the same command goes on behind them", len(chunks.finished), directory
-            )
-        raise
-    finally:
-        if chunks is not None:
-            chunks.close()
-
-
-def _compare(
-    parts: Iterator[list[Line]], finished: Sequence[Mapping[str, Any]], first: int
-) -> tuple[int, Iterator[list[Line]], str]:
-    """How many finished chunks, from the first on, are of the lines that are there now; the parts behind them; and,
-    where these are not all, why."""
-    for number, record in enumerate(finished):
-        part = next(parts, None)
-        if part is None:
-            return number, parts, "it ends before the lines"
-        if record["input"] != _digest(part, first):
-            lines = f"lines {part[0].number} to {part[-1].number} are not those"
-            return number, itertools.chain([part], parts), lines
-        first += len(part)
-    return len(finished), parts, ""
-
-
-def _digest(part: Sequence[Line], first: int) -> str:
-    """Of the lines, and of where they stand, which keys their samples."""
-    return hashlib.sha256(b"".join([b"%d\n" % first, *(line.raw for line in part)])).hexdigest()
-
-
-def _write(path: str, records: Sequence[Mapping[str, Any]]) -> None:
-    with open(path, "wb") as file:
-        file.writelines(map(jsonl.encode, records))
+    """Computes the parts that are not there yet, and puts all together."""
+    finished = output.begin(job)
+    kept, parts = behind_finished(output, run.lines.path, parts, finished, first)
+    for record in finished[:kept]:
+        run.cut.update(record["cut"])
+    before = sum(record["examples"] for record in finished[:kept])
+    first += before
+    few = total is not None and total <= run.batch_size
+    quiet = few or (output.path == "-" and sys.stdout.isatty())
+    with Shown(total, before, "input", run.mode, quiet=quiet) as shown:
+        for number, part in enumerate(parts, start=kept):
+            records, cut = run.compute(part, first, shown, is_first=number == 0)
+            record = {"examples": len(part), "input": digest(part, first), "cut": cut}
+            output.write(map(jsonl.encode, records), record)
+            first += len(part)
+    output.finish()
 
 
 class _Run:

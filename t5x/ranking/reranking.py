@@ -13,12 +13,13 @@ import numpy as np
 from t5x.checkpoints.identity import fingerprint
 from t5x.errors import UserError
 from t5x.inference.loaded import BATCH_SIZE, load
+from t5x.inference.output import Output
 from t5x.inference.shown import Shown
 from t5x.metrics.ranking import ranked
 from t5x.metrics.ranking_files import read_qrels
 from t5x.partitioning import distributed
 from t5x.ranking import evaluation, pairwise
-from t5x.ranking.output import FORMATS, Output, ranking_lines
+from t5x.ranking.lines import FORMATS, ranking_lines
 from t5x.ranking.pairs import ListWork, PairWork, RunWork, Unit, Work
 from t5x.ranking.reranker import Encoded, Reranker, Windows, scores
 
@@ -163,8 +164,6 @@ def rerank(
         run = _Ranking(work, ranker, second, pairwise_top, form, batch_size, pairs)
         job = run.job() | counts | {"shard_id": shard_id, "vocabulary": vocabulary}
         _run(run, to, job, shard, checkpoint_period * batch_size)
-        if output != "-":
-            log.info("wrote %s", output)
     if judgments is not None and distributed.is_leader():
         runs = {} if work.before is None else {"before": work.before}
         print(evaluation.report(judgments, runs, {"after": output}, measures, relevance_level=relevance_level))
@@ -173,28 +172,18 @@ def rerank(
 def _run(run: "_Ranking", output: Output, job: Mapping[str, Any], shard: range, size: int) -> None:
     """Computes the chunks that are not there yet, and puts all together."""
     finished = output.begin(job)
-    if finished is None:
-        output.finish(merged=True)
-        return
-    if finished:
-        log.info("going on behind %d finished chunk(s)", len(finished))
     counts = dict.fromkeys(("units", "pairs", "shown", "cut", "cut_queries"), 0)
     for record in finished:
         counts = {name: count + record[name] for name, count in counts.items()}
     total = run.total(shard)
     first = shard.start + counts["units"]
     parts = map(run.encode, _cut(run.work.units(first, shard.stop), size))
-    try:
-        with Shown(total, counts["shown"], "pair", "rerank", quiet=total <= run.batch_size) as shown:
-            for part in _ahead(parts):
-                lines, record = run.compute(part, shown)
-                output.write(lines, record)
-                counts = {name: count + record[name] for name, count in counts.items()}
-        output.finish()
-    except (KeyboardInterrupt, SystemExit):
-        if output.path != "-":
-            log.info("what is finished stays: the same command goes on behind it")
-        raise
+    with Shown(total, counts["shown"], "pair", "rerank", quiet=total <= run.batch_size) as shown:
+        for part in _ahead(parts):
+            lines, record = run.compute(part, shown)
+            output.write(lines, record)
+            counts = {name: count + record[name] for name, count in counts.items()}
+    output.finish()
     if distributed.is_leader():
         limit = run.ranker.template.max_length
         if counts["cut"]:

@@ -220,10 +220,10 @@ def test_an_input_that_has_changed_is_refused(capsys, directory, questions, tmp_
     given = (*given, "--checkpoint_period", 1)
     lines = questions.read_text().splitlines(keepends=True)
     with monkeypatch.context() as patched:
-        patched.setattr(files.chunks_lib, "merge", lambda *args: signal.raise_signal(signal.SIGTERM))
+        patched.setattr("t5x.inference.chunks.merge", lambda *args: signal.raise_signal(signal.SIGTERM))
         assert run(capsys, "answer", *given).code == 75
     questions.write_text("".join(lines[:16]))
-    run(capsys, "answer", *given).refused("in.jsonl has changed: it ends before the questions", "--overwrite")
+    run(capsys, "answer", *given).refused("in.jsonl has changed: it ends before the lines", "--overwrite")
     questions.write_text("".join([*lines[:8], *lines[9:17]]))
     run(capsys, "answer", *given).refused("in.jsonl has changed: questions 9 to 16 are not those", "--overwrite")
     assert run(capsys, "answer", *given, "--overwrite").code == 0

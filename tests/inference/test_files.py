@@ -12,6 +12,7 @@ import pytest
 
 from t5x.errors import UserError
 from t5x.inference import files
+from t5x.inference.chunks import Chunks
 from t5x.inference.files import infer_file
 from tests import commands
 from tests.inference.models import byte_model, texts
@@ -130,7 +131,7 @@ def half_done(place, tmp_path, monkeypatch):
     It has been killed before, when two chunks of the three of `texts(20)` were finished.
     """
     calls = []
-    write, compute = files.Chunks.write, files._Run.compute
+    write, compute = Chunks.write, files._Run.compute
 
     def run(lines, **options):
         (tmp_path / "in.txt").write_text("".join(f"{line}\n" for line in lines))
@@ -148,7 +149,7 @@ def half_done(place, tmp_path, monkeypatch):
         return compute(self, part, *args, **options)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(files.Chunks, "write", second)
+        patch.setattr(Chunks, "write", second)
         run(texts(20))
     monkeypatch.setattr(files._Run, "compute", counted)
     return types.SimpleNamespace(run=run, calls=calls)
@@ -201,7 +202,7 @@ def test_other_weights_in_the_same_place_are_another_model(place, half_done):
 def test_a_run_that_was_killed_after_its_last_rename_is_finished(place, expected, tmp_path, monkeypatch):
     options = {"batch_size": 8, "checkpoint_period": 2}
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(files.Chunks, "remove", lambda chunks: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(Chunks, "remove", lambda chunks: (_ for _ in ()).throw(KeyboardInterrupt))
         infer(place, tmp_path / "out.jsonl", **options)
     assert infer(place, tmp_path / "out.jsonl", **options) == expected
     assert os.listdir(tmp_path) == ["out.jsonl"]
@@ -212,7 +213,7 @@ def test_a_run_that_was_killed_after_its_last_rename_is_finished(place, expected
 def test_overwriting_a_run_that_was_killed_after_its_last_rename_begins_anew(half_done, monkeypatch):
     lines = texts(20)[:16]
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(files.Chunks, "remove", lambda chunks: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(Chunks, "remove", lambda chunks: (_ for _ in ()).throw(KeyboardInterrupt))
         half_done.run(lines)
     with pytest.raises(UserError, match="has changed: it goes on behind the lines"):
         half_done.run(texts(20))
