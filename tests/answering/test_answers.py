@@ -225,7 +225,7 @@ def test_an_input_that_has_changed_is_refused(capsys, directory, questions, tmp_
     questions.write_text("".join(lines[:16]))
     run(capsys, "answer", *given).refused("in.jsonl has changed: it ends before the lines", "--overwrite")
     questions.write_text("".join([*lines[:8], *lines[9:17]]))
-    run(capsys, "answer", *given).refused("in.jsonl has changed: questions 9 to 16 are not those", "--overwrite")
+    run(capsys, "answer", *given).refused("in.jsonl has changed: lines 9 to 16 are not those", "--overwrite")
     assert run(capsys, "answer", *given, "--overwrite").code == 0
     assert [row["id"] for row in lines_of(output)] == [*range(8), *range(9, 17)]
 
