@@ -221,6 +221,8 @@ def _mention_losses(source: Source, config: Mapping[str, Any]) -> None:
     lost += [f"the vocabulary of {feature}" for feature in sorted(source.vocabulary_files)]
     if source.inputs_bidirectional_attention:
         lost.append("inputs_bidirectional_attention (it is a prefix LM)")
+    if source.template is not None:
+        lost.append(f"the template of a ranker ({source.template.text})")
     if lost:
         log.warning(
             "A native T5X checkpoint has no place for: %s. Keep the source, or state them where the result is used (in "
@@ -259,14 +261,18 @@ def _write(
     if to == "hf":
         from t5x.checkpoints.formats.huggingface import write_huggingface
 
-        return write_huggingface(target, config, arrays, vocabulary_files=source.vocabulary_files, dtype=dtype)
+        return write_huggingface(
+            target, config, arrays, vocabulary_files=source.vocabulary_files, template=source.template, dtype=dtype
+        )
     tensors = ((name, array.read()) for name, array in arrays.items())
     if to == "native":
         from t5x.checkpoints.formats.native import write_native
 
         return write_native(target, step, tensors, dtype=dtype)
     try:
-        described = describe_network(config, inputs_bidirectional_attention=source.inputs_bidirectional_attention)
+        described = describe_network(
+            config, inputs_bidirectional_attention=source.inputs_bidirectional_attention, template=source.template
+        )
     except TypeError as error:
         raise UserError(f"{source.path} does not describe a network of this version: {error}.") from error
     if unknown := sorted(config.keys() - described["config"].keys()):

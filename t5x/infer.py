@@ -108,7 +108,8 @@ def infer(
         )
     if write_fn is write_inferences_to_file:
         write_fn = configuration.configured(write_fn)  # gin files may bind its parameters without naming it here
-    if merge_fn is merge_chunks_to_file:
+    ours = merge_fn is merge_chunks_to_file  # another one may put the results anywhere
+    if ours:
         merge_fn = configuration.configured(merge_fn)
     if not use_orbax:
         log.info("use_orbax=False: the format of the checkpoint is found by itself")
@@ -141,7 +142,11 @@ def infer(
         name = f"{task.name}-{mode}.{file_extension}-{shard_id:05}-of-{num_shards:05}"
         path, directory = os.path.join(output_dir, name), os.path.join(output_dir, f"tmp-{name}")
         paths.append(path)
-        if agreement.decide("inference/complete", lambda p=path, d=directory, j=of_task: _is_complete(p, d, j)):
+        needs = path if merge_chunked_results and ours else path + COMPLETED
+        if agreement.decide(
+            "inference/complete",
+            lambda p=path, n=needs, d=directory, j=of_task: os.path.exists(n) and _is_complete(p, d, j),
+        ):
             log.info("%s is complete already", path)
             continue
         if engine is None:

@@ -1,8 +1,10 @@
 """Running the command line in this process: what a user sees of it, without the seconds that a new Python takes."""
 
 import dataclasses
+import io
 import logging
 import signal
+import sys
 
 from t5x import cli, configuration
 
@@ -21,18 +23,26 @@ class Result:
             assert word in self.err, self.err
 
 
-def run(capsys, verb: str, *args: object) -> Result:
-    """Runs `t5x VERB ARGS` with a configuration of its own; signal handlers and logging are afterwards as they were."""
+def run(capsys, verb: str, *args: object, text: str | None = None) -> Result:
+    """Runs `t5x VERB ARGS` with a configuration of its own; signal handlers and logging are afterwards as they were.
+
+    Args:
+      text: what it reads from standard input.
+    """
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     loggers = [logging.getLogger(), logging.getLogger("t5x")]
     logs = [(log, log.handlers[:], log.propagate, log.level) for log in loggers]
     capsys.readouterr()
     configuration.clear()
+    stdin = sys.stdin
+    if text is not None:
+        sys.stdin = io.TextIOWrapper(io.BytesIO(text.encode()), encoding="utf-8")
     try:
         code = cli.run_verb(verb, [str(arg) for arg in args])
     except SystemExit as error:
         code = error.code
     finally:
+        sys.stdin = stdin
         configuration.clear()
         for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -5,8 +5,12 @@ and whatever has been compiled is kept in pytest's own cache directory: the othe
 start and the next run of the suite find it there.
 """
 
+import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
+
+import pytest
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
     " --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
@@ -16,5 +20,13 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["T5X_CACHE_DIR"] = str(Path(__file__).parents[1] / ".pytest_cache" / "t5x")
 
 from t5x.startup import enable_compilation_cache
+from tests import commands
 
 enable_compilation_cache()
+
+
+@pytest.fixture
+def run_here(capsys, monkeypatch) -> Callable[..., commands.Result]:
+    """Runs `t5x ARGS` from the root of the repository, in this process."""
+    monkeypatch.chdir(Path(__file__).parents[1])
+    return functools.partial(commands.run, capsys)

@@ -40,12 +40,12 @@ def test_every_way_to_start_it(program, tmp_path):
     assert not list(tmp_path.iterdir()), "--dry_run must run nothing"
 
 
-def test_dry_run_is_a_configuration_that_parses_again(tmp_path):
-    first = t5x("train", DATES, '--gin.MODEL_DIR="/x"', "--gin.TRAIN_STEPS=7", "--dry_run", cwd=REPO)
-    (tmp_path / "again.gin").write_text(first.stdout)
-    second = t5x("train", f"--gin_file={tmp_path / 'again.gin'}", "--dry_run", cwd=REPO)
-    assert second.returncode == 0, second.stderr
-    assert "TRAIN_STEPS = 7" in second.stdout
+def test_dry_run_is_a_configuration_that_parses_again(run_here, tmp_path):
+    first = run_here("train", DATES, '--gin.MODEL_DIR="/x"', "--gin.TRAIN_STEPS=7", "--dry_run")
+    (tmp_path / "again.gin").write_text(first.out)
+    second = run_here("train", f"--gin_file={tmp_path / 'again.gin'}", "--dry_run")
+    assert second.code == 0, second.err
+    assert "TRAIN_STEPS = 7" in second.out
 
 
 MISTAKES = {
@@ -75,13 +75,9 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_gets_one_message_that_says_how_to_mend_it(mistake, tmp_path):
+def test_a_mistake_gets_one_message_that_says_how_to_mend_it(mistake, run_here, tmp_path):
     arguments, expected = MISTAKES[mistake]
-    done = t5x("train", DATES, *(a.format(tmp=tmp_path / "run") for a in arguments), cwd=REPO)
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
-    for part in expected:
-        assert part in done.stderr
+    run_here("train", DATES, *(a.format(tmp=tmp_path / "run") for a in arguments)).refused(*expected)
 
 
 def test_unknown_verb_names_the_nearest():
@@ -105,7 +101,7 @@ def test_inference_evaluation_inside_training(model_dir):
     assert len(results) == 50 and set(json.loads(results[0])) >= {"input", "target", "prediction"}
 
 
-def test_infer_from_the_directory_alone(model_dir, tmp_path):
+def test_infer_from_the_directory_alone(model_dir, run_here, tmp_path, monkeypatch):
     (tmp_path / "in.txt").write_text("3 March 1997\nle 3 mars 1997\n\n")
     done = t5x(
         "infer",
@@ -123,36 +119,26 @@ def test_infer_from_the_directory_alone(model_dir, tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [line["inputs"] for line in lines] == ["3 March 1997", "le 3 mars 1997", ""]
     assert all(isinstance(line["prediction"], str) and line["score"] < 0 for line in lines)
-    again = t5x(
-        "infer",
-        "--model",
-        str(model_dir),
-        "--input",
-        "in.txt",
-        "--output",
-        "out.jsonl",
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(REPO)},
-    )
-    assert again.returncode == 2 and "--overwrite" in again.stderr
+    monkeypatch.chdir(tmp_path)
+    run_here("infer", "--model", model_dir, "--input", "in.txt", "--output", "out.jsonl").refused("--overwrite")
     # What greedy decoding found is what scoring gives it.
     pairs = "".join(json.dumps({"inputs": li["inputs"], "targets": li["prediction"]}) + "\n" for li in lines)
-    scored = t5x("infer", "--model", str(model_dir), "--input", "-", "--mode=score", cwd=REPO, text=pairs)
-    assert scored.returncode == 0, scored.stderr
-    assert len([json.loads(line)["score"] for line in scored.stdout.splitlines()]) == 3
+    scored = run_here("infer", "--model", model_dir, "--input", "-", "--mode=score", text=pairs)
+    assert scored.code == 0, scored.err
+    assert len([json.loads(line)["score"] for line in scored.out.splitlines()]) == 3
 
 
-def test_eval_scores_every_checkpoint_once(model_dir, tmp_path):
+def test_eval_scores_every_checkpoint_once(model_dir, run_here, tmp_path):
     arguments = [
         "eval", "--gin_file=t5x/examples/demo/dates_eval.gin", f"--gin.CHECKPOINT_PATH={model_dir}",
         f"--gin.EVAL_OUTPUT_DIR={tmp_path}", '--gin.utils.RestoreCheckpointConfig.mode="all"',
         *(a for a in train(model_dir, 4) if "T5Config" in a),
     ]  # fmt: skip
-    done = t5x(*arguments, cwd=REPO)
-    assert done.returncode == 0, done.stderr
+    done = run_here(*arguments)
+    assert done.code == 0, done.err
     lines = (tmp_path / "inference_eval" / "dates-metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [2, 4]
-    assert "2 evaluated before" in t5x(*arguments, cwd=REPO).stderr
+    assert "2 evaluated before" in run_here(*arguments).err
 
 
 BAD_INPUT = {
@@ -166,10 +152,9 @@ BAD_INPUT = {
 
 
 @pytest.mark.parametrize("case", BAD_INPUT)
-def test_bad_input_to_infer(case, model_dir):
+def test_bad_input_to_infer(case, model_dir, run_here):
     arguments, expected = BAD_INPUT[case]
-    done = t5x("infer", *(a.format(model=model_dir) for a in arguments), cwd=REPO, text="3 March 1997\n")
-    assert done.returncode == 2 and expected in done.stderr and "Traceback" not in done.stderr
+    run_here("infer", *(a.format(model=model_dir) for a in arguments), text="3 March 1997\n").refused(expected)
 
 
 def test_a_mixture_is_inferred_task_by_task(model_dir, tmp_path):

@@ -1,7 +1,9 @@
 """`t5x convert`: every number arrives in every format and layout, and a destination is whole or as it was."""
 
+import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +23,7 @@ from t5x.checkpoints.streaming import write_checkpoint
 from t5x.convert import convert
 from t5x.errors import UserError
 from t5x.inspection import canonical_params, params_sha256
+from t5x.ranking.templates import Template
 from tests.checkpoints.formats import huggingface_models as models
 from tests.commands import run
 from tests.programs import REPO
@@ -396,3 +399,15 @@ def test_a_full_disk_is_said_before_and_while_it_fills(tmp_path, hf, capsys, mon
             assert os.listdir(disk) == []
     finally:
         subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_ranker_keeps_its_template(tmp_path, hf):
+    template = Template("{query} ? {document}", "yes", "no", 64)
+    ranker = tmp_path / "ranker"
+    shutil.copytree(hf, ranker)
+    config = json.loads((ranker / "config.json").read_text())
+    (ranker / "config.json").write_text(json.dumps({**config, "ranking_template": dataclasses.asdict(template)}))
+    convert(ranker, tmp_path / "ours", to="t5x")
+    convert(tmp_path / "ours", tmp_path / "back", to="hf")
+    for name in ("ranker", "ours", "back"):
+        assert open_checkpoint(tmp_path / name).template == template

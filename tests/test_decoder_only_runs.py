@@ -1,10 +1,8 @@
 """A decoder-only model from gin to predictions, as a user runs it."""
 
-import io
 import json
 
 from t5x import inspection
-from tests import commands
 from tests.programs import REPO, losses, t5x
 
 GIN = """
@@ -40,8 +38,7 @@ decoder_network.TransformerConfig:
 """
 
 
-def test_a_prefix_lm_trains_evaluates_resumes_and_infers(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(REPO)
+def test_a_prefix_lm_trains_evaluates_resumes_and_infers(tmp_path, run_here):
     (tmp_path / "prefix_lm.gin").write_text(GIN)
     run = tmp_path / "run"
     train = [
@@ -50,7 +47,7 @@ def test_a_prefix_lm_trains_evaluates_resumes_and_infers(tmp_path, capsys, monke
     ]  # fmt: skip
     first = t5x(*train, "--gin.TRAIN_STEPS=2", cwd=REPO)
     assert first.returncode == 0, first.stderr
-    again = commands.run(capsys, *train, "--gin.TRAIN_STEPS=4")
+    again = run_here(*train, "--gin.TRAIN_STEPS=4")
     assert again.code == 0 and "resuming from" in again.err, again.err
     assert len(losses(run)) == 4
     assert "held out: loss" in again.err
@@ -58,14 +55,12 @@ def test_a_prefix_lm_trains_evaluates_resumes_and_infers(tmp_path, capsys, monke
     report = inspection.inspect(str(run), as_json=True)
     assert report["model"] == "decoder-only T5 of its own size"
     assert report["config"]["num_layers"] == 2
-    text = b'{"inputs": "3 March 1997", "targets": "1997-03-03"}\n'
-    for mode in ("predict", "score"):
-        options = ["--input", "-", "--mode", mode, "--max_length", "8"]
-        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text)))
-        done = commands.run(capsys, "infer", "--model", run, *options)
+    text = '{"inputs": "3 March 1997", "targets": "1997-03-03"}\n'
+    for options in (["--mode=predict", "--max_length=8"], ["--mode=score"]):
+        done = run_here("infer", "--model", run, "--input", "-", *options, text=text)
         assert done.code == 0, done.err
         assert json.loads(done.out)["score"] < 0
-    commands.run(capsys, "convert", run, tmp_path / "hf", "--to", "hf").refused("decoder")
-    to_native = commands.run(capsys, "convert", run, tmp_path / "native", "--to", "native")
+    run_here("convert", run, tmp_path / "hf", "--to", "hf").refused("decoder")
+    to_native = run_here("convert", run, tmp_path / "native", "--to", "native")
     assert to_native.code == 0, to_native.err
     assert inspection.inspect(str(tmp_path / "native"), as_json=True)["params_sha256"] == report["params_sha256"]

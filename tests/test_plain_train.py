@@ -19,7 +19,6 @@ from t5x.checkpoints.formats import open_checkpoint
 from t5x.errors import UserError
 from t5x.inspection import canonical_params, params_sha256
 from t5x.plain import PlainRun, survey, train_file, vocabulary_named
-from tests.programs import REPO, t5x
 
 SHARED = Path(__file__).parents[1] / "../shared/data"
 SMALL = [
@@ -299,18 +298,18 @@ def test_the_command_can_be_typed_again():
     assert shlex.split(file_flags.command(args))[-1] == "--gin_bindings=A = 'b c'"
 
 
-def test_options_and_gin_files_are_not_mixed(files, tmp_path):
-    done = t5x("train", "--data", files["data"], "--gin_file=x.gin", cwd=REPO)
-    assert done.returncode == 2 and "--data and --gin_file exclude each other" in done.stderr
+def test_options_and_gin_files_are_not_mixed(files, run_here):
+    done = run_here("train", "--data", files["data"], "--gin_file=x.gin")
+    done.refused("--data and --gin_file exclude each other")
     with pytest.raises(UserError, match="--steps goes with --data"):
         file_flags.check(parsed("--steps", "3"))
     with pytest.raises(UserError, match="needs --model_dir, --steps too"):
         file_flags.check(parsed("--data", "x"))
 
 
-def test_import_comes_before_the_gin_files(tmp_path):
+def test_import_comes_before_the_gin_files(tmp_path, run_here):
     (tmp_path / "my_tasks.py").write_text("print('imported')\n")
-    done = t5x("train", "--gin_file=nowhere.gin", "--import", str(tmp_path / "my_tasks.py"), cwd=REPO)
-    assert done.returncode == 2 and done.stdout == "imported\n" and "nowhere.gin" in done.stderr
-    done = t5x("data", "my_task", "--import", "no_such_tasks", cwd=REPO)
-    assert done.returncode == 2 and "There is no module 'no_such_tasks'" in done.stderr
+    done = run_here("train", "--gin_file=nowhere.gin", "--import", tmp_path / "my_tasks.py")
+    done.refused("nowhere.gin")
+    assert done.out == "imported\n"
+    run_here("data", "my_task", "--import", "no_such_tasks").refused("There is no module 'no_such_tasks'")

@@ -21,7 +21,7 @@ from t5x.partitioning import PjitPartitioner
 from t5x.trainer import StateLayout, Trainer
 from t5x.trainer.restore import restore_state
 from t5x.trainer.trainer import summarize
-from tests import commands, tiny
+from tests import tiny
 from tests.programs import REPO, losses
 
 FIXTURE = REPO.parent / "shared" / "data" / "t5x_testdata" / "test_t5_tiny.checkpoint_0"
@@ -74,8 +74,7 @@ def renamed(tmp_path_factory):
     return directory
 
 
-def test_a_run_from_a_checkpoint_with_a_renamed_module_keeps_its_best(renamed, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(REPO)
+def test_a_run_from_a_checkpoint_with_a_renamed_module_keeps_its_best(renamed, tmp_path, run_here):
     run = tmp_path / "run"
     arguments = [
         "train", "--gin_file=t5x/examples/demo/dates.gin", f"--gin.MODEL_DIR={run}", "--gin.BATCH_SIZE=8",
@@ -89,13 +88,13 @@ def test_a_run_from_a_checkpoint_with_a_renamed_module_keeps_its_best(renamed, t
         f"--gin.utils.RestoreCheckpointConfig.path={renamed}",
         r"--gin.utils.RestoreCheckpointConfig.assignment_map=[('decoder/logits_dense/(.*)', r'decoder/lm_head/\1')]",
     ]  # fmt: skip
-    first = commands.run(capsys, *arguments, "--gin.TRAIN_STEPS=2")
+    first = run_here(*arguments, "--gin.TRAIN_STEPS=2")
     assert first.code == 0, first.err
     assert "target/decoder/logits_dense/kernel <- target/decoder/lm_head/kernel" in first.err
     assert "optimizer state: kept" in first.err
     assert "the best checkpoint by training_eval/dates/loss is now that of step 1" in first.err
 
-    again = commands.run(capsys, *arguments, "--gin.TRAIN_STEPS=4")  # resumed: the map is for the initial checkpoint
+    again = run_here(*arguments, "--gin.TRAIN_STEPS=4")  # resumed: the map is for the initial checkpoint
     assert again.code == 0, again.err
     assert f"resuming from {run / 'checkpoint_2'}" in again.err
     found = losses(run)
@@ -118,11 +117,11 @@ def test_evaluation_takes_native_checkpoints_and_lists_of_them(renamed, tmp_path
     )  # fmt: skip
     module = Transformer(T5Config(**config_of(open_checkpoint(FIXTURE))))
 
-    def run(path, **rules):
+    def run(path, output="out", **rules):
         return evaluate(
             model=EncoderDecoderModel(module, vocabulary, vocabulary, None), partitioner=PjitPartitioner(),
             dataset_cfg=DatasetConfig(task, {"inputs": 8, "targets": 8}, "test", 1, shuffle=False, seed=0),
-            restore_checkpoint_cfg=RestoreCheckpointConfig(path=path, **rules), output_dir=str(tmp_path),
+            restore_checkpoint_cfg=RestoreCheckpointConfig(path=path, **rules), output_dir=str(tmp_path / output),
             summarize_config_fn=None,
         )  # fmt: skip
 
@@ -132,4 +131,4 @@ def test_evaluation_takes_native_checkpoints_and_lists_of_them(renamed, tmp_path
     assert run(str(renamed.parent), mode="all", assignment_map=rule) == plain
     assert run(str(renamed.parent), mode="all", assignment_map=rule) == {}  # noted as done
     with pytest.raises(UserError, match="second checkpoint of step 0"):
-        run([str(FIXTURE), str(FIXTURE)])
+        run([str(FIXTURE), str(renamed)], "other")

@@ -1,13 +1,11 @@
 """Training from the command line: what it writes, how it stops, how it goes on."""
 
-import functools
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -15,7 +13,6 @@ import numpy as np
 import pytest
 
 from t5x import checkpoints
-from tests import commands
 from tests.programs import REPO, interrupt, losses, start, t5x, train, wait_for
 
 STEPS = 12
@@ -39,13 +36,6 @@ def undisturbed(tmp_path_factory) -> Path:
     assert done.returncode == 0, done.stderr
     (directory / "stderr.txt").write_text(done.stderr)
     return directory
-
-
-@pytest.fixture
-def run_here(capsys, monkeypatch) -> Callable[..., commands.Result]:
-    """Runs `t5x ARGS` in this process."""
-    monkeypatch.chdir(REPO)
-    return functools.partial(commands.run, capsys)
 
 
 def test_says_what_it_does(undisturbed):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from t5x.answering.spans import Span, has_unknown, locate
 from t5x.answering.squad import prompt
-from t5x.answering.tasks import is_no_answer
+from t5x.answering.tasks import check_no_answer, is_no_answer
 from t5x.answering.windows import windows
 from t5x.errors import UserError
 from t5x.inference.options import Decoding
@@ -24,8 +24,8 @@ class Answer(NamedTuple):
     """To a question about a context.
 
     Attributes:
-      text: as the model wrote it; what its vocabulary has no pieces for as the context has it. Empty where it says
-        that there is no answer.
+      text: as the model wrote it; what its vocabulary has no pieces for as the context has it, where that is clear.
+        Empty where it says that there is no answer.
       score: the log probability of what it wrote; of beams, divided by the length penalty.
       start, end: context[start:end] is the answer; None where it does not stand there.
       no_answer: the model says that the context has no answer.
@@ -39,6 +39,9 @@ class Answer(NamedTuple):
     end: int | None
     no_answer: bool
     no_answer_probability: float | None
+
+
+FIELDS = ("answer", *Answer._fields[1:])  # of an answer in files
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,6 +106,10 @@ def answer(
       pieces: of each, its `windows_of`.
       rows, after_batch: see `LoadedModel.predictions`; it is told windows.
     """
+    vocabulary = loaded.model.output_vocabulary
+    if how.no_answer is not None:
+        check_no_answer(how.no_answer, vocabulary)
+    given_back = lambda text: vocabulary.decode(vocabulary.encode(text))
     limit = how.max_input_length
     inputs = [
         loaded.input_ids(prompt(question, context[span.start : span.end]), limit)[0]
@@ -120,7 +127,7 @@ def answer(
     made, at = [], 0
     for (_, context), spans in zip(questions, pieces, strict=True):
         found = [
-            _of_window(generations[0].text, generations[0].score, probability, context, span, how)
+            _of_window(generations[0].text, generations[0].score, probability, context, span, how.no_answer, given_back)
             for generations, probability, span in zip(written[at:], none[at:], spans, strict=False)
         ]
         at += len(spans)
@@ -132,10 +139,18 @@ def answer(
     return made
 
 
-def _of_window(text: str, score: float, none: float | None, context: str, window: Span, how: Answering) -> Answer:
-    if is_no_answer(text, how.no_answer):
+def _of_window(
+    text: str,
+    score: float,
+    none: float | None,
+    context: str,
+    window: Span,
+    no_answer: str | None,
+    given_back: Callable[[str], str],
+) -> Answer:
+    if is_no_answer(text, no_answer):
         return Answer("", score, None, None, True, none)
-    span = locate(text, context, *window)
+    span = locate(text, context, *window, given_back)
     if span is None:
         return Answer(text, score, None, None, False, none)
     return Answer(context[slice(*span)] if has_unknown(text) else text, score, *span, False, none)

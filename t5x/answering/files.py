@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from t5x import metrics
-from t5x.answering.answers import Answer, Answering, answer, windows_of
+from t5x.answering.answers import FIELDS, Answer, Answering, answer, windows_of
 from t5x.answering.questions import QuestionLines, SquadQuestions, open_questions
 from t5x.checkpoints.identity import fingerprint
 from t5x.errors import UserError
@@ -25,7 +25,6 @@ from t5x.telemetry import jsonl
 log = logging.getLogger(__name__)
 
 BATCHES_A_CHUNK = 16
-_RESULTS = ("answer", "score", "start", "end", "no_answer", "no_answer_probability")
 
 
 def answer_file(
@@ -152,7 +151,7 @@ class _Run:
 
 def as_record(found: Answer) -> dict[str, Any]:
     """An answer as it is written."""
-    record = dict(zip(_RESULTS, found, strict=True))
+    record = dict(zip(FIELDS, found, strict=True))
     if found.no_answer_probability is None:
         del record["no_answer_probability"]
     return record

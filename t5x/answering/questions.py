@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from t5x.answering.answers import FIELDS
 from t5x.answering.squad import read_squad
 from t5x.errors import UserError
 from t5x.inference.lines import Line, Lines
@@ -45,11 +46,18 @@ class QuestionLines(Lines):
             if not value.strip():
                 raise UserError(f'{self.where(number)} has an empty "{field}".')
             self._check_text(number, example, field)
+        if taken := [name for name in FIELDS if name in example]:
+            raise UserError(
+                f'{self.where(number)} has a field "{taken[0]}", where the output has what the model answers. Rename '
+                "it in the input."
+            )
         if example.get("id") is None:
             if self._needs_id:
                 raise UserError(f'{self.where(number)} has no "id", by which SQuAD\'s files name predictions.')
         elif not isinstance(example["id"], str | int):
             raise UserError(f'{self.where(number)}: "id" must be a text or a whole number.')
+        elif isinstance(example["id"], str):
+            self._check_text(number, example, "id")
         return example
 
 

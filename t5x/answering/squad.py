@@ -1,6 +1,7 @@
 """The official JSON of SQuAD 1.1 and 2.0."""
 
 import json
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -10,6 +11,8 @@ from t5x.data import files
 from t5x.data.sources.files import FilesDataSource, Patterns
 from t5x.data.staging import LocalCopy
 from t5x.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 Question = dict[str, Any]
 
@@ -51,14 +54,15 @@ class SquadDataSource(FilesDataSource):
     Args:
       split_to_filepattern: split to a path, a glob pattern, or several; compressed (.gz, .bz2, .xz) and remote files
         are copied first.
-      titles: {split: regular expression}: of these splits only articles whose title begins so.
+      titles: {split: regular expression}: of these splits only articles whose title begins so. Splits that have no
+        files are passed over.
     """
 
     def __init__(self, split_to_filepattern: Mapping[str, Patterns], titles: Mapping[str, str] | None = None):
         super().__init__(split_to_filepattern)
-        self._titles = dict(titles or {})
-        for split in self._titles:
-            self.check_split(split)
+        self._titles = {split: pattern for split, pattern in (titles or {}).items() if split in self.splits}
+        if absent := {*(titles or {})} - {*self.splits}:
+            logger.info("titles of %s are not used: there are no files of it", ", ".join(sorted(absent)))
 
     def _open(self, split: str) -> Any:
         copies = self._staged(split, self._paths(split))
@@ -98,6 +102,8 @@ def _parsed(content: bytes, name: str) -> Any:
         raise UserError(
             f"{name}:{error.lineno}: this is not JSON: {error.msg} at column {error.colno}.{hint}"
         ) from error
+    except ValueError as error:  # a number of thousands of digits
+        raise UserError(f"{name} is not SQuAD's JSON: {error}.") from error
     except RecursionError as error:
         raise UserError(f"{name} is nested too deeply to be SQuAD's JSON.") from error
 
@@ -143,6 +149,13 @@ def _text(parent: Mapping[str, Any], field: str, name: str, where: str) -> str:
         raise UserError(f"{name}: {where} has no text {field!r}.")
     if not text.strip():
         raise UserError(f"{name}: {where} has an empty {field!r}.")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{name}: {where} has half of a surrogate pair at character {error.start + 1} of {field!r}, which is no "
+            "text. Mend the escape \\u…."
+        ) from error
     return text
 
 

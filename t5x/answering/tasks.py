@@ -50,6 +50,8 @@ def squad_task(
     """
     if no_answer is not None and not no_answer.strip():
         raise UserError("no_answer is empty: give a text, such as 'unanswerable'.")
+    if no_answer is not None:
+        check_no_answer(no_answer, vocabulary)
     told = {"files": dict(files), "vocabulary": vocabulary, "no_answer": no_answer, "titles": dict(titles or {})}
     return _registered(
         name,
@@ -121,6 +123,16 @@ def is_no_answer(text: str, no_answer: str | None) -> bool:
     """Whether a model's text says that there is no answer; an empty one does always."""
     plain = " ".join(text.split()).casefold()
     return not plain or (no_answer is not None and plain == " ".join(no_answer.split()).casefold())
+
+
+def check_no_answer(no_answer: str, vocabulary: Vocabulary) -> None:
+    """Refuses a text that comes back from the vocabulary as another, by which no answer would be recognised."""
+    made = vocabulary.decode(vocabulary.encode(no_answer))
+    if not is_no_answer(made, no_answer):
+        raise UserError(
+            f"no_answer is {no_answer!r}, which a model cannot write: its vocabulary makes {made!r} of it. Give a text "
+            "that it keeps, such as 'unanswerable'."
+        )
 
 
 def _registered(

@@ -20,7 +20,7 @@ from t5x.decoding import greedy_decode
 from t5x.errors import UserError
 from t5x.models import BaseTransformerModel, DecoderOnlyModel, EncoderDecoderModel
 from t5x.network import DecoderWrapper, T5Config, Transformer, TransformerConfig
-from t5x.ranking.templates import Template
+from t5x.ranking.templates import Template, from_fields
 
 MODEL_FILE = "model.json"
 GIN_FILE = "config.gin"
@@ -51,11 +51,16 @@ def describe(model: BaseTransformerModel) -> dict[str, Any]:
     return description
 
 
-def describe_network(config: Mapping[str, Any], *, inputs_bidirectional_attention: bool = False) -> dict[str, Any]:
+def describe_network(
+    config: Mapping[str, Any], *, inputs_bidirectional_attention: bool = False, template: Template | None = None
+) -> dict[str, Any]:
     """The description of a model with our network of that configuration."""
     vocabulary = PassThroughVocabulary(config["vocab_size"])
     vocabularies = {"inputs": vocabulary, "targets": vocabulary}
-    return describe(_model(config, vocabularies, inputs_bidirectional_attention=inputs_bidirectional_attention))
+    model = _model(config, vocabularies, inputs_bidirectional_attention=inputs_bidirectional_attention)
+    if template is not None:
+        model.template = template
+    return describe(model)
 
 
 def sidecars(model: BaseTransformerModel, config_gin: bytes | None) -> dict[str, bytes]:
@@ -79,7 +84,7 @@ def load_model(path: epath.PathLike) -> BaseTransformerModel:
     prefix = description.get("inputs_bidirectional_attention", False)
     model = _model(description["config"], vocabularies, inputs_bidirectional_attention=prefix)
     if (template := description.get("template")) is not None:
-        model.template = Template(**template)
+        model.template = from_fields(template, f"{path}/{MODEL_FILE}")
     return model
 
 
@@ -94,7 +99,10 @@ def model_of(source: Source) -> BaseTransformerModel:
             vocabularies[feature] = Vocabulary.from_files(directory)
             vocabularies[feature].to_files()  # reads what it needs while the directory is there
     _check_vocabularies(source.path, vocabularies, config)
-    return _model(config, vocabularies)
+    model = _model(config, vocabularies, inputs_bidirectional_attention=source.inputs_bidirectional_attention)
+    if source.template is not None:
+        model.template = source.template
+    return model
 
 
 def _model(

@@ -4,8 +4,11 @@ A chunk is written beside its place, synced and renamed, then its `.COMPLETED` m
 chunks are merged. The directory also keeps what the results depend on, and a lock. Names of chunks are T5X's:
 
     tmp-<name>/<name>-chunk00000, <name>-chunk00000.COMPLETED, …
+
+`merged` in it says that the whole is there: nothing but the removal of the directory is left to do.
 """
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -23,6 +26,7 @@ log = logging.getLogger(__name__)
 COMPLETED = ".COMPLETED"
 JOB_FILE = "job.json"
 _LOCK_FILE = ".lock"
+_MERGED_FILE = "merged"
 
 
 class Chunks:
@@ -37,6 +41,7 @@ class Chunks:
 
     Attributes:
       finished: the records of the chunks that are whole, from the first on without a gap.
+      merged: they have been put together.
     """
 
     def __init__(
@@ -54,7 +59,9 @@ class Chunks:
             if isinstance(error, OSError):
                 raise jsonl.write_error(directory, error) from error
             raise
-        self.finished = list(self._read_finished())
+        told = _read_json(os.path.join(directory, _MERGED_FILE))
+        self.merged = told is not None
+        self.finished = told["finished"] if self.merged else list(self._read_finished())
 
     def path(self, index: int) -> str:
         """Where chunk `index` is."""
@@ -77,8 +84,20 @@ class Chunks:
         jsonl.replace(path + COMPLETED, [json.dumps(record).encode() + b"\n"])
         self.finished.append(record)
 
+    def merge(self, path: str) -> None:
+        """Puts the chunks together, at `path`, unless that has been done."""
+        if not self.merged:
+            if not self._is_whole(path):
+                merge(path, [self.path(index) for index in range(len(self.finished))])
+            content = json.dumps({"finished": self.finished}).encode()
+            jsonl.replace(os.path.join(self.directory, _MERGED_FILE), [content + b"\n"])
+            self.merged = True
+
     def discard(self, first: int) -> None:
         """Chunk `first` and all behind it: they are no longer finished."""
+        if self.merged:
+            os.unlink(os.path.join(self.directory, _MERGED_FILE))
+            self.merged = False
         for index in range(first, len(self.finished)):
             for path in (self.path(index) + COMPLETED, self.path(index)):
                 if os.path.exists(path):
@@ -86,7 +105,11 @@ class Chunks:
         del self.finished[first:]
 
     def remove(self) -> None:
-        """Everything, once it is merged."""
+        """Everything, once it is merged. What says that it is goes last."""
+        for name in self._ours():
+            if name != _MERGED_FILE:
+                with contextlib.suppress(OSError):
+                    os.unlink(os.path.join(self.directory, name))
         self.close()
         shutil.rmtree(self.directory, ignore_errors=True)
 
@@ -113,7 +136,12 @@ class Chunks:
         there = _read_json(path)
         if there == job:
             return
-        chunks = [name for name in os.listdir(self.directory) if name not in (_LOCK_FILE, JOB_FILE)]
+        chunks = self._ours()
+        if there is None and chunks and not start_anew:
+            raise UserError(
+                f"{self.directory} holds chunks, but {JOB_FILE}, which says of what, cannot be read. To start anew, "
+                f"{mend}."
+            )
         if there is not None and chunks:
             names = [name for name in sorted({*there, *job}) if there.get(name) != job.get(name)]
             told = "; ".join(f"{name} was {_short(there.get(name))}, is {_short(job.get(name))}" for name in names)
@@ -123,9 +151,49 @@ class Chunks:
                     f"to go on with it; to start anew, {mend}."
                 )
             log.warning("%s held the finished part of a run that differs (%s): it is discarded", self.directory, told)
-        for name in chunks:
-            os.unlink(os.path.join(self.directory, name))
+        self._wipe()
         jsonl.replace(path, [json.dumps(job).encode() + b"\n"])
+
+    def claim(self, path: str, *, anew: bool) -> bool:
+        """Whether the file there is these chunks put together, perhaps by a run that was ended right after that.
+
+        Args:
+          anew: what cannot be checked any more, as its chunks are being removed, is discarded.
+        """
+        if not self.merged:
+            return bool(self.finished) and self._is_whole(path)
+        there = os.path.exists(path) and os.path.getsize(path) == sum(record["size"] for record in self.finished)
+        if there and (self._all_there() or not anew):
+            return True
+        os.unlink(os.path.join(self.directory, _MERGED_FILE))
+        self.merged = False
+        if not self._all_there():
+            self._wipe()
+        return False
+
+    def _all_there(self) -> bool:
+        return all(os.path.exists(self.path(index)) for index in range(len(self.finished)))
+
+    def _wipe(self) -> None:
+        for name in self._ours():
+            os.unlink(os.path.join(self.directory, name))
+        self.finished = []
+
+    def _ours(self) -> list[str]:
+        """The files that a run has left, besides its job."""
+        prefix = f"{self._name}-chunk"
+        return [name for name in os.listdir(self.directory) if name.startswith(prefix) or name == _MERGED_FILE]
+
+    def _is_whole(self, path: str) -> bool:
+        sizes = [record["size"] for record in self.finished]
+        if not os.path.exists(path) or None in sizes or os.path.getsize(path) != sum(sizes):
+            return False
+        with open(path, "rb") as whole:
+            for index, size in enumerate(sizes):
+                with open(self.path(index), "rb") as part:
+                    if whole.read(size) != part.read():
+                        return False
+        return True
 
     def _read_finished(self) -> Iterator[dict[str, Any]]:
         index = 0

@@ -176,7 +176,8 @@ class _Run:
     def job(self) -> dict[str, Any]:
         """What the results depend on."""
         source = self.loaded.source
-        decoding = {name: value for name, value in vars(self._options).items() if value}
+        usual = vars(Decoding())
+        decoding = {name: value for name, value in vars(self._options).items() if value != usual[name]}
         choices = decoding.pop("choices", None)
         if choices is not None:
             decoding["choices"] = hashlib.sha256(json.dumps(choices).encode()).hexdigest()

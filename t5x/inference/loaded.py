@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -72,10 +72,7 @@ def open_model(model_dir: str, vocabulary: str | None = None) -> tuple[Source, B
         )
     if source.format == "t5x" and vocabulary is None:
         return source, load_model(source.path)
-    model = model_of(source)
-    if isinstance(model, DecoderOnlyModel):
-        model.inputs_bidirectional_attention = source.inputs_bidirectional_attention
-    return source, model
+    return source, model_of(source)
 
 
 class LoadedModel:
@@ -99,6 +96,7 @@ class LoadedModel:
         self.model = model
         self._partitioner = partitioner
         self._programs: dict[Any, Program] = {}
+        self._told: set[str] = set()
 
     @functools.cached_property
     def engine(self) -> Engine:
@@ -168,13 +166,15 @@ class LoadedModel:
             best = max(ranked, key=lambda passage: passage.score)
 
         Args:
-          passages: texts, or (doc_id, text) pairs.
+          passages: a list of texts, or of (doc_id, text) pairs.
           options: of `t5x.ranking.reranker.Reranker`: `template`, `labels`, `max_length`, `batch_size` and others.
 
         Returns:
           a `Ranked` for each passage, in the order given, with `index`, `doc_id`, `score` and the logits.
         """
-        named = [(i, p) if isinstance(p, str) else tuple(p) for i, p in enumerate(passages)]
+        if not isinstance(query, str) or isinstance(passages, str | Mapping) or not isinstance(passages, Iterable):
+            raise UserError("rank takes a text as its query, and a list of passages: texts, or (doc_id, text) pairs.")
+        named = [_named(i, passage) for i, passage in enumerate(passages)]
         found = self.rank_pairs([(query, passage) for _, passage in named], **options)
         return [ranked._replace(doc_id=doc_id) for ranked, (doc_id, _) in zip(found, named, strict=True)]
 
@@ -182,7 +182,11 @@ class LoadedModel:
         """As `rank`, for (query, passage) pairs of many queries, which are computed together."""
         from t5x.ranking.reranker import Reranker
 
-        return Reranker(self, **options).rank(pairs)
+        reranker = Reranker(self, **options)
+        if (said := str(reranker)) not in self._told:
+            self._told.add(said)
+            log.info("template: %s", said)
+        return reranker.rank(pairs)
 
     def answer(self, question: str | Sequence[str], context: str | Sequence[str], **options: Any) -> Any:
         """The answer to a question about a text, by a model that was trained on "question: … context: …", as T5 was.
@@ -370,6 +374,15 @@ def without_padding(ids: np.ndarray) -> list[int]:
     """
     there = np.flatnonzero(ids)
     return ids[: there[-1] + 1].tolist() if there.size else []
+
+
+def _named(index: int, passage: Any) -> tuple[Any, str]:
+    """(doc_id, text) of a passage; one without an id has its index."""
+    if isinstance(passage, str):
+        return index, passage
+    if isinstance(passage, tuple | list) and len(passage) == 2 and isinstance(passage[1], str):
+        return passage[0], passage[1]
+    raise UserError(f"Passage {index} is {str(passage)[:80]!r}, where a text or (doc_id, text) is needed.")
 
 
 def _ids(vocabulary: Any, text: str, limit: int | None, *, eos: bool) -> tuple[list[int], int]:

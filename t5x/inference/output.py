@@ -10,7 +10,6 @@ from typing import Any
 
 from t5x.checkpoints import agreement
 from t5x.errors import UserError
-from t5x.inference import chunks as chunks_lib
 from t5x.inference.chunks import Chunks
 from t5x.inference.lines import Line
 from t5x.partitioning import distributed
@@ -46,8 +45,9 @@ class Output:
         self._chunks: Chunks | None = None
         parent, name = os.path.split(os.path.abspath(path))
         self.directory = os.path.join(parent, f"tmp-{name}")
+        self._also = dict(also or {})
         if path != "-":
-            agreement.decide("output/check", lambda: self._check({"output": path, **(also or {})}))
+            agreement.decide("output/check", lambda: self._check({"output": path, **self._also}))
 
     def begin(self, job: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The records of the chunks that an earlier run of this job finished.
@@ -58,20 +58,18 @@ class Output:
         if self.path == "-":
             return []
 
+        if self._also:
+            job = {**job, "also": self._also}
+
         def start() -> dict[str, Any]:
             self._chunks = chunks = Chunks(
                 self.directory, os.path.basename(self.path), job, start_anew=self.overwrite,
                 mend=f"give --overwrite, or remove {self.directory}",
             )  # fmt: skip
-            there = os.path.exists(self.path)
-            size = sum(record["size"] for record in chunks.finished)
-            merged = there and bool(chunks.finished) and size == os.path.getsize(self.path)
-            if merged and self.overwrite:
-                chunks.discard(0)
-                merged = False
-            elif there and not merged and not self.overwrite:
+            owned = chunks.claim(self.path, anew=self.overwrite)
+            if os.path.exists(self.path) and not owned and not self.overwrite:
                 raise _exists("output", self.path)
-            return {"finished": chunks.finished, "merged": merged}
+            return {"finished": chunks.finished, "merged": owned}
 
         told = agreement.decide("output/begin", start)
         self.merged = told["merged"]
@@ -101,8 +99,7 @@ class Output:
     def finish(self, then: Callable[[], None] = lambda: None) -> None:
         """Puts the chunks together, calls `then`, which makes other files of the whole, and removes the chunks."""
         if self._chunks is not None:
-            if not self.merged:
-                chunks_lib.merge(self.path, [self._chunks.path(i) for i in range(len(self._chunks.finished))])
+            self._chunks.merge(self.path)
             then()
             self._chunks.remove()
             log.info("wrote %s", self.path)

@@ -32,7 +32,7 @@ def function(model: BaseTransformerModel, mode: str) -> Callable[..., tuple[Any,
         if mode == "predict" and type(model).predict_batch is not BaseTransformerModel.predict_batch:
             return model.predict_batch(params, batch, rng=rng), {}
         tokens, aux = model.predict_batch_with_aux(params, batch, rng=rng)
-        return tokens, dict(aux) if mode == "predict_with_aux" else {"scores": aux["scores"]}
+        return tokens, {name: value for name, value in aux.items() if name == "scores" or mode == "predict_with_aux"}
 
     return score if mode == "score" else predict
 

@@ -1,6 +1,7 @@
 """Judgments and runs in files: TREC's, and MS MARCO's tab-separated ones. Fields are divided by spaces or tabs.
 
     qrels             query  0|Q0  document  grade             TREC and MS MARCO alike
+    qrels, BEIR       query  document  grade                   below a line: query-id  corpus-id  score
     run, TREC         query  Q0  document  rank  score  tag
     run, MS MARCO     query  document  rank
 
@@ -24,15 +25,22 @@ Path = str | os.PathLike[str]
 _TREC_RUN = ("query", "Q0", "document", "rank", "score", "tag")
 _MSMARCO_RUN = ("query", "document", "rank")
 _QRELS = ("query", "iteration", "document", "grade")
+_BEIR_QRELS = ("query", "document", "grade")
+_BEIR_NAMES = ["query-id", "corpus-id", "score"]
 
 
 def read_qrels(path: Path) -> dict[str, dict[str, int]]:
     """{query: {document: grade}} of a file of judgments."""
     found: dict[str, dict[str, int]] = {}
+    kind = None
     for where, fields in _lines(path):
-        if len(fields) != len(_QRELS):
-            raise _wrong_fields(where, fields, "judgments", [_QRELS])
-        query, _, document, grade = fields
+        if kind is None:
+            kind = _BEIR_QRELS if fields == _BEIR_NAMES else _QRELS
+            if kind is _BEIR_QRELS:
+                continue
+        if len(fields) != len(kind):
+            raise _wrong_fields(where, fields, "judgments", [kind])
+        query, *_, document, grade = fields
         _put(found, where, query, document, _number(where, "grade", grade, int))
     return found
 

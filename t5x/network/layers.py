@@ -54,7 +54,8 @@ class Dense(nn.Module):
             return jnp.einsum("bqd,dbn->bqn", x, kernel[:, columns])
         if self.has_variable(KERNELS, "transposed"):
             return few_rows(x, self.get_variable(KERNELS, "transposed"))
-        if jax.default_backend() == "cpu" and self.is_mutable_collection(KERNELS) and not self.is_initializing():
+        creates = self.is_mutable_collection(KERNELS) and not self.is_mutable_collection("params")
+        if creates and jax.default_backend() == "cpu":
             self.put_variable(KERNELS, "transposed", kernel.T)
         return jnp.dot(x, kernel)
 

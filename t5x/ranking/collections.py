@@ -22,7 +22,8 @@ QUERIES = ("text", "query", "title")
 _UNTITLED = ("contents", "passage", "content")  # layouts whose text holds the title already
 _SUFFIXES = (".jsonl", ".json", ".tsv", ".txt")
 # The id where a line begins with it, which saves decoding the passages that nobody asks for.
-_FIRST_ID = re.compile(rb'\s*\{\s*"(?:_id|id|pid)"\s*:\s*(?:"([^"\\]+)"|(\d+))\s*[,}]')
+_FIRST_ID = re.compile(rb'\s*\{\s*"(_id|id|pid)"\s*:\s*(?:"([^"\\]+)"|(\d+))\s*[,}]')
+_BEFORE = {b"_id": (), b"id": (b'"_id"',), b"pid": (b'"_id"', b'"id"')}  # fields that would be the id instead
 
 
 class _Place(NamedTuple):
@@ -170,7 +171,9 @@ def _quick_id(raw: bytes) -> bytes | None:
     if raw.lstrip()[:1] != b"{":
         return raw.partition(b"\t")[0]
     found = _FIRST_ID.match(raw)
-    return None if found is None else found[1] or found[2]
+    if found is None or any(name in raw for name in _BEFORE[found[1]]):
+        return None
+    return found[2] or found[3]
 
 
 def _needed_id(record: dict[str, Any], names: Sequence[str], where: str) -> str:

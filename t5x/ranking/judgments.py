@@ -161,17 +161,17 @@ def grade_of(where: str, field: str, value: Any) -> int:
 
 
 def _add_candidates(found: dict[str, Query], candidates: Any) -> None:
-    others = set()
+    others, added = set(), 0
     for where, record in _records(candidates, columns=None):
         pair = _Pair.of(where, record, {}, labelled=False)
         if pair.query_id in found:
-            dataclasses.replace(pair, query=found[pair.query_id].text).put(found)
+            added += not dataclasses.replace(pair, query=found[pair.query_id].text).put(found)
         else:
             others.add(pair.query_id)
-    if not any(passage.grade is None for query in found.values() for passage in query.passages.values()):
+    if not added:
         raise UserError(
             f"{candidates} adds no passage to the queries {', '.join(list(found)[:3])}, …; it is of "
-            f"{', '.join(sorted(others)[:3]) or 'these, but all are judged'}, …: are these the ids of the same queries?"
+            f"{', '.join(sorted(others)[:3]) or 'these, but all are there'}, …: are these the ids of the same queries?"
         )
 
 

@@ -16,18 +16,20 @@ _MT5_LARGE = dataclasses.replace(MONOT5, relevant="▁true", irrelevant="▁")
 _PUBLIC: tuple[tuple[str, Template, str], ...] = (
     (r"duot5", DUOT5, "duoT5's"),
     (r"monot5", MONOT5, "monoT5's"),
+    (r"monoptt5", PRESETS["monoptt5"], "monoPTT5's"),
     (r"ptt5.*(msmarco|mmarco)", PRESETS["ptt5"], "PTT5's"),
     (r"mt5-(3b|13b)-.*mmarco", _MT5_LARGE, "the large mT5's"),
     (r"mt5.*(msmarco|mmarco)", PRESETS["mt5"], "mT5's"),
 )
 
 
-def template_of(source: Source, model: Any, *, pairwise: bool = False) -> tuple[Template, str]:
+def template_of(source: Source, model: Any, *, pairwise: bool = False, given: bool = False) -> tuple[Template, str]:
     """(the template of a checkpoint, whose it is and why).
 
     Args:
       model: that of the checkpoint; a ranking model of ours has its `template`.
       pairwise: of two documents, as duoT5's.
+      given: the user names a template, so that what is found gives only the rest of it; one of the other kind, nothing.
     """
     kind = PairTemplate if pairwise else Template
     wrong = UserError(
@@ -36,16 +38,12 @@ def template_of(source: Source, model: Any, *, pairwise: bool = False) -> tuple[
         else f"--pairwise {source.path} is a pointwise ranker; one that compares two passages is needed, as duoT5 is."
     )
     own = getattr(model, "template", None)
-    if isinstance(own, Template):
-        if type(own) is not kind:
+    found = [(own, "the checkpoint's own")] if isinstance(own, Template) else _by_name(source.path)
+    for template, why in found:
+        if type(template) is kind:
+            return template, why
+        if not given:
             raise wrong
-        return own, "the checkpoint's own"
-    for name in _names(source.path):
-        for pattern, template, whose in _PUBLIC:
-            if re.search(pattern, name.lower()):
-                if type(template) is not kind:
-                    raise wrong
-                return template, f"{whose}, as the checkpoint is {name}"
     if pairwise:
         return DUOT5, "duoT5's, as nothing says otherwise"
     return MONOT5, "monoT5's, as nothing says otherwise"
@@ -71,6 +69,13 @@ def with_changes(
         changes["max_length"] = max_length
         why += "; --max_length"
     return dataclasses.replace(template, **changes), why
+
+
+def _by_name(path: str) -> Iterator[tuple[Template, str]]:
+    for name in _names(path):
+        for pattern, template, whose in _PUBLIC:
+            if re.search(pattern, name.lower()):
+                yield template, f"{whose}, as the checkpoint is {name}"
 
 
 def _names(path: str) -> Iterator[str]:

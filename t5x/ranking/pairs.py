@@ -6,11 +6,12 @@ Each is read as units that are ranked as a whole: the passages of a query or, wh
 import hashlib
 import json
 import logging
+import math
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from t5x.errors import UserError
@@ -45,14 +46,16 @@ class Work(Protocol):
 
     Attributes:
       sizes: passages to score of each unit.
-      queries: {id: query}, all of them.
+      num_queries: how many there are.
+      query_ids: theirs; of pairs that stay in their order, those that the input gives.
       digest: a hash of everything that results depend on.
       before: the order that the input has itself; None where it has none.
       empty: how many passages have no text.
     """
 
     sizes: list[int]
-    queries: Mapping[str, str]
+    num_queries: int
+    query_ids: Iterable[str]
     digest: str
     before: Run | None
     empty: int
@@ -92,6 +95,7 @@ class RunWork:
             raise UserError(f"Nothing of {run} is left to rerank.")
         self._top = top
         self.queries = {query: queries[query] for query in self.before}
+        self.query_ids, self.num_queries = self.queries.keys(), len(self.queries)
         self.empty = len(self.collection.empty)
         self.sizes = [min(len(scores), top or len(scores)) for scores in self.before.values()]
         given = [[query, queries[query], scores] for query, scores in self.before.items()]
@@ -109,6 +113,8 @@ class ListWork:
         {"query": "…", "hits": [{"qid": 264014, "docid": "5611210", "content": "…", "rank": 1, "score": 15.8}, …]}
         {"query": {"text": "…", "qid": "264014"}, "candidates": [{"docid": "5611210", "doc": {…}, "score": 15.8}, …]}
 
+    The id of a query may be beside it, in it, or in its hits; one without any is numbered.
+
     Args:
       path: of the file, which is held in memory.
       top: see `RunWork`.
@@ -123,6 +129,7 @@ class ListWork:
             self._add(entry, number, f"{path}, entry {number}")
         if not self.before:
             raise UserError(f"{path} has no candidates.")
+        self.query_ids, self.num_queries = self.queries.keys(), len(self.queries)
         self.empty = sum(not text.strip() for texts in self._texts.values() for text in texts.values())
         self.sizes = [min(len(scores), top or len(scores)) for scores in self.before.values()]
         self.digest = _digest([top, self.queries, self._texts, self.before])
@@ -141,38 +148,48 @@ class ListWork:
         if not hits:
             log.warning("%s has no candidates; it is left out", where)
             return
-        told = records.id_in(asked, _QUERY_IDS, where) or records.id_in(hits[0], _QUERY_IDS, where)
-        query_id = check_id(told or str(number))
+        hits = [(f"{where}, candidate {place}", hit) for place, hit in enumerate(hits, start=1)]
+        query_id = _query_id([(where, asked), (where, entry), *hits]) or str(number)
         if query_id in self.before:
             raise UserError(f"{where}: query {query_id!r} is there a second time. Keep one of them.")
         self.queries[query_id] = records.text_in(asked, ("query", "text"), where)
         scores, texts = self.before.setdefault(query_id, {}), self._texts.setdefault(query_id, {})
-        for place, hit in enumerate(hits, start=1):
-            where_hit = f"{where}, candidate {place}"
-            doc_id = check_id(records.id_in(hit, _DOCUMENT_IDS, where_hit) or str(place))
+        for place, (where_hit, hit) in enumerate(hits, start=1):
+            doc_id = _check_id(records.id_in(hit, _DOCUMENT_IDS, where_hit) or str(place), where_hit)
             if doc_id in texts:
                 raise UserError(f"{where_hit}: document {doc_id!r} is there a second time for query {query_id!r}.")
-            doc = hit.get("doc", hit)
-            texts[doc_id] = doc if isinstance(doc, str) else text_with_title(doc, where_hit)
-            score = hit.get("score", -hit.get("rank", place))
-            if isinstance(score, bool) or not isinstance(score, int | float):
-                raise UserError(f"{where_hit}: the score is {score!r}, where a number is needed.")
-            scores[doc_id] = float(score)
+            texts[doc_id] = _text_of(hit, where_hit)
+            if "score" in hit:
+                scores[doc_id] = _number(hit["score"], "score", where_hit)
+            else:
+                scores[doc_id] = -_number(hit.get("rank", place), "rank", where_hit)
+
+
+class _Line(NamedTuple):
+    """A pair, and where it is. What has no id is numbered."""
+
+    where: str
+    query_id: str
+    query: str
+    doc_id: str
+    text: str
 
 
 class PairWork:
     """Lines of pairs, in their order: JSON objects with `query`, `text` and, if they have ids, `query_id` and `doc_id`;
     or `query<TAB>passage`, or `query_id<TAB>doc_id<TAB>query<TAB>passage`.
 
-    Without ids, a query is numbered when another one begins, and a passage by its line.
+    Without ids, which all lines have or none, a query is numbered when another one begins, and a passage by its line.
 
     Args:
       path: of the file, which is read twice; - is standard input, which is copied to a temporary file first.
       by_query: a unit is all passages of a query, which must stand together; else each pair is one.
+      check: is told every query with its id, and raises a UserError where it cannot be asked.
     """
 
-    def __init__(self, path: str, *, by_query: bool):
+    def __init__(self, path: str, *, by_query: bool, check: Callable[[str, str], None] = lambda query_id, query: None):
         self._path = path
+        self._name = "standard input" if path == "-" else path
         self._by_query = by_query
         self._copy = None
         if path == "-":
@@ -180,35 +197,38 @@ class PairWork:
             shutil.copyfileobj(sys.stdin.buffer, self._copy)
             self._copy.flush()
         self.before = None
-        self.queries: dict[str, str] = {}
         self.sizes: list[int] = []
         self.empty = 0
+        # A hash of the text of each query whose id is given: the texts may be more than memory holds.
+        self.query_ids: dict[str, bytes] = {}
+        self._has_ids = (False, False)  # of queries, and of passages
+        self._numbered = 0
         digest = hashlib.sha256()
-        for unit in self._all():
+        for unit in self._units(self._checked(check)):
             self.sizes.append(len(unit.doc_ids))
-            self.queries[unit.query_id] = unit.query
             self.empty += sum(not text.strip() for text in unit.texts)
             digest.update(json.dumps(unit).encode())
+        if not self.sizes:
+            raise UserError(f"{self._name} is empty: there is no pair to score.")
+        self.num_queries = len(self.query_ids) if self._has_ids[0] else self._numbered
         self.digest = digest.hexdigest()
 
     def units(self, start: int, stop: int) -> Iterator[Unit]:
-        for number, unit in enumerate(self._all()):
+        for number, unit in enumerate(self._units(self._lines())):
             if number >= stop:
                 return
             if number >= start:
                 yield unit
 
-    def _all(self) -> Iterator[Unit]:
+    def _units(self, pairs: Iterator[_Line]) -> Iterator[Unit]:
         unit: Unit | None = None
         seen: set[str] = set()
-        for where, query_id, query, doc_id, text in self._pairs():
-            if not query.strip():
-                raise UserError(f"{where}: the query is empty.")
+        for where, query_id, query, doc_id, text in pairs:
             if not self._by_query:
                 yield Unit(query_id, query, [doc_id], [text], [])
                 continue
             for identifier in (query_id, doc_id):
-                _check_id(identifier, where)
+                _check_id(identifier, where, " (--format jsonl takes any.)")
             if unit is None or query_id != unit.query_id:
                 if unit is not None:
                     yield unit
@@ -219,8 +239,6 @@ class PairWork:
                     )
                 seen.add(query_id)
                 unit, there = Unit(query_id, query, [], [], []), set()
-            if query != unit.query:
-                raise UserError(f"{where}: query {query_id!r} is {query[:60]!r} here, and {unit.query[:60]!r} before.")
             if doc_id in there:
                 raise UserError(
                     f"{where}: document {doc_id!r} is there a second time for query {query_id!r}. Keep one of them."
@@ -231,12 +249,36 @@ class PairWork:
         if unit is not None:
             yield unit
 
-    def _pairs(self) -> Iterator[tuple[str, str, str, str, str]]:
-        """(where, query id, query, document id, passage) of each line."""
+    def _checked(self, check: Callable[[str, str], None]) -> Iterator[_Line]:
+        """The pairs, where ids are of one query each; what is there twice among neighbours of a query is counted."""
+        last, there, again = None, set(), 0
+        for pair in self._lines():
+            query = pair.query_id, pair.query
+            if query != last:
+                if not pair.query.strip():
+                    raise UserError(f"{pair.where}: the query is empty.")
+                check(*query)
+                if self._has_ids[0] or self._by_query:
+                    made = hashlib.blake2b(pair.query.encode(), digest_size=8).digest()
+                    if self.query_ids.setdefault(pair.query_id, made) != made:
+                        raise UserError(
+                            f"{pair.where}: query {pair.query_id!r} is {pair.query[:60]!r} here, and another text "
+                            "before. Ids must be of one query each."
+                        )
+                last, there = query, set()
+                self._numbered += 1
+            if self._has_ids[1] and not self._by_query:
+                again += pair.doc_id in there
+                there.add(pair.doc_id)
+            yield pair
+        if again:
+            log.warning("%s: %d document(s) are there a second time for their query; each is scored", self._name, again)
+
+    def _lines(self) -> Iterator[_Line]:
         count, last = 0, None
         columns: int | None = None
-        for line in records.lines(self._path if self._copy is None else self._copy.name):
-            where = f"{'standard input' if self._path == '-' else self._path}:{line.number}"
+        for number, line in enumerate(records.lines(self._path if self._copy is None else self._copy.name)):
+            where = f"{self._name}:{line.number}"
             if line.raw.lstrip().startswith(b"{"):
                 record = records.object_of(line.raw, where)
                 query, text = records.text_in(record, ("query",), where), records.text_in(record, TEXTS, where)
@@ -252,16 +294,57 @@ class PairWork:
                 columns = len(fields)
                 query_id, doc_id = fields[:2] if columns == 4 else (None, None)
                 query, text = fields[-2:]
+            if "" in (query_id, doc_id):
+                raise UserError(f"{where}: the {'doc_id' if query_id else 'query_id'} is empty.")
+            has_ids = (query_id is not None, doc_id is not None)
+            if number == 0:
+                self._has_ids = has_ids
+            elif has_ids != self._has_ids:
+                odd = 0 if has_ids[0] != self._has_ids[0] else 1
+                raise UserError(
+                    f"{where} has {'a' if has_ids[odd] else 'no'} {('query_id', 'doc_id')[odd]}, unlike the lines "
+                    "before it. Give it in all lines, or in none: then they are numbered."
+                )
             if query != last:
                 count, last = count + 1, query
-            yield where, query_id or str(count), query, doc_id or str(line.number), text
+            yield _Line(where, query_id or str(count), query, doc_id or str(line.number), text)
 
 
-def _check_id(identifier: str, where: str) -> None:
+def _query_id(places: Sequence[tuple[str, dict[str, Any]]]) -> str | None:
+    """The id of a query, which must be the same in all places, (where, object), that have one."""
+    found = None
+    for where, record in places:
+        told = records.id_in(record, _QUERY_IDS, where)
+        if told is not None and told != (found := found or _check_id(told, where)):
+            raise UserError(f"{where}: the query id is {told!r} here, and {found!r} before: an entry is of one query.")
+    return found
+
+
+def _text_of(hit: dict[str, Any], where: str) -> str:
+    """The text of a candidate, which may be in an object or a text `doc`."""
+    doc = hit.get("doc", hit)
+    if isinstance(doc, str):
+        return records.text_in(hit, ("doc",), where)
+    if not isinstance(doc, dict):
+        raise UserError(f'{where}: "doc" is {str(doc)[:60]!r}, where a text is needed, or an object that has one.')
+    return text_with_title(doc, where)
+
+
+def _number(value: Any, name: str, where: str) -> float:
     try:
-        check_id(identifier)
+        number = math.nan if isinstance(value, bool | str) else float(value)
+    except (TypeError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise UserError(f"{where}: the {name} is {str(value)[:60]!r}, where a number is needed.")
+    return number
+
+
+def _check_id(identifier: str, where: str, hint: str = "") -> str:
+    try:
+        return check_id(identifier)
     except UserError as error:
-        raise UserError(f"{where}: {error} (--format jsonl takes any.)") from error
+        raise UserError(f"{where}: {error}{hint}") from error
 
 
 def _first(scores: dict[str, float], top: int | None) -> tuple[list[str], list[str]]:

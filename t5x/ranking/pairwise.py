@@ -20,14 +20,16 @@ def wins(
     rows: int | None = None,
     after_batch: Callable[[int], None] = lambda inputs: None,
 ) -> list[np.ndarray]:
-    """Of each query the scores of its documents.
+    """Of each query the scores of its documents, NaN where a logit is not a number.
 
     Args:
       encoded: `pairs_of` all queries, one after the other.
       counts: how many documents each query has.
       rows, after_batch: see `LoadedModel.predictions`.
     """
-    found = np.exp(scores(reranker.logits(encoded, rows=rows, after_batch=after_batch)))
+    logits = reranker.logits(encoded, rows=rows, after_batch=after_batch)
+    # An infinite logit would be a plain 0 or 1 here.
+    found = np.where(np.isfinite(logits).all(axis=1), np.exp(scores(logits)), np.nan)
     made, start = [], 0
     for count in counts:
         end = start + count * (count - 1)

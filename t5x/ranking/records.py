@@ -86,6 +86,7 @@ def id_in(record: dict[str, Any], names: Sequence[str], where: str) -> str | Non
         if (value := record.get(name)) is not None:
             if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
                 raise UserError(f'{where}: "{name}" is {value!r}, where an id is needed.')
+            check_unicode(str(value), f'{where}: "{name}"')
             return str(value)
     return None
 

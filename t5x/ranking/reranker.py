@@ -1,6 +1,7 @@
 """A model that says how relevant passages are: pairs of a query and a passage in; scores out, in their order."""
 
 import dataclasses
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +12,9 @@ from t5x.inference.loaded import BATCH_SIZE, LoadedModel
 from t5x.ranking import known
 from t5x.ranking.inputs import Inputs
 from t5x.ranking.labels import label_ids
-from t5x.ranking.templates import Template
+from t5x.ranking.templates import PairTemplate, Template
+
+log = logging.getLogger(__name__)
 
 
 class Ranked(NamedTuple):
@@ -55,21 +58,30 @@ class Windows:
         words = text.split()
         if len(words) <= self.size:
             return [text]
-        starts = range(0, len(words) - self.size + self.stride, self.stride)
-        return [" ".join(words[start : start + self.size]) for start in starts]
+        return [" ".join(words[start : start + self.size]) for start in self._starts(len(words))]
+
+    def count(self, text: str) -> int:
+        """
+        >>> Windows(3, 2).count("a b c d e f"), Windows(3, 2).count("")
+        (3, 1)
+        """
+        return max(1, len(self._starts(len(text.split()))))
+
+    def _starts(self, words: int) -> range:
+        return range(0, words - self.size + self.stride, self.stride)
 
 
 class Encoded(NamedTuple):
     """Pairs, ready to be computed.
 
     Attributes:
-      inputs: ids of all windows of all pairs.
+      inputs: ids of all windows of all pairs, int32.
       pairs: for each of the inputs, the index of its pair.
       cut: how many inputs lost the end of a passage.
       cut_queries: how many lost that of their query.
     """
 
-    inputs: list[list[int]]
+    inputs: list[np.ndarray]
     pairs: list[int]
     cut: int
     cut_queries: int
@@ -109,8 +121,19 @@ class Reranker:
         if isinstance(template, Template):
             found, text = (template, "as given"), None
         else:
-            found, text = known.template_of(loaded.source, loaded.model, pairwise=pairwise), template
+            given = template is not None
+            found = known.template_of(loaded.source, loaded.model, pairwise=pairwise, given=given)
+            text = template
         self.template, self.why = known.with_changes(*found, text=text, labels=labels, max_length=max_length)
+        if isinstance(self.template, PairTemplate) != pairwise:
+            raise UserError(
+                f"{self.template.text!r} is not a template of {'two passages' if pairwise else 'a passage'}."
+            )
+        if pairwise and self.template.irrelevant is None:
+            raise UserError(
+                "Two passages are compared by the probability of one label against another: give both, "
+                "--pairwise_labels true,false."
+            )
         self.loaded = loaded
         self.batch_size = batch_size
         self.windows = windows
@@ -123,8 +146,22 @@ class Reranker:
         return f"{self.template.text!r}, {labels}, {self.template.max_length} tokens: {self.why}"
 
     def rank(self, pairs: Sequence[tuple[str, str]]) -> list[Ranked]:
-        """A `Ranked` for each (query, passage)."""
-        logits = self.logits(self.encode(pairs))
+        """A `Ranked` for each (query, passage); pairwise, (query, passage, passage)."""
+        pairs, count = list(pairs), 1 + len(self.template.DOCUMENTS)
+        for i, pair in enumerate(pairs):
+            if not isinstance(pair, tuple | list) or len(pair) != count or not all(isinstance(t, str) for t in pair):
+                wanted = ", ".join(("query", *self.template.DOCUMENTS))
+                raise UserError(f"Pair {i} is {_short(pair)}, where ({wanted}) is needed, each a text.")
+        encoded = self.encode(pairs)
+        if encoded.cut:
+            log.warning(
+                "%d input(s) of %d passage(s) were longer than %d tokens and lost the end of their passage "
+                "(max_length, windows)", encoded.cut, len(pairs), self.template.max_length,
+            )  # fmt: skip
+        if encoded.cut_queries:
+            log.warning("%d input(s) lost the end of their query too (long_query)", encoded.cut_queries)
+        logits = self.logits(encoded)
+        check_finite(logits, lambda i: f"Query {_short(pairs[i][0])}, passage {_short(pairs[i][1])}")
         return [
             Ranked(i, i, float(score), float(row[0]), float(row[1]) if len(row) > 1 else None)
             for i, (score, row) in enumerate(zip(scores(logits), logits, strict=True))
@@ -137,7 +174,7 @@ class Reranker:
             windows = [documents] if self.windows is None else [[window] for window in self.windows.of(*documents)]
             for window in windows:
                 made = self.inputs.encode(query, *window)
-                inputs.append(made.ids)
+                inputs.append(np.array(made.ids, np.int32))
                 of_pairs.append(index)
                 cut += made.is_cut
                 cut_queries += made.query_is_cut
@@ -150,7 +187,8 @@ class Reranker:
         rows: int | None = None,
         after_batch: Callable[[int], None] = lambda inputs: None,
     ) -> np.ndarray:
-        """Logits of the labels for each pair, float32 [pairs, labels]; those of its best window.
+        """Logits of the labels for each pair, float32 [pairs, labels]; those of its best window, or of one that has
+        others than numbers.
 
         Args:
           rows, after_batch: see `LoadedModel.predictions`.
@@ -162,7 +200,8 @@ class Reranker:
         of_pairs = np.array(encoded.pairs, np.int64)
         if len(np.unique(of_pairs)) == len(of_pairs):
             return found
-        order = np.lexsort((-scores(found), of_pairs))
+        quality = np.where(np.isfinite(found).all(axis=1), scores(found), np.inf)
+        order = np.lexsort((-quality, of_pairs))
         return found[order[np.unique(of_pairs[order], return_index=True)[1]]]
 
 
@@ -176,3 +215,18 @@ def scores(logits: np.ndarray) -> np.ndarray:
         return wide[:, 0]
     with np.errstate(invalid="ignore"):  # whoever asks for scores looks whether they are numbers
         return -np.logaddexp(0.0, wide[:, 1] - wide[:, 0])
+
+
+def check_finite(logits: np.ndarray, name: Callable[[int], str]) -> None:
+    """UserError where a row of logits, of what `name` calls it, has others than numbers."""
+    bad = np.flatnonzero(~np.isfinite(logits).all(axis=1))
+    if len(bad):
+        raise UserError(
+            f"{name(bad[0])}: the model gives {', '.join(map(str, logits[bad[0]]))} for its labels, which ranks "
+            "nothing. Are its weights whole, and not float16? `t5x inspect` shows them."
+        )
+
+
+def _short(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 80 else f"{shown[:79]}…"

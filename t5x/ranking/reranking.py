@@ -4,7 +4,7 @@ import concurrent.futures
 import dataclasses
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +21,7 @@ from t5x.partitioning import distributed
 from t5x.ranking import evaluation, pairwise
 from t5x.ranking.lines import FORMATS, ranking_lines
 from t5x.ranking.pairs import ListWork, PairWork, RunWork, Unit, Work
-from t5x.ranking.reranker import Encoded, Reranker, Windows, scores
+from t5x.ranking.reranker import Encoded, Reranker, Windows, check_finite, scores
 
 log = logging.getLogger(__name__)
 
@@ -65,13 +65,21 @@ class Given:
                 "--top goes with --run and --candidates, whose passages are ranked; those of --input are not."
             )  # fmt: skip
 
-    def read(self, form: str) -> Work:
-        """All of it, for output in this format."""
+    def read(self, form: str, check: Callable[[str, str], None]) -> Work:
+        """All of it, for output in this format.
+
+        Args:
+          check: see `PairWork`.
+        """
         if self.run is not None:
-            return RunWork(self.run, self.collection, self.topics, self.top, skip_unknown=self.skip_unknown)
-        if self.candidates is not None:
-            return ListWork(self.candidates, self.top)
-        return PairWork(self.pairs, by_query=form != "jsonl")
+            work = RunWork(self.run, self.collection, self.topics, self.top, skip_unknown=self.skip_unknown)
+        elif self.candidates is not None:
+            work = ListWork(self.candidates, self.top)
+        else:
+            return PairWork(self.pairs, by_query=form != "jsonl", check=check)
+        for query_id, query in work.queries.items():
+            check(query_id, query)
+        return work
 
     def _kinds(self) -> dict[str, str | None]:
         return {"run": self.run, "candidates": self.candidates, "input": self.pairs}
@@ -90,6 +98,7 @@ def rerank(
     windows: Windows | None = None,
     pairwise_dir: str | None = None,
     pairwise_top: int = PAIRWISE_TOP,
+    pairwise_labels: str | None = None,
     batch_size: int = BATCH_SIZE,
     checkpoint_period: int = BATCHES_A_CHUNK,
     num_shards: int = 1,
@@ -107,8 +116,9 @@ def rerank(
       output: a file; - is stdout.
       form: `trec`, `msmarco`, or `jsonl`: in the order of the input, with the logits.
       template, labels, max_length, long_query, windows: see `Reranker`.
-      pairwise_dir, pairwise_top: a duoT5 that orders the first so many passages of each query anew; `labels` and
-        `max_length` are for it too.
+      pairwise_dir, pairwise_top: a duoT5 that orders the first so many passages of each query anew; `max_length` is
+        for it too.
+      pairwise_labels: its words, instead of its template's.
       checkpoint_period: batches in a chunk, about; it ends with a query.
       num_shards, shard_id: which of so many parts, from 0; the output is `<output>-<shard>-of-<shards>`, and all of
         them one after the other are the whole. A query is not divided, except by `jsonl` of pairs.
@@ -138,15 +148,6 @@ def rerank(
         output = f"{output}-{shard_id:05}-of-{num_shards:05}"
     with Output(output, overwrite=overwrite) as to:
         judgments = None if qrels is None else read_qrels(qrels)
-        work = given.read(form)
-        if judgments is not None and not judgments.keys() & work.queries.keys():
-            raise UserError(f"No query is judged in {qrels}: are its ids those of this input?")
-        units = len(work.sizes)
-        shard = range(units * shard_id // num_shards, units * (shard_id + 1) // num_shards)
-        pairs = sum(work.sizes[shard.start : shard.stop])
-        log.info("%d passage(s) of %d quer%s", pairs, len(work.queries), "y" if len(work.queries) == 1 else "ies")
-        if work.empty:
-            log.warning("%d passage(s) have no text; they are scored as they are", work.empty)
         ranker = Reranker(
             load(model_dir, vocabulary=vocabulary), template=template, labels=labels, max_length=max_length,
             batch_size=batch_size, long_query=long_query, windows=windows,
@@ -155,12 +156,23 @@ def rerank(
         second = None
         if pairwise_dir is not None:
             loaded = load(pairwise_dir, vocabulary=vocabulary)
-            second = Reranker(
-                loaded, labels=labels, max_length=max_length, batch_size=batch_size, long_query=long_query,
-                pairwise=True,
-            )  # fmt: skip
+            try:
+                second = Reranker(
+                    loaded, labels=pairwise_labels, max_length=max_length, batch_size=batch_size,
+                    long_query=long_query, pairwise=True,
+                )  # fmt: skip
+            except UserError as error:
+                raise UserError(str(error).replace("--labels", "--pairwise_labels")) from error
             log.info("pairwise: the first %d of each query; template: %s", pairwise_top, second)
-        _check_queries(work.queries, [ranker] if second is None else [ranker, second])
+        work = given.read(form, _check_of([ranker] if second is None else [ranker, second]))
+        if judgments is not None and not judgments.keys() & work.query_ids:
+            raise UserError(f"No query is judged in {qrels}: are its ids those of this input?")
+        units = len(work.sizes)
+        shard = range(units * shard_id // num_shards, units * (shard_id + 1) // num_shards)
+        pairs = sum(work.sizes[shard.start : shard.stop])
+        log.info("%d passage(s) of %d quer%s", pairs, work.num_queries, "y" if work.num_queries == 1 else "ies")
+        if work.empty:
+            log.warning("%d passage(s) have no text; they are scored as they are", work.empty)
         run = _Ranking(work, ranker, second, pairwise_top, form, batch_size, pairs)
         job = run.job() | counts | {"shard_id": shard_id, "vocabulary": vocabulary}
         _run(run, to, job, shard, checkpoint_period * batch_size)
@@ -177,7 +189,7 @@ def _run(run: "_Ranking", output: Output, job: Mapping[str, Any], shard: range, 
         counts = {name: count + record[name] for name, count in counts.items()}
     total = run.total(shard)
     first = shard.start + counts["units"]
-    parts = map(run.encode, _cut(run.work.units(first, shard.stop), size))
+    parts = map(run.encode, _cut(run.work.units(first, shard.stop), size, run.inputs_of))
     with Shown(total, counts["shown"], "pair", "rerank", quiet=total <= run.batch_size) as shown:
         for part in _ahead(parts):
             lines, record = run.compute(part, shown)
@@ -237,6 +249,12 @@ class _Ranking:
     def total(self, shard: range) -> int:
         """How many pairs will be shown as done."""
         return sum(self._of_unit(size) for size in self.work.sizes[shard.start : shard.stop])
+
+    def inputs_of(self, unit: Unit) -> int:
+        """How many inputs are computed for a unit: its windows and comparisons."""
+        windows = self.ranker.windows
+        more = 0 if windows is None else sum(windows.count(text) - 1 for text in unit.texts)
+        return self._of_unit(len(unit.doc_ids)) + more
 
     def encode(self, units: list[Unit]) -> _Part:
         return _Part(units, self.ranker.encode([(u.query, text) for u in units for text in u.texts]))
@@ -310,30 +328,27 @@ def _identity(name: str, ranker: Reranker) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _check_queries(queries: Mapping[str, str], rankers: Sequence[Reranker]) -> None:
-    for query_id, query in queries.items():
+def _check_of(rankers: Sequence[Reranker]) -> Callable[[str, str], None]:
+    def check(query_id: str, query: str) -> None:
         for ranker in rankers:
             try:
                 ranker.inputs.check(query)
             except UserError as error:
                 raise UserError(f"Query {query_id!r}: {error}") from error
 
+    return check
+
 
 def _check_finite(query_id: str, doc_ids: Sequence[str], values: np.ndarray) -> None:
-    bad = np.flatnonzero(~np.isfinite(values).all(axis=1))
-    if len(bad):
-        raise UserError(
-            f"Query {query_id!r}, document {doc_ids[bad[0]]!r}: the model gives {', '.join(map(str, values[bad[0]]))} "
-            "for its labels, which ranks nothing. Are its weights whole, and not float16? `t5x inspect` shows them."
-        )
+    check_finite(values, lambda i: f"Query {query_id!r}, document {doc_ids[i]!r}")
 
 
-def _cut(units: Iterator[Unit], size: int) -> Iterator[list[Unit]]:
-    """Units together until they have `size` passages."""
+def _cut(units: Iterator[Unit], size: int, inputs_of: Callable[[Unit], int]) -> Iterator[list[Unit]]:
+    """Units together until they have `size` inputs."""
     part, count = [], 0
     for unit in units:
         part.append(unit)
-        count += len(unit.doc_ids)
+        count += inputs_of(unit)
         if count >= size:
             yield part
             part, count = [], 0

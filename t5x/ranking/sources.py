@@ -11,7 +11,7 @@ from t5x.data.pipeline import derive_seed
 from t5x.data.sources import DataSource
 from t5x.data.sources.base import OpenedSplits
 from t5x.errors import UserError
-from t5x.ranking.judgments import Paths, Query, as_list, read_judgments
+from t5x.ranking.judgments import Passage, Paths, Query, as_list, read_judgments
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ class JudgedDataSource(OpenedSplits, DataSource):
     An example has `query_id`, `query`, `doc_id`, `passage` and `grade`. In the splits that are `drawn`, there is one
     for every relevant passage, and it has `others`, a tuple of the query's passages of lower grade (what is not judged
     is of grade 0), from which a preprocessor draws; in other splits there is one for every passage. Queries without a
-    relevant passage are left out, and of drawn splits those of which all passages are equally relevant.
+    relevant passage are left out, and of drawn splits relevant passages for which there are no others.
 
     All is held in memory.
 
@@ -34,6 +34,7 @@ class JudgedDataSource(OpenedSplits, DataSource):
         none. Which ones is told by a hash of their ids, so that it is the same in every run.
       relevance_level: the grade from which a passage is relevant.
       drawn: names of splits.
+      irrelevant_only: `others` are below the relevance level.
       reading: further arguments of `read_judgments`.
     """
 
@@ -44,6 +45,7 @@ class JudgedDataSource(OpenedSplits, DataSource):
         held_out: float | Sequence[str] = 0.1,
         relevance_level: int = 1,
         drawn: Sequence[str] = (TRAIN,),
+        irrelevant_only: bool = False,
         **reading: Any,
     ):
         super().__init__()
@@ -54,7 +56,7 @@ class JudgedDataSource(OpenedSplits, DataSource):
                 f"relevance_level is {relevance_level}: a passage of grade 0 is not relevant. Give 1 or more."
             )
         self._judged, self._held_out, self._level = dict(judged), held_out, relevance_level
-        self._drawn, self._reading = tuple(drawn), reading
+        self._drawn, self._irrelevant_only, self._reading = tuple(drawn), irrelevant_only, reading
         self._divides = bool(held_out) and TRAIN in judged and VALIDATION not in judged
         if self._divides and isinstance(held_out, int | float) and not 0 < held_out < 1:
             raise UserError(f"held_out is {held_out}: give the share of the queries, below 1, or a list of their ids.")
@@ -81,7 +83,8 @@ class JudgedDataSource(OpenedSplits, DataSource):
         patterns = [os.path.join(path, "*") if os.path.isdir(path) else path for path in listed]
         expanded = [path for pattern in patterns for path in files.expand(pattern)]
         names = [(os.path.basename(name), version) for name, version in staging.versions(expanded)]
-        state = (split, split in self._drawn, self._held_out, self._level, self._reading.get("fields"))
+        how = (self._held_out, self._level, self._irrelevant_only)
+        state = (split, split in self._drawn, *how, self._reading.get("fields"), self._reading.get("columns"))
         return {"class": type(self).__qualname__, "settings": fingerprint(state), "files": names}
 
     def _paths(self, split: str) -> Paths:
@@ -101,18 +104,24 @@ class JudgedDataSource(OpenedSplits, DataSource):
         _tell(split, found.keys() - usable.keys(), f"without a passage of grade {self._level} or more")
         if split not in self._drawn:
             return [_pair(query, passage) for query in usable.values() for passage in query.passages.values()]
-        examples, bare = [], set()
+        examples, bare, alone = [], set(), 0
         for name, query in usable.items():
             made = self._relevant_with_others(query)
             examples += made
-            if not made:
+            if made:
+                alone += sum(self._is_relevant(passage) for passage in query.passages.values()) - len(made)
+            else:
                 bare.add(name)
         if not examples:
+            than = f"grade {self._level}" if self._irrelevant_only else "another"
             raise UserError(
-                f"Split {split!r}: no query has a passage that is less relevant than another, so there is nothing to "
+                f"Split {split!r}: no query has a passage that is less relevant than {than}, so there is nothing to "
                 "learn from. Add irrelevant passages, or name a file of candidates."
             )
-        _tell(split, bare, "whose passages are all equally relevant")
+        _tell(split, bare, f"whose passages are all {'' if self._irrelevant_only else 'equally '}relevant")
+        if alone:
+            logger.warning("split %r: for %d relevant passages their query has no less relevant ones, and they are "
+                           "left out", split, alone)  # fmt: skip
         return examples
 
     def _held_out_of(self, found: Mapping[str, Query]) -> set[str]:
@@ -134,19 +143,23 @@ class JudgedDataSource(OpenedSplits, DataSource):
         return names
 
     def _has_relevant(self, query: Query) -> bool:
-        return any(passage.gain >= self._level for passage in query.passages.values())
+        return any(map(self._is_relevant, query.passages.values()))
+
+    def _is_relevant(self, passage: Passage) -> bool:
+        return passage.gain >= self._level
 
     def _relevant_with_others(self, query: Query) -> list[dict[str, Any]]:
         passages = query.passages.values()
         made = []
         for passage in passages:
-            others = tuple(other for other in passages if other.gain < passage.gain)
-            if passage.gain >= self._level and others:
+            limit = self._level if self._irrelevant_only else passage.gain
+            others = tuple(other for other in passages if other.gain < limit)
+            if self._is_relevant(passage) and others:
                 made.append(_pair(query, passage) | {"others": others})
         return made
 
 
-def _pair(query: Query, passage: Any) -> dict[str, Any]:
+def _pair(query: Query, passage: Passage) -> dict[str, Any]:
     return {
         "query_id": query.query_id,
         "query": query.text,

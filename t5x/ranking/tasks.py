@@ -65,7 +65,7 @@ def pairs(
     if not isinstance(source, DataSource):
         source = JudgedDataSource(
             judged, held_out=held_out, relevance_level=relevance_level, drawn=() if negatives is None else (TRAIN,),
-            candidates=candidates, qrels=qrels, fields=fields, columns=columns,
+            irrelevant_only=True, candidates=candidates, qrels=qrels, fields=fields, columns=columns,
         )  # fmt: skip
     draw = functools.partial(preprocessors.draw_pairs, negatives=negatives or 0, relevance_level=relevance_level)
     return _task(

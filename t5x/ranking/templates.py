@@ -2,7 +2,8 @@
 
 import dataclasses
 import string
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from t5x.errors import UserError
 
@@ -66,6 +67,19 @@ class PairTemplate(Template):
     text: str = "Query: {query} Document0: {document0} Document1: {document1} Relevant:"
 
 
+def from_fields(fields: Any, where: str) -> Template:
+    """The template whose fields a checkpoint states.
+
+    Args:
+      where: they stand, for the message.
+    """
+    pairwise = isinstance(fields, Mapping) and "{document0}" in str(fields.get("text"))
+    try:
+        return (PairTemplate if pairwise else Template)(**fields)
+    except TypeError as error:
+        raise UserError(f"{where}: this is no template of a ranker: {str(fields)[:200]}.") from error
+
+
 def _check_fields(text: str, names: tuple[str, ...]) -> None:
     """UserError unless `text` has each of these fields once, and no other."""
     try:
@@ -84,4 +98,5 @@ PRESETS = {
     "monot5": MONOT5,
     "mt5": dataclasses.replace(MONOT5, relevant="yes", irrelevant="no"),
     "ptt5": dataclasses.replace(MONOT5, relevant="sim", irrelevant="não"),
+    "monoptt5": Template("Pergunta: {query} Documento: {document} Relevante:", relevant="Sim", irrelevant="Não"),
 }

@@ -35,7 +35,9 @@ def define(parser: argparse.ArgumentParser) -> None:
     out.add_argument("--qrels", metavar="FILE", help="judgments: print measures before and after")
     add_measures(out)
     model = parser.add_argument_group("how the model reads", "found from the checkpoint where it is known")
-    model.add_argument("--template", metavar="T", help="monot5, mt5, ptt5, or a text with {query} and {document}")
+    model.add_argument(
+        "--template", metavar="T", help="monot5, mt5, ptt5, monoptt5, or a text with {query} and {document}"
+    )
     model.add_argument("--labels", metavar="A,B", help="the words that say relevant and not: true,false")
     model.add_argument("--max_length", type=int, metavar="N", help="tokens of an input; longer passages are cut (512)")
     model.add_argument("--long_query", choices=("error", "truncate"), help="that leaves a passage no room (error)")
@@ -44,6 +46,7 @@ def define(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--stride", type=int, metavar="N", help="words from one window to the next (75)")
     model.add_argument("--pairwise", metavar="DIR", help="a duoT5 that compares the first passages two by two")
     model.add_argument("--pairwise_top", type=int, metavar="K", help="how many of each query (50)")
+    model.add_argument("--pairwise_labels", metavar="A,B", help="its words, where they are not true,false")
     model.add_argument("--vocabulary", metavar="FILE", help="where the model has none: spiece.model, or bytes")
     model.add_argument("--batch_size", type=int, metavar="N", help="pairs computed together (32)")
     model.add_argument("--checkpoint_period", type=int, metavar="N", help="batches after which results are kept (32)")
@@ -65,14 +68,15 @@ printf 'what is a quark?\\tA quark is a particle.\\n' | t5x rerank --model DIR -
 """
 
 _OPTIONS = (
-    "output", "template", "labels", "max_length", "long_query", "pairwise_top", "batch_size", "checkpoint_period",
-    "num_shards", "shard_id", "overwrite", "vocabulary", "qrels", "measures", "relevance_level",
+    "output", "template", "labels", "max_length", "long_query", "pairwise_top", "pairwise_labels",
+    "batch_size", "checkpoint_period", "num_shards", "shard_id", "overwrite", "vocabulary", "qrels", "measures",
+    "relevance_level",
 )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> None:
     given: dict[str, Any] = {name: getattr(args, name) for name in _OPTIONS if getattr(args, name) is not None}
-    for needed, names in {"max_p": ("window", "stride"), "pairwise": ("pairwise_top",)}.items():
+    for needed, names in {"max_p": ("window", "stride"), "pairwise": ("pairwise_top", "pairwise_labels")}.items():
         if not getattr(args, needed) and (odd := [n for n in names if getattr(args, n) is not None]):
             raise UserError(f"--{', --'.join(odd)} goes with --{needed}.")
     if args.qrels is None and (odd := [n for n in ("measures", "relevance_level") if n in given]):

@@ -1,8 +1,10 @@
 """Answers of a tiny model: in Python, and by `t5x answer`."""
 
+import dataclasses
 import io
 import json
 import math
+import re
 import signal
 import sys
 from types import SimpleNamespace
@@ -100,8 +102,13 @@ def told_model(said):
         found = [next(value for word, value in said.items() if word in words) for words in inputs]
         return [[SimpleNamespace(text=text, score=score)] for text, score in found]
 
+    vocabulary = SimpleNamespace(encode=list, decode=lambda made: re.sub("[<p]", " \u2047 ", "".join(made)))
     return SimpleNamespace(
-        input_ids=ids, target_ids=ids, predictions=predictions, scores=lambda inputs, targets, **_: [-1.0] * len(inputs)
+        model=SimpleNamespace(output_vocabulary=vocabulary),
+        input_ids=ids,
+        target_ids=ids,
+        predictions=predictions,
+        scores=lambda inputs, targets, **_: [-1.0] * len(inputs),
     )
 
 
@@ -119,6 +126,11 @@ def test_the_place_is_looked_for_in_the_window_that_answered():
     told = told_model({"one": ("none", -0.1), "alps": ("al\u2047s", -3.0)})
     (found,) = answers.answer(told, [("where", context)], [spans], how)
     assert (found.text, found.start) == ("alps", 19)
+    told = told_model({"one": ("none", -0.1), "alps": ("a\u2047ps", -3.0)})
+    (found,) = answers.answer(told, [("where", context)], [spans], how)
+    assert found[:4] == ("a\u2047ps", -3.0, None, None)
+    with pytest.raises(UserError, match=r"no_answer is '<none>'.* makes ' \u2047 none>' of it"):
+        answers.answer(told, [("where", context)], [spans], dataclasses.replace(how, no_answer="<none>"))
 
 
 @pytest.mark.parametrize(
@@ -266,6 +278,13 @@ BAD = {
     "an id that is none": (GOOD.replace("1", "[1]"), ['"id" must be a text']),
     "a long question": (GOOD.replace("ab", "x" * 70), ["in.jsonl:1: the question takes 91 of the input's 64 tokens"]),
     "half a character": (GOOD.replace("ab", "\\ud800"), ["in.jsonl:1", "surrogate"]),
+    "half a character in an id": (GOOD.replace("1", '"\\ud800"'), ['in.jsonl:1: "id" has half of a surrogate pair']),
+    "the output's answer": (
+        GOOD.replace("{", '{"answers": [], "answer": "x", '),
+        [':1 has a field "answer"', "Rename"],
+    ),
+    "the output's score": (GOOD.replace("{", '{"score": 1, '), ['in.jsonl:1 has a field "score"']),
+    "a field that the output may have": (GOOD.replace("{", '{"no_answer_probability": null, '), ["Rename it"]),
 }
 
 

@@ -15,7 +15,8 @@ from t5x.data.feature_converters import EncDecFeatureConverter
 from t5x.errors import UserError
 from tests.answering import squad_files
 
-SQUAD = Path(__file__).parents[2] / "../shared/data/squad_dev_v1.1/dev-v1.1.json.zip"
+DATA = Path(__file__).parents[2] / "../shared/data"
+SQUAD, SPIECE = DATA / "squad_dev_v1.1/dev-v1.1.json.zip", DATA / "t5_vocab/spiece.model"
 VOCABULARY = data.ByteVocabulary()
 LENGTHS = {"inputs": 128, "targets": 32}
 
@@ -89,6 +90,8 @@ def test_articles_are_parted_by_their_titles(tmp_path):
         assert one.example("validation", 0)["title"] == "Rhine"
         assert one.location("validation", 0).endswith("all.json.gz, question 'q3'")
     assert source.fingerprint("train") != answering.SquadDataSource({"train": str(path)}).fingerprint("train")
+    titles = {"train": "[A-M]", "validation": "[^A-M]"}
+    assert answering.SquadDataSource({"validation": str(path)}, titles).num_examples("validation") == 1
     with pytest.raises(UserError, match=r"all.json.gz: no title begins with 'X'. There is Effi_Briest, Rhine\."):
         answering.SquadDataSource({"train": str(path)}, {"train": "X"}).num_examples("train")
 
@@ -113,6 +116,15 @@ def test_a_question_without_an_answer_needs_a_text_for_it(version_2):
         examples(task)
 
 
+@pytest.mark.skipif(not SPIECE.is_file(), reason="T5's vocabulary (../shared/data/t5_vocab) is not here")
+def test_a_text_for_it_that_the_vocabulary_does_not_keep_is_refused(version_2):
+    vocabulary = data.SentencePieceVocabulary(str(SPIECE), extra_ids=100)
+    for text in ("<no answer>", "{none}", "~none"):
+        with pytest.raises(UserError, match="which a model cannot write: its vocabulary makes ' \u2047 no"):
+            answering.squad_task({"validation": version_2}, vocabulary, no_answer=text)
+    answering.squad_task({"validation": version_2}, vocabulary, no_answer=" No  answer ")
+
+
 def changed(change):
     content = squad_files.version_2()
     paragraph = content["data"][0]["paragraphs"][0]
@@ -124,6 +136,10 @@ BAD = {
     "broken JSON": ('{"data": [\n  {"title": "A" "x"}]}', r"dev\.json:2: this is not JSON: .* column"),
     "JSON lines": ('{"question": "a"}\n{"question": "b"}\n', "Extra data .* name it .jsonl"),
     "something else": ([1, 2], "the file has no list 'data'"),
+    "a number of many digits": ('{"data": [' + "1" * 5000 + "]}", r"dev\.json is not SQuAD's JSON: .*4300 digits"),
+    "half a character": (
+        changed(lambda p, qas: qas[1].update(id="q\ud800")), r"qas\[1\] has half of a surrogate pair .* 2 of 'id'"
+    ),
     "no paragraphs": ({"data": [{"title": "A"}]}, r"data\[0\] has no list 'paragraphs'"),
     "no context": (changed(lambda p, qas: p.pop("context")), r"data\[0\].paragraphs\[0\] has no text 'context'"),
     "no question": (changed(lambda p, qas: qas[1].pop("question")), r"paragraphs\[0\].qas\[1\] has no text 'question'"),

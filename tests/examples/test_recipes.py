@@ -122,11 +122,25 @@ def test_multi30k_the_other_way_round(tmp_path):
     before = task.source.fingerprint("validation")
     (tmp_path / "val.en").write_text("A dog runs.\n")
     short = tasks.ParallelLinesDataSource(
-        {code: {"validation": str(tmp_path / f"val.{code}*")} for code in ("en", "de")}
+        {code: {"validation": str(tmp_path / f"val.{code}")} for code in ("en", "de")}
     )
     assert short.fingerprint("validation")["en"] != before["en"]
     with pytest.raises(UserError, match="'validation' do not have the same number of lines: 1 in en, 2 in de"):
         short.num_examples("validation")
+
+
+def test_a_file_that_is_there_twice_is_refused(tmp_path):
+    write_aeslc(tmp_path)
+    content = gzip.decompress((tmp_path / "dev.jsonl.gz").read_bytes())
+    (tmp_path / "dev.jsonl.orig").write_bytes(content)
+    task = tasks.aeslc(str(tmp_path), VOCABULARY)
+    assert len(texts(task)) == 1
+    (tmp_path / "train.jsonl").write_bytes(content)
+    with pytest.raises(UserError, match=r"'train' is there more than once: .*train\.jsonl, .*train\.jsonl\.gz\. Leave"):
+        texts(task, "train")
+    (tmp_path / "test.jsonl.gz").unlink()
+    with pytest.raises(UserError, match=r"There is no file test\.jsonl in"):
+        texts(task, "test")
 
 
 @pytest.mark.parametrize("recipe", [*TASKS, "nq_open", "squad"])

@@ -210,7 +210,7 @@ def test_a_run_that_was_killed_after_its_last_rename_is_finished(place, expected
         infer(place, tmp_path / "out.jsonl", **options)
 
 
-def test_overwriting_a_run_that_was_killed_after_its_last_rename_begins_anew(half_done, monkeypatch):
+def test_a_run_that_was_killed_after_its_last_rename_is_whole(half_done, monkeypatch):
     lines = texts(20)[:16]
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Chunks, "remove", lambda chunks: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -218,8 +218,15 @@ def test_overwriting_a_run_that_was_killed_after_its_last_rename_begins_anew(hal
     with pytest.raises(UserError, match="has changed: it goes on behind the lines"):
         half_done.run(texts(20))
     assert half_done.calls == []
-    assert half_done.run(lines, overwrite=True) == lines
-    assert half_done.calls == [8, 8]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(
+            "t5x.inference.chunks.shutil.rmtree", lambda *args, **kwargs: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
+        half_done.run(lines)
+    assert half_done.run(lines) == lines
+    assert half_done.calls == []
+    with pytest.raises(UserError, match="exists already"):
+        half_done.run(lines)
 
 
 def test_long_lines_are_cut_and_counted_or_refused(place, tmp_path, caplog):

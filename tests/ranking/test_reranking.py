@@ -13,8 +13,10 @@ import pytest
 
 from t5x.errors import UserError
 from t5x.inference.loaded import load
+from t5x.inference.output import Output
 from t5x.metrics.ranking_files import read_run
 from t5x.ranking import reranking
+from t5x.ranking.pairs import Unit
 from t5x.ranking.pairwise import symmetric_sum
 from t5x.ranking.reranker import Reranker, Windows
 from t5x.ranking.reranking import Given, rerank
@@ -204,10 +206,15 @@ def test_the_symmetric_sum_is_that_of_its_definition():
 
 
 def test_the_first_passages_are_ordered_by_comparing_two_and_two(place, expected, one_model, tmp_path, monkeypatch):
-    template = PairTemplate("{query} {document0} {document1} ?", max_length=24)
+    template = PairTemplate("{query} {document0} {document1} ?", relevant="c", irrelevant="d", max_length=24)
     monkeypatch.setattr("t5x.ranking.known.DUOT5", template)
-    ranked(place, tmp_path / "out", pairwise_dir="duo", pairwise_top=3)
-    duo = Reranker(one_model, template=template, labels="a,b", batch_size=8, pairwise=True)
+    written = []
+    write_chunk = Output.write
+    monkeypatch.setattr(Output, "write", lambda *args: (written.append(args[2]), write_chunk(*args))[1])
+    ranked(place, tmp_path / "out", pairwise_dir="duo", pairwise_top=3, checkpoint_period=3)
+    # Of 9 to 13 passages and 6 comparisons of each query, chunks end with the query that makes 24 of them.
+    assert [record["units"] for record in written] == [2, 2, 1]
+    duo = Reranker(one_model, template=template, batch_size=8, pairwise=True)
     documents = dict(line.split("\t") for line in (place / "c.tsv").read_text().splitlines())
     queries = dict(line.split("\t") for line in (place / "topics.tsv").read_text().splitlines())
     for query, of_query in read_run(tmp_path / "out").items():
@@ -220,6 +227,22 @@ def test_the_first_passages_are_ordered_by_comparing_two_and_two(place, expected
         assert list(of_query)[3:] == before[3:] and set(list(of_query)[:3]) == set(top)
         np.testing.assert_allclose([of_query[doc] for doc in top], [sums[doc] for doc in top], rtol=1e-4)
         assert list(of_query.values()) == sorted(of_query.values(), reverse=True)
+
+
+def test_comparisons_need_two_labels_of_their_own(place, one_model, tmp_path):
+    with pytest.raises(UserError, match="give both, --pairwise_labels"):
+        ranked(place, tmp_path / "out", pairwise_dir="duo", pairwise_labels="c")
+    with pytest.raises(UserError, match=r"'true' is not a single piece .* --pairwise_labels true,false"):
+        ranked(place, tmp_path / "out", pairwise_dir="duo")
+    with pytest.raises(UserError, match="is not a template of two passages"):
+        Reranker(one_model, template="mt5", pairwise=True)
+
+
+def test_windows_count_as_inputs_of_a_chunk():
+    units = [Unit(str(i), "q", ["d"], ["a b c d e f g h"], []) for i in range(4)]
+    ranking = types.SimpleNamespace(ranker=types.SimpleNamespace(windows=Windows(3, 2)), _of_unit=lambda size: size)
+    inputs_of = lambda unit: reranking._Ranking.inputs_of(ranking, unit)
+    assert [len(part) for part in reranking._cut(iter(units), 8, inputs_of)] == [2, 2]
 
 
 def test_what_is_cut_is_counted(place, tmp_path, caplog):
@@ -239,6 +262,48 @@ def test_scores_that_are_no_numbers_are_told(place, tmp_path, monkeypatch):
     monkeypatch.setattr(Reranker, "logits", lambda self, encoded, **_: np.full((len(encoded.inputs), 2), np.nan))
     with pytest.raises(UserError, match=r"Query 'q0', document 'd\d+': the model gives nan, nan for its labels"):
         ranked(place, tmp_path / "out")
+
+
+def test_a_window_that_is_no_number_is_not_passed_over(one_model, monkeypatch):
+    monkeypatch.setattr(
+        type(one_model),
+        "label_logits",
+        lambda self, inputs, *_, **__: np.array([[1, 0], [np.nan, 0], [2, 0]], np.float32),
+    )
+    with pytest.raises(UserError, match=r"Query 'q', passage 'a b c d e f': the model gives nan, 0.0 for its labels"):
+        one_model.rank("q", ["a b c d e f"], windows=Windows(3, 2), **OPTIONS)
+
+
+def test_rank_tells_its_template_once_and_what_is_cut(one_model, caplog):
+    caplog.set_level("INFO", logger="t5x")
+    for _ in range(2):
+        one_model.rank("q", ["a", ("d7", "b" * 99)], **OPTIONS | {"labels": "e,f"})
+    assert caplog.text.count("template: '{query} {document} ?', e (104) against f (105)") == 1
+    assert "1 input(s) of 2 passage(s) were longer than 24 tokens" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("query", "passages", "message"),
+    [
+        ("q", "a passage", "a list of passages"),
+        ("q", {"d7": "a passage"}, "a list of passages"),
+        ("q", None, "a list of passages"),
+        (None, ["a"], "rank takes a text as its query"),
+        ("q", ["a", {"id": "d7", "text": "a"}], "Passage 1 is .* where a text or "),
+        ("q", [None], "Passage 0 is 'None', where a text or "),
+        ("q", [("d7", "a", 1.0)], "Passage 0 is .* where a text or "),
+        ("q", [("d7", None)], "Passage 0 is .* where a text or "),
+    ],
+)
+def test_rank_takes_texts(query, passages, message, one_model):
+    with pytest.raises(UserError, match=message):
+        one_model.rank(query, passages, **OPTIONS)
+
+
+@pytest.mark.parametrize("pairs", ["ab", [("q",)], [("q", "a", "b")], [("q", 7)], {"q": "a"}])
+def test_rank_pairs_takes_pairs_of_texts(pairs, one_model):
+    with pytest.raises(UserError, match=r"Pair 0 is .*, where \(query, document\) is needed, each a text"):
+        one_model.rank_pairs(pairs, **OPTIONS)
 
 
 def test_the_command_line_prints_measures_before_and_after(place, expected, tmp_path, capsys):
@@ -270,23 +335,22 @@ def test_pairs_from_standard_input_to_standard_output(place, monkeypatch, capsys
     assert [json.loads(line)["doc_id"] for line in done.out.splitlines()] == ["1", "2"]
 
 
-def test_an_empty_input_gives_an_empty_output(place, tmp_path):
-    assert ranked(place, tmp_path / "out", what=Given(pairs=str(write(tmp_path / "x.jsonl")))) == b""
-
-
 REFUSED = {
     "nothing": ([], "There is nothing to rerank"),
     "two inputs": (["--run=x", "--input=y"], "--run and --input exclude each other"),
     "no collection": (["--run=x"], "--run needs --collection"),
-    "no topics": (["--run={place}/run", "--collection={place}/c.tsv"], "--run needs --topics"),
+    "no topics": (["--run={place}/run", "--collection={place}/c.tsv", "--labels=a,b"], "--run needs --topics"),
     "a collection for pairs": (["--input=x", "--collection=y"], "--collection goes with --run"),
     "the first of pairs": (["--input=x", "--top=3"], "--top goes with --run"),
     "a window without max_p": (["--input=x", "--window=3"], "--window goes with --max_p"),
+    "labels without pairwise": (["--input=x", "--pairwise_labels=a,b"], "--pairwise_labels goes with --pairwise"),
+    "an empty input": (["--input=/dev/null", "--labels=a,b"], "/dev/null is empty: there is no pair"),
     "words left out": (["--input=x", "--max_p", "--window=3", "--stride=4"], "no words left out"),
     "pairwise in jsonl": (["--input=x", "--pairwise=y", "--format=jsonl"], "--pairwise ranks"),
     "judgments of a shard": (["--input=x", "--output=o", "--qrels=y", "--num_shards=2"], "--qrels needs a whole run"),
     "judgments of others": (
-        ["--input={place}/pairs", "--output={place}/o", "--qrels={place}/qrels"], "No query is judged in",
+        ["--input={place}/pairs", "--output={place}/o", "--qrels={place}/qrels", "--labels=a,b"],
+        "No query is judged in",
     ),
     "a shard that is not there": (["--input=x", "--num_shards=2", "--shard_id=2"], "--shard_id is 2"),
     "a stream in shards": (["--input=-", "--num_shards=2"], "can be read only once"),

@@ -13,6 +13,7 @@ from t5x.errors import UserError
 from t5x.ranking import tasks
 from t5x.ranking.features import RankingFeatureConverter
 from t5x.ranking.judgments import read_judgments
+from t5x.ranking.sources import JudgedDataSource
 from t5x.ranking.templates import Template
 from tests.commands import run
 
@@ -78,6 +79,26 @@ def test_every_epoch_has_the_relevant_passages_once_and_as_many_others(judged):
             assert text(e["inputs"]) == f"Q: query {e['query_id']} D: passage {e['doc_id'][1:]} R:"
 
 
+def test_what_has_no_irrelevant_passage_beside_it_is_left_out_and_told(tmp_path, caplog):
+    more = [{"qid": 77, "docid": i, "query": "query 77", "passage": str(i), "grade": 2 + i} for i in range(2)]
+    path = write(tmp_path / "judged.jsonl", records(2) + more)
+    options = {"relevance_level": 2, "held_out": 0}
+    found = outputs(tasks.pairs({"train": path}, VOCABULARY, TEMPLATE, **options).pipeline("train", PAIRS, 0))
+    assert collections.Counter(text(e["targets"]) for e in found) == {"1": 4, "0": 4}
+    assert "1 queries whose passages are all relevant are left out (77)" in caplog.text
+    # Of a list, the passage of grade 2 is the less relevant one.
+    found = outputs(tasks.lists({"train": path}, VOCABULARY, TEMPLATE, **options).pipeline("train", LISTS, 0))
+    assert [e["grades"].tolist() for e in found if e["query_id"] == "77"] == [[3, 2, 0]]
+    assert "for 1 relevant passages their query has no less relevant ones" in caplog.text
+
+
+def test_other_columns_are_other_data(tmp_path):
+    (tmp_path / "a.tsv").write_text("who?\tHe.\t1\n")
+    made = lambda *columns: JudgedDataSource({"train": str(tmp_path / "a.tsv")}, columns=columns).fingerprint("train")
+    assert made("query", "passage", "label") == made("query", "passage", "label")
+    assert made("query", "passage", "label") != made("passage", "query", "label")
+
+
 def test_a_batch_of_pairs_is_neither_all_relevant_nor_all_irrelevant(judged):
     task = tasks.pairs({"train": judged}, VOCABULARY, TEMPLATE, relevance_level=2, held_out=0)
     config = data.DatasetConfig(task, PAIRS, "train", 16, True, 0, num_workers=0)
@@ -141,6 +162,8 @@ def test_qrels_judge_what_has_no_labels(tmp_path, caplog):
     found = read_judgments(path, qrels=qrels)
     assert found["0"].passages["d0.4"].grade == 2 and found["0"].passages["d0.1"].grade is None
     assert "1 of 3 judged pairs have no text" in caplog.text and "1 d1.9" in caplog.text
+    with pytest.raises(UserError, match="adds no passage to the queries 0, 1, …; it is of these, but all are there"):
+        read_judgments(path, qrels=qrels, candidates=path)
     qrels.write_text("7 0 x 1\n")
     with pytest.raises(UserError, match=r"None of the 1 judged pairs .* \(7 x, …\) .* whose queries are 0, 1"):
         read_judgments(path, qrels=qrels)

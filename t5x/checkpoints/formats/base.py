@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from t5x.ranking.templates import Template
+
 
 @dataclasses.dataclass(frozen=True)
 class LazyArray:
@@ -37,6 +39,7 @@ class Source:
       config: fields of the network's configuration (T5Config) that the checkpoint states; None where it states none.
       vocabulary_files: {feature: {file name: content}} of vocabularies that travel with it.
       inputs_bidirectional_attention: of a decoder-only model: it is a prefix LM.
+      template: of a ranker, where the checkpoint states it.
       model_type: `t5`, `mt5` or `umt5`, where the checkpoint states it, as Hugging Face's do.
     """
 
@@ -47,4 +50,5 @@ class Source:
     config: Mapping[str, Any] | None = None
     vocabulary_files: Mapping[str, Mapping[str, bytes]] = dataclasses.field(default_factory=dict)
     inputs_bidirectional_attention: bool = False
+    template: Template | None = None
     model_type: str | None = None

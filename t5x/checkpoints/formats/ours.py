@@ -13,6 +13,7 @@ from t5x.checkpoints.arrays import EMPTY
 from t5x.checkpoints.formats.base import LazyArray, Source
 from t5x.checkpoints.formats.native_read import check_step
 from t5x.checkpoints.formats.orbax import METADATA, read_orbax
+from t5x.ranking.templates import from_fields
 
 MODEL_FILE = "model.json"
 
@@ -35,6 +36,7 @@ def read_ours(path: epath.PathLike) -> Source:
         config=description.get("config"),
         vocabulary_files=vocabularies,
         inputs_bidirectional_attention=bool(description.get("inputs_bidirectional_attention")),
+        template=from_fields(template, f"{path}/{MODEL_FILE}") if (template := description.get("template")) else None,
     )
 
 

@@ -7,10 +7,12 @@ from typing import Any
 
 from t5x import metrics
 from t5x.data import DataSource, Feature, JsonLinesDataSource, Task, TaskRegistry, TextLineDataSource, Vocabulary
+from t5x.data import files as data_files
 from t5x.data.preprocessors import append_eos_after_trim, glue, summarize, tokenize, translate
 from t5x.data.sources import TsvDataSource
 from t5x.errors import UserError
 
+_COMPRESSED = (".gz", ".bz2", ".xz")
 _MRPC_LABELS = ("not_equivalent", "equivalent")
 
 
@@ -60,11 +62,11 @@ def aeslc(directory: str, vocabulary: Vocabulary) -> Task:
 
     The splits are `train`, `validation` and `test`.
     """
-    files = _in(directory, train="train.jsonl*", validation="dev.jsonl*", test="test.jsonl*")
+    files = _in(directory, train="train.jsonl", validation="dev.jsonl", test="test.jsonl")
     return _task(
         "aeslc",
         {"directory": directory, "vocabulary": vocabulary},
-        lambda: JsonLinesDataSource(files),
+        lambda: _JsonLines(files),
         [functools.partial(summarize, article_key="body", summary_key="subject")],
         [metrics.rouge],
     )
@@ -80,7 +82,7 @@ def multi30k(directory: str, vocabulary: Vocabulary, source: str = "en", target:
     """
     stems = {"train": "train", "validation": "val", "test": "test_2016_flickr"}
     files = {
-        language: _in(directory, **{split: f"{stem}.{language}*" for split, stem in stems.items()})
+        language: _in(directory, **{split: f"{stem}.{language}" for split, stem in stems.items()})
         for language in (source, target)
     }
     return _task(
@@ -92,15 +94,34 @@ def multi30k(directory: str, vocabulary: Vocabulary, source: str = "en", target:
     )
 
 
+class _PerhapsCompressed:
+    """A source of files that are there as they are named, or compressed."""
+
+    def _paths(self, split: str) -> list[str]:
+        path = os.path.expanduser(self._patterns[split])
+        found = [name for name in (path, *(path + ending for ending in _COMPRESSED)) if data_files.exists(name)]
+        if len(found) > 1:
+            raise UserError(f"Split {split!r} is there more than once: {', '.join(found)}. Leave one of them.")
+        return data_files.expand(*found or [path])
+
+
+class _JsonLines(_PerhapsCompressed, JsonLinesDataSource):
+    pass
+
+
+class _TextLines(_PerhapsCompressed, TextLineDataSource):
+    pass
+
+
 class ParallelLinesDataSource(DataSource):
     """Files of lines that belong together, one of each language: examples {language: line}.
 
     Args:
-      files: {language: {split: path or pattern}}.
+      files: {language: {split: path}}, where each file is, as it is named or compressed (.gz, .bz2, .xz).
     """
 
     def __init__(self, files: Mapping[str, Mapping[str, str]]):
-        self._sources = {language: TextLineDataSource(of_language) for language, of_language in files.items()}
+        self._sources = {language: _TextLines(of_language) for language, of_language in files.items()}
 
     @property
     def splits(self) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ import numpy as np
 from t5x.checkpoints.formats.huggingface.names import BUCKETS, PER_LAYER_BIAS
 from t5x.errors import UserError
 
+TEMPLATE = "ranking_template"  # a field of our own, which transformers keeps and does not use
 _SIZES = {  # config.json: T5Config
     "vocab_size": "vocab_size",
     "d_model": "emb_dim",

@@ -15,6 +15,7 @@ from t5x.checkpoints.formats.huggingface import config as configs
 from t5x.checkpoints.formats.links import check_links
 from t5x.data import files
 from t5x.errors import UserError
+from t5x.ranking.templates import from_fields
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ def read_huggingface(path: str | os.PathLike[str]) -> Source:
         arrays=_arrays(config, tensors, path),
         config=config,
         vocabulary_files=tokenizer.read_vocabulary(path, config["vocab_size"], stated.get("tokenizer_class")),
+        template=from_fields(template, f"{path}/{_CONFIG}") if (template := stated.get(configs.TEMPLATE)) else None,
         model_type=model_type,
     )
 

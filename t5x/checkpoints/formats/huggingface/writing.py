@@ -1,5 +1,6 @@
 """Writes a Hugging Face directory."""
 
+import dataclasses
 import json
 import logging
 import os
@@ -16,6 +17,7 @@ from t5x.checkpoints.formats.base import LazyArray
 from t5x.checkpoints.formats.huggingface import checksums, container, names, tokenizer
 from t5x.checkpoints.formats.huggingface import config as configs
 from t5x.errors import UserError
+from t5x.ranking.templates import Template
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +31,7 @@ def write_huggingface(
     arrays: Mapping[str, LazyArray],
     *,
     vocabulary_files: Mapping[str, Mapping[str, bytes]] | None = None,
+    template: Template | None = None,
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
@@ -47,6 +50,7 @@ def write_huggingface(
       config: fields of T5Config.
       arrays: by T5X's names with the layers unrolled (`target/encoder/layers_0/…`).
       vocabulary_files: {feature: {file name: content}}, as in Source; without any, no tokenizer files are written.
+      template: of a ranker, for `t5x rerank`; a field of config.json that transformers keeps and does not use.
       dtype: of the written arrays, "float32" or "bfloat16"; None keeps what they have.
       shard_bytes: weights above this many bytes are spread over several files.
     """
@@ -60,6 +64,8 @@ def write_huggingface(
     embedding = arrays.get("target/token_embedder/embedding")
     kept = np.dtype(np.float32) if embedding is None else np.dtype(embedding.dtype)
     described = configs.write_config(config, _DTYPES[dtype] if dtype else kept, eos_id)
+    if template is not None:
+        described[configs.TEMPLATE] = dataclasses.asdict(template)
     position = {name: number for number, name in enumerate(arrays)}
     parameters = sorted(_match(config, arrays), key=lambda parameter: position[parameter.name])
     plans = [
