@@ -18,7 +18,7 @@ def test_a_packed_mixture_of_translation_span_corruption_and_questions(tmp_path)
             "train", "--gin_file=t5x/examples/t5/t5_1_1/tiny.gin", "--gin_file=t5x/configs/runs/pretrain.gin",
             "--gin.MIXTURE_OR_TASK_NAME=all_real", f"--gin.MIXTURE_OR_TASK_MODULE={REPO / 'tests/data/real_tasks.py'}",
             f"--gin.MODEL_DIR={model_dir}", f"--gin.TRAIN_STEPS={steps}", "--gin.DROPOUT_RATE=0.1",
-            "--gin.BATCH_SIZE=4", "--gin.network.T5Config.num_encoder_layers=1",
+            "--gin.BATCH_SIZE=8", "--gin.network.T5Config.num_encoder_layers=1",
             "--gin.network.T5Config.num_decoder_layers=1",
             '--gin.TASK_FEATURE_LENGTHS={"inputs": 128, "targets": 64}', "--gin.train.stats_period=1",
             "--gin.train.train_eval_dataset_cfg=None", "--gin.train/utils.DatasetConfig.pack=True",

@@ -39,6 +39,8 @@ GIVEN = {
     "TF_EXAMPLE_FILE_TYPE": "'tfrecord'",
     "DROPOUT_RATE": "0.0",
     "DATA_DIR": "'data'",
+    "TRAIN_FILE": "'train.json'",
+    "VALIDATION_FILE": "'dev.json'",
 }
 
 # The sizes of T5X's models. Those of the tiny ones, and of the scalable T5 1.1 and mT5, which have a relative-position
