@@ -19,6 +19,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["T5X_CACHE_DIR"] = str(Path(__file__).parents[1] / ".pytest_cache" / "t5x")
 
+import t5x.examples.demo.dates  # noqa: F401  registers its task; a test that puts registries back must find it there
 from t5x.startup import enable_compilation_cache
 from tests import commands
 
