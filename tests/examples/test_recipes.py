@@ -18,9 +18,10 @@ VOCABULARY = data.ByteVocabulary()
 
 
 @pytest.fixture(autouse=True)
-def no_tasks_stay():
+def tasks_before():
+    """The names of the tasks there were: no others stay."""
     before = data.TaskRegistry.names()
-    yield
+    yield before
     forget(before)
 
 
@@ -155,7 +156,7 @@ def test_a_recipe_is_a_whole_configuration(recipe, capsys):
     assert f"MIXTURE_OR_TASK_NAME = @{task}()" in said.out and "DROPOUT_RATE = 0.1" in said.out
 
 
-def test_squad_from_training_to_answers(capsys, tmp_path):
+def test_squad_from_training_to_answers(capsys, tmp_path, tasks_before):
     """Training, evaluation, predictions by gin, and answers, with a tiny model over bytes, on SQuAD 2.0's format."""
     path = squad_files.write(tmp_path / "dev-v2.0.json", squad_files.version_2())
     sizes = ("emb_dim=8", "num_heads=2", "head_dim=4", "mlp_dim=8", "num_encoder_layers=1", "num_decoder_layers=1")
@@ -169,7 +170,7 @@ def test_squad_from_training_to_answers(capsys, tmp_path):
     def by_gin(verb, recipe, *arguments):
         said = run(capsys, verb, f"--gin_file=t5x/examples/recipes/{recipe}.gin", *common, *arguments)
         assert said.code == 0, said.err
-        forget(())
+        forget(tasks_before)
         return said.out
 
     by_gin(
