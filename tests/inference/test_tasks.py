@@ -15,7 +15,7 @@ from t5x.checkpoints.config import RestoreCheckpointConfig
 from t5x.crc32c import crc32c, mask
 from t5x.data.config import DatasetConfig
 from t5x.errors import UserError
-from t5x.inference import chunks, task_runs
+from t5x.inference import task_runs
 from t5x.inference.loaded import open_model
 from t5x.partitioning import PjitPartitioner
 from tests import commands
@@ -225,13 +225,15 @@ def test_chunks_may_stay_and_be_merged_by_a_function_of_the_users_own(place, mod
     assert directory == str(tmp_path / "own") and name == path.name and f"{name}-chunk00000" in files
 
 
-def test_chunks_are_merged_in_the_order_of_their_numbers(monkeypatch):
-    names = [f"out-chunk{number:05}" for number in range(100_002)]
-    monkeypatch.setattr(os, "listdir", lambda directory: sorted(names))
-    merged = []
-    monkeypatch.setattr(chunks, "merge", lambda path, parts: merged.extend(parts))
-    infer.merge_chunks_to_file("here", "out", "tmp")
-    assert merged == [os.path.join("tmp", name) for name in names]
+def test_more_chunks_than_five_digits_count_are_merged_in_their_order(tmp_path):
+    said = {0: b"first ", 10_001: b"second ", 99_999: b"third ", 100_001: b"last"}
+    for number in range(100_002):
+        with open(f"{tmp_path}/out-chunk{number:05}", "wb", buffering=0) as file:
+            file.write(said.get(number, b""))
+    infer.merge_chunks_to_file(str(tmp_path), "out", str(tmp_path))
+    assert (tmp_path / "out").read_bytes() == b"first second third last"
+    for number in range(100_002):
+        os.unlink(f"{tmp_path}/out-chunk{number:05}")
 
 
 REFUSED = {
