@@ -23,7 +23,7 @@ def demo(model_dir: str, bindings: Sequence[str] = ()) -> float:
     Returns:
       the share of held-out dates it gets exactly right.
     """
-    startup.prepare_jax()
+    startup.enable_compilation_cache()
     import gin
 
     from t5x import checkpoints

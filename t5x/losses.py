@@ -3,6 +3,7 @@
 import enum
 import functools
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -71,6 +72,99 @@ def _cross_entropy_backward(z_loss, label_smoothing, residuals, cotangents):
 
 
 cross_entropy.defvjp(_cross_entropy, _cross_entropy_backward)
+
+
+class TokenLosses(NamedTuple):
+    """Of every target token, for reporting: [batch, length].
+
+    Attributes:
+      loss: its cross entropy, float32, with the z-loss.
+      z_loss: contained in it.
+      is_right: whether it has the greatest logit.
+    """
+
+    loss: jax.Array
+    z_loss: jax.Array
+    is_right: jax.Array
+
+
+_CHUNK_BYTES = 2**28  # of float32 logits, on a device
+
+
+def projected_cross_entropy(
+    hidden: jax.Array,
+    kernel: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+    *,
+    scale: float = 1.0,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+) -> tuple[jax.Array, TokenLosses]:
+    """The sum of `weights` * cross_entropy(scale * (hidden @ kernel), targets), and the losses of the tokens.
+
+    All logits at once never exist: positions are taken a few at a time, and where gradients are wanted, those of hidden
+    states and kernel are computed together with the loss.
+
+    Args:
+      hidden: [batch, length, emb].
+      kernel: [emb, vocab]; cast to the dtype of the hidden states, while its gradient is summed up in float32.
+      targets: int [batch, length].
+      weights: float32 [batch, length]; not differentiated, and neither are the losses of the tokens.
+    """
+    length, logits = hidden.shape[1], targets.size * kernel.shape[1]
+    parts = min(length, -(-4 * logits // (_CHUNK_BYTES * jax.device_count())))
+    return _projected((float(scale), float(z_loss), float(label_smoothing), parts), hidden, kernel, targets, weights)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _projected(static, hidden, kernel, targets, weights):
+    return _projected_forward(static, hidden, kernel, targets, weights, with_gradients=False)[0]
+
+
+def _projected_forward(static, hidden, kernel, targets, weights, *, with_gradients=True):
+    scale, z_loss, label_smoothing, parts = static
+    length, kernel_dtype = hidden.shape[1], kernel.dtype
+    kernel = kernel.astype(hidden.dtype)
+
+    def part_of(kernel_gradient, part):
+        hidden, targets, weights = part
+        logits = scale * jnp.dot(hidden, kernel, preferred_element_type=jnp.float32)
+        (loss, z_part), residuals = _cross_entropy(logits, targets, z_loss, label_smoothing)
+        losses = TokenLosses(loss, z_part, jnp.argmax(logits, axis=-1) == targets)
+        if not with_gradients:
+            return kernel_gradient, (losses, None)
+        gradient, _ = _cross_entropy_backward(z_loss, label_smoothing, residuals, (weights,))
+        gradient = (scale * gradient).astype(hidden.dtype)
+        kernel_gradient += jnp.einsum("bld,blv->dv", hidden, gradient, preferred_element_type=jnp.float32)
+        return kernel_gradient, (losses, jnp.einsum("blv,dv->bld", gradient, kernel))
+
+    kernel_gradient = jnp.zeros(kernel.shape, jnp.float32) if with_gradients else None
+    if parts == 1:
+        kernel_gradient, (losses, hidden_gradient) = part_of(kernel_gradient, (hidden, targets, weights))
+    else:
+        size = -(-length // parts)
+
+        def split(x):  # [batch, length, ...] -> [parts, batch, size, ...]; what is added at the end weighs nothing
+            x = jnp.pad(x, ((0, 0), (0, parts * size - length)) + ((0, 0),) * (x.ndim - 2))
+            return jnp.swapaxes(x.reshape(x.shape[0], parts, size, *x.shape[2:]), 0, 1)
+
+        join = lambda x: jnp.swapaxes(x, 0, 1).reshape(x.shape[1], parts * size, *x.shape[3:])[:, :length]
+        all_parts = jax.tree.map(split, (hidden, targets, weights))
+        kernel_gradient, of_parts = jax.lax.scan(part_of, kernel_gradient, all_parts)
+        losses, hidden_gradient = jax.tree.map(join, of_parts)
+    gradients = (hidden_gradient, kernel_gradient.astype(kernel_dtype)) if with_gradients else None
+    return (jnp.sum(losses.loss * weights), losses), gradients
+
+
+def _projected_backward(static, gradients, cotangents):
+    hidden_gradient, kernel_gradient = gradients
+    by = cotangents[0]
+    scaled = lambda gradient: (by * gradient).astype(gradient.dtype)
+    return scaled(hidden_gradient), scaled(kernel_gradient), None, None
+
+
+_projected.defvjp(_projected_forward, _projected_backward)
 
 
 def loss_scale(factor: LossNormalizingFactor, batch: Mapping[str, jax.Array]) -> jax.Array:

@@ -14,7 +14,7 @@ from t5x import decoding, losses
 from t5x.data.feature_converters import DecoderFeatureConverter, EncDecFeatureConverter
 from t5x.data.vocabularies import Vocabulary, as_vocabulary
 from t5x.metrics.accumulators import Average, AveragePerStep, Metrics, Sum
-from t5x.network import CACHES
+from t5x.network import CACHES, compute_params
 from t5x.optimizers import Optimizer
 
 Batch = Mapping[str, jax.Array]
@@ -138,13 +138,31 @@ class BaseTransformerModel(abc.ABC):
         Where the batch is a part of a larger one, `loss_scale` in it (see `with_loss_scale`) keeps the normalisation
         that of the whole.
         """
-        logits = self.compute_logits(params, batch, dropout_rng)
-        per_token, z_part = losses.cross_entropy(
-            logits, batch["decoder_target_tokens"], self.z_loss, self.label_smoothing
-        )
         scale = self.with_loss_scale(batch)["loss_scale"]
-        loss = jnp.sum(per_token * scale)
-        return loss, self._metrics(logits, batch, per_token, z_part, loss, jnp.sum(z_part * scale))
+        loss, tokens = self._loss_of_tokens(params, batch, scale, dropout_rng, self.z_loss, self.label_smoothing)
+        return loss, self._metrics(batch, tokens, loss, jnp.sum(tokens.z_loss * scale))
+
+    def _loss_of_tokens(
+        self,
+        params: Params,
+        batch: Batch,
+        weights: jax.Array,
+        dropout_rng: jax.Array | None = None,
+        z_loss: float = 0.0,
+        label_smoothing: float = 0.0,
+    ) -> tuple[jax.Array, losses.TokenLosses]:
+        """The weighted sum of the tokens' losses, and these; the logits of our networks never exist all at once."""
+        targets, options = batch["decoder_target_tokens"], {"z_loss": z_loss, "label_smoothing": label_smoothing}
+        own = type(self).compute_logits.__module__ == __name__  # not a user's, who would miss being asked
+        if own and "as_factors" in inspect.signature(type(self.module).__call__).parameters:
+            factors = self._apply(params, batch, dropout_rng, as_factors=True)
+            return losses.projected_cross_entropy(
+                factors.hidden, factors.kernel, targets, weights, scale=factors.scale, **options
+            )  # fmt: skip
+        logits = self.compute_logits(params, batch, dropout_rng)
+        per_token, z_part = losses.cross_entropy(logits, targets, **options)
+        found = losses.TokenLosses(per_token, z_part, jnp.argmax(logits, axis=-1) == targets)
+        return jnp.sum(per_token * weights), found
 
     def with_loss_scale(self, batch: Batch) -> Batch:
         """The batch with `loss_scale`, what each target token's loss is multiplied with."""
@@ -156,13 +174,13 @@ class BaseTransformerModel(abc.ABC):
         """The loss and metrics without dropout."""
         return self.loss_fn(params, batch, dropout_rng=None)
 
-    def _metrics(self, logits, batch, per_token, z_part, loss, z_loss) -> Metrics:
+    def _metrics(self, batch: Batch, of_tokens: losses.TokenLosses, loss: jax.Array, z_loss: jax.Array) -> Metrics:
         targets = batch["decoder_target_tokens"]
         weights = batch.get("decoder_loss_weights")
         weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
         tokens, places = jnp.sum(weights), targets.size
-        total, z_total = jnp.sum(per_token * weights), jnp.sum(z_part * weights)
-        right = jnp.sum((jnp.argmax(logits, axis=-1) == targets) * weights)
+        total, z_total = jnp.sum(of_tokens.loss * weights), jnp.sum(of_tokens.z_loss * weights)
+        right = jnp.sum(of_tokens.is_right * weights)
         metrics = {
             "loss": AveragePerStep(loss),
             "z_loss": AveragePerStep(z_loss),
@@ -204,19 +222,14 @@ class BaseTransformerModel(abc.ABC):
             targets] and, as all that is sown, in a tuple.
         """
         targets, weights = batch["decoder_target_tokens"], batch.get("decoder_loss_weights")
-        sown = {}
-        if return_intermediates:
-            logits, changed = self.compute_logits(params, batch, mutable=["intermediates"])
-            sown = changed.get("intermediates", {})
-        else:
-            logits = self.compute_logits(params, batch)
         weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights
-        token_scores = -losses.cross_entropy(logits, targets)[0] * weights
-        scores = jnp.sum(token_scores, axis=-1)
         if not return_intermediates:
-            return scores
+            return -jnp.sum(self._loss_of_tokens(params, batch, weights)[1].loss * weights, axis=-1)
+        logits, changed = self.compute_logits(params, batch, mutable=["intermediates"])
+        token_scores = -losses.cross_entropy(logits, targets)[0] * weights
+        sown = changed.get("intermediates", {})
         added = {"target_tokens": (targets,), "loss_weights": (weights,), "token_scores": (token_scores,)}
-        return scores, {**sown, "decoder": {**sown.get("decoder", {}), **added}}
+        return jnp.sum(token_scores, axis=-1), {**sown, "decoder": {**sown.get("decoder", {}), **added}}
 
 
 class EncoderDecoderModel(BaseTransformerModel):
@@ -260,6 +273,9 @@ class EncoderDecoderModel(BaseTransformerModel):
     def compute_logits(
         self, params: Params, batch: Batch, dropout_rng: jax.Array | None = None, mutable: Any = False
     ) -> Any:
+        return self._apply(params, batch, dropout_rng, mutable=mutable)
+
+    def _apply(self, params: Params, batch: Batch, dropout_rng: jax.Array | None, **options: Any) -> Any:
         packed = ("encoder_segment_ids", "decoder_segment_ids", "encoder_positions", "decoder_positions")
         return self.module.apply(
             {"params": params},
@@ -270,7 +286,7 @@ class EncoderDecoderModel(BaseTransformerModel):
             **self._row_index(batch),
             enable_dropout=dropout_rng is not None,
             rngs=None if dropout_rng is None else {"dropout": dropout_rng},
-            mutable=mutable,
+            **options,
         )
 
     def predict_batch_with_aux(
@@ -293,7 +309,7 @@ class EncoderDecoderModel(BaseTransformerModel):
         prompts = batch["decoder_input_tokens"].astype(jnp.int32)
         empty = jnp.zeros_like(prompts)
         prompts = jnp.where(prompts == options["eos_id"], 0, prompts) if prompt_with_targets else empty
-        variables = {"params": params}
+        variables = {"params": compute_params(self.module, params)}  # not anew at every step
         encoded = self.module.apply(variables, inputs, enable_dropout=False, method=self.module.encode)
         decode = functools.partial(
             self.module.apply, enable_dropout=False, decode=True, method=self.module.decode,
@@ -381,6 +397,9 @@ class DecoderOnlyModel(BaseTransformerModel):
     def compute_logits(
         self, params: Params, batch: Batch, dropout_rng: jax.Array | None = None, mutable: Any = False
     ) -> Any:
+        return self._apply(params, batch, dropout_rng, mutable=mutable)
+
+    def _apply(self, params: Params, batch: Batch, dropout_rng: jax.Array | None, **options: Any) -> Any:
         return self.module.apply(
             {"params": params},
             batch["decoder_input_tokens"],
@@ -391,7 +410,7 @@ class DecoderOnlyModel(BaseTransformerModel):
             **self._row_index(batch),
             enable_dropout=dropout_rng is not None,
             rngs=None if dropout_rng is None else {"dropout": dropout_rng},
-            mutable=mutable,
+            **options,
         )
 
     def predict_batch_with_aux(
@@ -414,6 +433,7 @@ class DecoderOnlyModel(BaseTransformerModel):
             inside = jnp.zeros(shifted.shape, jnp.int32).at[:, 0].set(1)
         inputs = jnp.where(inside > 0, shifted, 0)
         lengths = jnp.maximum(jnp.sum(inside, axis=1) - 1, 0).astype(jnp.int32)
+        params = compute_params(self.module, params)  # not anew at every step
         apply = functools.partial(self.module.apply, enable_dropout=False, mutable=["cache"])
         # The prefix stands for the targets too: the start token is 0, yet it is no padding.
         _, filled = apply(

@@ -132,7 +132,7 @@ def train_file(
         log.info("nothing is held out: there is no --valid")
 
     # --- The same configuration as a gin run's ------------------------------------------------------------------------
-    startup.prepare_jax()
+    startup.enable_compilation_cache()
     with processes or contextlib.nullcontext():
         from t5x.partitioning import distributed
         from t5x.train import train

@@ -1,4 +1,4 @@
-"""What every entry point does first: logging that a person can read, and JAX set up so that runs can be repeated."""
+"""What every entry point does first: logging that a person can read, and JAX's compilation cache."""
 
 import hashlib
 import logging
@@ -79,17 +79,11 @@ def command(name: str) -> str:
     return name if on_path or not os.path.exists(beside) else min(relative, beside, key=len)
 
 
-def prepare_jax() -> None:
-    """What a run needs of JAX before it touches a device: results that can be repeated, and the compilation cache."""
-    flags = os.environ.get("XLA_FLAGS", "")
-    if "nondeterministic_ops" not in flags and "deterministic_ops" not in flags:
-        # On GPUs some operations (the gradient of an embedding, as an atomic scatter) add up in a random order.
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_exclude_nondeterministic_ops=true".strip()
-    enable_compilation_cache()
-
-
 def enable_compilation_cache() -> None:
-    """Keeps compiled programs between runs, unless JAX was told where to (JAX_COMPILATION_CACHE_DIR)."""
+    """Keeps compiled programs between runs, unless JAX was told where to (JAX_COMPILATION_CACHE_DIR).
+
+    On GPUs a program compiled anew may round differently, as the quickest products are chosen by trying them.
+    """
     import jax
 
     if jax.config.jax_compilation_cache_dir is None:

@@ -28,6 +28,41 @@ def test_gradient_is_that_of_the_definition(smoothing, z_loss):
     np.testing.assert_allclose(*grads, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "chunk_bytes", [2**28, 800, 1]
+)  # one part; parts that do not divide the length; single positions
+def test_a_loss_without_all_logits_is_that_of_all_logits(monkeypatch, chunk_bytes):
+    monkeypatch.setattr(losses, "_CHUNK_BYTES", chunk_bytes)
+    hidden, kernel = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(3, 7, 5), (5, 11)]))
+    targets, weights = (
+        jax.random.randint(jax.random.key(2), (3, 7), 0, 11),
+        jax.random.uniform(jax.random.key(3), (3, 7)),
+    )
+    options = {"z_loss": 0.01, "label_smoothing": 0.1}
+
+    def plain(hidden, kernel):
+        loss, z_loss = losses.cross_entropy(0.7 * (hidden @ kernel), targets, **options)
+        return jnp.sum(loss * weights), losses.TokenLosses(loss, z_loss, jnp.argmax(hidden @ kernel, -1) == targets)
+
+    def ours(hidden, kernel):
+        return losses.projected_cross_entropy(hidden, kernel, targets, weights, scale=0.7, **options)
+
+    (found, tokens), grads = jax.value_and_grad(ours, (0, 1), has_aux=True)(hidden, kernel)
+    (wanted, wanted_tokens), wanted_grads = jax.value_and_grad(plain, (0, 1), has_aux=True)(hidden, kernel)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    np.testing.assert_allclose(ours(hidden, kernel)[0], wanted, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), tokens, wanted_tokens)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), grads, wanted_grads)
+
+
+def test_the_gradient_of_a_bfloat16_loss_is_float32_for_the_kernel():
+    hidden = jax.random.normal(jax.random.key(0), (2, 3, 4)).astype(jnp.bfloat16)
+    kernel = jax.random.normal(jax.random.key(1), (4, 9))
+    of = lambda h, k: losses.projected_cross_entropy(h, k, jnp.ones((2, 3), jnp.int32), jnp.full((2, 3), 0.1))[0]
+    of_hidden, of_kernel = jax.grad(of, (0, 1))(hidden, kernel)
+    assert (of_hidden.dtype, of_kernel.dtype) == (jnp.bfloat16, jnp.float32)
+
+
 def test_huge_logits_stay_finite():
     logits = jnp.array([[1e30, 0.0, -1e30]])
     loss, _ = losses.cross_entropy(logits, jnp.array([0]))

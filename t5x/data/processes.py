@@ -72,7 +72,8 @@ def pipes() -> tuple[BinaryIO, BinaryIO]:
         signal.signal(number, signal.SIG_IGN)
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=1 << 20)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    return sys.stdin.buffer, answers
+    # Not sys.stdin itself: an interpreter that ends while a thread of it still reads from that aborts.
+    return os.fdopen(os.dup(sys.stdin.fileno()), "rb"), answers
 
 
 def listen(source: BinaryIO) -> "queue.Queue[bytes]":

@@ -5,6 +5,7 @@ batch has changes a result beyond the rounding of floats: padding is masked, and
 the example. Several processes each take their rows of every batch, and all get all results.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 
 from t5x.inference import buckets
 from t5x.models import BaseTransformerModel
+from t5x.network import compute_params
 from t5x.partitioning import PjitPartitioner
 
 Program = Callable[[Any, Mapping[str, jax.Array], np.ndarray], Any]
@@ -23,13 +25,14 @@ class Engine:
     """A model with its parameters.
 
     Args:
-      params: of the model, where the partitioner lays them.
+      params: of the model, where the partitioner lays them; kept in the network's dtype.
     """
 
     def __init__(self, model: BaseTransformerModel, partitioner: PjitPartitioner, params: Any):
         self.model = model
         self.partitioner = partitioner
-        self.params = params
+        keep = jax.tree.map(lambda x: x.sharding, params)
+        self.params = jax.jit(functools.partial(compute_params, model.module), out_shardings=keep)(params)
 
     def program(self, function: Callable[[Any, Mapping[str, jax.Array], jax.Array], Any]) -> Program:
         """Compiles (params, batch, rng) -> tree of arrays, anew for every shape of the batch."""

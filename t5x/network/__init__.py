@@ -4,12 +4,15 @@ from t5x.network.attention import Mask, attend
 from t5x.network.blocks import CACHES
 from t5x.network.config import NetworkConfig, T5Config, TransformerConfig
 from t5x.network.decoder_only import DecoderWrapper
+from t5x.network.precision import compute_params
 from t5x.network.relative_position import RelativeBias
+from t5x.network.towers import LogitFactors
 from t5x.network.transformer import Transformer
 
 __all__ = [
     "CACHES",
     "DecoderWrapper",
+    "LogitFactors",
     "Mask",
     "NetworkConfig",
     "RelativeBias",
@@ -17,4 +20,5 @@ __all__ = [
     "Transformer",
     "TransformerConfig",
     "attend",
+    "compute_params",
 ]

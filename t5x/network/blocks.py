@@ -7,15 +7,15 @@ import jax
 import jax.numpy as jnp
 from flax.linen import initializers, partitioning
 
-from t5x.network.attention import Mask, attend, attend_cached
+from t5x.network.attention import Mask, attend, attend_cached, attend_folded
 from t5x.network.config import NetworkConfig
 from t5x.network.keys import Keys, dropout
-from t5x.network.layers import KERNELS, MLP, Dense, RMSNorm
+from t5x.network.layers import KERNELS, MLP, Kernel, RMSNorm, project
 from t5x.network.relative_position import RelativeBias, RelativePositionBias
 from t5x.partitioning.logical import constrain
 
 # What a decoding step carries: `cache` changes at every step; `cross_cache` (keys and values of the encoder's output)
-# and `kernels` (see `Dense`) are computed once.
+# and `kernels` (see `project`) are computed once.
 CACHES = ("cache", "cross_cache", KERNELS)
 
 
@@ -56,39 +56,45 @@ class Attention(nn.Module):
         # T5 has no 1/sqrt(head_dim) in the attention: its initial queries are that much smaller.
         query_init = initializers.variance_scaling(1.0 / cfg.head_dim, "fan_in", "normal")
 
-        def heads(name: str, inputs: jax.Array, init=kernel_init) -> jax.Array:
-            flat = Dense(width, ("embed", "joined_kv"), cfg.dtype, init, name=name)(inputs, keys.at(name))
-            return constrain(
-                flat.reshape(*flat.shape[:-1], cfg.num_heads, cfg.head_dim), "batch", "length", "heads", "kv"
-            )
+        kernel = lambda name, init=kernel_init: Kernel(width, ("embed", "joined_kv"), cfg.dtype, init, name=name)
+        kernels = {"query": kernel("query", query_init), "key": kernel("key"), "value": kernel("value")}
 
-        query = heads("query", x, query_init)
+        def heads(inputs: jax.Array, *names: str, in_every_step: bool = True) -> list[jax.Array]:
+            made = project(self, inputs, [kernels[name] for name in names], keys, in_every_step=in_every_step)
+            split = lambda flat: flat.reshape(*flat.shape[:-1], cfg.num_heads, cfg.head_dim)
+            return [constrain(split(flat), "batch", "length", "heads", "kv") for flat in made]
+
+        dropped = {"keys": keys.at("weights"), "dropout_rate": cfg.dropout_rate}
+        exact = {"float32_logits": cfg.float32_attention_logits}
         if self.cache == "cross":
+            (query,) = heads(x, "query")
             # Filled by the pass that creates the cache, from the encoder's output; read by every step after it.
-            key = self.variable("cross_cache", "cached_key", lambda: _heads_first(heads("key", source))).value
-            value = self.variable("cross_cache", "cached_value", lambda: _heads_first(heads("value", source))).value
+            if not self.has_variable("cross_cache", "cached_key"):
+                key, value = heads(source, "key", "value", in_every_step=False)
+                self.put_variable("cross_cache", "cached_key", _heads_first(key))
+                self.put_variable("cross_cache", "cached_value", _heads_first(value))
+            key, value = (self.get_variable("cross_cache", f"cached_{name}") for name in ("key", "value"))
             query = query.reshape(key.shape[0], -1, *query.shape[2:])
-            cached = key, value, mask
+            out = attend_cached(query, key, value, mask=mask, bias=bias, **exact)
+        elif source is not x and x.shape[1] == 1 and bias is None:
+            (query,) = heads(x, "query")
+            into = [kernels[name](source.shape[-1], keys.at(name)) for name in ("key", "value")]
+            out = attend_folded(query, source.astype(cfg.dtype), *into, mask=mask, **dropped, **exact)
         else:
-            key, value = heads("key", source), heads("value", source)
-            cached = self._update_cache(key, value, prefill_lengths) if self.cache else None
-        if cached is not None:
-            key, value, mask = cached
-            out = attend_cached(query, key, value, mask=mask, bias=bias, float32_logits=cfg.float32_attention_logits)
-        else:
-            out = attend(
-                query,
-                key,
-                value,
-                mask=mask,
-                bias=bias,
-                keys=keys.at("weights"),
-                dropout_rate=cfg.dropout_rate,
-                float32_logits=cfg.float32_attention_logits,
-                backend=cfg.attention_backend,
-            )
+            if source is x:
+                query, key, value = heads(x, "query", "key", "value")
+            else:
+                (query,), (key, value) = heads(x, "query"), heads(source, "key", "value")
+            if self.cache and (cached := self._update_cache(key, value, prefill_lengths)) is not None:
+                key, value, mask = cached
+                out = attend_cached(query, key, value, mask=mask, bias=bias, **exact)
+            else:
+                out = attend(
+                    query, key, value, mask=mask, bias=bias, backend=cfg.attention_backend, **dropped, **exact
+                )  # fmt: skip
         out = out.reshape(*x.shape[:-1], width)
-        return Dense(x.shape[-1], ("joined_kv", "embed"), cfg.dtype, kernel_init, name="out")(out, keys.at("out"))
+        to_model = Kernel(x.shape[-1], ("joined_kv", "embed"), cfg.dtype, kernel_init, name="out")
+        return project(self, out, [to_model], keys)[0]
 
     def _update_cache(
         self, key: jax.Array, value: jax.Array, prefill_lengths: jax.Array | None

@@ -8,7 +8,7 @@ from t5x.errors import UserError
 from t5x.network.attention import Mask
 from t5x.network.config import TransformerConfig
 from t5x.network.keys import Keys
-from t5x.network.towers import Decoder
+from t5x.network.towers import Decoder, LogitFactors
 
 
 class DecoderWrapper(nn.Module):
@@ -39,7 +39,8 @@ class DecoderWrapper(nn.Module):
         prefill: bool = False,
         prefill_lengths: jax.Array | None = None,
         row_index: jax.Array | None = None,
-    ) -> jax.Array:
+        as_factors: bool = False,
+    ) -> jax.Array | LogitFactors:
         """Logits float32 [batch, length, vocab].
 
         Args:
@@ -53,6 +54,7 @@ class DecoderWrapper(nn.Module):
           prefill: read whole rows into the cache (made if there is none); `prefill_lengths`, int [batch], says from
             which position on each row is decoded.
           row_index: int [batch], rows of the global batch, which key dropout; 0, 1, 2 … by default.
+          as_factors: give the factors of the logits instead.
         """
         del decoder_positions, max_decode_length  # relative positions need neither; the cache has its length
         if (decode or prefill) and decoder_segment_ids is not None:
@@ -69,4 +71,5 @@ class DecoderWrapper(nn.Module):
             Keys.of(self, decoder_input_tokens, enable_dropout, row_index).at("decoder"),
             cache="rows" if decode or prefill else None,
             prefill_lengths=prefill_lengths if prefill else None,
+            as_factors=as_factors,
         )

@@ -1,5 +1,6 @@
 """The small layers of a T5: dense, embedding, RMS norm, MLP. Parameters are float32, named and shaped as in T5X."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,14 +32,11 @@ def parameter(module: nn.Module, name: str, init: Callable, shape: Sequence[int]
     return param_with_axes(name, initial, axes=tuple(axes), module=module)
 
 
-KERNELS = "kernels"  # the collection of a decoding loop's transposed kernels
+KERNELS = "kernels"  # the collection of what a decoding loop needs of the kernels, prepared once
 
 
-class Dense(nn.Module):
-    """x [..., in] @ kernel [in, features], without a bias.
-
-    On a CPU the pass that creates the caches of a decoding loop also transposes the kernels, once, for `few_rows`.
-    """
+class Kernel(nn.Module):
+    """The kernel [in, features] of a dense layer without a bias, in `dtype`."""
 
     features: int
     axes: tuple[str, str]
@@ -46,28 +44,69 @@ class Dense(nn.Module):
     kernel_init: Callable = initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
 
     @nn.compact
-    def __call__(self, x: jax.Array, keys: Keys, columns: jax.Array | None = None) -> jax.Array:
-        """`columns`, int [batch, n]: only these features of x [batch, length, in], each row its own."""
-        kernel = parameter(self, "kernel", self.kernel_init, (x.shape[-1], self.features), self.axes, keys)
-        x, kernel = x.astype(self.dtype), kernel.astype(self.dtype)
-        if columns is not None:
-            return jnp.einsum("bqd,dbn->bqn", x, kernel[:, columns])
-        if self.has_variable(KERNELS, "transposed"):
-            return few_rows(x, self.get_variable(KERNELS, "transposed"))
-        creates = self.is_mutable_collection(KERNELS) and not self.is_mutable_collection("params")
-        if creates and jax.default_backend() == "cpu":
-            self.put_variable(KERNELS, "transposed", kernel.T)
-        return jnp.dot(x, kernel)
+    def __call__(self, size: int, keys: Keys) -> jax.Array:
+        kernel = parameter(self, "kernel", self.kernel_init, (size, self.features), self.axes, keys)
+        return kernel.astype(self.dtype)
 
 
-def few_rows(x: jax.Array, transposed: jax.Array) -> jax.Array:
+def project(
+    module: nn.Module,
+    x: jax.Array,
+    kernels: Sequence[Kernel],
+    keys: Keys,
+    *,
+    dtype: Any = None,
+    in_every_step: bool = True,
+    joined: bool = False,
+) -> list[jax.Array]:
+    """x [..., in] times each kernel, inside the calling compact module, which owns the kernels.
+
+    A decoding loop has the kernels prepared by the pass that creates its caches: several as one on a GPU, where every
+    product is a kernel to start; transposed on a CPU, for `few_rows`.
+
+    Args:
+      dtype: of the result; None is that of x.
+      in_every_step: of a decoding loop; otherwise nothing is prepared for it.
+      joined: multiply with all kernels at once on a GPU, in whatever pass: x is read once, but the results of each lie
+        apart.
+    """
+    name = "_".join(kernel.name for kernel in kernels)
+    x = x.astype(kernels[0].dtype)
+    on_cpu = jax.default_backend() == "cpu"
+    if module.has_variable(KERNELS, name):
+        ready = module.get_variable(KERNELS, name)
+        return [few_rows(x, kernel, dtype) for kernel in ready] if on_cpu else _joined(x, ready, dtype)
+    made = [kernel(x.shape[-1], keys.at(kernel.name)) for kernel in kernels]
+    creates = (
+        in_every_step and module.is_mutable_collection(KERNELS) and not module.is_mutable_collection("params")
+    )  # fmt: skip
+    if on_cpu:
+        if creates:
+            module.put_variable(KERNELS, name, tuple(kernel.T for kernel in made))
+        return [jnp.dot(x, kernel, preferred_element_type=dtype) for kernel in made]
+    if jax.default_backend() == "gpu" and len(kernels) > 1 and (creates or joined):
+        together = jnp.stack(made, axis=1)
+        if creates:
+            module.put_variable(KERNELS, name, together)
+        if joined:
+            return _joined(x, together, dtype)
+    return [jnp.dot(x, kernel, preferred_element_type=dtype) for kernel in made]
+
+
+def _joined(x: jax.Array, kernels: jax.Array, dtype: Any) -> list[jax.Array]:
+    """Kernels [in, n, features]: side by side, and not one behind another, as features may be divided over devices."""
+    made = jnp.einsum("...d,dnf->...nf", x, kernels, preferred_element_type=dtype)
+    return [made[..., i, :] for i in range(kernels.shape[1])]
+
+
+def few_rows(x: jax.Array, transposed: jax.Array, dtype: Any = None) -> jax.Array:
     """x [..., in] @ transposed [features, in].T, in the way a CPU is quick with where x has few rows.
 
     Multiplied from the left, the kernel is read as it lies; XLA would otherwise pack it anew at every step (twice the
     time for 16 rows). A single row is a matrix-vector product, which is quick either way.
     """
     rows = x.reshape(-1, x.shape[-1])
-    made = jax.lax.dot_general(transposed, rows, (((1,), (1,)), ((), ())))
+    made = jax.lax.dot_general(transposed, rows, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
     # The barrier keeps XLA from turning the product round again.
     return jax.lax.optimization_barrier(made).T.reshape(*x.shape[:-1], transposed.shape[0])
 
@@ -105,7 +144,51 @@ def embed(table: jax.Array, tokens: jax.Array, dtype: Any) -> jax.Array:
 
     They are cast after the lookup, so that the gradient of a frequent token is summed in float32.
     """
-    return constrain(jnp.take(table, tokens, axis=0).astype(dtype), "batch", "length", "embed")
+    rows = _rows if jax.default_backend() == "gpu" else _take
+    return constrain(rows(table, tokens).astype(dtype), "batch", "length", "embed")
+
+
+def _take(table: jax.Array, tokens: jax.Array) -> jax.Array:
+    return jnp.take(table, tokens, axis=0)
+
+
+@jax.custom_vjp
+def _rows(table: jax.Array, tokens: jax.Array) -> jax.Array:
+    return _take(table, tokens)
+
+
+def _rows_forward(table, tokens):
+    return _take(table, tokens), (tokens, table)
+
+
+def _rows_backward(residuals, gradient):
+    tokens, table = residuals
+    return sum_by_token(gradient, tokens, table.shape[0]).astype(table.dtype), None
+
+
+_rows.defvjp(_rows_forward, _rows_backward)
+
+
+def sum_by_token(x: jax.Array, tokens: jax.Array, vocab_size: int) -> jax.Array:
+    """Sums x [..., features] over the places of each token, [...] -> float32 [vocab, features], the same every time.
+
+    A GPU adds to one row of a table from many places in whatever order they come, and floats then come to another sum.
+    Integers do not: x is cut into integers, relative to its greatest value, of so many bits that no sum overflows.
+    """
+    bits = 30 - max(tokens.size - 1, 0).bit_length()
+    parts = -(-26 // bits)
+    x = x.astype(jnp.float32)
+    greatest = jnp.max(jnp.abs(x))
+    unit = jnp.where(greatest > 0, greatest, 1.0)
+    rest, sums = x / unit, []
+    for _ in range(parts):
+        rest = rest * 2.0**bits
+        whole = jnp.round(rest)
+        rest -= whole
+        empty = jnp.zeros((vocab_size, x.shape[-1]), jnp.int32)
+        sums.append(empty.at[tokens].add(whole.astype(jnp.int32), mode="drop"))
+    total = sum(part.astype(jnp.float32) * 2.0 ** (-bits * (n + 1)) for n, part in reversed(list(enumerate(sums))))
+    return jnp.where(jnp.isfinite(greatest), unit * total, jnp.nan)
 
 
 class MLP(nn.Module):
@@ -118,11 +201,11 @@ class MLP(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, keys: Keys) -> jax.Array:
-        hidden = None
-        for i, activation in enumerate(self.activations):
-            name = "wi" if len(self.activations) == 1 else f"wi_{i}"
-            part = Dense(self.mlp_dim, ("embed", "mlp"), self.dtype, name=name)(x, keys.at(name))
-            part = ACTIVATIONS[activation](part)
-            hidden = part if hidden is None else hidden * part
+        names = ["wi"] if len(self.activations) == 1 else [f"wi_{i}" for i in range(len(self.activations))]
+        kernels = [Kernel(self.mlp_dim, ("embed", "mlp"), self.dtype, name=name) for name in names]
+        parts = project(self, x, kernels, keys, joined=True)
+        hidden = functools.reduce(
+            jnp.multiply, (ACTIVATIONS[name](part) for name, part in zip(self.activations, parts, strict=True))
+        )
         hidden = dropout(constrain(hidden, "batch", "length", "mlp"), self.dropout_rate, keys.at("hidden"))
-        return Dense(x.shape[-1], ("mlp", "embed"), self.dtype, name="wo")(hidden, keys.at("wo"))
+        return project(self, hidden, [Kernel(x.shape[-1], ("mlp", "embed"), self.dtype, name="wo")], keys)[0]

@@ -1,6 +1,7 @@
 """The towers: an encoder, and a decoder that attends to one or stands alone."""
 
 import flax.linen as nn
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,8 +10,22 @@ from t5x.network.attention import Mask
 from t5x.network.blocks import DecoderLayer, EncoderLayer, relative_bias, run_layers
 from t5x.network.config import NetworkConfig
 from t5x.network.keys import Keys, dropout
-from t5x.network.layers import Dense, Embed, RMSNorm, embed, few_rows
+from t5x.network.layers import Embed, Kernel, RMSNorm, embed, few_rows, project
 from t5x.partitioning.logical import constrain
+
+
+@flax.struct.dataclass
+class LogitFactors:
+    """Logits that were not multiplied out: `scale` * (hidden @ kernel).
+
+    Attributes:
+      hidden: [batch, length, emb], in the network's dtype.
+      kernel: [emb, vocab], as the parameter is.
+    """
+
+    hidden: jax.Array
+    kernel: jax.Array
+    scale: float = flax.struct.field(pytree_node=False)
 
 
 class Encoder(nn.Module):
@@ -45,7 +60,8 @@ class Decoder(nn.Module):
         cache: str | None = None,
         prefill_lengths: jax.Array | None = None,
         logits_of: jax.Array | None = None,
-    ) -> jax.Array:
+        as_factors: bool = False,
+    ) -> "jax.Array | LogitFactors":
         """int [batch, length] -> logits float32 [batch, length, vocab].
 
         Args:
@@ -53,6 +69,7 @@ class Decoder(nn.Module):
           encoded, cross_mask: what cross-attention sees; None: there is none.
           cache, prefill_lengths: see `Attention`.
           logits_of: int [batch, n], tokens of each row whose logits are wanted, [batch, length, n]; None: of all.
+          as_factors: give the factors of the logits instead.
         """
         cfg = self.config
         if table is None:
@@ -62,17 +79,21 @@ class Decoder(nn.Module):
         shared = (bias, mask, encoded, cross_mask, prefill_lengths)
         x = run_layers(DecoderLayer, cfg, "decoder", self.num_layers, x, keys.at("layers"), *shared, cache=cache)
         x = RMSNorm(cfg.dtype, name="decoder_norm")(x)
-        x = dropout(x, cfg.dropout_rate, keys.at("decoded")).astype(jnp.float32)
-        if cfg.logits_via_embedding:
-            if logits_of is not None:
-                products = jnp.einsum("bqd,bnd->bqn", x, table[logits_of])
-            elif cache is not None and x.shape[1] == 1 and jax.default_backend() == "cpu":
-                products = few_rows(x, table)
-            else:
-                products = x @ table.T
-            logits = products / np.sqrt(x.shape[-1])
+        x = dropout(x, cfg.dropout_rate, keys.at("decoded"))
+        scale = float(1 / np.sqrt(cfg.emb_dim)) if cfg.logits_via_embedding else 1.0
+        dense = lambda dtype: Kernel(cfg.vocab_size, ("embed", "vocab"), dtype, name="logits_dense")
+        at = keys.at("logits_dense")
+        whole = lambda dtype: table.T.astype(dtype) if cfg.logits_via_embedding else dense(dtype)(cfg.emb_dim, at)
+        if as_factors:
+            return LogitFactors(x, whole(jnp.float32), scale)
+        # Products of `dtype`, as everywhere, but summed up in float32.
+        if logits_of is not None:
+            kernel = whole(cfg.dtype)[:, logits_of]
+            return scale * jnp.einsum("bqd,dbn->bqn", x, kernel, preferred_element_type=jnp.float32)
+        if not cfg.logits_via_embedding:
+            (logits,) = project(self, x, [dense(cfg.dtype)], keys, dtype=jnp.float32)
+        elif cache is not None and x.shape[1] == 1 and jax.default_backend() == "cpu":
+            logits = few_rows(x, table.astype(cfg.dtype), jnp.float32)
         else:
-            logits = Dense(cfg.vocab_size, ("embed", "vocab"), jnp.float32, name="logits_dense")(
-                x, keys.at("logits_dense"), logits_of
-            )
-        return logits if logits_of is not None else constrain(logits, "batch", "length", "vocab")
+            logits = jnp.dot(x, whole(cfg.dtype), preferred_element_type=jnp.float32)
+        return constrain(scale * logits, "batch", "length", "vocab")

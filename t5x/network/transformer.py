@@ -13,7 +13,7 @@ from t5x.network.attention import Mask
 from t5x.network.config import T5Config
 from t5x.network.keys import Keys
 from t5x.network.layers import Embed, embed
-from t5x.network.towers import Decoder, Encoder
+from t5x.network.towers import Decoder, Encoder, LogitFactors
 
 
 class Transformer(nn.Module):
@@ -64,8 +64,10 @@ class Transformer(nn.Module):
         max_decode_length: int | None = None,
         row_index: jax.Array | None = None,
         logits_of: jax.Array | None = None,
-    ) -> jax.Array:
-        """Logits float32 [batch, targets, vocab], or those of the tokens `logits_of`, int [batch, n], alone.
+        as_factors: bool = False,
+    ) -> jax.Array | LogitFactors:
+        """Logits float32 [batch, targets, vocab], or those of the tokens `logits_of`, int [batch, n], alone, or the
+        factors of the logits.
 
         With `decode`, the first call creates the caches, sized for the length of `decoder_input_tokens`, and fills
         `cross_cache` from `encoded`; every later call takes one token a row and advances `cache`. It may have
@@ -96,6 +98,7 @@ class Transformer(nn.Module):
             cross_mask=cross_mask,
             cache="self" if decode else None,
             logits_of=logits_of,
+            as_factors=as_factors,
         )
 
     def __call__(
@@ -111,13 +114,15 @@ class Transformer(nn.Module):
         enable_dropout: bool = True,
         decode: bool = False,
         row_index: jax.Array | None = None,
-    ) -> jax.Array:
+        as_factors: bool = False,
+    ) -> jax.Array | LogitFactors:
         """Logits float32 [batch, targets, vocab] under teacher forcing.
 
         Args:
           encoder_segment_ids, decoder_segment_ids: int, which example of a packed row a token belongs to.
           encoder_positions, decoder_positions: accepted for T5X's convention; T5 has no absolute positions.
           row_index: int [batch], rows of the global batch, which key dropout; 0, 1, 2 … by default.
+          as_factors: give the factors of the logits instead.
         """
         del encoder_positions
         encoded = self.encode(encoder_input_tokens, encoder_segment_ids, enable_dropout, row_index)
@@ -132,4 +137,5 @@ class Transformer(nn.Module):
             enable_dropout,
             decode,
             row_index=row_index,
+            as_factors=as_factors,
         )

@@ -77,7 +77,7 @@ def processes(args: argparse.Namespace) -> Iterator[None]:
     from t5x.partitioning import distributed
 
     names = ("coordinator_address", "process_count", "process_index", "initialization_timeout", "multiprocess_gpu")
-    startup.prepare_jax()
+    startup.enable_compilation_cache()
     with distributed.run(**{name: getattr(args, name) for name in names}):
         startup.name_process()
         yield

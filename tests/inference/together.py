@@ -1,6 +1,8 @@
-"""Inference and evaluation, one after the other, by the processes of a run: `together.py DIRECTORY INDEX COUNT PORT`.
+"""Inference, ranking, answers and evaluation, one after the other, by the processes of a run.
 
-DIRECTORY has the MODEL_DIR `model`, `in.txt` and `pairs.jsonl`; results come to `DIRECTORY/of-<COUNT>`. Other processes
+    together.py DIRECTORY INDEX COUNT PORT
+
+DIRECTORY has the MODEL_DIR `model` and the inputs; results come to `DIRECTORY/of-<COUNT>`. Other processes
 than the first look at MODEL_DIR before its newest checkpoint is there.
 """
 
@@ -8,6 +10,7 @@ import sys
 from pathlib import Path
 
 from t5x import data, startup
+from t5x.answering.files import answer_file
 from t5x.checkpoints import reading
 from t5x.checkpoints.config import RestoreCheckpointConfig
 from t5x.data.config import DatasetConfig
@@ -16,6 +19,7 @@ from t5x.inference.files import infer_file
 from t5x.inference.loaded import open_model
 from t5x.partitioning import PjitPartitioner, distributed
 from t5x.plain_eval import PlainEvaluation, evaluate_file
+from t5x.ranking.reranking import Given, rerank
 
 
 def work(directory: Path, output: Path) -> None:
@@ -41,6 +45,14 @@ def work(directory: Path, output: Path) -> None:
         checkpoint_period=1,
         summarize_config_fn=None,
     )
+    rerank(
+        model_dir, Given(pairs=str(directory / "passages.tsv")), str(output / "run.trec"), template="{query}{document}",
+        labels="a,b", max_length=8, batch_size=4, checkpoint_period=1,
+    )  # fmt: skip
+    answer_file(
+        model_dir, str(directory / "questions.jsonl"), str(output / "answers.jsonl"), max_length=6, max_input_length=32,
+        stride=1, batch_size=4, checkpoint_period=1,
+    )  # fmt: skip
     evaluate_file(
         PlainEvaluation(
             model=model_dir, data=pairs, metric=["chrf"], max_length=6, max_input_length=8, batch_size=4,
@@ -55,7 +67,7 @@ def main() -> None:
         list_steps = reading.list_steps
         reading.list_steps = lambda model_dir: list_steps(model_dir)[:-1]
     startup.configure_logging(debug=False)
-    startup.prepare_jax()
+    startup.enable_compilation_cache()
     with distributed.run(coordinator_address=f"127.0.0.1:{port}", process_count=count, process_index=index):
         work(directory, directory / f"of-{count}")
 

@@ -74,7 +74,7 @@ def main() -> None:
     settings = [Setting(**job["setting"]) for job in jobs]
     (processes,) = {setting.processes for setting in settings}
     startup.configure_logging(debug=False)
-    startup.prepare_jax()
+    startup.enable_compilation_cache()
     with distributed.run(coordinator_address=f"127.0.0.1:{port}", process_count=processes, process_index=index):
         startup.name_process()
         assert jax.device_count() == settings[0].devices, jax.devices()

@@ -1,0 +1,27 @@
+"""Parameters as a network computes with them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from t5x.network.decoder_only import DecoderWrapper
+from t5x.network.transformer import Transformer
+
+_FLOAT32 = "rel_embedding"  # the tables of relative positions are added to logits, which are float32
+
+
+def compute_params(module: Any, params: Any) -> Any:
+    """The parameters in the network's dtype, to which it would cast them at every use: the results are the same.
+
+    A training run keeps float32, to add small updates to. Parameters of a network that is not ours stay as they are.
+    """
+    if type(module) not in (Transformer, DecoderWrapper):
+        return params
+    dtype = jnp.dtype(module.config.dtype)
+
+    def cast(path: tuple, leaf: jax.Array) -> jax.Array:
+        stays = getattr(path[-1], "key", None) == _FLOAT32 or leaf.dtype != jnp.float32
+        return leaf if stays else leaf.astype(dtype)
+
+    return jax.tree_util.tree_map_with_path(cast, params)

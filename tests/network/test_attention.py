@@ -1,0 +1,116 @@
+"""Attention by every way that computes it, against products written out in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from t5x.errors import UserError
+from t5x.network import attention
+from t5x.network.attention import Mask
+from t5x.network.keys import Keys
+from t5x.network.relative_position import RelativeBias
+
+BATCH, HEADS, WIDTH = 3, 2, 8
+
+
+def arrays(*shapes: tuple[int, ...], seed: int = 0) -> list[jax.Array]:
+    rng = np.random.default_rng(seed)
+    return [jnp.array(rng.normal(0, 0.5, shape), jnp.float32) for shape in shapes]
+
+
+def expected(query, key, value, allowed, bias=0.0) -> np.ndarray:
+    query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
+    logits = np.einsum("bqhd,bkhd->bhqk", query, key) + bias
+    weights = np.where(allowed, np.exp(logits), 0)
+    return np.einsum("bhqk,bkhd->bqhd", weights / weights.sum(-1, keepdims=True), value)
+
+
+def real(lengths: list[int], size: int) -> jax.Array:
+    return jnp.array(np.arange(size) < np.array(lengths)[:, None], jnp.int32)
+
+
+def test_folding_the_query_gives_what_keys_and_values_give():
+    query, source, key_kernel, value_kernel = arrays(
+        (BATCH, 1, HEADS, WIDTH), (BATCH, 5, 6), (6, HEADS * WIDTH), (6, HEADS * WIDTH)
+    )
+    segments = real([5, 2, 1], 5)
+    found = attention.attend_folded(query, source, key_kernel, value_kernel, mask=Mask(key_segments=segments))
+    heads = lambda kernel: (source @ kernel).reshape(BATCH, 5, HEADS, WIDTH)
+    allowed = np.asarray(segments)[:, None, None] > 0
+    np.testing.assert_allclose(found, expected(query, heads(key_kernel), heads(value_kernel), allowed), atol=1e-6)
+
+
+def test_folding_drops_the_same_weights_as_attention_does():
+    query, source, key_kernel, value_kernel = arrays(
+        (BATCH, 1, HEADS, WIDTH), (BATCH, 9, 6), (6, HEADS * WIDTH), (6, HEADS * WIDTH)
+    )
+    dropped = {"keys": Keys(dropout=jax.random.key(3), rows=jnp.arange(BATCH), place="here"), "dropout_rate": 0.5}
+    mask = Mask(key_segments=real([9, 4, 7], 9))
+    found = attention.attend_folded(query, source, key_kernel, value_kernel, mask=mask, **dropped)
+    heads = lambda kernel: (source @ kernel).reshape(BATCH, 9, HEADS, WIDTH)
+    plain = attention.attend(query, heads(key_kernel), heads(value_kernel), mask=mask, **dropped)
+    np.testing.assert_allclose(found, plain, atol=1e-6)
+    without = attention.attend(query, heads(key_kernel), heads(value_kernel), mask=mask)
+    assert np.abs(np.asarray(plain - without)).max() > 0.01
+
+
+def test_one_key_is_all_there_is_to_attend_to():
+    query, key, value = arrays((BATCH, 3, HEADS, WIDTH), (BATCH, 1, HEADS, WIDTH), (BATCH, 1, HEADS, WIDTH))
+    (table,) = arrays((HEADS, 32))
+    mask = Mask(key_segments=jnp.ones((BATCH, 1), jnp.int32))
+    found = attention.attend(query, key, value, mask=mask, bias=RelativeBias(table, True))
+    np.testing.assert_allclose(found, np.broadcast_to(value, query.shape), atol=1e-6)
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is one")
+def test_cudnn_without_a_gpu_says_so():
+    query, key, value = arrays(*[(BATCH, 4, HEADS, WIDTH)] * 3)
+    with pytest.raises(UserError, match="attention_backend is 'cudnn', but there is no NVIDIA GPU"):
+        attention.attend(query, key, value, mask=Mask(), backend="cudnn")
+
+
+def test_an_unknown_back_end_names_those_there_are():
+    query, key, value = arrays(*[(BATCH, 4, HEADS, WIDTH)] * 3)
+    with pytest.raises(UserError, match="'flash'; known are auto, xla, cudnn"):
+        attention.attend(query, key, value, mask=Mask(), backend="flash")
+
+
+# What only a GPU can show: `make test` on one runs these too.
+
+GPU = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
+
+
+@GPU
+@pytest.mark.parametrize(
+    ("q", "k", "causal"), [(64, 64, False), (37, 37, False), (37, 37, True), (128, 128, True), (7, 51, False)]
+)
+def test_cudnn_agrees_with_float32(q: int, k: int, causal: bool):
+    """Outputs and gradients within 1 % of the float32 reference, padding and learned bias included."""
+    query, key, value, weights = arrays(*[(BATCH, n, 4, 64) for n in (q, k, k, q)])
+    (table,) = arrays((4, 32))
+    lengths = [k, max(1, k // 2), 3]
+    seen = real(lengths, q)[:, :, None, None] if q == k else 1
+    mask = Mask(key_segments=real(lengths, k), causal=causal)
+
+    def loss(backend, dtype, query, key, value, table):
+        bias = RelativeBias(table, not causal) if q == k else None
+        out = backend(query.astype(dtype), key.astype(dtype), value.astype(dtype), mask, bias)
+        return jnp.sum(out.astype(jnp.float32) * weights * seen)
+
+    parts = [x.astype(jnp.bfloat16).astype(jnp.float32) for x in (query, key, value, table)]
+    of = lambda backend, dtype: jax.value_and_grad(loss, (2, 3, 4, 5))(backend, dtype, *parts)
+    with jax.default_matmul_precision("highest"):
+        _, wanted = of(attention.attend_xla, jnp.float32)
+    _, found = of(attention.attend_cudnn, jnp.bfloat16)
+    for one, other in zip(found, wanted, strict=True):
+        one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
+        assert np.linalg.norm(one - other) <= 1e-2 * np.linalg.norm(other)
+
+
+@GPU
+def test_padding_within_a_row_is_no_number_with_cudnn():
+    query, key, value = (x.astype(jnp.bfloat16) for x in arrays(*[(2, 8, HEADS, 64)] * 3))
+    (table,) = arrays((HEADS, 32))
+    mask = Mask(key_segments=jnp.array([[1] * 8, [1, 1, 0, 1, 1, 1, 0, 0]]))
+    assert np.isnan(np.asarray(attention.attend_cudnn(query, key, value, mask, RelativeBias(table, True)))).any()
