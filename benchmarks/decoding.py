@@ -8,16 +8,18 @@ JSON: tokens a second (of scoring: rows a second), and the ratio of ours to each
 """
 
 import argparse
+import functools
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
 
+import contenders
+import rounds
+
 INPUTS, OUTPUTS = 128, 64
 WORK = {"greedy16": (16, 1), "greedy1": (1, 1), "beam4": (16, 4), "score16": (16, 0)}
-SIZES = {"d_model": 512, "d_kv": 64, "d_ff": 1024, "num_layers": 8, "num_decoder_layers": 8, "num_heads": 6}
 
 
 def main() -> None:
@@ -32,40 +34,33 @@ def main() -> None:
     args = parser.parse_args()
     if args.measure:
         for name in args.work.split(","):
-            contender = {"ours": ours, "huggingface": huggingface, "ctranslate2": ctranslate2}[args.measure]
-            if (call := contender(args.model, name, args.threads)) is not None:
-                print(json.dumps({name: measure(call, name)}), flush=True)
+            call = {"ours": ours, "huggingface": huggingface, "ctranslate2": ctranslate2}[args.measure]
+            if (timed := call(args.model, name, args.threads)) is not None:
+                print(json.dumps({name: measure(timed, name)}), flush=True)
         return
-    contenders = {"ours": sys.executable, "huggingface": sys.executable}
+    pythons = {"ours": sys.executable, "huggingface": sys.executable}
     if args.ctranslate2:
-        contenders["ctranslate2"] = args.ctranslate2
+        pythons["ctranslate2"] = args.ctranslate2
     if args.only:
-        contenders = {args.only: contenders[args.only]}
+        pythons = {args.only: pythons[args.only]}
     best: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as directory:
-        write_model(directory)
-        for _ in range(args.rounds):
-            for contender, python in contenders.items():
-                for name, rate in run(python, contender, directory, args).items():
-                    place = best.setdefault(name, {})
-                    place[contender] = max(rate, place.get(contender, 0.0))
+        contenders.write_model(directory)
+        flags = ["--model", directory, "--work", args.work, "--threads", args.threads]
+        calls = {
+            name: functools.partial(
+                rounds.run, [python, __file__, "--measure", name, *flags], args.threads, JAX_PLATFORMS="cpu"
+            )
+            for name, python in pythons.items()
+        }
+        for contender, found in rounds.in_turns(calls, args.rounds):
+            for name, rate in found.items():
+                place = best.setdefault(name, {})
+                place[contender] = max(rate, place.get(contender, 0.0))
     for rates in best.values():
-        for peer in set(rates) - {"ours"} if "ours" in rates else ():
-            rates[f"ours / {peer}"] = round(rates["ours"] / rates[peer], 2)
+        if "ours" in rates:
+            rates |= rounds.ratios(rates)
     print(json.dumps(best, indent=1))
-
-
-def run(python: str, contender: str, directory: str, args: argparse.Namespace) -> dict[str, float]:
-    command = [python, __file__, "--measure", contender, "--model", directory, "--work", args.work]
-    env = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([*command, "--threads", str(args.threads)], capture_output=True, text=True, env=env)
-    if done.returncode:
-        sys.exit(f"{contender} failed:\n{done.stderr[-3000:]}")
-    found: dict[str, float] = {}
-    for line in done.stdout.splitlines():
-        if line.startswith("{"):
-            found |= json.loads(line)
-    return found
 
 
 def measure(call, name: str) -> float:
@@ -80,29 +75,6 @@ def measure(call, name: str) -> float:
     return round(amounts / best, 1)
 
 
-def write_model(directory: str) -> None:
-    """A T5 1.1 small whose EOS is never the likeliest."""
-    import torch
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.T5Config(vocab_size=32128, feed_forward_proj="gated-gelu", decoder_start_token_id=0, **SIZES)
-    config.tie_word_embeddings = False
-    model = transformers.T5ForConditionalGeneration(config)
-    model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.shared.weight) * 0.05)
-    with torch.no_grad():
-        model.lm_head.weight[1] = 0.0
-        for tower in (model.encoder, model.decoder):
-            tower.embed_tokens.weight = model.shared.weight
-    model.save_pretrained(directory)
-    path = f"{directory}/config.json"
-    with open(path) as file:
-        config = json.load(file)
-    config |= {"tie_word_embeddings": False, "scale_decoder_outputs": False}  # transformers 5 writes them otherwise
-    with open(path, "w") as file:
-        json.dump(config, file)
-
-
 def tokens(name: str):
     import numpy as np
 
@@ -112,8 +84,6 @@ def tokens(name: str):
 
 
 def ours(directory: str, name: str, threads: int):
-    import functools
-
     import jax
     import numpy as np
 
@@ -163,38 +133,8 @@ def huggingface(directory: str, name: str, threads: int):
 
 
 def ctranslate2(directory: str, name: str, threads: int):
-    import ctranslate2
-
-    batch, beams = WORK[name]
-    if beams == 0:
-        return None
-    converted = f"{directory}/ctranslate2"
-    if not os.path.isdir(converted):
-        vocabulary = [f"t{i}" for i in range(32128)]
-        converter = ctranslate2.converters.TransformersConverter(directory)
-        converter.load_tokenizer = lambda *_, **__: _tokenizer(vocabulary)
-        converter.convert(converted, quantization="float32")
-    translator = ctranslate2.Translator(converted, "cpu", intra_threads=threads, compute_type="float32")
-    rows = [[f"t{i}" for i in row] for row in tokens(name)[0]]
-
-    def call():
-        results = translator.translate_batch(
-            rows, beam_size=beams, max_decoding_length=OUTPUTS, min_decoding_length=OUTPUTS, max_batch_size=batch
-        )
-        assert all(len(result.hypotheses[0]) >= OUTPUTS - 1 for result in results)
-
-    return call
-
-
-def _tokenizer(vocabulary: list[str]):
-    """What CTranslate2's converter asks of a tokenizer."""
-    import types
-
-    return types.SimpleNamespace(
-        get_vocab=lambda: {token: i for i, token in enumerate(vocabulary)},
-        bos_token=None, eos_token="t1", unk_token="t2", pad_token="t0",
-        convert_ids_to_tokens=lambda ids: vocabulary[ids] if isinstance(ids, int) else [vocabulary[i] for i in ids],
-    )  # fmt: skip
+    _, beams = WORK[name]
+    return contenders.ctranslate2(directory, tokens(name)[0], OUTPUTS, beams, threads) if beams else None
 
 
 if __name__ == "__main__":

@@ -10,15 +10,17 @@ slow it down; what is compiled, is compiled before. Prints JSON.
 """
 
 import argparse
+import functools
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
 
+import contenders
+import rounds
+
 BATCH, LENGTH = 32, 512
-SIZES = {"d_model": 512, "d_kv": 64, "d_ff": 1024, "num_layers": 8, "num_decoder_layers": 8, "num_heads": 6}
 
 
 def main() -> None:
@@ -36,28 +38,21 @@ def main() -> None:
         return
     best: dict[str, float] = {}
     scores: dict[str, list[float]] = {}
+    given = {name: getattr(args, name) for name in ("candidates", "vocabulary", "pairs", "threads")}
     with tempfile.TemporaryDirectory() as directory:
-        write_model(directory)
-        for _ in range(args.rounds):
-            for contender in ("ours", "huggingface"):
-                found = run(contender, directory, args)
-                best[contender] = max(found["rate"], best.get(contender, 0.0))
-                scores[contender] = found["scores"]
+        contenders.write_model(directory)
+        flags = [f"--directory={directory}", *(f"--{name}={value}" for name, value in given.items())]
+        calls = {
+            name: functools.partial(
+                rounds.run, [sys.executable, __file__, f"--measure={name}", *flags], args.threads, JAX_PLATFORMS="cpu"
+            )
+            for name in ("ours", "huggingface")
+        }
+        for contender, found in rounds.in_turns(calls, args.rounds):
+            best[contender] = max(found["rate"], best.get(contender, 0.0))
+            scores[contender] = found["scores"]
     differ = max(abs(a - b) for a, b in zip(scores["ours"], scores["huggingface"], strict=True))
-    ratio = round(best["ours"] / best["huggingface"], 2)
-    print(json.dumps({"pairs a second": best, "ours / huggingface": ratio, "scores differ by": differ}, indent=1))
-
-
-def run(contender: str, directory: str, args: argparse.Namespace) -> dict:
-    """A process of its own, whose last line is its result."""
-    given = {"candidates": args.candidates, "vocabulary": args.vocabulary, "pairs": args.pairs, "threads": args.threads}
-    flags = [f"--{name}={value}" for name, value in given.items()]
-    env = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, __file__, f"--measure={contender}", f"--directory={directory}", *flags]
-    done = subprocess.run(command, capture_output=True, text=True, env=env)
-    if done.returncode:
-        sys.exit(f"{contender} failed:\n{done.stderr[-3000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    print(json.dumps({"pairs a second": best, **rounds.ratios(best), "scores differ by": differ}, indent=1))
 
 
 def measure(args: argparse.Namespace) -> None:
@@ -76,27 +71,6 @@ def read_pairs(path: str, count: int) -> list[tuple[str, str]]:
     work = ListWork(path, None)
     found = [(unit.query, text) for unit in work.units(0, len(work.sizes)) for text in unit.texts]
     return found[:count]
-
-
-def write_model(directory: str) -> None:
-    import torch
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.T5Config(vocab_size=32128, feed_forward_proj="gated-gelu", decoder_start_token_id=0, **SIZES)
-    config.tie_word_embeddings = False
-    model = transformers.T5ForConditionalGeneration(config)
-    model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.shared.weight) * 0.05)
-    with torch.no_grad():
-        for tower in (model.encoder, model.decoder):
-            tower.embed_tokens.weight = model.shared.weight
-    model.save_pretrained(directory)
-    path = f"{directory}/config.json"
-    with open(path) as file:
-        config = json.load(file)
-    config |= {"tie_word_embeddings": False, "scale_decoder_outputs": False}  # transformers 5 writes them otherwise
-    with open(path, "w") as file:
-        json.dump(config, file)
 
 
 def ours(args: argparse.Namespace):

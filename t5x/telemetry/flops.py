@@ -22,6 +22,21 @@ def encoder_decoder_flops(cfg: T5Config, *, rows: int, inputs: int, targets: int
     return 2 * rows * (layers + _logits(cfg, targets))
 
 
+def generation_flops(cfg: T5Config, *, rows: int, inputs: int, targets: int, beams: int = 1) -> int:
+    """FLOPs of decoding `targets` tokens a row with caches; beams share the encoder's output, keys and values."""
+    width = cfg.num_heads * cfg.head_dim
+    cross = _attention(cfg, targets, inputs) - 2 * inputs * cfg.emb_dim * width
+    beam = cfg.num_decoder_layers * (_attention(cfg, targets, targets) + cross + _mlp(cfg, targets))
+    more = 2 * rows * (beams - 1) * (beam + _logits(cfg, targets))
+    return encoder_decoder_flops(cfg, rows=rows, inputs=inputs, targets=targets) + more
+
+
+def scoring_flops(cfg: T5Config, *, rows: int, inputs: int, labels: int) -> int:
+    """FLOPs of the logits of `labels` tokens at the first position of the output, as rerankers take them."""
+    logits = labels * cfg.emb_dim - _logits(cfg, 1)
+    return encoder_decoder_flops(cfg, rows=rows, inputs=inputs, targets=1) + 2 * rows * logits
+
+
 def decoder_only_flops(cfg: TransformerConfig, *, rows: int, length: int) -> int:
     """The same for a decoder alone."""
     layer = _attention(cfg, length, length) + _mlp(cfg, length)

@@ -3,4 +3,6 @@
 Nothing here imports JAX before it is known that there is something to run.
 """
 
-VERBS = ("demo", "train", "data", "eval", "infer", "answer", "rerank", "rank-eval", "inspect", "convert", "cache")
+VERBS = (
+    "demo", "train", "data", "eval", "infer", "answer", "rerank", "rank-eval", "inspect", "convert", "cache", "bench",
+)  # fmt: skip

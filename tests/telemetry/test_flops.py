@@ -9,7 +9,7 @@ import pytest
 
 from t5x.network import DecoderWrapper, T5Config, Transformer, TransformerConfig
 from t5x.telemetry.devices import peak_flops
-from t5x.telemetry.flops import StepCost, forward_flops
+from t5x.telemetry.flops import StepCost, forward_flops, generation_flops, scoring_flops
 
 SHAPE = {"emb_dim": 128, "num_heads": 4, "head_dim": 32, "mlp_dim": 256, "dropout_rate": 0.0}
 GATED = T5Config(
@@ -129,3 +129,28 @@ def test_peaks_of_known_devices(kind, tera):
 )
 def test_other_devices_have_none(kind):
     assert peak_flops(device(kind)) is None
+
+
+def kernels(tower, *, among=("kernel",), but=()):
+    """Elements of the matrices that a token is multiplied with."""
+    found = jax.tree_util.tree_leaves_with_path(tower)
+    paths = [([key.key for key in path], leaf) for path, leaf in found]
+    return sum(x.size for path, x in paths if path[-1] in among and not any("/".join(path).count(b) for b in but))
+
+
+def test_generation_and_scoring_against_the_matrices_of_the_network():
+    tokens = jnp.ones((1, 4), jnp.int32)
+    params = jax.eval_shape(
+        lambda t: Transformer(GATED).init(jax.random.key(0), t, t, t, enable_dropout=False)["params"], tokens
+    )
+    rows, inputs, targets, beams, width = 3, 64, 32, 4, 4 * 32
+    cross = [f"encoder_decoder_attention/{name}" for name in ("key", "value")]
+    encoder = inputs * kernels(params["encoder"]) + 2 * (2 * inputs * inputs * width)
+    once = inputs * (kernels(params["decoder"]) - kernels(params["decoder"], but=cross))
+    logits = kernels({"logits_dense": params["decoder"]["logits_dense"]})
+    layer = kernels(params["decoder"], but=[*cross, "logits_dense"])
+    beam = targets * (layer + logits) + 2 * targets * (targets + inputs) * width
+    found = generation_flops(GATED, rows=rows, inputs=inputs, targets=targets, beams=beams)
+    assert found == 2 * rows * (encoder + once + beams * beam)
+    step = layer + 2 * GATED.emb_dim + 2 * (1 + inputs) * width
+    assert scoring_flops(GATED, rows=rows, inputs=inputs, labels=2) == 2 * rows * (encoder + once + step)

@@ -1,0 +1,132 @@
+"""What a checkpoint costs: the steps around a save, and the restore against the speed of the disk."""
+
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+
+from t5x.bench import measures
+from t5x.bench.compute import Steps
+from t5x.bench.workload import Workload
+from t5x.checkpoints import CheckpointStore, paths
+from t5x.errors import UserError
+from t5x.trainer import StateLayout, TrainState
+
+_WARM_UP, _AROUND = 5, 20  # steps
+
+
+def measure(work: Workload, *, directory: str | None = None, rounds: int = 3) -> dict[str, Any]:
+    """Trains, saves once a round, asynchronously, as a run does, and restores.
+
+    Files are dropped from the page cache before they are read, so that a restore is as cold as after a restart.
+
+    Args:
+      directory: on the disk to measure; None is the temporary directory.
+
+    Returns:
+      medians of the rounds:
+        checkpoint_gb: what was saved: parameters, optimizer state, step.
+        save_blocking_s: how long save() held the training loop up.
+        save_done_s: until the checkpoint was there, checksums and flushes included (seen after a step).
+        step_ms, step_ms_around_save: the mean of undisturbed steps, and of the 20 steps that begin with the save,
+          save() included; save_overhead_percent compares them.
+        restore_s, restore_gb_per_s: choosing the checkpoint, verifying its checksums, reading it onto the devices.
+        cold_read_gb_per_s: reading the same files with as many threads as there are cores (at most 8).
+        restore_to_read_ratio: of the two speeds.
+    """
+    if not hasattr(os, "posix_fadvise"):
+        raise UserError("`t5x bench checkpoint` needs Linux, where files can be dropped from the page cache.")
+    if directory is not None and not os.path.isdir(directory):
+        raise UserError(f"--directory {directory} is not there: name a directory on the disk to measure.")
+    made = tempfile.mkdtemp(prefix="t5x-checkpoint-", dir=directory)
+    try:
+        with measures.told_out_of_memory("lower --batch, --inputs, --targets or --size."):
+            steps = Steps(work)
+        result = {"size": work.size, "parameters": work.layout.num_params, "device": measures.machine()["device"]}
+        with CheckpointStore(made, keep=1) as store:
+            saves = [_save(steps, store) for _ in range(rounds)]
+        result |= _medians(saves)
+        result["save_overhead_percent"] = round(100 * (result["step_ms_around_save"] / result["step_ms"] - 1), 1)
+        del steps
+        result |= _medians([_restore(made, work.layout) for _ in range(rounds)])
+        result["restore_to_read_ratio"] = round(result["restore_gb_per_s"] / result["cold_read_gb_per_s"], 2)
+    finally:
+        shutil.rmtree(made)
+    return result
+
+
+def _save(steps: Steps, store: CheckpointStore) -> dict[str, float]:
+    steps.take(_WARM_UP)
+    undisturbed = sum(steps.take(_AROUND))
+    step = int(steps.trainer.state.step)
+    seen = []
+
+    def look() -> None:
+        if not seen and store.path(step).exists():
+            seen.append(time.perf_counter())
+
+    began = time.perf_counter()
+    store.save(step, steps.trainer.state.tree(), sidecars={"model.json": b"{}"})
+    blocking = time.perf_counter() - began
+    around = blocking + sum(steps.take(_AROUND, look))
+    while not seen:
+        steps.take(1, look)
+    store.wait()
+    return {
+        "checkpoint_gb": paths.tree_size(store.path(step)) / 1e9,
+        "save_blocking_s": blocking,
+        "save_done_s": seen[0] - began,
+        "step_ms": 1e3 * undisturbed / _AROUND,
+        "step_ms_around_save": 1e3 * around / _AROUND,
+    }
+
+
+def _restore(directory: str, layout: StateLayout) -> dict[str, float]:
+    store = CheckpointStore(directory)
+    checkpoint = store.path(store.steps()[-1])
+    size = paths.tree_size(checkpoint) / 1e9
+    _drop_from_cache(checkpoint)
+    began = time.perf_counter()
+    newest, _ = store.latest_whole()
+    state = TrainState.from_tree(store.restore(newest, layout.abstract.tree(), verify=False))
+    jax.block_until_ready(state)
+    seconds = time.perf_counter() - began
+    del state
+    _drop_from_cache(checkpoint)
+    return {
+        "restore_s": seconds,
+        "restore_gb_per_s": size / seconds,
+        "cold_read_gb_per_s": size / _read_all(checkpoint),
+    }
+
+
+def _drop_from_cache(directory: os.PathLike) -> None:
+    for name, _ in paths.walk(directory):
+        descriptor = os.open(os.path.join(directory, name), os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def _read_all(directory: os.PathLike) -> float:
+    """Seconds."""
+
+    def read(name: str) -> None:
+        buffer = bytearray(2**20)
+        with open(os.path.join(directory, name), "rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+    began = time.perf_counter()
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        list(pool.map(read, [name for name, _ in paths.walk(directory)]))
+    return time.perf_counter() - began
+
+
+def _medians(rounds: list[dict[str, float]]) -> dict[str, float]:
+    return {name: round(statistics.median(one[name] for one in rounds), 4) for name in rounds[0]}

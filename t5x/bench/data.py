@@ -1,0 +1,134 @@
+"""The input pipeline: how fast batches come out of a task, a file, or made-up texts."""
+
+import contextlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from t5x.bench import measures
+from t5x.data import (
+    DatasetConfig,
+    EncDecFeatureConverter,
+    Mixture,
+    Task,
+    TaskRegistry,
+    get_mixture_or_task,
+    train_loader,
+)
+from t5x.data.file_tasks import file_task
+from t5x.data.loader import default_workers
+from t5x.errors import UserError
+from t5x.plain import vocabulary_named
+
+_AHEAD = 6  # batches that the loader may have made before they are asked for
+_EXAMPLES = 2000  # that are made up
+
+
+def measure(
+    task: str | None = None,
+    *,
+    data: str | None = None,
+    vocabulary: str | None = None,
+    split: str = "train",
+    batch: int = 128,
+    inputs: int = 512,
+    targets: int = 128,
+    packed: bool = False,
+    workers: int | None = None,
+    steps: int | None = None,
+) -> dict[str, Any]:
+    """Batches of a registered task, of a file with `inputs` and `targets`, or of texts that are made up.
+
+    Args:
+      data, vocabulary: as `t5x data` takes them.
+      workers: processes that make rows; 0 is a thread; None chooses by the number of cores.
+      steps: batches to measure; None: about ten seconds of them.
+    """
+    lengths = {"inputs": inputs, "targets": targets}
+    with _source(task, data, vocabulary, split, lengths) as found:
+        cfg = DatasetConfig(found, lengths, split, batch, shuffle=True, seed=0, pack=packed, num_workers=workers)
+        asked = time.perf_counter()
+        with train_loader(cfg, feature_converter=EncDecFeatureConverter(pack=packed)) as loader:
+            next(loader)
+            first = time.perf_counter() - asked
+            for _ in range(_AHEAD):
+                next(loader)
+            stamps, counted = [time.perf_counter()], []
+            while len(counted) < steps if steps else stamps[-1] - stamps[0] < measures.SECONDS:
+                counted.append(_count(next(loader)))
+                stamps.append(time.perf_counter())
+    spent = stamps[-1] - stamps[0]
+    examples, tokens, places = (sum(column) for column in zip(*counted, strict=True))
+    return {
+        "source": task or data or "made-up texts, bytes",
+        "batch": batch,
+        "inputs": inputs,
+        "targets": targets,
+        "packed": packed,
+        "workers": default_workers() if workers is None else workers,
+        **measures.step_times(measures.intervals(stamps)),
+        "examples_per_s": examples / spent,
+        "tokens_per_s": tokens / spent,
+        "padding_share": 1 - tokens / places,
+        "first_batch_s": first,
+        "device": measures.processor(),
+    }
+
+
+def _count(batch: Mapping[str, np.ndarray]) -> tuple[int, int, int]:
+    """Examples, tokens and places of a batch."""
+    features = [batch["encoder_input_tokens"], batch["decoder_target_tokens"]]
+    segments = batch.get("decoder_segment_ids")
+    examples = len(features[0]) if segments is None else int(segments.max(axis=1).sum())
+    return examples, sum(int((f > 0).sum()) for f in features), sum(f.size for f in features)
+
+
+@contextlib.contextmanager
+def _source(
+    task: str | None, data: str | None, vocabulary: str | None, split: str, lengths: Mapping[str, int]
+) -> Iterator[Task | Mixture]:
+    if task is not None:
+        if data is not None or vocabulary is not None:
+            raise UserError("--task and --data (--vocabulary) exclude each other: a task has its own.")
+        yield get_mixture_or_task(task)
+    elif data is not None:
+        if vocabulary is None:
+            raise UserError("--data needs --vocabulary: a SentencePiece model (*.model), a tokenizer.json, or bytes.")
+        with _pairs(data, vocabulary, split) as pairs:
+            yield pairs
+    elif vocabulary is not None:
+        raise UserError("--vocabulary goes with --data.")
+    else:
+        with tempfile.TemporaryDirectory(prefix="t5x-bench-") as directory:
+            path = os.path.join(directory, "texts.jsonl")
+            _write_texts(path, lengths)
+            with _pairs(path, "bytes", split) as pairs:
+                yield pairs
+
+
+@contextlib.contextmanager
+def _pairs(path: str, vocabulary: str, split: str) -> Iterator[Task]:
+    """A file's task, registered as long as it is needed."""
+    task = file_task({split: path}, vocabulary_named(vocabulary).load(), name="bench")
+    try:
+        yield task
+    finally:
+        TaskRegistry.remove(task.name)
+
+
+def _write_texts(path: str, lengths: Mapping[str, int]) -> None:
+    """Texts of up to these lengths in bytes."""
+    random = np.random.default_rng(0)
+    letters = "".join(random.choice(list("aaabcdeeeefghiiklmnooprsttuvw      "), 1 << 16))
+    with open(path, "w") as file:
+        for _ in range(_EXAMPLES):
+            example = {}
+            for name, length in lengths.items():
+                size, at = int(random.integers(1, length)), int(random.integers(0, len(letters)))
+                example[name] = (letters + letters)[at : at + size]
+            file.write(json.dumps(example) + "\n")

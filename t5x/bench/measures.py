@@ -1,0 +1,171 @@
+"""How it is measured: times of steps, what the compiler did, memory, and how fast the devices multiply."""
+
+import contextlib
+import dataclasses
+import itertools
+import os
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from t5x.errors import UserError
+from t5x.network import attention
+from t5x.telemetry.devices import TERA
+
+SECONDS, FEWEST, MOST = 10.0, 3, 200
+_GIGA = 1e9
+
+
+def steps_for(seconds_each: float, given: int | None) -> int:
+    """How many steps to measure: what was asked for, or about ten seconds of them.
+
+    >>> steps_for(1.0, None), steps_for(60.0, None), steps_for(0.001, None), steps_for(60.0, 7)
+    (10, 3, 200, 7)
+    """
+    return given or min(MOST, max(FEWEST, int(SECONDS / max(seconds_each, 1e-9))))
+
+
+def step_times(seconds: Sequence[float]) -> dict[str, float]:
+    """Median, least, and the span that 80 % of the steps lie in, in milliseconds."""
+    low, high = np.quantile(seconds, [0.1, 0.9])
+    return {
+        "steps": len(seconds),
+        "step_ms": 1e3 * statistics.median(seconds),
+        "step_ms_min": 1e3 * min(seconds),
+        "step_ms_spread": 1e3 * float(high - low),
+    }
+
+
+def intervals(stamps: Sequence[float]) -> list[float]:
+    return [after - before for before, after in itertools.pairwise(stamps)]
+
+
+@dataclasses.dataclass
+class Compilation:
+    """What happened while something was compiled.
+
+    Attributes:
+      attention: the back ends that were traced.
+      cached: programs that came from the compilation cache.
+    """
+
+    attention: set[str] = dataclasses.field(default_factory=set)
+    cached: int = 0
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[Compilation]:
+    """Notes which attention back ends the network calls, and whether the compilation cache had the program."""
+    seen = Compilation()
+
+    def noting(name: str, backend: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            seen.attention.add(name)
+            return backend(*args, **kwargs)
+
+        return noted
+
+    def listen(event: str, **_: Any) -> None:
+        seen.cached += event == "/jax/compilation_cache/cache_hits"
+
+    before = dict(attention.BACKENDS)
+    attention.BACKENDS.update({name: noting(name, backend) for name, backend in before.items()})
+    jax.monitoring.register_event_listener(listen)
+    try:
+        yield seen
+    finally:
+        attention.BACKENDS.update(before)
+        jax.monitoring.unregister_event_listener(listen)
+
+
+def matmul_flops(dtype: str) -> float:
+    """FLOP/s of all devices in a large square product of this dtype: the best of some rounds on one, times all."""
+    size, rounds, repeats = (1024, 3, 2) if jax.default_backend() == "cpu" else (8192, 5, 10)
+    left, right = (
+        jax.random.normal(jax.random.key(seed), (size, size), jnp.dtype(dtype)) for seed in range(2)
+    )  # fmt: skip
+    multiply = jax.jit(lambda a, b: a @ b)
+    multiply(left, right).block_until_ready()
+    best = float("inf")
+    for _ in range(rounds):
+        began = time.perf_counter()
+        for _ in range(repeats):
+            made = multiply(left, right)
+        made.block_until_ready()
+        best = min(best, (time.perf_counter() - began) / repeats)
+    return 2 * size**3 / best * jax.device_count()
+
+
+def peak_memory() -> dict[str, Any]:
+    """The most that a device held until now; where it does not tell, this process."""
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()]
+    if None not in peaks:
+        return {"peak_memory_gb": max(peaks) / _GIGA, "peak_memory_of": "device"}
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return {"peak_memory_gb": most / _GIGA, "peak_memory_of": "process"}
+
+
+def machine() -> dict[str, Any]:
+    device = jax.devices()[0]
+    kind = processor() if device.platform == "cpu" else device.device_kind
+    return {"device": kind, "devices": jax.device_count(), "jax": jax.__version__}
+
+
+def processor() -> str:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    name = "cpu"
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
+        name = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), name)
+    return f"{name}, {cores} cores"
+
+
+def rates(flops: float, seconds: float, dtype: str) -> dict[str, float]:
+    """What a step reaches, and the share of what a large product reaches in the same run."""
+    matmul = matmul_flops(dtype)
+    return {
+        "step_tflop": flops / TERA,
+        "tflop_per_s": flops / seconds / TERA,
+        "matmul_tflop_per_s": matmul / TERA,
+        "matmul_share": flops / seconds / matmul,
+    }
+
+
+def check_memory(needed: float, what: str) -> None:
+    """UserError where there is less memory than is needed in any case."""
+    there = available_memory()
+    if there is not None and needed > there:
+        raise UserError(
+            f"{what} needs at least {needed / _GIGA:.1f} GB in memory, but {there / _GIGA:.1f} GB are free. Choose a "
+            "smaller --size."
+        )
+
+
+def available_memory() -> float | None:
+    """Free bytes of all devices; on a CPU, of the machine. None: not known."""
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    if all("bytes_limit" in one for one in stats):
+        return float(sum(one["bytes_limit"] - one.get("bytes_in_use", 0) for one in stats))
+    with contextlib.suppress(OSError), open("/proc/meminfo") as file:
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                return 1024.0 * int(line.split()[1])
+    return None
+
+
+@contextlib.contextmanager
+def told_out_of_memory(hint: str) -> Iterator[None]:
+    """Turns the runtime's many lines about memory into one."""
+    try:
+        yield
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        text = str(error)
+        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in text and "ut of memory" not in text:
+            raise
+        raise UserError(f"There is too little memory for this: {hint}") from error

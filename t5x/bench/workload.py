@@ -1,0 +1,165 @@
+"""What is measured: a T5 1.1 of some size, its batch, and its state on the devices; random weights, random tokens."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from t5x.adafactor import Adafactor
+from t5x.data import PassThroughVocabulary
+from t5x.errors import UserError
+from t5x.models import EncoderDecoderModel
+from t5x.network import T5Config, Transformer
+from t5x.network.attention import BACKENDS
+from t5x.partitioning import PjitPartitioner
+from t5x.trainer import StateLayout, TrainState
+
+_T5_1_1 = T5Config(
+    vocab_size=32128, head_dim=64, mlp_activations=("gelu", "linear"), logits_via_embedding=False, dropout_rate=0.0
+)
+
+
+def _shape(emb_dim: int, num_heads: int, mlp_dim: int, layers: int, **others: int) -> T5Config:
+    return dataclasses.replace(
+        _T5_1_1, emb_dim=emb_dim, num_heads=num_heads, mlp_dim=mlp_dim, num_encoder_layers=layers,
+        num_decoder_layers=layers, **others,
+    )  # fmt: skip
+
+
+SIZES = {
+    "tiny": _shape(64, 4, 128, 2, head_dim=16, vocab_size=512),
+    "small": _shape(512, 6, 1024, 8),
+    "base": _shape(768, 12, 2048, 12),
+    "large": _shape(1024, 16, 2816, 24),
+    "xl": _shape(2048, 32, 5120, 24),
+}
+_BATCHES = {
+    "train": {"small": 256, "base": 128, "large": 64, "xl": 16},
+    "generate": {"small": 64, "base": 64, "large": 64, "xl": 32},
+    "score": {"small": 256, "base": 128, "large": 64, "xl": 32},
+}
+_CPU_BATCH = 8
+_DIFFERENT = 4  # batches, taken in turns
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """What is computed in a step.
+
+    Attributes:
+      size: one of `SIZES`.
+      batch: rows of a step.
+      inputs, targets: tokens of a row; no row is padded.
+      dtype: of the activations.
+      attention: a back end's name, or `auto`.
+      dropout: rate.
+      scan: layers are stacked and scanned over.
+      packed: rows are two examples each, told apart by segment ids.
+    """
+
+    size: str
+    batch: int
+    inputs: int = 512
+    targets: int = 128
+    dtype: str = "float32"
+    attention: str = "auto"
+    dropout: float = 0.0
+    scan: bool = False
+    packed: bool = False
+
+    def __post_init__(self):
+        for name, least in (("batch", 1), ("inputs", 2), ("targets", 2)):
+            if getattr(self, name) < least:
+                raise UserError(f"--{name} is {getattr(self, name)}: it must be at least {least}.")
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"--dropout is {self.dropout}: it must be at least 0 and below 1.")
+        if self.attention != "auto" and self.attention not in BACKENDS:
+            raise UserError(f"--attention {self.attention}: known are auto, {', '.join(BACKENDS)}.")
+
+    @functools.cached_property
+    def config(self) -> T5Config:
+        return dataclasses.replace(
+            SIZES[self.size], dtype=self.dtype, attention_backend=self.attention, dropout_rate=self.dropout,
+            scan_layers=self.scan,
+        )  # fmt: skip
+
+    @functools.cached_property
+    def model(self) -> EncoderDecoderModel:
+        vocabulary = PassThroughVocabulary(self.config.vocab_size, eos_id=-1)  # no token: nothing ends early
+        return EncoderDecoderModel(Transformer(self.config), vocabulary, vocabulary, Adafactor())
+
+    @functools.cached_property
+    def partitioner(self) -> PjitPartitioner:
+        made = PjitPartitioner()
+        if self.batch % made.data_parts:
+            raise UserError(
+                f"--batch is {self.batch}: it must be a multiple of {made.data_parts}, the number of devices that "
+                "share a batch."
+            )
+        return made
+
+    @functools.cached_property
+    def layout(self) -> StateLayout:
+        shapes = self.model.input_shapes({"inputs": self.inputs, "targets": self.targets})
+        return StateLayout.of(self.model, self.partitioner, shapes)
+
+    def params(self) -> Any:
+        """Small random values, made where they lie; no initialisation is compiled, which would take long."""
+        leaves, tree = jax.tree.flatten(self.layout.abstract.params)
+        made = [_filled(leaf.shape, leaf.dtype, leaf.sharding)(seed) for seed, leaf in enumerate(leaves)]
+        return jax.tree.unflatten(tree, made)
+
+    def state(self) -> TrainState:
+        return self.layout.with_fresh_optimizer(self.params(), 0)
+
+    def batches(self) -> Iterator[dict[str, np.ndarray]]:
+        """Endless batches for training."""
+        made = [self._batch(seed) for seed in range(_DIFFERENT)]
+        while True:
+            yield from made
+
+    def tokens(self, rows: int, length: int, seed: int = 0) -> np.ndarray:
+        """int32 [rows, length], none of them padding or EOS."""
+        return np.random.default_rng(seed).integers(2, self.config.vocab_size, (rows, length)).astype(np.int32)
+
+    def _batch(self, seed: int) -> dict[str, np.ndarray]:
+        targets = self.tokens(self.batch, self.targets, seed)
+        made = {
+            "encoder_input_tokens": self.tokens(self.batch, self.inputs, seed + _DIFFERENT),
+            "decoder_target_tokens": targets,
+            "decoder_input_tokens": np.pad(targets, ((0, 0), (1, 0)))[:, :-1],
+            "decoder_loss_weights": np.ones_like(targets),
+        }
+        if self.packed:
+            made["decoder_input_tokens"][:, self.targets // 2] = 0
+            for side, length in (("encoder", self.inputs), ("decoder", self.targets)):
+                at = np.arange(length, dtype=np.int32)
+                second = at >= length // 2
+                made[f"{side}_segment_ids"] = np.tile(1 + second.astype(np.int32), (self.batch, 1))
+                made[f"{side}_positions"] = np.tile(at - second.astype(np.int32) * (length // 2), (self.batch, 1))
+        return made
+
+
+def default_dtype() -> str:
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+
+
+def default_batch(work: str, size: str) -> int:
+    """Rows that keep an accelerator busy; on a CPU, that do not take for ever."""
+    found = _CPU_BATCH if jax.default_backend() == "cpu" else _BATCHES.get(work, {}).get(size, _CPU_BATCH)
+    devices = jax.device_count()
+    return -(-found // devices) * devices
+
+
+@functools.lru_cache(maxsize=64)
+def _filled(shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.Sharding) -> Any:
+    def fill(seed):
+        if len(shape) == 1:
+            return jnp.ones(shape, dtype)  # scales of norms
+        return 0.02 * jax.random.normal(jax.random.key(seed), shape, dtype)
+
+    return jax.jit(fill, out_shardings=sharding)

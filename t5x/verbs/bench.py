@@ -1,0 +1,112 @@
+"""`t5x bench`: its arguments, and a few lines over what measures."""
+
+import argparse
+import json
+import signal
+import sys
+import textwrap
+from typing import Any
+
+from t5x.errors import UserError
+from t5x.verbs.arguments import add_import, import_modules, leave_in_order, work_begins
+
+_SIZES = ("tiny", "small", "base", "large", "xl")  # as in `t5x.bench.workload`, which imports JAX
+_MODEL = ("size", "batch", "attention", "dtype", "scan", "steps")
+_OPTIONS = {
+    "train": (*_MODEL, "inputs", "targets", "dropout", "packed"),
+    "generate": (*_MODEL, "inputs", "targets", "beams"),
+    "score": (*_MODEL, "inputs"),
+    "data": ("batch", "inputs", "targets", "packed", "steps", "task", "data", "vocabulary", "split", "workers"),
+    "checkpoint": (*_MODEL, "inputs", "targets", "directory"),
+}
+
+
+def define(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Measure this program on this machine, by the paths that its verbs take: T5 1.1 shapes, random weights and "
+        "tokens, full rows."
+    )
+    parser.add_argument("work", choices=_OPTIONS, metavar="WORK", help=", ".join(_OPTIONS))
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    parser.add_argument("--batch", type=int, metavar="N", help="rows of a step")
+    parser.add_argument("--inputs", type=int, metavar="N", help="tokens of a row (512; checkpoint: 64)")
+    parser.add_argument("--targets", type=int, metavar="N", help="tokens of a target (128; checkpoint: 64)")
+    parser.add_argument(
+        "--steps", type=int, metavar="N", help="to measure (about ten seconds of them; checkpoint: 3 saves)"
+    )
+    parser.add_argument("--packed", action="store_true", default=None, help="several examples a row (train, data)")
+    model = parser.add_argument_group("the model")
+    model.add_argument("--size", choices=_SIZES, help="small unless said; tiny is for a quick look")
+    model.add_argument("--dtype", choices=("float32", "bfloat16"), help="float32 on CPUs, else bfloat16")
+    model.add_argument("--attention", metavar="NAME", help="the back end (auto)")
+    model.add_argument("--scan", action="store_true", default=None, help="scan over stacked layers")
+    model.add_argument("--dropout", type=float, metavar="X", help="rate (0; train)")
+    model.add_argument("--beams", type=int, metavar="N", help="1 is greedy (1; generate)")
+    data = parser.add_argument_group("data, made up unless one of these is given")
+    data.add_argument("--data", metavar="FILE", help="with fields inputs and targets; needs --vocabulary")
+    data.add_argument("--vocabulary", metavar="FILE", help="a SentencePiece model, a tokenizer.json, or bytes")
+    data.add_argument("--task", metavar="NAME", help="a registered task or mixture")
+    data.add_argument("--split", metavar="NAME", help="of it (train)")
+    data.add_argument("--workers", type=int, metavar="N", help="processes that make rows (by the number of cores)")
+    add_import(data)
+    parser.add_argument_group("checkpoint").add_argument(
+        "--directory", metavar="DIR", help="on the disk to measure (the temporary directory)"
+    )
+    parser.epilog = "examples:\n" + textwrap.indent(textwrap.dedent(_EXAMPLES).strip(), "  ")
+
+
+_EXAMPLES = """
+t5x bench train --size base --batch 128
+t5x bench generate --size base --batch 64 --beams 4 --json
+t5x bench score --size large --attention xla
+t5x bench data --data train.jsonl --vocabulary spiece.model --packed
+t5x bench checkpoint --size large --directory /mnt/disk
+"""
+
+
+def run(args: argparse.Namespace) -> None:
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    _check(args.work, given)
+    options = {name: given[name] for name in _OPTIONS[args.work] if name in given}
+    import_modules(args)
+    from t5x import startup
+
+    startup.enable_compilation_cache()
+    work_begins()
+    signal.signal(signal.SIGTERM, leave_in_order)
+    from t5x.bench import report
+
+    result = {"work": args.work} | _measure(args.work, options)
+    print(json.dumps(report.rounded(result)) if args.json else report.table(result), flush=True)
+
+
+def _check(work: str, given: dict[str, Any]) -> None:
+    for name in dict.fromkeys(name for names in _OPTIONS.values() for name in names):
+        if name in given and name not in _OPTIONS[work]:
+            others = ", ".join(f"`t5x bench {other}`" for other in _OPTIONS if name in _OPTIONS[other])
+            raise UserError(f"--{name} goes with {others}, not with `t5x bench {work}`.")
+    if work != "data" and given["modules"]:
+        raise UserError("--import goes with `t5x bench data`.")
+    for name in ("batch", "steps", "beams"):
+        if given.get(name, 1) < 1:
+            raise UserError(f"--{name} is {given[name]}: it must be at least 1.")
+
+
+def _measure(work: str, options: dict[str, Any]) -> dict[str, Any]:
+    if work == "data":
+        from t5x.bench import data
+
+        return data.measure(**options)
+    from t5x.bench import checkpoint, compute, workload
+
+    own = {name: options.pop(name) for name in ("steps", "beams", "directory") if name in options}
+    options.setdefault("size", "small")
+    options.setdefault("dtype", workload.default_dtype())
+    options.setdefault("batch", workload.default_batch(work, options["size"]))
+    if work == "checkpoint":
+        options = {"inputs": 64, "targets": 64} | options
+    made = workload.Workload(**options)
+    print(f"{work}: T5 1.1 {made.size}, batch {made.batch}, {made.dtype} …", file=sys.stderr, flush=True)
+    if work == "checkpoint":
+        return checkpoint.measure(made, rounds=own.pop("steps", 3), **own)
+    return {"train": compute.train, "generate": compute.generate, "score": compute.score}[work](made, **own)

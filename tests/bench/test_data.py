@@ -1,0 +1,46 @@
+"""`t5x bench data`: what is counted, against a file whose tokens are known."""
+
+import json
+
+import pytest
+
+
+@pytest.fixture
+def pairs(tmp_path):
+    """Examples of 4 and 2 tokens, EOS included."""
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps({"inputs": f"{i:03}", "targets": "x"}) + "\n" for i in range(100)))
+    return path
+
+
+@pytest.mark.parametrize(("packed", "padding"), [((), 1 - 6 / 16), (("--packed",), 1 - 12 / 16)])
+def test_examples_and_tokens(run_here, pairs, packed, padding):
+    result = run_here(
+        "bench", "data", "--data", pairs, "--vocabulary", "bytes", "--batch", 4, "--inputs", 8, "--targets", 8,
+        "--steps", 5, "--workers", 0, "--json", *packed,
+    )  # fmt: skip
+    assert result.code == 0, result.err
+    found = json.loads(result.out)
+    assert found["steps"] == 5
+    assert found["padding_share"] == pytest.approx(padding)
+    assert found["tokens_per_s"] == pytest.approx(6 * found["examples_per_s"], rel=1e-4)
+    assert found["source"] == str(pairs) and found["packed"] == bool(packed)
+
+
+def test_made_up_texts(run_here):
+    result = run_here("bench", "data", "--batch", 4, "--inputs", 16, "--steps", 2, "--workers", 0)
+    assert result.code == 0, result.err
+    assert result.out.startswith("data") and "examples/s" in result.out
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--data", "pairs.jsonl"), ("--vocabulary",)),
+        (("--vocabulary", "bytes"), ("--data",)),
+        (("--task", "dates", "--data", "pairs.jsonl"), ("--task", "--data")),
+        (("--task", "no_such_task"), ("no_such_task",)),
+    ],
+)
+def test_what_is_refused(run_here, args, words):
+    run_here("bench", "data", *args).refused(*words)
