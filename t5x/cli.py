@@ -1,6 +1,7 @@
 """The `t5x` command: finds the verb, runs it, and turns every error into a message and an exit code."""
 
 import contextlib
+import errno
 import importlib
 import os
 import signal
@@ -10,6 +11,7 @@ from types import FrameType
 from typing import NoReturn
 
 from t5x import __version__
+from t5x.errors import UserError
 from t5x.verbs import VERBS
 from t5x.verbs.arguments import parser_of
 
@@ -29,6 +31,7 @@ verbs:
   inspect say what a checkpoint is, whatever its format
   cache   write a task's tokenised examples once; training then reads them
   convert convert a checkpoint: to ours, native T5X or Hugging Face
+  bench   measure training, generation, scoring and more on this machine
 
 examples:
   t5x demo
@@ -87,7 +90,9 @@ def run_verb(verb: str, argv: Sequence[str]) -> int:
     try:
         argv, bindings = configuration.split_gin_args(argv)
         args = parser.parse_args(argv)
-        args.gin_bindings = [*(getattr(args, "gin_bindings", None) or ()), *bindings]
+        if bindings and not hasattr(args, "gin_bindings"):
+            raise UserError(f"`t5x {verb}` takes no gin configuration: leave out --gin.….")
+        args.gin_bindings = [*getattr(args, "gin_bindings", ()), *bindings]
         module.run(args)
         sys.stdout.flush()
         return 0
@@ -98,8 +103,12 @@ def run_verb(verb: str, argv: Sequence[str]) -> int:
         root = configuration.root_cause(error)
         message = configuration.user_message(error)
         if isinstance(root, BrokenPipeError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader went away: nothing to tell it
+            _print_nowhere()  # the reader went away: nothing to tell it
             return 1
+        if message is None and isinstance(root, OSError) and root.errno in (errno.ENOSPC, errno.EDQUOT):
+            _print_nowhere()
+            where = root.filename or "Standard output, or a file,"
+            message = f"{where} cannot be written: {root.strerror}. Free disk space, then start again."
         if message is None and hasattr(root, "exit_code"):  # stopped in good order
             _say(str(root))
             return root.exit_code
@@ -107,6 +116,12 @@ def run_verb(verb: str, argv: Sequence[str]) -> int:
             raise
         _say(f"error: {message}")
         return getattr(root, "exit_code", 2)
+
+
+def _print_nowhere() -> None:
+    """What standard output would not take is not written again when Python ends."""
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _say(text: str) -> None:

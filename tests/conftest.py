@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
-    " --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-)
+from tests.xla_flags import QUICK_COMPILATION
+
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILATION}"
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["T5X_CACHE_DIR"] = str(Path(__file__).parents[1] / ".pytest_cache" / "t5x")
 
 import t5x.examples.demo.dates  # noqa: F401  registers its task; a test that puts registries back must find it there
 from t5x.startup import enable_compilation_cache
-from tests import commands
+from tests import commands, disks
 
 enable_compilation_cache()
 
@@ -31,3 +31,10 @@ def run_here(capsys, monkeypatch) -> Callable[..., commands.Result]:
     """Runs `t5x ARGS` from the root of the repository, in this process."""
     monkeypatch.chdir(Path(__file__).parents[1])
     return functools.partial(commands.run, capsys)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A directory on a disk of its own, of 2 MB."""
+    with disks.mounted(tmp_path / "disk") as disk:
+        yield disk

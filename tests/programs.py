@@ -28,6 +28,12 @@ SMALL = [
 ]  # fmt: skip
 
 
+def environment(**more: str) -> dict[str, str]:
+    """The environment for a program that finds this repository first, wherever it is started, and `more` in it."""
+    path = os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path, **more}
+
+
 def reference_python() -> str:
     """The interpreter that has TensorFlow, seqio, t5 and t5x: T5X_REFERENCE_PYTHON, or that of the environment which
     `make test` makes. Skips the test where there is none."""
@@ -74,7 +80,7 @@ def t5x(
     return subprocess.run(
         _command(args, python),
         cwd=cwd,
-        env={**os.environ, **(env or {})},
+        env=environment(**(env or {})),
         input=text,
         capture_output=True,
         text=True,
@@ -85,7 +91,7 @@ def t5x(
 def start(*args: str, cwd: Path, env: dict[str, str] | None = None) -> subprocess.Popen:
     """Starts `t5x ARGS`; its output goes to cwd/output.txt."""
     output = open(cwd / "output.txt", "w")  # noqa: SIM115
-    return subprocess.Popen(_command(args), cwd=cwd, env={**os.environ, **(env or {})}, stdout=output, stderr=output)
+    return subprocess.Popen(_command(args), cwd=cwd, env=environment(**(env or {})), stdout=output, stderr=output)
 
 
 def train(model_dir: Path, steps: int, *more: str, save_period: int = 5) -> list[str]:

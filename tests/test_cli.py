@@ -1,12 +1,13 @@
 """The command line as a newcomer meets it."""
 
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 
-from tests.programs import REPO, SMALL, t5x, train
+from tests.programs import REPO, SMALL, environment, t5x, train
 
 DATES = "--gin_file=t5x/examples/demo/dates.gin"
 
@@ -80,6 +81,24 @@ def test_a_mistake_gets_one_message_that_says_how_to_mend_it(mistake, run_here, 
     run_here("train", DATES, *(a.format(tmp=tmp_path / "run") for a in arguments)).refused(*expected)
 
 
+def test_gin_is_refused_where_nothing_reads_it(run_here):
+    run_here("rerank", "--model=x", "--input=y", "--gin.BATCH_SIZE=3").refused("`t5x rerank` takes no gin")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_standard_output_is_told(unbuffered, tmp_path):
+    (tmp_path / "qrels").write_text("q 0 d 1\n")
+    (tmp_path / "run").write_text("q Q0 d 1 9.5 x\n")
+    command = [sys.executable, "-m", "t5x", "rank-eval", "--qrels=qrels", "run"]
+    env = environment(PYTHONUNBUFFERED=unbuffered)
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(command, cwd=tmp_path, env=env, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("error: Standard output") and "No space left" in done.stderr
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+
+
 def test_unknown_verb_names_the_nearest():
     done = t5x("trian", cwd=REPO)
     assert done.returncode == 2 and "`t5x train`" in done.stderr
@@ -113,7 +132,6 @@ def test_infer_from_the_directory_alone(model_dir, run_here, tmp_path, monkeypat
         "out.jsonl",
         "--max_length=12",
         cwd=tmp_path,
-        env={"PYTHONPATH": str(REPO)},
     )
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]

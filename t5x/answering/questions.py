@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from t5x import texts
 from t5x.answering.answers import FIELDS
 from t5x.answering.squad import read_squad
 from t5x.errors import UserError
@@ -35,10 +36,7 @@ class QuestionLines(Lines):
             yield line
 
     def _object(self, number: int, text: str) -> dict[str, Any]:
-        try:
-            example = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{self.where(number)} is not JSON: {error}.") from error
+        example = texts.parsed(text, self.where(number))
         for field in ("question", "context"):
             value = example.get(field) if isinstance(example, dict) else None
             if not isinstance(value, str):

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from t5x import texts
 from t5x.data import files
 from t5x.data.sources.files import FilesDataSource, Patterns
 from t5x.data.staging import LocalCopy
@@ -149,13 +150,7 @@ def _text(parent: Mapping[str, Any], field: str, name: str, where: str) -> str:
         raise UserError(f"{name}: {where} has no text {field!r}.")
     if not text.strip():
         raise UserError(f"{name}: {where} has an empty {field!r}.")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(
-            f"{name}: {where} has half of a surrogate pair at character {error.start + 1} of {field!r}, which is no "
-            "text. Mend the escape \\u…."
-        ) from error
+    texts.check_unicode(text, f"{name}: {where}, {field!r},")
     return text
 
 

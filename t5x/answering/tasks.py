@@ -12,15 +12,14 @@ In a gin file:
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from t5x import metrics
 from t5x.answering.squad import SquadDataSource, prompt
-from t5x.data.features import Feature
-from t5x.data.preprocessors import append_eos_after_trim, tokenize
-from t5x.data.sources import DataSource, JsonLinesDataSource
-from t5x.data.tasks import Task, TaskRegistry
+from t5x.data.file_tasks import text_task
+from t5x.data.sources import JsonLinesDataSource
+from t5x.data.tasks import Task
 from t5x.data.vocabularies import Vocabulary
 from t5x.errors import UserError
 
@@ -53,13 +52,13 @@ def squad_task(
     if no_answer is not None:
         check_no_answer(no_answer, vocabulary)
     told = {"files": dict(files), "vocabulary": vocabulary, "no_answer": no_answer, "titles": dict(titles or {})}
-    return _registered(
+    return text_task(
         name,
         told,
         functools.partial(SquadDataSource, files, titles),
-        functools.partial(question_in_context, no_answer=no_answer),
+        [functools.partial(question_in_context, no_answer=no_answer)],
+        [metrics.squad if no_answer is None else metrics.squad_v2],
         functools.partial(_answers_or_text, no_answer=no_answer),
-        metrics.squad if no_answer is None else metrics.squad_v2,
     )
 
 
@@ -81,13 +80,13 @@ def closed_book_task(
       name: by which it is registered, and under which its evaluations are written.
     """
     told = {"files": dict(files), "vocabulary": vocabulary, "prefix": prefix}
-    return _registered(
+    return text_task(
         name,
         told,
         functools.partial(JsonLinesDataSource, files),
-        functools.partial(question_alone, prefix=prefix),
+        [functools.partial(question_alone, prefix=prefix)],
+        [metrics.trivia_qa],
         _answers_or_text,
-        metrics.trivia_qa,
     )
 
 
@@ -133,29 +132,6 @@ def check_no_answer(no_answer: str, vocabulary: Vocabulary) -> None:
             f"no_answer is {no_answer!r}, which a model cannot write: its vocabulary makes {made!r} of it. Give a text "
             "that it keeps, such as 'unanswerable'."
         )
-
-
-def _registered(
-    name: str,
-    told: Mapping[str, Any],
-    source: Callable[[], DataSource],
-    as_pair: Callable[[Example], Example],
-    postprocess: Callable[..., Any],
-    metric: Callable[..., Mapping[str, float]],
-) -> Task:
-    """The task, or the one of that name where the same was told of it."""
-    if name in TaskRegistry.names() and (known := TaskRegistry.get(name)).source_info == told:
-        return known
-    feature = Feature(told["vocabulary"])
-    return TaskRegistry.add(
-        name,
-        source(),
-        {"inputs": feature, "targets": feature},
-        preprocessors=[as_pair, tokenize, append_eos_after_trim],
-        postprocess_fn=postprocess,
-        metric_fns=[metric],
-        source_info=told,
-    )
 
 
 def _answers_or_text(decoded: str, example: Example, is_target: bool, no_answer: str | None = None) -> Any:

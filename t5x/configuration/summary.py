@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-import uuid
 from typing import Any
 
 import gin
@@ -22,29 +20,16 @@ def write_summary(model_dir: str, summary_writer: Any, step: int) -> None:
       summary_writer: has `write_text(step, tag, markdown)`; None for no summary.
       step: of the summary.
     """
+    from t5x.telemetry import jsonl  # where it is used: it needs NumPy, which `--help` does not wait for
+
     jax = sys.modules.get("jax")
     if jax is not None and jax.process_index() != 0:
         return
     text = config_str()
     try:
         os.makedirs(model_dir, exist_ok=True)
-        _write_atomically(os.path.join(model_dir, "config.gin"), text)
     except OSError as error:
         raise UserError(f"config.gin cannot be written into {model_dir}: {error.strerror or error}.") from error
+    jsonl.replace(os.path.join(model_dir, "config.gin"), [text.encode()])
     if summary_writer is not None:
         summary_writer.write_text(step, "config", gin.markdown(text))
-
-
-def _write_atomically(path: str, text: str) -> None:
-    """Writes a file that is either the old one or all of the new one, also after a crash."""
-    temporary = f"{path}.tmp-{uuid.uuid4().hex}"
-    try:
-        with open(temporary, "x", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise

@@ -71,20 +71,42 @@ def file_task(
     """
     told = {"files": dict(files), "vocabulary": vocabulary, "inputs": inputs, "targets": targets, "prefix": prefix}
     told["metric"] = metric
+
+    def source() -> DataSource:
+        made = source_of(files)
+        _check_fields(made, files, inputs, targets)
+        return made
+
+    as_pair = functools.partial(pair, inputs=inputs, targets=targets, prefix=prefix)
+    return text_task(name, told, source, [as_pair], [_metric(one) for one in _as_list(metric)])
+
+
+def text_task(
+    name: str,
+    told: Mapping[str, Any],
+    source: Callable[[], DataSource],
+    as_pair: Sequence[Callable[..., Any]],
+    metric_fns: Sequence[Callable[..., Mapping[str, Any]]],
+    postprocess_fn: Callable[..., Any] | None = None,
+) -> Task:
+    """A task of pairs of texts, registered; or the one of that name, where the same was told of it.
+
+    Args:
+      told: what the task is made of; has the `vocabulary` of both texts.
+      source: is called where the task is made.
+      as_pair: preprocessors that make `inputs` and `targets` of an example of the source.
+      metric_fns, postprocess_fn: see `Task`.
+    """
     if name in TaskRegistry.names() and (known := TaskRegistry.get(name)).source_info == told:
         return known
-    source = source_of(files)
-    _check_fields(source, files, inputs, targets)
+    feature = Feature(told["vocabulary"])
     return TaskRegistry.add(
         name,
-        source,
-        {"inputs": Feature(vocabulary), "targets": Feature(vocabulary)},
-        preprocessors=[
-            functools.partial(pair, inputs=inputs, targets=targets, prefix=prefix),
-            tokenize,
-            append_eos_after_trim,
-        ],
-        metric_fns=[_metric(one) for one in _as_list(metric)],
+        source(),
+        {"inputs": feature, "targets": feature},
+        preprocessors=[*as_pair, tokenize, append_eos_after_trim],
+        postprocess_fn=postprocess_fn,
+        metric_fns=metric_fns,
         source_info=told,
     )
 

@@ -1,13 +1,13 @@
 """Files of examples for `t5x infer --model`: a text a line, or JSON lines; read one by one."""
 
 import contextlib
-import json
 import os
 import stat
 import sys
 from collections.abc import Iterator
 from typing import Any, BinaryIO, NamedTuple
 
+from t5x import texts
 from t5x.errors import UserError
 
 
@@ -68,10 +68,7 @@ class Lines:
         return f"{'standard input' if self.path == '-' else self.path}:{number}"
 
     def _object(self, number: int, text: str) -> dict[str, Any]:
-        try:
-            example = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{self.where(number)} is not JSON: {error}.") from error
+        example = texts.parsed(text, self.where(number))
         if not isinstance(example, dict):
             raise UserError(f'{self.where(number)} must be an object with a text "inputs".')
         self._check_text(number, example, "inputs")
@@ -83,13 +80,7 @@ class Lines:
             if field == "inputs":
                 raise UserError(f'{self.where(number)} must be an object with a text "inputs".')
             raise UserError(f'{self.where(number)} has no "targets" to score; give .jsonl with "inputs" and "targets".')
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise UserError(
-                f'{self.where(number)}: "{field}" has half of a surrogate pair at character {error.start + 1}, which '
-                "is no text. Mend the escape \\u…."
-            ) from error
+        texts.check_unicode(text, f'{self.where(number)}: "{field}"')
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[BinaryIO]:
@@ -112,26 +103,15 @@ def read_texts(path: str, option: str) -> list[str]:
     """
     try:
         with open(path, "rb") as file:
-            texts = [_text(f"{option} {path}:{number}", number, raw) for number, raw in enumerate(file, start=1)]
+            found = [_text(f"{option} {path}:{number}", number, raw) for number, raw in enumerate(file, start=1)]
     except OSError as error:
         raise UserError(f"{option} {path} cannot be read: {error.strerror or error}.") from error
-    if not any(texts):
+    if not any(found):
         raise UserError(f"{option} {path} has no line: give one text a line.")
-    return [text for text in texts if text]
+    return [text for text in found if text]
 
 
 def _text(where: str, number: int, raw: bytes) -> str:
     """A line, without its end, or the mark that the first may begin with."""
-    if b"\0" in raw:
-        raise UserError(
-            f"{where} has a NUL byte at column {raw.index(0) + 1}: this is no text. Take it out, or in JSON write it "
-            "as \\u0000."
-        )
-    try:
-        text = raw.decode("utf-8").rstrip("\r\n")
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{where}: byte 0x{raw[error.start]:02x} at column {error.start + 1} is not UTF-8. Convert the file: "
-            "iconv -f latin1 -t utf-8."
-        ) from error
+    text = texts.decoded(raw, where).rstrip("\r\n")
     return text.removeprefix("\ufeff") if number == 1 else text

@@ -11,6 +11,7 @@ from typing import Any, BinaryIO, NamedTuple
 from t5x.data.files import expand, open_binary
 from t5x.errors import UserError
 from t5x.ranking import records
+from t5x.texts import decoded
 from t5x.urls import is_remote
 
 log = logging.getLogger(__name__)
@@ -94,11 +95,14 @@ class Collection:
             offset = line.offset
             if not in_place:
                 offset = file.tell()
-                file.write(line.raw + b"\n")
+                with records.copying(name):
+                    file.write(line.raw + b"\n")
             self._places[identifier] = _Place(len(self._files) - 1, offset)
             digest.update(line.raw + b"\n")
             if not text.strip():
                 self.empty.append(identifier)
+        with records.copying(name):
+            file.flush()
 
 
 def read_topics(path: str) -> dict[str, str]:
@@ -116,7 +120,7 @@ def read_topics(path: str) -> dict[str, str]:
                 identifier = _needed_id(record, QUERY_IDS, where)
                 text = records.text_in(record, QUERIES, where)
             else:
-                identifier, tab, text = records.text_of(line.raw, where).partition("\t")
+                identifier, tab, text = decoded(line.raw, where).partition("\t")
                 if not tab:
                     raise UserError(f"{where} is not `id<TAB>query`: {identifier[:60]!r}")
             if identifier in found:
@@ -132,7 +136,7 @@ def document_of(raw: bytes, where: str) -> tuple[str, str]:
     if raw.lstrip().startswith(b"{"):
         record = records.object_of(raw, where)
         return _needed_id(record, DOCUMENT_IDS, where), text_with_title(record, where)
-    identifier, tab, rest = records.text_of(raw, where).partition("\t")
+    identifier, tab, rest = decoded(raw, where).partition("\t")
     if not tab:
         raise UserError(f"{where} is neither `id<TAB>text` nor a JSON object: {identifier[:60]!r}")
     fields = rest.split("\t")

@@ -19,6 +19,7 @@ from t5x.metrics.ranking import Run, ranked
 from t5x.metrics.ranking_files import check_id, read_run
 from t5x.ranking import records
 from t5x.ranking.collections import TEXTS, Collection, read_topics, text_with_title
+from t5x.texts import decoded, parsed
 
 log = logging.getLogger(__name__)
 
@@ -193,9 +194,10 @@ class PairWork:
         self._by_query = by_query
         self._copy = None
         if path == "-":
-            self._copy = tempfile.NamedTemporaryFile()  # noqa: SIM115
-            shutil.copyfileobj(sys.stdin.buffer, self._copy)
-            self._copy.flush()
+            with records.copying(self._name):
+                self._copy = tempfile.NamedTemporaryFile()  # noqa: SIM115
+                shutil.copyfileobj(sys.stdin.buffer, self._copy)
+                self._copy.flush()
         self.before = None
         self.sizes: list[int] = []
         self.empty = 0
@@ -285,7 +287,7 @@ class PairWork:
                 query_id = records.id_in(record, _QUERY_IDS, where)
                 doc_id = records.id_in(record, _DOCUMENT_IDS, where)
             else:
-                fields = records.text_of(line.raw, where).split("\t")
+                fields = decoded(line.raw, where).split("\t")
                 if len(fields) not in (2, 4) or columns not in (None, len(fields)):
                     raise UserError(
                         f"{where} has {len(fields)} column(s), where `query<TAB>passage` or `query_id<TAB>doc_id<TAB>"
@@ -366,14 +368,11 @@ def _unknown(ids: Sequence[str], what: str, skip: bool) -> None:
 
 def _entries(path: str) -> Iterator[dict[str, Any]]:
     """The objects of a JSON list, or of JSON lines."""
-    content = b"".join(line.raw + b"\n" for line in records.lines(path))
-    if content.lstrip().startswith(b"["):
-        try:
-            found = json.loads(records.text_of(content, path))
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{path} is not JSON: {error}.") from error
+    lines = list(records.lines(path))
+    if lines and lines[0].raw.lstrip().startswith(b"["):
+        found = parsed(decoded(b"\n".join(line.raw for line in lines), path), path)
     else:
-        found = [records.object_of(raw, f"{path}:{n}") for n, raw in enumerate(content.splitlines(), start=1)]
+        found = [records.object_of(line.raw, f"{path}:{line.number}") for line in lines]
     for number, entry in enumerate(found, start=1):
         if not isinstance(entry, dict):
             raise UserError(f"{path}, entry {number} is not an object.")

@@ -3,12 +3,13 @@
 import contextlib
 import gzip
 import io
-import json
 import os
+import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
+from t5x import texts
 from t5x.data.files import open_binary
 from t5x.errors import UserError
 from t5x.urls import explained, file_system, is_remote
@@ -56,25 +57,9 @@ def can_seek(path: str) -> bool:
         return not _is_gzip(file)
 
 
-def text_of(raw: bytes, where: str) -> str:
-    try:
-        text = raw.decode()
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{where}: byte 0x{raw[error.start]:02x} at column {error.start + 1} is not UTF-8. Convert the file: iconv "
-            "-f latin1 -t utf-8."
-        ) from error
-    if "\0" in text:
-        raise UserError(f"{where} has a NUL byte at column {text.index(chr(0)) + 1}: this is no text. Take it out.")
-    return text
-
-
 def object_of(raw: bytes, where: str) -> dict[str, Any]:
     """The JSON object of a line."""
-    try:
-        found = json.loads(text_of(raw, where))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where} is not JSON: {error}.") from error
+    found = texts.parsed(texts.decoded(raw, where), where)
     if not isinstance(found, dict):
         raise UserError(f"{where} is not a JSON object: {raw[:60]!r}")
     return found
@@ -86,7 +71,7 @@ def id_in(record: dict[str, Any], names: Sequence[str], where: str) -> str | Non
         if (value := record.get(name)) is not None:
             if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
                 raise UserError(f'{where}: "{name}" is {value!r}, where an id is needed.')
-            check_unicode(str(value), f'{where}: "{name}"')
+            texts.check_unicode(str(value), f'{where}: "{name}"')
             return str(value)
     return None
 
@@ -97,20 +82,22 @@ def text_in(record: dict[str, Any], names: Sequence[str], where: str) -> str:
         if (value := record.get(name)) is not None:
             if not isinstance(value, str):
                 raise UserError(f'{where}: "{name}" is {str(value)[:60]!r}, where a text is needed.')
-            check_unicode(value, f'{where}: "{name}"')
+            texts.check_unicode(value, f'{where}: "{name}"')
             return value
     raise UserError(
         f"{where} has no {' or '.join(names[:2])}: its fields are {', '.join(list(record)[:8]) or 'none at all'}."
     )
 
 
-def check_unicode(text: str, where: str) -> None:
+@contextlib.contextmanager
+def copying(name: str) -> Iterator[None]:
+    """Around what writes a temporary copy of a file: where there is no room for it, that is told."""
     try:
-        text.encode()
-    except UnicodeEncodeError as error:
+        yield
+    except OSError as error:
         raise UserError(
-            f"{where} has half of a surrogate pair at character {error.start + 1}, which is no text. Mend the escape "
-            "\\u…."
+            f"A copy of {name} cannot be written to {tempfile.gettempdir()}: {error.strerror or error}. Free disk "
+            "space there, or name another place: TMPDIR=…"
         ) from error
 
 

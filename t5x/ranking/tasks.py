@@ -61,12 +61,7 @@ def pairs(
       measures: see `t5x.metrics.ranking.per_query`.
     """
     told = locals() | {"form": "pairs"}
-    source = judged
-    if not isinstance(source, DataSource):
-        source = JudgedDataSource(
-            judged, held_out=held_out, relevance_level=relevance_level, drawn=() if negatives is None else (TRAIN,),
-            irrelevant_only=True, candidates=candidates, qrels=qrels, fields=fields, columns=columns,
-        )  # fmt: skip
+    source = _judged(told, drawn=() if negatives is None else (TRAIN,), irrelevant_only=True)
     draw = functools.partial(preprocessors.draw_pairs, negatives=negatives or 0, relevance_level=relevance_level)
     return _task(
         name,
@@ -101,12 +96,7 @@ def lists(
     Args: as of `pairs`.
     """
     told = locals() | {"form": "lists"}
-    source = judged
-    if not isinstance(source, DataSource):
-        source = JudgedDataSource(
-            judged, held_out=held_out, relevance_level=relevance_level, drawn=(TRAIN, VALIDATION),
-            candidates=candidates, qrels=qrels, fields=fields, columns=columns,
-        )  # fmt: skip
+    source = _judged(told, drawn=(TRAIN, VALIDATION))
     draw = functools.partial(preprocessors.draw_list, relevance_level=relevance_level)
     return _list_task(name, source, vocabulary, template, draw, told)
 
@@ -164,6 +154,14 @@ def mixture(tasks: Sequence[Task], rates: Sequence[float] | None = None, name: s
 def judgment(decoded: str, example: Mapping[str, Any], is_target: bool) -> Any:
     """Of an example's target, what `metrics.reranking` takes: (query, document, grade)."""
     return (example["query_id"], example["doc_id"], example["grade"]) if is_target else decoded
+
+
+def _judged(told: Mapping[str, Any], **how: Any) -> DataSource:
+    """The source that a task was told of."""
+    if isinstance(told["judged"], DataSource):
+        return told["judged"]
+    names = ("judged", "held_out", "relevance_level", "candidates", "qrels", "fields", "columns")
+    return JudgedDataSource(**{name: told[name] for name in names}, **how)
 
 
 def _list_task(name: str, source: Any, vocabulary: Vocabulary, template: Template, make: Callable, told: Any) -> Task:

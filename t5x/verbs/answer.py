@@ -54,8 +54,6 @@ def define(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     given = {name: getattr(args, name) for name in _OPTIONS if getattr(args, name) is not None}
     of_file = {name: getattr(args, name) for name in _FILE if getattr(args, name) is not None}
-    if args.gin_bindings:
-        raise UserError("--model takes all from the checkpoint; leave out --gin.….")
     if args.input is None:
         if args.question is None or args.context is None:
             raise UserError("Give --question and --context, or --input: a file of questions.")

@@ -9,6 +9,7 @@ def define(parser: argparse.ArgumentParser) -> None:
         "Train a tiny byte-level T5 to write dates as ISO dates, on this machine, and show what it learned."
     )
     parser.add_argument("--model_dir", default=os.path.join("runs", "demo"), metavar="DIR", help="default: runs/demo")
+    parser.set_defaults(gin_bindings=[])
 
 
 def run(args: argparse.Namespace) -> None:

@@ -2,7 +2,6 @@
 
 import logging
 import re
-import subprocess
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,23 +9,9 @@ import pytest
 
 from t5x.checkpoints import CheckpointStore, ModelDirLock, faults
 from t5x.errors import UserError
+from tests.disks import fill
 
 from .helpers import SIDECARS, assert_same, make_tree, names
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)]
-    try:
-        mounted = subprocess.run(command, capture_output=True, text=True)
-    except FileNotFoundError:
-        pytest.skip("there is no mount command to make a small disk with")
-    if mounted.returncode:
-        pytest.skip(f"a small disk cannot be mounted here: {mounted.stderr.strip()}")
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
 
 
 def noise(*shape):
@@ -85,9 +70,7 @@ def test_a_disk_with_room_for_the_arrays_but_not_for_the_rest(small_disk):
 
 
 def test_a_disk_with_no_room_at_all(small_disk):
-    with open(small_disk / "filler", "wb", buffering=0) as filler, pytest.raises(OSError, match="No space left"):
-        while True:
-            filler.write(bytes(4096))
+    fill(small_disk)
     with pytest.raises(UserError, match=r"the disk is full.*There is no earlier checkpoint here.*larger one"):
         store = CheckpointStore(small_disk)
         store.save(1, make_tree(1), sidecars={})

@@ -17,7 +17,7 @@ from t5x.data.streams import ConcatenateAndSplit, composite
 from t5x.errors import UserError
 from tests import commands
 from tests.data.conftest import byte_features
-from tests.programs import REPO, reference_python
+from tests.programs import REPO, environment, reference_python
 
 LENGTHS = {"inputs": 16, "targets": 16}
 
@@ -413,8 +413,7 @@ def test_the_command_caches_all_tasks_of_a_mixture(lines, write, caches, capsys,
     monkeypatch.chdir(tmp_path)
     # In another process, whose hashes of strings are others.
     command = [sys.executable, "-m", "t5x", "cache", "--import", tasks, "of_files", "--split", "train"]
-    environment = os.environ | {"PYTHONHASHSEED": "1", "PYTHONPATH": str(Path(cache_directory.__file__).parents[1])}
-    result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    result = subprocess.run(command, env=environment(PYTHONHASHSEED="1"), cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     head, *rows = result.stdout.splitlines()
     assert head.split() == ["task", "split", "examples", "tokens", "bytes", "seconds"]
@@ -435,9 +434,8 @@ def test_missing_beam_is_said_with_what_to_do(lines, monkeypatch):
 
 def test_beam_writes_the_same_shards(lines, tmp_path):
     program = Path(__file__).parent / "programs/beam_cache.py"
-    environment = os.environ | {"PYTHONPATH": str(REPO)}
     command = [reference_python(), program, lines, tmp_path]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(REPO)}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     alone, beam = ({path.name: path.read_bytes() for path in (tmp_path / name / "task/train").iterdir()}
                    for name in ("alone", "beam"))  # fmt: skip

@@ -3,7 +3,6 @@
 import collections
 import functools
 import json
-import os
 import random
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from t5x import data
 from t5x.data.loader import TrainLoader, train_loader
 from t5x.data.tasks import rate_num_examples, task_rates
 from t5x.errors import UserError
-from tests.programs import REPO
+from tests.programs import environment
 
 from .conftest import byte_features
 from .programs import mixed_batches
@@ -61,12 +60,11 @@ def test_killed_processes_go_on_exactly(mixture):
     """Ten processes, one after the other, each killed (SIGKILL) while it makes batches; the next goes on where the last
     state that was written down says."""
     rng = random.Random(1)
-    environment = os.environ | {"PYTHONPATH": str(REPO)}
     found, state = [], None
     for number in range(10):
         command = [sys.executable, PROGRAM, str(2 * (number % 5 == 4))]  # workers, now and then
         with subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         ) as process:
             process.stdin.write(json.dumps(state))
             process.stdin.close()

@@ -7,7 +7,6 @@ byte for byte that of shards that nothing happened to.
 """
 
 import argparse
-import os
 import random
 import signal
 import subprocess
@@ -17,7 +16,7 @@ import time
 from pathlib import Path
 
 from tests.inference.models import byte_model, texts
-from tests.programs import REPO
+from tests.programs import REPO, environment
 
 SHARDS = 2
 
@@ -29,7 +28,7 @@ def start(directory: Path, shard: int, output: Path, batch_size: int) -> subproc
         f"--num_shards={SHARDS}", f"--shard_id={shard}", f"--batch_size={batch_size}", "--checkpoint_period=2",
         "--max_length=8", "--max_input_length=24", "--temperature=1.2", "--seed=7", "--output_ids",
     ]  # fmt: skip
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(REPO)}
+    env = environment(JAX_PLATFORMS="cpu")
     with open(directory / f"log-{shard}", "ab") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "t5x", "infer", *arguments], cwd=REPO, env=env, stdout=log, stderr=log

@@ -1,4 +1,4 @@
-"""Inference and evaluation by two processes give the bytes that one process gives."""
+"""Inference, ranking, answers and evaluation by two processes give the bytes that one process gives."""
 
 import json
 import os
@@ -41,6 +41,10 @@ def test_two_processes_write_what_one_writes(tmp_path):
     (tmp_path / "in.txt").write_text("".join(f"{text}\n" for text in inputs))
     pairs = [{"inputs": text, "targets": "abcdefg"[: i % 7]} for i, text in enumerate(inputs)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    passages = [f"q{i // 5}\td{i}\t{'ab'[i // 5]}\t{text}" for i, text in enumerate(inputs)]
+    (tmp_path / "passages.tsv").write_text("".join(f"{line}\n" for line in passages))
+    questions = [{"question": "ab", "context": f"a{text * 2}"} for text in inputs]
+    (tmp_path / "questions.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
     for count in (1, 2):
         (tmp_path / f"of-{count}").mkdir()
     with socket.create_server(("127.0.0.1", 0)) as sock:
@@ -54,10 +58,12 @@ def test_two_processes_write_what_one_writes(tmp_path):
     assert codes == [0, 0, 0], "".join(path.read_text()[-3000:] for path in tmp_path.glob("log-*"))
     one, two = contents(tmp_path / "of-1"), contents(tmp_path / "of-2")
     assert set(one) == {
-        "out.jsonl", "task/pairs-score.jsonl-00000-of-00001",
+        "out.jsonl", "task/pairs-score.jsonl-00000-of-00001", "run.trec", "answers.jsonl",
         "eval/inference_eval/pairs-000000.jsonl", "eval/inference_eval/pairs-metrics.jsonl",
     }  # fmt: skip
     assert two == one
     lines = {name: content.decode().splitlines() for name, content in one.items()}
     assert [json.loads(line)["inputs"] for line in lines["out.jsonl"]] == inputs
+    assert sorted(line.split()[2] for line in lines["run.trec"]) == [f"d{i}" for i in range(COUNT)]
+    assert [json.loads(line)["context"] for line in lines["answers.jsonl"]] == [q["context"] for q in questions]
     assert len(lines["task/pairs-score.jsonl-00000-of-00001"]) == COUNT

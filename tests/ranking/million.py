@@ -8,7 +8,6 @@ runs it undisturbed, and compares the bytes.
 """
 
 import argparse
-import os
 import random
 import signal
 import subprocess
@@ -18,7 +17,7 @@ import time
 from pathlib import Path
 
 from tests.inference.models import LETTERS, byte_model
-from tests.programs import REPO
+from tests.programs import REPO, environment
 
 PASSAGES = 1000  # of a query
 
@@ -45,7 +44,7 @@ def start(directory: Path, output: Path, *more: str) -> subprocess.Popen:
         f"--collection={directory / 'collection.tsv'}", f"--output={output}", "--labels=a,b",
         "--template={query} {document} ?", "--max_length=48", *more,
     ]  # fmt: skip
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(REPO)}
+    env = environment(JAX_PLATFORMS="cpu")
     with open(directory / "log", "ab") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "t5x", "rerank", *arguments], cwd=REPO, env=env, stdout=log, stderr=log

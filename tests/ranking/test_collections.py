@@ -2,11 +2,13 @@
 
 import gzip
 import json
+import tempfile
 
 import pytest
 
 from t5x.errors import UserError
 from t5x.ranking.collections import Collection, read_topics
+from tests.disks import fill
 
 
 def write(path, *lines):
@@ -102,6 +104,14 @@ def test_a_broken_collection_is_told(case, tmp_path):
     with pytest.raises(UserError) as error:
         Collection(str(tmp_path / (name or "c.tsv")), wanted)
     assert message in str(error.value)
+
+
+def test_no_room_for_the_passages_of_a_compressed_collection(small_disk, tmp_path, monkeypatch):
+    path = write(tmp_path / "c.tsv.gz", "d1\tone", "d2\ttwo")
+    fill(small_disk)
+    monkeypatch.setattr(tempfile, "tempdir", str(small_disk))
+    with pytest.raises(UserError, match=r"A copy of .*c.tsv.gz cannot be written to .*disk: No space left .*TMPDIR"):
+        Collection(str(path), ["d1"])
 
 
 @pytest.mark.parametrize(

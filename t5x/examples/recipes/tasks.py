@@ -2,13 +2,14 @@
 
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from t5x import metrics
-from t5x.data import DataSource, Feature, JsonLinesDataSource, Task, TaskRegistry, TextLineDataSource, Vocabulary
+from t5x.data import DataSource, JsonLinesDataSource, Task, TextLineDataSource, Vocabulary
 from t5x.data import files as data_files
-from t5x.data.preprocessors import append_eos_after_trim, glue, summarize, tokenize, translate
+from t5x.data.file_tasks import text_task
+from t5x.data.preprocessors import glue, summarize, translate
 from t5x.data.sources import TsvDataSource
 from t5x.errors import UserError
 
@@ -22,7 +23,7 @@ def sst2(directory: str, vocabulary: Vocabulary) -> Task:
     The splits are `train`, `validation` and `test`; the targets `negative` and `positive`.
     """
     files = _in(directory, train="train.tsv", validation="dev.tsv", test="test.tsv")
-    return _task(
+    return text_task(
         "sst2",
         {"directory": directory, "vocabulary": vocabulary},
         lambda: TsvDataSource(files, ("label", "sentence")),
@@ -42,7 +43,7 @@ def mrpc(directory: str, vocabulary: Vocabulary) -> Task:
     files = _in(directory, train="msr-para-train.tsv", validation="msr-para-val.tsv", test="msr-para-test.tsv")
     columns = ("label", "id1", "id2", "sentence1", "sentence2")
     names = ("sentence1", "sentence2")
-    return _task(
+    return text_task(
         "mrpc",
         {"directory": directory, "vocabulary": vocabulary},
         lambda: TsvDataSource(files, columns, skip_header_lines=1),
@@ -63,7 +64,7 @@ def aeslc(directory: str, vocabulary: Vocabulary) -> Task:
     The splits are `train`, `validation` and `test`.
     """
     files = _in(directory, train="train.jsonl", validation="dev.jsonl", test="test.jsonl")
-    return _task(
+    return text_task(
         "aeslc",
         {"directory": directory, "vocabulary": vocabulary},
         lambda: _JsonLines(files),
@@ -85,7 +86,7 @@ def multi30k(directory: str, vocabulary: Vocabulary, source: str = "en", target:
         language: _in(directory, **{split: f"{stem}.{language}" for split, stem in stems.items()})
         for language in (source, target)
     }
-    return _task(
+    return text_task(
         "multi30k",
         {"directory": directory, "vocabulary": vocabulary, "source": source, "target": target},
         lambda: ParallelLinesDataSource(files),
@@ -146,29 +147,6 @@ class ParallelLinesDataSource(DataSource):
 
 def _in(directory: str, **names: str) -> dict[str, str]:
     return {split: os.path.join(directory, name) for split, name in names.items()}
-
-
-def _task(
-    name: str,
-    told: Mapping[str, Any],
-    source: Callable[[], DataSource],
-    as_pair: Sequence[Callable[..., Any]],
-    metric_fns: Sequence[Callable[..., Mapping[str, float]]],
-    postprocess_fn: Callable[..., Any] | None = None,
-) -> Task:
-    """The task of that name, made where it is not known yet with the same arguments."""
-    if name in TaskRegistry.names() and (known := TaskRegistry.get(name)).source_info == told:
-        return known
-    feature = Feature(told["vocabulary"])
-    return TaskRegistry.add(
-        name,
-        source(),
-        {"inputs": feature, "targets": feature},
-        preprocessors=[*as_pair, tokenize, append_eos_after_trim],
-        postprocess_fn=postprocess_fn,
-        metric_fns=metric_fns,
-        source_info=told,
-    )
 
 
 def _with_number(example: dict[str, str], field: str) -> dict[str, str | int]:

@@ -16,6 +16,7 @@ from t5x import data
 
 LENGTHS = {"inputs": 40, "targets": 24}
 BATCH = 8
+VOCABULARY = data.ByteVocabulary(extra_ids=100)
 
 
 def numbers(count, low, high, seed):
@@ -32,9 +33,10 @@ def document(example):
     return {"targets": example["inputs"]}
 
 
-def register():
-    """Three tasks: short pairs, pairs of which many are dropped, and documents that are joined and corrupted."""
-    features = {name: data.Feature(data.ByteVocabulary(extra_ids=100)) for name in ("inputs", "targets")}
+def register(name="all", prefix=""):
+    """A mixture of three tasks: short pairs, pairs of which many are dropped, and documents that are joined and
+    corrupted. Its packed rows need every cursor."""
+    features = {name: data.Feature(VOCABULARY) for name in ("inputs", "targets")}
     tokenize = [data.preprocessors.tokenize, data.preprocessors.append_eos]
     tasks = {
         "short": (numbers(50, 1, 3, 1), tokenize),
@@ -45,10 +47,11 @@ def register():
              data.preprocessors.append_eos_after_trim],
         ),
     }  # fmt: skip
-    for name, (examples, preprocessors) in tasks.items():
+    for task, (examples, preprocessors) in tasks.items():
         source = data.FunctionDataSource(lambda split, e=examples: e, splits=("train",))
-        data.TaskRegistry.add(name, source, output_features=features, preprocessors=preprocessors)
-    return data.MixtureRegistry.add("all", [("short", 3.0), ("dropping", 1.0), ("documents", 2.0)])
+        data.TaskRegistry.add(prefix + task, source, output_features=features, preprocessors=preprocessors)
+    rates = {"short": 3.0, "dropping": 1.0, "documents": 2.0}
+    return data.MixtureRegistry.add(name, [(prefix + task, rate) for task, rate in rates.items()])
 
 
 def loader(rows=None, workers=0, pack=True, seed=7, name="all"):
