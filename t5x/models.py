@@ -344,16 +344,34 @@ class EncoderDecoderModel(BaseTransformerModel):
         """
         if not first_logits:
             return super().score_batch(params, batch, return_intermediates)
-        inputs, targets = batch["encoder_input_tokens"], batch["decoder_target_tokens"]
+        return self.first_logits(params, batch["encoder_input_tokens"], batch["decoder_target_tokens"])
+
+    def first_logits(
+        self,
+        params: Params,
+        inputs: jax.Array,
+        tokens: jax.Array,
+        dropout_rng: jax.Array | None = None,
+        **options: jax.Array,
+    ) -> jax.Array:
+        """Logits of `tokens`, int [batch, n], at the first position of the output, float32 [batch, n].
+
+        Args:
+          inputs: int [batch, length].
+          options: further arguments of the module's `encode` and `decode`.
+        """
         start = jnp.zeros((inputs.shape[0], 1), jnp.int32)
-        apply = functools.partial(self.module.apply, {"params": params}, enable_dropout=False)
-        encoded = apply(inputs, method=self.module.encode)
         only = "logits_of" in inspect.signature(type(self.module).decode).parameters
-        logits = apply(
-            encoded, inputs, start, jnp.ones_like(start), method=self.module.decode,
-            **({"logits_of": targets} if only else {}),
-        )[:, 0]  # fmt: skip
-        return logits if only else jnp.take_along_axis(logits, targets, axis=-1)
+        options |= {"enable_dropout": dropout_rng is not None}
+
+        def first_position(module: nn.Module) -> jax.Array:
+            wanted = {"logits_of": tokens} if only else {}
+            encoded = module.encode(inputs, **options)
+            return module.decode(encoded, inputs, start, jnp.ones_like(start), **options, **wanted)[:, 0]
+
+        rngs = None if dropout_rng is None else {"dropout": dropout_rng}
+        logits = self.module.apply({"params": params}, rngs=rngs, method=first_position)
+        return logits if only else jnp.take_along_axis(logits, tokens, axis=-1)
 
 
 class DecoderOnlyModel(BaseTransformerModel):
@@ -459,25 +477,13 @@ class DecoderOnlyModel(BaseTransformerModel):
             initial_index=lengths,
             **self._decode_options(batch, rng, decoder_params, num_decodes),
         )
-        decodes = remove_prefix(decodes, lengths)
+        decodes = decoding.remove_prefix(decodes, lengths)
         if return_all_decodes:
             return decodes, {"scores": scores}
         return decodes[:, -1, :], {"scores": scores[:, -1]}
 
     def _prefix(self, batch: Batch) -> jax.Array | None:
         return batch.get("decoder_causal_attention") if self.inputs_bidirectional_attention else None
-
-
-def remove_prefix(sequences: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Without each row's first tokens, filled up with zeros: [batch, decodes, length], int [batch] -> the same shape.
-
-    >>> remove_prefix(jnp.array([[[5, 6, 7]], [[5, 6, 7]]]), jnp.array([1, 2]))[:, 0].tolist()
-    [[6, 7, 0], [7, 0, 0]]
-    """
-    length = sequences.shape[-1]
-    at = jnp.arange(length) + lengths[:, None, None]
-    shifted = jnp.take_along_axis(sequences, jnp.minimum(at, length - 1) + jnp.zeros_like(sequences), axis=-1)
-    return jnp.where(at < length, shifted, 0)
 
 
 def get_input_vocabulary(model: BaseTransformerModel) -> Vocabulary:

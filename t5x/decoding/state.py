@@ -104,6 +104,18 @@ def take_beams(x: jax.Array, beams: jax.Array) -> jax.Array:
     return jax.vmap(lambda of_example, chosen: of_example.at[chosen].get(mode="promise_in_bounds"))(x, beams)
 
 
+def remove_prefix(sequences: jax.Array, lengths: jax.Array) -> jax.Array:
+    """Without each row's first tokens, filled up with zeros: [batch, decodes, length], int [batch] -> the same shape.
+
+    >>> remove_prefix(jnp.array([[[5, 6, 7]], [[5, 6, 7]]]), jnp.array([1, 2]))[:, 0].tolist()
+    [[6, 7, 0], [7, 0, 0]]
+    """
+    length = sequences.shape[-1]
+    at = jnp.arange(length) + lengths[:, None, None]
+    shifted = jnp.take_along_axis(sequences, jnp.minimum(at, length - 1) + jnp.zeros_like(sequences), axis=-1)
+    return jnp.where(at < length, shifted, 0)
+
+
 def example_keys(decode_rng: jax.Array | None, example_index: jax.Array) -> jax.Array:
     """A key for each example, [batch].
 

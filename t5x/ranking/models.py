@@ -1,6 +1,5 @@
 """A model that learns to rank: monoT5's losses of pairs, and RankT5's of lists."""
 
-import inspect
 from typing import Any, Literal
 
 import flax.linen as nn
@@ -30,7 +29,7 @@ class RankingModel(EncoderDecoderModel):
 
     Args:
       module, input_vocabulary, output_vocabulary, optimizer_def: as of `EncoderDecoderModel`.
-      template: one of `t5x.ranking.templates`, or the name of one: monot5, mt5, ptt5. It must be that of the task.
+      template: that of the task, one of `t5x.ranking.templates`, or the name of one: monot5, mt5, ptt5, monoptt5.
       loss: `vocabulary`: cross entropy over all tokens, as any model is trained, and monoT5 was. `labels`: cross
         entropy over the two words alone. `listwise`: softmax over the passages of a list, see
         `t5x.ranking.tasks.lists`; the score there is the difference of the two logits, which orders as log probability
@@ -145,19 +144,8 @@ class RankingModel(EncoderDecoderModel):
             passages = inputs.shape[1]
             rows = {"row_index": (rows["row_index"][:, None] * passages + jnp.arange(passages)).reshape(-1)}
         inputs = inputs.reshape(-1, inputs.shape[-1])
-        start = jnp.zeros((inputs.shape[0], 1), jnp.int32)
         labels = jnp.broadcast_to(jnp.array(self._labels, jnp.int32), (inputs.shape[0], len(self._labels)))
-        only = "logits_of" in inspect.signature(type(self.module).decode).parameters
-        options = {"enable_dropout": dropout_rng is not None, **rows}
-
-        def first_position(module: nn.Module) -> jax.Array:
-            encoded = module.encode(inputs, **options)
-            wanted = {"logits_of": labels} if only else {}
-            return module.decode(encoded, inputs, start, jnp.ones_like(start), **options, **wanted)[:, 0]
-
-        rngs = None if dropout_rng is None else {"dropout": dropout_rng}
-        logits = self.module.apply({"params": params}, rngs=rngs, method=first_position)
-        return logits if only else jnp.take_along_axis(logits, labels, axis=-1)
+        return self.first_logits(params, inputs, labels, dropout_rng, **rows)
 
     def _check(self, batch: Batch, *, lists: bool) -> None:
         if (batch["encoder_input_tokens"].ndim == 3) != lists:
