@@ -30,7 +30,8 @@ class NetworkConfig:
       param_scan_axis: where the layer axis stands in a stacked parameter.
       remat_policy: what the backward pass recomputes: `none`, `minimal` (all but matrix products) or `full`.
       per_layer_relative_position_bias: a bias table in every layer (umT5) instead of one for each tower.
-      attention_backend: `auto` or `xla`.
+      attention_backend: `auto` (the fastest that is right for device, dtype and mask; a slow one says so), `xla`, or
+        `cudnn` (NVIDIA GPUs; bfloat16 or float16; padding at the end of rows alone, no packed rows, no prefix).
     """
 
     vocab_size: int
