@@ -21,9 +21,11 @@ test: $(VENV)/.dev $(REFERENCE)/.installed
 chaos: $(VENV)/.dev
 	@$(BIN)/python -m tests.chaos.harness --kills 100
 
-# Every preset x layout of layers x microbatches x processes: the same losses, and each loads another's checkpoint.
+# Every preset x layout of layers x microbatches x processes: the same losses, and each loads another's checkpoint. An
+# hour on two cores; on many, say so: make parallel WORKERS=8.
+WORKERS ?= 1
 parallel: $(VENV)/.dev
-	@$(BIN)/python -m tests.parallel.harness --all
+	@$(BIN)/python -m tests.parallel.harness --all --workers $(WORKERS)
 
 lint: $(VENV)/.dev
 	@$(BIN)/ruff check .

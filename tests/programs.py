@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -26,6 +27,11 @@ SMALL = [
     "--gin.train.stats_period=1", "--gin.train.eval_period=0", "--gin.train.train_eval_dataset_cfg=None",
     "--gin.train.infer_eval_dataset_cfg=None",
 ]  # fmt: skip
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return sock.getsockname()[1]
 
 
 def environment(**more: str) -> dict[str, str]:

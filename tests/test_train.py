@@ -67,7 +67,7 @@ def test_config_gin_reproduces_the_run(undisturbed, run_here, tmp_path, monkeypa
 
 def test_kill_9_and_the_same_command_again(undisturbed, run_here, tmp_path):
     run = tmp_path / "run"
-    process = start(*train(run, STEPS), cwd=tmp_path, env={"PYTHONPATH": str(REPO)})
+    process = start(*train(run, STEPS), cwd=tmp_path)
     wait_for(lambda: (run / "checkpoint_5").exists(), process, "the first checkpoint")
     interrupt(process, signal.SIGKILL)
     resumed = run_here(*train(run, STEPS))
@@ -80,7 +80,7 @@ def test_kill_9_and_the_same_command_again(undisturbed, run_here, tmp_path):
 @pytest.mark.parametrize("signum, code", [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
 def test_a_signal_saves_and_the_run_goes_on(undisturbed, run_here, tmp_path, signum, code):
     run = tmp_path / "run"
-    process = start(*train(run, STEPS, save_period=1000), cwd=tmp_path, env={"PYTHONPATH": str(REPO)})
+    process = start(*train(run, STEPS, save_period=1000), cwd=tmp_path)
     metrics = run / "train" / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, process, "the second step")
     assert interrupt(process, signum) == code

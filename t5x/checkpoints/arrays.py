@@ -10,9 +10,13 @@ every array, holding up the training that goes on meanwhile.
 """
 
 import collections
+import contextlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+import mmap
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -21,7 +25,7 @@ import tensorstore as ts
 from etils import epath
 from jax.sharding import SingleDeviceSharding
 
-from t5x.checkpoints import faults, paths
+from t5x.checkpoints import direct, faults, paths
 from t5x.checkpoints import tree as trees
 from t5x.checkpoints.formats.zarr_arrays import choose_chunks
 from t5x.checkpoints.manifest import DamagedCheckpoint
@@ -33,6 +37,9 @@ EMPTY = "empty_arrays"
 _FILE_BYTES = 64 * 2**20  # files are hashed in parallel, so several of them are better than one
 _INLINE_BYTES = 1024  # chunks up to this size lie inside OCDBT's own nodes
 _READ_AHEAD_BYTES = 2 * 2**30
+_BATCH_BYTES = 8 * 2**20  # that a thread reads at once, at least
+_BLOCK_BYTES = 64 * 2**20  # of memory that is taken at once
+_ALIGNMENT = 64
 _CONTEXT = {"cache_pool#ocdbt": {"total_bytes_limit": 10**8}, "file_io_concurrency": {"limit": 128}}
 
 
@@ -40,7 +47,10 @@ _CONTEXT = {"cache_pool#ocdbt": {"total_bytes_limit": 10**8}, "file_io_concurren
 
 
 class HostArrays:
-    """What this process has to write of a tree, copied to the host: the device buffers may be donated afterwards.
+    """What this process has to write of a tree, copied: the device buffers may be donated afterwards.
+
+    Where the devices have room for it, the copy is made there, at once, and goes to the host while training goes on;
+    otherwise the host's memory takes it before anything goes on.
 
     Of an array over several devices, each part is written by the process that holds its first copy; what is no global
     jax.Array is written by process 0.
@@ -57,10 +67,11 @@ class HostArrays:
         if not stored:
             raise UserError("A checkpoint needs at least one array with elements; the tree has none.")
         parts = [(name, index, data) for name, leaf in stored.items() for index, data in _parts(leaf)]
-        on_host = _to_host([data for _, _, data in parts])
-        self._parts: dict[str, list[tuple[tuple[slice, ...], np.ndarray]]] = {name: [] for name in stored}
-        for (name, index, _), data in zip(parts, on_host, strict=True):
-            self._parts[name].append((index, data))
+        data = [part for _, _, part in parts]
+        self._on_devices = _have_room(data)
+        self._data = [part.copy() for part in data] if self._on_devices else _to_host(data)
+        self._places = [(name, index) for name, index, _ in parts]
+        self._names = list(stored)
         self._chunks = {name: choose_chunks(_part_shape(leaf), leaf.dtype.itemsize) for name, leaf in stored.items()}
 
     def write(self, directory: epath.Path) -> epath.Path:
@@ -73,7 +84,12 @@ class HostArrays:
         context, transaction = ts.Context(_CONTEXT), ts.Transaction(atomic=True)
         creates = jax.process_index() == 0  # it says what arrays there are; the others only write into them
         opening = []
-        parts, self._parts = self._parts, {}
+        parts: dict[str, list[tuple[tuple[slice, ...], np.ndarray]]] = {name: [] for name in self._names}
+        if self._on_devices:
+            self._data = _to_host(self._data)
+        for (name, index), part in zip(self._places, self._data, strict=True):
+            parts[name].append((index, part))
+        self._data = []
         for name in parts if creates else [name for name in parts if parts[name]]:
             options = {"create": True} if creates else {"open": True, "assume_metadata": True}
             spec = array_spec(base, name, self._chunks[name], self.shapes[name])
@@ -151,25 +167,13 @@ class StoredArrays:
 
     def __init__(self, directory: epath.Path):
         self._directory = directory
-        context = ts.Context(_CONTEXT)
-        file = {"driver": "file", "path": f"{directory}/"}
-        base = {"driver": "ocdbt", "base": file, "cache_pool": "cache_pool#ocdbt"}
-        options = {"fill_missing_data_reads": False, "recheck_cached_metadata": False, "recheck_cached_data": False}
-        try:
-            metadata = json.loads((directory / METADATA).read_bytes())
-            opening = {}
-            for entry in metadata["tree_metadata"].values():
-                name = "/".join(str(key["key"]) for key in entry["key_metadata"])
-                spec = {"driver": "zarr", "kvstore": {**base, "path": _stored_name(name)}, **options}
-                opening[name] = ts.open(spec, open=True, read=True, context=context)
-            self._stored = {name: future.result() for name, future in opening.items()}
-            self.shapes = {
-                name: jax.ShapeDtypeStruct(array.shape, _dtype(array)) for name, array in self._stored.items()
-            }
-            for name, leaf in (metadata.get("custom_metadata") or {}).get(EMPTY, {}).items():
+        with _metadata_errors(directory):
+            names, empty = _read_metadata(directory)
+            self._direct = direct.open_arrays(directory, {name: _stored_name(name) for name in names})
+            self._others = _open(directory, [name for name in names if name not in self._direct])
+            self.shapes = {name: self._stored_shape(name) for name in names}
+            for name, leaf in empty.items():
                 self.shapes[name] = jax.ShapeDtypeStruct(tuple(leaf["shape"]), jax.numpy.dtype(leaf["dtype"]))
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise DamagedCheckpoint(directory, f"its metadata cannot be read: {faults.first_line(error)}") from error
 
     def read(self, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
         """Reads the wanted arrays, and only these.
@@ -179,22 +183,65 @@ class StoredArrays:
             without arrives as a NumPy array. A dtype other than the stored one casts.
         """
         result = {name: _empty_array(leaf) for name, leaf in wanted.items() if not _has_elements(leaf)}
-        reading: collections.deque[_Read] = collections.deque()
-        ahead = 0
+        memory, reading, ahead = _Memory(), collections.deque(), 0
         try:
-            for name in [name for name in wanted if name not in result]:
-                reading.append(_Read(name, self._stored[name], wanted[name]))
-                ahead += reading[-1].nbytes
-                while ahead > _READ_AHEAD_BYTES:
-                    one = reading.popleft()
-                    result[one.name] = one.finish()
-                    ahead -= one.nbytes
-            result |= {one.name: one.finish() for one in reading}
+            with ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="t5x-read") as pool:
+                for names in self._batches([name for name in wanted if name not in result]):
+                    reading.append(self._begin({name: wanted[name] for name in names}, memory, pool))
+                    ahead += reading[-1].nbytes
+                    while ahead > _READ_AHEAD_BYTES:
+                        ahead -= reading[0].nbytes
+                        result |= reading.popleft().finish()
+                while reading:
+                    result |= reading.popleft().finish()
         except ValueError as error:
             if not faults.tensorstore_status(error):
                 raise
             raise DamagedCheckpoint(self._directory, faults.first_line(error)) from error
         return {name: result[name] for name in wanted}
+
+    def _stored_shape(self, name: str) -> jax.ShapeDtypeStruct:
+        if name in self._direct:
+            return jax.ShapeDtypeStruct(self._direct[name].metadata.shape, self._direct[name].metadata.dtype)
+        return jax.ShapeDtypeStruct(self._others[name].shape, _dtype(self._others[name]))
+
+    def _batches(self, names: list[str]) -> Iterator[list[str]]:
+        """The names in the order in which the arrays lie in the files, a few megabytes at a time."""
+        place = {name: self._direct[name].place() if name in self._direct else () for name in names}
+        batch, size = [], 0
+        for name in sorted(names, key=place.__getitem__):
+            batch.append(name)
+            size += math.prod(self.shapes[name].shape) * self.shapes[name].dtype.itemsize
+            if size >= _BATCH_BYTES:
+                yield batch
+                batch, size = [], 0
+        if batch:
+            yield batch
+
+    def _begin(
+        self, wanted: Mapping[str, jax.ShapeDtypeStruct], memory: "_Memory", pool: ThreadPoolExecutor
+    ) -> "_Batch":
+        arrays = {name: _Parts(leaf, memory) for name, leaf in wanted.items()}
+        pending, pieces = [], []
+        for name, array in arrays.items():
+            if name in self._direct:
+                pieces += self._direct[name].pieces(array.parts)
+                continue
+            stored = ts.cast(self._others[name], ts.dtype(wanted[name].dtype))
+            pending += [ts.array(part).write(stored[_slices(bounds)]) for bounds, part in array.parts.items()]
+        return _Batch(arrays, [*pending, pool.submit(direct.read, self._directory, pieces)])
+
+
+def _open(directory: epath.Path, names: list[str]) -> dict[str, ts.TensorStore]:
+    context = ts.Context(_CONTEXT)
+    file = {"driver": "file", "path": f"{directory}/"}
+    base = {"driver": "ocdbt", "base": file, "cache_pool": "cache_pool#ocdbt"}
+    options = {"fill_missing_data_reads": False, "recheck_cached_metadata": False, "recheck_cached_data": False}
+    opening = {}
+    for name in names:
+        spec = {"driver": "zarr", "kvstore": {**base, "path": _stored_name(name)}, **options}
+        opening[name] = ts.open(spec, open=True, read=True, context=context)
+    return {name: future.result() for name, future in opening.items()}
 
 
 def read_shapes(directory: epath.Path) -> dict[str, jax.ShapeDtypeStruct]:
@@ -202,25 +249,78 @@ def read_shapes(directory: epath.Path) -> dict[str, jax.ShapeDtypeStruct]:
     return StoredArrays(directory).shapes
 
 
-class _Read:
-    """An array on its way from the disk: each part that this process wants is read once."""
+def read_names(directory: epath.Path) -> set[str]:
+    """The names of all arrays in the directory; none is opened."""
+    with _metadata_errors(directory):
+        names, empty = _read_metadata(directory)
+        return {*names, *empty}
 
-    def __init__(self, name: str, array: ts.TensorStore, leaf: jax.ShapeDtypeStruct):
-        self.name, self._leaf = name, leaf
-        if _dtype(array) != leaf.dtype:
-            array = ts.cast(array, ts.dtype(leaf.dtype))
+
+def _read_metadata(directory: epath.Path) -> tuple[list[str], dict[str, Any]]:
+    """(names of the arrays that are stored, shape and dtype of those without elements)."""
+    metadata = json.loads((directory / METADATA).read_bytes())
+    keys = [entry["key_metadata"] for entry in metadata["tree_metadata"].values()]
+    names = ["/".join(str(key["key"]) for key in keys_of_one) for keys_of_one in keys]
+    return names, (metadata.get("custom_metadata") or {}).get(EMPTY, {})
+
+
+@contextlib.contextmanager
+def _metadata_errors(directory: epath.Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise DamagedCheckpoint(directory, f"its metadata cannot be read: {faults.first_line(error)}") from error
+
+
+class _Memory:
+    """Memory for arrays. It lies in huge pages, which are filled in a fraction of the time: the operating system clears
+    small ones one by one. Arrays begin where JAX, on a CPU, takes them over without a copy."""
+
+    def __init__(self):
+        self._block, self._used = np.empty(0, np.uint8), 0
+
+    def take(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """An array of any content."""
+        begin, size = -(-self._used // _ALIGNMENT) * _ALIGNMENT, math.prod(shape) * dtype.itemsize
+        if begin + size > self._block.size:
+            pages = mmap.mmap(-1, max(size, _BLOCK_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                pages.madvise(mmap.MADV_HUGEPAGE)
+            self._block, begin = np.frombuffer(pages, np.uint8), 0
+        self._used = begin + size
+        return self._block[begin : self._used].view(dtype).reshape(shape)
+
+
+class _Parts:
+    """Memory for the parts of an array that this process wants, each once."""
+
+    def __init__(self, leaf: jax.ShapeDtypeStruct, memory: _Memory):
+        self._leaf = leaf
         indices = [()] if leaf.sharding is None else leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
-        parts = {bounds: array[_slices(bounds)] for bounds in {_bounds(index, leaf.shape) for index in indices}}
-        self._futures = {bounds: part.read(order="C") for bounds, part in parts.items()}
-        self.nbytes = sum(part.size for part in parts.values()) * leaf.dtype.itemsize
+        bounds = dict.fromkeys(_bounds(index, leaf.shape) for index in indices)
+        self.parts = {each: memory.take(tuple(end - begin for begin, end in each), leaf.dtype) for each in bounds}
+        self.nbytes = sum(part.nbytes for part in self.parts.values())
 
-    def finish(self) -> Any:
-        """The array, where it was wanted; waits for it."""
+    def assemble(self) -> Any:
+        """The array, where it was wanted."""
         shape, sharding = self._leaf.shape, self._leaf.sharding
-        parts = {bounds: np.asarray(future.result()) for bounds, future in self._futures.items()}
         if sharding is None:
-            return parts[_bounds((), shape)]
-        return jax.make_array_from_callback(shape, sharding, lambda index: parts[_bounds(index, shape)])
+            return self.parts[_bounds((), shape)]
+        return jax.make_array_from_callback(shape, sharding, lambda index: self.parts[_bounds(index, shape)])
+
+
+class _Batch:
+    """Arrays on their way from the disk."""
+
+    def __init__(self, arrays: Mapping[str, _Parts], pending: list[Any]):
+        self._arrays, self._pending = arrays, pending
+        self.nbytes = sum(array.nbytes for array in arrays.values())
+
+    def finish(self) -> dict[str, Any]:
+        """The arrays, where they were wanted; waits for them."""
+        for future in self._pending:
+            future.result()
+        return {name: array.assemble() for name, array in self._arrays.items()}
 
 
 # --- Parts and names
@@ -235,6 +335,21 @@ def _parts(leaf: jax.Array | np.ndarray) -> list[tuple[tuple[slice, ...], jax.Ar
 
 def _part_shape(leaf: jax.Array | np.ndarray) -> tuple[int, ...]:
     return leaf.sharding.shard_shape(leaf.shape) if isinstance(leaf, jax.Array) else leaf.shape
+
+
+def _have_room(arrays: list[jax.Array | np.ndarray]) -> bool:
+    """Whether the devices, if they are not the host itself, could hold these beside the most that they ever held."""
+    needed: dict[jax.Device, int] = collections.defaultdict(int)
+    for data in arrays:
+        if isinstance(data, jax.Array):
+            needed[data.device] += data.nbytes
+    if any(device.platform == "cpu" for device in needed):
+        return False
+    stats = {device: device.memory_stats() or {} for device in needed}
+    return all(
+        1.1 * size < stats[device].get("bytes_limit", 0) - stats[device].get("peak_bytes_in_use", 0)
+        for device, size in needed.items()
+    )
 
 
 def _to_host(arrays: list[jax.Array | np.ndarray]) -> list[np.ndarray]:

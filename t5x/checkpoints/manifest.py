@@ -106,37 +106,66 @@ def verify(directory: epath.PathLike) -> None:
 
     Files the manifest does not speak of are tolerated (PINNED, a note of yours), except in `state/`.
     """
-    directory = paths.local_path(directory)
-    manifest = read(directory)
-    named_step = paths.step_of(directory)
-    if named_step is not None and named_step != manifest.step:
-        raise DamagedCheckpoint(directory, f"{paths.MANIFEST} says step {manifest.step}")
+    Verification(directory).finish()
 
-    try:
-        present = dict(paths.walk(directory))
-    except OSError as error:
-        raise DamagedCheckpoint(directory, f"it cannot be listed: {error.strerror}") from error
-    problems, to_hash = [], []
-    for name, record in manifest.files.items():
-        status = present.get(name)
-        if status is None:
-            problems.append(f"{name} is missing")
-        elif not stat.S_ISREG(status.st_mode):
-            problems.append(f"{name} is not a regular file")
-        elif status.st_size != record.size:
-            problems.append(f"{name} has {status.st_size} bytes instead of {record.size}")
-        else:
-            to_hash.append(name)
-    extra = [name for name in present if name.startswith(paths.STATE + "/") and name not in manifest.files]
-    problems += [f"{name} does not belong there" for name in extra]
-    try:
-        found = hash_files(directory, to_hash)
-    except OSError as error:
-        raise DamagedCheckpoint(directory, f"{error.filename} cannot be read: {error.strerror}") from error
-    problems += [f"{name} has changed (SHA-256)" for name in to_hash if found[name] != manifest.files[name]]
-    if problems:
-        more = f" and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
-        raise DamagedCheckpoint(directory, "; ".join(problems[:_NAMED]) + more)
+
+class Verification:
+    """`verify` in the background, from now on: `finish` waits, and raises what is found.
+
+    The checkpoint may be read meanwhile, but nothing of it may be used before `finish` has returned. What shows without
+    reading the files (one is missing, too short, a pipe) is raised at once.
+    """
+
+    def __init__(self, directory: epath.PathLike):
+        self._directory = paths.local_path(directory)
+        self._manifest = read(self._directory)
+        named_step = paths.step_of(self._directory)
+        if named_step is not None and named_step != self._manifest.step:
+            raise self._damaged(f"{paths.MANIFEST} says step {self._manifest.step}")
+        problems, self._to_hash = self._look()
+        pool = ThreadPoolExecutor(1, thread_name_prefix="t5x-verify")
+        self._found = pool.submit(hash_files, self._directory, self._to_hash)
+        pool.shutdown(wait=False)
+        if problems:
+            self._conclude(problems)
+
+    def finish(self) -> None:
+        """Returns when the checkpoint has been found whole; else raises DamagedCheckpoint."""
+        self._conclude([])
+
+    def _look(self) -> tuple[list[str], list[str]]:
+        """(what is wrong with the files at first sight, names of those with which nothing is)."""
+        try:
+            present = dict(paths.walk(self._directory))
+        except OSError as error:
+            raise self._damaged(f"it cannot be listed: {error.strerror}") from error
+        problems, good = [], []
+        for name, record in self._manifest.files.items():
+            status = present.get(name)
+            if status is None:
+                problems.append(f"{name} is missing")
+            elif not stat.S_ISREG(status.st_mode):
+                problems.append(f"{name} is not a regular file")
+            elif status.st_size != record.size:
+                problems.append(f"{name} has {status.st_size} bytes instead of {record.size}")
+            else:
+                good.append(name)
+        extra = [name for name in present if name.startswith(paths.STATE + "/") and name not in self._manifest.files]
+        return problems + [f"{name} does not belong there" for name in extra], good
+
+    def _conclude(self, problems: list[str]) -> None:
+        try:
+            found = self._found.result()
+        except OSError as error:
+            raise self._damaged(f"{error.filename} cannot be read: {error.strerror}") from error
+        changed = [name for name in self._to_hash if found[name] != self._manifest.files[name]]
+        problems = problems + [f"{name} has changed (SHA-256)" for name in changed]
+        if problems:
+            more = f" and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
+            raise self._damaged("; ".join(problems[:_NAMED]) + more)
+
+    def _damaged(self, reason: str) -> DamagedCheckpoint:
+        return DamagedCheckpoint(self._directory, reason)
 
 
 def read_file(directory: epath.PathLike, name: str) -> bytes:

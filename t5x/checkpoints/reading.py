@@ -1,7 +1,8 @@
 """Reading checkpoints: from a path alone, whoever wrote it and on whatever devices."""
 
+import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -25,15 +26,23 @@ def restore(path: epath.PathLike, abstract_tree: Any = None, *, verify: bool = T
         sections `target`, `state/step`, `state/param_states` and `flax_mutables`, those the tree leaves out are not
         read (`{"target": …}` for inference); within a section every array must be there and nothing else.
         None: everything, as nested dictionaries of NumPy arrays.
-      verify: check all files against the manifest first. Pass False if that has just been done (latest_whole).
+      verify: check all files against the manifest meanwhile. Pass False if that has just been done (latest_whole).
 
     Raises:
       DamagedCheckpoint: a file is not as it was written.
       UserError: the tree does not fit; the message has the table of differences.
     """
     path = paths.local_path(path)
-    if verify:
-        manifest.verify(path)
+    if not verify:
+        return _read(path, abstract_tree)
+    verification = manifest.Verification(path)
+    try:
+        return _read(path, abstract_tree)
+    finally:
+        verification.finish()  # in place of any error above, which may come of the damage
+
+
+def _read(path: epath.Path, abstract_tree: Any) -> Any:
     stored = arrays.StoredArrays(_state_directory(path))
     if abstract_tree is None:
         return trees.nest(stored.read(stored.shapes))
@@ -41,7 +50,7 @@ def restore(path: epath.PathLike, abstract_tree: Any = None, *, verify: bool = T
     wanted = {name: trees.as_struct(leaf) for name, leaf in trees.flatten(abstract_tree).items()}
     sections = {_section(name) for name in wanted}
     relevant = {name: leaf for name, leaf in stored.shapes.items() if _section(name) in sections}
-    if table := trees.difference(abstract_tree, trees.nest(relevant)):
+    if table := trees.difference_by_name(wanted, relevant):
         raise UserError(f"{path} does not fit the model (expected: the model, found: the checkpoint): {table}")
     _log_casts(path, wanted, stored.shapes)
     leaves = stored.read(wanted)
@@ -51,6 +60,11 @@ def restore(path: epath.PathLike, abstract_tree: Any = None, *, verify: bool = T
 def read_shapes(path: epath.PathLike) -> dict[str, Any]:
     """The tree of a checkpoint with jax.ShapeDtypeStruct leaves: `restore(path)` without the data."""
     return trees.nest(arrays.read_shapes(_state_directory(paths.local_path(path))))
+
+
+def read_names(path: epath.PathLike) -> set[str]:
+    """The names of all arrays of a checkpoint."""
+    return arrays.read_names(_state_directory(paths.local_path(path)))
 
 
 def read_sidecar(path: epath.PathLike, relative: str) -> bytes:
@@ -77,15 +91,27 @@ def find_latest_whole(directory: epath.PathLike) -> tuple[epath.Path | None, lis
     damaged = []
     for step in reversed(list_steps(directory)):
         path = directory / paths.checkpoint_name(step)
-        try:
-            manifest.verify(path)
-        except DamagedCheckpoint as error:
-            if path.exists():  # else a trainer's retention has just removed it
-                damaged.append((path, error.reason))
-                _logger.warning("Passing over %s: %s", path, error.reason)
-            continue
-        return path, damaged
+        reason = damage(path, functools.partial(manifest.verify, path))
+        if reason is None:
+            return path, damaged
+        if reason:
+            damaged.append((path, reason))
     return None, damaged
+
+
+def damage(path: epath.Path, verify: Callable[[], object]) -> str | None:
+    """What `verify` finds wrong with a checkpoint, which is said; None where nothing is.
+
+    Empty where the checkpoint is no longer there: a trainer's retention has just removed it.
+    """
+    try:
+        verify()
+    except DamagedCheckpoint as error:
+        if not path.exists():
+            return ""
+        _logger.warning("Passing over %s: %s", path, error.reason)
+        return error.reason
+    return None
 
 
 def resolve(path: epath.PathLike) -> epath.Path:

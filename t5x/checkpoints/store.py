@@ -3,7 +3,7 @@
 A save goes through these stages; a kill at any moment leaves either no `checkpoint_<step>` or a whole one.
 
     in the caller's thread    1. a directory checkpoint_<step>.tmp-<unique>
-                              2. arrays copied to the host                      -> save() returns
+                              2. arrays copied, on the devices or to the host   -> save() returns
     in the background         3. arrays written to state/, flushed to the disk and hashed
                               4. their parts joined; the sidecars, MANIFEST.json; all of it flushed
                               5. renamed to checkpoint_<step>, the rename flushed
@@ -19,8 +19,8 @@ import logging
 import operator
 import os
 import threading
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import jax
 from etils import epath
@@ -32,6 +32,8 @@ from t5x.errors import UserError
 from t5x.partitioning import distributed
 
 _logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,9 +60,9 @@ class CheckpointStore:
                        sidecars={"model.json": description})
 
     One trainer writes (see ModelDirLock), which may be several processes: all of them must then call `save`, `wait`,
-    `retire`, `remove_stale_tmp` and `latest_whole` alike, and MODEL_DIR must be one that they share. Any number may
-    read. Close it, or leave the `with` block, before the program ends: a save still in the background at interpreter
-    shutdown is lost (earlier checkpoints are not).
+    `retire`, `remove_stale_tmp`, `latest_whole` and `restore_latest` alike, and MODEL_DIR must be one that they share.
+    Any number may read. Close it, or leave the `with` block, before the program ends: a save still in the background at
+    interpreter shutdown is lost (earlier checkpoints are not).
 
     Args:
       directory: MODEL_DIR; the first save creates it if only it is missing.
@@ -84,7 +86,7 @@ class CheckpointStore:
     # --- Writing
 
     def save(self, step: int, tree: Any, *, sidecars: Mapping[str, bytes], pinned: bool = False) -> None:
-        """Saves `tree` as checkpoint_<step>; returns as soon as the arrays are on the host.
+        """Saves `tree` as checkpoint_<step>; returns as soon as the arrays are copied.
 
         The caller may then donate or overwrite its arrays. At most one save is in flight: a second waits for the first.
         A step that has a checkpoint is skipped; a damaged one is moved aside for the new one.
@@ -190,6 +192,47 @@ class CheckpointStore:
             newest = epath.Path(newest)
             self._whole.add(paths.step_of(newest))
         return newest, [(epath.Path(path), reason) for path, reason in damaged]
+
+    def restore_latest(
+        self, read: Callable[[epath.Path], T]
+    ) -> tuple[epath.Path | None, T | None, list[tuple[epath.Path, str]]]:
+        """Reads the newest checkpoint that verifies; it is read while it is verified, which may take as long.
+
+        Args:
+          read: is given the path of a checkpoint, and reads it. What it returns, or raises, counts only if that
+            checkpoint is found whole; else the next one is read.
+
+        Returns:
+          the path (None if there is no whole checkpoint), what `read` returned for it, and the damaged ones as
+          `latest_whole` gives them.
+        """
+        damaged: list[tuple[epath.Path, str]] = []
+        for step in agreement.decide(self._topic("steps"), lambda: self.steps()[::-1]):
+            result, reason = self._read_verified(self.path(step), read)
+            if reason is None:
+                self._whole.add(step)
+                return self.path(step), result, damaged
+            if reason:
+                damaged.append((self.path(step), reason))
+        return None, None, damaged
+
+    def _read_verified(self, path: epath.Path, read: Callable[[epath.Path], T]) -> tuple[T | None, str | None]:
+        """(what `read` returned, None), or (None, what is wrong with the checkpoint: see reading.damage)."""
+        begun: list[manifest.Verification] = []
+        begin = lambda: begun.append(manifest.Verification(path))
+        reason = agreement.decide(self._topic("begun"), lambda: reading.damage(path, begin))
+        if reason is not None:
+            return None, reason
+        finish = lambda: reading.damage(path, begun[0].finish)
+        try:
+            result = read(path)
+        except Exception:
+            reason = agreement.decide(self._topic("verified"), finish)
+            if reason is None:
+                raise
+            return None, reason
+        reason = agreement.decide(self._topic("verified"), finish)
+        return (result, None) if reason is None else (None, reason)
 
     verify = staticmethod(manifest.verify)
     restore = staticmethod(reading.restore)

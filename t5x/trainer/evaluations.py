@@ -8,8 +8,6 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import jax
-
 from t5x.data.config import DatasetConfig
 from t5x.data.tasks import get_subtasks
 from t5x.errors import UserError
@@ -68,8 +66,8 @@ class Evaluation(abc.ABC):
         """Measures and writes."""
 
     def _check_stop(self) -> None:
-        # Of several processes none may leave alone: the others wait for it in the next batch.
-        if self._stop and jax.process_count() == 1:
+        """Raises _Interrupted where the run is to stop. Of several processes, all call it before the same batch."""
+        if self._stop.here():
             raise _Interrupted
 
 

@@ -90,7 +90,7 @@ def run_loop(
     with progress or contextlib.nullcontext(), _garbage_collection(times):
         clock.start()
         try:
-            while step < times.total_steps and ended is None and not stop.after(step):
+            while step < times.total_steps and ended is None and not stop.here():
                 with clock.waiting_for_data():
                     batch = next(loader)
                 metrics = trainer.step(batch)

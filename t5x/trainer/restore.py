@@ -8,7 +8,7 @@ import dataclasses
 import json
 import logging
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -123,14 +123,17 @@ def _restore_or_init(
     layout: StateLayout,
     init_rng: jax.Array,
 ) -> tuple[TrainState, Run]:
-    own, damaged = store.latest_whole()
+    def resume(path: Any) -> tuple[TrainState, Run]:
+        check_same_model(path, model, same_classes=True)
+        return _resume(path, restore_cfg, layout), Run.of(path)
+
+    own, resumed, damaged = store.restore_latest(resume)
     if own is not None:
-        check_same_model(own, model, same_classes=True)
         given = (
             f", before the initial one that was given ({restore_cfg.path})" if restore_cfg and restore_cfg.path else ""
         )
         log.info("resuming from %s: MODEL_DIR's newest whole checkpoint comes first%s", own, given)
-        return _resume(own, restore_cfg, layout), Run.of(own)
+        return resumed
     if damaged:
         raise UserError(
             f"None of the {len(damaged)} checkpoint(s) in {store.directory} can be used: they are damaged, or not "
@@ -169,7 +172,7 @@ def restore_state(
     log.info("step: %d; optimizer state: %s, %s", step, "kept" if keep else "reset", reason)
 
     def read(part: Any) -> Any:
-        if not cfg.rules and _same_names(source, part):
+        if not cfg.rules and source.format == "t5x" and _same_names(source.arrays, part):
             return checkpoints.restore(source.path, part, verify=False)
         return fitting.restore(part, _initial_values(layout, rng))
 
@@ -199,31 +202,29 @@ def restore_params(
     abstract = {"target": layout.abstract.params}
     if cfg is not None and cfg.dtype is not None:
         abstract = jax.tree.map(lambda x: x.update(dtype=jnp.dtype(cfg.dtype)), abstract)
-    if not rules and _same_names(source, abstract):
+    if not rules and source.format == "t5x" and _same_names(source.arrays, abstract):
         return checkpoints.restore(source.path, abstract, verify=False)["target"]
     initial = _initial_values(layout, jax.random.key(rng or 0))
     return transfer.restore(source, abstract, {"target": layout.axes}, rules=rules, initial=initial)["target"]
 
 
 def _resume(path: Any, cfg: RestoreCheckpointConfig | None, layout: StateLayout) -> TrainState:
-    """The state of a run of our own that has been verified, its layers held as they were or the other way."""
+    """The state of a run of our own, its layers held as they were or the other way."""
     abstract = layout.abstract.tree()
     functions = () if cfg is None else cfg.rules.state_transformation_fns
-    source = read_ours(path)
-    if not functions and _same_names(source, abstract):
+    if not functions and _same_names(checkpoints.read_names(path), abstract):
         return TrainState.from_tree(checkpoints.restore(path, abstract, verify=False))
     if not functions:
-        log.info("its layers are stacked and this network's are not, or the other way round: they are rearranged")
+        log.info("%s: its layers are stacked and this network's are not, or the other way round: rearranged", path)
     rules = Rules(state_transformation_fns=functions, is_resuming=True)
-    return TrainState.from_tree(transfer.restore(source, abstract, layout.tree_axes(), rules=rules))
+    return TrainState.from_tree(transfer.restore(read_ours(path), abstract, layout.tree_axes(), rules=rules))
 
 
-def _same_names(source: Source, abstract: Any) -> bool:
-    """Whether it is a checkpoint of ours that holds these parts as the network does: it is then read shard by shard."""
+def _same_names(found: Iterable[str], abstract: Any) -> bool:
+    """Whether a checkpoint of ours with these arrays holds them as the network does: it is then read shard by shard."""
     wanted = checkpoints.tree.flatten(abstract)
     sections = {transfer.section(name) for name in wanted}
-    found = {name for name in source.arrays if transfer.section(name) in sections}
-    return source.format == "t5x" and found == wanted.keys()
+    return {name for name in found if transfer.section(name) in sections} == wanted.keys()
 
 
 def _check_same(source: Source, model: BaseTransformerModel, rules: Rules) -> None:

@@ -33,9 +33,10 @@ class Stopped(Exception):
 class StopRequest:
     """Notes the first signal while it is entered, once there is something to save; a second SIGINT ends at once.
 
-    Several processes stop after the same step, whichever of them was asked. The one that was tells the others; each
-    promises not to begin a step beyond those it has begun, and the latest of the promises is where all stop. No
-    process waits for another while it still owes it a step, so that the collectives of those steps complete.
+    Several processes stop at the same place, after a step or a batch of an evaluation, whichever of them was asked. The
+    one that was tells the others; each promises to begin nothing beyond what it has begun, and the latest of the
+    promises is where all stop. No process waits for another while it still owes it a step, so that the collectives of
+    those steps complete.
 
     Attributes:
       signum: the signal that came, or None.
@@ -49,14 +50,12 @@ class StopRequest:
         self._agreement = _Agreement() if jax.process_count() > 1 else None
 
     def __bool__(self) -> bool:
-        """Whether the run is to stop now. Of several processes, all say so after the same step."""
+        """Whether the run is to stop. Of several processes, all say so at the same place."""
         return self.signum is not None if self._agreement is None else self._agreement.reached
 
-    def after(self, step: int) -> bool:
-        """Whether the run is to stop after this step; to be asked before every step."""
-        if self._agreement is None:
-            return bool(self)
-        if self._agreement.stops_after(step):
+    def here(self) -> bool:
+        """Whether the run is to stop here; to be asked before every step and every batch of an evaluation, by all."""
+        if self._agreement is not None and self._agreement.stops_here():
             self.signum = self._agreement.signum
         return bool(self)
 
@@ -91,17 +90,17 @@ class StopRequest:
 
 
 class _Agreement:
-    """After which step several processes stop.
+    """Where several processes stop: they count the places where they may.
 
     Attributes:
       signum: set by the signal handler to ask for a stop; once all agreed, the signal that one of them got.
-      reached: whether that step has been taken.
+      reached: whether that place has been reached.
     """
 
     def __init__(self) -> None:
         self.signum: int | None = None
         self.reached = False
-        self._begun = 0  # steps that this process has begun
+        self._begun = 0  # steps and batches that this process has begun
         self._promised = False
         self._last: int | None = None
         self._failure: Exception | None = None
@@ -116,15 +115,15 @@ class _Agreement:
     def close(self) -> None:
         self._closed.set()
 
-    def stops_after(self, step: int) -> bool:
+    def stops_here(self) -> bool:
         with self._changed:
-            if not self._promised or step < self._begun:
-                self._begun = max(self._begun, step + 1)
-                return False
-            self._changed.wait_for(lambda: self._last is not None or self._failure is not None)
-            if self._failure is not None:
-                raise self._failure
-            self.reached = step >= self._last
+            if self._promised:
+                self._changed.wait_for(lambda: self._last is not None or self._failure is not None)
+                if self._failure is not None:
+                    raise self._failure
+                self.reached = self._begun >= self._last
+            if not self.reached:
+                self._begun += 1
             return self.reached
 
     def _watch(self) -> None:
@@ -145,7 +144,7 @@ class _Agreement:
             with self._changed:
                 self._promised = True
                 begun = self._begun
-            last = max(int(promise) for promise in distributed.exchange("last step", str(begun).encode()))
+            last = max(int(promise) for promise in distributed.exchange("last begun", str(begun).encode()))
             with self._changed:
                 self.signum, self._last = int(asked), last
                 self._changed.notify_all()

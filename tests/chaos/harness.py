@@ -14,7 +14,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,10 +24,11 @@ import jax
 import numpy as np
 
 from t5x import checkpoints
-from tests.programs import REPO, SMALL
+from tests.programs import REPO, SMALL, environment, free_port
 
 STEPS = 30
-_PATIENCE = 60.0  # seconds in which the processes that were not killed must end by themselves
+_PATIENCE = 120.0  # seconds in which the processes that were not killed must end by themselves
+_RENDEZVOUS = 90  # seconds that a process waits for one that was killed before it could be reached
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,13 +47,13 @@ class Setting:
             "--gin.utils.SaveCheckpointConfig.period=2", "--gin.utils.SaveCheckpointConfig.keep=2",
         ]  # fmt: skip
         flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={self.devices}"
-        env = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(REPO)}
-        port = _free_port()
+        env = environment(XLA_FLAGS=flags, JAX_PLATFORMS="cpu")
+        port = free_port()
         started = []
         for index in range(self.processes):
             several = [
                 f"--coordinator_address=127.0.0.1:{port}", f"--process_count={self.processes}",
-                f"--process_index={index}",
+                f"--process_index={index}", f"--initialization_timeout={_RENDEZVOUS}",
             ]  # fmt: skip
             command = [sys.executable, "-m", "t5x", *arguments, *(several if self.processes > 1 else [])]
             with open(f"{log}.{index}", "ab") as file:
@@ -141,11 +141,6 @@ def _wait(processes: list[subprocess.Popen], victim: subprocess.Popen | None, di
 
 def _log(directory: Path) -> str:
     return "\n".join(f"--- {path}\n{path.read_text()[-4000:]}" for path in sorted(directory.glob("log.*")))
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return sock.getsockname()[1]
 
 
 def main() -> None:

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tests.programs import environment
+
 PROGRAMS = Path(__file__).parent / "programs"
 SIDECARS = {"model.json": b'{"emb_dim": 8}', "dataset/train-000-of-001.json": b"{}", "vocabulary/inputs/a.txt": b"abc"}
 
@@ -65,5 +67,5 @@ def start_program(name: str, *arguments, env: dict[str, str] | None = None) -> s
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(PROGRAMS.parents[2]), **(env or {})},
+        env=environment(**{"JAX_PLATFORMS": "cpu", **(env or {})}),
     )

@@ -1,11 +1,11 @@
 import logging
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tensorstore
 from jax.sharding import SingleDeviceSharding
 
 from t5x import checkpoints
@@ -15,6 +15,7 @@ from t5x.errors import UserError
 from .helpers import SIDECARS, abstract, assert_same, make_tree, start_program
 
 ONE_DEVICE = SingleDeviceSharding(jax.devices()[0])
+IO = Path("/proc/self/io")
 
 
 @pytest.fixture
@@ -55,6 +56,7 @@ def test_sections_left_out_are_not_asked_for(checkpoint, keep):
     assert_same(wanted, restore(checkpoint, abstract(wanted, ONE_DEVICE)))
 
 
+@pytest.mark.skipif(not IO.exists(), reason="the system does not say how much was read")
 def test_a_partial_restore_does_not_read_the_optimizer(tmp_path):
     tree = {"target": {"w": jnp.ones((64, 64))}, "state": {"param_states": {"v": jnp.ones((1024, 1024))}}}
     with CheckpointStore(tmp_path) as store:
@@ -62,8 +64,7 @@ def test_a_partial_restore_does_not_read_the_optimizer(tmp_path):
 
     def bytes_read(wanted):
         def count():
-            (metric,) = tensorstore.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
-            return metric["values"][0]["value"]
+            return int(re.search(r"rchar: (\d+)", IO.read_text())[1])
 
         before = count()
         assert_same(wanted, restore(store.path(1), abstract(wanted), verify=False))

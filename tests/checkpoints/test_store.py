@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t5x.checkpoints import CheckpointStore, ModelDirLock, arrays, dataset_state_name, paths
+from t5x.checkpoints import CheckpointStore, DamagedCheckpoint, ModelDirLock, arrays, dataset_state_name, paths
 from t5x.errors import UserError
 
 from .helpers import SIDECARS, assert_same, make_tree, names
@@ -50,7 +50,10 @@ def test_save_returns_before_the_checkpoint_exists(store, monkeypatch):
     assert store.steps() == [1]
 
 
-def test_arrays_may_be_donated_or_overwritten_once_save_returns(store):
+@pytest.mark.parametrize("room", [False, True])
+def test_arrays_may_be_donated_or_overwritten_once_save_returns(store, monkeypatch, room):
+    """Also where they are copied on the devices, which a CPU need not do."""
+    monkeypatch.setattr(arrays, "_have_room", lambda data: room)
     advance = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
     tree = {f"w{i}": jnp.full((256, 256), float(i)) for i in range(32)}
     host = np.zeros((256, 256), np.float32)
@@ -138,6 +141,52 @@ def test_latest_whole_passes_over_damaged_ones_and_says_why(store, tmp_path):
     assert [path for path, _ in damaged] == [store.path(10), store.path(2)]
     assert "model.json has 0 bytes instead of 14" in damaged[0][1]
     assert "MANIFEST.json is missing" in damaged[1][1]
+
+
+def change_a_bit(path):
+    """Of an array: only its hash shows it."""
+    file = max((path / "state").glob("ocdbt.process_0/d/*"), key=lambda file: len(file.read_bytes()))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+
+
+def test_what_is_read_of_a_damaged_checkpoint_is_not_returned(store, caplog):
+    assert store.restore_latest(store.restore) == (None, None, [])
+    save(store, 1, 2)
+    newest, tree, damaged = store.restore_latest(store.restore)
+    assert (newest, damaged) == (store.path(2), [])
+    assert_same(make_tree(2), tree)
+    change_a_bit(store.path(2))
+    newest, tree, damaged = store.restore_latest(lambda path: store.restore(path, verify=False))
+    assert newest == store.path(1)
+    assert_same(make_tree(1), tree)
+    assert damaged == store.latest_whole()[1] and "has changed (SHA-256)" in damaged[0][1]
+    assert f"Passing over {store.path(2)}: {damaged[0][1]}" in caplog.text
+    with pytest.raises(DamagedCheckpoint, match="has changed"):
+        store.restore(store.path(2))
+
+
+def test_an_error_in_reading_counts_only_if_the_checkpoint_is_whole(store):
+    save(store, 1, 2)
+
+    def read(path):
+        if path == store.path(2):
+            raise UserError("not what was expected")
+        return "read"
+
+    with pytest.raises(UserError, match="not what was expected"):
+        store.restore_latest(read)
+    change_a_bit(store.path(2))
+    assert store.restore_latest(read)[:2] == (store.path(1), "read")
+
+
+def test_what_is_damaged_at_first_sight_is_not_read(store):
+    save(store, 1, 2)
+    damage(store.path(2))
+    read = []
+    assert store.restore_latest(read.append)[0] == store.path(1)
+    assert read == [store.path(1)]
 
 
 def test_only_finished_checkpoints_count_as_steps(store, tmp_path):

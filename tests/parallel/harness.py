@@ -1,6 +1,6 @@
 """Shows that parallelism by configuration changes nothing.
 
-    python -m tests.parallel.harness --all
+    python -m tests.parallel.harness --all [--workers 4]
 
 A pairing is a run whose first half one setting computes and whose second half another one does, from its checkpoint:
 with another preset, layers stacked or not, another number of microbatches and of processes. All losses, and the
@@ -12,11 +12,12 @@ import dataclasses
 import json
 import os
 import resource
-import socket
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,8 @@ import numpy as np
 from t5x.checkpoints import layout
 from t5x.checkpoints.formats import open_checkpoint
 from tests.parallel.settings import ALL, HALF, REFERENCE, SOME, STEPS, Setting, pairings, shuffled
-from tests.programs import REPO, losses
+from tests.programs import REPO, free_port, losses
+from tests.xla_flags import QUICK_COMPILATION
 
 LOSS_TOLERANCE = 1e-5
 STATE_TOLERANCE = 1e-5  # twenty times what rounding comes to
@@ -60,20 +62,40 @@ class _Job:
     total_steps: int
 
 
-def run(pairs: list[tuple[Setting, Setting]], root: Path) -> list[Deviation]:
+def run(pairs: list[tuple[Setting, Setting]], root: Path, workers: int = 1) -> list[Deviation]:
     """Runs the reference and all pairings under `root`, and compares.
 
     Asserts that every parameter was divided over the devices as the preset says.
+
+    Args:
+      workers: parts of the pairings that run at the same time.
     """
     reference = root / "reference"
     _launch([_Job(REFERENCE, reference, STEPS)], root)
-    for half, total_steps in enumerate((HALF, STEPS)):
-        jobs = [_Job(pair[half], root / f"pairing{n}", total_steps) for n, pair in enumerate(pairs)]
-        for processes in sorted({job.setting.processes for job in jobs}):
-            _launch([job for job in jobs if job.setting.processes == processes], root)
-        for job in jobs:
-            _assert_divided(job)
+    # Neighbours share a setting, which is compiled once: they stay together.
+    parts = [[pairs[n] for n in part] for part in np.array_split(range(len(pairs)), min(workers, len(pairs)))]
+    roots = [root / f"part{n}" for n in range(len(parts))]
+    with ThreadPoolExecutor(len(parts)) as pool:
+        found = list(pool.map(lambda part, root: _run_part(part, root, reference), parts, roots))
+    return [deviation for part in found for deviation in part]
+
+
+def _run_part(pairs: list[tuple[Setting, Setting]], root: Path, reference: Path) -> list[Deviation]:
+    root.mkdir()
+    halves = {first: root / f"half{n}" for n, (first, _) in enumerate(pairs)}  # several may go on from the same one
+    _run_all([_Job(first, model_dir, HALF) for first, model_dir in halves.items()], root)
+    jobs = [_Job(second, root / f"pairing{n}", STEPS) for n, (_, second) in enumerate(pairs)]
+    for (first, _), job in zip(pairs, jobs, strict=True):
+        shutil.copytree(halves[first], job.model_dir)
+    _run_all(jobs, root)
     return [_deviation(root / f"pairing{n}", reference) for n in range(len(pairs))]
+
+
+def _run_all(jobs: list[_Job], root: Path) -> None:
+    for processes in sorted({job.setting.processes for job in jobs}):
+        _launch([job for job in jobs if job.setting.processes == processes], root)
+    for job in jobs:
+        _assert_divided(job)
 
 
 # --- Starting ---------------------------------------------------------------------------------------------------------
@@ -81,13 +103,13 @@ def run(pairs: list[tuple[Setting, Setting]], root: Path) -> list[Deviation]:
 
 def _launch(jobs: list[_Job], root: Path) -> None:
     """Runs the jobs one after another in one group of processes."""
-    began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    began = time.monotonic()
     count, devices = jobs[0].setting.processes, jobs[0].setting.devices
     listed = [dataclasses.asdict(job) | {"model_dir": str(job.model_dir)} for job in jobs]
     (root / "jobs.json").write_text(json.dumps(listed))
     # Nearly all of the time is compilation: it is made cheap, and kept for the second halves.
     flags = [
-        os.environ.get("XLA_FLAGS", ""), "--xla_backend_optimization_level=0", "--xla_cpu_use_fusion_emitters=false",
+        os.environ.get("XLA_FLAGS", ""), QUICK_COMPILATION,
         f"--xla_force_host_platform_device_count={devices // count}",
     ]  # fmt: skip
     cache = os.environ.get("T5X_CACHE_DIR", str(REPO / ".pytest_cache" / "t5x"))
@@ -99,7 +121,7 @@ def _launch(jobs: list[_Job], root: Path) -> None:
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
     command = [sys.executable, "-m", "tests.parallel.program", str(root / "jobs.json")]
-    port, started = _free_port(), []
+    port, started = free_port(), []
     try:
         for index in range(count):
             with open(root / f"log.{index}", "wb") as log:
@@ -111,16 +133,7 @@ def _launch(jobs: list[_Job], root: Path) -> None:
             process.kill()
     logs = "\n".join(f"--- process {i}\n{(root / f'log.{i}').read_text()[-4000:]}" for i in range(count))
     assert codes == [0] * count, f"{codes}\n{logs}"
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    print(
-        f"{len(jobs)} job(s) in {count} process(es): {time.monotonic() - began:.0f} s, {spent:.0f} s of CPU", flush=True
-    )
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return sock.getsockname()[1]
+    print(f"{len(jobs)} job(s) in {count} process(es): {time.monotonic() - began:.0f} s", flush=True)
 
 
 # --- Comparing --------------------------------------------------------------------------------------------------------
@@ -182,13 +195,18 @@ def table(pairs: list[tuple[Setting, Setting]], found: list[Deviation]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--all", action="store_true", help=f"all {len(ALL)} settings, not {len(SOME)} of them")
+    parser.add_argument(
+        "--all", action="store_true", help=f"{len(ALL)} pairings of all settings, not {len(SOME)} of some"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of who goes on from whom, with --all (0)")
+    parser.add_argument("--workers", type=int, default=1, help="parts of the pairings that run at the same time (1)")
     args = parser.parse_args()
-    pairs = pairings(shuffled(args.seed) if args.all else SOME)
+    pairs, began = pairings(shuffled(args.seed)) if args.all else SOME, time.monotonic()
     with tempfile.TemporaryDirectory() as root:
-        found = run(pairs, Path(root))
+        found = run(pairs, Path(root), args.workers)
+    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
     print(table(pairs, found))
+    print(f"{time.monotonic() - began:.0f} s, {spent.ru_utime + spent.ru_stime:.0f} s of CPU")
     sys.exit(any(deviation.too_far for deviation in found))
 
 

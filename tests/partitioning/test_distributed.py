@@ -12,22 +12,16 @@ import pytest
 
 from t5x.errors import UserError
 from t5x.partitioning import cluster, distributed
+from tests.programs import environment, free_port
 
 MEMBER = Path(__file__).with_name("member.py")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return sock.getsockname()[1]
 
 
 def begin(job: str, count: int, devices: int = 1) -> list[subprocess.Popen]:
     port = free_port()
     proxy = "http://127.0.0.1:9"  # as in many clusters; nothing answers there
-    env = {
-        **os.environ, "http_proxy": proxy, "https_proxy": proxy, "PYTHONPATH": str(MEMBER.parents[2]),
-        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}",
-    }  # fmt: skip
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
+    env = environment(http_proxy=proxy, https_proxy=proxy, XLA_FLAGS=flags)
     command = [sys.executable, str(MEMBER)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return [subprocess.Popen([*command, str(n), str(count), str(port), job], env=env, **pipes) for n in range(count)]

@@ -40,7 +40,9 @@ _MAX_RATIO = {None: 1, "gzip": 1100, "zlib": 1100, "zstd": 2**16, "blosc": 2**16
 
 
 @dataclasses.dataclass(frozen=True)
-class _Metadata:
+class Metadata:
+    """What an array's file .zarray says."""
+
     shape: tuple[int, ...]
     dtype: np.dtype
     chunks: tuple[int, ...]
@@ -84,8 +86,8 @@ class _Metadata:
         return tuple(slice(i * chunk, min((i + 1) * chunk, size)) for i, chunk, size in edges)
 
 
-class _Malformed(Exception):
-    pass
+class Malformed(Exception):
+    """Says what is wrong with an array."""
 
 
 # --- Reading
@@ -110,20 +112,20 @@ def open_array(directory: epath.PathLike, name: str, stated: Mapping[str, Any] |
         own = _read_metadata(directory, name)
         expected = None if stated is None else _stated_metadata(stated, complete=own is None)
         if own is None and expected is None:
-            raise _Malformed(f"has no {METADATA_FILE}, which alone says its shape")
+            raise Malformed(f"has no {METADATA_FILE}, which alone says its shape")
         if own is not None and expected is not None and (own.shape, own.dtype) != (expected.shape, expected.dtype):
-            raise _Malformed(
+            raise Malformed(
                 f"is {own.dtype} {list(own.shape)}, while the checkpoint says {expected.dtype} {list(expected.shape)}"
             )
         metadata = own or expected
         if math.prod(-(-n // chunk) for n, chunk in zip(metadata.shape, metadata.chunks, strict=True)) > _MAX_CHUNKS:
-            raise _Malformed(f"says it has more than {_MAX_CHUNKS} chunks")
-    except _Malformed as error:
+            raise Malformed(f"says it has more than {_MAX_CHUNKS} chunks")
+    except Malformed as error:
         raise DamagedCheckpoint(directory, f"the array {name} {error}") from None
     return LazyArray(metadata.shape, metadata.dtype, lambda: _read(directory, name, metadata))
 
 
-def _read_metadata(directory: epath.PathLike, name: str) -> _Metadata | None:
+def _read_metadata(directory: epath.PathLike, name: str) -> Metadata | None:
     """What .zarray says; None where the array is there without one."""
     try:
         with open_inside(directory, f"{name}/{METADATA_FILE}") as file:
@@ -131,61 +133,66 @@ def _read_metadata(directory: epath.PathLike, name: str) -> _Metadata | None:
     except FileNotFoundError:
         if os.path.isdir(os.path.join(directory, name)):
             return None
-        raise _Malformed("is missing") from None
+        raise Malformed("is missing") from None
     except OSError as error:
-        raise _Malformed(f"cannot be opened: {error.strerror}") from error
+        raise Malformed(f"cannot be opened: {error.strerror}") from error
+    return parse_metadata(content)
+
+
+def parse_metadata(content: bytes) -> Metadata:
+    """What the content of a file .zarray says; Malformed where it is nothing that is known."""
     try:
         if len(content) > _MAX_METADATA_BYTES:
             raise ValueError("too large")
         data = json.loads(content)
     except (ValueError, RecursionError):
-        raise _Malformed(f"has a {METADATA_FILE} that is not JSON") from None
+        raise Malformed(f"has a {METADATA_FILE} that is not JSON") from None
     if not isinstance(data, dict) or data.get("zarr_format") != 2 or data.get("filters") is not None:
-        raise _Malformed(f"has a {METADATA_FILE} that is not of zarr version 2 without filters")
+        raise Malformed(f"has a {METADATA_FILE} that is not of zarr version 2 without filters")
     if not isinstance(data.get("dtype"), str) or data["dtype"] not in _DTYPE_OF_NAME:
-        raise _Malformed(f"has the dtype {str(data.get('dtype'))[:40]!r}; known: {', '.join(_DTYPE_OF_NAME)}")
+        raise Malformed(f"has the dtype {str(data.get('dtype'))[:40]!r}; known: {', '.join(_DTYPE_OF_NAME)}")
     order, separator, fill_value = data.get("order"), data.get("dimension_separator", "."), data.get("fill_value")
     if order not in ("C", "F") or separator not in (".", "/") or isinstance(fill_value, list | dict):
-        raise _Malformed(f"has a {METADATA_FILE} with an unknown order, dimension_separator or fill_value")
+        raise Malformed(f"has a {METADATA_FILE} with an unknown order, dimension_separator or fill_value")
     metadata = _checked(data, _DTYPE_OF_NAME[data["dtype"]], complete=True)
     return dataclasses.replace(metadata, order=order, separator=separator, fill_value=fill_value)
 
 
-def _stated_metadata(stated: Mapping[str, Any], *, complete: bool) -> _Metadata:
+def _stated_metadata(stated: Mapping[str, Any], *, complete: bool) -> Metadata:
     """What the checkpoint says of an array; only a complete statement has chunks and compressor."""
     data, dtype = stated.get("metadata"), stated.get("dtype")
     if not isinstance(data, dict):
-        raise _Malformed("has metadata that is not a dictionary")
+        raise Malformed("has metadata that is not a dictionary")
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise _Malformed(f"is said to have the dtype {str(dtype)[:40]!r}; known: {', '.join(DTYPES)}")
+        raise Malformed(f"is said to have the dtype {str(dtype)[:40]!r}; known: {', '.join(DTYPES)}")
     return _checked(data, DTYPES[dtype], complete=complete)
 
 
-def _checked(data: Mapping[str, Any], dtype: np.dtype, *, complete: bool) -> _Metadata:
+def _checked(data: Mapping[str, Any], dtype: np.dtype, *, complete: bool) -> Metadata:
     try:
         shape = check_shape(data.get("shape"))
         if not complete:
-            return _Metadata(shape, dtype, tuple(max(1, n) for n in shape), None)
+            return Metadata(shape, dtype, tuple(max(1, n) for n in shape), None)
         chunks, compressor = check_shape(data.get("chunks")), data["compressor"]
     except ValueError as error:
-        raise _Malformed(f"has metadata of which {error}") from None
+        raise Malformed(f"has metadata of which {error}") from None
     except KeyError:
-        raise _Malformed("does not say how it is compressed") from None
+        raise Malformed("does not say how it is compressed") from None
     if len(chunks) != len(shape) or 0 in chunks:
-        raise _Malformed(f"has chunks {list(chunks)}, which do not divide the shape {list(shape)}")
+        raise Malformed(f"has chunks {list(chunks)}, which do not divide the shape {list(shape)}")
     codec = compressor.get("id", "") if isinstance(compressor, dict) else None
     if codec not in list(_MAX_RATIO) or (codec is None) != (compressor is None):
-        raise _Malformed(f"has the compressor {str(compressor)[:80]}; known: gzip, zlib, zstd, blosc and none")
-    return _Metadata(shape, dtype, chunks, compressor)
+        raise Malformed(f"has the compressor {str(compressor)[:80]}; known: gzip, zlib, zstd, blosc and none")
+    return Metadata(shape, dtype, chunks, compressor)
 
 
-def _read(directory: epath.PathLike, name: str, metadata: _Metadata) -> np.ndarray:
+def _read(directory: epath.PathLike, name: str, metadata: Metadata) -> np.ndarray:
     try:
         stored = _find_chunks(os.path.join(directory, name), metadata)
         if metadata.codec in ("zstd", "blosc"):
             return _read_by_tensorstore(os.path.join(directory, name), metadata)
         return _decode_chunks(directory, name, metadata, stored)
-    except _Malformed as error:
+    except Malformed as error:
         raise DamagedCheckpoint(directory, f"the array {name} {error}") from None
     except OSError as error:
         raise DamagedCheckpoint(directory, f"the array {name} cannot be read: {error.strerror}") from error
@@ -194,20 +201,20 @@ def _read(directory: epath.PathLike, name: str, metadata: _Metadata) -> np.ndarr
         raise DamagedCheckpoint(directory, f"the array {name} says it has {size}, more than fits in memory") from None
 
 
-def _find_chunks(path: str, metadata: _Metadata) -> list[tuple[int, ...]]:
+def _find_chunks(path: str, metadata: Metadata) -> list[tuple[int, ...]]:
     """The chunks that are there. All of them must be, unless there is a fill value for the others."""
     files = dict(paths.walk(path))
     stored = []
     for index in metadata.grid():
         status = files.get(metadata.chunk_name(index))
         if status is None and metadata.fill_value is None:
-            raise _Malformed(f"lacks its chunk {metadata.chunk_name(index)}")
+            raise Malformed(f"lacks its chunk {metadata.chunk_name(index)}")
         if status is None:
             continue
         if not stat.S_ISREG(status.st_mode):
-            raise _Malformed(f"has a chunk {metadata.chunk_name(index)} that is not a regular file")
+            raise Malformed(f"has a chunk {metadata.chunk_name(index)} that is not a regular file")
         if metadata.chunk_bytes > max(status.st_size, 1) * _MAX_RATIO[metadata.codec]:
-            raise _Malformed(
+            raise Malformed(
                 f"has a chunk {metadata.chunk_name(index)} of {status.st_size} bytes; "
                 f"that cannot be the {metadata.chunk_bytes} bytes it stands for"
             )
@@ -216,14 +223,14 @@ def _find_chunks(path: str, metadata: _Metadata) -> list[tuple[int, ...]]:
 
 
 def _decode_chunks(
-    directory: epath.PathLike, name: str, metadata: _Metadata, stored: list[tuple[int, ...]]
+    directory: epath.PathLike, name: str, metadata: Metadata, stored: list[tuple[int, ...]]
 ) -> np.ndarray:
     result = np.empty(metadata.shape, metadata.dtype)
     if metadata.fill_value is not None:
         try:
             result[...] = np.asarray(float(metadata.fill_value)).astype(metadata.dtype)
         except (ValueError, OverflowError):
-            raise _Malformed(f"has the fill value {str(metadata.fill_value)[:40]!r}, which is not a number") from None
+            raise Malformed(f"has the fill value {str(metadata.fill_value)[:40]!r}, which is not a number") from None
 
     def decode(index: tuple[int, ...]) -> None:
         chunk_name = metadata.chunk_name(index)
@@ -232,7 +239,7 @@ def _decode_chunks(
         if metadata.codec is not None:
             content = _decompress(content, metadata.chunk_bytes, chunk_name)
         if len(content) != metadata.chunk_bytes:
-            raise _Malformed(f"has a chunk {chunk_name} of another size than {metadata.chunk_bytes} bytes")
+            raise Malformed(f"has a chunk {chunk_name} of another size than {metadata.chunk_bytes} bytes")
         chunk = np.frombuffer(content, np.uint8).view(metadata.dtype).reshape(metadata.chunks, order=metadata.order)
         part = result[(*metadata.slices(index), ...)]
         part[...] = chunk[tuple(slice(n) for n in part.shape)]
@@ -247,13 +254,13 @@ def _decompress(content: bytes, size: int, chunk_name: str) -> bytes:
     try:
         result = stream.decompress(content, size + 1)
     except zlib.error as error:
-        raise _Malformed(f"has a corrupt chunk {chunk_name}: {error}") from None
+        raise Malformed(f"has a corrupt chunk {chunk_name}: {error}") from None
     if not stream.eof or stream.unused_data:
-        raise _Malformed(f"has a chunk {chunk_name} that is cut off or of another size than {size} bytes")
+        raise Malformed(f"has a chunk {chunk_name} that is cut off or of another size than {size} bytes")
     return result
 
 
-def _read_by_tensorstore(path: str, metadata: _Metadata) -> np.ndarray:
+def _read_by_tensorstore(path: str, metadata: Metadata) -> np.ndarray:
     import tensorstore
 
     spec = {
@@ -266,7 +273,7 @@ def _read_by_tensorstore(path: str, metadata: _Metadata) -> np.ndarray:
     try:
         return tensorstore.open(spec, read=True).result().read().result()
     except (ValueError, RuntimeError, NotImplementedError) as error:
-        raise _Malformed(f"cannot be decoded: {faults.first_line(error)}") from error
+        raise Malformed(f"cannot be decoded: {faults.first_line(error)}") from error
 
 
 # --- Writing
@@ -278,7 +285,7 @@ def write_array(directory: epath.PathLike, name: str, array: np.ndarray) -> dict
     Returns:
       the part of its metadata that a TensorStore spec carries: chunks, compressor and shape.
     """
-    metadata = _Metadata(array.shape, array.dtype, choose_chunks(array.shape, array.dtype.itemsize), COMPRESSOR)
+    metadata = Metadata(array.shape, array.dtype, choose_chunks(array.shape, array.dtype.itemsize), COMPRESSOR)
     path = os.path.join(directory, name)
     paths.write_file(os.path.join(path, METADATA_FILE), json.dumps(metadata.to_json(), separators=(",", ":")).encode())
 
