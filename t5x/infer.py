@@ -151,8 +151,9 @@ def infer(
             continue
         if engine is None:
             log.info("restoring the parameters of %s (%s)", source.path, source.format)
-            params = restore_params(source, model, layout, restore_checkpoint_cfg, fallback_init_rng)
-            engine = Engine(model, partitioner, params)
+            engine = Engine(
+                model, partitioner, restore_params(source, model, layout, restore_checkpoint_cfg, fallback_init_rng)
+            )
             program = engine.program(task_runs.function(model, mode))
         cfg = dataclasses.replace(dataset_cfg, mixture_or_task_name=task, module=None)
         lengths = cfg.task_feature_lengths or _measured(task, cfg, model)

@@ -110,58 +110,101 @@ def projected_cross_entropy(
       hidden: [batch, length, emb].
       kernel: [emb, vocab]; cast to the dtype of the hidden states, while its gradient is summed up in float32.
       targets: int [batch, length].
-      weights: float32 [batch, length]; not differentiated, and neither are the losses of the tokens.
+      weights: float32 [batch, length].
+
+    Returns:
+      (sum, losses): the losses are for reporting, and have no gradient; those of `projected_losses` have.
     """
-    length, logits = hidden.shape[1], targets.size * kernel.shape[1]
-    parts = min(length, -(-4 * logits // (_CHUNK_BYTES * jax.device_count())))
-    return _projected((float(scale), float(z_loss), float(label_smoothing), parts), hidden, kernel, targets, weights)
+    return _projected((float(scale), float(z_loss), float(label_smoothing)), hidden, kernel, targets, weights)
+
+
+def projected_losses(
+    hidden: jax.Array,
+    kernel: jax.Array,
+    targets: jax.Array,
+    *,
+    scale: float = 1.0,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+) -> TokenLosses:
+    """The losses of the tokens as `projected_cross_entropy` has them, to be differentiated.
+
+    All logits at once never exist here either: the backward pass computes those of a few positions anew.
+    """
+
+    @jax.checkpoint
+    def of_part(hidden, targets):
+        return _token_losses((scale, z_loss, label_smoothing), hidden, kernel.astype(hidden.dtype), targets)[0]
+
+    step = lambda carry, part: (carry, of_part(*part))
+    return _in_parts(step, None, (hidden, targets), kernel.shape[1])[1]
+
+
+def _token_losses(static, hidden, kernel, targets):
+    """Of some positions: TokenLosses, and what `_cross_entropy_backward` needs."""
+    scale, z_loss, label_smoothing = static
+    logits = scale * jnp.dot(hidden, kernel, preferred_element_type=jnp.float32)
+    (loss, z_part), residuals = _cross_entropy(logits, targets, z_loss, label_smoothing)
+    return TokenLosses(loss, z_part, jnp.argmax(logits, axis=-1) == targets), residuals
+
+
+def _in_parts(step, carry, arrays, vocab_size):
+    """`jax.lax.scan` of (carry, part of the arrays) -> (carry, result) over their positions, [batch, length, ...].
+
+    As many positions are in a part as logits of them may be in memory.
+    """
+    batch, length = arrays[0].shape[:2]
+    parts = min(length, -(-4 * batch * length * vocab_size // (_CHUNK_BYTES * jax.device_count())))
+    if parts == 1:
+        return step(carry, arrays)
+    size = -(-length // parts)
+    parts = -(-length // size)
+
+    def split(x):  # [batch, length, ...] -> [parts, batch, size, ...]
+        x = jnp.pad(x, ((0, 0), (0, parts * size - length)) + ((0, 0),) * (x.ndim - 2))
+        return jnp.swapaxes(x.reshape(batch, parts, size, *x.shape[2:]), 0, 1)
+
+    join = lambda x: jnp.swapaxes(x, 0, 1).reshape(batch, parts * size, *x.shape[3:])[:, :length]
+    carry, results = jax.lax.scan(step, carry, jax.tree.map(split, arrays))
+    return carry, jax.tree.map(join, results)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _projected(static, hidden, kernel, targets, weights):
-    return _projected_forward(static, hidden, kernel, targets, weights, with_gradients=False)[0]
+    narrow = kernel.astype(hidden.dtype)
+    step = lambda carry, part: (carry, _token_losses(static, part[0], narrow, part[1])[0])
+    losses = _in_parts(step, None, (hidden, targets), kernel.shape[1])[1]
+    return jnp.sum(losses.loss * weights), losses
 
 
-def _projected_forward(static, hidden, kernel, targets, weights, *, with_gradients=True):
-    scale, z_loss, label_smoothing, parts = static
-    length, kernel_dtype = hidden.shape[1], kernel.dtype
-    kernel = kernel.astype(hidden.dtype)
+def _projected_forward(static, hidden, kernel, targets, weights):
+    scale, z_loss, label_smoothing = static
+    narrow = kernel.astype(hidden.dtype)
+    # Weights may be tiny, of a loss that is divided by much: what float16 holds are gradients of weights of 1.
+    greatest = jnp.max(jnp.abs(weights))
+    unit = jnp.where(greatest > 0, greatest, 1.0)
 
-    def part_of(kernel_gradient, part):
+    def step(kernel_gradient, part):
         hidden, targets, weights = part
-        logits = scale * jnp.dot(hidden, kernel, preferred_element_type=jnp.float32)
-        (loss, z_part), residuals = _cross_entropy(logits, targets, z_loss, label_smoothing)
-        losses = TokenLosses(loss, z_part, jnp.argmax(logits, axis=-1) == targets)
-        if not with_gradients:
-            return kernel_gradient, (losses, None)
+        losses, residuals = _token_losses(static, hidden, narrow, targets)
         gradient, _ = _cross_entropy_backward(z_loss, label_smoothing, residuals, (weights,))
         gradient = (scale * gradient).astype(hidden.dtype)
         kernel_gradient += jnp.einsum("bld,blv->dv", hidden, gradient, preferred_element_type=jnp.float32)
-        return kernel_gradient, (losses, jnp.einsum("blv,dv->bld", gradient, kernel))
+        return kernel_gradient, (losses, jnp.einsum("blv,dv->bld", gradient, narrow))
 
-    kernel_gradient = jnp.zeros(kernel.shape, jnp.float32) if with_gradients else None
-    if parts == 1:
-        kernel_gradient, (losses, hidden_gradient) = part_of(kernel_gradient, (hidden, targets, weights))
-    else:
-        size = -(-length // parts)
-
-        def split(x):  # [batch, length, ...] -> [parts, batch, size, ...]; what is added at the end weighs nothing
-            x = jnp.pad(x, ((0, 0), (0, parts * size - length)) + ((0, 0),) * (x.ndim - 2))
-            return jnp.swapaxes(x.reshape(x.shape[0], parts, size, *x.shape[2:]), 0, 1)
-
-        join = lambda x: jnp.swapaxes(x, 0, 1).reshape(x.shape[1], parts * size, *x.shape[3:])[:, :length]
-        all_parts = jax.tree.map(split, (hidden, targets, weights))
-        kernel_gradient, of_parts = jax.lax.scan(part_of, kernel_gradient, all_parts)
-        losses, hidden_gradient = jax.tree.map(join, of_parts)
-    gradients = (hidden_gradient, kernel_gradient.astype(kernel_dtype)) if with_gradients else None
+    kernel_gradient, (losses, hidden_gradient) = _in_parts(
+        step, jnp.zeros(kernel.shape, jnp.float32), (hidden, targets, weights / unit), kernel.shape[1]
+    )
+    gradients = hidden_gradient, kernel_gradient.astype(kernel.dtype), unit, losses.loss
     return (jnp.sum(losses.loss * weights), losses), gradients
 
 
 def _projected_backward(static, gradients, cotangents):
-    hidden_gradient, kernel_gradient = gradients
+    del static
+    hidden_gradient, kernel_gradient, unit, of_tokens = gradients
     by = cotangents[0]
-    scaled = lambda gradient: (by * gradient).astype(gradient.dtype)
-    return scaled(hidden_gradient), scaled(kernel_gradient), None, None
+    scaled = lambda gradient: (by * unit * gradient).astype(gradient.dtype)
+    return scaled(hidden_gradient), scaled(kernel_gradient), None, by * of_tokens
 
 
 _projected.defvjp(_projected_forward, _projected_backward)

@@ -14,7 +14,7 @@ from t5x import decoding, losses
 from t5x.data.feature_converters import DecoderFeatureConverter, EncDecFeatureConverter
 from t5x.data.vocabularies import Vocabulary, as_vocabulary
 from t5x.metrics.accumulators import Average, AveragePerStep, Metrics, Sum
-from t5x.network import CACHES, compute_params
+from t5x.network import CACHES, DecoderWrapper, LogitFactors, Transformer, compute_params
 from t5x.optimizers import Optimizer
 
 Batch = Mapping[str, jax.Array]
@@ -139,30 +139,29 @@ class BaseTransformerModel(abc.ABC):
         that of the whole.
         """
         scale = self.with_loss_scale(batch)["loss_scale"]
-        loss, tokens = self._loss_of_tokens(params, batch, scale, dropout_rng, self.z_loss, self.label_smoothing)
+        loss, tokens = self._loss_of_tokens(params, batch, scale, dropout_rng)
         return loss, self._metrics(batch, tokens, loss, jnp.sum(tokens.z_loss * scale))
 
     def _loss_of_tokens(
-        self,
-        params: Params,
-        batch: Batch,
-        weights: jax.Array,
-        dropout_rng: jax.Array | None = None,
-        z_loss: float = 0.0,
-        label_smoothing: float = 0.0,
+        self, params: Params, batch: Batch, weights: jax.Array, dropout_rng: jax.Array | None
     ) -> tuple[jax.Array, losses.TokenLosses]:
-        """The weighted sum of the tokens' losses, and these; the logits of our networks never exist all at once."""
-        targets, options = batch["decoder_target_tokens"], {"z_loss": z_loss, "label_smoothing": label_smoothing}
-        own = type(self).compute_logits.__module__ == __name__  # not a user's, who would miss being asked
-        if own and "as_factors" in inspect.signature(type(self.module).__call__).parameters:
-            factors = self._apply(params, batch, dropout_rng, as_factors=True)
-            return losses.projected_cross_entropy(
-                factors.hidden, factors.kernel, targets, weights, scale=factors.scale, **options
-            )  # fmt: skip
+        """The weighted sum of the tokens' losses, and these."""
+        targets = batch["decoder_target_tokens"]
+        options = {"z_loss": self.z_loss, "label_smoothing": self.label_smoothing}
+        if (factors := self._logit_factors(params, batch, dropout_rng)) is not None:
+            options |= {"scale": factors.scale}
+            return losses.projected_cross_entropy(factors.hidden, factors.kernel, targets, weights, **options)
         logits = self.compute_logits(params, batch, dropout_rng)
         per_token, z_part = losses.cross_entropy(logits, targets, **options)
-        found = losses.TokenLosses(per_token, z_part, jnp.argmax(logits, axis=-1) == targets)
-        return jnp.sum(per_token * weights), found
+        is_right = jnp.argmax(logits, axis=-1) == targets
+        return jnp.sum(per_token * weights), losses.TokenLosses(per_token, z_part, is_right)
+
+    def _logit_factors(self, params: Params, batch: Batch, dropout_rng: jax.Array | None = None) -> LogitFactors | None:
+        """Instead of all logits at once; None where a network, or `compute_logits`, is not ours."""
+        own = type(self).compute_logits.__module__ == __name__ and "compute_logits" not in vars(self)
+        if not own or type(self.module) not in (Transformer, DecoderWrapper):
+            return None
+        return self._apply(params, batch, dropout_rng, as_factors=True)
 
     def with_loss_scale(self, batch: Batch) -> Batch:
         """The batch with `loss_scale`, what each target token's loss is multiplied with."""
@@ -224,12 +223,19 @@ class BaseTransformerModel(abc.ABC):
         targets, weights = batch["decoder_target_tokens"], batch.get("decoder_loss_weights")
         weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights
         if not return_intermediates:
-            return -jnp.sum(self._loss_of_tokens(params, batch, weights)[1].loss * weights, axis=-1)
+            return -jnp.sum(self._token_losses(params, batch) * weights, axis=-1)
         logits, changed = self.compute_logits(params, batch, mutable=["intermediates"])
         token_scores = -losses.cross_entropy(logits, targets)[0] * weights
         sown = changed.get("intermediates", {})
         added = {"target_tokens": (targets,), "loss_weights": (weights,), "token_scores": (token_scores,)}
         return jnp.sum(token_scores, axis=-1), {**sown, "decoder": {**sown.get("decoder", {}), **added}}
+
+    def _token_losses(self, params: Params, batch: Batch) -> jax.Array:
+        """Cross entropy of each target token, [batch, targets]."""
+        targets = batch["decoder_target_tokens"]
+        if (factors := self._logit_factors(params, batch)) is None:
+            return losses.cross_entropy(self.compute_logits(params, batch), targets)[0]
+        return losses.projected_losses(factors.hidden, factors.kernel, targets, scale=factors.scale).loss
 
 
 class EncoderDecoderModel(BaseTransformerModel):

@@ -55,6 +55,40 @@ def test_a_loss_without_all_logits_is_that_of_all_logits(monkeypatch, chunk_byte
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), grads, wanted_grads)
 
 
+@pytest.mark.parametrize("chunk_bytes", [2**28, 800])
+def test_losses_of_tokens_without_all_logits_can_be_differentiated(monkeypatch, chunk_bytes):
+    monkeypatch.setattr(losses, "_CHUNK_BYTES", chunk_bytes)
+    hidden, kernel = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(3, 7, 5), (5, 11)]))
+    targets, weights = (
+        jax.random.randint(jax.random.key(2), (3, 7), 0, 11),
+        jax.random.normal(jax.random.key(3), (3, 7)),
+    )
+    plain = lambda h, k: jnp.sum(jnp.tanh(losses.cross_entropy(0.7 * (h @ k), targets, 0.01, 0.1)[0]) * weights)
+    options = {"scale": 0.7, "z_loss": 0.01, "label_smoothing": 0.1}
+    ours = lambda h, k: jnp.sum(jnp.tanh(losses.projected_losses(h, k, targets, **options).loss) * weights)
+    found, wanted = (jax.grad(of, (0, 1))(hidden, kernel) for of in (ours, plain))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, wanted)
+
+
+def test_weights_of_a_loss_without_all_logits_have_their_gradient():
+    hidden, kernel = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(3, 7, 5), (5, 11)]))
+    targets, weights = (
+        jax.random.randint(jax.random.key(2), (3, 7), 0, 11),
+        jax.random.uniform(jax.random.key(3), (3, 7)),
+    )
+    of = lambda weights: losses.projected_cross_entropy(hidden, kernel, targets, weights)[0]
+    np.testing.assert_allclose(jax.grad(of)(weights), losses.cross_entropy(hidden @ kernel, targets)[0], rtol=1e-5)
+
+
+def test_a_loss_that_is_divided_by_much_loses_nothing_in_float16():
+    hidden = jax.random.normal(jax.random.key(0), (2, 3, 4)).astype(jnp.float16)
+    kernel = jax.random.normal(jax.random.key(1), (4, 900))
+    targets = jax.random.randint(jax.random.key(2), (2, 3), 0, 900)
+    of = lambda k, weight: losses.projected_cross_entropy(hidden, k, targets, jnp.full((2, 3), weight))[0]
+    found, wanted = jax.grad(of)(kernel, 1 / 233472), jax.grad(of)(kernel, 1.0)
+    np.testing.assert_allclose(found * 233472, wanted, rtol=1e-3, atol=1e-6)
+
+
 def test_the_gradient_of_a_bfloat16_loss_is_float32_for_the_kernel():
     hidden = jax.random.normal(jax.random.key(0), (2, 3, 4)).astype(jnp.bfloat16)
     kernel = jax.random.normal(jax.random.key(1), (4, 9))

@@ -1,17 +1,20 @@
-"""Models over modules that are not ours."""
+"""Models: over modules that are not ours, and what may be differentiated."""
 
 import functools
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax.linen.partitioning import param_with_axes
 
 from t5x.adafactor import Adafactor
 from t5x.data import PassThroughVocabulary
 from t5x.decoding import beam_search, greedy_decode
 from t5x.models import EncoderDecoderModel
+from t5x.network import T5Config, Transformer
 from t5x.partitioning import PjitPartitioner
 from t5x.trainer import StateLayout, Trainer
 from tests import tiny
@@ -81,3 +84,58 @@ def test_a_users_own_module_trains_predicts_and_scores():
     (tokens, aux), alone = beams(params, batch), {name: value[2:3] for name, value in batch.items()}
     np.testing.assert_array_equal(tokens[2:3], beams(params, alone)[0])
     assert tokens.shape == (4, 3, 7) and (jnp.diff(aux["scores"]) >= 0).all()
+
+
+class Doubled(Transformer):
+    """A user's network over ours, which knows nothing of factors of logits."""
+
+    def decode(self, *args, **kwargs):
+        return 2 * super().decode(*args, **kwargs)
+
+
+def tiny_model(network=Transformer, **changes) -> tuple[EncoderDecoderModel, Any, dict[str, jax.Array]]:
+    config = T5Config(
+        vocab_size=31, emb_dim=16, num_heads=2, head_dim=8, mlp_dim=32, num_encoder_layers=1, num_decoder_layers=1,
+        dropout_rate=0.0, **changes,
+    )  # fmt: skip
+    vocabulary = PassThroughVocabulary(31, eos_id=1)
+    model = EncoderDecoderModel(network(config), vocabulary, vocabulary, None)
+    params = model.get_initial_variables(jax.random.key(0), model.input_shapes({"inputs": 6, "targets": 4}))["params"]
+    inputs, targets = (jax.random.randint(jax.random.key(n), (3, n), 2, 31) for n in (6, 4))
+    batch = {
+        "encoder_input_tokens": inputs, "decoder_target_tokens": targets, "decoder_loss_weights": jnp.ones((3, 4)),
+        "decoder_input_tokens": jnp.pad(targets, ((0, 0), (1, 0)))[:, :-1],
+    }  # fmt: skip
+    return model, params, batch
+
+
+def test_a_network_over_ours_with_its_own_logits_is_trained_and_scored_by_these():
+    model, params, batch = tiny_model(Doubled)
+    logits = model.compute_logits(params, batch)
+    probabilities = jax.nn.log_softmax(logits)
+    wanted = jnp.take_along_axis(probabilities, batch["decoder_target_tokens"][..., None], axis=-1)[..., 0].sum(1)
+    np.testing.assert_allclose(model.score_batch(params, batch), wanted, rtol=1e-5)
+    np.testing.assert_allclose(model.loss_fn(params, batch)[0], -wanted.sum(), rtol=1e-5)
+
+
+def test_scores_can_be_differentiated():
+    """As losses of preferences need it."""
+    model, params, batch = tiny_model()
+    found = jax.grad(lambda params: model.score_batch(params, batch).sum())(params)
+    wanted = jax.grad(lambda params: model.score_batch(params, batch, return_intermediates=True)[0].sum())(params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, wanted)
+    loss = jax.grad(lambda params: -model.loss_fn(params, batch)[0])(params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, loss)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_gradient_of_a_few_logits_is_summed_in_float32(tied):
+    """All rows of a batch add to the same two columns: in bfloat16 most of it would be lost."""
+    model, params, batch = tiny_model(dtype="bfloat16", logits_via_embedding=tied)
+    exact = tiny_model(logits_via_embedding=tied)[0]
+    inputs = jnp.tile(batch["encoder_input_tokens"], (400, 1))
+    labels = jnp.broadcast_to(jnp.array([5, 9]), (len(inputs), 2))
+    of = lambda model: jax.grad(lambda params: model.first_logits(params, inputs, labels)[:, 0].sum())(params)
+    column = lambda g: g["token_embedder"]["embedding"][5] if tied else g["decoder"]["logits_dense"]["kernel"][:, 5]
+    found, wanted = column(of(model)), column(of(exact))
+    assert np.linalg.norm(found - wanted) < 0.02 * np.linalg.norm(wanted)

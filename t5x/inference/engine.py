@@ -5,7 +5,6 @@ batch has changes a result beyond the rounding of floats: padding is masked, and
 the example. Several processes each take their rows of every batch, and all get all results.
 """
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -31,8 +30,7 @@ class Engine:
     def __init__(self, model: BaseTransformerModel, partitioner: PjitPartitioner, params: Any):
         self.model = model
         self.partitioner = partitioner
-        keep = jax.tree.map(lambda x: x.sharding, params)
-        self.params = jax.jit(functools.partial(compute_params, model.module), out_shardings=keep)(params)
+        self.params = compute_params(model.module, params)
 
     def program(self, function: Callable[[Any, Mapping[str, jax.Array], jax.Array], Any]) -> Program:
         """Compiles (params, batch, rng) -> tree of arrays, anew for every shape of the batch."""

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from t5x.errors import UserError
 from t5x.network.keys import Keys
 from t5x.network.relative_position import RelativeBias
+from t5x.partitioning.logical import constrain
 
 MASKED = -1e10
 
@@ -121,8 +122,8 @@ def _say(reason: str | None) -> None:
 
 def cudnn_refuses(query: jax.Array, key: jax.Array, mask: Mask, bias: RelativeBias | None) -> str | None:
     """Why cuDNN cannot compute this attention; None where it can."""
-    if jax.default_backend() != "gpu":
-        return f"there is no NVIDIA GPU, but {jax.default_backend()}"
+    if jax.default_backend() != "gpu" or "cuda" not in jax.devices()[0].client.platform_version:
+        return f"there is no NVIDIA GPU, but {jax.devices()[0].device_kind}"
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"queries and keys are {query.dtype.name} (cuDNN takes bfloat16 and float16)"
     if mask.query_segments is not None:
@@ -131,7 +132,8 @@ def cudnn_refuses(query: jax.Array, key: jax.Array, mask: Mask, bias: RelativeBi
         return "the mask has a prefix"
     if query.shape[-1] % 8 or query.shape[-1] > 128:
         return f"head_dim is {query.shape[-1]} (cuDNN takes multiples of 8 up to 128)"
-    if (capability := float(getattr(jax.devices()[0], "compute_capability", 0) or 0)) < 8.0:
+    capability = getattr(jax.devices()[0], "compute_capability", "0")
+    if float(capability) < 8.0:
         return f"the GPU has compute capability {capability} (cuDNN's needs 8.0)"
     return None
 
@@ -186,11 +188,16 @@ def attend_cudnn(
         matrix = bias.matrix(q_length + q_more, k_length + k_more)
         if mask.key_segments is not None:
             matrix += jnp.where(jnp.all(is_real[:, 1:] <= is_real[:, :-1]), 0.0, jnp.nan)
-        matrix = matrix.astype(query.dtype)[None]
+        matrix = _divided_by_heads(matrix.astype(query.dtype)[None])
     longer = lambda x, more: jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, 0))) if more else x
     parts = longer(query, q_more), longer(key, k_more), longer(value, k_more).astype(query.dtype)
     fused = _fused_without_bias if matrix is None else functools.partial(_fused, matrix)
     return fused(*parts, lengths, mask.causal)[:, :q_length].astype(value.dtype)
+
+
+def _divided_by_heads(bias: jax.Array) -> jax.Array:
+    """[1, heads, q, k], laid over the devices as queries are; JAX would not see to it."""
+    return constrain(bias, None, "heads", None, None)
 
 
 def _fused(
@@ -209,7 +216,7 @@ def _fused_without_bias(query, key, value, lengths, causal):
 
 def _fused_without_bias_forward(query, key, value, lengths, causal):
     # Without a bias cuDNN adds up the gradient of the queries in no fixed order, and a run could not be repeated.
-    nothing = jnp.zeros((1, query.shape[2], query.shape[1], key.shape[1]), query.dtype)
+    nothing = _divided_by_heads(jnp.zeros((1, query.shape[2], query.shape[1], key.shape[1]), query.dtype))
     return jax.vjp(lambda *parts: _fused(nothing, *parts, lengths, causal), query, key, value)
 
 

@@ -18,7 +18,8 @@ class NetworkConfig:
 
     Attributes:
       vocab_size: rows of the embedding table; at least the vocabulary's size, usually padded to a multiple of 128.
-      dtype: of the activations. Parameters are float32 always.
+      dtype: of the activations. Parameters are float32 always. Products, also those of the logits, are of this type
+        and summed up in float32; softmax, norms and the loss are float32.
       emb_dim: width of the residual stream.
       num_heads, head_dim: attention heads and their width; their product need not be `emb_dim`.
       mlp_activations: one name is a plain MLP, several are multiplied (a gated MLP).

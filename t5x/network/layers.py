@@ -36,7 +36,7 @@ KERNELS = "kernels"  # the collection of what a decoding loop needs of the kerne
 
 
 class Kernel(nn.Module):
-    """The kernel [in, features] of a dense layer without a bias, in `dtype`."""
+    """The kernel [in, features] of a dense layer without a bias, in `dtype`; None: as the parameter is."""
 
     features: int
     axes: tuple[str, str]
@@ -46,7 +46,7 @@ class Kernel(nn.Module):
     @nn.compact
     def __call__(self, size: int, keys: Keys) -> jax.Array:
         kernel = parameter(self, "kernel", self.kernel_init, (size, self.features), self.axes, keys)
-        return kernel.astype(self.dtype)
+        return kernel if self.dtype is None else kernel.astype(self.dtype)
 
 
 def project(
@@ -144,8 +144,12 @@ def embed(table: jax.Array, tokens: jax.Array, dtype: Any) -> jax.Array:
 
     They are cast after the lookup, so that the gradient of a frequent token is summed in float32.
     """
-    rows = _rows if jax.default_backend() == "gpu" else _take
-    return constrain(rows(table, tokens).astype(dtype), "batch", "length", "embed")
+    return constrain(lookup(table, tokens).astype(dtype), "batch", "length", "embed")
+
+
+def lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Rows of the table, [...] -> [..., features]; its gradient is the same every time, also on a GPU."""
+    return (_rows if jax.default_backend() == "gpu" else _take)(table, tokens)
 
 
 def _take(table: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -188,7 +192,7 @@ def sum_by_token(x: jax.Array, tokens: jax.Array, vocab_size: int) -> jax.Array:
         empty = jnp.zeros((vocab_size, x.shape[-1]), jnp.int32)
         sums.append(empty.at[tokens].add(whole.astype(jnp.int32), mode="drop"))
     total = sum(part.astype(jnp.float32) * 2.0 ** (-bits * (n + 1)) for n, part in reversed(list(enumerate(sums))))
-    return jnp.where(jnp.isfinite(greatest), unit * total, jnp.nan)
+    return jnp.where(greatest < 2.0**120, unit * total, jnp.nan)  # beyond, 1 / unit is 0 on some devices
 
 
 class MLP(nn.Module):

@@ -10,7 +10,7 @@ from t5x.network.attention import Mask
 from t5x.network.blocks import DecoderLayer, EncoderLayer, relative_bias, run_layers
 from t5x.network.config import NetworkConfig
 from t5x.network.keys import Keys, dropout
-from t5x.network.layers import Embed, Kernel, RMSNorm, embed, few_rows, project
+from t5x.network.layers import Embed, Kernel, RMSNorm, embed, few_rows, lookup, project
 from t5x.partitioning.logical import constrain
 
 
@@ -82,18 +82,17 @@ class Decoder(nn.Module):
         x = dropout(x, cfg.dropout_rate, keys.at("decoded"))
         scale = float(1 / np.sqrt(cfg.emb_dim)) if cfg.logits_via_embedding else 1.0
         dense = lambda dtype: Kernel(cfg.vocab_size, ("embed", "vocab"), dtype, name="logits_dense")
-        at = keys.at("logits_dense")
-        whole = lambda dtype: table.T.astype(dtype) if cfg.logits_via_embedding else dense(dtype)(cfg.emb_dim, at)
+        stored = lambda: table.T if cfg.logits_via_embedding else dense(None)(cfg.emb_dim, keys.at("logits_dense"))
         if as_factors:
-            return LogitFactors(x, whole(jnp.float32), scale)
+            return LogitFactors(x, stored(), scale)
         # Products of `dtype`, as everywhere, but summed up in float32.
         if logits_of is not None:
-            kernel = whole(cfg.dtype)[:, logits_of]
-            return scale * jnp.einsum("bqd,dbn->bqn", x, kernel, preferred_element_type=jnp.float32)
+            wanted = lookup(stored().T, logits_of).astype(cfg.dtype)
+            return scale * jnp.einsum("bqd,bnd->bqn", x, wanted, preferred_element_type=jnp.float32)
         if not cfg.logits_via_embedding:
             (logits,) = project(self, x, [dense(cfg.dtype)], keys, dtype=jnp.float32)
         elif cache is not None and x.shape[1] == 1 and jax.default_backend() == "cpu":
             logits = few_rows(x, table.astype(cfg.dtype), jnp.float32)
         else:
-            logits = jnp.dot(x, whole(cfg.dtype), preferred_element_type=jnp.float32)
+            logits = jnp.dot(x, table.T.astype(cfg.dtype), preferred_element_type=jnp.float32)
         return constrain(scale * logits, "batch", "length", "vocab")

@@ -137,5 +137,5 @@ class Transformer(nn.Module):
             enable_dropout,
             decode,
             row_index=row_index,
-            as_factors=as_factors,
+            **({"as_factors": True} if as_factors else {}),  # a user's own `decode` need not know it
         )
