@@ -92,8 +92,8 @@ def _restore(directory: str, layout: StateLayout) -> dict[str, float]:
     size = paths.tree_size(checkpoint) / 1e9
     _drop_from_cache(checkpoint)
     began = time.perf_counter()
-    newest, _ = store.latest_whole()
-    state = TrainState.from_tree(store.restore(newest, layout.abstract.tree(), verify=False))
+    read = lambda path: TrainState.from_tree(store.restore(path, layout.abstract.tree(), verify=False))
+    _, state, _ = store.restore_latest(read)
     jax.block_until_ready(state)
     seconds = time.perf_counter() - began
     del state
