@@ -72,7 +72,7 @@ def run(model_dir: Path, count: int) -> None:
 def main() -> None:
     model_dir, index, port, count = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
     startup.configure_logging(debug=False)
-    startup.prepare_jax()
+    startup.enable_compilation_cache()
     with distributed.run(coordinator_address=f"127.0.0.1:{port}", process_count=2, process_index=index):
         startup.name_process()
         run(model_dir, count)
