@@ -460,13 +460,9 @@ class DecoderOnlyModel(BaseTransformerModel):
         params = compute_params(self.module, params)  # not anew at every step
         apply = functools.partial(self.module.apply, enable_dropout=False, mutable=["cache"])
         # The prefix stands for the targets too: the start token is 0, yet it is no padding.
+        prefix = inside if self.inputs_bidirectional_attention else None
         _, filled = apply(
-            {"params": params},
-            inputs,
-            inside,
-            decoder_causal_attention=inside if self.inputs_bidirectional_attention else None,
-            prefill=True,
-            prefill_lengths=lengths,
+            {"params": params}, inputs, inside, decoder_causal_attention=prefix, prefill=True, prefill_lengths=lengths
         )
 
         def tokens_to_logits(state: decoding.DecodingState) -> tuple[jax.Array, Any]:
