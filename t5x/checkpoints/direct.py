@@ -8,6 +8,7 @@ straight into the memory of the array.
 import contextlib
 import dataclasses
 import itertools
+import logging
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -19,6 +20,8 @@ from etils import epath
 
 from t5x.checkpoints.formats import zarr_arrays
 from t5x.checkpoints.manifest import DamagedCheckpoint, open_inside
+
+log = logging.getLogger(__name__)
 
 Bounds = tuple[tuple[int, int], ...]  # (begin, end) in every dimension
 
@@ -97,8 +100,9 @@ def open_arrays(directory: epath.Path, prefixes: Mapping[str, str]) -> dict[str,
     """
     try:
         values = locate(directory)
-    except (AttributeError, KeyError, TypeError):  # a TensorStore that says it in another way
-        return {}
+    except (AttributeError, KeyError, TypeError) as error:  # a TensorStore that says it in another way
+        log.debug("where the chunks of %s lie is not understood: %r", directory, error)
+        values = {}
     found = {}
     with _Files(directory) as files:
         for name, prefix in prefixes.items():
@@ -113,6 +117,11 @@ def open_arrays(directory: epath.Path, prefixes: Mapping[str, str]) -> dict[str,
                 continue
             if metadata is not None and metadata.codec is None and metadata.order == "C":
                 found[name] = DirectArray(directory, prefix, metadata, values)
+    if len(found) < len(prefixes):
+        log.warning(
+            "%d of the %d arrays of %s cannot be read straight from their files: TensorStore reads them, which takes "
+            "several times as long", len(prefixes) - len(found), len(prefixes), directory,
+        )  # fmt: skip
     return found
 
 

@@ -2,15 +2,17 @@
 
 import json
 import math
+import signal
 
 import jax
 import numpy as np
 import pytest
 
-from t5x.bench import compute, measures
+from t5x.bench import measures
 from t5x.errors import UserError
 from t5x.inference.loaded import LoadedModel
 from t5x.network import attention
+from tests import programs
 
 TINY = ("--size", "tiny", "--batch", 2, "--inputs", 8, "--targets", 8, "--steps", 2)
 
@@ -121,10 +123,9 @@ def test_memory_that_ran_out_is_one_message():
         raise jax.errors.JaxRuntimeError("INTERNAL: a bug")
 
 
-def test_interrupted(run_here, monkeypatch):
-    def interrupted(*args, **kwargs):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(compute, "train", interrupted)
-    result = run_here("bench", "train", *TINY)
-    assert result.code == 130 and result.out == "" and "Traceback" not in result.err
+def test_interrupted(tmp_path):
+    process = programs.start("bench", "train", "--size", "tiny", "--steps", "100000", cwd=tmp_path)
+    output = tmp_path / "output.txt"
+    programs.wait_for(lambda: "train: T5 1.1 tiny" in output.read_text(), process, "the measurement")
+    assert programs.interrupt(process, signal.SIGINT) == 130
+    assert "interrupted" in output.read_text() and "Traceback" not in output.read_text()
