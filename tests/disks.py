@@ -9,11 +9,11 @@ import pytest
 
 
 @contextlib.contextmanager
-def mounted(place: Path) -> Iterator[Path]:
-    """A disk of 2 MB there; skips the test where none can be mounted."""
+def mounted(place: Path, size: str = "2m") -> Iterator[Path]:
+    """A disk of that size there; skips the test where none can be mounted."""
     place.mkdir()
     try:
-        command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)]
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)]
         done = subprocess.run(command, capture_output=True, text=True)
     except FileNotFoundError:
         pytest.skip("there is no mount command to make a small disk with")

@@ -24,6 +24,7 @@ from t5x.convert import convert
 from t5x.errors import UserError
 from t5x.inspection import canonical_params, params_sha256
 from t5x.ranking.templates import Template
+from tests import disks
 from tests.checkpoints.formats import huggingface_models as models
 from tests.commands import run
 from tests.programs import REPO
@@ -387,18 +388,12 @@ def test_signals(occupied, hf, capsys, signum, to):
 
 
 def test_a_full_disk_is_said_before_and_while_it_fills(tmp_path, hf, capsys, monkeypatch):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40k", "tmpfs", str(disk)], capture_output=True).returncode:
-        pytest.skip("a small disk cannot be mounted here")
-    try:
+    with disks.mounted(tmp_path / "disk", "40k") as disk:
         run(capsys, "convert", hf, disk / "out", "--to", "t5x").refused("no room", "are free")
         monkeypatch.setattr(conversion, "_check_room", lambda *args, **kwargs: None)
         for to in ("t5x", "native", "hf"):
             run(capsys, "convert", hf, disk / "out", "--to", to).refused(f"{disk / 'out'} could not be written")
             assert os.listdir(disk) == []
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
 
 
 def test_a_ranker_keeps_its_template(tmp_path, hf):

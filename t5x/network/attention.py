@@ -123,7 +123,7 @@ def _say(reason: str | None) -> None:
 def cudnn_refuses(query: jax.Array, key: jax.Array, mask: Mask, bias: RelativeBias | None) -> str | None:
     """Why cuDNN cannot compute this attention; None where it can."""
     if jax.default_backend() != "gpu" or "cuda" not in jax.devices()[0].client.platform_version:
-        return f"there is no NVIDIA GPU, but {jax.devices()[0].device_kind}"
+        return f"the device is {jax.devices()[0].device_kind}, no NVIDIA GPU"
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"queries and keys are {query.dtype.name} (cuDNN takes bfloat16 and float16)"
     if mask.query_segments is not None:
