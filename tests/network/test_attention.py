@@ -66,7 +66,9 @@ def test_one_key_is_all_there_is_to_attend_to():
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is one")
 def test_cudnn_without_a_gpu_says_so():
     query, key, value = arrays(*[(BATCH, 4, HEADS, WIDTH)] * 3)
-    with pytest.raises(UserError, match=r"attention_backend is 'cudnn', but the device is .*, no NVIDIA GPU: set it to"):
+    with pytest.raises(
+        UserError, match=r"attention_backend is 'cudnn', but the device is .*, no NVIDIA GPU: set it to"
+    ):
         attention.attend(query, key, value, mask=Mask(), backend="cudnn")
 
 
