@@ -1,8 +1,10 @@
 """Running the command line as a user does: in a process of its own."""
 
+import contextlib
 import hashlib
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -30,8 +32,11 @@ SMALL = [
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return sock.getsockname()[1]
+    """A port that nobody listens at, and that no connection is given before the program which is told it has begun."""
+    while True:
+        port = random.SystemRandom().randrange(12_000, 32_000)  # below those that Linux gives away
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def environment(**more: str) -> dict[str, str]:

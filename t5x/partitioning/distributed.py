@@ -75,8 +75,10 @@ def start(
     if place is None:
         return
     me = Member(place.index, place.count, socket.gethostname(), os.getpid(), cluster.machine(), cluster.visible_gpus())
+    held = None
     if place.index == 0:
-        port = _free_port()
+        held = _hold_port()
+        port = held.getsockname()[1]
         log.info("process 0 of %d waits for the others at %s", place.count, place.address)
         _members, links = gather(place, me, initialization_timeout, port)
         address = f"127.0.0.1:{port}"
@@ -90,6 +92,8 @@ def start(
     gpus = cluster.own_gpus(place.index, [dataclasses.asdict(member) for member in _members])
     keep_stdout_clean()
     _initialize(address, port, place, gpus)
+    if held is not None:
+        held.close()
     log.info("process %d of %d has begun: %d machine(s)", place.index, place.count, len(set(machines())))
 
 
@@ -111,9 +115,18 @@ def _initialize(address: str, port: int, place: cluster.Place, gpus: list[int] |
     )
 
 
-def _free_port() -> int:
-    with socket.create_server(("", 0)) as sock:
-        return sock.getsockname()[1]
+def _hold_port() -> socket.socket:
+    """A socket on a port that JAX's service may take while the socket is there, and nobody else.
+
+    The others are told the port long before the service begins; on a port that was taken meanwhile JAX crashes.
+    """
+    family, everywhere = (socket.AF_INET6, "::") if socket.has_dualstack_ipv6() else (socket.AF_INET, "")
+    sock = socket.socket(family)
+    if family == socket.AF_INET6:
+        sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # gRPC sets it too, so that both may have the port
+    sock.bind((everywhere, 0))
+    return sock
 
 
 def stop(error: BaseException | None = None) -> None:

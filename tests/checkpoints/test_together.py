@@ -4,7 +4,6 @@ import dataclasses
 import os
 import random
 import signal
-import socket
 import subprocess
 import time
 
@@ -21,6 +20,7 @@ from t5x.partitioning import PjitPartitioner
 from t5x.trainer.restore import Run
 from t5x.trainer.state import StateLayout
 from tests import tiny
+from tests.programs import free_port
 
 from .helpers import SIDECARS, abstract, assert_same, make_tree, names, start_program
 
@@ -31,8 +31,7 @@ def start():
     started = []
 
     def start(directory, *what, count=2):
-        with socket.create_server(("localhost", 0)) as door:
-            port = door.getsockname()[1]
+        port = free_port()
         flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={4 // count}"
         started.extend(
             start_program("together.py", directory, port, index, count, *what, env={"XLA_FLAGS": flags})

@@ -2,12 +2,11 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 
 from tests.inference.models import byte_model, texts
-from tests.programs import REPO
+from tests.programs import REPO, free_port
 
 COUNT = 10
 
@@ -47,8 +46,7 @@ def test_two_processes_write_what_one_writes(tmp_path):
     (tmp_path / "questions.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
     for count in (1, 2):
         (tmp_path / f"of-{count}").mkdir()
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port = sock.getsockname()[1]
+    port = free_port()
     running = [start(tmp_path, index, count, port) for index, count in ((0, 1), (0, 2), (1, 2))]
     try:
         codes = [process.wait(timeout=300) for process in running]

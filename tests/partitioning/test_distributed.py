@@ -160,6 +160,14 @@ def test_an_unreachable_coordinator_is_one_error():
         distributed.start(process_index=0, **flags)
 
 
+def test_nobody_takes_the_port_of_jax_before_jax_does():
+    with distributed._hold_port() as held:
+        port = held.getsockname()[1]
+        for host, family in (("127.0.0.1", socket.AF_INET), ("::", socket.AF_INET6)):
+            with pytest.raises(OSError, match="in use"):
+                socket.create_server((host, port), family=family)
+
+
 def test_alone_nothing_is_started():
     distributed.start()
     distributed.start(process_count=1, process_index=0)
