@@ -94,7 +94,7 @@ class Attention(nn.Module):
                 )  # fmt: skip
         out = out.reshape(*x.shape[:-1], width)
         to_model = Kernel(x.shape[-1], ("joined_kv", "embed"), cfg.dtype, kernel_init, name="out")
-        return project(self, out, [to_model], keys)[0]
+        return project(self, out, [to_model], keys, dtype=cfg.residual_dtype)[0]
 
     def _update_cache(
         self, key: jax.Array, value: jax.Array, prefill_lengths: jax.Array | None
@@ -139,6 +139,11 @@ def relative_bias(cfg: NetworkConfig, keys: Keys, *, bidirectional: bool) -> Rel
     return RelativePositionBias(cfg.num_heads, bidirectional, name="relpos_bias")(keys.at("relpos_bias"))
 
 
+def _mlp(cfg: NetworkConfig) -> MLP:
+    """The MLP of the calling compact module, a layer, which owns it as `mlp`."""
+    return MLP(cfg.mlp_dim, cfg.mlp_activations, cfg.dropout_rate, cfg.dtype, cfg.residual_dtype, name="mlp")
+
+
 class EncoderLayer(nn.Module):
     """`bias` is None where every layer has a table of its own."""
 
@@ -153,7 +158,7 @@ class EncoderLayer(nn.Module):
         y = Attention(cfg, name="attention")(y, y, mask=mask, bias=bias, keys=keys.at("attention"))
         x = x + dropout(y, cfg.dropout_rate, keys.at("attention_out"))
         y = RMSNorm(cfg.dtype, name="pre_mlp_layer_norm")(x)
-        y = MLP(cfg.mlp_dim, cfg.mlp_activations, cfg.dropout_rate, cfg.dtype, name="mlp")(y, keys.at("mlp"))
+        y = _mlp(cfg)(y, keys.at("mlp"))
         return x + dropout(y, cfg.dropout_rate, keys.at("mlp_out")), None
 
 
@@ -194,7 +199,7 @@ class DecoderLayer(nn.Module):
             )
             x = x + dropout(y, cfg.dropout_rate, keys.at("cross_attention_out"))
         y = RMSNorm(cfg.dtype, name="pre_mlp_layer_norm")(x)
-        y = MLP(cfg.mlp_dim, cfg.mlp_activations, cfg.dropout_rate, cfg.dtype, name="mlp")(y, keys.at("mlp"))
+        y = _mlp(cfg)(y, keys.at("mlp"))
         return x + dropout(y, cfg.dropout_rate, keys.at("mlp_out")), None
 
 

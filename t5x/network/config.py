@@ -19,7 +19,8 @@ class NetworkConfig:
     Attributes:
       vocab_size: rows of the embedding table; at least the vocabulary's size, usually padded to a multiple of 128.
       dtype: of the activations. Parameters are float32 always. Products, also those of the logits, are of this type
-        and summed up in float32; softmax, norms and the loss are float32.
+        and summed up in float32; softmax, norms and the loss are float32. With float16 the residual stream is float32
+        too: T5's outgrows float16's range.
       emb_dim: width of the residual stream.
       num_heads, head_dim: attention heads and their width; their product need not be `emb_dim`.
       mlp_activations: one name is a plain MLP, several are multiplied (a gated MLP).
@@ -50,6 +51,11 @@ class NetworkConfig:
     remat_policy: str = "none"
     per_layer_relative_position_bias: bool = False
     attention_backend: str = "auto"
+
+    @property
+    def residual_dtype(self) -> str:
+        """Of what the layers add up."""
+        return "float32" if self.dtype == "float16" else self.dtype
 
     def __post_init__(self):
         cls = type(self).__name__

@@ -1,7 +1,8 @@
 """The small layers of a T5: dense, embedding, RMS norm, MLP. Parameters are float32, named and shaped as in T5X."""
 
 import functools
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -32,6 +33,7 @@ def parameter(module: nn.Module, name: str, init: Callable, shape: Sequence[int]
     return param_with_axes(name, initial, axes=tuple(axes), module=module)
 
 
+_SEPARATOR = "_"  # between the names of kernels that are joined
 KERNELS = "kernels"  # the collection of what a decoding loop needs of the kernels, prepared once
 
 
@@ -62,7 +64,8 @@ def project(
     """x [..., in] times each kernel, inside the calling compact module, which owns the kernels.
 
     A decoding loop has the kernels prepared by the pass that creates its caches: several as one on a GPU, where every
-    product is a kernel to start; transposed on a CPU, for `few_rows`.
+    product is a kernel to start; transposed on a CPU, for `few_rows`. Parameters may come with them joined already, see
+    `join_kernels`.
 
     Args:
       dtype: of the result; None is that of x.
@@ -70,8 +73,10 @@ def project(
       joined: multiply with all kernels at once on a GPU, in whatever pass: x is read once, but the results of each lie
         apart.
     """
-    name = "_".join(kernel.name for kernel in kernels)
+    name = _SEPARATOR.join(kernel.name for kernel in kernels)
     x = x.astype(kernels[0].dtype)
+    if len(kernels) > 1 and module.has_variable("params", name):
+        return _joined(x, module.get_variable("params", name).astype(x.dtype), dtype)
     on_cpu = jax.default_backend() == "cpu"
     if module.has_variable(KERNELS, name):
         ready = module.get_variable(KERNELS, name)
@@ -85,12 +90,28 @@ def project(
             module.put_variable(KERNELS, name, tuple(kernel.T for kernel in made))
         return [jnp.dot(x, kernel, preferred_element_type=dtype) for kernel in made]
     if jax.default_backend() == "gpu" and len(kernels) > 1 and (creates or joined):
-        together = jnp.stack(made, axis=1)
+        together = _join(made)
         if creates:
             module.put_variable(KERNELS, name, together)
         if joined:
             return _joined(x, together, dtype)
     return [jnp.dot(x, kernel, preferred_element_type=dtype) for kernel in made]
+
+
+def _join(kernels: Sequence[jax.Array]) -> jax.Array:
+    """[in, (layers,) features] each -> [in, (layers,) n, features]."""
+    return jnp.stack(kernels, axis=-2)
+
+
+def join_kernels(params: Any) -> Any:
+    """Parameters of a network with the kernels of gates joined, for what only reads them: as large as before."""
+    if not isinstance(params, Mapping):
+        return params
+    gates = sorted((name for name in params if re.fullmatch(r"wi_\d+", name)), key=lambda name: int(name[3:]))
+    made = {name: join_kernels(value) for name, value in params.items() if name not in gates}
+    if gates:
+        made[_SEPARATOR.join(gates)] = _join([params[name]["kernel"] for name in gates])
+    return made
 
 
 def _joined(x: jax.Array, kernels: jax.Array, dtype: Any) -> list[jax.Array]:
@@ -196,12 +217,17 @@ def sum_by_token(x: jax.Array, tokens: jax.Array, vocab_size: int) -> jax.Array:
 
 
 class MLP(nn.Module):
-    """wo(drop(act_0(wi_0 x) * act_1(wi_1 x) …)); with a single activation the input kernel is named `wi`."""
+    """wo(drop(act_0(wi_0 x) * act_1(wi_1 x) …)); with a single activation the input kernel is named `wi`.
+
+    Attributes:
+      out_dtype: of the result; None is `dtype`.
+    """
 
     mlp_dim: int
     activations: tuple[str, ...]
     dropout_rate: float
     dtype: Any
+    out_dtype: Any = None
 
     @nn.compact
     def __call__(self, x: jax.Array, keys: Keys) -> jax.Array:
@@ -212,4 +238,5 @@ class MLP(nn.Module):
             jnp.multiply, (ACTIVATIONS[name](part) for name, part in zip(self.activations, parts, strict=True))
         )
         hidden = dropout(constrain(hidden, "batch", "length", "mlp"), self.dropout_rate, keys.at("hidden"))
-        return project(self, hidden, [Kernel(x.shape[-1], ("mlp", "embed"), self.dtype, name="wo")], keys)[0]
+        to_model = Kernel(x.shape[-1], ("mlp", "embed"), self.dtype, name="wo")
+        return project(self, hidden, [to_model], keys, dtype=self.out_dtype)[0]

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from t5x.network.decoder_only import DecoderWrapper
+from t5x.network.layers import join_kernels
 from t5x.network.transformer import Transformer
 
 _FLOAT32 = "rel_embedding"  # the tables of relative positions are added to logits, which are float32
@@ -14,7 +15,8 @@ _FLOAT32 = "rel_embedding"  # the tables of relative positions are added to logi
 def compute_params(module: Any, params: Any) -> Any:
     """The parameters in the network's dtype, to which it would cast them at every use: the results are the same.
 
-    A training run keeps float32, to add small updates to. Parameters of a network that is not ours stay as they are.
+    A training run keeps float32, to add small updates to. On a GPU the kernels of gates are joined, as the network
+    would do in every batch. Parameters of a network that is not ours stay as they are.
     """
     if type(module) not in (Transformer, DecoderWrapper):
         return params
@@ -24,4 +26,5 @@ def compute_params(module: Any, params: Any) -> Any:
         stays = getattr(path[-1], "key", None) == _FLOAT32 or leaf.dtype != jnp.float32
         return leaf if stays else leaf.astype(dtype)
 
-    return jax.tree_util.tree_map_with_path(cast, params)
+    params = jax.tree_util.tree_map_with_path(cast, params)
+    return join_kernels(params) if jax.default_backend() == "gpu" else params

@@ -75,7 +75,7 @@ class Decoder(nn.Module):
         if table is None:
             table = Embed(cfg.vocab_size, cfg.emb_dim, cfg.dtype, name="token_embedder")(keys.at("token_embedder"))
         bias = None if cfg.per_layer_relative_position_bias else relative_bias(cfg, keys, bidirectional=False)
-        x = dropout(embed(table, tokens, cfg.dtype), cfg.dropout_rate, keys.at("embedded"))
+        x = dropout(embed(table, tokens, cfg.residual_dtype), cfg.dropout_rate, keys.at("embedded"))
         shared = (bias, mask, encoded, cross_mask, prefill_lengths)
         x = run_layers(DecoderLayer, cfg, "decoder", self.num_layers, x, keys.at("layers"), *shared, cache=cache)
         x = RMSNorm(cfg.dtype, name="decoder_norm")(x)

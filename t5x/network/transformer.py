@@ -47,7 +47,7 @@ class Transformer(nn.Module):
             mask = Mask(key_segments=real.astype(jnp.int32))
         else:
             mask = Mask(key_segments=jnp.where(real, encoder_segment_ids, 0), query_segments=encoder_segment_ids)
-        x = embed(self.token_embedder(keys.at("token_embedder")), encoder_input_tokens, self.config.dtype)
+        x = embed(self.token_embedder(keys.at("token_embedder")), encoder_input_tokens, self.config.residual_dtype)
         return self.encoder(x, mask, keys.at("encoder"))
 
     def decode(

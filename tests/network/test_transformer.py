@@ -9,6 +9,7 @@ import pytest
 
 from t5x.errors import UserError
 from t5x.network import CACHES, T5Config, Transformer
+from t5x.network.layers import join_kernels
 from t5x.trainer.state import logical_axes
 from tests import tiny
 
@@ -47,6 +48,19 @@ def test_scan_and_remat_change_nothing_but_the_program(scan, remat):
     np.testing.assert_allclose(other_loss, loss, rtol=1e-6)
     expected = stacked(grads, 1) if scan else grads
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), other_grads, expected)
+
+
+@pytest.mark.parametrize("axis", [None, 0, 1])
+def test_kernels_joined_for_inference_compute_the_same(axis):
+    config = dataclasses.replace(tiny.T5_1_1, scan_layers=axis is not None, param_scan_axis=axis or 0)
+    model, batch, params = tiny.model(config), tiny.batch(), tiny.initial_params(config)
+    joined = join_kernels(params)
+    assert sum(x.size for x in jax.tree.leaves(joined)) == sum(x.size for x in jax.tree.leaves(params))
+    assert not any("wi_0'" in jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(joined))
+    logits = jax.jit(lambda p: model.compute_logits(p, batch))
+    np.testing.assert_allclose(logits(joined), logits(params), rtol=1e-5, atol=1e-5)
+    predict = jax.jit(lambda p: model.predict_batch(p, batch))
+    np.testing.assert_array_equal(predict(joined), predict(params))
 
 
 def test_initial_values_have_t5s_distributions():
@@ -134,6 +148,24 @@ def test_every_parameter_has_logical_axes():
             assert len(names) == leaf.ndim
     assert axes["encoder"]["encoder"]["mlp"]["wo"]["kernel"] == ("mlp", "layers", "embed")
     assert axes["token_embedder"]["embedding"] == ("vocab", "embed")
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_float16_holds_a_residual_beyond_its_range(scan):
+    """As T5's large models have it: what the MLPs add up passes 65504."""
+    config = dataclasses.replace(tiny.WIDE, scan_layers=scan)
+    params = jax.tree_util.tree_map_with_path(
+        lambda path, x: x * 3e4 if "'wo'" in jax.tree_util.keystr(path) else x, tiny.initial_params(config)
+    )
+    batch = tiny.batch(vocab=config.vocab_size)
+
+    def logits(dtype):
+        model = tiny.model(dataclasses.replace(config, dtype=dtype))
+        return jax.jit(lambda p: model.compute_logits(p, batch))(params)
+
+    exact, half = logits("float32"), logits("float16")
+    real = np.asarray(batch["decoder_loss_weights"], bool)
+    assert np.abs(half - exact)[real].max() < 1e-2 * np.abs(exact[real]).max()
 
 
 def test_bfloat16_stays_near_float32():
