@@ -1,5 +1,7 @@
 """Attention by every way that computes it, against products written out in float64."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ from t5x.network import attention
 from t5x.network.attention import Mask
 from t5x.network.keys import Keys
 from t5x.network.relative_position import RelativeBias
+from tests import tiny
 
 BATCH, HEADS, WIDTH = 3, 2, 8
 
@@ -85,29 +88,57 @@ GPU = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA
 
 @GPU
 @pytest.mark.parametrize(
-    ("q", "k", "causal"), [(64, 64, False), (37, 37, False), (37, 37, True), (128, 128, True), (7, 51, False)]
-)
+    ("q", "k", "causal"),
+    [
+        (64, 64, False), (37, 37, False), (37, 37, True), (128, 128, True), (7, 51, False), (51, 200, False),
+        (1024, 1024, False), (3, 3, True), (250, 250, True),
+    ],
+)  # fmt: skip
 def test_cudnn_agrees_with_float32(q: int, k: int, causal: bool):
     """Outputs and gradients within 1 % of the float32 reference, padding and learned bias included."""
     query, key, value, weights = arrays(*[(BATCH, n, 4, 64) for n in (q, k, k, q)])
     (table,) = arrays((4, 32))
-    lengths = [k, max(1, k // 2), 3]
+    lengths = [k, *np.random.default_rng(k).integers(1, k + 1, BATCH - 1)]
     seen = real(lengths, q)[:, :, None, None] if q == k else 1
     mask = Mask(key_segments=real(lengths, k), causal=causal)
 
     def loss(backend, dtype, query, key, value, table):
         bias = RelativeBias(table, not causal) if q == k else None
         out = backend(query.astype(dtype), key.astype(dtype), value.astype(dtype), mask, bias)
-        return jnp.sum(out.astype(jnp.float32) * weights * seen)
+        out = out.astype(jnp.float32) * seen
+        return jnp.sum(out * weights), out
 
     parts = [x.astype(jnp.bfloat16).astype(jnp.float32) for x in (query, key, value, table)]
-    of = lambda backend, dtype: jax.value_and_grad(loss, (2, 3, 4, 5))(backend, dtype, *parts)
+    of = lambda backend, dtype: jax.value_and_grad(loss, (2, 3, 4, 5), has_aux=True)(backend, dtype, *parts)
     with jax.default_matmul_precision("highest"):
-        _, wanted = of(attention.attend_xla, jnp.float32)
-    _, found = of(attention.attend_cudnn, jnp.bfloat16)
-    for one, other in zip(found, wanted, strict=True):
+        (_, out), gradients = of(attention.attend_xla, jnp.float32)
+    (_, fast), found = of(attention.attend_cudnn, jnp.bfloat16)
+    for one, other in zip([fast, *found], [out, *gradients], strict=True):
         one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
         assert np.linalg.norm(one - other) <= 1e-2 * np.linalg.norm(other)
+
+
+@GPU
+@pytest.mark.parametrize(("inputs", "targets"), [(37, 21), (128, 64), (51, 7)])
+def test_a_network_with_all_fast_paths_rounds_no_more_than_without(inputs: int, targets: int):
+    """The loss and the gradients of a whole network in bfloat16, against float32."""
+    config = dataclasses.replace(tiny.WIDE, emb_dim=256, head_dim=64, mlp_dim=512, vocab_size=512)
+    params, batch = tiny.initial_params(config), tiny.batch(1, 6, inputs, targets, vocab=512)
+
+    def of(backend, dtype):
+        model = tiny.model(dataclasses.replace(config, dtype=dtype, attention_backend=backend))
+        return jax.jit(jax.value_and_grad(lambda p: model.loss_fn(p, batch, None)[0]))(params)
+
+    with jax.default_matmul_precision("highest"):
+        loss, exact = of("xla", "float32")
+
+    def error(backend):
+        other, found = of(backend, "bfloat16")
+        np.testing.assert_allclose(other, loss, rtol=5e-3)
+        norm = lambda tree: np.sqrt(sum(np.square(np.asarray(x, np.float64)).sum() for x in jax.tree.leaves(tree)))
+        return norm(jax.tree.map(lambda a, b: np.asarray(a, np.float64) - b, found, exact)) / norm(exact)
+
+    assert error("auto") < 1.3 * error("xla") < 0.05
 
 
 @GPU
