@@ -81,9 +81,9 @@ def test_an_unknown_back_end_names_those_there_are():
         attention.attend(query, key, value, mask=Mask(), backend="flash")
 
 
-# What only a GPU can show: `make test` on one runs these too.
+# What only a GPU can show: T5X_TEST_PLATFORM=cuda pytest tests/network/test_attention.py
 
-GPU = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
+GPU = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU, and T5X_TEST_PLATFORM=cuda")
 
 
 @GPU
