@@ -1,11 +1,13 @@
 """Beam search: the best finished sequences under T5X's brevity penalty or Hugging Face's length penalty."""
 
+import functools
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
+from t5x.decoding import narrowing
 from t5x.decoding import state as rows
 from t5x.decoding.state import NEG_INF, DecodingState, LogitCallback, TokensToLogits
 from t5x.errors import UserError
@@ -21,6 +23,8 @@ class _Beams:
       live, live_log_probs: [batch, beams, length + 1] and [batch, beams].
       finished, finished_scores: the same of sequences that have ended.
       cache: the network's, with a row for each live beam.
+      prompts: int32 [batch, length + 1], as `state.begin` gives them.
+      prompt_end, limit: int32 [batch], where the prompt ends, and where the output must.
     """
 
     index: jax.Array
@@ -30,6 +34,9 @@ class _Beams:
     finished: jax.Array
     finished_scores: jax.Array
     cache: Any
+    prompts: jax.Array
+    prompt_end: jax.Array
+    limit: jax.Array
 
 
 def beam_search(
@@ -103,26 +110,28 @@ def beam_search(
     each_row = lambda x: jnp.repeat(x, num_decodes, axis=0)
     rank = jnp.arange(2 * num_decodes)
 
-    def score(log_probs: jax.Array, position: jax.Array) -> jax.Array:
+    def score(beams: _Beams, log_probs: jax.Array, position: jax.Array) -> jax.Array:
         """Of sequences [batch, n] whose last token stands at `position` [batch]."""
         if length_penalty is None:
             penalty = ((5.0 + position) / 6.0) ** alpha
         else:
-            penalty = (position - prompt_end).astype(jnp.float32) ** length_penalty
+            penalty = (position - beams.prompt_end).astype(jnp.float32) ** length_penalty
         return log_probs / penalty[:, None]
 
-    def best_possible(log_prob: jax.Array, position: jax.Array) -> jax.Array:
+    def best_possible(beams: _Beams, log_prob: jax.Array, position: jax.Array) -> jax.Array:
         """The score [batch, 1] that a beam at `position` may still get. Log probabilities only fall."""
+        at = functools.partial(score, beams, log_prob)
         if length_penalty is None:
-            return jnp.maximum(score(log_prob, position + 1), score(log_prob, limit))
+            return jnp.maximum(at(position + 1), at(beams.limit))
         if early_stopping == "never":
-            return jnp.where(length_penalty > 0, score(log_prob, limit), score(log_prob, position))
-        return jnp.full_like(log_prob, -jnp.inf) if early_stopping else score(log_prob, position)
+            return jnp.where(length_penalty > 0, at(beams.limit), at(position))
+        return jnp.full_like(log_prob, -jnp.inf) if early_stopping else at(position)
 
-    def step(beams: _Beams) -> _Beams:
+    def step(tokens_to_logits: TokensToLogits, beams: _Beams) -> _Beams:
+        batch = beams.index.size
         live = beams.live.reshape(batch * num_decodes, -1)
-        at = each_row(beams.index)
-        state = DecodingState(at, rows.token_at(live, at)[:, None], beams.cache, live, each_row(prompt_end), eos_id)
+        at, prompt_end = each_row(beams.index), each_row(beams.prompt_end)
+        state = DecodingState(at, rows.token_at(live, at)[:, None], beams.cache, live, prompt_end, eos_id)
         logits, cache = tokens_to_logits(state)
         logits = logits.astype(jnp.float32)
         if logit_callback_fn is not None:
@@ -139,7 +148,7 @@ def beam_search(
         tokens = jnp.take_along_axis(tokens.reshape(batch, -1), chosen, axis=1)
 
         following = beams.index + 1
-        prompt = rows.token_at(prompts, following)[:, None]
+        prompt = rows.token_at(beams.prompts, following)[:, None]
         forced = prompt != 0
         candidates = jnp.where(forced, jnp.where(rank == 0, beams.live_log_probs[:, :1], -jnp.inf), candidates)
         tokens, parents = jnp.where(forced, prompt, tokens), jnp.where(forced, 0, parents)
@@ -148,8 +157,8 @@ def beam_search(
         ends = (tokens == eos_id) & ~forced
         finishing = ends
         if length_penalty is not None:
-            finishing = (ends | (following >= limit)[:, None]) & (rank < num_decodes)
-        ended = jnp.where(finishing, score(candidates, following), -jnp.inf)
+            finishing = (ends | (following >= beams.limit)[:, None]) & (rank < num_decodes)
+        ended = jnp.where(finishing, score(beams, candidates, following), -jnp.inf)
         finished_scores, chosen = jax.lax.top_k(jnp.concatenate([beams.finished_scores, ended], 1), num_decodes)
         finished = rows.take_beams(jnp.concatenate([beams.finished, grown], axis=1), chosen)
 
@@ -158,11 +167,11 @@ def beam_search(
             cache = _reordered(cache, rows.take_beams(parents, chosen), cache_offset)
         best = live_log_probs[:, :1]
         worst = finished_scores[:, -1:]  # -inf where there are not yet enough
-        improves = (best > -jnp.inf) & (jnp.isneginf(worst) | (best_possible(best, following) > worst))
+        improves = (best > -jnp.inf) & (jnp.isneginf(worst) | (best_possible(beams, best, following) > worst))
         still = lambda new, old: jnp.where(beams.open.reshape(-1, *[1] * (new.ndim - 1)), new, old)
-        return _Beams(
+        return beams.replace(
             index=still(following, beams.index),
-            open=beams.open & (following < limit) & improves[:, 0],
+            open=beams.open & (following < beams.limit) & improves[:, 0],
             live=still(rows.take_beams(grown, chosen), beams.live),
             live_log_probs=still(live_log_probs, beams.live_log_probs),
             finished=still(finished, beams.finished),
@@ -180,11 +189,23 @@ def beam_search(
         finished=jnp.zeros_like(start),
         finished_scores=nothing,
         cache=rows.repeat_rows(cache, batch, num_decodes, cache_offset),
+        prompts=prompts,
+        prompt_end=prompt_end,
+        limit=limit,
     )
-    beams = jax.lax.while_loop(lambda beams: jnp.any(beams.open), step, beams)
-    none_ended = jnp.isneginf(beams.finished_scores[:, :1])
-    tokens = jnp.where(none_ended[..., None], beams.live, beams.finished)
-    scores = jnp.where(none_ended, beams.live_log_probs, beams.finished_scores)
+    live, live_log_probs, finished, finished_scores = narrowing.loop(
+        step,
+        beams,
+        tokens_to_logits=tokens_to_logits,
+        is_open=lambda beams: beams.open,
+        results=lambda beams: (beams.live, beams.live_log_probs, beams.finished, beams.finished_scores),
+        cache_rows=batch * num_decodes,
+        cache_axis=cache_offset,
+        may_narrow=logit_callback_fn is None,
+    )
+    none_ended = jnp.isneginf(finished_scores[:, :1])
+    tokens = jnp.where(none_ended[..., None], live, finished)
+    scores = jnp.where(none_ended, live_log_probs, finished_scores)
     there = scores > -jnp.inf
     tokens, scores = jnp.where(there[..., None], tokens, 0), jnp.where(there, scores, NEG_INF)
     return tokens[:, ::-1, 1:], scores[:, ::-1]

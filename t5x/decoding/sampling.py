@@ -7,6 +7,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from t5x.decoding import narrowing
 from t5x.decoding import state as rows
 from t5x.decoding.state import NEG_INF, DecodingState, LogitCallback, TokensToLogits
 from t5x.errors import UserError
@@ -29,6 +30,16 @@ class SamplingLoopState(DecodingState):
     ended: jax.Array
     rng: jax.Array
     log_prob: jax.Array
+
+
+@flax.struct.dataclass
+class _State(SamplingLoopState):
+    """
+    Attributes:
+      options: those that are different for each row, [rows, ...].
+    """
+
+    options: dict[str, jax.Array]
 
 
 def temperature_sample(
@@ -95,12 +106,13 @@ def temperature_sample(
             max_decode_steps = jnp.minimum(max_decode_steps, max_decode_steps_hard_limit)
         limit = jnp.minimum(limit, prompt_end + max_decode_steps)
     each_row = lambda x: jnp.repeat(x, num_decodes, axis=0)
-    of_rows = lambda x: each_row(jnp.asarray(x))[:, None] if jnp.ndim(x) else x
-    limit, temperature, topk, topp = each_row(limit), of_rows(temperature), of_rows(topk), of_rows(topp)
+    options = {"temperature": temperature, "topk": topk, "topp": topp}
+    of_rows = {name: each_row(jnp.asarray(x))[:, None] for name, x in options.items() if jnp.ndim(x)}
+    of_rows["limit"] = each_row(limit)
     keys = rows.example_keys(decode_rng, jnp.arange(batch))
     fold_in = jax.vmap(jax.random.fold_in)
 
-    def step(state: SamplingLoopState) -> SamplingLoopState:
+    def step(tokens_to_logits: TokensToLogits, state: _State) -> _State:
         if state_callback_fn is not None:
             state = state_callback_fn(state)
         logits, cache = tokens_to_logits(state)
@@ -108,7 +120,8 @@ def temperature_sample(
         if logit_callback_fn is not None:
             logits = logit_callback_fn(logits, state)
         keys = fold_in(state.rng, state.cur_index)
-        token, log_prob = _sample(logits, keys, temperature, topk, topp, rescale_log_probs)
+        of = options | state.options
+        token, log_prob = _sample(logits, keys, of["temperature"], of["topk"], of["topp"], rescale_log_probs)
         following = state.cur_index + 1
         prompt = rows.token_at(state.sequences, following)
         free = (prompt == 0) & ~state.ended
@@ -121,13 +134,13 @@ def temperature_sample(
             sequences=jnp.where(
                 state.ended[:, None], state.sequences, rows.with_token(state.sequences, following, token)
             ),
-            ended=state.ended | (free & (token == state.eos_id)) | (following >= limit),
+            ended=state.ended | (free & (token == state.eos_id)) | (following >= of["limit"]),
             log_prob=state.log_prob + jnp.where(free, log_prob, 0.0),
         )
 
     index = each_row(index)
     sequences = each_row(sequences)
-    state = SamplingLoopState(
+    state = _State(
         step=jnp.int32(0),
         cur_index=index,
         cur_token=rows.token_at(sequences, index)[:, None],
@@ -135,16 +148,30 @@ def temperature_sample(
         sequences=sequences,
         prompt_end=each_row(prompt_end),
         eos_id=jnp.asarray(eos_id, jnp.int32),
-        ended=index >= limit,
+        ended=index >= of_rows["limit"],
         rng=fold_in(each_row(keys), jnp.tile(jnp.arange(num_decodes), batch)),
         log_prob=jnp.zeros(batch * num_decodes),
+        options=of_rows,
     )
-    state = jax.lax.while_loop(lambda state: ~jnp.all(state.ended), step, state)
-    if state_callback_fn is not None:
-        state = state_callback_fn(state)
-    scores = state.log_prob.reshape(batch, num_decodes)
+
+    def results(state: _State) -> tuple[jax.Array, jax.Array]:
+        if state_callback_fn is not None:
+            state = state_callback_fn(state)
+        return state.sequences, state.log_prob
+
+    sequences, log_prob = narrowing.loop(
+        step,
+        state,
+        tokens_to_logits=tokens_to_logits,
+        is_open=lambda state: jnp.any(~state.ended.reshape(-1, num_decodes), axis=1),
+        results=results,
+        cache_rows=batch * num_decodes,
+        cache_axis=cache_offset,
+        may_narrow=state_callback_fn is None and logit_callback_fn is None,
+    )
+    scores = log_prob.reshape(batch, num_decodes)
     order = jnp.argsort(scores, axis=-1)
-    tokens = state.sequences[:, 1:].reshape(batch, num_decodes, length)
+    tokens = sequences[:, 1:].reshape(batch, num_decodes, length)
     return rows.take_beams(tokens, order), jnp.take_along_axis(scores, order, axis=-1)
 
 

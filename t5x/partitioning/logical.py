@@ -59,6 +59,16 @@ def divided(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh) -> PartitionS
     return PartitionSpec(*(over if shape[dim] % parts(mesh, over) == 0 else None for dim, over in enumerate(spec)))
 
 
+def parts_of(axis: str) -> int:
+    """Into how many parts the active rules divide a logical axis; 1 where there are none."""
+    active = _active.get()
+    if active is None:
+        return 1
+    mesh, rules = active
+    (over,) = logical_to_mesh_axes((axis,), rules)
+    return parts(mesh, over)
+
+
 @contextlib.contextmanager
 def axis_rules(mesh: Mesh, rules: AxisRules) -> Iterator[None]:
     """Makes `constrain` effective for what is traced inside."""

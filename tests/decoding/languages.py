@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from t5x.decoding import OfExamples
+
 EOS = 1
 
 
@@ -69,10 +71,11 @@ class Languages:
 @functools.cache
 def _compiled(decode_fn, vocab, length, static):
     def run(table, problem, options):
-        like = Languages(table, length)
-        return decode_fn(
-            tokens_to_logits=functools.partial(like.tokens_to_logits, table), **problem, **options, **dict(static)
-        )
+        network = OfExamples(
+            lambda seen, state: Languages(table, length).tokens_to_logits(seen["table"], state), {"table": table},
+            axes={"table": 0},
+        )  # fmt: skip
+        return decode_fn(tokens_to_logits=network, **problem, **options, **dict(static))
 
     return jax.jit(run)
 

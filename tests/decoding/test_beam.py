@@ -22,7 +22,7 @@ def beam_search_of_the_table():
     """Beam search over the numbers of the table as they are, so that sums and ties are exact."""
 
     def search(*, tokens_to_logits, **options):
-        table = tokens_to_logits.args[0]
+        table = tokens_to_logits.seen["table"]
         return beam_search(
             tokens_to_logits=tokens_to_logits,
             logit_callback_fn=functools.partial(languages.raw, table=table),
