@@ -201,7 +201,7 @@ def beam_search(
         results=lambda beams: (beams.live, beams.live_log_probs, beams.finished, beams.finished_scores),
         cache_rows=batch * num_decodes,
         cache_axis=cache_offset,
-        may_narrow=logit_callback_fn is None,
+        may_narrow=narrowing.is_of_any_rows(logit_callback_fn),
     )
     none_ended = jnp.isneginf(finished_scores[:, :1])
     tokens = jnp.where(none_ended[..., None], live, finished)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from t5x.data.vocabularies import Vocabulary
+from t5x.decoding.narrowing import is_of_any_rows, of_any_rows
 from t5x.decoding.state import NEG_INF, DecodingState, LogitCallback
 from t5x.errors import UserError
 
@@ -28,7 +29,7 @@ def chain(processors: Sequence[LogitCallback]) -> LogitCallback:
             logits = processor(logits, state)
         return logits
 
-    return process
+    return of_any_rows(process) if all(map(is_of_any_rows, processors)) else process
 
 
 def repetition_penalty(penalty: float) -> LogitCallback:
@@ -39,6 +40,7 @@ def repetition_penalty(penalty: float) -> LogitCallback:
     if not penalty > 0:
         raise UserError(f"repetition_penalty is {penalty}: it must be above 0 (1 changes nothing).")
 
+    @of_any_rows
     def process(logits: jax.Array, state: DecodingState) -> jax.Array:
         there = jnp.arange(state.sequences.shape[1]) <= state.cur_index[:, None]
         seen = _marked(logits, state.sequences, there)
@@ -52,6 +54,7 @@ def no_repeat_ngrams(size: int) -> LogitCallback:
     if size < 1:
         raise UserError(f"no_repeat_ngrams.size is {size}: it must be at least 1.")
 
+    @of_any_rows
     def process(logits: jax.Array, state: DecodingState) -> jax.Array:
         sequences, index = state.sequences, state.cur_index[:, None]
         places = jnp.arange(sequences.shape[1])
@@ -73,7 +76,7 @@ def min_length(tokens: int | jax.Array) -> LogitCallback:
         is_eos = jnp.arange(logits.shape[-1]) == state.eos_id
         return jnp.where(early & is_eos, NEG_INF, logits)
 
-    return process
+    return of_any_rows(process) if jnp.ndim(tokens) == 0 else process
 
 
 def forced_tokens(tokens: Sequence[int]) -> LogitCallback:
@@ -82,6 +85,7 @@ def forced_tokens(tokens: Sequence[int]) -> LogitCallback:
     if forced.ndim != 1 or not forced.size:
         raise UserError(f"forced_tokens needs a list of token ids; got {tokens!r}.")
 
+    @of_any_rows
     def process(logits: jax.Array, state: DecodingState) -> jax.Array:
         _check_vocabulary(forced, logits, "forced_tokens")
         nth = state.cur_index - state.prompt_end
@@ -100,6 +104,7 @@ def choices(sequences: Sequence[Sequence[int]]) -> LogitCallback:
     """
     trie = _Trie(sequences)
 
+    @of_any_rows
     def process(logits: jax.Array, state: DecodingState) -> jax.Array:
         _check_vocabulary(trie.tokens, logits, "choices")
         if state.sequences.shape[1] <= trie.depth + 1:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from t5x.decoding import state as rows
-from t5x.decoding.state import DecodingState, TokensToLogits
+from t5x.decoding.state import DecodingState, LogitCallback, TokensToLogits
 from t5x.partitioning.logical import parts_of
 
 _SHARE = 4  # of the examples, one in so many is left when the others have ended
@@ -46,6 +46,16 @@ class OfExamples:
 def of_examples(function: Callable, seen: dict[str, Any], axes: dict[str, int]) -> TokensToLogits:
     """`OfExamples`; a plain function where devices share a batch: rows would have to move between them."""
     return OfExamples(function, seen, axes) if parts_of("batch") == 1 else functools.partial(function, seen)
+
+
+def of_any_rows(callback: LogitCallback) -> LogitCallback:
+    """Marks a function that looks at the state alone, so that the rows of a batch may become fewer."""
+    callback.of_any_rows = True
+    return callback
+
+
+def is_of_any_rows(callback: LogitCallback | None) -> bool:
+    return callback is None or getattr(callback, "of_any_rows", False)
 
 
 def loop(

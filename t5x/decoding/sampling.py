@@ -167,7 +167,7 @@ def temperature_sample(
         results=results,
         cache_rows=batch * num_decodes,
         cache_axis=cache_offset,
-        may_narrow=state_callback_fn is None and logit_callback_fn is None,
+        may_narrow=state_callback_fn is None and narrowing.is_of_any_rows(logit_callback_fn),
     )
     scores = log_prob.reshape(batch, num_decodes)
     order = jnp.argsort(scores, axis=-1)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t5x.decoding import OfExamples, beam_search, greedy_decode, temperature_sample
+from t5x.decoding import OfExamples, beam_search, constraints, greedy_decode, temperature_sample
 from tests import tiny
 from tests.decoding.languages import EOS, Languages
 
@@ -19,6 +19,10 @@ WAYS = {
     "for each": (temperature_sample, {"topk": np.arange(BATCH) % 3 + 1, "decode_rng": jax.random.key(5)}),
     "beams": (beam_search, {"num_decodes": 3}),
     "beams of Hugging Face": (beam_search, {"num_decodes": 3, "length_penalty": 1.0}),
+    "constrained": (
+        beam_search,
+        {"num_decodes": 2, "logit_callback_fn": constraints.chain([constraints.min_length(1)])},
+    ),
 }
 
 
@@ -56,6 +60,20 @@ def test_all_get_what_they_get_in_one_loop(way):
     rows = together[0]
     assert together == [rows] * LENGTH
     assert len(steps) == LENGTH and steps[0] == rows and steps[-1] == rows // 4
+
+
+def test_a_callback_that_may_know_the_batch_keeps_it_whole():
+    """T5X's users write functions over arrays of the batch."""
+    forbidden = jnp.arange(BATCH) % 4
+    of_batch = lambda logits, state: jnp.where(jnp.arange(4) == forbidden[:, None], -1e7, logits)
+    per_row = constraints.min_length(jnp.arange(BATCH) % 3)
+    for callback in (of_batch, per_row, constraints.chain([constraints.min_length(1), of_batch])):
+        network = OfExamples(
+            lambda seen, state: made().tokens_to_logits(seen["table"], state), {"table": jnp.asarray(made().table)},
+            {"table": 0},
+        )  # fmt: skip
+        tokens, _ = greedy_decode(tokens_to_logits=network, **made().problem(), logit_callback_fn=callback)
+        assert tokens.shape == (BATCH, 1, LENGTH)
 
 
 @pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
