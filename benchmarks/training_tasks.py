@@ -13,12 +13,11 @@ from t5x.data import preprocessors
 _SHARE = 0.8  # of a document, that is given
 
 
-def _split(examples):
-    for example in examples:
-        words = example["text"].split()
-        cut = int(_SHARE * len(words))
-        if 0 < cut < len(words):
-            yield {"inputs": " ".join(words[:cut]), "targets": " ".join(words[cut:])}
+def _split(example):
+    words = example["text"].split()
+    cut = int(_SHARE * len(words))
+    if 0 < cut < len(words):
+        yield {"inputs": " ".join(words[:cut]), "targets": " ".join(words[cut:])}
 
 
 _vocabulary = data.SentencePieceVocabulary(os.environ["T5X_BENCH_VOCABULARY"], extra_ids=100)
