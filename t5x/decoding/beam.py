@@ -23,8 +23,6 @@ class _Beams:
       live, live_log_probs: [batch, beams, length + 1] and [batch, beams].
       finished, finished_scores: the same of sequences that have ended.
       cache: the network's, with a row for each live beam.
-      prompts: int32 [batch, length + 1], as `state.begin` gives them.
-      prompt_end, limit: int32 [batch], where the prompt ends, and where the output must.
     """
 
     index: jax.Array
@@ -34,9 +32,24 @@ class _Beams:
     finished: jax.Array
     finished_scores: jax.Array
     cache: Any
+
+
+@flax.struct.dataclass
+class _Fixed:
+    """What stays as it is.
+
+    Attributes:
+      prompts: int32 [batch, length + 1], as `state.begin` gives them.
+      prompt_end, limit: int32 [batch], where the prompt ends, and where the output must.
+      alpha, length_penalty, min_log_prob: as given, for all examples or each.
+    """
+
     prompts: jax.Array
     prompt_end: jax.Array
     limit: jax.Array
+    alpha: jax.Array
+    length_penalty: jax.Array | None
+    min_log_prob: jax.Array
 
 
 def beam_search(
@@ -110,27 +123,28 @@ def beam_search(
     each_row = lambda x: jnp.repeat(x, num_decodes, axis=0)
     rank = jnp.arange(2 * num_decodes)
 
-    def score(beams: _Beams, log_probs: jax.Array, position: jax.Array) -> jax.Array:
+    def score(fixed: _Fixed, log_probs: jax.Array, position: jax.Array) -> jax.Array:
         """Of sequences [batch, n] whose last token stands at `position` [batch]."""
         if length_penalty is None:
-            penalty = ((5.0 + position) / 6.0) ** alpha
+            penalty = ((5.0 + position) / 6.0) ** fixed.alpha
         else:
-            penalty = (position - beams.prompt_end).astype(jnp.float32) ** length_penalty
+            penalty = (position - fixed.prompt_end).astype(jnp.float32) ** fixed.length_penalty
         return log_probs / penalty[:, None]
 
-    def best_possible(beams: _Beams, log_prob: jax.Array, position: jax.Array) -> jax.Array:
+    def best_possible(fixed: _Fixed, log_prob: jax.Array, position: jax.Array) -> jax.Array:
         """The score [batch, 1] that a beam at `position` may still get. Log probabilities only fall."""
-        at = functools.partial(score, beams, log_prob)
+        at = functools.partial(score, fixed, log_prob)
         if length_penalty is None:
-            return jnp.maximum(at(position + 1), at(beams.limit))
+            return jnp.maximum(at(position + 1), at(fixed.limit))
         if early_stopping == "never":
-            return jnp.where(length_penalty > 0, at(beams.limit), at(position))
+            positive = jnp.reshape(fixed.length_penalty > 0, (-1, 1))
+            return jnp.where(positive, at(fixed.limit), at(position))
         return jnp.full_like(log_prob, -jnp.inf) if early_stopping else at(position)
 
-    def step(tokens_to_logits: TokensToLogits, beams: _Beams) -> _Beams:
+    def step(tokens_to_logits: TokensToLogits, fixed: _Fixed, beams: _Beams) -> _Beams:
         batch = beams.index.size
         live = beams.live.reshape(batch * num_decodes, -1)
-        at, prompt_end = each_row(beams.index), each_row(beams.prompt_end)
+        at, prompt_end = each_row(beams.index), each_row(fixed.prompt_end)
         state = DecodingState(at, rows.token_at(live, at)[:, None], beams.cache, live, prompt_end, eos_id)
         logits, cache = tokens_to_logits(state)
         logits = logits.astype(jnp.float32)
@@ -142,13 +156,13 @@ def beam_search(
             top = log_probs[..., :1]
             log_probs = (log_probs - top) - jnp.log(jnp.sum(jnp.exp(logits - top), axis=-1, keepdims=True))
         of_beam = beams.live_log_probs[..., None] + log_probs
-        of_beam = jnp.where(of_beam > min_log_prob, of_beam, -jnp.inf)
+        of_beam = jnp.where(of_beam > fixed.min_log_prob, of_beam, -jnp.inf)
         candidates, chosen = jax.lax.top_k(of_beam.reshape(batch, -1), 2 * num_decodes)
         parents = chosen // tokens.shape[-1]
         tokens = jnp.take_along_axis(tokens.reshape(batch, -1), chosen, axis=1)
 
         following = beams.index + 1
-        prompt = rows.token_at(beams.prompts, following)[:, None]
+        prompt = rows.token_at(fixed.prompts, following)[:, None]
         forced = prompt != 0
         candidates = jnp.where(forced, jnp.where(rank == 0, beams.live_log_probs[:, :1], -jnp.inf), candidates)
         tokens, parents = jnp.where(forced, prompt, tokens), jnp.where(forced, 0, parents)
@@ -157,8 +171,8 @@ def beam_search(
         ends = (tokens == eos_id) & ~forced
         finishing = ends
         if length_penalty is not None:
-            finishing = (ends | (following >= beams.limit)[:, None]) & (rank < num_decodes)
-        ended = jnp.where(finishing, score(beams, candidates, following), -jnp.inf)
+            finishing = (ends | (following >= fixed.limit)[:, None]) & (rank < num_decodes)
+        ended = jnp.where(finishing, score(fixed, candidates, following), -jnp.inf)
         finished_scores, chosen = jax.lax.top_k(jnp.concatenate([beams.finished_scores, ended], 1), num_decodes)
         finished = rows.take_beams(jnp.concatenate([beams.finished, grown], axis=1), chosen)
 
@@ -167,11 +181,11 @@ def beam_search(
             cache = _reordered(cache, rows.take_beams(parents, chosen), cache_offset)
         best = live_log_probs[:, :1]
         worst = finished_scores[:, -1:]  # -inf where there are not yet enough
-        improves = (best > -jnp.inf) & (jnp.isneginf(worst) | (best_possible(beams, best, following) > worst))
+        improves = (best > -jnp.inf) & (jnp.isneginf(worst) | (best_possible(fixed, best, following) > worst))
         still = lambda new, old: jnp.where(beams.open.reshape(-1, *[1] * (new.ndim - 1)), new, old)
         return beams.replace(
             index=still(following, beams.index),
-            open=beams.open & (following < beams.limit) & improves[:, 0],
+            open=beams.open & (following < fixed.limit) & improves[:, 0],
             live=still(rows.take_beams(grown, chosen), beams.live),
             live_log_probs=still(live_log_probs, beams.live_log_probs),
             finished=still(finished, beams.finished),
@@ -189,14 +203,14 @@ def beam_search(
         finished=jnp.zeros_like(start),
         finished_scores=nothing,
         cache=rows.repeat_rows(cache, batch, num_decodes, cache_offset),
-        prompts=prompts,
-        prompt_end=prompt_end,
-        limit=limit,
     )
+    as_array = lambda x: None if x is None else jnp.asarray(x, jnp.float32)
+    fixed = _Fixed(prompts, prompt_end, limit, as_array(alpha), as_array(length_penalty), as_array(min_log_prob))
     live, live_log_probs, finished, finished_scores = narrowing.loop(
         step,
         beams,
         tokens_to_logits=tokens_to_logits,
+        fixed=fixed,
         is_open=lambda beams: beams.open,
         results=lambda beams: (beams.live, beams.live_log_probs, beams.finished, beams.finished_scores),
         cache_rows=batch * num_decodes,

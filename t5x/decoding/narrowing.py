@@ -17,10 +17,10 @@ from t5x.decoding.state import DecodingState, LogitCallback, TokensToLogits
 from t5x.partitioning.logical import parts_of
 
 _SHARE = 4  # of the examples, one in so many is left when the others have ended
-_FEWEST = 4  # examples that are worth a loop of their own
+_FEWEST = 8  # examples that are worth a loop of their own
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # hashable, as a function is
 class OfExamples:
     """A `tokens_to_logits` that sees something of each example besides the cache, and can do with fewer examples.
 
@@ -59,10 +59,11 @@ def is_of_any_rows(callback: LogitCallback | None) -> bool:
 
 
 def loop(
-    step: Callable[[TokensToLogits, Any], Any],
+    step: Callable[[TokensToLogits, Any, Any], Any],
     state: Any,
     *,
     tokens_to_logits: TokensToLogits,
+    fixed: Any,
     is_open: Callable[[Any], jax.Array],
     results: Callable[[Any], Any],
     cache_rows: int,
@@ -72,9 +73,10 @@ def loop(
     """Takes steps until no example is open, and gives the results of all.
 
     Args:
-      step: (tokens_to_logits, state) -> state; with fewer examples, of a state with fewer.
+      step: (tokens_to_logits, fixed, state) -> state; with fewer examples, of a state with fewer.
       state: a dataclass with a `cache`; its other arrays have axes of rows first, a whole number for each example, or
         no axes at all.
+      fixed: a tree of such arrays, which no step changes.
       is_open: state -> bool [examples].
       results: state -> a tree of arrays.
       cache_rows, cache_axis: rows that the cache has, and the axis that counts them.
@@ -83,10 +85,8 @@ def loop(
     (examples,) = is_open(state).shape
     fewer = examples // _SHARE
     if not may_narrow or not isinstance(tokens_to_logits, OfExamples) or fewer < _FEWEST:
-        step_of_all = lambda state: step(tokens_to_logits, state)
-        return results(jax.lax.while_loop(lambda state: jnp.any(is_open(state)), step_of_all, state))
-    go_on = lambda state: jnp.sum(is_open(state)) > fewer
-    state = jax.lax.while_loop(go_on, lambda state: step(tokens_to_logits, state), state)
+        return results(_while(step, state, tokens_to_logits, fixed, lambda state: jnp.any(is_open(state))))
+    state = _while(step, state, tokens_to_logits, fixed, lambda state: jnp.sum(is_open(state)) > fewer)
     of_all = results(state)
     chosen = jnp.argsort(~is_open(state), stable=True)[:fewer]
 
@@ -97,14 +97,21 @@ def loop(
     for _ in range(cache_axis):
         take_cache = jax.vmap(take_cache)
     cache = rows.map_rows(take_cache, state.cache, cache_rows, cache_axis)
-    state = jax.tree.map(take, state.replace(cache=None)).replace(cache=cache)
-    narrowed = tokens_to_logits.of(chosen)
-    state = jax.lax.while_loop(lambda state: jnp.any(is_open(state)), lambda state: step(narrowed, state), state)
+    state, fixed = jax.tree.map(take, (state.replace(cache=None), fixed))
+    state = _while(
+        step, state.replace(cache=cache), tokens_to_logits.of(chosen), fixed, lambda state: jnp.any(is_open(state))
+    )  # fmt: skip
 
     def put(x: jax.Array, some: jax.Array) -> jax.Array:
         return _grouped(x, examples).at[chosen].set(_grouped(some, fewer)).reshape(x.shape)
 
     return jax.tree.map(put, of_all, results(state))
+
+
+def _while(
+    step: Callable, state: Any, tokens_to_logits: TokensToLogits, fixed: Any, go_on: Callable[[Any], jax.Array]
+) -> Any:
+    return jax.lax.while_loop(go_on, lambda state: step(tokens_to_logits, fixed, state), state)
 
 
 def _grouped(x: jax.Array, examples: int) -> jax.Array:

@@ -32,16 +32,6 @@ class SamplingLoopState(DecodingState):
     log_prob: jax.Array
 
 
-@flax.struct.dataclass
-class _State(SamplingLoopState):
-    """
-    Attributes:
-      options: those that are different for each row, [rows, ...].
-    """
-
-    options: dict[str, jax.Array]
-
-
 def temperature_sample(
     inputs: jax.Array,
     cache: Any,
@@ -112,7 +102,9 @@ def temperature_sample(
     keys = rows.example_keys(decode_rng, jnp.arange(batch))
     fold_in = jax.vmap(jax.random.fold_in)
 
-    def step(tokens_to_logits: TokensToLogits, state: _State) -> _State:
+    def step(
+        tokens_to_logits: TokensToLogits, of_rows: dict[str, jax.Array], state: SamplingLoopState
+    ) -> SamplingLoopState:
         if state_callback_fn is not None:
             state = state_callback_fn(state)
         logits, cache = tokens_to_logits(state)
@@ -120,7 +112,7 @@ def temperature_sample(
         if logit_callback_fn is not None:
             logits = logit_callback_fn(logits, state)
         keys = fold_in(state.rng, state.cur_index)
-        of = options | state.options
+        of = options | of_rows
         token, log_prob = _sample(logits, keys, of["temperature"], of["topk"], of["topp"], rescale_log_probs)
         following = state.cur_index + 1
         prompt = rows.token_at(state.sequences, following)
@@ -140,7 +132,7 @@ def temperature_sample(
 
     index = each_row(index)
     sequences = each_row(sequences)
-    state = _State(
+    state = SamplingLoopState(
         step=jnp.int32(0),
         cur_index=index,
         cur_token=rows.token_at(sequences, index)[:, None],
@@ -151,10 +143,9 @@ def temperature_sample(
         ended=index >= of_rows["limit"],
         rng=fold_in(each_row(keys), jnp.tile(jnp.arange(num_decodes), batch)),
         log_prob=jnp.zeros(batch * num_decodes),
-        options=of_rows,
     )
 
-    def results(state: _State) -> tuple[jax.Array, jax.Array]:
+    def results(state: SamplingLoopState) -> tuple[jax.Array, jax.Array]:
         if state_callback_fn is not None:
             state = state_callback_fn(state)
         return state.sequences, state.log_prob
@@ -163,6 +154,7 @@ def temperature_sample(
         step,
         state,
         tokens_to_logits=tokens_to_logits,
+        fixed=of_rows,
         is_open=lambda state: jnp.any(~state.ended.reshape(-1, num_decodes), axis=1),
         results=results,
         cache_rows=batch * num_decodes,

@@ -4,6 +4,10 @@ from t5x.models.base import BaseTransformerModel, Batch, Params, get_input_vocab
 from t5x.models.decoder_only import DecoderOnlyModel
 from t5x.models.encoder_decoder import EncoderDecoderModel
 
+# Checkpoints say by this name of which model they are.
+for _model in (BaseTransformerModel, DecoderOnlyModel, EncoderDecoderModel):
+    _model.__module__ = __name__
+
 __all__ = [
     "BaseTransformerModel",
     "Batch",

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from t5x import decoding, losses
 from t5x.data.vocabularies import Vocabulary, as_vocabulary
 from t5x.metrics.accumulators import Average, AveragePerStep, Metrics, Sum
-from t5x.network import DecoderWrapper, LogitFactors, Transformer
+from t5x.network import LogitFactors, is_ours
 from t5x.optimizers import Optimizer
 
 Batch = Mapping[str, jax.Array]
@@ -33,6 +33,7 @@ class BaseTransformerModel(abc.ABC):
     """
 
     FEATURE_CONVERTER_CLS: type
+    _own_compute_logits: Callable | None = None  # of our classes, to see whether a subclass has another
 
     def __init__(
         self,
@@ -156,8 +157,9 @@ class BaseTransformerModel(abc.ABC):
 
     def _logit_factors(self, params: Params, batch: Batch, dropout_rng: jax.Array | None = None) -> LogitFactors | None:
         """Instead of all logits at once; None where a network, or `compute_logits`, is not ours."""
-        own = type(self).compute_logits.__module__ == __name__ and "compute_logits" not in vars(self)
-        if not own or type(self.module) not in (Transformer, DecoderWrapper):
+        cls = type(self)
+        own = cls.compute_logits is cls._own_compute_logits and "compute_logits" not in vars(self)
+        if not own or not is_ours(self.module):
             return None
         return self._apply(params, batch, dropout_rng, as_factors=True)
 

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from t5x import decoding, losses
 from t5x.data.feature_converters import DecoderFeatureConverter
 from t5x.data.vocabularies import Vocabulary
+from t5x.decoding.narrowing import of_examples
 from t5x.models.base import BaseTransformerModel, Batch, Params, decoded
-from t5x.network import compute_params
+from t5x.network import compute_params, is_ours
 from t5x.optimizers import Optimizer
 
 
@@ -58,6 +59,8 @@ class DecoderOnlyModel(BaseTransformerModel):
         self, params: Params, batch: Batch, dropout_rng: jax.Array | None = None, mutable: Any = False
     ) -> Any:
         return self._apply(params, batch, dropout_rng, mutable=mutable)
+
+    _own_compute_logits = compute_logits
 
     def _apply(self, params: Params, batch: Batch, dropout_rng: jax.Array | None, **options: Any) -> Any:
         return self.module.apply(
@@ -112,7 +115,7 @@ class DecoderOnlyModel(BaseTransformerModel):
         decodes, scores = self.decode_fn(
             inputs=inputs,
             cache=filled["cache"],
-            tokens_to_logits=decoding.of_examples(step, {}, {}),
+            tokens_to_logits=of_examples(step, {}, {}) if is_ours(self.module) else functools.partial(step, {}),
             initial_index=lengths,
             **self._decode_options(batch, rng, decoder_params, num_decodes),
         )

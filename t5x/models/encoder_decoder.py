@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from t5x import decoding, losses
 from t5x.data.feature_converters import EncDecFeatureConverter
 from t5x.data.vocabularies import Vocabulary
+from t5x.decoding.narrowing import of_examples
 from t5x.models.base import BaseTransformerModel, Batch, Params, decoded
-from t5x.network import CACHES, compute_params
+from t5x.network import CACHES, compute_params, is_ours
 from t5x.optimizers import Optimizer
 
 
@@ -59,6 +60,8 @@ class EncoderDecoderModel(BaseTransformerModel):
         self, params: Params, batch: Batch, dropout_rng: jax.Array | None = None, mutable: Any = False
     ) -> Any:
         return self._apply(params, batch, dropout_rng, mutable=mutable)
+
+    _own_compute_logits = compute_logits
 
     def _apply(self, params: Params, batch: Batch, dropout_rng: jax.Array | None, **options: Any) -> Any:
         packed = ("encoder_segment_ids", "decoder_segment_ids", "encoder_positions", "decoder_positions")
@@ -116,9 +119,10 @@ class EncoderDecoderModel(BaseTransformerModel):
             )  # fmt: skip
             return logits[:, -1, :], changed.get("cache", {})
 
-        axes = {"encoded": 0, "inputs": 0, "cross_cache": options["cache_offset"]}
-        narrows = bool(seen["cross_cache"])
-        tokens_to_logits = decoding.of_examples(step, seen, axes) if narrows else functools.partial(step, seen)
+        tokens_to_logits = functools.partial(step, seen)
+        if is_ours(self.module):
+            axes = {"encoded": 0, "inputs": 0, "cross_cache": options["cache_offset"]}
+            tokens_to_logits = of_examples(step, seen, axes)
         decodes, scores = self.decode_fn(inputs=prompts, cache=cache, tokens_to_logits=tokens_to_logits, **options)
         return decoded(decodes, scores, return_all_decodes)
 

@@ -4,7 +4,7 @@ from t5x.network.attention import Mask, attend
 from t5x.network.blocks import CACHES
 from t5x.network.config import NetworkConfig, T5Config, TransformerConfig
 from t5x.network.decoder_only import DecoderWrapper
-from t5x.network.precision import compute_params
+from t5x.network.precision import compute_params, is_ours
 from t5x.network.relative_position import RelativeBias
 from t5x.network.towers import LogitFactors
 from t5x.network.transformer import Transformer
@@ -21,4 +21,5 @@ __all__ = [
     "TransformerConfig",
     "attend",
     "compute_params",
+    "is_ours",
 ]

@@ -1,4 +1,4 @@
-"""Parameters as a network computes with them."""
+"""Our networks, and parameters as they compute with them."""
 
 from typing import Any
 
@@ -12,13 +12,18 @@ from t5x.network.transformer import Transformer
 _FLOAT32 = "rel_embedding"  # the tables of relative positions are added to logits, which are float32
 
 
+def is_ours(module: Any) -> bool:
+    """Whether it is exactly our network: what is built around it may use parameters and caches in other ways."""
+    return type(module) in (Transformer, DecoderWrapper)
+
+
 def compute_params(module: Any, params: Any) -> Any:
     """The parameters in the network's dtype, to which it would cast them at every use: the results are the same.
 
     A training run keeps float32, to add small updates to. On a GPU the kernels of gates are joined, as the network
     would do in every batch. Parameters of a network that is not ours stay as they are.
     """
-    if type(module) not in (Transformer, DecoderWrapper):
+    if not is_ours(module):
         return params
     dtype = jnp.dtype(module.config.dtype)
 

@@ -75,25 +75,22 @@ def start(
     if place is None:
         return
     me = Member(place.index, place.count, socket.gethostname(), os.getpid(), cluster.machine(), cluster.visible_gpus())
-    held = None
-    if place.index == 0:
-        held = _hold_port()
-        port = held.getsockname()[1]
-        log.info("process 0 of %d waits for the others at %s", place.count, place.address)
-        _members, links = gather(place, me, initialization_timeout, port)
-        address = f"127.0.0.1:{port}"
-    else:
-        _members, link, port = join(place, me, initialization_timeout)
-        links = {0: link}
-        address = f"127.0.0.1:{Relay(place.host, port).port}"
-    _watch = Watch(place.index, _members, links)
-    _watch.start()
-    atexit.register(_at_exit)
-    gpus = cluster.own_gpus(place.index, [dataclasses.asdict(member) for member in _members])
-    keep_stdout_clean()
-    _initialize(address, port, place, gpus)
-    if held is not None:
-        held.close()
+    with _hold_port() if place.index == 0 else contextlib.nullcontext() as held:
+        if held is not None:
+            port = held.getsockname()[1]
+            log.info("process 0 of %d waits for the others at %s", place.count, place.address)
+            _members, links = gather(place, me, initialization_timeout, port)
+            address = f"127.0.0.1:{port}"
+        else:
+            _members, link, port = join(place, me, initialization_timeout)
+            links = {0: link}
+            address = f"127.0.0.1:{Relay(place.host, port).port}"
+        _watch = Watch(place.index, _members, links)
+        _watch.start()
+        atexit.register(_at_exit)
+        gpus = cluster.own_gpus(place.index, [dataclasses.asdict(member) for member in _members])
+        keep_stdout_clean()
+        _initialize(address, port, place, gpus)
     log.info("process %d of %d has begun: %d machine(s)", place.index, place.count, len(set(machines())))
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from t5x.decoding import OfExamples
+from t5x.decoding.narrowing import OfExamples
 
 EOS = 1
 

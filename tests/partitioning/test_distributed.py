@@ -164,8 +164,9 @@ def test_nobody_takes_the_port_of_jax_before_jax_does():
     with distributed._hold_port() as held:
         port = held.getsockname()[1]
         for host, family in (("127.0.0.1", socket.AF_INET), ("::", socket.AF_INET6)):
-            with pytest.raises(OSError, match="in use"):
-                socket.create_server((host, port), family=family)
+            if family == socket.AF_INET or socket.has_dualstack_ipv6():
+                with pytest.raises(OSError, match="in use"):
+                    socket.create_server((host, port), family=family)
 
 
 def test_alone_nothing_is_started():

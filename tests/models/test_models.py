@@ -1,20 +1,24 @@
 """Models: over modules that are not ours, and what may be differentiated."""
 
+import dataclasses
 import functools
+import pickle
 from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.linen.partitioning import param_with_axes
 
 from t5x.adafactor import Adafactor
+from t5x.checkpoints.contents import describe
 from t5x.data import PassThroughVocabulary
 from t5x.decoding import beam_search, greedy_decode
-from t5x.models import EncoderDecoderModel
-from t5x.network import T5Config, Transformer
+from t5x.models import DecoderOnlyModel, EncoderDecoderModel
+from t5x.network import DecoderWrapper, T5Config, Transformer, TransformerConfig
 from t5x.partitioning import PjitPartitioner
 from t5x.trainer import StateLayout, Trainer
 from tests import tiny
@@ -139,3 +143,46 @@ def test_the_gradient_of_a_few_logits_is_summed_in_float32(tied):
     column = lambda g: g["token_embedder"]["embedding"][5] if tied else g["decoder"]["logits_dense"]["kernel"][:, 5]
     found, wanted = column(of(model)), column(of(exact))
     assert np.linalg.norm(found - wanted) < 0.02 * np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize("kind", [EncoderDecoderModel, DecoderOnlyModel])
+def test_no_loss_or_score_holds_all_logits(kind):
+    """[batch, targets, vocab] in float32 is what a large batch would run out of memory by."""
+    rows, length, vocab = 128, 128, 32128
+    if kind is EncoderDecoderModel:
+        config = dataclasses.replace(tiny.T5_1_1, vocab_size=vocab)
+        model, batch = tiny.model(config), tiny.batch(rows=rows, targets=length)
+    else:
+        config = TransformerConfig(vocab_size=vocab, emb_dim=8, num_heads=2, head_dim=4, mlp_dim=8, num_layers=1)
+        model = DecoderOnlyModel(DecoderWrapper(config), PassThroughVocabulary(vocab, eos_id=1), Adafactor())
+        batch = {name: x for name, x in tiny.batch(rows=rows, targets=length).items() if name.startswith("decoder")}
+    shapes = {name: x.shape for name, x in batch.items()}
+    params = jax.eval_shape(lambda: model.get_initial_variables(jax.random.key(0), shapes)["params"])
+    for function in (jax.grad(lambda p: model.loss_fn(p, batch)[0]), lambda p: model.score_batch(p, batch)):
+        found = _sizes(jax.make_jaxpr(function)(params).jaxpr)
+        assert max(found) < rows * length * vocab, "all logits at once"
+
+
+def _sizes(jaxpr):
+    """Of all arrays in a program, those of inner programs included."""
+    for equation in jaxpr.eqns:
+        yield from (variable.aval.size for variable in equation.outvars if hasattr(variable.aval, "size"))
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            yield from _sizes(inner)
+
+
+def test_a_subclass_with_other_logits_is_trained_by_these():
+    class Louder(EncoderDecoderModel):
+        def compute_logits(self, *args, **options):
+            return 2 * super().compute_logits(*args, **options)
+
+    vocabulary = PassThroughVocabulary(31, eos_id=1)
+    louder = Louder(Transformer(tiny.T5_1_1), vocabulary, vocabulary, Adafactor())
+    params, batch = tiny.initial_params(tiny.T5_1_1), tiny.batch()
+    assert abs(louder.loss_fn(params, batch)[0] - tiny.model().loss_fn(params, batch)[0]) > 1e-3
+
+
+def test_checkpoints_know_a_model_by_its_public_name():
+    """In a MODEL_DIR of another name no run goes on."""
+    assert describe(tiny.model())["model"] == "t5x.models.EncoderDecoderModel"
+    assert pickle.loads(pickle.dumps(DecoderOnlyModel)) is DecoderOnlyModel
