@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +37,6 @@ def free_port() -> int:
         port = random.SystemRandom().randrange(12_000, 32_000)  # below those that Linux gives away
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
-
-
-def died_in_gloo(codes: Sequence[int], logs: Sequence[Path]) -> bool:
-    """Whether a process was ended by gloo, JAX's collectives for CPUs, which now and then mixes up two collectives of a
-    step on a busy machine. It is a death like any other: the run is started again, and must end as if nothing had been.
-    """
-    return any(
-        code == -signal.SIGABRT and "gloo::EnforceNotMet" in path.read_text(errors="replace")
-        for code, path in zip(codes, logs, strict=True)
-    )
 
 
 def environment(**more: str) -> dict[str, str]:

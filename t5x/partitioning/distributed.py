@@ -110,6 +110,9 @@ def _initialize(address: str, port: int, place: cluster.Place, gpus: list[int] |
         local_device_ids=gpus,
         cluster_detection_method="deactivate",
     )
+    if jax.default_backend() == "cpu":
+        # A program that XLA reads back from the cache has lost the order of its collectives: processes mix them up.
+        jax.config.update("jax_enable_compilation_cache", False)
 
 
 def _hold_port() -> socket.socket:

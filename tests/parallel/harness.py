@@ -25,13 +25,12 @@ import numpy as np
 from t5x.checkpoints import layout
 from t5x.checkpoints.formats import open_checkpoint
 from tests.parallel.settings import ALL, HALF, REFERENCE, SOME, STEPS, Setting, pairings, shuffled
-from tests.programs import REPO, died_in_gloo, free_port, losses
+from tests.programs import REPO, free_port, losses
 from tests.xla_flags import QUICK_COMPILATION
 
 LOSS_TOLERANCE = 1e-5
 STATE_TOLERANCE = 1e-5  # twenty times what rounding comes to
 _TIMEOUT = 3600
-_STARTS = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +107,7 @@ def _launch(jobs: list[_Job], root: Path) -> None:
     count, devices = jobs[0].setting.processes, jobs[0].setting.devices
     listed = [dataclasses.asdict(job) | {"model_dir": str(job.model_dir)} for job in jobs]
     (root / "jobs.json").write_text(json.dumps(listed))
-    # Nearly all of the time is compilation: it is made cheap, and kept for the second halves.
+    # Nearly all of the time is compilation: it is made cheap, and kept for the second halves of one process.
     flags = [
         os.environ.get("XLA_FLAGS", ""), QUICK_COMPILATION,
         f"--xla_force_host_platform_device_count={devices // count}",
@@ -121,30 +120,20 @@ def _launch(jobs: list[_Job], root: Path) -> None:
         "T5X_CACHE_DIR": cache,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
-    for _ in range(_STARTS):
-        codes, logs = _started(count, root, env)
-        if not died_in_gloo(codes, logs):
-            break
-        print(f"{count} processes ended in gloo with {codes}; they are started again", flush=True)
-    said = "\n".join(f"--- {path.name}\n{path.read_text()[-4000:]}" for path in logs)
-    assert codes == [0] * count, f"{codes}\n{said}"
-    print(f"{len(jobs)} job(s) in {count} process(es): {time.monotonic() - began:.0f} s", flush=True)
-
-
-def _started(count: int, root: Path, env: dict[str, str]) -> tuple[list[int], list[Path]]:
-    """The exit codes of processes that run `jobs.json` together, and their logs."""
     command = [sys.executable, "-m", "tests.parallel.program", str(root / "jobs.json")]
-    logs = [root / f"log.{index}" for index in range(count)]
     port, started = free_port(), []
     try:
-        for index, path in enumerate(logs):
-            with open(path, "wb") as log:
+        for index in range(count):
+            with open(root / f"log.{index}", "wb") as log:
                 arguments = [*command, str(index), str(port)]
                 started.append(subprocess.Popen(arguments, cwd=REPO, env=env, stdout=log, stderr=log))
-        return [process.wait(timeout=_TIMEOUT) for process in started], logs
+        codes = [process.wait(timeout=_TIMEOUT) for process in started]
     finally:
         for process in started:
             process.kill()
+    logs = "\n".join(f"--- process {i}\n{(root / f'log.{i}').read_text()[-4000:]}" for i in range(count))
+    assert codes == [0] * count, f"{codes}\n{logs}"
+    print(f"{len(jobs)} job(s) in {count} process(es): {time.monotonic() - began:.0f} s", flush=True)
 
 
 # --- Comparing --------------------------------------------------------------------------------------------------------
