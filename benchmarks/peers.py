@@ -42,6 +42,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, help="of a round; about ten seconds of them without it")
     parser.add_argument("--compile", action="store_true", help="Hugging Face with torch.compile, besides")
+    parser.add_argument("--only", metavar="REGEX", default="", help="of the peers, those whose names match")
     parser.add_argument("--optimizer", choices=("adamw", "adafactor"), default="adamw", help="of Hugging Face")
     parser.add_argument("--ctranslate2", metavar="PYTHON", help="with ctranslate2, transformers and torch; on CPUs")
     parser.add_argument("--seqio", metavar="PYTHON", help="with seqio and TensorFlow; for `data`")
@@ -66,6 +67,7 @@ def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
         for work in args.work.split(","):
             kind, size, batch = parsed(work, parser_error=sys.exit)
             calls = contenders_of(kind, size, batch, args, directory)
+            calls = {name: call for name, call in calls.items() if name == "t5x" or re.search(args.only, name)}
             best: dict[str, dict[str, Any]] = {}
             for name, found in rounds.in_turns(calls, args.rounds, may_fail=set(calls) - {"t5x"}):
                 found = found | {"rate": rate_of(kind, found)}

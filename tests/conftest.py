@@ -15,9 +15,8 @@ import pytest
 from tests.xla_flags import QUICK_COMPILATION
 
 os.environ["JAX_PLATFORMS"] = os.environ.get("T5X_TEST_PLATFORM", "cpu")  # `cuda` for the tests that need a GPU
-os.environ["XLA_FLAGS"] = " ".join(
-    [os.environ.get("XLA_FLAGS", ""), QUICK_COMPILATION if os.environ["JAX_PLATFORMS"] == "cpu" else ""]
-)
+if os.environ["JAX_PLATFORMS"] == "cpu":
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILATION}"
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["T5X_CACHE_DIR"] = str(Path(__file__).parents[1] / ".pytest_cache" / "t5x")
 

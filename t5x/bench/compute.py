@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from t5x.bench import measures
 from t5x.bench.workload import Workload
@@ -90,10 +91,10 @@ def generate(work: Workload, steps: int | None = None, beams: int = 1) -> Result
     """`targets` tokens for every row, greedily or by a beam; a step is a batch."""
     options = Decoding(beams=beams)
 
-    def call(loaded: LoadedModel, batches: int, after_batch: Callable[[int], None]) -> None:
+    def call(loaded: LoadedModel, inputs: list[np.ndarray], after_batch: Callable[[int], None]) -> None:
         loaded.predictions(
-            list(work.tokens(batches * work.batch, work.inputs)), options, max_length=work.targets,
-            max_input_length=work.inputs, batch_size=work.batch, rows=work.batch, after_batch=after_batch,
+            inputs, options, max_length=work.targets, max_input_length=work.inputs, batch_size=work.batch,
+            rows=work.batch, after_batch=after_batch,
         )  # fmt: skip
 
     flops = generation_flops(work.config, rows=work.batch, inputs=work.inputs, targets=work.targets, beams=beams)
@@ -104,10 +105,10 @@ def score(work: Workload, steps: int | None = None) -> Result:
     """Two logits of the first output token for every row, as rerankers take them; a step is a batch."""
     labels = LABELS if work.config.vocab_size > max(LABELS) else (2, 3)
 
-    def call(loaded: LoadedModel, batches: int, after_batch: Callable[[int], None]) -> None:
+    def call(loaded: LoadedModel, inputs: list[np.ndarray], after_batch: Callable[[int], None]) -> None:
         loaded.label_logits(
-            list(work.tokens(batches * work.batch, work.inputs)), labels, max_input_length=work.inputs,
-            batch_size=work.batch, rows=work.batch, after_batch=after_batch,
+            inputs, labels, max_input_length=work.inputs, batch_size=work.batch, rows=work.batch,
+            after_batch=after_batch,
         )  # fmt: skip
 
     flops = scoring_flops(work.config, rows=work.batch, inputs=work.inputs, labels=len(labels))
@@ -115,13 +116,14 @@ def score(work: Workload, steps: int | None = None) -> Result:
 
 
 def _timed_batches(
-    work: Workload, call: Callable[[LoadedModel, int, Callable[[int], None]], None], steps: int | None
+    work: Workload, call: Callable[[LoadedModel, list[np.ndarray], Callable[[int], None]], None], steps: int | None
 ) -> Timing:
     measures.check_memory(_BYTES * work.layout.num_params, "A model")
 
     def stamps_of(batches: int) -> list[float]:
+        inputs = list(work.tokens(batches * work.batch, work.inputs))
         stamps = [time.perf_counter()]
-        call(loaded, batches, lambda rows: stamps.append(time.perf_counter()))
+        call(loaded, inputs, lambda rows: stamps.append(time.perf_counter()))
         return stamps
 
     with measures.told_out_of_memory(_smaller("--batch, --inputs, --targets, --beams or --size")):

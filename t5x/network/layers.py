@@ -95,7 +95,34 @@ def project(
             module.put_variable(KERNELS, name, together)
         if joined:
             return _joined(x, together, dtype)
-    return [jnp.dot(x, kernel, preferred_element_type=dtype) for kernel in made]
+    each = _apart(x, len(made)) if len(made) > 1 else (x,)
+    return [jnp.dot(y, kernel, preferred_element_type=dtype) for y, kernel in zip(each, made, strict=True)]
+
+
+_MANY_ROWS = 1024
+
+
+def _apart(x: jax.Array, times: int) -> Sequence[jax.Array]:
+    """x so many times. A GPU computes it once, before the products that take it, and each of these by itself.
+
+    Left alone, XLA computes a norm again inside every product with its result, which halves their speed where rows are
+    many, or joins some of them and then copies the parts. With few rows it is right: what counts is the number of
+    kernels to start.
+    """
+    if jax.default_backend() != "gpu" or x.size < _MANY_ROWS * x.shape[-1]:
+        return (x,) * times
+    return _barrier((x,) * times)
+
+
+@jax.custom_jvp
+def _barrier(x: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """Gradients go through as if it were not there."""
+    return jax.lax.optimization_barrier(x)
+
+
+@_barrier.defjvp
+def _barrier_jvp(primals, tangents):
+    return _barrier(*primals), tangents[0]
 
 
 def _join(kernels: Sequence[jax.Array]) -> jax.Array:
@@ -143,7 +170,7 @@ class RMSNorm(nn.Module):
         scale = parameter(self, "scale", initializers.ones, (x.shape[-1],), ("embed",), Keys())
         wide = x.astype(jnp.float32)
         normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.epsilon)
-        return normed.astype(self.dtype) * scale.astype(self.dtype)
+        return _apart(normed.astype(self.dtype) * scale.astype(self.dtype), 1)[0]
 
 
 class Embed(nn.Module):
