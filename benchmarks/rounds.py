@@ -6,6 +6,7 @@ Rounds alternate, and the best of each contender counts: other programs on the m
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ def in_turns(
     Args:
       may_fail: contenders that are left out from there on if they do; where another fails, the program ends.
     """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the contender's process ends with us
     left = dict(contenders)
     for _ in range(rounds):
         for name, call in list(left.items()):

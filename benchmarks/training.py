@@ -84,9 +84,11 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
             T5X_BENCH_TEXT=text, T5X_BENCH_VOCABULARY=vocabulary,
         )  # fmt: skip
         lines = (pathlib.Path(directory) / "train/metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines][_WARM_UP:]
-    of = lambda name: [record[f"timing/{name}"] for record in records]
+    records = [json.loads(line) for line in lines]
+    of = lambda name: [record[f"timing/{name}"] for record in records[_WARM_UP:]]
+    begins = [f"timing/{name}_seconds" for name in ("init_or_restore", "compilation")]
     return {
+        **{name.removeprefix("timing/"): record[name] for record in records for name in begins if name in record},
         "sequences_per_s": statistics.median(of("seqs_per_second")),
         "input_tokens_per_s": statistics.median(of("input_tokens_per_second")),
         "data_wait_percent": 100 * statistics.mean(of("data_wait_share")),

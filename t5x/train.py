@@ -106,7 +106,7 @@ def train(
     model_dir = str(checkpoints.local_path(model_dir))
     leader = distributed.is_leader()
     with (
-        checkpoints.ModelDirLock(model_dir),
+        checkpoints.ModelDirLock(model_dir) as home,
         trainer_lib.StopRequest() as stop,
         _store(model_dir, save_cfg) as store,
         contextlib.ExitStack() as closing,
@@ -158,10 +158,17 @@ def train(
         writer = None
         if leader:
             directory = os.path.join(model_dir, "train")
-            writer = closing.enter_context(MetricWriter(directory, collection="train", purge_step=first_step))
-            if summarize_config_fn is not None:
-                summarize_config_fn(model_dir, writer, first_step)
-            write_model_info(model_dir, layout)
+            writer = closing.enter_context(
+                MetricWriter(directory, collection="train", purge_step=first_step, home=home)
+            )
+
+            def describe() -> None:
+                if summarize_config_fn is not None:
+                    summarize_config_fn(model_dir, writer, first_step)
+                write_model_info(model_dir, layout)
+
+            describe()
+            writer.when_begun_anew = describe  # somebody has removed MODEL_DIR
         files = sidecars(model, _read_if_there(os.path.join(model_dir, "config.gin")))
 
         # --- Training, evaluation, saving -----------------------------------------------------------------------------
@@ -171,7 +178,7 @@ def train(
         if train_eval_dataset_cfg is not None:
             train_eval = closing.enter_context(
                 TrainingEvaluation(
-                    train_eval_dataset_cfg, train_eval_get_dataset_fn, eval_steps, trainer, model_dir, stop
+                    train_eval_dataset_cfg, train_eval_get_dataset_fn, eval_steps, trainer, model_dir, stop, home
                 )
             )
         if infer_eval_dataset_cfg is not None:
@@ -224,7 +231,9 @@ def train(
         elif again:
             ended = evaluate(first_step, again)
         last_step = first_step
-        why = str(ended) if ended is not None else run.ended if actions else None
+        why = ended
+        if why is None and run.ended is not None and actions.same_as(run.actions):
+            why = f"{run.ended} (with other train.actions, or without, the same command goes on)"
         if first_step == total_steps or why is not None:
             log.info("%s: there is nothing to train", why or f"the checkpoint is at step {first_step} already")
         else:
@@ -243,16 +252,16 @@ def train(
             )
             closing.callback(lines.close)
 
-            def save(step: int, ended: ActionStop | None) -> None:
+            def save(step: int, position: Mapping[str, Any], ended: ActionStop | None) -> None:
                 if writer is not None:
                     writer.flush()
                 if save_cfg is None:
                     return
-                position = Run(
-                    run.first_step, position_of_all(loader.state()), lines.unfinished(step), actions.state(),
+                now = Run(
+                    run.first_step, position_of_all(position), lines.unfinished(step), actions.state(),
                     None if ended is None else str(ended),
                 )  # fmt: skip
-                store.save(step, save_cfg.tree_to_save(trainer.state.tree()), sidecars=files | position.sidecars())
+                store.save(step, save_cfg.tree_to_save(trainer.state.tree()), sidecars=files | now.sidecars())
 
             last_step, ended = trainer_lib.run_loop(
                 trainer, loader, times, first_step=first_step, batch_size=batch_size, lines=lines, clock=clock,
@@ -260,11 +269,16 @@ def train(
             )  # fmt: skip
             lines.wait()
         store.wait()
-        kept = f"saved {store.path(last_step)}" if last_step in store.steps() else "there was nothing to save"
         if stop:
-            raise trainer_lib.Stopped(
-                stop.signum, f"stopped after step {last_step}; {kept}. The same command goes on from there."
-            )
+            if last_step in store.steps():
+                kept = f"saved {store.path(last_step)}. The same command goes on from there"
+            else:
+                kept = (
+                    "there was nothing to save"
+                    if save_cfg
+                    else "nothing is saved, as utils.SaveCheckpointConfig is off"
+                )
+            raise trainer_lib.Stopped(stop.signum, f"stopped after step {last_step}; {kept}.")
         if ended is not None and not ended.worth_saving:
             steps = store.steps()
             good = f"The last checkpoint is {store.path(steps[-1])}." if steps else "There is no checkpoint."

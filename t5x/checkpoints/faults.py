@@ -92,7 +92,7 @@ def _disk_full(directory: epath.Path, step: int, needed: int, number: int) -> st
     return (
         f"checkpoint_{step} could not be saved in {directory}: {cause}. "
         f"It needs about {paths.human_size(needed)}, {free}. "
-        f"What was written of it has been removed. {_newest(directory)} {_what_to_free(directory)} "
+        f"What was written of it has been removed. {_newest(directory)} {what_to_free(directory)} "
         "Then start again with the same command."
     )
 
@@ -104,7 +104,7 @@ def _newest(directory: epath.Path) -> str:
     return f"Earlier checkpoints are untouched; the newest is checkpoint_{max(steps)}."
 
 
-def _what_to_free(directory: epath.Path) -> str:
+def what_to_free(directory: epath.Path) -> str:
     """Names the older and the damaged checkpoints, oldest first, with their sizes."""
     finished = sorted(_finished(directory))
     aside = sorted(name for name in _entries(directory) if paths.is_set_aside(name))

@@ -6,12 +6,13 @@ import fcntl
 import json
 import os
 import socket
+import threading
 import time
 from typing import Any
 
 from etils import epath
 
-from t5x.checkpoints import agreement, paths
+from t5x.checkpoints import agreement, faults, paths
 from t5x.errors import UserError
 
 LOCK_FILE = ".lock"
@@ -19,6 +20,7 @@ LOCK_FILE = ".lock"
 # A lock belongs to the open file, which a forked child (a data worker) would share and keep alive after the trainer
 # has died. So children close it.
 _held: dict[int, "ModelDirLock"] = {}
+_renewal = threading.Lock()
 
 _SHARED_PATIENCE = 30  # seconds until a file that another host has written must be visible here
 
@@ -96,6 +98,17 @@ class ModelDirLock:
             os.close(self._descriptor)
         self._descriptor = None
 
+    def renew(self) -> bool:
+        """Takes it again if MODEL_DIR has been removed. False: the directory above is gone too, perhaps with a disk."""
+        if not self.directory.parent.is_dir():
+            return False
+        renew(self.directory)
+        return True
+
+    def what_to_free(self) -> str:
+        """Which files of the run may be deleted where its disk is full."""
+        return faults.what_to_free(self.directory)
+
     def _is_on_disk(self) -> bool:
         try:
             return os.path.samestat(os.fstat(self._descriptor), os.stat(self.directory / LOCK_FILE))
@@ -122,10 +135,11 @@ class ModelDirLock:
 
 def renew(directory: epath.PathLike) -> None:
     """Takes the lock of MODEL_DIR again if we hold it and its file has been removed, with MODEL_DIR or alone."""
-    for held in [held for held in _held.values() if held.directory == paths.local_path(directory)]:
-        if not held._is_on_disk():
-            held.release()
-            held._take()
+    with _renewal:
+        for held in [held for held in _held.values() if held.directory == paths.local_path(directory)]:
+            if not held._is_on_disk():
+                held.release()
+                held._take()
 
 
 def is_held_elsewhere(directory: epath.PathLike) -> bool:

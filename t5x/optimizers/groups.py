@@ -8,6 +8,7 @@ import jax
 import optax
 
 from t5x.errors import UserError
+from t5x.optimizers import rates
 from t5x.optimizers.patterns import Patterns, paths_in, select
 from t5x.optimizers.protocol import Optimizer, trained
 from t5x.schedules import Schedule
@@ -28,7 +29,8 @@ class MultiOptimizer:
 
     The state of a single optimizer is stored as if it were alone; of several, each under its number (`0/…`, `1/…`).
     Frozen parameters have none. What an optimizer does with all gradients together (a global norm) it does with those
-    of its own parameters; `clip_by_global_norm` goes around all of them.
+    of its own parameters; `clip_by_global_norm` goes around all of them. The trainer's schedule drives every optimizer
+    that has no learning rate of its own, whatever the others have.
 
     Args:
       patterns_and_optimizers: pairs of a regular expression that matches whole paths of parameters, and their
@@ -36,7 +38,8 @@ class MultiOptimizer:
         some.
 
     Attributes:
-      learning_rate_fn: that of the first optimizer, which is the one that is logged.
+      learning_rate_fn: the rate that is logged: None (the trainer's) if that drives any of the optimizers, otherwise
+        that of the first that tells its own.
     """
 
     _setting = "optimizers.MultiOptimizer.patterns_and_optimizers"
@@ -50,15 +53,18 @@ class MultiOptimizer:
                 self._optimizers.append(optimizer)
         if not self._optimizers:
             raise UserError(f"{self._setting} has no optimizer: nothing would be trained.")
-        if len({getattr(optimizer, "learning_rate_fn", None) for optimizer in self._optimizers}) > 1:
-            log.info("the optimizers have learning rates of their own: the metric learning_rate is that of the first")
-
-    @property
-    def learning_rate_fn(self) -> Schedule | None:
-        return getattr(self._optimizers[0], "learning_rate_fn", None)
+        found = [getattr(optimizer, "learning_rate_fn", None) for optimizer in self._optimizers]
+        driven = [number for number, own in enumerate(found) if own is None]
+        told = [number for number, own in enumerate(found) if own is not rates.unknown]
+        self._logged = (driven or told or [0])[0]
+        self.learning_rate_fn: Schedule | None = found[self._logged]
+        if len(set(found)) > 1:
+            whose = "the trainer's" if driven else f"that of optimizer {self._logged} (from 0)"
+            log.info("the optimizers have learning rates of their own: the metric learning_rate is %s", whose)
 
     def count(self, state: Tree) -> int | None:
-        return self._optimizers[0].count(self._state_of(0, state))
+        counter = getattr(self._optimizers[self._logged], "count", None)
+        return None if counter is None else counter(self._state_of(self._logged, state))
 
     def trained(self, tree: Tree) -> Tree:
         return select(tree, lambda path: self._optimizer_of(path) is not None)

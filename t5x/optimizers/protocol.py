@@ -24,7 +24,7 @@ class Optimizer(Protocol):
     def update(
         self, grads: Tree, state: Tree, params: Tree, axes: Tree, *, step: jax.Array, learning_rate: jax.Array
     ) -> tuple[Tree, Tree]:
-        """(new parameters, new state). `step` counts from 0."""
+        """(new parameters, new state). `step` counts from 0; `learning_rate` is the trainer's."""
 
 
 def trained(optimizer: Optimizer, tree: Tree) -> Tree:

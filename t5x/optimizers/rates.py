@@ -1,7 +1,8 @@
 """Which learning rate is applied, so that this one is logged.
 
 An optimizer without `learning_rate_fn` (None) is driven by the trainer's schedule. One with it applies its own, by the
-number of steps that its state has seen, and the trainer's is not used.
+number of steps that its state has seen, and the trainer's is not used. Where several work together, each applies what
+it would alone, and one rate is logged: the trainer's if it drives any of them.
 """
 
 import logging
@@ -31,7 +32,7 @@ def unknown(step: jax.Array | int) -> jax.Array:
 
 
 def applied_schedule(optimizer: Any, trainers: Schedule, state: Any, step: jax.Array | int) -> Schedule:
-    """The schedule, by the trainer's steps, that this optimizer applies. A contradiction is said in a warning.
+    """The schedule, by the trainer's steps, that this optimizer applies: the one to log. Contradictions are warned of.
 
     Args:
       trainers: the trainer's own.

@@ -96,11 +96,14 @@ def wrap_optax_optimizer(
     signature = _with_optional_rate(inspect.signature(optax_optimizer))
 
     def make_optimizer(*args: Any, **kwargs: Any) -> OptaxWrapper:
-        own = signature.bind(*args, **kwargs).arguments.get("learning_rate")
+        own_rate: Schedule | None = rates.unknown
+        if "learning_rate" in signature.parameters:
+            given = signature.bind(*args, **kwargs).arguments.get("learning_rate")
+            own_rate = None if given is None else rates.as_schedule(given)
 
         def make(learning_rate: Any, axes: Tree) -> optax.GradientTransformation:
             call = signature.bind(*args, **kwargs)
-            if own is None and "learning_rate" in signature.parameters:
+            if own_rate is None:
                 call.arguments["learning_rate"] = learning_rate
             for name, value in from_axes(axes).items():
                 if call.arguments.get(name) is None:
@@ -108,7 +111,7 @@ def wrap_optax_optimizer(
             return optax_optimizer(*call.args, **call.kwargs)
 
         make(1.0, {})  # what is wrong with the arguments is told now
-        return OptaxWrapper.made_by(make, None if own is None else rates.as_schedule(own))
+        return OptaxWrapper.made_by(make, own_rate)
 
     name = optax_optimizer.__name__
     make_optimizer.__name__ = make_optimizer.__qualname__ = name
@@ -136,7 +139,8 @@ def chain(
     """One optimizer of several transformations, applied in their order.
 
     Args:
-      transformations: of Optax, or optimizers of this package that wrap one.
+      transformations: of Optax, or optimizers of this package that wrap one. The trainer's schedule drives those that
+        have no rate of their own, whatever the others have, and is logged then.
       learning_rate: the rate that they apply, for the log, where none of them tells it.
     """
     parts = list(transformations)
@@ -149,7 +153,7 @@ def chain(
     found: list[Schedule | None] = []
     for part in parts:
         found += [part.learning_rate_fn] if isinstance(part, OptaxWrapper) else map(rates.as_schedule, rates_in(part))
-    one = found[0] if len(found) == 1 else rates.unknown
+    one = None if None in found else found[0] if len(found) == 1 else rates.unknown
     if learning_rate is not None and one is not rates.unknown:
         raise UserError(
             "optimizers.chain.learning_rate only says what the transformations apply where they do not tell it, but "

@@ -8,6 +8,7 @@ by the runtime's key-value store: it needs no devices and may be called from any
 import atexit
 import contextlib
 import dataclasses
+import io
 import logging
 import os
 import socket
@@ -195,18 +196,24 @@ def _at_exit() -> None:
 
 
 def keep_stdout_clean() -> None:
-    """Sends what libraries write to standard output (gloo does) to standard error; Python's own stays where it was."""
+    """Sends what libraries write to standard output (gloo does, NCCL_DEBUG makes NCCL do it) to standard error.
+
+    Python's own stays where it was, and as unbuffered. A second call does nothing.
+    """
+    old = sys.stdout
     try:
-        if sys.stdout.fileno() != 1:
+        if old.fileno() != 1:
             return
-        sys.stdout.flush()
+        old.flush()
         real = os.dup(1)
         os.dup2(2, 1)
     except (OSError, ValueError, AttributeError):
         return  # closed, or not a file
-    sys.stdout = os.fdopen(
-        real, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors, buffering=1 if os.isatty(real) else -1
-    )
+    unbuffered = getattr(old, "write_through", False)
+    sys.stdout = io.TextIOWrapper(
+        os.fdopen(real, "wb", buffering=0 if unbuffered else -1), encoding=old.encoding, errors=old.errors,
+        line_buffering=os.isatty(real), write_through=unbuffered,
+    )  # fmt: skip
 
 
 # --- Who --------------------------------------------------------------------------------------------------------------

@@ -64,13 +64,18 @@ def plain(model: int, devices: Sequence[jax.Device]) -> Mesh:
     return _assembled((data // slices, model), (slices, 1), AXES, devices)
 
 
+def is_shape(value: Any) -> bool:
+    """Whether it is a list or tuple of positive whole numbers, at least one."""
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(n, int) and n > 0 for n in value)
+
+
 def hybrid(ici: Sequence[int], dcn: Sequence[int] | None, devices: Sequence[jax.Device]) -> Mesh:
     """T5X's mesh of two networks: `ici` is laid inside each slice, machine or process, `dcn` over them."""
     lengths = (2, 3) if dcn is None else (3,)
-    for name, shape in (("ici_mesh_shape", ici), ("dcn_mesh_shape", (1,) * len(ici) if dcn is None else dcn)):
-        if len(shape) not in lengths or not all(isinstance(n, int) and n > 0 for n in shape):
+    for name, shape in (("ici_mesh_shape", ici), *([] if dcn is None else [("dcn_mesh_shape", dcn)])):
+        if not is_shape(shape) or len(shape) not in lengths:
             raise UserError(
-                f"PjitPartitioner.{name} is {tuple(shape)}: it must be {len(HYBRID_AXES)} positive numbers, for "
+                f"PjitPartitioner.{name} is {shape!r}: it must be {len(HYBRID_AXES)} positive whole numbers, for "
                 f"{', '.join(HYBRID_AXES)}" + (f", or 2, for {' and '.join(AXES)}." if dcn is None else ".")
             )
     dcn = (1,) * len(ici) if dcn is None else dcn

@@ -22,7 +22,7 @@ from t5x.partitioning.logical import (
     names,
     parts,
 )
-from t5x.partitioning.rules import standard_logical_axis_rules
+from t5x.partitioning.rules import checked, standard_logical_axis_rules
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class PjitPartitioner:
       ici_mesh_shape: (replica, data, model), inside each slice or machine; (data, model) where there is no other.
       dcn_mesh_shape: (replica, data, model), over slices or machines. The mesh is the product of both, and the batch is
         divided over `replica` and `data`.
-      logical_axis_rules: see `standard_logical_axis_rules`, which is the default.
+      logical_axis_rules: see `standard_logical_axis_rules`, which is the default (None).
       preset: mesh and rules by one word: `dp`, `fsdp`, `tp` or `2d`; see `presets.PRESETS`.
     """
 
@@ -58,10 +58,9 @@ class PjitPartitioner:
         preset: str | None = None,
     ):
         model = _model_axis(num_partitions, model_parallel_submesh)
-        if logical_axis_rules is not None and [tuple(r) for r in logical_axis_rules] == standard_logical_axis_rules():
-            logical_axis_rules = None
+        rules = None if logical_axis_rules is None else _own_rules(logical_axis_rules)
         chosen = None if preset is None else presets.named(preset)
-        _check_preset(preset, chosen, model, ici_mesh_shape, dcn_mesh_shape, logical_axis_rules)
+        _check_preset(preset, chosen, model, ici_mesh_shape, dcn_mesh_shape, rules)
         devices = meshes.devices_of(backend)
         if ici_mesh_shape is not None:
             if model > 1:
@@ -79,25 +78,22 @@ class PjitPartitioner:
                 model = presets.model_axis(preset, len(devices), meshes.machine_sizes(devices))
             self.mesh = meshes.plain(model, devices)
         default = chosen.rules() if chosen else standard_logical_axis_rules()
-        self.rules = self._checked(default if logical_axis_rules is None else logical_axis_rules)
+        self.rules = self._on_mesh(default if rules is None else rules)
         self._param_memory = None if params_on_devices else self._host_memory()
         self._say_what_is_slow()
 
-    def _checked(self, rules: AxisRules) -> list[tuple[str, MeshAxes]]:
-        """The rules with tuples for several mesh axes; on a mesh with `replica`, the batch goes over that too."""
-        checked = [(name, over if over is None or isinstance(over, str) else tuple(over)) for name, over in rules]
-        for name, over in checked:
+    def _on_mesh(self, rules: AxisRules) -> list[tuple[str, MeshAxes]]:
+        """The rules, if the mesh has their axes; on a mesh with `replica`, the batch goes over that too."""
+        for name, over in rules:
             for axis in names(over):
                 if axis not in self.mesh.axis_names:
                     raise UserError(
                         f"PjitPartitioner.logical_axis_rules lays {name!r} over {axis!r}; the mesh has only "
-                        f"{', '.join(self.mesh.axis_names)}."
+                        f"{', '.join(self.mesh.axis_names)}. Name one of those, or None."
                     )
-        if "replica" in self.mesh.axis_names and not any("replica" in names(over) for _, over in checked):
-            checked = [
-                (name, ("replica", "data") if (name, over) == ("batch", "data") else over) for name, over in checked
-            ]
-        return checked
+        if "replica" in self.mesh.axis_names and not any("replica" in names(over) for _, over in rules):
+            return [(name, ("replica", "data") if (name, over) == ("batch", "data") else over) for name, over in rules]
+        return list(rules)
 
     def _host_memory(self) -> str:
         device = self.mesh.local_devices[0]
@@ -113,6 +109,13 @@ class PjitPartitioner:
             log.warning(
                 "params_on_devices is False: parameters are kept in the machine's memory and copied to the devices for "
                 "every call. That is slow; preset='fsdp' or '2d' divides them over the devices instead."
+            )
+        copies = self.mesh.size // self.mesh.shape["model"]
+        if copies > 1 and not any(name == "batch" for name, _ in self.rules):
+            log.warning(
+                "PjitPartitioner.logical_axis_rules has no rule for 'batch': all %d copies of the model compute the "
+                "same rows. Add ('batch', 'data'), or ('batch', None) if you mean it.",
+                copies,
             )
         machines = meshes.machine_of_process()
         groups = self.mesh.devices.reshape(-1, self.mesh.shape["model"])
@@ -241,15 +244,30 @@ def _model_axis(num_partitions: int | None, submesh: Sequence[int] | None) -> in
     if num_partitions is not None and submesh is not None:
         raise UserError(
             "PjitPartitioner: give num_partitions or model_parallel_submesh, not both "
-            f"(they are {num_partitions} and {tuple(submesh)})."
+            f"(they are {num_partitions!r} and {submesh!r})."
         )
     if submesh is not None:
-        if not all(isinstance(n, int) and n > 0 for n in submesh):
-            raise UserError(f"PjitPartitioner.model_parallel_submesh is {submesh!r}: it must be positive numbers.")
+        if not meshes.is_shape(submesh):
+            raise UserError(
+                f"PjitPartitioner.model_parallel_submesh is {submesh!r}: it must be positive whole numbers, as "
+                "(2, 2, 1, 1). One number alone is num_partitions."
+            )
         return math.prod(submesh)
     if num_partitions is not None and not isinstance(num_partitions, int):
         raise UserError(f"PjitPartitioner.num_partitions is {num_partitions!r}: it must be a whole number.")
     return 1 if num_partitions is None else num_partitions
+
+
+def _own_rules(rules: AxisRules) -> AxisRules | None:
+    """The rules, checked; None where they are the standard ones."""
+    where = "PjitPartitioner.logical_axis_rules"
+    found = checked(rules, where)
+    if not found:
+        raise UserError(
+            f"{where} is empty: nothing would be divided, and every device would compute the whole batch. "
+            "None stands for the standard rules; if you mean it, say [('batch', None)]."
+        )
+    return None if found == standard_logical_axis_rules() else found
 
 
 def _check_preset(

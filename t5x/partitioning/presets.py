@@ -58,7 +58,7 @@ PRESETS = {
 
 def named(name: str) -> Preset:
     """The preset of that name."""
-    if name not in PRESETS:
+    if not isinstance(name, str) or name not in PRESETS:
         lines = "\n".join(f"  {key}: {preset.what}" for key, preset in PRESETS.items())
         raise UserError(f"PjitPartitioner.preset is {name!r}. There are:\n{lines}")
     return PRESETS[name]

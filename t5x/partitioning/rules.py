@@ -1,5 +1,7 @@
 """Which mesh axis each logical axis is laid over."""
 
+from typing import Any
+
 from t5x.errors import UserError
 from t5x.partitioning.logical import AxisRules, MeshAxes
 
@@ -27,5 +29,31 @@ def standard_logical_axis_rules(
         ("kv", None),
     ]  # fmt: skip
     rules += [("embed", axis) for axis in embed[activation_partitioning_dims, parameter_partitioning_dims]]
+    additional = (
+        [] if additional_rules is None else checked(additional_rules, "standard_logical_axis_rules.additional_rules")
+    )
     whole = ("relpos_buckets", "abspos_buckets", "length", "layers", "stack", "mlp_activations")
-    return rules + [(name, None) for name in whole] + list(additional_rules or ())
+    return rules + [(name, None) for name in whole] + additional
+
+
+def checked(rules: Any, where: str) -> list[tuple[str, MeshAxes]]:
+    """The rules as pairs, with tuples for several mesh axes; a UserError that begins with `where` if they are none."""
+    form = "rules are a list of pairs, [('batch', 'data'), ('embed', None), ('mlp', ('data', 'model'))]"
+    if not isinstance(rules, list | tuple):
+        raise UserError(f"{where} is {rules!r}: {form}.")
+    return [_pair(rule, where, form) for rule in rules]
+
+
+def _pair(rule: Any, where: str, form: str) -> tuple[str, MeshAxes]:
+    if isinstance(rule, list | tuple) and len(rule) == 2 and isinstance(rule[0], str):
+        name, over = rule
+        if over is None or isinstance(over, str):
+            return name, over
+        if isinstance(over, list | tuple) and all(isinstance(axis, str) for axis in over):
+            if len(set(over)) < len(over):
+                raise UserError(f"{where} lays {name!r} over {tuple(over)}: name each mesh axis once.")
+            return name, tuple(over)
+    raise UserError(
+        f"{where} has the rule {rule!r}: {form}, each the name of a logical axis and the mesh axes it is laid over, or "
+        "None."
+    )

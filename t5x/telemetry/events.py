@@ -20,6 +20,9 @@ class EventFile:
     Args:
       directory: where TensorBoard looks.
       purge_step: TensorBoard hides what earlier files have of steps after this one.
+
+    Attributes:
+      file: the open file.
     """
 
     def __init__(self, directory: str, purge_step: int | None = None):
@@ -29,7 +32,7 @@ class EventFile:
         # TensorBoard reads the files of a directory in the order of their names.
         now = time.time_ns()
         name = f"events.out.tfevents.{now // 10**9}.{socket.gethostname()}.{now}"
-        self._file = open(os.path.join(directory, name), "wb")  # noqa: SIM115
+        self.file = open(os.path.join(directory, name), "wb")  # noqa: SIM115
         self._write(0, file_version="brain.Event:2")
         if purge_step is not None:
             start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
@@ -47,13 +50,13 @@ class EventFile:
         self._write(step, summary={"value": [value]})
 
     def flush(self) -> None:
-        self._file.flush()
+        self.file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        self.file.close()
 
     def _write(self, step: int, **content: Any) -> None:
         data = self._Event(wall_time=time.time(), step=step, **content).SerializeToString()
         length = struct.pack("<Q", len(data))
         checked = (part + struct.pack("<I", mask(crc32c(part))) for part in (length, data))
-        self._file.write(b"".join(checked))
+        self.file.write(b"".join(checked))

@@ -85,12 +85,14 @@ def whole_or_nothing(path: str | os.PathLike[str]) -> Iterator[str]:
         raise
 
 
-def write_error(path: str | os.PathLike[str], error: OSError) -> UserError:
-    """The error to raise when `path` cannot be written."""
-    return UserError(
-        f"{os.fspath(path)} cannot be written: {error.strerror or error}. Free disk space or mend the path or its "
-        "permissions, then start again."
-    )
+def write_error(path: str | os.PathLike[str], error: OSError, mend: str | None = None) -> UserError:
+    """The error to raise when `path` cannot be written.
+
+    Args:
+      mend: what to do about it; None is the usual.
+    """
+    usual = "Free disk space or mend the path or its permissions, then start again."
+    return UserError(f"{os.fspath(path)} cannot be written: {error.strerror or error}. {mend or usual}")
 
 
 def _sync(path: str) -> None:

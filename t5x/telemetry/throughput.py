@@ -65,8 +65,7 @@ class Throughput:
 class ThroughputClock:
     """Measures a run in laps, from its beginning: make the clock first, and `start` it before the first step.
 
-    Devices work asynchronously: wait for the result of the last step before `lap`, or the figures are of the
-    dispatch.
+    Devices work asynchronously: `add` a step once its result is there, or the figures are of the dispatch.
 
         >>> clock = ThroughputClock()
         >>> with clock.apart("timing/compilation_seconds"):
@@ -104,6 +103,11 @@ class ThroughputClock:
         self._sequences += sequences
         self._target_tokens += target_tokens
         self._input_tokens += input_tokens
+
+    @property
+    def is_new(self) -> bool:
+        """Whether nothing is counted in this lap yet."""
+        return self._steps == 0
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

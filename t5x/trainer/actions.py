@@ -62,6 +62,10 @@ class BaseAction(abc.ABC):
     def restore(self, state: Mapping[str, Any]) -> None:  # noqa: B027  (most have nothing to take back)
         """Takes back what `state` gave."""
 
+    def settings(self) -> dict[str, Any]:
+        """What it was told to do, for JSON: a run that it has ended goes on once these have changed."""
+        return {}
+
     def __str__(self) -> str:
         return type(self).__name__
 
@@ -119,6 +123,9 @@ class EarlyStoppingAction(BaseAction):
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._history = [(step, float(value)) for step, value in state["history"]]
+
+    def settings(self) -> dict[str, Any]:
+        return {"patience": self.patience, "atol": self.atol, "rtol": self.rtol}
 
     def __str__(self) -> str:
         return f"EarlyStoppingAction({self.task}, {self.metric}, {self.mode})"
@@ -240,7 +247,14 @@ class Actions:
 
     def state(self) -> dict[str, Any]:
         """What the actions must know after a restart, for JSON."""
-        return {mode.name: [[str(a), a.state()] for a in actions] for mode, actions in self._actions.items()}
+        each = lambda action: [str(action), action.state(), action.settings()]
+        return {mode.name: [each(action) for action in actions] for mode, actions in self._actions.items()}
+
+    def same_as(self, state: Mapping[str, Any]) -> bool:
+        """Whether these are the actions, with the settings, that `state` is of."""
+        what = lambda record: [record[0], *record[2:]]
+        now = self.state()
+        return {mode: [what(r) for r in now[mode]] for mode in now} == {m: [what(r) for r in state[m]] for m in state}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Gives back what `state` gave to those actions that are still the same; others begin anew."""

@@ -121,6 +121,7 @@ class ForeignBatches(Iterator[Batch]):
         self._iterator: Iterator[Mapping[str, Any]] | None = None
         self._taken = 0
         self._kept: list[Batch] = []
+        self._shapes: dict[str, tuple[int, ...]] | None = None
 
     def __next__(self) -> Batch:
         if self._iterator is None:
@@ -132,6 +133,13 @@ class ForeignBatches(Iterator[Batch]):
                 f"The batches of train.get_dataset_fn came to an end after {self._taken}, before the run did. Repeat "
                 "them in that function, or lower TRAIN_STEPS."
             ) from None
+        shapes = {name: np.shape(array) for name, array in batch.items()}
+        if self._shapes not in (None, shapes):
+            raise UserError(
+                f"Batch {self._taken + 1} of train.get_dataset_fn has other shapes, {shapes}, than those before it, "
+                f"{self._shapes}. Pad them all alike, and drop a last one that is smaller."
+            )
+        self._shapes = shapes
         self._taken += 1
         return batch
 

@@ -14,7 +14,7 @@ from t5x.errors import UserError
 from t5x.metrics.accumulators import Metrics
 from t5x.partitioning import distributed
 from t5x.telemetry import MetricWriter, jsonl
-from t5x.telemetry.writer import METRICS_FILE
+from t5x.telemetry.writer import METRICS_FILE, Home
 from t5x.trainer.datasets import ShardInfo, numpy_batches
 from t5x.trainer.evaluation import InferenceEvaluator
 from t5x.trainer.signals import StopRequest
@@ -76,6 +76,7 @@ class TrainingEvaluation(Evaluation):
 
     Args:
       get_datasets: see `t5x.trainer.datasets.get_training_eval_datasets`.
+      home: MODEL_DIR, for the files of metrics.
     """
 
     def __init__(
@@ -86,9 +87,11 @@ class TrainingEvaluation(Evaluation):
         trainer: Trainer,
         model_dir: str,
         stop: StopRequest,
+        home: Home | None = None,
     ):
         first_step = int(trainer.state.step)
         super().__init__(os.path.join(model_dir, "training_eval"), stop, first_step)
+        self._home = home
         self._trainer, self._eval_steps = trainer, eval_steps
         shard = ShardInfo.of(trainer.partitioner.rows(cfg.batch_size), cfg.batch_size)
         converter_cls = trainer.model.FEATURE_CONVERTER_CLS
@@ -117,7 +120,9 @@ class TrainingEvaluation(Evaluation):
         if distributed.is_leader() and not self._writers:
             for task in self.tasks:
                 directory = os.path.join(self._directory, task)
-                self._writers[task] = MetricWriter(directory, collection="training_eval", purge_step=step - 1)
+                self._writers[task] = MetricWriter(
+                    directory, collection="training_eval", purge_step=step - 1, home=self._home
+                )
 
     def _evaluate(self, step: int) -> Figures:
         measured = {task: self._measure(batches) for task, batches in self._datasets.items()}

@@ -77,7 +77,7 @@ class MetricLines:
 
         Args:
           step: the last of them.
-          lap: the time they took; tokens are filled in.
+          lap: the time they took, or most of them, as the devices may be at the last; tokens are filled in.
           others: figures to write along.
         """
         self.wait()
@@ -125,11 +125,14 @@ class MetricLines:
     ) -> None:
         steps = self._on_host(pending, step)
         counted += _Tokens.of(steps)
-        lap = dataclasses.replace(lap, target_tokens=counted.targets, input_tokens=counted.inputs)
+        tokens = lambda count: round(count * lap.steps / counted.steps)
+        lap = dataclasses.replace(lap, target_tokens=tokens(counted.targets), input_tokens=tokens(counted.inputs))
         figures = compute(_merged(before, steps))
         for name in ("target_tokens", FIRST_BAD_GRADIENT):
             figures.pop(name, None)
         figures |= lap.scalars(cores=jax.device_count()) | dict(others)
+        if steps and "learning_rate" in steps[-1]:
+            figures["learning_rate/current"] = float(steps[-1]["learning_rate"].compute())
         figures |= self._cost.scalars(lap.steps_per_second) if self._cost is not None else {}
         self.figures = figures
         self.shown = {
@@ -154,18 +157,20 @@ class MetricLines:
 
 @dataclasses.dataclass(frozen=True)
 class _Tokens:
-    """Tokens that are no padding."""
+    """Tokens of some steps that are no padding."""
 
+    steps: int = 0
     inputs: int = 0
     targets: int = 0
 
     @classmethod
     def of(cls, steps: list[Metrics]) -> "_Tokens":
         targets = sum(int(metrics["target_tokens"].total) for metrics in steps)
-        return cls(sum(int(metrics["non_padding_fraction/overall"].total) for metrics in steps) - targets, targets)
+        everything = sum(int(metrics["non_padding_fraction/overall"].total) for metrics in steps)
+        return cls(len(steps), everything - targets, targets)
 
     def __add__(self, other: "_Tokens") -> "_Tokens":
-        return _Tokens(self.inputs + other.inputs, self.targets + other.targets)
+        return _Tokens(self.steps + other.steps, self.inputs + other.inputs, self.targets + other.targets)
 
 
 def _merged(before: Metrics | None, steps: list[Metrics]) -> Metrics:

@@ -113,13 +113,20 @@ def diagnose(steps: Sequence[Metrics], last_step: int, params: Any, trained: Any
         gradient = _gradient(names if trained is None else flatten(trained), int(value(steps[at], FIRST_BAD_GRADIENT)))
         told = f"At step {step} the loss was {loss:.6g}, but {gradient} was not finite."
     bad = find_nonfinite(params)
-    if not bad:
-        told += " All parameters are still finite."
-    elif len(bad) == len(names):
-        told += f" By step {last_step} none of the {len(names)} parameters is finite any more."
-    else:
-        told += f" By step {last_step}, {len(bad)} of {len(names)} parameters are not finite; the first is {bad[0]}."
+    told += f" {_told_of(bad, len(names), last_step)}" if bad else " All parameters are still finite."
     return Diagnosis(step, bad, f"{told} {_REMEDIES}")
+
+
+def bad_parameters(params: Any, last_step: int) -> str | None:
+    """What to tell the user of parameters that are not finite; None where all are. All processes must call it."""
+    bad = find_nonfinite(params)
+    return f"{_told_of(bad, len(flatten(params)), last_step)} {_REMEDIES}" if bad else None
+
+
+def _told_of(bad: Sequence[str], count: int, last_step: int) -> str:
+    if len(bad) == count:
+        return f"By step {last_step} none of the {count} parameters is finite any more."
+    return f"By step {last_step}, {len(bad)} of {count} parameters are not finite; the first is {bad[0]}."
 
 
 def _gradient(names: Collection[str], number: int) -> str:

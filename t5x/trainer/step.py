@@ -27,26 +27,29 @@ def train_step(
     state: TrainState,
     batch: Batch,
     *,
+    logged_rate_fn: Schedule | None = None,
     weight_metrics: WeightMetricsComputer | None = None,
 ) -> tuple[TrainState, Metrics]:
     """Gradients of the whole batch, then the optimizer. The result does not depend on the number of microbatches.
 
     Args:
       axes: logical axes of the parameters.
+      learning_rate_fn: the trainer's schedule, for what the optimizer has no rate of its own for.
       rng: of the run; this step's dropout is keyed by it, the step and each example's row.
+      logged_rate_fn: of the metric `learning_rate`; `learning_rate_fn` if None.
       weight_metrics: adds to the metrics.
     """
     dropout_rng = jax.random.fold_in(rng, state.step)
     rows = batch["decoder_target_tokens"].shape[0]
     batch = {**model.with_loss_scale(batch), "row_index": jnp.arange(rows, dtype=jnp.int32)}
     grads, metrics = accumulate_gradients(model, state.params, batch, dropout_rng, num_microbatches)
-    learning_rate = learning_rate_fn(state.step)
     optimizer = model.optimizer_def
     params, param_states = optimizer.update(
-        grads, state.param_states, state.params, axes, step=state.step, learning_rate=learning_rate
+        grads, state.param_states, state.params, axes, step=state.step, learning_rate=learning_rate_fn(state.step)
     )
     new_state = TrainState(state.step + 1, params, param_states)
-    metrics |= {"learning_rate": AveragePerStep(learning_rate), **gradient_metrics(trained(optimizer, grads))}
+    logged = (logged_rate_fn or learning_rate_fn)(state.step)
+    metrics |= {"learning_rate": AveragePerStep(logged), **gradient_metrics(trained(optimizer, grads))}
     if weight_metrics is not None:
         metrics |= weight_metrics.compute_metrics(grads, state, new_state)
     return new_state, metrics

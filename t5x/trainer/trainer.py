@@ -4,7 +4,6 @@ import functools
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -31,9 +30,12 @@ class Trainer:
       partitioner: the mesh.
       layout: shapes, axes and shardings of the state.
       rng: key of the run's dropout.
-      learning_rate_fn: step -> learning rate; not used by an optimizer that has a rate of its own.
+      learning_rate_fn: step -> learning rate; not used by an optimizer, or a part of one, that has a rate of its own.
       num_microbatches: parts that a batch is computed in to save memory; None, 0 or 1 is whole.
       weight_metrics_computer: adds figures of every weight to the metrics.
+
+    Attributes:
+      learning_rate_fn: the schedule that is logged; see `t5x.optimizers.applied_schedule`.
     """
 
     def __init__(
@@ -53,10 +55,9 @@ class Trainer:
         self.state = train_state
         self.partitioner = partitioner
         self.layout = layout
-        learning_rate_fn = applied_schedule(
+        self.learning_rate_fn = applied_schedule(
             model.optimizer_def, learning_rate_fn, train_state.param_states, train_state.step
         )
-        self.learning_rate_fn = learning_rate_fn
         shardings, batch, whole = layout.shardings, partitioner.batch_sharding, partitioner.replicated
         self._train = partitioner.partition(
             functools.partial(
@@ -66,6 +67,7 @@ class Trainer:
                 learning_rate_fn,
                 num_microbatches or 1,
                 rng,
+                logged_rate_fn=self.learning_rate_fn,
                 weight_metrics=weight_metrics_computer,
             ),
             in_shardings=(shardings, batch),
@@ -100,9 +102,3 @@ def summarize(metrics: Sequence[Metrics]) -> dict[str, float]:
 def on_host(metrics: Sequence[Metrics]) -> list[Metrics]:
     """The metrics of several steps in Python's numbers, which neither overflow nor lose digits; waits for them."""
     return jax.tree.map(lambda x: x.item(), jax.device_get(list(metrics)))
-
-
-def learning_rate_at(learning_rate_fn: Schedule, step: int) -> float:
-    """The rate that step number `step` (from 0) was taken with."""
-    value: Any = learning_rate_fn(step)
-    return float(value)

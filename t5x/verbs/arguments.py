@@ -78,6 +78,7 @@ def processes(args: argparse.Namespace) -> Iterator[None]:
 
     names = ("coordinator_address", "process_count", "process_index", "initialization_timeout", "multiprocess_gpu")
     startup.enable_compilation_cache()
+    distributed.keep_stdout_clean()
     with distributed.run(**{name: getattr(args, name) for name in names}):
         startup.name_process()
         yield

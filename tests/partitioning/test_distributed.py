@@ -47,6 +47,28 @@ def assert_one_line(done: subprocess.CompletedProcess, *words: str) -> None:
         assert word in done.stderr, done.stderr
 
 
+# A process that is alone, as a command starts it; its library writes past Python.
+ALONE = """
+import argparse, os
+from t5x.verbs import arguments
+parser = argparse.ArgumentParser()
+arguments.add_processes(parser)
+with arguments.processes(parser.parse_args([])):
+    os.write(1, b"NCCL INFO\\n")
+    print("data")
+    if os.environ["PYTHONUNBUFFERED"]:
+        os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_what_libraries_print_is_not_among_the_data(unbuffered):
+    env = environment(PYTHONUNBUFFERED=unbuffered)
+    done = subprocess.run([sys.executable, "-c", ALONE], env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "data\n"), done.stderr
+    assert "NCCL INFO" in done.stderr
+
+
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("cache")

@@ -63,6 +63,8 @@ FOUND = [
         {"num_partitions": 2, "logical_axis_rules": RULES},
         {"data": 4, "model": 2}, [["data", "model"], None], ["data", None, None],
     ),
+    ({"logical_axis_rules": [["mlp", "model"]]}, {"data": 8, "model": 1}, [None, "model"], [None, None, None]),
+    ({"logical_axis_rules": [["batch", None]]}, {"data": 8, "model": 1}, [None, None], [None, None, None]),
 ]  # fmt: skip
 REFUSED = [
     ({"preset": "zero"}, "preset is 'zero'. There are:\n  dp: "),
@@ -74,7 +76,18 @@ REFUSED = [
     ({"num_partitions": 2, "ici_mesh_shape": [4, 2]}, "must be None"),
     ({"dcn_mesh_shape": [2, 1, 1]}, "without ici_mesh_shape"),
     ({"ici_mesh_shape": [1, 2, 2], "dcn_mesh_shape": [4, 1, 1]}, "multiply up to 16 devices, but there are 8"),
-    ({"ici_mesh_shape": [2, 2], "dcn_mesh_shape": [2, 1, 1]}, "ici_mesh_shape is (2, 2): it must be 3"),
+    ({"ici_mesh_shape": [2, 2], "dcn_mesh_shape": [2, 1, 1]}, "ici_mesh_shape is [2, 2]: it must be 3"),
+    ({"ici_mesh_shape": 4}, "ici_mesh_shape is 4: it must be 3 positive whole numbers, for replica, data, model, or 2"),
+    ({"ici_mesh_shape": [1, 4, 2], "dcn_mesh_shape": 1}, "dcn_mesh_shape is 1: it must be 3 positive whole numbers"),
+    ({"model_parallel_submesh": 4}, "model_parallel_submesh is 4: it must be positive whole numbers"),
+    ({"model_parallel_submesh": []}, "model_parallel_submesh is []: it must be positive whole numbers"),
+    ({"model_parallel_submesh": 4, "num_partitions": 4}, "not both (they are 4 and 4)"),
+    ({"preset": ["dp"]}, "preset is ['dp']. There are:"),
+    ({"logical_axis_rules": [["batch"]]}, "logical_axis_rules has the rule ['batch']: rules are a list of pairs"),
+    ({"logical_axis_rules": [["batch", 1]]}, "logical_axis_rules has the rule ['batch', 1]: rules are a list of pairs"),
+    ({"logical_axis_rules": {"batch": "data"}}, "logical_axis_rules is {'batch': 'data'}: rules are a list of pairs"),
+    ({"logical_axis_rules": [["batch", ["data", "data"]]]}, "over ('data', 'data'): name each mesh axis once"),
+    ({"logical_axis_rules": []}, "logical_axis_rules is empty: nothing would be divided"),
     ({"num_partitions": "2"}, "must be a whole number"),
     ({"num_partitions": 0}, "it must divide them (1, 2, 4, 8)"),
 ]
@@ -87,21 +100,28 @@ def looked():
     command = [sys.executable, "-c", LOOK]
     done = subprocess.run(command, input=cases, env=env, cwd=Path(__file__).parents[2], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return json.loads(done.stdout), done.stderr.splitlines()
 
 
 @pytest.mark.parametrize("case", range(len(FOUND)), ids=[str(case[0]) for case in FOUND])
 def test_what_lies_where(looked, case):
     _, mesh, kernel, batch = FOUND[case]
-    parts = mesh.get("replica", 1) * mesh["data"]
+    parts = mesh.get("replica", 1) * mesh["data"] if batch[0] else 1
     odd = batch if parts == 1 else [None, None, None]
-    assert looked[case] == {"mesh": mesh, "kernel": kernel, "batch": batch, "odd batch": odd, "parts": parts}
+    assert looked[0][case] == {"mesh": mesh, "kernel": kernel, "batch": batch, "odd batch": odd, "parts": parts}
 
 
 @pytest.mark.parametrize("case", range(len(REFUSED)), ids=[str(case[0]) for case in REFUSED])
 def test_contradictions_say_what_to_do(looked, case):
-    found = looked[len(FOUND) + case]
+    found = looked[0][len(FOUND) + case]
     assert isinstance(found, str) and REFUSED[case][1] in found
+
+
+def test_a_batch_that_no_rule_divides_is_told(looked):
+    assert [line for line in looked[1] if "'batch'" in line] == [
+        "PjitPartitioner.logical_axis_rules has no rule for 'batch': all 8 copies of the model compute the same rows. "
+        "Add ('batch', 'data'), or ('batch', None) if you mean it."
+    ]
 
 
 def test_machines_of_different_size_are_no_tensor_parallel_groups():
@@ -145,6 +165,8 @@ def test_rules_of_t5x():
     assert tuple(logical_to_mesh_axes(("tower",), rules(additional_rules=[("tower", "data")]))) == ("data",)
     with pytest.raises(UserError, match="parameter_partitioning_dims is 3"):
         rules(1, 3)
+    with pytest.raises(UserError, match=r"additional_rules has the rule \('tower',\): rules are a list of pairs"):
+        rules(additional_rules=[("tower",)])
 
 
 def test_several_mesh_axes_are_taken_together_or_not_at_all():

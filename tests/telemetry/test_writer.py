@@ -1,6 +1,7 @@
 import json
 import math
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,8 +10,10 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from t5x.checkpoints import ModelDirLock
 from t5x.errors import UserError
 from t5x.telemetry import MetricWriter
+from tests.disks import fill
 
 
 def lines(directory):
@@ -128,3 +131,78 @@ def test_a_disk_without_room_is_a_user_error_and_not_a_hang(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert 0 < step < 999
     writer.close()
+
+
+@pytest.mark.parametrize("removed", ["the run", "metrics.jsonl", "events"])
+def test_what_is_removed_during_the_run_is_begun_anew(tmp_path, caplog, removed):
+    run = tmp_path / "run"
+    with ModelDirLock(run) as home, MetricWriter(run / "train", collection="train", home=home) as writer:
+        writer.when_begun_anew = lambda: writer.write_text(0, "config", "a = 1")
+        writer.write_scalars(1, {"loss": 3.0})
+        writer.flush()
+        if removed == "the run":
+            shutil.rmtree(run)
+        else:
+            (path,) = (run / "train").glob(f"{removed}*")
+            path.unlink()
+        for step in (2, 3):
+            writer.write_scalars(step, {"loss": 3.0})
+        with pytest.raises(UserError, match="in use"):
+            ModelDirLock(run)
+    kept = {"the run": [2, 3], "metrics.jsonl": [2, 3], "events": [1, 2, 3]}[removed]
+    assert [line["step"] for line in lines(run / "train")] == kept
+    kept = {"the run": [2, 3], "metrics.jsonl": [1, 2, 3], "events": [2, 3]}[removed]
+    assert [step for step, _ in scalars(run / "train", "loss")] == kept
+    assert events(run / "train").Tensors("config/text_summary")
+    assert caplog.text.count("WARNING") == 1 and "has been removed during the run" in caplog.text
+
+
+def test_a_run_removed_after_its_last_line_is_told_when_it_ends(tmp_path):
+    anew = []
+    run = tmp_path / "run"
+    with ModelDirLock(run) as home, MetricWriter(run / "train", collection="train", home=home) as writer:
+        writer.when_begun_anew = lambda: anew.append(1)
+        shutil.rmtree(tmp_path / "run")
+    assert anew == [1] and lines(tmp_path / "run" / "train") == []
+
+
+def test_nothing_is_made_in_the_place_of_a_disk_that_is_gone(tmp_path, caplog):
+    run = tmp_path / "disk" / "run"
+    with ModelDirLock(run) as home, MetricWriter(run / "train", collection="train", home=home) as writer:
+        shutil.rmtree(tmp_path / "disk")
+        for step in (1, 2):
+            writer.write_scalars(step, {"loss": 3.0})
+        assert not (tmp_path / "disk").exists()
+        (tmp_path / "disk").mkdir()  # it is back
+        writer.write_scalars(3, {"loss": 3.0})
+    assert [line["step"] for line in lines(run / "train")] == [3]
+    assert caplog.text.count("WARNING") == 1
+
+
+def test_figures_are_not_mixed_with_those_of_a_run_that_has_taken_the_place(tmp_path):
+    run = tmp_path / "run"
+    with ModelDirLock(run) as home:
+        writer = MetricWriter(run / "train", collection="train", home=home)
+        shutil.rmtree(run)
+        with ModelDirLock(run) as home, MetricWriter(run / "train", collection="train", home=home) as other:
+            other.write_scalars(1, {"loss": 5.0})
+            with pytest.raises(UserError, match="in use"):
+                writer.write_scalars(9, {"loss": 3.0})
+    assert [line["step"] for line in lines(run / "train")] == [1]
+    writer.close()
+
+
+def test_a_full_disk_says_what_of_the_run_may_be_deleted(small_disk):
+    run = small_disk / "run"
+    place = {"directory": run / "training_eval" / "dates", "collection": "training_eval"}
+    with ModelDirLock(run) as home, MetricWriter(**place, home=home) as writer:
+        for step in (1, 2):
+            (run / f"checkpoint_{step}").mkdir()
+            (run / f"checkpoint_{step}" / "state").write_bytes(bytes(5000))
+        filler = fill(small_disk)
+        with pytest.raises(UserError, match=r"metrics\.jsonl cannot be written: No space left") as error:
+            for step in range(1000):
+                writer.write_scalars(step, {"loss": 1.0})
+        filler.unlink()
+    assert "you may delete checkpoint_1 (5.0 kB);" in str(error.value)
+    assert "checkpoint_2" not in str(error.value)

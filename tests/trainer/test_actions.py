@@ -81,6 +81,13 @@ def test_state_goes_to_the_action_that_it_is_of():
     assert "9 at step 1, 9.5 at step 2" in stop.reason
 
 
+def test_a_run_that_was_ended_goes_on_with_other_actions_only():
+    recorded = json.loads(json.dumps(Actions({"TRAIN_EVAL": [early(patience=2)]}).state()))
+    assert Actions({"TRAIN_EVAL": [early(patience=2)]}).same_as(recorded)
+    for other in ({"TRAIN_EVAL": [early(patience=20)]}, {"INFER_EVAL": [early(patience=2)]}, {"TRAIN_EVAL": []}, None):
+        assert not Actions(other).same_as(recorded)
+
+
 def test_what_stopped_the_run_is_one_line():
     actions = Actions({"INFER_EVAL": [EarlyStoppingAction(("mnli", "accuracy"), "max", patience=2)]})
     assert actions.run("INFER_EVAL", state(100), {"mnli": {"accuracy": 81.25}}) is None

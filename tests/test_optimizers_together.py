@@ -1,0 +1,116 @@
+"""Several optimizers in one trainer: each applies the learning rate that it would alone."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from t5x import optimizers
+from t5x.adafactor import Adafactor
+from t5x.checkpoints.tree import flatten
+from t5x.errors import UserError
+from t5x.optimizers import MultiOptimizer, OptaxWrapper
+from t5x.partitioning import PjitPartitioner
+from t5x.trainer import StateLayout, Trainer
+from tests.reference import adafactor_numpy
+from tests.test_optimizers import gradients, initial
+
+FIRST, STEPS = 7, 3  # the optimizers' states are fresh there: a schedule of their own is at its beginning
+TRAINERS = optax.warmup_cosine_decay_schedule(0.01, 0.1, 9, 30)
+OWN = optax.linear_schedule(0.5, 0.2, 4)
+
+
+def at_first(step):
+    return TRAINERS(FIRST + step)
+
+
+def trained(optimizer):
+    """Parameters by name and the rates logged, after some steps whose gradients are `gradients(0)`."""
+
+    def loss(params, batch, rng):
+        return sum(jax.tree.leaves(jax.tree.map(jnp.vdot, params, gradients(0)))), {}
+
+    model = types.SimpleNamespace(
+        optimizer_def=optimizer, loss_fn=loss, with_loss_scale=lambda batch: batch,
+        get_initial_variables=lambda rng, shapes: {"params": jax.tree.map(jnp.asarray, initial())},
+    )  # fmt: skip
+    partitioner = PjitPartitioner(num_partitions=1)
+    layout = StateLayout.of(model, partitioner, {})
+    state = layout.with_fresh_optimizer(jax.device_put(initial(), layout.shardings.params), FIRST)
+    trainer = Trainer(model, state, partitioner, layout, jax.random.key(0), TRAINERS)
+    batch = {"decoder_target_tokens": np.ones((8, 1), np.int32)}
+    rates = [trainer.step(batch)["learning_rate"].compute() for _ in range(STEPS)]
+    return flatten(jax.device_get(trainer.state.params)), rates
+
+
+def by_optax(transformation, name):
+    param, grad = flatten(initial())[name], flatten(gradients(0))[name]
+    state = transformation.init(param)
+    for _ in range(STEPS):
+        update, state = transformation.update(grad, state, param)
+        param = optax.apply_updates(param, update)
+    return param
+
+
+def by_adafactor(name):
+    param, grad = flatten(initial())[name], flatten(gradients(0))[name]
+    slots = adafactor_numpy.init_slots(param.shape, None)
+    for step in range(FIRST, FIRST + STEPS):
+        param, slots = adafactor_numpy.update(param, grad, slots, step, float(TRAINERS(step)))
+    return param
+
+
+def groups(of_norm, of_others):
+    return MultiOptimizer([("norm/.*", of_norm), (".*", of_others)])
+
+
+def chain(*parts):
+    return optimizers.chain(parts)
+
+
+sgd, adam, hidden = optimizers.sgd, optimizers.adam, OptaxWrapper
+CLIPPED = optax.chain(optax.clip(0.5), optax.sgd(at_first))
+# The optimizer, Optax's for `norm` and for the others (None: Adafactor by the trainer's rate), the schedule logged.
+TOGETHER = {
+    "own, then Adafactor": (groups(sgd(OWN), Adafactor()), optax.sgd(OWN), None, at_first),
+    "hidden, then Adafactor": (groups(hidden(optax.sgd(0.5)), Adafactor()), optax.sgd(0.5), None, at_first),
+    "Adafactor, then own": (groups(Adafactor(), sgd(OWN)), None, optax.sgd(OWN), at_first),
+    "own, then driven": (groups(adam(OWN), adam()), optax.adam(OWN), optax.adam(at_first), at_first),
+    "hidden, then own": (groups(hidden(optax.sgd(0.5)), adam(OWN)), optax.sgd(0.5), optax.adam(OWN), OWN),
+    "each its own": (groups(sgd(OWN), adam(0.1)), optax.sgd(OWN), optax.adam(0.1), OWN),
+    "chain of hidden and driven": (chain(hidden(optax.clip(0.5)), sgd()), CLIPPED, CLIPPED, at_first),
+    "chain of own and driven": (
+        chain(sgd(-0.5), adam()), *[optax.chain(optax.sgd(-0.5), optax.adam(at_first))] * 2, at_first,
+    ),
+    "chain in a group, around it a clip": (
+        optimizers.clip_by_global_norm(groups(sgd(OWN), chain(hidden(optax.clip(0.5)), sgd())), 1e6),
+        optax.sgd(OWN), CLIPPED, at_first,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TOGETHER)
+def test_each_applies_the_rate_that_it_would_alone(case):
+    optimizer, of_norm, of_others, logged = TOGETHER[case]
+    params, rates = trained(optimizer)
+    for name, param in params.items():
+        transformation = of_norm if name.startswith("norm/") else of_others
+        expected = by_adafactor(name) if transformation is None else by_optax(transformation, name)
+        np.testing.assert_allclose(param, expected, rtol=2e-5, atol=1e-6, err_msg=name)
+    np.testing.assert_allclose(rates, [logged(step) for step in range(STEPS)], rtol=1e-6)
+
+
+def test_a_chain_driven_by_the_trainer_takes_no_other_rate():
+    with pytest.raises(UserError, match="takes the trainer's"):
+        optimizers.chain([OptaxWrapper(optax.clip(0.5)), optimizers.sgd()], learning_rate=0.1)
+
+
+def test_what_has_no_rate_is_not_driven():
+    clip = optimizers.wrap_optax_optimizer(optax.clip)(0.5)
+    params, rates = trained(optimizers.chain([clip, optax.sgd(0.1)]))
+    assert np.isnan(rates).all()  # Optax's does not tell it
+    expected = by_optax(optax.chain(optax.clip(0.5), optax.sgd(0.1)), "table")
+    np.testing.assert_allclose(params["table"], expected, rtol=1e-6)
