@@ -39,25 +39,44 @@ def main() -> None:
     parser.add_argument("--inputs", type=int, default=512)
     parser.add_argument("--targets", type=int, default=128)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="bfloat16 on GPUs, else float32")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, help="of a round; about ten seconds of them without it")
+    parser.add_argument("--rounds", type=rounds.positive, default=3)
+    parser.add_argument("--steps", type=rounds.positive, help="of a round; about ten seconds of them without it")
     parser.add_argument("--compile", action="store_true", help="Hugging Face with torch.compile, besides")
-    parser.add_argument("--only", metavar="REGEX", default="", help="of the peers, those whose names match")
+    parser.add_argument(
+        "--only", metavar="REGEX", type=pattern, default="", help="of the peers, those whose names match"
+    )
     parser.add_argument("--optimizer", choices=("adamw", "adafactor"), default="adamw", help="of Hugging Face")
     parser.add_argument("--ctranslate2", metavar="PYTHON", help="with ctranslate2, transformers and torch; on CPUs")
     parser.add_argument("--seqio", metavar="PYTHON", help="with seqio and TensorFlow; for `data`")
     parser.add_argument("--vocabulary", default="bytes", help="of `data`: a SentencePiece model")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--threads", type=rounds.positive, help="of all contenders; as many as there are cores")
     parser.add_argument("--render", nargs="+", metavar="FILE", help="write the page from saved results; run nothing")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     parser.add_argument("--directory", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    cores = sorted(os.sched_getaffinity(0))
+    args.threads = min(args.threads or len(cores), len(cores))
+    os.sched_setaffinity(0, cores[: args.threads])  # what binds XLA too
     if args.measure:
         print(json.dumps(measure(args)))
     elif args.render:
-        peers_page.write([json.loads(pathlib.Path(path).read_text()) for path in args.render])
+        peers_page.write([results(path, parser) for path in args.render])
     else:
         print(json.dumps(compare(args), indent=1))
+
+
+def pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from None
+
+
+def results(path: str, parser: argparse.ArgumentParser) -> list[dict[str, Any]]:
+    try:
+        return json.loads(pathlib.Path(path).read_text())
+    except (OSError, ValueError) as error:
+        parser.error(f"--render {path}: {error}")
 
 
 def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -98,6 +117,8 @@ def parsed(work: str, parser_error: Callable[[str], Any]) -> tuple[str, str | No
     if not KINDS.fullmatch(kind):
         parser_error(f"--work {work}: known are train, greedy, beam4, score, data, data-packed.")
     if kind.startswith("data"):
+        if len(rest) > 1 or not all(map(str.isdigit, rest)):
+            parser_error(f"--work {work}: write {kind} or {kind}:BATCH.")
         return kind, None, int(rest[0]) if rest else 128
     size, batch = rest if len(rest) == 2 else (None, "")
     if size not in contenders.SIZES or not batch.isdigit():
@@ -243,4 +264,5 @@ def measure_batches(args: argparse.Namespace, kind: str, batch: int) -> dict[str
 
 
 if __name__ == "__main__":
-    main()
+    with rounds.leaving_in_order():
+        main()

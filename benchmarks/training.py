@@ -33,9 +33,13 @@ def main() -> None:
     parser.add_argument("--targets", type=int, default=128)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--packed", action="store_true")
-    parser.add_argument("--steps", type=int, default=200, help="of a run on texts (200), some of which warm up")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument(
+        "--steps", type=rounds.positive, default=200, help="of a run on texts (200), some of which warm up"
+    )
+    parser.add_argument("--rounds", type=rounds.positive, default=2)
     args = parser.parse_args()
+    if args.steps <= _WARM_UP:
+        parser.error(f"--steps {args.steps}: the first {_WARM_UP} only warm up")
     contenders = {"train": functools.partial(train, args), "bench": functools.partial(bench, args)}
     best: dict[str, dict[str, Any]] = {}
     for name, found in rounds.in_turns(contenders, args.rounds):
@@ -96,4 +100,5 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    with rounds.leaving_in_order():
+        main()

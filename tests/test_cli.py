@@ -198,3 +198,24 @@ def test_a_mixture_is_inferred_task_by_task(model_dir, tmp_path):
     written = sorted(path.name for path in (tmp_path / "out").glob("*-of-00001"))
     assert written == [f"{task}-predict.jsonl-00000-of-00001" for task in ("one", "two")]
     assert len((tmp_path / "out" / written[0]).read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(("signum", "code"), [("SIGINT", 130), ("SIGTERM", 75)])
+def test_a_signal_that_comes_during_garbage_collection_is_not_lost(signum, code):
+    program = f"""
+import gc, os, signal, sys, time
+from t5x.verbs.arguments import leave_in_order, work_begins
+work_begins()
+signal.signal(signal.SIGTERM, leave_in_order)
+def callback(phase, info):
+    gc.callbacks.clear()
+    os.kill(os.getpid(), signal.{signum})
+gc.callbacks.append(callback)
+try:
+    gc.collect()
+    time.sleep(30)
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=REPO)
+    assert done.returncode == code and "Traceback" not in done.stderr

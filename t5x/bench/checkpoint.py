@@ -45,15 +45,16 @@ def measure(work: Workload, *, directory: str | None = None, rounds: int = 3) ->
         raise UserError(f"--directory {directory} is not there: name a directory on the disk to measure.")
     made = tempfile.mkdtemp(prefix="t5x-checkpoint-", dir=directory)
     try:
+        result = {"size": work.size, "parameters": work.layout.num_params, "device": measures.machine()["device"]}
         with measures.told_out_of_memory("lower --batch, --inputs, --targets or --size."):
             steps = Steps(work)
-        result = {"size": work.size, "parameters": work.layout.num_params, "device": measures.machine()["device"]}
-        with CheckpointStore(made, keep=1) as store:
-            saves = [_save(steps, store) for _ in range(rounds)]
+            with CheckpointStore(made, keep=1) as store:
+                saves = [_save(steps, store) for _ in range(rounds)]
+            del steps
+            restores = [_restore(made, work.layout) for _ in range(rounds)]
         result |= _medians(saves)
         result["save_overhead_percent"] = round(100 * (result["step_ms_around_save"] / result["step_ms"] - 1), 1)
-        del steps
-        result |= _medians([_restore(made, work.layout) for _ in range(rounds)])
+        result |= _medians(restores)
         result["restore_to_read_ratio"] = round(result["restore_gb_per_s"] / result["cold_read_gb_per_s"], 2)
     finally:
         shutil.rmtree(made)
@@ -74,9 +75,10 @@ def _save(steps: Steps, store: CheckpointStore) -> dict[str, float]:
     store.save(step, steps.trainer.state.tree(), sidecars={"model.json": b"{}"})
     blocking = time.perf_counter() - began
     around = blocking + sum(steps.take(_AROUND, look))
-    while not seen:
+    while not seen and store.in_flight:
         steps.take(1, look)
     store.wait()
+    look()
     return {
         "checkpoint_gb": paths.tree_size(store.path(step)) / 1e9,
         "save_blocking_s": blocking,

@@ -28,7 +28,8 @@ class Timing(NamedTuple):
     """Seconds of each step, those that compiling took, and what was seen then.
 
     Attributes:
-      uneven: the results of a step are taken while others are computed; the mean of all counts, not the median.
+      uneven: the results of a step are taken while others are computed: the mean of all counts, not the median, and
+        the least means nothing.
     """
 
     steps: list[float]
@@ -145,7 +146,10 @@ def _result(work: Workload, timing: Timing, flops: int, tokens: int) -> Result:
     memory = measures.peak_memory()  # before the product below needs some
     gc.collect()
     times, seen = measures.step_times(timing.steps), timing.seen
-    each = statistics.mean(timing.steps) if timing.uneven else times["step_ms"] / 1e3
+    each = times["step_ms"] / 1e3
+    if timing.uneven:
+        each = statistics.mean(timing.steps)
+        del times["step_ms_min"], times["step_ms_spread"]
     return {
         "size": work.size,
         "parameters": work.layout.num_params,

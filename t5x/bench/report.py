@@ -77,7 +77,9 @@ def _checkpoint(r: Result) -> Lines:
 
 
 def _step(r: Result) -> tuple[str, str]:
-    times = f"{r['step_ms']:.4g} ms, at best {r['step_ms_min']:.4g}, 80 % within {r['step_ms_spread']:.3g}"
+    times = f"{r['step_ms']:.4g} ms"
+    if "step_ms_min" in r:
+        times += f", at best {r['step_ms_min']:.4g}, 80 % within {r['step_ms_spread']:.3g}"
     return "step", f"{times}; {r['steps']} steps"
 
 

@@ -127,6 +127,11 @@ class CheckpointStore:
         self._thread = threading.Thread(target=self._finish, args=(save,), name="t5x-checkpoint")
         self._thread.start()
 
+    @property
+    def in_flight(self) -> bool:
+        """Whether a save goes on in the background."""
+        return self._thread is not None and self._thread.is_alive()
+
     def wait(self) -> None:
         """Returns when nothing is in flight; raises what went wrong in the background, once."""
         failure = self._join()

@@ -2,10 +2,12 @@
 
 import argparse
 import contextlib
+import functools
 import os
 import signal
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, NoReturn
@@ -32,6 +34,17 @@ def leave_in_order(signum: int, frame: FrameType | None) -> NoReturn:
 def work_begins() -> None:
     """From here on Ctrl-C is Python's: what is half written is cleaned up."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if getattr(sys.unraisablehook, "func", None) is not _comes_again:
+        sys.unraisablehook = functools.partial(_comes_again, sys.unraisablehook)
+
+
+def _comes_again(otherwise: Callable[[Any], object], dropped: Any) -> None:
+    """Sends a signal again whose exception Python has dropped, as it does inside destructors and garbage collection."""
+    signum = {KeyboardInterrupt: signal.SIGINT, SystemExit: signal.SIGTERM}.get(dropped.exc_type)
+    if signum is None:
+        otherwise(dropped)
+    else:
+        threading.Timer(0.1, os.kill, (os.getpid(), signum)).start()
 
 
 def parser_of(verb: str) -> argparse.ArgumentParser:

@@ -87,9 +87,9 @@ def _check(work: str, given: dict[str, Any]) -> None:
             raise UserError(f"--{name} goes with {others}, not with `t5x bench {work}`.")
     if work != "data" and given["modules"]:
         raise UserError("--import goes with `t5x bench data`.")
-    for name in ("batch", "steps", "beams"):
-        if given.get(name, 1) < 1:
-            raise UserError(f"--{name} is {given[name]}: it must be at least 1.")
+    for name, least in (("batch", 1), ("steps", 1), ("beams", 1), ("inputs", 2), ("targets", 2)):
+        if given.get(name, least) < least:
+            raise UserError(f"--{name} is {given[name]}: it must be at least {least}.")
 
 
 def _measure(work: str, options: dict[str, Any]) -> dict[str, Any]:
