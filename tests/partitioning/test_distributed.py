@@ -21,7 +21,7 @@ def begin(job: str, count: int, devices: int = 1, **more: str) -> list[subproces
     port = free_port()
     proxy = "http://127.0.0.1:9"  # as in many clusters; nothing answers there
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
-    env = environment(http_proxy=proxy, https_proxy=proxy, XLA_FLAGS=flags, **more)
+    env = environment(http_proxy=proxy, https_proxy=proxy, XLA_FLAGS=flags, PYTHONFAULTHANDLER="1", **more)
     command = [sys.executable, str(MEMBER)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return [subprocess.Popen([*command, str(n), str(count), str(port), job], env=env, **pipes) for n in range(count)]
@@ -33,6 +33,11 @@ def finish(processes: list[subprocess.Popen]) -> list[subprocess.CompletedProces
         for process in processes:
             out, err = process.communicate(timeout=120)
             done.append(subprocess.CompletedProcess(process.args, process.returncode, out, err))
+    except subprocess.TimeoutExpired:
+        for process in processes:
+            process.send_signal(signal.SIGABRT)
+        told = "\n\n".join(process.communicate(timeout=20)[1][-6000:] for process in processes[len(done) :])
+        pytest.fail(f"Process {len(done)} does not end. Where it and those after it are:\n{told}")
     finally:
         for process in processes:
             process.kill()
