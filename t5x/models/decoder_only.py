@@ -13,7 +13,7 @@ from t5x.data.feature_converters import DecoderFeatureConverter
 from t5x.data.vocabularies import Vocabulary
 from t5x.decoding.narrowing import of_examples
 from t5x.models.base import BaseTransformerModel, Batch, Params, decoded
-from t5x.network import compute_params, is_ours
+from t5x.network import compute_params, initial_variables, is_ours
 from t5x.optimizers import Optimizer
 
 
@@ -53,7 +53,7 @@ class DecoderOnlyModel(BaseTransformerModel):
 
     def get_initial_variables(self, rng: jax.Array, input_shapes: Mapping[str, tuple[int, ...]]) -> Any:
         tokens = jnp.ones(input_shapes["decoder_input_tokens"], jnp.int32)
-        return self.module.init({"params": rng}, tokens, tokens, enable_dropout=False)
+        return initial_variables(self.module, rng, tokens, tokens)
 
     def compute_logits(
         self, params: Params, batch: Batch, dropout_rng: jax.Array | None = None, mutable: Any = False

@@ -14,7 +14,7 @@ from t5x.data.feature_converters import EncDecFeatureConverter
 from t5x.data.vocabularies import Vocabulary
 from t5x.decoding.narrowing import of_examples
 from t5x.models.base import BaseTransformerModel, Batch, Params, decoded
-from t5x.network import CACHES, compute_params, is_ours
+from t5x.network import CACHES, compute_params, initial_variables, is_ours
 from t5x.optimizers import Optimizer
 
 
@@ -54,7 +54,7 @@ class EncoderDecoderModel(BaseTransformerModel):
     def get_initial_variables(self, rng: jax.Array, input_shapes: Mapping[str, tuple[int, ...]]) -> Any:
         tokens = {name: jnp.ones(shape, jnp.int32) for name, shape in input_shapes.items()}
         inputs, targets = tokens["encoder_input_tokens"], tokens["decoder_input_tokens"]
-        return self.module.init({"params": rng}, inputs, targets, targets, enable_dropout=False)
+        return initial_variables(self.module, rng, inputs, targets, targets)
 
     def compute_logits(
         self, params: Params, batch: Batch, dropout_rng: jax.Array | None = None, mutable: Any = False

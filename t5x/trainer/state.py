@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from t5x.models import BaseTransformerModel
+from t5x.network import logical_axes
 from t5x.partitioning import PjitPartitioner
 
 log = logging.getLogger(__name__)
@@ -32,21 +33,6 @@ class TrainState:
     @classmethod
     def from_tree(cls, tree: Mapping[str, Any]) -> "TrainState":
         return cls(tree["state"]["step"], tree["target"], tree["state"]["param_states"])
-
-
-def logical_axes(variables: Mapping[str, Any]) -> Tree:
-    """Logical axes of every parameter, from the `params_axes` that the module recorded; None where it recorded none."""
-    recorded = variables.get("params_axes", {})
-
-    def axes_of(path, _):
-        *parents, name = (key.key for key in path)
-        place = recorded
-        for parent in parents:
-            place = place.get(parent, {})
-        found = place.get(f"{name}_axes")
-        return None if found is None else tuple(found.names)
-
-    return jax.tree_util.tree_map_with_path(axes_of, variables["params"])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,10 +14,9 @@ from t5x.data import PassThroughVocabulary
 from t5x.errors import UserError
 from t5x.examples.t5 import layers
 from t5x.models import EncoderDecoderModel
-from t5x.network import T5Config
+from t5x.network import T5Config, logical_axes
 from t5x.partitioning import PjitPartitioner
 from t5x.trainer import StateLayout, Trainer
-from t5x.trainer.state import logical_axes
 from tests import tiny
 from tests.examples.users_t5 import UsersTransformer
 

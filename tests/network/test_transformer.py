@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from t5x.errors import UserError
-from t5x.network import CACHES, T5Config, Transformer
+from t5x.network import CACHES, T5Config, Transformer, logical_axes
 from t5x.network.layers import join_kernels
-from t5x.trainer.state import logical_axes
 from tests import tiny
 
 

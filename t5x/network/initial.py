@@ -1,0 +1,62 @@
+"""Fresh variables of a network."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+from flax.linen.partitioning import AxisMetadata
+
+from t5x.network.precision import is_ours
+from t5x.partitioning.logical import constrain
+
+_TOWERS = ("encoder", "decoder")  # where layers are scanned, their stack has its tower's name
+
+
+def initial_variables(module: nn.Module, rng: jax.Array, *tokens: jax.Array) -> dict[str, Any]:
+    """`params`, and the logical axes of each in `params_axes`.
+
+    Unrolled layers of our networks are drawn by the same network with its layers scanned, to which `Keys` gives the
+    same values: one layer of a tower is compiled instead of all of them.
+
+    Args:
+      tokens: arguments of the module's call.
+    """
+    if not is_ours(module) or module.config.scan_layers:
+        return module.init({"params": rng}, *tokens, enable_dropout=False)
+    config = dataclasses.replace(module.config, scan_layers=True, param_scan_axis=0, remat_policy="none")
+    variables = module.clone(config=config).init({"params": rng}, *tokens, enable_dropout=False)
+    for tower in _TOWERS:
+        if tower in variables["params"]:
+            _unstack(variables["params"][tower], variables["params_axes"][tower], tower)
+    return variables
+
+
+def _unstack(params: dict[str, Any], params_axes: dict[str, Any], stack: str) -> None:
+    """Replaces the entry `stack`, of which every array has the layers first, by one for each layer."""
+    arrays, metadata = params.pop(stack), params_axes.pop(stack)
+    axes = logical_axes({"params": arrays, "params_axes": metadata})
+    # Where it is divided, so is the stack: a device never holds the whole.
+    arrays = jax.tree.map(lambda x, names: constrain(x, None, *names[1:]), arrays, axes)
+    without_layers = lambda found: AxisMetadata(names=found.names[1:])
+    for i in range(jax.tree.leaves(arrays)[0].shape[0]):
+        params[f"layers_{i}"] = jax.tree.map(lambda x, i=i: x[i], arrays)
+        params_axes[f"layers_{i}"] = jax.tree.map(
+            without_layers, metadata, is_leaf=lambda x: isinstance(x, AxisMetadata)
+        )
+
+
+def logical_axes(variables: Mapping[str, Any]) -> Any:
+    """Logical axes of every parameter, from the `params_axes` that the module recorded; None where it recorded none."""
+    recorded = variables.get("params_axes", {})
+
+    def axes_of(path, _):
+        *parents, name = (key.key for key in path)
+        place = recorded
+        for parent in parents:
+            place = place.get(parent, {})
+        found = place.get(f"{name}_axes")
+        return None if found is None else tuple(found.names)
+
+    return jax.tree_util.tree_map_with_path(axes_of, variables["params"])
