@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import importlib
+import logging
 import os
 import signal
 import sys
@@ -13,7 +14,7 @@ from typing import NoReturn
 from t5x import __version__
 from t5x.errors import UserError
 from t5x.verbs import VERBS
-from t5x.verbs.arguments import parser_of
+from t5x.verbs.arguments import Terminated, parser_of
 
 USAGE = """\
 Train, fine-tune, evaluate and run T5-family models.
@@ -98,7 +99,9 @@ def run_verb(verb: str, argv: Sequence[str]) -> int:
         return 0
     except KeyboardInterrupt:
         _say("\ninterrupted")
-        return 130
+        _end(130)
+    except Terminated as error:
+        _end(error.code)
     except Exception as error:
         root = configuration.root_cause(error)
         message = configuration.user_message(error)
@@ -116,6 +119,21 @@ def run_verb(verb: str, argv: Sequence[str]) -> int:
             raise
         _say(f"error: {message}")
         return getattr(root, "exit_code", 2)
+
+
+def _end(code: int) -> NoReturn:
+    """Ends the process while the exception that a signal raised is still there, and without Python's own end.
+
+    The signal does not stop XLA, which compiles in a thread of its own: Python's end waits for that, and what it
+    compiles would be freed under its hands with the exception's frames.
+    """
+    if distributed := sys.modules.get("t5x.partitioning.distributed"):
+        distributed.at_exit()
+    logging.shutdown()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
 
 
 def _print_nowhere() -> None:

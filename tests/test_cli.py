@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -219,3 +221,40 @@ except KeyboardInterrupt:
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=REPO)
     assert done.returncode == code and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("signum", "code", "says"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 75, "terminated")])
+def test_a_signal_while_xla_compiles_ends_the_program_at_once(signum, code, says):
+    program = """
+import jax, jax.numpy as jnp
+from t5x import cli
+from t5x.verbs import bench
+from t5x.verbs.arguments import leave_in_order, work_begins
+import signal
+
+def compiles_for_long(x):
+    for i in range(3, 500):  # of different shapes: nothing is compiled once for several
+        x = jnp.sin(jnp.resize(x, (i, 7))).sum(0)
+    return x
+
+def run(args):
+    work_begins()
+    signal.signal(signal.SIGTERM, leave_in_order)
+    lowered = jax.jit(compiles_for_long).lower(jnp.ones(7))
+    print("compiling", flush=True)
+    lowered.compile()
+    print("compiled", flush=True)
+
+bench.run = run
+cli.main(["bench", "train"])
+"""
+    child = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=REPO,
+        env=environment(JAX_ENABLE_COMPILATION_CACHE="false"),
+    )  # fmt: skip
+    assert child.stdout.readline() == "compiling\n"
+    time.sleep(0.2)
+    child.send_signal(getattr(signal, signum))
+    printed, said = child.communicate(timeout=60)
+    assert child.returncode == code and not printed  # not when all is compiled
+    assert said.strip() == says

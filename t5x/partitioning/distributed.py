@@ -88,7 +88,7 @@ def start(
             address = f"127.0.0.1:{Relay(place.host, port).port}"
         _watch = Watch(place.index, _members, links)
         _watch.start()
-        atexit.register(_at_exit)
+        atexit.register(at_exit)
         gpus = cluster.own_gpus(place.index, [dataclasses.asdict(member) for member in _members])
         keep_stdout_clean()
         _initialize(address, port, place, gpus)
@@ -183,7 +183,7 @@ def run(**flags: Any) -> Iterator[None]:
     stop()
 
 
-def _at_exit() -> None:
+def at_exit() -> None:
     """Ends a run that nobody has stopped; after an error without JAX's own end, which would wait for the others."""
     _stop(getattr(sys, "last_value", None), patience=10 * STOP)  # it may have left with an error that nobody told
     if _ended is not None:

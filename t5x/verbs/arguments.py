@@ -25,10 +25,14 @@ configuration:
 """
 
 
+class Terminated(SystemExit):
+    """By SIGTERM."""
+
+
 def leave_in_order(signum: int, frame: FrameType | None) -> NoReturn:
     """SIGTERM while something is half written: it is cleaned up on the way out."""
     print("terminated", file=sys.stderr, flush=True)
-    sys.exit(75)
+    raise Terminated(75)
 
 
 def work_begins() -> None:
@@ -40,7 +44,7 @@ def work_begins() -> None:
 
 def _comes_again(otherwise: Callable[[Any], object], dropped: Any) -> None:
     """Sends a signal again whose exception Python has dropped, as it does inside destructors and garbage collection."""
-    signum = {KeyboardInterrupt: signal.SIGINT, SystemExit: signal.SIGTERM}.get(dropped.exc_type)
+    signum = {KeyboardInterrupt: signal.SIGINT, Terminated: signal.SIGTERM}.get(dropped.exc_type)
     if signum is None:
         otherwise(dropped)
     else:
