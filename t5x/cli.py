@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import NoReturn
 
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         hint = f" Did you mean `t5x {near[0]}`?" if near else ""
         print(f"error: t5x has no verb {verb!r}.{hint} `t5x --help` lists them.", file=sys.stderr)
         sys.exit(2)
-    sys.exit(run_verb(verb, argv[1:]))
+    sys.exit(run_verb(verb, argv[1:], _end))
 
 
 def main_of(verb: str) -> NoReturn:
@@ -72,11 +72,15 @@ def main_of(verb: str) -> NoReturn:
     package = os.path.dirname(os.path.abspath(__file__))
     # Started as a script, Python put the package's own directory first on the path, where our modules shadow others'.
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != package]
-    sys.exit(run_verb(verb, sys.argv[1:]))
+    sys.exit(run_verb(verb, sys.argv[1:], _end))
 
 
-def run_verb(verb: str, argv: Sequence[str]) -> int:
-    """Parses a verb's arguments and runs it; every error becomes a message and an exit code."""
+def run_verb(verb: str, argv: Sequence[str], end: Callable[[int], int] = int) -> int:
+    """Parses a verb's arguments and runs it; every error becomes a message and an exit code.
+
+    Args:
+      end: is given the exit code after Ctrl-C and SIGTERM, as long as what they have raised is there.
+    """
     signal.signal(signal.SIGTERM, _leave_at_once)
     signal.signal(signal.SIGINT, _leave_at_once)
     from t5x import configuration, startup
@@ -99,9 +103,9 @@ def run_verb(verb: str, argv: Sequence[str]) -> int:
         return 0
     except KeyboardInterrupt:
         _say("\ninterrupted")
-        _end(130)
+        return end(130)
     except Terminated as error:
-        _end(error.code)
+        return end(error.code)
     except Exception as error:
         root = configuration.root_cause(error)
         message = configuration.user_message(error)
@@ -125,8 +129,11 @@ def _end(code: int) -> NoReturn:
     """Ends the process while the exception that a signal raised is still there, and without Python's own end.
 
     The signal does not stop XLA, which compiles in a thread of its own: Python's end waits for that, and what it
-    compiles would be freed under its hands with the exception's frames.
+    compiles would be freed under its hands with the exception's frames. Functions that are registered with `atexit` are
+    not called; what `with` and `finally` clean up has been.
     """
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, lambda *_: os._exit(code))
     if distributed := sys.modules.get("t5x.partitioning.distributed"):
         distributed.at_exit()
     logging.shutdown()

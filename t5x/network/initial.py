@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import flax.core
 import flax.linen as nn
 import jax
 from flax.linen.partitioning import AxisMetadata
@@ -26,7 +27,7 @@ def initial_variables(module: nn.Module, rng: jax.Array, *tokens: jax.Array) -> 
     if not is_ours(module) or module.config.scan_layers:
         return module.init({"params": rng}, *tokens, enable_dropout=False)
     config = dataclasses.replace(module.config, scan_layers=True, param_scan_axis=0, remat_policy="none")
-    variables = module.clone(config=config).init({"params": rng}, *tokens, enable_dropout=False)
+    variables = flax.core.unfreeze(module.clone(config=config).init({"params": rng}, *tokens, enable_dropout=False))
     for tower in _TOWERS:
         if tower in variables["params"]:
             _unstack(variables["params"][tower], variables["params_axes"][tower], tower)

@@ -145,17 +145,27 @@ def stop(error: BaseException | None = None) -> None:
 
 
 def _stop(error: BaseException | None, patience: float | None) -> None:
-    global _watch, _ended, _exit_code
+    global _watch
     watch, _watch = _watch, None
     if watch is None:
         return
     speaks = isinstance(error, UserError | KeyboardInterrupt | SystemExit)
     in_order = error is None or (not speaks and hasattr(error, "exit_code"))
-    if in_order and watch.done(patience):
-        jax.distributed.shutdown()
-        return
+    try:
+        if in_order and watch.done(patience):
+            jax.distributed.shutdown()
+            return
+    except (KeyboardInterrupt, SystemExit) as signalled:
+        _tell(watch, signalled)
+        raise
     if not speaks and not in_order:
         time.sleep(CAUSE)
+    _tell(watch, error)
+
+
+def _tell(watch: Watch, error: BaseException | None) -> None:
+    """Tells the others that this process ends with an error, or without one before they do."""
+    global _ended, _exit_code
     _ended, _exit_code = watch, _code(error)
     said = f"{type(error).__name__}: {error}".strip(": ")
     if isinstance(error, UserError):

@@ -195,7 +195,8 @@ class PairWork:
         self._copy = None
         if path == "-":
             with records.copying(self._name):
-                self._copy = tempfile.NamedTemporaryFile()  # noqa: SIM115
+                # Without a name: it is gone however this program ends.
+                self._copy = tempfile.TemporaryFile()  # noqa: SIM115
                 shutil.copyfileobj(sys.stdin.buffer, self._copy)
                 self._copy.flush()
         self.before = None
@@ -279,7 +280,11 @@ class PairWork:
     def _lines(self) -> Iterator[_Line]:
         count, last = 0, None
         columns: int | None = None
-        for number, line in enumerate(records.lines(self._path if self._copy is None else self._copy.name)):
+        path = self._path
+        if self._copy is not None:
+            self._copy.seek(0)  # where opening it again is not a new beginning, as on macOS
+            path = f"/dev/fd/{self._copy.fileno()}"
+        for number, line in enumerate(records.lines(path)):
             where = f"{self._name}:{line.number}"
             if line.raw.lstrip().startswith(b"{"):
                 record = records.object_of(line.raw, where)

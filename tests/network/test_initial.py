@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,6 +45,12 @@ def test_a_subclass_draws_its_own():
     made, own = (f(Odd(tiny.T5_1_1)) for f in (_made, _own))
     assert jax.tree.structure(made) == jax.tree.structure(own)
     jax.tree.map(np.testing.assert_array_equal, made, own)
+
+
+def test_variables_that_flax_freezes():
+    with flax.config.temp_flip_flag("return_frozendict", True):
+        made, own = (jax.jit(f, static_argnums=0)(Transformer(tiny.T5_1_1)) for f in (_made, _own))
+    jax.tree.map(np.testing.assert_array_equal, made, flax.core.unfreeze(own))
 
 
 def test_stacks_are_divided_as_their_layers_are():

@@ -4,7 +4,9 @@ import gzip
 import io
 import json
 import math
+import os
 import sys
+import tempfile
 import types
 from pathlib import Path
 
@@ -150,11 +152,13 @@ def test_pairs_with_and_without_ids(tmp_path):
     ]
 
 
-def test_standard_input_is_read_once_and_given_many_times(monkeypatch):
+def test_standard_input_is_read_once_and_given_many_times(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(buffer=io.BytesIO(b"who?\the\nwho?\t\n")))
     work = PairWork("-", by_query=True)
     assert units(work) == units(work) == [Unit("1", "who?", ["1", "2"], ["he", ""], [])]
     assert work.empty == 1
+    assert not os.listdir(tmp_path)  # whatever ends the program now, no copy stays
 
 
 BROKEN = {
