@@ -1,6 +1,7 @@
 """Disks that are really small, and really full."""
 
 import contextlib
+import gc
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ def mounted(place: Path, size: str = "2m") -> Iterator[Path]:
     try:
         yield place
     finally:
+        gc.collect()  # files that an exception's frames hold open
         subprocess.run(["umount", str(place)], check=True)
 
 
