@@ -170,7 +170,10 @@ class RMSNorm(nn.Module):
         scale = parameter(self, "scale", initializers.ones, (x.shape[-1],), ("embed",), Keys())
         wide = x.astype(jnp.float32)
         normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.epsilon)
-        return _apart(normed.astype(self.dtype) * scale.astype(self.dtype), 1)[0]
+        # Two narrow numbers have the same product in float32, but the gradient of the scale, a sum over all positions
+        # of a batch, is then summed up in float32 too.
+        rounded = lambda array: array.astype(self.dtype).astype(jnp.float32)
+        return _apart((rounded(normed) * rounded(scale)).astype(self.dtype), 1)[0]
 
 
 class Embed(nn.Module):
