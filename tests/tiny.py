@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -69,3 +70,14 @@ def initial_params(config: T5Config = T5_1_1, seed: int = 0):
 
 def as_float32(tree):
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), tree)
+
+
+def arrays(*shapes: tuple[int, ...], scale: float = 0.5, seed: int = 0) -> list[jax.Array]:
+    """Normal numbers, float32."""
+    rng = np.random.default_rng(seed)
+    return [jnp.array(rng.normal(0, scale, shape), jnp.float32) for shape in shapes]
+
+
+def segments(lengths: Sequence[int], size: int) -> jax.Array:
+    """int32 [rows, size]: 1 up to each row's length, then 0."""
+    return jnp.array(np.arange(size) < np.array(lengths)[:, None], jnp.int32)

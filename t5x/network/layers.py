@@ -168,12 +168,17 @@ class RMSNorm(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         scale = parameter(self, "scale", initializers.ones, (x.shape[-1],), ("embed",), Keys())
-        wide = x.astype(jnp.float32)
-        normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.epsilon)
-        # Two narrow numbers have the same product in float32, but the gradient of the scale, a sum over all positions
-        # of a batch, is then summed up in float32 too.
-        rounded = lambda array: array.astype(self.dtype).astype(jnp.float32)
-        return _apart((rounded(normed) * rounded(scale)).astype(self.dtype), 1)[0]
+        return _apart(rms_norm(x, scale, self.dtype, self.epsilon), 1)[0]
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, dtype: Any, epsilon: float) -> jax.Array:
+    """x [..., features] divided by its root mean square and multiplied with `scale`, float32 [features]."""
+    x = x.astype(jnp.float32)
+    normed = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + epsilon)
+    # Two narrow numbers have the same product in float32, but the gradient of the scale, a sum over all positions of a
+    # batch, is then summed up in float32 too.
+    rounded = lambda array: array.astype(dtype).astype(jnp.float32)
+    return (rounded(normed) * rounded(scale)).astype(dtype)
 
 
 class Embed(nn.Module):

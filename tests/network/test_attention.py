@@ -13,6 +13,7 @@ from t5x.network.attention import Mask
 from t5x.network.keys import Keys
 from t5x.network.relative_position import RelativeBias
 from tests import tiny
+from tests.tiny import arrays, segments
 
 BATCH, HEADS, WIDTH = 3, 2, 8
 
@@ -24,11 +25,6 @@ def _exact_products():
         yield
 
 
-def arrays(*shapes: tuple[int, ...], seed: int = 0) -> list[jax.Array]:
-    rng = np.random.default_rng(seed)
-    return [jnp.array(rng.normal(0, 0.5, shape), jnp.float32) for shape in shapes]
-
-
 def expected(query, key, value, allowed, bias=0.0) -> np.ndarray:
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
     logits = np.einsum("bqhd,bkhd->bhqk", query, key) + bias
@@ -36,18 +32,14 @@ def expected(query, key, value, allowed, bias=0.0) -> np.ndarray:
     return np.einsum("bhqk,bkhd->bqhd", weights / weights.sum(-1, keepdims=True), value)
 
 
-def real(lengths: list[int], size: int) -> jax.Array:
-    return jnp.array(np.arange(size) < np.array(lengths)[:, None], jnp.int32)
-
-
 def test_folding_the_query_gives_what_keys_and_values_give():
     query, source, key_kernel, value_kernel = arrays(
         (BATCH, 1, HEADS, WIDTH), (BATCH, 5, 6), (6, HEADS * WIDTH), (6, HEADS * WIDTH)
     )
-    segments = real([5, 2, 1], 5)
-    found = attention.attend_folded(query, source, key_kernel, value_kernel, mask=Mask(key_segments=segments))
+    real = segments([5, 2, 1], 5)
+    found = attention.attend_folded(query, source, key_kernel, value_kernel, mask=Mask(key_segments=real))
     heads = lambda kernel: (source @ kernel).reshape(BATCH, 5, HEADS, WIDTH)
-    allowed = np.asarray(segments)[:, None, None] > 0
+    allowed = np.asarray(real)[:, None, None] > 0
     np.testing.assert_allclose(found, expected(query, heads(key_kernel), heads(value_kernel), allowed), atol=1e-6)
 
 
@@ -56,7 +48,7 @@ def test_folding_drops_the_same_weights_as_attention_does():
         (BATCH, 1, HEADS, WIDTH), (BATCH, 9, 6), (6, HEADS * WIDTH), (6, HEADS * WIDTH)
     )
     dropped = {"keys": Keys(dropout=jax.random.key(3), rows=jnp.arange(BATCH), place="here"), "dropout_rate": 0.5}
-    mask = Mask(key_segments=real([9, 4, 7], 9))
+    mask = Mask(key_segments=segments([9, 4, 7], 9))
     found = attention.attend_folded(query, source, key_kernel, value_kernel, mask=mask, **dropped)
     heads = lambda kernel: (source @ kernel).reshape(BATCH, 9, HEADS, WIDTH)
     plain = attention.attend(query, heads(key_kernel), heads(value_kernel), mask=mask, **dropped)
@@ -106,8 +98,8 @@ def test_cudnn_agrees_with_float32(q: int, k: int, causal: bool):
     query, key, value, weights = arrays(*[(BATCH, n, 4, 64) for n in (q, k, k, q)])
     (table,) = arrays((4, 32))
     lengths = [k, *np.random.default_rng(k).integers(1, k + 1, BATCH - 1)]
-    seen = real(lengths, q)[:, :, None, None] if q == k else 1
-    mask = Mask(key_segments=real(lengths, k), causal=causal)
+    seen = segments(lengths, q)[:, :, None, None] if q == k else 1
+    mask = Mask(key_segments=segments(lengths, k), causal=causal)
 
     def loss(backend, dtype, query, key, value, table):
         bias = RelativeBias(table, not causal) if q == k else None

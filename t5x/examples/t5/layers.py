@@ -19,7 +19,7 @@ from flax.linen.partitioning import param_with_axes
 
 from t5x.errors import UserError
 from t5x.network.attention import MASKED
-from t5x.network.layers import ACTIVATIONS
+from t5x.network.layers import ACTIVATIONS, rms_norm
 from t5x.network.relative_position import RelativeBias
 from t5x.partitioning.logical import constrain
 
@@ -98,9 +98,7 @@ class LayerNorm(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         scale = param_with_axes("scale", self.scale_init, (x.shape[-1],), jnp.float32, axes=("embed",), module=self)
-        x = jnp.asarray(x, jnp.float32)
-        x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.epsilon)
-        return x.astype(self.dtype) * scale.astype(self.dtype)
+        return rms_norm(jnp.asarray(x), scale, self.dtype, self.epsilon)
 
 
 class Embed(nn.Module):
