@@ -104,7 +104,8 @@ def tiny_model(network=Transformer, **changes) -> tuple[EncoderDecoderModel, Any
     )  # fmt: skip
     vocabulary = PassThroughVocabulary(31, eos_id=1)
     model = EncoderDecoderModel(network(config), vocabulary, vocabulary, None)
-    params = model.get_initial_variables(jax.random.key(0), model.input_shapes({"inputs": 6, "targets": 4}))["params"]
+    shapes = model.input_shapes({"inputs": 6, "targets": 4})
+    params = jax.jit(lambda key: model.get_initial_variables(key, shapes)["params"])(jax.random.key(0))
     inputs, targets = (jax.random.randint(jax.random.key(n), (3, n), 2, 31) for n in (6, 4))
     batch = {
         "encoder_input_tokens": inputs, "decoder_target_tokens": targets, "decoder_loss_weights": jnp.ones((3, 4)),
@@ -115,20 +116,21 @@ def tiny_model(network=Transformer, **changes) -> tuple[EncoderDecoderModel, Any
 
 def test_a_network_over_ours_with_its_own_logits_is_trained_and_scored_by_these():
     model, params, batch = tiny_model(Doubled)
-    logits = model.compute_logits(params, batch)
+    logits = jax.jit(model.compute_logits)(params, batch)
     probabilities = jax.nn.log_softmax(logits)
     wanted = jnp.take_along_axis(probabilities, batch["decoder_target_tokens"][..., None], axis=-1)[..., 0].sum(1)
-    np.testing.assert_allclose(model.score_batch(params, batch), wanted, rtol=1e-5)
-    np.testing.assert_allclose(model.loss_fn(params, batch)[0], -wanted.sum(), rtol=1e-5)
+    np.testing.assert_allclose(jax.jit(model.score_batch)(params, batch), wanted, rtol=1e-5)
+    np.testing.assert_allclose(jax.jit(model.loss_fn)(params, batch)[0], -wanted.sum(), rtol=1e-5)
 
 
 def test_scores_can_be_differentiated():
     """As losses of preferences need it."""
     model, params, batch = tiny_model()
-    found = jax.grad(lambda params: model.score_batch(params, batch).sum())(params)
-    wanted = jax.grad(lambda params: model.score_batch(params, batch, return_intermediates=True)[0].sum())(params)
+    gradient = lambda function: jax.jit(jax.grad(function))(params)
+    found = gradient(lambda params: model.score_batch(params, batch).sum())
+    wanted = gradient(lambda params: model.score_batch(params, batch, return_intermediates=True)[0].sum())
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, wanted)
-    loss = jax.grad(lambda params: -model.loss_fn(params, batch)[0])(params)
+    loss = gradient(lambda params: -model.loss_fn(params, batch)[0])
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, loss)
 
 
@@ -139,7 +141,8 @@ def test_the_gradient_of_a_few_logits_is_summed_in_float32(tied):
     exact = tiny_model(logits_via_embedding=tied)[0]
     inputs = jnp.tile(batch["encoder_input_tokens"], (400, 1))
     labels = jnp.broadcast_to(jnp.array([5, 9]), (len(inputs), 2))
-    of = lambda model: jax.grad(lambda params: model.first_logits(params, inputs, labels)[:, 0].sum())(params)
+    first = lambda model, params: model.first_logits(params, inputs, labels)[:, 0].sum()
+    of = lambda model: jax.jit(jax.grad(functools.partial(first, model)))(params)
     column = lambda g: g["token_embedder"]["embedding"][5] if tied else g["decoder"]["logits_dense"]["kernel"][:, 5]
     found, wanted = column(of(model)), column(of(exact))
     assert np.linalg.norm(found - wanted) < 0.02 * np.linalg.norm(wanted)
@@ -179,7 +182,8 @@ def test_a_subclass_with_other_logits_is_trained_by_these():
     vocabulary = PassThroughVocabulary(31, eos_id=1)
     louder = Louder(Transformer(tiny.T5_1_1), vocabulary, vocabulary, Adafactor())
     params, batch = tiny.initial_params(tiny.T5_1_1), tiny.batch()
-    assert abs(louder.loss_fn(params, batch)[0] - tiny.model().loss_fn(params, batch)[0]) > 1e-3
+    loss = lambda model: jax.jit(model.loss_fn)(params, batch)[0]
+    assert abs(loss(louder) - loss(tiny.model())) > 1e-3
 
 
 def test_checkpoints_know_a_model_by_its_public_name():
