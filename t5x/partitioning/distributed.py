@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax._src import distributed as runtime  # its key-value store has no public name
 
 from t5x.errors import UserError
@@ -152,15 +153,32 @@ def _stop(error: BaseException | None, patience: float | None) -> None:
     speaks = isinstance(error, UserError | KeyboardInterrupt | SystemExit)
     in_order = error is None or (not speaks and hasattr(error, "exit_code"))
     try:
-        if in_order and watch.done(patience):
-            jax.distributed.shutdown()
-            return
+        if in_order:
+            _finish_devices()
+            if watch.done(patience):
+                jax.distributed.shutdown()
+                return
     except (KeyboardInterrupt, SystemExit) as signalled:
         _tell(watch, signalled)
         raise
     if not speaks and not in_order:
         time.sleep(CAUSE)
     _tell(watch, error)
+
+
+def _finish_devices() -> None:
+    """Waits until the devices of this process have computed all that they were given.
+
+    A value that was read tells of the device it came from, not of the others. A collective that one of them begins
+    after the end of JAX's runtime does not find the other processes, and these hang in it, or this one does.
+    """
+    mesh = jax.sharding.Mesh(jax.local_devices(), ("device",))
+    last = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("device"))
+    try:
+        # A program for all of them: a device begins it when it has ended the ones before it, CPUs too.
+        jax.block_until_ready(jax.jit(lambda: jnp.zeros(mesh.size), out_shardings=last)())
+    except jax.errors.JaxRuntimeError as error:
+        log.warning("a device has not ended its work: %s", error)
 
 
 def _tell(watch: Watch, error: BaseException | None) -> None:

@@ -5,10 +5,14 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from t5x.errors import UserError
 from t5x.partitioning import PjitPartitioner, distributed, watch
@@ -66,6 +70,23 @@ def work() -> None:
     print(json.dumps({"told": tell(), "meshes": {name: place(**options) for name, options in MESHES.items()}}))
 
 
+def leave() -> Callable[[], None]:
+    """Reads its first device, while the second has yet to begin a sum with the other process's; then that one too."""
+    partitioner = PjitPartitioner(num_partitions=2)
+
+    def add(x: jax.Array) -> jax.Array:
+        loops = jax.lax.axis_index("model") * 10_000_000 * (1 + 2 * jax.lax.axis_index("data"))
+        return jax.lax.psum(jax.lax.fori_loop(0, loops, lambda _, x: jnp.cos(x), x), "data")
+
+    x = np.ones((2, 2), np.float32)
+    array = jax.make_array_from_callback(x.shape, NamedSharding(partitioner.mesh, P("data", "model")), x.__getitem__)
+    specs = {"in_specs": P("data", "model"), "out_specs": P(None, "model")}
+    added = jax.jit(jax.shard_map(add, mesh=partitioner.mesh, **specs))(array)
+    parts = added.addressable_shards
+    print(parts[0].data.item())
+    return lambda: print(parts[1].data.item())
+
+
 def die() -> None:
     """The last is killed while the others compute with it, on a mesh whose second model copy is on two processes."""
     print(json.dumps(place(num_partitions=3)), flush=True)
@@ -121,7 +142,9 @@ if __name__ == "__main__":
     flags = {"process_count": COUNT, "process_index": INDEX, "initialization_timeout": 60}
     try:
         with distributed.run(coordinator_address=f"127.0.0.1:{sys.argv[3]}", **flags):
-            globals()[sys.argv[4]]()
+            afterwards = globals()[sys.argv[4]]()
+        if afterwards:
+            afterwards()
     except (UserError, Stopped) as error:
         print(f"{'error: ' * isinstance(error, UserError)}{error}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -119,6 +119,13 @@ def test_each_process_reads_the_rows_of_its_devices(work, name, mesh, rows):
         assert found["processes of a model"] == (2 if mesh["model"] == 8 else 1)
 
 
+def test_the_end_waits_for_what_the_devices_still_compute():
+    """Without it the processes hung: a sum that begins when the run has ended does not find the other processes."""
+    for process in finish(begin("leave", 2, devices=2)):
+        assert process.returncode == 0, process.stderr
+        assert [float(line) for line in process.stdout.split()] == pytest.approx([2, 2 * 0.739085])  # cos x = x
+
+
 def test_a_model_straddles_processes_and_one_is_killed():
     *others, victim = begin("die", 3, devices=2)
     done = finish([*others, victim])
