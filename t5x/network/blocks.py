@@ -9,7 +9,7 @@ from flax.linen import initializers, partitioning
 
 from t5x.network.attention import Mask, attend, attend_cached, attend_folded
 from t5x.network.config import NetworkConfig
-from t5x.network.keys import Keys, dropout
+from t5x.network.keys import Keys, Stack, dropout
 from t5x.network.layers import KERNELS, MLP, Kernel, RMSNorm, project
 from t5x.network.relative_position import RelativeBias, RelativePositionBias
 from t5x.partitioning.logical import constrain
@@ -234,6 +234,8 @@ def run_layers(
         )
         x, _ = stack(cfg, name=stack_name, **fields)(x, jnp.arange(num_layers), keys, *shared)
         return x
+    if keys.dropout is not None and cfg.remat_policy == "none":
+        keys = keys.replace(stack=Stack(num_layers))
     for i in range(num_layers):
         x, _ = layer_cls(cfg, name=f"layers_{i}", **fields)(x, i, keys, *shared)
     return x

@@ -27,12 +27,16 @@ class Keys:
       dropout: key of dropout; None where dropout is off.
       rows: int32 [batch], each example's row in the global batch; None where dropout is off.
       place: logical name, `encoder/layers/attention/query`.
+      stack: draws the dropout of all layers together; None where each draws its own.
+      number: of this layer in the stack.
     """
 
     params: jax.Array | None = None
     dropout: jax.Array | None = None
     rows: jax.Array | None = None
     place: str = flax.struct.field(pytree_node=False, default="")
+    stack: "Stack | None" = flax.struct.field(pytree_node=False, default=None)
+    number: int | None = flax.struct.field(pytree_node=False, default=None)
 
     @classmethod
     def of(cls, module: nn.Module, tokens: jax.Array, enable_dropout: bool, rows: jax.Array | None) -> "Keys":
@@ -52,8 +56,10 @@ class Keys:
         return self.replace(place=f"{self.place}/{name}")
 
     def layer(self, number: jax.Array | int) -> "Keys":
-        """The keys of a layer, of which the number may be traced."""
+        """The keys of a layer, of which the number may be traced unless there is a stack."""
         fold = lambda key: None if key is None else jax.random.fold_in(key, number)
+        if self.stack is not None:
+            return self.replace(params=fold(self.params), number=number)
         return self.replace(params=fold(self.params), dropout=fold(self.dropout))
 
     def param(self, name: str) -> jax.Array:
@@ -62,9 +68,32 @@ class Keys:
 
     def keep(self, shape: Sequence[int], rate: float) -> jax.Array:
         """bool [batch, *shape]: which units dropout keeps here."""
+        if self.stack is not None:
+            return self.stack.keep(self, tuple(shape), rate)
         key = jax.random.fold_in(self.dropout, zlib.crc32(self.place.encode()))
         row_keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(self.rows)
         return jax.vmap(lambda key: jax.random.bernoulli(key, 1.0 - rate, tuple(shape)))(row_keys)
+
+
+class Stack:
+    """Unrolled layers, of which a place's dropout is drawn for all when the first of them asks for it.
+
+    The values are those that each layer would draw by itself; but a generator is hundreds of instructions, and one in
+    every place of every layer was half of what XLA had to compile. All layers must be in the same trace.
+    """
+
+    def __init__(self, layers: int):
+        self._layers = layers
+        self._drawn: dict[tuple[str, tuple[int, ...], float], jax.Array] = {}
+
+    def keep(self, keys: Keys, shape: tuple[int, ...], rate: float) -> jax.Array:
+        """`Keys.keep` of the layer `keys.number`."""
+        name = (keys.place, shape, rate)
+        if name not in self._drawn:
+            own = lambda number: keys.replace(stack=None).layer(number).keep(shape, rate)
+            # Fused with what uses it, it would be computed again for every layer.
+            self._drawn[name] = jax.lax.optimization_barrier(jax.vmap(own)(jnp.arange(self._layers)))
+        return self._drawn[name][keys.number]
 
 
 def dropout(x: jax.Array, rate: float, keys: Keys, *, broadcast_length: bool = True) -> jax.Array:
