@@ -239,7 +239,7 @@ def test_a_checkpoint_of_adamw_goes_on_with_layers_held_otherwise(tmp_path, scan
     """Unrolled and scanned layers, either way: the next step with the stored moments is the same."""
 
     def layout_of(scan_layers):
-        config = dataclasses.replace(tiny.T5_1_1, num_decoder_layers=2, scan_layers=scan_layers)
+        config = dataclasses.replace(tiny.T5_1_1, num_encoder_layers=2, scan_layers=scan_layers)
         model = tiny.model(config, optimizers.chain([optax.clip(1.0), optimizers.adamw(weight_decay=0.1)]))
         return StateLayout.of(model, PjitPartitioner(), model.input_shapes({"inputs": 3, "targets": 3}))
 

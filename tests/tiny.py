@@ -14,7 +14,7 @@ from t5x.models import EncoderDecoderModel
 from t5x.network import T5Config, Transformer
 
 T5_1_0 = T5Config(
-    vocab_size=31, emb_dim=12, num_heads=3, head_dim=5, mlp_dim=20, num_encoder_layers=2, num_decoder_layers=3,
+    vocab_size=31, emb_dim=12, num_heads=3, head_dim=5, mlp_dim=20, num_encoder_layers=1, num_decoder_layers=2,
     mlp_activations=("relu",), logits_via_embedding=True, dropout_rate=0.0,
 )  # fmt: skip
 T5_1_1 = dataclasses.replace(T5_1_0, mlp_activations=("gelu", "linear"), logits_via_embedding=False)

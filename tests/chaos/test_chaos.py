@@ -9,7 +9,7 @@ from tests.chaos.harness import Setting, assert_same, run_through_kills, run_und
 
 
 @pytest.mark.parametrize(
-    ("setting", "kills"), [(Setting(), 3), (Setting(processes=2, devices=2), 1)], ids=["alone", "two_processes"]
+    ("setting", "kills"), [(Setting(), 2), (Setting(processes=2, devices=2), 1)], ids=["alone", "two_processes"]
 )
 def test_a_killed_run_ends_as_if_nothing_had_happened(setting, kills, tmp_path):
     (tmp_path / "undisturbed").mkdir()

@@ -40,8 +40,7 @@ ALL = [Setting(*each) for each in itertools.product(("dp", "fsdp", "tp", "2d"), 
 _DP, _FSDP, _TP = Setting("dp", False, 2, 1), Setting("fsdp", False, 1, 1), Setting("tp", True, 4, 1)
 _TWO, _FOUR = Setting("2d", True, 2, 2), Setting("2d", True, 1, 4)
 SOME = [
-    (_DP, _FSDP), (_DP, _TP), (_FSDP, _DP), (_FSDP, _TP), (_FSDP, _TWO), (_TP, _DP), (_TP, _FSDP),
-    (_FOUR, _DP), (_FOUR, _FSDP), (_FOUR, _TP),
+    (_DP, _TP), (_FSDP, _DP), (_FSDP, _TWO), (_TP, _FSDP), (_FOUR, _DP), (_FOUR, _TP),
 ]  # fmt: skip
 
 

@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import numpy as np
-import pytest
 
 from tests.programs import REPO, losses, t5x, train
 
@@ -43,35 +42,20 @@ for args in json.load(sys.stdin):
 """
 
 
-@pytest.fixture(scope="module")
-def one_device(tmp_path_factory):
-    run = tmp_path_factory.mktemp("one") / "run"
-    done = t5x(*train(run, STEPS, save_period=1000), cwd=REPO)
+def test_eight_devices_train_as_one(tmp_path):
+    done = t5x(*train(tmp_path / "one", STEPS, save_period=1000), cwd=REPO)
     assert done.returncode == 0, done.stderr
-    return losses(run, PER_TOKEN)
-
-
-@pytest.fixture(scope="module")
-def eight_devices(tmp_path_factory):
-    """Each mesh's model directory and what its run said."""
-    directory = tmp_path_factory.mktemp("eight")
-    runs = [train(directory / name, STEPS, *options, save_period=1000) for name, (options, *_) in MESHES.items()]
+    expected = losses(tmp_path / "one", PER_TOKEN)
+    runs = [train(tmp_path / name, STEPS, *options, save_period=1000) for name, (options, *_) in MESHES.items()]
     env = {**os.environ, "XLA_FLAGS": os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=8"}
     done = subprocess.run(
         [sys.executable, "-c", RUN], input=json.dumps(runs), cwd=REPO, env=env, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    said = done.stderr.split("=====\n")[1:]
-    return {name: (directory / name, text) for name, text in zip(MESHES, said, strict=True)}
-
-
-@pytest.mark.parametrize("mesh", MESHES)
-def test_eight_devices_train_as_one(mesh, one_device, eight_devices):
-    _, shape, over = MESHES[mesh]
-    run, said = eight_devices[mesh]
-    assert f"mesh: {shape} (8 x cpu" in said
-    found = losses(run, PER_TOKEN)
-    np.testing.assert_allclose(list(found.values()), list(one_device.values()), rtol=1e-5)
-    parameters = (run / "model-info.txt").read_text()
-    assert all(f"'{axis}'" in parameters for axis in over), "nothing was divided over such an axis"
-    assert ("'data'" in parameters) == ("data" in over)
+    for (name, (_, shape, over)), said in zip(MESHES.items(), done.stderr.split("=====\n")[1:], strict=True):
+        assert f"mesh: {shape} (8 x cpu" in said
+        found = losses(tmp_path / name, PER_TOKEN)
+        np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=1e-5, err_msg=name)
+        parameters = (tmp_path / name / "model-info.txt").read_text()
+        assert all(f"'{axis}'" in parameters for axis in over), f"{name}: nothing was divided over such an axis"
+        assert ("'data'" in parameters) == ("data" in over), name

@@ -57,7 +57,7 @@ def test_the_order_is_that_of_the_forward_pass():
 def test_parameters_that_are_not_finite_are_named_in_order(value):
     params = tiny.initial_params()
     assert find_nonfinite(params) == []
-    names = ["encoder/layers_1/mlp/wo/kernel", "decoder/decoder_norm/scale", "decoder/logits_dense/kernel"]
+    names = ["encoder/layers_0/mlp/wo/kernel", "decoder/decoder_norm/scale", "decoder/logits_dense/kernel"]
     assert find_nonfinite(spoilt(params, *reversed(names), value=value)) == names
 
 
