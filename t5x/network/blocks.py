@@ -235,7 +235,7 @@ def run_layers(
         x, _ = stack(cfg, name=stack_name, **fields)(x, jnp.arange(num_layers), keys, *shared)
         return x
     if keys.dropout is not None and cfg.remat_policy == "none":
-        keys = keys.replace(stack=Stack(num_layers))
+        keys = keys.alone().replace(stack=Stack(num_layers))
     for i in range(num_layers):
         x, _ = layer_cls(cfg, name=f"layers_{i}", **fields)(x, i, keys, *shared)
     return x

@@ -13,6 +13,7 @@ import flax.linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
+from flax.core.tracers import current_trace
 
 
 @flax.struct.dataclass
@@ -28,7 +29,7 @@ class Keys:
       rows: int32 [batch], each example's row in the global batch; None where dropout is off.
       place: logical name, `encoder/layers/attention/query`.
       stack: draws the dropout of all layers together; None where each draws its own.
-      number: of this layer in the stack.
+      number: of this layer in the stack, with which `dropout` is not folded yet.
     """
 
     params: jax.Array | None = None
@@ -58,9 +59,15 @@ class Keys:
     def layer(self, number: jax.Array | int) -> "Keys":
         """The keys of a layer, of which the number may be traced unless there is a stack."""
         fold = lambda key: None if key is None else jax.random.fold_in(key, number)
-        if self.stack is not None:
+        if self.stack is not None and self.number is None:
             return self.replace(params=fold(self.params), number=number)
-        return self.replace(params=fold(self.params), dropout=fold(self.dropout))
+        alone = self.alone()
+        return alone.replace(params=fold(alone.params), dropout=fold(alone.dropout))
+
+    def alone(self) -> "Keys":
+        """The same keys outside of their stack."""
+        alone = self.replace(stack=None, number=None)
+        return alone if self.number is None else alone.replace(dropout=jax.random.fold_in(self.dropout, self.number))
 
     def param(self, name: str) -> jax.Array:
         """The key of the parameter `name` here."""
@@ -78,19 +85,24 @@ class Keys:
 class Stack:
     """Unrolled layers, of which a place's dropout is drawn for all when the first of them asks for it.
 
-    The values are those that each layer would draw by itself; but a generator is hundreds of instructions, and one in
-    every place of every layer was half of what XLA had to compile. All layers must be in the same trace.
+    The values are those that each layer would draw by itself (unless by `use_hardware_rng`, whose values depend on how
+    many are drawn together); but a generator is hundreds of instructions, and one in every place of every layer was
+    half of what XLA had to compile.
     """
 
     def __init__(self, layers: int):
         self._layers = layers
+        self._trace = current_trace()
         self._drawn: dict[tuple[str, tuple[int, ...], float], jax.Array] = {}
 
     def keep(self, keys: Keys, shape: tuple[int, ...], rate: float) -> jax.Array:
         """`Keys.keep` of the layer `keys.number`."""
+        if current_trace() != self._trace:
+            # In a part of a layer with a transform of its own, out of which nothing comes to the other layers.
+            return keys.alone().keep(shape, rate)
         name = (keys.place, shape, rate)
         if name not in self._drawn:
-            own = lambda number: keys.replace(stack=None).layer(number).keep(shape, rate)
+            own = lambda number: keys.replace(stack=None, number=None).layer(number).keep(shape, rate)
             # Fused with what uses it, it would be computed again for every layer.
             self._drawn[name] = jax.lax.optimization_barrier(jax.vmap(own)(jnp.arange(self._layers)))
         return self._drawn[name][keys.number]

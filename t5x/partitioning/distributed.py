@@ -153,11 +153,9 @@ def _stop(error: BaseException | None, patience: float | None) -> None:
     speaks = isinstance(error, UserError | KeyboardInterrupt | SystemExit)
     in_order = error is None or (not speaks and hasattr(error, "exit_code"))
     try:
-        if in_order:
-            _finish_devices()
-            if watch.done(patience):
-                jax.distributed.shutdown()
-                return
+        if in_order and _devices_finish(patience) and watch.done(patience):
+            jax.distributed.shutdown()
+            return
     except (KeyboardInterrupt, SystemExit) as signalled:
         _tell(watch, signalled)
         raise
@@ -166,19 +164,35 @@ def _stop(error: BaseException | None, patience: float | None) -> None:
     _tell(watch, error)
 
 
-def _finish_devices() -> None:
-    """Waits until the devices of this process have computed all that they were given.
+def _devices_finish(patience: float | None) -> bool:
+    """Waits until the devices of this process have computed all that they were given; whether they have in that time.
 
     A value that was read tells of the device it came from, not of the others. A collective that one of them begins
     after the end of JAX's runtime does not find the other processes, and these hang in it, or this one does.
     """
-    mesh = jax.sharding.Mesh(jax.local_devices(), ("device",))
-    last = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("device"))
-    try:
-        # A program for all of them: a device begins it when it has ended the ones before it, CPUs too.
-        jax.block_until_ready(jax.jit(lambda: jnp.zeros(mesh.size), out_shardings=last)())
-    except jax.errors.JaxRuntimeError as error:
-        log.warning("a device has not ended its work: %s", error)
+    waiting = threading.Thread(target=_wait_for, args=(_last_programs(),), daemon=True)  # signals reach who joins it
+    waiting.start()
+    waiting.join(patience)
+    return not waiting.is_alive()
+
+
+def _last_programs() -> list[jax.Array]:
+    """Of programs for all local devices together and for each alone.
+
+    A GPU or a TPU begins one when it has ended all before it; CPUs order the two kinds apart.
+    """
+    devices = jax.local_devices()
+    spread = jax.sharding.NamedSharding(jax.sharding.Mesh(devices, ("device",)), jax.sharding.PartitionSpec("device"))
+    places = [spread, *map(jax.sharding.SingleDeviceSharding, devices)]
+    return [jax.jit(lambda: jnp.zeros(len(devices)), out_shardings=place)() for place in places]
+
+
+def _wait_for(arrays: list[jax.Array]) -> None:
+    for array in arrays:
+        try:
+            array.block_until_ready()
+        except jax.errors.JaxRuntimeError as error:
+            log.warning("a device has not ended its work: %s", error)
 
 
 def _tell(watch: Watch, error: BaseException | None) -> None:
