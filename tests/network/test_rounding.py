@@ -313,7 +313,7 @@ def test_decoding(beams: int):
 
 
 def test_scores_of_whole_targets():
-    """Without what tokens that are all alike would score, which says nothing; of five rows, chance may pass the bound."""
+    """Without what tokens that are all alike would score, which says nothing; a few rows are beyond it by chance."""
     fast, plain, params = models()
     batch = tiny.batch(1, 60, 37, 21, vocab=320)
     ready = compute_params(fast.module, params)
