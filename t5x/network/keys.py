@@ -59,7 +59,7 @@ class Keys:
     def layer(self, number: jax.Array | int) -> "Keys":
         """The keys of a layer, of which the number may be traced unless there is a stack."""
         fold = lambda key: None if key is None else jax.random.fold_in(key, number)
-        if self.stack is not None and self.number is None:
+        if self.stack is not None and self.number is None and self.stack.is_here():
             return self.replace(params=fold(self.params), number=number)
         alone = self.alone()
         return alone.replace(params=fold(alone.params), dropout=fold(alone.dropout))
@@ -95,10 +95,13 @@ class Stack:
         self._trace = current_trace()
         self._drawn: dict[tuple[str, tuple[int, ...], float], jax.Array] = {}
 
+    def is_here(self) -> bool:
+        """Whether what is drawn now can come to all layers: not in a part of one with a transform of its own."""
+        return current_trace() == self._trace
+
     def keep(self, keys: Keys, shape: tuple[int, ...], rate: float) -> jax.Array:
         """`Keys.keep` of the layer `keys.number`."""
-        if current_trace() != self._trace:
-            # In a part of a layer with a transform of its own, out of which nothing comes to the other layers.
+        if not self.is_here():
             return keys.alone().keep(shape, rate)
         name = (keys.place, shape, rate)
         if name not in self._drawn:

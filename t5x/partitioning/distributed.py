@@ -170,8 +170,13 @@ def _devices_finish(patience: float | None) -> bool:
     A value that was read tells of the device it came from, not of the others. A collective that one of them begins
     after the end of JAX's runtime does not find the other processes, and these hang in it, or this one does.
     """
-    waiting = threading.Thread(target=_wait_for, args=(_last_programs(),), daemon=True)  # signals reach who joins it
-    waiting.start()
+    programs = _last_programs()
+    waiting = threading.Thread(target=_wait_for, args=(programs,), daemon=True)  # signals reach who joins it
+    try:
+        waiting.start()
+    except RuntimeError:  # Python 3.12 starts no thread when it ends; the watch still notices the death of another
+        _wait_for(programs)
+        return True
     waiting.join(patience)
     return not waiting.is_alive()
 

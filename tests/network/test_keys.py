@@ -1,6 +1,7 @@
 """Random keys by logical name."""
 
 import dataclasses
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -10,7 +11,7 @@ import pytest
 
 from t5x.network import blocks
 from t5x.network.attention import Mask
-from t5x.network.keys import Keys, Stack
+from t5x.network.keys import Keys, Stack, dropout
 from tests import tiny
 
 
@@ -39,10 +40,36 @@ class Users(nn.Module):
         return blocks.run_layers(self.layer_cls, config, "tower", 3, x, keys, None, Mask())
 
 
-@pytest.mark.parametrize("transform", [nn.remat, nn.jit])
-def test_layers_may_have_a_transform_of_their_own(transform):
+class Part(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array, keys: Keys) -> jax.Array:
+        return dropout(nn.Dense(12)(x), 0.3, keys)
+
+
+class LayerOfParts(nn.Module):
+    config: Any
+    part_cls: type[nn.Module] = Part
+
+    @nn.compact
+    def __call__(self, x: jax.Array, layer: jax.Array | int, keys: Keys, bias: None, mask: Mask):
+        return x + self.part_cls(name="part")(x, keys.layer(layer).at("part")), None
+
+
+class LayerOfCompiledParts(LayerOfParts):
+    part_cls: type[nn.Module] = nn.jit(Part)
+
+
+LAYERS = {
+    "remat": (blocks.EncoderLayer, nn.remat(blocks.EncoderLayer)),
+    "jit": (blocks.EncoderLayer, nn.jit(blocks.EncoderLayer)),
+    "jit in remat": (LayerOfParts, nn.remat(LayerOfCompiledParts)),
+}
+
+
+@pytest.mark.parametrize("case", LAYERS)
+def test_layers_may_have_a_transform_of_their_own(case):
     (x,) = tiny.arrays((2, 5, 12))
-    plain, transformed = Users(blocks.EncoderLayer), Users(transform(blocks.EncoderLayer))
+    plain, transformed = map(Users, LAYERS[case])
     params = jax.jit(lambda: plain.init(jax.random.key(0), x, Keys(params=jax.random.key(1))))()["params"]
     keys = Keys(dropout=jax.random.key(3), rows=jnp.arange(2)).at("layers")
     expected, found = (
