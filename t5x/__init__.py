@@ -25,7 +25,7 @@ def load(model_dir: str, **options: Any) -> LoadedModel:
         print(model.generate("the third of March '97").text)
 
     Args:
-      options: `vocabulary` and `partitioner`, see `t5x.inference.loaded.load`.
+      options: `vocabulary`, `dtype` and `partitioner`, see `t5x.inference.loaded.load`.
     """
     from t5x.inference import loaded
 

@@ -10,6 +10,8 @@ from typing import Any
 
 from t5x.errors import UserError
 
+DTYPE = {"choices": ("float32", "bfloat16"), "help": "of the activations (float32 on CPUs, else bfloat16)"}
+
 # Each is an attribute of `t5x.plain.PlainRun`, which has the defaults.
 _FILE = {
     "data": {"metavar": "FILE", "help": ".jsonl, .tsv, .csv (names in the first line) or .parquet, also .gz"},
@@ -36,7 +38,7 @@ _TRAIN = {
     "save_every": {"type": int, "metavar": "N", "help": "steps between checkpoints (1000); the newest 3 stay"},
     "metric": {"metavar": "NAME", "help": "exact_match (default), accuracy, … of t5x.metrics, or none"},
     "seed": {"type": int, "metavar": "N", "help": "of initial values, order and dropout (0)"},
-    "dtype": {"choices": ("float32", "bfloat16"), "help": "of the activations (float32 on CPUs, else bfloat16)"},
+    "dtype": DTYPE,
     "skip_bad_examples": {"action": "store_true", "help": "pass over lines that cannot be read"},
 }
 

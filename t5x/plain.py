@@ -329,6 +329,10 @@ def _from_checkpoint(run: PlainRun) -> tuple[list[str], list[str], NamedVocabula
 
 
 def _run_bindings(run: PlainRun, command: str) -> list[str]:
+    from t5x.network import default_dtype
+
+    dtype = run.dtype or default_dtype()
+    log.info("activations are %s (--dtype chooses)", dtype)
     rate = run.learning_rate or (0.01 if run.model is None else 0.001)
     values = {
         "MODEL_DIR": _absolute(run.model_dir),
@@ -345,7 +349,7 @@ def _run_bindings(run: PlainRun, command: str) -> list[str]:
         "data.file_task.targets": run.targets,
         "data.file_task.prefix": run.prefix,
         "data.file_task.metric": run.metric_name,
-        "network.T5Config.dtype": run.dtype or _dtype(),
+        "network.T5Config.dtype": dtype,
         "utils.create_learning_rate_scheduler.base_learning_rate": rate,
         "utils.SaveCheckpointConfig.period": run.save_every,
         "utils.SaveCheckpointConfig.keep": 3,
@@ -364,15 +368,6 @@ def _run_bindings(run: PlainRun, command: str) -> list[str]:
         "train.summarize_config_fn = @plain.write_down",
         *(f"{name} = {value!r}" for name, value in values.items()),
     ]
-
-
-def _dtype() -> str:
-    import jax
-
-    if jax.default_backend() == "cpu":
-        log.info("activations are float32: processors are slow with bfloat16 (--dtype chooses)")
-        return "float32"
-    return "bfloat16"
 
 
 def _absolute(path: str) -> str:

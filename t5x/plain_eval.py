@@ -36,6 +36,7 @@ class PlainEvaluation:
       data, inputs, targets, prefix, metric: see `t5x.data.file_task`.
       all: every checkpoint of the MODEL_DIR.
       vocabulary: a file, or `bytes`; None is the one that travels with the checkpoint.
+      dtype: of the activations; None is float32 on CPUs, bfloat16 elsewhere.
       beams: of beam search; 1 is greedy.
       max_length: tokens generated at most.
       max_input_length: longer inputs are cut.
@@ -51,6 +52,7 @@ class PlainEvaluation:
     metric: Sequence[str] = ("exact_match",)
     all: bool = False
     vocabulary: str | None = None
+    dtype: str | None = None
     beams: int = 1
     max_length: int = 128
     max_input_length: int = 512
@@ -81,7 +83,7 @@ def evaluate_file(run: PlainEvaluation, *, command: str = "") -> dict[int, dict[
         _check_same_command(os.path.join(run.output, COMMAND_FILE), command)
 
     # --- The model, and the data as it reads them ---------------------------------------------------------------------
-    source, model = open_model(run.model, run.vocabulary)
+    source, model = open_model(run.model, run.vocabulary, run.dtype)
     if isinstance(model, DecoderOnlyModel):
         raise UserError(f"{source.path} is a decoder-only model. --data scores encoder-decoders; use gin files for it.")
     vocabulary = model.output_vocabulary

@@ -14,7 +14,6 @@ import jax
 from t5x import metrics
 from t5x.answering.answers import FIELDS, Answer, Answering, answer, windows_of
 from t5x.answering.questions import QuestionLines, SquadQuestions, open_questions
-from t5x.checkpoints.identity import fingerprint
 from t5x.errors import UserError
 from t5x.inference.lines import Line
 from t5x.inference.loaded import LoadedModel, load
@@ -37,6 +36,7 @@ def answer_file(
     checkpoint_period: int = BATCHES_A_CHUNK,
     overwrite: bool = False,
     vocabulary: str | None = None,
+    dtype: str | None = None,
     **options: Any,
 ) -> None:
     """Answers the questions of a file with the model of a checkpoint directory.
@@ -54,7 +54,7 @@ def answer_file(
       squad_na_probs: also write {id: no_answer_probability} there.
       checkpoint_period: batches of questions in a chunk.
       overwrite: replace an output that exists, and discard finished chunks that do not belong to this run.
-      vocabulary: see `t5x.load`.
+      vocabulary, dtype: see `t5x.load`.
       options: see `t5x.answering.answers.Answering`.
     """
     how = Answering(**options)
@@ -70,7 +70,7 @@ def answer_file(
     total = questions.count()
     if total is not None:
         log.info("%d question(s) from %s", total, input_path)
-    run = _Run(load(model_dir, vocabulary=vocabulary), questions, how)
+    run = _Run(load(model_dir, vocabulary=vocabulary, dtype=dtype), questions, how)
     lines = iter(questions)
     size = checkpoint_period * how.batch_size
     parts = iter(lambda: list(itertools.islice(lines, size)), [])
@@ -118,11 +118,7 @@ class _Run:
 
     def job(self) -> dict[str, Any]:
         """What the results depend on."""
-        source = self._loaded.source
-        return {
-            "model": os.path.abspath(source.path) if "://" not in source.path else source.path, "step": source.step,
-            "weights": fingerprint(source), "mode": "answer", **dataclasses.asdict(self._how),
-        }  # fmt: skip
+        return {**self._loaded.identity(), "mode": "answer", **dataclasses.asdict(self._how)}
 
     def compute(self, part: Sequence[Line], shown: Shown, *, is_first: bool) -> list[dict[str, Any]]:
         """A record for each question.

@@ -71,8 +71,12 @@ def sidecars(model: BaseTransformerModel, config_gin: bytes | None) -> dict[str,
     return files if config_gin is None else files | {GIN_FILE: config_gin}
 
 
-def load_model(path: epath.PathLike) -> BaseTransformerModel:
-    """The model of a checkpoint, rebuilt from its description; without an optimizer, for inference."""
+def load_model(path: epath.PathLike, dtype: str | None = None) -> BaseTransformerModel:
+    """The model of a checkpoint, rebuilt from its description; without an optimizer, for inference.
+
+    Args:
+      dtype: of the activations; None is that of the run which made the checkpoint.
+    """
     description = json.loads(manifest.read_file(path, MODEL_FILE))
     if description["network"] not in (_name(Transformer), _name(DecoderWrapper)):
         raise UserError(
@@ -82,14 +86,18 @@ def load_model(path: epath.PathLike) -> BaseTransformerModel:
     vocabularies = load_vocabularies(path)
     _check_vocabularies(path, vocabularies, description["config"])
     prefix = description.get("inputs_bidirectional_attention", False)
-    model = _model(description["config"], vocabularies, inputs_bidirectional_attention=prefix)
+    model = _model(description["config"], vocabularies, dtype=dtype, inputs_bidirectional_attention=prefix)
     if (template := description.get("template")) is not None:
         model.template = from_fields(template, f"{path}/{MODEL_FILE}")
     return model
 
 
-def model_of(source: Source) -> BaseTransformerModel:
-    """The model of a checkpoint of another format, from what it states and what its shapes tell."""
+def model_of(source: Source, dtype: str | None = None) -> BaseTransformerModel:
+    """The model of a checkpoint of another format, from what it states and what its shapes tell.
+
+    Args:
+      dtype: of the activations; None is float32.
+    """
     config = transfer.config_of(source)
     vocabularies = {}
     for feature, files in source.vocabulary_files.items():
@@ -99,7 +107,8 @@ def model_of(source: Source) -> BaseTransformerModel:
             vocabularies[feature] = Vocabulary.from_files(directory)
             vocabularies[feature].to_files()  # reads what it needs while the directory is there
     _check_vocabularies(source.path, vocabularies, config)
-    model = _model(config, vocabularies, inputs_bidirectional_attention=source.inputs_bidirectional_attention)
+    prefix = source.inputs_bidirectional_attention
+    model = _model(config, vocabularies, dtype=dtype, inputs_bidirectional_attention=prefix)
     if source.template is not None:
         model.template = source.template
     return model
@@ -109,12 +118,14 @@ def _model(
     config: Mapping[str, Any],
     vocabularies: Mapping[str, Vocabulary],
     *,
+    dtype: str | None = None,
     inputs_bidirectional_attention: bool = False,
 ) -> BaseTransformerModel:
     """A model with our network, which decodes greedily; fields that its configuration does not know are left out."""
     config_cls = TransformerConfig if families.is_decoder_only(config) else T5Config
     known = {field.name for field in dataclasses.fields(config_cls)}
-    network_config = config_cls(**{k: v for k, v in config.items() if k in known})
+    given = config if dtype is None else {**config, "dtype": dtype}
+    network_config = config_cls(**{k: v for k, v in given.items() if k in known})
     if config_cls is T5Config:
         inputs, targets = vocabularies["inputs"], vocabularies["targets"]
         return EncoderDecoderModel(Transformer(network_config), inputs, targets, None, decode_fn=greedy_decode)

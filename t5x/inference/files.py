@@ -5,14 +5,12 @@ import hashlib
 import itertools
 import json
 import logging
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from t5x.checkpoints.identity import fingerprint
 from t5x.errors import UserError
 from t5x.inference.lines import Line, Lines
 from t5x.inference.loaded import BATCH_SIZE, MAX_INPUT_LENGTH, MAX_LENGTH, LoadedModel, load
@@ -44,6 +42,7 @@ def infer_file(
     overwrite: bool = False,
     long: str = "truncate",
     vocabulary: str | None = None,
+    dtype: str | None = None,
     seed: int | None = None,
     **decoding: Any,
 ) -> None:
@@ -65,7 +64,7 @@ def infer_file(
       output_ids: also write `prediction_tokens`.
       overwrite: replace an output that exists, and discard finished chunks that do not belong to this run.
       long: `error` refuses inputs, and targets, that are too long.
-      vocabulary: see `t5x.load`.
+      vocabulary, dtype: see `t5x.load`.
       seed: of samples (0). An input gets the same sample whatever the batch size or the shards.
       decoding: see `t5x.inference.options.Decoding`.
     """
@@ -100,7 +99,7 @@ def infer_file(
     shard = range(0) if total is None else range(total * shard_id // num_shards, total * (shard_id + 1) // num_shards)
     if total is not None:
         log.info("%d input(s) from %s", len(shard), input_path)
-    loaded = load(model_dir, vocabulary=vocabulary)
+    loaded = load(model_dir, vocabulary=vocabulary, dtype=dtype)
     if mode == "predict":
         options.decode_fn(loaded.model.output_vocabulary, max_length)  # wrong options are told before any work
     run = _Run(loaded, lines, options, mode, max_length, max_input_length, batch_size, output_ids, long, seed)
@@ -175,15 +174,13 @@ class _Run:
 
     def job(self) -> dict[str, Any]:
         """What the results depend on."""
-        source = self.loaded.source
         usual = vars(Decoding())
         decoding = {name: value for name, value in vars(self._options).items() if value != usual[name]}
         choices = decoding.pop("choices", None)
         if choices is not None:
             decoding["choices"] = hashlib.sha256(json.dumps(choices).encode()).hexdigest()
         return {
-            "model": os.path.abspath(source.path) if "://" not in source.path else source.path, "step": source.step,
-            "weights": fingerprint(source), "mode": self.mode, "max_length": self._max_length,
+            **self.loaded.identity(), "mode": self.mode, "max_length": self._max_length,
             "max_input_length": self._max_input_length, "batch_size": self.batch_size, "long": self._long,
             "output_ids": self._output_ids, "seed": self._seed, "decoding": decoding,
         }  # fmt: skip

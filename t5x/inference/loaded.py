@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import functools
 import logging
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,12 +14,14 @@ import numpy as np
 from t5x.checkpoints import transfer
 from t5x.checkpoints.contents import load_model, model_of
 from t5x.checkpoints.formats import Source
+from t5x.checkpoints.identity import fingerprint
 from t5x.decoding import NEG_INF
 from t5x.errors import UserError
 from t5x.inference import buckets
 from t5x.inference.engine import Engine, Program
 from t5x.inference.options import Decoding
 from t5x.models import BaseTransformerModel, DecoderOnlyModel
+from t5x.network import default_dtype
 from t5x.partitioning import PjitPartitioner
 from t5x.trainer.restore import open_for_all, restore_params
 from t5x.trainer.state import StateLayout
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_LENGTH, MAX_INPUT_LENGTH, BATCH_SIZE = 128, 512, 32
+DTYPES = ("float32", "bfloat16")
 
 
 class Generation(NamedTuple):
@@ -45,21 +49,33 @@ class Generation(NamedTuple):
     tokens: list[int]
 
 
-def load(model_dir: str, *, vocabulary: str | None = None, partitioner: PjitPartitioner | None = None) -> "LoadedModel":
+def load(
+    model_dir: str,
+    *,
+    vocabulary: str | None = None,
+    dtype: str | None = None,
+    partitioner: PjitPartitioner | None = None,
+) -> "LoadedModel":
     """The model of a checkpoint of any format, or of a MODEL_DIR, rebuilt from that directory alone.
 
     Args:
       vocabulary: a SentencePiece model, a tokenizer.json, or `bytes`; None is the one that travels with the checkpoint.
+      dtype: of the activations; None is float32 on CPUs, bfloat16 elsewhere.
       partitioner: where the parameters lie; None divides batches over all devices.
     """
-    source, model = open_model(model_dir, vocabulary)
+    source, model = open_model(model_dir, vocabulary, dtype)
     return LoadedModel(source, model, PjitPartitioner() if partitioner is None else partitioner)
 
 
-def open_model(model_dir: str, vocabulary: str | None = None) -> tuple[Source, BaseTransformerModel]:
-    """The checkpoint and its model; no parameters are read yet."""
+def open_model(
+    model_dir: str, vocabulary: str | None = None, dtype: str | None = None
+) -> tuple[Source, BaseTransformerModel]:
+    """The checkpoint and its model; no parameters are read yet. Arguments as of `load`."""
+    if dtype is not None and dtype not in DTYPES:
+        raise UserError(f"dtype is {dtype!r}: it must be one of {', '.join(DTYPES)}.")
     source = open_for_all(model_dir)
-    log.info("%s is a %s checkpoint", source.path, source.format)
+    dtype = dtype or default_dtype()
+    log.info("%s is a %s checkpoint; activations are %s", source.path, source.format, dtype)
     if vocabulary is not None:
         from t5x.plain import vocabulary_named
 
@@ -71,8 +87,8 @@ def open_model(model_dir: str, vocabulary: str | None = None) -> tuple[Source, B
             "tokenizer.json beside the weights, or name it: --vocabulary spiece.model (`bytes` for a ByT5)."
         )
     if source.format == "t5x" and vocabulary is None:
-        return source, load_model(source.path)
-    return source, model_of(source)
+        return source, load_model(source.path, dtype)
+    return source, model_of(source, dtype)
 
 
 class LoadedModel:
@@ -103,6 +119,14 @@ class LoadedModel:
         """The model on the devices."""
         layout = StateLayout.of(self.model, self._partitioner, self.model.input_shapes({"inputs": 1, "targets": 1}))
         return Engine(self.model, self._partitioner, restore_params(self.source, self.model, layout))
+
+    def identity(self, name: str = "model") -> dict[str, Any]:
+        """What results depend on, of the model called `name`."""
+        path = self.source.path
+        return {
+            name: path if "://" in path else os.path.abspath(path), f"{name} step": self.source.step,
+            f"{name} weights": fingerprint(self.source), f"{name} dtype": str(self.model.module.config.dtype),
+        }  # fmt: skip
 
     # -- texts ---------------------------------------------------------------------------------------------------------
 

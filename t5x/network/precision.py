@@ -12,6 +12,11 @@ from t5x.network.transformer import Transformer
 _FLOAT32 = "rel_embedding"  # the tables of relative positions are added to logits, which are float32
 
 
+def default_dtype() -> str:
+    """Of the activations: processors are slow with bfloat16, and accelerators with float32."""
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+
+
 def is_ours(module: Any) -> bool:
     """Whether it is exactly our network: what is built around it may use parameters and caches in other ways."""
     return type(module) in (Transformer, DecoderWrapper)

@@ -3,14 +3,12 @@
 import concurrent.futures
 import dataclasses
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from t5x.checkpoints.identity import fingerprint
 from t5x.errors import UserError
 from t5x.inference.loaded import BATCH_SIZE, load
 from t5x.inference.output import Output
@@ -105,6 +103,7 @@ def rerank(
     shard_id: int = 0,
     overwrite: bool = False,
     vocabulary: str | None = None,
+    dtype: str | None = None,
     qrels: str | None = None,
     measures: Sequence[str] = evaluation.MEASURES,
     relevance_level: int = 1,
@@ -123,7 +122,7 @@ def rerank(
       num_shards, shard_id: which of so many parts, from 0; the output is `<output>-<shard>-of-<shards>`, and all of
         them one after the other are the whole. A query is not divided, except by `jsonl` of pairs.
       overwrite: replace an output that exists.
-      vocabulary: see `t5x.load`.
+      vocabulary, dtype: see `t5x.load`.
       qrels: judgments; measures before and after are printed.
       measures, relevance_level: see `t5x.metrics.ranking.per_query`.
     """
@@ -149,13 +148,13 @@ def rerank(
     with Output(output, overwrite=overwrite) as to:
         judgments = None if qrels is None else read_qrels(qrels)
         ranker = Reranker(
-            load(model_dir, vocabulary=vocabulary), template=template, labels=labels, max_length=max_length,
-            batch_size=batch_size, long_query=long_query, windows=windows,
+            load(model_dir, vocabulary=vocabulary, dtype=dtype), template=template, labels=labels,
+            max_length=max_length, batch_size=batch_size, long_query=long_query, windows=windows,
         )  # fmt: skip
         log.info("template: %s", ranker)
         second = None
         if pairwise_dir is not None:
-            loaded = load(pairwise_dir, vocabulary=vocabulary)
+            loaded = load(pairwise_dir, vocabulary=vocabulary, dtype=dtype)
             try:
                 second = Reranker(
                     loaded, labels=pairwise_labels, max_length=max_length, batch_size=batch_size,
@@ -320,12 +319,7 @@ class _Ranking:
 
 
 def _identity(name: str, ranker: Reranker) -> dict[str, Any]:
-    source = ranker.loaded.source
-    path = os.path.abspath(source.path) if "://" not in source.path else source.path
-    return {
-        name: path, f"{name} step": source.step, f"{name} weights": fingerprint(source),
-        f"{name} template": dataclasses.asdict(ranker.template),
-    }  # fmt: skip
+    return {**ranker.loaded.identity(name), f"{name} template": dataclasses.asdict(ranker.template)}
 
 
 def _check_of(rankers: Sequence[Reranker]) -> Callable[[str, str], None]:

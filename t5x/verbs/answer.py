@@ -7,7 +7,15 @@ import textwrap
 from typing import Any
 
 from t5x.errors import UserError
-from t5x.verbs.arguments import add_import, add_processes, import_modules, leave_in_order, processes, work_begins
+from t5x.verbs.arguments import (
+    add_import,
+    add_model,
+    add_processes,
+    import_modules,
+    leave_in_order,
+    processes,
+    work_begins,
+)
 
 _OPTIONS = ("no_answer", "beams", "max_length", "max_input_length", "stride", "batch_size")
 _FILE = ("output", "squad_predictions", "squad_na_probs", "checkpoint_period", "overwrite")
@@ -35,7 +43,7 @@ def define(parser: argparse.ArgumentParser) -> None:
                      "contexts are read in windows, and the best answer is taken")  # fmt: skip
     how.add_argument("--stride", type=int, metavar="N", help="tokens that two consecutive windows share (128)")
     how.add_argument("--batch_size", type=int, metavar="N", help="windows computed together (32)")
-    how.add_argument("--vocabulary", metavar="FILE", help="where the model has none: spiece.model, or bytes")
+    add_model(how)
     add_import(parser)
     add_processes(parser)
     parser.description = (
@@ -70,7 +78,7 @@ def run(args: argparse.Namespace) -> None:
         else:
             from t5x.answering.files import answer_file
 
-            answer_file(args.model, args.input, vocabulary=args.vocabulary, **of_file, **given)
+            answer_file(args.model, args.input, vocabulary=args.vocabulary, dtype=args.dtype, **of_file, **given)
 
 
 def _answer_one(args: argparse.Namespace, given: dict[str, Any]) -> None:
@@ -78,6 +86,7 @@ def _answer_one(args: argparse.Namespace, given: dict[str, Any]) -> None:
     from t5x.answering.files import as_record
     from t5x.partitioning import distributed
 
-    found = t5x.load(args.model, vocabulary=args.vocabulary).answer(args.question, args.context, **given)
+    model = t5x.load(args.model, vocabulary=args.vocabulary, dtype=args.dtype)
+    found = model.answer(args.question, args.context, **given)
     if distributed.is_leader():
         print(json.dumps(as_record(found), ensure_ascii=False) if args.json else found.text, flush=True)

@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from t5x.errors import UserError
+from t5x.file_flags import DTYPE
 
 GIN_HELP = """\
 configuration:
@@ -49,6 +50,12 @@ def _comes_again(otherwise: Callable[[Any], object], dropped: Any) -> None:
         otherwise(dropped)
     else:
         threading.Timer(0.1, os.kill, (os.getpid(), signum)).start()
+
+
+def add_model(group: Any) -> None:
+    """How the model of --model reads texts and computes."""
+    group.add_argument("--vocabulary", metavar="FILE", help="where the model has none: spiece.model, or bytes")
+    group.add_argument("--dtype", **DTYPE)
 
 
 def parser_of(verb: str) -> argparse.ArgumentParser:

@@ -98,10 +98,11 @@ def _measure(work: str, options: dict[str, Any]) -> dict[str, Any]:
 
         return data.measure(**options)
     from t5x.bench import checkpoint, compute, workload
+    from t5x.network import default_dtype
 
     own = {name: options.pop(name) for name in ("steps", "beams", "directory") if name in options}
     options.setdefault("size", "small")
-    options.setdefault("dtype", workload.default_dtype())
+    options.setdefault("dtype", default_dtype())
     options.setdefault("batch", workload.default_batch(work, options["size"]))
     if work == "checkpoint":
         options = {"inputs": 64, "targets": 64} | options

@@ -23,6 +23,7 @@ def define(parser: argparse.ArgumentParser) -> None:
     plain.add_argument("--max_length", type=int, metavar="N", help="tokens generated at most (128)")
     plain.add_argument("--max_input_length", type=int, metavar="N", help="longer inputs are cut (512 tokens)")
     plain.add_argument("--batch_size", type=int, metavar="N", help="examples computed together (32)")
+    plain.add_argument("--dtype", **file_flags.DTYPE)
     plain.add_argument("--output", metavar="DIR", help="for predictions and metrics (default: they are only printed)")
     plain.add_argument("--skip_bad_examples", action="store_true", default=None, help="pass over unreadable lines")
     add_gin(parser)
@@ -41,7 +42,7 @@ def define(parser: argparse.ArgumentParser) -> None:
 
 _EVAL_FILE = (
     "model", "data", "inputs", "targets", "prefix", "vocabulary", "all", "metric", "beams", "max_length",
-    "max_input_length", "batch_size", "output", "skip_bad_examples",
+    "max_input_length", "batch_size", "dtype", "output", "skip_bad_examples",
 )  # fmt: skip
 
 

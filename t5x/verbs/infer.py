@@ -4,7 +4,16 @@ import argparse
 import signal
 
 from t5x.errors import UserError
-from t5x.verbs.arguments import add_gin, describe, import_modules, leave_in_order, processes, run_gin, work_begins
+from t5x.verbs.arguments import (
+    add_gin,
+    add_model,
+    describe,
+    import_modules,
+    leave_in_order,
+    processes,
+    run_gin,
+    work_begins,
+)
 
 
 def define(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +36,7 @@ def define(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="replace an output file that exists, and chunks of another run",
     )
-    file.add_argument("--vocabulary", metavar="FILE", help="where the model has none: spiece.model, or bytes")
+    add_model(file)
     decoding = parser.add_argument_group("decoding, with --model", "greedy, unless told otherwise")
     decoding.add_argument(
         "--beams",
@@ -66,8 +75,8 @@ def define(parser: argparse.ArgumentParser) -> None:
 
 _INFER_FILE = (
     "output", "mode", "max_length", "max_input_length", "long", "batch_size", "checkpoint_period", "output_ids",
-    "overwrite", "vocabulary", "beams", "length_penalty", "num_return", "temperature", "top_k", "top_p", "seed",
-    "min_length", "no_repeat_ngram", "repetition_penalty", "choices",
+    "overwrite", "vocabulary", "dtype", "beams", "length_penalty", "num_return", "temperature", "top_k", "top_p",
+    "seed", "min_length", "no_repeat_ngram", "repetition_penalty", "choices",
 )  # fmt: skip
 
 

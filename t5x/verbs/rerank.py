@@ -6,7 +6,15 @@ import textwrap
 from typing import Any
 
 from t5x.errors import UserError
-from t5x.verbs.arguments import add_import, add_processes, import_modules, leave_in_order, processes, work_begins
+from t5x.verbs.arguments import (
+    add_import,
+    add_model,
+    add_processes,
+    import_modules,
+    leave_in_order,
+    processes,
+    work_begins,
+)
 from t5x.verbs.rank_eval import add_measures
 
 
@@ -47,7 +55,7 @@ def define(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--pairwise", metavar="DIR", help="a duoT5 that compares the first passages two by two")
     model.add_argument("--pairwise_top", type=int, metavar="K", help="how many of each query (50)")
     model.add_argument("--pairwise_labels", metavar="A,B", help="its words, where they are not true,false")
-    model.add_argument("--vocabulary", metavar="FILE", help="where the model has none: spiece.model, or bytes")
+    add_model(model)
     model.add_argument("--batch_size", type=int, metavar="N", help="pairs computed together (32)")
     model.add_argument("--checkpoint_period", type=int, metavar="N", help="batches after which results are kept (32)")
     shards = parser.add_argument_group("parts of the input, each by a program of its own")
@@ -69,8 +77,8 @@ printf 'what is a quark?\\tA quark is a particle.\\n' | t5x rerank --model DIR -
 
 _OPTIONS = (
     "output", "template", "labels", "max_length", "long_query", "pairwise_top", "pairwise_labels",
-    "batch_size", "checkpoint_period", "num_shards", "shard_id", "overwrite", "vocabulary", "qrels", "measures",
-    "relevance_level",
+    "batch_size", "checkpoint_period", "num_shards", "shard_id", "overwrite", "vocabulary", "dtype", "qrels",
+    "measures", "relevance_level",
 )  # fmt: skip
 
 

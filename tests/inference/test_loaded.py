@@ -130,6 +130,18 @@ def test_rank_is_a_softmax_over_the_first_logits_of_two_labels(pair):
         ours.rank("what is a quark?", passages)
 
 
+def test_activations_have_the_dtype_of_the_device_or_the_one_asked_for(pair):
+    ours, _ = pair
+    pairs = [(text, "a text") for text in TEXTS]
+    narrow = t5x.load(ours.source.path, dtype="bfloat16")
+    assert (ours.model.module.config.dtype, narrow.model.module.config.dtype) == ("float32", "bfloat16")
+    scores, expected = narrow.score(pairs), ours.score(pairs)
+    np.testing.assert_allclose(scores, expected, rtol=2e-2)
+    assert np.abs(np.subtract(scores, expected)).max() > 1e-4  # float32 would be closer
+    with pytest.raises(UserError, match="dtype is 'float8': it must be one of float32, bfloat16"):
+        t5x.load(ours.source.path, dtype="float8")
+
+
 def test_answer_asks_as_t5_was_trained_to_be(pair):
     ours, _ = pair
     found = ours.answer("who?", "Effi.", max_length=8)
