@@ -186,7 +186,6 @@ class Embed(nn.Module):
 
     vocab_size: int
     features: int
-    dtype: Any
 
     @nn.compact
     def __call__(self, keys: Keys) -> jax.Array:

@@ -10,6 +10,7 @@ from t5x.network.layers import join_kernels
 from t5x.network.transformer import Transformer
 
 _FLOAT32 = "rel_embedding"  # the tables of relative positions are added to logits, which are float32
+_RESIDUAL = "embedding"  # rows of it begin the residual stream
 
 
 def default_dtype() -> str:
@@ -30,11 +31,12 @@ def compute_params(module: Any, params: Any) -> Any:
     """
     if not is_ours(module):
         return params
-    dtype = jnp.dtype(module.config.dtype)
+    config = module.config
 
     def cast(path: tuple, leaf: jax.Array) -> jax.Array:
-        stays = getattr(path[-1], "key", None) == _FLOAT32 or leaf.dtype != jnp.float32
-        return leaf if stays else leaf.astype(dtype)
+        name = getattr(path[-1], "key", None)
+        stays = name == _FLOAT32 or leaf.dtype != jnp.float32
+        return leaf if stays else leaf.astype(config.residual_dtype if name == _RESIDUAL else config.dtype)
 
     params = jax.tree_util.tree_map_with_path(cast, params)
     return join_kernels(params) if jax.default_backend() == "gpu" else params

@@ -73,7 +73,7 @@ class Decoder(nn.Module):
         """
         cfg = self.config
         if table is None:
-            table = Embed(cfg.vocab_size, cfg.emb_dim, cfg.dtype, name="token_embedder")(keys.at("token_embedder"))
+            table = Embed(cfg.vocab_size, cfg.emb_dim, name="token_embedder")(keys.at("token_embedder"))
         bias = None if cfg.per_layer_relative_position_bias else relative_bias(cfg, keys, bidirectional=False)
         x = dropout(embed(table, tokens, cfg.residual_dtype), cfg.dropout_rate, keys.at("embedded"))
         shared = (bias, mask, encoded, cross_mask, prefill_lengths)

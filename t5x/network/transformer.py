@@ -29,7 +29,7 @@ class Transformer(nn.Module):
 
     def setup(self):
         cfg = self.config
-        self.token_embedder = Embed(cfg.vocab_size, cfg.emb_dim, cfg.dtype)
+        self.token_embedder = Embed(cfg.vocab_size, cfg.emb_dim)
         self.encoder = Encoder(cfg, cfg.num_encoder_layers)
         self.decoder = Decoder(cfg, cfg.num_decoder_layers)
 
