@@ -39,6 +39,7 @@ from t5x.interactive_data import (
 )
 from t5x.interactive_gin import T5XScriptType, get_gin_config_from_interactive_model
 from t5x.models import BaseTransformerModel
+from t5x.network import padding
 from t5x.partitioning import PjitPartitioner
 from t5x.schedules import create_learning_rate_scheduler
 from t5x.trainer import StateLayout, Trainer, TrainState
@@ -373,6 +374,7 @@ class InteractiveModel:
                 self._programs[key] = compiled
 
         def run(batch: Mapping[str, np.ndarray]) -> Any:
+            padding.check(self._model.module, batch)
             mine = {name: array[self._rows.start : self._rows.stop] for name, array in batch.items()}
             return jax.device_get(compiled(self.train_state.params, self._partitioner.to_devices(mine)))
 

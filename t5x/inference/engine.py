@@ -5,19 +5,31 @@ batch has changes a result beyond the rounding of floats: padding is masked, and
 the example. Several processes each take their rows of every batch, and all get all results.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from t5x.inference import buckets
 from t5x.models import BaseTransformerModel
-from t5x.network import compute_params
+from t5x.network import attention, compute_params, padding
 from t5x.partitioning import PjitPartitioner
 
-Program = Callable[[Any, Mapping[str, jax.Array], np.ndarray], Any]
 _INDICES = 1 << 31
+
+
+class Program(NamedTuple):
+    """(params, batch, seed) -> tree of arrays, compiled for every shape of the batch.
+
+    Attributes:
+      usual: for most batches.
+      by_reference: for rows whose padding the network's attention does not mask.
+    """
+
+    usual: Callable[[Any, Mapping[str, jax.Array], np.ndarray], Any]
+    by_reference: Callable[[Any, Mapping[str, jax.Array], np.ndarray], Any]
 
 
 class Engine:
@@ -35,19 +47,27 @@ class Engine:
     def program(self, function: Callable[[Any, Mapping[str, jax.Array], jax.Array], Any]) -> Program:
         """Compiles (params, batch, rng) -> tree of arrays, anew for every shape of the batch."""
         partitioner = self.partitioner
-        return partitioner.partition(
-            lambda params, batch, seed: function(params, batch, jax.random.key(seed)),
-            in_shardings=(
-                jax.tree.map(lambda x: x.sharding, self.params), partitioner.batch_sharding, partitioner.replicated
-            ),
-            out_shardings=partitioner.replicated,
+        shardings = (
+            jax.tree.map(lambda x: x.sharding, self.params), partitioner.batch_sharding, partitioner.replicated
         )  # fmt: skip
+
+        def usual(params: Any, batch: Mapping[str, jax.Array], seed: jax.Array) -> Any:
+            return function(params, batch, jax.random.key(seed))
+
+        def by_reference(*args: Any) -> Any:
+            with attention.by_reference():
+                return usual(*args)
+
+        compiled = functools.partial(
+            partitioner.partition, in_shardings=shardings, out_shardings=partitioner.replicated
+        )
+        return Program(compiled(usual), compiled(by_reference))
 
     def shapes(self, program: Program, lengths: Mapping[str, int], rows: int) -> Any:
         """The shapes of what the program gives for a batch of so many rows."""
         arrays = self.model.FEATURE_CONVERTER_CLS(pack=False).convert_batch([[]] * rows, lengths)
         arrays["example_index"] = np.zeros(rows, np.int32)
-        return jax.eval_shape(program, self.params, arrays, np.uint32(0))
+        return jax.eval_shape(program.usual, self.params, arrays, np.uint32(0))
 
     def row_axes(self, program: Program, lengths: Mapping[str, int], rows: int) -> Any:
         """Which axis of each array that the program gives counts rows: the one that grows with the batch; -1: none.
@@ -92,7 +112,6 @@ class Engine:
         """
         converter = self.model.FEATURE_CONVERTER_CLS(pack=False)
         indices = range(len(examples)) if indices is None else indices
-        sizes = {name: [len(example[name]) for example in examples] for name in bucketed}
         mine = self.partitioner.rows(rows)
         results: list[Any] = [None] * len(examples)
         done = 0
@@ -107,18 +126,31 @@ class Engine:
             after_batch(done)
 
         running = None
-        for batch in buckets.plan(len(examples), sizes, lengths, rows, steps):
-            # Rows that fill up a batch repeat its first example: they end when that does.
-            filled = [batch.positions[row if row < len(batch.positions) else 0] for row in mine]
-            arrays = converter.convert_batch([[examples[i]] for i in filled], batch.lengths, trim=trim)
-            arrays["example_index"] = np.array([indices[i] % _INDICES for i in filled], np.int32)
-            output = program(self.params, self.partitioner.to_devices(arrays), np.uint32(seed))
-            if running is not None:
-                collect(*running)
-            running = (batch, output)
+        for compiled, positions in zip(program, self._divided(examples), strict=True):
+            sizes = {name: [len(examples[i][name]) for i in positions] for name in bucketed}
+            for batch in buckets.plan(len(positions), sizes, lengths, rows, steps):
+                batch = batch._replace(positions=[positions[i] for i in batch.positions])
+                # Rows that fill up a batch repeat its first example: they end when that does.
+                filled = [batch.positions[row if row < len(batch.positions) else 0] for row in mine]
+                arrays = converter.convert_batch([[examples[i]] for i in filled], batch.lengths, trim=trim)
+                arrays["example_index"] = np.array([indices[i] % _INDICES for i in filled], np.int32)
+                output = compiled(self.params, self.partitioner.to_devices(arrays), np.uint32(seed))
+                if running is not None:
+                    collect(*running)
+                running = (batch, output)
         if running is not None:
             collect(*running)
         return results
+
+    def _divided(self, examples: Sequence[Mapping[str, Any]]) -> tuple[Sequence[int], Sequence[int]]:
+        """Positions of the examples for each way of a `Program`."""
+        everything = range(len(examples))
+        if padding.may_be_anywhere(self.model.module):
+            return everything, ()
+        names = self.model.FEATURE_CONVERTER_CLS.TASK_FEATURES
+        is_odd = [any(padding.is_between(example[name]) for name in names if name in example) for example in examples]
+        odd = [i for i in everything if is_odd[i]]
+        return ([i for i in everything if not is_odd[i]], odd) if odd else (everything, ())
 
 
 def _row(array: np.ndarray, axis: int, row: int) -> np.ndarray:

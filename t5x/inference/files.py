@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from t5x.errors import UserError
 from t5x.inference.lines import Line, Lines
@@ -144,7 +145,7 @@ class _Run:
     """What is done with the lines.
 
     Attributes:
-      cut: how many `inputs` and `targets` were too long so far.
+      cut: how many `inputs` and `targets` were too long so far, and how many `scores` are no numbers.
     """
 
     def __init__(
@@ -188,7 +189,7 @@ class _Run:
     def compute(
         self, part: Sequence[Line], first: int, shown: Shown, *, is_first: bool
     ) -> tuple[list[dict[str, Any]], dict[str, int]]:
-        """(a record for each line, how many inputs and targets were cut).
+        """(a record for each line, how many inputs and targets were cut, and how many scores are no numbers).
 
         Args:
           first: index of the first line in the whole input.
@@ -211,6 +212,7 @@ class _Run:
                 indices=range(first, first + len(part)), **common,
             )  # fmt: skip
             results = [self._prediction(generations) for generations in found]
+        self.cut["scores"] += sum(bool(np.isnan(result["score"]).any()) for result in results)
         return [{**line.example, **r} for line, r in zip(part, results, strict=True)], dict(self.cut - before)
 
     def _prediction(self, generations: Sequence[Any]) -> dict[str, Any]:
@@ -239,3 +241,8 @@ class _Run:
             log.warning("%d input(s) were %s", self.cut["inputs"], of)
         if self.cut["targets"]:
             log.warning("%d target(s) were %s: their scores are of their beginnings", self.cut["targets"], of)
+        if self.cut["scores"]:
+            log.warning(
+                "%d result(s) mean nothing: their score is not a number. Are the model's weights whole, and not "
+                "float16? `t5x inspect` shows them", self.cut["scores"]
+            )  # fmt: skip

@@ -4,9 +4,11 @@
 `xla` is the reference and does form it.
 """
 
+import contextlib
+import contextvars
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import flax.struct
 import jax
@@ -20,6 +22,8 @@ from t5x.partitioning.logical import constrain
 MASKED = -1e10
 
 log = logging.getLogger(__name__)
+
+_by_reference = contextvars.ContextVar("by_reference", default=False)
 
 
 @flax.struct.dataclass
@@ -95,12 +99,24 @@ def attend(
         return jnp.broadcast_to(value, (*query.shape[:3], value.shape[-1]))
     if float32_logits:
         query, key = query.astype(jnp.float32), key.astype(jnp.float32)
+    if _by_reference.get():
+        return attend_xla(query, key, value, mask, bias)
     name = _fastest(query, key, mask, bias) if backend == "auto" else backend
     if name not in BACKENDS:
         raise UserError(f"attention_backend is {backend!r}; known are auto, {', '.join(BACKENDS)}.")
     if name == "cudnn" and (reason := cudnn_refuses(query, key, mask, bias)):
         raise UserError(f"attention_backend is 'cudnn', but {reason}: set it to 'auto' or 'xla'.")
     return BACKENDS[name](query, key, value, mask, bias)
+
+
+@contextlib.contextmanager
+def by_reference() -> Iterator[None]:
+    """What is traced inside computes attention by the reference, whatever back end it names."""
+    token = _by_reference.set(True)
+    try:
+        yield
+    finally:
+        _by_reference.reset(token)
 
 
 def _fastest(query: jax.Array, key: jax.Array, mask: Mask, bias: RelativeBias | None) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 from t5x.data.config import DatasetConfig
 from t5x.errors import UserError
 from t5x.models import BaseTransformerModel
+from t5x.network import padding
 from t5x.partitioning import PjitPartitioner, distributed
 
 log = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ class InferenceEvaluator:
         self._predict = partition(lambda params, batch: model.predict_batch(params, batch, rng=rng))
         self._predict_with_aux = partition(lambda params, batch: model.predict_batch_with_aux(params, batch, rng=rng))
         self._score = partition(model.score_batch)
+        self._module = model.module
 
     def evaluate(
         self, params: Any, step: int, before_batch: Callable[[], None] = lambda: None
@@ -78,6 +80,7 @@ class InferenceEvaluator:
         def with_params(fn):
             def run(batch: Mapping[str, np.ndarray]) -> Any:
                 before_batch()
+                padding.check(self._module, batch)
                 mine = {name: array[self._rows.start : self._rows.stop] for name, array in batch.items()}
                 return jax.device_get(fn(params, self._partitioner.to_devices(mine)))
 

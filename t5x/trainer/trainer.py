@@ -11,6 +11,7 @@ import numpy as np
 from t5x.errors import UserError
 from t5x.metrics.accumulators import Metrics, compute, merge
 from t5x.models import BaseTransformerModel
+from t5x.network import padding
 from t5x.optimizers import applied_schedule
 from t5x.partitioning import PjitPartitioner
 from t5x.schedules import Schedule
@@ -86,11 +87,13 @@ class Trainer:
 
     def step(self, batch: Mapping[str, np.ndarray]) -> Metrics:
         """Takes one step. Returns at once: the metrics are arrays that the devices are still computing."""
+        padding.check(self.model.module, batch)
         self.state, metrics = self._train(self.state, self.partitioner.to_devices(batch))
         return metrics
 
     def measure(self, batch: Mapping[str, np.ndarray]) -> Metrics:
         """Metrics of the current parameters under teacher forcing. Returns at once, like `step`."""
+        padding.check(self.model.module, batch)
         return self._eval(self.state.params, self.partitioner.to_devices(batch))
 
 

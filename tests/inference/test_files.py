@@ -331,6 +331,21 @@ def test_a_model_without_a_vocabulary_takes_one(tmp_path, capsys, monkeypatch):
     assert set(read(tmp_path / "out.jsonl")[0]) == {"inputs", "prediction", "score", "prediction_tokens"}
 
 
+def test_scores_that_are_no_numbers_are_counted(tmp_path, capsys, monkeypatch):
+    from safetensors.numpy import load_file, save_file
+
+    from t5x.inference import loaded
+
+    monkeypatch.setattr(files, "load", loaded.load)
+    weights = byte_model(tmp_path / "model") / "model.safetensors"
+    tensors = load_file(weights)
+    save_file(tensors | {"shared.weight": np.full_like(tensors["shared.weight"], np.nan)}, weights)
+    (tmp_path / "in.txt").write_text("a\nb\n")
+    given = [f"--model={tmp_path}/model", f"--input={tmp_path}/in.txt", f"--output={tmp_path}/out.jsonl"]
+    done = commands.run(capsys, "infer", *given, "--max_length=4")
+    assert done.code == 0 and "2 result(s) mean nothing" in done.err
+
+
 def test_a_disk_that_is_full_keeps_what_was_finished(place, expected, tmp_path):
     program = (
         "import resource, signal, sys\n"

@@ -1,0 +1,75 @@
+"""Padding between tokens: by attention that cannot mask it, texts are computed apart, and training ends with a word.
+
+A back end for the CPU stands for cuDNN's here: NaN for the whole batch where padding is not at the end of its rows.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import t5x
+from t5x.errors import UserError
+from t5x.network import attention, padding
+from t5x.partitioning import PjitPartitioner
+from t5x.trainer import StateLayout, Trainer
+from tests import tiny
+from tests.inference.models import byte_model
+
+INPUTS = [[70, 71, 1], [70, 0, 72, 73, 1], [72, 1], [0, 71, 0, 0, 70, 1], [73, 74, 75, 76, 1]]
+TARGETS = [[70, 1], [70, 1], [70, 0, 71, 1], [71, 1], [72, 73, 1]]
+BETWEEN = {1, 2, 3}
+
+
+def at_the_end_alone(query, key, value, mask, bias):
+    out = attention.attend_xla(query, key, value, mask, bias)
+    real = jnp.ones(key.shape[:2], bool) if mask.key_segments is None else mask.key_segments > 0
+    return out + jnp.where(jnp.all(real[:, 1:] <= real[:, :-1]), 0.0, jnp.nan)
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    monkeypatch.setitem(attention.BACKENDS, "fused", at_the_end_alone)
+
+
+def with_backend(module, name):
+    return module.clone(config=dataclasses.replace(module.config, attention_backend=name))
+
+
+def test_texts_with_padding_between_are_computed_apart(fused, tmp_path):
+    path = str(byte_model(tmp_path / "model"))
+    ours, expected = t5x.load(path), t5x.load(path)
+    ours.model.module = with_backend(ours.model.module, "fused")
+    batch = ours.model.FEATURE_CONVERTER_CLS(pack=False).convert_batch(
+        [[{"inputs": i, "targets": t}] for i, t in zip(INPUTS, TARGETS, strict=True)], {"inputs": 6, "targets": 4}
+    )  # fmt: skip
+    assert np.isnan(ours.model.compute_logits(ours.engine.params, batch)).all()
+
+    sizes = {"max_input_length": 8, "batch_size": 4}
+    done = []
+    found = ours.scores(INPUTS, TARGETS, **sizes, after_batch=done.append)
+    np.testing.assert_allclose(found, expected.scores(INPUTS, TARGETS, **sizes), rtol=1e-5)
+    assert done == [len(INPUTS) - len(BETWEEN), len(INPUTS)]
+    made, known = (m.label_logits(INPUTS, [70, 71], **sizes) for m in (ours, expected))
+    np.testing.assert_allclose(made, known, rtol=1e-4, atol=1e-5)
+
+
+def test_a_step_on_it_is_refused_before_anything_is_lost(fused):
+    model = tiny.model(tiny.T5_1_1)
+    batch = tiny.batch(rows=2)
+    batch["encoder_input_tokens"] = np.array([[5, 6, 7, 0], [5, 0, 7, 1]], np.int32)
+    for name in ("auto", "xla"):
+        padding.check(with_backend(model.module, name), batch)
+    model.module = with_backend(model.module, "fused")
+    padding.check(model.module, tiny.batch())
+    padding.check(model.module, tiny.packed_batch())
+
+    partitioner = PjitPartitioner()
+    layout = StateLayout.of(model, partitioner, {name: array.shape for name, array in batch.items()})
+    trainer = Trainer(model, layout.abstract, partitioner, layout, jax.random.key(0), lambda step: 0.1)
+    for call in (trainer.step, trainer.measure):
+        with pytest.raises(UserError, match=r"encoder_input_tokens has padding .* 1 of 2 rows, row 1 .* 'xla'"):
+            call(batch)
+    assert trainer.state is layout.abstract
