@@ -14,6 +14,7 @@ SIZES = {  # T5 1.1: width, heads, width of the MLP, layers
     "xl": (2048, 32, 5120, 24),
 }
 LABELS = [1176, 6136]
+CTRANSLATE2_DTYPE = "float32"
 
 
 # -- Hugging Face ------------------------------------------------------------------------------------------------------
@@ -153,7 +154,7 @@ class HuggingFace:
 
 
 def ctranslate2(directory: str, rows: Any, outputs: int, beams: int, threads: int) -> Callable[[], None]:
-    """Generation with the model that `write_model` wrote, float32.
+    """Generation with the model that `write_model` wrote, in `CTRANSLATE2_DTYPE`.
 
     Args:
       rows: of input ids.
@@ -165,8 +166,8 @@ def ctranslate2(directory: str, rows: Any, outputs: int, beams: int, threads: in
         vocabulary = [f"t{i}" for i in range(VOCABULARY)]
         converter = ctranslate2.converters.TransformersConverter(directory)
         converter.load_tokenizer = lambda *_, **__: _tokenizer(vocabulary)
-        converter.convert(converted, quantization="float32")
-    translator = ctranslate2.Translator(converted, "cpu", intra_threads=threads, compute_type="float32")
+        converter.convert(converted, quantization=CTRANSLATE2_DTYPE)
+    translator = ctranslate2.Translator(converted, "cpu", intra_threads=threads, compute_type=CTRANSLATE2_DTYPE)
     words = [[f"t{i}" for i in row] for row in rows]
 
     def call() -> None:

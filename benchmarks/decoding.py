@@ -26,12 +26,16 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ctranslate2", metavar="PYTHON", help="without it that peer is left out")
     parser.add_argument("--work", default=",".join(WORK))
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--only", help="a contender: ours, huggingface or ctranslate2")
+    parser.add_argument("--rounds", type=rounds.positive, default=3)
+    parser.add_argument("--threads", type=rounds.positive, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--only", choices=("ours", "huggingface", "ctranslate2"), help="this contender alone")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if unknown := set(args.work.split(",")) - WORK.keys():
+        parser.error(f"--work: {', '.join(sorted(unknown))} is not one of {', '.join(WORK)}")
+    if args.only == "ctranslate2" and not args.ctranslate2:
+        parser.error("--only ctranslate2 needs --ctranslate2 PYTHON")
     if args.measure:
         for name in args.work.split(","):
             call = {"ours": ours, "huggingface": huggingface, "ctranslate2": ctranslate2}[args.measure]
@@ -138,4 +142,5 @@ def ctranslate2(directory: str, name: str, threads: int):
 
 
 if __name__ == "__main__":
-    main()
+    with rounds.leaving_in_order():
+        main()

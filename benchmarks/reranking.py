@@ -27,9 +27,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--candidates", required=True)
     parser.add_argument("--vocabulary", required=True)
-    parser.add_argument("--pairs", type=int, default=1000)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--pairs", type=rounds.positive, default=1000)
+    parser.add_argument("--rounds", type=rounds.positive, default=3)
+    parser.add_argument("--threads", type=rounds.positive, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     parser.add_argument("--directory", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -112,4 +112,5 @@ def huggingface(args: argparse.Namespace):
 
 
 if __name__ == "__main__":
-    main()
+    with rounds.leaving_in_order():
+        main()

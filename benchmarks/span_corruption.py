@@ -11,9 +11,10 @@ seconds from asking for the first batch to having it, and the ratio.
 import argparse
 import functools
 import json
-import subprocess
 import sys
 import time
+
+import rounds
 
 LENGTHS, ROWS = {"inputs": 512, "targets": 114}, 128
 
@@ -24,7 +25,7 @@ def main() -> None:
     parser.add_argument("vocabulary")
     parser.add_argument("--reference", help="a Python with seqio, TensorFlow and t5; without it only ours is measured")
     parser.add_argument("--workers", default="0,2")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=rounds.positive, default=3)
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--measure", choices=("ours", "seqio"), help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -32,19 +33,18 @@ def main() -> None:
         batches = ours(args) if args.measure == "ours" else seqio_batches(args)
         print(json.dumps(measure(batches, args.seconds)))
         return
-    contenders = {f"ours, {workers} workers": (sys.executable, "ours", workers) for workers in args.workers.split(",")}
+    flags = [args.text, args.vocabulary, "--seconds", args.seconds, "--measure"]
+    start = lambda python, *more: functools.partial(rounds.run, [python, __file__, *flags, *more])
+    contenders = {
+        f"ours, {workers} workers": start(sys.executable, "ours", "--workers", workers)
+        for workers in args.workers.split(",")
+    }
     if args.reference:
-        contenders["seqio"] = (args.reference, "seqio", "0")
+        contenders["seqio"] = start(args.reference, "seqio")
     best: dict[str, dict] = {}
-    for _ in range(args.rounds):
-        for name, (python, kind, workers) in contenders.items():
-            command = [python, __file__, args.text, args.vocabulary, "--measure", kind, "--workers", workers]
-            done = subprocess.run([*command, "--seconds", str(args.seconds)], capture_output=True, text=True)
-            if done.returncode:
-                sys.exit(f"{name} failed:\n{done.stderr[-2000:]}")
-            found = json.loads(done.stdout.splitlines()[-1])
-            if name not in best or found["tokens_per_second"] > best[name]["tokens_per_second"]:
-                best[name] = found
+    for name, found in rounds.in_turns(contenders, args.rounds):
+        if name not in best or found["tokens_per_second"] > best[name]["tokens_per_second"]:
+            best[name] = found
     fastest = max(v["tokens_per_second"] for name, v in best.items() if name != "seqio")
     ratio = {"ratio": round(fastest / best["seqio"]["tokens_per_second"], 2)} if "seqio" in best else {}
     print(json.dumps(best | ratio, indent=1))
@@ -121,4 +121,5 @@ def seqio_batches(args):
 
 
 if __name__ == "__main__":
-    main()
+    with rounds.leaving_in_order():
+        main()

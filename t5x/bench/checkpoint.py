@@ -1,5 +1,6 @@
 """What a checkpoint costs: the steps around a save, and the restore against the speed of the disk."""
 
+import contextlib
 import os
 import shutil
 import statistics
@@ -11,13 +12,14 @@ from typing import Any
 import jax
 
 from t5x.bench import measures
-from t5x.bench.compute import Steps
+from t5x.bench.compute import Steps, described
 from t5x.bench.workload import Workload
 from t5x.checkpoints import CheckpointStore, paths
 from t5x.errors import UserError
 from t5x.trainer import StateLayout, TrainState
 
 _WARM_UP, _AROUND = 5, 20  # steps
+_IN_MEMORY = ("tmpfs", "ramfs")
 
 
 def measure(work: Workload, *, directory: str | None = None, rounds: int = 3) -> dict[str, Any]:
@@ -29,7 +31,7 @@ def measure(work: Workload, *, directory: str | None = None, rounds: int = 3) ->
       directory: on the disk to measure; None is the temporary directory.
 
     Returns:
-      medians of the rounds:
+      the work, the machine, and medians of the rounds:
         checkpoint_gb: what was saved: parameters, optimizer state, step.
         save_blocking_s: how long save() held the training loop up.
         save_done_s: until the checkpoint was there, checksums and flushes included (seen after a step).
@@ -43,11 +45,12 @@ def measure(work: Workload, *, directory: str | None = None, rounds: int = 3) ->
         raise UserError("`t5x bench checkpoint` needs Linux, where files can be dropped from the page cache.")
     if directory is not None and not os.path.isdir(directory):
         raise UserError(f"--directory {directory} is not there: name a directory on the disk to measure.")
+    _check_disk(tempfile.gettempdir() if directory is None else directory)
     made = tempfile.mkdtemp(prefix="t5x-checkpoint-", dir=directory)
     try:
-        result = {"size": work.size, "parameters": work.layout.num_params, "device": measures.machine()["device"]}
         with measures.told_out_of_memory("lower --batch, --inputs, --targets or --size."):
             steps = Steps(work)
+            result = described(work, steps.seen) | measures.machine()
             with CheckpointStore(made, keep=1) as store:
                 saves = [_save(steps, store) for _ in range(rounds)]
             del steps
@@ -59,6 +62,26 @@ def measure(work: Workload, *, directory: str | None = None, rounds: int = 3) ->
     finally:
         shutil.rmtree(made)
     return result
+
+
+def _check_disk(directory: str) -> None:
+    if (kind := file_system(directory)) in _IN_MEMORY:
+        raise UserError(
+            f"{directory} is a {kind}, which is memory: there is no disk to measure, and nothing that is read from it "
+            "is cold. Name a directory on a disk with --directory."
+        )
+
+
+def file_system(directory: str) -> str | None:
+    """Its type, such as ext4; None: not known."""
+    device = os.stat(directory).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    with contextlib.suppress(OSError), open("/proc/self/mountinfo") as file:
+        for line in file:
+            mount, _, source = line.partition(" - ")
+            if mount.split()[2] == number:
+                return source.split()[0]
+    return None
 
 
 def _save(steps: Steps, store: CheckpointStore) -> dict[str, float]:

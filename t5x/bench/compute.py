@@ -145,11 +145,26 @@ def _result(work: Workload, timing: Timing, flops: int, tokens: int) -> Result:
     """
     memory = measures.peak_memory()  # before the product below needs some
     gc.collect()
-    times, seen = measures.step_times(timing.steps), timing.seen
+    times = measures.step_times(timing.steps)
     each = times["step_ms"] / 1e3
     if timing.uneven:
         each = statistics.mean(timing.steps)
         del times["step_ms_min"], times["step_ms_spread"]
+    return {
+        **described(work, timing.seen),
+        **times,
+        "sequences_per_s": work.batch / each,
+        "tokens_per_s": work.batch * tokens / each,
+        **measures.rates(flops, each, work.dtype),
+        **memory,
+        "compile_s": timing.compiling,
+        "compile_cached": timing.seen.cached > 0,
+        **measures.machine(),
+    }
+
+
+def described(work: Workload, seen: measures.Compilation) -> Result:
+    """The model and its batch, as every result has them."""
     return {
         "size": work.size,
         "parameters": work.layout.num_params,
@@ -159,14 +174,6 @@ def _result(work: Workload, timing: Timing, flops: int, tokens: int) -> Result:
         "dtype": work.dtype,
         "attention": "+".join(sorted(seen.attention)) or work.attention,
         "scan": work.scan,
-        **times,
-        "sequences_per_s": work.batch / each,
-        "tokens_per_s": work.batch * tokens / each,
-        **measures.rates(flops, each, work.dtype),
-        **memory,
-        "compile_s": timing.compiling,
-        "compile_cached": seen.cached > 0,
-        **measures.machine(),
     }
 
 

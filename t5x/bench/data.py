@@ -46,10 +46,11 @@ def measure(
 
     Args:
       data, vocabulary: as `t5x data` takes them.
-      workers: processes that make rows; 0 is a thread; None chooses by the number of cores.
+      workers: processes that make rows, at most one for each; 0 is a thread; None chooses by the number of cores.
       steps: batches to measure; None: about ten seconds of them.
     """
     lengths = {"inputs": inputs, "targets": targets}
+    workers = min(default_workers() if workers is None else workers, batch)
     with _source(task, data, vocabulary, split, lengths) as found:
         cfg = DatasetConfig(found, lengths, split, batch, shuffle=True, seed=0, pack=packed, num_workers=workers)
         asked = time.perf_counter()
@@ -70,7 +71,7 @@ def measure(
         "inputs": inputs,
         "targets": targets,
         "packed": packed,
-        "workers": default_workers() if workers is None else workers,
+        "workers": workers,
         **measures.step_times(measures.intervals(stamps)),
         "examples_per_s": examples / spent,
         "tokens_per_s": tokens / spent,

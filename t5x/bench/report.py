@@ -25,7 +25,7 @@ def rounded(result: Result) -> dict[str, Any]:
 Lines = list[tuple[str, str]]
 
 
-def _compute(r: Result) -> Lines:
+def _model(r: Result) -> Lines:
     out = "two logits" if r["work"] == "score" else f"{r['targets']} out"
     extras = [
         text
@@ -42,6 +42,12 @@ def _compute(r: Result) -> Lines:
         ("batch", ", ".join([f"{r['batch']} rows, {r['inputs']} in, {out}", *extras])),
         ("device", f"{r['devices']} x {r['device']}, JAX {r['jax']}"),
         ("numerics", f"{r['dtype']}, attention {r['attention']}"),
+    ]
+
+
+def _compute(r: Result) -> Lines:
+    return [
+        *_model(r),
         _step(r),
         ("speed", f"{r['sequences_per_s']:,.4g} sequences/s, {r['tokens_per_s']:,.0f} tokens/s"),
         ("TFLOP/s", f"{r['tflop_per_s']:.4g}, {100 * r['matmul_share']:.1f} % of a large product's "
@@ -65,9 +71,8 @@ def _data(r: Result) -> Lines:
 
 def _checkpoint(r: Result) -> Lines:
     return [
-        ("checkpoint", f"T5 1.1 {r['size']}, {r['parameters'] / 1e6:.4g} million parameters"),
+        *_model(r),
         ("size", f"{r['checkpoint_gb']:.3g} GB"),
-        ("device", r["device"]),
         ("save", f"held training up for {1e3 * r['save_blocking_s']:.3g} ms, was done after {r['save_done_s']:.3g} s"),
         ("steps", f"{r['step_ms']:.4g} ms, around a save {r['step_ms_around_save']:.4g}: "
                   f"{r['save_overhead_percent']} % more"),

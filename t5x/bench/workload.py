@@ -144,10 +144,6 @@ class Workload:
         return made
 
 
-def default_dtype() -> str:
-    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
-
-
 def default_batch(work: str, size: str) -> int:
     """Rows that keep an accelerator busy; on a CPU, that do not take for ever."""
     found = _CPU_BATCH if jax.default_backend() == "cpu" else _BATCHES.get(work, {}).get(size, _CPU_BATCH)

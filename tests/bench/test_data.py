@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from t5x.data import processes
+
 
 @pytest.fixture
 def pairs(tmp_path):
@@ -25,6 +27,17 @@ def test_examples_and_tokens(run_here, pairs, packed, padding):
     assert found["padding_share"] == pytest.approx(padding)
     assert found["tokens_per_s"] == pytest.approx(6 * found["examples_per_s"], rel=1e-4)
     assert found["source"] == str(pairs) and found["packed"] == bool(packed)
+
+
+def test_workers_are_those_that_run(run_here, pairs, monkeypatch):
+    started, start = [], processes.start
+    monkeypatch.setattr(processes, "start", lambda *args: started.append(args) or start(*args))
+    result = run_here(
+        "bench", "data", "--data", pairs, "--vocabulary", "bytes", "--batch", 1, "--inputs", 8, "--targets", 8,
+        "--steps", 1, "--workers", 2, "--json",
+    )  # fmt: skip
+    assert result.code == 0, result.err
+    assert json.loads(result.out)["workers"] == len(started) == 1
 
 
 def test_made_up_texts(run_here):

@@ -1,5 +1,6 @@
 """The programs in benchmarks/: what they make of results, of contenders that fail, and of wrong arguments."""
 
+import argparse
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ import pytest
 from tests.programs import REPO, environment
 
 sys.path.append(str(REPO / "benchmarks"))
+import peers
 import peers_page
 import rounds
 
@@ -93,6 +95,40 @@ def test_what_a_contender_started_ends_with_the_program(tmp_path):
     _until(lambda: not _runs(int(started.read_text())))
 
 
+@pytest.mark.parametrize(
+    "name, arguments",
+    [
+        ("decoding.py", []),
+        ("peers.py", ["--work", "score:small:1"]),
+        ("reranking.py", ["--candidates", "c.json", "--vocabulary", "v"]),
+        ("span_corruption.py", ["t.txt", "v.model"]),
+        ("training.py", ["t.txt", "v.model"]),
+    ],
+)
+def test_a_program_that_is_ended_ends_its_contender(tmp_path, name, arguments):
+    started, python = tmp_path / "pid", tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho $$ > {started}.new && mv {started}.new {started} && exec sleep 600\n")
+    python.chmod(0o755)
+    path = REPO / "benchmarks" / name
+    code = (
+        "import contenders, runpy, sys; contenders.write_model = lambda *_: None; "
+        f"sys.executable = {str(python)!r}; runpy.run_path({str(path)!r}, run_name='__main__')"
+    )
+    env = environment()
+    env["PYTHONPATH"] = os.pathsep.join([str(REPO / "benchmarks"), env["PYTHONPATH"]])
+    outer = subprocess.Popen([sys.executable, "-c", code, *arguments], env=env, stderr=subprocess.PIPE, text=True)
+    _until(started.exists)
+    child = int(started.read_text())
+    try:
+        outer.terminate()
+        _, said = outer.communicate(timeout=60)
+        assert outer.returncode == 128 + signal.SIGTERM and not said
+        assert not _runs(child)
+    finally:
+        if _runs(child):
+            os.kill(child, signal.SIGKILL)
+
+
 def _until(holds) -> None:
     deadline = time.monotonic() + 60
     while not holds():
@@ -117,9 +153,36 @@ def _runs(pid: int) -> bool:
         ("peers.py", ["--rounds", "0"], "'0' is not a positive number"),
         ("peers.py", ["--render", "/no/results.json"], "--render /no/results.json"),
         ("training.py", ["t.txt", "v.model", "--steps", "2"], "--steps 2: the first 2 only warm up"),
+        ("decoding.py", ["--rounds", "0"], "'0' is not a positive number"),
+        ("decoding.py", ["--work", "greedy16,fly"], "--work: fly is not one of greedy16, greedy1"),
+        ("decoding.py", ["--only", "ctranslate2"], "--only ctranslate2 needs --ctranslate2 PYTHON"),
+        ("decoding.py", ["--only", "theirs"], "invalid choice: 'theirs'"),
+        ("reranking.py", ["--candidates", "c", "--vocabulary", "v", "--rounds", "0"], "'0' is not a positive number"),
+        ("reranking.py", ["--candidates", "c", "--vocabulary", "v", "--pairs", "0"], "'0' is not a positive number"),
+        ("span_corruption.py", ["t.txt", "v.model", "--rounds", "0"], "'0' is not a positive number"),
     ],
 )
 def test_wrong_arguments_are_told_in_a_line(name, arguments, says):
     ended = program(name, *arguments)
     assert ended.returncode and not ended.stdout
     assert says in ended.stderr.splitlines()[-1] and "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", None])
+def test_ctranslate2_is_beside_float32_alone(tmp_path, monkeypatch, capsys, dtype):
+    monkeypatch.setattr(peers.contenders, "write_model", lambda *_: None)
+    args = argparse.Namespace(
+        inputs=8, targets=8, steps=1, threads=1, dtype=dtype, optimizer="adamw", compile=False, ctranslate2="python"
+    )
+    calls = peers.contenders_of("greedy", "small", 1, args, str(tmp_path))
+    assert list(calls) == ["t5x", "Hugging Face", *([] if dtype == "bfloat16" else ["CTranslate2"])]
+    said = capsys.readouterr().err
+    assert said == ("CTranslate2 is left out: it computes in float32, not in bfloat16\n" if dtype == "bfloat16" else "")
+
+
+def test_a_peer_that_computed_in_another_dtype_is_left_out(capsys):
+    found = {"t5x": {"dtype": "bfloat16"}, "Hugging Face": {"dtype": "bfloat16"}, "CTranslate2": {"dtype": "float32"}}
+    assert list(peers.of_our_dtype(found)) == ["t5x", "Hugging Face"]
+    assert capsys.readouterr().err == "CTranslate2 is left out: it computed in float32, t5x in bfloat16\n"
+    batches = {"t5x": {}, "seqio": {}}
+    assert peers.of_our_dtype(batches) == batches
