@@ -12,6 +12,7 @@ For inference alone `t5x.load` is simpler.
 """
 
 import enum
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -39,7 +40,7 @@ from t5x.interactive_data import (
 )
 from t5x.interactive_gin import T5XScriptType, get_gin_config_from_interactive_model
 from t5x.models import BaseTransformerModel
-from t5x.network import padding
+from t5x.network.padding import Program
 from t5x.partitioning import PjitPartitioner
 from t5x.schedules import create_learning_rate_scheduler
 from t5x.trainer import StateLayout, Trainer, TrainState
@@ -365,22 +366,22 @@ class InteractiveModel:
         """What computes a batch, with the parameters of now: (predictions or scores, {name: what else there is})."""
         key = (mode, tuple(sorted(options.items(), key=lambda item: item[0])))
         try:
-            compiled = self._programs.get(key)
+            program = self._programs.get(key)
         except TypeError:  # an option that cannot be looked up by: it is compiled anew
-            key, compiled = None, None
-        if compiled is None:
-            compiled = self._compiled(mode, options)
+            key, program = None, None
+        if program is None:
+            program = self._compiled(mode, options)
             if key is not None:
-                self._programs[key] = compiled
+                self._programs[key] = program
 
         def run(batch: Mapping[str, np.ndarray]) -> Any:
-            padding.check(self._model.module, batch)
             mine = {name: array[self._rows.start : self._rows.stop] for name, array in batch.items()}
+            compiled = program.chosen(self._model, batch)
             return jax.device_get(compiled(self.train_state.params, self._partitioner.to_devices(mine)))
 
         return run
 
-    def _compiled(self, mode: InferenceType, options: Mapping[str, Any]) -> Callable[..., Any]:
+    def _compiled(self, mode: InferenceType, options: Mapping[str, Any]) -> Program:
         def predict(params: Any, batch: Mapping[str, jax.Array]) -> Any:
             return self._model.predict_batch_with_aux(params, batch, **{"rng": jax.random.key(0), **options})
 
@@ -388,11 +389,12 @@ class InteractiveModel:
             scores = self._model.score_batch(params, batch, **options)
             return scores if isinstance(scores, tuple) else (scores, {})
 
-        return self._partitioner.partition(
-            score if mode is InferenceType.SCORE else predict,
+        compiled = functools.partial(
+            self._partitioner.partition,
             in_shardings=(self._layout.shardings.params, self._partitioner.batch_sharding),
             out_shardings=self._partitioner.replicated,
         )
+        return Program.of(score if mode is InferenceType.SCORE else predict, compiled)
 
 
 # --- Helpers under T5X's names ----------------------------------------------------------------------------------------

@@ -7,29 +7,18 @@ the example. Several processes each take their rows of every batch, and all get 
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
 from t5x.inference import buckets
 from t5x.models import BaseTransformerModel
-from t5x.network import attention, compute_params, padding
+from t5x.network import compute_params, padding
+from t5x.network.padding import Program
 from t5x.partitioning import PjitPartitioner
 
 _INDICES = 1 << 31
-
-
-class Program(NamedTuple):
-    """(params, batch, seed) -> tree of arrays, compiled for every shape of the batch.
-
-    Attributes:
-      usual: for most batches.
-      by_reference: for rows whose padding the network's attention does not mask.
-    """
-
-    usual: Callable[[Any, Mapping[str, jax.Array], np.ndarray], Any]
-    by_reference: Callable[[Any, Mapping[str, jax.Array], np.ndarray], Any]
 
 
 class Engine:
@@ -51,17 +40,10 @@ class Engine:
             jax.tree.map(lambda x: x.sharding, self.params), partitioner.batch_sharding, partitioner.replicated
         )  # fmt: skip
 
-        def usual(params: Any, batch: Mapping[str, jax.Array], seed: jax.Array) -> Any:
-            return function(params, batch, jax.random.key(seed))
-
-        def by_reference(*args: Any) -> Any:
-            with attention.by_reference():
-                return usual(*args)
-
-        compiled = functools.partial(
-            partitioner.partition, in_shardings=shardings, out_shardings=partitioner.replicated
+        return Program.of(
+            lambda params, batch, seed: function(params, batch, jax.random.key(seed)),
+            functools.partial(partitioner.partition, in_shardings=shardings, out_shardings=partitioner.replicated),
         )
-        return Program(compiled(usual), compiled(by_reference))
 
     def shapes(self, program: Program, lengths: Mapping[str, int], rows: int) -> Any:
         """The shapes of what the program gives for a batch of so many rows."""
@@ -126,7 +108,7 @@ class Engine:
             after_batch(done)
 
         running = None
-        for compiled, positions in zip(program, self._divided(examples), strict=True):
+        for compiled, positions in zip(program, self._divided(examples, lengths, trim), strict=True):
             sizes = {name: [len(examples[i][name]) for i in positions] for name in bucketed}
             for batch in buckets.plan(len(positions), sizes, lengths, rows, steps):
                 batch = batch._replace(positions=[positions[i] for i in batch.positions])
@@ -142,15 +124,24 @@ class Engine:
             collect(*running)
         return results
 
-    def _divided(self, examples: Sequence[Mapping[str, Any]]) -> tuple[Sequence[int], Sequence[int]]:
-        """Positions of the examples for each way of a `Program`."""
+    def _divided(
+        self, examples: Sequence[Mapping[str, Any]], lengths: Mapping[str, int | None], trim: bool
+    ) -> tuple[Sequence[int], Sequence[int]]:
+        """Positions of the examples for each way of a `Program`, in all processes alike."""
         everything = range(len(examples))
-        if padding.may_be_anywhere(self.model.module):
+        if padding.may_be_anywhere(self.model):
             return everything, ()
-        names = self.model.FEATURE_CONVERTER_CLS.TASK_FEATURES
-        is_odd = [any(padding.is_between(example[name]) for name in names if name in example) for example in examples]
-        odd = [i for i in everything if is_odd[i]]
-        return ([i for i in everything if not is_odd[i]], odd) if odd else (everything, ())
+        converter = self.model.FEATURE_CONVERTER_CLS(pack=False)
+
+        def is_odd(example: Mapping[str, Any]) -> bool:
+            given = {name: example[name] for name in lengths if name in example}
+            if not any(0 in ids if isinstance(ids, list) else not np.all(ids) for ids in given.values()):
+                return False
+            whole = {name: len(given.get(name, ())) if limit is None else limit for name, limit in lengths.items()}
+            return padding.is_odd(self.model, converter.convert_batch([[example]], whole, trim=trim))
+
+        odd = [i for i in everything if is_odd(examples[i])]
+        return (sorted({*everything}.difference(odd)), odd) if odd else (everything, ())
 
 
 def _row(array: np.ndarray, axis: int, row: int) -> np.ndarray:

@@ -120,12 +120,12 @@ class LoadedModel:
         layout = StateLayout.of(self.model, self._partitioner, self.model.input_shapes({"inputs": 1, "targets": 1}))
         return Engine(self.model, self._partitioner, restore_params(self.source, self.model, layout))
 
-    def identity(self, name: str = "model") -> dict[str, Any]:
-        """What results depend on, of the model called `name`."""
+    def identity(self) -> dict[str, Any]:
+        """What results depend on."""
         path = self.source.path
         return {
-            name: path if "://" in path else os.path.abspath(path), f"{name} step": self.source.step,
-            f"{name} weights": fingerprint(self.source), f"{name} dtype": str(self.model.module.config.dtype),
+            "model": path if "://" in path else os.path.abspath(path), "step": self.source.step,
+            "weights": fingerprint(self.source), "dtype": str(self.model.module.config.dtype),
         }  # fmt: skip
 
     # -- texts ---------------------------------------------------------------------------------------------------------

@@ -111,7 +111,10 @@ def attend(
 
 @contextlib.contextmanager
 def by_reference() -> Iterator[None]:
-    """What is traced inside computes attention by the reference, whatever back end it names."""
+    """What is traced inside computes attention by the reference, whatever back end it names.
+
+    A function that JAX has compiled before, a user's layer under `nn.jit`, is not traced again.
+    """
     token = _by_reference.set(True)
     try:
         yield

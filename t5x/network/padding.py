@@ -4,26 +4,51 @@ Token 0 is padding wherever it stands. Ours stands behind the tokens, but a text
 it, or with what a vocabulary of id 0 for the unknown does not know. Fused attention would make its whole batch NaN.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from t5x.errors import UserError
-from t5x.network.attention import Mask, cudnn_refuses
+from t5x.network.attention import Mask, by_reference, cudnn_refuses
 from t5x.network.config import NetworkConfig
 
-_TOKENS = ("encoder_input_tokens", "decoder_target_tokens")
-_BY_REFERENCE = ("encoder_segment_ids", "decoder_segment_ids", "decoder_causal_attention")  # see `cudnn_refuses`
+
+class Program(NamedTuple):
+    """A function of batches, compiled in two ways.
+
+    Attributes:
+      usual: for most batches.
+      by_reference: for those with padding between tokens.
+    """
+
+    usual: Callable[..., Any]
+    by_reference: Callable[..., Any]
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], compiled: Callable[[Callable], Callable]) -> "Program":
+        """Both ways of `function`, each `compiled` when it is first needed."""
+
+        def reference(*args: Any) -> Any:
+            with by_reference():
+                return function(*args)
+
+        return cls(compiled(function), compiled(reference))
+
+    def chosen(self, model: Any, batch: Mapping[str, np.ndarray]) -> Callable[..., Any]:
+        """The way for a batch, of which all rows are here: all processes must choose the same."""
+        return self.by_reference if is_odd(model, batch) else self.usual
 
 
-def may_be_anywhere(module: Any) -> bool:
-    """Whether the network's attention masks padding wherever it stands; of networks that are not ours, nothing is known
-    against it."""
-    config = getattr(module, "config", None)
-    if not isinstance(config, NetworkConfig):
+def may_be_anywhere(model: Any) -> bool:
+    """Whether the attention of the model's network masks padding wherever it stands.
+
+    One with our configuration is taken to compute attention as ours does; of others nothing is known against it.
+    """
+    config = getattr(getattr(model, "module", None), "config", None)
+    if not isinstance(config, NetworkConfig) or getattr(model, "inputs_bidirectional_attention", False):
         return True
     if config.attention_backend != "auto":
         return config.attention_backend == "xla"
@@ -32,30 +57,40 @@ def may_be_anywhere(module: Any) -> bool:
     return cudnn_refuses(heads, heads, Mask(), None) is not None
 
 
-def is_between(ids: Sequence[int]) -> bool:
-    """Whether padding stands before a token of this row.
+def is_between(batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """{feature: bool [rows]}: whether padding stands before a token in rows that attention masks.
 
-    >>> is_between([5, 0, 1]), is_between([5, 1, 0, 0]), is_between([])
-    (True, False, False)
+    >>> is_between({"encoder_input_tokens": np.array([[5, 0, 1], [5, 1, 0]])})
+    {'encoder_input_tokens': array([ True, False])}
     """
-    return 0 in ids and bool(_rows(np.asarray(ids)[None])[0])
+    if "encoder_segment_ids" in batch or "decoder_segment_ids" in batch:  # packed, which the reference computes
+        return {}
+    names = [name for name in ("encoder_input_tokens", "decoder_target_tokens") if name in batch]
+    if names and np.ndim(batch[names[0]]) == 3:  # lists of passages, of which the targets are labels
+        names = names[:1]
+    found = {}
+    for name in names:
+        real = np.asarray(batch[name]) != 0
+        if real.ndim > 1:
+            real = real.reshape(-1, real.shape[-1])
+            found[name] = (real[:, 1:] & ~real[:, :-1]).any(axis=1)
+    return found
 
 
-def check(module: Any, batch: Mapping[str, np.ndarray]) -> None:
+def is_odd(model: Any, batch: Mapping[str, np.ndarray]) -> bool:
+    """Whether the model computes this batch by reference alone."""
+    return not may_be_anywhere(model) and any(rows.any() for rows in is_between(batch).values())
+
+
+def check(model: Any, batch: Mapping[str, np.ndarray]) -> None:
     """Raises where the network cannot mask the padding of a batch."""
-    if may_be_anywhere(module) or any(name in batch for name in _BY_REFERENCE):
+    if not is_odd(model, batch):
         return
-    for name in _TOKENS:
-        if name in batch and (bad := np.flatnonzero(_rows(np.asarray(batch[name])))).size:
+    for name, rows in is_between(batch).items():
+        if rows.any():
             raise UserError(
-                f"{name} has padding (token 0) between other tokens in {bad.size} of {len(batch[name])} rows, row "
-                f"{bad[0]} first, which fused attention cannot mask. Texts with <pad> in them do that, and a "
-                "vocabulary that has id 0 for what it does not know. Mend them, or set network.T5Config."
-                "attention_backend = 'xla', which is slower."
+                f"{name} has padding (token 0) between other tokens in {rows.sum()} of {rows.size} rows, row "
+                f"{rows.argmax()} first, which fused attention cannot mask. Texts with <pad> in them do that, and a "
+                "vocabulary that has id 0 for what it does not know. Mend them, or set network."
+                f"{type(model.module.config).__name__}.attention_backend = 'xla', which is slower."
             )
-
-
-def _rows(tokens: np.ndarray) -> np.ndarray:
-    """bool [rows], of int [rows, length]."""
-    real = tokens != 0
-    return (real[:, 1:] & ~real[:, :-1]).any(axis=1)

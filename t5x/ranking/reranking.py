@@ -319,7 +319,8 @@ class _Ranking:
 
 
 def _identity(name: str, ranker: Reranker) -> dict[str, Any]:
-    return {**ranker.loaded.identity(name), f"{name} template": dataclasses.asdict(ranker.template)}
+    parts = {**ranker.loaded.identity(), "template": dataclasses.asdict(ranker.template)}
+    return {name: parts.pop("model"), **{f"{name} {part}": value for part, value in parts.items()}}
 
 
 def _check_of(rankers: Sequence[Reranker]) -> Callable[[str, str], None]:

@@ -13,7 +13,7 @@ import numpy as np
 from t5x.data.config import DatasetConfig
 from t5x.errors import UserError
 from t5x.models import BaseTransformerModel
-from t5x.network import padding
+from t5x.network.padding import Program
 from t5x.partitioning import PjitPartitioner, distributed
 
 log = logging.getLogger(__name__)
@@ -63,10 +63,12 @@ class InferenceEvaluator:
             out_shardings=partitioner.replicated,
         )
         rng = jax.random.key(0)
-        self._predict = partition(lambda params, batch: model.predict_batch(params, batch, rng=rng))
-        self._predict_with_aux = partition(lambda params, batch: model.predict_batch_with_aux(params, batch, rng=rng))
-        self._score = partition(model.score_batch)
-        self._module = model.module
+        self._predict = Program.of(lambda params, batch: model.predict_batch(params, batch, rng=rng), partition)
+        self._predict_with_aux = Program.of(
+            lambda params, batch: model.predict_batch_with_aux(params, batch, rng=rng), partition
+        )
+        self._score = Program.of(model.score_batch, partition)
+        self._model = model
 
     def evaluate(
         self, params: Any, step: int, before_batch: Callable[[], None] = lambda: None
@@ -77,12 +79,12 @@ class InferenceEvaluator:
         `before_batch` is called before every batch, and may raise to end it.
         """
 
-        def with_params(fn):
+        def with_params(program: Program):
             def run(batch: Mapping[str, np.ndarray]) -> Any:
                 before_batch()
-                padding.check(self._module, batch)
                 mine = {name: array[self._rows.start : self._rows.stop] for name, array in batch.items()}
-                return jax.device_get(fn(params, self._partitioner.to_devices(mine)))
+                compiled = program.chosen(self._model, batch)
+                return jax.device_get(compiled(params, self._partitioner.to_devices(mine)))
 
             return run
 

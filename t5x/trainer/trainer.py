@@ -87,13 +87,13 @@ class Trainer:
 
     def step(self, batch: Mapping[str, np.ndarray]) -> Metrics:
         """Takes one step. Returns at once: the metrics are arrays that the devices are still computing."""
-        padding.check(self.model.module, batch)
+        padding.check(self.model, batch)
         self.state, metrics = self._train(self.state, self.partitioner.to_devices(batch))
         return metrics
 
     def measure(self, batch: Mapping[str, np.ndarray]) -> Metrics:
         """Metrics of the current parameters under teacher forcing. Returns at once, like `step`."""
-        padding.check(self.model.module, batch)
+        padding.check(self.model, batch)
         return self._eval(self.state.params, self.partitioner.to_devices(batch))
 
 

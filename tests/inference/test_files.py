@@ -192,7 +192,7 @@ def test_other_weights_in_the_same_place_are_another_model(place, half_done):
     times = weights.stat()
     os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns + 1_000_000_000))
     try:
-        with pytest.raises(UserError, match='a run that differs: model weights was "'):
+        with pytest.raises(UserError, match='a run that differs: weights was "'):
             half_done.run(texts(20))
     finally:
         os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
@@ -203,7 +203,7 @@ def test_a_run_does_not_go_on_in_another_dtype(half_done, monkeypatch):
     from t5x.inference import loaded
 
     monkeypatch.setattr(files, "load", loaded.load)
-    with pytest.raises(UserError, match='a run that differs: model dtype was "float32", is "bfloat16"'):
+    with pytest.raises(UserError, match='a run that differs: dtype was "float32", is "bfloat16"'):
         half_done.run(texts(20), dtype="bfloat16")
 
 

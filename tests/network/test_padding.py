@@ -11,9 +11,13 @@ import numpy as np
 import pytest
 
 import t5x
+from t5x.data import PassThroughVocabulary
 from t5x.errors import UserError
-from t5x.network import attention, padding
+from t5x.inference.engine import Engine
+from t5x.models import DecoderOnlyModel
+from t5x.network import DecoderWrapper, TransformerConfig, attention, padding
 from t5x.partitioning import PjitPartitioner
+from t5x.ranking.features import RankingFeatureConverter
 from t5x.trainer import StateLayout, Trainer
 from tests import tiny
 from tests.inference.models import byte_model
@@ -46,6 +50,9 @@ def test_texts_with_padding_between_are_computed_apart(fused, tmp_path):
         [[{"inputs": i, "targets": t}] for i, t in zip(INPUTS, TARGETS, strict=True)], {"inputs": 6, "targets": 4}
     )  # fmt: skip
     assert np.isnan(ours.model.compute_logits(ours.engine.params, batch)).all()
+    ways = padding.Program("usual", "by reference")
+    assert ways.chosen(ours.model, batch) == "by reference" and ways.chosen(expected.model, batch) == "usual"
+    assert ways.chosen(ours.model, {name: array[[0, 4]] for name, array in batch.items()}) == "usual"
 
     sizes = {"max_input_length": 8, "batch_size": 4}
     done = []
@@ -56,15 +63,52 @@ def test_texts_with_padding_between_are_computed_apart(fused, tmp_path):
     np.testing.assert_allclose(made, known, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("inputs", [[[7, 0, 8], [7, 8], [9]], [[7, 8], [7, 0], [9]]])
+def test_inputs_and_targets_of_a_decoder_alone_are_one_row(fused, inputs):
+    targets = [[5, 1], [5, 6, 1], [1]]
+    config = TransformerConfig(vocab_size=31, emb_dim=12, num_heads=3, head_dim=4, mlp_dim=16, num_layers=1)
+    model = DecoderOnlyModel(DecoderWrapper(config), PassThroughVocabulary(31, eos_id=1), None)
+    shapes = model.input_shapes({"inputs": 3, "targets": 3})
+    params = jax.jit(lambda: model.get_initial_variables(jax.random.key(0), shapes))()["params"]
+    examples = [{"inputs": i, "targets": t} for i, t in zip(inputs, targets, strict=True)]
+    scores = []
+    for backend in ("fused", "xla"):
+        model.module = with_backend(model.module, backend)
+        engine = Engine(model, PjitPartitioner(), params)
+        program = engine.program(lambda params, batch, rng: model.score_batch(params, batch))
+        scores.append(engine.run(program, examples, {"inputs": 3, "targets": 3}, rows=4))
+    np.testing.assert_allclose(*scores, rtol=1e-5)
+
+    model.module = with_backend(model.module, "fused")
+    batch = model.FEATURE_CONVERTER_CLS(pack=False).convert_batch([[e] for e in examples], {"inputs": 3, "targets": 3})
+    assert "decoder_causal_attention" in batch
+    with pytest.raises(UserError, match=r"decoder_target_tokens .* 1 of 3 .* network.TransformerConfig.attention_"):
+        padding.check(model, batch)
+    model.inputs_bidirectional_attention = True  # the mask has a prefix, which the reference computes
+    padding.check(model, batch)
+
+
+def test_passages_of_a_list_are_rows(fused):
+    model = tiny.model(dataclasses.replace(tiny.T5_1_1, attention_backend="fused"))
+    convert = RankingFeatureConverter(pack=False).convert_batch
+    sizes = {"inputs": 3, "targets": 3, "grades": 3}
+    example = {"inputs": [[7, 1, 0], [8, 9, 1], [7, 1, 0]], "targets": [5, 0, 6], "grades": [2, 0, 1]}
+    padding.check(model, convert([[example]], sizes))
+    example["inputs"][1] = [8, 0, 1]
+    with pytest.raises(UserError, match=r"encoder_input_tokens has padding .* 1 of 3 rows, row 1 first"):
+        padding.check(model, convert([[example]], sizes))
+
+
 def test_a_step_on_it_is_refused_before_anything_is_lost(fused):
     model = tiny.model(tiny.T5_1_1)
     batch = tiny.batch(rows=2)
     batch["encoder_input_tokens"] = np.array([[5, 6, 7, 0], [5, 0, 7, 1]], np.int32)
     for name in ("auto", "xla"):
-        padding.check(with_backend(model.module, name), batch)
+        model.module = with_backend(model.module, name)
+        padding.check(model, batch)
     model.module = with_backend(model.module, "fused")
-    padding.check(model.module, tiny.batch())
-    padding.check(model.module, tiny.packed_batch())
+    padding.check(model, tiny.batch())
+    padding.check(model, tiny.packed_batch())
 
     partitioner = PjitPartitioner()
     layout = StateLayout.of(model, partitioner, {name: array.shape for name, array in batch.items()})
