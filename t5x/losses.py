@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from t5x.errors import UserError
+from t5x.partitioning.logical import constrain, parts_of
 
 
 @enum.unique
@@ -189,14 +190,34 @@ def _projected_forward(static, hidden, kernel, targets, weights):
         losses, residuals = _token_losses(static, hidden, narrow, targets)
         gradient, _ = _cross_entropy_backward(z_loss, label_smoothing, residuals, (weights,))
         gradient = (scale * gradient).astype(hidden.dtype)
-        kernel_gradient += jnp.einsum("bld,blv->dv", hidden, gradient, preferred_element_type=jnp.float32)
+        kernel_gradient = _add_products(kernel_gradient, hidden, gradient)
         return kernel_gradient, (losses, jnp.einsum("blv,dv->bld", gradient, narrow))
 
+    nothing = jnp.zeros((_row_groups(hidden.shape[0]), *kernel.shape), jnp.float32)
     kernel_gradient, (losses, hidden_gradient) = _in_parts(
-        step, jnp.zeros(kernel.shape, jnp.float32), (hidden, targets, weights / unit), kernel.shape[1]
+        step, nothing, (hidden, targets, weights / unit), kernel.shape[1]
     )
-    gradients = hidden_gradient, kernel_gradient.astype(kernel.dtype), unit, losses.loss
+    gradients = hidden_gradient, jnp.sum(kernel_gradient, axis=0).astype(kernel.dtype), unit, losses.loss
     return (jnp.sum(losses.loss * weights), losses), gradients
+
+
+def _row_groups(batch):
+    """Into how many groups rows are divided over devices, each of which sums its own up, and all of them once.
+
+    Where the kernel itself is divided over the same devices, which have no room for a sum each, there are none.
+    """
+    groups = parts_of("batch")
+    return 1 if batch % groups or parts_of("embed") > 1 else groups
+
+
+def _add_products(sums, x, y):
+    """sums [groups, d, v] + x'y of each group's rows, of x [batch, length, d] and y [batch, length, v]."""
+    groups = sums.shape[0]
+    if groups == 1:
+        return sums + jnp.einsum("bld,blv->dv", x, y, preferred_element_type=jnp.float32)[None]
+    x, y = (a.reshape(groups, -1, *a.shape[1:]) for a in (x, y))
+    sums += jnp.einsum("gbld,gblv->gdv", x, y, preferred_element_type=jnp.float32)
+    return constrain(sums, "batch", None, "vocab")
 
 
 def _projected_backward(static, gradients, cotangents):

@@ -1,5 +1,10 @@
 """The loss itself; its agreement with an independent implementation is in tests/network/test_parity.py."""
 
+import json
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +12,7 @@ import pytest
 
 from t5x import losses
 from t5x.errors import UserError
+from tests.programs import REPO
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
@@ -113,3 +119,43 @@ def test_a_batch_without_a_single_target_has_loss_zero():
 def test_unknown_factor_names_the_known_ones():
     with pytest.raises(UserError, match=r"'per_token'.*NUM_REAL_TARGET_TOKENS"):
         losses.special_loss_normalizing_factor("per_token")
+
+
+# Of rows that four devices share, in four parts: values and gradients, and what is summed up in the loop over parts.
+OVER_DEVICES = """
+import json, re
+import jax, numpy as np
+from t5x import losses
+from t5x.partitioning import PjitPartitioner
+
+losses._CHUNK_BYTES = 8 * 12 * 256 // 4
+rng = np.random.default_rng(0)
+hidden, kernel = (rng.standard_normal(shape, np.float32) for shape in ((8, 12, 16), (16, 256)))
+targets, weights = rng.integers(0, 256, (8, 12)), rng.random((8, 12), np.float32)
+of = lambda h, k, t, w: jax.value_and_grad(lambda h, k: losses.projected_cross_entropy(h, k, t, w)[0], (0, 1))(h, k)
+expected = jax.jit(of)(hidden, kernel, targets, weights)
+found = {}
+for preset in ("dp", "tp", "fsdp"):
+    at = PjitPartitioner(preset=preset, **({"num_partitions": 2} if preset == "tp" else {}))
+    divided = at.sharding(kernel.shape, ("embed", "vocab"))
+    shardings = (at.batch_sharding, divided, at.batch_sharding, at.batch_sharding)
+    compiled = at.partition(of, in_shardings=shardings, out_shardings=at.replicated)
+    compiled = compiled.lower(hidden, kernel, targets, weights).compile()
+    text = compiled.as_text()
+    bodies = set(re.findall(r"body=%?([\\w.-]+)", text))
+    parts = [part for part in re.split(r"\\n(?=%|ENTRY)", text) if part.split(" ")[0].lstrip("%") in bodies]
+    assert parts
+    sums = re.findall(r"= f32\\[([\\d,]+)\\]\\S* all-reduce", "".join(parts))
+    values = compiled(*(jax.device_put(x, s) for x, s in zip((hidden, kernel, targets, weights), shardings)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), values, expected)
+    found[preset] = sums
+print(json.dumps(found))
+"""
+
+
+def test_devices_that_share_the_rows_add_the_gradient_of_the_kernel_up_once():
+    env = {**os.environ, "XLA_FLAGS": os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=4"}
+    done = subprocess.run([sys.executable, "-c", OVER_DEVICES], env=env, capture_output=True, text=True, cwd=REPO)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert not {"16,256", "16,128"} & {*found["dp"], *found["tp"]}
