@@ -193,11 +193,14 @@ def _projected_forward(static, hidden, kernel, targets, weights):
         kernel_gradient = _add_products(kernel_gradient, hidden, gradient)
         return kernel_gradient, (losses, jnp.einsum("blv,dv->bld", gradient, narrow))
 
-    nothing = jnp.zeros((_row_groups(hidden.shape[0]), *kernel.shape), jnp.float32)
+    groups = _row_groups(hidden.shape[0])
+    nothing = jnp.zeros(kernel.shape if groups == 1 else (groups, *kernel.shape), jnp.float32)
     kernel_gradient, (losses, hidden_gradient) = _in_parts(
         step, nothing, (hidden, targets, weights / unit), kernel.shape[1]
     )
-    gradients = hidden_gradient, jnp.sum(kernel_gradient, axis=0).astype(kernel.dtype), unit, losses.loss
+    if groups > 1:
+        kernel_gradient = jnp.sum(kernel_gradient, axis=0)
+    gradients = hidden_gradient, kernel_gradient.astype(kernel.dtype), unit, losses.loss
     return (jnp.sum(losses.loss * weights), losses), gradients
 
 
@@ -211,11 +214,10 @@ def _row_groups(batch):
 
 
 def _add_products(sums, x, y):
-    """sums [groups, d, v] + x'y of each group's rows, of x [batch, length, d] and y [batch, length, v]."""
-    groups = sums.shape[0]
-    if groups == 1:
-        return sums + jnp.einsum("bld,blv->dv", x, y, preferred_element_type=jnp.float32)[None]
-    x, y = (a.reshape(groups, -1, *a.shape[1:]) for a in (x, y))
+    """sums [d, v] + x'y of x [batch, length, d] and y [batch, length, v]; [groups, d, v], that of each group's rows."""
+    if sums.ndim == 2:
+        return sums + jnp.einsum("bld,blv->dv", x, y, preferred_element_type=jnp.float32)
+    x, y = (a.reshape(sums.shape[0], -1, *a.shape[1:]) for a in (x, y))
     sums += jnp.einsum("gbld,gblv->gdv", x, y, preferred_element_type=jnp.float32)
     return constrain(sums, "batch", None, "vocab")
 
