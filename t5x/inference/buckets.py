@@ -46,7 +46,8 @@ def plan(
       batch_size: examples in a batch; the last has what is left.
       steps: see `bucket`.
     """
-    order = sorted(range(count), key=lambda i: [sizes[feature][i] for feature in sizes], reverse=True)
+    keys = list(zip(*sizes.values(), strict=True)) if sizes else [()] * count
+    order = sorted(range(count), key=keys.__getitem__, reverse=True)
     batches = []
     for start in range(0, count, batch_size):
         positions = order[start : start + batch_size]

@@ -108,10 +108,19 @@ class Engine:
             after_batch(done)
 
         running = None
-        for compiled, positions in zip(program, self._divided(examples, lengths, trim), strict=True):
+        is_odd = self._is_odd(lengths, trim)
+        usual: Sequence[int] = range(len(examples))
+        apart: list[int] = []  # found batch by batch while devices compute, in all processes alike
+        for compiled, positions in zip(program, (usual, apart), strict=True):
             sizes = {name: [len(examples[i][name]) for i in positions] for name in bucketed}
             for batch in buckets.plan(len(positions), sizes, lengths, rows, steps):
                 batch = batch._replace(positions=[positions[i] for i in batch.positions])
+                if positions is usual:
+                    odd = {i for i in batch.positions if is_odd(examples[i])}
+                    apart.extend(sorted(odd))
+                    batch = batch._replace(positions=[i for i in batch.positions if i not in odd])
+                if not batch.positions:
+                    continue
                 # Rows that fill up a batch repeat its first example: they end when that does.
                 filled = [batch.positions[row if row < len(batch.positions) else 0] for row in mine]
                 arrays = converter.convert_batch([[examples[i]] for i in filled], batch.lengths, trim=trim)
@@ -124,13 +133,10 @@ class Engine:
             collect(*running)
         return results
 
-    def _divided(
-        self, examples: Sequence[Mapping[str, Any]], lengths: Mapping[str, int | None], trim: bool
-    ) -> tuple[Sequence[int], Sequence[int]]:
-        """Positions of the examples for each way of a `Program`, in all processes alike."""
-        everything = range(len(examples))
+    def _is_odd(self, lengths: Mapping[str, int | None], trim: bool) -> Callable[[Mapping[str, Any]], bool]:
+        """Tells which examples a `Program` computes by reference."""
         if padding.may_be_anywhere(self.model):
-            return everything, ()
+            return lambda example: False
         converter = self.model.FEATURE_CONVERTER_CLS(pack=False)
 
         def is_odd(example: Mapping[str, Any]) -> bool:
@@ -140,8 +146,7 @@ class Engine:
             whole = {name: len(given.get(name, ())) if limit is None else limit for name, limit in lengths.items()}
             return padding.is_odd(self.model, converter.convert_batch([[example]], whole, trim=trim))
 
-        odd = [i for i in everything if is_odd(examples[i])]
-        return (sorted({*everything}.difference(odd)), odd) if odd else (everything, ())
+        return is_odd
 
 
 def _row(array: np.ndarray, axis: int, row: int) -> np.ndarray:

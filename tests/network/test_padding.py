@@ -1,6 +1,7 @@
 """Padding between tokens: by attention that cannot mask it, texts are computed apart, and training ends with a word.
 
-A back end for the CPU stands for cuDNN's here: NaN for the whole batch where padding is not at the end of its rows.
+A back end for the CPU stands for cuDNN's here: NaN for the whole batch where padding is not at the end of its rows. The
+last test has cuDNN's own: T5X_TEST_PLATFORM=cuda pytest tests/network/test_padding.py
 """
 
 import dataclasses
@@ -117,3 +118,26 @@ def test_a_step_on_it_is_refused_before_anything_is_lost(fused):
         with pytest.raises(UserError, match=r"encoder_input_tokens has padding .* 1 of 2 rows, row 1 .* 'xla'"):
             call(batch)
     assert trainer.state is layout.abstract
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU, and T5X_TEST_PLATFORM=cuda")
+def test_texts_with_padding_between_on_a_gpu():
+    config = dataclasses.replace(tiny.WIDE, head_dim=64, dtype="bfloat16")
+    params, lengths = tiny.initial_params(config), {"inputs": 8, "targets": 4}
+    examples = [{"inputs": i, "targets": t} for i, t in zip(INPUTS, TARGETS, strict=True)]
+
+    def results(backend):
+        model = tiny.model(dataclasses.replace(config, attention_backend=backend))
+        engine = Engine(model, PjitPartitioner(), params)
+        batch = model.FEATURE_CONVERTER_CLS(pack=False).convert_batch([[e] for e in examples], lengths)
+        straight = jax.jit(model.score_batch)(engine.params, batch)
+        program = engine.program(lambda params, batch, rng: model.score_batch(params, batch))
+        return model, batch, straight, engine.run(program, examples, lengths, rows=len(examples))
+
+    model, batch, straight, found = results("auto")
+    assert np.isnan(straight).any()
+    with pytest.raises(UserError, match="encoder_input_tokens has padding"):
+        padding.check(model, batch)
+    _, _, known, expected = results("xla")
+    np.testing.assert_allclose(known, expected, rtol=1e-2)
+    np.testing.assert_allclose(found, expected, rtol=1e-2)
