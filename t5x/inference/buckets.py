@@ -1,6 +1,7 @@
 """Which examples are computed together: those of similar length, in batches of few different shapes."""
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 SHORTEST = 8
@@ -36,8 +37,13 @@ def bucket(length: int, longest: int | None = None, steps: int = 2) -> int:
 
 
 def plan(
-    count: int, sizes: Mapping[str, Sequence[int]], longest: Mapping[str, int | None], batch_size: int, steps: int = 2
-) -> list[Batch]:
+    count: int,
+    sizes: Mapping[str, Sequence[int]],
+    longest: Mapping[str, int | None],
+    batch_size: int,
+    steps: int = 2,
+    wanted: Callable[[int], bool] = lambda position: True,
+) -> Iterator[Batch]:
     """Batches of `count` examples, the longest first.
 
     Args:
@@ -45,18 +51,16 @@ def plan(
       longest: {feature: length}, of all features; None, of those in `sizes`, is no limit.
       batch_size: examples in a batch; the last has what is left.
       steps: see `bucket`.
+      wanted: whether an example is in any batch; asked once, when its batch is made.
     """
     keys = list(zip(*sizes.values(), strict=True)) if sizes else [()] * count
-    order = sorted(range(count), key=keys.__getitem__, reverse=True)
-    batches = []
-    for start in range(0, count, batch_size):
-        positions = order[start : start + batch_size]
+    order = filter(wanted, sorted(range(count), key=keys.__getitem__, reverse=True))
+    while positions := list(itertools.islice(order, batch_size)):
         lengths = {
             feature: bucket(max(sizes[feature][i] for i in positions), limit, steps) if feature in sizes else limit
             for feature, limit in longest.items()
         }
-        batches.append(Batch(positions, lengths))
-    return batches
+        yield Batch(positions, lengths)
 
 
 def rows(examples: int, batch_size: int, multiple: int = 1) -> int:

@@ -107,20 +107,23 @@ class Engine:
             done += len(batch.positions)
             after_batch(done)
 
-        running = None
         is_odd = self._is_odd(lengths, trim)
-        usual: Sequence[int] = range(len(examples))
-        apart: list[int] = []  # found batch by batch while devices compute, in all processes alike
-        for compiled, positions in zip(program, (usual, apart), strict=True):
+        apart: list[int] = []  # found while devices compute, in all processes alike
+
+        def is_usual(position: int) -> bool:
+            if is_odd(examples[position]):
+                apart.append(position)
+                return False
+            return True
+
+        running = None
+        for compiled, positions, wanted in (
+            (program.usual, range(len(examples)), is_usual),
+            (program.by_reference, apart, lambda position: True),
+        ):
             sizes = {name: [len(examples[i][name]) for i in positions] for name in bucketed}
-            for batch in buckets.plan(len(positions), sizes, lengths, rows, steps):
+            for batch in buckets.plan(len(positions), sizes, lengths, rows, steps, wanted):
                 batch = batch._replace(positions=[positions[i] for i in batch.positions])
-                if positions is usual:
-                    odd = {i for i in batch.positions if is_odd(examples[i])}
-                    apart.extend(sorted(odd))
-                    batch = batch._replace(positions=[i for i in batch.positions if i not in odd])
-                if not batch.positions:
-                    continue
                 # Rows that fill up a batch repeat its first example: they end when that does.
                 filled = [batch.positions[row if row < len(batch.positions) else 0] for row in mine]
                 arrays = converter.convert_batch([[examples[i]] for i in filled], batch.lengths, trim=trim)

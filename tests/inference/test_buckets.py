@@ -8,7 +8,7 @@ from t5x.inference import buckets
 def test_every_example_is_in_one_batch_that_it_fits_into():
     rng = np.random.default_rng(0)
     sizes = {"inputs": rng.integers(0, 300, 1000).tolist(), "targets": rng.integers(1, 70, 1000).tolist()}
-    planned = buckets.plan(1000, sizes, {"inputs": 300, "targets": None}, 16)
+    planned = list(buckets.plan(1000, sizes, {"inputs": 300, "targets": None}, 16))
     assert sorted(i for batch in planned for i in batch.positions) == list(range(1000))
     for batch in planned:
         for feature in sizes:
@@ -23,3 +23,18 @@ def test_every_example_is_in_one_batch_that_it_fits_into():
 def test_what_is_not_bucketed_has_its_full_length():
     (batch,) = buckets.plan(2, {"inputs": [3, 9]}, {"inputs": 64, "targets": 20}, 4)
     assert batch.lengths == {"inputs": 12, "targets": 20} and batch.positions == [1, 0]
+
+
+def test_what_is_not_wanted_leaves_neither_a_gap_nor_its_length():
+    asked = []
+
+    def wanted(position):
+        asked.append(position)
+        return position % 4 != 0
+
+    sizes = {"inputs": [100 if i % 4 == 0 else 7 for i in range(40)]}
+    planned = buckets.plan(40, sizes, {"inputs": 512}, 8, wanted=wanted)
+    assert asked == []
+    first = next(planned)
+    assert first == ([1, 2, 3, 5, 6, 7, 9, 10], {"inputs": 8}) and len(asked) == 10 + 8
+    assert [len(batch.positions) for batch in planned] == [8, 8, 6] and sorted(asked) == list(range(40))
