@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 REFERENCE := .venv-reference
 PIP := -m pip --disable-pip-version-check install --quiet
 
-.PHONY: demo test chaos parallel lint clean
+.PHONY: demo test chaos fuzz parallel lint clean
 
 demo: $(VENV)/.core
 	@$(BIN)/t5x demo
@@ -20,6 +20,11 @@ test: $(VENV)/.dev $(REFERENCE)/.installed
 # Kills training runs a hundred times and compares what they come to (half an hour).
 chaos: $(VENV)/.dev
 	@$(BIN)/python -m tests.chaos.harness --kills 100
+
+# Loads ten thousand hostile checkpoints of every format (an hour on two cores): make fuzz CASES=100000 WORKERS=8.
+CASES ?= 10000
+fuzz: $(VENV)/.dev
+	@$(BIN)/python -m tests.fuzz.harness --cases $(CASES) --workers $(WORKERS)
 
 # Every preset x layout of layers x microbatches x processes: the same losses, and each loads another's checkpoint. An
 # hour on two cores; on many, say so: make parallel WORKERS=8.

@@ -6,6 +6,12 @@ Importing the package imports neither JAX nor Flax, so that `t5x --help` answers
 
 from __future__ import annotations
 
+import sys
+
+# `python -m t5x` puts the working directory first on the path, where a user's json.py would take the place of Python's.
+if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)].removeprefix("-m").partition(".")[0] == "t5x":
+    del sys.path[: not sys.flags.safe_path]
+
 import os
 from typing import TYPE_CHECKING, Any
 

@@ -1,4 +1,4 @@
-"""Writes the caches of tasks: `t5x cache`."""
+"""Write the caches of tasks: `t5x cache`."""
 
 import logging
 from collections.abc import Sequence
@@ -23,12 +23,13 @@ def cache(
     skip_bad_examples: bool = False,
     runner: str | None = None,
 ) -> list[cache_writer.Written]:
-    """Caches a task, or all tasks of a mixture, and prints what each split holds.
+    """Cache a task, or all tasks of a mixture, and print a table of the splits.
 
     Args:
       modules: dotted names or .py files that register the tasks.
-      splits: None is all that a task has.
-      output_dir: of all caches; None is where they are looked for. Other arguments as in `cache_writer.write`.
+      splits: None caches all splits of each task.
+      output_dir: directory of the caches; None is where they are looked up. For the other arguments see
+        `cache_writer.write`.
     """
     for module in modules:
         import_task_module(module)

@@ -1,22 +1,18 @@
-"""The cache directory (T5X_CACHE_DIR, or ~/.cache/t5x): copies of what is remote or compressed, made once."""
+"""The cache directory (T5X_CACHE_DIR, or ~/.cache/t5x): copies of remote or compressed files, made once."""
 
-import contextlib
 import errno
-import fcntl
 import hashlib
-import logging
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from t5x import startup
 from t5x.errors import UserError
+from t5x.files import atomic
 from t5x.urls import is_remote
 
-log = logging.getLogger(__name__)
-
-# By which of these a driver of fsspec tells that a file has changed; the first that it gives counts.
+# Fields with which fsspec drivers report that a file has changed; the first one present is used.
 _TAGS = ("etag", "ETag", "md5Hash", "crc32c", "content_md5", "checksum", "blob_id", "mtime", "updated", "LastModified",
          "last_modified", "created")  # fmt: skip
 
@@ -24,7 +20,7 @@ _WORTH_SHOWING = 10**7  # bytes
 
 
 def place(name: str) -> str:
-    """The path of the part `name` of the cache directory, which need not exist."""
+    """Return the path of the subdirectory `name` of the cache directory; it need not exist."""
     home = os.path.expanduser(startup.cache_directory())
     if is_remote(home):
         raise UserError(f"The cache directory (T5X_CACHE_DIR) {home} is remote. Name a local directory.")
@@ -32,10 +28,10 @@ def place(name: str) -> str:
 
 
 def make(name: str) -> str:
-    """`place(name)`, created."""
+    """Create and return `place(name)`."""
     directory = place(name)
     try:
-        os.makedirs(directory, exist_ok=True)
+        atomic.make_directories(directory)
     except OSError as error:
         raise UserError(
             f"The cache directory (T5X_CACHE_DIR) {directory} cannot be created: {error.strerror}. Choose another path."
@@ -44,7 +40,7 @@ def make(name: str) -> str:
 
 
 def version_tag(info: Mapping[str, Any]) -> str:
-    """What tells one version of a remote file from another, from what fsspec says of it; "" if nothing does."""
+    """Return a tag that identifies the version of a remote file, from fsspec's info; "" if there is none."""
     return next((str(info[tag]) for tag in _TAGS if info.get(tag) is not None), "")
 
 
@@ -52,26 +48,8 @@ def short_hash(text: str) -> str:
     return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:12]
 
 
-@contextlib.contextmanager
-def locked(path: str | os.PathLike[str], *, wait: bool = True) -> Iterator[None]:
-    """Holds the kernel's lock of a file, which is made, or of a directory; a process that dies gives it back."""
-    flags = os.O_RDONLY if os.path.isdir(path) else os.O_RDWR | os.O_CREAT
-    descriptor = os.open(path, flags | os.O_CLOEXEC, 0o644)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if not wait:
-                raise
-            log.info("waiting for another process, which holds %s", path)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
 def free_bytes(directory: str | os.PathLike[str]) -> int | None:
-    """Bytes that we may still write on the disk of `directory`; None where the file system does not tell."""
+    """Return the bytes that we may still write on the disk of `directory`; None if unknown."""
     disk = os.statvfs(directory)
     if not disk.f_blocks:
         return None
@@ -79,7 +57,7 @@ def free_bytes(directory: str | os.PathLike[str]) -> int | None:
 
 
 def fault(home: str | os.PathLike[str], name: str, needed: int | None, error: OSError) -> UserError:
-    """What to raise when `name`, of `needed` bytes (None: unknown), could not be copied to `home`."""
+    """Return the error to raise when `name`, of `needed` bytes (None: unknown), could not be copied to `home`."""
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return UserError(
             f"{name} could not be copied to {home}: {error.strerror or error}. Set T5X_CACHE_DIR to a directory that "
@@ -95,7 +73,7 @@ def fault(home: str | os.PathLike[str], name: str, needed: int | None, error: OS
 
 
 class CopyProgress:
-    """How much of `size` bytes has been copied, on the terminal, from any thread; nothing is shown of small copies."""
+    """A progress bar for copying `size` bytes, updated from any thread; small copies show none."""
 
     def __init__(self, size: int):
         from t5x.telemetry import Progress
@@ -122,7 +100,8 @@ def _megabytes(size: int) -> int:
 
 
 def human_size(size: float) -> str:
-    """
+    """Return a size with its unit.
+
     >>> human_size(1234567)
     '1.2 MB'
     """

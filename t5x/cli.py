@@ -1,9 +1,8 @@
-"""The `t5x` command: finds the verb, runs it, and turns every error into a message and an exit code."""
+"""The `t5x` command: run a verb and turn errors into messages and exit codes."""
 
 import contextlib
 import errno
 import importlib
-import logging
 import os
 import signal
 import sys
@@ -14,7 +13,6 @@ from typing import NoReturn
 from t5x import __version__
 from t5x.errors import UserError
 from t5x.verbs import VERBS
-from t5x.verbs.arguments import Terminated, parser_of
 
 USAGE = """\
 Train, fine-tune, evaluate and run T5-family models.
@@ -45,7 +43,10 @@ examples:
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Runs the command line and exits: 0; 2 for what the user can mend; 130 and 75 after Ctrl-C and SIGTERM."""
+    """Run the command line and exit.
+
+    The exit code is 0, 2 for errors that the user can fix, 130 after Ctrl-C, or 75 (retry) after SIGTERM.
+    """
     argv = list(sys.argv[1:] if argv is None else argv)
     verb = argv[0] if argv else None
     if verb == "help" and len(argv) > 1:
@@ -68,25 +69,24 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def main_of(verb: str) -> NoReturn:
-    """What `python -m t5x.train` and `python t5x/train.py` run."""
+    """Run a verb as `python -m t5x.train` or `python t5x/train.py` do, and exit."""
     package = os.path.dirname(os.path.abspath(__file__))
-    # Started as a script, Python put the package's own directory first on the path, where our modules shadow others'.
+    # For a script, Python puts the package's directory first on the path, where our modules shadow other packages.
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != package]
     sys.exit(run_verb(verb, sys.argv[1:], _end))
 
 
 def run_verb(verb: str, argv: Sequence[str], end: Callable[[int], int] = int) -> int:
-    """Parses a verb's arguments and runs it; every error becomes a message and an exit code.
+    """Parse a verb's arguments and run it. Return the exit code; errors are printed.
 
     Args:
-      end: is given the exit code after Ctrl-C and SIGTERM, as long as what they have raised is there.
+      end: called with the exit code after Ctrl-C or SIGTERM, while the exception is still alive.
     """
     signal.signal(signal.SIGTERM, _leave_at_once)
     signal.signal(signal.SIGINT, _leave_at_once)
     from t5x import configuration, startup
+    from t5x.verbs.arguments import Terminated, parser_of
 
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # a gin file's `import my_tasks` finds my_tasks.py here
     module = importlib.import_module(f"t5x.verbs.{verb.replace('-', '_')}")
     parser = parser_of(verb)
     module.define(parser)
@@ -97,6 +97,7 @@ def run_verb(verb: str, argv: Sequence[str], end: Callable[[int], int] = int) ->
         args = parser.parse_args(argv)
         if bindings and not hasattr(args, "gin_bindings"):
             raise UserError(f"`t5x {verb}` takes no gin configuration: leave out --gin.….")
+        args.verb = verb
         args.gin_bindings = [*getattr(args, "gin_bindings", ()), *bindings]
         module.run(args)
         sys.stdout.flush()
@@ -110,13 +111,19 @@ def run_verb(verb: str, argv: Sequence[str], end: Callable[[int], int] = int) ->
         root = configuration.root_cause(error)
         message = configuration.user_message(error)
         if isinstance(root, BrokenPipeError):
-            _print_nowhere()  # the reader went away: nothing to tell it
+            _print_nowhere()  # the reader closed the pipe
             return 1
         if message is None and isinstance(root, OSError) and root.errno in (errno.ENOSPC, errno.EDQUOT):
             _print_nowhere()
             where = root.filename or "Standard output, or a file,"
             message = f"{where} cannot be written: {root.strerror}. Free disk space, then start again."
-        if message is None and hasattr(root, "exit_code"):  # stopped in good order
+        if message is None and _is_out_of_memory(root):
+            reason = (str(root).splitlines() or [type(root).__name__])[0]
+            message = (
+                f"There is not enough memory ({reason}). Lower the batch size, the lengths, or the number of beams; in "
+                "training, raise trainer.Trainer.num_microbatches."
+            )
+        if message is None and hasattr(root, "exit_code"):  # an orderly stop, not an error
             _say(str(root))
             return root.exit_code
         if debug or message is None:
@@ -126,12 +133,14 @@ def run_verb(verb: str, argv: Sequence[str], end: Callable[[int], int] = int) ->
 
 
 def _end(code: int) -> NoReturn:
-    """Ends the process while the exception that a signal raised is still there, and without Python's own end.
+    """Exit at once, while the exception that a signal raised is still alive.
 
-    The signal does not stop XLA, which compiles in a thread of its own: Python's end waits for that, and what it
-    compiles would be freed under its hands with the exception's frames. Functions that are registered with `atexit` are
-    not called; what `with` and `finally` clean up has been.
+    XLA may still be compiling in a thread that signals do not stop. Python's normal exit would wait for it, and freeing
+    the exception's frames would free memory that it uses. Functions registered with `atexit` do not run; `with` and
+    `finally` blocks have run already.
     """
+    import logging
+
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, lambda *_: os._exit(code))
     if distributed := sys.modules.get("t5x.partitioning.distributed"):
@@ -143,19 +152,25 @@ def _end(code: int) -> NoReturn:
     os._exit(code)
 
 
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Return whether the host or a device ran out of memory. JAX's errors are matched by name to avoid the import."""
+    of_jax = type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError")
+    return isinstance(error, MemoryError) or (of_jax and "RESOURCE_EXHAUSTED" in str(error))
+
+
 def _print_nowhere() -> None:
-    """What standard output would not take is not written again when Python ends."""
+    """Redirect standard output to /dev/null, so that Python does not try to flush it again at exit."""
     with contextlib.suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _say(text: str) -> None:
-    """To standard error, if anybody still reads it."""
+    """Print to standard error, if it is still open."""
     with contextlib.suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
 
 
 def _leave_at_once(signum: int, frame: FrameType | None) -> None:
-    """A signal while nothing has been done yet. Training has a handler of its own, which saves."""
+    """Exit on a signal during startup. Training installs its own handler, which saves."""
     _say("\ninterrupted" if signum == signal.SIGINT else "terminated")
     os._exit(130 if signum == signal.SIGINT else 75)

@@ -1,10 +1,9 @@
-"""`t5x convert`: from any checkpoint format to ours, native T5X or Hugging Face, one array at a time."""
+"""`t5x convert`: converts any checkpoint format to ours, native T5X or Hugging Face, one array at a time."""
 
 import json
 import logging
 import os
 import re
-import secrets
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -16,6 +15,7 @@ from t5x.checkpoints import families, faults, layout, paths, remote, streaming, 
 from t5x.checkpoints.contents import MODEL_FILE, describe_network
 from t5x.checkpoints.formats import LazyArray, Source, is_own_checkpoint, open_checkpoint
 from t5x.errors import UserError
+from t5x.files import atomic
 from t5x.telemetry import Progress
 
 log = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ FORMATS = ("t5x", "native", "hf")
 LAYERS = ("unrolled", "scanned")
 DTYPES = ("float32", "bfloat16")
 
-# Activations that are taken for granted where nothing states them, since shapes do not show them.
+# Activations that readers assume if the checkpoint does not state them; shapes do not show them.
 _USUAL_ACTIVATIONS = (("relu",), ("gelu", "linear"))
 
 
@@ -37,15 +37,15 @@ def convert(
     dtype: str | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Converts a checkpoint.
+    """Convert a checkpoint.
 
     Args:
-      source_path: of any format that `t5x inspect` knows.
-      destination: the directory to make, local or remote.
+      source_path: a checkpoint of any format that `t5x inspect` reads.
+      destination: the directory to create, local or remote.
       to: `t5x` (ours), `native` (T5X version 3) or `hf` (Hugging Face).
-      layers: `unrolled`, or `scanned`: stacked as our scanned network holds them, or for `native` as T5X's scalable_t5.
-      dtype: `float32` or `bfloat16` of the parameters; None keeps what they have.
-      overwrite: replace the destination where it exists; it is removed only when the new one is whole.
+      layers: `unrolled`; or `scanned`: stacked as in our scanned network, or for `native` as in T5X's scalable_t5.
+      dtype: `float32` or `bfloat16` for the parameters; None keeps theirs.
+      overwrite: replace an existing destination; it is removed only when the new one is complete.
     """
     _check_choice("--to", to, FORMATS)
     _check_choice("--layers", layers, LAYERS)
@@ -64,7 +64,7 @@ def convert(
     if to == "t5x":
         streaming.check_name(final, source.step or 0)
     arrays = transfer.canonical_arrays(source)
-    config = _config(source, arrays)
+    config = _config(source)
     _check_whole(source, config, arrays, to)
     name = families.name_of(config, source.model_type)
     log.info("%s: %s, step %s, %s", source.path, source.format, source.step, name)
@@ -72,7 +72,7 @@ def convert(
         _mention_losses(source, config)
     arrays = _arranged(arrays, config, to=to, layers=layers)
     _check_room(final.parent, arrays, dtype)
-    target = final.parent / f"{final.name}.new-{os.getpid()}-{secrets.token_hex(4)}" if final.exists() else final
+    target = epath.Path(atomic.unique_name(final, "new")) if final.exists() else final
     try:
         with Progress(len(arrays), unit="array", description="convert") as progress:
             _write(target, source, config | {"scan_layers": layers == "scanned"}, _watched(arrays, progress), to, dtype)
@@ -80,7 +80,7 @@ def convert(
             _replace(final, target)
     finally:
         if target != final:
-            paths.remove_tree(target)
+            atomic.remove_tree(target)
     log.info("wrote %s (%s, %s layers)", final, to, layers)
     return None
 
@@ -94,7 +94,7 @@ def _check_choice(flag: str, value: str, known: tuple[str, ...]) -> None:
 
 
 def _destination(path: str, *, overwrite: bool) -> epath.Path:
-    """The directory to make; UserError where it may not be made, before anything is read."""
+    """Return the directory to create; raise a UserError early if it cannot be created."""
     final = paths.local_path(path)
     _mention_leftovers(final)
     if os.path.lexists(final):
@@ -135,7 +135,7 @@ def _mention_leftovers(final: epath.Path) -> None:
 
 
 def _check_apart(source: Source, final: epath.Path) -> None:
-    """Neither of the two may hold the other."""
+    """Raise a UserError if source and destination are the same, or one contains the other."""
     start, end = os.path.realpath(source.path), os.path.realpath(final)
     if start == end:
         raise UserError(f"{final} is the source itself. Choose another destination.")
@@ -160,8 +160,8 @@ def _check_room(parent: epath.Path, arrays: Mapping[str, LazyArray], dtype: str 
 
 
 def _replace(final: epath.Path, new: epath.Path) -> None:
-    """Puts `new` in the place of `final`, which is removed then; if that fails, it stays."""
-    old = final.parent / f"{final.name}.old-{os.getpid()}-{secrets.token_hex(4)}"
+    """Move `new` to `final` and remove the old one; if that fails, the old one stays."""
+    old = atomic.unique_name(final, "old")
     try:
         os.rename(final, old)
         os.rename(new, final)
@@ -171,38 +171,25 @@ def _replace(final: epath.Path, new: epath.Path) -> None:
         if isinstance(error, OSError):
             raise UserError(f"{final} could not be replaced: {error.strerror}. It is as it was.") from error
         raise
-    paths.fsync(final.parent)
-    paths.remove_tree(old)
+    atomic.sync(final.parent)
+    atomic.remove_tree(old)
 
 
-# --- What is written --------------------------------------------------------------------------------------------------
+# --- Writing ----------------------------------------------------------------------------------------------------------
 
 
-def _config(source: Source, arrays: Mapping[str, LazyArray]) -> dict[str, Any]:
-    """Fields of the network's configuration; UserError where the checkpoint states other sizes than its arrays have."""
+def _config(source: Source) -> dict[str, Any]:
+    """Return the network's configuration; raise a UserError if the stated sizes contradict the arrays."""
     try:
-        shown = families.config_of({n: a for n, a in arrays.items() if n.startswith(layout.PARAMS)})
+        return transfer.config_of(source)
     except UserError as error:
         raise UserError(f"{source.path} cannot be converted. {error}") from error
-    stated = source.config or {}
-    rows = [
-        f"  {field}: {stated[field]!r} is stated, the arrays have {value!r}"
-        for field, value in shown.items()
-        if isinstance(value, int) and field in stated and stated[field] != value
-    ]
-    if rows:
-        lines = "\n".join(rows)
-        raise UserError(
-            f"{source.path} describes another model than the one it holds:\n{lines}\n"
-            "Take its own configuration file, or another checkpoint."
-        )
-    return transfer.config_of(source)
 
 
 def _check_whole(source: Source, config: Mapping[str, Any], arrays: Mapping[str, LazyArray], to: str) -> None:
-    """UserError with a table unless the parameters are those of the model.
+    """Raise a UserError with a table unless the parameters are exactly those of the model.
 
-    A native checkpoint, which describes no model, may have others besides.
+    Additional ones are allowed if `to` is `native`, because such a checkpoint does not describe its model.
     """
     expected = families.parameters_of(config)
     found = {n: a for n, a in arrays.items() if n.startswith(layout.PARAMS) and (n in expected or to != "native")}
@@ -214,7 +201,7 @@ def _check_whole(source: Source, config: Mapping[str, Any], arrays: Mapping[str,
 
 
 def _mention_losses(source: Source, config: Mapping[str, Any]) -> None:
-    """Warns of what a native checkpoint has no place for."""
+    """Warn about what a native checkpoint cannot store."""
     lost = []
     if (activations := tuple(config["mlp_activations"])) not in _USUAL_ACTIVATIONS:
         lost.append(f"mlp_activations {activations}")
@@ -234,7 +221,7 @@ def _mention_losses(source: Source, config: Mapping[str, Any]) -> None:
 def _arranged(
     arrays: Mapping[str, LazyArray], config: Mapping[str, Any], *, to: str, layers: str
 ) -> dict[str, LazyArray]:
-    """The canonical arrays that the destination keeps, in the form it keeps them."""
+    """Return the arrays that the destination stores, in its layout."""
     kept = {n: a for n, a in arrays.items() if n.startswith((layout.PARAMS, layout.STATES, "flax_mutables/"))}
     if to == "hf":
         params = {n: a for n, a in kept.items() if n.startswith(layout.PARAMS)}
@@ -296,7 +283,7 @@ def _cast(tensors: Iterator[tuple[str, np.ndarray]], dtype: str | None) -> Itera
 
 
 def _watched(arrays: Mapping[str, LazyArray], progress: Progress) -> dict[str, LazyArray]:
-    """The same arrays; reading one moves the bar."""
+    """Return the arrays wrapped such that reading one advances the progress bar."""
     done = iter(range(1, len(arrays) + 1))
 
     def watch(array: LazyArray) -> LazyArray:

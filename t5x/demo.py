@@ -15,13 +15,13 @@ OWN_WORDS = "the third of March '97"
 
 
 def demo(model_dir: str, bindings: Sequence[str] = ()) -> float:
-    """Trains (or resumes, or reuses) the demo in `model_dir`, and shows what it learned.
+    """Train, resume or reuse the demo in `model_dir`, and print some of its answers.
 
     Args:
-      bindings: further gin bindings for the run.
+      bindings: additional gin bindings.
 
     Returns:
-      the share of held-out dates it gets exactly right.
+      The share of held-out dates with an exactly correct answer.
     """
     startup.enable_compilation_cache()
     import gin
@@ -38,13 +38,13 @@ def demo(model_dir: str, bindings: Sequence[str] = ()) -> float:
         gin_files=[GIN_FILE], bindings=[f"MODEL_DIR = {model_dir!r}", *bindings], entry_points={"train": train}
     )
     configuration.check(train)
-    newest = max(checkpoints.CheckpointStore(model_dir).steps(), default=0)
+    newest = checkpoints.CheckpointStore(model_dir).newest_step() or 0
     if newest > gin.query_parameter("%TRAIN_STEPS"):
         print(f"{model_dir} has been trained longer, to step {newest}; that model is used", flush=True)
     else:
         configuration.configured(train)()
 
-    # --- Try it on dates that it has never seen in any form -----------------------------------------------------------
+    # --- Try it on dates that do not occur in the training data in any form -------------------------------------------
     held_out = Dates("test")
     examples = [{"inputs": held_out[i]["inputs"]} for i in range(len(held_out))]
     expected = [held_out[i]["targets"] for i in range(len(held_out))]
@@ -57,7 +57,7 @@ def demo(model_dir: str, bindings: Sequence[str] = ()) -> float:
     for example, answer, truth in list(zip(examples, said, expected, strict=True))[:SHOWN]:
         print(f"{example['inputs']:<{width}}  {answer:<14}  {truth}  {'right' if answer == truth else 'WRONG'}")
 
-    # --- What to do next ----------------------------------------------------------------------------------------------
+    # --- Print the next steps -----------------------------------------------------------------------------------------
     where = shlex.quote(model_dir)
     print(
         f"""

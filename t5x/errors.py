@@ -9,3 +9,9 @@ class UserError(Exception):
     """
 
     exit_code = 2
+
+
+class TemporaryError(UserError):
+    """A failure that may not happen again, such as a process that the system killed: a scheduler may retry."""
+
+    exit_code = 75  # EX_TEMPFAIL

@@ -1,4 +1,4 @@
-"""Offline evaluation of one checkpoint or of all: `t5x eval`."""
+"""Offline evaluation of one or all checkpoints: `t5x eval`."""
 
 import contextlib
 import copy
@@ -29,7 +29,7 @@ from t5x.partitioning import PjitPartitioner, distributed
 from t5x.telemetry import EventFile, Progress, jsonl
 from t5x.telemetry.writer import METRICS_FILE
 from t5x.trainer import Trainer
-from t5x.trainer.checks import verify_matching_vocabs
+from t5x.trainer.checks import require_same_data, verify_matching_vocabs
 from t5x.trainer.datasets import ShardInfo, get_training_eval_datasets, numpy_batches
 from t5x.trainer.evaluation import InferenceEvaluator
 from t5x.trainer.model_info import write_model_info
@@ -45,7 +45,7 @@ Results = dict[int, dict[str, dict[str, float]]]
 INFERENCE, TRAINING = "inference_eval", "training_eval"
 
 _INDEX = re.compile(r"-(\d+)\.index$")
-_LONGEST_NAME = 113  # of a directory of metrics, as in T5X
+_LONGEST_NAME = 113  # characters of a metric directory, as in T5X
 _SIGNATURES = {translation.bleu: translation.bleu_signature, translation.chrf: translation.chrf_signature}
 
 
@@ -64,30 +64,31 @@ def evaluate(
     fallback_init_rng: int | None = None,
     use_orbax: bool = True,
 ) -> Results:
-    """Scores checkpoints, of any format, with the metrics of a task, or of each task of a mixture.
+    """Score checkpoints of any format with the metrics of a task, or of each task of a mixture.
 
-    Where there are several (`restore_checkpoint_cfg.mode = "all"`, or a list of paths), those done are noted in
-    `<output_dir>/eval.<task>.ckpt` and passed over when it is started again. Of a MODEL_DIR in a list, the checkpoint
-    that was its newest is noted: a newer one is evaluated.
+    With several checkpoints (`restore_checkpoint_cfg.mode = "all"`, or a list of paths), the finished ones are listed
+    in `<output_dir>/eval.<task>.ckpt` and skipped when the command is run again. For a MODEL_DIR in a list of paths,
+    its newest checkpoint is listed; a newer one is evaluated.
 
     Args:
-      restore_checkpoint_cfg: which checkpoints, and by which rules they are restored.
-      inference_evaluator_cls: computes the tasks' own metrics on what the model decodes or scores.
-      training_evaluator_cls: `trainer.Trainer`: adds the metrics of training, under teacher forcing, over every
+      restore_checkpoint_cfg: which checkpoints to restore, and how.
+      inference_evaluator_cls: computes the tasks' metrics from decoded outputs or scores.
+      training_evaluator_cls: `trainer.Trainer`, to add the metrics of training under teacher forcing, over every
         example; they are written to `<output_dir>/training_eval/<task>`.
-      train_state_initializer_cls: lays the model out over the mesh, from (model, partitioner, shapes of inputs).
+      train_state_initializer_cls: lays the model out over the mesh, from (model, partitioner, input shapes).
       train_eval_get_dataset_fn: makes the batches for `training_evaluator_cls`.
-      fallback_init_rng: seed of the initial values of parameters that the rules leave out; None is 0.
-      use_orbax: T5X's; checkpoints of every format are read.
+      fallback_init_rng: seed of the initial values of parameters that are not restored; None is 0.
+      use_orbax: accepted for compatibility with T5X; every checkpoint format is read.
 
     Returns:
-      {step: {task: {metric: value}}}; what was measured under teacher forcing is under `training_eval/<task>`.
-      Checkpoints that were passed over have what is written of them.
+      {step: {task: {metric: value}}}. Metrics under teacher forcing are under `training_eval/<task>`. For checkpoints
+      that were skipped, these are the metrics written earlier.
     """
-    # --- What is measured ---------------------------------------------------------------------------------------------
+    # --- Tasks, checkpoints and earlier results -----------------------------------------------------------------------
     if not use_orbax:
         log.info("use_orbax=False: the format of a checkpoint is found by itself")
     verify_matching_vocabs(dataset_cfg, model)
+    require_same_data(dataset_cfg)
     scored = _tasks_with_metrics(dataset_cfg)
     if not scored and training_evaluator_cls is None:
         raise UserError(
@@ -126,7 +127,7 @@ def evaluate(
                 dataset_cfg, train_eval_get_dataset_fn, training_evaluator_cls, layout, output_dir
             )
 
-    # --- One checkpoint after the other, compiled once ----------------------------------------------------------------
+    # --- Evaluate the checkpoints; the model is compiled once ---------------------------------------------------------
     results: Results = {}
     for path in paths:
         if path in before:
@@ -163,11 +164,15 @@ def evaluate(
     return dict(sorted([*((int(step), found) for step, found in earlier.items()), *results.items()]))
 
 
-# --- Which checkpoints ------------------------------------------------------------------------------------------------
+# --- Checkpoints to evaluate ------------------------------------------------------------------------------------------
 
 
 def _checkpoints(cfg: RestoreCheckpointConfig) -> list[str]:
-    """Checkpoints, and MODEL_DIRs of which the newest is meant. Those of one step would write one file: a UserError."""
+    """Return the checkpoints, and MODEL_DIRs that stand for their newest one.
+
+    Raises:
+      UserError: two checkpoints have the same step, so their results would be written to the same files.
+    """
     given = [cfg.path] if isinstance(cfg.path, str) else list(cfg.path)
     if not given:
         raise UserError("utils.RestoreCheckpointConfig.path is empty: give a checkpoint to evaluate, or a MODEL_DIR.")
@@ -189,7 +194,7 @@ def _second_of_step(path: str, step: int, other: str) -> UserError:
 
 
 def _all_in(path: str) -> list[str]:
-    """The checkpoints of a directory by their steps: checkpoint_<step>, or Mesh TensorFlow's model.ckpt-<step>."""
+    """Return a directory's checkpoints by step: checkpoint_<step>, or Mesh TensorFlow's model.ckpt-<step>."""
     store = checkpoints.CheckpointStore(path)
     if steps := store.steps():
         return [str(store.path(step)) for step in steps]
@@ -202,7 +207,7 @@ def _all_in(path: str) -> list[str]:
 
 
 def _step_in(path: str) -> int:
-    """The step of a checkpoint that was evaluated before; it may be gone."""
+    """Return the step of a checkpoint that was evaluated before and may have been deleted."""
     step = step_of(path)
     if step is None and not _is_gone(path):
         step = open_checkpoint(path, verify=False).step
@@ -210,18 +215,18 @@ def _step_in(path: str) -> int:
 
 
 def _is_gone(path: str) -> bool:
-    """Whether a trainer's retention has removed it since it was found."""
+    """Return whether a checkpoint was deleted since it was listed, e.g. by a running trainer."""
     return not os.path.exists(path) and not os.path.exists(f"{path}.index")
 
 
 class _Done:
-    """The checkpoints that were evaluated, a path a line."""
+    """The file that lists the evaluated checkpoints, one path per line."""
 
     def __init__(self, path: str):
         self.path = path
 
     def among(self, paths: Sequence[str]) -> dict[str, int]:
-        """{path: step} of those of `paths` that are noted."""
+        """Return {path: step} of those of `paths` that are listed."""
         noted = set(self._lines())
         return {path: _step_in(path) for path in paths if path in noted}
 
@@ -235,7 +240,7 @@ class _Done:
             return [line for line in file.read().split("\n") if line]
 
 
-# --- What is measured, and written ------------------------------------------------------------------------------------
+# --- Metrics ----------------------------------------------------------------------------------------------------------
 
 
 def _tasks_with_metrics(cfg: DatasetConfig) -> list[Task]:
@@ -243,7 +248,7 @@ def _tasks_with_metrics(cfg: DatasetConfig) -> list[Task]:
 
 
 class _TeacherForced:
-    """The metrics of training over every example of every task, and of all together.
+    """Training metrics over every example of each task, and of all tasks together.
 
     Args:
       get_datasets: see `t5x.trainer.datasets.get_training_eval_datasets`.
@@ -308,7 +313,7 @@ class _TeacherForced:
 
 
 def _written(output_dir: str, cfg: DatasetConfig, steps: Sequence[int]) -> Results:
-    """What earlier runs have written of these steps."""
+    """Return the results of these steps that earlier runs wrote."""
     found = cfg.mixture_or_task()
     names = dict.fromkeys([*(task.name for task in get_subtasks(found)), found.name])
     files = {name: os.path.join(INFERENCE, f"{name}-metrics.jsonl") for name in names}
@@ -323,7 +328,7 @@ def _written(output_dir: str, cfg: DatasetConfig, steps: Sequence[int]) -> Resul
 
 
 def _say_signatures(tasks: Sequence[Task], cfg: DatasetConfig, model: BaseTransformerModel) -> None:
-    """What exactly BLEU and chrF will be, in sacreBLEU's words; references are counted in the first example."""
+    """Log sacreBLEU's signatures of BLEU and chrF. References are counted in the first example."""
     for task in tasks:
         for metric in task.metric_fns:
             signature = _SIGNATURES.get(getattr(metric, "func", metric))
@@ -340,7 +345,7 @@ def _say_signatures(tasks: Sequence[Task], cfg: DatasetConfig, model: BaseTransf
 
 @contextlib.contextmanager
 def _progress(step: int) -> Iterator[Callable[[], None]]:
-    """Shows how many batches were computed; gives what is to be called before each."""
+    """Yield a callback that advances the progress bar by a batch."""
     if not distributed.is_leader():
         yield lambda: None
         return

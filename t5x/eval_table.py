@@ -1,4 +1,4 @@
-"""What `t5x eval` prints: the figures of every checkpoint as a table, or as JSON lines."""
+"""The output of `t5x eval`: the metrics of every checkpoint as a table or as JSON lines."""
 
 import math
 import os
@@ -12,7 +12,7 @@ from t5x.telemetry import jsonl
 
 Results = Mapping[int, Mapping[str, Mapping[str, float]]]
 
-# Of what is measured under teacher forcing, the rest is in the files.
+# Metrics under teacher forcing that are printed; all of them are in the files.
 _OF_TRAINING = ("loss_per_nonpadding_target_token", "accuracy")
 _LOWER_IS_BETTER = {"loss", "edit", "distance", "perplexity", "error", "wer", "cer", "ter"}
 _BEST = "*"
@@ -20,7 +20,7 @@ _GAP = "  "
 
 
 def print_results(results: Results, *, as_json: bool = False, stream: TextIO | None = None) -> None:
-    """Prints them to standard output, or to `stream`; on a terminal the table is as wide as that."""
+    """Print to standard output or `stream`. On a terminal, the table is wrapped to its width."""
     stream = sys.stdout if stream is None else stream
     if as_json:
         text = json_lines(results)
@@ -32,7 +32,7 @@ def print_results(results: Results, *, as_json: bool = False, stream: TextIO | N
 
 
 def json_lines(results: Results) -> str:
-    """A line for every step and task.
+    """Return one line per step and task.
 
     >>> print(json_lines({4: {"dates": {"accuracy": 50.0}}}), end="")
     {"step": 4, "task": "dates", "metrics": {"accuracy": 50.0}}
@@ -46,7 +46,7 @@ def json_lines(results: Results) -> str:
 
 
 def table(results: Results, *, width: int | None = None, bold: bool = False) -> str:
-    """Steps down, metrics across; of several steps the best figure of each metric has a star.
+    """Return a table with a row per step and a column per metric. The best value of several steps has a star.
 
     >>> print(table({2: {"sums": {"accuracy": 25.0, "loss": 2.5}}, 4: {"sums": {"accuracy": 75.0}}}), end="")
     step  sums/accuracy  sums/loss
@@ -54,8 +54,8 @@ def table(results: Results, *, width: int | None = None, bold: bool = False) -> 
        4            75*
 
     Args:
-      width: further columns go below the others where a line would be wider; None is any width.
-      bold: for a terminal: the best figures are bold, too.
+      width: maximum width of a line; further columns are put below. None is unlimited.
+      bold: also print the best values in bold, for terminals.
     """
     columns = {
         f"{task}/{metric}": (task, metric)

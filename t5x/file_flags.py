@@ -1,6 +1,6 @@
 """The options of `t5x train --data` and `t5x data`: a plain file instead of gin files and a task in Python.
 
-Nothing here imports more than argparse needs.
+Imports only what argparse needs, so that `--help` is fast.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from t5x.errors import UserError
 
 DTYPE = {"choices": ("float32", "bfloat16"), "help": "of the activations (float32 on CPUs, else bfloat16)"}
 
-# Each is an attribute of `t5x.plain.PlainRun`, which has the defaults.
+# Each is an attribute of `t5x.plain.PlainRun`, which defines the defaults.
 _FILE = {
     "data": {"metavar": "FILE", "help": ".jsonl, .tsv, .csv (names in the first line) or .parquet, also .gz"},
     "inputs": {"metavar": "FIELD", "help": "the field with the inputs (inputs)"},
@@ -44,12 +44,12 @@ _TRAIN = {
 
 
 def add_file(parser: argparse.ArgumentParser, title: str) -> None:
-    """What says how a plain file is read."""
+    """Add the options that describe a plain file."""
     _add(parser.add_argument_group(title), _FILE)
 
 
 def add_train(parser: argparse.ArgumentParser) -> None:
-    """What `t5x train --data` takes."""
+    """Add the options of `t5x train --data`."""
     _add(parser.add_argument_group("for a plain file, without gin or Python"), _FILE | _TRAIN)
 
 
@@ -59,13 +59,13 @@ def _add(group: Any, options: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def given(args: argparse.Namespace) -> dict[str, Any]:
-    """The options above that were given."""
+    """Return the options above that were given."""
     found = {name: getattr(args, name, None) for name in _FILE | _TRAIN}
     return {name: value for name, value in found.items() if value is not None}
 
 
 def check(args: argparse.Namespace) -> dict[str, Any]:
-    """`given`, of a run from a plain file; a UserError where it is mixed with gin files or incomplete."""
+    """Return the options of `t5x train --data`. Raise a UserError if they are incomplete or mixed with gin files."""
     options = given(args)
     if "data" not in options:
         raise UserError(f"{_flags(options)} goes with --data; a run by gin files has gin parameters for it.")
@@ -81,7 +81,7 @@ def check(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def command(args: argparse.Namespace) -> str:
-    """The command line again, as it can be typed."""
+    """Return the command line, quoted for a shell."""
     words = []
     for name, value in given(args).items():
         words += [f"--{name}"] if value is True else [f"--{name}", str(value)]

@@ -1,7 +1,9 @@
-"""T5X's names for the configuration, as gin files and scripts use them; the work is done in `t5x.configuration`."""
+"""T5X's names for working with gin; see `t5x.configuration`."""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,14 +31,14 @@ def parse_gin_flags(
     skip_unknown: bool = False,
     finalize_config: bool = True,
 ) -> None:
-    """Parses what the flags `--gin_search_paths`, `--gin_file` and `--gin_bindings` gave.
+    """Parse the values of `--gin_search_paths`, `--gin_file` and `--gin_bindings`.
 
     Args:
-      gin_search_paths: directories for gin files; the one above the `t5x` package is always searched as well.
-      gin_files: in order, later ones win.
+      gin_search_paths: directories of gin files; the parent of the `t5x` package is always searched as well.
+      gin_files: parsed in order; later values win.
       gin_bindings: applied after the files.
-      skip_unknown: must be False; names that do not exist are errors.
-      finalize_config: whether the configuration is then checked: nothing required may be missing.
+      skip_unknown: not supported.
+      finalize_config: whether to check that no required value is missing.
     """
     if skip_unknown:
         raise UserError("skip_unknown is not supported: remove the unknown names from the gin files.")
@@ -44,35 +46,53 @@ def parse_gin_flags(
         gin_files=gin_files or (), bindings=gin_bindings or (), search_paths=gin_search_paths or (), entry_points={}
     )
     if finalize_config:
-        configuration.check_everything()
+        configuration.check()
 
 
 @gin.configurable
 def get_gin_config_str(show_provenance: bool = False) -> str:
-    """The whole configuration as gin text; with `show_provenance`, where each binding comes from."""
+    """Return the configuration as gin text; with `show_provenance`, each value has its origin in a comment."""
     return configuration.config_str(show_provenance=show_provenance)
 
 
 @gin.configurable
 def summarize_gin_config(model_dir: str, summary_writer: Any, step: int) -> None:
-    """Writes `config.gin` into `model_dir` and a text summary (see `t5x.configuration.write_summary`)."""
-    configuration.write_summary(model_dir, summary_writer, step)
+    """Write the configuration to `model_dir/config.gin` and to TensorBoard, on the first process only.
+
+    Args:
+      model_dir: created if necessary.
+      summary_writer: has `write_text(step, tag, markdown)`; None writes no summary.
+      step: of the summary.
+    """
+    from t5x.telemetry import jsonl  # needs NumPy, which `--help` should not load
+
+    jax = sys.modules.get("jax")
+    if jax is not None and jax.process_index() != 0:
+        return
+    text = configuration.config_str()
+    try:
+        os.makedirs(model_dir, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write {model_dir}/config.gin: {error.strerror or error}.") from error
+    jsonl.replace(os.path.join(model_dir, "config.gin"), [text.encode()])
+    if summary_writer is not None:
+        summary_writer.write_text(step, "config", gin.markdown(text))
 
 
 @gin.configurable
 def sum_fn(var1: Any, var2: Any) -> Any:
-    """`var1 + var2`, for gin files: `@gin_utils.sum_fn()`."""
+    """Return `var1 + var2`."""
     return var1 + var2
 
 
 @gin.configurable
 def bool_fn(var1: Any) -> bool:
-    """`bool(var1)`, for gin files."""
+    """Return `bool(var1)`."""
     return bool(var1)
 
 
 @gin.configurable
 def string_split_fn(text: str, separator: str, maxsplit: int = -1, index: int | None = None) -> str | list[str]:
-    """The parts of `text` between separators, or the one at `index`, for gin files."""
+    """Return the parts of `text` between separators, or only the one at `index`."""
     parts = text.split(separator, maxsplit)
     return parts if index is None else parts[index]

@@ -1,4 +1,4 @@
-"""Batch inference: `t5x infer`, over a task by gin or over a plain file with a model directory alone."""
+"""Batch inference: `t5x infer`, over a task with gin files, or over a plain file with a model directory."""
 
 import contextlib
 import copy
@@ -7,7 +7,6 @@ import hashlib
 import json
 import logging
 import os
-import shutil
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,8 +18,9 @@ from t5x.checkpoints.identity import fingerprint
 from t5x.data.config import DatasetConfig
 from t5x.data.tasks import Task, get_subtasks
 from t5x.errors import UserError
+from t5x.files.digests import digest_of
 from t5x.inference import task_runs
-from t5x.inference.chunks import COMPLETED
+from t5x.inference.chunks import COMPLETED, JOB_FILE, Chunks, changed, is_intact, read_json, refuse_foreign
 from t5x.inference.engine import Engine
 from t5x.inference.files import infer_file
 from t5x.inference.loaded import load
@@ -30,7 +30,7 @@ from t5x.inference.writing import merge_chunks_to_file, write_inferences_to_file
 from t5x.models import BaseTransformerModel
 from t5x.partitioning import PjitPartitioner, distributed
 from t5x.telemetry import jsonl
-from t5x.trainer.checks import verify_matching_vocabs
+from t5x.trainer.checks import require_same_data, verify_matching_vocabs
 from t5x.trainer.model_info import write_model_info
 from t5x.trainer.restore import open_for_all, restore_params
 from t5x.trainer.state import StateLayout
@@ -47,6 +47,7 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 MODES = ("predict", "score", "predict_with_aux")
+_WRITTEN = "written"  # key in the .COMPLETED file: digest that shows whether the results were changed later
 
 
 def infer(
@@ -73,29 +74,33 @@ def infer(
     keep_aux_as_numpy: bool = False,
     use_orbax: bool = True,
 ) -> list[str]:
-    """Predicts or scores every example of a task, or of each task of a mixture; returns the paths of the files written.
+    """Predict or score every example of a task, or of each task of a mixture.
 
-    The file of a task is `<output_dir>/<task>-<mode>.jsonl-00000-of-00001`, whole or not there at all, and beside it a
-    `.COMPLETED`. Results are kept chunk by chunk in `tmp-<task>-<mode>.jsonl-…/`: started again, it goes on behind the
-    last one. Tasks without the split are left out, and so are those that are complete.
+    Results of a task are written to `<output_dir>/<task>-<mode>.jsonl-00000-of-00001`, which appears only when it is
+    complete, together with a `.COMPLETED` file. Until then they are kept in chunks in `tmp-<task>-<mode>.jsonl-…/`; the
+    same command resumes after the last chunk. Tasks without the split and complete tasks are skipped.
 
     Args:
-      mode: `predict`, `score`, or `predict_with_aux`, which also writes what the model gives besides the tokens.
-      restore_checkpoint_cfg: one checkpoint of any format, and by which rules it is restored.
-      checkpoint_period: batches in a chunk.
-      shard_id, num_shards: which of so many parts of every task this is. They are contiguous: one after the other they
-        are the whole.
-      merge_chunked_results: False leaves the chunks as they are.
+      mode: `predict`, `score`, or `predict_with_aux`, which also writes the model's auxiliary outputs.
+      restore_checkpoint_cfg: one checkpoint of any format, and how to restore it.
+      checkpoint_period: number of batches per chunk.
+      shard_id, num_shards: which of `num_shards` parts of every task to process. Parts are contiguous: their results
+        can be concatenated.
+      merge_chunked_results: False keeps the chunks and writes no merged file.
       write_fn: writes a chunk; see `write_inferences_to_file`.
-      checkpoint_ds_iter: keep the position in the data with each chunk; False reads what is before it again.
-      train_state_initializer_cls: lays the model out over the mesh, from (model, partitioner, shapes of inputs).
-      fallback_init_rng: seed of the initial values of parameters that the rules leave out; None is 0.
-      merge_fn: makes the file of the chunks; see `merge_chunks_to_file`.
-      verify_matching_vocabs_fn: of (dataset_cfg, model), checks that they belong together; None does not.
+      checkpoint_ds_iter: store the data position with each chunk; False reads the data before it again.
+      train_state_initializer_cls: lays the model out over the mesh, from (model, partitioner, input shapes).
+      fallback_init_rng: seed of the initial values of parameters that are not restored; None is 0.
+      merge_fn: merges the chunks into the file; see `merge_chunks_to_file`.
+      summarize_config_fn: writes the configuration to `output_dir`.
+      verify_matching_vocabs_fn: checks the vocabularies of (dataset_cfg, model); None skips the check.
       output_vocab_feature_name: the feature whose vocabulary decodes predictions.
-      file_extension: of the file.
-      keep_aux_as_numpy: `write_fn` gets arrays, not lists, of what else the model gives.
-      use_orbax: T5X's; checkpoints of every format are read.
+      file_extension: extension of the output files.
+      keep_aux_as_numpy: pass auxiliary outputs to `write_fn` as arrays, not lists.
+      use_orbax: accepted for compatibility with T5X; every checkpoint format is read.
+
+    Returns:
+      The paths of the output files.
     """
     if mode not in MODES:
         raise UserError(f"infer.mode is {mode!r}: it must be one of {', '.join(MODES)}.")
@@ -107,8 +112,8 @@ def infer(
             f"infer.shard_id is {shard_id}: with num_shards = {num_shards} it must be 0 to {num_shards - 1}."
         )
     if write_fn is write_inferences_to_file:
-        write_fn = configuration.configured(write_fn)  # gin files may bind its parameters without naming it here
-    ours = merge_fn is merge_chunks_to_file  # another one may put the results anywhere
+        write_fn = configuration.configured(write_fn)  # gin files may bind its parameters without passing it here
+    ours = merge_fn is merge_chunks_to_file  # a custom function may write the results anywhere
     if ours:
         merge_fn = configuration.configured(merge_fn)
     if not use_orbax:
@@ -136,19 +141,18 @@ def infer(
     jobs = agreement.decide(
         "inference/jobs", lambda: [{**job, "task": task.name, **identity(task, dataset_cfg)} for task in tasks]
     )
+    require_same_data(dataset_cfg)
+    names = [f"{task.name}-{mode}.{file_extension}-{shard_id:05}-of-{num_shards:05}" for task in tasks]
+    paths = [os.path.join(output_dir, name) for name in names]
+    complete = agreement.decide(
+        "inference/complete", lambda: [_is_complete(path, job, ours) for path, job in zip(paths, jobs, strict=True)]
+    )
     engine = program = None
-    paths = []
-    for task, of_task in zip(tasks, jobs, strict=True):
-        name = f"{task.name}-{mode}.{file_extension}-{shard_id:05}-of-{num_shards:05}"
-        path, directory = os.path.join(output_dir, name), os.path.join(output_dir, f"tmp-{name}")
-        paths.append(path)
-        needs = path if merge_chunked_results and ours else path + COMPLETED
-        if agreement.decide(
-            "inference/complete",
-            lambda p=path, n=needs, d=directory, j=of_task: os.path.exists(n) and _is_complete(p, d, j),
-        ):
+    for task, of_task, name, path, is_complete in zip(tasks, jobs, names, paths, complete, strict=True):
+        if is_complete:
             log.info("%s is complete already", path)
             continue
+        directory = _chunk_directory(path)
         if engine is None:
             log.info("restoring the parameters of %s (%s)", source.path, source.format)
             engine = Engine(
@@ -171,7 +175,7 @@ def infer(
                 if merge_chunked_results:
                     merge_fn(output_dir, name, directory, source.step)
                     log.info("wrote %s", path)
-                jsonl.replace(path + COMPLETED, [json.dumps(of_task).encode() + b"\n"])
+                jsonl.replace(path + COMPLETED, [json.dumps({**of_task, _WRITTEN: _written(path, chunks)}).encode()])
                 if merge_chunked_results:
                     chunks.remove()
         distributed.barrier("inference of a task")
@@ -201,21 +205,48 @@ def _source(cfg: RestoreCheckpointConfig) -> Source:
     return open_for_all(cfg.path)
 
 
-def _is_complete(path: str, directory: str, job: Mapping[str, Any]) -> bool:
-    """Whether the results of a job are there; what a run that ended in its last step has left of its chunks goes."""
-    if not os.path.exists(path + COMPLETED):
+def _chunk_directory(path: str) -> str:
+    return os.path.join(os.path.dirname(path), f"tmp-{os.path.basename(path)}")
+
+
+def _written(path: str, chunks: Chunks) -> dict[str, Any]:
+    """Return a digest of a task's output file or, if the chunks were not merged, their number."""
+    return digest_of(path) if os.path.isfile(path) else {"chunks": len(chunks.finished)}
+
+
+def _is_complete(path: str, job: Mapping[str, Any], ours: bool) -> bool:
+    """Return whether a job's results exist. If so, remove chunks that a killed run left behind.
+
+    Args:
+      ours: the chunks are merged by our own function, so `path` must exist.
+
+    Raises:
+      UserError: the results belong to another job or have changed since they were written, or the directory for the
+        chunks was not made by us.
+    """
+    directory = _chunk_directory(path)
+    if not os.path.exists(path + COMPLETED) or (job["merge"] and ours and not os.path.exists(path)):
+        refuse_foreign(directory, os.path.basename(path))
         return False
-    with open(path + COMPLETED) as file:
-        there = json.loads(file.read() or "{}")
-    if there == json.loads(json.dumps(job)):
-        if job["merge"]:
-            shutil.rmtree(directory, ignore_errors=True)
-        return True
-    names = [name for name in job if there.get(name) != json.loads(json.dumps(job[name]))]
-    raise UserError(
-        f"{path} holds the results of a run that differs ({', '.join(names)}). Choose another INFER_OUTPUT_DIR, or "
-        f"remove it with its {COMPLETED} file."
-    )
+    if (there := read_json(path + COMPLETED)) is None:
+        raise UserError(f"{path + COMPLETED} is damaged. Remove it and {path}; the next run writes both again.")
+    written = there.pop(_WRITTEN, {})
+    job = json.loads(json.dumps(job))
+    if there != job:
+        names = [name for name in job if there.get(name) != job[name]]
+        raise UserError(
+            f"{path} holds the results of a run that differs ({', '.join(names)}). Choose another INFER_OUTPUT_DIR, or "
+            f"remove it with its {COMPLETED} file."
+        )
+    if os.path.isfile(path) and not is_intact(path, written):
+        raise UserError(changed(path, f"move it away, with its {COMPLETED} file, to compute it again"))
+    if os.path.exists(os.path.join(directory, JOB_FILE)):
+        with contextlib.closing(Chunks(directory, os.path.basename(path), job)) as chunks:
+            if job["merge"]:
+                chunks.remove()
+            elif len(chunks.finished) < written.get("chunks", 0):
+                return False
+    return True
 
 
 def _measured(task: Task, cfg: DatasetConfig, model: BaseTransformerModel) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""`t5x inspect`: what a checkpoint is, whatever its format."""
+"""`t5x inspect`: prints what a checkpoint of any format contains."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ _PART_BYTES = 2**24
 
 
 def inspect(path: str, *, as_json: bool = False) -> dict[str, Any]:
-    """Prints format, step, model and parameters of a checkpoint; returns what was printed as JSON."""
+    """Print format, step, model and parameters of a checkpoint; return them as a JSON-compatible dictionary."""
     source = open_checkpoint(path)
     params = canonical_params(source)
     config = source.config
@@ -51,15 +51,15 @@ def inspect(path: str, *, as_json: bool = False) -> dict[str, Any]:
 
 
 def canonical_params(source: Source) -> dict[str, LazyArray]:
-    """The parameters under T5X's unrolled names, `target/…`."""
+    """Return the parameters under T5X's unrolled names, `target/…`."""
     return {n: a for n, a in transfer.canonical_arrays(source).items() if n.startswith(layout.PARAMS)}
 
 
 def params_sha256(params: Mapping[str, LazyArray]) -> str:
-    """A hash of all parameters by name; the same for every format, layout and dtype that holds the same numbers.
+    """Return a hash of all parameters by name, equal for every format, layout and dtype with the same values.
 
-    It is the SHA-256 of a line for each parameter, sorted: name, shape, and the SHA-256 of its values as float32. The
-    arrays are read one by one in the order given, in which those of a stack follow each other.
+    It is the SHA-256 of one line per parameter, sorted: name, shape, and the SHA-256 of its values as float32. Arrays
+    are read one by one in the given order, in which the layers of a stack are adjacent.
     """
     lines = [f"{name} {list(array.shape)} {_sha256(array.read())}\n" for name, array in params.items()]
     return hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()

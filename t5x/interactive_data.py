@@ -1,4 +1,4 @@
-"""Texts for `t5x.interactive_model`, as sources and batches."""
+"""Examples for `t5x.interactive_model`, as sources and batches."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -24,7 +24,7 @@ def get_dataset_from_natural_text_examples(
     task_feature_lengths: Mapping[str, int] | None,
     features: Mapping[str, Feature],
 ) -> list[Example]:
-    """What the preprocessors make of texts; not yet cut to their lengths."""
+    """Return the preprocessed examples, not yet truncated to their lengths."""
     pipeline = Pipeline("examples", source_of(examples), "train", preprocessors, features, task_feature_lengths)
     return [example for index in range(len(pipeline)) for example in pipeline.outputs(0, index)]
 
@@ -39,12 +39,12 @@ def get_batches_from_seqio(
     shuffle: bool = True,
     seed: int = 0,
 ) -> list[list[dict[str, Any]]]:
-    """Batches of examples {"input", "target"} of a registered task, or of a mixture by its rates.
+    """Return batches of examples {"input", "target"} of a registered task, or of a mixture by its rates.
 
     Args:
-      get_pretokenized_examples: texts; False gives token ids.
-      sequence_length: for preprocessors that ask for it.
-      shuffle, seed: of their order, and of random preprocessors.
+      get_pretokenized_examples: return strings; False returns token ids.
+      sequence_length: lengths for preprocessors that use them.
+      shuffle, seed: order of the examples; the seed is also that of random preprocessors.
     """
     found = get_mixture_or_task(task_or_mixture_name)
     rates = {task: rate for task, rate in task_rates(found).items() if split in task.splits}
@@ -68,7 +68,7 @@ def get_batches_from_seqio(
 
 
 def source_of(examples: Batch) -> FunctionDataSource:
-    """The examples as {"inputs", "targets"}, the same in every split."""
+    """Return a source of the examples as {"inputs", "targets"}, with the same examples in every split."""
     if isinstance(examples, str | Mapping):
         raise UserError("examples is one example: give a list of them.")
     pairs = [_pair(example) for example in examples]
@@ -87,19 +87,19 @@ def _pair(example: TextExample) -> dict[str, Any]:
 
 
 def check_targets(examples: Batch) -> None:
-    """A UserError where an example has no target."""
+    """Raise a UserError if an example has no target."""
     for index, example in enumerate(examples):
         if isinstance(example, str) or "target" not in example:
             raise UserError(f'Example {index} has no target: give {{"input": text, "target": text}}.')
 
 
 def as_batches(batches: Batches) -> list[Batch]:
-    """Batches, of one or of a list of them."""
+    """Return a list of batches, given one batch or a list of them."""
     return [batches] if isinstance(batches[0], str | Mapping) else list(batches)
 
 
 def joined(batches: Batches) -> list[TextExample]:
-    """The examples of all batches."""
+    """Return the examples of all batches."""
     return [example for batch in as_batches(batches) for example in batch]
 
 

@@ -1,4 +1,4 @@
-"""From `t5x.interactive_model` to the verbs: the gin file of a run that goes on with a model."""
+"""Export a model of `t5x.interactive_model` to a gin file for `t5x train`, `eval` or `infer`."""
 
 import enum
 import os
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class T5XScriptType(enum.StrEnum):
-    """The entry point that `get_gin_config_from_interactive_model` writes for."""
+    """The entry point for which `get_gin_config_from_interactive_model` writes a file."""
 
     FINETUNING = "finetuning"
     INFERENCE = "inference"
@@ -28,14 +28,16 @@ def get_gin_config_from_interactive_model(
     train_steps: int = 1,
     imports_str: str = "",
 ) -> str:
-    """A gin file that goes on by `t5x train`, `eval` or `infer` with the model's newest checkpoint: save it first.
+    """Return a gin file with which `t5x train`, `eval` or `infer` continues from the model's newest checkpoint.
+
+    Call `save_checkpoint` first.
 
     Args:
-      task_name: registered by a module that `imports_str` imports, or that --import names.
+      task_name: name of a task, registered by a module that `imports_str` or --import imports.
       partitioner_config_str: gin text that binds the partitioner's parameters.
       model_config_str: gin text that defines MODEL, such as an `include` of a file in `t5x/examples`.
-      train_steps: to train from the model's current step on.
-      imports_str: further `import` lines.
+      train_steps: number of steps to train from the model's current step.
+      imports_str: additional `import` lines.
     """
     script, model = T5XScriptType(script_type), interactive_model
     directory, start = model.output_dir, model.newest_checkpoint

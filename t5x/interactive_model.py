@@ -1,4 +1,4 @@
-"""T5X's `InteractiveModel`: train, predict, score and evaluate on a few texts, in a notebook.
+"""T5X's `InteractiveModel`: train, predict, score and evaluate on a few examples, in a notebook.
 
     model = InteractiveModel(
         batch_size=8, task_feature_lengths={"inputs": 32, "targets": 16}, output_dir="runs/notebook",
@@ -8,7 +8,7 @@
     model.train_step([{"input": "2 + 2", "target": "4"}])
     model.predict_with_aux(["3 + 3"])
 
-For inference alone `t5x.load` is simpler.
+For inference only, `t5x.load` is simpler.
 """
 
 import enum
@@ -70,26 +70,28 @@ class InferenceType(enum.Enum):
 
 
 class InteractiveModel:
-    """A model with its state, fed with texts.
+    """A model and its training state, for examples given as strings.
 
-    It starts from the newest checkpoint in `output_dir`, else from `checkpoint_path`, else from scratch. Examples are
-    texts, or {"input": text, "target": text}.
+    It starts from the newest checkpoint in `output_dir`, else from `checkpoint_path`, else from scratch. An example is
+    a string or {"input": string, "target": string}.
 
-    Unlike T5X it saves when `save_checkpoint` is called and at the end of `train_loop`, not after every step, and
-    predictions are text, not bytes.
+    Unlike T5X's, it saves only in `save_checkpoint` and at the end of `train_loop`, not after every step, and
+    predictions are strings, not bytes.
 
     Args:
-      batch_size: of all that is computed; fewer examples are filled up with rows that count for nothing.
-      task_feature_lengths: {"inputs": tokens, "targets": tokens}; what is longer is cut, and keeps its EOS.
-      output_dir: for checkpoints.
-      dtype: of the parameters in checkpoints that are saved, `float32` or `bfloat16`; in memory they are float32.
+      batch_size: rows of every batch; smaller batches are padded with rows that are ignored.
+      task_feature_lengths: {"inputs": tokens, "targets": tokens}; longer examples are truncated and keep their EOS.
+      output_dir: directory for checkpoints.
+      partitioner: the mesh.
+      model: the model; to train it, it needs an `optimizer_def`.
+      dtype: dtype of the parameters in saved checkpoints, `float32` or `bfloat16`; in memory they are float32.
       restore_mode: `specific` (`checkpoint_path` is a checkpoint) or `latest` (a directory of them).
-      checkpoint_path: of any format; None or "" starts from scratch.
-      input_shapes: {model feature: [batch, length]} to make the parameters with; None takes `task_feature_lengths`.
-      input_types: of these features; they must be whole numbers.
-      init_random_seed: of initial parameters and dropout.
-      add_eos: whether EOS is put behind inputs and targets.
-      eval_names: T5X's; results are named by their metrics here.
+      checkpoint_path: checkpoint of any format; None or "" starts from scratch.
+      input_shapes: {model feature: [batch, length]} for the initialization; None uses `task_feature_lengths`.
+      input_types: dtypes of these features; they must be integers.
+      init_random_seed: seed of the initial parameters and of dropout.
+      add_eos: whether to append EOS to inputs and targets.
+      eval_names: accepted for compatibility with T5X; results are named by their metrics.
     """
 
     def __init__(
@@ -135,7 +137,7 @@ class InteractiveModel:
         self._train_metrics: list[Any] = []
         self._programs: dict[Any, Callable[..., Any]] = {}
 
-    # -- what it is ----------------------------------------------------------------------------------------------------
+    # -- properties ----------------------------------------------------------------------------------------------------
 
     @property
     def trainer(self) -> Trainer:
@@ -155,12 +157,12 @@ class InteractiveModel:
 
     @property
     def train_state_axes(self) -> dict[str, Any]:
-        """Logical axes of the state, under the names that it is stored with."""
+        """Logical axes of the state, by the names used in checkpoints."""
         return self._layout.tree_axes()
 
     @property
     def train_summary(self) -> dict[str, float]:
-        """The metrics of the last train step; empty before the first."""
+        """Metrics of the last train step; empty before the first."""
         return summarize(self._train_metrics)
 
     @property
@@ -181,21 +183,22 @@ class InteractiveModel:
 
     @property
     def newest_checkpoint(self) -> str | None:
-        """The newest one in `output_dir`, else the one that it started from."""
-        steps = self._store.steps()
-        return str(self._store.path(steps[-1])) if steps else self.checkpoint_path
+        """The newest checkpoint in `output_dir`, else the one the model started from."""
+        step = self._store.newest_step()
+        return self.checkpoint_path if step is None else str(self._store.path(step))
 
     # -- training ------------------------------------------------------------------------------------------------------
 
     def train_step(self, examples: Batch) -> None:
-        """Takes one step on these examples, at most `batch_size` of them."""
+        """Train one step on these examples, at most `batch_size` of them."""
         self.train_step_with_preprocessors(examples, DEFAULT_PREPROCESSORS)
 
     def train_step_with_preprocessors(self, examples: Batch, preprocessors: Sequence[Preprocessor]) -> None:
-        """`train_step` with preprocessors of your own, which make `inputs` and `targets` of token ids.
+        """Train one step with your own preprocessors, which make `inputs` and `targets` of token ids.
 
         Args:
-          preprocessors: as of a task (see `t5x.data.pipeline.Pipeline`), of examples {"inputs": text, "targets": text}.
+          preprocessors: like those of a task (see `t5x.data.pipeline.Pipeline`); they are given examples {"inputs":
+            string, "targets": string}.
         """
         check_targets(examples)
         task = self.task("interactive", examples, preprocessors)
@@ -206,7 +209,7 @@ class InteractiveModel:
         self.train_step_from_batch_iterator(iter(made))
 
     def train_step_from_batch_iterator(self, iterator: Iterator[Mapping[str, Any]]) -> None:
-        """Takes one step on the next batch, {model feature: [rows of this process, length]}."""
+        """Train one step on the next batch, {model feature: [rows of this process, length]}."""
         if self._model.optimizer_def is None:
             raise UserError("The model has no optimizer to train with: make it with optimizer_def.")
         try:
@@ -216,7 +219,7 @@ class InteractiveModel:
         self._train_metrics = [self._trainer.step({name: np.asarray(value) for name, value in batch.items()})]
 
     def save_checkpoint(self) -> None:
-        """Saves the state as `<output_dir>/checkpoint_<step>`, for every verb; returns when it is there."""
+        """Save the state as `<output_dir>/checkpoint_<step>`, which every verb can read. Return when it is complete."""
         with checkpoints.ModelDirLock(self.output_dir):
             tree = self._save_cfg.tree_to_save(self.train_state.tree())
             self._store.save(self.step, tree, sidecars=sidecars(self._model, None) | self._run.sidecars())
@@ -232,14 +235,14 @@ class InteractiveModel:
         eval_batches: Batches | None = None,
         metrics_fns: Sequence[MetricFn] | None = None,
     ) -> tuple[Any, Any, Any]:
-        """Trains and then saves; every `eval_period` steps, and at the end, it predicts, scores and evaluates.
+        """Train, then save. Every `eval_period` steps and at the end, predict, score and evaluate.
 
-        Each of the batches may be one, which is a list of examples, or a list of them. Those to train on begin again
-        when they come to an end; without any nothing is trained.
+        Each of the batches arguments is one batch, a list of examples, or a list of batches. Training batches are
+        repeated as needed; without them nothing is trained.
 
         Returns:
-          the last (predictions, scores, metrics): of `predict_batches` and `score_batches` a list of (example, text or
-          score), over all batches; of `eval_batches`, as one, {metric: value}. None for what was not asked for.
+          The last (predictions, scores, metrics). Predictions and scores are lists of (example, string or score) over
+          all batches; metrics are {metric: value} over all `eval_batches`. None for those without batches.
         """
         endless = itertools.cycle(as_batches(train_batches)) if train_batches else None
         predictions = scores = metrics = None
@@ -261,26 +264,25 @@ class InteractiveModel:
     # -- inference -----------------------------------------------------------------------------------------------------
 
     def predict_with_aux(self, examples: Batch) -> tuple[list[tuple[Example, Any]], dict[str, Any]]:
-        """What the model writes for each example: ([(example, text)], {"scores": a log probability for each})."""
+        """Return the generated strings: ([(example, string)], {"scores": a log probability for each})."""
         return self.infer_with_preprocessors(InferenceType.PREDICT_WITH_AUX, examples, DEFAULT_PREPROCESSORS)
 
     def score(self, examples: Batch) -> tuple[list[tuple[Example, float]], dict[str, Any]]:
-        """The log probability of each target: ([(example, score)], {})."""
+        """Return the log probability of each target: ([(example, score)], {})."""
         return self.infer_with_preprocessors(InferenceType.SCORE, examples, DEFAULT_PREPROCESSORS)
 
     def infer_with_preprocessors(
         self, mode: InferenceType, examples: Batch, preprocessors: Sequence[Preprocessor], **inference_kwargs: Any
     ) -> tuple[list[tuple[Example, Any]], dict[str, Any]]:
-        """Predicts or scores any number of examples.
+        """Predict or score any number of examples.
 
         Args:
-          preprocessors: as of `train_step_with_preprocessors`.
-          inference_kwargs: for the model's `predict_batch_with_aux` (num_decodes, return_all_decodes, …) or
+          preprocessors: see `train_step_with_preprocessors`.
+          inference_kwargs: passed to the model's `predict_batch_with_aux` (num_decodes, return_all_decodes, …) or
             `score_batch`.
 
         Returns:
-          [(example, text or score)], the examples with what the preprocessors made of them; and {name: a value for each
-          example}, what else the model gives.
+          [(preprocessed example, string or score)], and the auxiliary outputs as {name: a value for each example}.
         """
         mode = InferenceType(mode)
         if mode is InferenceType.SCORE:
@@ -298,10 +300,11 @@ class InteractiveModel:
         return list(zip(found, map(shown, made), strict=True)), aux_values
 
     def evaluate(self, examples: Batch, metric_fns: Sequence[MetricFn]) -> dict[str, float]:
-        """{metric: value} of these examples.
+        """Return {metric: value} of these examples.
 
         Args:
-          metric_fns: of `(targets, predictions)`, `(targets, scores)` or `(targets, predictions, aux_values)`.
+          metric_fns: functions of `(targets, predictions)`, `(targets, scores)` or `(targets, predictions,
+            aux_values)`.
         """
         return self.evaluate_with_preprocessors(examples, DEFAULT_PREPROCESSORS, metric_fns)
 
@@ -312,10 +315,12 @@ class InteractiveModel:
         metric_fns: Sequence[MetricFn],
         postprocessor: Callable[..., Any] | None = None,
     ) -> dict[str, float]:
-        """`evaluate` with preprocessors of your own.
+        """Evaluate with your own preprocessors.
 
         Args:
-          postprocessor: `postprocessor(text, example=…, is_target=…)` makes what the metrics compare.
+          preprocessors: see `train_step_with_preprocessors`.
+          metric_fns: see `evaluate`.
+          postprocessor: `postprocessor(text, example=…, is_target=…)` returns the value that the metrics compare.
         """
         check_targets(examples)
         if not metric_fns:
@@ -340,7 +345,7 @@ class InteractiveModel:
         metric_fns: Sequence[MetricFn] | None = None,
         postprocessor: Callable[..., Any] | None = None,
     ) -> Task:
-        """The examples as a task, which is not registered."""
+        """Return a task of these examples. It is not registered."""
         return Task(
             name, source_of(examples), self.features, preprocessors, postprocess_fn=postprocessor, metric_fns=metric_fns
         )
@@ -363,11 +368,11 @@ class InteractiveModel:
         return self._model.output_vocabulary.decode(ids) if ids.ndim == 1 else [self._text(row) for row in ids]
 
     def _program(self, mode: InferenceType, options: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Any]:
-        """What computes a batch, with the parameters of now: (predictions or scores, {name: what else there is})."""
+        """Return a function that runs a batch with the current parameters: (predictions or scores, auxiliary)."""
         key = (mode, tuple(sorted(options.items(), key=lambda item: item[0])))
         try:
             program = self._programs.get(key)
-        except TypeError:  # an option that cannot be looked up by: it is compiled anew
+        except TypeError:  # unhashable option: compile without caching
             key, program = None, None
         if program is None:
             program = self._compiled(mode, options)
@@ -408,7 +413,7 @@ def get_seqio_task_from_examples(
     metric_fns: Sequence[MetricFn] | None = None,
     add_to_registry: bool = True,
 ) -> Task:
-    """A task of these examples, with the splits `train` and `validation`, for the verbs; registered unless told not."""
+    """Return a task of these examples with splits `train` and `validation`, by default registered for the verbs."""
     if not add_to_registry:
         return interactive_model.task(task_name, examples, preprocessors, metric_fns)
     return TaskRegistry.add(

@@ -1,4 +1,4 @@
-"""The training loss: cross entropy with z-loss and label smoothing, and what it is normalised by."""
+"""Training loss: cross entropy with z-loss and label smoothing, and its normalization."""
 
 import enum
 import functools
@@ -15,7 +15,7 @@ from t5x.partitioning.logical import constrain, parts_of
 
 @enum.unique
 class SpecialLossNormalizingFactor(enum.Enum):
-    """A normaliser computed from the batch. Gin files name it as a string, in any case."""
+    """A normalizing factor computed from the batch. Gin files name it by a string, in any case."""
 
     NUM_REAL_TARGET_TOKENS = 1
     NUM_TOTAL_TARGET_TOKENS = 2
@@ -29,23 +29,28 @@ LossNormalizingFactor = float | int | str | SpecialLossNormalizingFactor | None
 def cross_entropy(
     logits: jax.Array, targets: jax.Array, z_loss: float = 0.0, label_smoothing: float = 0.0
 ) -> tuple[jax.Array, jax.Array]:
-    """Cross entropy of every token, and the z-loss in it.
+    """Compute the cross entropy of every token.
 
     Args:
       logits: float [..., vocab].
       targets: int [...].
       z_loss: weight of log(Z)², which keeps the logits from drifting.
-      label_smoothing: probability spread over the other tokens; the entropy of the smoothed target is subtracted, so
-        that a perfect prediction still costs nothing.
+      label_smoothing: probability mass spread over the other tokens. The entropy of the smoothed target is subtracted,
+        so that the loss of a perfect prediction is still 0.
 
     Returns:
-      (loss, z_loss), float32 [...]; the second is contained in the first, and is for reporting: it has no gradient.
+      float32 [...] and float32 [...]: the loss, and the z-loss contained in it. The latter has no gradient.
+
+    Example:
+      >>> loss, _ = cross_entropy(jnp.log(jnp.array([[0.25, 0.75]])), jnp.array([1]))
+      >>> float(jnp.exp(-loss[0]))
+      0.75
     """
     return _cross_entropy(logits, targets, z_loss, label_smoothing)[0]
 
 
 def _target_probabilities(vocab: int, label_smoothing: float) -> tuple[float, float]:
-    """Probability of the target token and of each other one."""
+    """Return the probability of the target token and of every other token."""
     return 1.0 - label_smoothing, label_smoothing / (vocab - 1) if label_smoothing else 0.0
 
 
@@ -76,12 +81,12 @@ cross_entropy.defvjp(_cross_entropy, _cross_entropy_backward)
 
 
 class TokenLosses(NamedTuple):
-    """Of every target token, for reporting: [batch, length].
+    """Per-token results for metrics, each [batch, length].
 
     Attributes:
-      loss: its cross entropy, float32, with the z-loss.
-      z_loss: contained in it.
-      is_right: whether it has the greatest logit.
+      loss: float32 cross entropy, including the z-loss.
+      z_loss: float32 z-loss.
+      is_right: bool, whether the target token has the largest logit.
     """
 
     loss: jax.Array
@@ -89,7 +94,7 @@ class TokenLosses(NamedTuple):
     is_right: jax.Array
 
 
-_CHUNK_BYTES = 2**28  # of float32 logits, on a device
+_CHUNK_BYTES = 2**28  # float32 logits per device
 
 
 def projected_cross_entropy(
@@ -102,102 +107,100 @@ def projected_cross_entropy(
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
 ) -> tuple[jax.Array, TokenLosses]:
-    """The sum of `weights` * cross_entropy(scale * (hidden @ kernel), targets), and the losses of the tokens.
+    """Sum `weights` * cross_entropy(scale * (hidden @ kernel), targets) without materializing all logits.
 
-    All logits at once never exist: positions are taken a few at a time, and where gradients are wanted, those of hidden
-    states and kernel are computed together with the loss.
+    Positions are processed in chunks. Under differentiation, the gradients of `hidden` and `kernel` are computed
+    together with the loss.
 
     Args:
       hidden: [batch, length, emb].
-      kernel: [emb, vocab]; cast to the dtype of the hidden states, while its gradient is summed up in float32.
+      kernel: [emb, vocab]; cast to the dtype of `hidden`. Its gradient is accumulated in float32.
       targets: int [batch, length].
       weights: float32 [batch, length].
+      scale: multiplies the logits.
+      z_loss, label_smoothing: see `cross_entropy`.
 
     Returns:
-      (sum, losses): the losses are for reporting, and have no gradient; those of `projected_losses` have.
+      The sum, and the losses of the tokens, which have no gradient; those of `projected_losses` do.
     """
     return _projected((float(scale), float(z_loss), float(label_smoothing)), hidden, kernel, targets, weights)
 
 
-def projected_losses(
-    hidden: jax.Array,
-    kernel: jax.Array,
-    targets: jax.Array,
-    *,
-    scale: float = 1.0,
-    z_loss: float = 0.0,
-    label_smoothing: float = 0.0,
-) -> TokenLosses:
-    """The losses of the tokens as `projected_cross_entropy` has them, to be differentiated.
+def projected_losses(hidden: jax.Array, kernel: jax.Array, targets: jax.Array, scale: float = 1.0) -> TokenLosses:
+    """Return the token losses of `projected_cross_entropy`, without z-loss and label smoothing, differentiable.
 
-    All logits at once never exist here either: the backward pass computes those of a few positions anew.
+    The backward pass recomputes the logits of each chunk.
+
+    Args:
+      hidden, kernel, targets, scale: see `projected_cross_entropy`.
     """
+    return _chunked_losses((scale, 0.0, 0.0), hidden, kernel, targets, jax.checkpoint)
 
-    @jax.checkpoint
-    def of_part(hidden, targets):
-        return _token_losses((scale, z_loss, label_smoothing), hidden, kernel.astype(hidden.dtype), targets)[0]
 
-    step = lambda carry, part: (carry, of_part(*part))
-    return _in_parts(step, None, (hidden, targets), kernel.shape[1])[1]
+def _chunked_losses(static, hidden, kernel, targets, transform=lambda function: function):
+    """Compute TokenLosses chunk by chunk; `transform` wraps the function of a chunk."""
+
+    @transform
+    def losses_of(hidden, targets):
+        return _token_losses(static, hidden, kernel.astype(hidden.dtype), targets)[0]
+
+    step = lambda carry, chunk: (carry, losses_of(*chunk))
+    return _scan_chunks(step, None, (hidden, targets), kernel.shape[1])[1]
 
 
 def _token_losses(static, hidden, kernel, targets):
-    """Of some positions: TokenLosses, and what `_cross_entropy_backward` needs."""
+    """Return the TokenLosses of some positions, and the residuals of `_cross_entropy_backward`."""
     scale, z_loss, label_smoothing = static
     logits = scale * jnp.dot(hidden, kernel, preferred_element_type=jnp.float32)
     (loss, z_part), residuals = _cross_entropy(logits, targets, z_loss, label_smoothing)
     return TokenLosses(loss, z_part, jnp.argmax(logits, axis=-1) == targets), residuals
 
 
-def _in_parts(step, carry, arrays, vocab_size):
-    """`jax.lax.scan` of (carry, part of the arrays) -> (carry, result) over their positions, [batch, length, ...].
-
-    As many positions are in a part as logits of them may be in memory.
-    """
+def _scan_chunks(step, carry, arrays, vocab_size):
+    """Run `jax.lax.scan` over chunks of positions of the arrays [batch, length, ...]; see _CHUNK_BYTES."""
     batch, length = arrays[0].shape[:2]
-    parts = min(length, -(-4 * batch * length * vocab_size // (_CHUNK_BYTES * jax.device_count())))
-    if parts == 1:
+    chunks = min(length, -(-4 * batch * length * vocab_size // (_CHUNK_BYTES * jax.device_count())))
+    if chunks == 1:
         return step(carry, arrays)
-    size = -(-length // parts)
-    parts = -(-length // size)
+    size = -(-length // chunks)
+    chunks = -(-length // size)
 
-    def split(x):  # [batch, length, ...] -> [parts, batch, size, ...]
-        x = jnp.pad(x, ((0, 0), (0, parts * size - length)) + ((0, 0),) * (x.ndim - 2))
-        return jnp.swapaxes(x.reshape(batch, parts, size, *x.shape[2:]), 0, 1)
+    def split(x):  # [batch, length, ...] -> [chunks, batch, size, ...]
+        x = jnp.pad(x, ((0, 0), (0, chunks * size - length)) + ((0, 0),) * (x.ndim - 2))
+        return jnp.swapaxes(x.reshape(batch, chunks, size, *x.shape[2:]), 0, 1)
 
-    join = lambda x: jnp.swapaxes(x, 0, 1).reshape(batch, parts * size, *x.shape[3:])[:, :length]
+    def join(x):
+        return jnp.swapaxes(x, 0, 1).reshape(batch, chunks * size, *x.shape[3:])[:, :length]
+
     carry, results = jax.lax.scan(step, carry, jax.tree.map(split, arrays))
     return carry, jax.tree.map(join, results)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _projected(static, hidden, kernel, targets, weights):
-    narrow = kernel.astype(hidden.dtype)
-    step = lambda carry, part: (carry, _token_losses(static, part[0], narrow, part[1])[0])
-    losses = _in_parts(step, None, (hidden, targets), kernel.shape[1])[1]
+    losses = _chunked_losses(static, hidden, kernel.astype(hidden.dtype), targets)
     return jnp.sum(losses.loss * weights), losses
 
 
 def _projected_forward(static, hidden, kernel, targets, weights):
     scale, z_loss, label_smoothing = static
     narrow = kernel.astype(hidden.dtype)
-    # Weights may be tiny, of a loss that is divided by much: what float16 holds are gradients of weights of 1.
+    # Weights may be tiny (1 / loss_normalizing_factor). Float16 gradients would underflow unless they are rescaled.
     greatest = jnp.max(jnp.abs(weights))
     unit = jnp.where(greatest > 0, greatest, 1.0)
 
-    def step(kernel_gradient, part):
-        hidden, targets, weights = part
+    def step(kernel_gradient, chunk):
+        hidden, targets, weights = chunk
         losses, residuals = _token_losses(static, hidden, narrow, targets)
         gradient, _ = _cross_entropy_backward(z_loss, label_smoothing, residuals, (weights,))
         gradient = (scale * gradient).astype(hidden.dtype)
-        kernel_gradient = _add_products(kernel_gradient, hidden, gradient)
+        kernel_gradient = _accumulate_matmul(kernel_gradient, hidden, gradient)
         return kernel_gradient, (losses, jnp.einsum("blv,dv->bld", gradient, narrow))
 
     groups = _row_groups(hidden.shape[0])
-    nothing = jnp.zeros(kernel.shape if groups == 1 else (groups, *kernel.shape), jnp.float32)
-    kernel_gradient, (losses, hidden_gradient) = _in_parts(
-        step, nothing, (hidden, targets, weights / unit), kernel.shape[1]
-    )
+    zeros = jnp.zeros(kernel.shape if groups == 1 else (groups, *kernel.shape), jnp.float32)
+    chunked = (hidden, targets, weights / unit)
+    kernel_gradient, (losses, hidden_gradient) = _scan_chunks(step, zeros, chunked, kernel.shape[1])
     if groups > 1:
         kernel_gradient = jnp.sum(kernel_gradient, axis=0)
     gradients = hidden_gradient, kernel_gradient.astype(kernel.dtype), unit, losses.loss
@@ -205,16 +208,16 @@ def _projected_forward(static, hidden, kernel, targets, weights):
 
 
 def _row_groups(batch):
-    """Into how many groups rows are divided over devices, each of which sums its own up, and all of them once.
+    """Return the number of data-parallel groups. Each accumulates locally; the groups are reduced once.
 
-    Where the kernel itself is divided over the same devices, which have no room for a sum each, there are none.
+    There is one group if the kernel is sharded over the same devices, which could not hold a whole sum each.
     """
     groups = parts_of("batch")
     return 1 if batch % groups or parts_of("embed") > 1 else groups
 
 
-def _add_products(sums, x, y):
-    """sums [d, v] + x'y of x [batch, length, d] and y [batch, length, v]; [groups, d, v], that of each group's rows."""
+def _accumulate_matmul(sums, x, y):
+    """Add x'y of x [batch, length, d] and y [batch, length, v] to sums [d, v] or, per group of rows, [groups, d, v]."""
     if sums.ndim == 2:
         return sums + jnp.einsum("bld,blv->dv", x, y, preferred_element_type=jnp.float32)
     x, y = (a.reshape(sums.shape[0], -1, *a.shape[1:]) for a in (x, y))
@@ -224,27 +227,35 @@ def _add_products(sums, x, y):
 
 def _projected_backward(static, gradients, cotangents):
     del static
-    hidden_gradient, kernel_gradient, unit, of_tokens = gradients
+    hidden_gradient, kernel_gradient, unit, token_losses = gradients
     by = cotangents[0]
     scaled = lambda gradient: (by * unit * gradient).astype(gradient.dtype)
-    return scaled(hidden_gradient), scaled(kernel_gradient), None, by * of_tokens
+    return scaled(hidden_gradient), scaled(kernel_gradient), None, by * token_losses
 
 
 _projected.defvjp(_projected_forward, _projected_backward)
 
 
-def loss_scale(factor: LossNormalizingFactor, batch: Mapping[str, jax.Array]) -> jax.Array:
-    """What each target token's loss is multiplied with before the sum, float32 [batch, length].
+def loss_weights(batch: Mapping[str, jax.Array]) -> jax.Array:
+    """Return `decoder_loss_weights` as float32 [batch, length]; ones if the batch has none."""
+    if (weights := batch.get("decoder_loss_weights")) is not None:
+        return weights.astype(jnp.float32)
+    return jnp.ones(batch["decoder_target_tokens"].shape, jnp.float32)
 
-    Computed over the whole batch, so that cutting it into microbatches changes nothing.
+
+def loss_scale(factor: LossNormalizingFactor, batch: Mapping[str, jax.Array]) -> jax.Array:
+    """Return the factor of each target token's loss in the sum, float32 [batch, length].
+
+    It is computed over the whole batch, so that splitting the batch into microbatches does not change the loss.
 
     Args:
-      factor: None (the plain sum), a number, or a SpecialLossNormalizingFactor or its name.
-      batch: has `decoder_target_tokens`, maybe `decoder_loss_weights` and, if packed, `decoder_segment_ids`.
+      factor: None (plain sum), a number, or a SpecialLossNormalizingFactor or its name.
+      batch: has `decoder_target_tokens`, and optionally `decoder_loss_weights` and, if packed, `decoder_segment_ids`.
+
+    Raises:
+      UserError: if `factor` is an unknown name.
     """
-    targets = batch["decoder_target_tokens"]
-    weights = batch.get("decoder_loss_weights")
-    weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
+    targets, weights = batch["decoder_target_tokens"], loss_weights(batch)
     if factor is None:
         return weights
     if isinstance(factor, int | float):
@@ -254,22 +265,25 @@ def loss_scale(factor: LossNormalizingFactor, batch: Mapping[str, jax.Array]) ->
         return weights / jnp.maximum(jnp.sum(weights), 1.0)
     if kind is SpecialLossNormalizingFactor.NUM_TOTAL_TARGET_TOKENS:
         return weights / targets.size
-    # AVERAGE_PER_SEQUENCE: every sequence with something to predict counts the same, packed or not.
+    # AVERAGE_PER_SEQUENCE: every sequence with targets has the same weight, packed or not.
     segments = batch.get("decoder_segment_ids")
     same = jnp.ones_like(targets)[:, :, None] if segments is None else segments[:, :, None] == segments[:, None, :]
-    length = jnp.einsum(
-        "bqk,bk->bq", jnp.broadcast_to(same, (*targets.shape, targets.shape[1])).astype(jnp.float32), weights
-    )
+    same = jnp.broadcast_to(same, (*targets.shape, targets.shape[1])).astype(jnp.float32)
+    length = jnp.einsum("bqk,bk->bq", same, weights)
     scale = weights / jnp.where(length > 0, length, 1.0)
     return scale / jnp.maximum(jnp.sum(scale), 1.0)
 
 
 def special_loss_normalizing_factor(name: str | SpecialLossNormalizingFactor) -> SpecialLossNormalizingFactor:
-    """The special factor of that name, in any case."""
+    """Return the special factor of that name, ignoring case.
+
+    Raises:
+      UserError: if there is no such factor.
+    """
     if isinstance(name, SpecialLossNormalizingFactor):
         return name
     try:
         return SpecialLossNormalizingFactor[str(name).upper()]
     except KeyError:
         known = ", ".join(f.name for f in SpecialLossNormalizingFactor)
-        raise UserError(f"loss_normalizing_factor is {name!r}: give a number, None, or one of {known}.") from None
+        raise UserError(f"loss_normalizing_factor is {name!r}. Use a number, None, or one of {known}.") from None

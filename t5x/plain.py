@@ -1,7 +1,6 @@
 """`t5x train --data train.jsonl …`: training from a plain file, without Python or gin.
 
-It writes the bindings that a gin file would have and runs `t5x.train` with them, so that MODEL_DIR/config.gin repeats
-the run like any other.
+The options are turned into gin bindings for `t5x.train`, so MODEL_DIR/config.gin reproduces the run like any other.
 """
 
 import collections
@@ -14,7 +13,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from t5x import configuration, startup
+from t5x import configuration, gin_utils, startup
 from t5x.data import vocabularies
 from t5x.data.file_tasks import file_task, pairs
 from t5x.data.lanes import BadExamples
@@ -34,29 +33,29 @@ RUN_FILE = "t5x/configs/runs/finetune.gin"
 COMMAND_FILE = "command.txt"
 TASK = "pairs"
 
-_SURVEYED = 10_000  # examples that are looked at before a run
-_TOKENISED = 1000  # and of these, how many are measured
+_SURVEYED = 10_000  # examples checked before a run
+_TOKENISED = 1000  # of these, examples whose tokens are counted
 _SENTINEL = "\u2581<extra_id_0>"
 _SENTINELS = 100
 _LOOKED_AT = 100
-_SHOWN = 70  # characters of an example in a command line
+_SHOWN = 70  # maximum characters of an example in a command line
 
 
 @dataclasses.dataclass(kw_only=True)
 class PlainRun:
-    """What the options of `t5x train --data` say.
+    """The options of `t5x train --data`.
 
     Attributes:
-      data, valid: files, see `t5x.data.file_task`; without `valid` nothing is evaluated.
-      model_dir: everything the run writes is here.
-      steps: counted from the start of this run, whatever the model's own step.
-      model: a checkpoint of any format to start from; or
-      size, family: of a model that starts from scratch: a file of `t5x/examples/t5`.
-      inputs, targets, prefix, metric: see `t5x.data.file_task`; the metric `none` leaves decoding out.
-      vocabulary: see `vocabulary_named`; None takes the checkpoint's.
-      learning_rate: constant; None is 0.001 from a checkpoint and 0.01 from scratch, as T5 begins.
-      eval_every, save_every: steps. The newest three checkpoints stay.
-      dtype: of the activations; None is float32 on CPUs, bfloat16 elsewhere.
+      data, valid: files, see `t5x.data.file_task`. Without `valid` nothing is evaluated.
+      model_dir: directory of everything the run writes.
+      steps: number of steps, counted from the start of this run, whatever the model's own step.
+      model: checkpoint of any format to start from; or
+      size, family: a model to train from scratch: a file of `t5x/examples/t5`.
+      inputs, targets, prefix, metric: see `t5x.data.file_task`. Metric `none` skips decoding.
+      vocabulary: see `vocabulary_named`; None uses the checkpoint's.
+      learning_rate: constant; None is 0.001 from a checkpoint and 0.01, T5's initial rate, from scratch.
+      eval_every, save_every: periods in steps. The newest three checkpoints are kept.
+      dtype: dtype of the activations; None is float32 on CPUs, bfloat16 elsewhere.
     """
 
     data: str
@@ -110,18 +109,20 @@ def train_file(
     *,
     bindings: Sequence[str] = (),
     dry_run: bool = False,
+    strict: bool = False,
     command: str = "",
     processes: contextlib.AbstractContextManager[Any] | None = None,
 ) -> None:
-    """Trains as the options say, and says what to do next.
+    """Train with these options and print the next steps.
 
     Args:
-      bindings: gin bindings on top.
-      dry_run: print the configuration and run nothing.
-      command: which is noted in MODEL_DIR.
-      processes: joins this process with others, if there are any, while it is entered.
+      bindings: additional gin bindings.
+      dry_run: print the configuration and return.
+      strict: refuse bindings that `t5x.configuration.check` otherwise warns about.
+      command: the command line, to be stored in MODEL_DIR.
+      processes: context in which this process is connected to the other processes of the run.
     """
-    # --- The data, before anything slow is loaded ---------------------------------------------------------------------
+    # --- Check the data before slow imports ---------------------------------------------------------------------------
     files, model_bindings, vocabulary = _from_scratch(run) if run.model is None else _from_checkpoint(run)
     task = file_task(
         run.files, vocabulary.load(), run.inputs, run.targets, run.prefix, metric=run.metric_name, name=TASK
@@ -131,10 +132,10 @@ def train_file(
     if run.valid is None:
         log.info("nothing is held out: there is no --valid")
 
-    # --- The same configuration as a gin run's ------------------------------------------------------------------------
+    # --- Configure the run with gin -----------------------------------------------------------------------------------
     startup.enable_compilation_cache()
     with processes or contextlib.nullcontext():
-        from t5x.partitioning import distributed
+        from t5x.partitioning import consistency, distributed
         from t5x.train import train
 
         configuration.parse(
@@ -142,31 +143,32 @@ def train_file(
             bindings=[*model_bindings, *vocabulary.bindings(), *_run_bindings(run, command), *bindings],
             entry_points={"train": train},
         )
-        configuration.check(train)
+        configuration.check(train, strict=strict)
         if dry_run:
             print(configuration.resolved_str())
             return
+        consistency.require_same("configuration", configuration.bindings)
         _check_steps(run)
 
-        # --- Train, and say what to do next ---------------------------------------------------------------------------
+        # --- Train and print the next steps ---------------------------------------------------------------------------
         step, _ = configuration.configured(train)()
         if distributed.is_leader():
             print(_next_steps(run, task, step), flush=True)
 
 
 def write_down(model_dir: str, summary_writer: Any, step: int, command: str = "") -> None:
-    """What a run writes about itself: `config.gin`, and the command that it was started with."""
+    """Write `config.gin` and the command line of the run to MODEL_DIR."""
     import jax
 
     from t5x.telemetry import jsonl
 
-    configuration.write_summary(model_dir, summary_writer, step)
+    gin_utils.summarize_gin_config(model_dir, summary_writer, step)
     if command and jax.process_index() == 0:
         jsonl.replace(os.path.join(model_dir, COMMAND_FILE), [f"# in {os.getcwd()}\n{command}\n".encode()])
 
 
 def survey(task: Task, split: str, run: PlainRun) -> None:
-    """Reads the first examples of a `file_task` and says what is odd about them; a bad one is an error now."""
+    """Check the first examples of a `file_task`. Log warnings; raise a UserError for a bad example."""
     texts, bad = pairs(task, split), BadExamples()
     size = len(texts)
     looked_at = min(size, _SURVEYED)
@@ -212,7 +214,7 @@ def survey(task: Task, split: str, run: PlainRun) -> None:
 
 
 class NamedVocabulary(NamedTuple):
-    """A vocabulary as gin can name it: a function of `t5x.data.vocabularies` and its arguments."""
+    """A vocabulary in a form that gin can express: a function of `t5x.data.vocabularies` and its arguments."""
 
     function: str
     arguments: Mapping[str, Any]
@@ -227,11 +229,11 @@ class NamedVocabulary(NamedTuple):
 
 
 def vocabulary_named(name: str, rows: int | None = None) -> NamedVocabulary:
-    """What --vocabulary names.
+    """Return the vocabulary that --vocabulary names.
 
     Args:
-      name: a SentencePiece model (.model), a tokenizer.json of Hugging Face, or `bytes`.
-      rows: of the model's embedding, all that a vocabulary may have.
+      name: a SentencePiece model (.model), a Hugging Face tokenizer.json, or `bytes`.
+      rows: number of rows of the model's embedding, which limits the size of the vocabulary.
     """
     path = _absolute(name)
     if name == "bytes":
@@ -257,9 +259,8 @@ def vocabulary_named(name: str, rows: int | None = None) -> NamedVocabulary:
 
 
 def _vocabulary_of(source: "Source") -> NamedVocabulary:
-    """The one that travels with a checkpoint, read from where it lies."""
-    described = {feature: json.loads(files["vocabulary.json"]) for feature, files in source.vocabulary_files.items()}
-    if not {"inputs", "targets"} <= described.keys():
+    """Return the vocabulary stored with a checkpoint."""
+    if not {"inputs", "targets"} <= source.vocabulary_files.keys():
         raise UserError(
             f"{source.path} comes without its vocabulary. Name it: --vocabulary spiece.model, or, for a ByT5, "
             "--vocabulary bytes."
@@ -268,7 +269,8 @@ def _vocabulary_of(source: "Source") -> NamedVocabulary:
         raise UserError(f"{source.path} has different vocabularies for inputs and targets. Use gin files for it.")
     if source.format == "t5x":
         return NamedVocabulary("load_vocabulary", {"directory": os.path.join(source.path, "vocabulary", "inputs")})
-    arguments = {name: value for name, value in described["inputs"].items() if value not in (None, {})}
+    described = json.loads(source.vocabulary_files["inputs"]["vocabulary.json"])  # written by our reader
+    arguments = {name: value for name, value in described.items() if value not in (None, {})}
     function = arguments.pop("class")
     if function == "SentencePieceVocabulary":
         arguments["sentencepiece_model_file"] = os.path.join(source.path, "spiece.model")
@@ -371,7 +373,7 @@ def _run_bindings(run: PlainRun, command: str) -> list[str]:
 
 
 def _absolute(path: str) -> str:
-    """So that config.gin means the same files wherever it is read."""
+    """Return an absolute path, so that config.gin works from any directory."""
     return path if is_remote(path) else os.path.abspath(os.path.expanduser(path))
 
 
@@ -380,12 +382,12 @@ def _check_steps(run: PlainRun) -> None:
     from t5x.trainer.restore import Run
 
     store = CheckpointStore(run.model_dir)
-    reached = max(store.steps(), default=None)
+    reached = store.newest_step()
     if reached is None:
         return
     try:
         done = reached - Run.of(store.path(reached)).first_step
-    except UserError:  # what is wrong with it is told when the run starts
+    except UserError:  # reported when the run starts
         return
     if done > run.steps:
         raise UserError(
@@ -394,7 +396,7 @@ def _check_steps(run: PlainRun) -> None:
         )
 
 
-# --- The end ----------------------------------------------------------------------------------------------------------
+# --- Summary at the end -----------------------------------------------------------------------------------------------
 
 
 def _next_steps(run: PlainRun, task: Task, step: int) -> str:
@@ -412,7 +414,7 @@ def _next_steps(run: PlainRun, task: Task, step: int) -> str:
 
 
 def _results(run: PlainRun, step: int) -> list[str]:
-    """The figures of the last evaluation, as the run has written them."""
+    """Return the metrics of the last evaluation, read from the files of the run."""
     from t5x.telemetry import jsonl
     from t5x.telemetry.writer import METRICS_FILE
 
@@ -429,7 +431,7 @@ def _results(run: PlainRun, step: int) -> list[str]:
 
 
 def _an_input(task: Task) -> str:
-    """A short input of the data, for a command line."""
+    """Return a short input from the data to show in a command line."""
     texts = pairs(task, task.splits[-1])
     for index in range(min(len(texts), _LOOKED_AT)):
         with contextlib.suppress(BadExample):

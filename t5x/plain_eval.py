@@ -1,4 +1,4 @@
-"""`t5x eval --model DIR --data test.jsonl …`: a model scored on a plain file, without Python or gin."""
+"""`t5x eval --model DIR --data test.jsonl …`: score a model on a plain file, without Python or gin."""
 
 import collections
 import contextlib
@@ -29,19 +29,19 @@ COMMAND_FILE = "command.txt"
 
 @dataclasses.dataclass(kw_only=True)
 class PlainEvaluation:
-    """What the options of `t5x eval --model` say.
+    """The options of `t5x eval --model`.
 
     Attributes:
-      model: a checkpoint of any format, or a MODEL_DIR, of which the newest whole one is taken.
+      model: a checkpoint of any format, or a MODEL_DIR, whose newest complete checkpoint is used.
       data, inputs, targets, prefix, metric: see `t5x.data.file_task`.
-      all: every checkpoint of the MODEL_DIR.
-      vocabulary: a file, or `bytes`; None is the one that travels with the checkpoint.
-      dtype: of the activations; None is float32 on CPUs, bfloat16 elsewhere.
-      beams: of beam search; 1 is greedy.
-      max_length: tokens generated at most.
-      max_input_length: longer inputs are cut.
+      all: evaluate every checkpoint of the MODEL_DIR.
+      vocabulary: a file, or `bytes`; None uses the checkpoint's.
+      dtype: dtype of the activations; None is float32 on CPUs, bfloat16 elsewhere.
+      beams: beam size; 1 is greedy.
+      max_length: maximum number of generated tokens.
+      max_input_length: longer inputs are truncated.
       output: a directory for metrics and predictions; None writes nothing.
-      skip_bad_examples: pass over lines that cannot be read.
+      skip_bad_examples: skip lines that cannot be read.
     """
 
     model: str
@@ -67,10 +67,10 @@ class PlainEvaluation:
 
 
 def evaluate_file(run: PlainEvaluation, *, command: str = "") -> dict[int, dict[str, dict[str, float]]]:
-    """{step: {task: {metric: value}}} of the checkpoint, or of all.
+    """Return {step: {task: {metric: value}}} of the checkpoint, or of all checkpoints.
 
     Args:
-      command: which is noted in the output directory.
+      command: the command line, to be stored in the output directory.
     """
     from t5x.checkpoints.config import RestoreCheckpointConfig
     from t5x.eval import evaluate
@@ -82,7 +82,7 @@ def evaluate_file(run: PlainEvaluation, *, command: str = "") -> dict[int, dict[
     if run.all and run.output:
         _check_same_command(os.path.join(run.output, COMMAND_FILE), command)
 
-    # --- The model, and the data as it reads them ---------------------------------------------------------------------
+    # --- Model and data -----------------------------------------------------------------------------------------------
     source, model = open_model(run.model, run.vocabulary, run.dtype)
     if isinstance(model, DecoderOnlyModel):
         raise UserError(f"{source.path} is a decoder-only model. --data scores encoder-decoders; use gin files for it.")
@@ -94,13 +94,13 @@ def evaluate_file(run: PlainEvaluation, *, command: str = "") -> dict[int, dict[
     task = file_task({SPLIT: path}, vocabulary, run.inputs, run.targets, run.prefix, metric=metrics, name=TASK)
     lengths = _lengths(task, run)
 
-    # --- How it answers -----------------------------------------------------------------------------------------------
+    # --- Decoding -----------------------------------------------------------------------------------------------------
     model = copy.copy(model)
     model.decode_fn = Decoding(beams=run.beams).decode_fn(vocabulary, run.max_length)
     model.default_decoder_params = {"num_decodes": run.beams}
     log.info("decoding: %s, at most %d tokens", f"{run.beams} beams" if run.beams > 1 else "greedy", run.max_length)
 
-    # --- What is written ----------------------------------------------------------------------------------------------
+    # --- Evaluation ---------------------------------------------------------------------------------------------------
     with contextlib.ExitStack() as closing:
         output = run.output or closing.enter_context(tempfile.TemporaryDirectory(prefix="t5x-eval-"))
         loggers = [TensorBoardLogger, JSONLogger] if run.output or run.all else []
@@ -123,7 +123,7 @@ def evaluate_file(run: PlainEvaluation, *, command: str = "") -> dict[int, dict[
 
 
 def _lengths(task: Task, run: PlainEvaluation) -> dict[str, int]:
-    """Of the longest example, as far as the options allow it; what is odd about the data is said."""
+    """Return the lengths of the longest example, limited by the options. Log warnings about odd examples."""
     pipeline = task.pipeline(SPLIT)
     longest, bad, odd = [], 0, collections.Counter()
     first: dict[str, Any] | None = None
@@ -159,12 +159,12 @@ def _lengths(task: Task, run: PlainEvaluation) -> dict[str, int]:
 
 
 def _check_names(task: Task, target: str) -> None:
-    """A UserError where two metrics have a name in common, which would be found after the work only."""
+    """Raise a UserError if two metrics report a value of the same name, before the model runs."""
     names: dict[str, str] = {}
     for metric in task.metric_fns:
         try:
             found = metric([target], [target])
-        except UserError:  # one that needs more than an example to be computed
+        except UserError:  # it needs more than one example
             continue
         for name in found:
             if other := names.get(name):
@@ -175,7 +175,7 @@ def _check_names(task: Task, target: str) -> None:
 
 
 def _check_same_command(path: str, command: str) -> None:
-    """What was done of several checkpoints is passed over: it must have been done in the same way."""
+    """Raise a UserError if the checkpoints already evaluated, which are skipped, had another command."""
     if not os.path.exists(path):
         return
     with open(path, encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""Learning-rate schedules."""
+"""Learning rate schedules."""
 
 from collections.abc import Callable
 
@@ -20,7 +20,7 @@ def create_learning_rate_scheduler(
     step_offset: int = 0,
     min_learning_rate: float = 1e-8,
 ) -> Schedule:
-    """A schedule that is the product of named factors.
+    """Return a schedule that is the product of named factors.
 
     Args:
       factors: names joined by `*`:
@@ -30,12 +30,20 @@ def create_learning_rate_scheduler(
         `rsqrt_decay`: 1 / sqrt(max(step, warmup_steps));
         `rsqrt_normalized_decay`: sqrt(warmup_steps) / sqrt(max(step, warmup_steps));
         `decay_every`: decay_factor ^ (step // steps_per_decay);
-        `cosine_decay`: half a cosine over every `steps_per_cycle` steps after the warm-up.
-      step_offset: counted from this step on.
-      min_learning_rate: never below this.
+        `cosine_decay`: half a cosine over every `steps_per_cycle` steps after the warmup.
+      base_learning_rate, warmup_steps, decay_factor, steps_per_decay, steps_per_cycle: see `factors`.
+      step_offset: step that counts as step 0.
+      min_learning_rate: lower bound of the result.
+
+    Returns:
+      step -> learning rate, float32.
+
+    Raises:
+      UserError: if a factor is unknown, or needs warmup_steps of at least 1.
 
     Example:
-      >>> float(create_learning_rate_scheduler("constant * rsqrt_decay", 1.0, warmup_steps=10000)(5))
+      >>> schedule = create_learning_rate_scheduler("constant * rsqrt_decay", 1.0, warmup_steps=10000)
+      >>> round(float(schedule(5)), 6)
       0.01
     """
     names = [name.strip() for name in factors.split("*") if name.strip()]
@@ -52,15 +60,12 @@ def create_learning_rate_scheduler(
             0.0, 0.5 * (1.0 + jnp.cos(jnp.pi * (jnp.maximum(0.0, step - warmup_steps) / steps_per_cycle % 1.0)))
         ),
     }
+    setting = "create_learning_rate_scheduler"
     if unknown := [name for name in names if name not in rules]:
-        raise UserError(
-            f"create_learning_rate_scheduler.factors names {unknown[0]!r}; known factors are {', '.join(rules)}."
-        )
-    divided = {"linear_warmup", "linear_decay", "rsqrt_decay", "rsqrt_normalized_decay"}.intersection(names)
-    if divided and warmup_steps < 1:
-        raise UserError(
-            f"create_learning_rate_scheduler.warmup_steps is {warmup_steps}: {min(divided)!r} needs at least 1."
-        )
+        raise UserError(f"{setting}.factors names {unknown[0]!r}; known factors are {', '.join(rules)}.")
+    warmed_up = {"linear_warmup", "linear_decay", "rsqrt_decay", "rsqrt_normalized_decay"}.intersection(names)
+    if warmed_up and warmup_steps < 1:
+        raise UserError(f"{setting}.warmup_steps is {warmup_steps}, but {min(warmed_up)!r} needs at least 1.")
 
     def schedule(step: jax.Array | int) -> jax.Array:
         step = jnp.maximum(0, jnp.asarray(step) - step_offset).astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""What every entry point does first: logging that a person can read, and JAX's compilation cache."""
+"""First steps of every entry point: readable logging, and JAX's compilation cache."""
 
 import hashlib
 import logging
@@ -8,7 +8,7 @@ import sys
 
 
 def configure_logging(*, debug: bool) -> None:
-    """Our own messages to standard error, bare; other libraries' only from warnings on."""
+    """Log t5x's messages to standard error without prefixes; other libraries' only from warnings on."""
     handler, own = _AboveBar(sys.stderr), _AboveBar(sys.stderr)
     handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
     own.setFormatter(_Plain())
@@ -19,20 +19,22 @@ def configure_logging(*, debug: bool) -> None:
 
 
 class _AboveBar(logging.StreamHandler):
-    """Prints above a progress bar, if one is being shown, instead of through it."""
+    """A handler that prints above a progress bar, if one is shown, instead of through it."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if "tqdm" not in sys.modules:
+        bar = getattr(sys.modules.get("tqdm"), "tqdm", None)
+        # Without a bar, tqdm would first create its locks, and lose a Ctrl-C that comes meanwhile.
+        if not getattr(bar, "_instances", None):
             return super().emit(record)
         try:
-            sys.modules["tqdm"].tqdm.write(self.format(record), file=self.stream)
+            bar.write(self.format(record), file=self.stream)
         except Exception:
             self.handleError(record)
         return None
 
 
 class _Plain(logging.Formatter):
-    """Information is printed as it is; warnings and worse say so."""
+    """A formatter that adds the level only to warnings and errors."""
 
     def format(self, record: logging.LogRecord) -> str:
         message = super().format(record)
@@ -40,7 +42,7 @@ class _Plain(logging.Formatter):
 
 
 def name_process() -> None:
-    """Of several processes the first tells what all of them do; the others only what goes wrong, by their number."""
+    """Make all processes but the first log only warnings and errors (or all, if debugging), with their index."""
     import jax
 
     from t5x.partitioning import distributed
@@ -54,7 +56,7 @@ def name_process() -> None:
 
 
 class _Numbered(logging.Filter):
-    """Puts the number of the process before its messages."""
+    """A filter that prefixes messages with the index of the process."""
 
     def __init__(self, index: int):
         super().__init__()
@@ -66,13 +68,13 @@ class _Numbered(logging.Filter):
 
 
 def cache_directory() -> str:
-    """T5X_CACHE_DIR, or `t5x` in the user's cache directory."""
+    """Return T5X_CACHE_DIR, or `t5x` in the user's cache directory."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return os.environ.get("T5X_CACHE_DIR") or os.path.join(home, "t5x")
 
 
 def command(name: str) -> str:
-    """A command of this environment as the reader can type it: with its path where that is not activated."""
+    """Return a command of this environment as the user can type it: with its path if it is not on PATH."""
     beside = os.path.join(os.path.dirname(os.path.abspath(sys.executable)), name)
     relative = os.path.relpath(beside)
     on_path = any(os.path.join(d, name) == beside for d in os.environ.get("PATH", "").split(os.pathsep))
@@ -80,9 +82,9 @@ def command(name: str) -> str:
 
 
 def enable_compilation_cache() -> None:
-    """Keeps compiled programs between runs, unless JAX was told where to (JAX_COMPILATION_CACHE_DIR).
+    """Keep compiled programs between runs, unless the user set JAX_COMPILATION_CACHE_DIR.
 
-    On GPUs a program compiled anew may round differently, as the quickest products are chosen by trying them.
+    On GPUs a recompiled program may round differently, because matmul algorithms are autotuned.
     """
     import jax
 

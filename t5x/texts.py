@@ -1,4 +1,4 @@
-"""Texts in files of the user's: what is none is told with its place."""
+"""Decode user files; errors carry the file and the position."""
 
 import json
 from typing import Any
@@ -7,10 +7,10 @@ from t5x.errors import UserError
 
 
 def decoded(raw: bytes, where: str) -> str:
-    """A line, or a whole file, which must be UTF-8 without NUL bytes.
+    """Decode a line, or an entire file, which must be UTF-8 without NUL bytes.
 
     Args:
-      where: it stands, for messages: `in.txt:3`.
+      where: position for messages: `in.txt:3`.
     """
     if b"\0" in raw:
         raise UserError(
@@ -27,7 +27,7 @@ def decoded(raw: bytes, where: str) -> str:
 
 
 def parsed(text: str, where: str) -> Any:
-    """What a text is as JSON."""
+    """Parse JSON; raise a UserError naming `where` if it is invalid."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -35,7 +35,7 @@ def parsed(text: str, where: str) -> Any:
 
 
 def check_unicode(text: str, where: str) -> None:
-    """Refuses half of a surrogate pair, which an escape of JSON may be, and which no file can hold."""
+    """Raise a UserError if the text has a lone surrogate, which a JSON escape can produce and no file can hold."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

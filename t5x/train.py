@@ -4,7 +4,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import jax
 
@@ -21,12 +21,12 @@ from t5x.partitioning.distributed import PATIENCE
 from t5x.telemetry import MetricWriter, ThroughputClock
 from t5x.telemetry.flops import StepCost
 from t5x.trainer.actions import Actions, ActionStop, BaseAction
-from t5x.trainer.checks import verify_matching_vocabs
+from t5x.trainer.checks import require_same_data, verify_matching_vocabs
 from t5x.trainer.datasets import ForeignBatches, ShardInfo, get_dataset, get_training_eval_datasets
 from t5x.trainer.evaluations import InferenceEvaluation, TrainingEvaluation
 from t5x.trainer.lines import MetricLines
 from t5x.trainer.model_info import write_model_info
-from t5x.trainer.restore import Run, position_of_all, restore_or_init
+from t5x.trainer.restore import OnChangedData, Run, position_of_all, restore_or_init, resume_data
 from t5x.trainer.state import StateLayout, TrainState
 
 log = logging.getLogger(__name__)
@@ -62,46 +62,51 @@ def train(
     use_orbax: bool = True,
     verify_matching_vocabs_fn: Callable[[DatasetConfig, BaseTransformerModel], None] | None = verify_matching_vocabs,
     gc_period: int = 0,
+    on_changed_data: OnChangedData = "refuse",
 ) -> tuple[int, TrainState]:
-    """Trains `model` up to `total_steps`, from wherever MODEL_DIR left off.
+    """Train `model` up to `total_steps`, resuming from MODEL_DIR's newest checkpoint if there is one.
 
     Args:
-      train_dataset_cfg: what is trained on.
-      train_eval_dataset_cfg: measured under teacher forcing at every evaluation; None leaves that out.
-      infer_eval_dataset_cfg: decoded and scored with the task's metrics at every evaluation; None leaves that out.
-      checkpoint_cfg: when to save, and what to start from where MODEL_DIR has no checkpoint.
+      model: the model to train.
+      train_dataset_cfg: training data.
+      train_eval_dataset_cfg: data for evaluation under teacher forcing; None skips it.
+      infer_eval_dataset_cfg: data to decode and to score with the tasks' metrics; None skips it.
+      checkpoint_cfg: when to save, and what to start from if MODEL_DIR has no checkpoint.
+      partitioner: the mesh.
       trainer_cls: `trainer.Trainer` with its learning-rate schedule bound.
-      model_dir: everything the run writes is here.
-      total_steps: the model's step to end at, counted from its very first.
-      eval_steps: batches of each teacher-forced evaluation; None takes every example.
+      model_dir: directory of everything the run writes.
+      total_steps: the model's step to end at, counted from its very first step.
+      eval_steps: number of batches of each teacher-forced evaluation; None uses every example.
       eval_period: steps between evaluations; 0 evaluates only at the end.
-      train_eval_period, infer_eval_period: the same for one kind of evaluation alone; None takes `eval_period`.
-      relative_steps: train so many steps from where the run starts, whatever `total_steps` says.
-      stats_period: steps between lines of metrics; None takes the evaluation period, at most 100.
-      random_seed: of initial values and dropout; None is 0, so that every run can be repeated.
-      use_hardware_rng: the device's fast generator for dropout. It depends on the mesh and the compiler.
-      summarize_config_fn: writes the configuration into MODEL_DIR.
-      get_dataset_fn: makes the batches; of your own, see `t5x.trainer.datasets`.
-      concurrent_metrics: lines of metrics are computed and written while the next steps run, unless actions of TRAIN
-        wait for them.
-      actions: by `TRAIN`, `TRAIN_EVAL` or `INFER_EVAL`: what may end the run, see `t5x.trainer.actions`.
+      train_eval_period, infer_eval_period: period of one kind of evaluation; `eval_period` if None.
+      relative_steps: number of steps to train from where the run started; overrides `total_steps`.
+      stats_period: steps between lines of metrics; None uses `eval_period`, at most 100.
+      random_seed: seed of the initial parameters and of dropout; None is 0, so that every run is reproducible.
+      use_hardware_rng: use the device's fast generator for dropout. Its values depend on the mesh and the compiler.
+      summarize_config_fn: writes the configuration to MODEL_DIR.
+      inference_evaluator_cls: computes the tasks' metrics.
+      get_dataset_fn: makes the batches. To write your own, see `t5x.trainer.datasets`.
+      concurrent_metrics: compute and write metrics while the next steps run, unless TRAIN actions wait for them.
+      actions: {`TRAIN`, `TRAIN_EVAL` or `INFER_EVAL`: actions that may end the run}; see `t5x.trainer.actions`.
       train_eval_get_dataset_fn: makes the batches of teacher-forced evaluation.
-      run_eval_before_training: evaluate once, where the run begins.
-      train_state_initializer_cls: lays a model's state out over the mesh, from (model, partitioner, shapes of inputs).
-      use_orbax: T5X's other format is written by `t5x convert --to native`.
-      verify_matching_vocabs_fn: checks the vocabularies of data and model; None does not.
-      gc_period: steps between collections of Python's garbage, which is then collected at no other time.
+      run_eval_before_training: evaluate once before the first step.
+      train_state_initializer_cls: lays the state out over the mesh, from (model, partitioner, input shapes).
+      use_orbax: False only logs a warning: `t5x convert --to native` writes T5X's other format.
+      verify_matching_vocabs_fn: checks the vocabularies of data and model; None skips the check.
+      gc_period: steps between runs of Python's garbage collector, which is then disabled otherwise; 0 is automatic.
+      on_changed_data: what to do if a run is resumed and its data or preprocessing has changed: `refuse`, `continue` at
+        the saved position, or `restart` the data.
 
     Returns:
-      (the step reached, the state there).
+      The last step and the state after it.
 
     Raises:
-      Stopped: after SIGINT or SIGTERM, once the step was finished and saved.
+      Stopped: after SIGINT or SIGTERM, once the current step is finished and saved.
     """
-    # --- The directory, and who owns it -------------------------------------------------------------------------------
+    # --- The model directory and its lock -----------------------------------------------------------------------------
     clock = ThroughputClock()
     save_cfg, restore_cfg = checkpoint_cfg.save, checkpoint_cfg.restore
-    _check(model_dir, total_steps, eval_steps, restore_cfg, use_orbax)
+    _check(model_dir, total_steps, eval_steps, restore_cfg, use_orbax, on_changed_data)
     actions = Actions(actions)
     model_dir = str(checkpoints.local_path(model_dir))
     leader = distributed.is_leader()
@@ -129,22 +134,24 @@ def train(
         for cfg in filter(None, (train_dataset_cfg, train_eval_dataset_cfg, infer_eval_dataset_cfg)):
             if verify_matching_vocabs_fn is not None:
                 verify_matching_vocabs_fn(cfg, model)
+        require_same_data(train_dataset_cfg, train_eval_dataset_cfg, infer_eval_dataset_cfg)
         batch_size = train_dataset_cfg.batch_size
         shard = ShardInfo.of(partitioner.rows(batch_size), batch_size)
         loader = get_dataset_fn(train_dataset_cfg, shard, model.FEATURE_CONVERTER_CLS)
         loader = closing.enter_context(loader if hasattr(loader, "restore") else ForeignBatches(loader))
+        fingerprint = loader.start_fingerprint() if leader and hasattr(loader, "start_fingerprint") else None
 
         # --- The model, laid out over the mesh ------------------------------------------------------------------------
         shapes = model.input_shapes(train_dataset_cfg.task_feature_lengths)
         layout = train_state_initializer_cls(model, partitioner, shapes)
         log.info("model: %s", _describe(model, layout))
 
-        # --- Where it starts: MODEL_DIR's own checkpoint, then the initial one, then scratch --------------------------
+        # --- Initial state: MODEL_DIR's own checkpoint, else the initial one, else from scratch -----------------------
         with clock.apart("timing/init_or_restore_seconds"):
             state, run = restore_or_init(store, restore_cfg, model, layout, init_rng)
         first_step = int(state.step)
         if run.data is not None:
-            loader.restore(run.data)
+            resume_data(loader, run.data, fingerprint, on_changed_data)
         actions.restore(run.actions)
         if relative_steps is not None:
             total_steps = run.first_step + relative_steps
@@ -154,7 +161,7 @@ def train(
                 "use relative_steps to train a number of steps from there."
             )
 
-        # --- What is written about it ---------------------------------------------------------------------------------
+        # --- Metric writer and configuration --------------------------------------------------------------------------
         writer = None
         if leader:
             directory = os.path.join(model_dir, "train")
@@ -168,12 +175,12 @@ def train(
                 write_model_info(model_dir, layout)
 
             describe()
-            writer.when_begun_anew = describe  # somebody has removed MODEL_DIR
+            writer.on_recreate = describe  # if MODEL_DIR is removed during the run
         files = sidecars(model, _read_if_there(os.path.join(model_dir, "config.gin")))
 
         # --- Training, evaluation, saving -----------------------------------------------------------------------------
         trainer = trainer_cls(model=model, train_state=state, partitioner=partitioner, layout=layout, rng=dropout_rng)
-        del state  # the trainer's step gives its memory away
+        del state  # its buffers are donated by the train step
         train_eval = infer_eval = None
         if train_eval_dataset_cfg is not None:
             train_eval = closing.enter_context(
@@ -189,7 +196,7 @@ def train(
             store.best.check(["train", *(group for e in measured.values() if e is not None for group in e.groups)])
         if save_cfg is not None and save_cfg.state_transformation_fns:
             log.info("what is saved passes through utils.SaveCheckpointConfig.state_transformation_fns first")
-            save_cfg.tree_to_save(trainer.state.tree())  # what is wrong with it is told now, not at the first save
+            save_cfg.tree_to_save(trainer.state.tree())  # fails now rather than at the first save
         times = trainer_lib.Timetable(
             total_steps=total_steps,
             stats_period=stats_period or max(1, min(eval_period or 100, 100)),
@@ -202,7 +209,7 @@ def train(
         due = {"TRAIN_EVAL": times.train_eval_due, "INFER_EVAL": times.infer_eval_due}
 
         def evaluate(step: int, modes: Iterable[str] = ()) -> ActionStop | None:
-            """The evaluations that are due after this step, or those of these modes."""
+            """Run the evaluations that are due after this step, or those of the given modes."""
             modes = modes or [mode for mode in due if due[mode](step)]
             ended = None
             for mode in modes:
@@ -215,8 +222,8 @@ def train(
                     store.best.expect()
             return ended
 
-        # An evaluation that fell due at the checkpoint may have been cut off with the run; what actions saw of it is
-        # not in the checkpoint.
+        # The run may have been interrupted during an evaluation at the checkpoint's step. Actions saw it after the
+        # save, so their state in the checkpoint does not include it.
         ended = None
         again = [
             mode
@@ -241,7 +248,7 @@ def train(
                 batch = loader.peek()
             with clock.apart("timing/compilation_seconds"):
                 log.info("compiled the train step in %.1f s", trainer.compile(batch))
-                distributed.barrier("compiled", PATIENCE)  # who comes to a collective waits only seconds for the others
+                distributed.barrier("compiled", PATIENCE)  # collectives time out if a process is late
             cost = StepCost.of(model.module, batch, rows=batch_size, devices=partitioner.mesh.devices.flatten())
             log.info("%s", cost)
             lines = MetricLines(
@@ -257,10 +264,10 @@ def train(
                     writer.flush()
                 if save_cfg is None:
                     return
+                data = position_of_all(position, fingerprint, patience=5 if stop else None)
                 now = Run(
-                    run.first_step, position_of_all(position), lines.unfinished(step), actions.state(),
-                    None if ended is None else str(ended),
-                )  # fmt: skip
+                    run.first_step, data, lines.unfinished(step), actions.state(), None if ended is None else str(ended)
+                )
                 store.save(step, save_cfg.tree_to_save(trainer.state.tree()), sidecars=files | now.sidecars())
 
             last_step, ended = trainer_lib.run_loop(
@@ -288,7 +295,7 @@ def train(
         return last_step, trainer.state
 
 
-# --- The parts --------------------------------------------------------------------------------------------------------
+# --- Helpers ----------------------------------------------------------------------------------------------------------
 
 
 def _check(
@@ -297,6 +304,7 @@ def _check(
     eval_steps: int | None,
     restore_cfg: RestoreCheckpointConfig | None,
     use_orbax: bool,
+    on_changed_data: str,
 ) -> None:
     if not model_dir:
         raise UserError("MODEL_DIR is empty: give the directory of the run, --gin.MODEL_DIR=runs/my_run.")
@@ -304,6 +312,8 @@ def _check(
         raise UserError(f"train.total_steps is {total_steps}: it must be at least 0.")
     if eval_steps is not None and eval_steps < 1:
         raise UserError(f"train.eval_steps is {eval_steps}: it must be at least 1, or None for every example.")
+    if on_changed_data not in (choices := get_args(OnChangedData)):
+        raise UserError(f"train.on_changed_data is {on_changed_data!r}: it must be one of {', '.join(choices)}.")
     if not use_orbax:
         log.warning(
             "use_orbax=False: a run keeps its checkpoints with Orbax all the same. `t5x convert --to native` writes "

@@ -1,4 +1,4 @@
-"""T5X's `utils`: the names that gin files expect, each from its room."""
+"""T5X's `utils`: the names that gin files expect, imported from their modules."""
 
 import gin
 
@@ -24,7 +24,7 @@ __all__ = [
     "verify_matching_vocabs",
 ]
 
-# Those that T5X's gin files may name without importing their module.
+# T5X's gin files may use these names without importing their module.
 for _class in (
     checkpoints.CheckpointManagerConstructor,
     checkpoints.OrbaxCheckpointManagerInterface,

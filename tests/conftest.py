@@ -7,7 +7,8 @@ start and the next run of the suite find it there.
 
 import functools
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["T5X_CACHE_DIR"] = str(Path(__file__).parents[1] / ".pytest_cache" / "t5x")
 
 import t5x.examples.demo.dates  # noqa: F401  registers its task; a test that puts registries back must find it there
+from t5x import user_modules
 from t5x.startup import enable_compilation_cache
 from tests import commands, disks
 
@@ -32,6 +34,15 @@ def run_here(capsys, monkeypatch) -> Callable[..., commands.Result]:
     """Runs `t5x ARGS` from the root of the repository, in this process."""
     monkeypatch.chdir(Path(__file__).parents[1])
     return functools.partial(commands.run, capsys)
+
+
+@pytest.fixture(autouse=True)
+def user_directories(monkeypatch) -> Iterator[None]:
+    """Modules that a test names are found where it says, and not by the tests after it."""
+    monkeypatch.setattr(user_modules, "_finder", finder := user_modules._Finder())
+    yield
+    if finder in sys.meta_path:
+        sys.meta_path.remove(finder)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from t5x import cache_directory
+from t5x.files import locks
 
 REPO = Path(__file__).parents[1]
 
@@ -57,7 +57,7 @@ def reference_python() -> str:
 def once_for_all_workers(directory: Path, make: Callable[[Path], None]) -> Path:
     """`directory`, which `make` fills, in one of the processes of the suite; whole or not there at all."""
     directory.parent.mkdir(parents=True, exist_ok=True)
-    with cache_directory.locked(directory.with_suffix(".lock")):
+    with locks.locked(directory.with_suffix(".lock")):
         if not directory.is_dir():
             part = directory.with_suffix(".part")
             shutil.rmtree(part, ignore_errors=True)

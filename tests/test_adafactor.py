@@ -51,7 +51,7 @@ def _gradients(step: int) -> dict[str, np.ndarray]:
 
 
 def gradients(step: int) -> dict[str, np.ndarray]:
-    """Of very different sizes, between parameters, entries and steps."""
+    """Gradients of very different magnitude between parameters, entries and steps."""
     return {name: grad.copy() for name, grad in _gradients(step).items()}
 
 
@@ -63,14 +63,14 @@ def initial() -> dict[str, np.ndarray]:
 
 
 def reference(options: dict, spoil=lambda step, grads: None) -> tuple[dict, dict]:
-    """Parameters and slots after all steps, in float64 by the reference; `spoil` may change a step's gradients."""
+    """Return parameters and slots after all steps by the float64 reference; `spoil` may modify gradients."""
     options = dict(options)
-    told = {name: [KINDS[k].name for k in kinds] for name, kinds in options.pop("factor_map", {}).items()}
+    mapped = {name: [KINDS[k].name for k in kinds] for name, kinds in options.pop("factor_map", {}).items()}
     threshold = options.pop("global_norm_clip_threshold", None)
     structural = {k: v for k, v in options.items() if k in ("beta1", "factored")}
     params, slots = initial(), {}
     for name, (shape, axes) in PARAMETERS.items():
-        slots[name] = adafactor_numpy.init_slots(shape, axes, kinds=told.get(name), **structural)
+        slots[name] = adafactor_numpy.init_slots(shape, axes, kinds=mapped.get(name), **structural)
     for step in range(options.get("step_offset", 0), options.get("step_offset", 0) + STEPS):
         grads = gradients(step)
         spoil(step, grads)
@@ -78,13 +78,13 @@ def reference(options: dict, spoil=lambda step, grads: None) -> tuple[dict, dict
             grads = dict(zip(grads, adafactor_numpy.clip_by_global_norm(list(grads.values()), threshold), strict=True))
         for name, (_, axes) in PARAMETERS.items():
             params[name], slots[name] = adafactor_numpy.update(
-                params[name], grads[name], slots[name], step, RATE(step), axes=axes, kinds=told.get(name), **options
+                params[name], grads[name], slots[name], step, RATE(step), axes=axes, kinds=mapped.get(name), **options
             )
     return params, slots
 
 
 def ours(options: dict, dtype, spoil=lambda step, grads: None) -> tuple[dict, dict]:
-    """The same by `Adafactor`."""
+    """Return the same by `Adafactor`."""
     options = dict(options)
     if "factor_map" in options:
         options["factor_map"] = {n: tuple(KINDS[k] for k in kinds) for n, kinds in options["factor_map"].items()}
@@ -103,7 +103,7 @@ def ours(options: dict, dtype, spoil=lambda step, grads: None) -> tuple[dict, di
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_fifty_steps_in_float64(options):
-    """The same arithmetic in another order: nothing but float64's rounding may differ."""
+    """Only float64 rounding may differ."""
     expected, expected_slots = reference(OPTIONS[options])
     with jax.enable_x64(True):
         found, slots = ours(OPTIONS[options], jnp.float64)
@@ -117,8 +117,10 @@ def test_fifty_steps_in_float64(options):
 
 @pytest.mark.parametrize("options", ["default", "norm, decay by the rate"])
 def test_fifty_steps_in_float32(options):
-    """float32 rounds by 6e-8 of a value: a step adds that much of the parameter and a few times that of the update.
-    Over 50 steps it is below 50 · 4 · 6e-8 = 1.2e-5 of the parameter's largest entry."""
+    """float32 has a relative rounding error of 6e-8, a few times per step.
+
+    Over 50 steps the error is below 50 · 4 · 6e-8 = 1.2e-5 of the parameter's largest entry.
+    """
     expected, _ = reference(OPTIONS[options])
     found, slots = ours(OPTIONS[options], jnp.float32)
     for name in PARAMETERS:
@@ -126,7 +128,7 @@ def test_fifty_steps_in_float32(options):
         np.testing.assert_allclose(found[name], expected[name], rtol=0, atol=1.2e-5 * np.abs(expected[name]).max())
 
 
-def test_gradients_that_are_not_finite_are_skipped():
+def test_nonfinite_gradients_are_skipped():
     def spoil(step, grads):
         if step % 5 == 1:
             grads["vector"][3] = np.nan
@@ -162,11 +164,11 @@ def test_weight_decay_mask():
     np.testing.assert_array_equal(new["scale"], 2.0)
 
 
-def test_factor_map_that_fits_no_parameter():
+def test_an_invalid_factor_map_is_rejected():
     params, axes = {"mlp": {"kernel": jnp.ones((2, 3))}}, {"mlp": {"kernel": ("embed", "mlp")}}
-    with pytest.raises(UserError, match="'mlp/kernl', which is no parameter; the nearest are mlp/kernel"):
+    with pytest.raises(UserError, match=r"factor_map.*'mlp/kernl'.* mlp/kernel"):
         Adafactor(factor_map={"mlp/kernl": (FactorDim.ROW, FactorDim.COLUMN)}).init(params, axes)
-    with pytest.raises(UserError, match="names 1 dimensions of mlp/kernel, which has 2"):
+    with pytest.raises(UserError, match=r"factor_map.*mlp/kernel.* 2 .* 1"):
         Adafactor(factor_map={"mlp/kernel": (FactorDim.ROW,)}).init(params, axes)
 
 
@@ -195,17 +197,19 @@ def test_global_norm_clip_bounds_what_the_moments_see(threshold, norm):
     np.testing.assert_allclose(state["b"]["v"], (0.4 * norm) ** 2, rtol=1e-5)
 
 
-def test_axes_that_cannot_be_factored_are_told():
+def test_axes_that_cannot_be_factored_are_rejected():
     optimizer = Adafactor()
-    with pytest.raises(UserError, match="no factor rule for the logical axis 'planes' of p"):
+    with pytest.raises(UserError, match=r"'planes' of p .*logical_factor_rules"):
         optimizer.init({"p": jnp.ones((2, 3, 4))}, {"p": ("embed", "planes", "kv")})
-    with pytest.raises(UserError, match="mixes ROW, COLUMN and NONE"):
+    with pytest.raises(UserError, match=r"p .*ROW, COLUMN and NONE"):
         optimizer.init({"p": jnp.ones((2, 3, 4))}, {"p": ("embed", "mlp", "relpos_buckets")})
+    with pytest.raises(UserError, match=r"p .*no logical axes.*factor_map"):
+        optimizer.init({"p": jnp.ones((2, 3, 4))}, {"p": None})
     rules = standard_logical_factor_rules({"planes": FactorDim.COLUMN})
     state = Adafactor(logical_factor_rules=rules).init({"p": jnp.ones((2, 3, 4))}, {"p": ("embed", "planes", "kv")})
     assert state["p"]["v_row"].shape == (2,) and state["p"]["v_col"].shape == (3, 4)
 
 
-def test_the_rate_is_the_schedules():
-    with pytest.raises(UserError, match="learning_rate_fn"):
+def test_a_learning_rate_is_rejected():
+    with pytest.raises(UserError, match=r"learning_rate is 0.1.*Trainer.learning_rate_fn"):
         Adafactor(learning_rate=0.1)

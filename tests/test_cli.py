@@ -1,14 +1,20 @@
 """The command line as a newcomer meets it."""
 
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
 import time
+import weakref
 
+import jax
 import pytest
+import tqdm
 
+from t5x import startup
+from t5x.verbs import inspect
 from tests.programs import REPO, SMALL, environment, t5x, train
 
 DATES = "--gin_file=t5x/examples/demo/dates.gin"
@@ -27,6 +33,19 @@ def test_help_has_examples_and_needs_no_jax(arguments):
     done = subprocess.run([sys.executable, "-c", script], cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "t5x" in done.stdout and ("example" in done.stdout or "runs/demo" in done.stdout)
+
+
+def test_help_needs_hardly_anything():
+    script = (
+        "import sys\n"
+        "before = set(sys.modules)\n"
+        "from t5x import cli\n"
+        "try: cli.main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "assert not {'argparse', 'logging', 't5x.configuration'} & set(sys.modules) - before, 'slow imports'"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=REPO, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_import_needs_no_jax():
@@ -59,6 +78,7 @@ MISTAKES = {
     ),
     "an unknown name": (["--gin.MODEL_DIR=/x", "--gin.utils.DatasetConfg.seed=1"], ["DatasetConfig"]),
     "a value of the wrong type": (["--gin.MODEL_DIR=/x", "--gin.TRAIN_STEPS=many"], ["total_steps", "int", "'many'"]),
+    "a macro that nothing reads": (["--gin.MODEL_DIR=/x", "--gin.BATCH_SZIE=2", "--strict"], ["BATCH_SIZE"]),
     "a missing file": (["--gin_file=nowhere.gin"], ["nowhere.gin"]),
     "a space instead of =": (["--gin.MODEL_DIR", "/x"], ["--gin.MODEL_DIR"]),
     "a remote directory": (["--gin.MODEL_DIR=gs://bucket/run"], ["gs://bucket/run", "not supported"]),
@@ -83,6 +103,12 @@ def test_a_mistake_gets_one_message_that_says_how_to_mend_it(mistake, run_here, 
     run_here("train", DATES, *(a.format(tmp=tmp_path / "run") for a in arguments)).refused(*expected)
 
 
+def test_without_strict_a_doubtful_binding_is_a_warning(run_here):
+    done = run_here("train", DATES, "--gin.MODEL_DIR=/x", "--gin.BATCH_SZIE=2", "--dry_run")
+    assert done.code == 0
+    assert "--gin.BATCH_SZIE=2 has no effect" in done.err and "`BATCH_SIZE`" in done.err
+
+
 def test_gin_is_refused_where_nothing_reads_it(run_here):
     run_here("rerank", "--model=x", "--input=y", "--gin.BATCH_SIZE=3").refused("`t5x rerank` takes no gin")
 
@@ -99,6 +125,22 @@ def test_a_full_standard_output_is_told(unbuffered, tmp_path):
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith("error: Standard output") and "No space left" in done.stderr
     assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 31200040864 bytes.\nallocator: …"),
+        MemoryError("Unable to allocate 31200040864 bytes"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_too_little_memory_is_one_message(error, run_here, monkeypatch):
+    def run(args):
+        raise error
+
+    monkeypatch.setattr(inspect, "run", run)
+    run_here("inspect", "nowhere").refused("not enough memory", "31200040864 bytes", "Lower the batch size")
 
 
 def test_unknown_verb_names_the_nearest():
@@ -221,6 +263,42 @@ except KeyboardInterrupt:
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=REPO)
     assert done.returncode == code and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("signum", "code"), [("SIGINT", 130), ("SIGTERM", 75)])
+@pytest.mark.parametrize(("times", "printed"), [(1, "imported\n"), (2, "")])
+def test_a_signal_during_an_import_waits_for_its_end_unless_it_comes_twice(times, printed, signum, code, tmp_path):
+    """Extension modules abort where something is raised while they are initialised."""
+    (tmp_path / "slow_module.py").write_text(
+        "import os, signal, time\n"
+        f"for _ in range({times}):\n"
+        f"    os.kill(os.getpid(), signal.{signum})\n"
+        "    time.sleep(0.3)\n"
+        "print('imported', flush=True)\n"
+    )
+    program = """
+import signal, sys, time
+from t5x.verbs.arguments import leave_in_order, work_begins
+work_begins()
+signal.signal(signal.SIGTERM, leave_in_order)
+try:
+    import slow_module
+    time.sleep(30)
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+    env = environment()
+    env["PYTHONPATH"] += os.pathsep + str(tmp_path)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env)
+    assert (done.returncode, done.stdout) == (code, printed) and "Traceback" not in done.stderr
+
+
+def test_messages_without_a_progress_bar_do_not_pass_through_it(capsys, monkeypatch):
+    handler = startup._AboveBar(sys.stderr)
+    monkeypatch.setattr(tqdm.tqdm, "write", None)
+    monkeypatch.setattr(tqdm.tqdm, "_instances", weakref.WeakSet(), raising=False)
+    handler.emit(logging.LogRecord("t5x", logging.INFO, "", 0, "a message", (), None))
+    assert capsys.readouterr().err == "a message\n"
 
 
 @pytest.mark.parametrize(("signum", "code", "says"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 75, "terminated")])

@@ -169,7 +169,7 @@ def test_ours_scanned_is_what_our_scanned_network_holds(tmp_path, hf):
     config = json.loads((tmp_path / "out" / "model.json").read_text())["config"]
     assert config["scan_layers"] is True
     with pytest.raises(UserError, match="holds no vocabulary"):  # all else of the model can be rebuilt
-        load_model(tmp_path / "out")
+        load_model(open_checkpoint(tmp_path / "out"))
     network = tiny.model(type(tiny.T5_1_1)(**config))
     shapes = network.input_shapes({"inputs": 3, "targets": 3})
     wanted = jax.eval_shape(lambda key: network.get_initial_variables(key, shapes)["params"], jax.random.key(0))
@@ -311,10 +311,10 @@ def test_a_description_of_other_sizes_is_refused_with_the_fields(tmp_path, capsy
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"config": 3}', b'{"config": {"wings": 2}}'])
-def test_a_description_that_is_none(tmp_path, capsys, content):
+def test_an_invalid_description_is_refused(tmp_path, capsys, content):
     write_checkpoint(tmp_path / "source", 7, training_state().items(), sidecars={"model.json": content})
     result = run(capsys, "convert", tmp_path / "source", tmp_path / "out", "--to", "t5x")
-    result.refused("wings" if b"wings" in content else "model.json does not describe a network")
+    result.refused("model.json does not describe a network")
     assert os.listdir(tmp_path) == ["source"]
 
 

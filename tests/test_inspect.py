@@ -80,9 +80,11 @@ def test_json_has_the_same_hash_for_every_format_and_layout(checkpoints, capsys)
 
 def test_the_newest_checkpoint_of_a_model_dir_is_taken(tmp_path, checkpoints, capsys):
     for step in (5, 12):
-        convert(str(checkpoints["t5x"]), str(tmp_path / "run" / f"checkpoint_{step}"), to="native")
+        write_native(tmp_path / "run" / f"checkpoint_{step}", step, [("target/kernel", np.ones((2, 3), np.float32))])
+    convert(str(checkpoints["t5x"]), str(tmp_path / "run" / "checkpoint_20"), to="native")  # its content is of step 7
     result = run(capsys, "inspect", tmp_path / "run")
     assert result.code == 0 and result.out.startswith(str(tmp_path / "run" / "checkpoint_12"))
+    assert "checkpoint_20" in result.err and "checkpoint_7" in result.err
 
 
 @pytest.mark.parametrize("name", ["nowhere", "empty"])

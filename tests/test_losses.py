@@ -1,4 +1,4 @@
-"""The loss itself; its agreement with an independent implementation is in tests/network/test_parity.py."""
+"""The loss; tests/network/test_parity.py compares it with an independent implementation."""
 
 import json
 import os
@@ -34,16 +34,17 @@ def test_gradient_is_that_of_the_definition(smoothing, z_loss):
     np.testing.assert_allclose(*grads, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "chunk_bytes", [2**28, 800, 1]
-)  # one part; parts that do not divide the length; single positions
-def test_a_loss_without_all_logits_is_that_of_all_logits(monkeypatch, chunk_bytes):
+def projection():
+    """Return hidden states, kernel, targets and weights."""
+    keys = [jax.random.key(i) for i in range(4)]
+    hidden, kernel = jax.random.normal(keys[0], (3, 7, 5)), jax.random.normal(keys[1], (5, 11))
+    return hidden, kernel, jax.random.randint(keys[2], (3, 7), 0, 11), jax.random.uniform(keys[3], (3, 7))
+
+
+@pytest.mark.parametrize("chunk_bytes", [2**28, 800, 1], ids=["one chunk", "uneven chunks", "single positions"])
+def test_the_chunked_loss_is_that_of_all_logits(monkeypatch, chunk_bytes):
     monkeypatch.setattr(losses, "_CHUNK_BYTES", chunk_bytes)
-    hidden, kernel = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(3, 7, 5), (5, 11)]))
-    targets, weights = (
-        jax.random.randint(jax.random.key(2), (3, 7), 0, 11),
-        jax.random.uniform(jax.random.key(3), (3, 7)),
-    )
+    hidden, kernel, targets, weights = projection()
     options = {"z_loss": 0.01, "label_smoothing": 0.1}
 
     def plain(hidden, kernel):
@@ -62,31 +63,22 @@ def test_a_loss_without_all_logits_is_that_of_all_logits(monkeypatch, chunk_byte
 
 
 @pytest.mark.parametrize("chunk_bytes", [2**28, 800])
-def test_losses_of_tokens_without_all_logits_can_be_differentiated(monkeypatch, chunk_bytes):
+def test_chunked_token_losses_can_be_differentiated(monkeypatch, chunk_bytes):
     monkeypatch.setattr(losses, "_CHUNK_BYTES", chunk_bytes)
-    hidden, kernel = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(3, 7, 5), (5, 11)]))
-    targets, weights = (
-        jax.random.randint(jax.random.key(2), (3, 7), 0, 11),
-        jax.random.normal(jax.random.key(3), (3, 7)),
-    )
-    plain = lambda h, k: jnp.sum(jnp.tanh(losses.cross_entropy(0.7 * (h @ k), targets, 0.01, 0.1)[0]) * weights)
-    options = {"scale": 0.7, "z_loss": 0.01, "label_smoothing": 0.1}
-    ours = lambda h, k: jnp.sum(jnp.tanh(losses.projected_losses(h, k, targets, **options).loss) * weights)
+    hidden, kernel, targets, weights = projection()
+    plain = lambda h, k: jnp.sum(jnp.tanh(losses.cross_entropy(0.7 * (h @ k), targets)[0]) * weights)
+    ours = lambda h, k: jnp.sum(jnp.tanh(losses.projected_losses(h, k, targets, 0.7).loss) * weights)
     found, wanted = (jax.grad(of, (0, 1))(hidden, kernel) for of in (ours, plain))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, wanted)
 
 
-def test_weights_of_a_loss_without_all_logits_have_their_gradient():
-    hidden, kernel = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(3, 7, 5), (5, 11)]))
-    targets, weights = (
-        jax.random.randint(jax.random.key(2), (3, 7), 0, 11),
-        jax.random.uniform(jax.random.key(3), (3, 7)),
-    )
+def test_weights_of_the_chunked_loss_have_a_gradient():
+    hidden, kernel, targets, weights = projection()
     of = lambda weights: losses.projected_cross_entropy(hidden, kernel, targets, weights)[0]
     np.testing.assert_allclose(jax.grad(of)(weights), losses.cross_entropy(hidden @ kernel, targets)[0], rtol=1e-5)
 
 
-def test_a_loss_that_is_divided_by_much_loses_nothing_in_float16():
+def test_a_large_normalizing_factor_does_not_underflow_in_float16():
     hidden = jax.random.normal(jax.random.key(0), (2, 3, 4)).astype(jnp.float16)
     kernel = jax.random.normal(jax.random.key(1), (4, 900))
     targets = jax.random.randint(jax.random.key(2), (2, 3), 0, 900)
@@ -116,12 +108,12 @@ def test_a_batch_without_a_single_target_has_loss_zero():
         assert (losses.loss_scale(factor, batch) == 0).all()
 
 
-def test_unknown_factor_names_the_known_ones():
+def test_an_unknown_factor_lists_the_known_ones():
     with pytest.raises(UserError, match=r"'per_token'.*NUM_REAL_TARGET_TOKENS"):
         losses.special_loss_normalizing_factor("per_token")
 
 
-# Of rows that four devices share, in four parts: values and gradients, and what is summed up in the loop over parts.
+# Rows on four devices, in four chunks: values, gradients, and the all-reduces inside the loop over chunks.
 OVER_DEVICES = """
 import json, re
 import jax, numpy as np
@@ -153,7 +145,7 @@ print(json.dumps(found))
 """
 
 
-def test_devices_that_share_the_rows_add_the_gradient_of_the_kernel_up_once():
+def test_data_parallel_devices_reduce_the_kernel_gradient_once():
     env = {**os.environ, "XLA_FLAGS": os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=4"}
     done = subprocess.run([sys.executable, "-c", OVER_DEVICES], env=env, capture_output=True, text=True, cwd=REPO)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Several optimizers in one trainer: each applies the learning rate that it would alone."""
+"""Several optimizers in one trainer: each applies the learning rate that it would apply alone."""
 
 import types
 
@@ -11,14 +11,13 @@ import pytest
 from t5x import optimizers
 from t5x.adafactor import Adafactor
 from t5x.checkpoints.tree import flatten
-from t5x.errors import UserError
 from t5x.optimizers import MultiOptimizer, OptaxWrapper
 from t5x.partitioning import PjitPartitioner
 from t5x.trainer import StateLayout, Trainer
 from tests.reference import adafactor_numpy
 from tests.test_optimizers import gradients, initial
 
-FIRST, STEPS = 7, 3  # the optimizers' states are fresh there: a schedule of their own is at its beginning
+FIRST, STEPS = 7, 3  # the optimizer states are fresh, so that their own schedules start at 0
 TRAINERS = optax.warmup_cosine_decay_schedule(0.01, 0.1, 9, 30)
 OWN = optax.linear_schedule(0.5, 0.2, 4)
 
@@ -28,7 +27,7 @@ def at_first(step):
 
 
 def trained(optimizer):
-    """Parameters by name and the rates logged, after some steps whose gradients are `gradients(0)`."""
+    """Return parameters by name and logged rates after some steps with the gradients `gradients(0)`."""
 
     def loss(params, batch, rng):
         return sum(jax.tree.leaves(jax.tree.map(jnp.vdot, params, gradients(0)))), {}
@@ -73,7 +72,7 @@ def chain(*parts):
 
 sgd, adam, hidden = optimizers.sgd, optimizers.adam, OptaxWrapper
 CLIPPED = optax.chain(optax.clip(0.5), optax.sgd(at_first))
-# The optimizer, Optax's for `norm` and for the others (None: Adafactor by the trainer's rate), the schedule logged.
+# Optimizer; Optax's for `norm` and for the others (None: Adafactor with the trainer's rate); logged schedule.
 TOGETHER = {
     "own, then Adafactor": (groups(sgd(OWN), Adafactor()), optax.sgd(OWN), None, at_first),
     "hidden, then Adafactor": (groups(hidden(optax.sgd(0.5)), Adafactor()), optax.sgd(0.5), None, at_first),
@@ -93,7 +92,7 @@ TOGETHER = {
 
 
 @pytest.mark.parametrize("case", TOGETHER)
-def test_each_applies_the_rate_that_it_would_alone(case):
+def test_each_optimizer_applies_its_own_rate(case):
     optimizer, of_norm, of_others, logged = TOGETHER[case]
     params, rates = trained(optimizer)
     for name, param in params.items():
@@ -103,14 +102,9 @@ def test_each_applies_the_rate_that_it_would_alone(case):
     np.testing.assert_allclose(rates, [logged(step) for step in range(STEPS)], rtol=1e-6)
 
 
-def test_a_chain_driven_by_the_trainer_takes_no_other_rate():
-    with pytest.raises(UserError, match="takes the trainer's"):
-        optimizers.chain([OptaxWrapper(optax.clip(0.5)), optimizers.sgd()], learning_rate=0.1)
-
-
-def test_what_has_no_rate_is_not_driven():
+def test_a_transformation_without_a_rate_is_not_driven():
     clip = optimizers.wrap_optax_optimizer(optax.clip)(0.5)
     params, rates = trained(optimizers.chain([clip, optax.sgd(0.1)]))
-    assert np.isnan(rates).all()  # Optax's does not tell it
+    assert np.isnan(rates).all()  # Optax does not reveal the rate
     expected = by_optax(optax.chain(optax.clip(0.5), optax.sgd(0.1)), "table")
     np.testing.assert_allclose(params["table"], expected, rtol=1e-6)

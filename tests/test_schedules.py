@@ -27,6 +27,11 @@ def test_pretraining_rate_of_t5():
     assert [float(schedule(s)) for s in (0, 10000, 40000)] == pytest.approx([0.01, 0.01, 0.005])
 
 
-def test_unknown_factor_lists_the_known():
-    with pytest.raises(UserError, match="'linear_warmap'; known factors are constant, linear_warmup"):
+def test_an_unknown_factor_lists_the_known_ones():
+    with pytest.raises(UserError, match=r"'linear_warmap'.*constant, linear_warmup"):
         create_learning_rate_scheduler("constant * linear_warmap")
+
+
+def test_warmup_needs_steps():
+    with pytest.raises(UserError, match=r"warmup_steps.* 0.*'linear_warmup'"):
+        create_learning_rate_scheduler("constant * linear_warmup", warmup_steps=0)

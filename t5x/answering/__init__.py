@@ -1,13 +1,13 @@
-"""Question answering, text to text: SQuAD and closed-book questions as tasks, and answers with their place in the text.
+"""Question answering, text to text: SQuAD and closed-book tasks, and answers with their position in the context.
 
-| file | what |
+| file | contents |
 |---|---|
-| `squad.py` | the official JSON of SQuAD 1.1 and 2.0, checked; a data source |
+| `squad.py` | the official JSON of SQuAD 1.1 and 2.0, validated; a data source |
 | `tasks.py` | `squad_task`, `closed_book_task`: for gin files and Python |
-| `windows.py` | contexts that are longer than the input, in pieces |
-| `spans.py` | where in its context an answer stands |
+| `windows.py` | splits contexts that are longer than the input |
+| `spans.py` | finds the position of an answer in its context |
 | `answers.py` | answers of a loaded model |
-| `questions.py` | files of questions, checked |
+| `questions.py` | files of questions, validated |
 | `files.py` | `t5x answer --input`: files of questions, in chunks that survive a kill |
 """
 

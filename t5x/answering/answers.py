@@ -1,7 +1,7 @@
-"""Answers of a loaded model to questions about texts.
+"""Answers of a loaded model to questions about contexts.
 
-A context that does not fit into the input is read in windows that overlap, and the question is asked of each. Of the
-windows that give an answer the one with the best score wins; only where none does, the question has no answer.
+A context that does not fit into the input is read in overlapping windows, and the question is asked for each. The
+window with the best score among those with an answer wins; the question has no answer only if no window has one.
 """
 
 import dataclasses
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 
 class Answer(NamedTuple):
-    """To a question about a context.
+    """The answer to a question about a context.
 
     Attributes:
-      text: as the model wrote it; what its vocabulary has no pieces for as the context has it, where that is clear.
-        Empty where it says that there is no answer.
-      score: the log probability of what it wrote; of beams, divided by the length penalty.
-      start, end: context[start:end] is the answer; None where it does not stand there.
-      no_answer: the model says that the context has no answer.
-      no_answer_probability: that the model gives to the text that says so, given the context; of several windows the
-        smallest. None where the model was not told that text.
+      text: what the model generated. Characters unknown to its vocabulary are taken from the context if they can be
+        identified. Empty if the model says that there is no answer.
+      score: log probability of the generated text; with beams, divided by the length penalty.
+      start, end: context[start:end] is the answer; None if it was not found there.
+      no_answer: whether the model says that the context has no answer.
+      no_answer_probability: probability of the no-answer text; of several windows the smallest. None if `no_answer` was
+        not given.
     """
 
     text: str
@@ -41,20 +41,20 @@ class Answer(NamedTuple):
     no_answer_probability: float | None
 
 
-FIELDS = ("answer", *Answer._fields[1:])  # of an answer in files
+FIELDS = ("answer", *Answer._fields[1:])  # fields of an answer in files
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Answering:
-    """How answers are found.
+    """Options for answers.
 
     Attributes:
-      no_answer: what the model was trained to write where there is no answer; None where it always gives one.
-      beams: of beam search; 1 is greedy.
-      max_length: tokens of an answer at most.
-      max_input_length: tokens of question and context; longer contexts are read in windows.
-      stride: tokens that two consecutive windows have in common.
-      batch_size: windows computed together.
+      no_answer: what the model was trained to generate if there is no answer; None if it always gives one.
+      beams: beam size; 1 is greedy.
+      max_length: maximum tokens of an answer.
+      max_input_length: maximum tokens of question and context; longer contexts are read in windows.
+      stride: tokens that two consecutive windows share.
+      batch_size: windows per batch.
     """
 
     no_answer: str | None = None
@@ -75,7 +75,7 @@ class Answering:
 
 
 def windows_of(loaded: "LoadedModel", question: str, context: str, how: Answering) -> list[Span]:
-    """The pieces of the context that are asked one by one; the question stands before each of them whole."""
+    """Return the windows of a context. Each leaves room for the whole question."""
     for name, text in (("question", question), ("context", context)):
         if not text.strip():
             raise UserError(f"the {name} is empty.")
@@ -100,11 +100,11 @@ def answer(
     rows: int | None = None,
     after_batch: Callable[[int], None] = lambda windows: None,
 ) -> list[Answer]:
-    """An answer to each (question, context).
+    """Return an answer to each (question, context).
 
     Args:
-      pieces: of each, its `windows_of`.
-      rows, after_batch: see `LoadedModel.predictions`; it is told windows.
+      pieces: for each of them its `windows_of`.
+      rows, after_batch: see `LoadedModel.predictions`; examples are windows.
     """
     vocabulary = loaded.model.output_vocabulary
     if how.no_answer is not None:
@@ -131,7 +131,7 @@ def answer(
             for generations, probability, span in zip(written[at:], none[at:], spans, strict=False)
         ]
         at += len(spans)
-        # The first of equals.
+        # On ties, the first window wins.
         best = max(found, key=lambda one: (not one.no_answer, one.score))
         if how.no_answer is not None:
             best = best._replace(no_answer_probability=min(one.no_answer_probability for one in found))

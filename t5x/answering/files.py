@@ -1,4 +1,4 @@
-"""`t5x answer --input`: answers to the questions of a file, with the model of a directory alone."""
+"""`t5x answer --input`: answers to the questions of a file, given only a model directory."""
 
 import dataclasses
 import itertools
@@ -39,21 +39,21 @@ def answer_file(
     dtype: str | None = None,
     **options: Any,
 ) -> None:
-    """Answers the questions of a file with the model of a checkpoint directory.
+    """Answer the questions of a file with the model of a checkpoint directory.
 
-    A line of the output has what its question had, and `answer`, `score`, `start`, `end`, `no_answer` and, where the
-    model was told what to write without an answer, `no_answer_probability`; see `t5x.answering.answers.Answer`. Killed
-    and started again, it goes on behind the last chunk that was finished, in `tmp-<output>/`; the output is the same.
+    An output line has the fields of its question, and `answer`, `score`, `start`, `end`, `no_answer` and, if the
+    `no_answer` option is given, `no_answer_probability`; see `t5x.answering.answers.Answer`. If the run is killed, the
+    same command resumes after the last finished chunk, in `tmp-<output>/`; the output is the same.
 
     Args:
       model_dir: a checkpoint, or a MODEL_DIR.
-      input_path: JSON lines with `question`, `context` and perhaps `id`; - is stdin; or SQuAD's official .json, whose
-        answers are then scored.
+      input_path: JSON lines with `question`, `context` and optionally `id`; - is stdin; or SQuAD's official .json,
+        whose answers are then scored.
       output: JSON lines, in the order of the input; - is stdout.
-      squad_predictions: also write {id: answer} there, as SQuAD's evaluation scripts read it.
-      squad_na_probs: also write {id: no_answer_probability} there.
-      checkpoint_period: batches of questions in a chunk.
-      overwrite: replace an output that exists, and discard finished chunks that do not belong to this run.
+      squad_predictions: also write {id: answer} to this file, as SQuAD's evaluation scripts read it.
+      squad_na_probs: also write {id: no_answer_probability} to this file.
+      checkpoint_period: number of batches of questions per chunk.
+      overwrite: replace an existing output, and discard finished chunks of other runs.
       vocabulary, dtype: see `t5x.load`.
       options: see `t5x.answering.answers.Answering`.
     """
@@ -63,7 +63,7 @@ def answer_file(
     extra = {"squad_predictions": squad_predictions, "squad_na_probs": squad_na_probs}
     extra = {name: path for name, path in extra.items() if path is not None}
     _check_extra(extra, output, how)
-    to = Output(output, overwrite=overwrite, also=extra)
+    to = Output(output, overwrite=overwrite, also=extra, inputs={"input": input_path})
     questions = open_questions(input_path, needs_id=bool(extra))
     if questions.is_stream and jax.process_count() > 1:
         raise UserError("A run of several processes needs --input to be a file: a stream can be read only once.")
@@ -81,7 +81,7 @@ def answer_file(
 
 
 def _check_extra(extra: Mapping[str, str], output: str, how: Answering) -> None:
-    """Whether SQuAD's files go with the other options."""
+    """Raise a UserError if the options for SQuAD's files do not fit the other options."""
     if extra and output == "-":
         raise UserError(f"--{next(iter(extra))} needs --output FILE too: it is made of it.")
     if "squad_na_probs" in extra and how.no_answer is None:
@@ -94,7 +94,7 @@ def _check_extra(extra: Mapping[str, str], output: str, how: Answering) -> None:
 def _compute(
     run: "_Run", parts: Iterator[list[Line]], total: int | None, output: Output, job: Mapping[str, Any]
 ) -> None:
-    """Computes the parts that are not there yet."""
+    """Compute the chunks that are missing."""
     finished = output.begin(job)
     kept, parts = behind_finished(output, run.questions.path, parts, finished, 0)
     done = sum(record["questions"] for record in finished[:kept])
@@ -108,7 +108,7 @@ def _compute(
 
 
 class _Run:
-    """What is done with the questions."""
+    """Answers the questions of a file."""
 
     def __init__(self, loaded: LoadedModel, questions: QuestionLines | SquadQuestions, how: Answering):
         self.questions = questions
@@ -117,14 +117,14 @@ class _Run:
         self._how = how
 
     def job(self) -> dict[str, Any]:
-        """What the results depend on."""
+        """Return what the results depend on."""
         return {**self._loaded.identity(), "mode": "answer", **dataclasses.asdict(self._how)}
 
     def compute(self, part: Sequence[Line], shown: Shown, *, is_first: bool) -> list[dict[str, Any]]:
-        """A record for each question.
+        """Return a record for each question.
 
         Args:
-          is_first: nothing was before it; where it is short, it is all there is.
+          is_first: whether this is the first chunk; if it is short, it is the whole input.
         """
         pairs = [(line.example["question"], line.example["context"]) for line in part]
         pieces = []
@@ -146,7 +146,7 @@ class _Run:
 
 
 def as_record(found: Answer) -> dict[str, Any]:
-    """An answer as it is written."""
+    """Return an answer in the form in which it is written."""
     record = dict(zip(FIELDS, found, strict=True))
     if found.no_answer_probability is None:
         del record["no_answer_probability"]
@@ -159,7 +159,7 @@ def _finish(
     squad_predictions: str | None = None,
     squad_na_probs: str | None = None,
 ) -> None:
-    """What is made of the whole output: SQuAD's files, and the score where the right answers are known."""
+    """Write SQuAD's files from the complete output, and log scores if the correct answers are known."""
     for path, field in ((squad_predictions, "answer"), (squad_na_probs, "no_answer_probability")):
         if path is not None:
             found = {str(record["id"]): record[field] for record, _ in jsonl.read(output)}
@@ -173,7 +173,7 @@ def _finish(
 
 
 def _scores(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """SQuAD's figures of the lines of an output; 2.0's where some questions have no answer."""
+    """Return SQuAD's metrics of the output lines; those of 2.0 if some questions have no answer."""
     golds, texts = ([record[field] for record in records] for field in ("answers", "answer"))
     if all(golds):
         return metrics.squad(golds, texts)

@@ -1,4 +1,4 @@
-"""Files of questions: JSON lines with `question`, `context` and perhaps `id`, or SQuAD's official JSON."""
+"""Files of questions: JSON lines with `question`, `context` and optionally `id`, or SQuAD's official JSON."""
 
 import json
 from collections.abc import Iterator
@@ -12,11 +12,11 @@ from t5x.inference.lines import Line, Lines
 
 
 class QuestionLines(Lines):
-    """The questions of JSON lines; other fields are kept.
+    """The questions of JSON lines. Other fields are kept.
 
     Args:
       path: a file, or - for standard input.
-      needs_id: every question must have one.
+      needs_id: whether every question must have an id.
     """
 
     def __init__(self, path: str, *, needs_id: bool):
@@ -80,7 +80,7 @@ class SquadQuestions:
 
 
 def open_questions(path: str, *, needs_id: bool) -> QuestionLines | SquadQuestions:
-    """What `--input` names: .json is SQuAD's, anything else JSON lines."""
+    """Open the file that `--input` names: .json is SQuAD's, everything else JSON lines."""
     if path.endswith(".json"):
         return SquadQuestions(path)
     return QuestionLines(path, needs_id=needs_id)

@@ -1,9 +1,9 @@
-"""Where in a text an answer stands.
+"""The position of an answer in a context.
 
-A vocabulary gives an answer back in its normal form (NFKC, single spaces), T5's own training data had spaces around
-punctuation, and what a vocabulary does not know comes back as U+2047. So the answer is looked for as it is, then in its
-folded form: NFKC without capitals, any space where the answer has one, and spaces beside punctuation or none. In the
-place of U+2047 only what the vocabulary does not know may stand.
+Decoded answers differ from the context: vocabularies normalise text (NFKC, single spaces), T5's training data had
+spaces around punctuation, and unknown characters become U+2047. So the answer is first searched verbatim, then in
+folded form: NFKC, case-folded, with any whitespace for a space, and optional whitespace beside punctuation. U+2047
+matches only characters that the vocabulary does not know.
 """
 
 import re
@@ -11,12 +11,12 @@ import unicodedata
 from collections.abc import Callable, Iterator, Set
 from typing import NamedTuple
 
-_UNKNOWN = "\ufffd"  # as is U+2047 here, whose normal form is two question marks
+_UNKNOWN = "\ufffd"  # also used for U+2047, whose normal form is two question marks
 _PARTS = re.compile(rf"{_UNKNOWN}+|[^\W_]+|[^\s]")
 
 
 def has_unknown(text: str) -> bool:
-    """Whether a vocabulary had no piece for something in it."""
+    """Return whether the text has characters that a vocabulary did not know."""
     return "\u2047" in text or _UNKNOWN in text
 
 
@@ -34,16 +34,17 @@ def locate(
     end: int | None = None,
     given_back: Callable[[str], str] = lambda text: text,
 ) -> Span | None:
-    """The first place of an answer in text[start:end], in offsets of the whole text; None where there is none.
+    """Return the first position of an answer in text[start:end], as offsets in the whole text, or None.
 
-    Whole words win over parts of words, then the text as it is over its folded form. An answer with something unknown
-    has a place only where the vocabulary would make that answer of it, and of no other words of the text.
+    Matches of whole words win over parts of words, then verbatim matches over folded ones. An answer with unknown
+    characters is found only where the vocabulary would produce it from the text, and only if no other words of the text
+    match.
 
     >>> locate("eiffel tower", "In Paris, the Eiffel\\xa0Tower")
     Span(start=14, end=26)
 
     Args:
-      given_back: what the vocabulary of the answer makes of a text, encoded and decoded.
+      given_back: encodes and decodes a text with the vocabulary of the answer.
     """
     end = len(text) if end is None else end
     answer = answer.strip()
@@ -71,7 +72,7 @@ def _locate_unknown(answer: str, text: str, start: int, end: int, given_back: Ca
 
 
 def _bare(text: str) -> str:
-    """Its folded form without spaces."""
+    """Return the folded form without spaces."""
     return "".join(_fold(text.replace("\u2047", _UNKNOWN)).split())
 
 
@@ -80,7 +81,7 @@ def _first_whole(spans: list[Span], text: str) -> Span | None:
 
 
 def _is_whole(span: Span, text: str) -> bool:
-    """Whether no word goes on over its ends."""
+    """Return whether the span does not start or end inside a word."""
     joined = lambda at: 0 < at < len(text) and text[at - 1].isalnum() and text[at].isalnum()
     return not joined(span.start) and not joined(span.end)
 
@@ -92,13 +93,13 @@ def _exact_matches(answer: str, text: str, start: int, end: int) -> Iterator[Spa
 
 
 def _folded_matches(answer: str, text: str, start: int, end: int, unknown: Set[str] = frozenset()) -> Iterator[Span]:
-    """Places of the folded form.
+    """Yield the positions of the folded form.
 
     Args:
-      unknown: folded characters, of which whole runs stand for what is unknown in the answer.
+      unknown: folded characters; a maximal run of them matches unknown characters in the answer.
     """
     parts = _PARTS.findall(_fold(answer.replace("\u2047", _UNKNOWN)))
-    # Of nothing but unknown characters, any would do.
+    # An answer of unknown characters alone would match anywhere.
     if set("".join(parts)) <= {_UNKNOWN} or (has_unknown(answer) and not unknown):
         return
     run = f"[{re.escape(''.join(sorted(unknown)))}]"
@@ -108,14 +109,14 @@ def _folded_matches(answer: str, text: str, start: int, end: int, unknown: Set[s
         pattern += "" if not before else r"\s+" if words else r"\s*"
         pattern += f"{run}++" if part[0] == _UNKNOWN else re.escape(part)
     folded, places = _with_places(text, start, end)
-    divided = lambda at: 0 < at < len(places) and places[at - 1] == places[at]  # in the middle of a character
-    for match in re.compile(f"(?=({pattern}))").finditer(folded):  # a place may overlap the one before it
+    divided = lambda at: 0 < at < len(places) and places[at - 1] == places[at]  # inside a character
+    for match in re.compile(f"(?=({pattern}))").finditer(folded):  # matches may overlap
         if not divided(match.start(1)) and not divided(match.end(1)):
             yield Span(places[match.start(1)].start, places[match.end(1) - 1].end)
 
 
 def _with_places(text: str, start: int, end: int) -> tuple[str, list[Span]]:
-    """The folded form of text[start:end], and the characters that each of its characters was made of."""
+    """Return the folded form of text[start:end], and for each of its characters the span it was made from."""
     folded, places = [], []
     for span in _clusters(text, start, end):
         made = _fold(text[span.start : span.end])
@@ -125,10 +126,10 @@ def _with_places(text: str, start: int, end: int) -> tuple[str, list[Span]]:
 
 
 def _clusters(text: str, start: int, end: int) -> Iterator[Span]:
-    """Pieces of a text whose normal forms, one after the other, are that of the whole."""
+    """Yield pieces of a text whose normal forms, concatenated, are the normal form of the whole."""
     first = start
     for at in range(start + 1, end):
-        if text[at].isascii():  # it is not changed by what is before it
+        if text[at].isascii():  # normalised independently of what precedes it
             separate = True
         else:
             before, after = _nfkc(text[first:at]), _nfkc(text[at])

@@ -17,11 +17,12 @@ logger = logging.getLogger(__name__)
 
 Question = dict[str, Any]
 
-_SHOWN = 8  # titles in a message
+_SHOWN = 8  # maximum titles in a message
 
 
 def prompt(question: str, context: str) -> str:
-    """
+    """Return the input for a question about a context.
+
     >>> prompt(" Who wrote it? ", "Fontane did.")
     'question: Who wrote it? context: Fontane did.'
     """
@@ -29,12 +30,12 @@ def prompt(question: str, context: str) -> str:
 
 
 def read_squad(path: str | os.PathLike[str], titles: str | None = None, name: str | None = None) -> list[Question]:
-    """The questions of a file, in its order: {"id", "title", "question", "context", "answers": [text, …]}.
+    """Return the questions of a file in order: {"id", "title", "question", "context", "answers": [text, …]}.
 
     Args:
-      path: of an uncompressed file.
-      titles: a regular expression; only articles whose title begins so are taken.
-      name: of the file in messages, if not its path.
+      path: path of an uncompressed file.
+      titles: a regular expression; only articles whose title begins with a match are used.
+      name: name of the file in messages; the path if None.
     """
     name = os.fspath(path) if name is None else name
     found: dict[str, tuple[str, Question]] = {}
@@ -53,10 +54,10 @@ class SquadDataSource(FilesDataSource):
     """The questions of SQuAD's files; see `read_squad`.
 
     Args:
-      split_to_filepattern: split to a path, a glob pattern, or several; compressed (.gz, .bz2, .xz) and remote files
+      split_to_filepattern: {split: a path, a glob pattern, or several}; compressed (.gz, .bz2, .xz) and remote files
         are copied first.
-      titles: {split: regular expression}: of these splits only articles whose title begins so. Splits that have no
-        files are passed over.
+      titles: {split: regular expression}: use only articles whose title begins with a match. Splits without files are
+        ignored.
     """
 
     def __init__(self, split_to_filepattern: Mapping[str, Patterns], titles: Mapping[str, str] | None = None):
@@ -64,6 +65,9 @@ class SquadDataSource(FilesDataSource):
         self._titles = {split: pattern for split, pattern in (titles or {}).items() if split in self.splits}
         if absent := {*(titles or {})} - {*self.splits}:
             logger.info("titles of %s are not used: there are no files of it", ", ".join(sorted(absent)))
+
+    def _settings(self, split: str) -> dict[str, Any]:
+        return super()._settings(split) | {"_titles": self._titles.get(split)}
 
     def _open(self, split: str) -> Any:
         copies = self._staged(split, self._paths(split))
@@ -103,14 +107,14 @@ def _parsed(content: bytes, name: str) -> Any:
         raise UserError(
             f"{name}:{error.lineno}: this is not JSON: {error.msg} at column {error.colno}.{hint}"
         ) from error
-    except ValueError as error:  # a number of thousands of digits
+    except ValueError as error:  # e.g. a number with thousands of digits
         raise UserError(f"{name} is not SQuAD's JSON: {error}.") from error
     except RecursionError as error:
         raise UserError(f"{name} is nested too deeply to be SQuAD's JSON.") from error
 
 
 def _questions(content: Any, name: str) -> Iterator[tuple[str, Question]]:
-    """Each question, behind its path in the file."""
+    """Yield each question with its path in the file."""
     for article, of_article in _entries(content, "data", name, "the file"):
         title = article.get("title", "")
         for paragraph, of_paragraph in _entries(article, "paragraphs", name, of_article):
@@ -129,7 +133,7 @@ def _questions(content: Any, name: str) -> Iterator[tuple[str, Question]]:
 
 
 def _entries(parent: Any, field: str, name: str, where: str) -> Iterator[tuple[dict[str, Any], str]]:
-    """The objects in a list, each with its path in the file."""
+    """Yield the objects of a list, each with its path in the file."""
     entries = parent.get(field) if isinstance(parent, dict) else None
     if not isinstance(entries, list):
         raise UserError(
@@ -155,8 +159,8 @@ def _text(parent: Mapping[str, Any], field: str, name: str, where: str) -> str:
 
 
 def _answers(question: Mapping[str, Any], context: str, name: str, where: str) -> list[str]:
-    """The texts of the answers; none where the question is impossible, as some of SQuAD 2.0 are."""
-    if question.get("is_impossible") or "answers" not in question:  # of a test set
+    """Return the texts of the answers; empty if the question is impossible, as in SQuAD 2.0."""
+    if question.get("is_impossible") or "answers" not in question:  # a test set
         return []
     found = []
     for answer, of_answer in _entries(question, "answers", name, where):

@@ -33,19 +33,19 @@ def squad_task(
     titles: Mapping[str, str] | None = None,
     name: str = "squad",
 ) -> Task:
-    """SQuAD from its official JSON; called again with the same arguments, it is the same task.
+    """Return a SQuAD task from its official JSON. Calls with the same arguments return the same task.
 
-    The input is "question: … context: …", the target the first answer; the texts are as they are in the file. (T5's own
-    mixtures had spaces around punctuation: `t5x.data.preprocessors.squad`.) Predictions are scored by exact match and
-    F1, the best over the answers of a question.
+    The input is "question: … context: …", the target the first answer; texts are unchanged. (T5's own mixtures had
+    spaces around punctuation: `t5x.data.preprocessors.squad`.) Predictions are scored by exact match and F1, the best
+    over the answers of a question.
 
     Args:
-      files: {split: a path, a glob pattern, or several}; also compressed, also remote.
-      vocabulary: of both inputs and targets.
+      files: {split: a path, a glob pattern, or several}; files may be compressed or remote.
+      vocabulary: vocabulary of inputs and targets.
       no_answer: SQuAD 2.0: the target of questions without an answer, such as "unanswerable". None refuses them.
-      titles: {split: regular expression}: of these splits only articles whose title begins so. With one file for two
-        splits, `{'train': '[A-M]', 'validation': '[^A-M]'}` parts its articles.
-      name: by which it is registered, and under which its evaluations are written.
+      titles: {split: regular expression}: use only articles whose title begins with a match. With one file for two
+        splits, `{'train': '[A-M]', 'validation': '[^A-M]'}` divides its articles.
+      name: name under which the task is registered and its evaluations are written.
     """
     if no_answer is not None and not no_answer.strip():
         raise UserError("no_answer is empty: give a text, such as 'unanswerable'.")
@@ -68,16 +68,16 @@ def closed_book_task(
     prefix: str = "nq question: ",
     name: str = "nq_open",
 ) -> Task:
-    """Questions that are answered from memory, as NQ-open: JSON lines with "question" and "answer", a list of texts.
+    """Return a task of questions without context, like NQ-open: JSON lines with "question" and "answer", a list.
 
-    The target is the first answer. Predictions are scored by exact match (and F1) with any of them, in the normal form
-    of TriviaQA.
+    The target is the first answer. Predictions are scored by exact match and F1 with any of them, normalised as in
+    TriviaQA.
 
     Args:
-      files: {split: a path, a glob pattern, or several}; also compressed, also remote.
-      vocabulary: of both inputs and targets.
-      prefix: put before every question, as it is.
-      name: by which it is registered, and under which its evaluations are written.
+      files: {split: a path, a glob pattern, or several}; files may be compressed or remote.
+      vocabulary: vocabulary of inputs and targets.
+      prefix: put before every question, unchanged.
+      name: name under which the task is registered and its evaluations are written.
     """
     told = {"files": dict(files), "vocabulary": vocabulary, "prefix": prefix}
     return text_task(
@@ -91,7 +91,7 @@ def closed_book_task(
 
 
 def question_in_context(example: Example, no_answer: str | None = None) -> Example:
-    """A question of `read_squad` as `inputs` and `targets`, with its `id` and `answers`."""
+    """Return a question of `read_squad` as `inputs` and `targets`, with its `id` and `answers`."""
     if not example["answers"] and no_answer is None:
         raise UserError(
             "the question has no answer, as some of SQuAD 2.0. Say what to learn for such questions: "
@@ -106,7 +106,8 @@ def question_in_context(example: Example, no_answer: str | None = None) -> Examp
 
 
 def question_alone(example: Example, prefix: str) -> Example:
-    """
+    """Return a closed-book question as `inputs`, `targets` and `answers`.
+
     >>> question_alone({"question": "who wrote it", "answer": ["Fontane"]}, "nq question: ")
     {'inputs': 'nq question: who wrote it', 'targets': 'Fontane', 'answers': ['Fontane']}
     """
@@ -119,13 +120,13 @@ def question_alone(example: Example, prefix: str) -> Example:
 
 
 def is_no_answer(text: str, no_answer: str | None) -> bool:
-    """Whether a model's text says that there is no answer; an empty one does always."""
+    """Return whether a generated text means that there is no answer. An empty one always does."""
     plain = " ".join(text.split()).casefold()
     return not plain or (no_answer is not None and plain == " ".join(no_answer.split()).casefold())
 
 
 def check_no_answer(no_answer: str, vocabulary: Vocabulary) -> None:
-    """Refuses a text that comes back from the vocabulary as another, by which no answer would be recognised."""
+    """Raise a UserError if the vocabulary changes the text, so that it would not be recognised."""
     made = vocabulary.decode(vocabulary.encode(no_answer))
     if not is_no_answer(made, no_answer):
         raise UserError(
@@ -135,7 +136,7 @@ def check_no_answer(no_answer: str, vocabulary: Vocabulary) -> None:
 
 
 def _answers_or_text(decoded: str, example: Example, is_target: bool, no_answer: str | None = None) -> Any:
-    """All answers of a target; of a prediction its text, empty where it says that there is no answer."""
+    """Return all answers of a target, or the text of a prediction, empty if it means no answer."""
     if is_target:
         return list(example["answers"])
     return "" if is_no_answer(decoded, no_answer) else decoded

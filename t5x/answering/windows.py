@@ -1,4 +1,4 @@
-"""A text that is longer than a model's input, in pieces that overlap."""
+"""Split a text that is longer than a model's input into overlapping windows."""
 
 import itertools
 import re
@@ -7,20 +7,20 @@ from collections.abc import Callable, Iterator
 from t5x.answering.spans import Span
 
 _WORD = re.compile(r"\S+\s*|\s+")
-_WORDS_AT_LEAST = 4  # in a window: a word that takes more of it is divided
+_WORDS_AT_LEAST = 4  # per window; longer words are split
 
 
 def windows(text: str, tokens: Callable[[str], int], room: int, overlap: int) -> list[Span]:
-    """Pieces of a text, divided between words, of at most `room` tokens each; they cover all of it.
+    """Return windows of at most `room` tokens, split between words, that cover the whole text.
 
-    Consecutive ones have `overlap` tokens in common, or a few more: as many whole words.
+    Consecutive windows share whole words of at least `overlap` tokens.
 
     >>> windows("one two three four", lambda piece: len(piece.split()), room=2, overlap=1)
     [Span(start=0, end=8), Span(start=4, end=14), Span(start=8, end=18)]
 
     Args:
-      tokens: how many tokens a piece of the text has.
-      overlap: less than `room`.
+      tokens: returns the number of tokens of a piece of the text.
+      overlap: must be below `room`.
     """
     if tokens(text) <= room:
         return [Span(0, len(text))]
@@ -32,7 +32,7 @@ def windows(text: str, tokens: Callable[[str], int], room: int, overlap: int) ->
         last = first + 1  # excluded
         while last < len(words) and before[last + 1] - before[first] <= room:
             last += 1
-        # Tokens of the whole may be more than those of its words, one by one.
+        # A window may have more tokens than its words separately.
         while last > first + 1 and tokens(text[words[first].start : words[last - 1].end]) > room:
             last -= 1
         found.append(Span(words[first].start, words[last - 1].end))
@@ -45,7 +45,7 @@ def windows(text: str, tokens: Callable[[str], int], room: int, overlap: int) ->
 
 
 def _words(text: str, tokens: Callable[[str], int], limit: int) -> Iterator[Span]:
-    """Words, each with the spaces behind it; those of more tokens than the limit in parts."""
+    """Yield words, each with the spaces after it. Words of more tokens than the limit are split."""
     for match in _WORD.finditer(text):
         yield from _parts(text, Span(*match.span()), tokens, limit)
 

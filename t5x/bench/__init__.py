@@ -1,4 +1,4 @@
-"""Measures the product's own paths on this machine: what `t5x bench` does."""
+"""Benchmarks of the product's own code paths on this machine, for `t5x bench`."""
 
 from t5x.bench.workload import SIZES, Workload
 

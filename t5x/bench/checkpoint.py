@@ -1,4 +1,4 @@
-"""What a checkpoint costs: the steps around a save, and the restore against the speed of the disk."""
+"""The cost of checkpoints: step times around a save, and restore speed relative to the disk."""
 
 import contextlib
 import os
@@ -23,7 +23,7 @@ _IN_MEMORY = ("tmpfs", "ramfs")
 
 
 def measure(work: Workload, *, directory: str | None = None, rounds: int = 3) -> dict[str, Any]:
-    """Trains, saves once a round, asynchronously, as a run does, and restores.
+    """Train, save asynchronously once per round, as a run does, and restore.
 
     Files are dropped from the page cache before they are read, so that a restore is as cold as after a restart.
 
@@ -32,14 +32,14 @@ def measure(work: Workload, *, directory: str | None = None, rounds: int = 3) ->
 
     Returns:
       the work, the machine, and medians of the rounds:
-        checkpoint_gb: what was saved: parameters, optimizer state, step.
-        save_blocking_s: how long save() held the training loop up.
-        save_done_s: until the checkpoint was there, checksums and flushes included (seen after a step).
+        checkpoint_gb: size of the checkpoint: parameters, optimizer state, step.
+        save_blocking_s: how long save() blocked the training loop.
+        save_done_s: until the checkpoint was complete, including checksums and flushes (checked after each step).
         step_ms, step_ms_around_save: the mean of undisturbed steps, and of the 20 steps that begin with the save,
-          save() included; save_overhead_percent compares them.
+          including save(); save_overhead_percent compares them.
         restore_s, restore_gb_per_s: choosing the checkpoint, verifying its checksums, reading it onto the devices.
-        cold_read_gb_per_s: reading the same files with as many threads as there are cores (at most 8).
-        restore_to_read_ratio: of the two speeds.
+        cold_read_gb_per_s: reading the same files with one thread per core (at most 8).
+        restore_to_read_ratio: restore_gb_per_s / cold_read_gb_per_s.
     """
     if not hasattr(os, "posix_fadvise"):
         raise UserError("`t5x bench checkpoint` needs Linux, where files can be dropped from the page cache.")
@@ -73,7 +73,7 @@ def _check_disk(directory: str) -> None:
 
 
 def file_system(directory: str) -> str | None:
-    """Its type, such as ext4; None: not known."""
+    """Return the type of a directory's file system, such as ext4; None if unknown."""
     device = os.stat(directory).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     with contextlib.suppress(OSError), open("/proc/self/mountinfo") as file:
@@ -139,7 +139,7 @@ def _drop_from_cache(directory: os.PathLike) -> None:
 
 
 def _read_all(directory: os.PathLike) -> float:
-    """Seconds."""
+    """Read all files of a directory; return the seconds that took."""
 
     def read(name: str) -> None:
         buffer = bytearray(2**20)

@@ -1,4 +1,4 @@
-"""Training, generating and scoring, each by the path that `t5x train`, `t5x infer` and `t5x rerank` take."""
+"""Training, generation and scoring, each through the code path of `t5x train`, `t5x infer` and `t5x rerank`."""
 
 import gc
 import statistics
@@ -19,17 +19,17 @@ from t5x.trainer import Trainer
 from t5x.trainer.trainer import summarize
 
 Result = dict[str, Any]
-LABELS = (1176, 6136)  # true and false of T5's vocabulary
+LABELS = (1176, 6136)  # `true` and `false` in T5's vocabulary
 _WARM_UP = 3  # steps
-_BYTES = 4  # of a parameter
+_BYTES = 4  # per parameter
 
 
 class Timing(NamedTuple):
-    """Seconds of each step, those that compiling took, and what was seen then.
+    """Seconds of each step and of compilation, and what was observed while compiling.
 
     Attributes:
-      uneven: the results of a step are taken while others are computed: the mean of all counts, not the median, and
-        the least means nothing.
+      uneven: results of one step are fetched while others are computed: use the mean, not the median; the minimum is
+        meaningless.
     """
 
     steps: list[float]
@@ -39,11 +39,11 @@ class Timing(NamedTuple):
 
 
 class Steps:
-    """A trainer and its batches, compiled.
+    """A compiled trainer and its batches.
 
     Attributes:
-      seconds: that compiling took.
-      seen: while compiling.
+      seconds: compilation time.
+      seen: what was observed while compiling.
     """
 
     def __init__(self, work: Workload):
@@ -56,7 +56,7 @@ class Steps:
             self.seconds = self.trainer.compile(next(self._batches))
 
     def take(self, count: int, after_each: Callable[[], None] = lambda: None) -> list[float]:
-        """Seconds of each of some steps, one ahead of the devices: from the end of one to the end of the next."""
+        """Run `count` steps, one ahead of the devices; return the seconds from the end of each to the next."""
         stamps = [time.perf_counter()]
         before = None
         for _ in range(count):
@@ -70,26 +70,26 @@ class Steps:
         return measures.intervals([*stamps, time.perf_counter()])
 
     def loss(self) -> float:
-        """A token's, of one more step."""
+        """Run one more step; return its loss per token."""
         metrics = self.trainer.step(next(self._batches))
         return summarize([metrics])["loss_per_nonpadding_target_token"]
 
 
 def train(work: Workload, steps: int | None = None) -> Result:
-    """Steps of the trainer, one ahead of the devices, as the training loop takes them."""
+    """Measure training steps, one ahead of the devices, as in the training loop."""
     with measures.told_out_of_memory(_smaller("--batch, --targets, --inputs or --size")):
         taken = Steps(work)
         each = min(taken.take(_WARM_UP))
         seconds = taken.take(measures.steps_for(each, steps))
         own = {"dropout": work.dropout, "packed": work.packed, "loss": taken.loss()}
     timing = Timing(seconds, taken.seconds, taken.seen)
-    del taken  # its memory is for the large product
+    del taken  # frees memory for the large matmul
     flops = 3 * encoder_decoder_flops(work.config, rows=work.batch, inputs=work.inputs, targets=work.targets)
     return _result(work, timing, flops, work.inputs + work.targets) | own
 
 
 def generate(work: Workload, steps: int | None = None, beams: int = 1) -> Result:
-    """`targets` tokens for every row, greedily or by a beam; a step is a batch."""
+    """Measure the generation of `targets` tokens for every row, greedily or with beam search; a step is a batch."""
     options = Decoding(beams=beams)
 
     def call(loaded: LoadedModel, inputs: list[np.ndarray], after_batch: Callable[[int], None]) -> None:
@@ -103,7 +103,7 @@ def generate(work: Workload, steps: int | None = None, beams: int = 1) -> Result
 
 
 def score(work: Workload, steps: int | None = None) -> Result:
-    """Two logits of the first output token for every row, as rerankers take them; a step is a batch."""
+    """Measure two logits of the first output token for every row, as rerankers use them; a step is a batch."""
     labels = LABELS if work.config.vocab_size > max(LABELS) else (2, 3)
 
     def call(loaded: LoadedModel, inputs: list[np.ndarray], after_batch: Callable[[int], None]) -> None:
@@ -132,18 +132,19 @@ def _timed_batches(
         loaded.engine = Engine(work.model, work.partitioner, work.params())
         with measures.watched() as seen:
             began, *ends = stamps_of(1 + _WARM_UP)
-        # The first batch was compiled for.
+        # The first batch includes compilation.
         each = statistics.median(measures.intervals(ends))
         stamps = stamps_of(measures.steps_for(each, steps))
     return Timing(measures.intervals(stamps), max(0.0, ends[0] - began - each), seen, uneven=True)
 
 
 def _result(work: Workload, timing: Timing, flops: int, tokens: int) -> Result:
-    """
+    """Return the measurements of a run.
+
     Args:
-      tokens: of a row, that count.
+      tokens: tokens per row that count.
     """
-    memory = measures.peak_memory()  # before the product below needs some
+    memory = measures.peak_memory()  # before the matmul below uses some
     gc.collect()
     times = measures.step_times(timing.steps)
     each = times["step_ms"] / 1e3
@@ -164,7 +165,7 @@ def _result(work: Workload, timing: Timing, flops: int, tokens: int) -> Result:
 
 
 def described(work: Workload, seen: measures.Compilation) -> Result:
-    """The model and its batch, as every result has them."""
+    """Return the model and its batch, which are part of every result."""
     return {
         "size": work.size,
         "parameters": work.layout.num_params,

@@ -1,4 +1,4 @@
-"""The input pipeline: how fast batches come out of a task, a file, or made-up texts."""
+"""Throughput of the input pipeline, from a task, a file, or synthetic examples."""
 
 import contextlib
 import json
@@ -25,8 +25,8 @@ from t5x.data.loader import default_workers
 from t5x.errors import UserError
 from t5x.plain import vocabulary_named
 
-_AHEAD = 6  # batches that the loader may have made before they are asked for
-_EXAMPLES = 2000  # that are made up
+_AHEAD = 6  # batches that the loader may have prefetched
+_EXAMPLES = 2000  # synthetic
 
 
 def measure(
@@ -42,12 +42,12 @@ def measure(
     workers: int | None = None,
     steps: int | None = None,
 ) -> dict[str, Any]:
-    """Batches of a registered task, of a file with `inputs` and `targets`, or of texts that are made up.
+    """Measure batches of a registered task, of a file with `inputs` and `targets`, or of synthetic examples.
 
     Args:
-      data, vocabulary: as `t5x data` takes them.
-      workers: processes that make rows, at most one for each; 0 is a thread; None chooses by the number of cores.
-      steps: batches to measure; None: about ten seconds of them.
+      data, vocabulary: as in `t5x data`.
+      workers: worker processes, at most one per row of a batch; 0 is a thread; None chooses by the number of cores.
+      steps: batches to measure; None: about ten seconds.
     """
     lengths = {"inputs": inputs, "targets": targets}
     workers = min(default_workers() if workers is None else workers, batch)
@@ -82,7 +82,7 @@ def measure(
 
 
 def _count(batch: Mapping[str, np.ndarray]) -> tuple[int, int, int]:
-    """Examples, tokens and places of a batch."""
+    """Return the number of examples, of tokens, and of positions including padding, of a batch."""
     features = [batch["encoder_input_tokens"], batch["decoder_target_tokens"]]
     segments = batch.get("decoder_segment_ids")
     examples = len(features[0]) if segments is None else int(segments.max(axis=1).sum())
@@ -114,7 +114,7 @@ def _source(
 
 @contextlib.contextmanager
 def _pairs(path: str, vocabulary: str, split: str) -> Iterator[Task]:
-    """A file's task, registered as long as it is needed."""
+    """Yield a task that reads a file, registered during the block."""
     task = file_task({split: path}, vocabulary_named(vocabulary).load(), name="bench")
     try:
         yield task
@@ -123,7 +123,7 @@ def _pairs(path: str, vocabulary: str, split: str) -> Iterator[Task]:
 
 
 def _write_texts(path: str, lengths: Mapping[str, int]) -> None:
-    """Texts of up to these lengths in bytes."""
+    """Write examples with random texts of up to these lengths in bytes."""
     random = np.random.default_rng(0)
     letters = "".join(random.choice(list("aaabcdeeeefghiiklmnooprsttuvw      "), 1 << 16))
     with open(path, "w") as file:

@@ -1,4 +1,4 @@
-"""How it is measured: times of steps, what the compiler did, memory, and how fast the devices multiply."""
+"""Measurement tools: step times, compilation, memory, and matmul speed of the devices."""
 
 import contextlib
 import dataclasses
@@ -17,6 +17,7 @@ import numpy as np
 
 from t5x.errors import UserError
 from t5x.network import attention
+from t5x.partitioning.memory import available_memory
 from t5x.telemetry.devices import TERA
 
 SECONDS, FEWEST, MOST = 10.0, 3, 200
@@ -24,7 +25,7 @@ _GIGA = 1e9
 
 
 def steps_for(seconds_each: float, given: int | None) -> int:
-    """How many steps to measure: what was asked for, or about ten seconds of them.
+    """Return the number of steps to measure: the given one, or about ten seconds' worth.
 
     >>> steps_for(1.0, None), steps_for(60.0, None), steps_for(0.001, None), steps_for(60.0, 7)
     (10, 3, 200, 7)
@@ -33,7 +34,7 @@ def steps_for(seconds_each: float, given: int | None) -> int:
 
 
 def step_times(seconds: Sequence[float]) -> dict[str, float]:
-    """Median, least, and the span that 80 % of the steps lie in, in milliseconds."""
+    """Return the median, the minimum, and the width of the central 80 % of the step times, in milliseconds."""
     low, high = np.quantile(seconds, [0.1, 0.9])
     return {
         "steps": len(seconds),
@@ -49,11 +50,11 @@ def intervals(stamps: Sequence[float]) -> list[float]:
 
 @dataclasses.dataclass
 class Compilation:
-    """What happened while something was compiled.
+    """What was observed during a compilation.
 
     Attributes:
-      attention: the back ends that were traced.
-      cached: programs that came from the compilation cache.
+      attention: the attention backends that were traced.
+      cached: number of programs that came from the compilation cache.
     """
 
     attention: set[str] = dataclasses.field(default_factory=set)
@@ -62,7 +63,7 @@ class Compilation:
 
 @contextlib.contextmanager
 def watched() -> Iterator[Compilation]:
-    """Notes which attention back ends the network calls, and whether the compilation cache had the program."""
+    """Record which attention backends the network calls, and whether programs came from the compilation cache."""
     seen = Compilation()
 
     def noting(name: str, backend: Callable[..., Any]) -> Callable[..., Any]:
@@ -86,9 +87,9 @@ def watched() -> Iterator[Compilation]:
 
 
 def matmul_flops(dtype: str) -> float:
-    """FLOP/s of all devices in a large square product of this dtype: the best of some rounds on one, times all.
+    """Return the FLOP/s of all devices in a large square matmul: the best round on one, times the number of devices.
 
-    A CPU's devices share its cores, which one product keeps busy: it is not times all there.
+    On a CPU it is not multiplied, because one matmul already uses all cores.
     """
     on_cpu = jax.default_backend() == "cpu"
     size, rounds, repeats = (1024, 3, 2) if on_cpu else (8192, 5, 10)
@@ -108,7 +109,7 @@ def matmul_flops(dtype: str) -> float:
 
 
 def peak_memory() -> dict[str, Any]:
-    """The most that a device held until now; where it does not tell, this process."""
+    """Return the peak memory of a device so far; if it is not reported, that of this process."""
     peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()]
     if None not in peaks:
         return {"peak_memory_gb": max(peaks) / _GIGA, "peak_memory_of": "device"}
@@ -131,7 +132,7 @@ def processor() -> str:
 
 
 def rates(flops: float, seconds: float, dtype: str) -> dict[str, float]:
-    """What a step reaches, and the share of what a large product reaches in the same run."""
+    """Return the FLOP/s of a step, and its share of those of a large matmul in the same run."""
     matmul = matmul_flops(dtype)
     return {
         "step_tflop": flops / TERA,
@@ -142,7 +143,7 @@ def rates(flops: float, seconds: float, dtype: str) -> dict[str, float]:
 
 
 def check_memory(needed: float, what: str) -> None:
-    """UserError where there is less memory than is needed in any case."""
+    """Raise a UserError if less memory is free than is needed in any case."""
     there = available_memory()
     if there is not None and needed > there:
         raise UserError(
@@ -151,21 +152,9 @@ def check_memory(needed: float, what: str) -> None:
         )
 
 
-def available_memory() -> float | None:
-    """Free bytes of all devices; on a CPU, of the machine. None: not known."""
-    stats = [device.memory_stats() or {} for device in jax.local_devices()]
-    if all("bytes_limit" in one for one in stats):
-        return float(sum(one["bytes_limit"] - one.get("bytes_in_use", 0) for one in stats))
-    with contextlib.suppress(OSError), open("/proc/meminfo") as file:
-        for line in file:
-            if line.startswith("MemAvailable:"):
-                return 1024.0 * int(line.split()[1])
-    return None
-
-
 @contextlib.contextmanager
 def told_out_of_memory(hint: str) -> Iterator[None]:
-    """Turns the runtime's many lines about memory into one."""
+    """Convert an out-of-memory error to a one-line UserError."""
     try:
         yield
     except (MemoryError, jax.errors.JaxRuntimeError) as error:

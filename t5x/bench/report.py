@@ -1,4 +1,4 @@
-"""A result as people read it."""
+"""Results as text."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -7,14 +7,14 @@ Result = Mapping[str, Any]
 
 
 def table(result: Result) -> str:
-    """A line for each figure, aligned."""
+    """Return an aligned table of a result, one measurement per line."""
     lines = _LINES.get(result["work"], _compute)(result)
     width = max(len(label) for label, _ in lines)
     return "\n".join(f"{label:<{width}}  {text}" for label, text in lines)
 
 
 def rounded(result: Result) -> dict[str, Any]:
-    """With as many digits as mean something.
+    """Return the result with six significant digits.
 
     >>> rounded({"step_ms": 12.345678, "batch": 8, "tokens_per_s": 123456.789, "device": "cpu"})
     {'step_ms': 12.3457, 'batch': 8, 'tokens_per_s': 123457.0, 'device': 'cpu'}
@@ -31,7 +31,7 @@ def _model(r: Result) -> Lines:
         text
         for there, text in (
             (r.get("beams", 1) > 1, f"{r.get('beams')} beams"),
-            (r.get("packed"), "packed"),
+            (r.get("packed"), f"{r.get('packed')} examples a row"),
             (r.get("dropout"), f"dropout {r.get('dropout')}"),
             (r["scan"], "scanned layers"),
         )

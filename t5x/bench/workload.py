@@ -1,4 +1,4 @@
-"""What is measured: a T5 1.1 of some size, its batch, and its state on the devices; random weights, random tokens."""
+"""The workload of a benchmark: a T5 1.1 of some size, its batch and its state, with random weights and tokens."""
 
 import dataclasses
 import functools
@@ -43,7 +43,7 @@ _BATCHES = {
     "score": {"small": 256, "base": 128, "large": 64, "xl": 32},
 }
 _CPU_BATCH = 8
-_DIFFERENT = 4  # batches, taken in turns
+_DIFFERENT = 4  # distinct batches, used in turn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,13 +52,13 @@ class Workload:
 
     Attributes:
       size: one of `SIZES`.
-      batch: rows of a step.
-      inputs, targets: tokens of a row; no row is padded.
-      dtype: of the activations.
-      attention: a back end's name, or `auto`.
+      batch: rows per step.
+      inputs, targets: tokens per row; rows have no padding.
+      dtype: dtype of the activations.
+      attention: name of an attention backend, or `auto`.
       dropout: rate.
-      scan: layers are stacked and scanned over.
-      packed: rows are two examples each, told apart by segment ids.
+      scan: stack the layers and scan over them.
+      packed: examples per row, separated by segment ids; 0 is one example without ids.
     """
 
     size: str
@@ -69,12 +69,14 @@ class Workload:
     attention: str = "auto"
     dropout: float = 0.0
     scan: bool = False
-    packed: bool = False
+    packed: int = 0
 
     def __post_init__(self):
         for name, least in (("batch", 1), ("inputs", 2), ("targets", 2)):
             if getattr(self, name) < least:
                 raise UserError(f"--{name} is {getattr(self, name)}: it must be at least {least}.")
+        if not 0 <= self.packed <= min(self.inputs, self.targets):
+            raise UserError(f"--packed is {self.packed}: a row has {min(self.inputs, self.targets)} examples at most.")
         if not 0 <= self.dropout < 1:
             raise UserError(f"--dropout is {self.dropout}: it must be at least 0 and below 1.")
         if self.attention != "auto" and self.attention not in BACKENDS:
@@ -89,7 +91,7 @@ class Workload:
 
     @functools.cached_property
     def model(self) -> EncoderDecoderModel:
-        vocabulary = PassThroughVocabulary(self.config.vocab_size, eos_id=-1)  # no token: nothing ends early
+        vocabulary = PassThroughVocabulary(self.config.vocab_size, eos_id=-1)  # no EOS token, so nothing ends early
         return EncoderDecoderModel(Transformer(self.config), vocabulary, vocabulary, Adafactor())
 
     @functools.cached_property
@@ -108,7 +110,7 @@ class Workload:
         return StateLayout.of(self.model, self.partitioner, shapes)
 
     def params(self) -> Any:
-        """Small random values, made where they lie; no initialisation is compiled, which would take long."""
+        """Return small random values, created on their devices; compiling the real initializers would be slow."""
         leaves, tree = jax.tree.flatten(self.layout.abstract.params)
         made = [_filled(leaf.shape, leaf.dtype, leaf.sharding)(seed) for seed, leaf in enumerate(leaves)]
         return jax.tree.unflatten(tree, made)
@@ -117,13 +119,13 @@ class Workload:
         return self.layout.with_fresh_optimizer(self.params(), 0)
 
     def batches(self) -> Iterator[dict[str, np.ndarray]]:
-        """Endless batches for training."""
+        """Yield training batches, endlessly."""
         made = [self._batch(seed) for seed in range(_DIFFERENT)]
         while True:
             yield from made
 
     def tokens(self, rows: int, length: int, seed: int = 0) -> np.ndarray:
-        """int32 [rows, length], none of them padding or EOS."""
+        """Return random tokens, int32 [rows, length], without padding or EOS."""
         return np.random.default_rng(seed).integers(2, self.config.vocab_size, (rows, length)).astype(np.int32)
 
     def _batch(self, seed: int) -> dict[str, np.ndarray]:
@@ -135,17 +137,18 @@ class Workload:
             "decoder_loss_weights": np.ones_like(targets),
         }
         if self.packed:
-            made["decoder_input_tokens"][:, self.targets // 2] = 0
             for side, length in (("encoder", self.inputs), ("decoder", self.targets)):
+                starts = np.arange(self.packed) * length // self.packed
                 at = np.arange(length, dtype=np.int32)
-                second = at >= length // 2
-                made[f"{side}_segment_ids"] = np.tile(1 + second.astype(np.int32), (self.batch, 1))
-                made[f"{side}_positions"] = np.tile(at - second.astype(np.int32) * (length // 2), (self.batch, 1))
+                segments = np.searchsorted(starts, at, side="right").astype(np.int32)
+                made[f"{side}_segment_ids"] = np.tile(segments, (self.batch, 1))
+                made[f"{side}_positions"] = np.tile(at - starts[segments - 1].astype(np.int32), (self.batch, 1))
+            made["decoder_input_tokens"][:, starts] = 0
         return made
 
 
 def default_batch(work: str, size: str) -> int:
-    """Rows that keep an accelerator busy; on a CPU, that do not take for ever."""
+    """Return a number of rows that keeps an accelerator busy, or that a CPU can compute in reasonable time."""
     found = _CPU_BATCH if jax.default_backend() == "cpu" else _BATCHES.get(work, {}).get(size, _CPU_BATCH)
     devices = jax.device_count()
     return -(-found // devices) * devices

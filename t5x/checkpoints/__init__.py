@@ -1,4 +1,4 @@
-"""Checkpoints: asynchronous to write, atomic, verified on read, restored onto any mesh."""
+"""Checkpoints: written asynchronously and atomically, verified on read, restored onto any mesh."""
 
 from t5x.checkpoints import tree
 from t5x.checkpoints.best import Ranking, SaveBestCheckpointer

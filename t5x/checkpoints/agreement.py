@@ -1,7 +1,7 @@
-"""Several processes that save and restore together: process 0 decides, and all succeed or all fail.
+"""Agreement of processes that save and restore together: process 0 decides, and all succeed or all fail.
 
-Nothing here runs on the devices, so that threads in the background may call it while they compute. All processes call
-these functions equally often with a name, and one thread at a time does.
+Nothing here runs on the devices, so background threads may call it while the devices compute. For each name, all
+processes must make the same number of calls, from one thread at a time.
 """
 
 import json
@@ -14,14 +14,14 @@ from t5x.checkpoints import faults
 from t5x.errors import UserError
 from t5x.partitioning import distributed
 
-_PATIENCE = distributed.PATIENCE  # it may verify or write a large checkpoint
+_PATIENCE = distributed.PATIENCE  # process 0 may be verifying or writing a large checkpoint
 
 
 def decide(name: str, function: Callable[[], Any]) -> Any:
-    """What `function` returns in process 0, in every process; or the error that it raises there.
+    """Return the result of `function` on process 0, on every process, or raise its error.
 
     Args:
-      function: called in process 0 only; returns what JSON can hold.
+      function: called on process 0 only; its result must be JSON-serializable.
     """
     if jax.process_count() == 1:
         return function()
@@ -42,14 +42,14 @@ def decide(name: str, function: Callable[[], Any]) -> Any:
 
 
 def gather(name: str, mine: Any) -> list[Any]:
-    """What every process gave as `mine` (JSON), in the order of the processes."""
+    """Return the value of `mine` (JSON) of every process, in process order."""
     if jax.process_count() == 1:
         return [mine]
     return [json.loads(theirs) for theirs in distributed.exchange(name, json.dumps(mine).encode(), _PATIENCE)]
 
 
 def check_all(name: str, error: Exception | None) -> None:
-    """Raises in every process if any has an error: its own where there is one, else that of the first that has."""
+    """Raise on every process if any has an error: its own if it has one, else that of the first process with one."""
     told = gather(name, None if error is None else describe(error))
     if error is not None:
         raise error
@@ -57,14 +57,14 @@ def check_all(name: str, error: Exception | None) -> None:
 
 
 def raise_first(told: list[dict[str, Any] | None]) -> None:
-    """Raises the first error that a process has told, if there is one."""
+    """Raise the first error that a process reported, if any."""
     for process, error in enumerate(told):
         if error is not None:
             raise _error(error, process)
 
 
 def describe(error: BaseException) -> dict[str, Any]:
-    """An error as JSON."""
+    """Return an error as JSON."""
     if isinstance(error, UserError):
         return {"kind": "user", "text": str(error)}
     text = faults.first_line(error) or type(error).__name__

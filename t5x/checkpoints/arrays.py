@@ -1,12 +1,12 @@
-"""The arrays of a checkpoint: the directory `state/`, which Orbax and other tools can read, written with TensorStore.
+"""The arrays of a checkpoint: the directory `state/`, written with TensorStore and readable by Orbax and other tools.
 
-    _METADATA               JSON: the names of the arrays; shapes and dtypes of those without elements
-    manifest.ocdbt, d/      an OCDBT database that names the chunks of all arrays
-    ocdbt.process_<k>/      what process k wrote: its part of the chunks
+    _METADATA               JSON: the names of the arrays; shapes and dtypes of empty ones
+    manifest.ocdbt, d/      an OCDBT database that indexes the chunks of all arrays
+    ocdbt.process_<k>/      the chunks written by process k
 
-Arrays are zarr, uncompressed (trained weights do not compress, and both directions run at the speed of the disk), in
-chunks small enough that any other sharding can read just its part. Orbax itself would spend milliseconds of Python on
-every array, holding up the training that goes on meanwhile.
+Arrays are uncompressed zarr: trained weights do not compress, and both directions run at disk speed. Chunks are small
+enough that any other sharding can read just its shards. Orbax itself would spend milliseconds of Python on every array,
+which blocks the training that runs meanwhile.
 """
 
 import collections
@@ -27,18 +27,22 @@ from jax.sharding import SingleDeviceSharding
 
 from t5x.checkpoints import direct, faults, paths
 from t5x.checkpoints import tree as trees
+from t5x.checkpoints.formats.base import check_expansion
+from t5x.checkpoints.formats.lazy_msgpack import DTYPES, check_shape
 from t5x.checkpoints.formats.zarr_arrays import choose_chunks
 from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.errors import UserError
+from t5x.untrusted import open_inside, parse_json
 
 METADATA = "_METADATA"
 EMPTY = "empty_arrays"
 
-_FILE_BYTES = 64 * 2**20  # files are hashed in parallel, so several of them are better than one
-_INLINE_BYTES = 1024  # chunks up to this size lie inside OCDBT's own nodes
+_FILE_BYTES = 64 * 2**20  # files are hashed in parallel, so several are faster than one
+_INLINE_BYTES = 1024  # chunks up to this size are stored inside OCDBT's own nodes
 _READ_AHEAD_BYTES = 2 * 2**30
-_BATCH_BYTES = 8 * 2**20  # that a thread reads at once, at least
-_BLOCK_BYTES = 64 * 2**20  # of memory that is taken at once
+_MAX_METADATA_BYTES = 32 * 2**20
+_BATCH_BYTES = 8 * 2**20  # a thread reads at least this much at once
+_BLOCK_BYTES = 64 * 2**20  # memory is allocated in blocks of this size
 _ALIGNMENT = 64
 _CONTEXT = {"cache_pool#ocdbt": {"total_bytes_limit": 10**8}, "file_io_concurrency": {"limit": 128}}
 
@@ -47,13 +51,13 @@ _CONTEXT = {"cache_pool#ocdbt": {"total_bytes_limit": 10**8}, "file_io_concurren
 
 
 class HostArrays:
-    """What this process has to write of a tree, copied: the device buffers may be donated afterwards.
+    """A copy of this process's shards of a tree. The device buffers may be donated afterwards.
 
-    Where the devices have room for it, the copy is made there, at once, and goes to the host while training goes on;
-    otherwise the host's memory takes it before anything goes on.
+    If the devices have room, the copy is made there at once and moved to the host while training continues. Otherwise
+    it is made in host memory before the constructor returns.
 
-    Of an array over several devices, each part is written by the process that holds its first copy; what is no global
-    jax.Array is written by process 0.
+    Each shard is written by the process that holds its first replica. What is not a global jax.Array is written by
+    process 0.
 
     Args:
       tree: nested dictionaries of jax.Array, NumPy arrays and plain numbers.
@@ -75,14 +79,14 @@ class HostArrays:
         self._chunks = {name: choose_chunks(_part_shape(leaf), leaf.dtype.itemsize) for name, leaf in stored.items()}
 
     def write(self, directory: epath.Path) -> epath.Path:
-        """Writes them into a directory of this process, inside the existing `directory`, and forgets them."""
+        """Write the arrays into this process's own directory inside the existing `directory`, and release them."""
         mine = directory / f"ocdbt.process_{jax.process_index()}"
         base = {
             "driver": "ocdbt", "base": {"driver": "file", "path": f"{mine}/"},
             "config": {"max_inline_value_bytes": _INLINE_BYTES}, "target_data_file_size": _FILE_BYTES,
         }  # fmt: skip
         context, transaction = ts.Context(_CONTEXT), ts.Transaction(atomic=True)
-        creates = jax.process_index() == 0  # it says what arrays there are; the others only write into them
+        creates = jax.process_index() == 0  # process 0 creates the arrays; the others only write into them
         opening = []
         parts: dict[str, list[tuple[tuple[slice, ...], np.ndarray]]] = {name: [] for name in self._names}
         if self._on_devices:
@@ -106,7 +110,7 @@ class HostArrays:
 
 
 def join(directory: epath.Path, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> None:
-    """Makes one database of what all processes wrote into `directory`, and says in it what arrays there are."""
+    """Merge what all processes wrote into `directory` into one database, and write its metadata."""
     context, transaction = ts.Context(_CONTEXT), ts.Transaction(atomic=True)
     base = {"driver": "file", "path": f"{directory}/"}
     whole = ts.KvStore.open({"driver": "ocdbt", "base": base}, context=context).result()
@@ -120,7 +124,7 @@ def join(directory: epath.Path, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> N
 
 
 def write_metadata(directory: epath.Path, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> None:
-    """The file by which Orbax, and `read_shapes`, know what is there."""
+    """Write the file that lists the arrays for Orbax and `read_shapes`."""
     tree = {}
     for name in (name for name, leaf in shapes.items() if _has_elements(leaf)):
         keys = tuple(name.split("/"))
@@ -141,7 +145,7 @@ def write_metadata(directory: epath.Path, shapes: Mapping[str, jax.ShapeDtypeStr
 
 
 def _check_nothing_vanished(directory: epath.Path, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> None:
-    """TensorStore makes missing directories anew, so the removal of some half-way can go unnoticed."""
+    """Raise Vanished if files are gone: TensorStore recreates missing directories, which hides their removal."""
     try:
         found = read_shapes(directory)
         if missing := shapes.keys() - found.keys():
@@ -159,10 +163,10 @@ def _check_nothing_vanished(directory: epath.Path, shapes: Mapping[str, jax.Shap
 
 
 class StoredArrays:
-    """The arrays in a directory, as `join` left it. Only metadata is read to open them.
+    """The arrays in a directory written by `join`. Opening them reads only metadata.
 
     Attributes:
-      shapes: shape and dtype of each, by name.
+      shapes: {name: shape and dtype}.
     """
 
     def __init__(self, directory: epath.Path):
@@ -171,16 +175,15 @@ class StoredArrays:
             names, empty = _read_metadata(directory)
             self._direct = direct.open_arrays(directory, {name: _stored_name(name) for name in names})
             self._others = _open(directory, [name for name in names if name not in self._direct])
-            self.shapes = {name: self._stored_shape(name) for name in names}
-            for name, leaf in empty.items():
-                self.shapes[name] = jax.ShapeDtypeStruct(tuple(leaf["shape"]), jax.numpy.dtype(leaf["dtype"]))
+            self.shapes = {name: self._stored_shape(name) for name in names} | empty
+            check_expansion(directory, self.shapes.values(), paths.tree_size(directory))
 
     def read(self, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
-        """Reads the wanted arrays, and only these.
+        """Read the wanted arrays, and no others.
 
         Args:
-          wanted: by name, with the shape stored. An array with a sharding arrives on its devices, shard by shard; one
-            without arrives as a NumPy array. A dtype other than the stored one casts.
+          wanted: {name: leaf} with the stored shapes. An array with a sharding is placed on its devices, shard by
+            shard; one without becomes a NumPy array. A dtype other than the stored one casts.
         """
         result = {name: _empty_array(leaf) for name, leaf in wanted.items() if not _has_elements(leaf)}
         memory, reading, ahead = _Memory(), collections.deque(), 0
@@ -206,7 +209,7 @@ class StoredArrays:
         return jax.ShapeDtypeStruct(self._others[name].shape, _dtype(self._others[name]))
 
     def _batches(self, names: list[str]) -> Iterator[list[str]]:
-        """The names in the order in which the arrays lie in the files, a few megabytes at a time."""
+        """Yield the names in the order of the arrays in the files, a few megabytes at a time."""
         place = {name: self._direct[name].place() if name in self._direct else () for name in names}
         batch, size = [], 0
         for name in sorted(names, key=place.__getitem__):
@@ -245,23 +248,36 @@ def _open(directory: epath.Path, names: list[str]) -> dict[str, ts.TensorStore]:
 
 
 def read_shapes(directory: epath.Path) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shape and dtype of every array in the directory, by name."""
+    """Return {name: shape and dtype} of every array in the directory."""
     return StoredArrays(directory).shapes
 
 
 def read_names(directory: epath.Path) -> set[str]:
-    """The names of all arrays in the directory; none is opened."""
+    """Return the names of all arrays in the directory without opening them."""
     with _metadata_errors(directory):
         names, empty = _read_metadata(directory)
         return {*names, *empty}
 
 
-def _read_metadata(directory: epath.Path) -> tuple[list[str], dict[str, Any]]:
-    """(names of the arrays that are stored, shape and dtype of those without elements)."""
-    metadata = json.loads((directory / METADATA).read_bytes())
+def _read_metadata(directory: epath.Path) -> tuple[list[str], dict[str, jax.ShapeDtypeStruct]]:
+    """Return (names of the stored arrays, {name: shape and dtype} of the empty ones)."""
+    with open_inside(directory, METADATA) as file:
+        metadata = parse_json(file.read(_MAX_METADATA_BYTES + 1), max_bytes=_MAX_METADATA_BYTES)
     keys = [entry["key_metadata"] for entry in metadata["tree_metadata"].values()]
     names = ["/".join(str(key["key"]) for key in keys_of_one) for keys_of_one in keys]
-    return names, (metadata.get("custom_metadata") or {}).get(EMPTY, {})
+    empty = {}
+    for name, leaf in (metadata.get("custom_metadata") or {}).get(EMPTY, {}).items():
+        shape = check_shape(leaf["shape"])
+        if 0 not in shape:
+            raise ValueError(f"{name[:200]} is listed as an array without elements, with the shape {list(shape)}")
+        empty[name] = jax.ShapeDtypeStruct(shape, DTYPES[leaf["dtype"]])
+    return names, empty
+
+
+def read_empty_arrays(directory: epath.Path) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return {name: shape and dtype} of the arrays without elements."""
+    with _metadata_errors(directory):
+        return _read_metadata(directory)[1]
 
 
 @contextlib.contextmanager
@@ -273,14 +289,17 @@ def _metadata_errors(directory: epath.Path) -> Iterator[None]:
 
 
 class _Memory:
-    """Memory for arrays. It lies in huge pages, which are filled in a fraction of the time: the operating system clears
-    small ones one by one. Arrays begin where JAX, on a CPU, takes them over without a copy."""
+    """Memory for arrays, in huge pages.
+
+    They fill in a fraction of the time, because the operating system clears small pages one by one. Arrays are aligned
+    such that JAX on a CPU adopts them without a copy.
+    """
 
     def __init__(self):
         self._block, self._used = np.empty(0, np.uint8), 0
 
     def take(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """An array of any content."""
+        """Return an uninitialized array."""
         begin, size = -(-self._used // _ALIGNMENT) * _ALIGNMENT, math.prod(shape) * dtype.itemsize
         if begin + size > self._block.size:
             pages = mmap.mmap(-1, max(size, _BLOCK_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -292,7 +311,7 @@ class _Memory:
 
 
 class _Parts:
-    """Memory for the parts of an array that this process wants, each once."""
+    """Memory for the distinct shards of an array that this process needs."""
 
     def __init__(self, leaf: jax.ShapeDtypeStruct, memory: _Memory):
         self._leaf = leaf
@@ -302,7 +321,7 @@ class _Parts:
         self.nbytes = sum(part.nbytes for part in self.parts.values())
 
     def assemble(self) -> Any:
-        """The array, where it was wanted."""
+        """Return the array in its sharding."""
         shape, sharding = self._leaf.shape, self._leaf.sharding
         if sharding is None:
             return self.parts[_bounds((), shape)]
@@ -310,14 +329,14 @@ class _Parts:
 
 
 class _Batch:
-    """Arrays on their way from the disk."""
+    """Arrays that are being read."""
 
     def __init__(self, arrays: Mapping[str, _Parts], pending: list[Any]):
         self._arrays, self._pending = arrays, pending
         self.nbytes = sum(array.nbytes for array in arrays.values())
 
     def finish(self) -> dict[str, Any]:
-        """The arrays, where they were wanted; waits for them."""
+        """Wait for the arrays and return them by name."""
         for future in self._pending:
             future.result()
         return {name: array.assemble() for name, array in self._arrays.items()}
@@ -327,7 +346,7 @@ class _Batch:
 
 
 def _parts(leaf: jax.Array | np.ndarray) -> list[tuple[tuple[slice, ...], jax.Array | np.ndarray]]:
-    """(index, data) of what this process has to write of an array."""
+    """Return (index, data) of the shards that this process has to write."""
     if isinstance(leaf, jax.Array):
         return [(shard.index, shard.data) for shard in leaf.addressable_shards if shard.replica_id == 0]
     return [((), leaf)] if jax.process_index() == 0 else []
@@ -338,7 +357,7 @@ def _part_shape(leaf: jax.Array | np.ndarray) -> tuple[int, ...]:
 
 
 def _have_room(arrays: list[jax.Array | np.ndarray]) -> bool:
-    """Whether the devices, if they are not the host itself, could hold these beside the most that they ever held."""
+    """Return whether the devices, unless they are CPUs, could hold these arrays on top of their peak memory use."""
     needed: dict[jax.Device, int] = collections.defaultdict(int)
     for data in arrays:
         if isinstance(data, jax.Array):
@@ -353,7 +372,7 @@ def _have_room(arrays: list[jax.Array | np.ndarray]) -> bool:
 
 
 def _to_host(arrays: list[jax.Array | np.ndarray]) -> list[np.ndarray]:
-    """The data in memory that nobody else writes to. All copies are begun before the first is waited for."""
+    """Return copies that nobody else writes to. All transfers start before the first is waited for."""
     begun = []
     for data in arrays:
         if isinstance(data, np.ndarray):
@@ -363,11 +382,11 @@ def _to_host(arrays: list[jax.Array | np.ndarray]) -> list[np.ndarray]:
         else:
             data.copy_to_host_async()
         begun.append(data)
-    return [np.asarray(data) for data in begun]  # JAX gives no buffer away that is looked at
+    return [np.asarray(data) for data in begun]  # JAX does not donate a buffer that has a NumPy view
 
 
 def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """(begin, end) in every dimension; an index may leave the last ones out."""
+    """Return (begin, end) of every dimension; an index may omit the last ones."""
     slices = [*index, *[slice(None)] * (len(shape) - len(index))]
     return tuple(part.indices(size)[:2] for part, size in zip(slices, shape, strict=True))
 
@@ -377,11 +396,11 @@ def _slices(bounds: tuple[tuple[int, int], ...]) -> tuple[slice, ...]:
 
 
 def array_spec(base: Mapping[str, Any], name: str, chunks: tuple[int, ...], leaf: Any) -> dict[str, Any]:
-    """What TensorStore has to know to make an array in a database.
+    """Return the TensorStore spec that creates an array in a database.
 
     Args:
-      base: of the database.
-      leaf: has shape and dtype.
+      base: spec of the database.
+      leaf: anything with shape and dtype.
     """
     return {
         "driver": "zarr",
@@ -418,12 +437,12 @@ def _as_array(name: str, leaf: Any) -> jax.Array | np.ndarray:
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "OUSMm":
         raise UserError(f"{name}: an array of dtype {leaf.dtype} cannot be saved in a checkpoint; save numbers.")
     if isinstance(leaf, jax.Array) and leaf.is_fully_addressable and jax.process_count() > 1:
-        return np.asarray(leaf)  # every process has one of its own
+        return np.asarray(leaf)  # every process has its own copy
     return leaf
 
 
 def _check_stored_names(leaves: Iterable[str]) -> None:
-    """Keys are joined with dots, so `a.b` beside `a/b` would overwrite each other."""
+    """Raise a UserError if names clash: keys are joined with dots, so `a.b` would overwrite `a/b`."""
     seen: dict[str, str] = {}
     for name in leaves:
         other = seen.setdefault(_stored_name(name), name)
@@ -436,7 +455,7 @@ def _has_elements(leaf: jax.ShapeDtypeStruct) -> bool:
 
 
 def _bytes_in_files(leaf: jax.ShapeDtypeStruct) -> int:
-    """How many bytes this array adds to the files at least."""
+    """Return the least number of bytes that this array adds to the files."""
     size = math.prod(leaf.shape) * leaf.dtype.itemsize
     shards = len(leaf.sharding.device_set) if leaf.sharding is not None else 1
     return size if size > _INLINE_BYTES * shards else 0

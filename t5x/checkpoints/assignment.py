@@ -1,14 +1,14 @@
-"""How a checkpoint may differ from the model, and T5X's `assignment_map`: which of its arrays goes where.
+"""How a checkpoint may differ from the model, and T5X's `assignment_map`: which array is restored from where.
 
     utils.RestoreCheckpointConfig.assignment_map = [
         (r'target/encoder/block_(\\d+)/(.*)', r'target/encoder/layers_\\1/\\2'),   # new name, old name
         (r'target/decoder/logits_dense/kernel', None),                          # stays at its initial value
     ]
 
-A pattern is matched against the whole name of a variable of the model, with its layers unrolled whatever the network
-holds: `target/encoder/layers_0/mlp/wo/kernel`, `state/param_states/encoder/layers_0/mlp/wo/kernel/v_row`, `state/step`.
-A pattern without the root (`encoder/layers_0/.*`) means the parameter and all of its optimizer state; its replacement
-has no root either. The first pattern that matches decides, and every pattern must decide something.
+A pattern must match the full name of a variable of the model, with its layers unrolled however the network stores them:
+`target/encoder/layers_0/mlp/wo/kernel`, `state/param_states/encoder/layers_0/mlp/wo/kernel/v_row`, `state/step`.
+A pattern without the root (`encoder/layers_0/.*`) matches the parameter and all of its optimizer state; its replacement
+has no root either. The first pattern that matches is used, and every pattern must be used.
 """
 
 import dataclasses
@@ -25,14 +25,14 @@ _FIELD = "utils.RestoreCheckpointConfig.assignment_map"
 
 
 class AssignmentMap:
-    """The rules, checked.
+    """Validated rules of an `assignment_map`.
 
     >>> rules = AssignmentMap([(r"target/new/(.*)", r"target/old/\\1"), (r"head/.*", None)])
     >>> rules.sources(["target/new/kernel", "target/head/bias", "target/scale"])
     {'target/new/kernel': 'target/old/kernel', 'target/head/bias': None}
 
     Args:
-      pairs: (pattern on the model's name, replacement that gives the checkpoint's, or None: do not restore).
+      pairs: (pattern for the model's name, replacement that gives the checkpoint's name, or None: do not restore).
     """
 
     def __init__(self, pairs: Sequence[tuple[str, str | None]] = ()):
@@ -49,14 +49,14 @@ class AssignmentMap:
         return bool(self._rules)
 
     def sources(self, names: Iterable[str], *, also: Iterable[str] = ()) -> dict[str, str | None]:
-        """{model's name: checkpoint's name, or None} of the names that a pattern matches.
+        """Return {model's name: checkpoint's name, or None} for the names that a pattern matches.
 
         Args:
-          names: of the model's variables.
-          also: names that are not asked for now, but may be what a pattern is about.
+          names: names of the model's variables.
+          also: names that are not requested now, but that a pattern may be about.
 
         Raises:
-          UserError: a pattern decides nothing.
+          UserError: a pattern is unused.
         """
         names = list(names)
         unused = dict(enumerate(self._rules))
@@ -81,10 +81,10 @@ class AssignmentMap:
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """What may be done to make a checkpoint fit; the fields are described at `RestoreCheckpointConfig`.
+    """How a checkpoint may be adapted to the model; see `RestoreCheckpointConfig` for the fields.
 
     Attributes:
-      is_resuming: what the functions are told.
+      is_resuming: passed to `state_transformation_fns`.
     """
 
     assignments: AssignmentMap = dataclasses.field(default_factory=AssignmentMap)
@@ -100,7 +100,7 @@ class Rules:
 
 
 def _apply(pattern: re.Pattern[str], replacement: str | None, name: str) -> tuple[str | None] | None:
-    """(the checkpoint's name or None,), or None where the pattern does not match."""
+    """Return (the checkpoint's name or None,), or None if the pattern does not match."""
     prefix = suffix = ""
     match = pattern.fullmatch(name)
     if match is None and (parts := _ROOTED.fullmatch(name)):

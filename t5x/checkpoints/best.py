@@ -1,12 +1,12 @@
-"""Which checkpoints of a run are the best by a metric, so that they stay.
+"""Ranking of a run's checkpoints by a metric, to keep the best.
 
-The values are those that the run writes down itself, so that a run that is started again knows them too:
+The values come from the run's own files, so that a restarted run knows them too:
 
     train/<metric>                   MODEL_DIR/train/metrics.jsonl
     training_eval/<task>/<metric>    MODEL_DIR/training_eval/<task>/metrics.jsonl
     inference_eval/<task>/<metric>   MODEL_DIR/inference_eval/<task>-metrics.jsonl (seqio.JSONLogger)
 
-A checkpoint has a value if one was written for its very step. The best one is noted in MODEL_DIR/best.json.
+A checkpoint has a value if one was written for exactly its step. The best one is recorded in MODEL_DIR/best.json.
 """
 
 import dataclasses
@@ -31,14 +31,14 @@ BEST_FILE = "best.json"
 
 @dataclasses.dataclass(frozen=True)
 class BestRule:
-    """What makes a checkpoint stay besides being new.
+    """Which checkpoints to keep in addition to the newest.
 
     Attributes:
-      metric: its name, see above. `eval/`, which T5X's names have before the metric, may be left out.
+      metric: its name, see above. `eval/`, which T5X's names have before the metric, may be omitted.
       mode: whether the largest or the smallest value is the best.
-      keep: how many of the best stay; None is all.
-      keep_without_metric: whether checkpoints without a value stay.
-      keep_period: checkpoints of steps that are a multiple of it stay; None is none.
+      keep: number of best checkpoints to keep; None keeps all.
+      keep_without_metric: whether to keep checkpoints without a value.
+      keep_period: also keep checkpoints whose step is a multiple of this; None keeps none.
     """
 
     metric: str
@@ -50,9 +50,9 @@ class BestRule:
 
 @dataclasses.dataclass(frozen=True)
 class SaveBestCheckpointer:
-    """T5X's way to ask for it: `utils.SaveCheckpointConfig.checkpointer_cls = @checkpoints.SaveBestCheckpointer`.
+    """T5X's way to keep the best: `utils.SaveCheckpointConfig.checkpointer_cls = @checkpoints.SaveBestCheckpointer`.
 
-    As in T5X, `SaveCheckpointConfig.keep` is then the number of the best, and the newest stays besides.
+    As in T5X, `SaveCheckpointConfig.keep` is then the number of best checkpoints; the newest is kept as well.
     """
 
     metric_name_to_monitor: str = "train/accuracy"
@@ -62,7 +62,7 @@ class SaveBestCheckpointer:
 
     @classmethod
     def of(cls, maker: Any) -> "SaveBestCheckpointer | None":
-        """What `maker` makes, if it is this class, from gin or as a functools.partial."""
+        """Return `maker()` if it makes an instance of this class, via gin or functools.partial; else None."""
         inner = maker
         while not inspect.isclass(inner) and (behind := _behind(inner)) is not None:
             inner = behind
@@ -79,7 +79,7 @@ class SaveBestCheckpointer:
 
 
 class Ranking:
-    """The checkpoints of a MODEL_DIR by the metric of a rule."""
+    """The checkpoints of a MODEL_DIR, ranked by the metric of a rule."""
 
     def __init__(self, rule: BestRule, model_dir: str | os.PathLike[str]):
         self.rule = rule
@@ -87,10 +87,10 @@ class Ranking:
         self._told: set[str] = set()
 
     def check(self, groups: Collection[str]) -> None:
-        """Raises where the run will never write such a metric.
+        """Raise a UserError if the run will never write the metric.
 
         Args:
-          groups: what it writes metrics of: `train`, `training_eval/<task>`, `inference_eval/<task>`.
+          groups: the groups of metrics that it writes: `train`, `training_eval/<task>`, `inference_eval/<task>`.
         """
         if not any(self.rule.metric.startswith(f"{group}/") for group in groups):
             raise UserError(
@@ -100,7 +100,7 @@ class Ranking:
             )
 
     def expect(self) -> None:
-        """To be called after an evaluation: says, once, that it has written no values."""
+        """Warn, once, if no values have been written. Call this after an evaluation."""
         if self._values() == {} and not self._told:
             self._told.add("")
             log.warning(
@@ -110,7 +110,7 @@ class Ranking:
             )
 
     def retained(self, steps: Sequence[int]) -> set[int]:
-        """Those of the checkpoints' steps that stay because of the rule; what is the best now is said and noted."""
+        """Return the steps to keep because of the rule; log and record the best one."""
         rule, values = self.rule, self._values()
         if values is None:
             return set(steps)
@@ -139,7 +139,7 @@ class Ranking:
             jsonl.replace(path, [line])
 
     def _values(self) -> dict[int, float] | None:
-        """The metric by step, as far as it was written; None where only others were, so that it must be misspelt."""
+        """Return {step: value}, empty if nothing was written, None if only other metrics were (a misspelt name)."""
         misspelt = False
         for path, name in self._places():
             records = [record for record, _ in jsonl.read(path)]
@@ -152,7 +152,7 @@ class Ranking:
         return None if misspelt else {}
 
     def _places(self) -> list[tuple[str, str]]:
-        """(file, name in it) that the metric may be at: names of tasks and of metrics may both have slashes."""
+        """Return the possible (file, name in it) of the metric: task and metric names may both contain slashes."""
         group, *rest = self.rule.metric.split("/")
         if group == "train":
             return [(os.path.join(self._model_dir, group, METRICS_FILE), "/".join(rest))]

@@ -1,4 +1,4 @@
-"""What is saved and what is restored: `utils.CheckpointConfig` and its parts in gin files."""
+"""What a run saves and restores: `utils.CheckpointConfig` and its parts in gin files."""
 
 import dataclasses
 import functools
@@ -18,38 +18,39 @@ log = logging.getLogger(__name__)
 
 
 class Checkpointer:
-    """T5X's name. Gin files may name it; checkpoints are written by `CheckpointStore` whatever they say."""
+    """Accepted because T5X's gin files name it. Checkpoints are always written by `CheckpointStore`."""
 
 
 class OrbaxCheckpointManagerInterface:
-    """T5X's name, as `Checkpointer`."""
+    """Accepted because T5X's gin files name it, like `Checkpointer`."""
 
 
 class CheckpointManagerConstructor:
-    """T5X's name, as `Checkpointer`."""
+    """Accepted because T5X's gin files name it, like `Checkpointer`."""
 
 
 @dataclasses.dataclass
 class SaveCheckpointConfig:
-    """When and how a run saves.
+    """When and how a run saves checkpoints.
 
     Attributes:
       period: steps between checkpoints; None saves only at the end.
-      keep: how many of the newest stay; None keeps all. A checkpoint with a file `PINNED` in it stays always.
-      checkpoint_steps: further steps to save at.
-      dtype: of the stored parameters. `bfloat16` halves them, but a run resumed from them is no longer exact.
-      save_dataset: kept for T5X's gin files. The position in the data is in every checkpoint, whatever it says.
-      best_metric: the best checkpoints by this metric stay besides: `inference_eval/<task>/<metric>`,
-        `training_eval/<task>/<metric>` or `train/<metric>`. The best one is noted in MODEL_DIR/best.json.
-      best_mode: whether `max` or `min` of it is the best.
-      keep_best: how many of the best stay.
-      keep_without_metric: with `best_metric`, whether checkpoints of steps without an evaluation stay, as in T5X. If
-        not, they go with age like all others.
-      state_transformation_fns: T5X's functions `(state_dict, parameter_infos) -> (state_dict, parameter_infos)` over
-        what is saved. Names and shapes must stay, so that the run can be resumed; T5X's infos are shapes here.
-      keep_dataset_checkpoints, checkpointer_cls, checkpoint_manager_cls: kept for T5X's gin files. Of the classes,
-        `checkpoints.SaveBestCheckpointer` has a meaning: `keep` of the best stay, and the newest.
-      keep_newest, best: what follows from all that.
+      keep: number of newest checkpoints to keep; None keeps all. A checkpoint that contains a file `PINNED` is always
+        kept.
+      checkpoint_steps: additional steps to save at.
+      dtype: dtype of the stored parameters. `bfloat16` halves their size, but resuming is then no longer exact.
+      save_dataset: accepted for T5X's gin files. Every checkpoint includes the position in the data.
+      best_metric: also keep the best checkpoints by this metric: `inference_eval/<task>/<metric>`,
+        `training_eval/<task>/<metric>` or `train/<metric>`. The best one is recorded in MODEL_DIR/best.json.
+      best_mode: `max` if larger values are better, `min` if smaller ones are.
+      keep_best: number of best checkpoints to keep.
+      keep_without_metric: with `best_metric`, whether to keep checkpoints of steps without an evaluation, as T5X does.
+        If False, they are removed by age like all others.
+      state_transformation_fns: T5X functions `(state_dict, parameter_infos) -> (state_dict, parameter_infos)` applied
+        to the state to save. Names and shapes must not change, so that the run can be resumed. The infos are shapes.
+      keep_dataset_checkpoints, checkpointer_cls, checkpoint_manager_cls: accepted for T5X's gin files and ignored,
+        except `checkpoints.SaveBestCheckpointer`, which keeps the best `keep` checkpoints and the newest.
+      keep_newest, best: derived from the above.
     """
 
     period: int | None = None
@@ -96,7 +97,7 @@ class SaveCheckpointConfig:
         _say_unread("Save", unread | {"checkpoint_manager_cls": self.checkpoint_manager_cls})
 
     def tree_to_save(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A state (nested dictionaries of arrays) as it is stored: transformed, and of `dtype`.
+        """Return a state (nested dictionaries of arrays) as it is stored: transformed, with parameters of `dtype`.
 
         Raises:
           UserError: a transformation changed names or shapes.
@@ -118,27 +119,26 @@ class SaveCheckpointConfig:
 
 @dataclasses.dataclass
 class RestoreCheckpointConfig:
-    """Which checkpoint to start from, where MODEL_DIR has none of its own, and how it is made to fit.
+    """Which checkpoint to start from if MODEL_DIR has none of its own, and how to adapt it.
 
-    The rules (`strict` to `state_transformation_fns`) work on names with unrolled layers, whichever way the network and
-    the checkpoint hold them. They are for this checkpoint: a run that is resumed from MODEL_DIR fits as it is.
+    The rules (`strict` to `state_transformation_fns`) work on names with unrolled layers, however the network and the
+    checkpoint store them. They apply to this checkpoint; a run resumed from MODEL_DIR does not need them.
 
     Attributes:
       path: a checkpoint of any format, or a MODEL_DIR; a list of them for evaluation.
-      mode: `specific`: `path` is a checkpoint; `latest`: `path` is a directory of them and the newest whole one is
-        taken; `all`: each of them, for evaluation.
-      dtype: of the parameters in memory; training holds them in float32.
-      optimizer_state: `keep` takes it over where the checkpoint has all of it; `reset` starts it anew.
-      step: `keep` goes on counting from the checkpoint's; `reset` starts at 0.
+      mode: `specific`: `path` is a checkpoint; `latest`: use the newest complete checkpoint in the directory `path`;
+        `all`: use every checkpoint in it, for evaluation.
+      dtype: dtype of the parameters in memory; training holds them in float32.
+      optimizer_state: `keep` restores it if the checkpoint has all of it; `reset` initializes it.
+      step: `keep` continues from the checkpoint's step; `reset` starts at 0.
       strict: False ignores parameters of the checkpoint that the model lacks.
-      assignment_map: pairs (pattern on the model's name, the checkpoint's name or None), see `checkpoints.assignment`.
+      assignment_map: pairs (pattern for the model's name, the checkpoint's name or None), see `checkpoints.assignment`.
       fallback_to_scratch: True leaves what the checkpoint lacks at its initial value.
-      state_transformation_fns: T5X's functions `(state_dict, target_state_dict, *, is_resuming) -> state_dict`, called
+      state_transformation_fns: T5X functions `(state_dict, target_state_dict, *, is_resuming) -> state_dict`, called
         in order after `assignment_map`. The state is nested dictionaries {"target": …, "state": {"step": …,
-        "param_states": …}}, of which `np.asarray(leaf)` reads a leaf. They are called on resuming too, with
-        is_resuming=True.
-      restore_dataset: also go on at the position in the data that a checkpoint of ours has.
-      checkpointer_cls, checkpoint_manager_cls, use_gda: kept for T5X's gin files, without a meaning.
+        "param_states": …}}; `np.asarray(leaf)` reads a leaf. They are also called on resuming, with is_resuming=True.
+      restore_dataset: also continue at the data position of the checkpoint, if it is one of ours.
+      checkpointer_cls, checkpoint_manager_cls, use_gda: accepted for T5X's gin files and ignored.
     """
 
     path: str | Sequence[str]
@@ -185,7 +185,7 @@ class RestoreCheckpointConfig:
 
 @dataclasses.dataclass
 class CheckpointConfig:
-    """Saving and restoring of a run; None leaves either out."""
+    """How a run saves and restores; None disables either."""
 
     save: SaveCheckpointConfig | None = None
     restore: RestoreCheckpointConfig | None = None

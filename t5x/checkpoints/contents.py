@@ -1,33 +1,31 @@
-"""What a checkpoint says about itself: the model, its vocabularies and the configuration of the run.
+"""The files with which a checkpoint describes itself: the model, its vocabularies and the run's configuration.
 
-With these files beside the weights, a model can be rebuilt from the directory alone, and a run that would continue
+With these files beside the weights, a model can be rebuilt from the directory alone, and a run that would resume from
 another model's checkpoint is refused.
 """
 
 import dataclasses
 import json
-import tempfile
 from collections.abc import Mapping
-from pathlib import PurePosixPath
 from typing import Any
 
 from etils import epath
 
-from t5x.checkpoints import families, manifest, paths, transfer
+from t5x.checkpoints import families, manifest, transfer
 from t5x.checkpoints.formats import Source
+from t5x.checkpoints.formats.ours import MODEL_FILE, read_description, read_vocabulary_files
 from t5x.data.vocabularies import PassThroughVocabulary, Vocabulary
 from t5x.decoding import greedy_decode
 from t5x.errors import UserError
 from t5x.models import BaseTransformerModel, DecoderOnlyModel, EncoderDecoderModel
 from t5x.network import DecoderWrapper, T5Config, Transformer, TransformerConfig
-from t5x.ranking.templates import Template, from_fields
+from t5x.ranking.templates import Template
 
-MODEL_FILE = "model.json"
 GIN_FILE = "config.gin"
 
 _CLASSES = ("model", "network", "inputs_bidirectional_attention", "template")
 
-# How the network runs rather than what it is: these may differ between a checkpoint and the run that continues it.
+# How the network runs rather than what it is. These may differ between a checkpoint and the run that resumes from it.
 _RUNTIME_FIELDS = {
     "attention_backend", "dropout_rate", "dtype", "float32_attention_logits", "param_scan_axis", "remat_policy",
     "scan_layers",
@@ -35,7 +33,7 @@ _RUNTIME_FIELDS = {
 
 
 def describe(model: BaseTransformerModel) -> dict[str, Any]:
-    """The model as JSON: its classes, what it does with its inputs, and the fields of the network's configuration."""
+    """Return the model as JSON: its classes, its treatment of inputs, and the network's configuration."""
     module = model.module
     config = getattr(module, "config", None)
     fields = dataclasses.asdict(config) if dataclasses.is_dataclass(config) else {}
@@ -46,7 +44,7 @@ def describe(model: BaseTransformerModel) -> dict[str, Any]:
     }
     if isinstance(model, DecoderOnlyModel):
         description["inputs_bidirectional_attention"] = model.inputs_bidirectional_attention
-    if isinstance(template := getattr(model, "template", None), Template):  # of a ranker, whatever its class
+    if isinstance(template := getattr(model, "template", None), Template):  # a ranker, whatever its class
         description["template"] = dataclasses.asdict(template)
     return description
 
@@ -54,7 +52,7 @@ def describe(model: BaseTransformerModel) -> dict[str, Any]:
 def describe_network(
     config: Mapping[str, Any], *, inputs_bidirectional_attention: bool = False, template: Template | None = None
 ) -> dict[str, Any]:
-    """The description of a model with our network of that configuration."""
+    """Return the description of a model with our network of that configuration."""
     vocabulary = PassThroughVocabulary(config["vocab_size"])
     vocabularies = {"inputs": vocabulary, "targets": vocabulary}
     model = _model(config, vocabularies, inputs_bidirectional_attention=inputs_bidirectional_attention)
@@ -64,48 +62,40 @@ def describe_network(
 
 
 def sidecars(model: BaseTransformerModel, config_gin: bytes | None) -> dict[str, bytes]:
-    """The files that travel with the weights, by their path in the checkpoint."""
+    """Return the files to store beside the weights, by their path in the checkpoint."""
     files = {MODEL_FILE: (json.dumps(describe(model), indent=1) + "\n").encode()}
     for feature, vocabulary in model.vocabularies.items():
         files |= {f"vocabulary/{feature}/{name}": data for name, data in vocabulary.to_files().items()}
     return files if config_gin is None else files | {GIN_FILE: config_gin}
 
 
-def load_model(path: epath.PathLike, dtype: str | None = None) -> BaseTransformerModel:
-    """The model of a checkpoint, rebuilt from its description; without an optimizer, for inference.
+def load_model(source: Source, dtype: str | None = None) -> BaseTransformerModel:
+    """Rebuild the model of one of our checkpoints from its description; without an optimizer, for inference.
 
     Args:
-      dtype: of the activations; None is that of the run which made the checkpoint.
+      dtype: dtype of the activations; None uses that of the run which wrote the checkpoint.
     """
-    description = json.loads(manifest.read_file(path, MODEL_FILE))
-    if description["network"] not in (_name(Transformer), _name(DecoderWrapper)):
+    network = read_description(source.path)["network"]
+    if network not in (_name(Transformer), _name(DecoderWrapper)):
         raise UserError(
-            f"{path} holds a {description['network']}, which cannot be rebuilt from its description alone. Give "
-            "its gin file (--gin_file) instead of --model."
+            f"{source.path} holds a {network[:200]}, which cannot be rebuilt from its description alone. Give its gin "
+            "file (--gin_file) instead of --model."
         )
-    vocabularies = load_vocabularies(path)
-    _check_vocabularies(path, vocabularies, description["config"])
-    prefix = description.get("inputs_bidirectional_attention", False)
-    model = _model(description["config"], vocabularies, dtype=dtype, inputs_bidirectional_attention=prefix)
-    if (template := description.get("template")) is not None:
-        model.template = from_fields(template, f"{path}/{MODEL_FILE}")
-    return model
+    layers = {k: v for k, v in (source.config or {}).items() if k in ("scan_layers", "param_scan_axis")}
+    return _rebuilt(source, transfer.config_of(source) | layers, dtype)
 
 
 def model_of(source: Source, dtype: str | None = None) -> BaseTransformerModel:
-    """The model of a checkpoint of another format, from what it states and what its shapes tell.
+    """Build the model of a checkpoint of another format from what it states and what its shapes show.
 
     Args:
-      dtype: of the activations; None is float32.
+      dtype: dtype of the activations; None is float32.
     """
-    config = transfer.config_of(source)
-    vocabularies = {}
-    for feature, files in source.vocabulary_files.items():
-        with tempfile.TemporaryDirectory() as directory:
-            for name, content in files.items():
-                paths.write_file(epath.Path(directory) / name, content)
-            vocabularies[feature] = Vocabulary.from_files(directory)
-            vocabularies[feature].to_files()  # reads what it needs while the directory is there
+    return _rebuilt(source, transfer.config_of(source), dtype)
+
+
+def _rebuilt(source: Source, config: Mapping[str, Any], dtype: str | None) -> BaseTransformerModel:
+    vocabularies = _load_vocabularies(source.path, source.vocabulary_files)
     _check_vocabularies(source.path, vocabularies, config)
     prefix = source.inputs_bidirectional_attention
     model = _model(config, vocabularies, dtype=dtype, inputs_bidirectional_attention=prefix)
@@ -121,7 +111,7 @@ def _model(
     dtype: str | None = None,
     inputs_bidirectional_attention: bool = False,
 ) -> BaseTransformerModel:
-    """A model with our network, which decodes greedily; fields that its configuration does not know are left out."""
+    """Return a model with our network and greedy decoding; unknown configuration fields are ignored."""
     config_cls = TransformerConfig if families.is_decoder_only(config) else T5Config
     known = {field.name for field in dataclasses.fields(config_cls)}
     given = config if dtype is None else {**config, "dtype": dtype}
@@ -139,19 +129,26 @@ def _model(
 
 
 def load_vocabularies(path: epath.PathLike) -> dict[str, Vocabulary]:
-    """The vocabularies in a checkpoint, by feature."""
-    names = [PurePosixPath(name).parts for name in manifest.read(path).files]
-    features = sorted({parts[1] for parts in names if len(parts) == 3 and parts[0] == "vocabulary"})
-    return {f: Vocabulary.from_files(paths.local_path(path) / "vocabulary" / f) for f in features}
+    """Return {feature: vocabulary} of one of our checkpoints."""
+    return _load_vocabularies(path, read_vocabulary_files(path))
+
+
+def _load_vocabularies(
+    path: epath.PathLike, vocabulary_files: Mapping[str, Mapping[str, bytes]]
+) -> dict[str, Vocabulary]:
+    return {
+        feature: Vocabulary.from_contents(files, f"{path}/vocabulary/{feature}")
+        for feature, files in sorted(vocabulary_files.items())
+    }
 
 
 def check_same_model(path: epath.PathLike, model: BaseTransformerModel, *, same_classes: bool) -> None:
-    """Raises where the checkpoint is of another model or vocabulary than `model`; the message shows the difference.
+    """Raise a UserError with the differences if the checkpoint is of another model or vocabulary than `model`.
 
     Args:
-      same_classes: the Python classes of model and network must be the same too, as when a run goes on.
+      same_classes: also require the same Python classes of model and network, as for resuming a run.
     """
-    stored, here = json.loads(manifest.read_file(path, MODEL_FILE)), describe(model)
+    stored, here = read_description(path), describe(model)
     rows = []
     if same_classes:
         rows += _differences("", {k: stored.get(k) for k in _CLASSES}, {k: here.get(k) for k in _CLASSES})
@@ -184,14 +181,14 @@ def _check_vocabularies(
 
 
 def _has_vocabulary(path: epath.PathLike, feature: str, vocabulary: Vocabulary) -> bool:
-    """Whether the vocabulary that travels with the checkpoint is this one: the same files, or equal once loaded."""
+    """Return whether the checkpoint has this vocabulary: the same files, or equal once loaded."""
     files = {f"vocabulary/{feature}/{name}": content for name, content in vocabulary.to_files().items()}
     there = {name for name in manifest.read(path).files if name.startswith(f"vocabulary/{feature}/")}
     if files.keys() == there and all(manifest.read_file(path, name) == content for name, content in files.items()):
         return True
     try:
         return load_vocabularies(path).get(feature) == vocabulary
-    except UserError:  # a class of the user's own, which only its files can be compared of
+    except UserError:  # a user's own class: only its files can be compared
         return False
 
 

@@ -1,8 +1,8 @@
 """Reads the arrays of `state/` from their files, without TensorStore.
 
-TensorStore says where in which file the chunks lie. It could read them too, but takes four times as long: it copies
-each chunk twice, and opens each array by itself. Chunks that are not compressed, and we write no others, are read here
-straight into the memory of the array.
+TensorStore reports the file and offset of each chunk. It could also read them, but takes four times as long: it copies
+each chunk twice and opens each array separately. Uncompressed chunks, the only kind that we write, are read here
+directly into the memory of the array.
 """
 
 import contextlib
@@ -19,17 +19,19 @@ import tensorstore as ts
 from etils import epath
 
 from t5x.checkpoints.formats import zarr_arrays
-from t5x.checkpoints.manifest import DamagedCheckpoint, open_inside
+from t5x.checkpoints.manifest import DamagedCheckpoint
+from t5x.untrusted import open_inside
 
 log = logging.getLogger(__name__)
 
 Bounds = tuple[tuple[int, int], ...]  # (begin, end) in every dimension
 
+_MAX_METADATA_BYTES = 2**20  # per array
 _PLACE = re.compile(r"value:([^:]*):([^:]*):([0-9]+):([0-9]+)")
 
 
 class Place(NamedTuple):
-    """Where a value lies: the path of a file inside the directory, and which of its bytes."""
+    """The position of a value: the path of a file inside the directory, and a byte range of it."""
 
     path: str
     offset: int
@@ -38,7 +40,7 @@ class Place(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A chunk, and what it is wanted for: (where its elements go, which of them)."""
+    """A chunk and its uses: (destination of its elements, which elements)."""
 
     key: str
     value: bytes | Place
@@ -51,8 +53,8 @@ class DirectArray:
     """An array whose chunks can be read here.
 
     Attributes:
-      prefix: of its keys in the database.
-      values: of the whole database, by key.
+      prefix: prefix of its keys in the database.
+      values: values of the whole database, by key.
     """
 
     directory: epath.Path
@@ -61,46 +63,44 @@ class DirectArray:
     values: Mapping[str, bytes | Place]
 
     def place(self) -> Place:
-        """About where it lies: what lies together is best read together."""
+        """Return the array's approximate position, to read neighbouring arrays together."""
         value = self.values.get(self.prefix + self.metadata.chunk_name((0,) * len(self.metadata.shape)))
         return value if isinstance(value, Place) else Place("", 0, 0)
 
     def pieces(self, parts: Mapping[Bounds, np.ndarray]) -> list[Piece]:
-        """What has to be read to fill the parts: each chunk once.
+        """Return the chunks to read to fill the parts, each chunk once.
 
         Args:
-          parts: memory for the elements within the bounds.
+          parts: {bounds: memory for the elements within them}.
         """
-        wanted: dict[tuple[int, ...], list[tuple[np.ndarray, tuple[slice, ...]]]] = {}
+        pieces: dict[str, Piece] = {}
         chunks = self.metadata.chunks
         for bounds, part in parts.items():
             ranges = [range(b // n, -(-e // n)) for (b, e), n in zip(bounds, chunks, strict=True)]
             for index in itertools.product(*ranges):
+                key = self.prefix + self.metadata.chunk_name(index)
+                if key not in self.values:
+                    raise DamagedCheckpoint(self.directory, f"the chunk {key} is missing")
                 of_part, of_chunk = [], []
                 for i, n, (begin, end) in zip(index, chunks, bounds, strict=True):
                     low, high = max(begin, i * n), min(end, (i + 1) * n)
                     of_part.append(slice(low - begin, high - begin))
                     of_chunk.append(slice(low - i * n, high - i * n))
-                wanted.setdefault(index, []).append((part[(*of_part, ...)], tuple(of_chunk)))
-        pieces = []
-        for index, destinations in wanted.items():
-            key = self.prefix + self.metadata.chunk_name(index)
-            if key not in self.values:
-                raise DamagedCheckpoint(self.directory, f"the chunk {key} is missing")
-            pieces.append(Piece(key, self.values[key], self.metadata, destinations))
-        return pieces
+                piece = pieces.setdefault(key, Piece(key, self.values[key], self.metadata, []))
+                piece.wanted.append((part[(*of_part, ...)], tuple(of_chunk)))
+        return list(pieces.values())
 
 
 def open_arrays(directory: epath.Path, prefixes: Mapping[str, str]) -> dict[str, DirectArray]:
-    """Those of the arrays that can be read here, by name; the others are left to TensorStore.
+    """Return {name: array} for the arrays that can be read here; the others are left to TensorStore.
 
     Args:
-      directory: of the database.
-      prefixes: of each array's keys in it, by the array's name.
+      directory: directory of the database.
+      prefixes: {array name: prefix of its keys in the database}.
     """
     try:
         values = locate(directory)
-    except (AttributeError, KeyError, TypeError) as error:  # a TensorStore that says it in another way
+    except (AttributeError, KeyError, TypeError) as error:  # a TensorStore version with another output
         log.debug("where the chunks of %s lie is not understood: %r", directory, error)
         values = {}
     found = {}
@@ -108,8 +108,8 @@ def open_arrays(directory: epath.Path, prefixes: Mapping[str, str]) -> dict[str,
         for name, prefix in prefixes.items():
             value = values.get(prefix + zarr_arrays.METADATA_FILE)
             if isinstance(value, Place):
-                content = np.empty(value.size, np.uint8)
-                files.read_into(value, content)
+                content = np.empty(min(value.size, _MAX_METADATA_BYTES + 1), np.uint8)
+                files.read_into(value._replace(size=content.size), content)
                 value = content.tobytes()
             try:
                 metadata = None if value is None else zarr_arrays.parse_metadata(value)
@@ -126,7 +126,7 @@ def open_arrays(directory: epath.Path, prefixes: Mapping[str, str]) -> dict[str,
 
 
 def read(directory: epath.Path, pieces: Iterable[Piece]) -> None:
-    """Reads the chunks into the memory that wants them."""
+    """Read the chunks into their destinations."""
     with _Files(directory) as files:
         for piece in pieces:
             size, dtype = piece.metadata.chunk_bytes, piece.metadata.dtype
@@ -153,16 +153,24 @@ def read(directory: epath.Path, pieces: Iterable[Piece]) -> None:
 
 
 def locate(directory: epath.Path) -> dict[str, bytes | Place]:
-    """The values of an OCDBT database by key: a small one itself, of others the place.
+    """Return the values of an OCDBT database by key: small ones themselves, the positions of others.
 
-    Values of which TensorStore says something unknown are left out.
+    Values that TensorStore describes in an unknown way are skipped.
+
+    Raises:
+      ValueError: the database cannot be read, or two of its nodes have the same child: they could form a cycle, or
+        expand to more keys than fit in memory.
     """
     base = ts.KvStore.open({"driver": "file", "path": f"{directory}/"}).result()
     newest = max(ts.ocdbt.dump(base).result()["versions"], key=lambda version: version["generation_number"])
     nodes = [("", newest["root"].get("location"))]
     values: dict[str, bytes | Place] = {}
+    seen: set[str] = set()
     while nodes:
         prefix, location = nodes.pop()
+        if location in seen:
+            raise ValueError(f"its database has two nodes with the child {location}")
+        seen.add(location)
         for entry in ts.ocdbt.dump(base, location).result()["entries"] if location else ():
             if "location" in entry:
                 nodes.append((prefix + entry["subtree_common_prefix"].decode(), entry["location"]))
@@ -180,17 +188,20 @@ class _Files(contextlib.ExitStack):
     def __init__(self, directory: epath.Path):
         super().__init__()
         self._directory = directory
-        self._descriptors: dict[str, int] = {}
+        self._opened: dict[str, tuple[int, int]] = {}  # descriptor and size
 
     def read_into(self, place: Place, memory: np.ndarray) -> None:
-        """Fills `memory`, uint8 of the place's size."""
+        """Fill `memory`, a uint8 array of the place's size."""
         try:
-            if place.path not in self._descriptors:
+            if place.path not in self._opened:
                 file = self.enter_context(open_inside(self._directory, place.path))
-                self._descriptors[place.path] = file.fileno()
+                self._opened[place.path] = file.fileno(), os.fstat(file.fileno()).st_size
+            descriptor, size = self._opened[place.path]
+            if place.offset + place.size > size:
+                raise DamagedCheckpoint(self._directory, f"{place.path} ends too early")
             done = 0
             while done < place.size:
-                count = os.preadv(self._descriptors[place.path], [memory[done:]], place.offset + done)
+                count = os.preadv(descriptor, [memory[done:]], place.offset + done)
                 if count == 0:
                     raise DamagedCheckpoint(self._directory, f"{place.path} ends too early")
                 done += count

@@ -1,4 +1,4 @@
-"""Which model a set of parameters is: its configuration, family and size, read off the shapes."""
+"""The configuration, family and size of a model, inferred from the shapes of its parameters."""
 
 import dataclasses
 import re
@@ -7,8 +7,8 @@ from typing import Any
 
 from t5x.errors import UserError
 
-# (family, size): (emb_dim, num_heads, head_dim, mlp_dim, encoder layers, decoder layers). T5 1.1's sizes are also those
-# of the LM-adapted and the Flan models, and, with other vocabularies, of mT5 and umT5.
+# size: (emb_dim, num_heads, head_dim, mlp_dim, encoder layers, decoder layers). The LM-adapted and Flan models have
+# T5 1.1's sizes; so do mT5 and umT5, with other vocabularies.
 _T5_1_0 = {
     "small": (512, 8, 64, 2048, 6, 6),
     "base": (768, 12, 64, 3072, 12, 12),
@@ -31,7 +31,11 @@ _BYT5 = {
     "xl": (2560, 32, 64, 6720, 36, 12),
     "xxl": (4672, 64, 64, 12352, 36, 12),
 }
-_DECODER_ONLY = {  # without an encoder
+_SIZES = {
+    "vocab_size", "emb_dim", "num_heads", "head_dim", "mlp_dim", "num_encoder_layers", "num_decoder_layers",
+    "num_layers",
+}  # fmt: skip
+_DECODER_ONLY = {  # size: (emb_dim, num_heads, head_dim, mlp_dim, layers)
     "base": (768, 12, 64, 2048, 12),
     "large": (1024, 16, 64, 2816, 24),
     "xl": (2048, 32, 64, 5120, 24),
@@ -40,12 +44,12 @@ _DECODER_ONLY = {  # without an encoder
 
 
 def config_of(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of T5Config (of TransformerConfig, for a decoder alone) that the shapes of canonical parameters tell.
+    """Return the fields of T5Config (TransformerConfig if decoder-only) that the shapes of canonical parameters show.
+
+    They do not show the activation: a gated MLP is assumed to be T5 1.1's, a plain one T5 1.0's.
 
     Args:
-      params: canonical names (`target/…`) with things that have a `.shape`.
-
-    The activation of a gated MLP cannot be seen: it is taken to be T5 1.1's, and a plain one to be T5 1.0's.
+      params: {canonical name (`target/…`): anything with a `.shape`}.
     """
     shape = {name.removeprefix("target/"): tuple(array.shape) for name, array in params.items()}
     layers = {tower: _count_layers(shape, tower) for tower in ("encoder", "decoder")}
@@ -58,8 +62,10 @@ def config_of(params: Mapping[str, Any]) -> dict[str, Any]:
         num_heads, _ = shape[f"{tower}/{'layers_0/' if per_layer else ''}relpos_bias/rel_embedding"]
         width = shape[f"{tower}/layers_0/{attention}/query/kernel"][1]
         gated = f"{tower}/layers_0/mlp/wi_0/kernel" in shape
+        activations = sum(name.startswith(f"{tower}/layers_0/mlp/wi_") for name in shape)
         mlp_dim = shape[f"{tower}/layers_0/mlp/{'wi_0' if gated else 'wi'}/kernel"][1]
-    except (KeyError, ValueError, IndexError) as error:
+        head_dim = width // num_heads
+    except (KeyError, ValueError, IndexError, ZeroDivisionError) as error:
         message = f"These are not the parameters of a T5: {error} is missing or misshapen."
         raise UserError(message) from None
     depths = {"num_encoder_layers": layers["encoder"], "num_decoder_layers": layers["decoder"]}
@@ -67,22 +73,39 @@ def config_of(params: Mapping[str, Any]) -> dict[str, Any]:
         "vocab_size": vocab_size,
         "emb_dim": emb_dim,
         "num_heads": num_heads,
-        "head_dim": width // num_heads,
+        "head_dim": head_dim,
         "mlp_dim": mlp_dim,
         **({"num_layers": layers["decoder"]} if decoder_alone else depths),
-        "mlp_activations": ("gelu", "linear") if gated else ("relu",),
+        "mlp_activations": ("gelu", *["linear"] * (activations - 1)) if gated else ("relu",),
         "logits_via_embedding": "decoder/logits_dense/kernel" not in shape,
         "per_layer_relative_position_bias": per_layer,
     }
 
 
+def differences(stated: Mapping[str, Any], shown: Mapping[str, Any]) -> list[str]:
+    """Return one line for each field that a checkpoint states differently from its arrays.
+
+    Args:
+      stated: fields of a network's configuration.
+      shown: the result of `config_of` for the arrays.
+    """
+    rows = []
+    for field in sorted(stated.keys() & {*_SIZES, *(name for name, value in shown.items() if isinstance(value, bool))}):
+        if type(stated[field]) is not type(shown.get(field)) or stated[field] != shown[field]:
+            rows.append(f"{field}: {str(stated[field])[:80]} is stated, the arrays have {shown.get(field)}")
+    activations = stated.get("mlp_activations", shown["mlp_activations"])
+    if not isinstance(activations, list | tuple) or len(activations) != len(shown["mlp_activations"]):
+        rows.append(f"mlp_activations: {str(activations)[:80]}, the arrays have {len(shown['mlp_activations'])}")
+    return rows
+
+
 def is_decoder_only(config: Mapping[str, Any]) -> bool:
-    """Whether these are fields of a TransformerConfig rather than of a T5Config."""
+    """Return whether these are fields of a TransformerConfig rather than of a T5Config."""
     return "num_layers" in config
 
 
 def parameters_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """All parameters of the network that `config` describes: canonical names with things that have a `.shape`."""
+    """Return {canonical name: anything with a `.shape`} for all parameters of the network that `config` describes."""
     from t5x.checkpoints.formats.huggingface import names
 
     if not is_decoder_only(config):
@@ -97,7 +120,7 @@ def parameters_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def name_of(config: Mapping[str, Any], model_type: str | None = None) -> str:
-    """Family and size for people: `T5 1.1 small`, or `T5 1.1 of its own size`.
+    """Return a readable family and size: `T5 1.1 small`, or `T5 1.1 of its own size`.
 
     Args:
       model_type: what the checkpoint itself states (see Source); a trimmed vocabulary hides that a model is an mT5.

@@ -1,4 +1,4 @@
-"""Turns errors of the environment (disk full, no permission, a directory gone) into UserErrors that say what to do."""
+"""Turns environment errors (disk full, no permission, a directory gone) into UserErrors that name the fix."""
 
 import errno
 import os
@@ -10,19 +10,19 @@ from t5x.cache_directory import free_bytes
 from t5x.checkpoints import paths
 from t5x.errors import UserError
 
-_NAMED = 5  # how many removable directories a message lists
+_NAMED = 5  # removable directories listed in a message
 
-# TensorStore raises ValueError("STATUS: text"); the system's own number is in the text, but not always.
+# TensorStore raises ValueError("STATUS: text"); the text does not always include the system's error number.
 _STATUS = re.compile(r"([A-Z][A-Z_]+): ")
 _STATUS_NUMBERS = {"NOT_FOUND": errno.ENOENT, "PERMISSION_DENIED": errno.EACCES, "RESOURCE_EXHAUSTED": errno.ENOSPC}
 
 
 class Vanished(UserError):
-    """What was being written is gone: somebody removed it. The next save may well succeed."""
+    """Files were removed while they were being written. The next save may succeed."""
 
 
 def errno_of(error: BaseException) -> int | None:
-    """The operating system's error number behind `error`, also where TensorStore has wrapped it in its own text."""
+    """Return the operating system's error number behind `error`, even if TensorStore wrapped it in its own text."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -37,31 +37,31 @@ def errno_of(error: BaseException) -> int | None:
 
 
 def tensorstore_status(error: BaseException) -> str | None:
-    """The status (such as DATA_LOSS) of an error that TensorStore raised."""
+    """Return the status (such as DATA_LOSS) of a TensorStore error."""
     match = _STATUS.match(str(error))
     return match[1] if match else None
 
 
 def first_line(error: BaseException, limit: int = 300) -> str:
-    """What an error says, without the pages that TensorStore adds to it."""
+    """Return the first line of an error, without the long specs that TensorStore appends."""
     line = (str(error).split(" [tensorstore_spec=")[0].splitlines() or [type(error).__name__])[0]
     return line if len(line) <= limit else line[:limit] + "…"
 
 
 def check_space(directory: epath.Path, needed: int) -> None:
-    """Raises the error of a full disk before, rather than after, gigabytes have been written to it."""
+    """Raise the error of a full disk before gigabytes are written to it."""
     free = free_bytes(directory)
     if free is not None and free < needed:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def explain_save(error: BaseException, *, directory: epath.Path, step: int, needed: int) -> BaseException:
-    """What to raise for `error` while saving `step` in MODEL_DIR: a UserError if the environment is the cause.
+    """Return the error to raise for `error` in a save: a UserError if the environment is the cause.
 
     Args:
-      error: what was caught; the unfinished directory has been removed already.
+      error: the error caught; the unfinished directory has been removed already.
       directory: MODEL_DIR.
-      step: of the checkpoint that could not be saved.
+      step: step of the checkpoint that could not be saved.
       needed: bytes of its arrays and sidecars.
     """
     number = errno_of(error)
@@ -105,7 +105,7 @@ def _newest(directory: epath.Path) -> str:
 
 
 def what_to_free(directory: epath.Path) -> str:
-    """Names the older and the damaged checkpoints, oldest first, with their sizes."""
+    """Return advice that names the damaged and the older checkpoints, oldest first, with their sizes."""
     finished = sorted(_finished(directory))
     aside = sorted(name for name in _entries(directory) if paths.is_set_aside(name))
     removable = aside + [paths.checkpoint_name(step) for step in finished[:-1]]

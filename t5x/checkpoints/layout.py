@@ -1,10 +1,10 @@
-"""One logical parameter tree, whichever way it is held.
+"""One logical parameter tree for all layouts.
 
-The canonical form is T5X's unrolled one: `encoder/layers_3/attention/query/kernel` with kernels of two dimensions.
-Other forms differ in two ways: layers may be stacked (`encoder/encoder/attention/query/kernel`, with a layer axis), and
-attention kernels may have heads and their width as two dimensions (T5X's scalable_t5). `canonical` undoes both,
-`stacked` does them, and `arranged` puts canonical arrays into the form a network holds. Nothing is read until an array
-is asked for. The layers of a stack, read in the order in which `canonical` lists them, cost one reading of it.
+The canonical form is T5X's unrolled one: `encoder/layers_3/attention/query/kernel` with two-dimensional kernels. Other
+layouts may stack the layers (`encoder/encoder/attention/query/kernel`, with a layer axis), and may split heads and head
+dimension of attention kernels into two axes (T5X's scalable_t5). `canonical` undoes both, `stacked` applies them, and
+`arranged` puts canonical arrays into the layout of a network. Arrays are read lazily. The layers of a stack, read in
+the order in which `canonical` lists them, read it only once.
 """
 
 import functools
@@ -21,15 +21,16 @@ PARAMS, STATES = "target/", "state/param_states/"
 _STACKED = re.compile(r"^(encoder|decoder)/\1/(.+)$")
 _LAYER = re.compile(r"^(encoder|decoder)/layers_(\d+)/(.+)$")
 _SLOTS = ("m", "v", "v_row", "v_col")
+_MAX_LAYERS = 1000  # in a stack; each becomes an array
 _MIRRORED = re.compile(rf"^({STATES}.+?/)((?:encoder|decoder|token_embedder)/.+)$")  # moments of Optax's optimizers
 _HEADS = re.compile(r"attention/(query|key|value|out)/kernel$")
 
 
 def canonical(arrays: Mapping[str, LazyArray], *, scan_axis: int = 1) -> dict[str, LazyArray]:
-    """The arrays under their canonical names and shapes; optimizer state of stacked layers is unstacked with them.
+    """Return the arrays under canonical names and shapes, optimizer state included.
 
     Args:
-      scan_axis: where the layer axis stands in stacked parameters; 1 in T5X.
+      scan_axis: the layer axis of stacked parameters; 1 in T5X.
     """
     result: dict[str, LazyArray] = {}
     for name, array in arrays.items():
@@ -50,15 +51,15 @@ def canonical(arrays: Mapping[str, LazyArray], *, scan_axis: int = 1) -> dict[st
 def arranged(
     arrays: Mapping[str, LazyArray], wanted: Mapping[str, Any], axes: Mapping[str, Sequence[str | None] | None]
 ) -> dict[str, LazyArray]:
-    """Canonical arrays as a network holds them.
+    """Return canonical arrays in the layout of a network.
 
     Args:
       arrays: see `canonical`.
-      wanted: the network's names; a stacked one is made of its layers.
-      axes: logical axes by name, which say where `layers` stands.
+      wanted: the network's names; a stacked array is assembled from its layers.
+      axes: logical axes by name, which give the position of `layers`.
 
     Returns:
-      those of `wanted` that can be made, and everything of `arrays` that nobody wanted, under its own name.
+      those of `wanted` that are available, and all other `arrays` under their own names.
     """
     result: dict[str, LazyArray] = {}
     used: set[str] = set()
@@ -79,13 +80,13 @@ def arranged(
 
 
 def stacked(arrays: Mapping[str, LazyArray], *, heads: int | None = None) -> dict[str, LazyArray]:
-    """Canonical arrays with their layers stacked along axis 1, as a scanned network holds them.
+    """Return canonical arrays with layers stacked along axis 1, as in a scanned network.
 
-    Optimizer state is stacked as it is: a second moment that is whole stays whole, one in rows and columns stays so.
+    Optimizer state keeps its form: full second moments stay full, factored ones stay factored.
 
     Args:
       arrays: see `canonical`.
-      heads: the number of attention heads, to give them a dimension of their own, as T5X's scalable_t5 has it.
+      heads: number of attention heads, to give them their own axis as in T5X's scalable_t5.
     """
     matches = {name: _LAYER.match(_split(name)[1]) for name in arrays}
     depth = {tower: len({m[2] for m in matches.values() if m and m[1] == tower}) for tower in ("encoder", "decoder")}
@@ -113,7 +114,7 @@ def stacked(arrays: Mapping[str, LazyArray], *, heads: int | None = None) -> dic
 
 
 def _split(name: str) -> tuple[str | None, str, str | None]:
-    """(root, parameter path, slot); root is None for what is no parameter and no state of one."""
+    """Return (root, parameter path, slot); root is None unless it is a parameter or optimizer state of one."""
     if name.startswith(PARAMS):
         return PARAMS, name.removeprefix(PARAMS), None
     if name.startswith(STATES):
@@ -130,7 +131,7 @@ def _join(root: str, path: str, slot: str | None) -> str:
 
 
 def _layers(root: str, tower: str, rest: str, slot: str | None, arrays: Mapping[str, LazyArray]) -> list[str]:
-    """The canonical names that make up a stacked array, layer 0 first; those up to the first that is missing."""
+    """Return the canonical names of a stacked array's layers, from layer 0 to the first one missing."""
     found: list[str] = []
     while (name := _layer_name(root, tower, len(found), rest, slot, arrays)) is not None:
         found.append(name)
@@ -138,7 +139,7 @@ def _layers(root: str, tower: str, rest: str, slot: str | None, arrays: Mapping[
 
 
 def _layer_name(root, tower, number, rest, slot, arrays) -> str | None:
-    """The canonical name of a layer's array. A factored slot is asked for by what it keeps, see `_slot_keeping`."""
+    """Return the canonical name of a layer's array. Factored slots are chosen by axis, see `_slot_keeping`."""
     name = _join(root, f"{tower}/layers_{number}/{rest}", slot)
     if slot in ("v_row", "v_col"):
         parameter = PARAMS + f"{tower}/layers_{number}/{rest}"
@@ -149,12 +150,12 @@ def _layer_name(root, tower, number, rest, slot, arrays) -> str | None:
 
 
 def embed_dimension(path: str) -> int:
-    """Which dimension of a canonical kernel is the embedding axis, the rows of Adafactor's logical rules."""
+    """Return the embedding axis of a canonical kernel: the rows in Adafactor's logical rules."""
     return 1 if re.search(r"(^|/)(out|wo)/kernel$", path) or path.endswith("embedding") else 0
 
 
 def _slot_keeping(shape: Sequence[int], dimension: int) -> str:
-    """The slot of an unrolled matrix that keeps `dimension`: there the larger one is averaged away in `v_row`."""
+    """Return the slot of an unrolled matrix that keeps `dimension`: `v_row` averages over the larger one."""
     larger = int(np.argsort(shape)[-1])
     return "v_col" if dimension == larger else "v_row"
 
@@ -163,7 +164,7 @@ def _slot_keeping(shape: Sequence[int], dimension: int) -> str:
 
 
 def _flat_heads(path: str, array: LazyArray) -> LazyArray:
-    """An attention kernel with its heads in one dimension: [embed, heads·kv], or [heads·kv, embed] for the output."""
+    """Merge the heads of an attention kernel: [embed, heads·kv], or [heads·kv, embed] for the output."""
     if len(array.shape) != 3 or not _HEADS.search(path):
         return array
     first, middle, last = array.shape
@@ -172,8 +173,8 @@ def _flat_heads(path: str, array: LazyArray) -> LazyArray:
 
 
 def _with_heads(path: str, slot: str | None, array: LazyArray, heads: int) -> LazyArray:
-    """The opposite of `_flat_heads`, for one layer's attention kernel or a slot of it under its stacked name."""
-    if slot == "v_row" or (slot and array.shape == (1,)):  # those without a dimension of heads
+    """Undo `_flat_heads` for one layer's attention kernel, or for a slot of it under its stacked name."""
+    if slot == "v_row" or (slot and array.shape == (1,)):  # these have no axis of heads
         return array
     joined = 0 if path.endswith("out/kernel") or slot == "v_col" else 1
     if array.shape[joined] % heads:
@@ -185,36 +186,44 @@ def _with_heads(path: str, slot: str | None, array: LazyArray, heads: int) -> La
 def _unstacked(
     name: str, rest: str, slot: str | None, array: LazyArray, parameter: LazyArray | None, scan_axis: int
 ) -> list[LazyArray]:
-    """One array a layer."""
-    if slot and array.shape == (1,):  # a slot that is not in use
+    """Return one array per layer."""
+    if slot and array.shape == (1,):  # an unused slot
         if parameter is None:
             raise UserError(f"{name} belongs to no parameter of this checkpoint.")
-        return [array] * parameter.shape[scan_axis]
-    if len(array.shape) < 2:
-        raise UserError(f"{name} has shape {list(array.shape)}: a stacked parameter has a layer axis.")
+        return [array] * _depth(name, parameter, scan_axis)
     axis = scan_axis if parameter is None else _layer_axis(rest, slot, len(parameter.shape), scan_axis)
+    depth = _depth(name, array, axis)
     cache: dict[str, np.ndarray] = {}
 
     def layer(number: int) -> np.ndarray:
         if "whole" not in cache:
             cache["whole"] = array.read()
         value = np.take(cache["whole"], number, axis=axis)
-        if number == array.shape[axis] - 1:
-            cache.clear()  # the layers of a stack are asked for in order
+        if number == depth - 1:
+            cache.clear()  # the layers of a stack are read in order
         return value
 
     shape = array.shape[:axis] + array.shape[axis + 1 :]
     layers = []
-    for number in range(array.shape[axis]):
+    for number in range(depth):
         one = LazyArray(shape, array.dtype, lambda number=number: layer(number))
         layers.append(_flat(one) if slot in ("v_row", "v_col") else _flat_heads(rest, one))
     return layers
 
 
+def _depth(name: str, array: LazyArray, axis: int) -> int:
+    """Return the number of layers stacked in an array."""
+    if len(array.shape) <= max(axis, 1) or array.shape[axis] > _MAX_LAYERS:
+        raise UserError(
+            f"{name} has shape {list(array.shape)}: a stacked parameter has a layer axis, of at most {_MAX_LAYERS}."
+        )
+    return array.shape[axis]
+
+
 def _layer_axis(rest: str, slot: str | None, rank: int, scan_axis: int) -> int:
-    """Where the layer axis stands in a stacked parameter of `rank` dimensions, or in a slot that lost some of them."""
+    """Return the layer axis of a stacked parameter of `rank` dimensions, or of a slot that lost some of them."""
     embed = embed_dimension(rest)
-    dimensions: list[Any] = [0, 1, 1] if embed == 0 else [0, 0, 1]  # heads and their width apart
+    dimensions: list[Any] = [0, 1, 1] if embed == 0 else [0, 0, 1]  # separate axes for heads and head dimension
     if rank == 3:
         dimensions = [0, 1]
     dimensions.insert(scan_axis, "layers")
@@ -223,12 +232,12 @@ def _layer_axis(rest: str, slot: str | None, rank: int, scan_axis: int) -> int:
 
 
 def _flat(array: LazyArray) -> LazyArray:
-    """A factored slot as a vector: that of an attention kernel may have heads and their width apart."""
+    """Flatten a factored slot: for attention kernels, it may have separate axes for heads and head dimension."""
     return LazyArray((array.size,), array.dtype, lambda: array.read().reshape(-1))
 
 
 def _rename_factored_slots(result: dict[str, LazyArray], arrays: Mapping[str, LazyArray]) -> dict[str, LazyArray]:
-    """Stacked slots are rows and columns by logical axis; unrolled ones by size. Swaps those that differ."""
+    """Swap `v_row` and `v_col` where they differ: stacked slots go by logical axis, unrolled ones by size."""
     renamed = dict(result)
     for name in result:
         root, path, slot = _split(name)
@@ -237,13 +246,15 @@ def _rename_factored_slots(result: dict[str, LazyArray], arrays: Mapping[str, La
             continue
         column = _join(STATES, path, "v_col")
         parameter = result.get(PARAMS + path)
-        if parameter is not None and _slot_keeping(parameter.shape, embed_dimension(path)) == "v_col":
+        if parameter is None or len(parameter.shape) != 2 or column not in result:
+            continue
+        if _slot_keeping(parameter.shape, embed_dimension(path)) == "v_col":
             renamed[name], renamed[column] = result[column], result[name]
     return renamed
 
 
 def _stack(layers: Sequence[LazyArray], axis: int, slot: str | None) -> LazyArray:
-    """The layers along a new axis; a slot that is not in use stays the one that it is."""
+    """Stack the layers along a new axis; an unused slot stays as it is."""
     first = layers[0]
     if any(layer.shape != first.shape for layer in layers):
         raise UserError("Layers of different shapes cannot be stacked: set network.T5Config.scan_layers=False.")
@@ -253,7 +264,7 @@ def _stack(layers: Sequence[LazyArray], axis: int, slot: str | None) -> LazyArra
     dtype = functools.reduce(np.promote_types, {layer.dtype for layer in layers})
 
     def read() -> np.ndarray:
-        result = np.empty(shape, dtype)  # filled layer by layer: all of them besides would be twice the memory
+        result = np.empty(shape, dtype)  # filled layer by layer, to avoid holding all layers twice
         for number, layer in enumerate(layers):
             result[(slice(None),) * axis + (number,)] = layer.read()
         return result

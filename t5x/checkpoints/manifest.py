@@ -1,8 +1,7 @@
-"""MANIFEST.json: the size and SHA-256 of every file of a checkpoint. Orbax does not checksum array data; this does.
+"""MANIFEST.json: the size and SHA-256 of every file of a checkpoint, because Orbax does not checksum array data.
 
-The manifest is written after everything else and just before the directory gets its final name, so a checkpoint
-without one is not whole. It may come from anywhere, so it is read as hostile input: the paths in it are compared with
-what lies in the directory, and nothing else is opened.
+The manifest is written last, just before the directory gets its final name, so a checkpoint without one is incomplete.
+It is untrusted input: the paths in it are compared with the contents of the directory, and nothing else is opened.
 """
 
 import dataclasses
@@ -14,21 +13,21 @@ import re
 import stat
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import BinaryIO
 
 from etils import epath
 
 from t5x.checkpoints import paths
 from t5x.errors import UserError
+from t5x.untrusted import open_inside, parse_json
 
 FORMAT = "t5x"
 VERSION = 1
-_MAX_BYTES = 64 * 2**20
-_NAMED = 5  # how many damaged files a message lists
+_MAX_BYTES = 16 * 2**20
+_NAMED = 5  # damaged files listed in a message
 
 
 class DamagedCheckpoint(UserError):
-    """A checkpoint that is not whole. `path` is the checkpoint, `reason` names the file and what is wrong with it."""
+    """A checkpoint that is incomplete or changed. `reason` names the file of `path` and what is wrong with it."""
 
     def __init__(self, path: epath.PathLike, reason: str):
         super().__init__(f"{os.fspath(path)} is damaged: {reason}. Use another checkpoint, or fetch this one again.")
@@ -44,7 +43,7 @@ class FileRecord:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What MANIFEST.json says: the step, and a record for each file by its relative path."""
+    """The content of MANIFEST.json: the step, and a record for each file by its relative path."""
 
     step: int
     files: Mapping[str, FileRecord]
@@ -56,10 +55,12 @@ class Manifest:
 
 
 def write(directory: epath.PathLike, step: int, known: Mapping[str, FileRecord] | None = None) -> Manifest:
-    """Hashes everything in `directory` (a few files at a time) and writes its manifest, durably.
+    """Hash everything in `directory` (a few files at a time) and write its manifest.
+
+    It is durable only after `atomic.sync_tree`.
 
     Args:
-      known: records of files that have been hashed before; they must be there, in their size.
+      known: records of files that have been hashed already. The files must exist with the same size.
     """
     known = known or {}
     sizes = {name: status.st_size for name, status in paths.walk(directory) if name != paths.PINNED}
@@ -68,15 +69,12 @@ def write(directory: epath.PathLike, step: int, known: Mapping[str, FileRecord] 
             found = "is not there" if name not in sizes else f"has {sizes[name]} bytes instead of {record.size}"
             raise OSError(errno.ENOENT, f"{name} {found}", os.fspath(directory))
     manifest = Manifest(step, {**hash_files(directory, [name for name in sizes if name not in known]), **known})
-    path = os.path.join(directory, paths.MANIFEST)
-    paths.write_file(path, manifest.to_bytes())
-    paths.fsync(path)
-    paths.fsync(directory)
+    paths.write_file(os.path.join(directory, paths.MANIFEST), manifest.to_bytes())
     return manifest
 
 
 def read(directory: epath.PathLike) -> Manifest:
-    """Reads and checks the manifest itself, not the files it speaks of."""
+    """Read and check the manifest itself, not the files that it lists."""
     if not os.path.isdir(directory):
         raise UserError(f"There is no checkpoint at {os.fspath(directory)}. Check the path.")
 
@@ -101,19 +99,27 @@ def read(directory: epath.PathLike) -> Manifest:
     return manifest
 
 
-def verify(directory: epath.PathLike) -> None:
-    """Reads every file and raises DamagedCheckpoint, naming the bad ones, unless the checkpoint is whole.
+def is_of_step(directory: epath.PathLike, step: int) -> bool:
+    """Return whether a directory has a valid manifest of that step."""
+    try:
+        return read(directory).step == step
+    except UserError:
+        return False
 
-    Files the manifest does not speak of are tolerated (PINNED, a note of yours), except in `state/`.
+
+def verify(directory: epath.PathLike) -> None:
+    """Read every file; raise DamagedCheckpoint, naming the bad ones, unless the checkpoint is complete.
+
+    Files that the manifest does not list are tolerated (PINNED, your own notes), except in `state/`.
     """
     Verification(directory).finish()
 
 
 class Verification:
-    """`verify` in the background, from now on: `finish` waits, and raises what is found.
+    """`verify`, started in the background. `finish` waits for it and raises what it found.
 
-    The checkpoint may be read meanwhile, but nothing of it may be used before `finish` has returned. What shows without
-    reading the files (one is missing, too short, a pipe) is raised at once.
+    The checkpoint may be read meanwhile, but nothing of it may be used before `finish` has returned. Problems that show
+    without reading the files (one is missing, too short, a pipe) are raised by the constructor.
     """
 
     def __init__(self, directory: epath.PathLike):
@@ -121,7 +127,7 @@ class Verification:
         self._manifest = read(self._directory)
         named_step = paths.step_of(self._directory)
         if named_step is not None and named_step != self._manifest.step:
-            raise self._damaged(f"{paths.MANIFEST} says step {self._manifest.step}")
+            raise self._damaged(paths.renamed(self._manifest.step))
         problems, self._to_hash = self._look()
         pool = ThreadPoolExecutor(1, thread_name_prefix="t5x-verify")
         self._found = pool.submit(hash_files, self._directory, self._to_hash)
@@ -130,11 +136,11 @@ class Verification:
             self._conclude(problems)
 
     def finish(self) -> None:
-        """Returns when the checkpoint has been found whole; else raises DamagedCheckpoint."""
+        """Wait for the result; raise DamagedCheckpoint unless the checkpoint is complete."""
         self._conclude([])
 
     def _look(self) -> tuple[list[str], list[str]]:
-        """(what is wrong with the files at first sight, names of those with which nothing is)."""
+        """Return (problems that show without reading the files, names of the other files)."""
         try:
             present = dict(paths.walk(self._directory))
         except OSError as error:
@@ -169,7 +175,7 @@ class Verification:
 
 
 def read_file(directory: epath.PathLike, name: str) -> bytes:
-    """The content of one file of the checkpoint, checked against the manifest."""
+    """Return the content of one file of the checkpoint, checked against the manifest."""
     directory = paths.local_path(directory)
     manifest = read(directory)
     record = manifest.files.get(name)
@@ -178,7 +184,8 @@ def read_file(directory: epath.PathLike, name: str) -> bytes:
         raise UserError(f"{directory} has no file {name!r}. Files beside the arrays: {there}.")
     try:
         with open_inside(directory, name) as file:
-            content = file.read(record.size + 1)
+            # Do not allocate a size that is not the file's.
+            content = file.read() if os.fstat(file.fileno()).st_size == record.size else b""
     except OSError as error:
         raise DamagedCheckpoint(directory, f"{name} cannot be read: {error.strerror}") from error
     if FileRecord(len(content), hashlib.sha256(content).hexdigest()) != record:
@@ -186,32 +193,11 @@ def read_file(directory: epath.PathLike, name: str) -> bytes:
     return content
 
 
-def open_inside(directory: epath.PathLike, name: str) -> BinaryIO:
-    """Opens a regular file below `directory`; OSError if any part of the relative path `name` is a symbolic link."""
-    if not paths.is_plain_relative(name):
-        raise OSError(0, "not a path inside the checkpoint", name)
-    *parents, last = name.split("/")
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        for parent in parents:
-            below = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=descriptor)
-            os.close(descriptor)
-            descriptor = below
-        # Non-blocking, so that a pipe in the place of a file cannot hang us; regular files do not care.
-        file = os.fdopen(os.open(last, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=descriptor), "rb")
-    finally:
-        os.close(descriptor)
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError(0, "not a regular file", name)
-    return file
-
-
 def hash_files(directory: epath.PathLike, names: list[str], *, flush: bool = False) -> dict[str, FileRecord]:
-    """Records of the named files. hashlib releases the interpreter lock, so threads hash in parallel.
+    """Return the records of the named files. hashlib releases the interpreter lock, so threads hash in parallel.
 
     Args:
-      flush: also write each to the disk.
+      flush: also flush each file to disk.
     """
 
     def record(name: str) -> FileRecord:
@@ -233,10 +219,10 @@ class _Malformed(Exception):
 
 
 def _parse(content: bytes) -> Manifest:
-    """The manifest in `content`; _Malformed if it is anything but what Manifest.to_bytes writes."""
+    """Return the manifest in `content`; raise _Malformed if `Manifest.to_bytes` could not have written it."""
     try:
-        data = json.loads(content)
-    except (ValueError, RecursionError) as error:
+        data = parse_json(content, max_bytes=_MAX_BYTES)
+    except ValueError as error:
         raise _Malformed("is not JSON") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise _Malformed(f'does not say "format": "{FORMAT}"')

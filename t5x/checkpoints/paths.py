@@ -1,29 +1,29 @@
-"""Names inside MODEL_DIR, and the few file system operations that make a checkpoint durable.
+"""Names inside MODEL_DIR, and walks over its files.
 
 MODEL_DIR/
   .lock                                     held by the training process (see lock.py)
-  checkpoint_<step>/                        whole, or it is not there under this name
+  checkpoint_<step>/                        a complete checkpoint; incomplete ones never have this name
     state/                                  the arrays (see arrays.py)
-    dataset/train-<process>-of-<n>.json     where the training data stood
-    model.json  vocabulary/…  config.gin    whatever else the caller hands over
+    dataset/train-<process>-of-<n>.json     the position in the training data
+    model.json  vocabulary/…  config.gin    other files that the caller passes
     MANIFEST.json                           size and SHA-256 of all of the above (see manifest.py)
-    PINNED                                  optional: never removed by retention
-  checkpoint_<step>.tmp-<unique>/           being written or being removed; of no use to anybody else
-  checkpoint_<step>.damaged-<unique>/       moved aside because a whole one took its place
+    PINNED                                  optional: protects the checkpoint from retention
+  checkpoint_<step>.tmp-<unique>/           being written or removed; not to be read
+  checkpoint_<step>.damaged-<unique>/       moved aside because a complete one took its place
+  checkpoint_<step>.foreign-<unique>/       the same, for a directory that is not a checkpoint of this program
 """
 
 import os
 import re
-import secrets
-import shutil
 import stat
-import time
 from collections.abc import Iterator
 
 from etils import epath
 
 from t5x.cache_directory import human_size as human_size
 from t5x.errors import UserError
+from t5x.files import atomic
+from t5x.untrusted import is_plain_relative as is_plain_relative
 from t5x.urls import is_remote
 
 STATE = "state"
@@ -34,7 +34,7 @@ _STEP = r"checkpoint_(0|[1-9][0-9]*)"
 
 
 def local_path(path: epath.PathLike) -> epath.Path:
-    """The absolute local path meant by `path`; UserError when it is remote (remote.stage copies what is only read)."""
+    """Return `path` as an absolute local path; raise a UserError if it is remote (to read those: `remote.stage`)."""
     text = os.fspath(path)
     if is_remote(text):
         raise UserError(
@@ -49,19 +49,25 @@ def checkpoint_name(step: int) -> str:
     return f"checkpoint_{step}"
 
 
+def renamed(step: int) -> str:
+    """Return the problem of a checkpoint whose content is of `step`, but whose name has another step."""
+    return f"its content is of step {step}: it was renamed or copied. Name it {checkpoint_name(step)}, or move it away"
+
+
 def unique_name(step: int, purpose: str) -> str:
-    """A fresh name beside `checkpoint_<step>`; purpose is "tmp" or "damaged"."""
-    return f"checkpoint_{step}.{purpose}-{int(time.time())}-{os.getpid()}-{secrets.token_hex(4)}"
+    """Return a fresh name beside `checkpoint_<step>`; `purpose` is "tmp", "damaged" or "foreign"."""
+    return atomic.unique_name(checkpoint_name(step), purpose)
 
 
 def step_of(path: epath.PathLike) -> int | None:
-    """The step in the name of a finished checkpoint, None for any other name."""
+    """Return the step in the name of a finished checkpoint, or None for any other name."""
     match = re.fullmatch(_STEP, os.path.basename(os.fspath(path)))
     return int(match[1]) if match else None
 
 
 def is_temporary(path: epath.PathLike) -> bool:
-    return re.fullmatch(_STEP + r"\.tmp-.+", os.path.basename(os.fspath(path))) is not None
+    """Return whether `unique_name` makes (or made in old versions) this name for unfinished checkpoints."""
+    return re.fullmatch(_STEP + r"\.tmp-[0-9]+(-[0-9a-f]+){2}", os.path.basename(os.fspath(path))) is not None
 
 
 def is_set_aside(path: epath.PathLike) -> bool:
@@ -69,7 +75,7 @@ def is_set_aside(path: epath.PathLike) -> bool:
 
 
 def dataset_state_name(process_index: int | None = None, process_count: int | None = None) -> str:
-    """The sidecar that holds one process's data state; by default this process of this JAX run.
+    """Return the name of the sidecar with a process's data state; the default is this process.
 
     >>> dataset_state_name(0, 1)
     'dataset/train-000-of-001.json'
@@ -82,13 +88,8 @@ def dataset_state_name(process_index: int | None = None, process_count: int | No
     return f"dataset/train-{process_index:03d}-of-{process_count:03d}.json"
 
 
-def is_plain_relative(name: str) -> bool:
-    """Whether `name` is a relative path of ordinary parts, with `/` between them: it cannot leave its directory."""
-    return all(part not in ("", ".", "..") and part.isprintable() and "\\" not in part for part in name.split("/"))
-
-
 def make_directory(directory: epath.PathLike, name: str) -> epath.Path:
-    """Creates a directory that the user gave as `name`, or raises a UserError that says what is in the way."""
+    """Create a directory that the user gave as option `name`; raise a UserError with the reason if that fails."""
     directory = local_path(directory)
     if directory.is_dir():
         if not os.access(directory, os.W_OK | os.X_OK):
@@ -97,7 +98,7 @@ def make_directory(directory: epath.PathLike, name: str) -> epath.Path:
     if os.path.lexists(directory):
         raise UserError(f"{name} {directory} exists but is not a directory. Move it away or choose another path.")
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        atomic.make_directories(directory)
     except OSError as error:
         raise UserError(f"{name} {directory} cannot be created: {error.strerror}. Choose another path.") from error
     return directory
@@ -108,7 +109,7 @@ def make_model_dir(directory: epath.PathLike) -> epath.Path:
 
 
 def walk(directory: epath.PathLike) -> Iterator[tuple[str, os.stat_result]]:
-    """Yields (path relative to `directory`, lstat) of everything below it that is not a directory; follows no links."""
+    """Yield (path relative to `directory`, lstat) of everything below it but directories; links are not followed."""
     pending = [""]
     while pending:
         prefix = pending.pop()
@@ -123,44 +124,12 @@ def walk(directory: epath.PathLike) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def tree_size(directory: epath.PathLike) -> int:
-    """Bytes of all files below `directory`."""
+    """Return the total bytes of all files below `directory`."""
     return sum(status.st_size for _, status in walk(directory))
 
 
 def write_file(path: epath.PathLike, content: bytes) -> None:
-    """Writes a new file, creating the directories above it. Durable only after fsync_tree or fsync."""
+    """Write a new file, creating its parent directories. It is durable only after `atomic.sync_tree`."""
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with open(path, "xb") as file:
         file.write(content)
-
-
-def fsync(path: epath.PathLike) -> None:
-    """Flushes one file or directory to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def fsync_tree(directory: epath.PathLike) -> None:
-    """Flushes every file and directory below `directory`, and itself."""
-    for parent, _, files in os.walk(directory, topdown=False):
-        for name in files:
-            fsync(os.path.join(parent, name))
-        fsync(parent)
-
-
-def remove_tree(directory: epath.PathLike, *, quiet_rounds: int = 1) -> bool:
-    """Removes a directory, if it is there. Returns whether it is gone.
-
-    Threads that still write to it may put it back: it counts as gone after `quiet_rounds` looks 20 ms apart.
-    """
-    quiet = 0
-    for _ in range(100):
-        shutil.rmtree(directory, ignore_errors=True)
-        quiet = 0 if os.path.lexists(directory) else quiet + 1
-        if quiet == quiet_rounds:
-            return True
-        time.sleep(0.02)
-    return False

@@ -1,4 +1,4 @@
-"""Reading checkpoints: from a path alone, whoever wrote it and on whatever devices."""
+"""Reading checkpoints from a path alone, whoever wrote them and on whatever devices."""
 
 import functools
 import logging
@@ -17,20 +17,20 @@ _logger = logging.getLogger(__name__)
 
 
 def restore(path: epath.PathLike, abstract_tree: Any = None, *, verify: bool = True) -> Any:
-    """Reads the tree of a checkpoint, or a part of it.
+    """Read the tree of a checkpoint, or a part of it.
 
     Args:
       path: the checkpoint directory.
-      abstract_tree: the tree to return, with jax.ShapeDtypeStruct leaves. A leaf with a sharding is read straight onto
-        its devices, on any mesh; one without becomes a NumPy array; a dtype other than the stored one casts. Of the
-        sections `target`, `state/step`, `state/param_states` and `flax_mutables`, those the tree leaves out are not
-        read (`{"target": …}` for inference); within a section every array must be there and nothing else.
-        None: everything, as nested dictionaries of NumPy arrays.
-      verify: check all files against the manifest meanwhile. Pass False if that has just been done (latest_whole).
+      abstract_tree: the tree to return, with jax.ShapeDtypeStruct leaves. A leaf with a sharding is read directly onto
+        its devices, on any mesh; one without becomes a NumPy array. A dtype other than the stored one casts. Of the
+        sections `target`, `state/step`, `state/param_states` and `flax_mutables`, those that the tree omits are not
+        read (`{"target": …}` for inference); within a section, the arrays must match exactly. None reads everything,
+        as nested dictionaries of NumPy arrays.
+      verify: check all files against the manifest while reading. Pass False if that has just been done (latest_whole).
 
     Raises:
-      DamagedCheckpoint: a file is not as it was written.
-      UserError: the tree does not fit; the message has the table of differences.
+      DamagedCheckpoint: a file has changed since it was written.
+      UserError: the tree does not fit; the message has a table of the differences.
     """
     path = paths.local_path(path)
     if not verify:
@@ -39,7 +39,7 @@ def restore(path: epath.PathLike, abstract_tree: Any = None, *, verify: bool = T
     try:
         return _read(path, abstract_tree)
     finally:
-        verification.finish()  # in place of any error above, which may come of the damage
+        verification.finish()  # damage replaces any error above, which it may have caused
 
 
 def _read(path: epath.Path, abstract_tree: Any) -> Any:
@@ -58,22 +58,22 @@ def _read(path: epath.Path, abstract_tree: Any) -> Any:
 
 
 def read_shapes(path: epath.PathLike) -> dict[str, Any]:
-    """The tree of a checkpoint with jax.ShapeDtypeStruct leaves: `restore(path)` without the data."""
+    """Return the tree of a checkpoint with jax.ShapeDtypeStruct leaves: `restore(path)` without the data."""
     return trees.nest(arrays.read_shapes(_state_directory(paths.local_path(path))))
 
 
 def read_names(path: epath.PathLike) -> set[str]:
-    """The names of all arrays of a checkpoint."""
+    """Return the names of all arrays of a checkpoint."""
     return arrays.read_names(_state_directory(paths.local_path(path)))
 
 
 def read_sidecar(path: epath.PathLike, relative: str) -> bytes:
-    """The content of a file beside the arrays, such as `model.json`, checked against the manifest."""
+    """Return the content of a file beside the arrays, such as `model.json`, checked against the manifest."""
     return manifest.read_file(path, relative)
 
 
 def list_steps(directory: epath.PathLike) -> list[int]:
-    """Steps of the finished checkpoints in MODEL_DIR, ascending; none if it does not exist."""
+    """Return the steps of the finished checkpoints in MODEL_DIR, ascending; empty if it does not exist."""
     directory = paths.local_path(directory)
     if not directory.is_dir():
         return []
@@ -82,10 +82,10 @@ def list_steps(directory: epath.PathLike) -> list[int]:
 
 
 def find_latest_whole(directory: epath.PathLike) -> tuple[epath.Path | None, list[tuple[epath.Path, str]]]:
-    """The newest checkpoint in MODEL_DIR that verifies, and the newer ones that do not.
+    """Find the newest checkpoint in MODEL_DIR that verifies.
 
     Returns:
-      its path (None if there is none), and (path, reason) of each damaged one that was passed over, newest first.
+      its path (None if there is none), and (path, reason) of each damaged checkpoint skipped, newest first.
     """
     directory = paths.local_path(directory)
     damaged = []
@@ -100,9 +100,9 @@ def find_latest_whole(directory: epath.PathLike) -> tuple[epath.Path | None, lis
 
 
 def damage(path: epath.Path, verify: Callable[[], object]) -> str | None:
-    """What `verify` finds wrong with a checkpoint, which is said; None where nothing is.
+    """Run `verify`; log and return the damage, or None.
 
-    Empty where the checkpoint is no longer there: a trainer's retention has just removed it.
+    Returns "" if the checkpoint no longer exists, because a trainer's retention has just removed it.
     """
     try:
         verify()
@@ -115,9 +115,9 @@ def damage(path: epath.Path, verify: Callable[[], object]) -> str | None:
 
 
 def resolve(path: epath.PathLike) -> epath.Path:
-    """The checkpoint meant by `path`: a checkpoint directory itself, or the newest whole one of a MODEL_DIR.
+    """Return the checkpoint that `path` refers to: a checkpoint directory, or the newest complete one of a MODEL_DIR.
 
-    Which one was taken, and which were passed over, is logged. A remote one is copied to the cache directory.
+    Logs which one is used and which are skipped. A remote checkpoint is copied to the cache directory.
     """
     path = remote.stage(path)
     if not path.is_dir():
@@ -134,16 +134,16 @@ def resolve(path: epath.PathLike) -> epath.Path:
 
 
 def resolve_verified(path: epath.PathLike) -> epath.Path:
-    """As `resolve`, and the checkpoint has been verified, once: restore it with verify=False."""
+    """Return `resolve(path)`, verified once: restore it with verify=False."""
     path = remote.stage(path)
     resolved = resolve(path)
-    if resolved == path:  # else it was verified when it was chosen
+    if resolved == path:  # otherwise it was verified when it was chosen
         manifest.verify(resolved)
     return resolved
 
 
 def _state_directory(path: epath.Path) -> epath.Path:
-    """The directory of the arrays, once the manifest has shown that this is a checkpoint of ours."""
+    """Return the directory of the arrays, after checking that the manifest is one of ours."""
     manifest.read(path)
     return path / paths.STATE
 

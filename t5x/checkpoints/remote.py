@@ -1,13 +1,13 @@
-"""Checkpoints at remote paths (`gs://`, `s3://`, whatever fsspec opens): copied here to be read, there when written.
+"""Checkpoints at remote paths (`gs://`, `s3://`, any fsspec URL): copied to the cache to read, uploaded to write.
 
 CACHE/checkpoints/                 CACHE is T5X_CACHE_DIR, or ~/.cache/t5x
-  <place>-<version>/               a whole copy; another version of the remote files has another name
-    source.txt                     where it is from
-    checkpoint_1000000/…           under its own name
-  <place>-<version>.part/          being copied; what a killed process left of it is used again
-  <place>-<version>.pieces/        files that are not whole yet
+  <place>-<version>/               a complete copy; another version of the remote files has another name
+    source.txt                     its URL
+    checkpoint_1000000/…           the checkpoint under its own name
+  <place>-<version>.part/          being copied; files left by a killed process are reused
+  <place>-<version>.pieces/        incomplete files
   <place>.lock                     one process copies, others wait for it
-  upload-…/                        a checkpoint being written, before it is copied to where it belongs
+  upload-…/                        a checkpoint being written, before it is uploaded
 """
 
 import contextlib
@@ -27,6 +27,7 @@ from t5x import cache_directory, startup, urls
 from t5x.checkpoints import faults, paths
 from t5x.checkpoints.remote_listing import HUGGINGFACE, NATIVE, Listing, children, is_checkpoint, list_checkpoint
 from t5x.errors import UserError
+from t5x.files import atomic, locks
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem, Callback
@@ -34,21 +35,21 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _AT_ONCE = 8  # requests in flight
-_PIECE = 16 * 2**20  # bytes of one: large files come in several at once, and memory stays bounded
+_PIECE = 16 * 2**20  # bytes per request: large files use several at once, and memory stays bounded
 
 
 # --- Reading ----------------------------------------------------------------------------------------------------------
 
 
 def stage(path: epath.PathLike) -> epath.Path:
-    """The local path of a checkpoint: the path itself, or a copy of a remote one.
+    """Return the local path of a checkpoint: the path itself, or a copy of a remote one.
 
         stage("gs://t5-data/pretrained_models/t5x/t5_1_1_small/checkpoint_1000000")
 
     Args:
-      path: local: returned as it is. Remote: a checkpoint of any format, a prefix or file of one, or a MODEL_DIR, of
-        which the newest finished one is taken. It is copied into the cache directory, once: as long as names, sizes and
-        versions of the remote files stay the same, the copy is found again.
+      path: a local path, which is returned as absolute path; or a remote checkpoint of any format, a prefix or file of
+        one, or a MODEL_DIR, of which the newest finished checkpoint is used. A remote checkpoint is copied into the
+        cache directory; the copy is reused as long as names, sizes and versions of the remote files stay the same.
     """
     if not urls.is_remote(path):
         return paths.local_path(path)
@@ -65,8 +66,8 @@ def stage(path: epath.PathLike) -> epath.Path:
     if not _is_whole(copy, listing):
         paths.make_directory(entry.parent, "The cache directory (T5X_CACHE_DIR)")
         try:
-            with cache_directory.locked(entry.parent / f"{listing.place}.lock"):
-                if not _is_whole(copy, listing):  # else the process we waited for has copied it
+            with locks.locked(entry.parent / f"{listing.place}.lock"):
+                if not _is_whole(copy, listing):  # otherwise the process we waited for has copied it
                     _copy(fs, listing, entry, copy.name)
         except OSError as error:
             raise cache_directory.fault(entry.parent, listing.url, listing.size, error) from error
@@ -79,8 +80,8 @@ def _copy(fs: "AbstractFileSystem", listing: Listing, entry: epath.Path, name: s
     for other in entry.parent.glob(f"{listing.place}-*"):
         if other.suffix == "" and other != entry:
             log.info("%s is a copy of an earlier version of %s; rm -r frees it", other, listing.url)
-        elif other not in (part, entry):  # nobody works on it: the lock is ours
-            paths.remove_tree(other)
+        elif other not in (part, entry):  # not in use: we hold the lock
+            atomic.remove_tree(other)
     root = part / name
     missing = {name: size for name, (size, _) in listing.files.items() if _size(root / name) != size}
     needed, present = sum(missing.values()), len(listing.files) - len(missing)
@@ -95,20 +96,19 @@ def _copy(fs: "AbstractFileSystem", listing: Listing, entry: epath.Path, name: s
     try:
         _fetch(fs, listing, missing, root, pieces)
     finally:
-        paths.remove_tree(pieces)
+        atomic.remove_tree(pieces)
     if list_checkpoint(fs, listing.path, listing.url).version != listing.version:
         raise UserError(f"{listing.url} was changed while it was being copied. Start again when its writer is done.")
     (part / "source.txt").write_text(f"{listing.url}\n")
-    paths.fsync_tree(part)
-    paths.remove_tree(entry)  # there only if files have been removed from it, or cut
-    os.rename(part, entry)
-    paths.fsync(entry.parent)
+    atomic.sync_tree(part)
+    atomic.remove_tree(entry)  # exists only if files were removed from it or truncated
+    atomic.rename(part, entry)
 
 
 def _fetch(
     fs: "AbstractFileSystem", listing: Listing, sizes: Mapping[str, int], root: epath.Path, pieces: epath.Path
 ) -> None:
-    """Copies the files of `sizes`; each appears in `root` when it is whole."""
+    """Copy the files of `sizes`; each appears in `root` when it is complete."""
     partial = {name: pieces / str(number) for number, name in enumerate(sizes)}
     left = {name: max(1, -(-size // _PIECE)) for name, size in sizes.items()}
     lock = threading.Lock()
@@ -133,7 +133,7 @@ def _fetch(
             left[name] -= 1
             is_last = not left[name]
         if is_last:
-            paths.fsync(partial[name])
+            atomic.sync(partial[name])
             os.makedirs(os.path.dirname(root / name), exist_ok=True)
             os.replace(partial[name], root / name)
 
@@ -146,12 +146,12 @@ def _fetch(
 
 @contextlib.contextmanager
 def writing(url: str, *, overwrite: bool) -> Iterator[epath.Path]:
-    """Gives the local path at which to write a checkpoint that is to appear at a remote path when the block ends well.
+    """Yield a local path for a checkpoint that is uploaded to `url` if the block succeeds.
 
         with writing("gs://bucket/flan", overwrite=False) as path:
             write_huggingface(path, …)
 
-    Nothing exists at the path that is given. See `publish` for what is replaced, and when.
+    The local path does not exist yet. See `publish` for what is replaced, and when.
     """
     url = url.rstrip("/")
     _check_destination(*urls.file_system(url), url, overwrite)
@@ -162,10 +162,10 @@ def writing(url: str, *, overwrite: bool) -> Iterator[epath.Path]:
 
 
 def publish(directory: epath.PathLike, url: str, *, overwrite: bool) -> None:
-    """Copies a local checkpoint to a remote path.
+    """Copy a local checkpoint to a remote path.
 
-    The file that makes it valid comes last, when the sizes of all others have been found right. On failure what was
-    copied is removed. A checkpoint that is replaced is removed when the new one lies beside it.
+    The file that makes it valid is copied last, after the sizes of all others are verified. On failure, the copied
+    files are removed. An existing checkpoint is removed only when the new one is complete beside it.
     """
     url = url.rstrip("/")
     fs, path = urls.file_system(url)
@@ -201,7 +201,7 @@ def _fill(
     put: Callable[[str], Any],
     stopped: threading.Event | None = None,
 ) -> None:
-    """Puts every file into a remote directory, the one by which a checkpoint is known last; verifies the sizes."""
+    """Put every file into a remote directory, the one that identifies a checkpoint last; verify the sizes."""
     url = fs.unstrip_protocol(path)
 
     def put_one(name: str) -> None:
@@ -219,7 +219,7 @@ def _fill(
 
 
 def _watch(bar: cache_directory.CopyProgress, stopped: threading.Event) -> "Callback":
-    """What fsspec calls with the bytes of a file that have been sent; it ends the sending once `stopped` is set."""
+    """Return an fsspec callback that advances the bar, and aborts the upload once `stopped` is set."""
     from fsspec import Callback
 
     class Watch(Callback):
@@ -232,7 +232,7 @@ def _watch(bar: cache_directory.CopyProgress, stopped: threading.Event) -> "Call
 
 
 def _check_destination(fs: "AbstractFileSystem", path: str, url: str, overwrite: bool) -> bool:
-    """Whether there is a checkpoint that may be replaced; UserError if there is anything that may not."""
+    """Return whether a checkpoint is to be replaced; raise a UserError if something may not be replaced."""
     if "/" not in path.strip("/"):
         raise UserError(f"{url} is a whole bucket. Name a directory in it: {url}/NAME.")
     with urls.explained(url):
@@ -259,15 +259,15 @@ def _remove(fs: "AbstractFileSystem", path: str) -> None:
 
 @contextlib.contextmanager
 def _upload_directory() -> Iterator[epath.Path]:
-    """A fresh directory in the cache; those of processes that were killed are removed."""
+    """Yield a fresh directory in the cache; remove those of killed processes."""
     home = paths.make_directory(_home(), "The cache directory (T5X_CACHE_DIR)")
     with contextlib.ExitStack() as held:
-        with cache_directory.locked(home / "upload.lock"):
+        with locks.locked(home / "upload.lock"):
             for left in home.glob("upload-*"):
-                with contextlib.suppress(BlockingIOError), cache_directory.locked(left, wait=False):
-                    paths.remove_tree(left)
+                with contextlib.suppress(BlockingIOError), locks.locked(left, wait=False):
+                    atomic.remove_tree(left)
             directory = held.enter_context(tempfile.TemporaryDirectory(prefix="upload-", dir=home))
-            held.enter_context(cache_directory.locked(epath.Path(directory)))
+            held.enter_context(locks.locked(directory))
         yield epath.Path(directory)
 
 
@@ -275,7 +275,7 @@ def _upload_directory() -> Iterator[epath.Path]:
 
 
 def _all_at_once(call: Callable[..., None], arguments: Sequence[tuple], stopped: threading.Event | None = None) -> None:
-    """Calls with each of the arguments, several at a time. The first failure ends all; it sets `stopped`."""
+    """Call with each of the arguments, several at a time. The first failure cancels the rest and sets `stopped`."""
     pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="t5x-remote")
     try:
         for future in as_completed([pool.submit(call, *given) for given in arguments]):

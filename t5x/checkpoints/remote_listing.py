@@ -1,6 +1,6 @@
-"""Which files of a remote place are the checkpoint that is meant: what formats.open_checkpoint decides locally.
+"""Finds the files of a checkpoint at a remote path, as formats.open_checkpoint does locally.
 
-A listing comes from elsewhere: names in it that could leave their directory are refused.
+A listing is untrusted input: names that could escape their directory are refused.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ HUGGINGFACE = "config.json"
 _ORBAX = ("_METADATA", "manifest.ocdbt")
 _INDEX = ".index"
 _MAX_STATE_FILE_BYTES = 2**20
-_UNREAD = (".bin", ".h5", ".msgpack", ".onnx", ".ot", ".pt", ".pth", ".ckpt")  # other forms of the same weights
+_UNREAD = (".bin", ".h5", ".msgpack", ".onnx", ".ot", ".pt", ".pth", ".ckpt")  # other formats of the same weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,10 +32,10 @@ class Listing:
     """The files of one remote checkpoint.
 
     Attributes:
-      url: of the checkpoint, for people.
-      directory: in the file system.
-      files: [size, what tells one version of it from another] by the path relative to `directory`.
-      wanted: what a reader is to be given, relative to `directory`: "" for itself, a file, a prefix.
+      url: readable URL of the checkpoint.
+      directory: its directory in the file system.
+      files: {path relative to `directory`: (size, version tag)}.
+      wanted: the path to open, relative to `directory`: "" for the directory itself, a file, or a prefix.
     """
 
     url: str
@@ -53,37 +53,39 @@ class Listing:
 
     @property
     def place(self) -> str:
-        """A short name of where it is."""
+        """A short hash of the location."""
         return cache_directory.short_hash(self.url)
 
     @property
     def version(self) -> str:
-        """A short name of what is there: another when a file is added, removed or changed."""
+        """A short hash of names, sizes and version tags. It changes if a file is added, removed or changed."""
         return cache_directory.short_hash(json.dumps([self.wanted, sorted(self.files.items())]))
 
 
 def list_checkpoint(fs: "AbstractFileSystem", path: str, url: str) -> Listing:
-    """The checkpoint meant by a remote path: itself, the newest of a MODEL_DIR, a prefix of Mesh TensorFlow, a file."""
+    """List the checkpoint at a remote path: itself, the newest of a MODEL_DIR, a Mesh TensorFlow prefix, or a file."""
     with urls.explained(url):
         fs.invalidate_cache()
         if path.endswith(_INDEX):
             return _prefix(fs, path.removesuffix(_INDEX))
         try:
             kind = fs.info(path)["type"]
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            if not urls.is_missing(error):
+                raise
             return _prefix(fs, path)
         return _file(fs, path) if kind == "file" else _directory(fs, path)
 
 
 def children(fs: "AbstractFileSystem", path: str) -> dict[str, dict[str, Any]]:
-    """What lies directly in a remote directory, by name."""
+    """Return {name: info} of the direct children of a remote directory."""
     names = {info["name"].rstrip("/"): info for info in fs.ls(path, detail=True)}
-    names.pop(path.rstrip("/"), None)  # object stores may have an empty object for the directory
+    names.pop(path.rstrip("/"), None)  # object stores may list an empty object for the directory
     return {posixpath.basename(name): info for name, info in names.items()}
 
 
 def is_checkpoint(names: Mapping[str, Any]) -> bool:
-    """Whether a directory with these entries is a checkpoint, of a format that has its name in one directory."""
+    """Return whether a directory with these entries is a checkpoint of a format that occupies one directory."""
     return any(name in names for name in (paths.MANIFEST, HUGGINGFACE, NATIVE, *_ORBAX))
 
 
@@ -109,7 +111,7 @@ def _directory(fs: "AbstractFileSystem", path: str) -> Listing:
 
 
 def _newest(fs: "AbstractFileSystem", path: str, steps: list[int]) -> str:
-    """The newest checkpoint of a MODEL_DIR that was finished; if none shows that it was, the newest."""
+    """Return the newest finished checkpoint of a MODEL_DIR; if none shows that it is finished, the newest."""
     unfinished = []
     for step in reversed(steps):
         name = paths.checkpoint_name(step)
@@ -139,7 +141,7 @@ def _huggingface(fs: "AbstractFileSystem", path: str, names: Mapping[str, dict[s
 
 
 def _file(fs: "AbstractFileSystem", path: str) -> Listing:
-    """A single file; the msgpack file of a native checkpoint brings the arrays beside it."""
+    """List a single file; the msgpack file of a native checkpoint includes the arrays beside it."""
     parent, name = posixpath.split(path)
     if name == NATIVE and not any(other.endswith(_INDEX) for other in children(fs, parent)):
         return _tree(fs, parent, name)
@@ -147,7 +149,7 @@ def _file(fs: "AbstractFileSystem", path: str) -> Listing:
 
 
 def _prefix(fs: "AbstractFileSystem", path: str) -> Listing:
-    """`…/model.ckpt-1000000` of Mesh TensorFlow."""
+    """List `…/model.ckpt-1000000` of Mesh TensorFlow."""
     parent, name = posixpath.split(path)
     try:
         names = children(fs, parent)

@@ -1,17 +1,17 @@
 """CheckpointStore: the checkpoints of one MODEL_DIR.
 
-A save goes through these stages; a kill at any moment leaves either no `checkpoint_<step>` or a whole one.
+A save goes through these stages. Killed at any point, it leaves either no `checkpoint_<step>` or a complete one.
 
-    in the caller's thread    1. a directory checkpoint_<step>.tmp-<unique>
-                              2. arrays copied, on the devices or to the host   -> save() returns
-    in the background         3. arrays written to state/, flushed to the disk and hashed
-                              4. their parts joined; the sidecars, MANIFEST.json; all of it flushed
-                              5. renamed to checkpoint_<step>, the rename flushed
-                              6. retention: what is too old, and not among the best, is renamed to a tmp name, then
-                                 removed
+    in the caller's thread    1. create the directory checkpoint_<step>.tmp-<unique>
+                              2. copy the arrays, on the devices or to the host   -> save() returns
+    in the background         3. write the arrays to state/, flush and hash the files
+                              4. join the processes' parts; write the sidecars and MANIFEST.json; flush everything
+                              5. rename to checkpoint_<step>; flush the rename
+                              6. retention: rename checkpoints that are too old and not among the best to a tmp name,
+                                 then remove them
 
-Of several processes, each does 2 and 3 with its part of the arrays; process 0 does the rest when all have told it that
-they are done, and tells them how it went. What fails in one fails in all (see agreement.py).
+With several processes, each does 2 and 3 for its shards. Process 0 does the rest once all have reported that they are
+done, and sends them the outcome. A failure in one process fails the save in all of them (see agreement.py).
 """
 
 import dataclasses
@@ -29,6 +29,7 @@ from t5x.checkpoints import agreement, arrays, faults, lock, manifest, paths, re
 from t5x.checkpoints.best import Ranking
 from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.errors import UserError
+from t5x.files import atomic
 from t5x.partitioning import distributed
 
 _logger = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ class _Save:
     """A save in flight.
 
     Attributes:
-      needed: bytes of the whole checkpoint.
+      needed: bytes of the arrays and sidecars.
     """
 
     step: int
@@ -59,15 +60,15 @@ class CheckpointStore:
             store.save(100, {"target": params, "state": {"step": 100, "param_states": slots}},
                        sidecars={"model.json": description})
 
-    One trainer writes (see ModelDirLock), which may be several processes: all of them must then call `save`, `wait`,
-    `retire`, `remove_stale_tmp`, `latest_whole` and `restore_latest` alike, and MODEL_DIR must be one that they share.
-    Any number may read. Close it, or leave the `with` block, before the program ends: a save still in the background at
-    interpreter shutdown is lost (earlier checkpoints are not).
+    Only one trainer may write (see ModelDirLock); any number may read. If the trainer has several processes, all of
+    them must make the same calls of `save`, `wait`, `retire`, `remove_stale_tmp`, `latest_whole` and `restore_latest`,
+    and they must share MODEL_DIR. Close the store, or leave the `with` block, before the program ends: a save that is
+    still in the background at interpreter shutdown is lost (earlier checkpoints are not).
 
     Args:
-      directory: MODEL_DIR; the first save creates it if only it is missing.
-      keep: how many of the newest checkpoints stay after a save; pinned ones stay besides. None: all.
-      best: says which others stay.
+      directory: MODEL_DIR. The first save creates it if it is missing.
+      keep: number of newest checkpoints to keep after a save, in addition to pinned ones; None keeps all.
+      best: decides which others to keep.
     """
 
     def __init__(self, directory: epath.PathLike, *, keep: int | None = None, best: Ranking | None = None):
@@ -86,17 +87,17 @@ class CheckpointStore:
     # --- Writing
 
     def save(self, step: int, tree: Any, *, sidecars: Mapping[str, bytes], pinned: bool = False) -> None:
-        """Saves `tree` as checkpoint_<step>; returns as soon as the arrays are copied.
+        """Save `tree` as checkpoint_<step>; return as soon as the arrays are copied.
 
-        The caller may then donate or overwrite its arrays. At most one save is in flight: a second waits for the first.
-        A step that has a checkpoint is skipped; a damaged one is moved aside for the new one.
+        The caller may then donate or overwrite its arrays. Only one save is in flight: a second one waits for the
+        first. A step that already has a checkpoint is skipped; a damaged checkpoint is moved aside for the new one.
 
         Args:
-          step: of the state in `tree`.
+          step: the step of the state in `tree`.
           tree: nested dictionaries of arrays: {"target": …, "state": {"step": …, "param_states": …}}.
-          sidecars: contents of further files by their path inside the checkpoint, e.g. {"model.json": b"…"}; of
-            several processes, those of process 0 are written.
-          pinned: mark it, so that retention never removes it.
+          sidecars: {path inside the checkpoint: content} of additional files, e.g. {"model.json": b"…"}. With several
+            processes, those of process 0 are written.
+          pinned: protect the checkpoint from retention.
 
         Raises:
           UserError: the disk is full or the directory unusable, now or in the background part of the previous save.
@@ -129,17 +130,17 @@ class CheckpointStore:
 
     @property
     def in_flight(self) -> bool:
-        """Whether a save goes on in the background."""
+        """Whether a save is running in the background."""
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
-        """Returns when nothing is in flight; raises what went wrong in the background, once."""
+        """Wait for the save in flight; raise its error, once."""
         failure = self._join()
         if failure is not None:
             raise failure
 
     def close(self) -> None:
-        """Finishes what is in flight. The object may be used again."""
+        """Wait for the save in flight. The store may be used again."""
         self.wait()
 
     def __enter__(self) -> "CheckpointStore":
@@ -149,17 +150,17 @@ class CheckpointStore:
         try:
             self.close()
         except Exception:
-            if kind is None:  # else the error that ends the block is the one to show; this one has been logged
+            if kind is None:  # otherwise show the block's own error; this one has been logged
                 raise
 
     def retire(self, step: int) -> None:
-        """Retention at once, after an evaluation has shown which checkpoints up to `step` are the best."""
+        """Apply retention now, after an evaluation has ranked the checkpoints up to `step`."""
         self.wait()
         if distributed.is_leader():
             self._retire(step)
 
     def remove_stale_tmp(self) -> None:
-        """Removes what killed runs left unfinished. Refused while another process holds the lock of MODEL_DIR."""
+        """Remove unfinished checkpoints of killed runs. Refused while another process holds MODEL_DIR's lock."""
         agreement.decide(self._topic("stale"), self._remove_stale_tmp)
 
     def _remove_stale_tmp(self) -> None:
@@ -175,18 +176,22 @@ class CheckpointStore:
                 _logger.info("Removing %s, left unfinished by an earlier run", path)
                 _remove(path)
 
-    # --- Reading (see reading.py: all but the first three work on any path)
+    # --- Reading (reading.py has the functions that work on any path)
 
     def steps(self) -> list[int]:
-        """Steps of the finished checkpoints, ascending."""
+        """Return the steps of the finished checkpoints, ascending."""
         return reading.list_steps(self.directory)
 
+    def newest_step(self) -> int | None:
+        """Return the newest step that has a checkpoint of ours, or None. Reads only manifests."""
+        return next((step for step in reversed(self.steps()) if manifest.is_of_step(self.path(step), step)), None)
+
     def path(self, step: int) -> epath.Path:
-        """Where the checkpoint of a step is, or would be."""
+        """Return the path of a step's checkpoint, whether or not it exists."""
         return self.directory / paths.checkpoint_name(step)
 
     def latest_whole(self) -> tuple[epath.Path | None, list[tuple[epath.Path, str]]]:
-        """The newest checkpoint that verifies (or None), and (path, reason) of the damaged ones passed over."""
+        """Return the newest checkpoint that verifies (or None), and (path, reason) of the damaged ones skipped."""
 
         def find() -> tuple[str | None, list[tuple[str, str]]]:
             newest, damaged = reading.find_latest_whole(self.directory)
@@ -201,15 +206,15 @@ class CheckpointStore:
     def restore_latest(
         self, read: Callable[[epath.Path], T]
     ) -> tuple[epath.Path | None, T | None, list[tuple[epath.Path, str]]]:
-        """Reads the newest checkpoint that verifies; it is read while it is verified, which may take as long.
+        """Read the newest checkpoint that verifies. It is verified while it is read.
 
         Args:
-          read: is given the path of a checkpoint, and reads it. What it returns, or raises, counts only if that
-            checkpoint is found whole; else the next one is read.
+          read: called with the path of a checkpoint. Its result or exception counts only if that checkpoint turns out
+            to be complete; otherwise the next one is read.
 
         Returns:
-          the path (None if there is no whole checkpoint), what `read` returned for it, and the damaged ones as
-          `latest_whole` gives them.
+          the path (None if there is no complete checkpoint), the result of `read` for it, and the damaged checkpoints
+          as in `latest_whole`.
         """
         damaged: list[tuple[epath.Path, str]] = []
         for step in agreement.decide(self._topic("steps"), lambda: self.steps()[::-1]):
@@ -222,7 +227,7 @@ class CheckpointStore:
         return None, None, damaged
 
     def _read_verified(self, path: epath.Path, read: Callable[[epath.Path], T]) -> tuple[T | None, str | None]:
-        """(what `read` returned, None), or (None, what is wrong with the checkpoint: see reading.damage)."""
+        """Return (the result of `read`, None), or (None, the damage: see `reading.damage`)."""
         begun: list[manifest.Verification] = []
         begin = lambda: begun.append(manifest.Verification(path))
         reason = agreement.decide(self._topic("begun"), lambda: reading.damage(path, begin))
@@ -244,13 +249,13 @@ class CheckpointStore:
     read_sidecar = staticmethod(reading.read_sidecar)
 
     def _topic(self, what: str) -> str:
-        """What processes agree about, by name."""
+        """Return the name of a decision that the processes make together."""
         return f"checkpoints/{self.directory}/{what}"
 
     # --- Before and after the background part of a save
 
     def _join(self) -> BaseException | None:
-        """Waits for what is in flight; returns what went wrong, once."""
+        """Wait for the save in flight; return its error, once."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -262,10 +267,10 @@ class CheckpointStore:
     def _prepare(
         self, step: int, sidecars: Mapping[str, bytes], needed: int, failure: BaseException | None
     ) -> str | None:
-        """Makes the directory to write to, in process 0; returns None where the step is to be skipped.
+        """Create the directory to write to, on process 0. Return None to skip the step.
 
         Args:
-          failure: of the save before this.
+          failure: error of the previous save.
         """
         if failure is not None and not isinstance(failure, faults.Vanished):
             raise failure
@@ -285,7 +290,7 @@ class CheckpointStore:
         return str(temporary)
 
     def _make_model_dir(self, step: int) -> None:
-        """MODEL_DIR anew where somebody has removed it during the run: what is not lost yet is saved."""
+        """Create MODEL_DIR, also if it was removed during the run: the current state can still be saved."""
         if self._was_there and not self.directory.exists():
             if not self.directory.parent.is_dir():
                 raise UserError(
@@ -317,7 +322,7 @@ class CheckpointStore:
             told = agreement.gather(self._topic("written"), mine)
             size = agreement.decide(self._topic("published"), lambda: self._complete(save, told, error))
         except BaseException as failure:
-            if self._in_flight == save.temporary:  # else process 0 has done it, or is another one
+            if self._in_flight == save.temporary:  # otherwise it has been abandoned already, or this is not process 0
                 self._abandon(save.temporary)
             self._failure = error if mine["error"] and mine["error"]["kind"] == "bug" else failure
             if distributed.is_leader():
@@ -330,18 +335,18 @@ class CheckpointStore:
             self._retire(save.step)
 
     def _write_arrays(self, save: _Save) -> dict[str, dict[str, Any]]:
-        """Writes the part of this process, durably; returns the records of its files."""
+        """Write this process's shards durably; return the records of its files."""
         directory = save.arrays.write(save.temporary / paths.STATE)
         if not directory.is_dir():
             return {}
         prefix = os.path.relpath(directory, save.temporary)
-        names = [f"{prefix}/{name}" for name, _ in paths.walk(directory)]
-        records = manifest.hash_files(save.temporary, names, flush=True)
-        paths.fsync_tree(directory)
+        names = [name for name, _ in paths.walk(directory)]
+        records = manifest.hash_files(save.temporary, [f"{prefix}/{name}" for name in names], flush=True)
+        atomic.sync_tree(directory, flushed=names)
         return {name: dataclasses.asdict(record) for name, record in records.items()}
 
     def _complete(self, save: _Save, told: list[dict[str, Any]], error: BaseException | None) -> int:
-        """What process 0 does when all have written their parts, or failed to; returns the bytes of the checkpoint."""
+        """Finish on process 0 once all processes have written or failed; return the bytes of the checkpoint."""
         try:
             if error is not None:
                 raise error
@@ -350,11 +355,11 @@ class CheckpointStore:
             arrays.join(save.temporary / paths.STATE, save.arrays.shapes)
             for name, content in save.sidecars.items():
                 paths.write_file(save.temporary / name, content)
-            replaced = self.path(save.step)  # there only if a damaged one is to be replaced
+            replaced = self.path(save.step)  # exists only if it is about to be replaced
             if save.pinned or (replaced / paths.PINNED).exists():
                 paths.write_file(save.temporary / paths.PINNED, b"")
-            paths.fsync_tree(save.temporary)
             files = manifest.write(save.temporary, save.step, known).files
+            atomic.sync_tree(save.temporary, flushed=known)
             self._publish(save.temporary, save.step)
         except BaseException as caught:
             self._abandon(save.temporary)
@@ -362,27 +367,27 @@ class CheckpointStore:
         return sum(record.size for record in files.values())
 
     def _publish(self, temporary: epath.Path, step: int) -> None:
-        """Gives the finished directory its name; a damaged checkpoint that has it is moved aside, never deleted."""
+        """Rename the finished directory; move aside, never delete, a damaged or unknown one of that name."""
         final = self.path(step)
         if os.path.lexists(final):
-            aside = self.directory / paths.unique_name(step, "damaged")
-            _logger.warning("%s is damaged; it is kept as %s", final, aside.name)
+            purpose = "damaged" if (final / paths.MANIFEST).exists() else "foreign"
+            aside = self.directory / paths.unique_name(step, purpose)
+            _logger.warning("%s is %s; it is kept as %s", final, purpose, aside.name)
             os.rename(final, aside)
-        os.rename(temporary, final)
-        paths.fsync(self.directory)
+        atomic.rename(temporary, final)
 
     def _retire(self, saved: int) -> None:
-        """Removes all but the newest `keep` checkpoints up to the one just saved, and the best ones.
+        """Remove the checkpoints up to the one just saved, except the newest `keep` and the best ones.
 
-        Later ones do not count: this run passed over them because they are damaged. Never a pinned one, nor one that is
-        not of our making.
+        Later checkpoints do not count: this run skipped them because they are damaged. Pinned checkpoints, and those
+        that this program did not write, are never removed.
         """
         try:
-            steps = [step for step in self.steps() if step <= saved]
+            steps = [step for step in self.steps() if step <= saved and (self.path(step) / paths.MANIFEST).exists()]
             best = self.best.retained(steps) if self.best is not None else set()
             for step in steps[: -self.keep] if self.keep is not None else []:
                 path = self.path(step)
-                if step in best or (path / paths.PINNED).exists() or not (path / paths.MANIFEST).exists():
+                if step in best or (path / paths.PINNED).exists():
                     continue
                 also = "" if self.best is None else f", and the best by {self.best.rule.metric}"
                 _logger.info("Removing %s: the newest %d are kept%s", path, self.keep, also)
@@ -394,7 +399,7 @@ class CheckpointStore:
             _logger.warning("Old checkpoints in %s could not be removed: %s", self.directory, error)
 
     def _abandon(self, temporary: epath.Path) -> None:
-        """Removes an unfinished directory. Threads of TensorStore may still write there, so wait() does it again."""
+        """Remove an unfinished directory. TensorStore threads may still write there, so `_join` removes it again."""
         if not distributed.is_leader():
             return
         _remove(temporary, quiet_rounds=5)
@@ -402,13 +407,13 @@ class CheckpointStore:
         self._in_flight = None
 
     def _is_taken(self, step: int) -> bool:
-        """Whether checkpoint_<step> stands and is to be left alone: it is whole, or of another program's making."""
+        """Return whether a complete checkpoint_<step> of ours exists, which must not be replaced."""
         path = self.path(step)
         if not os.path.lexists(path):
             return False
         if not (path / paths.MANIFEST).exists():
-            _logger.warning("%s exists and is not a checkpoint of this program; step %d is NOT saved", path, step)
-            return True
+            _logger.warning("%s is not a checkpoint of this program; it is moved aside for step %d", path, step)
+            return False
         if step not in self._whole:
             try:
                 manifest.verify(path)
@@ -421,7 +426,7 @@ class CheckpointStore:
 
 
 def _remove(path: epath.Path, *, quiet_rounds: int = 1) -> None:
-    if not paths.remove_tree(path, quiet_rounds=quiet_rounds):
+    if not atomic.remove_tree(path, quiet_rounds=quiet_rounds):
         _logger.warning("%s could not be removed; it is of no use and may be deleted", path)
 
 

@@ -1,11 +1,10 @@
-"""Writing a checkpoint array by array, for trees that need not fit in memory: what conversion uses.
+"""Writes a checkpoint array by array, for trees that need not fit in memory. Conversion uses it.
 
-The result is what `CheckpointStore.save` writes, which has the whole tree at once.
+The format is that of `CheckpointStore.save`, which needs the whole tree at once.
 """
 
 import itertools
 import os
-import secrets
 from collections.abc import Iterable, Mapping
 
 import numpy as np
@@ -16,6 +15,7 @@ from t5x.checkpoints import arrays, faults, manifest, paths
 from t5x.checkpoints.formats.zarr_arrays import choose_chunks
 from t5x.checkpoints.tree import as_struct
 from t5x.errors import UserError
+from t5x.files import atomic
 
 _BATCH_BYTES = 64 * 2**20
 
@@ -23,29 +23,26 @@ _BATCH_BYTES = 64 * 2**20
 def write_checkpoint(
     path: epath.PathLike, step: int, tensors: Iterable[tuple[str, np.ndarray]], *, sidecars: Mapping[str, bytes]
 ) -> None:
-    """Writes the directory `path` whole, or not at all.
+    """Write the complete directory `path`, or nothing.
 
     Args:
-      path: a checkpoint directory that does not exist yet; if it is called checkpoint_<step>, of this step.
-      step: of training.
-      tensors: (name, array), one at a time; `target/…` and, if there is one, `state/param_states/…`.
-      sidecars: contents of the files beside the arrays.
+      path: a checkpoint directory that does not exist yet. If its name is checkpoint_<number>, that must be the step.
+      step: the training step.
+      tensors: (name, array), one at a time: `target/…` and optionally `state/param_states/…`.
+      sidecars: {name: content} of the files beside the arrays.
     """
     final = paths.local_path(path)
     check_name(final, step)
     if os.path.lexists(final):
         raise UserError(f"{final} exists already; choose another destination.")
-    temporary = final.parent / f"{final.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}"
     try:
-        state = temporary / paths.STATE
-        os.makedirs(state)
-        _write_arrays(state, step, tensors)
-        for name, content in sidecars.items():
-            paths.write_file(temporary / name, content)
-        paths.fsync_tree(temporary)
-        manifest.write(temporary, step)
-        os.rename(temporary, final)
-        paths.fsync(final.parent)
+        with atomic.new_directory(final) as temporary:
+            state = epath.Path(temporary) / paths.STATE
+            state.mkdir()
+            _write_arrays(state, step, tensors)
+            for name, content in sidecars.items():
+                paths.write_file(os.path.join(temporary, name), content)
+            manifest.write(temporary, step)
     except (OSError, ValueError) as error:
         if faults.errno_of(error) is None:
             raise
@@ -53,12 +50,10 @@ def write_checkpoint(
             f"{final} could not be written: {faults.first_line(error)}. What was written of it has been removed. "
             "See that the disk has space and that you may write there, or choose another place."
         ) from error
-    finally:
-        paths.remove_tree(temporary)
 
 
 def check_name(path: epath.Path, step: int) -> None:
-    """UserError where the name says another step: nothing would read that checkpoint."""
+    """Raise a UserError if the name has another step: nothing would read that checkpoint."""
     if paths.step_of(path) not in (None, step):
         right = path.parent / paths.checkpoint_name(step)
         raise UserError(
@@ -71,7 +66,7 @@ def _write_arrays(directory: epath.Path, step: int, tensors: Iterable[tuple[str,
     base = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{directory}/"}}
     base["config"] = {"max_inline_value_bytes": 1024}
     context = ts.Context()
-    # A version of the database for every small array would be slow, and leave its tree behind as often.
+    # Commit small arrays in batches: each commit is slow and leaves an old version of the index behind.
     shapes, batch, pending = {}, ts.Transaction(), 0
     for name, array in itertools.chain(tensors, [("state/step", np.asarray(step, np.int32))]):
         shapes[name] = as_struct(array)
@@ -86,7 +81,7 @@ def _write_arrays(directory: epath.Path, step: int, tensors: Iterable[tuple[str,
         if pending >= _BATCH_BYTES:
             batch.commit_async().result()
             batch, pending = ts.Transaction(), 0
-        del array  # before the next one is made
+        del array  # before the next one is read
     batch.commit_async().result()
     arrays.write_metadata(directory, shapes)
     missing = set(shapes) - set(arrays.read_shapes(directory))

@@ -1,4 +1,4 @@
-"""From a checkpoint of any format and layout into the arrays of a network, on its devices."""
+"""Transfer of a checkpoint of any format and layout into the arrays of a network, on its devices."""
 
 import logging
 import re
@@ -19,25 +19,37 @@ Tree = Any
 Initial = Callable[[Collection[str]], Mapping[str, jax.Array]]
 
 _STEP = "state/step"
-_SHOWN = 5  # names in a line of the log
+_SHOWN = 5  # names in a log message
 
 
 def canonical_arrays(source: Source) -> dict[str, LazyArray]:
-    """All arrays of a checkpoint in the canonical form."""
+    """Return all arrays of a checkpoint in the canonical form."""
     return layout.canonical(source.arrays, scan_axis=(source.config or {}).get("param_scan_axis", 1))
 
 
 def config_of(source: Source) -> dict[str, Any]:
-    """Fields of T5Config: what the shapes tell, and what the checkpoint itself states."""
+    """Return the fields of T5Config that the shapes show or the checkpoint states.
+
+    Raises:
+      UserError: the shapes are not those of a T5, or contradict the stated sizes. Nothing may be built from stated
+        sizes alone: a few bytes can state ten million layers.
+    """
     params = {name: array for name, array in canonical_arrays(source).items() if name.startswith(layout.PARAMS)}
     stated = {k: v for k, v in (source.config or {}).items() if k not in ("scan_layers", "param_scan_axis")}
-    return families.config_of(params) | stated
+    shown = families.config_of(params)
+    if rows := families.differences(stated, shown):
+        lines = "\n".join(f"  {row}" for row in rows)
+        raise UserError(
+            f"{source.path} describes another model than the one it holds:\n{lines}\n"
+            "Take its own configuration file, or another checkpoint."
+        )
+    return shown | stated
 
 
 def restore(
     source: Source, abstract: Tree, axes: Tree, *, rules: Rules | None = None, initial: Initial | None = None
 ) -> Tree:
-    """Reads `abstract` from a checkpoint of any format, array by array, straight to where each belongs.
+    """Read `abstract` from a checkpoint of any format, array by array, directly onto its devices.
 
     Args:
       abstract: nested dictionaries of jax.ShapeDtypeStruct with shardings, under T5X's names (`target`, `state`).
@@ -46,20 +58,20 @@ def restore(
       initial: see `Fitting.restore`.
 
     Raises:
-      UserError: the parameters are not those of the network; the message has a table, and names the model they
+      UserError: the parameters are not those of the network. The message has a table and names the model that they
         look like.
     """
     return Fitting(source, abstract, axes, rules).restore(abstract, initial)
 
 
 class Fitting:
-    """Which arrays of a checkpoint go where in a network, by the rules. Nothing is read yet.
+    """The mapping from a checkpoint's arrays to those of a network, by the rules. `restore` reads the arrays.
 
     Args:
-      source, abstract, axes, rules: as `restore` has them.
+      source, abstract, axes, rules: see the function `restore`.
 
     Attributes:
-      step: of training, as the checkpoint and the rules have it; None where there is none.
+      step: the training step, after the rules are applied; None if there is none.
     """
 
     def __init__(self, source: Source, abstract: Tree, axes: Tree, rules: Rules | None = None):
@@ -87,7 +99,7 @@ class Fitting:
         self.step = int(np.asarray(state[_STEP])) if _STEP in state else None
 
     def has_optimizer_state(self) -> bool:
-        """Whether there is the whole optimizer state that the network wants, in its shapes, by the rules."""
+        """Return whether the network's whole optimizer state is available in its shapes, by the rules."""
         names = self._within(["state/param_states"])
         if not names.intersection(self._found):
             return not names
@@ -98,11 +110,11 @@ class Fitting:
         )
 
     def restore(self, abstract: Tree, initial: Initial | None = None) -> Tree:
-        """Reads a part of the tree; what was taken, passed over and filled is said.
+        """Read a part of the tree; log what is restored, ignored and initialized.
 
         Args:
-          abstract: the part: some of `target`, `state/step` and `state/param_states`; dtypes may be others.
-          initial: gives fresh values of leaves by their names, for those that the rules leave out.
+          abstract: the part: some of `target`, `state/step` and `state/param_states`; dtypes may differ.
+          initial: returns initial values for a list of leaf names, used for those that the rules do not restore.
         """
         part = tree.flatten(abstract)
         names = self._within(part)
@@ -115,17 +127,17 @@ class Fitting:
             raise self._misfit(table)
         self._report(names)
         leaves = {}
-        # In the order of the checkpoint: its stacked layers are then read once.
+        # Follow the order of the checkpoint, so that its stacked layers are read only once.
         for name in sorted(part, key=lambda name: self._order.get(self._origin.get(name), -1)):
             dtype = part[name].dtype
             leaves[name] = self._fresh[name].astype(dtype) if name in filled else _place(found[name], part[name])
         self._fresh = {}
         return jax.tree.unflatten(jax.tree.structure(abstract), [leaves[name] for name in part])
 
-    # --- What goes where
+    # --- Mapping
 
     def _canonical_leaves(self) -> dict[str, LazyArray]:
-        """The network's arrays in the canonical form; read, they are its fresh values."""
+        """Return the network's arrays in the canonical form; reading one returns its initial value."""
 
         def fresh(name: str, leaf: Any) -> LazyArray:
             return LazyArray(tuple(leaf.shape), leaf.dtype, lambda: np.asarray(self._fresh[name]))
@@ -136,7 +148,7 @@ class Fitting:
         return layout.canonical(leaves, scan_axis=scan_axis)
 
     def _decided(self) -> dict[str, str | None]:
-        """What the assignment map says; patterns about optimizer state are no mistake where none is wanted."""
+        """Apply the assignment map. Patterns for optimizer state are allowed even if none is wanted."""
         if not self._rules.assignments:
             return {}
         also: list[str] = []
@@ -161,23 +173,23 @@ class Fitting:
         return {name: _lazy(leaf) for name, leaf in tree.flatten(nested).items()}
 
     def _within(self, part: Iterable[str]) -> set[str]:
-        """Canonical names of the sections that these leaves lie in."""
+        """Return the canonical names in the sections of these leaves."""
         sections = {section(name) for name in part}
         return {name for name in self._wanted if section(name) in sections}
 
     def _arranged(self, names: Collection[str]) -> dict[str, LazyArray]:
-        """Those of `names` that there are, and those that may be filled, as the network holds them."""
+        """Return those of `names` that are found or may be initialized, in the network's layout."""
         canonical = {}
         for name in names:
             if name in self._found:
                 canonical[name] = self._found[name]
             elif name in self._left or self._rules.fallback_to_scratch:
                 canonical[name] = self._wanted[name]
-        if any(name.startswith(layout.STATES) for name in names):  # slots are arranged by the shapes of parameters
+        if any(name.startswith(layout.STATES) for name in names):  # slots are arranged by parameter shapes
             canonical = {n: a for n, a in self._wanted.items() if n.startswith(layout.PARAMS)} | canonical
         return layout.arranged(canonical, self._leaves, self._axes)
 
-    # --- What is said
+    # --- Errors and logs
 
     def _check(self, names: Collection[str]) -> None:
         fill = self._wanted.keys() - self._found.keys() if self._rules.fallback_to_scratch else self._left
@@ -219,7 +231,7 @@ class Fitting:
 
 
 def _bias_reason(missing: Collection[str], surplus: Collection[str]) -> str:
-    """Why they differ, where one side has a table of position biases a tower and the other one a layer."""
+    """Return the reason if one side has position biases per tower and the other per layer, else an empty string."""
     tables = re.compile(r"target/(encoder|decoder)/(layers_\d+/)?relpos_bias/rel_embedding")
     if not missing or not surplus or not all(tables.fullmatch(name) for name in {*missing, *surplus}):
         return ""
@@ -237,7 +249,7 @@ def _bias_reason(missing: Collection[str], surplus: Collection[str]) -> str:
 
 
 def describe_differences(stated: Mapping[str, Any], config: Any) -> list[str]:
-    """Fields of a network's configuration that a checkpoint states otherwise, for those that shapes do not show."""
+    """Return the configuration fields, of those that shapes do not show, that differ from the checkpoint's."""
     rows = []
     for field in ("mlp_activations", "logits_via_embedding"):
         theirs, ours = stated.get(field), getattr(config, field, None)
@@ -247,12 +259,12 @@ def describe_differences(stated: Mapping[str, Any], config: Any) -> list[str]:
 
 
 def section(name: str) -> str:
-    """The part of a state that an array belongs to: `target`, `state/step` or `state/param_states`."""
+    """Return the section of the state that an array belongs to: `target`, `state/step` or `state/param_states`."""
     return "/".join(name.split("/")[: 2 if name.startswith("state/") else 1])
 
 
 def _kin(name: str) -> str:
-    """The same for a parameter, its optimizer state, and all layers that have one."""
+    """Return a key that a parameter shares with its optimizer state and its counterparts in other layers."""
     path = re.sub(rf"/({'|'.join(SLOTS)})$", "", name) if name.startswith(layout.STATES) else name
     path = path.removeprefix(layout.PARAMS).removeprefix(layout.STATES)
     return re.sub(r"^(encoder|decoder)/(layers_\d+|\1)/", r"\1/", path)

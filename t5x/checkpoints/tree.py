@@ -1,6 +1,6 @@
-"""The parameter tree as names: flattening, comparing, printing.
+"""Parameter trees by name: flattening, comparing, printing.
 
-A leaf's name is its path with `/` between the keys, as T5X writes it: `target/encoder/layers_0/mlp/wo/kernel`.
+A leaf's name is its path with `/` between the keys, as in T5X: `target/encoder/layers_0/mlp/wo/kernel`.
 """
 
 import math
@@ -14,11 +14,11 @@ from jax.sharding import PartitionSpec
 
 from t5x.errors import UserError
 
-_ROWS = 20  # of a difference table; the rest is counted
+_ROWS = 20  # in a difference table; the rest is only counted
 
 
 def flatten(tree: Any) -> dict[str, Any]:
-    """Leaves by name, in the order of jax.tree.leaves.
+    """Return {name: leaf} in the order of jax.tree.leaves.
 
     >>> flatten({"encoder": {"scale": 1}, "step": 2})
     {'encoder/scale': 1, 'step': 2}
@@ -36,13 +36,13 @@ def flatten(tree: Any) -> dict[str, Any]:
 
 
 def _text(key: Any) -> str:
-    if isinstance(key, jax.tree_util.DictKey) and isinstance(key.key, str):  # by far the most, and much faster
+    if isinstance(key, jax.tree_util.DictKey) and isinstance(key.key, str):  # the common case, and much faster
         return key.key
     return jax.tree_util.keystr((key,), simple=True)
 
 
 def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """The nested dictionaries that `flatten` would give back as `flat`."""
+    """Return the nested dictionaries from which `flatten` gives `flat`."""
     nested: dict[str, Any] = {}
     for name, leaf in flat.items():
         *parents, last = name.split("/")
@@ -54,7 +54,7 @@ def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def difference(expected: Any, found: Any) -> str:
-    """A short table of what differs between two trees of things with `.shape`; empty if names and shapes agree.
+    """Return a short table of the differences of two trees of things with `.shape`; empty if there are none.
 
     >>> model = {"bias": np.zeros(2), "kernel": np.zeros((2, 3))}
     >>> checkpoint = {"kernel": np.zeros((4, 3)), "scale": np.zeros(4)}
@@ -69,7 +69,7 @@ def difference(expected: Any, found: Any) -> str:
 
 
 def difference_by_name(expected: Mapping[str, Any], found: Mapping[str, Any]) -> str:
-    """`difference` of two trees that are flat already."""
+    """Return the `difference` of two flat trees."""
     missing = [("missing", name, _shape(leaf), "-") for name, leaf in expected.items() if name not in found]
     unexpected = [("unexpected", name, "-", _shape(leaf)) for name, leaf in found.items() if name not in expected]
     reshaped = [
@@ -99,13 +99,13 @@ def parameter_table(
     optimizer_axes: Any = None,
     optimizer_specs: Any = None,
 ) -> list[str]:
-    """The lines of model-info.txt: each variable with its size, shape and partitioning, the total, the optimizer state.
+    """Return the lines of model-info.txt: each variable with its size, shape and partitioning, and the totals.
 
     Args:
       params: tree of things with `.shape`.
       axes: the same tree with a tuple of logical axis names (or None) for a leaf; a leaf may be missing.
       specs: the same tree with a PartitionSpec (or a NamedSharding, or None) for a leaf; a leaf may be missing.
-      optimizer_state, optimizer_axes, optimizer_specs: the same for the optimizer, printed after the total.
+      optimizer_state, optimizer_axes, optimizer_specs: the same for the optimizer, printed after the parameters.
 
     >>> params, axes, specs = {"scale": np.zeros(8)}, {"scale": ("embed",)}, {"scale": PartitionSpec(None)}
     >>> print("\\n".join(parameter_table(params, axes, specs)))
@@ -131,7 +131,7 @@ def _variable_lines(tree: Any, axes: Any, specs: Any) -> list[str]:
 
 
 def _flatten_annotations(tree: Any) -> dict[str, Any]:
-    """Like `flatten`, for trees whose leaves are themselves containers (axis names, PartitionSpecs) or None."""
+    """Flatten trees whose leaves are containers (axis names, PartitionSpecs) or None."""
     flat: dict[str, Any] = {}
 
     def visit(prefix: str, node: Any) -> None:
@@ -168,11 +168,11 @@ def _count(tree: Any) -> int:
 
 
 def _align(rows: list[tuple[str, ...]]) -> list[str]:
-    """Each row as a line, cells padded to the width of their column."""
+    """Return each row as a line, cells padded to the width of their column."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def as_struct(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and sharding (None for host arrays) of anything array-like."""
+    """Return shape, dtype and sharding (None for host arrays) of anything array-like."""
     return jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype), sharding=getattr(leaf, "sharding", None))

@@ -1,11 +1,11 @@
-"""Configuration errors: what is wrong, where, and the nearest thing that would be right."""
+"""Configuration errors, with the place of the mistake and the closest valid name."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from t5x.errors import UserError
 
@@ -14,61 +14,54 @@ class ConfigurationError(UserError):
     """The gin files or the `--gin.…` arguments are wrong or incomplete."""
 
 
-class Problem(ConfigurationError):
-    """Something wrong whose place is not known yet; whoever knows the place raises it anew with the place."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Where a binding was made: a line of a file, or an argument of the command line."""
+    """The line of a gin file, or the command-line argument, that a statement comes from.
+
+    Attributes:
+      path: the gin file; None for an argument.
+      line: line number in the file.
+      text: the line, or the argument as the user typed it.
+      unquoted: whether the argument is a string without quotes, which gin itself does not accept.
+    """
 
     path: str | None
     line: int
     text: str
-
-    @property
-    def from_argument(self) -> bool:
-        return self.path is None
+    unquoted: bool = False
 
     def __str__(self) -> str:
         return self.text if self.path is None else f"{display_path(self.path)}:{self.line}"
 
-    def quoted(self) -> str:
-        """The line itself, indented, to be put under a message; empty for an argument, which names itself."""
-        return "" if self.path is None or not self.text.strip() else f"\n    {self.text.strip()}"
+    def describe(self, problem: object) -> str:
+        """Return the problem with its place, followed by the line itself."""
+        line = "" if self.path is None or not self.text.strip() else f"\n    {self.text.strip()}"
+        return f"{self}: {problem}{line}"
 
 
 def display_path(path: str) -> str:
-    """`path` relative to the working directory where it lies inside it."""
+    """Return `path` relative to the working directory if it is inside it, else the absolute path."""
     relative = os.path.relpath(path)
     return os.path.abspath(path) if relative.startswith(os.pardir) else relative
 
 
-def nearest(name: str, candidates: Iterable[str], count: int = 3) -> list[str]:
-    """The `count` candidates most like `name`, best first; case and a missing prefix weigh little.
+def did_you_mean(name: str, candidates: Iterable[str] | Mapping[str, str]) -> str:
+    """Return a sentence that suggests the closest candidates, or an empty string if none is close.
 
-    >>> nearest("DatasetConfg", ["utils.DatasetConfig", "models.Model"])
-    ['utils.DatasetConfig']
+    Args:
+      candidates: valid names; a mapping suggests its values where a key is close.
+
+    >>> did_you_mean("batchsize", ["batch_size", "seed"])
+    ' Did you mean `batch_size`?'
     """
-
-    def likeness(candidate: str) -> float:
-        def ratio(a: str, b: str) -> float:
-            return difflib.SequenceMatcher(None, a.lower(), b.lower()).ratio()
-
-        return max(ratio(name, candidate), ratio(name.rsplit(".", 1)[-1], candidate.rsplit(".", 1)[-1]))
-
-    scored = sorted((-likeness(candidate), candidate) for candidate in set(candidates))
-    return [candidate for score, candidate in scored if -score >= 0.6][:count]
+    shown = candidates if isinstance(candidates, Mapping) else {name: name for name in candidates}
+    folded = {key.lower(): value for key, value in shown.items()}
+    close = dict.fromkeys(folded[key] for key in difflib.get_close_matches(name.lower(), folded, cutoff=0.65))
+    return f" Did you mean {' or '.join(f'`{value}`' for value in close)}?" if close else ""
 
 
-def suggestion(name: str, candidates: Iterable[str], prefix: str = " Nearest: ") -> str:
-    """A sentence that names the nearest candidates, or nothing where none is near."""
-    near = nearest(name, candidates)
-    return f"{prefix}{', '.join(near)}." if near else ""
-
-
-def join_problems(problems: Sequence[str], headline: str) -> ConfigurationError:
-    """One error for all `problems`; the headline is left out where there is only one."""
+def combine(problems: Sequence[str], headline: str) -> ConfigurationError:
+    """Return one error that lists all `problems`; a single problem gets no headline."""
     unique = list(dict.fromkeys(problems))
     if len(unique) == 1:
         return ConfigurationError(unique[0])

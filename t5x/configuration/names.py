@@ -1,221 +1,242 @@
-"""From a name in a gin file to the function or class it stands for, made configurable when first named."""
+"""Resolve the names in gin files to functions and classes, and register those with gin."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import inspect
-from typing import Any
+import pkgutil
+import sys
+import traceback
+import types
+from collections.abc import Callable
+from typing import Any, NoReturn
 
-from gin import config, config_parser
+import gin
+from gin import config
+from gin.config_parser import ImportStatement, Location
 
-from t5x.configuration import imports
-from t5x.configuration.errors import Problem, nearest, suggestion
-from t5x.configuration.session import Session, Symbol
+from t5x import user_modules
+from t5x.configuration.errors import ConfigurationError, did_you_mean, display_path
+from t5x.configuration.state import Import, State, bindings
+from t5x.errors import UserError
 
 _MISSING = object()
-_NO_LOCATION = config_parser.Location(None, 0, None, "")
+
+registered: set[str] = set()  # selectors that this module registered, not those of `@gin.configurable`
 
 
-class Context(config.ParseContext):
-    """The names that one gin file (or the command line) can use.
+class FileNames:
+    """The names that one gin file, or one command-line argument, can use.
 
-    With `from __gin__ import dynamic_registration`, names are those that the file imports. Without it, they are the
-    configurables known already (the end of a name is enough), and then anything that an earlier file imported.
+    After `from __gin__ import dynamic_registration` these are the file's own imports. Otherwise they are all that
+    earlier files imported or named, and the last parts of a name are enough.
     """
 
-    def __init__(self, session: Session):
-        super().__init__()
-        self._session = session
-        self._own: dict[str, list[Symbol]] = {}
+    def __init__(self, state: State):
+        self._state = state
+        self._dynamic = False
+        self._imports: list[Import] = []
 
-    def process_import(self, statement: config_parser.ImportStatement) -> None:
-        if statement.is_from and statement.module.startswith("__gin__."):
-            try:
-                super().process_import(statement)
-            except SyntaxError as error:
-                raise Problem(f"`{statement.format()}`: {error.msg.splitlines()[0]}") from error
-            self._session.dynamic = True
+    def add_import(self, statement: ImportStatement) -> None:
+        if statement.module.startswith("__gin__."):
+            if statement.format() != "from __gin__ import dynamic_registration" or self._imports:
+                raise ConfigurationError("`from __gin__ import dynamic_registration` must be the first import.")
+            self._dynamic = self._state.dynamic = True
             return
-        name = statement.bound_name()
-        if name == "gin" and self._dynamic_registration:
-            raise Problem(f"`{statement.format()}`: the name `gin` is taken. Import it under another name (`as …`).")
-        symbol = Symbol(imports.load(statement, self._session), statement)
-        self._imports.append(statement)
-        self._session.imports.append(statement)
-        self._session.symbols[name] = symbol
-        self._own.setdefault(name, []).append(symbol)
+        imported = Import(statement, _load(statement, self._state))
+        self._imports.append(imported)
+        self._state.imports.append(imported)
 
-    def get_configurable(self, selector: str) -> config.Configurable:
-        """The configurable that `selector` (without scope) names. Raises `Problem` where there is none."""
-        head = selector.split(".")[0]
-        if head == "gin" and selector in config._REGISTRY:
-            return config._REGISTRY[selector]
-        if self._dynamic_registration:
-            if head in self._own:
-                return self._from_symbol(self._best(self._own[head], selector), selector)
-            decorated = self._decorated(selector)
-            if decorated is None:
-                raise Problem(f"`{selector}` is not known: this file imports no `{head}`.{self._how_to_import(head)}")
-            return decorated
-        return self._known(selector)
+    def find(self, selector: str) -> str:
+        """Return the complete selector of what `selector` (without scopes) names; register it if necessary."""
+        if _registered_in_python(selector) == selector:
+            return selector
+        imported = _import_for(self._imports if self._dynamic else self._state.imports, selector)
+        if not self._dynamic:
+            if selector in self._state.entry_points:
+                return entry_point(self._state.entry_points[selector], self._state)
+            matches = [known for known in self._state.sources if f".{known}".endswith(f".{selector}")]
+            if len(matches) == 1:
+                return matches[0]
+            if matches and imported is None:
+                raise ConfigurationError(f"`{selector}` is ambiguous: write {' or '.join(sorted(matches))}.")
+        if imported is not None:
+            return self._from_import(imported, selector)
+        return _registered_in_python(selector) or self._raise_unknown(selector)
 
-    def _known(self, selector: str) -> config.Configurable:
-        if selector in self._session.entry_points:
-            return entry_point(self._session.entry_points[selector], self._session)
-        matches = config._REGISTRY.matching_selectors(selector)
-        if len(matches) == 1:
-            return config._REGISTRY[matches[0]]
-        symbol = self._session.symbols.get(selector.split(".")[0])
-        if symbol is not None:
-            return self._from_symbol(symbol, selector)
-        if matches:
-            raise Problem(f"`{selector}` could be any of {', '.join(sorted(matches))}: write more of its name.")
-        method = self._method_of_known_class(selector)
-        if method is not None:
-            return method
-        candidates = [short_selector(c) for _, c in config._REGISTRY.items() if c.module != "gin"]
-        mend = (
-            suggestion(selector, candidates) or f" Imported: {', '.join(sorted(self._session.symbols)) or 'nothing'}."
-        )
-        raise Problem(f"`{selector}` is not known: no gin file imports or names it.{mend}")
-
-    def _method_of_known_class(self, selector: str) -> config.Configurable | None:
-        owner, _, method = selector.rpartition(".")
-        matches = config._REGISTRY.matching_selectors(owner) if owner else []
-        if len(matches) != 1 or not inspect.isclass(config._REGISTRY[matches[0]].wrapped):
-            return None
-        parent = config._REGISTRY[matches[0]]
-        return register_method(parent, method, _attribute(parent.wrapped, method, owner), self._session)
-
-    def _decorated(self, selector: str) -> config.Configurable | None:
-        """A configurable that Python code registered itself; those can be named without an import."""
-        found = [config._REGISTRY[match] for match in config._REGISTRY.matching_selectors(selector)]
-        return found[0] if len(found) == 1 and found[0].import_source is None else None
-
-    def _how_to_import(self, head: str) -> str:
-        elsewhere = self._session.symbols.get(head)
-        if elsewhere is not None:
-            return f" Another gin file says `{elsewhere.statement.format()}`; this file needs the line, too."
-        return suggestion(head, self._own) or f" Imported here: {', '.join(sorted(self._own)) or 'nothing'}."
-
-    def _best(self, symbols: list[Symbol], selector: str) -> Symbol:
-        """Of several `import a.b` lines that bind `a`, the one that reaches furthest into `selector`."""
-        return max(reversed(symbols), key=lambda s: len(_shared(s.statement, selector)))
-
-    def _from_symbol(self, symbol: Symbol, selector: str) -> config.Configurable:
+    def _from_import(self, imported: Import, selector: str) -> str:
         head, *rest = selector.split(".")
-        values = [symbol.value]
-        for depth, name in enumerate(rest):
-            values.append(_attribute(values[-1], name, ".".join([head, *rest[:depth]])))
-        found = lookup(values[-1])
-        if found is not None:
-            return found
-        if not rest or not callable(values[-1]):
-            raise Problem(f"`{selector}` is neither a function nor a class, so nothing of it can be set.")
-        if inspect.isfunction(values[-1]) and inspect.isclass(values[-2]):
-            parent = self._from_symbol(symbol, ".".join([head, *rest[:-1]]))
-            return register_method(parent, rest[-1], values[-1], self._session)
-        module = ".".join([symbol.statement.partial_path(), *rest[:-1]])
-        if f"{module}.{rest[-1]}" in config._REGISTRY:  # `import a.b as c` next to a module `a.c`
-            module = ".".join([symbol.statement.module, *rest[:-1]])
-        return _register(
-            self._session, values[-1], name=rest[-1], module=module, import_source=_source(symbol.statement, selector)
-        )
+        owner, value, written = None, imported.module, head
+        for name in rest:
+            owner, value, written = value, _attribute(value, name, written), f"{written}.{name}"
+        statement, path = _source(imported.statement, selector)
+        found = _selector_of(value)
+        if found is None:
+            if not rest or not callable(value):
+                raise ConfigurationError(f"`{selector}` is not a function or class.")
+            if inspect.isfunction(value) and inspect.isclass(owner):
+                found = _register_method(self.find(selector.rpartition(".")[0]), rest[-1])
+            else:
+                found = _register(value, f"{_module_name(statement)}.{path}")
+        self._state.sources.setdefault(found, (statement, path))
+        return found
+
+    def _raise_unknown(self, selector: str) -> NoReturn:
+        head = selector.split(".")[0]
+        elsewhere = _import_for(self._state.imports, selector)
+        if elsewhere is not None:
+            raise ConfigurationError(f"`{head}` is not imported. Add `{elsewhere.statement.format()}` to this file.")
+        if self._dynamic:
+            names = [imported.statement.bound_name() for imported in self._imports]
+            raise ConfigurationError(f"`{selector}`: `{head}` is not imported.{did_you_mean(head, names)}")
+        known = [f"{statement.bound_name()}.{path}" for statement, path in self._state.sources.values()]
+        known += self._state.entry_points
+        shown = {name.rpartition(".")[2]: name for name in known} | {name: name for name in known}
+        raise ConfigurationError(f"`{selector}` is unknown: no gin file imports it.{did_you_mean(selector, shown)}")
 
 
-def _attribute(value: Any, name: str, path: str) -> Any:
+def entry_point(fn: Callable[..., Any], state: State) -> str:
+    """Return the selector of an entry function; register it if no gin file names it."""
+    name = next((name for name, function in state.entry_points.items() if function is fn), None)
+    if name is None:
+        return _selector_of(fn) or _register(fn, f"{fn.__module__}.{fn.__name__}")
+    alias = f"{fn.__module__.rpartition('.')[2].strip('_')}_script"
+    default = ImportStatement("__main__", False, alias, Location(None, 0, None, ""))
+    imported = [statement for statement, _ in state.imports if statement.module == "__main__"]
+    statement = (*imported, default)[0]
+    selector = _selector_of(fn) or _register(fn, f"{_module_name(statement)}.{name}")
+    state.sources.setdefault(selector, (statement, name))
+    return selector
+
+
+def configurable(selector: str) -> config.Configurable:
+    """Return what gin has registered under a complete selector."""
+    return config.ConfigurableReference(selector, False).configurable
+
+
+def _selector_of(target: Any) -> str | None:
+    """Return the selector of a registered function or class; gin has no public function for this."""
+    try:
+        found = config._inverse_lookup(target)
+    except (TypeError, ValueError):  # not hashable, or `__wrapped__` is circular
+        return None
+    replaced = found is None or configurable(found.selector).wrapped is not found.wrapped
+    return None if replaced else found.selector
+
+
+def _registered_in_python(selector: str) -> str | None:
+    """Return the complete selector of a `@gin.configurable`, which gin files can name without an import."""
+    try:
+        found = configurable(selector).selector
+    except (KeyError, ValueError):
+        return None
+    return None if found in registered else found
+
+
+def _register(target: Any, selector: str) -> str:
+    _make_configurable(target, selector)
+    registered.add(selector)
+    return selector
+
+
+def _register_method(owner: str, name: str) -> str:
+    """Register a method and, so that instances use it, the class again."""
+    found = configurable(owner)
+    method = _attribute(found.wrapped, name, owner)
+    selector = _selector_of(method)
+    if selector is None:
+        selector = _register(method, f"{owner}.{name}")
+        _make_configurable(found.wrapped, owner, allowlist=found.allowlist, denylist=found.denylist)
+        for reference in config.iterate_references(dict(bindings()), to=found.wrapper):
+            reference.initialize()
+    return selector
+
+
+def _make_configurable(target: Any, selector: str, **lists: Any) -> None:
+    module, _, name = selector.rpartition(".")
+    for mode in (contextlib.nullcontext, config.interactive_mode):  # the latter replaces names of reloaded modules
+        try:
+            with gin.unlock_config(), mode():
+                gin.external_configurable(target, name, module=module, **lists)
+                return
+        except Exception as error:
+            problem = error
+    raise ConfigurationError(f"`{selector}` cannot be configured: {problem}") from problem
+
+
+def _attribute(value: Any, name: str, written: str) -> Any:
     found = getattr(value, name, _MISSING)
     if found is not _MISSING:
         return found
-    if isinstance(value, imports.Namespace) and value.__name__ == "__main__":
-        offered = ", ".join(f"`{n}`" for n in vars(value) if not n.startswith("_")) or "nothing"
-        raise Problem(
-            f"`{path}.{name}` is not known: `__main__` offers {offered} here. Is the file for another command?"
-        )
-    if inspect.isclass(value):
-        what = f"class {value.__name__} has no method `{name}`"
-    elif inspect.ismodule(value) or isinstance(value, imports.Namespace):
-        what = f"module {value.__name__} has no `{name}`"
-    else:
-        what = f"`{path}` has no `{name}`"
-    near = nearest(name, [n for n in dir(value) if not n.startswith("_")])
-    hint = f" Nearest: {', '.join(f'{path}.{n}' for n in near)}." if near else ""
-    raise Problem(f"`{path}.{name}` is not known: {what}.{hint}")
+    public = [n for n in dir(value) if not n.startswith("_")]
+    close = did_you_mean(name, {n: f"{written}.{n}" for n in public})
+    if not close and getattr(value, "__name__", "") == "__main__":
+        close = f" This command offers {', '.join(public)}. Is the gin file for another command?"
+    raise ConfigurationError(f"`{written}` has no `{name}`.{close}")
 
 
-def _shared(statement: config_parser.ImportStatement, selector: str) -> list[str]:
-    """The leading components of a plain import's module that `selector` spells out."""
-    shared = []
-    for part, name in zip(statement.module.split("."), selector.split(".")[:-1], strict=False):
-        if part != name:
-            break
-        shared.append(part)
-    return shared
+def _import_for(imports: list[Import], selector: str) -> Import | None:
+    """Return the import that provides `selector`: of several `import a.b` the longest match, else the latest."""
+    found = [imported for imported in imports if imported.statement.bound_name() == selector.split(".")[0]]
+    return min(reversed(found), key=lambda imported: len(_source(imported.statement, selector)[1]), default=None)
 
 
-def _source(statement: config_parser.ImportStatement, selector: str) -> tuple[config_parser.ImportStatement, str]:
-    """The import that reaches a configurable, and its path within the imported module."""
-    names = selector.split(".")
+def _source(statement: ImportStatement, selector: str) -> tuple[ImportStatement, str]:
+    """Return the import of the module that holds `selector`, and the path within that module."""
+    head, _, rest = selector.partition(".")
     if statement.is_from or statement.alias:
-        return statement, ".".join(names[1:])
-    shared = _shared(statement, selector)
-    return statement._replace(module=".".join(shared)), ".".join(names[len(shared) :])
+        return statement, rest
+    if not selector.startswith(f"{statement.module}."):
+        statement = statement._replace(module=head)
+    return statement, selector.removeprefix(f"{statement.module}.")
 
 
-def lookup(target: Any) -> config.Configurable | None:
-    """The configurable made from `target`, if there is one."""
+def _module_name(statement: ImportStatement) -> str:
+    return statement.bound_name() if statement.module == "__main__" else statement.module
+
+
+def _load(statement: ImportStatement, state: State) -> Any:
+    """Import a module, and return what the statement binds its name to (for `import a.b`, that is `a`)."""
+    top, *rest = statement.module.split(".")
+    if top == "__main__":
+        return _main(state)
     try:
-        return config._inverse_lookup(target)
-    except (TypeError, ValueError):
-        return None
-
-
-def _register(session: Session, target: Any, *, name: str, **where: Any) -> config.Configurable:
-    try:
-        return session.register(target, name=name, **where)
+        if top in state.stand_ins:
+            module = package = importlib.import_module(state.stand_ins[top])
+            for name in rest:
+                module = getattr(module, name, None) or importlib.import_module(f"{module.__name__}.{name}")
+        else:
+            module = user_modules.import_module(statement.module)
+            package = sys.modules[top]
     except Exception as error:
-        raise Problem(f"`{name}` cannot be configured with gin: {error}") from error
+        raise ConfigurationError(f"`{statement.format()}` failed: {_explain_import(error)}") from error
+    return module if statement.is_from or statement.alias else package
 
 
-def register_method(parent: config.Configurable, name: str, function: Any, session: Session) -> config.Configurable:
-    """Makes a method configurable, and the class anew, so that its instances have the configured method."""
-    found = lookup(function)
-    if found is not None:
-        return found
-    source = parent.import_source and (parent.import_source[0], f"{parent.import_source[1]}.{name}")
-    _register(session, function, name=name, module=parent.selector, import_source=source)
-    renewed = _register(
-        session,
-        parent.wrapped,
-        name=parent.name,
-        module=parent.module,
-        import_source=parent.import_source,
-        allowlist=parent.allowlist,
-        denylist=parent.denylist,
-    )
-    for reference in session.references:
-        if reference.configurable.wrapped is parent.wrapped:
-            reference._configurable = renewed
-            reference._scoped_configurable_fn = config._decorate_with_scope(renewed, reference.scopes)
-    return config._INVERSE_REGISTRY[function]
+def _main(state: State) -> types.ModuleType:
+    """Return what `import __main__` means: the entry points, and the public names of their modules and the program."""
+    main = types.ModuleType("__main__")
+    vars(main).update({name: value for name, value in vars(sys.modules["__main__"]).items() if name[0] != "_"})
+    for entry in state.entry_points.values():
+        module = sys.modules[entry.__module__]
+        vars(main).update({name: getattr(module, name) for name in getattr(module, "__all__", ())})
+    vars(main).update(state.entry_points)
+    return main
 
 
-def entry_point(fn: Any, session: Session) -> config.Configurable:
-    """The configurable of an entry function, registered as a name of `__main__` where no gin file named it."""
-    found = lookup(fn)
-    if found is not None:
-        return found
-    name = next((n for n, f in session.entry_points.items() if f is fn), None)
-    if name is None:
-        return _register(session, fn, name=fn.__name__, module=fn.__module__, import_source=None)
-    imported = [s for s in session.imports if s.module == "__main__"]
-    alias = f"{fn.__module__.rsplit('.', 1)[-1].strip('_')}_script"
-    statement = (*imported, config_parser.ImportStatement("__main__", False, alias, _NO_LOCATION))[0]
-    return _register(session, fn, name=name, module=statement.partial_path(), import_source=(statement, name))
-
-
-def short_selector(configurable: config.Configurable) -> str:
-    """The shortest name that is still clear: a method has its class, anything else its module, if it has one."""
-    shortest = config._REGISTRY.minimal_selector(configurable.selector)
-    if configurable.is_method:
-        return max(shortest, ".".join(configurable.selector.split(".")[-3:]), key=len)
-    return max(shortest, ".".join(configurable.selector.split(".")[-2:]), key=len)
+def _explain_import(error: Exception) -> str:
+    if isinstance(error, UserError):
+        return str(error)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
+    outside = frames[-1].filename not in (__file__, importlib.__file__, user_modules.__file__)
+    place = f" ({display_path(frames[-1].filename)}:{frames[-1].lineno})" if outside else ""
+    hint = ""
+    if isinstance(error, ModuleNotFoundError) and error.name and not outside:
+        parent, _, name = error.name.rpartition(".")
+        package = sys.modules.get(parent)
+        places = getattr(package, "__path__", ()) if parent else [*sys.path, *user_modules.directories()]
+        hint = did_you_mean(name, [module.name for module in pkgutil.iter_modules(places)])
+        if hasattr(package, name):
+            hint = f" Import `{parent}` and write {parent.rpartition('.')[2]}.{name}."
+    return f"{type(error).__name__}: {error}{place}.{hint}"

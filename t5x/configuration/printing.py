@@ -1,223 +1,150 @@
-"""The configuration as gin text that gives the same configuration when it is read again."""
+"""Print the configuration as gin text that reads back as the same configuration."""
 
 from __future__ import annotations
 
+import itertools
 import math
-import sys
+import pprint
+import re
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
-from gin import config, config_parser
+from gin.config import ConfigurableReference
+from gin.config_parser import ImportStatement
 
-from t5x.configuration import session as sessions
-from t5x.configuration.names import lookup
-from t5x.configuration.session import MACRO, BindingKey, Session
+from t5x.configuration import state as states
+from t5x.configuration.values import MACRO, is_constant, is_macro, leaves_of, macros_in, map_value, scope_of
 
-_WIDTH = 100
+_WIDTH = 96
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _RULE = "# " + "=" * 78
-_DYNAMIC = "from __gin__ import dynamic_registration"
 
 
-class _Unwritable(Exception):
-    """A value set from Python that no gin text stands for."""
+class _Verbatim(str):
+    """Text that is printed without quotes."""
+
+    __repr__ = str.__str__
 
 
-class _Imports:
-    """The import lines of the text, in the order of the files, each module once and each name once."""
+class Printer:
+    """Formats names and values, and collects the import lines that they need."""
 
-    def __init__(self, session: Session):
-        self.lines: list[str] = []
-        self._prefixes: dict[str, str] = {}
-        self._targets = {"gin": "reserved"} if session.dynamic else {}
-        for statement in session.imports:
-            self.prefix(statement)
+    def __init__(self, state: states.State):
+        self.import_lines: list[str] = []
+        self._sources = state.sources
+        self._prefixes: dict[str, str] = {}  # module -> what names from it start with
+        self._modules: dict[str, str] = {}  # name -> module that it stands for
+        for statement, _ in state.imports:
+            self._prefix(statement)
 
-    def prefix(self, statement: config_parser.ImportStatement) -> str:
-        """What a name from the module of `statement` starts with; adds the import line if it is not there yet."""
+    def _prefix(self, statement: ImportStatement) -> str:
         module = statement.module
         if module not in self._prefixes:
             plain = not statement.is_from and not statement.alias
             name = statement.bound_name()
             target = name if plain else module
-            if self._targets.get(name, target) != target:
-                taken, count = name, 2
-                while name in self._targets:
-                    name, count = f"{taken}{count}", count + 1
+            if self._modules.get(name, target) != target:
+                name = next(n for n in (f"{name}{i}" for i in itertools.count(2)) if n not in self._modules)
                 statement, plain, target = statement._replace(alias=name), False, module
-            self._targets[name] = target
+            self._modules[name] = target
             self._prefixes[module] = module if plain else name
-            self.lines.append(statement.format())
+            self.import_lines.append(statement.format())
         return self._prefixes[module]
 
+    def selector(self, selector: str, scope: str = "") -> str:
+        """Return a function or class as a gin file names it."""
+        if selector in self._sources:
+            statement, path = self._sources[selector]
+            selector = f"{self._prefix(statement)}.{path}"
+        return f"{scope}/{selector}" if scope else selector
 
-class _Printer:
-    """Writes selectors and values with the names that `imports` gives."""
+    def name(self, key: states.Key) -> str:
+        """Return the left side of a binding: a macro, or `scope/selector.parameter`."""
+        scope, selector, parameter = key
+        return scope if selector == MACRO else f"{self.selector(selector, scope)}.{parameter}"
 
-    def __init__(self, session: Session):
-        self._session = session
-        self.imports = _Imports(session)
+    def value(self, value: Any, width: int = 1_000_000) -> str:
+        """Return a value as gin text."""
+        return pprint.pformat(map_value(value, self._leaf), width=width, sort_dicts=False)
 
-    def selector(self, configurable: config.Configurable) -> str:
-        if configurable.module == "gin":
-            return configurable.selector
-        if configurable.import_source:
-            statement, path = configurable.import_source
-            return f"{self.imports.prefix(statement)}.{path}"
-        importable = self._importable(configurable) if self._session.dynamic else None
-        if importable is not None:
-            module, path = importable
-            location = config_parser.Location(None, 0, None, "")
-            statement = config_parser.ImportStatement(module, "." in module, None, location)
-            return f"{self.imports.prefix(statement)}.{path}"
-        shortest = config._REGISTRY.minimal_selector(configurable.selector)
-        return ".".join(configurable.selector.split(".")[-2:]) if configurable.is_method else shortest
+    def _leaf(self, leaf: Any) -> Any:
+        if isinstance(leaf, ConfigurableReference):
+            if is_macro(leaf) or is_constant(leaf):
+                return _Verbatim(f"%{scope_of(leaf)}")
+            selector = self.selector(leaf.configurable.selector, scope_of(leaf))
+            return _Verbatim(f"@{selector}()" if leaf.evaluate else f"@{selector}")
+        if isinstance(leaf, float) and math.isinf(leaf):
+            return _Verbatim("1e999" if leaf > 0 else "-1e999")
+        return leaf
 
-    def _importable(self, configurable: config.Configurable) -> tuple[str, str] | None:
-        """Module and path of a configurable that Python code registered, if they lead to it."""
-        wrapped = configurable.wrapped
-        for module, path in (
-            (configurable.module, configurable.name),
-            (getattr(wrapped, "__module__", None), getattr(wrapped, "__qualname__", "")),
-        ):
-            found: Any = sys.modules.get(module)
-            for name in path.split("."):
-                found = getattr(found, name, None)
-            if found is not None and lookup(found) == configurable:
-                return module, path
-        return None
+    def binding(self, key: states.Key, value: Any) -> str:
+        """Return a binding; one that Python code made and gin cannot express is a comment."""
+        text = self.value(value, _WIDTH)
+        text = f"{self.name(key)} = " + (f"\\\n{textwrap.indent(text, '    ')}" if "\n" in text else text)
+        return text if all(map(_is_gin, leaves_of(value))) else textwrap.indent(text, "# ")
 
-    def value(self, value: Any, indent: int = 0, room: int = _WIDTH) -> str:
-        """`value` as gin text: on one line if it fits in `room`, otherwise one item a line."""
-        flat = self._flat(value)
-        if len(flat) + indent <= room or not isinstance(value, (dict, list, tuple)) or not value:
-            return flat
-        inner = indent + 4
-        if isinstance(value, dict):
-            items = [f"{self._flat(k)}: {self.value(v, inner)}" for k, v in value.items()]
-        else:
-            items = [self.value(item, inner) for item in value]
-        opening, closing = {dict: "{}", list: "[]", tuple: "()"}[type(value)]
-        lines = "".join(f"{' ' * inner}{item},\n" for item in items)
-        return f"{opening}\n{lines}{' ' * indent}{closing}"
 
-    def _flat(self, value: Any) -> str:
-        if isinstance(value, config.ConfigurableReference):
-            return self._reference(value)
-        if type(value) is dict:
-            return "{" + ", ".join(f"{self._flat(k)}: {self._flat(v)}" for k, v in value.items()) + "}"
-        if type(value) is list:
-            return "[" + ", ".join(map(self._flat, value)) + "]"
-        if type(value) is tuple:
-            return "(" + ", ".join(map(self._flat, value)) + ("," if len(value) == 1 else "") + ")"
-        if type(value) is float and math.isinf(value):
-            return "1e999" if value > 0 else "-1e999"
-        if type(value) is complex and value.real == 0:
-            return f"{value.imag!r}j"
-        if value is None or (type(value) in (str, bytes, bool, int, float) and value == value):
-            return repr(value)
-        raise _Unwritable(repr(value))
-
-    def _reference(self, reference: config.ConfigurableReference) -> str:
-        scope = "/".join(reference.scopes)
-        target = reference.configurable
-        if reference.evaluate and (sessions.is_macro(target) or sessions.is_constant(target)):
-            return f"%{scope}"
-        return f"@{scope}{'/' if scope else ''}{self.selector(target)}{'()' if reference.evaluate else ''}"
+def _is_gin(leaf: Any) -> bool:
+    plain = leaf is None or type(leaf) in (str, bytes, bool, int, float)
+    return isinstance(leaf, ConfigurableReference) or (plain and leaf == leaf)  # NaN is not
 
 
 def config_str(*, show_provenance: bool = False) -> str:
-    """The whole configuration as one gin file that needs no other: imports, macros, bindings, in a fixed order.
+    """Return the configuration as one gin file without includes: imports, macros, parameters.
 
     Args:
-      show_provenance: whether each binding is preceded by a comment that says which file and line, or which argument,
-        it comes from.
+      show_provenance: whether a comment before each binding names the file and line, or argument, that set it.
     """
-    with sessions.LOCK:
-        session = sessions.current()
-        printer = _Printer(session)
+    state = states.current()
 
-        def entry(key: BindingKey, name: str, value: Any) -> str:
-            line = _binding(printer, name, value)
-            return f"# Set in {session.provenance(key)}:\n{line}" if show_provenance else line
+    def line(printer: Printer, key: states.Key, value: Any) -> str:
+        origin = f"# Set in {state.origin(key)}:\n" if show_provenance else ""
+        return origin + printer.binding(key, value)
 
-        return _text(session, printer, entry)
+    return _render(state, line)
+
+
+def bindings() -> dict[str, str]:
+    """Return every bound macro and parameter with its value as gin text. Memory addresses are removed."""
+    printer = Printer(states.current())
+    return {printer.name(key): _ADDRESS.sub("", printer.value(value)) for key, value in states.bindings()}
 
 
 def resolved_str() -> str:
-    """The same with each macro replaced by its value, and a comment that names the macro: what a run would use."""
-    with sessions.LOCK:
-        session = sessions.current()
-        printer = _Printer(session)
+    """Return the configuration with macros replaced by their values, and named in a comment."""
 
-        def entry(key: BindingKey, name: str, value: Any) -> str:
-            resolved = resolve(value)
-            line = _binding(printer, name, resolved)
-            macros = sorted({f"%{'/'.join(r.scopes)}" for r in sessions.references_in(value) if _replaced(r)})
-            return f"{line}  # {', '.join(macros)}" if macros else line
+    def line(printer: Printer, key: states.Key, value: Any) -> str:
+        macros = ", ".join(f"%{name}" for name in sorted(set(macros_in(value))) if states.macro_value(name))
+        return printer.binding(key, resolve(value)) + (f"  # {macros}" if macros else "")
 
-        return _text(session, printer, entry)
+    return _render(states.current(), line)
 
 
-def selector_text(configurable: config.Configurable) -> str:
-    """The name of a configurable as a gin file of this configuration would write it."""
-    return _Printer(sessions.current()).selector(configurable)
-
-
-def value_text(value: Any) -> str:
-    """A value as a gin file of this configuration would write it, on one line."""
-    try:
-        text = _Printer(sessions.current()).value(value, room=sys.maxsize)
-    except _Unwritable as unwritable:
-        text = str(unwritable)
-    return text if len(text) <= 200 else f"{text[:200]} …"
+def _render(state: states.State, line: Callable[[Printer, states.Key, Any], str]) -> str:
+    printer = Printer(state)
+    sections: dict[tuple[str, str], list[str]] = {}
+    for key, value in sorted(states.bindings(), key=lambda binding: binding[0]):
+        scope, selector, _ = key
+        name = printer.selector(selector)
+        order = (
+            ("", "# Macros:")
+            if selector == MACRO
+            else (name.lower(), f"# Parameters for {printer.selector(selector, scope)}:")
+        )
+        sections.setdefault(order, []).append(line(printer, key, value))
+    body = [text for (_, title), lines in sorted(sections.items()) for text in (title, _RULE, *lines, "")]
+    head = ["from __gin__ import dynamic_registration"] * state.dynamic + printer.import_lines
+    return "\n".join([*head, *([""] if head else []), *body])
 
 
 def resolve(value: Any, within: tuple[str, ...] = ()) -> Any:
-    """`value` with macros replaced by what they stand for; one that is undefined, required or circular is left."""
-    if isinstance(value, config.ConfigurableReference):
-        name = "/".join(value.scopes)
-        if not _replaced(value) or name in within:
-            return value
-        return resolve(sessions.bound(MACRO, tuple(value.scopes))["value"][0], (*within, name))
-    if isinstance(value, dict):
-        return {resolve(k, within): resolve(v, within) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(resolve(item, within) for item in value)
-    return value
+    """Return `value` with macros replaced; a macro that is undefined or refers to itself stays."""
 
+    def replace(leaf: Any) -> Any:
+        if not isinstance(leaf, ConfigurableReference) or not is_macro(leaf) or scope_of(leaf) in within:
+            return leaf
+        found = states.macro_value(scope_of(leaf))
+        return leaf if found is None else resolve(found[0], (*within, scope_of(leaf)))
 
-def _replaced(reference: config.ConfigurableReference) -> bool:
-    if not (sessions.is_macro(reference.configurable) and reference.evaluate):
-        return False
-    return "value" in sessions.bound(MACRO, tuple(reference.scopes))
-
-
-def _binding(printer: _Printer, name: str, value: Any) -> str:
-    try:
-        return f"{name} = {printer.value(value, room=_WIDTH - len(name) - 3)}"
-    except _Unwritable as unwritable:
-        return f"# {name} was set from Python to {str(unwritable).splitlines()[0]}"
-
-
-def _text(session: Session, printer: _Printer, entry: Callable[[BindingKey, str, Any], str]) -> str:
-    macros = {scope: values["value"] for (scope, selector), values in config._CONFIG.items() if selector == MACRO}
-    bound = {key: values for key, values in config._CONFIG.items() if key[1] != MACRO and values}
-    body: list[str] = []
-    if macros:
-        body += ["# Macros:", _RULE]
-        body += [entry((name, MACRO, "value"), name, macros[name]) for name in sorted(macros)]
-        body.append("")
-    named = {
-        f"{scope}/{name}" if scope else name: (scope, selector)
-        for scope, selector in bound
-        for name in [printer.selector(config._REGISTRY[selector])]
-    }
-    for name in sorted(named, key=lambda n: (n.rsplit("/", 1)[-1].lower(), n)):
-        scope, selector = named[name]
-        body += [f"# Parameters for {name}:", _RULE]
-        for parameter, value in sorted(bound[scope, selector].items()):
-            body.append(entry((scope, selector, parameter), f"{name}.{parameter}", value))
-        body.append("")
-    head = [_DYNAMIC] if session.dynamic else []
-    head += printer.imports.lines
-    return "\n".join([*head, *([""] if head else []), *body])
+    return map_value(value, replace)

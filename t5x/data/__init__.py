@@ -1,7 +1,5 @@
 """Data: vocabularies, sources, tasks, preprocessors, feature converters and the loader, under seqio's names."""
 
-from typing import Any
-
 from t5x.data import preprocessors
 from t5x.data.config import DatasetConfig, import_task_module
 from t5x.data.feature_converters import (
@@ -54,9 +52,12 @@ from t5x.data.vocabularies import (
     Vocabulary,
     load_vocabulary,
 )
+from t5x.lazy_imports import lazy_attributes
 
-# Imported when first asked for: evaluation needs this package.
-_EVALUATION = ("Evaluator", "JSONLogger", "PyLoggingLogger", "TensorBoardLogger")
+# Imported on first use, because evaluation imports this package.
+__getattr__ = lazy_attributes(
+    __name__, "t5x.data.evaluation", ("Evaluator", "JSONLogger", "PyLoggingLogger", "TensorBoardLogger")
+)
 
 __all__ = [
     "ArrayRecordDataSource",
@@ -113,11 +114,3 @@ __all__ = [
     "rate_num_examples",
     "train_loader",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _EVALUATION:
-        from t5x.data import evaluation
-
-        return getattr(evaluation, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,12 +1,11 @@
-"""Writes caches of tasks, shard by shard and in parallel. See `t5x.data.cached` for what they are.
+"""Write caches of tasks, shard by shard and in parallel. See `t5x.data.cached` for their format.
 
-A shard is written beside its place and renamed, then comes its summary (shard-00000.json): what has both is finished.
-After a kill at any moment, what is finished and whole is kept and the rest is made.
+A shard is written to a temporary file and renamed, then its summary (shard-00000.json) is written; a shard with both is
+finished. After a kill at any moment, finished and intact shards are kept and the others are written.
 """
 
 import contextlib
 import functools
-import hashlib
 import json
 import logging
 import os
@@ -22,35 +21,38 @@ import numpy as np
 
 from t5x import cache_directory
 from t5x.data import cached, processes, records
+from t5x.data.identity import or_none
 from t5x.data.pipeline import Example, Pipeline, count_cacheable
 from t5x.data.sources import BadExample
 from t5x.data.tasks import Task
 from t5x.errors import UserError
+from t5x.files import atomic, locks
+from t5x.files.digests import digest_of
 from t5x.telemetry.progress import Progress
 
 logger = logging.getLogger(__name__)
 
 EXAMPLES_PER_SHARD = 10_000
-_MAX_SHARDS = 256  # of larger splits, shards are larger
-_OURS = re.compile(r"shard-\d{5,}\.(array_record|json)(\.tmp-\d+)?|(info\.json|COMPLETED)(\.tmp-\d+)?")
-_WRITER_OPTIONS = "group_size:1"  # every record is found and decompressed alone
+_MAX_SHARDS = 256  # larger splits have larger shards
+_OURS = re.compile(r"(shard-\d{5,}\.(array_record|json)|info\.json|COMPLETED)(\.tmp-[0-9]+(-[0-9a-f]{8}){0,2})?")
+_WRITER_OPTIONS = "group_size:1"  # decompress records one at a time
 _SECONDS_BETWEEN_REPORTS = 0.5
 
 Summary = dict[str, Any]
 
 
 class Written(NamedTuple):
-    """What a cache holds.
+    """The result of writing a cache.
 
     Attributes:
       path: its directory.
-      examples: finished examples.
-      tokens: in all output features.
-      bytes: of all shards.
-      bad: source examples that were passed over.
-      made: how many of its shards were made now; the others were there.
-      shards: how many there are.
-      seconds: that it took.
+      examples: number of finished examples.
+      tokens: number of tokens in all output features.
+      bytes: size of all shards.
+      bad: number of source examples that were skipped.
+      made: number of shards written now; the others existed.
+      shards: number of shards.
+      seconds: time taken.
     """
 
     task: str
@@ -66,10 +68,10 @@ class Written(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What it takes to make any shard of a cache.
+    """Everything needed to write any shard of a cache.
 
     Attributes:
-      pipeline: of the preprocessors whose work is kept.
+      pipeline: pipeline of the cached preprocessors.
       path: directory of the cache.
     """
 
@@ -97,16 +99,16 @@ def write(
     runner: str | None = None,
     examples_per_shard: int | None = None,
 ) -> Written:
-    """Writes the cache of a split, or what is missing of it.
+    """Write the cache of a split, or its missing shards.
 
     Args:
-      directory: of all caches; None is the first of T5X_TASK_CACHES.
-      num_workers: processes; None is one for each core. 0 does it in this one.
-      overwrite: replace a cache of another state of the task.
-      drop_text: do not keep the texts that `tokenize` keeps (`*_pretokenized`).
-      skip_bad_examples: pass over and count examples that cannot be read; False: the first one is an error.
-      runner: of Apache Beam, which then makes the shards.
-      examples_per_shard: source examples; None is 10,000, or more where there are very many.
+      directory: directory of all caches; None is the first of T5X_TASK_CACHES.
+      num_workers: number of processes; None is one per core. 0 works in this process.
+      overwrite: replace a cache that does not match the task.
+      drop_text: drop the texts that `tokenize` keeps (`*_pretokenized`).
+      skip_bad_examples: skip and count examples that cannot be read; False raises an error for the first.
+      runner: Apache Beam runner that writes the shards.
+      examples_per_shard: number of source examples; None is 10,000, or more for very large splits.
     """
     began = time.monotonic()
     if reason := task.why_not_cached():
@@ -125,19 +127,19 @@ def write(
         "examples_per_shard": examples_per_shard or max(EXAMPLES_PER_SHARD, -(-count // _MAX_SHARDS)),
         "drop_text": drop_text,
         "identity": described,
+        "content": or_none(lambda: task.source.content_fingerprint(split)(), task.name),
     }
     with _exclusive(path):
         info = _prepare(path, info, overwrite)
         work = Work(pipeline, path, count, info["examples_per_shard"], drop_text, skip_bad_examples)
-        shards = -(-count // work.examples_per_shard)
-        finished = {number: found for number in range(shards) if (found := _finished(path, number)) is not None}
+        shards = len(cached.records_of_shards(count, work.examples_per_shard))
+        finished = {number: found for number in range(shards) if (found := _finished(work, number)) is not None}
         missing = [number for number in range(shards) if number not in finished]
         if missing:
             with contextlib.suppress(FileNotFoundError):
                 os.remove(os.path.join(path, cached.COMPLETED))
             finished |= _make(work, missing, num_workers, runner)
-        if not os.path.exists(os.path.join(path, cached.COMPLETED)):
-            _write_json(os.path.join(path, cached.COMPLETED), {"shards": [finished[n] for n in range(shards)]})
+        _complete(path, {"shards": [finished[n] for n in range(shards)]})
     total = {
         name: sum(summary[name] for summary in finished.values()) for name in ("examples", "tokens", "bytes", "bad")
     }
@@ -145,41 +147,37 @@ def write(
 
 
 def write_shard(work: Work, number: int, report: Callable[[int], None] = lambda count: None) -> Summary:
-    """Makes a shard, whole or not at all.
+    """Write a shard atomically.
 
     Args:
-      report: is told now and then how many source examples are done.
+      report: called now and then with the number of source examples done since the last call.
     """
     from array_record.python import array_record_module
 
     path = os.path.join(work.path, cached.shard_name(number))
-    temporary = f"{path}.tmp-{os.getpid()}"
     indices = work.indices(number)
     summary = {"records": len(indices), "examples": 0, "tokens": 0, "bad": 0}
     reported, told = 0, time.monotonic()
     try:
-        writer = array_record_module.ArrayRecordWriter(temporary, _WRITER_OPTIONS)
-        for done, index in enumerate(indices, 1):
-            examples = _made(work, index, summary)
-            summary["examples"] += len(examples)
-            summary["tokens"] += sum(_tokens(example, work.pipeline.output_features) for example in examples)
-            writer.write(_encoded(work, examples, index))
-            if time.monotonic() - told > _SECONDS_BETWEEN_REPORTS:
-                report(done - reported)
-                reported, told = done, time.monotonic()
-        writer.close()
-        there = array_record_module.ArrayRecordReader(temporary).num_records()
-        if there != len(indices):
-            raise RuntimeError(f"{there} of {len(indices)} records arrived in {temporary}")
-        summary |= _measure(temporary)
-        os.replace(temporary, path)
+        with atomic.new_file(path) as file:
+            writer = array_record_module.ArrayRecordWriter(file.name, _WRITER_OPTIONS)
+            for done, index in enumerate(indices, 1):
+                examples = _made(work, index, summary)
+                summary["examples"] += len(examples)
+                summary["tokens"] += sum(_tokens(example, work.pipeline.output_features) for example in examples)
+                writer.write(_encoded(work, examples, index))
+                if time.monotonic() - told > _SECONDS_BETWEEN_REPORTS:
+                    report(done - reported)
+                    reported, told = done, time.monotonic()
+            writer.close()
+            there = array_record_module.ArrayRecordReader(file.name).num_records()
+            if there != len(indices):
+                raise RuntimeError(f"{there} of {len(indices)} records arrived in {file.name}")
+            summary |= _measure(file.name)
         _write_json(_summary_path(work.path, number), summary)
     except (OSError, RuntimeError) as error:
         _check_disk(work.path, error)
         raise
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(temporary)
     report(len(indices) - reported)
     return summary
 
@@ -223,11 +221,11 @@ def _default_directory() -> str:
 
 @contextlib.contextmanager
 def _exclusive(path: str) -> Iterator[None]:
-    """Holds the directory, which is made, against other writers."""
+    """Create the directory and lock it against other writers."""
     with contextlib.ExitStack() as stack:
         try:
-            os.makedirs(path, exist_ok=True)
-            stack.enter_context(cache_directory.locked(path, wait=False))
+            atomic.make_directories(path)
+            stack.enter_context(locks.locked(path, wait=False))
         except BlockingIOError as error:
             raise UserError(f"Another process is writing the cache {path}. Wait until it has ended.") from error
         except OSError as error:
@@ -236,17 +234,21 @@ def _exclusive(path: str) -> Iterator[None]:
             yield
         except OSError as error:
             _check_disk(path, error)
+            if os.fspath(error.filename or "").startswith(path):
+                raise UserError(f"{error.filename} cannot be written: {error.strerror}. Remove {path}.") from error
             raise
 
 
 def _prepare(path: str, info: dict[str, Any], overwrite: bool) -> dict[str, Any]:
-    """Leaves in the directory only what belongs to `info`; returns what info.json holds."""
+    """Remove files that do not belong to `info`; return the content of info.json."""
+    there, reason = None, []
     try:
         there = cached.read_json(os.path.join(path, cached.INFO))
+        with cached.well_formed(cached.INFO):
+            reason = _reasons(there, info) if there is not None else []
     except cached.Unusable as error:
-        there, reason = None, [str(error)]
-    else:
-        reason = _reasons(there, info) if there else []
+        logger.warning("%s: %s; the whole cache is made again", path, error)
+        there = None
     if reason and not overwrite:
         raise UserError(
             f"{path} holds a cache of another state of the task: {'; '.join(reason)}. --overwrite replaces it."
@@ -260,7 +262,7 @@ def _prepare(path: str, info: dict[str, Any], overwrite: bool) -> dict[str, Any]
 
 
 def _clear(path: str, only_unfinished: bool = False) -> None:
-    for name in sorted(os.listdir(path)):  # COMPLETED comes first
+    for name in sorted(os.listdir(path)):  # removes COMPLETED first
         if _OURS.fullmatch(name) and (".tmp-" in name or not only_unfinished):
             os.remove(os.path.join(path, name))
 
@@ -273,29 +275,43 @@ def _reasons(there: dict[str, Any], info: dict[str, Any]) -> list[str]:
         found.append("it has no texts (--drop_text)" if there["drop_text"] else "it has texts (no --drop_text)")
     if there["num_examples"] != info["num_examples"]:
         found.append(f"it is of {there['num_examples']} source examples, and there are {info['num_examples']}")
+    if type(there["examples_per_shard"]) is not int or there["examples_per_shard"] < 1:
+        raise ValueError(f"'examples_per_shard' is {there['examples_per_shard']!r}")
     return found
 
 
-def _finished(path: str, number: int) -> Summary | None:
-    """The summary of a shard that is finished and whole."""
+def _finished(work: Work, number: int) -> Summary | None:
+    """Return the summary of a shard, or None unless it is finished and intact."""
     try:
-        summary = cached.read_json(_summary_path(path, number))
+        summary = cached.read_json(_summary_path(work.path, number))
         if summary is None:
             return None
-        measured = _measure(os.path.join(path, cached.shard_name(number)))
+        expected = {"records": len(work.indices(number))} | _measure(os.path.join(work.path, cached.shard_name(number)))
     except (OSError, cached.Unusable):
-        measured = None
-    if measured is None or any(summary.get(name) != value for name, value in measured.items()):
-        logger.warning("%s in %s is damaged or gone; it is made again", cached.shard_name(number), path)
+        expected = None
+    counted = expected is not None and all(type(summary.get(name)) is int for name in ("examples", "tokens", "bad"))
+    if not counted or any(summary.get(name) != value for name, value in expected.items()):
+        logger.warning("%s in %s is damaged or gone; it is made again", cached.shard_name(number), work.path)
         return None
     return summary
 
 
+def _complete(path: str, content: dict[str, Any]) -> None:
+    """Write COMPLETED, unless it exists and is correct."""
+    file = os.path.join(path, cached.COMPLETED)
+    try:
+        there = cached.read_json(file)
+    except cached.Unusable:
+        there = {}
+    if there is not None and there != content:
+        logger.warning("%s is damaged; it is written again", file)
+    if there != content:
+        _write_json(file, content)
+
+
 def _measure(path: str) -> Summary:
-    """Size and checksum of a file, which is on the disk afterwards."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-        return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+    digest = digest_of(path)
+    return {"bytes": digest["size"], "sha256": digest["sha256"]}
 
 
 def _summary_path(path: str, number: int) -> str:
@@ -303,16 +319,12 @@ def _summary_path(path: str, number: int) -> str:
 
 
 def _write_json(path: str, content: Any) -> None:
-    temporary = f"{path}.tmp-{os.getpid()}"
-    with open(temporary, "w") as file:
-        json.dump(content, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    with atomic.new_file(path) as file:
+        file.write(json.dumps(content, indent=1).encode())
 
 
 def _check_disk(path: str, error: Exception) -> None:
-    """A UserError if the disk is full, which array_record tells in words only."""
+    """Raise a UserError if the disk is full, which array_record reports only in its message."""
     if any(words in str(error) for words in ("No space left", "Disk quota")):
         free = cache_directory.free_bytes(path)
         room = "" if free is None else f" ({cache_directory.human_size(free)} free)"
@@ -322,7 +334,7 @@ def _check_disk(path: str, error: Exception) -> None:
         ) from error
 
 
-# --- Who makes the shards ---------------------------------------------------------------------------------------------
+# --- Writing shards ---------------------------------------------------------------------------------------------------
 
 
 def _make(work: Work, missing: Sequence[int], num_workers: int | None, runner: str | None) -> dict[int, Summary]:
@@ -339,7 +351,7 @@ def _make(work: Work, missing: Sequence[int], num_workers: int | None, runner: s
 
 
 class _Rate:
-    """Adds up what is done, and shows it with its rate."""
+    """Counts finished examples and shows their rate."""
 
     def __init__(self, progress: Progress):
         self._progress = progress
@@ -367,7 +379,7 @@ def _make_in_processes(
         answers.put((number, None))
 
     def command(number: int, content: bytes) -> None:
-        with contextlib.suppress(OSError):  # it has died, which its other pipe tells
+        with contextlib.suppress(OSError):  # it has died; its other pipe reports it
             processes.write(workers[number].stdin, content)
             workers[number].stdin.flush()
 
@@ -382,10 +394,8 @@ def _make_in_processes(
         while len(finished) < len(missing):
             number, answer = answers.get()
             if answer is None:
-                raise UserError(
-                    f"A worker process ended: {processes.why_ended(workers[number])}. Start again, which keeps the "
-                    "finished shards, with fewer processes (--num_workers) if it ran out of memory."
-                )
+                fix = "Start again, which keeps the finished shards; fewer processes (--num_workers) need less memory."
+                raise processes.unexpected_end(workers[number], "A worker process", fix)
             if "error" in answer:
                 raise {"bad": BadExample, "user": UserError}.get(answer["kind"], RuntimeError)(answer["error"])
             report(answer.get("done", 0))
@@ -403,7 +413,7 @@ def _make_in_processes(
 
 
 def serve() -> None:
-    """The main function of a worker process."""
+    """Run a worker process."""
     source, output = processes.pipes()
     payload = processes.read(source)
     if payload is None:
@@ -443,16 +453,30 @@ def _make_with_beam(work: Work, missing: Sequence[int], runner: str) -> dict[int
         pipeline = apache_beam.Pipeline(options=options)
     except ValueError as error:
         raise UserError(f"--runner={runner}: {error}") from error
-    with pipeline:
+    with _safe_path_in_children(), pipeline:
         shards = pipeline | apache_beam.Create(list(missing)) | apache_beam.Reshuffle()
         _ = shards | "WriteShard" >> apache_beam.Map(functools.partial(_write_pickled, payload))
-    finished = {number: found for number in missing if (found := _finished(work.path, number)) is not None}
+    finished = {number: found for number in missing if (found := _finished(work, number)) is not None}
     if len(finished) < len(missing):
         raise UserError(
             f"Beam's {runner} left {len(missing) - len(finished)} shard(s) unwritten in {work.path}. Its workers must "
             "see that directory."
         )
     return finished
+
+
+@contextlib.contextmanager
+def _safe_path_in_children() -> Iterator[None]:
+    """Keep the working directory off the path of interpreters that are started with this process's environment."""
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONSAFEPATH"]
+        else:
+            os.environ["PYTHONSAFEPATH"] = before
 
 
 def _write_pickled(payload: bytes, number: int) -> None:

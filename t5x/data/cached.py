@@ -1,18 +1,19 @@
-"""Caches of tasks: what source examples become by the deterministic preprocessors of a task, made once, found again.
+"""Caches of tasks: the results of a task's deterministic preprocessors, computed once.
 
-`t5x cache` writes them (see `t5x.data.cache`), everything that reads a task finds them by itself and needs none:
+`t5x cache` writes them (see `t5x.data.cache_writer`). Everything that reads a task finds them; none is required:
 
-    T5X_TASK_CACHES/                directories, parted by ":"; <cache directory>/tasks unless set; none if empty
+    T5X_TASK_CACHES/                directories, separated by ":"; <cache directory>/tasks unless set; none if empty
       <task>/<split>/
-        info.json                   what it is a cache of: `identity`
-        shard-00000.array_record    record i is the list of examples that source example i became
-        COMPLETED                   number of records, size and checksum of every shard; without it nothing is read
+        info.json                   what the content depends on: `identity`
+        shard-00000.array_record    record i is the list of examples made from source example i
+        COMPLETED                   records, size and checksum of every shard; without it nothing is read
 
-Batches are the same with and without a cache, bit for bit. One that is of another state of the task, or is not whole,
-is not read; a warning says what differs.
+Batches are bitwise identical with and without a cache. A cache that is incomplete or does not match the task is not
+read; a warning reports the difference.
 """
 
 import collections
+import contextlib
 import importlib.metadata
 import json
 import logging
@@ -21,7 +22,7 @@ import sys
 import threading
 import urllib.parse
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from t5x import cache_directory, startup
@@ -29,6 +30,7 @@ from t5x.data import records
 from t5x.data.fingerprints import fingerprint
 from t5x.data.pipeline import count_cacheable, name_of
 from t5x.errors import UserError
+from t5x.untrusted import open_regular, parse_json
 from t5x.urls import is_remote
 
 if TYPE_CHECKING:
@@ -46,7 +48,7 @@ _told: set[str] = set()
 
 
 def directories() -> list[str]:
-    """Where caches are looked for, the first one first."""
+    """Return the directories to search for caches, in order."""
     named = os.environ.get("T5X_TASK_CACHES")
     if named is None:
         return [] if is_remote(startup.cache_directory()) else [cache_directory.place("tasks")]
@@ -56,14 +58,14 @@ def directories() -> list[str]:
 
 
 def local_directory(path: str, name: str) -> str:
-    """The absolute path of a directory of caches, which `name` gives; a UserError for a remote one."""
+    """Return the absolute path of the cache directory that `name` sets; raise a UserError for a remote one."""
     if is_remote(path):
         raise UserError(f"{name}: caches are read from local files; {path} is remote. Name a local directory.")
     return os.path.abspath(os.path.expanduser(path))
 
 
 def place(directory: str, task: str, split: str) -> str:
-    """The directory of the cache of a split."""
+    """Return the directory of the cache of a split."""
     return os.path.join(
         directory, *(urllib.parse.quote(name, safe=":+@,=").replace("..", "%2E.") for name in (task, split))
     )
@@ -74,10 +76,10 @@ def shard_name(number: int) -> str:
 
 
 def find(task: "Task", split: str, *, need_text: bool = True) -> "CachedExamples | None":
-    """The cache of a split, if there is a valid one.
+    """Return the cache of a split if there is a valid one.
 
     Args:
-      need_text: do not take one whose texts were dropped.
+      need_text: ignore caches without texts.
     """
     for path in (place(directory, task.name, split) for directory in directories()):
         if not os.path.isdir(path):
@@ -88,7 +90,7 @@ def find(task: "Task", split: str, *, need_text: bool = True) -> "CachedExamples
         except Unusable as error:
             _tell(f"The cache {path} is not used: {error}. Task {task.name!r} is read from its source.")
             continue
-        if need_text and found.info["drop_text"]:
+        if need_text and found.info.get("drop_text", True):
             _tell(f"The cache {path} is not used here: its texts were dropped (--drop_text), and they are needed.")
             continue
         logger.info("Split %r of task %r is read from its cache %s", split, task.name, path)
@@ -115,12 +117,12 @@ class CachedExamples:
     """The examples in the cache of a split.
 
     Args:
-      path: its directory; Unusable if it is not whole.
+      path: its directory; raises Unusable if it is not complete.
 
     Attributes:
-      steps: how many preprocessors of the task have been applied.
-      num_examples: of the source.
-      bad: source examples that were passed over when it was written.
+      steps: number of the task's preprocessors that have been applied.
+      num_examples: number of source examples.
+      bad: number of source examples that were skipped when the cache was written.
       info: content of info.json.
     """
 
@@ -134,20 +136,25 @@ class CachedExamples:
         completed = read_json(os.path.join(path, COMPLETED))
         if completed is None:
             raise Unusable("it is not complete (`t5x cache` goes on where it stopped)")
-        self._sizes = [shard["bytes"] for shard in completed["shards"]]
-        self.bad = sum(shard["bad"] for shard in completed["shards"])
-        self._per_shard = self.info["examples_per_shard"]
-        self.steps = len(self.info["identity"]["preprocessors"])
-        self.num_examples = self.info["num_examples"]
+        with well_formed(INFO):
+            self._per_shard = _count(self.info, "examples_per_shard", low=1)
+            self.num_examples = _count(self.info, "num_examples")
+            self.steps = len(self.info["identity"]["preprocessors"])
+        with well_formed(COMPLETED):
+            self._sizes = [_count(shard, "bytes") for shard in completed["shards"]]
+            self.bad = sum(_count(shard, "bad") for shard in completed["shards"])
+            there = [_count(shard, "records") for shard in completed["shards"]]
+            if there != records_of_shards(self.num_examples, self._per_shard):
+                raise ValueError(f"its shards do not hold the {self.num_examples} examples of {INFO}")
         for number, size in enumerate(self._sizes):
             file = os.path.join(path, shard_name(number))
-            there = os.path.getsize(file) if os.path.exists(file) else None
+            there = os.path.getsize(file) if os.path.isfile(file) else None
             if there != size:
                 state = "is missing" if there is None else f"has {there} bytes instead of {size}"
                 raise Unusable(f"{shard_name(number)} {state} (`t5x cache` makes it again)")
 
     def check(self, task: "Task", split: str) -> None:
-        """Unusable if it is of another state of the task."""
+        """Raise Unusable if the cache does not match the task."""
         written = self.info["identity"]
         steps = count_cacheable(task.preprocessors)
         try:
@@ -155,11 +162,13 @@ class CachedExamples:
         except UserError as error:
             now = identity(task, split, steps, source=written["source"])
             _tell(f"The cache {self.path} is used, though its source cannot be read here to compare it: {error}")
-        if differences := describe_differences(written, now):
+        with well_formed(INFO):
+            differences = describe_differences(written, now)
+        if differences:
             raise Unusable("; ".join(differences))
 
     def examples(self, index: int) -> list[Example]:
-        """What source example `index` became."""
+        """Return the examples made from source example `index`."""
         number, record = divmod(index, self._per_shard)
         path = os.path.join(self.path, shard_name(number))
         try:
@@ -172,7 +181,7 @@ class CachedExamples:
 
 
 class _OpenShards:
-    """The shards that this process has open, those used last."""
+    """The shards that this process has open, least recently used first."""
 
     def __init__(self, limit: int):
         self._readers: collections.OrderedDict[str, Any] = collections.OrderedDict()
@@ -202,30 +211,59 @@ class _OpenShards:
 _open_shards = _OpenShards(_MAX_OPEN_SHARDS)
 
 
-def read_json(path: str) -> Any:
-    """The content of a JSON file; None where there is none."""
+def records_of_shards(num_examples: int, per_shard: int) -> list[int]:
+    """Return the number of records of each shard.
+
+    >>> records_of_shards(50, 20)
+    [20, 20, 10]
+    """
+    return [min(per_shard, num_examples - start) for start in range(0, num_examples, per_shard)]
+
+
+def read_json(path: str) -> dict[str, Any] | None:
+    """Return the object in a JSON file, or None if there is no file. Raise Unusable for any other content."""
     try:
-        with open(path) as file:
-            return json.load(file)
+        with open_regular(path) as file, well_formed(os.path.basename(path)):
+            content = parse_json(file.read())
+            if not isinstance(content, dict):
+                raise ValueError(f"it holds {type(content).__name__}, not an object")
+            return content
     except FileNotFoundError:
         return None
-    except ValueError as error:
-        raise Unusable(f"{os.path.basename(path)} is damaged ({error})") from error
+    except OSError as error:
+        raise Unusable(f"{os.path.basename(path)} cannot be read: {error.strerror}") from error
 
 
-# --- What a cache is of -----------------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def well_formed(name: str) -> Iterator[None]:
+    """Raise Unusable, with the name of the file, if its content does not have the expected form."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise Unusable(f"{name} is damaged: {what} (`t5x cache` writes it again)") from error
+
+
+def _count(content: Mapping[str, Any], name: str, low: int = 0) -> int:
+    value = content[name]
+    if type(value) is not int or value < low:
+        raise ValueError(f"{name!r} is {value!r}")
+    return value
+
+
+# --- Identity of a cache ----------------------------------------------------------------------------------------------
 
 
 _preprocessors: weakref.WeakKeyDictionary["Task", list[dict[str, str]]] = weakref.WeakKeyDictionary()
 
 
 def identity(task: "Task", split: str, steps: int, source: Any = None) -> dict[str, Any]:
-    """What the content of a cache depends on, as JSON holds it.
+    """Return what the content of a cache depends on, as JSON values.
 
     Args:
-      source: taken for that of the task's source.
+      source: replaces the fingerprint of the task's source.
     """
-    if task not in _preprocessors:  # as they are before they are first run: some keep what they have worked out
+    if task not in _preprocessors:  # before their first run: some store results in themselves
         _preprocessors[task] = [
             {"name": name_of(step), "hash": fingerprint(step)} for step in task.preprocessors[:steps]
         ]
@@ -249,18 +287,18 @@ def identity(task: "Task", split: str, steps: int, source: Any = None) -> dict[s
 
 def _versions() -> dict[str, str]:
     return {
-        "Python": f"{sys.version_info.major}.{sys.version_info.minor}",  # hashes are of bytecode
+        "Python": f"{sys.version_info.major}.{sys.version_info.minor}",  # hashes depend on bytecode
         "sentencepiece": importlib.metadata.version("sentencepiece"),
     }
 
 
 def describe_differences(written: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What has changed since a cache was written, each in a few words."""
+    """Return short descriptions of what has changed since a cache was written."""
     found = []
     for name in written["versions"] | now["versions"]:
         if written["versions"].get(name) != now["versions"].get(name):
             found.append(f"{name} was {written['versions'].get(name)} and is {now['versions'].get(name)}")
-    if found:  # hashes of code say nothing then
+    if found:  # hashes of code cannot be compared then
         return found
     before, after = written["preprocessors"], now["preprocessors"]
     if [step["name"] for step in before] != [step["name"] for step in after]:

@@ -1,4 +1,4 @@
-"""Which data, and how it is batched: `utils.DatasetConfig` in gin files."""
+"""The data of a run and how it is batched: `utils.DatasetConfig` in gin files."""
 
 import dataclasses
 import hashlib
@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
+from t5x import user_modules
 from t5x.data.tasks import Mixture, Task, get_mixture_or_task
 from t5x.errors import UserError
 
@@ -23,22 +24,22 @@ class DatasetConfig:
     Attributes:
       mixture_or_task_name: registered name, or the task itself.
       task_feature_lengths: {feature: length in tokens}; None measures them, for evaluation.
-      split: of the task.
+      split: split of the task.
       batch_size: rows of the global batch, over all processes.
-      shuffle: read the examples in another order each epoch.
-      seed: of the order and of random preprocessors; None is 0.
-      use_cached: say so where a task has no cache. One that `t5x cache` wrote is used anyway, and none is needed.
-      pack: several examples a row, by seqio's greedy rule.
-      use_custom_packing_ops: seqio's; without effect.
+      shuffle: use a different order each epoch.
+      seed: seed of the order and of random preprocessors; None is 0.
+      use_cached: log if a task has no cache. A cache that `t5x cache` wrote is always used, and none is required.
+      pack: put several examples in a row, greedily as in seqio.
+      use_custom_packing_ops: accepted for seqio compatibility; no effect.
       module: dotted name or .py file to import first, which registers the task.
-      use_memory_cache: seqio's; without effect: files are read where they lie.
-      trim_output_features: cut features that are longer than their length; False makes them an error.
+      use_memory_cache: accepted for seqio compatibility; no effect: files are read in place.
+      trim_output_features: truncate features that exceed their length; False makes them an error.
       runtime_preprocessors: applied after those of the task.
-      num_prefetch_threads: seqio's; without effect.
-      num_workers: processes that read and tokenise ahead of training; 0 is a thread, None chooses by the number of
-        cores. The batches do not depend on it.
-      skip_bad_examples: pass over and count examples that cannot be read, or that are too long where they are not cut;
-        False: the first one is an error.
+      num_prefetch_threads: accepted for seqio compatibility; no effect.
+      num_workers: number of processes that read and tokenise ahead of training; 0 uses a thread, None chooses by the
+        number of cores. The batches do not depend on it.
+      skip_bad_examples: skip and count examples that cannot be read, or that are too long if they are not truncated;
+        False raises an error for the first.
     """
 
     mixture_or_task_name: Any
@@ -80,25 +81,22 @@ _task_modules: dict[str, ModuleType] = {}
 
 
 def imported_task_modules() -> list[ModuleType]:
-    """Those that were imported from .py files, which other processes cannot import by name."""
+    """Return the modules imported from .py files, which other processes cannot import by name."""
     return list(_task_modules.values())
 
 
 def import_task_module(name_or_file: str) -> ModuleType:
-    """Imports a module that registers tasks, by dotted name or as a .py file. A second time does nothing.
+    """Import a module that registers tasks, by dotted name or as a .py file. A second call does nothing.
 
-    The directory of the file, or the current directory for a name, is added to the end of the import path.
+    A name is looked up among the installed modules, then in the working directory. The module's own imports may be in
+    the directory of the file or in the working directory.
     """
     path = os.path.realpath(os.path.expanduser(name_or_file)) if name_or_file.endswith(".py") else None
     if path is not None and not os.path.isfile(path):
         raise UserError(f"There is no file {name_or_file} to import tasks from (looked for {path}).")
-    directory = os.getcwd() if path is None else os.path.dirname(path)
-    if directory not in sys.path:
-        sys.path.append(directory)
-    importlib.invalidate_caches()
     try:
         if path is None:
-            return importlib.import_module(name_or_file)
+            return user_modules.import_module(name_or_file)
         module = _task_modules[path] = _import_file(path)
         return module
     except ModuleNotFoundError as error:
@@ -126,13 +124,15 @@ def _import_file(path: str) -> ModuleType:
         if os.path.realpath(getattr(module, "__file__", None) or "") == path:
             return module
     name = re.sub(r"\W", "_", os.path.basename(path).removesuffix(".py"))
+    user_modules.allow(name, os.path.dirname(path))
     spec = importlib.util.find_spec(name)
     if spec is not None and os.path.realpath(spec.origin or "") == path:
         return importlib.import_module(name)
-    # Another module has that name.
+    # Another module already has that name.
     name = f"{name}_{hashlib.sha256(path.encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(name, path)
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    user_modules.trust(name)
     try:
         spec.loader.exec_module(module)
     except BaseException:

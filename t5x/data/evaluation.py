@@ -1,4 +1,4 @@
-"""Scoring a model on the tasks of a mixture, and writing down what came of it, under seqio's names."""
+"""Evaluation of a model on the tasks of a mixture, and loggers for the results, under seqio's names."""
 
 import abc
 import dataclasses
@@ -31,7 +31,7 @@ _METRIC_ARGUMENTS = (
 
 
 class Logger(abc.ABC):
-    """Where an evaluation goes. Subclass it and name the class in `Evaluator.logger_cls`.
+    """Destination of evaluation results. Subclass it and name the class in `Evaluator.logger_cls`.
 
     Args:
       output_dir: directory for its files.
@@ -50,25 +50,25 @@ class Logger(abc.ABC):
         inferences: Mapping[str, Any],
         targets: Sequence[Any],
     ) -> None:
-        """Logs one evaluation of one task.
+        """Log one evaluation of one task.
 
         Args:
           task_name: the task.
-          step: of the model.
+          step: training step of the model.
           metrics: {name: value}.
-          dataset: the examples, features of the task.
-          inferences: "prediction" and "score", as far as they were asked for: one of each for every example;
-            "aux_value": {name: one for every example}.
-          targets: one for every example, postprocessed.
+          dataset: the examples, with the task's features.
+          inferences: "prediction" and "score", each with one value per example, and "aux_value": {name: one value per
+            example}; only those that were computed.
+          targets: the postprocessed target of each example.
         """
 
 
 class PyLoggingLogger(Logger):
-    """Metrics in the program's log.
+    """Writes metrics to the program's log.
 
     Args:
       output_dir: not used.
-      level: of the log.
+      level: log level.
     """
 
     def __init__(self, output_dir: str, level: int = logging.INFO):
@@ -81,7 +81,7 @@ class PyLoggingLogger(Logger):
 
 
 class TensorBoardLogger(Logger):
-    """Metrics as `eval/<metric>` in `<output_dir>/<task>/events.out.tfevents.*`."""
+    """Writes metrics as `eval/<metric>` to `<output_dir>/<task>/events.out.tfevents.*`."""
 
     def __init__(self, output_dir: str):
         super().__init__(output_dir)
@@ -100,16 +100,16 @@ class TensorBoardLogger(Logger):
 
 
 class JSONLogger(Logger):
-    """Metrics and single results as JSON Lines; an interrupted evaluation leaves no half file.
+    """Writes metrics and results as JSON Lines. An interrupted evaluation leaves no partial file.
 
-    `<output_dir>/<task>-metrics.jsonl` has one line a step, `{"step": 1000, "exact_match": 93.2}`; a step evaluated
-    again replaces its line. `<output_dir>/<task>-<step>.jsonl` has one line an example: `input` (its features, token
-    ids left out where their text is there), `target`, and `prediction`, `score` and `aux_<name>` as far as they were
-    computed. Numbers that are not finite are strings: "nan", "inf", "-inf".
+    `<output_dir>/<task>-metrics.jsonl` has one line per step, `{"step": 1000, "exact_match": 93.2}`; evaluating a step
+    again replaces its line. `<output_dir>/<task>-<step>.jsonl` has one line per example: `input` (its features, without
+    token ids whose text is present), `target`, and whichever of `prediction`, `score` and `aux_<name>` were computed.
+    Non-finite numbers are strings: "nan", "inf", "-inf".
 
     Args:
       output_dir: directory for the files.
-      write_n_results: how many examples to write; None writes all, 0 no file.
+      write_n_results: number of examples to write; None writes all, 0 writes no file.
     """
 
     def __init__(self, output_dir: str, write_n_results: int | None = None):
@@ -164,7 +164,7 @@ class _Metric:
         )
 
     def compute(self, values: Mapping[str, Any]) -> dict[str, float]:
-        """{name: number} from `values`, which has every argument."""
+        """Return {name: number}; `values` has every argument."""
         try:
             found = self.function(**{argument: values[argument] for argument in self.arguments})
         except Exception as error:
@@ -189,26 +189,26 @@ class _Metric:
 
 
 class Evaluator:
-    """Runs a model over the evaluation split of every task of a mixture and computes the tasks' metrics.
+    """Runs a model on the evaluation split of every task of a mixture and computes the tasks' metrics.
 
-    Predictions are decoded with the vocabulary of the target feature, then predictions and targets pass the task's
-    postprocess_fn, then its metric functions get all of them at once. Examples keep their order; each is seen once.
+    Predictions are decoded with the target feature's vocabulary, predictions and targets are postprocessed with the
+    task's postprocess_fn, and its metric functions get all of them at once. Each example is evaluated once, in order.
 
     Args:
       mixture_or_task_name: registered name, or the task or mixture itself.
       feature_converter: makes the model's features.
-      eval_split: tasks without it are left out; one must have it.
+      eval_split: split to evaluate; tasks without it are skipped, and at least one must have it.
       use_cached: as in `DatasetConfig`.
-      seed: of the order, with `shuffle`, and of random preprocessors.
-      sequence_length: {task feature: length}; None takes the longest of all tasks, rounded up.
-      num_examples: of each task; None is all.
-      shuffle: with `num_examples`, take them from all over the split and not from its beginning.
-      logger_cls: classes (or functions) that take `output_dir` and make a `Logger`.
+      seed: seed of the order, with `shuffle`, and of random preprocessors.
+      sequence_length: {task feature: length}; None uses the longest example of all tasks, rounded up.
+      num_examples: number of examples per task; None uses all.
+      shuffle: with `num_examples`, sample from the whole split instead of its beginning.
+      logger_cls: classes (or functions) that take `output_dir` and return a `Logger`.
       log_dir: `output_dir` of the loggers.
-      use_memory_cache: keep the batches between evaluations; False prepares them anew each time.
-      async_compute_metrics: seqio's; metrics are computed before `evaluate` returns.
+      use_memory_cache: keep the batches between evaluations; False prepares them each time.
+      async_compute_metrics: accepted for seqio compatibility; metrics are computed before `evaluate` returns.
       target_field_name: the feature that the model predicts.
-      batch_size: rows of a batch; the last one is filled up with rows of zeros.
+      batch_size: rows of a batch; rows of zeros fill the last one.
       skip_bad_examples: as in `DatasetConfig`.
     """
 
@@ -273,17 +273,17 @@ class Evaluator:
         predict_with_aux_fn: PredictWithAuxFn | None = None,
         compute_metrics: bool = True,
     ) -> dict[str, dict[str, float]]:
-        """Evaluates all tasks and calls the loggers.
+        """Evaluate all tasks and call the loggers.
 
-        The functions get batches {model feature: int32 [batch_size, length]}; only those that the metrics need are
+        The functions take batches {model feature: int32 [batch_size, length]}; only those that the metrics need are
         called.
 
         Args:
-          step: of the model, for the loggers.
+          step: training step of the model, for the loggers.
           predict_fn: returns token ids [batch_size, length].
           score_fn: returns scores [batch_size].
           predict_with_aux_fn: returns token ids and {name: [batch_size, …]}.
-          compute_metrics: False only runs the model: for the processes whose results nobody reads.
+          compute_metrics: False only runs the model, for processes whose results are not used.
 
         Returns:
           {task: {metric: value}}, empty with `compute_metrics=False`.
@@ -330,7 +330,7 @@ class Evaluator:
         return eval_batches(cfg, feature_converter=self._converter, num_examples=self._num_examples)
 
     def _measure(self) -> dict[str, int]:
-        """Lengths that hold every example of every task, so that the model is compiled once for all of them."""
+        """Return lengths that fit every example of every task, so that the model is compiled once."""
         features = self._converter.task_features(self._tasks[0].output_features)
         batches = [batch for task in self._tasks for batch in self._batches(task, None)]
         examples = [example for batch in batches for example in batch.examples]
@@ -343,7 +343,7 @@ class Evaluator:
         return _postprocessed(task, text, example, is_target=True)
 
     def _postprocess(self, task: Task, examples: Sequence[Example], raw: Mapping[str, Any]) -> dict[str, Any]:
-        """`raw` with token ids replaced by what the metrics compare."""
+        """Return `raw` with token ids replaced by what the metrics compare."""
         if "prediction" not in raw:
             return dict(raw)
         vocabulary = task.output_features[self._target].vocabulary
@@ -380,7 +380,7 @@ def _plan(
     score_fn: PredictFn | None,
     predict_with_aux_fn: PredictWithAuxFn | None,
 ) -> list[Callable[[Batch], dict[str, Any]]]:
-    """What to call for each batch; each returns {"prediction" | "score": [batch, …], "aux_value": {name: …}}."""
+    """Return the calls for each batch, which return {"prediction" | "score": [batch, …], "aux_value": {name: …}}."""
     needed = {argument for metric in metrics for argument in metric.arguments}
     calls: list[Callable[[Batch], dict[str, Any]]] = []
     if "aux_values" in needed or ("predictions" in needed and predict_fn is None):
@@ -400,7 +400,7 @@ def _plan(
 def _collect(
     batches: Iterable[EvalBatch], calls: Sequence[Callable[[Batch], dict[str, Any]]]
 ) -> tuple[list[Example], dict[str, Any]]:
-    """The examples of all batches and, aligned with them, what the calls return."""
+    """Return the examples of all batches and, aligned with them, the results of the calls."""
     examples: list[Example] = []
     found: dict[str, Any] = {}
     for batch, mask, batch_examples in batches:

@@ -1,10 +1,9 @@
-"""From a task's examples to the arrays a model takes.
+"""Convert a task's examples to the arrays a model takes.
 
-A converter fills one row at a time. With `pack=True` a row holds as many whole examples as fit: the loader adds up
-their `sizes` until the next would exceed the row's `capacity`, as seqio does. The row is seqio's, with two mends, both
-for what seldom is in data: an example without inputs (or targets) still counts as a segment, so that the segments of
-encoder and decoder stay those of one example; and an id 0 inside an example is kept, where seqio drops as many tokens
-from its end.
+A converter fills one row at a time. With `pack=True` a row holds as many complete examples as fit: the loader adds up
+their `sizes` until the next one would exceed the row's `capacity`, as seqio does. Rows equal seqio's except in two rare
+cases: an example without inputs (or targets) still counts as a segment, so that encoder and decoder segments stay
+aligned; and an id 0 inside an example is kept, where seqio drops one token from its end instead.
 """
 
 import abc
@@ -25,21 +24,21 @@ Lengths = Mapping[str, int]
 
 
 def non_padding_position(tokens: np.ndarray, dtype: Any = np.int32, pad_id: int = 0) -> np.ndarray:
-    """1 where `tokens` is not padding, else 0. Same shape."""
+    """Return 1 where `tokens` is not padding and 0 elsewhere, in the same shape."""
     return (tokens != pad_id).astype(dtype)
 
 
 def make_autoregressive_inputs(
     targets: np.ndarray, sequence_id: np.ndarray | None = None, bos_id: int = 0
 ) -> np.ndarray:
-    """Targets shifted right by one, with `bos_id` at the beginning (of each segment, where there are several).
+    """Shift targets right by one, with `bos_id` at the start of each segment.
 
     >>> make_autoregressive_inputs(np.array([3, 8, 1, 9, 1, 0]), np.array([1, 1, 1, 2, 2, 0]))
     array([0, 3, 8, 0, 9, 0])
 
     Args:
       targets: ids [..., length].
-      sequence_id: segment of each position [..., length], of packed rows.
+      sequence_id: segment of each position [..., length], for packed rows.
       bos_id: first input.
     """
     inputs = np.empty_like(targets)
@@ -51,20 +50,20 @@ def make_autoregressive_inputs(
 
 
 class FeatureConverter(abc.ABC):
-    """Makes a row of model features from the examples that go into it.
+    """Converts the examples of a row to model features.
 
     Args:
-      pack: several examples a row.
-      use_custom_packing_ops: seqio's; without effect.
-      apply_length_check: False trims features that are too long even where the dataset says not to.
+      pack: put several examples in a row.
+      use_custom_packing_ops: accepted for seqio compatibility; no effect.
+      apply_length_check: False trims features that are too long even if the dataset asks for an error.
       bos_id: first decoder input.
 
     Attributes:
-      trimmed: how many times each task feature was trimmed.
+      trimmed: number of times each task feature was trimmed.
     """
 
     TASK_FEATURES: tuple[str, ...] = ()
-    # Taken where task_feature_lengths names them.
+    # Used if they are in task_feature_lengths.
     OPTIONAL_TASK_FEATURES: tuple[str, ...] = ()
 
     def __init__(
@@ -81,27 +80,27 @@ class FeatureConverter(abc.ABC):
 
     @abc.abstractmethod
     def get_model_feature_lengths(self, task_feature_lengths: Lengths) -> dict[str, int]:
-        """{model feature: length} for {task feature: length}."""
+        """Return {model feature: length} for {task feature: length}."""
 
     @abc.abstractmethod
     def convert_row(self, examples: Sequence[Example], task_feature_lengths: Lengths, *, trim: bool = True) -> Row:
-        """One row of the batch.
+        """Return one row of the batch.
 
         Args:
-          examples: what goes into the row: one example, none for a row of padding; when packing, several that fit.
+          examples: the examples of the row: one; none for a row of padding; when packing, several that fit.
           task_feature_lengths: {task feature: length}.
-          trim: cut features that are too long; False makes them a UserError.
+          trim: truncate features that are too long; False raises a UserError instead.
 
         Returns:
           {model feature: int32 [length]}.
         """
 
     def capacity(self, task_feature_lengths: Lengths) -> tuple[int, ...]:
-        """How many positions a row has in each packed feature; without packing (1,): one example a row."""
+        """Return the number of positions of a row in each packed feature; (1,), one example, without packing."""
         return tuple(task_feature_lengths[feature] for feature in self.TASK_FEATURES) if self.pack else (1,)
 
     def sizes(self, example: Example, task_feature_lengths: Lengths, trim: bool = True) -> tuple[int, ...]:
-        """How many positions of `capacity` an example takes."""
+        """Return the number of positions of `capacity` that an example takes."""
         if not self.pack:
             return (1,)
         return tuple(map(len, self._parts(example, task_feature_lengths, trim, count=False)))
@@ -109,11 +108,11 @@ class FeatureConverter(abc.ABC):
     def convert_batch(
         self, rows: Sequence[Sequence[Example]], task_feature_lengths: Lengths, *, trim: bool = True
     ) -> Row:
-        """The rows as one batch: {model feature: int32 [rows, length]}."""
+        """Return the rows as a batch, {model feature: int32 [rows, length]}."""
         return stack_rows([self.convert_row(row, task_feature_lengths, trim=trim) for row in rows])
 
     def check(self, available: Sequence[str], task_feature_lengths: Lengths, task_name: str) -> None:
-        """A UserError where the task lacks a feature, or a feature its length."""
+        """Raise a UserError if the task lacks a feature, or a feature has no length."""
         needed = self.task_features(task_feature_lengths)
         for feature in needed:
             if feature not in available:
@@ -128,16 +127,16 @@ class FeatureConverter(abc.ABC):
                 )
 
     def task_features(self, available: Collection[str]) -> tuple[str, ...]:
-        """The features that it takes of a task that has these, or has lengths for these."""
+        """Return the features used of a task that has `available` features, or lengths for these."""
         optional = (feature for feature in self.OPTIONAL_TASK_FEATURES if feature in available)
         return (*optional, *self.TASK_FEATURES)
 
     def _parts(self, example: Example, lengths: Lengths, trim: bool, count: bool = True) -> tuple[Any, ...]:
-        """The ids that go into the row, of each of TASK_FEATURES."""
+        """Return the ids of each of TASK_FEATURES that go into the row."""
         return tuple(self._ids(example, feature, lengths[feature], trim, count) for feature in self.TASK_FEATURES)
 
     def _ids(self, example: Example, feature: str, length: int, trim: bool, count: bool) -> Any:
-        """The first `length` ids of `feature`, when packing without padding at the end; counted where it is cut."""
+        """Return the first `length` ids of `feature`, without trailing padding when packing; count truncations."""
         ids = example[feature]
         if len(ids) > length:
             if not trim and self._apply_length_check:
@@ -163,11 +162,11 @@ class FeatureConverter(abc.ABC):
         self.trimmed[feature] += 1
 
     def _place(self, parts: Sequence[tuple[Any, ...]], lengths: Sequence[int]) -> list["_Placed"]:
-        """Each example's ids one after the other: for each feature, a row of its length.
+        """Concatenate the examples' ids into one row per feature.
 
         Args:
-          parts: of each example, the ids of each feature.
-          lengths: of each feature.
+          parts: for each example, the ids of each feature.
+          lengths: row length of each feature.
         """
         if not self.pack:
             if len(parts) > 1:
@@ -195,7 +194,7 @@ class FeatureConverter(abc.ABC):
 
 
 class _Placed(NamedTuple):
-    """Ids in a row, int32 [length]; when packing with the segment (1, 2, …; 0 for padding) and the position in it."""
+    """The ids of a row, int32 [length]; when packing also segments (1, 2, …; 0 for padding) and positions in them."""
 
     tokens: np.ndarray
     segment_ids: np.ndarray | None = None
@@ -203,7 +202,7 @@ class _Placed(NamedTuple):
 
 
 class EncDecFeatureConverter(FeatureConverter):
-    """For encoder-decoder models: `inputs` to the encoder, `targets` to the decoder.
+    """Converter for encoder-decoder models: `inputs` for the encoder, `targets` for the decoder.
 
     >>> def show(row):
     ...     for name, ids in row.items():
@@ -257,7 +256,7 @@ class EncDecFeatureConverter(FeatureConverter):
 
 
 class PrePackedEncDecFeatureConverter(EncDecFeatureConverter):
-    """`EncDecFeatureConverter` for examples that are packed rows: they bring `*_segment_ids` and `*_positions`."""
+    """`EncDecFeatureConverter` for examples that are already packed, with `*_segment_ids` and `*_positions`."""
 
     TASK_FEATURES = (
         "inputs",
@@ -291,13 +290,13 @@ class PrePackedEncDecFeatureConverter(EncDecFeatureConverter):
 
 
 class DecoderFeatureConverter(FeatureConverter):
-    """For decoder-only models: `targets` alone (a language model), or `inputs` before them (a prefix LM).
+    """Converter for decoder-only models: `targets` alone (a language model), or after `inputs` (a prefix LM).
 
-    Which of the two is told by the features in task_feature_lengths. In a prefix LM the loss is on the targets;
-    `decoder_causal_attention` is 1 over the inputs and one position more, because the decoder reads them shifted right.
+    The features in task_feature_lengths decide which. The loss of a prefix LM is on the targets only.
+    `decoder_causal_attention` is 1 over the inputs and one more position, because decoder inputs are shifted right.
 
     Args:
-      loss_on_targets_only: False: the inputs of a prefix LM are learnt too.
+      loss_on_targets_only: False also computes the loss on the inputs of a prefix LM.
 
     >>> row = DecoderFeatureConverter().convert_row(
     ...     [{"inputs": [7, 8], "targets": [3, 9, 1]}], {"inputs": 3, "targets": 4})
@@ -364,7 +363,7 @@ class DecoderFeatureConverter(FeatureConverter):
         of_inputs, of_targets = lengths["inputs"], lengths["targets"]
         if trim or self._apply_length_check:
             inputs = self._ids(example, "inputs", of_inputs, trim, count)
-        else:  # nothing is too long that the row has room for
+        else:  # only what exceeds the whole row is too long
             inputs = self._ids(example, "inputs", of_inputs + of_targets, trim, count)
             of_targets += of_inputs - len(inputs)
         return inputs, self._ids(example, "targets", of_targets, trim, count)
@@ -395,7 +394,7 @@ class PrefixLMFeatureConverter(DecoderFeatureConverter):
 
 
 class EncoderFeatureConverter(FeatureConverter):
-    """For encoder-only models such as BERT: `targets` has the token for every one of `inputs`.
+    """Converter for encoder-only models such as BERT: `targets` has one token for each token of `inputs`.
 
     >>> row = EncoderFeatureConverter(mask_id=9).convert_row(
     ...     [{"inputs": [8, 9, 9, 3, 1], "targets": [8, 7, 4, 3, 1]}], {"inputs": 6, "targets": 6})
@@ -404,7 +403,7 @@ class EncoderFeatureConverter(FeatureConverter):
      'encoder_loss_weights': [0, 1, 1, 0, 0, 0]}
 
     Args:
-      mask_id: the loss is where the inputs have this id.
+      mask_id: the loss is computed where the inputs have this id.
     """
 
     TASK_FEATURES = ("inputs", "targets")
@@ -449,10 +448,10 @@ class EncoderFeatureConverter(FeatureConverter):
 
 
 class PassThroughFeatureConverter(FeatureConverter):
-    """Examples that are rows already: the features of task_feature_lengths as they are. Nothing is packed.
+    """Passes the features in task_feature_lengths through, for examples that already are rows. Nothing is packed.
 
     Args:
-      kwargs: those of the other converters; without effect.
+      kwargs: arguments of the other converters; no effect.
     """
 
     def __init__(self, **kwargs: Any):
@@ -482,5 +481,5 @@ def _decoder_length(lengths: Lengths) -> int:
 
 
 def stack_rows(rows: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """{feature: [length]} rows as one {feature: [rows, length]}."""
+    """Stack {feature: [length]} rows into {feature: [rows, length]}."""
     return {name: np.array([row[name] for row in rows]) for name in rows[0]}

@@ -1,4 +1,4 @@
-"""What a task promises about one of its features."""
+"""The specification of a task's features."""
 
 import dataclasses
 from typing import Any
@@ -13,10 +13,10 @@ class Feature:
     """One feature of a task's examples.
 
     Attributes:
-      vocabulary: turns its text into ids.
-      add_eos: whether `append_eos` and its relatives append EOS.
+      vocabulary: converts its text to ids.
+      add_eos: whether `append_eos` and similar preprocessors append EOS.
       required: whether every example must have it.
-      dtype: anything that numpy takes for a dtype; kept as its name.
+      dtype: anything that numpy accepts as a dtype; stored as its name.
       rank: number of dimensions.
     """
 

@@ -1,4 +1,4 @@
-"""A task of a plain file: pairs of texts as JSON lines, TSV, CSV or Parquet, without any Python.
+"""Tasks from plain files of text pairs (JSON lines, TSV, CSV or Parquet), without any Python.
 
 In a gin file:
 
@@ -38,8 +38,8 @@ Metric = str | Callable[..., Mapping[str, Any]]
 
 _SOURCES = {".jsonl": JsonLinesDataSource, ".tsv": TsvDataSource, ".csv": CsvDataSource, ".parquet": ParquetDataSource}
 _COMPRESSED = (".gz", ".bz2", ".xz")
-_LOOKED_AT = 100  # examples that the fields are told from
-# Metrics of numbers, or of targets that a postprocessor makes.
+_LOOKED_AT = 100  # examples in which the fields are looked up
+# Metrics that need numbers or postprocessed targets.
 _NOT_OF_TEXTS = {
     "auc", "f1_score_with_invalid", "pearson_corrcoef", "rank_classification", "reranking", "score_auc",
     "spearman_corrcoef",
@@ -55,19 +55,19 @@ def file_task(
     metric: Metric | Sequence[Metric] | None = "exact_match",
     name: str = "pairs",
 ) -> Task:
-    """A task of pairs of texts, registered by its name; called again with the same arguments, it is the same task.
+    """Return a registered task of text pairs. A second call with the same arguments returns the same task.
 
-    Numbers are taken as text. An empty text is one: its target is EOS alone. Texts that are too long are cut, and keep
-    their EOS.
+    Numbers are converted to text. Empty texts are allowed: an empty target is EOS alone. Texts that are too long are
+    truncated and keep their EOS.
 
     Args:
-      files: {split: a path, a glob pattern, or several}. How a file is read is told by its ending: .jsonl, .tsv or .csv
-        (with names in the first line), .parquet; also compressed (.gz, .bz2, .xz), also remote.
-      vocabulary: of both inputs and targets.
-      inputs, targets: the fields.
-      prefix: put before every input, as it is.
-      metric: what predictions are scored with: the name of a function in `t5x.metrics`, a function, or several.
-      name: by which it is registered, and under which its evaluations are written.
+      files: {split: a path, a glob pattern, or several}. The extension decides the format: .jsonl, .tsv or .csv (with
+        column names in the first line), .parquet. Files may be compressed (.gz, .bz2, .xz) and remote.
+      vocabulary: vocabulary of inputs and targets.
+      inputs, targets: names of the fields.
+      prefix: text put before every input, unchanged.
+      metric: metrics of predictions: the name of a function in `t5x.metrics`, a function, or several.
+      name: name in the registry and in evaluation results.
     """
     told = {"files": dict(files), "vocabulary": vocabulary, "inputs": inputs, "targets": targets, "prefix": prefix}
     told["metric"] = metric
@@ -89,12 +89,12 @@ def text_task(
     metric_fns: Sequence[Callable[..., Mapping[str, Any]]],
     postprocess_fn: Callable[..., Any] | None = None,
 ) -> Task:
-    """A task of pairs of texts, registered; or the one of that name, where the same was told of it.
+    """Return a registered task of text pairs; an existing one of that name if it has the same settings.
 
     Args:
-      told: what the task is made of; has the `vocabulary` of both texts.
-      source: is called where the task is made.
-      as_pair: preprocessors that make `inputs` and `targets` of an example of the source.
+      told: the settings of the task, including the `vocabulary` of both texts.
+      source: called if the task is created.
+      as_pair: preprocessors that make `inputs` and `targets` from a source example.
       metric_fns, postprocess_fn: see `Task`.
     """
     if name in TaskRegistry.names() and (known := TaskRegistry.get(name)).source_info == told:
@@ -112,7 +112,7 @@ def text_task(
 
 
 def pair(example: dict[str, Any], inputs: str, targets: str, prefix: str = "") -> dict[str, str]:
-    """Two fields of an example as `inputs`, behind the prefix, and `targets`.
+    """Return two fields of an example as `inputs`, after the prefix, and `targets`.
 
     >>> pair({"text": "It rains.", "label": 1}, "text", "label", "weather: ")
     {'inputs': 'weather: It rains.', 'targets': '1'}
@@ -121,12 +121,12 @@ def pair(example: dict[str, Any], inputs: str, targets: str, prefix: str = "") -
 
 
 def pairs(task: Task, split: str) -> Pipeline:
-    """The pairs of texts of a `file_task`, before they are tokenised."""
+    """Return the text pairs of a `file_task`, before tokenization."""
     return Pipeline(task.name, task.source, split, task.preprocessors[:1], {})
 
 
 def _check_fields(source: DataSource, files: Mapping[str, Any], inputs: str, targets: str) -> None:
-    """A UserError where none of the first examples has these fields; it lists those that there are."""
+    """Raise a UserError that lists the fields if none of the first examples has these."""
     split, path = next(iter(files.items()))
     fields: dict[str, None] = {}
     for index in range(min(_LOOKED_AT, source.num_examples(split))):
@@ -135,7 +135,7 @@ def _check_fields(source: DataSource, files: Mapping[str, Any], inputs: str, tar
         except BadExample:
             continue
     if not fields:
-        source.example(split, 0)  # not one of them can be read: the first says why
+        source.example(split, 0)  # none can be read: raise the first one's error
     if missing := [field for field in dict.fromkeys((inputs, targets)) if field not in fields]:
         raise UserError(
             f"{path} has no field {' and no field '.join(map(repr, missing))}. Its fields are "
@@ -145,7 +145,7 @@ def _check_fields(source: DataSource, files: Mapping[str, Any], inputs: str, tar
 
 
 def source_of(files: Mapping[str, str | Sequence[str]]) -> DataSource:
-    """The source of files whose ending tells how they are read; all must be of one kind."""
+    """Return the source of files, chosen by their extension, which must be the same for all."""
     endings = {split: {_ending(path) for path in _as_list(patterns)} for split, patterns in files.items()}
     if len(kinds := set().union(*endings.values())) > 1:
         raise UserError(
@@ -187,7 +187,7 @@ def _text(example: Mapping[str, Any], field: str) -> str:
 def _metric(metric: Metric) -> Callable[..., Mapping[str, Any]]:
     if callable(metric):
         return metric
-    from t5x import metrics  # where it is used: metrics may need this package
+    from t5x import metrics  # imported late: metrics may import this package
 
     made_for_pairs = lambda name: name.islower() and "targets" in inspect.signature(getattr(metrics, name)).parameters
     known = [name for name in metrics.__all__ if made_for_pairs(name) and name not in _NOT_OF_TEXTS]

@@ -1,4 +1,4 @@
-"""Finding and reading files, local or remote, with errors that say how to mend them."""
+"""Find and read local or remote files; errors say how to fix them."""
 
 import difflib
 import glob
@@ -6,11 +6,12 @@ import os
 from typing import BinaryIO
 
 from t5x.errors import UserError
-from t5x.urls import explained, file_system, is_remote
+from t5x.untrusted import open_regular
+from t5x.urls import explained, file_system, is_missing, is_remote
 
 
 def read_bytes(path: str | os.PathLike[str]) -> bytes:
-    """The whole content of a local or remote file."""
+    """Read a whole local or remote file."""
     path = os.fspath(path)
     if is_remote(path):
         remote, name = file_system(path)
@@ -20,8 +21,26 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
         return file.read()
 
 
+def read_regular(path: str | os.PathLike[str], *, max_bytes: int = 2**30) -> bytes:
+    """Read a whole local or remote file.
+
+    Raises:
+      UserError: it cannot be read or, if it is local, is larger than `max_bytes` or not a regular file (but a pipe).
+    """
+    path = os.fspath(path)
+    if is_remote(path):
+        return read_bytes(path)
+    try:
+        with open_regular(os.path.expanduser(path)) as file:
+            if (size := os.fstat(file.fileno()).st_size) > max_bytes:
+                raise UserError(f"{path} has {size:,} bytes, more than such a file can have ({max_bytes:,}).")
+            return file.read()
+    except OSError as error:
+        raise UserError(local_problem(path, error)) from error
+
+
 def open_binary(path: str | os.PathLike[str]) -> BinaryIO:
-    """A local file, open for reading."""
+    """Open a local file for reading."""
     path = os.fspath(path)
     try:
         return open(os.path.expanduser(path), "rb")
@@ -30,16 +49,22 @@ def open_binary(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def exists(path: str) -> bool:
-    """Whether there is something at a local or remote path."""
+    """Return whether a local or remote path exists."""
     if not is_remote(path):
         return os.path.exists(path)
     remote, name = file_system(path)
     with explained(path):
-        return remote.exists(name)
+        try:
+            remote.info(name)  # fsspec's `exists` returns False for every failure
+        except FileNotFoundError as error:
+            if not is_missing(error):
+                raise
+            return False
+    return True
 
 
 def expand(pattern: str | os.PathLike[str]) -> list[str]:
-    """The files that a path or a glob pattern names, sorted; a UserError where there is none."""
+    """Return the files that a path or a glob pattern matches, sorted; raise a UserError if there is none."""
     pattern = os.path.expanduser(os.fspath(pattern))
     if is_remote(pattern):
         if not glob.has_magic(pattern):
@@ -67,7 +92,7 @@ def _remote_glob(pattern: str) -> list[str]:
 
 
 def local_problem(path: str, error: OSError) -> str:
-    """What to tell of a local file that could not be opened."""
+    """Return the message for a local file that could not be opened."""
     if not isinstance(error, FileNotFoundError):
         return f"{path} cannot be read: {error.strerror or error}."
     directory, name = os.path.split(os.path.abspath(os.path.expanduser(path)))

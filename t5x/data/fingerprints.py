@@ -1,16 +1,23 @@
-"""Hashes of Python functions and values: the same in every process, others where another result may be expected.
+"""Hashes of Python functions and values: equal in every process, different if the results may differ.
 
-A function is its bytecode, constants, defaults, closure and the globals that it reads, and so on from there. Functions
-and classes of the standard library and of installed packages are their name and the package's version; those of the
-user's own files and of the package that `fingerprint` begins in are followed, and so are functions of t5x, of whose
-classes the name counts. Line numbers, comments and names of local variables do not count. Bytecode is of one minor
-version of Python, and so are these hashes.
+A function is hashed by its bytecode, constants, defaults, closure and the globals that it reads, recursively. Functions
+and classes of the standard library and of installed packages are hashed by their name and the package's version. Those
+in the user's own files and in the package of the value passed to `fingerprint` are followed, and so are functions of
+t5x; classes of t5x are hashed by name. Line numbers, comments, docstrings and names of local variables do not count.
+Bytecode, and therefore these hashes, belong to one minor version of Python.
+
+A checkpoint outlives versions of packages, including t5x. In the hashes that it stores (`lasting`), functions and
+classes of packages and of t5x are hashed by their name, arguments and closures. Versions, the order of a dict's items,
+and the states of random generators do not count there.
 """
 
 import dis
 import functools
 import hashlib
 import importlib.metadata
+import inspect
+import os
+import random
 import sys
 import types
 from collections.abc import Iterable
@@ -18,6 +25,9 @@ from typing import Any
 
 import numpy as np
 
+_HAS_DOCSTRING = 0x4000000  # of co_flags, from Python 3.13 on
+_COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis))
 _NOT_OF_A_CLASS = frozenset(
     (
@@ -39,9 +49,13 @@ _NOT_OF_A_CLASS = frozenset(
 )
 
 
-def fingerprint(value: Any) -> str:
-    """The hash of a value, in hexadecimal."""
-    return _Walk(_package_of(value))(value).hex()
+def fingerprint(value: Any, *, lasting: bool = False) -> str:
+    """Return the hash of a value, in hexadecimal.
+
+    Args:
+      lasting: for comparison after upgrades, see above.
+    """
+    return _Walk(_package_of(value), lasting)(value).hex()
 
 
 def _package_of(value: Any) -> str | None:
@@ -52,11 +66,13 @@ def _package_of(value: Any) -> str | None:
 
 
 class _Walk:
-    """The digest of a value is the hash of what it is and of the digests of its parts."""
+    """Computes digests recursively: the hash of a value's kind and of the digests of its parts."""
 
-    def __init__(self, own_package: str | None):
+    def __init__(self, own_package: str | None, lasting: bool = False):
         self._own = {"t5x", "__main__", own_package} - set(sys.stdlib_module_names - {"__main__"})
-        self._known: dict[int, bytes] = {}  # of functions and classes, which outlive the walk
+        self._own -= {"t5x"} if lasting else set()
+        self._lasting = lasting
+        self._known: dict[int, bytes] = {}  # functions and classes only: they outlive the walk, so ids stay valid
         self._above: set[int] = set()
 
     def __call__(self, value: Any) -> bytes:
@@ -92,7 +108,7 @@ class _Walk:
                 return self._all("method", (value.__func__, value.__self__))
             case types.BuiltinFunctionType():
                 bound = None if isinstance(value.__self__, types.ModuleType) else value.__self__
-                return _hash("builtin", value.__module__ or "", value.__qualname__, self(bound))
+                return _hash("builtin", self._place(value.__module__), value.__qualname__, self(bound))
             case functools.partial():
                 return self._all("partial", (value.func, value.args, value.keywords))
             case staticmethod() | classmethod():
@@ -108,19 +124,23 @@ class _Walk:
         if type(value) in (list, tuple):
             return self._all(type(value).__name__, value)
         if type(value) in (dict, types.MappingProxyType):
+            if self._lasting:
+                return _hash("dict", *sorted(self._all("item", item) for item in value.items()))
             return self._all("dict", (part for item in value.items() for part in item))
         if type(value) in (set, frozenset):
             return _hash("set", *sorted(self(one) for one in value))
         return self._object(value)
 
     def _object(self, value: Any) -> bytes:
+        if self._lasting and (isinstance(value, _GENERATORS) or value is os.environ):
+            return self._all("opaque", (type(value),))
         if isinstance(getattr(value, "fingerprint", None), str):  # a vocabulary
             return _hash("fingerprint", type(value).__qualname__, value.fingerprint)
         if hasattr(value, "__wrapped__"):  # functools.cache
             return self(value.__wrapped__)
         try:
             reduced = value.__reduce_ex__(2)
-        except Exception:  # a lock, an open file: nothing that an example depends on
+        except Exception:  # e.g. a lock or an open file: examples do not depend on it
             return self._all("opaque", (type(value),))
         if isinstance(reduced, str):
             return _hash("global", type(value).__module__, reduced)
@@ -130,27 +150,32 @@ class _Walk:
         )
 
     def _function(self, function: types.FunctionType) -> bytes:
-        if (version := self._version(function.__module__)) is not None:
-            return _hash("function", function.__module__, function.__qualname__, version)
+        version = self._version(function.__module__)
+        inner = "<locals>" in function.__qualname__  # its closure has the outer function's arguments
+        if version is not None and not (self._lasting and inner):
+            return _hash("function", self._place(function.__module__), function.__qualname__, version)
         cells = []
         for cell in function.__closure__ or ():
             try:
                 cells.append(cell.cell_contents)
-            except ValueError:  # not filled
+            except ValueError:  # an empty cell
                 cells.append(Ellipsis)
+        given = (function.__defaults__, function.__kwdefaults__)
+        if version is not None:
+            return _hash("function", function.__qualname__, self._all("given", (given, cells)))
         names = _names(function.__code__) - _stored(function.__code__)
         found = [(name, function.__globals__[name]) for name in sorted(names) if name in function.__globals__]
         return _hash(
             "function",
             function.__qualname__,
             self(function.__code__),
-            self._all("arguments", (function.__defaults__, function.__kwdefaults__)),
+            self._all("arguments", given),
             self._all("closure", cells),
             *(part for name, value in found for part in (name, self._global(value, names, frozenset()))),
         )
 
     def _global(self, value: Any, names: frozenset[str], above: frozenset[int]) -> bytes:
-        """The digest of a global; of a module that is followed, only what the function may mean is looked at."""
+        """Return the digest of a global; of a followed module, only the members that the function may use."""
         if not isinstance(value, types.ModuleType) or self._version(value.__name__) is not None or id(value) in above:
             return self(value)
         members = [(name, vars(value)[name]) for name in sorted(names) if name in vars(value)]
@@ -160,7 +185,7 @@ class _Walk:
     def _code(self, code: types.CodeType) -> bytes:
         parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         return _hash(
-            "code", code.co_code, code.co_exceptiontable, self(code.co_consts), " ".join(code.co_names),
+            "code", code.co_code, code.co_exceptiontable, self(_constants(code)), " ".join(code.co_names),
             " ".join(parameters), f"{code.co_argcount} {code.co_posonlyargcount} {code.co_kwonlyargcount}",
             str(code.co_flags),
         )  # fmt: skip
@@ -168,7 +193,7 @@ class _Walk:
     def _class(self, kind: type) -> bytes:
         version = "" if kind.__module__.partition(".")[0] == "t5x" else self._version(kind.__module__)
         if version is not None:
-            return _hash("class", kind.__module__, kind.__qualname__, version)
+            return _hash("class", self._place(kind.__module__), kind.__qualname__, version)
         parts = [(name, value) for name, value in sorted(vars(kind).items()) if name not in _NOT_OF_A_CLASS]
         return _hash(
             "class",
@@ -178,14 +203,19 @@ class _Walk:
         )
 
     def _version(self, module: str | None) -> str | None:
-        """The version of a module that is known by it; None for one that is followed."""
+        """Return the version of a module that is hashed by version; None for one that is followed."""
         top = (module or "").partition(".")[0]
-        return None if top in self._own else _installed_version(top)
+        version = None if top in self._own else "" if top == "t5x" else _installed_version(top)
+        return "" if self._lasting and version is not None else version
+
+    def _place(self, module: str | None) -> str:
+        """Return the module of an object; its package in lasting hashes, because modules may be renamed."""
+        return (module or "").partition(".")[0] if self._lasting else module or ""
 
 
 @functools.cache
 def _installed_version(package: str) -> str | None:
-    """Of an installed package, "" for the standard library; None for what is neither."""
+    """Return the version of an installed package, "" for the standard library, None for neither."""
     if package in sys.stdlib_module_names:
         return ""
     module = sys.modules.get(package)
@@ -201,14 +231,25 @@ def _installed_version(package: str) -> str | None:
         return ""
 
 
+def _constants(code: types.CodeType) -> tuple[Any, ...]:
+    """Return the constants of a code object, with None instead of a function's docstring."""
+    if sys.version_info >= (3, 13):
+        is_documented = code.co_flags & _HAS_DOCSTRING
+    else:  # functions and lambdas reserve the first constant for it; comprehensions and class bodies do not
+        is_documented = code.co_flags & inspect.CO_OPTIMIZED and code.co_name not in _COMPREHENSIONS
+    if is_documented and code.co_consts and isinstance(code.co_consts[0], str):
+        return (None, *code.co_consts[1:])
+    return code.co_consts
+
+
 def _names(code: types.CodeType) -> frozenset[str]:
-    """Names of globals and attributes in a function and in those inside it."""
+    """Return the names of globals and attributes in a function and in its nested functions."""
     inner = [_names(const) for const in code.co_consts if isinstance(const, types.CodeType)]
     return frozenset(code.co_names).union(*inner)
 
 
 def _stored(code: types.CodeType) -> frozenset[str]:
-    """Globals that a function sets itself: what it keeps for later, not what it depends on."""
+    """Return the globals that a function sets itself: state it stores, not inputs it depends on."""
     own = [step.argval for step in dis.get_instructions(code) if step.opname == "STORE_GLOBAL"]
     return frozenset(own).union(*(_stored(const) for const in code.co_consts if isinstance(const, types.CodeType)))
 

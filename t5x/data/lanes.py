@@ -1,10 +1,9 @@
-"""Which examples row r of batch N holds: a function of the seed, r and N alone.
+"""Lanes: the examples in row r of batch N depend only on the seed, r and N.
 
-Row r of a global batch of B rows is lane r. Of each task it reads the positions r, r + B, r + 2B, … of that task's
-endless order, and has its own cursor there; which task an example is taken from is drawn by the lane too. Preprocessors
-that drop examples, make several of one or join them, and packing, move cursors of their lane only, so that a process
-needs to read nothing but its own lanes, and the batch is the same however the lanes are divided among processes and
-among their workers.
+Row r of a global batch of B rows is lane r. It reads the positions r, r + B, r + 2B, … of each task's endless order,
+with its own cursor, and samples the task of each example itself. Packing, and preprocessors that drop, multiply or join
+examples, move only the cursors of their lane. A process therefore reads only its own lanes, and the batch is the same
+however the lanes are divided among processes and workers.
 """
 
 import bisect
@@ -31,13 +30,13 @@ _FRUITLESS_EPOCHS = 10
 
 
 class Position(NamedTuple):
-    """Where a stream stands.
+    """The position of a stream.
 
     Attributes:
-      cursor: number of the lane's positions in the order that are done with.
-      used: how many of the examples that the next position becomes were used up.
-      offset: how many tokens of the next of these, where examples are joined.
-      given: how many examples of the piece that begins here were handed out.
+      cursor: number of the lane's positions in the order that are finished.
+      used: number of examples already used of those made from the next position.
+      offset: number of tokens already used of the next of these, if examples are joined.
+      given: number of examples already returned of the piece that starts here.
     """
 
     cursor: int = 0
@@ -47,11 +46,11 @@ class Position(NamedTuple):
 
 
 class Stream:
-    """The examples of one task that a lane reads, endless.
+    """The endless examples of one task that a lane reads.
 
     Args:
-      row, batch_size: of the lane.
-      order, pipeline: of the task.
+      row, batch_size: the lane's row and the global batch size.
+      order, pipeline: order and pipeline of the task.
       bad: see `Parts`.
     """
 
@@ -67,18 +66,18 @@ class Stream:
         self._row, self._batch_size = row, batch_size
         self._order, self._pipeline = order, pipeline
         self._bad = bad
-        self._block: list[tuple[int, int]] = []  # where some positions of the order lead, from _block_start on
+        self._block: list[tuple[int, int]] = []  # (epoch, index) of some cursors, from _block_start on
         self._block_start = 0
-        self._ahead: dict[int, list[Example] | BadExample] = {}  # what some cursors become
-        self._run = 1  # how many cursors to read at once
-        self._read: tuple[int, list[Example], int] | None = None  # cursor, what it became, source index
+        self._ahead: dict[int, list[Example] | BadExample] = {}  # outputs of some cursors
+        self._run = 1  # number of cursors to read at once
+        self._read: tuple[int, list[Example], int] | None = None  # cursor, outputs, source index
         self._piece: tuple[Position, Position, list[Example], int] | None = None
 
     def seek(self, position: Position) -> None:
         self.position, self._ahead, self._read, self._piece = position, {}, None, None
 
     def next(self) -> tuple[Example, int]:
-        """(example, source index); moves `position` behind it."""
+        """Return (example, source index) and advance `position` past it."""
         if self._pipeline.pieces is not None:
             return self._next_of_piece()
         at, outputs, index = self._available(self.position)
@@ -86,7 +85,7 @@ class Stream:
         return outputs[at.used], index
 
     def _available(self, at: Position) -> tuple[Position, list[Example], int]:
-        """(position, outputs, source index) of the first example at or after `at`."""
+        """Return (position, outputs, source index) of the first example at or after `at`."""
         fruitless = 0
         while True:
             if self._read is None or self._read[0] != at.cursor:
@@ -141,7 +140,7 @@ class Stream:
                 return outputs[given], index
 
     def _make_piece(self, at: Position) -> tuple[Position, Position, list[Example], int]:
-        """(where it begins, where the next begins, its finished examples, source index) of the piece at `at`."""
+        """Return (start, start of the next piece, finished examples, source index) of the piece at `at`."""
         pieces = self._pipeline.pieces
         start, first, parts, missing = at, None, [], pieces.length
         empty = 0
@@ -157,18 +156,18 @@ class Stream:
             missing -= len(tokens)
             end = at.offset + len(tokens)
             at = at._replace(offset=end) if end < len(document) else self._behind(at, outputs)
-        self._run = 1 + at.cursor - start.cursor  # the next piece is likely to need as many
+        self._run = 1 + at.cursor - start.cursor  # the next piece will likely need as many
         place = (self._place(start.cursor), start.used, start.offset)
         return start, at, self._pipeline.piece_outputs(np.concatenate(parts), place, first), first
 
     def _check_for_examples(self, cursor: int) -> None:
-        """After a whole epoch's worth of dropped examples: a UserError where nothing can follow."""
+        """Raise a UserError if no example can follow, after a whole epoch of dropped examples."""
         label = f"split {self._pipeline.split!r} of task {self._pipeline.name!r}"
         size = self._order.size
         epoch = self._place(cursor) // size
         if not any(self._any_output(epoch, index) for index in range(size)):
             if self._bad is not None and not self._pipeline.dropped:
-                raise UserError(f"None of the {size} examples in {label} can be read; the first reasons are above.")
+                raise UserError(f"None of the {size} examples in {label} can be read. The first: {self._bad.first}")
             by = ", ".join(f"{name} ({count})" for name, count in self._pipeline.dropped.most_common())
             raise UserError(
                 f"No example is left of the {size} in {label}: its preprocessors drop them all. Dropped by: {by}."
@@ -194,29 +193,36 @@ def _tokens(example: Example, feature: str) -> np.ndarray:
 
 
 class BadExamples:
-    """Counts bad examples that are passed over; the first few are logged."""
+    """Counts bad examples that are skipped, and logs the first few.
+
+    Attributes:
+      count: number of bad examples.
+      first: error of the first one.
+    """
 
     def __init__(self):
         self.count = 0
+        self.first: BadExample | None = None
 
     def add(self, error: BadExample) -> None:
         self.count += 1
+        self.first = self.first or error
         if self.count <= _TOLD:
             more = "; further ones are counted, not reported" if self.count == _TOLD else ""
             logger.warning("passed over: %s%s", error, more)
 
 
 class Parts(NamedTuple):
-    """What the lanes of a run share.
+    """Settings that the lanes of a run share.
 
     Attributes:
-      pipelines: of the tasks.
-      rates: of each, positive.
-      converter, lengths, trim: make a row of examples.
-      seed: of the draws between tasks.
+      pipelines: pipelines of the tasks.
+      rates: positive rate of each task.
+      converter, lengths, trim: convert examples to a row.
+      seed: seed for sampling tasks.
       batch_size: rows of the global batch.
-      shuffle: read each task in another order each epoch.
-      bad: where bad examples are counted and passed over; None: they are errors.
+      shuffle: use a different order each epoch.
+      bad: counter of skipped bad examples; None raises an error for them.
     """
 
     pipelines: Sequence[Pipeline]
@@ -236,7 +242,7 @@ class Parts(NamedTuple):
 
 
 class _Taken(NamedTuple):
-    """An example, its index in the source, the number of its stream, and that stream's position before it."""
+    """An example, its source index, the number of its stream, and that stream's position before it."""
 
     example: Example
     index: int
@@ -258,10 +264,10 @@ class Lane:
         self._cumulative = [rate / total for rate in itertools.accumulate(parts.rates)]
         self._key = derive_seed("mixture", parts.seed, row)
         self._draws = 0
-        self._held: _Taken | None = None  # what did not fit into the last row
+        self._held: _Taken | None = None  # did not fit into the last row
 
     def next_row(self) -> Row:
-        """The model features of the lane's next row."""
+        """Return the model features of the lane's next row."""
         parts, converter = self._parts, self._parts.converter
         room = np.asarray(converter.capacity(parts.lengths)) if converter.pack else None
         taken: list[_Taken] = []
@@ -279,7 +285,7 @@ class Lane:
                 parts.bad.add(refused)
                 self._pass_over(one, passed, "is refused; the first reasons are above")
                 continue
-            if not any(size):  # it takes no room, and nothing can be learnt from it
+            if not any(size):  # empty: nothing to train on
                 self._pass_over(one, passed, "is empty")
                 continue
             room = room - size
@@ -295,10 +301,10 @@ class Lane:
             raise self._located(error, taken[0]) from error
 
     def _pass_over(self, one: "_Taken", passed: dict[int, int], why: str) -> None:
-        """A UserError where a stream has nothing else for very long.
+        """Raise a UserError if a stream has had nothing but skipped examples for very long.
 
         Args:
-          passed: of each stream, the cursor at the first example that was passed over for this row.
+          passed: for each stream, the cursor at the first example skipped for this row.
         """
         pipeline, cursor = self._parts.pipelines[one.stream], one.before.cursor
         if cursor - passed.setdefault(one.stream, cursor) > _FRUITLESS_EPOCHS * len(pipeline):
@@ -320,10 +326,10 @@ class Lane:
         return BadExample(f"{self._parts.pipelines[taken.stream].location(taken.index)}: {error}")
 
     def state(self) -> list[int]:
-        """Numbers that `seek` takes: draws, then the position in each stream."""
+        """Return the numbers that `seek` takes: number of draws, then the position in each stream."""
         positions = [stream.position for stream in self._streams]
         draws = self._draws
-        if self._held is not None:  # it is drawn again
+        if self._held is not None:  # it will be sampled again
             positions[self._held.stream] = self._held.before
             draws -= len(self._streams) > 1
         return [draws, *itertools.chain.from_iterable(positions)]
@@ -337,7 +343,7 @@ class Lane:
 
 
 def lane_states(lanes: Sequence[Lane]) -> list[list[int]]:
-    """[first row, number of rows, *state] of each run of rows that stand alike."""
+    """Return [first row, number of rows, *state] of each run of rows with equal state."""
     return join_states([lane.row, 1, *lane.state()] for lane in lanes)
 
 
@@ -352,7 +358,7 @@ def join_states(runs: Iterable[Sequence[int]]) -> list[list[int]]:
 
 
 def states_of_rows(rows: Iterable[int], states: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The states of these rows, a list of one row each; `states` may say more."""
+    """Return the states of these rows, one list per row; `states` may cover more rows."""
     found = {first + i: state for first, count, *state in states for i in range(count)}
     rows = list(rows)
     missing = [row for row in rows if row not in found]
@@ -366,16 +372,16 @@ def states_of_rows(rows: Iterable[int], states: Sequence[Sequence[int]]) -> list
 
 
 def seek_lanes(lanes: Sequence[Lane], states: Sequence[Sequence[int]]) -> None:
-    """Moves the lanes to where `states` says; it may say more than these lanes."""
+    """Move the lanes to `states`, which may cover more lanes."""
     for lane, (_, _, *state) in zip(lanes, states_of_rows([lane.row for lane in lanes], states), strict=True):
         lane.seek(state)
 
 
 def resized_states(states: Sequence[Sequence[int]], batch_size: int, new_batch_size: int) -> list[list[int]]:
-    """The states of a batch of another size: all its lanes go on behind the last example that any lane has read.
+    """Return states for another batch size: all lanes resume after the last example that any lane has read.
 
-    Nothing is read twice. What lies between the cursors of the old lanes is left out of that epoch: the fewer, the more
-    alike the lanes had moved.
+    Nothing is read twice. Examples between the cursors of the old lanes are skipped in that epoch; there are few if the
+    lanes have advanced evenly.
     """
     width = len(Position._fields)
     lanes = [(first + i, state) for first, count, *state in states for i in range(count)]
@@ -389,7 +395,7 @@ def resized_states(states: Sequence[Sequence[int]], batch_size: int, new_batch_s
 
 
 def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One state of all rows from those that several processes saved at the same step."""
+    """Merge the states that several processes saved at the same step into one state of all rows."""
     first = dict(states[0])
     for other in states[1:]:
         if difference := describe_difference(first | {"lanes": None}, dict(other) | {"lanes": None}):
@@ -398,6 +404,6 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def describe_difference(expected: Mapping[str, Any], found: Mapping[str, Any]) -> str:
-    """`name: expected, not found` of each entry that differs."""
+    """Describe each entry that differs, as `name is expected, not found`."""
     names = [name for name in expected | found if expected.get(name) != found.get(name)]
     return "; ".join(f"{name} is {expected.get(name)!r}, not {found.get(name)!r}" for name in names)

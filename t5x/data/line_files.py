@@ -1,4 +1,4 @@
-"""Random access to the lines of one file by an index of byte offsets."""
+"""Random access to the lines of one file with an index of byte offsets."""
 
 import numpy as np
 
@@ -11,27 +11,27 @@ _LINE_END = ord("\n")
 
 
 class LineFile:
-    """The lines of a file, indexed when opened: 8 bytes of memory a line. A byte order mark is left out.
+    """The lines of a file, indexed when opened with 8 bytes of memory per line. A byte order mark is skipped.
 
     Args:
       copy: the file.
-      skip: lines to leave out at the beginning.
-      blank: leave out lines that are empty or made of these characters alone; None leaves out none.
-      quote: a character inside whose pairs a line end does not end the line, as in CSV.
+      skip: number of lines to skip at the start.
+      blank: skip lines that are empty or consist only of these characters; None skips none.
+      quote: quote character; line ends inside quotes do not end the line, as in CSV.
     """
 
     def __init__(self, copy: LocalCopy, *, skip: int = 0, blank: bytes | None = None, quote: str | None = None):
         self.name = copy.name
         self._file = LocalFile(copy)
         self._blank = blank
-        # From each start to the next one: the line, and the blank lines that were left out behind it.
+        # A range between two offsets holds a line and the skipped blank lines after it.
         self._offsets = self._file.offsets(f"lines 2 {skip} {blank} {quote}", lambda: self._index(skip, quote))
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
 
     def __getitem__(self, index: int) -> bytes:
-        """Line `index`, without its line end."""
+        """Return line `index`, without its line end."""
         start, end = self._offsets[index : index + 2].tolist()
         content = self._file.read(start, end)
         if self._blank is not None:
@@ -39,20 +39,20 @@ class LineFile:
         return content.removesuffix(b"\n").removesuffix(b"\r")
 
     def line_number(self, index: int) -> int:
-        """The number, from 1, of the line of the file in which line `index` begins."""
+        """Return the number, from 1, of the line in the file where line `index` starts."""
         return 1 + self._count_line_ends(int(self._offsets[index]))
 
     def take_first(self) -> bytes:
-        """The first line, which is then no longer one of the lines."""
+        """Remove and return the first line."""
         first = self[0]
         self._offsets = self._offsets[1:]
         return first
 
     def _index(self, skip: int, quote: str | None) -> np.ndarray:
-        """Offsets at which lines begin, and the size of the file: int64 [lines + 1]."""
+        """Return the offsets at which lines start, and the size of the file, int64 [lines + 1]."""
         file = self._file
         found: list[np.ndarray] = []
-        base = quotes = 0  # where the chunk begins; quotes so far, modulo 2
+        base = quotes = 0  # start of the chunk; number of quotes so far, modulo 2
         start = len(_BOM) if file.read(0, min(len(_BOM), file.size)) == _BOM else 0
         for chunk in file.chunks():
             content = np.frombuffer(chunk, np.uint8)
@@ -86,9 +86,9 @@ class LineFile:
         return sum(chunk.count(b"\n") for chunk in self._file.chunks(end))
 
     def _are_blank(self, content: np.ndarray, base: int, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """Which of the lines between `starts` and `ends` are blank; `content` is that of the file from `base` on."""
+        """Return which lines between `starts` and `ends` are blank; `content` starts at `base` in the file."""
         blank = ends == starts
-        # The first character tells most of those that are not; that of a line which began before is not at hand.
+        # The first character rules out most lines; it is not available if the line started in an earlier chunk.
         first = content[np.maximum(starts - base, 0)]
         suspects = np.isin(first, np.frombuffer(self._blank, np.uint8)) | (starts < base)
         for at in np.flatnonzero(suspects & ~blank):

@@ -6,12 +6,14 @@ import math
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from t5x.data.config import DatasetConfig
 from t5x.data.feature_converters import FeatureConverter, stack_rows
+from t5x.data.identity import describe_changes, start_fingerprint
 from t5x.data.lanes import (
     BadExamples,
     Parts,
@@ -32,19 +34,19 @@ logger = logging.getLogger(__name__)
 Batch = dict[str, np.ndarray]
 _STATE_VERSION = 2
 _BATCHES_AHEAD = 4
-_PATIENCE = 10.0  # seconds for a thread to end in good order
+_PATIENCE = 10.0  # seconds to wait for a thread to stop
 _LENGTH_MULTIPLE = 8
 
 
 def train_loader(
     cfg: DatasetConfig, *, feature_converter: FeatureConverter, rows: range | None = None
 ) -> "TrainLoader":
-    """Endless batches of a task or mixture.
+    """Return a loader of endless batches of a task or mixture.
 
     Args:
-      cfg: which data.
+      cfg: the dataset.
       feature_converter: makes the model's features.
-      rows: those of the global batch that this process reads; None is all of them.
+      rows: rows of the global batch that this process reads; None reads all.
     """
     if cfg.task_feature_lengths is None:
         raise UserError("Training needs lengths: TASK_FEATURE_LENGTHS = {'inputs': 512, 'targets': 114}.")
@@ -79,7 +81,7 @@ def train_loader(
 
 
 def _check_vocabularies(tasks: Sequence[Task], features: Iterable[str]) -> None:
-    """One model has one vocabulary for each feature, whatever task an example is of."""
+    """Raise a UserError unless all tasks have the same vocabulary for each feature."""
     for task in tasks[1:]:
         for name in features:
             first, other = (one.output_features[name].vocabulary for one in (tasks[0], task))
@@ -93,23 +95,24 @@ def _check_vocabularies(tasks: Sequence[Task], features: Iterable[str]) -> None:
 class TrainLoader(Iterator[Batch]):
     """Batches {model feature: int32 [len(rows), length]}, prepared a few ahead by a thread or by worker processes.
 
-    Batch N is a function of the tasks, the seed and N alone: it is the same after `restore`, and the rows of all
-    processes together are the same whatever their number, and that of their workers.
+    Batch N depends only on the tasks, the seed and N: it is the same after `restore`, and the rows of all processes
+    together are the same for any number of processes and workers.
 
     Args:
-      pipelines: of the task, or (pipeline, rate) of each task of a mixture.
+      pipelines: the task's pipeline, or (pipeline, rate) of each task of a mixture.
       feature_converter: makes the model's features.
       task_feature_lengths: {task feature: length}.
       batch_size: rows of the global batch.
-      rows: those of this process; None is all.
-      shuffle: read in another order each epoch.
-      trim: cut features that are too long.
-      skip_bad_examples: pass over and count examples that cannot be read, or that are too long where `trim` is False;
-        False: they are errors.
-      num_workers: processes that make the rows; 0 is a thread of this one; None chooses by the number of cores.
+      rows: rows that this process reads; None reads all.
+      shuffle: use a different order each epoch.
+      trim: truncate features that are too long.
+      skip_bad_examples: skip and count examples that cannot be read, or that are too long if `trim` is False; False
+        raises an error for them.
+      num_workers: number of processes that make the rows; 0 uses a thread of this one; None chooses by the number of
+        cores.
 
     Attributes:
-      counts: what was left out of the batches handed out, or cut in them.
+      counts: numbers of examples skipped for and features truncated in the batches returned so far.
     """
 
     def __init__(
@@ -140,7 +143,7 @@ class TrainLoader(Iterator[Batch]):
         }
         if feature_converter.pack or any(pipeline.pieces for pipeline in made):  # positions depend on them
             self._identity |= {"pack": feature_converter.pack, "lengths": dict(task_feature_lengths)}
-        parts = Parts(
+        parts = self._parts = Parts(
             pipelines=made,
             rates=[rate for _, rate in pipelines],
             converter=feature_converter,
@@ -172,45 +175,79 @@ class TrainLoader(Iterator[Batch]):
         return made.batch
 
     def peek(self) -> Batch:
-        """The next batch, which stays the next."""
+        """Return the next batch without advancing."""
         position = self.state()
         batch = next(self)
         self.restore(position)
         return batch
 
     def state(self) -> dict[str, Any]:
-        """The position after the last batch handed out: JSON-able, and small."""
+        """Return the position after the last batch returned, small and JSON-serializable."""
         return self._identity | {"batches": self._batches, "lanes": self._states}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state` was taken, by this process or (see `merge_states`) by any number of them."""
-        found = {name: value for name, value in state.items() if name not in ("batches", "lanes")}
+    def start_fingerprint(self) -> "Future[dict[str, Any]]":
+        """Start computing the fingerprint of the data for `changes`. Call it before the first batch."""
+        return start_fingerprint(self._parts.pipelines, self._parts.converter, self._parts.lengths)
+
+    def changes(self, state: Mapping[str, Any], fingerprint: Mapping[str, Any]) -> list[str]:
+        """Describe how the data has changed since `state` was saved.
+
+        Args:
+          state: a saved state, with its `fingerprint` if known.
+          fingerprint: the current fingerprint.
+        """
+        expected, found = dict(self._identity), _identity_in(state)
+        before = state.get("fingerprint")
+        if before is None:
+            logger.info("the position in the data has no fingerprint: whether the data has changed is not checked")
+        else:  # the fingerprint describes these in more detail
+            expected, found = (
+                {k: v for k, v in of.items() if k not in ("pack", "lengths")} for of in (expected, found)
+            )
+        found["batch_size"] = expected["batch_size"]
+        changes = [
+            describe_difference({name: expected.get(name)}, {name: found.get(name)}) for name in expected | found
+        ]
+        return [*filter(None, changes), *(() if before is None else describe_changes(before, fingerprint))]
+
+    def restore(self, state: Mapping[str, Any], *, changed_data: bool = False) -> None:
+        """Resume from `state`, saved by this process or (see `merge_states`) by any number of processes.
+
+        Args:
+          changed_data: accept a position saved with other data.
+        """
+        found = _identity_in(state)
         if "lanes" not in state:
             raise UserError(
                 "The saved position in the data is of batches of train.get_dataset_fn. Go on with that function, or "
                 "start a run in another MODEL_DIR from the checkpoint."
             )
         lanes, size, saved_size = state["lanes"], self._identity["batch_size"], found.get("batch_size")
-        if saved_size != size and found | {"batch_size": size} == self._identity:
-            lanes = resized_states(lanes, saved_size, size)
-            found["batch_size"] = size
-            logger.warning(
-                "the batch size was %d and is %d now: its rows go on behind the last example that any row had read",
-                saved_size, size,
-            )  # fmt: skip
-        if difference := describe_difference(self._identity, found):
+        difference = describe_difference(self._identity, found | {"batch_size": size})
+        if difference and not changed_data:
             raise UserError(
                 f"The saved position in the data is of other data: here, {difference} as saved. Go on with the data "
                 "of the checkpoint, or start a run in another MODEL_DIR from its parameters "
                 "(utils.RestoreCheckpointConfig.path, INITIAL_CHECKPOINT_PATH in finetune.gin)."
             )
+        if found.get("version") != _STATE_VERSION or any(len(run) != len(self._states[0]) for run in lanes):
+            raise UserError(
+                "The saved position in the data cannot be taken: it is of another number of tasks. Begin at the "
+                "beginning of the data instead: train.on_changed_data = 'restart'."
+            )
+        if saved_size != size:
+            lanes = resized_states(lanes, saved_size, size)
+            logger.warning(
+                "the batch size was %d and is %d now: its rows go on behind the last example that any row had read",
+                saved_size, size,
+            )  # fmt: skip
         rows = [run[0] + i for run in self._states for i in range(run[1])]
         states = join_states(states_of_rows(rows, lanes))
         self._stop()
         self._states, self._batches = states, state["batches"]
 
     def close(self) -> None:
-        """Ends threads and workers, and says what was left out."""
+        """Stop threads and workers, and log the numbers of skipped examples and truncated features."""
         self._source.close()  # first: the thread may be waiting for a worker
         if self._ahead is not None:
             self._ahead.stop(_PATIENCE)
@@ -233,8 +270,12 @@ class TrainLoader(Iterator[Batch]):
         self.close()
 
 
+def _identity_in(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if name not in ("batches", "lanes", "fingerprint")}
+
+
 def _identity(pipelines: Sequence[tuple[Pipeline, float]]) -> dict[str, Any]:
-    """What a saved position belongs to."""
+    """Return what a saved position belongs to."""
     described = [{"task": p.name, "split": p.split, "num_examples": len(p), "rate": rate} for p, rate in pipelines]
     if len(described) > 1:
         return {"tasks": described}
@@ -242,7 +283,7 @@ def _identity(pipelines: Sequence[tuple[Pipeline, float]]) -> dict[str, Any]:
 
 
 def default_workers() -> int:
-    """Processes that read ahead unless told otherwise: some of the cores, none where there are few."""
+    """Return the default number of worker processes: up to half of the cores, 0 if there are few."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(8, max(0, (cores - 2) // 2))
 
@@ -253,7 +294,8 @@ class EvalBatch(NamedTuple):
     Attributes:
       batch: {model feature: int32 [rows, length]}.
       mask: bool [rows]; False for the rows of zeros that fill the last batch.
-      examples: of the true rows, in order: the task's features and whatever else its preprocessors kept.
+      examples: the examples of the rows that are not padding, in order: the task's features and all other fields that
+        its preprocessors kept.
     """
 
     batch: Batch
@@ -271,18 +313,18 @@ def eval_batches(
     rows: range | None = None,
     num_examples: int | None = None,
 ) -> Iterator[EvalBatch]:
-    """Every example of a split exactly once, task after task, the last batch filled up with rows of zeros.
+    """Yield every example of a split exactly once, task by task; rows of zeros fill the last batch.
 
     Every process gets the same number of batches.
 
     Args:
-      cfg_or_task: which data; a config gives the other arguments where they are None.
+      cfg_or_task: the dataset; a config supplies the arguments that are None.
       feature_converter: makes the model's features.
-      split: of the task.
-      feature_lengths: {task feature: length}; None, also in the config, takes the longest, rounded up.
+      split: split of the task.
+      feature_lengths: {task feature: length}; None, also in the config, uses the longest example, rounded up.
       batch_size: rows of the global batch.
-      rows: those of it that this process wants; None is all.
-      num_examples: stop after so many; None is all.
+      rows: rows of the global batch that this process reads; None reads all.
+      num_examples: stop after N examples; None reads all.
     """
     cfg = cfg_or_task if isinstance(cfg_or_task, DatasetConfig) else None
     found = cfg.mixture_or_task() if cfg else cfg_or_task
@@ -337,7 +379,7 @@ def _eval_batches(
 
 
 def read_once(pipeline: Pipeline, shuffle: bool, bad: BadExamples | None) -> Iterator[_Once]:
-    """Every example of a split; where they are joined, the last piece is shorter."""
+    """Yield every example of a split once; if examples are joined, the last piece is shorter."""
     order = Order(len(pipeline), pipeline.seed, shuffle)
     count = 0
     for outputs, index in _pieces(pipeline, order, bad) if pipeline.pieces else _outputs(pipeline, order, bad):
@@ -386,13 +428,13 @@ def _groups(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
 
 
 def measure_lengths(examples: Sequence[Example], features: Iterable[str]) -> dict[str, int]:
-    """The longest of each feature, rounded up to a multiple of 8 so that few shapes are compiled."""
+    """Return the longest length of each feature, rounded up to a multiple of 8 so that few shapes are compiled."""
     longest = {feature: max(len(example[feature]) for example in examples) for feature in features}
     return {feature: math.ceil(max(n, 1) / _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE for feature, n in longest.items()}
 
 
 def _fits(converter: FeatureConverter, one: _Once, lengths: Mapping[str, int], trim: bool, bad: BadExamples) -> bool:
-    """Whether an example can be a row. Every process asks it of all examples: which rows there are is common."""
+    """Return whether an example can be a row. Every process checks all examples, so that all agree on the rows."""
     try:
         _convert(converter, one, lengths, trim)
     except BadExample as error:

@@ -1,9 +1,7 @@
-"""Local files that are read at random: noticed when they change, with an index of offsets that is kept."""
+"""Local files with random access, change detection and a stored index of offsets."""
 
-import contextlib
 import logging
 import os
-import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -13,24 +11,25 @@ import numpy as np
 from t5x import cache_directory
 from t5x.data.staging import LocalCopy
 from t5x.errors import UserError
+from t5x.files import atomic
 
 logger = logging.getLogger(__name__)
 
 CHUNK = 1 << 24
 _MAX_OPEN_FILES = 256
-_WORTH_KEEPING = 64 * 2**20  # bytes of a file whose offsets are kept; smaller ones are indexed in no time
+_WORTH_KEEPING = 64 * 2**20  # minimum file size in bytes; indexing smaller files is fast
 _open_files = 0
 _lock = threading.Lock()
 
 
 class LocalFile:
-    """A file that must not change while it is in use; reading is safe from any thread.
+    """A file that must not change while it is in use; reading is thread-safe.
 
     It stays open, unless very many are open already; then it is opened for each read.
 
     Attributes:
-      name: for messages.
-      size: in bytes.
+      name: name for messages.
+      size: size in bytes.
     """
 
     def __init__(self, copy: LocalCopy):
@@ -47,7 +46,7 @@ class LocalFile:
             weakref.finalize(self, _close, descriptor)
 
     def read(self, start: int, end: int) -> bytes:
-        """The bytes from `start` to `end`; a UserError if the file is no longer what it was."""
+        """Return the bytes from `start` to `end`; raise a UserError if the file has changed."""
         descriptor = self._open() if self._descriptor is None else self._descriptor
         try:
             content = os.pread(descriptor, end - start, start)
@@ -64,7 +63,7 @@ class LocalFile:
         return content
 
     def check(self) -> None:
-        """A UserError if the file has changed; for readers that do not read it through `read`."""
+        """Raise a UserError if the file has changed; for readers that do not use `read`."""
         try:
             status = os.stat(self._copy.path)
         except OSError as error:
@@ -73,16 +72,16 @@ class LocalFile:
             raise self._changed(status.st_size)
 
     def chunks(self, end: int | None = None) -> Iterator[bytes]:
-        """The content up to `end`, a piece at a time."""
+        """Yield the content up to `end` in chunks."""
         end = self.size if end is None else end
         for start in range(0, end, CHUNK):
             yield self.read(start, min(start + CHUNK, end))
 
     def offsets(self, kind: str, build: Callable[[], np.ndarray]) -> np.ndarray:
-        """`build()`: offsets, int64 [n + 1], the last one the size; those of a large file are kept between runs.
+        """Return the offsets from `build()`, int64 [n + 1], ending with the size; a large file's are kept between runs.
 
         Args:
-          kind: names what the offsets are of; another way to build them needs another one.
+          kind: identifies how the offsets are built; another `build` needs another kind.
         """
         if self.size < _WORTH_KEEPING:
             return build()
@@ -137,14 +136,7 @@ def _close(descriptor: int) -> None:
 def _save(path: str, offsets: np.ndarray) -> None:
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=os.path.dirname(path), suffix=".part", delete=False) as file:
-            try:
-                np.save(file, offsets)
-                file.flush()
-                os.replace(file.name, path)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    os.unlink(file.name)
-                raise
+        with atomic.new_file(path) as file:
+            np.save(file, offsets)
     except OSError as error:
         logger.info("The offsets are not kept for the next start: %s", error)

@@ -1,4 +1,4 @@
-"""The endless order of a source's examples: epoch after epoch, each in its own shuffle, without a table."""
+"""The endless order of a source's examples: a new shuffle every epoch, without a table."""
 
 import math
 
@@ -11,10 +11,10 @@ _MASK = (1 << 64) - 1
 
 
 def shuffled(index: int, size: int, key: int) -> int:
-    """Where `index` goes in the permutation of range(size) that belongs to `key`; no table is needed.
+    """Return the image of `index` in the permutation of range(size) determined by `key`, without a table.
 
-    A Feistel network over pairs (left, right) with about sqrt(size) values each; what falls outside range(size) goes
-    round again. Saved positions depend on it: it must never change.
+    A Feistel network over pairs (left, right) with about sqrt(size) values each; results outside range(size) are
+    permuted again. Saved positions depend on it: it must never change.
     """
     rows = math.isqrt(size - 1) + 1
     columns = -(-size // rows)
@@ -29,7 +29,7 @@ def shuffled(index: int, size: int, key: int) -> int:
 
 
 def mix(key: int, value: int) -> int:
-    """A 64-bit hash of two numbers."""
+    """Return a 64-bit hash of two numbers."""
     mixed = (key + (value + 1) * 0x9E3779B97F4A7C15) & _MASK
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -37,7 +37,7 @@ def mix(key: int, value: int) -> int:
 
 
 def _mix_all(keys: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """`mix` of many keys and numbers: uint64, which wraps by itself."""
+    """Return `mix` of many keys and numbers, uint64, which wraps by itself."""
     mixed = keys + (values + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -45,7 +45,7 @@ def _mix_all(keys: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 def shuffled_all(indices: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
-    """`shuffled` of many indices at once, each with its own key (uint64): int64."""
+    """Return `shuffled` of many indices at once, each with its own key (uint64), as int64."""
     rows = math.isqrt(size - 1) + 1
     columns = -(-size // rows)
     found = indices.astype(np.uint64)
@@ -65,8 +65,8 @@ class Order:
     """The endless order of `size` examples.
 
     Args:
-      size: number of examples of an epoch.
-      seed: of the shuffle.
+      size: number of examples per epoch.
+      seed: seed of the shuffle.
       shuffle: False keeps the order of the source in every epoch.
     """
 
@@ -77,12 +77,12 @@ class Order:
         self._key = -1, 0
 
     def __call__(self, position: int) -> tuple[int, int]:
-        """(epoch, example index) of a position."""
+        """Return (epoch, example index) of a position."""
         epoch, index = divmod(position, self.size)
         return epoch, shuffled(index, self.size, self._key_of(epoch)) if self.shuffle else index
 
     def block(self, first: int, step: int, count: int) -> list[tuple[int, int]]:
-        """(epoch, example index) of `count` positions first, first + step, …, faster than one by one."""
+        """Return (epoch, example index) of `count` positions first, first + step, …, faster than one by one."""
         epochs, indices = np.divmod(first + step * np.arange(count), self.size)
         if self.shuffle:
             different, which = np.unique(epochs, return_inverse=True)

@@ -30,7 +30,7 @@ _BRIDGE = "register the task with the real seqio (pip install -e '.[tf]', docs/s
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A 63-bit number that depends on all parts and on nothing else."""
+    """Return a 63-bit number that depends on all parts and on nothing else."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -39,16 +39,16 @@ class Pipeline:
     """The examples of one split of a task, ready for a feature converter.
 
     Args:
-      name: of the task, for messages.
+      name: name of the task, for messages.
       source, split: where examples come from.
-      preprocessors: applied in order. Each gets an example and returns one, None (which drops it) or several. The
+      preprocessors: applied in order. Each takes an example and returns one, None (which drops it) or several. The
         keyword arguments `output_features`, `sequence_length` and `seed` are passed to those that have such a
-        parameter, unless it is bound already; `seed` differs for every (epoch, example, preprocessor), and `draw_seed`
-        is a function that gives it, for who seldom needs one. See `t5x.data.streams` for what else may stand there.
-      output_features: what finished examples must have. Other features are left as they are.
+        parameter, unless it is already bound; `seed` differs for every (epoch, example, preprocessor). `draw_seed` is a
+        function that returns it, for preprocessors that rarely need one. See `t5x.data.streams` for other kinds.
+      output_features: features that finished examples must have. Other fields are left as they are.
       sequence_length: {feature: length} for preprocessors, or None.
-      seed: of everything random in preprocessors.
-      cached: what the first `cached.steps` preprocessors have made of the source.
+      seed: seed of all random preprocessors.
+      cached: results of the first `cached.steps` preprocessors.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Pipeline:
     ):
         source.check_split(split)
         for feature in output_features.values():
-            feature.vocabulary.vocab_size  # noqa: B018 - reads its file now, so that a missing one is no data error
+            feature.vocabulary.vocab_size  # noqa: B018 - read its file now: a missing file is not a data error
         self.name = name
         self.split = split
         self.seed = seed
@@ -74,6 +74,7 @@ class Pipeline:
         self._source = source
         self.cached = cached
         self._first = cached.steps if cached else 0
+        self.preprocessors = tuple(preprocessors)
         known = {"output_features": output_features, "sequence_length": sequence_length}
         steps = list(_expanded(preprocessors, known))
         joins = [at for at, step in enumerate(steps) if isinstance(step, ConcatenateAndSplit)]
@@ -83,28 +84,40 @@ class Pipeline:
         self.pieces: ConcatenateAndSplit | None = steps[at] if joins else None
         self._steps = [_Step(function, known) for function in steps[self._first : at]]
         self._piece_steps = [_Step(function, known) for function in steps[at + 1 :]]
-        # What is cut is counted with the batch that it was cut for.
+        # Truncations must be counted with the batch they belong to.
         self.may_read_ahead = self.pieces is not None and not any(step.trims for step in self._steps)
 
     def __len__(self) -> int:
-        """Number of source examples; what the preprocessors make of them may be more or fewer."""
+        """Return the number of source examples; preprocessors may return more or fewer."""
         return self.cached.num_examples if self.cached else self._source.num_examples(self.split)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Preprocessors that a cache has applied may not be picklable, and workers do not need them.
+        return vars(self) | {"preprocessors": ()}
+
+    def content_fingerprint(self) -> Callable[[], dict[str, Any] | None]:
+        """See `DataSource.content_fingerprint`; returns None for a cache that does not record its source's content."""
+        if self.cached is None:
+            return self._source.content_fingerprint(self.split)
+        return lambda: self.cached.info.get("content")
 
     def source_fingerprint(self) -> dict[str, Any]:
         """See `DataSource.fingerprint`."""
         return self.cached.info["identity"]["source"] if self.cached else self._source.fingerprint(self.split)
 
     def outputs(self, epoch: int, index: int) -> list[Example]:
-        """What source example `index` becomes in `epoch`: none, one or several, up to where they are joined (`pieces`),
-        finished if they are not."""
+        """Return the examples made from source example `index` in `epoch`: none, one or several.
+
+        If examples are joined (`pieces`), these are the unfinished examples before joining.
+        """
         made = self.unfinished(epoch, index)
         return made if self.pieces else [self._finish(example, index) for example in made]
 
     def outputs_of(self, places: Sequence[tuple[int, int]]) -> list[list[Example] | BadExample]:
-        """`outputs` of several (epoch, index), where they are joined; what cannot be used is given back as its error.
+        """Return `outputs` of several (epoch, index) before joining; a bad example is returned as its error.
 
-        One preprocessor after the other goes through all of them. Each is faster then than between others, whose code
-        and data take its place in the processor's caches.
+        Each preprocessor runs over all of them before the next one starts. This is faster because its code and data
+        stay in the processor's caches.
         """
         made = [_or_bad(self._read, index) for _, index in places]
         for at, step in enumerate(self._steps, self._first):
@@ -114,7 +127,7 @@ class Pipeline:
         return made
 
     def unfinished(self, epoch: int, index: int) -> list[Example]:
-        """`outputs`, not yet compared with what the task promises."""
+        """Return `outputs` before they are checked against the output features."""
         return self._run(self._steps, self._read(index), (epoch, index), index, self._first)
 
     def _read(self, index: int) -> list[Example]:
@@ -125,22 +138,24 @@ class Pipeline:
         return examples
 
     def piece_outputs(self, tokens: np.ndarray, place: tuple[int, ...], index: int) -> list[Example]:
-        """The finished examples of a piece of joined ones.
+        """Return the finished examples made from a piece of joined examples.
 
         Args:
-          place: of the piece in the order of the examples; it seeds what is random.
-          index: of the source example that it begins in, for messages.
+          place: position of the piece in the order of the examples; it seeds random preprocessors.
+          index: index of the source example in which the piece starts, for messages.
         """
         made = self._run(self._piece_steps, [{self.pieces.feature: tokens}], ("piece", *place), index)
         return [self._finish(example, index) for example in made]
 
     def stages(self, epoch: int, index: int) -> list[tuple[str, list[Example]]]:
-        """What source example `index` is at first ("source") and after each preprocessor, up to where examples are
-        joined: (name, examples). It is for looking at, without a cache; training reads `outputs`."""
+        """Return (name, examples) of source example `index`: first "source", then each preprocessor up to joining.
+
+        For inspection, without a cache; training reads `outputs`.
+        """
         return self._stages(self._steps, lambda: self._source.example(self.split, index), (epoch, index), index)
 
     def piece_stages(self, tokens: np.ndarray, place: tuple[int, ...], index: int) -> list[tuple[str, list[Example]]]:
-        """The same of a piece of joined ones; arguments as of `piece_outputs`."""
+        """Return the `stages` of a piece of joined examples; arguments as for `piece_outputs`."""
         return self._stages(self._piece_steps, lambda: {self.pieces.feature: tokens}, ("piece", *place), index)
 
     def _stages(
@@ -166,7 +181,7 @@ class Pipeline:
     def _apply(
         self, step: "_Step", at: int, examples: list[Example], place: tuple[int | str, ...], index: int
     ) -> list[Example]:
-        """What preprocessor number `at` makes of the examples that there are of a place."""
+        """Return what preprocessor number `at` makes of the examples of a place."""
         made: list[Example] = []
         arguments = step.arguments
         for ordinal, example in enumerate(examples):
@@ -188,7 +203,7 @@ class Pipeline:
         return made
 
     def _count_trimmed(self, before: Example, after: Example) -> None:
-        """Of a preprocessor that appends EOS: what is not longer behind it was cut."""
+        """Count the features that a preprocessor truncated before it appended EOS."""
         for name, feature in self.output_features.items():
             if feature.add_eos and name in before and len(after[name]) <= len(before[name]):
                 self.trimmed[name] += 1
@@ -197,7 +212,7 @@ class Pipeline:
         return self._source.location(self.split, index)
 
     def _explain(self, error: Exception, step: "_Step", example: Example, index: int) -> None:
-        """Raises what a user can mend; to other errors it adds where they happened."""
+        """Raise an error that a user can fix; add the location to any other error."""
         if isinstance(error, _MissingField):
             raise BadExample(
                 f"{self.location(index)} has no field {error.args[0]!r}, which {step.name} of task {self.name} asks "
@@ -215,7 +230,7 @@ class Pipeline:
         error.add_note(where)
 
     def _finish(self, example: Example, index: int) -> Example:
-        """`example` with its output features as arrays of the promised dtype and rank."""
+        """Convert the output features of `example` to arrays of their dtype and rank."""
         for name, feature in self.output_features.items():
             if name not in example:
                 if not feature.required:
@@ -243,7 +258,7 @@ class _MissingField(KeyError):
 
 
 class _Fields(dict):
-    """An example that tells a missing field from a KeyError of the preprocessor's own."""
+    """An example that distinguishes a missing field from a KeyError raised by the preprocessor itself."""
 
     def __missing__(self, key: Any) -> Any:
         raise _MissingField(key)
@@ -289,7 +304,7 @@ class _Step:
         self.trims = getattr(_innermost(function), "appends_eos_after_trim", False)
 
     def examples(self, made: Any) -> Sequence[Example]:
-        """What the function has returned, as a list of examples."""
+        """Return the function's result as a list of examples."""
         if isinstance(made, _Fields):
             return [made]
         if made is None:
@@ -310,12 +325,12 @@ class _Step:
 def map_over_dataset(
     fn: Preprocessor | None = None, *, num_seeds: int | None = None, num_parallel_calls: int | None = None
 ) -> Any:
-    """seqio's decorator of a preprocessor of one example, as preprocessors are here anyway.
+    """Decorate a preprocessor of one example, as in seqio. Here every preprocessor is one.
 
     Args:
       fn: the preprocessor.
-      num_seeds: 1 gives it `seed`, a pair of ints below 2**31; more give it `seeds`, so many pairs.
-      num_parallel_calls: seqio's; without effect.
+      num_seeds: 1 passes `seed`, a pair of ints below 2**31; N > 1 passes `seeds`, N such pairs.
+      num_parallel_calls: accepted for seqio compatibility; no effect.
     """
     if fn is None:
         return functools.partial(map_over_dataset, num_seeds=num_seeds)
@@ -338,7 +353,7 @@ def map_over_dataset(
 
 
 def _expanded(preprocessors: Iterable[Any], known: Mapping[str, Any]) -> Iterable[Any]:
-    """The preprocessors with those that stand for several (see `t5x.data.streams.composite`) replaced by these."""
+    """Yield the preprocessors, with composites (see `t5x.data.streams.composite`) replaced by their parts."""
     for function in preprocessors:
         if not _is_composite(function):
             yield function
@@ -348,8 +363,11 @@ def _expanded(preprocessors: Iterable[Any], known: Mapping[str, Any]) -> Iterabl
 
 
 def count_cacheable(preprocessors: Sequence[Any]) -> int:
-    """How many leading preprocessors give the same in every epoch and run: those before CacheDatasetPlaceholder and
-    before the first that is random, depends on the sequence length, joins examples, or stands for several."""
+    """Return the number of leading preprocessors whose results are the same in every epoch and run.
+
+    These are the ones before CacheDatasetPlaceholder and before the first that is random, depends on the sequence
+    length, joins examples, or is a composite.
+    """
     for count, function in enumerate(preprocessors):
         ends = isinstance(function, CacheDatasetPlaceholder) or not callable(function) or _is_composite(function)
         if ends or {"seed", "draw_seed", "sequence_length"}.intersection(_wanted(function)):
@@ -362,7 +380,7 @@ def _is_composite(function: Any) -> bool:
 
 
 def _wanted(function: Any) -> list[str]:
-    """Parameters that are not bound."""
+    """Return the parameters that are not bound."""
     bound = getattr(function, "keywords", {})
     return [name for name in inspect.signature(function).parameters if name not in bound]
 

@@ -1,4 +1,4 @@
-"""Worker processes: fresh interpreters that are sent work over a pipe. Nothing is forked."""
+"""Worker processes: new interpreters that receive work over a pipe. Nothing is forked."""
 
 import os
 import queue
@@ -9,26 +9,33 @@ import sys
 import threading
 from typing import Any, BinaryIO
 
+import t5x
+from t5x import user_modules
 from t5x.data.config import imported_task_modules
-from t5x.errors import UserError
+from t5x.errors import TemporaryError, UserError
 
 _LENGTH = struct.Struct("<Q")
+# Load the same t5x package as this process, without adding its parent directory to the path.
+_LOAD_T5X = """\
+import importlib.util, os.path, sys
+spec = importlib.util.spec_from_file_location(
+    "t5x", {file!r}, submodule_search_locations=[os.path.dirname({file!r})])
+sys.modules["t5x"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules["t5x"])
+"""
 
 
 def start(call: str) -> subprocess.Popen:
-    """A process that runs a function of t5x, such as "t5x.data.workers:serve", with pipes to talk to it."""
-    import t5x
-
-    root = os.path.dirname(os.path.dirname(os.path.abspath(t5x.__file__)))
+    """Start a process that runs a function of t5x, such as "t5x.data.workers:serve", with pipes to it."""
     module, function = call.split(":")
-    command = [sys.executable, "-c", f"import {module}; {module}.{function}()"]
-    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    environment = os.environ | {"PYTHONPATH": path}
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+    program = f"{_LOAD_T5X.format(file=os.path.abspath(t5x.__file__))}import {module}; {module}.{function}()"
+    # Without -P, the working directory would come first on the path, and a user's queue.py would hide Python's.
+    command = [sys.executable, "-P", "-c", program]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
 def pickled(value: Any, instead: str) -> bytes:
-    """A value that holds a user's functions, for `unpickled` in a worker.
+    """Pickle a value that holds a user's functions, for `unpickled` in a worker.
 
     Args:
       instead: what to do if that is impossible, for the message.
@@ -40,7 +47,9 @@ def pickled(value: Any, instead: str) -> bytes:
     for module in modules:
         cloudpickle.register_pickle_by_value(module)
     try:
-        return cloudpickle.dumps((list(sys.path), cloudpickle.dumps(value)))
+        # "" is the current working directory; it goes last so that nothing there hides a module.
+        path = sorted(sys.path, key=lambda entry: entry == "")
+        return cloudpickle.dumps((path, user_modules.snapshot(), cloudpickle.dumps(value)))
     except Exception as error:
         raise UserError(
             f"The task cannot be sent to worker processes ({type(error).__name__}: {error}). {instead}, or take out of "
@@ -52,32 +61,40 @@ def pickled(value: Any, instead: str) -> bytes:
 
 
 def unpickled(content: bytes) -> Any:
-    """In a worker, what `pickled` was given; modules are found where the parent finds them."""
+    """Return the value passed to `pickled`, in a worker; modules are found where the parent finds them."""
     import cloudpickle
 
-    path, value = cloudpickle.loads(content)
+    path, modules, value = cloudpickle.loads(content)
     sys.path[:] = path
+    user_modules.restore(modules)
     return cloudpickle.loads(value)
 
 
-def why_ended(process: subprocess.Popen) -> str:
-    """Of a process that ended though nobody told it to."""
+def unexpected_end(process: subprocess.Popen, what: str, fix: str) -> UserError:
+    """Return the error for a worker that has ended by itself, a TemporaryError if a signal killed it.
+
+    Args:
+      what: name of the worker.
+      fix: how to avoid it, a sentence.
+    """
     code = process.wait()
-    return f"killed by signal {-code} (9: often for want of memory)" if code < 0 else f"exit code {code}"
+    if code < 0:
+        return TemporaryError(f"{what} was killed by signal {-code} (9: often because memory ran out). {fix}")
+    return UserError(f"{what} ended with exit code {code}; see its output above. {fix}")
 
 
 def pipes() -> tuple[BinaryIO, BinaryIO]:
-    """A worker's (commands, answers). What a user's function prints goes to standard error from here on."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the parent decides when to end
+    """Return a worker's (commands, answers). What a user's function prints goes to standard error from now on."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the parent decides when to stop
         signal.signal(number, signal.SIG_IGN)
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=1 << 20)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    # Not sys.stdin itself: an interpreter that ends while a thread of it still reads from that aborts.
+    # Not sys.stdin itself: an interpreter aborts if it exits while a thread still reads from it.
     return os.fdopen(os.dup(sys.stdin.fileno()), "rb"), answers
 
 
 def listen(source: BinaryIO) -> "queue.Queue[bytes]":
-    """A worker's commands as they come; it ends when the parent is gone."""
+    """Return a queue of a worker's commands; the worker exits when the parent is gone."""
     commands: queue.Queue[bytes] = queue.Queue()
 
     def read_all() -> None:
@@ -90,13 +107,13 @@ def listen(source: BinaryIO) -> "queue.Queue[bytes]":
 
 
 def write(stream: BinaryIO, content: bytes) -> None:
-    """Writes a message that `read` finds the end of."""
+    """Write a length-prefixed message for `read`."""
     stream.write(_LENGTH.pack(len(content)))
     stream.write(content)
 
 
 def read(stream: BinaryIO) -> bytes | None:
-    """The next message; None at the end."""
+    """Return the next message; None at the end."""
     head = stream.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         return None

@@ -1,6 +1,6 @@
 """Lists of examples as bytes: msgpack, with numpy arrays as raw little-endian bytes. No pickle.
 
-What is read is what was written, type by type. Whole numbers in arrays are stored in as few bytes as they need.
+Values are restored with their exact types. Integer arrays are stored with as few bytes per number as possible.
 """
 
 import functools
@@ -16,14 +16,14 @@ Example = dict[str, Any]
 
 # Codes of msgpack's extension types.
 _VECTOR, _ARRAY, _OBJECTS, _SCALAR, _TUPLE, _LARGE = range(1, 7)
-# Arrays of one dimension and such a type begin with the places of their own type and of the stored one in this list.
+# One-dimensional arrays of these types start with two indices into this list: their own type and the stored one.
 _COMMON = tuple(map(np.dtype, ("<i4", "<i8", "<u1", "<u2", "<u4", "<f4", "<f8", "?", "<i2", "<i1")))
 _PLACES = {dtype: at for at, dtype in enumerate(_COMMON)}
 _NARROW = tuple((np.iinfo(dtype).max, _PLACES[np.dtype(dtype)]) for dtype in ("<u1", "<u2"))
 
 
 def encode(examples: list[Example]) -> bytes:
-    """The bytes of what a source example became; a UserError for values that have no place in a file."""
+    """Return a list of examples as bytes; raise a UserError for values that cannot be stored."""
     try:
         return _pack(examples)
     except _Impossible as error:
@@ -35,7 +35,7 @@ def encode(examples: list[Example]) -> bytes:
 
 
 def decode(content: bytes) -> list[Example]:
-    """What `encode` was given; nobody else holds the arrays."""
+    """Return the examples passed to `encode`; the arrays are not shared."""
     return msgpack.unpackb(
         content, ext_hook=_from_extension, strict_map_key=False, unicode_errors="surrogatepass", use_list=True
     )
@@ -58,7 +58,7 @@ def _pack(value: Any) -> bytes:
 
 
 def _extension(value: Any) -> Any:
-    """What msgpack does not know, as something that it knows."""
+    """Convert a value that msgpack does not support to one that it does."""
     match value:
         case np.ndarray():
             return _from_array(value)

@@ -1,17 +1,17 @@
-"""Tasks and mixtures that a program has registered in the real seqio, as ours. Only this file knows seqio.
+"""Adapters for tasks and mixtures that are registered in the real seqio. Only this file knows seqio.
 
-`find` looks in seqio's registries once a user's module has imported seqio; nothing here imports it, or TensorFlow. What
-`Task.get_dataset` of seqio gives, in its own order, is read through tf.data once and staged as records, so that batches
-are exact after any interruption, as with all our data:
+`find` looks in seqio's registries once a user's module has imported seqio; nothing here imports seqio or TensorFlow
+first. The output of seqio's `Task.get_dataset`, in its own order, is read through tf.data once and staged as records,
+so that batches are exact after any interruption, as with all our data:
 
     CACHE/seqio/                     CACHE is T5X_CACHE_DIR, or ~/.cache/t5x
-      <task>/<split>-<hash>/         of `identity`: what the examples depend on
+      <task>/<split>-<hash>/         hash of `identity`: what the examples depend on
         examples.array_record        record i is example i
-        info.json                    the identity, and how many there are
-      <task>/<split>-<hash>.part/    being made
-      <task>/<split>.lock            one process makes it, others wait
+        info.json                    the identity and the number of examples
+      <task>/<split>-<hash>.tmp-…/   unfinished
+      <task>/<split>.lock            one process stages, others wait
 
-One pass over the data is staged and repeated: preprocessors that draw random numbers give the same in every epoch.
+One pass over the data is staged and repeated, so random preprocessors give the same result in every epoch.
 """
 
 import contextlib
@@ -24,7 +24,6 @@ import itertools
 import json
 import logging
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -40,6 +39,7 @@ from t5x.data.tasks import Mixture, Task
 from t5x.data.tf_data_values import as_tf_data, plain
 from t5x.data.vocabularies import as_vocabulary
 from t5x.errors import UserError
+from t5x.files import atomic, locks
 
 logger = logging.getLogger(__name__)
 
@@ -55,21 +55,21 @@ _cache_directories: list[str] = []
 
 
 def add_cache_directories(directories: Iterable[str]) -> None:
-    """More directories with seqio's offline caches: `--seqio_additional_cache_dirs`."""
+    """Add directories with seqio's offline caches: `--seqio_additional_cache_dirs`."""
     _cache_directories.extend(directories)
 
 
 def names() -> tuple[str, ...]:
-    """What is registered in seqio."""
+    """Return the names registered in seqio."""
     seqio = _seqio()
     return () if seqio is None else (*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names())
 
 
 def find(name: Any) -> Task | Mixture | None:
-    """The task or mixture that is registered in seqio by this name; None where there is none, or no seqio.
+    """Return the task or mixture of this name in seqio, or None if there is none or seqio is not imported.
 
     Args:
-      name: or a task or mixture of seqio itself.
+      name: a name, or a seqio task or mixture.
     """
     seqio = _seqio()
     if seqio is None:
@@ -89,7 +89,7 @@ def find(name: Any) -> Task | Mixture | None:
 
 
 def _seqio() -> Any:
-    """The real seqio, if somebody has imported it."""
+    """Return the real seqio if it has been imported."""
     module = sys.modules.get("seqio")
     return module if getattr(module, "__name__", None) == "seqio" and hasattr(module, "TaskRegistry") else None
 
@@ -116,7 +116,7 @@ class SeqioTask(Task):
     """A task of the real seqio.
 
     Args:
-      theirs: the seqio.Task. Its postprocess_fn gets examples as seqio gives them, with texts as bytes.
+      theirs: the seqio.Task. Its postprocess_fn gets examples as in seqio, with texts as bytes.
     """
 
     def __init__(self, theirs: Any):
@@ -134,7 +134,7 @@ class SeqioTask(Task):
             source_info=theirs.source_info,
         )
         self._theirs = _taking_seed(theirs)
-        # As they are before they are first run: some keep what they have worked out.
+        # Hashed before their first run: some store results in themselves.
         self._steps = [{"name": name_of(step), "hash": _hash(step)} for step in theirs.preprocessors]
         self._sources: dict[str, ArrayRecordDataSource] = {}
         self._newest: dict[str, ArrayRecordDataSource] = {}
@@ -142,7 +142,7 @@ class SeqioTask(Task):
             logger.warning("Task %s has metric_objs, which are not computed here; its metric_fns are", theirs.name)
 
     def num_input_examples(self, split: str) -> int:
-        """Number of examples of the source; of finished ones, or in seqio's cache, where seqio does not know it."""
+        """Return the number of source examples or, if seqio does not know it, of cached or finished ones."""
         number = self._theirs.num_input_examples(split)
         if number is not None:
             return number
@@ -160,10 +160,10 @@ class SeqioTask(Task):
         need_text: bool = True,
         use_cached: bool = False,
     ) -> Pipeline:
-        """The finished examples of a split, staged.
+        """Return the finished examples of a split, staged.
 
         Args:
-          use_cached: read seqio's offline cache, if the task has a place for one.
+          use_cached: read seqio's offline cache, if the task supports one.
         """
         if split not in self.splits:
             raise UserError(f"Task {self.name!r} has no split {split!r}; it has {', '.join(map(repr, self.splits))}.")
@@ -172,7 +172,7 @@ class SeqioTask(Task):
         return Pipeline(self.name, source, split, steps, self.output_features, sequence_length, seed)
 
     def plain_pipeline(self, split: str, sequence_length: Mapping[str, int] | None, seed: int) -> Pipeline:
-        """Examples as they are without lengths, where the task can do without: one copy serves all lengths then."""
+        """Return examples without lengths if the task allows it, so that one copy serves all lengths."""
         try:
             return self.pipeline(split, None, seed)
         except UserError:
@@ -190,7 +190,7 @@ class SeqioTask(Task):
     def staged(
         self, split: str, sequence_length: Mapping[str, int] | None, seed: int, use_cached: bool
     ) -> ArrayRecordDataSource:
-        """The examples of a split, read through tf.data where that was not done before."""
+        """Return the examples of a split; read them through tf.data if they are not staged yet."""
         use_cached = use_cached and self._theirs.supports_caching
         if use_cached and not self._theirs.cache_dir:
             raise UserError(
@@ -215,7 +215,7 @@ class SeqioTask(Task):
     def _identity(
         self, split: str, sequence_length: Mapping[str, int] | None, seed: int, use_cached: bool
     ) -> dict[str, Any]:
-        """What the staged examples depend on, as JSON holds it."""
+        """Return what the staged examples depend on, as JSON values."""
         wants_length = any("sequence_length" in _parameters(step) for step in self._theirs.preprocessors)
         identity = {
             "task": self.name,
@@ -246,7 +246,7 @@ class SeqioTask(Task):
                 shuffle=False,
                 seed=seed,
                 num_epochs=1,
-                trim_output_features=False,  # our feature converters cut, and count what they cut
+                trim_output_features=False,  # our feature converters truncate, and count it
                 try_in_mem_cache=False,
             )
             if int(dataset.cardinality()) == _ENDLESS:
@@ -262,7 +262,7 @@ class SeqioTask(Task):
 
 @contextlib.contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """What seqio, TensorFlow or a user's function raises, in one message; `--debug` shows where."""
+    """Convert any error of seqio, TensorFlow or a user's function to a UserError; `--debug` shows the traceback."""
     try:
         yield
     except UserError:
@@ -276,7 +276,7 @@ def _explained(what: str) -> Iterator[None]:
 
 
 class _Staged(DataSource):
-    """What `Task.source` of a seqio task is: its examples without lengths, for whoever looks at them."""
+    """The `Task.source` of a seqio task: its examples without lengths, for inspection."""
 
     def __init__(self, theirs: Any, ours: SeqioTask):
         self._theirs, self._ours = theirs, ours
@@ -308,7 +308,7 @@ def _mixture(theirs: Any) -> Mixture:
 
 
 def _taking_seed(theirs: Any) -> Any:
-    """The task, or one like it whose FunctionDataSource does without the `seed` that seqio would hand on."""
+    """Return the task, or a copy whose FunctionDataSource is called without the `seed` that seqio passes."""
     function = getattr(theirs.source, "_dataset_fn", None)
     if function is None or "seed" in _parameters(function):
         return theirs
@@ -326,7 +326,7 @@ def _with_bytes(postprocess_fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_numbers(task: str, metric_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A metric function whose seqio.metrics.Scalar are numbers; texts, images and the like are left out."""
+    """Wrap a metric function: convert seqio.metrics.Scalar to numbers and drop texts, images and the like."""
 
     @functools.wraps(metric_fn)
     def compute(**values: Any) -> Any:
@@ -345,11 +345,11 @@ def _is_metric_value(value: Any) -> bool:
     return type(value).__module__.partition(".")[0] == "seqio"
 
 
-# --- What staged examples depend on -----------------------------------------------------------------------------------
+# --- Identity of staged examples --------------------------------------------------------------------------------------
 
 
 def _described(source: Any, split: str) -> Any:
-    """A source of seqio: its class and settings, and the sizes and times of its files."""
+    """Describe a seqio source: its class and settings, and the sizes and times of its files."""
     described = {"class": type(source).__qualname__}
     if hasattr(source, "tfds_dataset"):
         return described | {"tfds": str(source.tfds_dataset), "files": sorted(source.list_shards(split))}
@@ -368,12 +368,12 @@ def _status(path: str) -> list[Any]:
 def _hash(value: Any) -> str:
     try:
         return fingerprint(value)
-    except RecursionError:  # a graph of objects deeper than any settings: its name must do
+    except RecursionError:  # an object graph deeper than any settings: use its name
         return name_of(value)
 
 
 def _versions() -> dict[str, str | None]:
-    found = {"Python": f"{sys.version_info.major}.{sys.version_info.minor}"}  # hashes are of bytecode
+    found = {"Python": f"{sys.version_info.major}.{sys.version_info.minor}"}  # hashes depend on bytecode
     for package in ("seqio", "tensorflow", "tensorflow-text", "tensorflow-datasets", "t5"):
         try:
             found[package] = importlib.metadata.version(package)
@@ -398,20 +398,24 @@ _INSTEAD = (
 
 
 def _ensure(entry: str, identity: Mapping[str, Any], *, what: str, examples: Callable[[], Iterator[Example]]) -> None:
-    """Makes `entry` if it is not there."""
+    """Create `entry` if it does not exist."""
     directory = cache_directory.make(os.path.dirname(entry))
     split = os.path.basename(entry).rsplit("-", 1)[0]
-    with cache_directory.locked(os.path.join(directory, f"{split}.lock")):
+    with locks.locked(os.path.join(directory, f"{split}.lock")):
         if not os.path.isdir(entry):
+            atomic.remove_unfinished(os.path.join(directory, f"{split}-"))
             others = [name for name in os.listdir(directory) if name.startswith(f"{split}-")]
             _stage(entry, identity, what, examples())
             if others:
                 logger.info("%s: copies of other states of it are in %s too; rm -r frees them", what, directory)
-    with open(os.path.join(entry, _INFO)) as file:
-        info = json.load(file)
+    try:
+        with open(os.path.join(entry, _INFO)) as file:
+            count = json.load(file)["num_examples"]
+        size = cache_directory.human_size(os.path.getsize(os.path.join(entry, _EXAMPLES)))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{entry} is damaged ({error}). Remove it: {what} is then copied again.") from error
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(os.path.getmtime(entry)))
-    size = cache_directory.human_size(os.path.getsize(os.path.join(entry, _EXAMPLES)))
-    logger.info("%s: %d examples, %s, copied %s to %s", what, info["num_examples"], size, when, entry)
+    logger.info("%s: %d examples, %s, copied %s to %s", what, count, size, when, entry)
 
 
 def _stage(entry: str, identity: Mapping[str, Any], what: str, examples: Iterator[Example]) -> None:
@@ -420,15 +424,14 @@ def _stage(entry: str, identity: Mapping[str, Any], what: str, examples: Iterato
     from t5x.telemetry import Progress
 
     limit = _limit()
-    part = f"{entry}.part"
-    shutil.rmtree(part, ignore_errors=True)  # nobody works on it: the lock is ours
-    os.makedirs(part)
-    path = os.path.join(part, _EXAMPLES)
     logger.info("%s: reading it through tf.data, once (T5X_CACHE_DIR chooses where it is kept)", what)
     count = size = 0
     try:
-        with Progress(None, unit="example", description=what) as progress:
-            writer = array_record_module.ArrayRecordWriter(path, "group_size:1,zstd:1")
+        with (
+            atomic.new_directory(entry) as part,
+            Progress(None, unit="example", description=what) as progress,
+        ):
+            writer = array_record_module.ArrayRecordWriter(os.path.join(part, _EXAMPLES), "group_size:1,zstd:1")
             for count in itertools.count():
                 if (example := next(examples, None)) is None:
                     break
@@ -440,19 +443,16 @@ def _stage(entry: str, identity: Mapping[str, Any], what: str, examples: Iterato
                 if count % 1000 == 999:
                     progress.update(count + 1)
             writer.close()
-        if not count:
-            raise UserError(f"{what}: it has no examples, or its preprocessors drop them all.")
-        with open(os.path.join(part, _INFO), "w") as file:
-            json.dump({"identity": identity, "num_examples": count}, file, indent=1)
-        os.rename(part, entry)
+            if not count:
+                raise UserError(f"{what}: it has no examples, or its preprocessors drop them all.")
+            with open(os.path.join(part, _INFO), "w") as file:
+                json.dump({"identity": identity, "num_examples": count}, file, indent=1)
     except (OSError, RuntimeError) as error:
-        if any(words in str(error) for words in ("No space left", "Disk quota")):  # array_record tells it in words only
+        if any(words in str(error) for words in ("No space left", "Disk quota")):  # array_record has no error code
             error = OSError(errno.ENOSPC, str(error))
         if not isinstance(error, OSError):
             raise
         raise cache_directory.fault(os.path.dirname(entry), what, None, error) from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
 
 
 def _limit() -> float:

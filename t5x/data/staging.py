@@ -1,32 +1,40 @@
-"""Local, uncompressed files to read from. What is remote or compressed is copied into the cache directory, once.
+"""Local, uncompressed files to read from. Remote and compressed files are copied into the cache directory once.
 
 CACHE/data/                        CACHE is T5X_CACHE_DIR, or ~/.cache/t5x
   <place>-<version>/               another version of the source has another name
-    source.json                    where it is from, and how long the copy is
+    source.json                    its source; size, SHA-256 and stamp of the copy
     train.jsonl                    the copy, decompressed
-  <place>-<version>.part/          being made
-  <place>.lock                     one process makes it, others wait
+  <place>-<version>.tmp-…/         unfinished
+  <place>.lock                     one process copies, others wait
   offsets/                         see local_files.py
+
+A process verifies a copy before its first use, and copies again if it has changed. Hashing takes 5 s/GB on a slow core,
+so a process always hashes up to 2 GiB of copies, and beyond that only those whose stamp (inode, times of modification
+and status change) differs from the one recorded with their SHA-256.
 """
 
 import bz2
 import collections
+import contextlib
 import glob
 import gzip
+import hashlib
 import io
 import json
 import logging
 import lzma
 import os
-import shutil
+import threading
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from t5x import cache_directory
 from t5x.data import files
 from t5x.errors import UserError
+from t5x.files import atomic, locks
+from t5x.files.digests import digest_of
 from t5x.urls import explained, file_system, is_remote
 
 if TYPE_CHECKING:
@@ -36,17 +44,22 @@ logger = logging.getLogger(__name__)
 
 _OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 _FILES_AT_ONCE = 4
-_PIECE = 8 * 2**20  # bytes of a request
+_PIECE = 8 * 2**20  # bytes per request
 _PIECES_AHEAD = 4
+_RECORD = "source.json"
+
+_hash_in_any_case = 2 * 2**30  # bytes that this process may still hash even if their stamps match
+_verification = threading.Lock()
+_verified: dict[str, list[int]] = {}  # stamps of copies verified by this process
 
 
 class LocalCopy(NamedTuple):
-    """A file that can be read at random.
+    """A file with random access.
 
     Attributes:
-      path: of the local file.
+      path: path of the local file.
       name: the path that the user gave, for messages.
-      version: changes when the file that the user named does.
+      version: changes when the user's file changes.
     """
 
     path: str
@@ -54,17 +67,19 @@ class LocalCopy(NamedTuple):
     version: str
 
 
-def stage(paths: Sequence[str]) -> list[LocalCopy]:
-    """The local forms of files: themselves, or copies in the cache directory that are made where there are none yet.
+def stage(paths: Sequence[str], *, verify: bool = True) -> list[LocalCopy]:
+    """Return local files: the files themselves, or copies in the cache directory, which are made if needed.
 
     Args:
-      paths: local, or remote (whatever fsspec opens); those that end in .gz, .bz2 or .xz are decompressed.
+      paths: local or remote (anything that fsspec opens); .gz, .bz2 and .xz are decompressed.
+      verify: False if another process of this run has verified the copies.
     """
     with ThreadPoolExecutor(_FILES_AT_ONCE, thread_name_prefix="t5x-staging") as pool:
         try:
             plans = list(pool.map(_plan, paths))
             copies = [plan for plan in plans if isinstance(plan, _Plan)]
-            if missing := [plan for plan in copies if not plan.is_made()]:
+            made = pool.map(lambda plan: plan.is_made(verify=verify), copies)
+            if missing := [plan for plan, is_made in zip(copies, made, strict=True) if not is_made]:
                 size = sum(plan.size for plan in missing)
                 what = missing[0].name if len(missing) == 1 else f"{len(missing)} files ({missing[0].name}, …)"
                 home = cache_directory.make("data")
@@ -88,19 +103,19 @@ def stage(paths: Sequence[str]) -> list[LocalCopy]:
 
 
 def versions(paths: Sequence[str]) -> list[tuple[str, str]]:
-    """(path, version) of files, without making copies; see `LocalCopy`."""
+    """Return (path, version) of files, without making copies; see `LocalCopy`."""
     with ThreadPoolExecutor(_FILES_AT_ONCE, thread_name_prefix="t5x-staging") as pool:
         return [(plan.name, plan.version) for plan in pool.map(_plan, paths)]
 
 
 class _Plan(NamedTuple):
-    """A copy that is to be in the cache."""
+    """A copy that belongs in the cache."""
 
     name: str
-    source: str  # the same, absolute
+    source: str  # absolute `name`
     version: str
     size: int
-    suffix: str  # of the compression, or ""
+    suffix: str  # compression extension, or ""
     remote: "tuple[AbstractFileSystem, str] | None"
 
     @property
@@ -117,10 +132,14 @@ class _Plan(NamedTuple):
     def target(self) -> str:
         return os.path.join(self.entry, os.path.basename(self.source).removesuffix(self.suffix) or "data")
 
-    def is_made(self) -> bool:
+    def is_made(self, *, verify: bool = True) -> bool:
+        """Return whether the copy exists and, with `verify`, is unchanged."""
         try:
-            with open(os.path.join(self.entry, "source.json")) as file:
-                return json.load(file)["size"] == os.path.getsize(self.target)
+            with open(os.path.join(self.entry, _RECORD)) as file:
+                record = json.load(file)
+            if record["size"] != os.path.getsize(self.target):
+                return False
+            return not verify or _is_unchanged(self, record)
         except (OSError, ValueError, KeyError, TypeError):
             return False
 
@@ -154,39 +173,61 @@ def _plan(path: str) -> _Plan | LocalCopy:
     return _Plan(path, local, version, status.st_size, suffix, None)
 
 
+def _is_unchanged(plan: _Plan, record: dict[str, Any]) -> bool:
+    """Verify a copy, unless this process has verified it with the same stamp."""
+    global _hash_in_any_case
+    stamp = _stamp(plan.target)
+    if _verified.get(plan.target) == stamp:
+        return True
+    with _verification:
+        must_hash = stamp != record["stamp"] or stamp[0] <= _hash_in_any_case
+        _hash_in_any_case -= stamp[0] if must_hash else 0
+    if must_hash and digest_of(plan.target)["sha256"] != record["sha256"]:
+        return False
+    if stamp != record["stamp"]:  # e.g. it was moved or restored
+        with contextlib.suppress(OSError), atomic.new_file(os.path.join(plan.entry, _RECORD)) as file:
+            file.write(json.dumps({**record, "stamp": stamp}).encode())
+    _verified[plan.target] = stamp
+    return True
+
+
+def _stamp(path: str) -> list[int]:
+    """Return numbers that change whenever the file changes, its size first."""
+    status = os.stat(path)
+    return [status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns]
+
+
 def _ensure(plan: _Plan, progress: cache_directory.CopyProgress) -> None:
     try:
-        with cache_directory.locked(plan.lock):
-            if not plan.is_made():  # else the process we waited for has made it
+        with locks.locked(plan.lock):
+            if not plan.is_made():  # another process may have made it while we waited
                 _make(plan, progress)
     except OSError as error:
         raise cache_directory.fault(os.path.dirname(plan.lock), plan.name, None, error) from error
 
 
 def _make(plan: _Plan, progress: cache_directory.CopyProgress) -> None:
-    part = f"{plan.entry}.part"
-    for other in glob.glob(f"{glob.escape(plan.entry.rsplit('-', 1)[0])}-*"):
-        if other == plan.entry or other.endswith(".part"):  # nobody works on it: the lock is ours
-            shutil.rmtree(other, ignore_errors=True)
-        else:
-            logger.info("%s is a copy of an earlier version of %s; rm -r frees it", other, plan.name)
-    os.makedirs(part)
-    try:
+    place = plan.entry.rsplit("-", 1)[0]
+    atomic.remove_unfinished(f"{place}-")
+    if os.path.lexists(plan.entry):
+        logger.warning("%s: the copy in %s is not as it was written; it is made again", plan.name, plan.entry)
+        atomic.remove_tree(plan.entry)
+    for other in glob.glob(f"{glob.escape(place)}-*"):
+        logger.info("%s is a copy of an earlier version of %s; rm -r frees it", other, plan.name)
+    with atomic.new_directory(plan.entry) as part:
         target = os.path.join(part, os.path.basename(plan.target))
+        digest = hashlib.sha256()
         with open(target, "wb") as file:
             for piece in _decompressed(plan, progress):
                 file.write(piece)
-            size = file.tell()
-            file.flush()
-            os.fsync(file.fileno())
-        with open(os.path.join(part, "source.json"), "w") as file:
-            json.dump({"source": plan.source, "version": plan.version, "size": size}, file)
+                digest.update(piece)
+        stamp = _stamp(target)
+        record = {"source": plan.source, "version": plan.version, "size": stamp[0], "sha256": digest.hexdigest()}
+        with open(os.path.join(part, _RECORD), "w") as file:
+            json.dump({**record, "stamp": stamp}, file)
         if _plan(plan.name).version != plan.version:
             raise UserError(f"{plan.name} was changed while it was being copied. Start again when its writer is done.")
-        os.rename(part, plan.entry)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
+    _verified[plan.target] = stamp
 
 
 def _decompressed(plan: _Plan, progress: cache_directory.CopyProgress) -> Iterator[bytes]:
@@ -221,7 +262,7 @@ def _local_pieces(plan: _Plan) -> Iterator[bytes]:
 
 
 def _remote_pieces(plan: _Plan) -> Iterator[bytes]:
-    """The content of a remote file in order; a few requests run ahead."""
+    """Yield the content of a remote file in order, with a few requests ahead."""
     fs, path = plan.remote
 
     def fetch(begin: int) -> bytes:
@@ -249,7 +290,7 @@ def _remote_pieces(plan: _Plan) -> Iterator[bytes]:
 
 
 class _Stream(io.RawIOBase):
-    """Pieces of bytes as a file."""
+    """Chunks of bytes as a file."""
 
     def __init__(self, pieces: Iterator[bytes]):
         self._pieces = pieces

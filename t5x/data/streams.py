@@ -1,4 +1,4 @@
-"""What a task's preprocessors may be besides functions of one example."""
+"""Kinds of preprocessors besides functions of one example."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,13 +9,13 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class ConcatenateAndSplit:
-    """A preprocessor over the whole stream: joins a feature of consecutive examples and cuts it into equal pieces.
+    """A preprocessor of the whole stream: joins a feature of consecutive examples and splits it into equal pieces.
 
-    A task may have one. The examples behind it have that feature alone.
+    A task may have one. The examples after it have only that feature.
 
     Attributes:
-      length: tokens of a piece; the last one of an evaluation may be shorter.
-      feature: the one that is joined.
+      length: tokens per piece; the last one of an evaluation may be shorter.
+      feature: the feature to join.
     """
 
     length: int
@@ -23,7 +23,7 @@ class ConcatenateAndSplit:
 
 
 class CacheDatasetPlaceholder:
-    """Ends what a cache holds: the work of the preprocessors before it. Examples pass it unchanged."""
+    """Marks the end of the preprocessors that a cache covers. Examples pass unchanged."""
 
     def __init__(self, required: bool = False):
         self.required = required
@@ -33,17 +33,17 @@ class CacheDatasetPlaceholder:
 
 
 def composite(function: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """Marks a preprocessor that is several: it is called once, with `sequence_length` and `output_features` if it has
-    such parameters, and returns the list of preprocessors that it stands for.
+    """Mark a preprocessor that stands for several.
 
-    In a task it is written like any other, with `functools.partial` where it needs arguments.
+    It is called once, with `sequence_length` and `output_features` if it has such parameters, and returns a list of
+    preprocessors. A task uses it like any other, with `functools.partial` if it needs arguments.
     """
     function.composite = True
     return function
 
 
 class _Key(np.random.bit_generator.ISeedSequence):
-    """A seed that is random bits already. Without it numpy spends most of the time on making it so."""
+    """A seed that already consists of random bits. It saves the time numpy would spend on mixing the seed."""
 
     def __init__(self, key: int):
         self._key = key
@@ -53,5 +53,5 @@ class _Key(np.random.bit_generator.ISeedSequence):
 
 
 def generator(seed: int) -> np.random.Generator:
-    """The random generator of a preprocessor's `seed`; cheap to make, one for each example."""
+    """Return the random generator for a preprocessor's `seed`; cheap enough for one per example."""
     return np.random.Generator(np.random.SFC64(_Key(seed)))

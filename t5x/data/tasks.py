@@ -19,18 +19,18 @@ Rate = float | Callable[["Task"], float]
 
 
 class Task:
-    """A source, what is done to its examples, and how predictions for them are scored.
+    """A source, its preprocessors, and the metrics for predictions.
 
     Args:
-      name: by which it is registered.
-      source: of the examples.
+      name: name in the registry.
+      source: source of the examples.
       output_features: features of the finished examples.
       preprocessors: see `t5x.data.pipeline.Pipeline`.
-      postprocess_fn: `postprocess_fn(decoded, example=…, is_target=…)` turns a decoded text into what metrics compare.
-      metric_fns: of `(targets, predictions)`, `(targets, scores)` or `(targets, predictions, aux_values)`; they return
-        {metric: value}.
-      shuffle_buffer_size: seqio's; all examples are shuffled here, without a buffer.
-      source_info: a note about the source, kept as it is.
+      postprocess_fn: `postprocess_fn(decoded, example=…, is_target=…)` converts decoded text to what metrics compare.
+      metric_fns: functions of `(targets, predictions)`, `(targets, scores)` or `(targets, predictions, aux_values)`;
+        they return {metric: value}.
+      shuffle_buffer_size: accepted for seqio compatibility; shuffling covers all examples, without a buffer.
+      source_info: a note about the source, stored unchanged.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class Task:
         return self.source.splits
 
     def num_input_examples(self, split: str) -> int:
-        """Number of examples of the source, before any preprocessor."""
+        """Return the number of source examples, before any preprocessor."""
         return self.source.num_examples(split)
 
     def postprocess_fn(self, decoded_model_output: Any, **kwargs: Any) -> Any:
-        """What metrics compare: of a prediction, or of a target (`is_target=True`)."""
+        """Return what metrics compare, for a prediction or for a target (`is_target=True`)."""
         if self._postprocess_fn is None:
             return decoded_model_output
         return self._postprocess_fn(decoded_model_output, **kwargs)
@@ -83,11 +83,11 @@ class Task:
         need_text: bool = True,
         use_cached: bool = False,
     ) -> Pipeline:
-        """The finished examples of a split, by (epoch, index); from its cache where there is one (`t5x cache`).
+        """Return the finished examples of a split, by (epoch, index), from its cache if there is one (`t5x cache`).
 
         Args:
-          need_text: also a cache from which texts (`inputs_pretokenized`, …) were dropped will do if False.
-          use_cached: the user asks for a cache, which is used anyway; it matters for tasks of the real seqio.
+          need_text: False accepts a cache without texts (`inputs_pretokenized`, …).
+          use_cached: the user asks for a cache. A cache is used anyway; it matters for tasks of the real seqio.
         """
         if split not in self.splits:
             raise UserError(f"Task {self.name!r} has no split {split!r}; it has {', '.join(map(repr, self.splits))}.")
@@ -98,12 +98,12 @@ class Task:
         return Pipeline(self.name, self.source, split, steps, self.output_features, sequence_length, seed, found)
 
     def plain_pipeline(self, split: str, sequence_length: Mapping[str, int] | None, seed: int) -> Pipeline:
-        """`pipeline` without a cache: every preprocessor is to be seen."""
+        """Return `pipeline` without a cache, so that every preprocessor runs."""
         steps = self.preprocessors
         return Pipeline(self.name, self.source, split, steps, self.output_features, sequence_length, seed)
 
     def why_not_cached(self) -> str | None:
-        """Why a cache of it would hold nothing; None where it would hold something."""
+        """Return why a cache of this task would be empty, or None."""
         if count_cacheable(self.preprocessors):
             return None
         return (
@@ -119,9 +119,9 @@ class Mixture:
     """Several tasks with rates, under one name.
 
     Args:
-      name: by which it is registered.
+      name: name in the registry.
       tasks: names of tasks and mixtures, or (name, rate) pairs. A rate is a positive number or a function of the task.
-      default_rate: of those without their own.
+      default_rate: rate of the tasks without their own.
     """
 
     def __init__(self, name: str, tasks: Iterable[str | tuple[str, Rate]], default_rate: Rate | None = None):
@@ -142,7 +142,7 @@ class Mixture:
 
     @property
     def tasks(self) -> list[Task]:
-        """All tasks, those of mixtures in it included, each once."""
+        """All tasks, including those of nested mixtures, each once."""
         found = {task.name: task for name in self.rates for task in get_subtasks(get_mixture_or_task(name))}
         return list(found.values())
 
@@ -178,7 +178,7 @@ class _Registry(Generic[_T]):
         self._entries: dict[str, _T] = {}
 
     def add(self, name: str, *args: Any, **kwargs: Any) -> _T:
-        """Makes and registers one. Arguments as those of the class."""
+        """Create and register one; takes the arguments of the class."""
         if name in TaskRegistry.names() or name in MixtureRegistry.names():
             raise UserError(
                 f"There is a task or mixture {name!r} already. Give this one another name, or take the other out "
@@ -200,7 +200,7 @@ class _Registry(Generic[_T]):
         del self._entries[name]
 
     def reset(self) -> None:
-        """Takes all out."""
+        """Remove all entries."""
         self._entries.clear()
 
 
@@ -209,14 +209,14 @@ MixtureRegistry = _Registry(Mixture)
 
 
 def get_mixture_or_task(name: str | Task | Mixture) -> Task | Mixture:
-    """The registered task or mixture of a name; one of the real seqio where there is none of ours."""
+    """Return the registered task or mixture of this name, or else that of the real seqio."""
     if isinstance(name, Task | Mixture):
         return name
     if name in MixtureRegistry.names():
         return MixtureRegistry.get(name)
     if name in TaskRegistry.names():
         return TaskRegistry.get(name)
-    from t5x.data import seqio_bridge  # which needs Task
+    from t5x.data import seqio_bridge  # imports this module
 
     if (found := seqio_bridge.find(name)) is not None:
         return found
@@ -225,14 +225,14 @@ def get_mixture_or_task(name: str | Task | Mixture) -> Task | Mixture:
 
 
 def get_subtasks(task_or_mixture: Task | Mixture) -> list[Task]:
-    """All tasks of a mixture; a task alone."""
+    """Return all tasks of a mixture, or [task] for a task."""
     return task_or_mixture.tasks if isinstance(task_or_mixture, Mixture) else [task_or_mixture]
 
 
 def task_rates(task_or_mixture: Task | Mixture) -> dict[Task, float]:
-    """The rate of each task; that of a mixture inside a mixture is divided among its own tasks.
+    """Return the rate of each task; a nested mixture's rate is divided among its tasks.
 
-    A rate that is a function is called with the task, of a mixture inside with the mixture.
+    A rate that is a function is called with the task or the nested mixture.
     """
     if isinstance(task_or_mixture, Task):
         return {task_or_mixture: 1.0}
@@ -258,11 +258,11 @@ def _is_rate(value: Any) -> bool:
 def rate_num_examples(
     task: Task | Mixture, maximum: int | None = None, temperature: float = 1.0, scale: float = 1.0, split: str = "train"
 ) -> float:
-    """A mixture's rate in proportion to the number of examples: `functools.partial(rate_num_examples, maximum=2**16)`.
+    """Return a rate proportional to the number of examples: `functools.partial(rate_num_examples, maximum=2**16)`.
 
     Args:
-      maximum: larger tasks count as this many examples.
-      temperature: above 1, small tasks are taken more often: the number is raised to 1/temperature.
+      maximum: limit on the number of examples.
+      temperature: the number is raised to 1/temperature; above 1, small tasks are sampled more often.
       scale: multiplies the number.
     """
     number = task.num_input_examples(split) * scale

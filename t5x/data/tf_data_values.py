@@ -1,4 +1,4 @@
-"""Values of tf.data examples as our sources give them, and back. TensorFlow is not imported."""
+"""Convert values of tf.data examples to those of our sources, and back. TensorFlow is not imported."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -7,7 +7,7 @@ import numpy as np
 
 
 def plain(value: Any) -> Any:
-    """A value of tf.data as our sources give them: texts are str."""
+    """Convert a tf.data value to one as in our sources, where texts are str."""
     if isinstance(value, bytes):
         return _text(value)
     if isinstance(value, Mapping):
@@ -20,7 +20,7 @@ def plain(value: Any) -> Any:
 
 
 def as_tf_data(value: Any) -> Any:
-    """What `plain` was given."""
+    """Undo `plain`."""
     if isinstance(value, str):
         return value.encode()
     if isinstance(value, Mapping):

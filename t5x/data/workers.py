@@ -1,8 +1,8 @@
-"""Who makes the rows of a batch: a thread of this process, or worker processes that own some of its lanes each.
+"""The rows of a batch, made by a thread of this process or by worker processes that each own some of its lanes.
 
-A worker is a fresh interpreter, without JAX. It is sent the lanes' parts once, then where to begin; it answers with
-rows for ever, and is held back by the pipe when nobody reads. Only the parts, which hold the user's own functions, are
-pickled, from parent to child.
+A worker is a new interpreter without JAX. It receives the `Parts` of the lanes once, then the positions to start from;
+it sends rows endlessly, and the pipe blocks it while nobody reads. Only the `Parts`, which hold the user's functions,
+are pickled, from parent to child.
 """
 
 import collections
@@ -32,11 +32,11 @@ States = list[list[int]]
 
 
 class Counts:
-    """What was left out or cut.
+    """Counts of skipped examples and truncated features.
 
     Attributes:
-      bad: bad examples that were passed over.
-      trimmed: how often each feature was cut to its length.
+      bad: number of bad examples that were skipped.
+      trimmed: number of times each feature was truncated.
     """
 
     def __init__(self, bad: int = 0, trimmed: Mapping[str, int] | None = None):
@@ -51,7 +51,7 @@ class Counts:
 
 
 class Made(NamedTuple):
-    """A batch, where the lanes stand behind it, and what was left out or cut for it."""
+    """A batch, the lane states after it, and the counts for it."""
 
     batch: Batch
     states: States
@@ -85,7 +85,7 @@ class LocalRows:
 
 
 class WorkerRows:
-    """Rows made by `count` processes; row number i of ours is worker i % count's."""
+    """Rows made by `count` processes; the i-th row belongs to worker i % count."""
 
     def __init__(self, parts: Parts, rows: Sequence[int], count: int):
         payload = processes.pickled(parts, "Set utils.DatasetConfig.num_workers=0")
@@ -120,12 +120,12 @@ class _Worker:
         self._number = number
         self._generation = 0
         self._process = processes.start("t5x.data.workers:serve")
-        # Written from a thread: the child reads it when it has started.
+        # Written from a thread because the child reads it only once it has started.
         self._writer = threading.Thread(target=self._send, args=(payload,), daemon=True)
         self._writer.start()
 
     def start(self, states: States) -> None:
-        """Begins anew at `states`."""
+        """Restart from `states`."""
         self._generation += 1
         mine = [run for run in states if any(run[0] <= row < run[0] + run[1] for row in self._rows)]
         message = {"generation": self._generation, "rows": list(self._rows), "states": mine}
@@ -137,7 +137,7 @@ class _Worker:
         while True:
             header, arrays = _read_message(self._process.stdout, self._died)
             if header.get("generation") != self._generation:
-                continue  # made before it was told to begin elsewhere
+                continue  # made before the last `start`
             if "error" in header:
                 raise {"bad": BadExample, "user": UserError}.get(header["kind"], RuntimeError)(header["error"])
             return Made(arrays, header["states"], Counts(header["bad"], header["trimmed"]))
@@ -146,7 +146,7 @@ class _Worker:
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
-            with contextlib.suppress(OSError):  # what could not be written any more
+            with contextlib.suppress(OSError):  # unflushed data
                 pipe.close()
 
     def _send(self, content: bytes) -> None:
@@ -154,20 +154,19 @@ class _Worker:
             processes.write(self._process.stdin, content)
             self._process.stdin.flush()
         except (OSError, ValueError):
-            pass  # it has died, which `receive` says
+            pass  # it has died; `receive` reports it
 
     def _died(self) -> UserError:
-        return UserError(
-            f"Worker process {self._number} that reads the data ended: {processes.why_ended(self._process)}. See above "
-            "for what it said; with utils.DatasetConfig.num_workers=0 the data is read in this process."
-        )
+        what = f"Worker process {self._number}, which reads the data,"
+        fix = "With utils.DatasetConfig.num_workers=0 the data is read in this process."
+        return processes.unexpected_end(self._process, what, fix)
 
 
-# --- The worker's side ------------------------------------------------------------------------------------------------
+# --- Worker side ------------------------------------------------------------------------------------------------------
 
 
 def serve() -> None:
-    """The main function of a worker."""
+    """Run a worker."""
     source, output = processes.pipes()
     payload = processes.read(source)
     if payload is None:
@@ -255,7 +254,7 @@ class Ahead:
         return result
 
     def stop(self, patience: float = math.inf) -> None:
-        """Ends the thread, once what it is making is made; after `patience` seconds it is left to itself."""
+        """Stop the thread after its current call; after `patience` seconds, stop waiting for it."""
         self._stopping.set()
         end = time.monotonic() + patience
         while self._thread.is_alive() and time.monotonic() < end:

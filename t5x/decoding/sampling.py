@@ -1,4 +1,4 @@
-"""Sampling: temperature, top-k and top-p."""
+"""Sampling with temperature, top-k and top-p, and greedy decoding."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,8 +7,8 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from t5x.decoding import narrowing
-from t5x.decoding import state as rows
+from t5x.decoding import limits, rows
+from t5x.decoding.loop import decoding_loop, is_row_independent
 from t5x.decoding.state import NEG_INF, DecodingState, LogitCallback, TokensToLogits
 from t5x.errors import UserError
 
@@ -17,13 +17,13 @@ MIN_TEMPERATURE = 1e-4
 
 @flax.struct.dataclass
 class SamplingLoopState(DecodingState):
-    """The loop of `temperature_sample`, as its callbacks see it.
+    """The state of `temperature_sample`, as its callbacks see it.
 
     Attributes:
-      step: int32, how many steps were done.
+      step: int32, number of steps taken.
       ended: bool [rows].
-      rng: a key for each row; the token at position p is drawn with the key that p is folded into.
-      log_prob: float32 [rows], of the tokens sampled so far.
+      rng: one key per row; the token at position p is sampled with fold_in(key, p - 1).
+      log_prob: float32 [rows], log probability of the sampled tokens.
     """
 
     step: jax.Array
@@ -50,61 +50,68 @@ def temperature_sample(
     state_callback_fn: Callable[[SamplingLoopState], SamplingLoopState] | None = None,
     logit_callback_fn: LogitCallback | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Samples until every row has ended or the length is reached. By default, with topk=1, this is greedy decoding.
+    """Sample until every row has ended or reached the length limit. The default, topk=1, is greedy decoding.
 
-    What is drawn for an example depends on its key, its prompt and its logits alone: not on the batch it is in, its row
-    there, how the batch is divided over devices, or how many more decodes are asked for.
+    A sample depends only on the example's key, prompt and logits: not on the batch, the row, the sharding or
+    `num_decodes`.
 
     Args:
-      inputs: int32 [batch, length], the prompts, shifted right: 0 at position 0, and wherever the output may go. They
-        are forced, and their log probability is not counted. An EOS in them ends nothing.
-      cache: the network's cache for `batch` rows: empty, or with `initial_index` filled up to there.
-      tokens_to_logits: (state) -> (logits [batch * num_decodes, vocab], new cache).
-      eos_id: ends a row; it is part of the output, zeros follow it.
-      decode_rng: a key for each example [batch], or one, into which the row of each is folded; None is
-        `jax.random.key(0)`.
-      num_decodes: how many sequences are sampled for each example.
-      temperature: divides the logits; one, or one for each example [batch]. At 1e-4 and below the likeliest token is
-        taken.
-      topk: only the k likeliest tokens, and those as likely as the last of them; 1 takes the likeliest (of equals the
-        lower one), 0 takes all. One, or one for each example.
-      topp: only the fewest tokens, likeliest first, whose probabilities add up to this, and those as likely as the last
-        of them; 0 takes all. One, or one for each example. With `topk`, of what it leaves; as both are rarely meant,
-        they are refused together where they are Python numbers.
-      cache_offset: the axis of the cache that counts rows: 1 where layers are stacked in front of it.
-      initial_index: int32 [batch], the position of each row's last prompt token, where its decoding begins.
-      max_decode_steps: the most tokens after the prompt; one, or one for each example; None is no limit.
-      max_decode_steps_hard_limit: a positive limit to `max_decode_steps`, where that comes from a request.
-      rescale_log_probs: scores are those of the distribution that was sampled from, which are 0 for greedy decoding;
-        False: those of the network.
-      state_callback_fn: state -> state, before every step and after the last.
-      logit_callback_fn: (logits, state) -> logits, before the temperature; see `t5x.decoding.constraints`.
+      inputs: int32 [batch, length], prompts shifted right: 0 at position 0 and wherever output may go. Prompts are
+        forced, do not contribute to the scores, and an EOS inside them does not end the row.
+      cache: the network's cache for `batch` rows: empty, or filled up to `initial_index`.
+      tokens_to_logits: state -> (logits [batch * num_decodes, vocab], new cache).
+      eos_id: token that ends a row; it is included in the output and followed by zeros.
+      decode_rng: one key per example, or a single key into which the row is folded; None is `jax.random.key(0)`.
+      num_decodes: number of samples per example.
+      temperature: divides the logits; one value, or one per example [batch]. At 1e-4 and below, decoding is greedy.
+      topk: sample from the k largest logits, ties included; 1 is argmax, 0 keeps all tokens. One value, or one per
+        example.
+      topp: sample from the smallest set of top tokens whose probabilities reach this sum, ties included; 0 keeps all
+        tokens. One value, or one per example. Applies after `topk`; Python numbers may not set both, because that is
+        rarely intended.
+      cache_offset: row axis of the cache; 1 if it has a leading layer axis.
+      initial_index: int32 [batch], position of each row's last prompt token, where decoding starts.
+      max_decode_steps: maximum number of tokens after the prompt; one value, or one per example; None is no limit.
+      max_decode_steps_hard_limit: upper bound of `max_decode_steps`, if positive; useful when that is user input.
+      rescale_log_probs: score with the distribution that was sampled from (0 for greedy decoding); False scores with
+        the network's distribution.
+      state_callback_fn: state -> state, called before every step and after the last.
+      logit_callback_fn: (logits, state) -> logits, called before the temperature; see `t5x.decoding.constraints`.
 
     Returns:
-      (int32 [batch, num_decodes, length], float32 [batch, num_decodes]): tokens, and the sums of their log
-      probabilities, the largest last.
+      int32 [batch, num_decodes, length] and float32 [batch, num_decodes]: tokens and their total log probabilities,
+      highest last.
+
+    Raises:
+      UserError: if an option is out of range.
     """
     batch, length = inputs.shape
     if all(isinstance(value, int | float) and value for value in (topk, topp)):
-        raise UserError(f"topk={topk} and topp={topp} are both set: set topk=0 to sample by topp, or leave topp=0.")
+        raise UserError(f"topk={topk} and topp={topp} are both set. Set topk=0 to sample by topp, or topp=0.")
     if isinstance(max_decode_steps, int) and max_decode_steps > length:
-        raise UserError(f"max_decode_steps is {max_decode_steps}, but the targets have a length of {length}.")
-    sequences, index, prompt_end = rows.begin(inputs, initial_index)
+        raise UserError(f"max_decode_steps is {max_decode_steps}, but the target length is {length}. Lower it.")
+    limits.check_number("num_decodes", num_decodes, low=1)
+    limits.check_number("temperature", temperature, low=0)
+    limits.check_number("topk", topk, low=0)
+    limits.check_number("topp", topp, low=0, high=1)
+    sequences, index, prompt_end = rows.start_from_prompts(inputs, initial_index)
     limit = jnp.full(batch, length)
     if max_decode_steps is not None:
         if max_decode_steps_hard_limit is not None and max_decode_steps_hard_limit > 0:
             max_decode_steps = jnp.minimum(max_decode_steps, max_decode_steps_hard_limit)
         limit = jnp.minimum(limit, prompt_end + max_decode_steps)
-    each_row = lambda x: jnp.repeat(x, num_decodes, axis=0)
+
+    def each_row(x: jax.Array) -> jax.Array:
+        return jnp.repeat(x, num_decodes, axis=0)
+
     options = {"temperature": temperature, "topk": topk, "topp": topp}
-    of_rows = {name: each_row(jnp.asarray(x))[:, None] for name, x in options.items() if jnp.ndim(x)}
-    of_rows["limit"] = each_row(limit)
+    row_options = {name: each_row(jnp.asarray(x))[:, None] for name, x in options.items() if jnp.ndim(x)}
+    row_limit = each_row(limit)
     keys = rows.example_keys(decode_rng, jnp.arange(batch))
     fold_in = jax.vmap(jax.random.fold_in)
 
-    def step(
-        tokens_to_logits: TokensToLogits, of_rows: dict[str, jax.Array], state: SamplingLoopState
-    ) -> SamplingLoopState:
+    def step(tokens_to_logits: TokensToLogits, fixed: tuple, state: SamplingLoopState) -> SamplingLoopState:
+        limit, row_options = fixed
         if state_callback_fn is not None:
             state = state_callback_fn(state)
         logits, cache = tokens_to_logits(state)
@@ -112,8 +119,7 @@ def temperature_sample(
         if logit_callback_fn is not None:
             logits = logit_callback_fn(logits, state)
         keys = fold_in(state.rng, state.cur_index)
-        of = options | of_rows
-        token, log_prob = _sample(logits, keys, of["temperature"], of["topk"], of["topp"], rescale_log_probs)
+        token, log_prob = _sample(logits, keys, rescale_log_probs, **(options | row_options))
         following = state.cur_index + 1
         prompt = rows.token_at(state.sequences, following)
         free = (prompt == 0) & ~state.ended
@@ -124,9 +130,9 @@ def temperature_sample(
             cur_token=token[:, None],
             cache=cache,
             sequences=jnp.where(
-                state.ended[:, None], state.sequences, rows.with_token(state.sequences, following, token)
+                state.ended[:, None], state.sequences, rows.set_token(state.sequences, following, token)
             ),
-            ended=state.ended | (free & (token == state.eos_id)) | (following >= of["limit"]),
+            ended=state.ended | (free & (token == state.eos_id)) | (following >= limit),
             log_prob=state.log_prob + jnp.where(free, log_prob, 0.0),
         )
 
@@ -140,7 +146,7 @@ def temperature_sample(
         sequences=sequences,
         prompt_end=each_row(prompt_end),
         eos_id=jnp.asarray(eos_id, jnp.int32),
-        ended=index >= of_rows["limit"],
+        ended=index >= row_limit,
         rng=fold_in(each_row(keys), jnp.tile(jnp.arange(num_decodes), batch)),
         log_prob=jnp.zeros(batch * num_decodes),
     )
@@ -150,16 +156,16 @@ def temperature_sample(
             state = state_callback_fn(state)
         return state.sequences, state.log_prob
 
-    sequences, log_prob = narrowing.loop(
+    sequences, log_prob = decoding_loop(
         step,
         state,
         tokens_to_logits=tokens_to_logits,
-        fixed=of_rows,
+        fixed=(row_limit, row_options),
         is_open=lambda state: jnp.any(~state.ended.reshape(-1, num_decodes), axis=1),
         results=results,
         cache_rows=batch * num_decodes,
         cache_axis=cache_offset,
-        may_narrow=state_callback_fn is None and narrowing.is_of_any_rows(logit_callback_fn),
+        may_shrink=state_callback_fn is None and is_row_independent(logit_callback_fn),
     )
     scores = log_prob.reshape(batch, num_decodes)
     order = jnp.argsort(scores, axis=-1)
@@ -167,11 +173,46 @@ def temperature_sample(
     return rows.take_beams(tokens, order), jnp.take_along_axis(scores, order, axis=-1)
 
 
-def _sample(
-    logits: jax.Array, keys: jax.Array, temperature: Any, topk: Any, topp: Any, rescale_log_probs: bool
+def greedy_decode(
+    *,
+    inputs: jax.Array,
+    cache: Any,
+    tokens_to_logits: TokensToLogits,
+    eos_id: int | jax.Array,
+    num_decodes: int = 1,
+    decode_rng: jax.Array | None = None,
+    cache_offset: int = 0,
+    initial_index: jax.Array | None = None,
+    logit_callback_fn: LogitCallback | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(tokens int32 [rows], their log probabilities [rows]); the options are scalars or [rows, 1]."""
-    log_prob_of = lambda logits, token: jnp.take_along_axis(jax.nn.log_softmax(logits), token[:, None], -1)[:, 0]
+    """Decode greedily: take the argmax at every step; ties go to the lower token.
+
+    Args:
+      num_decodes: must be 1.
+      decode_rng: unused; part of T5X's signature.
+      inputs, cache, …: see `temperature_sample`.
+
+    Returns:
+      int32 [batch, 1, length] and float32 [batch, 1]: tokens, and the log probability of those after the prompt.
+
+    Raises:
+      UserError: if num_decodes is not 1.
+    """
+    del decode_rng
+    if num_decodes != 1:
+        raise UserError(f"num_decodes is {num_decodes}, but greedy decoding has one result. Set num_decodes=1.")
+    options = {"cache_offset": cache_offset, "initial_index": initial_index, "logit_callback_fn": logit_callback_fn}
+    return temperature_sample(inputs, cache, tokens_to_logits, eos_id, topk=1, rescale_log_probs=False, **options)
+
+
+def _sample(
+    logits: jax.Array, keys: jax.Array, rescale_log_probs: bool, temperature: Any, topk: Any, topp: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Sample tokens int32 [rows] and return their log probabilities [rows]. The options are scalars or [rows, 1]."""
+
+    def log_prob_of(logits: jax.Array, token: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(jax.nn.log_softmax(logits), token[:, None], -1)[:, 0]
+
     best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     if isinstance(topk, int) and topk == 1:
         token, log_prob = best, jnp.zeros(best.shape)
@@ -189,28 +230,35 @@ def _sample(
 
 
 def topk_mask(logits: jax.Array, topk: int | jax.Array) -> jax.Array:
-    """NEG_INF below the k-th largest logit of a row; `topk` may be traced, and be [rows, 1]."""
+    """Set logits below the k-th largest of their row to NEG_INF; `topk` may be traced, and may be [rows, 1]."""
     return _keep_largest(logits, lambda kept: jnp.sum(kept, axis=-1, keepdims=True) >= topk)
 
 
 def topp_mask(logits: jax.Array, topp: float | jax.Array) -> jax.Array:
-    """NEG_INF below the logit with which probabilities, largest first, reach `topp`, which may be [rows, 1]."""
+    """Keep the largest logits of a row whose probabilities reach `topp`, and set the others to NEG_INF.
+
+    `topp` may be traced, and may be [rows, 1].
+    """
     probabilities = jax.nn.softmax(logits)
-    total = lambda kept: jnp.sum(jnp.where(kept, probabilities, 0.0), axis=-1, keepdims=True)
-    return _keep_largest(logits, lambda kept: total(kept) >= topp)
+
+    def reach_topp(kept: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.where(kept, probabilities, 0.0), axis=-1, keepdims=True) >= topp
+
+    return _keep_largest(logits, reach_topp)
 
 
 def _keep_largest(logits: jax.Array, enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """Keeps, in every row, the logits from the greatest threshold on with which `enough` are kept.
+    """Keep the logits of each row above the highest threshold for which `enough` are kept; set others to NEG_INF.
 
-    The threshold is found bit by bit, in 32 passes over the logits: a sort costs more, and needs all of them at once.
+    The threshold is found bit by bit in 32 passes, which cost less than a sort and never need all logits at once.
 
     Args:
-      enough: bool [rows, vocab], what is kept -> bool [rows, 1]; true for more where it is true for less.
+      logits: float32 [rows, vocab].
+      enough: bool [rows, vocab], the kept logits -> bool [rows, 1]; monotonic.
     """
-    bits = jax.lax.bitcast_convert_type(logits + 0.0, jnp.uint32)  # + 0.0: no negative zero
+    bits = jax.lax.bitcast_convert_type(logits + 0.0, jnp.uint32)  # + 0.0 turns -0.0 into 0.0
     highest = jnp.uint32(1 << 31)
-    ordered = jnp.where(bits >= highest, ~bits, bits | highest)  # as integers they order as the floats do
+    ordered = jnp.where(bits >= highest, ~bits, bits | highest)  # unsigned integers in the order of the floats
 
     def next_bit(i: jax.Array, threshold: jax.Array) -> jax.Array:
         higher = threshold | (highest >> i.astype(jnp.uint32))

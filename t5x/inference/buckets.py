@@ -1,4 +1,4 @@
-"""Which examples are computed together: those of similar length, in batches of few different shapes."""
+"""Batches of examples of similar length, padded to few different shapes."""
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,8 +11,8 @@ class Batch(NamedTuple):
     """Examples that are computed together.
 
     Attributes:
-      positions: which of the examples.
-      lengths: {feature: length} that all of them are padded to.
+      positions: positions of the examples.
+      lengths: {feature: length} to which all of them are padded.
     """
 
     positions: list[int]
@@ -20,10 +20,10 @@ class Batch(NamedTuple):
 
 
 def bucket(length: int, longest: int | None = None, steps: int = 2) -> int:
-    """The next of 8, 12, 16, 24, 32, 48, 64, …; `longest` at most.
+    """Return the smallest of 8, 12, 16, 24, 32, 48, 64, … that is not below `length`, but at most `longest`.
 
     Args:
-      steps: from one power of two to the next; more of them pad less and compile more.
+      steps: number of steps between powers of two; more steps pad less but compile more.
 
     >>> [bucket(n) for n in (1, 8, 9, 13, 17, 100)], bucket(100, longest=100), bucket(100, steps=4)
     ([8, 8, 12, 16, 24, 128], 100, 112)
@@ -44,14 +44,14 @@ def plan(
     steps: int = 2,
     wanted: Callable[[int], bool] = lambda position: True,
 ) -> Iterator[Batch]:
-    """Batches of `count` examples, the longest first.
+    """Yield batches of `count` examples, the longest first.
 
     Args:
-      sizes: {feature: size of each example}, of features that are padded only as far as their batch needs it.
-      longest: {feature: length}, of all features; None, of those in `sizes`, is no limit.
-      batch_size: examples in a batch; the last has what is left.
+      sizes: {feature: size of each example}, for features that are padded only as far as their batch needs.
+      longest: {feature: maximum length} of all features; None, only for those in `sizes`, is unlimited.
+      batch_size: number of examples per batch; the last batch may be smaller.
       steps: see `bucket`.
-      wanted: whether an example is in any batch; asked once, when its batch is made.
+      wanted: whether to include an example; called once per example, when its batch is made.
     """
     keys = list(zip(*sizes.values(), strict=True)) if sizes else [()] * count
     order = filter(wanted, sorted(range(count), key=keys.__getitem__, reverse=True))
@@ -64,7 +64,7 @@ def plan(
 
 
 def rows(examples: int, batch_size: int, multiple: int = 1) -> int:
-    """Rows of a batch for a run of so few examples: a power of two, `batch_size` at most, and a multiple.
+    """Return the rows of a batch: a power of two for few examples, at most `batch_size`, rounded up to a multiple.
 
     >>> rows(3, 32), rows(3, 32, multiple=8), rows(100, 32)
     (4, 8, 32)

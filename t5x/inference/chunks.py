@@ -1,24 +1,29 @@
-"""Results on disk, chunk by chunk: whatever ends a run, what was finished stays, and the next one goes on behind it.
+"""Results on disk in chunks: after a kill at any moment, the next run resumes after the last finished chunk.
 
-A chunk is written beside its place, synced and renamed, then its `.COMPLETED` marker is; so is the whole when the
-chunks are merged. The directory also keeps what the results depend on, and a lock. Names of chunks are T5X's:
+    tmp-<name>/job.json                            marks the directory as ours; what the results depend on
+               .lock                               held by the process that writes
+               <name>-chunk00000                   T5X's names
+               <name>-chunk00000.COMPLETED         size and SHA-256 of the chunk, and what a later run needs to know
 
-    tmp-<name>/<name>-chunk00000, <name>-chunk00000.COMPLETED, …
+A chunk is finished once its `.COMPLETED` file exists, which is written after the chunk has been flushed to disk. Before
+the merged output is renamed to its final name, its size and SHA-256 are written to job.json; an output that matches
+them is complete.
 
-`merged` in it says that the whole is there: nothing but the removal of the directory is left to do.
+A directory that is not empty and has no valid job.json is not ours: nothing is written to it or removed from it.
 """
 
 import contextlib
-import errno
-import fcntl
+import hashlib
 import json
 import logging
 import os
-import shutil
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from t5x.errors import UserError
+from t5x.files import atomic, locks
+from t5x.files.digests import Digest, digest_of
 from t5x.telemetry import jsonl
 
 log = logging.getLogger(__name__)
@@ -26,199 +31,261 @@ log = logging.getLogger(__name__)
 COMPLETED = ".COMPLETED"
 JOB_FILE = "job.json"
 _LOCK_FILE = ".lock"
-_MERGED_FILE = "merged"
+_FORMAT = "t5x inference chunks"
 
 
 class Chunks:
     """The chunks of one output.
 
     Args:
-      directory: of the chunks, made where it is not there yet. Only its parent must exist.
-      name: of the output.
+      directory: directory of the chunks, created if necessary. Only its parent must exist.
+      name: name of the output.
       job: what the results depend on, as JSON. Chunks of another job are refused.
-      start_anew: chunks of another job are discarded instead, which is said.
-      mend: how a user starts anew, for the message.
+      start_anew: discard chunks of another job instead, with a warning.
+      mend: how the user can start over, for the error message.
 
     Attributes:
-      finished: the records of the chunks that are whole, from the first on without a gap.
-      merged: they have been put together.
+      finished: records of the finished chunks, from the first on without a gap.
+      merged: digest of the output if the chunks have been merged, else None.
     """
 
     def __init__(
         self, directory: str, name: str, job: Mapping[str, Any], *, start_anew: bool = False, mend: str = "remove it"
     ):
         self.directory = directory
+        self.finished: list[dict[str, Any]] = []
+        self.merged: Digest | None = None
         self._name = name
+        self._job = json.loads(json.dumps(job))
         self._lock: int | None = None
         try:
-            os.makedirs(directory, exist_ok=True)
+            refuse_foreign(directory, name)
+            atomic.make_directories(directory)
             self._take_lock()
-            self._same_job(json.loads(json.dumps(job)), start_anew, mend)
+            self._resume(start_anew, mend)
         except BaseException as error:
             self.close()
             if isinstance(error, OSError):
                 raise jsonl.write_error(directory, error) from error
             raise
-        told = _read_json(os.path.join(directory, _MERGED_FILE))
-        self.merged = told is not None
-        self.finished = told["finished"] if self.merged else list(self._read_finished())
 
     def path(self, index: int) -> str:
-        """Where chunk `index` is."""
+        """Return the path of chunk `index`."""
         return os.path.join(self.directory, f"{self._name}-chunk{index:05}")
 
     def write(self, write: Callable[[str], None], record: Mapping[str, Any]) -> None:
-        """The next chunk.
+        """Write the next chunk.
 
         Args:
-          write: writes the file whose path it is given.
-          record: what a later run needs to know of this chunk.
+          write: writes the file at the path it is given, which does not exist. A user's own function may write
+            elsewhere.
+          record: what a later run needs to know about this chunk.
         """
         path = self.path(len(self.finished))
-        size = None
-        with jsonl.whole_or_nothing(path) as temporary:
-            write(temporary)
-            if os.path.exists(temporary):  # a writer of the user's own may write elsewhere
-                size = os.path.getsize(temporary)
-        record = {**record, "size": size}
+        try:
+            _remove(path + COMPLETED, path)
+            write(path)
+            digest = {"size": None}
+            if os.path.isfile(path):
+                atomic.sync(path)
+                digest = digest_of(path)
+        except BaseException as error:
+            _remove(path)
+            if isinstance(error, OSError):
+                raise jsonl.write_error(path, error) from error
+            raise
+        record = {**record, **digest}
         jsonl.replace(path + COMPLETED, [json.dumps(record).encode() + b"\n"])
         self.finished.append(record)
 
     def merge(self, path: str) -> None:
-        """Puts the chunks together, at `path`, unless that has been done."""
-        if not self.merged:
-            if not self._is_whole(path):
-                merge(path, [self.path(index) for index in range(len(self.finished))])
-            content = json.dumps({"finished": self.finished}).encode()
-            jsonl.replace(os.path.join(self.directory, _MERGED_FILE), [content + b"\n"])
-            self.merged = True
+        """Merge the chunks into the file `path`, unless this has been done."""
+        if self.merged is None:
+            merge(path, [self.path(index) for index in range(len(self.finished))], self._write_job)
 
     def discard(self, first: int) -> None:
-        """Chunk `first` and all behind it: they are no longer finished."""
-        if self.merged:
-            os.unlink(os.path.join(self.directory, _MERGED_FILE))
-            self.merged = False
+        """Discard chunk `first` and all after it."""
+        if self.merged is not None:
+            self._write_job(None)
         for index in range(first, len(self.finished)):
-            for path in (self.path(index) + COMPLETED, self.path(index)):
-                if os.path.exists(path):
-                    os.unlink(path)
+            _remove(self.path(index) + COMPLETED, self.path(index))
         del self.finished[first:]
 
     def remove(self) -> None:
-        """Everything, once it is merged. What says that it is goes last."""
-        for name in self._ours():
-            if name != _MERGED_FILE:
-                with contextlib.suppress(OSError):
-                    os.unlink(os.path.join(self.directory, name))
-        self.close()
-        shutil.rmtree(self.directory, ignore_errors=True)
+        """Remove the directory and the files written to it. Other files are kept."""
+        with contextlib.suppress(OSError), contextlib.closing(self):
+            _remove(*self._chunk_files())
+            if others := _names(self.directory) - {JOB_FILE, _LOCK_FILE}:
+                log.warning("%s is kept: it has files that were not written here (%s)", self.directory, min(others))
+                return
+            temporaries = [name for name in os.listdir(self.directory) if atomic.is_temporary(name)]
+            for name in (*temporaries, _LOCK_FILE, JOB_FILE):
+                _remove(os.path.join(self.directory, name))
+            self.close()  # on NFS a directory with an open file cannot be removed
+            os.rmdir(self.directory)
 
     def close(self) -> None:
-        """Lets another run in."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        """Release the lock."""
+        locks.release(self._lock)
+        self._lock = None
+
+    def claim(self, path: str, *, anew: bool) -> bool:
+        """Return whether the file at `path` is the merged output of these chunks.
+
+        This is the case if an earlier run was killed after the merge.
+
+        Args:
+          anew: start over instead of raising, also if some of the merged chunks have been removed.
+
+        Raises:
+          UserError: the file has changed since it was merged, and `anew` is False.
+        """
+        if self.merged is None:
+            return False
+        all_there = all(os.path.exists(self.path(index)) for index in range(len(self.finished)))
+        exists = os.path.exists(path)
+        if exists and digest_of(path) == self.merged and (all_there or not anew):
+            return True
+        if exists and not anew:
+            raise UserError(changed(path, "give --overwrite to write it again, or move it away"))
+        self._write_job(None)
+        if not all_there:
+            self._wipe()
+        return False
 
     def _take_lock(self) -> None:
-        self._lock = os.open(os.path.join(self.directory, _LOCK_FILE), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN):
-                raise
+            self._lock = locks.acquire(os.path.join(self.directory, _LOCK_FILE))
+        except BlockingIOError as error:
             raise UserError(
                 f"Another process is writing {self._name} (it holds {self.directory}). Wait for it, or choose another "
                 "output."
             ) from error
 
-    def _same_job(self, job: dict[str, Any], start_anew: bool, mend: str) -> None:
-        path = os.path.join(self.directory, JOB_FILE)
-        there = _read_json(path)
-        if there == job:
+    def _resume(self, start_anew: bool, mend: str) -> None:
+        content = read_json(os.path.join(self.directory, JOB_FILE)) or {}
+        there = content.get("job")
+        if there == self._job:
+            self.merged = content.get("merged")
+            self.finished = content["finished"] if self.merged else list(self._read_finished())
             return
-        chunks = self._ours()
-        if there is None and chunks and not start_anew:
-            raise UserError(
-                f"{self.directory} holds chunks, but {JOB_FILE}, which says of what, cannot be read. To start anew, "
-                f"{mend}."
-            )
-        if there is not None and chunks:
-            names = [name for name in sorted({*there, *job}) if there.get(name) != job.get(name)]
-            told = "; ".join(f"{name} was {_short(there.get(name))}, is {_short(job.get(name))}" for name in names)
+        if there is not None and (content.get("merged") or self._chunk_files()):
+            names = [name for name in sorted({*there, *self._job}) if there.get(name) != self._job.get(name)]
+            differences = (f"{name} was {_short(there.get(name))}, is {_short(self._job.get(name))}" for name in names)
+            what = "; ".join(differences)
             if not start_anew:
                 raise UserError(
-                    f"{self.directory} holds the finished part of a run that differs: {told}. Start with what it had "
+                    f"{self.directory} holds the finished part of a run that differs: {what}. Start with what it had "
                     f"to go on with it; to start anew, {mend}."
                 )
-            log.warning("%s held the finished part of a run that differs (%s): it is discarded", self.directory, told)
+            log.warning("%s held the finished part of a run that differs (%s): it is discarded", self.directory, what)
         self._wipe()
-        jsonl.replace(path, [json.dumps(job).encode() + b"\n"])
+        self._write_job(None)
 
-    def claim(self, path: str, *, anew: bool) -> bool:
-        """Whether the file there is these chunks put together, perhaps by a run that was ended right after that.
-
-        Args:
-          anew: what cannot be checked any more, as its chunks are being removed, is discarded.
-        """
-        if not self.merged:
-            return bool(self.finished) and self._is_whole(path)
-        there = os.path.exists(path) and os.path.getsize(path) == sum(record["size"] for record in self.finished)
-        if there and (self._all_there() or not anew):
-            return True
-        os.unlink(os.path.join(self.directory, _MERGED_FILE))
-        self.merged = False
-        if not self._all_there():
-            self._wipe()
-        return False
-
-    def _all_there(self) -> bool:
-        return all(os.path.exists(self.path(index)) for index in range(len(self.finished)))
+    def _write_job(self, merged: Digest | None) -> None:
+        content = {"format": _FORMAT, "output": self._name, "job": self._job, "merged": merged}
+        if merged is not None:
+            content["finished"] = self.finished
+        jsonl.replace(os.path.join(self.directory, JOB_FILE), [json.dumps(content).encode() + b"\n"])
+        self.merged = merged
 
     def _wipe(self) -> None:
-        for name in self._ours():
-            os.unlink(os.path.join(self.directory, name))
+        _remove(*self._chunk_files())
         self.finished = []
 
-    def _ours(self) -> list[str]:
-        """The files that a run has left, besides its job."""
-        prefix = f"{self._name}-chunk"
-        return [name for name in os.listdir(self.directory) if name.startswith(prefix) or name == _MERGED_FILE]
-
-    def _is_whole(self, path: str) -> bool:
-        sizes = [record["size"] for record in self.finished]
-        if not os.path.exists(path) or None in sizes or os.path.getsize(path) != sum(sizes):
-            return False
-        with open(path, "rb") as whole:
-            for index, size in enumerate(sizes):
-                with open(self.path(index), "rb") as part:
-                    if whole.read(size) != part.read():
-                        return False
-        return True
+    def _chunk_files(self) -> list[str]:
+        """Return the paths of the chunks and their files; a user's own writer may add a suffix."""
+        ours = re.compile(re.escape(self._name) + r"-chunk\d{5,}(\..*)?")
+        paths = (os.path.join(self.directory, name) for name in os.listdir(self.directory) if ours.fullmatch(name))
+        return [path for path in paths if not _is_directory(path)]
 
     def _read_finished(self) -> Iterator[dict[str, Any]]:
         index = 0
-        while (record := _read_json(self.path(index) + COMPLETED)) is not None:
-            size = record.get("size")
-            if size is not None and (not os.path.exists(self.path(index)) or os.path.getsize(self.path(index)) != size):
-                log.warning("%s is not as it was written; it is computed again", self.path(index))
+        while (record := read_json(self.path(index) + COMPLETED)) is not None:
+            if not is_intact(self.path(index), record):
+                log.warning(
+                    "%s has changed since it was written; it and all chunks behind it are computed again",
+                    self.path(index),
+                )
+                _remove(self.path(index) + COMPLETED)
                 return
             yield record
             index += 1
 
 
-def merge(path: str, parts: Iterable[str]) -> None:
-    """The files `parts`, one after the other, as one."""
-    with jsonl.whole_or_nothing(path) as temporary, open(temporary, "wb") as file:
-        for part in parts:
-            with open(part, "rb") as source:
-                shutil.copyfileobj(source, file, 1 << 20)
+def refuse_foreign(directory: str, name: str) -> None:
+    """Raise a UserError if `directory` exists and is not ours for the chunks of `name`. Nothing is changed."""
+    if not os.path.lexists(directory):
+        return
+    job = read_json(os.path.join(directory, JOB_FILE)) or {}
+    ours = (job.get("format"), job.get("output")) == (_FORMAT, name)
+    if not _is_directory(directory) or not (ours or _names(directory) <= {_LOCK_FILE}):
+        raise UserError(
+            f"{directory} exists, but it is not a directory of chunks of {name}: it has no valid {JOB_FILE}. Nothing "
+            "in it was changed. Move it away, or choose another output."
+        )
 
 
-def _read_json(path: str) -> dict[str, Any] | None:
+def merge(path: str, parts: Iterable[str], before_rename: Callable[[Digest], None] = lambda digest: None) -> None:
+    """Concatenate the files `parts` into one file. Those that have a `.COMPLETED` file are verified.
+
+    Args:
+      before_rename: called with the digest of the merged file before it gets its final name.
+    """
+    whole, size = hashlib.sha256(), 0
+    try:
+        with atomic.new_file(path) as file:
+            for part in parts:
+                record, digest = read_json(part + COMPLETED) or {}, hashlib.sha256()
+                with open(part, "rb") as source:
+                    while piece := source.read(1 << 20):
+                        size += file.write(piece)
+                        digest.update(piece)
+                        whole.update(piece)
+                if record.get("sha256", digest.hexdigest()) != digest.hexdigest():
+                    raise UserError(
+                        f"{part} has changed since it was written (SHA-256). Start the same command again: it computes "
+                        "this chunk and those behind it again."
+                    )
+            before_rename({"size": size, "sha256": whole.hexdigest()})
+    except OSError as error:
+        raise jsonl.write_error(path, error) from error
+
+
+def is_intact(path: str, record: Mapping[str, Any]) -> bool:
+    """Return whether a file still matches its record. A record without a size has no file."""
+    if record.get("size") is None:
+        return True
+    return os.path.exists(path) and digest_of(path) == {name: record.get(name) for name in ("size", "sha256")}
+
+
+def changed(path: str, mend: str) -> str:
+    """Return the message for an output that was changed after it was finished."""
+    return f"{path} has changed since it was written (SHA-256), so it is not the result of this run: {mend}."
+
+
+def _remove(*paths: str) -> None:
+    """Remove existing files and links, but not directories."""
+    for path in paths:
+        if os.path.lexists(path) and not _is_directory(path):
+            os.unlink(path)
+
+
+def _names(directory: str) -> set[str]:
+    """Return the names in a directory, without temporary files."""
+    return {name for name in os.listdir(directory) if not atomic.is_temporary(name)}
+
+
+def _is_directory(path: str) -> bool:
+    return os.path.isdir(path) and not os.path.islink(path)
+
+
+def read_json(path: str) -> dict[str, Any] | None:
+    """Return the object in a JSON file, or None if the file is missing or damaged."""
     try:
         with open(path, "rb") as file:
             read = json.load(file)
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return read if isinstance(read, dict) else None
 

@@ -1,8 +1,8 @@
-"""A model on the devices: it takes examples, and gives a result for each, in their order.
+"""A model on the devices that returns a result for each example, in their order.
 
-Examples of similar length are computed together, in few different shapes. Neither which these are nor how many rows a
-batch has changes a result beyond the rounding of floats: padding is masked, and what is random is keyed by the index of
-the example. Several processes each take their rows of every batch, and all get all results.
+Examples of similar length are batched together, in few different shapes. The batching does not change results beyond
+floating-point rounding: padding is masked, and random numbers are keyed by the index of the example. With several
+processes, each computes its rows of every batch, and all get all results.
 """
 
 import functools
@@ -12,20 +12,25 @@ from typing import Any
 import jax
 import numpy as np
 
+from t5x.cache_directory import human_size
+from t5x.data.feature_converters import FeatureConverter
+from t5x.errors import UserError
 from t5x.inference import buckets
 from t5x.models import BaseTransformerModel
 from t5x.network import compute_params, padding
 from t5x.network.padding import Program
 from t5x.partitioning import PjitPartitioner
+from t5x.partitioning.memory import host_memory
 
 _INDICES = 1 << 31
+_TOKEN_BYTES = 4
 
 
 class Engine:
     """A model with its parameters.
 
     Args:
-      params: of the model, where the partitioner lays them; kept in the network's dtype.
+      params: the model's parameters, sharded by the partitioner; they are kept in the network's dtype.
     """
 
     def __init__(self, model: BaseTransformerModel, partitioner: PjitPartitioner, params: Any):
@@ -34,7 +39,7 @@ class Engine:
         self.params = compute_params(model.module, params)
 
     def program(self, function: Callable[[Any, Mapping[str, jax.Array], jax.Array], Any]) -> Program:
-        """Compiles (params, batch, rng) -> tree of arrays, anew for every shape of the batch."""
+        """Return a program of (params, batch, rng) -> tree of arrays, compiled for every new shape of a batch."""
         partitioner = self.partitioner
         shardings = (
             jax.tree.map(lambda x: x.sharding, self.params), partitioner.batch_sharding, partitioner.replicated
@@ -46,15 +51,17 @@ class Engine:
         )
 
     def shapes(self, program: Program, lengths: Mapping[str, int], rows: int) -> Any:
-        """The shapes of what the program gives for a batch of so many rows."""
-        arrays = self.model.FEATURE_CONVERTER_CLS(pack=False).convert_batch([[]] * rows, lengths)
+        """Return the shapes of the program's outputs for a batch with this number of rows."""
+        converter = self.model.FEATURE_CONVERTER_CLS(pack=False)
+        _check_host_memory(converter, rows, lengths)
+        arrays = converter.convert_batch([[]] * rows, lengths)
         arrays["example_index"] = np.zeros(rows, np.int32)
         return jax.eval_shape(program.usual, self.params, arrays, np.uint32(0))
 
     def row_axes(self, program: Program, lengths: Mapping[str, int], rows: int) -> Any:
-        """Which axis of each array that the program gives counts rows: the one that grows with the batch; -1: none.
+        """Return for each output array the axis of rows, which grows with the batch; -1 if there is none.
 
-        What a network sows may have them anywhere: behind the layers, where these are scanned, or nowhere.
+        Arrays that a network sows may have it anywhere, e.g. after the axis of scanned layers, or not at all.
         """
 
         def axis(few: jax.ShapeDtypeStruct, many: jax.ShapeDtypeStruct) -> int:
@@ -78,19 +85,20 @@ class Engine:
         row_axes: Any = None,
         after_batch: Callable[[int], None] = lambda examples: None,
     ) -> list[Any]:
-        """A result for each example: its row of what the program gives, as numpy arrays.
+        """Return a result for each example: its row of the program's outputs, as NumPy arrays.
 
         Args:
-          examples: {task feature: ids}.
-          lengths: {task feature: length}, at most; None, of what is bucketed, is no limit.
-          rows: of a batch, a multiple of the partitioner's `data_parts`.
-          bucketed: features that are padded only as far as their batch needs it.
+          examples: {task feature: ids} each.
+          lengths: {task feature: maximum length}; None, only for bucketed features, is unlimited.
+          rows: rows of a batch, a multiple of the partitioner's `data_parts`.
+          bucketed: features that are padded only as far as their batch needs.
           steps: see `buckets.bucket`.
-          indices: of the examples in all that there are, which key what is random; None is 0, 1, ….
-          seed: of what is random.
-          trim: cut what is longer than its length; False makes it a UserError.
-          row_axes: see the method; None: the first axis of every array. What has no rows is given to all examples.
-          after_batch: is told how many examples are done.
+          indices: indices of the examples in the whole input, which key random numbers; None is 0, 1, ….
+          seed: seed of random numbers.
+          trim: truncate examples that are too long; False raises a UserError.
+          row_axes: see the method; None is the first axis of every array. Arrays without rows are returned for all
+            examples.
+          after_batch: called with the number of finished examples.
         """
         converter = self.model.FEATURE_CONVERTER_CLS(pack=False)
         indices = range(len(examples)) if indices is None else indices
@@ -108,7 +116,7 @@ class Engine:
             after_batch(done)
 
         is_odd = self._is_odd(lengths, trim)
-        apart: list[int] = []  # found while devices compute, in all processes alike
+        apart: list[int] = []  # found while devices compute; identical in all processes
 
         def is_usual(position: int) -> bool:
             if is_odd(examples[position]):
@@ -124,7 +132,8 @@ class Engine:
             sizes = {name: [len(examples[i][name]) for i in positions] for name in bucketed}
             for batch in buckets.plan(len(positions), sizes, lengths, rows, steps, wanted):
                 batch = batch._replace(positions=[positions[i] for i in batch.positions])
-                # Rows that fill up a batch repeat its first example: they end when that does.
+                _check_host_memory(converter, len(mine), batch.lengths)
+                # Batches are filled up with copies of their first example, which do not prolong decoding.
                 filled = [batch.positions[row if row < len(batch.positions) else 0] for row in mine]
                 arrays = converter.convert_batch([[examples[i]] for i in filled], batch.lengths, trim=trim)
                 arrays["example_index"] = np.array([indices[i] % _INDICES for i in filled], np.int32)
@@ -137,7 +146,7 @@ class Engine:
         return results
 
     def _is_odd(self, lengths: Mapping[str, int | None], trim: bool) -> Callable[[Mapping[str, Any]], bool]:
-        """Tells which examples a `Program` computes by reference."""
+        """Return a function that tells which examples a `Program` computes by reference."""
         if padding.may_be_anywhere(self.model):
             return lambda example: False
         converter = self.model.FEATURE_CONVERTER_CLS(pack=False)
@@ -150,6 +159,18 @@ class Engine:
             return padding.is_odd(self.model, converter.convert_batch([[example]], whole, trim=trim))
 
         return is_odd
+
+
+def _check_host_memory(converter: FeatureConverter, rows: int, lengths: Mapping[str, int]) -> None:
+    """Raise a UserError if the tokens of a batch alone need more than half of the free memory."""
+    needed = rows * _TOKEN_BYTES * sum(converter.get_model_feature_lengths(lengths).values())
+    free = host_memory()
+    if free is not None and needed > free / 2:
+        raise UserError(
+            f"A batch of {rows} row(s) of up to {dict(lengths)} tokens takes {human_size(needed)}, and "
+            f"{human_size(free)} of memory are free. Lower the lengths (--max_length, task_feature_lengths) or the "
+            "batch size."
+        )
 
 
 def _row(array: np.ndarray, axis: int, row: int) -> np.ndarray:

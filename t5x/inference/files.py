@@ -1,4 +1,4 @@
-"""`t5x infer --model`: predictions or scores for the lines of a file, with the model of a directory alone."""
+"""`t5x infer --model`: predictions or scores for the lines of a file, given only a model directory."""
 
 import collections
 import hashlib
@@ -47,26 +47,28 @@ def infer_file(
     seed: int | None = None,
     **decoding: Any,
 ) -> None:
-    """Predicts or scores the lines of a file with the model of a checkpoint directory.
+    """Predict or score the lines of a file with the model of a checkpoint directory.
 
-    A line of the output has what its input had, and `prediction` and `score`, or `score`. Killed and started again, it
-    goes on behind the last chunk that was finished, in `tmp-<output>/`; the output is the same.
+    An output line has the fields of its input, and `prediction` and `score`, or only `score`. If the run is killed, the
+    same command resumes after the last finished chunk, in `tmp-<output>/`; the output is the same.
 
     Args:
       model_dir: a checkpoint, or a MODEL_DIR.
-      input_path: text (a line an input) or .jsonl (objects with `inputs` and, to score, `targets`); - is stdin.
+      input_path: text (one input per line) or .jsonl (objects with `inputs` and, to score, `targets`); - is stdin.
       output: JSON lines, in the order of the input; - is stdout.
-      max_length: tokens generated at most (128); for predictions.
-      max_input_length: longer inputs are cut, and counted in a warning. So are targets to score: a cut one has no EOS,
-        and its score is that of its beginning.
-      checkpoint_period: batches in a chunk.
-      num_shards, shard_id: which of so many parts of the input this is, from 0. The output is then
-        `<output>-<shard>-of-<shards>`; all of them one after the other are the whole.
+      mode: `predict` or `score`.
+      max_length: maximum number of generated tokens (128); only for predictions.
+      max_input_length: longer inputs are truncated and counted in a warning. So are targets to score: a truncated
+        target has no EOS, and its score is that of its beginning.
+      batch_size: inputs per batch.
+      checkpoint_period: number of batches per chunk.
+      num_shards, shard_id: which of `num_shards` parts of the input to process, from 0. The output is then
+        `<output>-<shard>-of-<shards>`; concatenated in order, the parts are the complete output.
       output_ids: also write `prediction_tokens`.
-      overwrite: replace an output that exists, and discard finished chunks that do not belong to this run.
-      long: `error` refuses inputs, and targets, that are too long.
+      overwrite: replace an existing output, and discard finished chunks of other runs.
+      long: `error` refuses inputs and targets that are too long.
       vocabulary, dtype: see `t5x.load`.
-      seed: of samples (0). An input gets the same sample whatever the batch size or the shards.
+      seed: seed of samples (0). An input gets the same sample for any batch size and number of shards.
       decoding: see `t5x.inference.options.Decoding`.
     """
     positive = {"max_length": max_length, "max_input_length": max_input_length, "batch_size": batch_size}
@@ -91,7 +93,7 @@ def infer_file(
     max_length, seed = MAX_LENGTH if max_length is None else max_length, seed or 0
     if num_shards > 1 and output != "-":
         output = f"{output}-{shard_id:05}-of-{num_shards:05}"
-    to = Output(output, overwrite=overwrite)
+    to = Output(output, overwrite=overwrite, inputs={"input": input_path})
     lines = Lines(input_path, needs_targets=mode == "score")
     if lines.is_stream and (num_shards > 1 or jax.process_count() > 1):
         what = "--num_shards" if num_shards > 1 else "a run of several processes"
@@ -102,7 +104,7 @@ def infer_file(
         log.info("%d input(s) from %s", len(shard), input_path)
     loaded = load(model_dir, vocabulary=vocabulary, dtype=dtype)
     if mode == "predict":
-        options.decode_fn(loaded.model.output_vocabulary, max_length)  # wrong options are told before any work
+        options.decode_fn(loaded.model.output_vocabulary, max_length)  # fails on invalid options before any work
     run = _Run(loaded, lines, options, mode, max_length, max_input_length, batch_size, output_ids, long, seed)
     job = {
         **run.job(), "checkpoint_period": checkpoint_period, "num_shards": num_shards, "shard_id": shard_id,
@@ -123,7 +125,7 @@ def _cut(lines: Iterator[Line], size: int) -> Iterator[list[Line]]:
 def _compute(
     run: "_Run", parts: Iterator[list[Line]], first: int, total: int | None, output: Output, job: Mapping[str, Any]
 ) -> None:
-    """Computes the parts that are not there yet, and puts all together."""
+    """Compute the chunks that are missing and merge all."""
     finished = output.begin(job)
     kept, parts = behind_finished(output, run.lines.path, parts, finished, first)
     for record in finished[:kept]:
@@ -142,10 +144,10 @@ def _compute(
 
 
 class _Run:
-    """What is done with the lines.
+    """Predicts or scores lines.
 
     Attributes:
-      cut: how many `inputs` and `targets` were too long so far, and how many `scores` are no numbers.
+      cut: numbers of truncated `inputs` and `targets` so far, and of `scores` that are NaN.
     """
 
     def __init__(
@@ -174,7 +176,7 @@ class _Run:
         self._seed = seed
 
     def job(self) -> dict[str, Any]:
-        """What the results depend on."""
+        """Return what the results depend on."""
         usual = vars(Decoding())
         decoding = {name: value for name, value in vars(self._options).items() if value != usual[name]}
         choices = decoding.pop("choices", None)
@@ -189,11 +191,11 @@ class _Run:
     def compute(
         self, part: Sequence[Line], first: int, shown: Shown, *, is_first: bool
     ) -> tuple[list[dict[str, Any]], dict[str, int]]:
-        """(a record for each line, how many inputs and targets were cut, and how many scores are no numbers).
+        """Return a record for each line, and the numbers of truncated inputs and targets and of NaN scores.
 
         Args:
           first: index of the first line in the whole input.
-          is_first: nothing was before it; where it is short, it is all there is.
+          is_first: whether this is the first chunk; if it is short, it is the whole input.
         """
         before = self.cut.copy()
         inputs = [self._ids(line, "inputs") for line in part]
@@ -231,7 +233,7 @@ class _Run:
                     "--max_input_length, or let it be cut: --long truncate."
                 )
             self.cut[field] += 1
-        return ids[:limit]  # a target that is cut has no EOS: the model is not asked whether it ends there
+        return ids[:limit]  # a truncated target has no EOS, as it does not end there
 
     def tell_cut(self) -> None:
         if not distributed.is_leader():

@@ -1,4 +1,4 @@
-"""Files of examples for `t5x infer --model`: a text a line, or JSON lines; read one by one."""
+"""Input files of `t5x infer --model`: plain text or JSON lines, read line by line."""
 
 import contextlib
 import os
@@ -15,9 +15,9 @@ class Line(NamedTuple):
     """An example.
 
     Attributes:
-      number: of the line in the file, from 1.
-      raw: the line as it is.
-      example: its fields; `inputs`, and to score `targets`, are texts.
+      number: line number in the file, from 1.
+      raw: the unchanged line.
+      example: its fields; `inputs` and, to score, `targets` are strings.
     """
 
     number: int
@@ -29,12 +29,12 @@ class Lines:
     """The examples of a file.
 
     Args:
-      path: text, an input a line, or .jsonl, objects with `inputs`, where empty lines are passed over; - is standard
-        input, in which lines that begin with { are objects.
+      path: text, one input per line, or .jsonl, objects with `inputs`, where empty lines are skipped; - is standard
+        input, where lines that begin with { are objects.
       needs_targets: every example must have `targets` too.
 
     Attributes:
-      is_stream: it can be read only once.
+      is_stream: whether it can be read only once.
     """
 
     def __init__(self, path: str, *, needs_targets: bool):
@@ -49,7 +49,7 @@ class Lines:
             raise UserError(f"--input {path} is a directory; name a file.")
 
     def count(self) -> int | None:
-        """How many there are; all of them are checked on the way. None of a stream, which is checked as it is read."""
+        """Return the number of examples and check them all; None for a stream, which is checked as it is read."""
         return None if self.is_stream else sum(1 for _ in self)
 
     def __iter__(self) -> Iterator[Line]:
@@ -96,10 +96,10 @@ class Lines:
 
 
 def read_texts(path: str, option: str) -> list[str]:
-    """The texts of a file, one a line; empty lines are passed over.
+    """Return the lines of a file. Empty lines are skipped.
 
     Args:
-      option: that named the file, for messages.
+      option: the option that named the file, for messages.
     """
     try:
         with open(path, "rb") as file:
@@ -112,6 +112,6 @@ def read_texts(path: str, option: str) -> list[str]:
 
 
 def _text(where: str, number: int, raw: bytes) -> str:
-    """A line, without its end, or the mark that the first may begin with."""
+    """Return a line without its line end, the first also without a byte order mark."""
     text = texts.decoded(raw, where).rstrip("\r\n")
     return text.removeprefix("\ufeff") if number == 1 else text

@@ -1,4 +1,4 @@
-"""`t5x.load`: the model of a checkpoint, of any format, ready for texts."""
+"""`t5x.load`: the model of a checkpoint of any format, ready for strings."""
 
 import copy
 import dataclasses
@@ -36,12 +36,12 @@ DTYPES = ("float32", "bfloat16")
 
 
 class Generation(NamedTuple):
-    """What was generated for a text.
+    """A generated output.
 
     Attributes:
-      text: decoded.
-      score: the sum of the log probabilities of its tokens; with beams, divided by the length penalty.
-      tokens: its ids, with the EOS that ended it.
+      text: the decoded string.
+      score: sum of the log probabilities of its tokens; with beams, divided by the length penalty.
+      tokens: its ids, including the EOS that ended it.
     """
 
     text: str
@@ -56,12 +56,12 @@ def load(
     dtype: str | None = None,
     partitioner: PjitPartitioner | None = None,
 ) -> "LoadedModel":
-    """The model of a checkpoint of any format, or of a MODEL_DIR, rebuilt from that directory alone.
+    """Return the model of a checkpoint of any format, or of a MODEL_DIR. Nothing but that directory is needed.
 
     Args:
-      vocabulary: a SentencePiece model, a tokenizer.json, or `bytes`; None is the one that travels with the checkpoint.
-      dtype: of the activations; None is float32 on CPUs, bfloat16 elsewhere.
-      partitioner: where the parameters lie; None divides batches over all devices.
+      vocabulary: a SentencePiece model, a tokenizer.json, or `bytes`; None uses the checkpoint's.
+      dtype: dtype of the activations; None is float32 on CPUs, bfloat16 elsewhere.
+      partitioner: shards the parameters; None splits batches over all devices.
     """
     source, model = open_model(model_dir, vocabulary, dtype)
     return LoadedModel(source, model, PjitPartitioner() if partitioner is None else partitioner)
@@ -70,7 +70,7 @@ def load(
 def open_model(
     model_dir: str, vocabulary: str | None = None, dtype: str | None = None
 ) -> tuple[Source, BaseTransformerModel]:
-    """The checkpoint and its model; no parameters are read yet. Arguments as of `load`."""
+    """Return the checkpoint and its model, without reading parameters. See `load` for the arguments."""
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"dtype is {dtype!r}: it must be one of {', '.join(DTYPES)}.")
     source = open_for_all(model_dir)
@@ -87,24 +87,24 @@ def open_model(
             "tokenizer.json beside the weights, or name it: --vocabulary spiece.model (`bytes` for a ByT5)."
         )
     if source.format == "t5x" and vocabulary is None:
-        return source, load_model(source.path, dtype)
+        return source, load_model(source, dtype)
     return source, model_of(source, dtype)
 
 
 class LoadedModel:
-    """A model for texts.
+    """A model that reads and writes strings.
 
         model = t5x.load("runs/demo")
         model.generate("the third of March '97").text
         model.generate(["3 May 1999", "4 May 1999"], beams=4, max_length=16)
         model.score([("3 May 1999", "1999-05-03")])
 
-    Results do not depend on what is computed together with them: an input gets the same text alone and among others.
-    Parameters are read when first needed.
+    Results do not depend on the batch: an input gets the same output alone and among others. Parameters are read when
+    they are first needed.
 
     Attributes:
       source: the checkpoint.
-      model: with its vocabularies.
+      model: the model with its vocabularies.
     """
 
     def __init__(self, source: Source, model: BaseTransformerModel, partitioner: PjitPartitioner):
@@ -121,14 +121,14 @@ class LoadedModel:
         return Engine(self.model, self._partitioner, restore_params(self.source, self.model, layout))
 
     def identity(self) -> dict[str, Any]:
-        """What results depend on."""
+        """Return what results depend on."""
         path = self.source.path
         return {
             "model": path if "://" in path else os.path.abspath(path), "step": self.source.step,
             "weights": fingerprint(self.source), "dtype": str(self.model.module.config.dtype),
         }  # fmt: skip
 
-    # -- texts ---------------------------------------------------------------------------------------------------------
+    # -- strings -------------------------------------------------------------------------------------------------------
 
     def generate(
         self,
@@ -140,21 +140,23 @@ class LoadedModel:
         seed: int = 0,
         **decoding: Any,
     ) -> Any:
-        """What the model writes for each text.
+        """Generate an output for each input.
 
             model.generate("translate English to German: Good morning.").text
             model.generate(texts, beams=4, num_return=4)          # for each text a list, best first
             model.generate(texts, temperature=0.7, top_p=0.9, seed=1)
 
         Args:
-          texts: one, or a list.
-          max_length: tokens generated at most.
-          max_input_length: longer inputs are cut.
-          seed: of samples; the i-th text of a list gets the same sample in any batch.
-          decoding: see `t5x.inference.options.Decoding`; without any it is greedy.
+          texts: a string, or a list of strings.
+          max_length: maximum number of generated tokens.
+          max_input_length: longer inputs are truncated.
+          batch_size: inputs per batch.
+          seed: seed of samples; the i-th string of a list gets the same sample in any batch.
+          decoding: see `t5x.inference.options.Decoding`; greedy by default.
 
         Returns:
-          a `Generation` for each text (for one text, that), or with num_return > 1 a list of at most so many.
+          A `Generation` for each string, or with num_return > 1 a list of at most `num_return`. For a single string,
+          its result alone.
         """
         if isinstance(texts, str):
             return self.generate(
@@ -175,7 +177,7 @@ class LoadedModel:
         max_input_length: int = MAX_INPUT_LENGTH,
         batch_size: int = BATCH_SIZE,
     ) -> list[float]:
-        """The log probability of each (input, target), EOS included.
+        """Return the log probability of each (input, target), EOS included.
 
         model.score([("3 May 1999", "1999-05-03"), ("3 May 1999", "1999-05-30")])
         """
@@ -184,17 +186,18 @@ class LoadedModel:
         return self.scores(inputs, targets, max_input_length=max_input_length, batch_size=batch_size)
 
     def rank(self, query: str, passages: Sequence[Any], **options: Any) -> "list[Ranked]":
-        """How relevant each passage is to a query, by a model that was trained for that, as monoT5 was.
+        """Score the relevance of each passage to a query, with a model trained for it, such as monoT5.
 
             ranked = model.rank("what is a quark?", ["A quark is a particle.", "Quark is a cheese."])
             best = max(ranked, key=lambda passage: passage.score)
 
         Args:
-          passages: a list of texts, or of (doc_id, text) pairs.
-          options: of `t5x.ranking.reranker.Reranker`: `template`, `labels`, `max_length`, `batch_size` and others.
+          passages: a list of strings, or of (doc_id, text) pairs.
+          options: options of `t5x.ranking.reranker.Reranker`: `template`, `labels`, `max_length`, `batch_size` and
+            others.
 
         Returns:
-          a `Ranked` for each passage, in the order given, with `index`, `doc_id`, `score` and the logits.
+          A `Ranked` for each passage, in the given order, with `index`, `doc_id`, `score` and the logits.
         """
         if not isinstance(query, str) or isinstance(passages, str | Mapping) or not isinstance(passages, Iterable):
             raise UserError("rank takes a text as its query, and a list of passages: texts, or (doc_id, text) pairs.")
@@ -203,7 +206,7 @@ class LoadedModel:
         return [ranked._replace(doc_id=doc_id) for ranked, (doc_id, _) in zip(found, named, strict=True)]
 
     def rank_pairs(self, pairs: Sequence[tuple[str, str]], **options: Any) -> "list[Ranked]":
-        """As `rank`, for (query, passage) pairs of many queries, which are computed together."""
+        """Like `rank`, for (query, passage) pairs of many queries, which are batched together."""
         from t5x.ranking.reranker import Reranker
 
         reranker = Reranker(self, **options)
@@ -213,20 +216,20 @@ class LoadedModel:
         return reranker.rank(pairs)
 
     def answer(self, question: str | Sequence[str], context: str | Sequence[str], **options: Any) -> Any:
-        """The answer to a question about a text, by a model that was trained on "question: … context: …", as T5 was.
+        """Answer a question about a context, with a model trained on "question: … context: …", as T5 was.
 
             found = model.answer("Who wrote it?", "Effi Briest was written by Theodor Fontane.")
             found.text, found.score, found.start, found.end
             model.answer(questions, contexts, no_answer="unanswerable", beams=4)
 
-        A context that is longer than the input is read in windows that overlap.
+        A context that is longer than the input is read in overlapping windows.
 
         Args:
-          question, context: texts, or lists of them, as many of each; one context may be for all questions.
+          question, context: strings, or lists of the same length; one context may be given for all questions.
           options: see `t5x.answering.answers.Answering`.
 
         Returns:
-          a `t5x.answering.answers.Answer`, of lists a list.
+          A `t5x.answering.answers.Answer`, or a list of them for lists.
         """
         from t5x.answering import answers
 
@@ -240,14 +243,14 @@ class LoadedModel:
         return answers.answer(self, pairs, [answers.windows_of(self, *pair, how) for pair in pairs], how)
 
     def logits(self, input_ids: Sequence[Sequence[int]], target_ids: Sequence[Sequence[int]]) -> np.ndarray:
-        """Logits float32 [examples, longest target, vocab] of every target token, given those before it.
+        """Return the logits of every target token given those before it: float32 [examples, longest target, vocab].
 
             ids = [model.input_ids("3 May 1999")[0]]
             model.logits(ids, [model.target_ids("1999-05-03")[0]]).argmax(-1)
 
         Args:
-          input_ids: of each example, with its EOS; not padded.
-          target_ids: of each example. Behind a target's end the logits are without meaning.
+          input_ids: ids of each example, with EOS, not padded.
+          target_ids: ids of each example. Logits after the end of a target are meaningless.
         """
         program = self._program("logits", lambda params, batch, rng: self.model.compute_logits(params, batch))
         examples = [{"inputs": i, "targets": t} for i, t in zip(input_ids, target_ids, strict=True)]
@@ -260,15 +263,15 @@ class LoadedModel:
             made[i, : len(target_ids[i])] = row[first : first + len(target_ids[i])]
         return made
 
-    # -- ids -----------------------------------------------------------------------------------------------------------
+    # -- token ids -----------------------------------------------------------------------------------------------------
 
     def input_ids(self, text: str, limit: int | None = None) -> tuple[list[int], int]:
-        """(ids of an input, cut to `limit`, and how many there were). A decoder alone goes on from it: no EOS."""
+        """Return an input's ids, truncated to `limit`, and the full length. Decoder-only models get no EOS."""
         eos = not isinstance(self.model, DecoderOnlyModel)
         return _ids(self.model.input_vocabulary, text, limit, eos=eos)
 
     def target_ids(self, text: str, limit: int | None = None) -> tuple[list[int], int]:
-        """(ids of a target with its EOS, cut to `limit`, and how many there were)."""
+        """Return a target's ids with EOS, truncated to `limit`, and the full length."""
         return _ids(self.model.output_vocabulary, text, limit, eos=True)
 
     def predictions(
@@ -284,11 +287,11 @@ class LoadedModel:
         rows: int | None = None,
         after_batch: Callable[[int], None] = lambda examples: None,
     ) -> list[list[Generation]]:
-        """What is generated for each of the inputs, best first: `num_return`, or fewer where a beam found fewer.
+        """Return the outputs for each input, best first: `num_return`, or fewer if the beam search found fewer.
 
         Args:
           indices, after_batch: see `Engine.run`.
-          rows: of a batch; None is `batch_size`, or fewer where there are fewer inputs.
+          rows: rows of a batch; None is `batch_size`, or fewer for few inputs.
         """
         if max_length < 1:
             raise UserError(f"max_length is {max_length}: it must be at least 1.")
@@ -316,7 +319,7 @@ class LoadedModel:
         for decodes, aux in found:
             of_input = []
             for row, score in list(zip(decodes, aux["scores"], strict=True))[::-1][: decoding.num_return]:
-                if of_input and score <= NEG_INF:  # a beam that found nothing, and so did those behind it
+                if of_input and score <= NEG_INF:  # this and the following beams found nothing
                     break
                 ids = without_padding(row)[:max_length]
                 of_input.append(Generation(decode(ids), float(score), ids))
@@ -333,7 +336,7 @@ class LoadedModel:
         rows: int | None = None,
         after_batch: Callable[[int], None] = lambda examples: None,
     ) -> list[float]:
-        """The log probability of each target; arguments as of `predictions`."""
+        """Return the log probability of each target. See `predictions` for the arguments."""
         program = self._program("score", lambda params, batch, rng: self.model.score_batch(params, batch))
         examples = [{"inputs": i, "targets": t} for i, t in zip(inputs, targets, strict=True)]
         lengths = {"inputs": max_input_length, "targets": None}
@@ -352,8 +355,10 @@ class LoadedModel:
         rows: int | None = None,
         after_batch: Callable[[int], None] = lambda examples: None,
     ) -> np.ndarray:
-        """Logits of the tokens `labels` at the first position of the output, float32 [inputs, labels]; other arguments
-        as of `predictions`."""
+        """Return the logits of the tokens `labels` at the first output position, float32 [inputs, labels].
+
+        See `predictions` for the other arguments.
+        """
         if isinstance(self.model, DecoderOnlyModel):
             raise UserError("Ranking takes an encoder-decoder model, as monoT5 is; this is a decoder alone.")
         program = self._program(
@@ -367,7 +372,7 @@ class LoadedModel:
         return np.array(found, np.float32).reshape(len(inputs), len(labels))
 
     def rows(self, examples: int, batch_size: int) -> int:
-        """Rows of the batches for so many examples."""
+        """Return the number of rows of the batches for this number of examples."""
         return buckets.rows(examples, batch_size, self._partitioner.data_parts)
 
     def _program(self, key: Any, function: Callable[..., Any]) -> Program:
@@ -392,7 +397,8 @@ class LoadedModel:
 
 
 def without_padding(ids: np.ndarray) -> list[int]:
-    """
+    """Return the ids up to the last that is not padding.
+
     >>> without_padding(np.array([5, 0, 1, 0, 0]))
     [5, 0, 1]
     """
@@ -401,7 +407,7 @@ def without_padding(ids: np.ndarray) -> list[int]:
 
 
 def _named(index: int, passage: Any) -> tuple[Any, str]:
-    """(doc_id, text) of a passage; one without an id has its index."""
+    """Return (doc_id, text) of a passage. Without an id, its index is used."""
     if isinstance(passage, str):
         return index, passage
     if isinstance(passage, tuple | list) and len(passage) == 2 and isinstance(passage[1], str):

@@ -1,4 +1,4 @@
-"""What a user may ask of decoding, in the words of the command line."""
+"""Decoding options, named as on the command line."""
 
 import dataclasses
 import functools
@@ -9,27 +9,27 @@ import numpy as np
 
 from t5x import decoding
 from t5x.data.vocabularies import Vocabulary
-from t5x.decoding import constraints
+from t5x.decoding import constraints, limits
 from t5x.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
 class Decoding:
-    """How predictions are found: greedily, by a beam, or by sampling where a temperature, top_k or top_p is given.
+    """How to decode: greedily, by beam search, or by sampling if a temperature, top_k or top_p is given.
 
     Attributes:
-      beams: of beam search; 1 is greedy.
-      num_return: results for each input at most, best first: up to `beams`, or any number of samples. Beams that found
-        nothing, as where there are fewer choices, are left out.
+      beams: beam size; 1 is greedy.
+      num_return: maximum number of results per input, best first: up to `beams`, or any number of samples. Beams
+        without a result, e.g. with fewer choices than beams, are omitted.
       temperature: divides the logits before sampling.
-      top_k, top_p: sample only from the k likeliest tokens, or from the likeliest that together have this probability;
-        with both, from those of the k.
-      length_penalty: beams are compared by their log probability divided by length ** length_penalty, as in Hugging
-        Face; None is T5X's brevity penalty, ((5 + length) / 6) ** 0.6.
-      min_length: tokens generated at least, without EOS; less than the most that may be.
-      no_repeat_ngram: so many tokens never stand twice in a row; 0 is off.
-      repetition_penalty: above 1 makes tokens less likely that were generated before.
-      choices: the only texts that may come out, each as it is: the three options above do not go with it.
+      top_k, top_p: sample only from the k most probable tokens, or from the most probable tokens with this total
+        probability; with both, top_p applies among the top k.
+      length_penalty: beams are ranked by log probability divided by length ** length_penalty, as in Hugging Face; None
+        is T5X's brevity penalty, ((5 + length) / 6) ** 0.6.
+      min_length: minimum number of generated tokens, without EOS; must be below the maximum.
+      no_repeat_ngram: never repeat an n-gram of this size; 0 is off.
+      repetition_penalty: values above 1 make tokens that were generated before less likely.
+      choices: the only possible outputs, verbatim. Cannot be combined with the three options above.
     """
 
     beams: int = 1
@@ -55,8 +55,8 @@ class Decoding:
             raise UserError(f"temperature is {self.temperature}: it must be 0 (the likeliest token) or more.")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise UserError(f"top_p is {self.top_p}: it must be above 0, and at most 1.")
-        if not 0 < self.repetition_penalty < float("inf"):
-            raise UserError(f"repetition_penalty is {self.repetition_penalty}: it must be above 0 (1 changes nothing).")
+        limits.check_number("repetition_penalty", self.repetition_penalty, *constraints.PENALTIES)
+        limits.check_number("length_penalty", self.length_penalty)
         if self.samples and self.beams > 1:
             raise UserError("beams and sampling (temperature, top_k, top_p) exclude each other: give one of them.")
         if self.length_penalty is not None and self.beams == 1:
@@ -78,35 +78,41 @@ class Decoding:
 
     @property
     def samples(self) -> bool:
-        """Whether tokens are drawn."""
+        """Whether tokens are sampled."""
         return any(option is not None for option in (self.temperature, self.top_k, self.top_p))
 
     @property
     def num_decodes(self) -> int:
-        """Of the model's `predict_batch_with_aux`."""
+        """`num_decodes` for the model's `predict_batch_with_aux`."""
         return self.num_return if self.samples else self.beams
 
     def decode_fn(self, vocabulary: Vocabulary, max_length: int) -> Callable[..., Any]:
-        """The model's `decode_fn`.
+        """Return the model's `decode_fn`.
 
         Args:
-          max_length: tokens generated at most, EOS included.
+          max_length: maximum number of generated tokens, EOS included.
         """
         if self.min_length >= max_length:
             raise UserError(
                 f"min_length is {self.min_length}, but max_length is {max_length}, EOS included: raise max_length to "
                 f"{self.min_length + 1} or more, or lower min_length."
             )
+        if self.beams > vocabulary.vocab_size:
+            raise UserError(
+                f"beams is {self.beams}, more than the {vocabulary.vocab_size} tokens of the vocabulary, so that the "
+                "first step cannot fill them. Lower it: 4 is common."
+            )
+        limits.check_length_exponent("length_penalty", self.length_penalty, max_length)
         callback = {"logit_callback_fn": self._constraints(vocabulary, max_length)}
         if self.beams > 1:
             penalty = {} if self.length_penalty is None else {"length_penalty": self.length_penalty}
             return functools.partial(decoding.beam_search, max_decode_step=max_length, **penalty, **callback)
         sampling = {"topk": 1}
         if self.samples:
-            # As arrays, top_k and top_p may be given together.
+            # Only as arrays can topk and topp be combined.
             sampling = {
                 "temperature": 1.0 if self.temperature is None else self.temperature,
-                "topk": np.int32(self.top_k or 0),
+                "topk": np.int32(min(self.top_k or 0, np.iinfo(np.int32).max)),
                 "topp": np.float32(self.top_p or 0),
             }
         return functools.partial(

@@ -1,5 +1,6 @@
-"""Where results are written: a file that is put together of finished chunks, or standard output."""
+"""The output of inference: a file merged from finished chunks, or standard output."""
 
+import contextlib
 import hashlib
 import itertools
 import logging
@@ -10,7 +11,7 @@ from typing import Any
 
 from t5x.checkpoints import agreement
 from t5x.errors import UserError
-from t5x.inference.chunks import Chunks
+from t5x.inference.chunks import JOB_FILE, Chunks, refuse_foreign
 from t5x.inference.lines import Line
 from t5x.partitioning import distributed
 from t5x.telemetry import jsonl
@@ -19,41 +20,50 @@ log = logging.getLogger(__name__)
 
 
 class Output:
-    """An output that survives kills: chunk by chunk in `tmp-<name>/`, whole when all are there.
+    """An output that survives kills: it is written in chunks to `tmp-<name>/`, which are merged at the end.
 
         with Output("out.jsonl", overwrite=False) as output:
             finished = output.begin(job)
             output.write(lines, record)
             output.finish()
 
-    Several processes all call it; the first one writes.
+    All processes call it; the first one writes.
 
     Args:
-      path: of the file; - is standard output, which nothing survives.
-      overwrite: replace a file that exists, and chunks of another job.
-      also: {flag: path} of files that `finish` makes of the whole.
+      path: path of the file; - is standard output, which does not survive a kill.
+      overwrite: replace an existing file and chunks of another job.
+      also: {flag: path} of files that `finish` makes from the complete output.
+      inputs: {flag: path} of files that the run reads. It must not write to any of them.
 
     Attributes:
-      merged: an earlier run has put the file together and was ended before it could remove the chunks.
-      directory: of the chunks.
+      merged: an earlier run merged the file and was killed before it could remove the chunks.
+      directory: directory of the chunks.
     """
 
-    def __init__(self, path: str, *, overwrite: bool, also: Mapping[str, str] | None = None):
+    def __init__(
+        self,
+        path: str,
+        *,
+        overwrite: bool,
+        also: Mapping[str, str] | None = None,
+        inputs: Mapping[str, str | None] | None = None,
+    ):
         self.path = path
         self.overwrite = overwrite
         self.merged = False
         self._chunks: Chunks | None = None
         parent, name = os.path.split(os.path.abspath(path))
         self.directory = os.path.join(parent, f"tmp-{name}")
+        self._job_file = os.path.join(self.directory, JOB_FILE)
         self._also = dict(also or {})
         if path != "-":
-            agreement.decide("output/check", lambda: self._check({"output": path, **self._also}))
+            agreement.decide("output/check", lambda: self._check({"output": path, **self._also}, inputs or {}))
 
     def begin(self, job: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The records of the chunks that an earlier run of this job finished.
+        """Return the records of the chunks that an earlier run of this job finished.
 
         Args:
-          job: what the results depend on, see `Chunks`.
+          job: what the results depend on; see `Chunks`.
         """
         if self.path == "-":
             return []
@@ -78,13 +88,13 @@ class Output:
         return told["finished"][:]
 
     def discard(self, first: int) -> None:
-        """Chunk `first` and all behind it."""
+        """Discard chunk `first` and all after it."""
         self.merged = False
         if self._chunks is not None:
             self._chunks.discard(first)
 
     def write(self, lines: Iterable[bytes], record: Mapping[str, Any]) -> None:
-        """The next chunk, and what a later run needs to know of it."""
+        """Write the next chunk and what a later run needs to know about it."""
         if self._chunks is not None:
             self._chunks.write(lambda path: _write(path, lines), record)
         elif self.path == "-" and distributed.is_leader():
@@ -97,7 +107,7 @@ class Output:
                 raise jsonl.write_error("standard output", error) from error
 
     def finish(self, then: Callable[[], None] = lambda: None) -> None:
-        """Puts the chunks together, calls `then`, which makes other files of the whole, and removes the chunks."""
+        """Merge the chunks, call `then`, which makes other files from the output, and remove the chunks."""
         if self._chunks is not None:
             self._chunks.merge(self.path)
             then()
@@ -116,29 +126,35 @@ class Output:
                 )  # fmt: skip
             self._chunks.close()
 
-    def _check(self, paths: Mapping[str, str]) -> None:
-        """A UserError where a file cannot be written, or would be replaced by a run that does not go on."""
+    def _check(self, paths: Mapping[str, str], inputs: Mapping[str, str | None]) -> None:
+        """Raise a UserError if a file cannot be written, is an input, or exists and is not of a killed run."""
         for flag, path in paths.items():
+            for given, source in inputs.items():
+                if source is not None and os.path.exists(source) and _is_same_file(path, source):
+                    raise UserError(f"--{flag} {path} is the file that --{given} {source} reads. Name another file.")
             parent = os.path.dirname(os.path.abspath(path))
             if os.path.isdir(path):
                 raise UserError(f"--{flag} {path} is a directory; name a file.")
             if not os.path.isdir(parent):
                 raise UserError(f"--{flag} {path}: there is no directory {parent}.")
-            if os.path.exists(path) and not self.overwrite and not os.path.isdir(self.directory):
+            if os.path.exists(path) and not self.overwrite and not os.path.exists(self._job_file):
+                with contextlib.suppress(OSError):
+                    os.rmdir(self.directory)  # if empty, it is left from a run that was killed in its last step
                 raise _exists(flag, path)
+        refuse_foreign(self.directory, os.path.basename(self.path))
 
 
 def behind_finished(
     output: Output, path: str, parts: Iterator[list[Line]], finished: Sequence[Mapping[str, Any]], first: int
 ) -> tuple[int, Iterator[list[Line]]]:
-    """(how many finished chunks are of the lines that are there now, the parts of the lines behind them).
+    """Return the number of finished chunks that match the input, and the parts of the input after them.
 
-    Where these are not all of them, the input has changed: a UserError, or with `overwrite` the others are discarded.
+    If not all match, the input has changed: this is a UserError, or with `overwrite` the other chunks are discarded.
 
     Args:
-      path: of the input.
-      finished: what `output.begin` gave; a record has `input`, the `digest` of its part.
-      first: the index of the first line.
+      path: path of the input.
+      finished: what `output.begin` returned; `input` of a record is the `digest` of its part.
+      first: index of the first line.
     """
     changed, kept = "", len(finished)
     for number, record in enumerate(finished):
@@ -163,7 +179,7 @@ def behind_finished(
 
 
 def digest(part: Sequence[Line], first: int) -> str:
-    """Of lines, and of where they stand, which keys their samples."""
+    """Return a hash of the lines and of the first one's index, which keys their samples."""
     return hashlib.sha256(b"".join([b"%d\n" % first, *(line.raw for line in part)])).hexdigest()
 
 
@@ -171,6 +187,11 @@ def _exists(flag: str, path: str) -> UserError:
     return UserError(f"{path} exists already; give another --{flag}, or --overwrite to replace it.")
 
 
+def _is_same_file(path: str, source: str) -> bool:
+    """Return whether both paths, links resolved, are the same file."""
+    return os.path.exists(path) and os.path.samefile(path, source)
+
+
 def _write(path: str, lines: Iterable[bytes]) -> None:
-    with open(path, "wb") as file:
+    with open(path, "xb") as file:
         file.writelines(lines)

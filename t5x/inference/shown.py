@@ -1,4 +1,4 @@
-"""Progress of inference, with its rate: shown by the process that writes."""
+"""Progress of inference with its rate, shown by the process that writes."""
 
 import time
 
@@ -7,12 +7,12 @@ from t5x.telemetry import Progress
 
 
 class Shown:
-    """Shows how many examples are done; see `Progress`.
+    """Progress display of the number of finished examples; see `Progress`.
 
     Args:
-      total: how many there are; None where that is not known.
-      initial: how many were done before.
-      unit: what is counted.
+      total: number of examples; None if unknown.
+      initial: number of examples finished before.
+      unit: name of what is counted.
       quiet: show nothing.
     """
 

@@ -1,4 +1,4 @@
-"""Runs over a task: what is computed of its examples, and their results as chunks."""
+"""Inference over a task: computes its examples and writes the results in chunks."""
 
 import itertools
 import logging
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 def function(model: BaseTransformerModel, mode: str) -> Callable[..., tuple[Any, dict[str, Any]]]:
-    """What is computed of a batch: (predictions or scores, {name: what else there is})."""
+    """Return the function of a batch: (predictions or scores, {name: auxiliary output})."""
 
     def score(params: Any, batch: Mapping[str, jax.Array], rng: jax.Array) -> tuple[Any, dict[str, Any]]:
         scores = model.score_batch(params, batch)
@@ -40,8 +40,8 @@ def function(model: BaseTransformerModel, mode: str) -> Callable[..., tuple[Any,
 class TaskRun:
     """Computes the examples of a task.
 
-    Features are padded only as far as a batch needs it where nothing else depends on that: of our own encoder-decoder
-    features, and unless the model gives more than a score for each example.
+    Features are padded only as far as a batch needs if nothing else depends on the padding: with our own
+    encoder-decoder features, and if the model returns nothing but a score for each example.
     """
 
     def __init__(
@@ -62,14 +62,14 @@ class TaskRun:
         converter.check(tuple(task.output_features), lengths, task.name)
         self._lengths = {feature: lengths[feature] for feature in converter.task_features(lengths)}
         self._bucketed: tuple[str, ...] = ()
-        # Whether there is more of an example than its score, such as something for each of its tokens.
+        # Outputs of an example besides its score, such as values for each of its tokens.
         more = set(engine.shapes(program, self._lengths, cfg.batch_size)[1]) - {"scores"}
         self._row_axes = engine.row_axes(program, self._lengths, cfg.batch_size) if more else None
         if type(converter) is EncDecFeatureConverter and not more:
             self._bucketed = ("inputs", "targets") if mode == "score" else ("inputs",)
 
     def __call__(self, part: Sequence[Placed], after_batch: Callable[[int], None]) -> tuple[list[Any], dict[str, Any]]:
-        """(predictions or scores, {name: a value for each example})."""
+        """Return (predictions or scores, {name: a value for each example})."""
         results = self._engine.run(
             self._program,
             [placed.example for placed in part],
@@ -97,7 +97,7 @@ def infer_task(
     *,
     keep_position: bool,
 ) -> Chunks | None:
-    """The finished chunks of a task, in the process that writes; None in others."""
+    """Return the finished chunks of a task in the process that writes; None in others."""
     chunks: Chunks | None = None
 
     def begin() -> list[dict[str, Any]]:

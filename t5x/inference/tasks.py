@@ -1,4 +1,4 @@
-"""The examples of a task, for inference: in order, from any of them on, a part for each shard."""
+"""The examples of a task for inference: in order, from any position, split into shards."""
 
 import functools
 import hashlib
@@ -25,11 +25,11 @@ _LENGTH_MULTIPLE = 8
 
 
 class Placed(NamedTuple):
-    """An example with its place.
+    """An example with its position.
 
     Attributes:
-      index: keys what is random of it: the index of the source example, whatever the shards.
-      after: what `TaskExamples.read` goes on from behind it.
+      index: keys the example's random numbers: the index of the source example, for any number of shards.
+      after: position from which `TaskExamples.read` continues after this example.
     """
 
     example: Example
@@ -38,19 +38,19 @@ class Placed(NamedTuple):
 
 
 def identity(task: Task, cfg: DatasetConfig) -> dict[str, Any]:
-    """What tells the examples of a task from others, without reading them.
+    """Return what identifies the examples of a task, without reading them.
 
-    Call it before they are read: functions may keep what they have worked out, and would be others then.
+    Call it before they are read: functions may cache values, which would change their hash.
 
     Returns:
-      `preprocessors` by name, `examples` (how many its source has) and `data`: a hash of its source (of files by size
-      and time), of its vocabularies, and of its preprocessors up to the first that is random or depends on lengths.
+      `preprocessors` by name, `examples` (number of source examples) and `data`: a hash of the source (of files by size
+      and time), the vocabularies, and the preprocessors before the first that is random or depends on lengths.
     """
     pipeline = task.pipeline(cfg.split, cfg.task_feature_lengths, int(cfg.seed or 0), use_cached=cfg.use_cached)
     steps = count_cacheable(task.preprocessors)
     try:
         described = cached.identity(task, cfg.split, steps, source=pipeline.source_fingerprint())
-    except RecursionError:  # a function that leads to a graph of objects too deep to be hashed
+    except RecursionError:  # a function refers to objects nested too deeply to hash
         described = {}
     return {
         "preprocessors": [name_of(step) for step in (*task.preprocessors, *(cfg.runtime_preprocessors or ()))],
@@ -60,11 +60,11 @@ def identity(task: Task, cfg: DatasetConfig) -> dict[str, Any]:
 
 
 class TaskExamples:
-    """A shard of the examples of a task: a contiguous part of its source's.
+    """A shard of the examples of a task: a contiguous part of its source.
 
     Args:
-      cfg: which split, in which order.
-      lengths: {feature: length}, for preprocessors that cut.
+      cfg: split and order.
+      lengths: {feature: length}, for preprocessors that truncate.
     """
 
     def __init__(
@@ -84,11 +84,11 @@ class TaskExamples:
         self._range = range(size * shard_id // num_shards, size * (shard_id + 1) // num_shards)
 
     def __len__(self) -> int:
-        """Number of source examples; what becomes of them may be more or fewer."""
+        """Number of source examples; preprocessing may make more or fewer of them."""
         return len(self._range)
 
     def read(self, after: Sequence[int] | None = None) -> Iterator[Placed]:
-        """The examples, from the first or from behind one."""
+        """Yield the examples from the first, or after a position."""
         if self._pipeline.pieces:
             yield from self._read_pieces(0 if after is None else after[0])
             return
@@ -104,7 +104,7 @@ class TaskExamples:
                 self._bad.add(error)
                 continue
             for nth, example in enumerate(made[skip:], start=skip):
-                # One number for both: where a source example has become several, each has a key of its own.
+                # Several examples made from one source example get different keys.
                 key = index if nth == 0 else zlib.crc32(f"{index} {nth}".encode())
                 yield Placed(example, key, (position, nth + 1))
             skip = 0
@@ -115,7 +115,7 @@ class TaskExamples:
                 yield Placed(one.example, number, (number + 1, 0))
 
     def measure(self, features: Sequence[str]) -> dict[str, int]:
-        """The longest of each feature, rounded up to a multiple of 8."""
+        """Return the maximum length of each feature, rounded up to a multiple of 8."""
         longest = dict.fromkeys(features, 1)
         for placed in self.read():
             for feature in features:
@@ -131,18 +131,18 @@ def create_task_from_tfexample_file(
     features: Mapping[str, Feature],
     task_id: str | None = None,
 ) -> str:
-    """Registers a task that reads tf.train.Example messages from TFRecord files; TensorFlow is not needed.
+    """Register a task that reads tf.train.Example messages from TFRecord files, without TensorFlow.
 
     Args:
-      paths: files, or patterns.
+      paths: files or patterns.
       file_type: `tfrecord`.
-      inputs_key: the feature that holds the text of `inputs`.
-      targets_key: that of `targets`; None where there are none.
+      inputs_key: the feature with the text of `inputs`.
+      targets_key: the feature with the text of `targets`; None without targets.
       features: the task's output features.
-      task_id: of its name; None makes one of the paths and keys.
+      task_id: used in the name; None derives it from the paths and keys.
 
     Returns:
-      its name, `infer_<task_id>`. Its split is `infer`.
+      The name of the task, `infer_<task_id>`. Its split is `infer`.
     """
     if file_type != "tfrecord":
         raise UserError(f"create_task_from_tfexample_file.file_type is {file_type!r}: only 'tfrecord' can be read.")

@@ -1,4 +1,4 @@
-"""What `t5x infer` writes of a task: T5X's functions, for gin files to bind or to replace."""
+"""Output files of `t5x infer` for tasks: T5X's functions, which gin files can bind or replace."""
 
 import json
 import os
@@ -28,16 +28,16 @@ def write_inferences_to_file(
     input_fields_to_include: Sequence[str] | None = None,
     output_ids: bool = False,
 ) -> None:
-    """Writes a chunk of results as JSON lines: `inputs`, and `prediction`, `score` or both, and `aux`.
+    """Write a chunk of results as JSON lines: `inputs`, `prediction` and/or `score`, and `aux`.
 
     Args:
       inferences: (predictions, aux): the ids of each prediction, or each score; and {name: a value for each example}.
       task_ds: the examples.
       mode: `predict`, `predict_with_aux` or `score`.
       vocabulary: decodes predictions.
-      json_encoder_cls: writes what JSON does not know; None writes arrays as lists.
-      include_all_inputs: `inputs` has all features of the example, not only those that end in `_pretokenized`.
-      input_fields_to_include: instead, these.
+      json_encoder_cls: encodes types that JSON does not have; None writes arrays as lists.
+      include_all_inputs: write all features of the example to `inputs`, not only those that end in `_pretokenized`.
+      input_fields_to_include: write these features instead.
       output_ids: also write `prediction_tokens`, without padding.
     """
     predictions, aux = inferences
@@ -56,10 +56,10 @@ def write_inferences_to_file(
 
 
 def merge_chunks_to_file(output_dir: str, output_fname: str, tmp_dir: str, step: int | None = None) -> None:
-    """Makes the output of its chunks, `<tmp_dir>/<output_fname>-chunk00000` and so on.
+    """Merge the chunks `<tmp_dir>/<output_fname>-chunk00000` and so on into the output.
 
     Args:
-      step: of the checkpoint; for functions of your own.
+      step: step of the checkpoint, for custom functions.
     """
     start = f"{output_fname}-chunk"
     names = [name for name in os.listdir(tmp_dir) if name.startswith(start) and name[len(start) :].isdigit()]
@@ -91,7 +91,7 @@ def _prediction(ids: np.ndarray, vocabulary: Vocabulary | None, output_ids: bool
 
 
 def _of_example(values: Any, i: int) -> Any:
-    """Value i of every leaf; a leaf is a list or an array with one for each example."""
+    """Return value i of every leaf; a leaf is a list or an array with a value for each example."""
     return jax.tree.map(lambda leaf: leaf[i], values, is_leaf=lambda node: isinstance(node, list | np.ndarray))
 
 

@@ -1,10 +1,6 @@
-"""Accumulators of a run, and what a task is scored with.
+"""Metrics of tasks, and accumulators of training metrics. Ranking measures are in `t5x.metrics.ranking`."""
 
-Measures of ranked documents are in `ranking`, their files in `ranking_files`.
-"""
-
-from typing import Any
-
+from t5x.lazy_imports import lazy_attributes
 from t5x.metrics.answers import squad, squad_v2, trivia_qa
 from t5x.metrics.labels import (
     auc,
@@ -21,8 +17,8 @@ from t5x.metrics.summaries import rouge
 from t5x.metrics.text import accuracy, edit_distance, exact_match, sequence_accuracy
 from t5x.metrics.translation import bleu, chrf
 
-# Imported when first asked for: they need JAX, which modules that only define tasks do without.
-_ACCUMULATORS = ("Average", "AveragePerStep", "Sum")
+# The accumulators import JAX, which modules that only define tasks do not need.
+__getattr__ = lazy_attributes(__name__, "t5x.metrics.accumulators", ("Average", "AveragePerStep", "Sum"))
 
 __all__ = [
     "Average",
@@ -48,11 +44,3 @@ __all__ = [
     "squad_v2",
     "trivia_qa",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _ACCUMULATORS:
-        from t5x.metrics import accumulators
-
-        return getattr(accumulators, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

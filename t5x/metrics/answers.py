@@ -1,4 +1,4 @@
-"""Exact match and word F1 of answers to questions, in percent, as the data sets' own evaluation scripts compute them.
+"""Exact match and word F1 of answers to questions, in percent, as the official evaluation scripts compute them.
 
 >>> squad([["the Eiffel Tower", "Eiffel Tower"]], ["eiffel tower."])
 {'em': 100.0, 'f1': 100.0}
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from t5x.errors import UserError
-from t5x.metrics.checks import check_pairs, numbers, references, texts
+from t5x.metrics.checks import check_pairs, numbers, references, strings
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _DELETE = str.maketrans("", "", string.punctuation)
@@ -22,42 +22,45 @@ Targets = Sequence[str | Sequence[str]]
 
 
 def squad(targets: Targets, predictions: Sequence[str]) -> dict[str, float]:
-    """SQuAD 1.1: "em" and "f1", each the best over the answers of a question.
+    """Compute "em" and "f1" of SQuAD 1.1, the maximum over the answers of each question.
 
-    Capitals, punctuation, articles and spaces do not count.
+    Case, punctuation, articles and whitespace are ignored.
 
     Args:
-      targets: the answers of each question (or its only answer).
-      predictions: one answer each.
+      targets: the answers of each question, or its only answer.
+      predictions: one answer per question.
+
+    Raises:
+      UserError: if the arguments are not answers, or a question has none.
     """
-    return _mean(_scores("squad", targets, predictions, _squad_form))
+    return _mean(_scores("squad", targets, predictions, _normalize_squad))
 
 
 def trivia_qa(targets: Targets, predictions: Sequence[str]) -> dict[str, float]:
-    """TriviaQA: as `squad`, but punctuation, and quotes of other kinds, divide words instead of vanishing."""
-    return _mean(_scores("trivia_qa", targets, predictions, _trivia_qa_form))
+    """Compute "em" and "f1" of TriviaQA: like `squad`, but punctuation and more kinds of quotes separate words."""
+    return _mean(_scores("trivia_qa", targets, predictions, _normalize_trivia_qa))
 
 
 def squad_v2(
     targets: Targets, predictions: Sequence[str], no_answer_probabilities: Sequence[float] | None = None
 ) -> dict[str, float]:
-    """SQuAD 2.0: as `squad`, and questions without an answer, whose only right prediction is the empty text.
+    """Compute SQuAD 2.0: like `squad`, with unanswerable questions, whose only right prediction is the empty string.
 
     Args:
-      targets: the answers of each question (or its only answer); none, or the empty text, where it has no answer.
-      predictions: one answer each; the empty text says that there is none.
-      no_answer_probabilities: of each question, that it has none.
+      targets: the answers of each question, or its only answer; an empty list or string if it has no answer.
+      predictions: one answer per question; the empty string means that there is none.
+      no_answer_probabilities: probability of each question to have no answer.
 
     Returns:
-      "em" and "f1" of all; those of the questions with and without an answer, where there are any, as "HasAns_em",
-      "HasAns_f1", "NoAns_em" and "NoAns_f1". With probabilities also "best_em", what it would be if the predictions
-      above the best threshold were taken as none, and that threshold, "best_em_threshold"; so of f1.
+      "em" and "f1" of all questions, and of those with and without an answer, if any: "HasAns_em", "HasAns_f1",
+      "NoAns_em" and "NoAns_f1". With probabilities also "best_em" and "best_f1", the scores if predictions above the
+      best threshold count as empty, and the thresholds, "best_em_threshold" and "best_f1_threshold".
     """
     check_pairs("squad_v2", targets, predictions)
     answers = references("squad_v2", targets)
-    # As in the official script, an answer of nothing but articles and punctuation is none.
-    golds = [[answer for answer in several if _squad_form(answer)] or [""] for several in answers]
-    scores = _scores("squad_v2", golds, predictions, _squad_form, both_empty=1.0)
+    # As in the official script, an answer of only articles and punctuation counts as no answer.
+    golds = [[answer for answer in several if _normalize_squad(answer)] or [""] for several in answers]
+    scores = _scores("squad_v2", golds, predictions, _normalize_squad, both_empty=1.0)
     answerable = np.array([any(several) for several in answers])
     found = _mean(scores)
     for name, rows in (("HasAns", scores[answerable]), ("NoAns", scores[~answerable])):
@@ -69,44 +72,45 @@ def squad_v2(
         claims = np.array([bool(text) for text in predictions])
         for name, of_questions in zip(("em", "f1"), scores.T, strict=True):
             gains = np.where(answerable, of_questions, -1.0 * claims)
-            found |= _best(f"best_{name}", gains, probabilities, int((~answerable).sum()))
+            found |= _best_threshold(f"best_{name}", gains, probabilities, int((~answerable).sum()))
     return found
 
 
-def _best(name: str, gains: np.ndarray, probabilities: np.ndarray, at_0: int) -> dict[str, float]:
-    """The best score of any threshold and the least threshold that has it.
+def _best_threshold(name: str, gains: np.ndarray, probabilities: np.ndarray, at_0: int) -> dict[str, float]:
+    """Return the best score of any threshold, and the lowest threshold that reaches it.
 
     Args:
-      gains: what the score gains by taking the prediction of each question, not the empty text.
-      at_0: the score where all are taken as without an answer.
+      name: name of the score.
+      gains: difference of each question's score between its prediction and the empty string.
+      probabilities: probability of each question to have no answer.
+      at_0: the score if all predictions count as empty.
     """
     order = np.argsort(probabilities, kind="stable")
     scores = np.cumsum([at_0, *gains[order]])
-    thresholds = [0.0, *probabilities[order]]
     best = int(scores.argmax())
-    return {name: float(100.0 * scores[best] / len(gains)), f"{name}_threshold": float(thresholds[best])}
+    threshold = [0.0, *probabilities[order]][best]
+    return {name: float(100.0 * scores[best] / len(gains)), f"{name}_threshold": float(threshold)}
 
 
 def _scores(
-    metric: str,
-    targets: Targets,
-    predictions: Sequence[str],
-    form: Callable[[str], str],
-    both_empty: float = 0.0,
+    metric: str, targets: Targets, predictions: Sequence[str], normalize: Callable[[str], str], both_empty: float = 0.0
 ) -> np.ndarray:
-    """Exact match and F1 of each question, from 0 to 1: [questions, 2].
+    """Return exact match and F1, from 0 to 1, of each question: [questions, 2].
 
-    Answers are compared in the `form` of a text; the F1 of two without words is `both_empty`.
+    Args:
+      metric, targets, predictions: see `squad`.
+      normalize: applied to answers before they are compared.
+      both_empty: F1 of two answers without words.
     """
     check_pairs(metric, targets, predictions)
     answers = references(metric, targets)
     scores = np.zeros((len(answers), 2))
-    for index, (several, text) in enumerate(zip(answers, texts(metric, "predictions", predictions), strict=True)):
+    for index, (several, text) in enumerate(zip(answers, strings(metric, "predictions", predictions), strict=True)):
         if not several:
-            hint = " squad_v2 scores questions without an answer." if metric == "squad" else ""
+            hint = " Use squad_v2 for questions without an answer." if metric == "squad" else ""
             raise UserError(f"{metric}: targets[{index}] has no answer.{hint}")
-        prediction = form(text)
-        golds = [form(answer) for answer in several]
+        prediction = normalize(text)
+        golds = [normalize(answer) for answer in several]
         scores[index] = prediction in golds, max(_word_f1(gold, prediction, both_empty) for gold in golds)
     return scores
 
@@ -116,16 +120,12 @@ def _mean(scores: np.ndarray) -> dict[str, float]:
     return {"em": float(em), "f1": float(f1)}
 
 
-def _squad_form(text: str) -> str:
-    return _without_articles(text.lower().translate(_DELETE))
+def _normalize_squad(text: str, punctuation: dict[int, str | None] = _DELETE) -> str:
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(punctuation)).split())
 
 
-def _trivia_qa_form(text: str) -> str:
-    return _without_articles(text.lower().translate(_BLANK))
-
-
-def _without_articles(text: str) -> str:
-    return " ".join(_ARTICLES.sub(" ", text).split())
+def _normalize_trivia_qa(text: str) -> str:
+    return _normalize_squad(text, _BLANK)
 
 
 def _word_f1(target: str, prediction: str, both_empty: float) -> float:

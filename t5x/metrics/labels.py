@@ -1,4 +1,4 @@
-"""Scores of classes and numbers, in percent as T5 reports them (only the areas under curves of `auc` are from 0 to 1).
+"""Scores of classes and numbers, in percent as T5 reports them, except for the areas of `auc`, which are from 0 to 1.
 
 >>> f1_score_with_invalid([1, 1, 1, 1, 0], [1, 1, 1, 7, 5])
 {'f1': 75.0}
@@ -11,36 +11,33 @@ from typing import Any
 import numpy as np
 
 from t5x.errors import UserError
-from t5x.metrics.checks import check_pairs, numbers
+from t5x.metrics.checks import check_pairs, number_pairs, numbers
 
 Metric = Callable[[Sequence[Any], Sequence[Any]], dict[str, float]]
 
 
 def f1_score_with_invalid(targets: Sequence[int], predictions: Sequence[int]) -> dict[str, float]:
-    """F1 of class 1; a prediction that is neither 0 nor 1 counts as the wrong one of them.
+    """Compute the F1 of class 1; a prediction other than 0 and 1 counts as the wrong class.
 
     Args:
-      targets: 0 or 1 (or False and True).
+      targets: 0 or 1, or booleans.
       predictions: any numbers.
     """
-    check_pairs("f1_score_with_invalid", targets, predictions)
-    actual = _zero_or_one("f1_score_with_invalid", numbers("f1_score_with_invalid", "targets", targets))
-    predicted = numbers("f1_score_with_invalid", "predictions", predictions)
+    actual, predicted = number_pairs("f1_score_with_invalid", targets, predictions)
+    _check_binary("f1_score_with_invalid", actual)
     predicted = np.where((predicted == 0) | (predicted == 1), predicted, 1 - actual)
     return {"f1": 100.0 * _f1(actual, predicted)}
 
 
 def mean_multiclass_f1(num_classes: int) -> Metric:
-    """A metric: the mean of the F1 of classes 0 … num_classes - 1, as "mean_3class_f1" for three.
+    """Return a metric: the mean F1 of classes 0 … num_classes - 1, named e.g. "mean_3class_f1".
 
-    A class that is neither a target nor predicted has F1 0. In a gin file: `@metrics.mean_multiclass_f1()`, with
+    The F1 of a class that is neither a target nor predicted is 0. In a gin file: `@metrics.mean_multiclass_f1()`, with
     `metrics.mean_multiclass_f1.num_classes = 3`.
     """
 
     def metric(targets: Sequence[int], predictions: Sequence[int]) -> dict[str, float]:
-        check_pairs("mean_multiclass_f1", targets, predictions)
-        actual = numbers("mean_multiclass_f1", "targets", targets)
-        predicted = numbers("mean_multiclass_f1", "predictions", predictions)
+        actual, predicted = number_pairs("mean_multiclass_f1", targets, predictions)
         scores = [_f1(actual == label, predicted == label) for label in range(num_classes)]
         return {f"mean_{num_classes}class_f1": 100.0 * float(np.mean(scores))}
 
@@ -48,12 +45,12 @@ def mean_multiclass_f1(num_classes: int) -> Metric:
 
 
 def matthews_corrcoef(targets: Sequence[Any], predictions: Sequence[Any]) -> dict[str, float]:
-    """Matthews' correlation of classes, which may be numbers or texts; 0 where either side has one class only."""
+    """Compute the Matthews correlation of classes (numbers or strings); 0 if either side has only one class."""
     check_pairs("matthews_corrcoef", targets, predictions)
     try:
         actual, predicted = Counter(targets), Counter(predictions)
     except TypeError as error:
-        raise UserError("matthews_corrcoef: targets and predictions must be classes: numbers or texts.") from error
+        raise UserError("matthews_corrcoef: targets and predictions must be classes: numbers or strings.") from error
     total = len(targets)
     correct = sum(target == prediction for target, prediction in zip(targets, predictions, strict=True))
     covariance = lambda a, b: sum(count * b[label] for label, count in a.items())
@@ -63,24 +60,24 @@ def matthews_corrcoef(targets: Sequence[Any], predictions: Sequence[Any]) -> dic
 
 
 def pearson_corrcoef(targets: Sequence[float], predictions: Sequence[float]) -> dict[str, float]:
-    """Pearson's correlation of numbers; NaN where it is not defined: all equal on one side, or not all finite."""
-    return {"pearson_corrcoef": _correlation("pearson_corrcoef", targets, predictions, ranks=False)}
+    """Compute the Pearson correlation; NaN if it is undefined: one side is constant, or a number is not finite."""
+    return _correlation("pearson_corrcoef", targets, predictions, ranks=False)
 
 
 def spearman_corrcoef(targets: Sequence[float], predictions: Sequence[float]) -> dict[str, float]:
-    """Spearman's correlation: Pearson's of the ranks; NaN where it is not defined."""
-    return {"spearman_corrcoef": _correlation("spearman_corrcoef", targets, predictions, ranks=True)}
+    """Compute the Spearman correlation, which is the Pearson correlation of the ranks; NaN if it is undefined."""
+    return _correlation("spearman_corrcoef", targets, predictions, ranks=True)
 
 
 def auc(
     targets: Sequence[float], predictions: Sequence[float], targets_threshold: float | None = None
 ) -> dict[str, float]:
-    """The areas under the ROC curve, "auc-roc", and the precision-recall curve, "auc-pr", from 0 to 1.
+    """Compute the areas under the ROC curve, "auc-roc", and the precision-recall curve, "auc-pr", from 0 to 1.
 
     Args:
       targets: 0 or 1; with a threshold, any numbers.
       predictions: higher for class 1.
-      targets_threshold: from which a target is of class 1.
+      targets_threshold: minimum target of class 1.
     """
     return _areas("auc", targets, predictions, "predictions", targets_threshold)
 
@@ -88,7 +85,7 @@ def auc(
 def score_auc(
     targets: Sequence[float], scores: Sequence[float], targets_threshold: float | None = None
 ) -> dict[str, float]:
-    """`auc` of the model's scores of the targets."""
+    """Compute `auc` of the model's scores of the targets."""
     return _areas("score_auc", targets, scores, "scores", targets_threshold)
 
 
@@ -98,18 +95,21 @@ def rank_classification(
     num_classes: int | None = None,
     normalize_by_target_length: bool = False,
 ) -> dict[str, float]:
-    """Of each example's choices, each scored on its own, the one with the highest score is the prediction.
+    """Score predictions that are the highest-scored choice of each example.
 
     Args:
-      targets: ((example, choice), whether it is right, weight of the example, number of tokens) for each choice, as
-        T5's `rank_classification` postprocessor gives them.
-      scores: the model's log likelihood of each choice.
-      num_classes: of every example; None where they differ.
-      normalize_by_target_length: divide a score by the number of tokens.
+      targets: ((example, choice), is correct, weight of the example, number of tokens) of every choice, as T5's
+        `rank_classification` postprocessor returns them.
+      scores: log likelihood of every choice.
+      num_classes: number of choices of every example; None if it differs.
+      normalize_by_target_length: divide scores by the number of tokens.
 
     Returns:
-      "accuracy"; with `num_classes`, and one right choice each, also "mean_<n>class_f1", or, of two classes, "f1",
-      "auc-roc" and "auc-pr" of choice 1. All in percent.
+      "accuracy"; with `num_classes` and at most one correct choice per example also "mean_<n>class_f1" or, for two
+      classes, "f1", "auc-roc" and "auc-pr" of choice 1. All in percent.
+
+    Raises:
+      UserError: if a target does not have this form, or an example has another number of choices.
     """
     check_pairs("rank_classification", targets, scores, "scores")
     values = numbers("rank_classification", "scores", scores)
@@ -120,15 +120,14 @@ def rank_classification(
         except (TypeError, ValueError) as error:
             raise UserError(
                 "rank_classification: a target must be ((example, choice), is_correct, weight, length), as the "
-                f"postprocessor of this name gives it, not {str(target)[:80]}"
+                f"postprocessor of this name returns it, not {str(target)[:80]}"
             ) from error
         score = score / length if normalize_by_target_length else score
         choices.setdefault(example, []).append((choice, bool(right), float(weight), float(score)))
     for example, found in choices.items():
         if num_classes is not None and len(found) != num_classes:
             raise UserError(
-                f"rank_classification: example {example} has {len(found)} choices, not num_classes={num_classes}. "
-                "Leave num_classes out where their number differs."
+                f"rank_classification: example {example} has {len(found)} choices, not {num_classes=}; unset it."
             )
     sorted_choices = [sorted(found, key=lambda one: one[0]) for found in choices.values()]
     best = [int(np.argmax([score for *_, score in found])) for found in sorted_choices]
@@ -136,24 +135,20 @@ def rank_classification(
     found = {"accuracy": 100.0 * float(np.average([c[1] for c in chosen], weights=[c[2] for c in chosen]))}
     if num_classes is None:
         return found
-    right = np.array([[one[1] for one in of_example] for of_example in sorted_choices])
+    right, weights, logs = (np.array([[one[i] for one in several] for several in sorted_choices]) for i in (1, 2, 3))
     if (right.sum(axis=1) > 1).any():
         return found
-    weights = np.array([of_example[0][2] for of_example in sorted_choices])
-    logs = np.array([[one[3] for one in of_example] for of_example in sorted_choices])
     predicted = np.eye(num_classes, dtype=bool)[best]
-    f1 = [_f1(right[:, label], predicted[:, label], weights) for label in range(num_classes)]
+    f1 = [_f1(right[:, label], predicted[:, label], weights[:, 0]) for label in range(num_classes)]
     if num_classes != 2:
         return found | {f"mean_{num_classes}class_f1": 100.0 * float(np.mean(f1))}
-    areas = _curves(right[:, 1], logs[:, 1] - logs[:, 0], weights)
+    areas = _curves(right[:, 1], logs[:, 1] - logs[:, 0], weights[:, 0])
     return found | {"f1": 100.0 * f1[1]} | {name: 100.0 * area for name, area in areas.items()}
 
 
-def _zero_or_one(metric: str, targets: np.ndarray) -> np.ndarray:
-    wrong = targets[(targets != 0) & (targets != 1)]
-    if len(wrong):
-        raise UserError(f"{metric}: targets must be 0 or 1, but there is {wrong[0]:g}.")
-    return targets
+def _check_binary(metric: str, targets: np.ndarray) -> None:
+    if len(wrong := targets[(targets != 0) & (targets != 1)]):
+        raise UserError(f"{metric}: targets must be 0 or 1, but one is {wrong[0]:g}.")
 
 
 def _f1(actual: np.ndarray, predicted: np.ndarray, weights: np.ndarray | float = 1.0) -> float:
@@ -162,33 +157,31 @@ def _f1(actual: np.ndarray, predicted: np.ndarray, weights: np.ndarray | float =
     return float(2.0 * both / total) if total else 0.0
 
 
-def _correlation(metric: str, targets: Sequence[float], predictions: Sequence[float], ranks: bool) -> float:
-    check_pairs(metric, targets, predictions)
-    one, other = numbers(metric, "targets", targets), numbers(metric, "predictions", predictions)
+def _correlation(metric: str, targets: Sequence[float], predictions: Sequence[float], ranks: bool) -> dict[str, float]:
+    one, other = number_pairs(metric, targets, predictions)
     if len(one) < 2:
-        raise UserError(f"{metric}: a correlation needs two examples or more.")
+        raise UserError(f"{metric}: a correlation needs at least two examples.")
     if not (np.isfinite(one).all() and np.isfinite(other).all()):
-        return float("nan")
+        return {metric: float("nan")}
     if ranks:
-        from scipy.stats import rankdata  # where it is used: importing it takes a while
+        from scipy.stats import rankdata  # here, because the import is slow
 
         one, other = rankdata(one), rankdata(other)
-    if np.ptp(one) == 0 or np.ptp(other) == 0:
-        return float("nan")
-    return 100.0 * float(np.corrcoef(one, other)[0, 1])
+    constant = np.ptp(one) == 0 or np.ptp(other) == 0
+    return {metric: float("nan") if constant else 100.0 * float(np.corrcoef(one, other)[0, 1])}
 
 
 def _areas(
     metric: str, targets: Sequence[float], scores: Sequence[float], kind: str, threshold: float | None
 ) -> dict[str, float]:
-    check_pairs(metric, targets, scores, kind)
-    actual = numbers(metric, "targets", targets)
-    actual = _zero_or_one(metric, actual) if threshold is None else actual >= threshold
-    return _curves(actual.astype(bool), numbers(metric, kind, scores), np.ones(len(actual)))
+    actual, values = number_pairs(metric, targets, scores, kind)
+    if threshold is None:
+        _check_binary(metric, actual)
+    return _curves(actual >= (1 if threshold is None else threshold), values, np.ones(len(actual)))
 
 
 def _curves(actual: np.ndarray, scores: np.ndarray, weights: np.ndarray) -> dict[str, float]:
-    """Areas under the ROC curve (by trapezoids) and the precision-recall curve (by steps); NaN with one class only."""
+    """Return the areas under the ROC curve (trapezoids) and the precision-recall curve (steps); NaN for one class."""
     order = np.argsort(-scores, kind="stable")
     last_of_ties = np.append(np.flatnonzero(np.diff(scores[order])), len(scores) - 1)
     hits = np.cumsum((weights * actual)[order])[last_of_ties]

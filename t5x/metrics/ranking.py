@@ -3,12 +3,12 @@
     qrels = {"q1": {"d1": 3, "d7": 0}}     {query: {document: grade}}
     run = {"q1": {"d1": 9.5, "d2": 9.1}}   {query: {document: score}}
 
-- The order is that of the scores (float64), whatever ranks a file has; of equal scores, the greater document id first.
-- A document without a judgment, or with a negative grade, is not relevant. `relevance_level` is the grade from which
-  one is: trec_eval's -l, and 2 is usual for the passages of TREC Deep Learning. nDCG takes the grade itself as gain.
-- Queries of the run without judgments are left out. A query of which no document is relevant counts, as 0.
-- Queries that have judgments but are not in the run are left out too, with a warning; `missing_as_zero` counts them as
-  0: trec_eval's -c, and right wherever systems are compared.
+- Documents are ordered by score (float64), regardless of the ranks in a file; ties by descending document id.
+- A document without a judgment, or with a negative grade, is not relevant. `relevance_level` is the lowest grade of a
+  relevant document: trec_eval's -l; 2 is usual for TREC Deep Learning passages. nDCG uses the grade as gain.
+- Queries of the run without judgments are ignored. A query without relevant documents counts as 0.
+- Queries with judgments that are not in the run are ignored too, with a warning; `missing_as_zero` counts them as 0:
+  trec_eval's -c. Use it to compare systems.
 
     >>> evaluate({"q": {"a": 1, "b": 2}}, {"q": {"a": 0.9, "b": 0.8, "c": 0.7}}, ["mrr@10", "precision@3"])
     {'mrr@10': 1.0, 'precision@3': 0.6666666666666666}
@@ -18,7 +18,7 @@ import dataclasses
 import logging
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,16 +35,9 @@ PerQuery = dict[str, dict[str, float]]
 MEASURES = ("ndcg@10", "mrr@10", "recall@100", "map")
 
 
-def evaluate(
-    qrels: Qrels,
-    run: Run,
-    measures: Sequence[str] = MEASURES,
-    *,
-    relevance_level: int = 1,
-    missing_as_zero: bool = False,
-) -> dict[str, float]:
-    """{measure: mean over the queries}. The arguments are those of `per_query`."""
-    found = per_query(qrels, run, measures, relevance_level=relevance_level, missing_as_zero=missing_as_zero)
+def evaluate(qrels: Qrels, run: Run, measures: Sequence[str] = MEASURES, **options: Any) -> dict[str, float]:
+    """Return {measure: mean over the queries}. The arguments are those of `per_query`."""
+    found = per_query(qrels, run, measures, **options)
     return {measure: float(np.mean(list(values.values()))) for measure, values in found.items()}
 
 
@@ -56,39 +49,41 @@ def per_query(
     relevance_level: int = 1,
     missing_as_zero: bool = False,
 ) -> PerQuery:
-    """{measure: {query: value}}, queries in the order of `qrels`.
+    """Return {measure: {query: value}}, with queries in the order of `qrels`.
 
     Args:
-      qrels: the judgments.
-      run: the scores.
-      measures: "ndcg@k", "mrr@k", "map@k" (all three also without "@k", for the whole ranking), "recall@k" and
+      qrels: judgments.
+      run: scores.
+      measures: "ndcg@k", "mrr@k", "map@k" (these also without "@k", for the whole ranking), "recall@k" and
         "precision@k".
-      relevance_level: the grade from which a document is relevant; nothing to nDCG.
-      missing_as_zero: whether queries with judgments that are not in the run count, as 0.
+      relevance_level: lowest grade of a relevant document; ignored by nDCG.
+      missing_as_zero: count queries with judgments that are not in the run as 0.
+
+    Raises:
+      UserError: if a measure is unknown, or `qrels` and `run` are invalid or have no query in common.
     """
     if relevance_level < 1:
-        raise UserError(f"relevance_level={relevance_level}: documents of grade 0 are not relevant; give 1 or more.")
-    functions = {measure: _measure(measure) for measure in measures}
-    queries = _queries(qrels, run, missing_as_zero)
-    found: PerQuery = {measure: {} for measure in functions}
-    for query in queries:
+        raise UserError(f"relevance_level={relevance_level}: it must be at least 1, because grade 0 is not relevant.")
+    parsed = {measure: _parse_measure(measure) for measure in measures}
+    found: PerQuery = {measure: {} for measure in parsed}
+    for query in _queries(qrels, run, missing_as_zero):
         judged = qrels[query]
-        _check("grade", query, judged)
+        _check_values("grade", query, judged)
         order = ranked(run.get(query, {}), query)
         grades = np.array([max(judged.get(document, 0), 0) for document in order], np.float64)
         ideal = np.sort([grade for grade in judged.values() if grade > 0])[::-1].astype(np.float64)
-        for measure, (function, cutoff) in functions.items():
-            found[measure][query] = function(grades[:cutoff], ideal, relevance_level, cutoff)
+        for measure, (name, cutoff) in parsed.items():
+            found[measure][query] = _value(name, grades[:cutoff], ideal, relevance_level, cutoff)
     return found
 
 
 def ranked(scores: Mapping[str, float], query: str = "") -> list[str]:
-    """The documents of a query from the best to the worst.
+    """Return the documents of a query from best to worst.
 
     >>> ranked({"a": 1.0, "b": 2.0, "c": 1.0})
     ['b', 'c', 'a']
     """
-    _check("score", query, scores)
+    _check_values("score", query, scores)
     return sorted(scores, key=lambda document: (scores[document], document), reverse=True)
 
 
@@ -98,15 +93,18 @@ def reranking(
     measures: Sequence[str] = ("ndcg@10", "mrr@10"),
     relevance_level: int = 1,
 ) -> dict[str, float]:
-    """Measures of a task whose examples are pairs of a query and a document: its metric of `(targets, scores)`.
+    """Evaluate a task whose examples are pairs of a query and a document, as its metric of `(targets, scores)`.
 
-    Only the documents of the task are judged: one that is relevant and not among them lowers nothing.
+    Only documents of the task are known: a relevant document that is not among them does not lower the result.
 
     Args:
-      targets: (query, document, grade), the ids and the judgment of each example.
-      scores: the model's.
-      measures: as in `per_query`.
-      relevance_level: the grade from which a document is relevant.
+      targets: (query id, document id, grade) of each example.
+      scores: the model's scores.
+      measures: see `per_query`.
+      relevance_level: lowest grade of a relevant document.
+
+    Raises:
+      UserError: if a target does not have this form, or a document occurs twice for a query.
     """
     check_pairs("reranking", targets, scores, "scores")
     qrels: dict[str, dict[str, int]] = {}
@@ -118,7 +116,7 @@ def reranking(
             raise UserError(f"reranking: a target must be (query, document, grade), not {str(target)[:80]}") from error
         query, document = str(query), str(document)
         if document in run.setdefault(query, {}):
-            raise UserError(f"reranking: document {document!r} is there twice for query {query!r}.")
+            raise UserError(f"reranking: document {document!r} occurs twice for query {query!r}.")
         run[query][document] = float(score)
         qrels.setdefault(query, {})[document] = grade
     return evaluate(qrels, run, measures, relevance_level=relevance_level)
@@ -126,13 +124,13 @@ def reranking(
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Two runs over the same queries.
+    """The comparison of two runs over the same queries.
 
     Attributes:
-      queries: how many.
-      difference: mean of the second run less that of the first.
-      t_test: p value of the paired t-test, two-sided.
-      randomization: p value of the paired randomization test, two-sided.
+      queries: number of queries.
+      difference: mean of the second run minus mean of the first.
+      t_test: two-sided p value of the paired t-test.
+      randomization: two-sided p value of the paired randomization test.
     """
 
     queries: int
@@ -144,36 +142,39 @@ class Comparison:
 def compare(
     first: Mapping[str, float], second: Mapping[str, float], *, samples: int = 10_000, seed: int = 0
 ) -> Comparison:
-    """Whether two runs differ in a measure by more than chance.
+    """Test whether two runs differ significantly in a measure.
 
     Args:
-      first, second: {query: value} as `per_query` gives them for one measure.
-      samples: of random signs of the differences, for the randomization test.
-      seed: of these.
+      first: {query: value} of a measure, see `per_query`.
+      second: the same for the other run.
+      samples: number of samples of the randomization test.
+      seed: seed of these samples.
+
+    Raises:
+      UserError: if the queries differ, or there are fewer than two.
     """
     if first.keys() != second.keys():
         odd = sorted(map(str, first.keys() ^ second.keys()))
         raise UserError(
             f"The runs were not evaluated on the same queries: {', '.join(odd[:5])}{' …' if len(odd) > 5 else ''} "
-            "in one of them only. Evaluate both with missing_as_zero=True."
+            "occur in only one of them. Evaluate both with missing_as_zero=True."
         )
     if len(first) < 2:
-        raise UserError("A comparison of runs needs two queries or more.")
+        raise UserError("A comparison of runs needs at least two queries.")
     differences = np.array([second[query] - first[query] for query in first])
-    return Comparison(
-        queries=len(differences),
-        difference=float(differences.mean()),
-        t_test=_t_test(differences),
-        randomization=_randomization_test(differences, samples, np.random.default_rng(seed)),
-    )
+    p_value = _randomization_test(differences, samples, np.random.default_rng(seed))
+    return Comparison(len(differences), float(differences.mean()), _t_test(differences), p_value)
 
 
 def table(runs: Mapping[str, PerQuery], significance: float = 0.05) -> str:
-    """The means of several runs as a text table; * marks what differs from the first run by the paired t-test.
+    """Format the means of several runs as a table; * marks significant differences from the first run.
 
     Args:
-      runs: {name: what `per_query` found}, all with the same measures and queries.
-      significance: p value below which there is a mark.
+      runs: {name: result of `per_query`}, all with the same measures and queries.
+      significance: p value of the paired t-test below which a difference is significant.
+
+    Raises:
+      UserError: if there is no run, or the measures or queries differ.
     """
     if not runs:
         raise UserError("There is no run to show.")
@@ -181,72 +182,52 @@ def table(runs: Mapping[str, PerQuery], significance: float = 0.05) -> str:
 
     def cell(found: PerQuery, measure: str) -> str:
         mean = float(np.mean(list(found[measure].values())))
-        several = found is not base and len(base[measure]) > 1  # of a single query nothing can be said
-        differs = several and compare(base[measure], found[measure], samples=0).t_test < significance
+        testable = found is not base and len(base[measure]) > 1
+        differs = testable and compare(base[measure], found[measure], samples=0).t_test < significance
         return f"{mean:.4f}{'*' if differs else ' '}"
 
     rows = [["run", *(f"{measure} " for measure in base)]]
     for name, found in runs.items():
         if found.keys() != base.keys():
-            raise UserError(f"Runs {first!r} and {name!r} have different measures; evaluate them with the same.")
+            raise UserError(f"Runs {first!r} and {name!r} have different measures. Evaluate both with the same.")
         rows.append([name, *(cell(found, measure) for measure in base)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
-        for row in rows
-    ]
+    head, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join([name.ljust(head), *map(str.rjust, cells, widths)]).rstrip() for name, *cells in rows]
     queries = len(next(iter(base.values()), ()))
     note = f"{queries} queries" + (f"; * p < {significance:g} against {first}" if len(runs) > 1 else "")
-    return "\n".join([*(line.rstrip() for line in lines), note])
+    return "\n".join([*lines, note])
 
 
-# Measures of one query: its grades in the order of the run (up to the cutoff), all positive grades from the highest to
-# the lowest, the grade from which a document is relevant, the cutoff.
-_Function = Callable[[np.ndarray, np.ndarray, int, int | None], float]
+def _value(measure: str, grades: np.ndarray, ideal: np.ndarray, level: int, cutoff: int | None) -> float:
+    """Compute a measure of one query.
 
-
-def _ndcg(grades: np.ndarray, ideal: np.ndarray, level: int, cutoff: int | None) -> float:
-    gain = lambda values: float((values / np.log2(np.arange(len(values)) + 2)).sum())
-    return gain(grades) / gain(ideal[:cutoff]) if len(ideal) else 0.0
-
-
-def _mrr(grades: np.ndarray, ideal: np.ndarray, level: int, cutoff: int | None) -> float:
+    Args:
+      measure: its name without the cutoff.
+      grades: grades of the retrieved documents in the order of the run, up to the cutoff.
+      ideal: all positive grades in descending order.
+      level: lowest grade of a relevant document.
+      cutoff: k, or None.
+    """
+    if measure == "ndcg":
+        gain = lambda values: float((values / np.log2(np.arange(len(values)) + 2)).sum())
+        return gain(grades) / gain(ideal[:cutoff]) if len(ideal) else 0.0
     hits = np.flatnonzero(grades >= level)
-    return 1.0 / (int(hits[0]) + 1) if len(hits) else 0.0
+    if not len(hits):
+        return 0.0
+    if measure == "mrr":
+        return 1.0 / (int(hits[0]) + 1)
+    if measure == "precision":
+        return len(hits) / cutoff
+    found = len(hits) if measure == "recall" else float((np.arange(1, len(hits) + 1) / (hits + 1)).sum())
+    return found / int((ideal >= level).sum())
 
 
-def _average_precision(grades: np.ndarray, ideal: np.ndarray, level: int, cutoff: int | None) -> float:
-    hits = np.flatnonzero(grades >= level)
-    precisions = np.arange(1, len(hits) + 1) / (hits + 1)
-    return float(precisions.sum()) / int((ideal >= level).sum()) if len(hits) else 0.0
-
-
-def _recall(grades: np.ndarray, ideal: np.ndarray, level: int, cutoff: int | None) -> float:
-    hits = int((grades >= level).sum())
-    return hits / int((ideal >= level).sum()) if hits else 0.0
-
-
-def _precision(grades: np.ndarray, ideal: np.ndarray, level: int, cutoff: int | None) -> float:
-    return int((grades >= level).sum()) / cutoff
-
-
-_FUNCTIONS: dict[str, _Function] = {
-    "ndcg": _ndcg,
-    "mrr": _mrr,
-    "map": _average_precision,
-    "recall": _recall,
-    "precision": _precision,
-}
-
-
-def _measure(name: str) -> tuple[_Function, int | None]:
-    parts = re.fullmatch(r"([a-z]+)(?:@([1-9][0-9]*))?", name)
-    if parts is None or parts[1] not in _FUNCTIONS or (parts[2] is None and parts[1] in ("recall", "precision")):
-        raise UserError(
-            f"There is no measure {name!r}. There are ndcg@k, mrr@k, map@k, recall@k and precision@k, and ndcg, mrr "
-            "and map of the whole ranking."
-        )
-    return _FUNCTIONS[parts[1]], None if parts[2] is None else int(parts[2])
+def _parse_measure(text: str) -> tuple[str, int | None]:
+    """Split "name@k" into the name and k, which is None for the whole ranking."""
+    parts = re.fullmatch(r"(?:(ndcg|mrr|map)|(recall|precision)(?=@))(?:@([1-9][0-9]*))?", text)
+    if parts is None:
+        raise UserError(f"Unknown measure {text!r}. Use ndcg@k, mrr@k, map@k, recall@k, precision@k, ndcg, mrr or map.")
+    return parts[1] or parts[2], None if parts[3] is None else int(parts[3])
 
 
 def _queries(qrels: Qrels, run: Run, missing_as_zero: bool) -> list[str]:
@@ -255,29 +236,20 @@ def _queries(qrels: Qrels, run: Run, missing_as_zero: bool) -> list[str]:
             raise UserError(f"{what} must be {{query: {{document: number}}}}; read_{what} reads it from a file.")
     found = [query for query in qrels if query in run]
     if not found:
-        raise UserError(
-            f"No query of the run ({_some(run)}) is among those with judgments ({_some(qrels)}). Are these the ids of "
-            "the same collection, and all texts?"
-        )
+        raise UserError(f"No query of run ({_some(run)}) is in qrels ({_some(qrels)}). Use the same ids, as strings.")
     if missing_as_zero:
         return list(qrels)
     if missing := len(qrels) - len(found):
-        logger.warning(
-            "%d of %d queries with judgments are not in the run and are left out; missing_as_zero counts them as 0",
-            missing,
-            len(qrels),
-        )
+        logger.warning("ignoring %d of %d judged queries that the run lacks (see missing_as_zero)", missing, len(qrels))
     return found
 
 
-def _check(what: str, query: str, values: Mapping[str, float]) -> None:
+def _check_values(what: str, query: str, values: Mapping[str, float]) -> None:
     for document, value in values.items():
         if not isinstance(document, str):
-            raise UserError(f"Query {query!r}: the document id {document!r} is not a text; ids are.")
+            raise UserError(f"Query {query!r}: the document id {document!r} must be a string.")
         if not isinstance(value, int | float | np.number) or math.isnan(value):
-            raise UserError(
-                f"Query {query!r}, document {document!r}: the {what} is {value!r}, where a number is needed."
-            )
+            raise UserError(f"Query {query!r}, document {document!r}: the {what} must be a number, not {value!r}.")
 
 
 def _some(queries: Mapping[str, Any]) -> str:
@@ -286,16 +258,16 @@ def _some(queries: Mapping[str, Any]) -> str:
 
 
 def _t_test(differences: np.ndarray) -> float:
-    from scipy.stats import ttest_1samp  # where it is used: importing it takes a while
+    from scipy.stats import ttest_1samp  # here, because the import is slow
 
-    if np.ptp(differences) <= 1e-12:  # all differ alike, which t is not defined for
+    if np.ptp(differences) <= 1e-12:  # t is undefined if all differences are equal
         return 1.0 if abs(differences[0]) <= 1e-12 else 0.0
     return float(ttest_1samp(differences, 0.0).pvalue)
 
 
 def _randomization_test(differences: np.ndarray, samples: int, rng: np.random.Generator) -> float:
     observed = abs(differences.sum())
-    as_extreme = 1  # what was observed is one of the ways the signs could have come out
+    as_extreme = 1  # the observed signs are one of the possible assignments
     for start in range(0, samples, 100):
         count = min(100, samples - start)
         signs = rng.choice((-1.0, 1.0), (count, len(differences)))

@@ -1,4 +1,4 @@
-"""ROUGE with T5's tokens and sentences.
+"""ROUGE with T5's tokenization and sentence splitting.
 
 >>> rouge(["The cat sat on the mat."], ["A cat sat there."])["rouge1"]
 40.0
@@ -13,17 +13,17 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from t5x.errors import UserError
-from t5x.metrics.checks import check_pairs, texts
+from t5x.metrics.checks import check_pairs, strings
 
 
 class Tokenizer(Protocol):
-    """What divides a text into words, e.g. those of rouge_score."""
+    """Splits a string into words, like the tokenizers of rouge_score."""
 
     def tokenize(self, text: str) -> Sequence[str]: ...
 
 
 class LettersAndDigits:
-    """ROUGE's own words: runs of a-z and 0-9 in lower case, not stemmed. Other scripts have none: bring a tokenizer."""
+    """ROUGE's default words: runs of a-z and 0-9, lowercased and not stemmed. Other scripts need another tokenizer."""
 
     def tokenize(self, text: str) -> list[str]:
         return re.findall("[a-z0-9]+", text.lower())
@@ -35,23 +35,28 @@ def rouge(
     score_keys: Sequence[str] | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> dict[str, float]:
-    """ROUGE F scores, the mean over the examples, times 100.
+    """Compute ROUGE F scores: the mean over the examples, times 100.
 
-    T5 reports the median of 1000 bootstrap samples' means: it is random, and differs from the mean by a few hundredths.
+    T5 reports the median of the means of 1000 bootstrap samples, which is random and differs from the mean by a few
+    hundredths.
 
     Args:
-      targets, predictions: summaries. A sentence ends at a line end or at " . ", which matters to rougeLsum.
-      score_keys: of "rouge1" … "rouge9" (n-grams), "rougeL" (longest common subsequence) and "rougeLsum" (the same,
-        sentence by sentence); None is T5's rouge1, rouge2 and rougeLsum.
-      tokenizer: makes words of a text; None is `LettersAndDigits`.
+      targets: summaries. Sentences end at a newline or " . ", which matters for rougeLsum.
+      predictions: summaries.
+      score_keys: any of "rouge1" … "rouge9" (n-grams), "rougeL" (longest common subsequence) and "rougeLsum" (the same
+        by sentence); None is T5's "rouge1", "rouge2" and "rougeLsum".
+      tokenizer: splits a string into words; None is `LettersAndDigits`.
+
+    Raises:
+      UserError: if a score is unknown or an argument is not a list of strings.
     """
     check_pairs("rouge", targets, predictions)
     scorers = {key: _scorer(key) for key in (("rouge1", "rouge2", "rougeLsum") if score_keys is None else score_keys)}
     tokenize = (LettersAndDigits() if tokenizer is None else tokenizer).tokenize
 
     def summaries(what: str, values: Sequence[str]) -> list[_Summary]:
-        divided = (text.replace(" . ", " .\n") for text in texts("rouge", what, values))
-        return [_Summary(list(tokenize(t)), [list(tokenize(line)) for line in t.split("\n")]) for t in divided]
+        split = (text.replace(" . ", " .\n") for text in strings("rouge", what, values))
+        return [_Summary(list(tokenize(t)), [list(tokenize(line)) for line in t.split("\n")]) for t in split]
 
     pairs = list(zip(summaries("targets", targets), summaries("predictions", predictions), strict=True))
     return {key: 100.0 * float(np.mean([score(*pair) for pair in pairs])) for key, score in scorers.items()}
@@ -69,7 +74,7 @@ def _scorer(key: str) -> Callable[[_Summary, _Summary], float]:
         return _union_f1
     if re.fullmatch("rouge[1-9]", key):
         return lambda target, prediction: _ngram_f1(target, prediction, int(key[5:]))
-    raise UserError(f"rouge: there is no score {key!r}. There are rouge1 … rouge9, rougeL and rougeLsum.")
+    raise UserError(f"rouge: unknown score {key!r}. Known scores are rouge1 … rouge9, rougeL and rougeLsum.")
 
 
 def _ngram_f1(target: _Summary, prediction: _Summary, n: int) -> float:
@@ -84,8 +89,10 @@ def _subsequence_f1(target: _Summary, prediction: _Summary) -> float:
 
 
 def _union_f1(target: _Summary, prediction: _Summary) -> float:
-    """A word of a target's sentence is a hit when it is on a longest common subsequence with any of the prediction's
-    sentences, but no word counts more often than it is in either summary."""
+    """Count words of a target sentence that are in its longest common subsequence with any predicted sentence.
+
+    No word counts more often than it occurs in either summary.
+    """
     of_target, of_prediction = (Counter(itertools.chain(*s.sentences)) for s in (target, prediction))
     left = of_target & of_prediction
     hits = 0
@@ -99,7 +106,7 @@ def _union_f1(target: _Summary, prediction: _Summary) -> float:
 
 
 def _on_longest_subsequence(a: list[str], b: list[str]) -> list[int]:
-    """Positions in `a` of one longest common subsequence. Which one, where there are several, is as in rouge_score."""
+    """Return the positions in `a` of a longest common subsequence; of several, the one that rouge_score takes."""
     lengths = _subsequence_lengths(a, b)
     i, j, found = len(a), len(b), []
     while lengths[i, j]:
@@ -114,16 +121,15 @@ def _on_longest_subsequence(a: list[str], b: list[str]) -> list[int]:
 
 
 def _subsequence_lengths(a: list[str], b: list[str]) -> np.ndarray:
-    """[i, j]: the length of the longest common subsequence of the first i words of `a` and the first j of `b`."""
-    where: dict[str, list[int]] = {}
-    for position, word in enumerate(b):
-        where.setdefault(word, []).append(position)
+    """Return [i, j], the length of the longest common subsequence of the words a[:i] and b[:j]."""
+    columns: dict[str, list[int]] = {}
+    for column, word in enumerate(b, start=1):
+        columns.setdefault(word, []).append(column)
     lengths = np.zeros((len(a) + 1, len(b) + 1), np.int32)
     for i, word in enumerate(a):
         lengths[i + 1] = lengths[i]
-        if matches := where.get(word):
-            matches = np.array(matches)
-            lengths[i + 1, matches + 1] = lengths[i, matches] + 1
+        if word in columns:
+            lengths[i + 1, columns[word]] = lengths[i, np.array(columns[word]) - 1] + 1
             np.maximum.accumulate(lengths[i + 1], out=lengths[i + 1])
     return lengths
 

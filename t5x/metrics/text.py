@@ -1,7 +1,7 @@
-"""Scores of predictions against targets, in percent (0-100) as T5 reports them.
+"""Equality and edit distance of predictions and targets. Scores are percentages (0-100), as T5 reports them.
 
-Each function takes `(targets, predictions)`, two sequences of equal length, and returns `{name: value}`: the form of a
-task's metric function.
+Like all metrics of tasks, each function takes `(targets, predictions)`, two sequences of the same length, and returns
+`{name: value}`.
 
     >>> accuracy(["yes", "no"], ["yes", "yes"])
     {'accuracy': 50.0}
@@ -13,56 +13,50 @@ from typing import Any
 
 import numpy as np
 
-from t5x.metrics.checks import check_pairs, texts
+from t5x.metrics.checks import check_pairs, strings
 
 
 def accuracy(targets: Sequence[Any], predictions: Sequence[Any]) -> dict[str, float]:
-    """The share of predictions that equal their target, of whatever type (strings, labels, numbers, arrays)."""
-    return {"accuracy": _percent_equal("accuracy", targets, predictions)}
+    """Return the percentage of predictions that equal their target, of any type (strings, labels, numbers, arrays)."""
+    return _percent_equal("accuracy", targets, predictions)
 
 
 def exact_match(targets: Sequence[Any], predictions: Sequence[Any]) -> dict[str, float]:
-    """The share of predictions that are exactly their target."""
-    return {"exact_match": _percent_equal("exact_match", targets, predictions)}
+    """Return the percentage of predictions that are exactly their target."""
+    return _percent_equal("exact_match", targets, predictions)
 
 
 def sequence_accuracy(targets: Sequence[Any], predictions: Sequence[Any]) -> dict[str, float]:
-    """The share of predicted sequences (of tokens, of labels) that are right at every position."""
-    return {"sequence_accuracy": _percent_equal("sequence_accuracy", targets, predictions)}
+    """Return the percentage of predicted sequences (of tokens or labels) that are right at every position."""
+    return _percent_equal("sequence_accuracy", targets, predictions)
 
 
 def edit_distance(targets: Sequence[str], predictions: Sequence[str], lower: bool = True) -> dict[str, float]:
-    """How many words must be put in, taken out or replaced to get from a prediction to its target.
+    """Count the words to insert, delete or replace to turn a prediction into its target.
 
-    These are numbers of words, not percent. As in T5, every character that is not of a word divides, so that two of
-    them in a row have an empty word between them.
+    As in T5, every non-word character separates words, so that two of them in a row have an empty word between them.
 
     Args:
-      targets, predictions: texts.
-      lower: whether capitals do not count.
+      targets: strings.
+      predictions: strings.
+      lower: whether to ignore case.
 
     Returns:
-      "min_edit", "max_edit", "mean_edit", "median_edit" and "sum_edit" over the examples.
+      "min_edit", "max_edit", "mean_edit", "median_edit" and "sum_edit" over the examples, in words, not percent.
     """
-    check_pairs("edit_distance", targets, predictions)
+    metric = "edit_distance"
+    check_pairs(metric, targets, predictions)
     words = lambda text: re.split(r"\W", text.lower() if lower else text)
-    pairs = zip(
-        texts("edit_distance", "targets", targets), texts("edit_distance", "predictions", predictions), strict=True
-    )
+    pairs = zip(strings(metric, "targets", targets), strings(metric, "predictions", predictions), strict=True)
     edits = np.array([_levenshtein(words(target), words(prediction)) for target, prediction in pairs])
-    return {
-        "min_edit": float(edits.min()),
-        "max_edit": float(edits.max()),
-        "mean_edit": float(edits.mean()),
-        "median_edit": float(np.median(edits)),
-        "sum_edit": float(edits.sum()),
-    }
+    reductions = {"min": np.min, "max": np.max, "mean": np.mean, "median": np.median, "sum": np.sum}
+    return {f"{name}_edit": float(reduce(edits)) for name, reduce in reductions.items()}
 
 
-def _percent_equal(metric: str, targets: Sequence[Any], predictions: Sequence[Any]) -> float:
+def _percent_equal(metric: str, targets: Sequence[Any], predictions: Sequence[Any]) -> dict[str, float]:
     check_pairs(metric, targets, predictions)
     equal = sum(np.array_equal(target, prediction) for target, prediction in zip(targets, predictions, strict=True))
-    return 100.0 * equal / len(targets)
+    return {metric: 100.0 * equal / len(targets)}
 
 
 def _levenshtein(a: Sequence[str], b: Sequence[str]) -> int:
@@ -72,6 +66,6 @@ def _levenshtein(a: Sequence[str], b: Sequence[str]) -> int:
     distances = columns
     for row, word in enumerate(a, start=1):
         best = np.concatenate([[row], np.minimum(distances[1:] + 1, distances[:-1] + (b_ids != ids[word]))])
-        # One more column costs at most one more: the minimum over all columns to the left, each with its way to here.
+        # An insertion costs 1 per column: the minimum over all columns to the left of their distance plus that cost.
         distances = np.minimum.accumulate(best - columns) + columns
     return int(distances[-1])

@@ -1,6 +1,7 @@
-"""What models have in common."""
+"""The base class of all models: loss, metrics and scores of a network."""
 
 import abc
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,8 +12,9 @@ import jax.numpy as jnp
 
 from t5x import decoding, losses
 from t5x.data.vocabularies import Vocabulary, as_vocabulary
+from t5x.decoding.loop import per_example_logits
 from t5x.metrics.accumulators import Average, AveragePerStep, Metrics, Sum
-from t5x.network import LogitFactors, is_ours
+from t5x.network import LogitFactors, NetworkConfig, initial_variables, is_ours
 from t5x.optimizers import Optimizer
 
 Batch = Mapping[str, jax.Array]
@@ -20,20 +22,21 @@ Params = Mapping[str, Any]
 
 
 class BaseTransformerModel(abc.ABC):
-    """What a model over tokens has whatever its network: its vocabularies, loss, metrics and scores.
+    """A network over tokens with its vocabularies, loss, metrics and scores.
 
     Args:
       module: a Linen module with T5X's call convention.
-      vocabularies: by the name of the task feature they belong to.
+      vocabularies: {task feature: vocabulary}.
       optimizer_def: see `t5x.optimizers.Optimizer`; None for inference.
       decode_fn: see `t5x.decoding`.
-      feature_converter_cls: makes model features of a task's features.
+      feature_converter_cls: converts task features to model features; None is FEATURE_CONVERTER_CLS.
       label_smoothing, z_loss, loss_normalizing_factor: see `t5x.losses`.
-      default_decoder_params: keyword arguments for `decode_fn`.
+      default_decoder_params: keyword arguments of `decode_fn`.
     """
 
     FEATURE_CONVERTER_CLS: type
-    _own_compute_logits: Callable | None = None  # of our classes, to see whether a subclass has another
+    _MODULE_INPUTS: tuple[str, ...]  # features that the module takes by position
+    _OPTIONAL_INPUTS: tuple[str, ...]  # features that it takes by name, None if the batch does not have them
 
     def __init__(
         self,
@@ -58,7 +61,7 @@ class BaseTransformerModel(abc.ABC):
         self.loss_normalizing_factor = loss_normalizing_factor
         self.default_decoder_params = dict(default_decoder_params or {})
         if isinstance(loss_normalizing_factor, str):
-            losses.special_loss_normalizing_factor(loss_normalizing_factor)  # a wrong name is told now, not at step 1
+            losses.special_loss_normalizing_factor(loss_normalizing_factor)  # report a wrong name before training
 
     @property
     def input_vocabulary(self) -> Vocabulary:
@@ -68,21 +71,107 @@ class BaseTransformerModel(abc.ABC):
     def output_vocabulary(self) -> Vocabulary:
         return self.vocabularies["targets"]
 
-    # -- for each kind of network --------------------------------------------------------------------------------------
+    # -- network -------------------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def input_shapes(self, task_feature_lengths: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-        """Shapes of one row of the features that `get_initial_variables` needs."""
+        """Return the shapes, for a batch of one row, that `get_initial_variables` needs."""
 
-    @abc.abstractmethod
     def get_initial_variables(self, rng: jax.Array, input_shapes: Mapping[str, tuple[int, ...]]) -> Any:
-        """Fresh variables: `params`, and the logical axes of each in `params_axes`."""
+        """Return fresh `params`, and their logical axes as `params_axes`."""
+        tokens = {name: jnp.ones(shape, jnp.int32) for name, shape in input_shapes.items()}
+        tokens["decoder_target_tokens"] = tokens["decoder_input_tokens"]
+        return initial_variables(self.module, rng, *(tokens[name] for name in self._MODULE_INPUTS))
 
-    @abc.abstractmethod
     def compute_logits(
         self, params: Params, batch: Batch, dropout_rng: jax.Array | None = None, mutable: Any = False
     ) -> Any:
-        """Logits float32 [batch, targets, vocab] under teacher forcing; dropout is on where its key is given."""
+        """Return logits float32 [batch, targets, vocab] under teacher forcing; dropout is on if its key is given."""
+        return self._apply(params, batch, dropout_rng, mutable=mutable)
+
+    def _apply(self, params: Params, batch: Batch, dropout_rng: jax.Array | None, **options: Any) -> Any:
+        return self.module.apply(
+            {"params": params},
+            *(batch[name] for name in self._MODULE_INPUTS),
+            **{name: batch.get(name) for name in self._OPTIONAL_INPUTS},
+            **self._row_index(batch),
+            enable_dropout=dropout_rng is not None,
+            rngs=None if dropout_rng is None else {"dropout": dropout_rng},
+            **options,
+        )
+
+    @property
+    def keys_dropout_by_row(self) -> bool:
+        """Whether dropout is keyed by the row of the global batch, and so does not depend on microbatches.
+
+        This is the case if the module takes `row_index`.
+        """
+        return "row_index" in inspect.signature(type(self.module).__call__).parameters
+
+    def _row_index(self, batch: Batch) -> dict[str, jax.Array]:
+        return {"row_index": batch["row_index"]} if self.keys_dropout_by_row and "row_index" in batch else {}
+
+    # -- training ------------------------------------------------------------------------------------------------------
+
+    def loss_fn(self, params: Params, batch: Batch, dropout_rng: jax.Array | None = None) -> tuple[jax.Array, Metrics]:
+        """Return the loss to minimize, and the metrics of the batch.
+
+        A microbatch has `loss_scale` (see `with_loss_scale`), so that it is normalized like the whole batch.
+        """
+        scale = self.with_loss_scale(batch)["loss_scale"]
+        targets = batch["decoder_target_tokens"]
+        options = {"z_loss": self.z_loss, "label_smoothing": self.label_smoothing}
+        if (factors := self._logit_factors(params, batch, dropout_rng)) is not None:
+            options |= {"scale": factors.scale}
+            loss, tokens = losses.projected_cross_entropy(factors.hidden, factors.kernel, targets, scale, **options)
+        else:
+            logits = self.compute_logits(params, batch, dropout_rng)
+            per_token, z_part = losses.cross_entropy(logits, targets, **options)
+            tokens = losses.TokenLosses(per_token, z_part, jnp.argmax(logits, axis=-1) == targets)
+            loss = jnp.sum(per_token * scale)
+        return loss, self._metrics(batch, tokens, loss, jnp.sum(tokens.z_loss * scale))
+
+    def _logit_factors(self, params: Params, batch: Batch, dropout_rng: jax.Array | None = None) -> LogitFactors | None:
+        """Return hidden states and kernel instead of logits; None for a third-party network or `compute_logits`."""
+        overridden = type(self).compute_logits is not BaseTransformerModel.compute_logits
+        if overridden or "compute_logits" in vars(self) or not is_ours(self.module):
+            return None
+        return self._apply(params, batch, dropout_rng, as_factors=True)
+
+    def with_loss_scale(self, batch: Batch) -> Batch:
+        """Add `loss_scale`, the factor of each target token's loss, to the batch."""
+        if "loss_scale" in batch:
+            return batch
+        return {**batch, "loss_scale": losses.loss_scale(self.loss_normalizing_factor, batch)}
+
+    def eval_fn(self, params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
+        """Return the loss and metrics without dropout."""
+        return self.loss_fn(params, batch, dropout_rng=None)
+
+    def _metrics(self, batch: Batch, of_tokens: losses.TokenLosses, loss: jax.Array, z_loss: jax.Array) -> Metrics:
+        weights = losses.loss_weights(batch)
+        tokens, size = jnp.sum(weights), batch["decoder_target_tokens"].size
+        total, z_total = jnp.sum(of_tokens.loss * weights), jnp.sum(of_tokens.z_loss * weights)
+        right = jnp.sum(of_tokens.is_right * weights)
+        metrics = {
+            "loss": AveragePerStep(loss),
+            "z_loss": AveragePerStep(z_loss),
+            "cross_ent_loss": AveragePerStep(loss - z_loss),
+            "accuracy": Average(right, tokens),
+            "loss_per_nonpadding_target_token": Average(total, tokens),
+            "loss_per_all_target_tokens": Average(total, size),
+            "z_loss_per_all_target_tokens": Average(z_total, size),
+            "cross_ent_loss_per_all_target_tokens": Average(total - z_total, size),
+            "target_tokens": Sum(tokens),
+            "non_padding_fraction/loss_weights": Average(tokens, size),
+        }
+        features = {k: v for k, v in batch.items() if k.endswith("_tokens") and k != "decoder_input_tokens"}
+        real = {k: Average(jnp.sum(v > 0), v.size) for k, v in features.items()}
+        metrics |= {f"non_padding_fraction/{k}": average for k, average in real.items()}
+        metrics["non_padding_fraction/overall"] = functools.reduce(Average.merge, real.values(), Average(0, 0))
+        return metrics
+
+    # -- inference -----------------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def predict_batch_with_aux(
@@ -94,113 +183,22 @@ class BaseTransformerModel(abc.ABC):
         return_all_decodes: bool = False,
         num_decodes: int = 1,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Decodes a batch.
+        """Decode a batch.
 
         Args:
-          rng: for sampling: a key, or one for each row. `example_index`, int [batch], where the batch has it, is folded
-            into the one; so an example gets the same sample in any batch.
-          decoder_params: arguments for `decode_fn`, over those of the model. Numbers may be traced (alpha, temperature,
-            topk, topp, eos_id, decode_rng …): other values then need no compilation.
-          return_all_decodes: all `num_decodes` of them, best last, not the best alone.
+          params: parameters of the module.
+          batch: model features. `example_index`, int [batch], if present, is folded into a single `rng`, so that an
+            example gets the same sample in any batch.
+          rng: for sampling: one key, or one per row.
+          decoder_params: arguments of `decode_fn`; they override `default_decoder_params`. Numbers (alpha, temperature,
+            topk, topp, eos_id, decode_rng …) may be traced, so that new values do not recompile.
+          return_all_decodes: return all decodes, best last, instead of the best one.
+          num_decodes: number of decodes per example.
 
         Returns:
-          (tokens, {"scores"}): of the best decode, [batch, length] and [batch]; of all, with a dimension of decodes.
+          tokens [batch, length] and {"scores": [batch]} of the best decodes; for all, with an axis of decodes after the
+          batch axis.
         """
-
-    @property
-    def keys_dropout_by_row(self) -> bool:
-        """Whether the module takes `row_index`, the rows of the global batch, and so drops the same units however the
-        batch is cut into microbatches."""
-        return "row_index" in inspect.signature(type(self.module).__call__).parameters
-
-    def _row_index(self, batch: Batch) -> dict[str, jax.Array]:
-        return {"row_index": batch["row_index"]} if self.keys_dropout_by_row and "row_index" in batch else {}
-
-    def _decode_options(
-        self, batch: Batch, rng: jax.Array | None, decoder_params: Mapping[str, Any] | None, num_decodes: int
-    ) -> dict[str, Any]:
-        """Arguments for `decode_fn`: of this call, of the model, and what both leave open."""
-        options = {"num_decodes": num_decodes, "eos_id": self.output_vocabulary.eos_id, "decode_rng": rng}
-        options |= self.default_decoder_params | dict(decoder_params or {})
-        if "example_index" in batch:
-            options["decode_rng"] = decoding.example_keys(options["decode_rng"], batch["example_index"])
-        scanned = getattr(self.module, "scan_layers", False) or getattr(
-            getattr(self.module, "config", None), "scan_layers", False
-        )
-        return options | {"cache_offset": int(scanned)}
-
-    # -- training ------------------------------------------------------------------------------------------------------
-
-    def loss_fn(self, params: Params, batch: Batch, dropout_rng: jax.Array | None = None) -> tuple[jax.Array, Metrics]:
-        """The loss to minimise, and the metrics of this batch.
-
-        Where the batch is a part of a larger one, `loss_scale` in it (see `with_loss_scale`) keeps the normalisation
-        that of the whole.
-        """
-        scale = self.with_loss_scale(batch)["loss_scale"]
-        loss, tokens = self._loss_of_tokens(params, batch, scale, dropout_rng)
-        return loss, self._metrics(batch, tokens, loss, jnp.sum(tokens.z_loss * scale))
-
-    def _loss_of_tokens(
-        self, params: Params, batch: Batch, weights: jax.Array, dropout_rng: jax.Array | None
-    ) -> tuple[jax.Array, losses.TokenLosses]:
-        """The weighted sum of the tokens' losses, and these."""
-        targets = batch["decoder_target_tokens"]
-        options = {"z_loss": self.z_loss, "label_smoothing": self.label_smoothing}
-        if (factors := self._logit_factors(params, batch, dropout_rng)) is not None:
-            options |= {"scale": factors.scale}
-            return losses.projected_cross_entropy(factors.hidden, factors.kernel, targets, weights, **options)
-        logits = self.compute_logits(params, batch, dropout_rng)
-        per_token, z_part = losses.cross_entropy(logits, targets, **options)
-        is_right = jnp.argmax(logits, axis=-1) == targets
-        return jnp.sum(per_token * weights), losses.TokenLosses(per_token, z_part, is_right)
-
-    def _logit_factors(self, params: Params, batch: Batch, dropout_rng: jax.Array | None = None) -> LogitFactors | None:
-        """Instead of all logits at once; None where a network, or `compute_logits`, is not ours."""
-        cls = type(self)
-        own = cls.compute_logits is cls._own_compute_logits and "compute_logits" not in vars(self)
-        if not own or not is_ours(self.module):
-            return None
-        return self._apply(params, batch, dropout_rng, as_factors=True)
-
-    def with_loss_scale(self, batch: Batch) -> Batch:
-        """The batch with `loss_scale`, what each target token's loss is multiplied with."""
-        if "loss_scale" in batch:
-            return batch
-        return {**batch, "loss_scale": losses.loss_scale(self.loss_normalizing_factor, batch)}
-
-    def eval_fn(self, params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
-        """The loss and metrics without dropout."""
-        return self.loss_fn(params, batch, dropout_rng=None)
-
-    def _metrics(self, batch: Batch, of_tokens: losses.TokenLosses, loss: jax.Array, z_loss: jax.Array) -> Metrics:
-        targets = batch["decoder_target_tokens"]
-        weights = batch.get("decoder_loss_weights")
-        weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights.astype(jnp.float32)
-        tokens, places = jnp.sum(weights), targets.size
-        total, z_total = jnp.sum(of_tokens.loss * weights), jnp.sum(of_tokens.z_loss * weights)
-        right = jnp.sum(of_tokens.is_right * weights)
-        metrics = {
-            "loss": AveragePerStep(loss),
-            "z_loss": AveragePerStep(z_loss),
-            "cross_ent_loss": AveragePerStep(loss - z_loss),
-            "accuracy": Average(right, tokens),
-            "loss_per_nonpadding_target_token": Average(total, tokens),
-            "loss_per_all_target_tokens": Average(total, places),
-            "z_loss_per_all_target_tokens": Average(z_total, places),
-            "cross_ent_loss_per_all_target_tokens": Average(total - z_total, places),
-            "target_tokens": Sum(tokens),
-            "non_padding_fraction/loss_weights": Average(tokens, places),
-        }
-        real = {k: v for k, v in batch.items() if k.endswith("_tokens") and k != "decoder_input_tokens"}
-        counts = {k: (jnp.sum(v > 0), v.size) for k, v in real.items()}
-        metrics |= {f"non_padding_fraction/{k}": Average(n, size) for k, (n, size) in counts.items()}
-        metrics["non_padding_fraction/overall"] = Average(
-            sum(n for n, _ in counts.values()), sum(size for _, size in counts.values())
-        )
-        return metrics
-
-    # -- inference -----------------------------------------------------------------------------------------------------
 
     def predict_batch(
         self,
@@ -209,45 +207,69 @@ class BaseTransformerModel(abc.ABC):
         rng: jax.Array | None = None,
         decoder_params: Mapping[str, Any] | None = None,
     ) -> jax.Array:
-        """Predicted tokens int32 [batch, length]; the length is that of `decoder_input_tokens`."""
+        """Return predicted tokens int32 [batch, length], where length is that of `decoder_input_tokens`."""
         return self.predict_batch_with_aux(params, batch, rng=rng, decoder_params=decoder_params)[0]
 
+    def _decode_options(
+        self, batch: Batch, rng: jax.Array | None, decoder_params: Mapping[str, Any] | None, num_decodes: int
+    ) -> dict[str, Any]:
+        """Merge the arguments of `decode_fn`: defaults, those of the model, those of the call."""
+        options = {"num_decodes": num_decodes, "eos_id": self.output_vocabulary.eos_id, "decode_rng": rng}
+        options |= self.default_decoder_params | dict(decoder_params or {})
+        self._check_memory(*batch["decoder_input_tokens"].shape[:2], options["num_decodes"])
+        if "example_index" in batch:
+            options["decode_rng"] = decoding.example_keys(options["decode_rng"], batch["example_index"])
+        configs = (self.module, getattr(self.module, "config", None))
+        return options | {"cache_offset": int(any(getattr(config, "scan_layers", False) for config in configs))}
+
+    def _check_memory(self, rows: int, length: int, num_decodes: int) -> None:
+        """Raise a UserError if decoding cannot fit into memory, before it is traced and compiled."""
+        config = getattr(self.module, "config", None)
+        if isinstance(config, NetworkConfig):
+            layers = getattr(config, "num_decoder_layers", None) or config.num_layers
+            cache = 2 * layers * config.num_heads * config.head_dim * jnp.dtype(config.dtype).itemsize
+            tokens, logits = 2 * 4, 4 * config.vocab_size
+            decoding.check_memory(rows, num_decodes, length, per_token=cache + tokens, per_decode=logits)
+
+    def _tokens_to_logits(self, step: Callable, inputs: dict[str, Any], axes: dict[str, int]) -> Callable:
+        """Return `step` for `decode_fn`; only caches of our own networks are known to allow removing examples."""
+        return per_example_logits(step, inputs, axes) if is_ours(self.module) else functools.partial(step, inputs)
+
     def score_batch(self, params: Params, batch: Batch, return_intermediates: bool = False) -> Any:
-        """Log likelihood of each row's targets, float32 [batch].
+        """Return the log likelihood of each row's targets, float32 [batch].
 
         Args:
-          return_intermediates: give (scores, tree) with what the network sowed into `intermediates`, and in it under
-            `decoder` the `target_tokens`, `loss_weights` and `token_scores` (weighted log probabilities), each [batch,
-            targets] and, as all that is sown, in a tuple.
+          params: parameters of the module.
+          batch: model features.
+          return_intermediates: return (scores, tree) with what the network sowed into `intermediates`, and under
+            `decoder` the `target_tokens`, `loss_weights` and `token_scores` (weighted log probabilities), each
+            [batch, targets] in a tuple, like all sown values.
         """
         targets, weights = batch["decoder_target_tokens"], batch.get("decoder_loss_weights")
         weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights
-        if not return_intermediates:
-            return -jnp.sum(self._token_losses(params, batch) * weights, axis=-1)
-        logits, changed = self.compute_logits(params, batch, mutable=["intermediates"])
-        token_scores = -losses.cross_entropy(logits, targets)[0] * weights
-        sown = changed.get("intermediates", {})
-        added = {"target_tokens": (targets,), "loss_weights": (weights,), "token_scores": (token_scores,)}
-        return jnp.sum(token_scores, axis=-1), {**sown, "decoder": {**sown.get("decoder", {}), **added}}
-
-    def _token_losses(self, params: Params, batch: Batch) -> jax.Array:
-        """Cross entropy of each target token, [batch, targets]."""
-        targets = batch["decoder_target_tokens"]
-        if (factors := self._logit_factors(params, batch)) is None:
-            return losses.cross_entropy(self.compute_logits(params, batch), targets)[0]
-        return losses.projected_losses(factors.hidden, factors.kernel, targets, scale=factors.scale).loss
+        if return_intermediates:
+            logits, changed = self.compute_logits(params, batch, mutable=["intermediates"])
+            token_scores = -losses.cross_entropy(logits, targets)[0] * weights
+            sown = changed.get("intermediates", {})
+            added = {"target_tokens": (targets,), "loss_weights": (weights,), "token_scores": (token_scores,)}
+            return jnp.sum(token_scores, axis=-1), {**sown, "decoder": {**sown.get("decoder", {}), **added}}
+        if (factors := self._logit_factors(params, batch)) is not None:
+            per_token = losses.projected_losses(factors.hidden, factors.kernel, targets, factors.scale).loss
+        else:
+            per_token, _ = losses.cross_entropy(self.compute_logits(params, batch), targets)
+        return -jnp.sum(per_token * weights, axis=-1)
 
 
-def decoded(decodes: jax.Array, scores: jax.Array, every: bool) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The best, which stands last, or all."""
+def best_or_all(decodes: jax.Array, scores: jax.Array, every: bool) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Return the result of `predict_batch_with_aux` from decodes that are sorted best last."""
     return (decodes, {"scores": scores}) if every else (decodes[:, -1, :], {"scores": scores[:, -1]})
 
 
 def get_input_vocabulary(model: BaseTransformerModel) -> Vocabulary:
-    """The vocabulary of the model's inputs, for gin files."""
+    """Return the vocabulary of the model's inputs, for gin files."""
     return model.input_vocabulary
 
 
 def get_output_vocabulary(model: BaseTransformerModel) -> Vocabulary:
-    """The vocabulary of the model's outputs, for gin files."""
+    """Return the vocabulary of the model's outputs, for gin files."""
     return model.output_vocabulary

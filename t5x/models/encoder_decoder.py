@@ -1,4 +1,4 @@
-"""An encoder-decoder: inputs in, targets out."""
+"""Encoder-decoder models."""
 
 import functools
 import inspect
@@ -12,9 +12,8 @@ import jax.numpy as jnp
 from t5x import decoding, losses
 from t5x.data.feature_converters import EncDecFeatureConverter
 from t5x.data.vocabularies import Vocabulary
-from t5x.decoding.narrowing import of_examples
-from t5x.models.base import BaseTransformerModel, Batch, Params, decoded
-from t5x.network import CACHES, compute_params, initial_variables, is_ours
+from t5x.models.base import BaseTransformerModel, Batch, Params, best_or_all
+from t5x.network import CACHES, compute_params
 from t5x.optimizers import Optimizer
 
 
@@ -24,10 +23,28 @@ class EncoderDecoderModel(BaseTransformerModel):
     Args:
       module: a Linen module with T5X's call convention (`__call__`, `encode`, `decode`).
       input_vocabulary, output_vocabulary: of the features `inputs` and `targets`.
-      optimizer_def, decode_fn …: see `BaseTransformerModel`.
+      optimizer_def, decode_fn, …: see `BaseTransformerModel`.
+
+    Example:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from t5x.data import PassThroughVocabulary
+      >>> from t5x.network import T5Config, Transformer
+      >>> config = T5Config(vocab_size=32, emb_dim=8, num_heads=2, head_dim=4, mlp_dim=16,
+      ...                   num_encoder_layers=1, num_decoder_layers=1)
+      >>> vocabulary = PassThroughVocabulary(32, eos_id=1)
+      >>> model = EncoderDecoderModel(Transformer(config), vocabulary, vocabulary, optimizer_def=None)
+      >>> shapes = model.input_shapes({"inputs": 5, "targets": 3})
+      >>> params = model.get_initial_variables(jax.random.key(0), shapes)["params"]
+      >>> batch = {name: jnp.ones((2, n), jnp.int32) for name, n in [
+      ...     ("encoder_input_tokens", 5), ("decoder_input_tokens", 3), ("decoder_target_tokens", 3)]}
+      >>> model.predict_batch(params, batch).shape, model.score_batch(params, batch).shape
+      ((2, 3), (2,))
     """
 
     FEATURE_CONVERTER_CLS = EncDecFeatureConverter
+    _MODULE_INPUTS = ("encoder_input_tokens", "decoder_input_tokens", "decoder_target_tokens")
+    _OPTIONAL_INPUTS = ("encoder_segment_ids", "decoder_segment_ids", "encoder_positions", "decoder_positions")
 
     def __init__(
         self,
@@ -42,40 +59,15 @@ class EncoderDecoderModel(BaseTransformerModel):
         loss_normalizing_factor: losses.LossNormalizingFactor = None,
         default_decoder_params: Mapping[str, Any] | None = None,
     ):
+        loss_options = (label_smoothing, z_loss, loss_normalizing_factor)
+        vocabularies = {"inputs": input_vocabulary, "targets": output_vocabulary}
         super().__init__(
-            module, {"inputs": input_vocabulary, "targets": output_vocabulary}, optimizer_def, decode_fn,
-            feature_converter_cls, label_smoothing, z_loss, loss_normalizing_factor, default_decoder_params,
-        )  # fmt: skip
+            module, vocabularies, optimizer_def, decode_fn, feature_converter_cls, *loss_options, default_decoder_params
+        )
 
     def input_shapes(self, task_feature_lengths: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
         inputs, targets = task_feature_lengths["inputs"], task_feature_lengths["targets"]
         return {"encoder_input_tokens": (1, inputs), "decoder_input_tokens": (1, targets)}
-
-    def get_initial_variables(self, rng: jax.Array, input_shapes: Mapping[str, tuple[int, ...]]) -> Any:
-        tokens = {name: jnp.ones(shape, jnp.int32) for name, shape in input_shapes.items()}
-        inputs, targets = tokens["encoder_input_tokens"], tokens["decoder_input_tokens"]
-        return initial_variables(self.module, rng, inputs, targets, targets)
-
-    def compute_logits(
-        self, params: Params, batch: Batch, dropout_rng: jax.Array | None = None, mutable: Any = False
-    ) -> Any:
-        return self._apply(params, batch, dropout_rng, mutable=mutable)
-
-    _own_compute_logits = compute_logits
-
-    def _apply(self, params: Params, batch: Batch, dropout_rng: jax.Array | None, **options: Any) -> Any:
-        packed = ("encoder_segment_ids", "decoder_segment_ids", "encoder_positions", "decoder_positions")
-        return self.module.apply(
-            {"params": params},
-            batch["encoder_input_tokens"],
-            batch["decoder_input_tokens"],
-            batch["decoder_target_tokens"],
-            **{name: batch.get(name) for name in packed},
-            **self._row_index(batch),
-            enable_dropout=dropout_rng is not None,
-            rngs=None if dropout_rng is None else {"dropout": dropout_rng},
-            **options,
-        )
 
     def predict_batch_with_aux(
         self,
@@ -87,70 +79,61 @@ class EncoderDecoderModel(BaseTransformerModel):
         num_decodes: int = 1,
         prompt_with_targets: bool = False,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """As of every model.
+        """Decode a batch, see `BaseTransformerModel`.
 
         Args:
-          prompt_with_targets: the decodes begin with the row's targets, without their EOS.
+          prompt_with_targets: start the decodes with the row's targets, without their EOS.
         """
         inputs = batch["encoder_input_tokens"]
         options = self._decode_options(batch, rng, decoder_params, num_decodes)
         prompts = batch["decoder_input_tokens"].astype(jnp.int32)
         empty = jnp.zeros_like(prompts)
         prompts = jnp.where(prompts == options["eos_id"], 0, prompts) if prompt_with_targets else empty
-        variables = {"params": compute_params(self.module, params)}  # not anew at every step
+        variables = {"params": compute_params(self.module, params)}  # once, not in every step
         encoded = self.module.apply(variables, inputs, enable_dropout=False, method=self.module.encode)
-        decode = functools.partial(
-            self.module.apply, enable_dropout=False, decode=True, method=self.module.decode,
-        )  # fmt: skip
-        # The pass that creates the caches; the compiler drops what it computes besides them.
+        decode = functools.partial(self.module.apply, enable_dropout=False, decode=True, method=self.module.decode)
+        # This pass creates the caches; the compiler removes the rest of its computation.
         _, caches = decode(variables, encoded, inputs, empty, empty, mutable=list(CACHES))
         caches = dict(caches)
         cache = caches.pop("cache", {})
-        if "cross_cache" not in caches:  # without our cross-attention, where beams share what the encoder gave
+        if "cross_cache" not in caches:  # only our cross-attention shares the encoder's output between beams
             encoded, inputs = (jnp.repeat(x, options["num_decodes"], axis=0) for x in (encoded, inputs))
+        per_example = {"encoded": encoded, "inputs": inputs, "cross_cache": caches.pop("cross_cache", {})}
 
-        seen = {"encoded": encoded, "inputs": inputs, "cross_cache": caches.pop("cross_cache", {})}
-
-        def step(seen: dict[str, Any], state: decoding.DecodingState) -> tuple[jax.Array, Any]:
-            held = {**variables, **caches, "cross_cache": seen["cross_cache"], "cache": state.cache}
-            logits, changed = decode(
-                held, seen["encoded"], seen["inputs"], state.cur_token, state.cur_token,
-                max_decode_length=empty.shape[1], mutable=["cache"],
-            )  # fmt: skip
+        def step(given: dict[str, Any], state: decoding.DecodingState) -> tuple[jax.Array, Any]:
+            held = {**variables, **caches, "cross_cache": given["cross_cache"], "cache": state.cache}
+            tokens = (given["encoded"], given["inputs"], state.cur_token, state.cur_token)
+            logits, changed = decode(held, *tokens, max_decode_length=empty.shape[1], mutable=["cache"])
             return logits[:, -1, :], changed.get("cache", {})
 
-        tokens_to_logits = functools.partial(step, seen)
-        if is_ours(self.module):
-            axes = {"encoded": 0, "inputs": 0, "cross_cache": options["cache_offset"]}
-            tokens_to_logits = of_examples(step, seen, axes)
+        axes = {"encoded": 0, "inputs": 0, "cross_cache": options["cache_offset"]}
+        tokens_to_logits = self._tokens_to_logits(step, per_example, axes)
         decodes, scores = self.decode_fn(inputs=prompts, cache=cache, tokens_to_logits=tokens_to_logits, **options)
-        return decoded(decodes, scores, return_all_decodes)
+        return best_or_all(decodes, scores, return_all_decodes)
 
     def score_batch(
         self, params: Params, batch: Batch, return_intermediates: bool = False, first_logits: bool = False
     ) -> Any:
-        """As of every model.
+        """Score the targets of a batch, see `BaseTransformerModel`.
 
         Args:
-          first_logits: instead, the logits of each row's target tokens at the first position, float32 [batch, targets],
-            without looking at what follows: with the targets `true` and `false`, what monoT5 ranks by.
+          first_logits: return instead the logits of each row's target tokens at the first position, float32 [batch,
+            targets]. With the targets `true` and `false`, monoT5 ranks by these.
         """
         if not first_logits:
             return super().score_batch(params, batch, return_intermediates)
         return self.first_logits(params, batch["encoder_input_tokens"], batch["decoder_target_tokens"])
 
     def first_logits(
-        self,
-        params: Params,
-        inputs: jax.Array,
-        tokens: jax.Array,
-        dropout_rng: jax.Array | None = None,
-        **options: jax.Array,
+        self, params: Params, inputs: jax.Array, tokens: jax.Array, dropout_rng: jax.Array | None = None, **options: Any
     ) -> jax.Array:
-        """Logits of `tokens`, int [batch, n], at the first position of the output, float32 [batch, n].
+        """Return the logits of `tokens`, int [batch, n], at the first output position, float32 [batch, n].
 
         Args:
+          params: parameters of the module.
           inputs: int [batch, length].
+          tokens: int [batch, n].
+          dropout_rng: turns dropout on.
           options: further arguments of the module's `encode` and `decode`.
         """
         start = jnp.zeros((inputs.shape[0], 1), jnp.int32)

@@ -1,4 +1,4 @@
-"""One network for the T5 family, in Flax Linen."""
+"""Networks of the T5 family, in Flax Linen."""
 
 from t5x.network.attention import Mask, attend
 from t5x.network.blocks import CACHES

@@ -1,7 +1,7 @@
-"""Attention over structure: who may attend to whom, and the position bias, are described, not written out.
+"""Attention with the mask and the position bias in compact form instead of as arrays.
 
-`attend` is the one door. A back end behind it may avoid ever forming a [batch, heads, q, k] array, as `cudnn` does;
-`xla` is the reference and does form it.
+`attend` dispatches to one of several backends. `pallas` (ours) and `cudnn` never form a [batch, heads, q, k] array;
+`xla`, the reference, does.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from t5x.errors import UserError
 from t5x.network.keys import Keys
 from t5x.network.relative_position import RelativeBias
-from t5x.partitioning.logical import constrain
+from t5x.partitioning.logical import constrain, on_each_device
 
 MASKED = -1e10
 
@@ -31,13 +31,15 @@ class Mask:
     """Which keys a query may attend to.
 
     Attributes:
-      key_segments: int [batch, k]; 0 is padding and is never attended to. None: every key is real. A fused back end
-        takes padding to be at the end of rows, as ours is; where it is not, the result is NaN.
+      key_segments: int [batch, k]; 0 is padding and is never attended to. None: every key is real. cuDNN requires
+        padding to be at the end of rows; otherwise its result is NaN.
       query_segments: int [batch, q] for packed rows: a query sees only keys of its own segment.
-      position: traced position of the single query of an incremental decoding step, one for all rows or [batch]; keys
-        after it are hidden.
-      prefix: int [batch, k], of a causal mask; where it is 1 for query and key, they see each other whatever the order.
+      position: traced position of the single query of an incremental decoding step, a scalar or [batch]; later keys
+        are hidden.
+      prefix: int [batch, k], for a causal mask: where it is 1 for both query and key, they see each other in both
+        directions.
       causal: query i sees keys 0..i.
+      window: query i sees keys at distances below this, on both sides.
     """
 
     key_segments: jax.Array | None = None
@@ -45,9 +47,10 @@ class Mask:
     position: jax.Array | None = None
     prefix: jax.Array | None = None
     causal: bool = flax.struct.field(pytree_node=False, default=False)
+    window: int | None = flax.struct.field(pytree_node=False, default=None)
 
     def allowed(self, q_length: int, k_length: int) -> jax.Array | None:
-        """bool, broadcastable to [batch, heads, q, k]; None where everything is allowed."""
+        """Return a bool mask broadcastable to [batch, heads, q, k]; None if everything is allowed."""
         parts = []
         if self.causal:
             causal = (jnp.arange(q_length)[:, None] >= jnp.arange(k_length)[None, :])[None, None]
@@ -55,6 +58,9 @@ class Mask:
                 inside = self.prefix > 0
                 causal |= (inside[:, :, None] & inside[:, None, :])[:, None]
             parts.append(causal)
+        if self.window is not None:
+            distance = jnp.arange(k_length)[None, :] - jnp.arange(q_length)[:, None]
+            parts.append((jnp.abs(distance) < self.window)[None, None])
         if self.position is not None:
             parts.append((jnp.arange(k_length) <= self.position[..., None])[..., None, None, :])
         if self.key_segments is not None:
@@ -77,17 +83,19 @@ def attend(
     keys: Keys | None = None,
     dropout_rate: float = 0.0,
     float32_logits: bool = False,
+    softcap: float | None = None,
     backend: str = "auto",
 ) -> jax.Array:
-    """softmax(q·k + bias, where the mask allows) v, without T5's missing 1/sqrt(head_dim).
+    """Return softmax(q·k + bias, where the mask allows) v. As in T5, there is no 1/sqrt(head_dim).
 
     Args:
       query: [batch, q, heads, head_dim].
-      key, value: [batch, k, heads, head_dim].
-      keys, dropout_rate: T5 drops the same attention weights for every query of an example, which is the same as
-        dropping rows of `value`; it is done there, before any back end.
+      key, value: [batch, k, key heads, head_dim]; the number of key heads divides that of the heads.
+      keys, dropout_rate: T5 drops the same attention weights for every query of an example, which is equivalent to
+        dropping rows of `value`. That is done here, before any backend runs.
       float32_logits: multiply queries and keys in float32.
-      backend: `auto` or the name of a back end.
+      softcap: q·k becomes `softcap * tanh(q·k / softcap)` before the bias is added.
+      backend: `auto` or the name of a backend.
 
     Returns:
       [batch, q, heads, head_dim] in the dtype of `value`.
@@ -95,25 +103,30 @@ def attend(
     if keys is not None and keys.dropout is not None and dropout_rate > 0.0:
         keep = keys.keep((value.shape[1], value.shape[2], 1), dropout_rate)
         value = jnp.where(keep, value / (1.0 - dropout_rate), 0).astype(value.dtype)
-    if key.shape[1] == 1:  # the softmax of one logit is 1
+    if key.shape[1] == 1 and value.shape[2] == query.shape[2]:  # the softmax of one logit is 1
         return jnp.broadcast_to(value, (*query.shape[:3], value.shape[-1]))
     if float32_logits:
         query, key = query.astype(jnp.float32), key.astype(jnp.float32)
+    capped = {} if softcap is None else {"softcap": softcap}
     if _by_reference.get():
-        return attend_xla(query, key, value, mask, bias)
-    name = _fastest(query, key, mask, bias) if backend == "auto" else backend
+        return attend_xla(query, key, value, mask, bias, **capped)
+    name = backend
+    if backend == "auto":
+        name = fastest(query, key, mask, softcap)
+        if jax.default_backend() == "gpu" and query.shape[1] > 1:
+            _log_choice(name, _gpu_refuses(query, mask))
     if name not in BACKENDS:
         raise UserError(f"attention_backend is {backend!r}; known are auto, {', '.join(BACKENDS)}.")
-    if name == "cudnn" and (reason := cudnn_refuses(query, key, mask, bias)):
-        raise UserError(f"attention_backend is 'cudnn', but {reason}: set it to 'auto' or 'xla'.")
-    return BACKENDS[name](query, key, value, mask, bias)
+    if name in REFUSES and (reason := REFUSES[name](query, key, mask, softcap)):
+        raise UserError(f"attention_backend is {name!r}, but {reason}: set it to 'auto' or 'xla'.")
+    return BACKENDS[name](query, key, value, mask, bias, **capped)
 
 
 @contextlib.contextmanager
 def by_reference() -> Iterator[None]:
-    """What is traced inside computes attention by the reference, whatever back end it names.
+    """Compute all attention traced inside the block with the reference backend, whatever backend is configured.
 
-    A function that JAX has compiled before, a user's layer under `nn.jit`, is not traced again.
+    Functions that JAX has already compiled (a user's layer under `nn.jit`) are not traced again.
     """
     token = _by_reference.set(True)
     try:
@@ -122,38 +135,68 @@ def by_reference() -> Iterator[None]:
         _by_reference.reset(token)
 
 
-def _fastest(query: jax.Array, key: jax.Array, mask: Mask, bias: RelativeBias | None) -> str:
-    """The quickest back end that is right here; says once which, and why."""
-    if jax.default_backend() != "gpu" or query.shape[1] == 1:
+def fastest(query: jax.Array, key: jax.Array, mask: Mask, softcap: float | None = None) -> str:
+    """Return the name of the fastest backend that is correct here.
+
+    Our kernel was faster than cuDNN in every T5 attention measured on an H200 (docs/performance.md). GPUs other than
+    Hopper were not measured: they use cuDNN where it can be used.
+    """
+    if jax.default_backend() != "gpu" or query.shape[1] == 1 or _gpu_refuses(query, mask):
         return "xla"
-    reason = cudnn_refuses(query, key, mask, bias)
-    _say(reason)
-    return "xla" if reason else "cudnn"
+    if int(_compute_capability()) != 9 and not cudnn_refuses(query, key, mask, softcap):
+        return "cudnn"
+    return "pallas"
 
 
 @functools.cache
-def _say(reason: str | None) -> None:
+def _log_choice(name: str, reason: str | None) -> None:
     if reason:
-        log.warning("attention is several times slower than cuDNN's: XLA computes it, because %s", reason)
+        log.warning("attention: XLA, several times slower than fused attention, because %s", reason)
     else:
-        log.info("attention: cuDNN")
+        log.info("attention: %s", {"cudnn": "cuDNN", "pallas": "the fused kernel of t5x", "xla": "XLA"}[name])
 
 
-def cudnn_refuses(query: jax.Array, key: jax.Array, mask: Mask, bias: RelativeBias | None) -> str | None:
-    """Why cuDNN cannot compute this attention; None where it can."""
+def _compute_capability() -> float:
+    return float(getattr(jax.devices()[0], "compute_capability", "0"))
+
+
+def _gpu_refuses(query: jax.Array, mask: Mask) -> str | None:
+    """Return why no fused backend can compute this attention; None if they may."""
     if jax.default_backend() != "gpu" or "cuda" not in jax.devices()[0].client.platform_version:
         return f"the device is {jax.devices()[0].device_kind}, no NVIDIA GPU"
     if query.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"queries and keys are {query.dtype.name} (cuDNN takes bfloat16 and float16)"
+        return f"queries and keys are {query.dtype.name} (fused attention takes bfloat16 and float16)"
+    if query.shape[-1] > 128:
+        return f"head_dim is {query.shape[-1]} (fused attention takes up to 128)"
+    if mask.position is not None:
+        return "the mask is that of a decoding step"
+    if _compute_capability() < 8.0:
+        return f"the GPU has compute capability {_compute_capability()} (fused attention needs 8.0)"
+    return None
+
+
+def pallas_refuses(query: jax.Array, key: jax.Array, mask: Mask, softcap: float | None = None) -> str | None:
+    """Return why our kernel cannot compute this attention; None if it can."""
+    del key, softcap
+    return _gpu_refuses(query, mask)
+
+
+def cudnn_refuses(query: jax.Array, key: jax.Array, mask: Mask, softcap: float | None = None) -> str | None:
+    """Return why cuDNN cannot compute this attention; None if it can."""
+    if reason := _gpu_refuses(query, mask):
+        return reason
     if mask.query_segments is not None:
         return "rows are packed with several examples"
     if mask.prefix is not None:
         return "the mask has a prefix"
-    if query.shape[-1] % 8 or query.shape[-1] > 128:
-        return f"head_dim is {query.shape[-1]} (cuDNN takes multiples of 8 up to 128)"
-    capability = getattr(jax.devices()[0], "compute_capability", "0")
-    if float(capability) < 8.0:
-        return f"the GPU has compute capability {capability} (cuDNN's needs 8.0)"
+    if mask.window is not None:
+        return "the mask has a window"
+    if softcap is not None:
+        return "logits have a softcap"
+    if query.shape[-1] % 8:
+        return f"head_dim is {query.shape[-1]} (cuDNN takes multiples of 8)"
+    if query.shape[2] != key.shape[2]:
+        return "several heads share their keys"
     return None
 
 
@@ -166,14 +209,14 @@ def attend_cached(
     bias: RelativeBias | None = None,
     float32_logits: bool = False,
 ) -> jax.Array:
-    """`attend` of a decoding step: few queries, and keys and values [batch, heads, k, head_dim] as caches hold them.
+    """Compute `attend` for a decoding step, with keys and values as [batch, heads, k, head_dim].
 
-    In that order a product reads what one head of one row needs from one place; in `attend`'s, every step of a decoding
-    loop would transpose the whole cache first.
+    In this layout, as the caches store it, the data of one head and row is contiguous. With the layout of `attend`,
+    every step of a decoding loop would first transpose the entire cache.
     """
     if float32_logits:
         query, key = query.astype(jnp.float32), key.astype(jnp.float32)
-    if jax.default_backend() == "cpu":  # the larger one from the left, as in `layers.few_rows`
+    if jax.default_backend() == "cpu":  # the larger operand on the left, as in `layers.few_rows`
         logits = jnp.einsum("bhkd,bqhd->bhkq", key, query, preferred_element_type=jnp.float32)
         logits = jnp.swapaxes(jax.lax.optimization_barrier(logits), 2, 3)
     else:
@@ -182,24 +225,62 @@ def attend_cached(
     return jnp.einsum("bhqk,bhkd->bqhd", weights, value)
 
 
-def attend_xla(query: jax.Array, key: jax.Array, value: jax.Array, mask: Mask, bias: RelativeBias | None) -> jax.Array:
-    """The reference: plain products, softmax in float32."""
+def attend_xla(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: Mask,
+    bias: RelativeBias | None,
+    softcap: float | None = None,
+) -> jax.Array:
+    """Compute the reference attention: plain matmuls, softmax in float32."""
+    if query.shape[2] != key.shape[2]:
+        key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
     logits = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32)
+    if softcap is not None:
+        logits = softcap * jnp.tanh(logits / softcap)
     weights = _weights(logits, mask, bias).astype(value.dtype)
     return jnp.einsum("bhqk,bkhd->bqhd", weights, value)
+
+
+def attend_pallas(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: Mask,
+    bias: RelativeBias | None,
+    softcap: float | None = None,
+) -> jax.Array:
+    """Compute attention with our fused kernel, each device for its own rows and heads."""
+    from t5x.network.flash_attention import flash_attention  # Pallas is slow to import
+
+    heads = "heads" if key.shape[2] == query.shape[2] else None
+    layout = ("batch", "length", heads, "kv")
+    rows = ("batch", "length")
+    segments = mask.query_segments, mask.key_segments, mask.prefix
+
+    def compute(query, key, value, bias, q_segments, k_segments, prefix):
+        return flash_attention(
+            query, key, value, bias, query_segments=q_segments, key_segments=k_segments, prefix=prefix,
+            causal=mask.causal, window=mask.window, softcap=softcap, interpret=jax.default_backend() == "cpu",
+        )  # fmt: skip
+
+    return on_each_device(
+        compute, (layout, layout, layout, (heads, None), rows, rows, rows), layout, query, key, value, bias, *segments
+    )
 
 
 def attend_cudnn(
     query: jax.Array, key: jax.Array, value: jax.Array, mask: Mask, bias: RelativeBias | None
 ) -> jax.Array:
-    """cuDNN's fused attention, with the learned bias and its gradient; padding by lengths."""
+    """Compute cuDNN's fused attention, with the learned bias and its gradient; padding is given as lengths."""
     q_length, k_length = query.shape[1], key.shape[1]
     lengths = None
     if mask.key_segments is not None:
         is_real = mask.key_segments > 0
-        # A row without keys, which only fills a batch, must not become NaN: it sees its first.
+        # A row without keys only fills up the batch. It must not become NaN, so it sees its first key.
         lengths = jnp.maximum(jnp.sum(is_real, axis=1, dtype=jnp.int32), 1)
-    q_more, k_more = q_length % 2, k_length % 2  # cuDNN takes even lengths alone
+    q_more, k_more = q_length % 2, k_length % 2  # cuDNN accepts only even lengths
     if k_more and lengths is None:
         lengths = jnp.full(key.shape[:1], k_length, jnp.int32)
     matrix = None
@@ -215,7 +296,7 @@ def attend_cudnn(
 
 
 def _divided_by_heads(bias: jax.Array) -> jax.Array:
-    """[1, heads, q, k], laid over the devices as queries are; JAX would not see to it."""
+    """Shard a bias [1, heads, q, k] over the devices like the queries, which JAX does not do by itself."""
     return constrain(bias, None, "heads", None, None)
 
 
@@ -234,7 +315,7 @@ def _fused_without_bias(query, key, value, lengths, causal):
 
 
 def _fused_without_bias_forward(query, key, value, lengths, causal):
-    # Without a bias cuDNN adds up the gradient of the queries in no fixed order, and a run could not be repeated.
+    # Without a bias, cuDNN accumulates the gradient of the queries in no fixed order: runs would not be reproducible.
     nothing = _divided_by_heads(jnp.zeros((1, query.shape[2], query.shape[1], key.shape[1]), query.dtype))
     return jax.vjp(lambda *parts: _fused(nothing, *parts, lengths, causal), query, key, value)
 
@@ -258,10 +339,11 @@ def attend_folded(
     dropout_rate: float = 0.0,
     float32_logits: bool = False,
 ) -> jax.Array:
-    """`attend` of few queries to keys `source @ key_kernel` and values `source @ value_kernel`, which never exist.
+    """Compute `attend` for few queries without materializing the keys and values.
 
-    q·(e W_k) is (q W_k')·e: with one query a row, folding it through the kernels costs next to nothing, where keys and
-    values of all positions would cost a sixth of what the encoder does.
+    The keys are `source @ key_kernel`, the values `source @ value_kernel`. q·(e W_k) equals (q W_k')·e: with one query
+    per row, applying the kernels to the query is almost free, while keys and values of all positions would cost a sixth
+    of the encoder.
 
     Args:
       query: [batch, q, heads, head_dim].
@@ -285,7 +367,7 @@ def attend_folded(
 
 
 def _weights(logits: jax.Array, mask: Mask, bias: RelativeBias | None) -> jax.Array:
-    """Of products [batch, heads, q, k]."""
+    """Return the attention weights for the raw logits q·k [batch, heads, q, k]."""
     q_length, k_length = logits.shape[2:]
     if bias is not None:
         at = bias.matrix(q_length, k_length) if mask.position is None else bias.row(mask.position, k_length)
@@ -295,5 +377,6 @@ def _weights(logits: jax.Array, mask: Mask, bias: RelativeBias | None) -> jax.Ar
     return jax.nn.softmax(logits, axis=-1)
 
 
-Backend = Callable[[jax.Array, jax.Array, jax.Array, Mask, RelativeBias | None], jax.Array]
-BACKENDS: dict[str, Backend] = {"xla": attend_xla, "cudnn": attend_cudnn}
+Backend = Callable[..., jax.Array]  # query, key, value, mask, bias; optionally softcap
+BACKENDS: dict[str, Backend] = {"xla": attend_xla, "cudnn": attend_cudnn, "pallas": attend_pallas}
+REFUSES = {"cudnn": cudnn_refuses, "pallas": pallas_refuses}

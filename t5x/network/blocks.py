@@ -1,4 +1,4 @@
-"""The layers of a T5 tower, self-attention, cross-attention and MLP, and how a tower runs them: scanned or unrolled."""
+"""The layers of encoder and decoder (attention and MLP), and how they are run: scanned or unrolled."""
 
 from typing import Any
 
@@ -14,17 +14,17 @@ from t5x.network.layers import KERNELS, MLP, Kernel, RMSNorm, project
 from t5x.network.relative_position import RelativeBias, RelativePositionBias
 from t5x.partitioning.logical import constrain
 
-# What a decoding step carries: `cache` changes at every step; `cross_cache` (keys and values of the encoder's output)
-# and `kernels` (see `project`) are computed once.
+# Collections that a decoding step needs: `cache` changes at every step; `cross_cache` (keys and values of the encoder's
+# output) and `kernels` (see `project`) are computed once.
 CACHES = ("cache", "cross_cache", KERNELS)
 
 
 class Attention(nn.Module):
-    """Multi-head attention, self or cross, with a key-value cache for incremental decoding.
+    """Multi-head self- or cross-attention with a key-value cache for incremental decoding.
 
     Attributes:
-      cache: None; `cross`: keys and values of the encoder's output, computed once; `self`: one position for the whole
-        batch; `rows`: every row at a position of its own.
+      cache: None; `cross`: keys and values of the encoder's output, computed once; `self`: all rows of the batch at
+        the same position; `rows`: every row at its own position.
     """
 
     config: NetworkConfig
@@ -41,19 +41,19 @@ class Attention(nn.Module):
         keys: Keys,
         prefill_lengths: jax.Array | None = None,
     ) -> jax.Array:
-        """x [batch, q, emb] attends to source [batch, k, emb].
+        """Let x [batch, q, emb] attend to source [batch, k, emb].
 
-        With a `cross` cache x may have several rows, beams, for each row of the source: they share its keys and values.
+        With a `cross` cache, x may have several rows (beams) per row of the source, which share its keys and values.
 
         Args:
-          prefill_lengths: int [batch]; the keys and values of x go into the cache, and decoding goes on at these
-            positions.
+          prefill_lengths: int [batch]; the keys and values of x are written to the cache, and decoding continues at
+            these positions.
         """
         cfg = self.config
         width = cfg.num_heads * cfg.head_dim
         kernel_init = initializers.variance_scaling(1.0, "fan_in", "normal")
 
-        # T5 has no 1/sqrt(head_dim) in the attention: its initial queries are that much smaller.
+        # T5 has no 1/sqrt(head_dim) in the attention: the query kernel is initialized smaller by that factor.
         query_init = initializers.variance_scaling(1.0 / cfg.head_dim, "fan_in", "normal")
 
         kernel = lambda name, init=kernel_init: Kernel(width, ("embed", "joined_kv"), cfg.dtype, init, name=name)
@@ -68,7 +68,7 @@ class Attention(nn.Module):
         exact = {"float32_logits": cfg.float32_attention_logits}
         if self.cache == "cross":
             (query,) = heads(x, "query")
-            # Filled by the pass that creates the cache, from the encoder's output; read by every step after it.
+            # Filled from the encoder's output by the pass that creates the cache; read by every later step.
             if not self.has_variable("cross_cache", "cached_key"):
                 key, value = heads(source, "key", "value", in_every_step=False)
                 self.put_variable("cross_cache", "cached_key", _heads_first(key))
@@ -99,9 +99,9 @@ class Attention(nn.Module):
     def _update_cache(
         self, key: jax.Array, value: jax.Array, prefill_lengths: jax.Array | None
     ) -> tuple[jax.Array, jax.Array, Mask] | None:
-        """Writes a step's key and value; returns all there are, [batch, heads, k, head_dim], and the mask over them.
+        """Write the key and value of a step; return all cached ones, [batch, heads, k, head_dim], and their mask.
 
-        The pass that creates the cache only sizes it, a prefill fills it: they return None.
+        Return None in the pass that creates the cache, which only allocates it, and in a prefill, which fills it.
         """
         exists = self.has_variable("cache", "cached_key")
         key, value = _heads_first(key), _heads_first(value)
@@ -130,22 +130,22 @@ class Attention(nn.Module):
 
 
 def _heads_first(x: jax.Array) -> jax.Array:
-    """[batch, length, heads, head_dim] -> [batch, heads, length, head_dim]."""
+    """Transpose [batch, length, heads, head_dim] -> [batch, heads, length, head_dim]."""
     return jnp.swapaxes(x, 1, 2)
 
 
 def relative_bias(cfg: NetworkConfig, keys: Keys, *, bidirectional: bool) -> RelativeBias:
-    """The bias of the calling compact module, a tower or a layer, which owns the table as `relpos_bias`."""
+    """Return the bias of the calling compact module (a tower or a layer), which owns it as `relpos_bias`."""
     return RelativePositionBias(cfg.num_heads, bidirectional, name="relpos_bias")(keys.at("relpos_bias"))
 
 
 def _mlp(cfg: NetworkConfig) -> MLP:
-    """The MLP of the calling compact module, a layer, which owns it as `mlp`."""
+    """Return the MLP of the calling compact module (a layer), which owns it as `mlp`."""
     return MLP(cfg.mlp_dim, cfg.mlp_activations, cfg.dropout_rate, cfg.dtype, cfg.residual_dtype, name="mlp")
 
 
 class EncoderLayer(nn.Module):
-    """`bias` is None where every layer has a table of its own."""
+    """An encoder layer. If `bias` is None, the layer has its own bias table."""
 
     config: NetworkConfig
 
@@ -163,10 +163,10 @@ class EncoderLayer(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """`bias` is None where every layer has a table of its own; `encoded` is None in a decoder that stands alone.
+    """A decoder layer. If `bias` is None, the layer has its own bias table; `encoded` is None if decoder-only.
 
     Attributes:
-      cache: of the self-attention while decoding, see `Attention`; None otherwise.
+      cache: cache of the self-attention while decoding, see `Attention`; None otherwise.
     """
 
     config: NetworkConfig
@@ -213,10 +213,10 @@ def run_layers(
     *shared: Any,
     **fields: Any,
 ) -> jax.Array:
-    """Runs `num_layers` layers over x inside the calling compact module, scanned or unrolled as configured.
+    """Run `num_layers` layers over x inside the calling compact module, scanned or unrolled as configured.
 
     Args:
-      shared: what every layer takes besides x, its number and its keys.
+      shared: arguments of every layer besides x, its number and its keys.
       fields: attributes of the layer module besides its config.
     """
     if cfg.remat_policy != "none":
@@ -226,7 +226,7 @@ def run_layers(
         stack = partitioning.scan_with_axes(
             layer_cls,
             variable_axes={"params": cfg.param_scan_axis, "intermediates": 0} | dict.fromkeys(CACHES, 0),
-            split_rngs={"params": False, "dropout": False},  # keys are ours and are told apart by the layer number
+            split_rngs={"params": False, "dropout": False},  # `Keys` folds in the layer number instead
             in_axes=(0,) + (nn.broadcast,) * (1 + len(shared)),
             length=num_layers,
             axis_name="layers",

@@ -1,5 +1,6 @@
-"""The configuration of the network: what the members of the family share, and what each adds."""
+"""Configuration of the networks: the fields they share, and those of each network."""
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -9,31 +10,33 @@ import jax.numpy as jnp
 from t5x.errors import UserError
 
 ACTIVATIONS = ("gelu", "linear", "relu", "sigmoid", "silu", "tanh")
+DTYPES = ("float32", "bfloat16", "float16")
 REMAT_POLICIES = ("none", "minimal", "full")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NetworkConfig:
-    """Shape and numerics that every member of the family has.
+    """Shape and numerics shared by all networks of the family.
 
     Attributes:
       vocab_size: rows of the embedding table; at least the vocabulary's size, usually padded to a multiple of 128.
-      dtype: of the activations. Parameters are float32 always. Products, also those of the logits, are of this type
-        and summed up in float32; softmax, norms and the loss are float32. With float16 the residual stream is float32
-        too: T5's outgrows float16's range.
+      dtype: dtype of the activations. Parameters are always float32. Matmuls, including the logits, use this dtype and
+        accumulate in float32; softmax, norms and the loss are float32. With float16 the residual stream is float32
+        as well, because T5's activations exceed the range of float16.
       emb_dim: width of the residual stream.
       num_heads, head_dim: attention heads and their width; their product need not be `emb_dim`.
-      mlp_activations: one name is a plain MLP, several are multiplied (a gated MLP).
-      dropout_rate: 0 switches dropout off.
-      logits_via_embedding: tied logits, scaled by 1/sqrt(emb_dim).
+      mlp_activations: one name gives a plain MLP, several are multiplied (a gated MLP).
+      dropout_rate: 0 disables dropout.
+      logits_via_embedding: tie the logits to the embedding table, scaled by 1/sqrt(emb_dim).
       float32_attention_logits: multiply queries and keys in float32 whatever `dtype` is.
-      scan_layers: hold the layers stacked and scan over them: compiles faster, often runs slower. Initial values and
-        dropout do not depend on it.
-      param_scan_axis: where the layer axis stands in a stacked parameter.
-      remat_policy: what the backward pass recomputes: `none`, `minimal` (all but matrix products) or `full`.
-      per_layer_relative_position_bias: a bias table in every layer (umT5) instead of one for each tower.
-      attention_backend: `auto` (the fastest that is right for device, dtype and mask; a slow one says so), `xla`, or
-        `cudnn` (NVIDIA GPUs; bfloat16 or float16; padding at the end of rows alone, no packed rows, no prefix).
+      scan_layers: stack the layers and scan over them: compiles faster, often runs slower. Initial values and dropout
+        do not depend on it.
+      param_scan_axis: position of the layer axis in a stacked parameter.
+      remat_policy: what the backward pass recomputes: `none`, `minimal` (everything except matmuls) or `full`.
+      per_layer_relative_position_bias: a bias table in every layer (umT5) instead of one per tower.
+      attention_backend: `auto` (the fastest that is correct for device, dtype and mask; logged once), `xla`, `pallas`
+        (t5x's fused kernel for NVIDIA GPUs; bfloat16 or float16), or `cudnn` (also fused; padding only at the end of
+        rows, no packed rows, no prefix).
     """
 
     vocab_size: int
@@ -54,25 +57,30 @@ class NetworkConfig:
 
     @property
     def residual_dtype(self) -> str:
-        """Of what the layers add up."""
+        """Dtype of the residual stream."""
         return "float32" if self.dtype == "float16" else self.dtype
 
     def __post_init__(self):
         cls = type(self).__name__
+        if isinstance(self.mlp_activations, str) or not isinstance(self.mlp_activations, Sequence):
+            raise UserError(f"{cls}.mlp_activations is {self.mlp_activations!r}: it must be a list of names.")
         object.__setattr__(self, "mlp_activations", tuple(self.mlp_activations))
-        try:
-            object.__setattr__(self, "dtype", jnp.dtype(self.dtype).name)
-        except TypeError:
-            raise UserError(f"{cls}.dtype is {self.dtype!r}: use 'float32', 'bfloat16' or 'float16'.") from None
+        if not isinstance(self.dtype, str):
+            with contextlib.suppress(TypeError, ValueError):
+                object.__setattr__(self, "dtype", jnp.dtype(self.dtype).name)
+        if self.dtype not in DTYPES:
+            raise UserError(f"{cls}.dtype is {self.dtype!r}: use {', '.join(DTYPES)}.")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.type is int and field.name != "param_scan_axis" and (type(value) is not int or value < 1):
                 raise UserError(f"{cls}.{field.name} is {value!r}: it must be a whole number of at least 1.")
+            if field.type in (bool, str) and not isinstance(value, field.type):
+                raise UserError(f"{cls}.{field.name} is {value!r}: it must be a {field.type.__name__}.")
         if unknown := [a for a in self.mlp_activations if a not in ACTIVATIONS]:
             raise UserError(f"{cls}.mlp_activations names {unknown[0]!r}; known are {', '.join(ACTIVATIONS)}.")
         if not self.mlp_activations:
             raise UserError(f'{cls}.mlp_activations is empty: T5 1.0 has ("relu",), T5 1.1 ("gelu", "linear").')
-        if not 0 <= self.dropout_rate < 1:
+        if not isinstance(self.dropout_rate, int | float) or not 0 <= self.dropout_rate < 1:
             raise UserError(f"{cls}.dropout_rate is {self.dropout_rate}: it must be at least 0 and below 1.")
         if self.remat_policy not in REMAT_POLICIES:
             raise UserError(f"{cls}.remat_policy is {self.remat_policy!r}; known are {', '.join(REMAT_POLICIES)}.")
@@ -85,7 +93,7 @@ class T5Config(NetworkConfig):
     """An encoder-decoder.
 
     T5 1.0 is `mlp_activations=("relu",), logits_via_embedding=True`; T5 1.1, mT5 and ByT5 are `("gelu", "linear")` and
-    untied; umT5 has `per_layer_relative_position_bias` besides.
+    untied; umT5 also has `per_layer_relative_position_bias`.
     """
 
     num_encoder_layers: int = 6
@@ -94,6 +102,6 @@ class T5Config(NetworkConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformerConfig(NetworkConfig):
-    """A decoder alone: a causal or a prefix language model."""
+    """A decoder-only network: a causal or a prefix language model."""
 
     num_layers: int = 6

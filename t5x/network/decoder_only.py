@@ -1,4 +1,4 @@
-"""A decoder that stands alone, a causal or prefix language model, with T5X's call convention and parameter names."""
+"""A decoder-only network (causal or prefix language model) with T5X's call convention and parameter names."""
 
 import flax.linen as nn
 import jax
@@ -41,27 +41,27 @@ class DecoderWrapper(nn.Module):
         row_index: jax.Array | None = None,
         as_factors: bool = False,
     ) -> jax.Array | LogitFactors:
-        """Logits float32 [batch, length, vocab].
+        """Return logits, float32 [batch, length, vocab].
 
         Args:
-          decoder_target_tokens: 0 marks padding, which nobody attends to.
+          decoder_target_tokens: 0 marks padding, which is never attended to.
           decoder_segment_ids: int, which example of a packed row a token belongs to.
           decoder_positions: accepted for T5X's convention; T5 has no absolute positions.
-          decoder_causal_attention: 1 over the prefix (the start token and the inputs), which sees itself whole; None:
-            everything is causal.
-          decode: the first call creates the cache, sized for the length of the tokens; every later call takes one token
-            a row and advances it.
-          prefill: read whole rows into the cache (made if there is none); `prefill_lengths`, int [batch], says from
-            which position on each row is decoded.
-          row_index: int [batch], rows of the global batch, which key dropout; 0, 1, 2 … by default.
-          as_factors: give the factors of the logits instead.
+          decoder_causal_attention: 1 on the prefix (the start token and the inputs), whose positions attend to each
+            other in both directions. None makes all positions causal.
+          decode: the first call creates the cache, sized for the length of the tokens; each later call takes one token
+            per row and advances the cache.
+          prefill: read entire rows into the cache, creating it if needed. `prefill_lengths`, int [batch], is the
+            position from which each row is decoded.
+          row_index: int [batch], row numbers in the global batch, which key dropout; 0, 1, 2 … by default.
+          as_factors: return the factors of the logits instead.
         """
         del decoder_positions, max_decode_length  # relative positions need neither; the cache has its length
         if (decode or prefill) and decoder_segment_ids is not None:
             raise UserError("Packed examples cannot be decoded incrementally: set pack=False for inference.")
         if prefill and prefill_lengths is None:
             raise ValueError("prefill needs prefill_lengths: from which position on each row is decoded")
-        # While decoding nothing after the current position is in the cache, and nothing before it is padding.
+        # While decoding, the cache has nothing after the current position and no padding before it.
         real = None if decode and not prefill else (decoder_target_tokens > 0).astype(jnp.int32)
         if decoder_segment_ids is not None:
             real = jnp.where(real > 0, decoder_segment_ids, 0)

@@ -1,4 +1,4 @@
-"""Fresh variables of a network."""
+"""Initial variables of a network."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -12,14 +12,14 @@ from flax.linen.partitioning import AxisMetadata
 from t5x.network.precision import is_ours
 from t5x.partitioning.logical import constrain
 
-_TOWERS = ("encoder", "decoder")  # where layers are scanned, their stack has its tower's name
+_TOWERS = ("encoder", "decoder")  # a stack of scanned layers has the name of its tower
 
 
 def initial_variables(module: nn.Module, rng: jax.Array, *tokens: jax.Array) -> dict[str, Any]:
-    """`params`, and the logical axes of each in `params_axes`.
+    """Return `params`, and their logical axes in `params_axes`.
 
-    Unrolled layers of our networks are drawn by the same network with its layers scanned, to which `Keys` gives the
-    same values: one layer of a tower is compiled instead of all of them.
+    For our networks with unrolled layers, the same network with scanned layers is initialized and then unstacked.
+    `Keys` gives it the same values, and only one layer per tower is compiled.
 
     Args:
       tokens: arguments of the module's call.
@@ -35,10 +35,10 @@ def initial_variables(module: nn.Module, rng: jax.Array, *tokens: jax.Array) -> 
 
 
 def _unstack(params: dict[str, Any], params_axes: dict[str, Any], stack: str) -> None:
-    """Replaces the entry `stack`, of which every array has the layers first, by one for each layer."""
+    """Replace the entry `stack`, whose arrays have the layer axis first, by one entry per layer."""
     arrays, metadata = params.pop(stack), params_axes.pop(stack)
     axes = logical_axes({"params": arrays, "params_axes": metadata})
-    # Where it is divided, so is the stack: a device never holds the whole.
+    # The stack is sharded like its layers: no device ever holds all of it.
     arrays = jax.tree.map(lambda x, names: constrain(x, None, *names[1:]), arrays, axes)
     without_layers = lambda found: AxisMetadata(names=found.names[1:])
     for i in range(jax.tree.leaves(arrays)[0].shape[0]):
@@ -49,7 +49,7 @@ def _unstack(params: dict[str, Any], params_axes: dict[str, Any], stack: str) ->
 
 
 def logical_axes(variables: Mapping[str, Any]) -> Any:
-    """Logical axes of every parameter, from the `params_axes` that the module recorded; None where it recorded none."""
+    """Return the logical axes of every parameter, as recorded in `params_axes`; None for those not recorded."""
     recorded = variables.get("params_axes", {})
 
     def axes_of(path, _):

@@ -1,4 +1,4 @@
-"""The small layers of a T5: dense, embedding, RMS norm, MLP. Parameters are float32, named and shaped as in T5X."""
+"""The basic layers of T5: dense, embedding, RMS norm, MLP. Parameters are float32, named and shaped as in T5X."""
 
 import functools
 import re
@@ -15,7 +15,7 @@ from t5x.network.keys import Keys, dropout
 from t5x.partitioning.logical import constrain
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "gelu": nn.gelu,  # the tanh approximation, which is T5 1.1's
+    "gelu": nn.gelu,  # the tanh approximation, as in T5 1.1
     "linear": lambda x: x,
     "relu": nn.relu,
     "sigmoid": nn.sigmoid,
@@ -25,7 +25,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def parameter(module: nn.Module, name: str, init: Callable, shape: Sequence[int], axes: Sequence[str], keys: Keys):
-    """A float32 parameter with logical axes whose initial value is keyed by logical name, not by module path."""
+    """Return a float32 parameter with logical axes; its initial value is keyed by logical name, not by module path."""
 
     def initial(path_key):
         return init(path_key if keys.params is None else keys.param(name), tuple(shape), jnp.float32)
@@ -33,12 +33,12 @@ def parameter(module: nn.Module, name: str, init: Callable, shape: Sequence[int]
     return param_with_axes(name, initial, axes=tuple(axes), module=module)
 
 
-_SEPARATOR = "_"  # between the names of kernels that are joined
-KERNELS = "kernels"  # the collection of what a decoding loop needs of the kernels, prepared once
+_SEPARATOR = "_"  # between the names of fused kernels
+KERNELS = "kernels"  # the collection of kernels prepared for a decoding loop
 
 
 class Kernel(nn.Module):
-    """The kernel [in, features] of a dense layer without a bias, in `dtype`; None: as the parameter is."""
+    """The kernel [in, features] of a dense layer without bias, in `dtype`; None keeps the dtype of the parameter."""
 
     features: int
     axes: tuple[str, str]
@@ -61,17 +61,16 @@ def project(
     in_every_step: bool = True,
     joined: bool = False,
 ) -> list[jax.Array]:
-    """x [..., in] times each kernel, inside the calling compact module, which owns the kernels.
+    """Return x [..., in] times each kernel. Call it in the compact module that owns the kernels.
 
-    A decoding loop has the kernels prepared by the pass that creates its caches: several as one on a GPU, where every
-    product is a kernel to start; transposed on a CPU, for `few_rows`. Parameters may come with them joined already, see
+    The pass that creates the caches of a decoding loop also prepares the kernels: fused into one on a GPU, where every
+    matmul is a kernel launch; transposed on a CPU, for `few_rows`. The parameters may already be fused, see
     `join_kernels`.
 
     Args:
-      dtype: of the result; None is that of x.
-      in_every_step: of a decoding loop; otherwise nothing is prepared for it.
-      joined: multiply with all kernels at once on a GPU, in whatever pass: x is read once, but the results of each lie
-        apart.
+      dtype: dtype of the result; None is that of x.
+      in_every_step: whether every step of a decoding loop needs the kernels; otherwise they are not prepared.
+      joined: on a GPU, use one fused matmul in any pass. x is then read once, but each result is strided.
     """
     name = _SEPARATOR.join(kernel.name for kernel in kernels)
     x = x.astype(kernels[0].dtype)
@@ -103,11 +102,11 @@ _MANY_ROWS = 1024
 
 
 def _apart(x: jax.Array, times: int) -> Sequence[jax.Array]:
-    """x so many times. A GPU computes it once, before the products that take it, and each of these by itself.
+    """Return `times` copies of x that a GPU computes once, with a separate matmul for each.
 
-    Left alone, XLA computes a norm again inside every product with its result, which halves their speed where rows are
-    many, or joins some of them and then copies the parts. With few rows it is right: what counts is the number of
-    kernels to start.
+    Otherwise XLA recomputes a norm inside every matmul that uses it, which halves their speed with many rows, or fuses
+    some of the matmuls and then copies the results apart. With few rows that is right, because the number of kernel
+    launches dominates.
     """
     if jax.default_backend() != "gpu" or x.size < _MANY_ROWS * x.shape[-1]:
         return (x,) * times
@@ -116,7 +115,7 @@ def _apart(x: jax.Array, times: int) -> Sequence[jax.Array]:
 
 @jax.custom_jvp
 def _barrier(x: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """Gradients go through as if it were not there."""
+    """Apply an optimization barrier that is transparent to gradients."""
     return jax.lax.optimization_barrier(x)
 
 
@@ -126,12 +125,12 @@ def _barrier_jvp(primals, tangents):
 
 
 def _join(kernels: Sequence[jax.Array]) -> jax.Array:
-    """[in, (layers,) features] each -> [in, (layers,) n, features]."""
+    """Stack kernels, [in, (layers,) features] each -> [in, (layers,) n, features]."""
     return jnp.stack(kernels, axis=-2)
 
 
 def join_kernels(params: Any) -> Any:
-    """Parameters of a network with the kernels of gates joined, for what only reads them: as large as before."""
+    """Return the parameters of a network with fused gate kernels, for inference; the size is unchanged."""
     if not isinstance(params, Mapping):
         return params
     gates = sorted((name for name in params if re.fullmatch(r"wi_\d+", name)), key=lambda name: int(name[3:]))
@@ -142,20 +141,23 @@ def join_kernels(params: Any) -> Any:
 
 
 def _joined(x: jax.Array, kernels: jax.Array, dtype: Any) -> list[jax.Array]:
-    """Kernels [in, n, features]: side by side, and not one behind another, as features may be divided over devices."""
+    """Multiply x with fused kernels [in, n, features].
+
+    The kernels are on an axis of their own, not concatenated, because the feature axis may be sharded.
+    """
     made = jnp.einsum("...d,dnf->...nf", x, kernels, preferred_element_type=dtype)
     return [made[..., i, :] for i in range(kernels.shape[1])]
 
 
 def few_rows(x: jax.Array, transposed: jax.Array, dtype: Any = None) -> jax.Array:
-    """x [..., in] @ transposed [features, in].T, in the way a CPU is quick with where x has few rows.
+    """Return x [..., in] @ transposed [features, in].T, computed in the way that is fast on a CPU for few rows.
 
-    Multiplied from the left, the kernel is read as it lies; XLA would otherwise pack it anew at every step (twice the
-    time for 16 rows). A single row is a matrix-vector product, which is quick either way.
+    With the kernel as the left operand, it is read in place. XLA would otherwise repack it at every step, which takes
+    twice as long for 16 rows. A single row is a matrix-vector product, which is fast either way.
     """
     rows = x.reshape(-1, x.shape[-1])
     made = jax.lax.dot_general(transposed, rows, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
-    # The barrier keeps XLA from turning the product round again.
+    # The barrier keeps XLA from swapping the operands back.
     return jax.lax.optimization_barrier(made).T.reshape(*x.shape[:-1], transposed.shape[0])
 
 
@@ -172,11 +174,11 @@ class RMSNorm(nn.Module):
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, dtype: Any, epsilon: float) -> jax.Array:
-    """x [..., features] divided by its root mean square and multiplied with `scale`, float32 [features]."""
+    """Return x [..., features] divided by its root mean square and multiplied by `scale`, float32 [features]."""
     x = x.astype(jnp.float32)
     normed = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + epsilon)
-    # Two narrow numbers have the same product in float32, but the gradient of the scale, a sum over all positions of a
-    # batch, is then summed up in float32 too.
+    # Multiplied in float32, the rounded values give the same product, but the gradient of the scale, a sum over all
+    # positions of a batch, is then accumulated in float32.
     rounded = lambda array: array.astype(dtype).astype(jnp.float32)
     return (rounded(normed) * rounded(scale)).astype(dtype)
 
@@ -189,21 +191,21 @@ class Embed(nn.Module):
 
     @nn.compact
     def __call__(self, keys: Keys) -> jax.Array:
-        """The table itself, float32 [vocab, features]."""
+        """Return the table, float32 [vocab, features]."""
         shape = (self.vocab_size, self.features)
         return parameter(self, "embedding", initializers.normal(1.0), shape, ("vocab", "embed"), keys)
 
 
 def embed(table: jax.Array, tokens: jax.Array, dtype: Any) -> jax.Array:
-    """Rows of the table, [..., length] -> [..., length, features]. A token outside the table gives NaN, not a guess.
+    """Look up embeddings, [..., length] -> [..., length, features]. Tokens outside the table give NaN.
 
-    They are cast after the lookup, so that the gradient of a frequent token is summed in float32.
+    Rows are cast after the lookup, so that the gradient of a frequent token is accumulated in float32.
     """
     return constrain(lookup(table, tokens).astype(dtype), "batch", "length", "embed")
 
 
 def lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Rows of the table, [...] -> [..., features]; its gradient is the same every time, also on a GPU."""
+    """Return rows of the table, [...] -> [..., features]; the gradient is deterministic, on GPUs as well."""
     return (_rows if jax.default_backend() == "gpu" else _take)(table, tokens)
 
 
@@ -229,10 +231,10 @@ _rows.defvjp(_rows_forward, _rows_backward)
 
 
 def sum_by_token(x: jax.Array, tokens: jax.Array, vocab_size: int) -> jax.Array:
-    """Sums x [..., features] over the places of each token, [...] -> float32 [vocab, features], the same every time.
+    """Sum x [..., features] by token, [...] -> float32 [vocab, features], deterministically.
 
-    A GPU adds to one row of a table from many places in whatever order they come, and floats then come to another sum.
-    Integers do not: x is cut into integers, relative to its greatest value, of so many bits that no sum overflows.
+    A GPU scatter-add runs in arbitrary order, which changes float sums but not integer sums. So x is split into
+    integers relative to its largest absolute value, with few enough bits that no sum overflows.
     """
     bits = 30 - max(tokens.size - 1, 0).bit_length()
     parts = -(-26 // bits)
@@ -247,14 +249,14 @@ def sum_by_token(x: jax.Array, tokens: jax.Array, vocab_size: int) -> jax.Array:
         empty = jnp.zeros((vocab_size, x.shape[-1]), jnp.int32)
         sums.append(empty.at[tokens].add(whole.astype(jnp.int32), mode="drop"))
     total = sum(part.astype(jnp.float32) * 2.0 ** (-bits * (n + 1)) for n, part in reversed(list(enumerate(sums))))
-    return jnp.where(greatest < 2.0**120, unit * total, jnp.nan)  # beyond, 1 / unit is 0 on some devices
+    return jnp.where(greatest < 2.0**120, unit * total, jnp.nan)  # above this, 1 / unit is 0 on some devices
 
 
 class MLP(nn.Module):
-    """wo(drop(act_0(wi_0 x) * act_1(wi_1 x) …)); with a single activation the input kernel is named `wi`.
+    """An MLP: wo(drop(act_0(wi_0 x) * act_1(wi_1 x) …)). With one activation, the input kernel is named `wi`.
 
     Attributes:
-      out_dtype: of the result; None is `dtype`.
+      out_dtype: dtype of the result; None is `dtype`.
     """
 
     mlp_dim: int

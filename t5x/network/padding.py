@@ -1,7 +1,8 @@
-"""Padding between tokens, which only the reference of attention masks.
+"""Padding between tokens, which cuDNN's attention cannot mask.
 
-Token 0 is padding wherever it stands. Ours stands behind the tokens, but a text may bring it along: one with `<pad>` in
-it, or with what a vocabulary of id 0 for the unknown does not know. Fused attention would make its whole batch NaN.
+Token 0 is padding wherever it occurs. Our own padding follows the tokens, but an input can contain token 0 as well: a
+literal `<pad>`, or an unknown character in a vocabulary whose unknown id is 0. cuDNN would turn the whole batch into
+NaN.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,16 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from t5x.errors import UserError
-from t5x.network.attention import Mask, by_reference, cudnn_refuses
+from t5x.network.attention import Mask, by_reference, fastest
 from t5x.network.config import NetworkConfig
 
 
 class Program(NamedTuple):
-    """A function of batches, compiled in two ways.
+    """A function of batches, compiled in two variants.
 
     Attributes:
       usual: for most batches.
-      by_reference: for those with padding between tokens.
+      by_reference: for batches with padding between tokens.
     """
 
     usual: Callable[..., Any]
@@ -29,7 +30,7 @@ class Program(NamedTuple):
 
     @classmethod
     def of(cls, function: Callable[..., Any], compiled: Callable[[Callable], Callable]) -> "Program":
-        """Both ways of `function`, each `compiled` when it is first needed."""
+        """Return both variants of `function`; each is compiled when it is first needed."""
 
         def reference(*args: Any) -> Any:
             with by_reference():
@@ -38,35 +39,35 @@ class Program(NamedTuple):
         return cls(compiled(function), compiled(reference))
 
     def chosen(self, model: Any, batch: Mapping[str, np.ndarray]) -> Callable[..., Any]:
-        """The way for a batch, of which all rows are here: all processes must choose the same."""
+        """Return the variant for a batch. It needs all rows, because all processes must choose the same."""
         return self.by_reference if is_odd(model, batch) else self.usual
 
 
 def may_be_anywhere(model: Any) -> bool:
-    """Whether the attention of the model's network masks padding wherever it stands.
+    """Return whether the attention of the model's network masks padding at any position.
 
-    One with our configuration is taken to compute attention as ours does; of others nothing is known against it.
+    Networks with our configuration are assumed to use our attention; all others are assumed to mask it.
     """
     config = getattr(getattr(model, "module", None), "config", None)
     if not isinstance(config, NetworkConfig) or getattr(model, "inputs_bidirectional_attention", False):
         return True
     if config.attention_backend != "auto":
-        return config.attention_backend == "xla"
+        return config.attention_backend in ("xla", "pallas")
     dtype = jnp.float32 if config.float32_attention_logits else jnp.dtype(config.dtype)
     heads = jax.ShapeDtypeStruct((1, 2, config.num_heads, config.head_dim), dtype)
-    return cudnn_refuses(heads, heads, Mask(), None) is not None
+    return fastest(heads, heads, Mask()) != "cudnn"
 
 
 def is_between(batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """{feature: bool [rows]}: whether padding stands before a token in rows that attention masks.
+    """Return {feature: bool [rows]}: whether a row has padding before a token that attention would have to mask.
 
     >>> is_between({"encoder_input_tokens": np.array([[5, 0, 1], [5, 1, 0]])})
     {'encoder_input_tokens': array([ True, False])}
     """
-    if "encoder_segment_ids" in batch or "decoder_segment_ids" in batch:  # packed, which the reference computes
+    if "encoder_segment_ids" in batch or "decoder_segment_ids" in batch:  # packed rows are never computed by cuDNN
         return {}
     names = [name for name in ("encoder_input_tokens", "decoder_target_tokens") if name in batch]
-    if names and np.ndim(batch[names[0]]) == 3:  # lists of passages, of which the targets are labels
+    if names and np.ndim(batch[names[0]]) == 3:  # lists of passages, whose targets are labels
         names = names[:1]
     found = {}
     for name in names:
@@ -78,19 +79,19 @@ def is_between(batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def is_odd(model: Any, batch: Mapping[str, np.ndarray]) -> bool:
-    """Whether the model computes this batch by reference alone."""
+    """Return whether the model can compute this batch only by reference."""
     return not may_be_anywhere(model) and any(rows.any() for rows in is_between(batch).values())
 
 
 def check(model: Any, batch: Mapping[str, np.ndarray]) -> None:
-    """Raises where the network cannot mask the padding of a batch."""
+    """Raise a UserError if the network cannot mask the padding of a batch."""
     if not is_odd(model, batch):
         return
     for name, rows in is_between(batch).items():
         if rows.any():
             raise UserError(
                 f"{name} has padding (token 0) between other tokens in {rows.sum()} of {rows.size} rows, row "
-                f"{rows.argmax()} first, which fused attention cannot mask. Texts with <pad> in them do that, and a "
-                "vocabulary that has id 0 for what it does not know. Mend them, or set network."
-                f"{type(model.module.config).__name__}.attention_backend = 'xla', which is slower."
+                f"{rows.argmax()} first, which cuDNN's attention cannot mask. Texts with <pad> in them do that, and a "
+                "vocabulary that has id 0 for what it does not know. Fix them, or set network."
+                f"{type(model.module.config).__name__}.attention_backend = 'pallas' or 'xla', which mask it."
             )

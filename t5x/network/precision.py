@@ -1,4 +1,4 @@
-"""Our networks, and parameters as they compute with them."""
+"""Parameters in the dtype and layout that our networks compute with."""
 
 from typing import Any
 
@@ -9,25 +9,25 @@ from t5x.network.decoder_only import DecoderWrapper
 from t5x.network.layers import join_kernels
 from t5x.network.transformer import Transformer
 
-_FLOAT32 = "rel_embedding"  # the tables of relative positions are added to logits, which are float32
-_RESIDUAL = "embedding"  # rows of it begin the residual stream
+_FLOAT32 = "rel_embedding"  # relative position tables are added to logits, which are float32
+_RESIDUAL = "embedding"  # its rows start the residual stream
 
 
 def default_dtype() -> str:
-    """Of the activations: processors are slow with bfloat16, and accelerators with float32."""
+    """Return the default dtype of activations: bfloat16 is slow on CPUs, float32 is slow on accelerators."""
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
 def is_ours(module: Any) -> bool:
-    """Whether it is exactly our network: what is built around it may use parameters and caches in other ways."""
+    """Return whether a module is exactly one of our networks; others may use parameters and caches differently."""
     return type(module) in (Transformer, DecoderWrapper)
 
 
 def compute_params(module: Any, params: Any) -> Any:
-    """The parameters in the network's dtype, to which it would cast them at every use: the results are the same.
+    """Cast parameters to the network's dtype, as the network would at every use; results are identical.
 
-    A training run keeps float32, to add small updates to. On a GPU the kernels of gates are joined, as the network
-    would do in every batch. Parameters of a network that is not ours stay as they are.
+    Not for training, which needs float32 to accumulate small updates. On a GPU, the gate kernels are also fused, as
+    the network would do in every batch. Parameters of other networks are returned unchanged.
     """
     if not is_ours(module):
         return params

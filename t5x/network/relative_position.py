@@ -12,10 +12,10 @@ from t5x.network.layers import parameter
 
 
 def bucket(distance: np.ndarray, *, bidirectional: bool, num_buckets: int = 32, max_distance: int = 128) -> np.ndarray:
-    """The bucket of each distance (key position minus query position).
+    """Return the bucket of each distance (key position minus query position).
 
-    Half of the buckets (of each direction's) are single distances; the rest grow logarithmically up to `max_distance`,
-    and everything farther shares the last one. Without `bidirectional`, keys ahead of the query count as distance 0.
+    Half of the buckets (per direction) are single distances. The rest grow logarithmically up to `max_distance`, and
+    all larger distances share the last one. Without `bidirectional`, keys after the query count as distance 0.
     """
     base = np.zeros_like(distance)
     if bidirectional:
@@ -32,7 +32,7 @@ def bucket(distance: np.ndarray, *, bidirectional: bool, num_buckets: int = 32, 
 
 @flax.struct.dataclass
 class RelativeBias:
-    """The bias as structure: a table [heads, buckets] and the rule for its buckets."""
+    """A relative position bias in compact form: a table [heads, buckets] and the parameters of its buckets."""
 
     table: jax.Array
     bidirectional: bool = flax.struct.field(pytree_node=False)
@@ -44,10 +44,10 @@ class RelativeBias:
         )
 
     def matrix(self, q_length: int, k_length: int) -> jax.Array:
-        """[heads, q, k] where query i and key j stand at positions i and j.
+        """Return the bias as [heads, q, k], for query i at position i and key j at position j.
 
-        The value depends on j - i alone, so the matrix is one period of distances repeated, each row shifted by one:
-        its gradient is a sum and needs no scatter over [q, k].
+        The value depends only on j - i, so the matrix is one period of distances repeated, each row shifted by one.
+        Its gradient is a sum and needs no scatter over [q, k].
         """
         period = q_length + k_length
         distance = np.arange(period)
@@ -57,14 +57,14 @@ class RelativeBias:
         return rows.reshape(-1, q_length, period - 1)[:, :, :k_length]
 
     def row(self, q_position: jax.Array, k_length: int) -> jax.Array:
-        """[heads, 1, k] for a query at a traced position below `k_length`; [batch, heads, 1, k] for one in each row."""
+        """Return [heads, 1, k] for a query at a traced position below `k_length`; one per row: [batch, heads, 1, k]."""
         values = self.table[:, self.buckets(np.arange(-k_length, k_length))]
         at = lambda position: jax.lax.dynamic_slice_in_dim(values, k_length - position, k_length, axis=1)[:, None, :]
         return jax.vmap(at)(q_position) if q_position.ndim else at(q_position)
 
 
 class RelativePositionBias(nn.Module):
-    """Owns the table of one tower."""
+    """The module that owns a bias table."""
 
     num_heads: int
     bidirectional: bool

@@ -1,4 +1,4 @@
-"""The towers: an encoder, and a decoder that attends to one or stands alone."""
+"""The encoder, and the decoder with or without cross-attention."""
 
 import flax.linen as nn
 import flax.struct
@@ -16,11 +16,11 @@ from t5x.partitioning.logical import constrain
 
 @flax.struct.dataclass
 class LogitFactors:
-    """Logits that were not multiplied out: `scale` * (hidden @ kernel).
+    """Logits before the final matmul: `scale` * (hidden @ kernel).
 
     Attributes:
       hidden: [batch, length, emb], in the network's dtype.
-      kernel: [emb, vocab], as the parameter is.
+      kernel: [emb, vocab], in the dtype of the parameter.
     """
 
     hidden: jax.Array
@@ -39,7 +39,7 @@ class Encoder(nn.Module):
         x = dropout(x, cfg.dropout_rate, keys.at("embedded"))
         x = run_layers(EncoderLayer, cfg, "encoder", self.num_layers, x, keys.at("layers"), bias, mask)
         x = RMSNorm(cfg.dtype, name="encoder_norm")(x)
-        # T5 drops single positions here, unlike everywhere else.
+        # Unlike everywhere else, T5 samples dropout per position here.
         return dropout(x, cfg.dropout_rate, keys.at("encoded"), broadcast_length=False)
 
 
@@ -62,14 +62,14 @@ class Decoder(nn.Module):
         logits_of: jax.Array | None = None,
         as_factors: bool = False,
     ) -> "jax.Array | LogitFactors":
-        """int [batch, length] -> logits float32 [batch, length, vocab].
+        """Return logits, int [batch, length] -> float32 [batch, length, vocab].
 
         Args:
-          table: of token embeddings, [vocab, emb]; None: the decoder has its own.
-          encoded, cross_mask: what cross-attention sees; None: there is none.
+          table: token embeddings, [vocab, emb]. If None, the decoder owns a table.
+          encoded, cross_mask: encoder output and mask of cross-attention. None for a decoder-only network.
           cache, prefill_lengths: see `Attention`.
-          logits_of: int [batch, n], tokens of each row whose logits are wanted, [batch, length, n]; None: of all.
-          as_factors: give the factors of the logits instead.
+          logits_of: int [batch, n], tokens of each row to compute logits for, [batch, length, n]. None computes all.
+          as_factors: return the factors of the logits instead.
         """
         cfg = self.config
         if table is None:
@@ -85,7 +85,7 @@ class Decoder(nn.Module):
         stored = lambda: table.T if cfg.logits_via_embedding else dense(None)(cfg.emb_dim, keys.at("logits_dense"))
         if as_factors:
             return LogitFactors(x, stored(), scale)
-        # Products of `dtype`, as everywhere, but summed up in float32.
+        # Matmuls in `dtype`, as everywhere, but with a float32 result.
         if logits_of is not None:
             wanted = lookup(stored().T, logits_of).astype(cfg.dtype)
             return scale * jnp.einsum("bqd,bnd->bqn", x, wanted, preferred_element_type=jnp.float32)

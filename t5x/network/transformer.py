@@ -1,7 +1,7 @@
-"""The T5 encoder-decoder in Linen: T5X's call convention, parameter names and logical axes.
+"""The T5 encoder-decoder in Linen, with T5X's call convention, parameter names and logical axes.
 
-Layers are unrolled (`layers_0`, `layers_1` …) or scanned (one stack, `encoder/encoder` and `decoder/decoder`), with
-the same initial values and the same dropout.
+Layers are unrolled (`layers_0`, `layers_1` …) or scanned (one stack, `encoder/encoder` and `decoder/decoder`). Initial
+values and dropout are the same either way.
 """
 
 import flax.linen as nn
@@ -40,7 +40,7 @@ class Transformer(nn.Module):
         enable_dropout: bool = True,
         row_index: jax.Array | None = None,
     ) -> jax.Array:
-        """int [batch, inputs] -> [batch, inputs, emb]."""
+        """Encode tokens, int [batch, inputs] -> [batch, inputs, emb]."""
         keys = Keys.of(self, encoder_input_tokens, enable_dropout, row_index)
         real = encoder_input_tokens > 0
         if encoder_segment_ids is None:
@@ -66,12 +66,15 @@ class Transformer(nn.Module):
         logits_of: jax.Array | None = None,
         as_factors: bool = False,
     ) -> jax.Array | LogitFactors:
-        """Logits float32 [batch, targets, vocab], or those of the tokens `logits_of`, int [batch, n], alone, or the
-        factors of the logits.
+        """Return logits, float32 [batch, targets, vocab].
 
         With `decode`, the first call creates the caches, sized for the length of `decoder_input_tokens`, and fills
-        `cross_cache` from `encoded`; every later call takes one token a row and advances `cache`. It may have
-        several rows (beams) for each row of the inputs.
+        `cross_cache` from `encoded`. Each later call takes one token per row and advances `cache`; it may have several
+        rows (beams) per input row.
+
+        Args:
+          logits_of: int [batch, n], tokens of each row to compute logits for, [batch, targets, n]. None computes all.
+          as_factors: return the factors of the logits instead.
         """
         del decoder_positions, max_decode_length  # relative positions need neither; the cache has its length
         if decode and (encoder_segment_ids is not None or decoder_segment_ids is not None):
@@ -85,7 +88,7 @@ class Transformer(nn.Module):
                 key_segments=jnp.where(sources, encoder_segment_ids, 0), query_segments=decoder_segment_ids
             )
         else:
-            # While decoding nothing after the current position is in the cache, and nothing before it is padding.
+            # While decoding, the cache has nothing after the current position and no padding before it.
             targets = None if decode else (decoder_target_tokens > 0).astype(jnp.int32)
             mask = Mask(key_segments=targets, causal=True)
             cross_mask = Mask(key_segments=sources.astype(jnp.int32))
@@ -116,13 +119,13 @@ class Transformer(nn.Module):
         row_index: jax.Array | None = None,
         as_factors: bool = False,
     ) -> jax.Array | LogitFactors:
-        """Logits float32 [batch, targets, vocab] under teacher forcing.
+        """Return logits, float32 [batch, targets, vocab], under teacher forcing.
 
         Args:
           encoder_segment_ids, decoder_segment_ids: int, which example of a packed row a token belongs to.
           encoder_positions, decoder_positions: accepted for T5X's convention; T5 has no absolute positions.
-          row_index: int [batch], rows of the global batch, which key dropout; 0, 1, 2 … by default.
-          as_factors: give the factors of the logits instead.
+          row_index: int [batch], row numbers in the global batch, which key dropout; 0, 1, 2 … by default.
+          as_factors: return the factors of the logits instead.
         """
         del encoder_positions
         encoded = self.encode(encoder_input_tokens, encoder_segment_ids, enable_dropout, row_index)
@@ -137,5 +140,5 @@ class Transformer(nn.Module):
             enable_dropout,
             decode,
             row_index=row_index,
-            **({"as_factors": True} if as_factors else {}),  # a user's own `decode` need not know it
+            **({"as_factors": True} if as_factors else {}),  # a user's override of `decode` may not accept it
         )

@@ -1,39 +1,39 @@
-"""Optimizers: what the trainer asks of one, Optax's under T5X's names, and wrappers around any of them.
+"""Optimizers: the trainer's interface, Optax's optimizers under T5X's names, and wrappers around any of them.
 
     OPTIMIZER = @optimizers.adamw()              # driven by trainer.Trainer.learning_rate_fn
-    OPTIMIZER = @optimizers.chain()              # as T5X's gin files have it: the rate is Optax's, and is logged
+    OPTIMIZER = @optimizers.chain()              # as in T5X's gin files: Optax has the rate, and it is logged
     optimizers.chain.transformations = [@optax.clip_by_global_norm(), @optax.adamw()]
     optax.adamw.learning_rate = @optax.warmup_cosine_decay_schedule()
 
-    OPTIMIZER = @optimizers.freeze()             # around any optimizer, Adafactor too
+    OPTIMIZER = @optimizers.freeze()             # around any optimizer, including Adafactor
     optimizers.freeze.optimizer = @adafactor.Adafactor()
     optimizers.freeze.patterns = ['token_embedder/.*']
 
+Each Optax optimizer takes the parameters of its namesake. Without `learning_rate`, the trainer's schedule drives it.
 `t5x.adafactor` is T5's own optimizer.
 """
 
-from t5x.optimizers.catalogue import (
-    adabelief,
-    adagrad,
-    adam,
-    adamw,
-    dpsgd,
-    fromage,
-    lamb,
-    lars,
-    lion,
-    muon,
-    noisy_sgd,
-    radam,
-    rmsprop,
-    sgd,
-    yogi,
-)
-from t5x.optimizers.groups import MultiOptimizer, clip_by_global_norm, freeze
+import optax
+
+from t5x.optimizers.learning_rates import applied_schedule
+from t5x.optimizers.multi_optimizer import MultiOptimizer, clip_by_global_norm, freeze
+from t5x.optimizers.optax_wrapper import OptaxWrapper, chain, dpsgd, muon, wrap_optax_optimizer
 from t5x.optimizers.patterns import weight_decay_mask
 from t5x.optimizers.protocol import Optimizer, trained
-from t5x.optimizers.rates import applied_schedule
-from t5x.optimizers.wrapping import OptaxWrapper, chain, wrap_optax_optimizer
+
+adabelief = wrap_optax_optimizer(optax.adabelief)
+adagrad = wrap_optax_optimizer(optax.adagrad)
+adam = wrap_optax_optimizer(optax.adam)
+adamw = wrap_optax_optimizer(optax.adamw)
+fromage = wrap_optax_optimizer(optax.fromage)
+lamb = wrap_optax_optimizer(optax.lamb)
+lars = wrap_optax_optimizer(optax.lars)
+lion = wrap_optax_optimizer(optax.lion)
+noisy_sgd = wrap_optax_optimizer(optax.noisy_sgd)
+radam = wrap_optax_optimizer(optax.radam)
+rmsprop = wrap_optax_optimizer(optax.rmsprop)
+sgd = wrap_optax_optimizer(optax.sgd)
+yogi = wrap_optax_optimizer(optax.yogi)
 
 __all__ = [
     "MultiOptimizer",

@@ -1,13 +1,14 @@
-"""Regular expressions over the paths of parameters: `encoder/layers_0/mlp/wi_0/kernel`.
+"""Regular expressions over parameter paths such as `encoder/layers_0/mlp/wi_0/kernel`.
 
-A pattern matches the whole path, and every pattern must match some parameter.
+A pattern must match the whole path, and every pattern must match at least one parameter.
 """
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import flax.traverse_util
 import jax
 import optax
 
@@ -17,11 +18,14 @@ Tree = Any
 
 
 class Patterns:
-    """Compiled patterns of one setting.
+    """The compiled patterns of one setting.
 
     Args:
-      patterns: the regular expressions; one alone may stand without a list.
-      setting: its name in gin, for messages.
+      patterns: regular expressions, or a single one.
+      setting: gin name of the setting, for error messages.
+
+    Raises:
+      UserError: if a pattern is not a regular expression.
     """
 
     def __init__(self, patterns: str | Sequence[str], setting: str):
@@ -34,69 +38,68 @@ class Patterns:
                 raise UserError(f"{setting}: {pattern!r} is not a regular expression: {error}.") from error
 
     def match(self, path: str) -> int | None:
-        """The number of the first pattern that matches; None where none does."""
+        """Return the index of the first pattern that matches, or None."""
         return next((n for n, pattern in enumerate(self._compiled) if pattern.fullmatch(path)), None)
 
     def check(self, paths: Iterable[str]) -> None:
-        """Raises a UserError that names a pattern which matches none of these parameters."""
+        """Raise a UserError if a pattern matches none of the paths."""
         paths = list(paths)
         for pattern in self._compiled:
             if not any(map(pattern.fullmatch, paths)):
                 raise UserError(
-                    f"{self._setting}: {pattern.pattern!r} matches no parameter. A pattern matches the whole path of a "
-                    f"parameter; the nearest are {', '.join(_nearest(pattern.pattern, paths))}."
+                    f"{self._setting}: {pattern.pattern!r} matches no parameter. A pattern must match the whole path; "
+                    f"the closest paths are {', '.join(_closest(pattern.pattern, paths))}."
                 )
 
 
-def _nearest(pattern: str, paths: Sequence[str]) -> list[str]:
+def _closest(pattern: str, paths: Sequence[str]) -> list[str]:
     plain = re.sub(r"\\d|[\\^$]|\.[*+]\??", "", pattern)
-    likeness = lambda path: difflib.SequenceMatcher(None, plain, path).ratio()
-    inside = [path for path in paths if plain.strip("/") in path]
-    return inside[:3] or sorted(paths, key=likeness, reverse=True)[:3]
+    containing = [path for path in paths if plain.strip("/") in path]
+    return containing[:3] or difflib.get_close_matches(plain, paths, cutoff=0)
 
 
 def path_of(keys: Sequence[Any]) -> str:
-    """The path of a leaf, from JAX's keys."""
-    return "/".join(jax.tree_util.keystr((key,), simple=True) for key in keys)
+    """Return the path of a leaf from JAX's key path."""
+    return jax.tree_util.keystr(keys, simple=True, separator="/")
 
 
 def paths_in(tree: Tree) -> list[str]:
-    """The paths of all leaves of a tree of arrays."""
+    """Return the paths of all leaves of a tree of arrays."""
     return [path_of(keys) for keys, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
 
 
-def select(tree: Tree, keep: Callable[[str], bool], _prefix: str = "") -> dict[str, Any]:
-    """The part of nested dictionaries whose paths are kept; what is no dictionary (axes, arrays, None) is a leaf."""
-    kept = {}
-    for key, value in tree.items():
-        path = f"{_prefix}{key}"
-        if isinstance(value, Mapping):
-            if inner := select(value, keep, f"{path}/"):
-                kept[key] = inner
-        elif keep(path):
-            kept[key] = value
-    return kept
+def select(tree: Tree, keep: Callable[[str], bool]) -> dict[str, Any]:
+    """Return the part of nested dictionaries whose paths are kept; non-dictionaries (axes, arrays, None) are leaves."""
+    flat = flax.traverse_util.flatten_dict(tree, sep="/")
+    return flax.traverse_util.unflatten_dict({path: leaf for path, leaf in flat.items() if keep(path)}, sep="/")
 
 
 def weight_decay_mask(exclude: Sequence[str]) -> Callable[[Tree], Tree]:
-    """Which parameters are decayed: all but those that a pattern matches.
+    """Return a mask that applies weight decay to all parameters except those that a pattern matches.
 
-    For `mask` or `weight_decay_mask` of Optax's optimizers, and `weight_decay_mask` of Adafactor:
+    Use it for `mask` or `weight_decay_mask` of Optax's optimizers, and `weight_decay_mask` of Adafactor:
 
         optax.adamw.mask = @optimizers.weight_decay_mask()
         optimizers.weight_decay_mask.exclude = ['.*/scale', '.*/rel_embedding']
 
     Args:
-      exclude: patterns of parameters that get no weight decay.
+      exclude: patterns of parameters without weight decay.
 
     Returns:
-      a function from a tree of parameters to the same tree of booleans.
+      A function from a tree of parameters to the same tree of booleans.
+
+    Raises:
+      UserError: if a pattern is invalid; the mask raises it if a pattern matches no parameter.
+
+    Example:
+      >>> weight_decay_mask([".*/scale"])({"norm": {"scale": 1.0}, "mlp": {"kernel": 1.0}})
+      {'mlp': {'kernel': True}, 'norm': {'scale': False}}
     """
     patterns = Patterns(exclude, "optimizers.weight_decay_mask.exclude")
     is_hole = lambda node: isinstance(node, optax.MaskedNode)
 
     def mask(params: Tree) -> Tree:
-        if not any(map(is_hole, jax.tree.leaves(params, is_leaf=is_hole))):  # else it is a part, and Optax asks again
+        if not any(map(is_hole, jax.tree.leaves(params, is_leaf=is_hole))):  # Optax also masks parts of the tree
             patterns.check(paths_in(params))
         return jax.tree_util.tree_map_with_path(lambda keys, _: patterns.match(path_of(keys)) is None, params)
 

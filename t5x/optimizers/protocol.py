@@ -1,4 +1,4 @@
-"""What the trainer asks of an optimizer."""
+"""The interface between the trainer and an optimizer."""
 
 from typing import Any, Protocol
 
@@ -10,24 +10,24 @@ Tree = Any
 class Optimizer(Protocol):
     """Pure functions over trees of parameters.
 
-    `axes` is always the tree of logical axes (tuples of names) of the parameters. An optimizer may have more:
-    `learning_rate_fn`, where it applies a learning rate of its own, and `count(state)` for the steps that rate has seen
-    (see `rates.py`); `trained(tree)`, where it leaves some parameters alone.
+    `axes` is the tree of logical axes (tuples of names) of the parameters. An optimizer may also define
+    `learning_rate_fn`, if it applies a learning rate of its own; `count(state)`, the number of steps which that rate
+    has seen (see `learning_rates.py`); and `trained(tree)`, if it leaves some parameters unchanged.
     """
 
     def init(self, params: Tree, axes: Tree) -> Tree:
-        """The optimizer's state before the first step: nested dictionaries of arrays."""
+        """Return the state before the first step: nested dictionaries of arrays."""
 
     def state_axes(self, params: Tree, axes: Tree) -> Tree:
-        """The logical axes of every array of the state, so that it can be laid out like the parameters."""
+        """Return the logical axes of every array of the state, so that it is sharded like the parameters."""
 
     def update(
         self, grads: Tree, state: Tree, params: Tree, axes: Tree, *, step: jax.Array, learning_rate: jax.Array
     ) -> tuple[Tree, Tree]:
-        """(new parameters, new state). `step` counts from 0; `learning_rate` is the trainer's."""
+        """Return (new parameters, new state). `step` counts from 0; `learning_rate` is the trainer's."""
 
 
 def trained(optimizer: Optimizer, tree: Tree) -> Tree:
-    """The part of a tree of parameters (or of their gradients) that the optimizer changes."""
+    """Return the part of a tree of parameters, or of their gradients, that the optimizer changes."""
     select = getattr(optimizer, "trained", None)
     return tree if select is None else select(tree)

@@ -1,4 +1,4 @@
-"""Meshes, logical axes and the rules between them; the start of a run of several processes."""
+"""Meshes, logical axes and the rules between them; multi-process runs."""
 
 from t5x.partitioning.logical import axis_rules, constrain, logical_to_mesh_axes
 from t5x.partitioning.partitioner import PjitPartitioner

@@ -1,28 +1,33 @@
-"""Which processes a run has: as the flags say, or as the cluster that started it does."""
+"""Find the processes of a run, from the flags or from the cluster that started it."""
 
+import contextlib
 import dataclasses
 import glob
+import ipaddress
 import logging
 import os
 import socket
 from typing import Any
 
 import jax
-from jax._src.clusters import ClusterEnv  # what jax.distributed.initialize itself asks
+from jax._src.clusters import ClusterEnv  # also used by jax.distributed.initialize
 
 from t5x.errors import UserError
 
 log = logging.getLogger(__name__)
 
+TOKEN = "T5X_CLUSTER_TOKEN"
+_SHORTEST_TOKEN = 16
+
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """This process's place among those of the run.
+    """The place of this process in the run.
 
     Attributes:
-      host, port: where process 0 is reached.
-      count: of processes.
-      index: of this one.
+      host, port: the address of process 0.
+      count: number of processes.
+      index: index of this process.
     """
 
     host: str
@@ -43,14 +48,14 @@ def find(
     required: bool,
     timeout: int,
 ) -> Place | None:
-    """This process's place, or None where it is alone.
+    """Return the place of this process, or None if it runs alone.
 
     Args:
-      coordinator_address: process 0 as HOST:PORT. The cluster is asked for what is None of this and the next two.
-      process_count: of the run.
-      process_index: of this process.
-      required: whether being alone without a word of it is an error (`--multiprocess_gpu`).
-      timeout: seconds that a cluster may take to tell where process 0 is.
+      coordinator_address: HOST:PORT of process 0. If this or one of the next two is None, the cluster is queried.
+      process_count: number of processes.
+      process_index: index of this process.
+      required: raise a UserError if no cluster or flag describes the run (`--multiprocess_gpu`).
+      timeout: seconds that a cluster may take to report the address of process 0.
     """
     flags = {
         "--coordinator_address": coordinator_address,
@@ -120,14 +125,14 @@ class _Cluster:
 
 
 def _cluster(*, asked: bool) -> _Cluster | None:
-    """What JAX's own detection says; None outside of a cluster, and for a single process unless it was asked for."""
+    """Return what JAX detects; None outside a cluster, and for a single process unless `asked`."""
     for environment in ClusterEnv._cluster_types:
         if environment.opt_in_only_method or not _worth_asking(environment):
             continue
         try:
             if not environment.is_env_present():
                 continue
-            # A step of one task in a larger allocation is alone, whatever the allocation's SLURM_NTASKS says.
+            # A step with one task runs alone, whatever SLURM_NTASKS of its allocation is.
             steps = os.environ.get("SLURM_STEP_NUM_TASKS") if environment.name == "slurm" else None
             count = int(steps) if steps else environment.get_process_count()
             if count == 1 and not asked:
@@ -142,12 +147,12 @@ def _cluster(*, asked: bool) -> _Cluster | None:
 
 
 def _worth_asking(environment: type[ClusterEnv]) -> bool:
-    """Leaves out what would ask the network, or warn, on machines that are no cluster."""
+    """Return False for detection methods that would query the network, or warn, on ordinary machines."""
     name = environment.__name__
     platforms = jax.config.jax_platforms
     if "Tpu" in name and platforms and "tpu" not in platforms:
         return False
-    # Only the pods of an indexed job have an index; any other pod is alone.
+    # Only the pods of an indexed job have an index; any other pod runs alone.
     return "K8s" not in name or "JOB_COMPLETION_INDEX" in os.environ
 
 
@@ -159,11 +164,49 @@ def _unclear(environment: type[ClusterEnv], error: Exception) -> UserError:
     )
 
 
+# --- Who may join -----------------------------------------------------------------------------------------------------
+
+
+def token() -> bytes:
+    """Return the secret that the processes of a run share; empty if there is none."""
+    value = os.environ.get(TOKEN, "").strip()
+    if value and len(value) < _SHORTEST_TOKEN:
+        raise UserError(
+            f"{TOKEN} has {len(value)} characters: it must have at least {_SHORTEST_TOKEN}, so that nobody guesses it "
+            "(`openssl rand -hex 16` makes one)."
+        )
+    return value.encode()
+
+
+def local_address(host: str) -> str:
+    """Return the local address that `host` resolves to; "" if there is none that other machines can reach.
+
+    A name may resolve to a load balancer, or to this machine's address in another network. On Debian a machine's own
+    name resolves to 127.0.1.1, which no other machine can reach.
+    """
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return ""
+    for family, _, _, _, (address, *_) in sorted(found, key=lambda entry: entry[0] != socket.AF_INET):
+        if is_loopback(address) and host != "localhost" and host != address:
+            continue
+        with contextlib.suppress(OSError), socket.socket(family) as probe:
+            probe.bind((address, 0))
+            return address
+    return ""
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether an address can be reached only from this machine; "" means all addresses."""
+    return bool(address) and ipaddress.ip_address(address).is_loopback
+
+
 # --- This machine -----------------------------------------------------------------------------------------------------
 
 
 def machine() -> str:
-    """A name of this machine that no other of the run has."""
+    """Return a name of this machine that is unique in the run."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()
@@ -173,7 +216,7 @@ def machine() -> str:
 
 
 def visible_gpus() -> str:
-    """The GPUs that this process may use, as far as the environment says; empty where there are none."""
+    """Return the GPUs that this process may use, according to the environment; empty if there are none."""
     platforms = jax.config.jax_platforms
     if platforms and not {"cuda", "gpu", "rocm"}.intersection(platforms.split(",")):
         return ""
@@ -184,10 +227,10 @@ def visible_gpus() -> str:
 
 
 def own_gpus(index: int, members: list[dict[str, Any]]) -> list[int] | None:
-    """Which of the visible GPUs this process takes, as positions; None for all of them.
+    """Return the positions of the visible GPUs that this process uses; None for all of them.
 
-    Processes of one machine that see the same GPUs divide them; where each was given its own, or there is one process
-    on the machine, it keeps all that it sees.
+    Processes on one machine that see the same GPUs share them out. A process that was given its own GPUs, or is alone
+    on its machine, uses all that it sees.
     """
     mine = members[index]
     same = [n for n, m in enumerate(members) if (m["machine"], m["gpus"]) == (mine["machine"], mine["gpus"])]

@@ -1,8 +1,9 @@
-"""Several processes as one run: start, what they tell each other, and the end.
+"""Multi-process runs: start, exchange of data, and shutdown.
 
-`start` joins the processes by JAX's own runtime (`jax.distributed`). Afterwards a process that dies ends all others,
-with one line that names it, and one that ends with an error of its own makes them end soon. The exchange of bytes goes
-by the runtime's key-value store: it needs no devices and may be called from any thread. Alone, all of it does nothing.
+`start` connects the processes through JAX's own runtime (`jax.distributed`). From then on, a process that dies ends all
+others with one line that names it, and a process that fails makes the others exit soon. Bytes are exchanged through the
+runtime's key-value store, which needs no devices and may be used from any thread. In a single process all of this does
+nothing.
 """
 
 import atexit
@@ -21,7 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax._src import distributed as runtime  # its key-value store has no public name
+from jax._src import distributed as runtime  # its key-value store is not public
 
 from t5x.errors import UserError
 from t5x.partitioning import cluster
@@ -30,11 +31,11 @@ from t5x.partitioning.watch import CAUSE, STOP, Member, Watch, gather, join
 
 log = logging.getLogger(__name__)
 
-PATIENCE = 3600.0  # seconds that one process may take longer than another, to compute metrics or to compile
+PATIENCE = 3600.0  # seconds that one process may lag behind another, while it computes metrics or compiles
 
 _members: list[Member] = []
 _watch: Watch | None = None
-_ended: Watch | None = None  # of a process that ends with an error
+_ended: Watch | None = None  # set when this process ends with an error
 _exit_code: int | None = None
 _rounds: Counter[str] = Counter()
 _rounds_lock = threading.Lock()
@@ -51,14 +52,14 @@ def start(
     initialization_timeout: int = 300,
     multiprocess_gpu: bool = False,
 ) -> None:
-    """Joins the processes of a run, before JAX has touched a device; a process that is alone starts nothing.
+    """Join the processes of a run, before JAX touches a device. Does nothing in a single process.
 
-    What is not given is found where SLURM, Open MPI, Kubernetes (an indexed Job) or a TPU pod started the process.
+    Arguments that are None are taken from SLURM, Open MPI, Kubernetes (an indexed Job) or a TPU pod.
 
     Args:
-      coordinator_address: HOST:PORT of process 0; the port, and others, must be open between the machines.
-      process_count: how many processes there are.
-      process_index: which of them this one is, from 0.
+      coordinator_address: HOST:PORT of process 0; this port and others must be open between the machines.
+      process_count: number of processes.
+      process_index: index of this process, from 0.
       initialization_timeout: seconds to wait for the others.
       multiprocess_gpu: T5X's flag: there must be several processes, even if nothing else is given.
     """
@@ -76,15 +77,22 @@ def start(
     )
     if place is None:
         return
+    token = cluster.token()
     me = Member(place.index, place.count, socket.gethostname(), os.getpid(), cluster.machine(), cluster.visible_gpus())
-    with _hold_port() if place.index == 0 else contextlib.nullcontext() as held:
+    here = cluster.local_address(place.host) if place.index == 0 else ""
+    with _hold_port(here) if place.index == 0 else contextlib.nullcontext() as held:
         if held is not None:
             port = held.getsockname()[1]
             log.info("process 0 of %d waits for the others at %s", place.count, place.address)
-            _members, links = gather(place, me, initialization_timeout, port)
-            address = f"127.0.0.1:{port}"
+            if not token and not cluster.is_loopback(here):
+                log.warning(
+                    "%s is not set: whoever reaches %s can join this run, or end it. Set it to one secret for all "
+                    "processes (`openssl rand -hex 16` makes one)", cluster.TOKEN, place.address,
+                )  # fmt: skip
+            _members, links = gather(place, me, initialization_timeout, port, address=here, token=token)
+            address = f"{_bracketed(here or '127.0.0.1')}:{port}"
         else:
-            _members, link, port = join(place, me, initialization_timeout)
+            _members, link, port = join(place, me, initialization_timeout, token=token)
             links = {0: link}
             address = f"127.0.0.1:{Relay(place.host, port).port}"
         _watch = Watch(place.index, _members, links)
@@ -92,55 +100,62 @@ def start(
         atexit.register(at_exit)
         gpus = cluster.own_gpus(place.index, [dataclasses.asdict(member) for member in _members])
         keep_stdout_clean()
-        _initialize(address, port, place, gpus)
+        _initialize(address, f"{_bracketed(here or '::')}:{port}", place, gpus)
     log.info("process %d of %d has begun: %d machine(s)", place.index, place.count, len(set(machines())))
 
 
-def _initialize(address: str, port: int, place: cluster.Place, gpus: list[int] | None) -> None:
-    # gRPC would ask a proxy of the environment even for this machine.
+def _initialize(address: str, bind_address: str, place: cluster.Place, gpus: list[int] | None) -> None:
+    # gRPC would use a proxy from the environment even for this machine.
     variable = "no_grpc_proxy"
     exempt = os.environ.get(variable) or os.environ.get("no_proxy")
-    os.environ[variable] = f"{exempt},127.0.0.1" if exempt else "127.0.0.1"
+    os.environ[variable] = ",".join(filter(None, [exempt, address.rpartition(":")[0].strip("[]")]))
     jax.config.update("jax_check_proxy_envs", False)
-    # It would take SIGTERM away from the handler that saves.
+    # It would replace our SIGTERM handler, which saves a checkpoint.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         coordinator_address=address,
-        coordinator_bind_address=f"[::]:{port}",
+        coordinator_bind_address=bind_address,
         num_processes=place.count,
         process_id=place.index,
         local_device_ids=gpus,
         cluster_detection_method="deactivate",
     )
     if jax.default_backend() == "cpu":
-        # A program that XLA reads back from the cache has lost the order of its collectives: processes mix them up.
+        # Programs that XLA loads from the cache lose the order of their collectives, and processes mismatch them.
         jax.config.update("jax_enable_compilation_cache", False)
 
 
-def _hold_port() -> socket.socket:
-    """A socket on a port that JAX's service may take while the socket is there, and nobody else.
+def _hold_port(address: str) -> socket.socket:
+    """Return a socket that reserves a port for JAX's service.
 
-    The others are told the port long before the service begins; on a port that was taken meanwhile JAX crashes.
+    The port is announced to the others long before the service starts, and JAX crashes if it has been taken meanwhile.
+
+    Args:
+      address: of this machine; "" is all of its addresses.
     """
-    family, everywhere = (socket.AF_INET6, "::") if socket.has_dualstack_ipv6() else (socket.AF_INET, "")
-    sock = socket.socket(family)
-    if family == socket.AF_INET6:
+    everywhere = not address and socket.has_dualstack_ipv6()
+    sock = socket.socket(socket.AF_INET6 if everywhere or ":" in address else socket.AF_INET)
+    if everywhere:
         sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # gRPC sets it too, so that both may have the port
-    sock.bind((everywhere, 0))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # gRPC sets it too, so both can bind the port
+    sock.bind((address or ("::" if everywhere else ""), 0))
     return sock
 
 
-def stop(error: BaseException | None = None) -> None:
-    """The end of this process's part in the run; nothing where it is alone, or a second time.
+def _bracketed(address: str) -> str:
+    return f"[{address}]" if ":" in address else address
 
-    Call it before the error is shown: where the error comes of another process's death, that is said instead, and this
-    does not return.
+
+def stop(error: BaseException | None = None) -> None:
+    """Leave the run. Does nothing in a single process, or a second time.
+
+    Call it before the error is shown: if the error was caused by the death of another process, that is reported
+    instead, and this does not return.
 
     Args:
-      error: what ends this process. The others are told, and end too. None: waits for the others, who may have more to
-        do. A stop in good order that all take part in (an exception with an `exit_code` that is no UserError): waits a
-        minute for the others to stop too.
+      error: what ends this process. The others are notified and end too. None: wait for the others, which may still be
+        working. For an orderly stop of all processes (an exception with an `exit_code` that is not a UserError), wait
+        up to a minute for the others to stop too.
     """
     _stop(error, None if error is None else STOP)
 
@@ -165,16 +180,16 @@ def _stop(error: BaseException | None, patience: float | None) -> None:
 
 
 def _devices_finish(patience: float | None) -> bool:
-    """Waits until the devices of this process have computed all that they were given; whether they have in that time.
+    """Wait until the devices of this process have finished all work; return whether they have within `patience`.
 
-    A value that was read tells of the device it came from, not of the others. A collective that one of them begins
-    after the end of JAX's runtime does not find the other processes, and these hang in it, or this one does.
+    Reading a value shows only that its own device has finished. If a device starts a collective after the end of JAX's
+    runtime, it does not find the other processes, and they or this one hang.
     """
     programs = _last_programs()
-    waiting = threading.Thread(target=_wait_for, args=(programs,), daemon=True)  # signals reach who joins it
+    waiting = threading.Thread(target=_wait_for, args=(programs,), daemon=True)  # signals interrupt the join
     try:
         waiting.start()
-    except RuntimeError:  # Python 3.12 starts no thread when it ends; the watch still notices the death of another
+    except RuntimeError:  # Python 3.12 starts no threads at exit; the watch still notices deaths
         _wait_for(programs)
         return True
     waiting.join(patience)
@@ -182,9 +197,9 @@ def _devices_finish(patience: float | None) -> bool:
 
 
 def _last_programs() -> list[jax.Array]:
-    """Of programs for all local devices together and for each alone.
+    """Return the results of programs on all local devices together, and on each alone.
 
-    A GPU or a TPU begins one when it has ended all before it; CPUs order the two kinds apart.
+    A GPU or TPU starts a program only after all earlier ones; CPUs order the two kinds separately.
     """
     devices = jax.local_devices()
     spread = jax.sharding.NamedSharding(jax.sharding.Mesh(devices, ("device",)), jax.sharding.PartitionSpec("device"))
@@ -201,7 +216,7 @@ def _wait_for(arrays: list[jax.Array]) -> None:
 
 
 def _tell(watch: Watch, error: BaseException | None) -> None:
-    """Tells the others that this process ends with an error, or without one before they do."""
+    """Notify the others that this process ends with an error, or without one before they have finished."""
     global _ended, _exit_code
     _ended, _exit_code = watch, _code(error)
     said = f"{type(error).__name__}: {error}".strip(": ")
@@ -220,7 +235,7 @@ def _code(error: BaseException) -> int:
 
 @contextlib.contextmanager
 def run(**flags: Any) -> Iterator[None]:
-    """`start` and `stop` around a block."""
+    """Call `start` and `stop` around a block."""
     try:
         start(**flags)
         yield
@@ -231,8 +246,8 @@ def run(**flags: Any) -> Iterator[None]:
 
 
 def at_exit() -> None:
-    """Ends a run that nobody has stopped; after an error without JAX's own end, which would wait for the others."""
-    _stop(getattr(sys, "last_value", None), patience=10 * STOP)  # it may have left with an error that nobody told
+    """End a run that was not stopped. After an error, skip JAX's own shutdown, which would wait for the others."""
+    _stop(getattr(sys, "last_value", None), patience=10 * STOP)  # an error that was not reported
     if _ended is not None:
         _ended.linger()
         logging.shutdown()
@@ -243,9 +258,9 @@ def at_exit() -> None:
 
 
 def keep_stdout_clean() -> None:
-    """Sends what libraries write to standard output (gloo does, NCCL_DEBUG makes NCCL do it) to standard error.
+    """Redirect what libraries write to standard output (gloo, NCCL with NCCL_DEBUG) to standard error.
 
-    Python's own stays where it was, and as unbuffered. A second call does nothing.
+    Python's own output stays where it was, with the same buffering. A second call does nothing.
     """
     old = sys.stdout
     try:
@@ -263,26 +278,36 @@ def keep_stdout_clean() -> None:
     )  # fmt: skip
 
 
-# --- Who --------------------------------------------------------------------------------------------------------------
+# --- This process -----------------------------------------------------------------------------------------------------
 
 
 def is_leader() -> bool:
-    """Whether this is process 0, which writes what is written once."""
+    """Return whether this is process 0, which writes what is written only once."""
     return runtime.global_state.process_id == 0
 
 
+def process_count() -> int:
+    """Return the number of processes without initializing devices."""
+    return runtime.global_state.num_processes
+
+
+def process_index() -> int:
+    """Return the index of this process without initializing devices."""
+    return runtime.global_state.process_id
+
+
 def machines() -> list[str]:
-    """The machine of each process; empty where that is not known."""
+    """Return the machine of each process; empty if unknown."""
     return [member.machine for member in _members]
 
 
-# --- What processes tell each other -----------------------------------------------------------------------------------
+# --- Communication ----------------------------------------------------------------------------------------------------
 
 
 def exchange(name: str, mine: bytes, timeout_s: float = 600) -> list[bytes]:
-    """Everybody's bytes, in the order of processes.
+    """Return the bytes of all processes, in order.
 
-    All processes call it equally often with a `name`, which may be used again and again, by one thread at a time.
+    All processes must call it equally often with a `name`, which may be reused, by one thread at a time.
     """
     client, count, me = _store()
     if client is None:
@@ -293,18 +318,18 @@ def exchange(name: str, mine: bytes, timeout_s: float = 600) -> list[bytes]:
     deadline = time.monotonic() + timeout_s
     everybody = [mine if n == me else _get(key(number, n), deadline, name, n, timeout_s) for n in range(count)]
     if number:
-        # Who has written this round has read all of the last one.
+        # A process that has written this round has read all of the previous one.
         client.key_value_delete(key(number - 1, me))
     return everybody
 
 
 def barrier(name: str, timeout_s: float = 600) -> None:
-    """Waits until all processes have called it. A name may be used again and again."""
+    """Wait until all processes have called it. A name may be reused."""
     exchange(f"barrier {name}", b"", timeout_s)
 
 
 def broadcast(name: str, value: bytes | None, timeout_s: float = 600) -> bytes:
-    """Process 0's bytes, for everybody. A name may be used again and again."""
+    """Return the bytes of process 0 in every process. A name may be reused."""
     client, count, me = _store()
     if client is None:
         return value
@@ -314,12 +339,12 @@ def broadcast(name: str, value: bytes | None, timeout_s: float = 600) -> bytes:
         return value
     value = _get(key, time.monotonic() + timeout_s, name, 0, timeout_s)
     if client.key_value_increment(f"{key}/read", 1) == count - 1:
-        client.key_value_delete(key)  # and what is under it
+        client.key_value_delete(key)  # and all keys under it
     return value
 
 
 def put(name: str, value: bytes) -> None:
-    """Leaves a note that every process can `poll`; the last one stays."""
+    """Publish a note that every process can `poll`; the last one wins."""
     client, _, _ = _store()
     if client is None:
         _notes[name] = value
@@ -328,7 +353,7 @@ def put(name: str, value: bytes) -> None:
 
 
 def poll(name: str) -> bytes | None:
-    """The note that a process has left, or None; does not wait."""
+    """Return the note of this name, or None; does not wait."""
     client, _, _ = _store()
     if client is None:
         return _notes.get(name)
@@ -344,13 +369,13 @@ _notes: dict[str, bytes] = {}
 
 
 def _store() -> tuple[Any, int, int]:
-    """JAX's key-value store (None where this process is alone), the number of processes, and this one's index."""
+    """Return JAX's key-value store (None in a single process), the number of processes, and this one's index."""
     state = runtime.global_state
     return state.client, state.num_processes, state.process_id
 
 
 def _key(kind: str, name: str) -> str:
-    return f"t5x/{kind}/{name.replace('/', '.')}"  # a key is deleted with all that is under it
+    return f"t5x/{kind}/{name.replace('/', '.')}"  # deleting a key deletes all keys under it
 
 
 def _round(name: str) -> int:

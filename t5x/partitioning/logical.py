@@ -1,27 +1,28 @@
-"""Logical axes: names for what an array's dimensions mean, and the rules that lay them over a mesh.
+"""Logical axes: names for the dimensions of an array, and rules that map them to mesh axes.
 
 The network names the axes of its parameters and activations (`batch`, `length`, `embed`, `heads` …) and knows nothing
-of devices. A partitioner activates its mesh and rules around a traced function; `constrain` then pins an activation's
-layout, and does nothing where no partitioner is active.
+about devices. A partitioner activates its mesh and rules around a traced function; `constrain` then fixes the sharding
+of an activation. Without an active partitioner it does nothing.
 """
 
 import contextlib
 import contextvars
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 LogicalAxes = tuple[str | None, ...]
-MeshAxes = str | tuple[str, ...] | None  # several: the dimension is divided over all of them, the first outermost
+MeshAxes = str | tuple[str, ...] | None  # several: the dimension is sharded over all of them, the first outermost
 AxisRules = Sequence[tuple[str, MeshAxes]]
 
 _active: contextvars.ContextVar[tuple[Mesh, AxisRules] | None] = contextvars.ContextVar("axis_rules", default=None)
 
 
 def logical_to_mesh_axes(axes: LogicalAxes | None, rules: AxisRules) -> PartitionSpec:
-    """Maps logical axes to mesh axes: the first rule of a name whose mesh axes are still free in this array wins.
+    """Map logical axes to mesh axes: the first rule of a name whose mesh axes are still unused in this array wins.
 
     Example:
       >>> logical_to_mesh_axes(("embed", "mlp"), [("embed", "data"), ("mlp", "model")])
@@ -45,22 +46,22 @@ def logical_to_mesh_axes(axes: LogicalAxes | None, rules: AxisRules) -> Partitio
 
 
 def names(over: MeshAxes) -> tuple[str, ...]:
-    """The mesh axes that a dimension is laid over, as a tuple."""
+    """Return the mesh axes of a dimension as a tuple."""
     return () if over is None else (over,) if isinstance(over, str) else tuple(over)
 
 
 def parts(mesh: Mesh, over: MeshAxes) -> int:
-    """How many parts a dimension that is laid over these mesh axes has."""
+    """Return the number of shards of a dimension over these mesh axes."""
     return math.prod(mesh.shape[name] for name in names(over))
 
 
 def divided(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
-    """`spec` without the dimensions that their mesh axes do not divide: those stay whole."""
+    """Return `spec` without the dimensions that their mesh axes do not divide evenly; those are not sharded."""
     return PartitionSpec(*(over if shape[dim] % parts(mesh, over) == 0 else None for dim, over in enumerate(spec)))
 
 
 def parts_of(axis: str) -> int:
-    """Into how many parts the active rules divide a logical axis; 1 where there are none."""
+    """Return the number of shards of a logical axis under the active rules; 1 if there are none."""
     active = _active.get()
     if active is None:
         return 1
@@ -71,7 +72,7 @@ def parts_of(axis: str) -> int:
 
 @contextlib.contextmanager
 def axis_rules(mesh: Mesh, rules: AxisRules) -> Iterator[None]:
-    """Makes `constrain` effective for what is traced inside."""
+    """Make `constrain` effective for everything traced inside the block."""
     token = _active.set((mesh, rules))
     try:
         yield
@@ -80,10 +81,41 @@ def axis_rules(mesh: Mesh, rules: AxisRules) -> Iterator[None]:
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """Asks the compiler to keep `x` laid out by its logical `axes`; the identity outside `axis_rules`."""
+    """Constrain the sharding of `x` to its logical `axes`; the identity outside `axis_rules`."""
     active = _active.get()
     if active is None:
         return x
     mesh, rules = active
     spec = divided(x.shape, logical_to_mesh_axes(axes, rules), mesh)
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+
+def on_each_device(
+    function: Callable[..., jax.Array], axes: Sequence[LogicalAxes], out_axes: LogicalAxes, *arguments: Any
+) -> jax.Array:
+    """Call `function` on every device with its shard of the arguments; outside `axis_rules`, call it directly.
+
+    For functions that the compiler cannot partition, such as our own kernels. Gradients are summed over the devices
+    that hold the same shard.
+
+    Args:
+      axes: logical axes of each argument, or of every array in it. An axis that does not divide evenly in some
+        argument is not sharded in any of them.
+      out_axes: logical axes of the result.
+    """
+    active = _active.get()
+    if active is None or active[0].size == 1:
+        return function(*arguments)
+    mesh, rules = active
+    uneven = {
+        axis
+        for argument, names_of in zip(arguments, axes, strict=True)
+        for array in jax.tree.leaves(argument)
+        for size, axis, over in zip(array.shape, names_of, logical_to_mesh_axes(names_of, rules), strict=True)
+        if size % parts(mesh, over)
+    }
+    spec = lambda names_of: logical_to_mesh_axes(tuple(None if a in uneven else a for a in names_of), rules)
+    divide = jax.shard_map(
+        function, mesh=mesh, in_specs=tuple(map(spec, axes)), out_specs=spec(out_axes), check_vma=False
+    )
+    return divide(*arguments)

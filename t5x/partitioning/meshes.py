@@ -1,6 +1,6 @@
-"""Meshes: which device stands where.
+"""Device meshes.
 
-Neighbours along the last axis talk most, so that they are put into one process, and one machine, where they fit.
+Neighbours along the last axis communicate most, so they are put into one process and one machine where they fit.
 """
 
 import math
@@ -20,7 +20,7 @@ HYBRID_AXES = ("replica", "data", "model")
 
 
 def devices_of(backend: str | None) -> list[jax.Device]:
-    """All devices of the run, machine by machine and process by process."""
+    """Return all devices of the run, ordered by machine and process."""
     try:
         devices = jax.devices(backend)
     except (RuntimeError, AssertionError) as error:
@@ -34,20 +34,20 @@ def devices_of(backend: str | None) -> list[jax.Device]:
 
 
 def machine_sizes(devices: Sequence[jax.Device]) -> list[int]:
-    """How many of the devices each machine has."""
+    """Return the number of devices on each machine."""
     machines = machine_of_process()
     found = [machines[d.process_index] for d in devices]
     return [found.count(machine) for machine in dict.fromkeys(found)]
 
 
 def machine_of_process() -> list[int]:
-    """For each process the first one of its machine; itself where that is not known."""
+    """Return, for each process, the first process of its machine; itself if the machines are unknown."""
     names = distributed.machines()
     return [names.index(n) for n in names] if len(names) == jax.process_count() else list(range(jax.process_count()))
 
 
 def plain(model: int, devices: Sequence[jax.Device]) -> Mesh:
-    """A (`data`, `model`) mesh; `data` goes over slices of a TPU that only a slower network joins."""
+    """Return a (`data`, `model`) mesh. Only `data` spans several TPU slices: the network between them is slow."""
     if model < 1 or len(devices) % model:
         fitting = ", ".join(str(d) for d in range(1, len(devices) + 1) if len(devices) % d == 0)
         raise UserError(
@@ -65,12 +65,12 @@ def plain(model: int, devices: Sequence[jax.Device]) -> Mesh:
 
 
 def is_shape(value: Any) -> bool:
-    """Whether it is a list or tuple of positive whole numbers, at least one."""
+    """Return whether the value is a non-empty list or tuple of positive integers."""
     return isinstance(value, list | tuple) and bool(value) and all(isinstance(n, int) and n > 0 for n in value)
 
 
 def hybrid(ici: Sequence[int], dcn: Sequence[int] | None, devices: Sequence[jax.Device]) -> Mesh:
-    """T5X's mesh of two networks: `ici` is laid inside each slice, machine or process, `dcn` over them."""
+    """Return T5X's hybrid mesh: `ici` within each slice, machine or process, `dcn` across them."""
     lengths = (2, 3) if dcn is None else (3,)
     for name, shape in (("ici_mesh_shape", ici), *([] if dcn is None else [("dcn_mesh_shape", dcn)])):
         if not is_shape(shape) or len(shape) not in lengths:
@@ -91,7 +91,7 @@ def hybrid(ici: Sequence[int], dcn: Sequence[int] | None, devices: Sequence[jax.
 def _assembled(
     ici: tuple[int, ...], dcn: tuple[int, ...], axes: tuple[str, ...], devices: Sequence[jax.Device]
 ) -> Mesh:
-    """A mesh of shape `ici` * `dcn`, built of one block of shape `ici` for each group of near devices."""
+    """Return a mesh of shape `ici` * `dcn`, with one block of shape `ici` for each group of nearby devices."""
     groups = _groups(devices, math.prod(dcn))
     blocks = [mesh_utils.create_device_mesh(ici, group) for group in groups]
     order = np.arange(len(groups)).reshape(dcn)
@@ -100,7 +100,7 @@ def _assembled(
 
 
 def _groups(devices: Sequence[jax.Device], count: int) -> list[list[jax.Device]]:
-    """`count` equal groups of devices that are near each other: slices, or whole machines and processes in order."""
+    """Return `count` equal groups of nearby devices: slices, or consecutive machines and processes."""
     slices = _slices(devices)
     size = len(devices) // count
     if len(slices) == count and all(len(group) == size for group in slices):
@@ -127,9 +127,9 @@ def _slices(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
 
 
 def _rows_by_process(array: np.ndarray) -> np.ndarray:
-    """Orders the `data` axis by process, so that the rows of the batch that a process reads follow each other.
+    """Order the `data` axis by process, so that each process reads consecutive rows of the batch.
 
-    A TPU's physical order may deal them out in turns. Which of equal data-parallel parts comes first means nothing.
+    The physical order of a TPU may interleave them. The order of data-parallel shards has no other meaning.
     """
     flat = array.reshape(-1, *array.shape[-2:])
     first = lambda part: min((d.process_index for d in part), default=0)

@@ -1,4 +1,4 @@
-"""The mesh, and what lies where on it."""
+"""The mesh, and the shardings of arrays on it."""
 
 import contextlib
 import logging
@@ -28,22 +28,22 @@ log = logging.getLogger(__name__)
 
 
 class PjitPartitioner:
-    """Lays a model and its batches over a (`data`, `model`) mesh of all devices, on CPU, GPU and TPU alike.
+    """A (`data`, `model`) mesh of all devices and the shardings of a model and its batches, on CPU, GPU and TPU.
 
-    The run files bind `num_partitions = 1` and T5X's standard rules: where something else says more, those count as not
-    said.
+    The run files bind `num_partitions = 1` and T5X's standard rules. These values count as unset if another argument
+    determines the mesh or the rules.
 
     Args:
-      num_partitions: devices that share one copy of the model; the rest is data parallel. 1 if nothing is said.
-      model_parallel_submesh: the same as a block (x, y, z, cores); their product counts.
-      params_on_devices: False keeps parameters and optimizer state in the machine's memory and copies them to the
-        devices for each call: slow, for models that do not fit otherwise.
+      num_partitions: devices that share one copy of the model; the rest is data parallel. 1 by default.
+      model_parallel_submesh: the same as a block (x, y, z, cores); only the product matters.
+      params_on_devices: False keeps parameters and optimizer state in host memory and copies them to the devices for
+        each call: slow, for models that do not fit otherwise.
       backend: `cpu`, `gpu` or `tpu`; None takes JAX's default.
-      ici_mesh_shape: (replica, data, model), inside each slice or machine; (data, model) where there is no other.
-      dcn_mesh_shape: (replica, data, model), over slices or machines. The mesh is the product of both, and the batch is
-        divided over `replica` and `data`.
+      ici_mesh_shape: (replica, data, model) within each slice or machine; or (data, model) without `dcn_mesh_shape`.
+      dcn_mesh_shape: (replica, data, model) across slices or machines. The mesh is the product of both shapes, and the
+        batch is sharded over `replica` and `data`.
       logical_axis_rules: see `standard_logical_axis_rules`, which is the default (None).
-      preset: mesh and rules by one word: `dp`, `fsdp`, `tp` or `2d`; see `presets.PRESETS`.
+      preset: mesh and rules by name: `dp`, `fsdp`, `tp` or `2d`; see `presets.PRESETS`.
     """
 
     def __init__(
@@ -83,7 +83,10 @@ class PjitPartitioner:
         self._say_what_is_slow()
 
     def _on_mesh(self, rules: AxisRules) -> list[tuple[str, MeshAxes]]:
-        """The rules, if the mesh has their axes; on a mesh with `replica`, the batch goes over that too."""
+        """Return the rules after checking that the mesh has their axes.
+
+        On a mesh with `replica`, the batch is sharded over that axis too.
+        """
         for name, over in rules:
             for axis in names(over):
                 if axis not in self.mesh.axis_names:
@@ -129,18 +132,18 @@ class PjitPartitioner:
         kind = device.device_kind if device.device_kind.lower() != device.platform else device.platform
         return f"{shape} ({self.mesh.size} x {kind}, {jax.process_count()} process(es))"
 
-    # -- what lies where -----------------------------------------------------------------------------------------------
+    # -- shardings -----------------------------------------------------------------------------------------------------
 
     def spec(self, shape: Sequence[int], axes: LogicalAxes | None) -> PartitionSpec:
-        """Mesh axes of an array; a dimension that its mesh axes do not divide stays whole."""
+        """Return the partition spec of an array; dimensions that their mesh axes do not divide are not sharded."""
         return divided(shape, logical_to_mesh_axes(axes, self.rules), self.mesh)
 
     def sharding(self, shape: Sequence[int], axes: LogicalAxes | None) -> NamedSharding:
-        """Where a parameter, or what an optimizer keeps of one, lies."""
+        """Return the sharding of a parameter, or of its optimizer state."""
         return NamedSharding(self.mesh, self.spec(shape, axes), memory_kind=self._param_memory)
 
     def undivided(self, shape: Sequence[int], axes: LogicalAxes | None) -> str | None:
-        """Why a dimension of this array stays whole though a rule would divide it; None where none does."""
+        """Return why a dimension of this array is not sharded though a rule asks for it; None if there is none."""
         for dim, over in enumerate(logical_to_mesh_axes(axes, self.rules)):
             if shape[dim] % parts(self.mesh, over):
                 return f"{axes[dim]}={shape[dim]} is not a multiple of {'*'.join(names(over))}={parts(self.mesh, over)}"
@@ -148,7 +151,7 @@ class PjitPartitioner:
 
     @property
     def batch_sharding(self) -> NamedSharding:
-        """Rows over `data` (and `replica`), the rest whole."""
+        """Sharding of batches: rows over `data` (and `replica`), other dimensions unsharded."""
         return NamedSharding(self.mesh, logical_to_mesh_axes(("batch",), self.rules))
 
     @property
@@ -159,11 +162,11 @@ class PjitPartitioner:
 
     @property
     def data_parts(self) -> int:
-        """Into how many parts a batch is divided: its size must be a multiple."""
+        """Number of data-parallel shards of a batch; the batch size must be a multiple of it."""
         return parts(self.mesh, logical_to_mesh_axes(("batch",), self.rules)[0])
 
     def rows(self, batch_size: int) -> range:
-        """The rows of the global batch that this process has to read.
+        """Return the rows of the global batch that this process must read.
 
         Processes whose devices share a copy of the model read the same rows.
         """
@@ -178,7 +181,7 @@ class PjitPartitioner:
         return range(mine.start * size, mine.stop * size)
 
     def _parts_here(self) -> range:
-        """Which of the `data_parts` lie on this process's devices."""
+        """Return which of the `data_parts` are on the devices of this process."""
         indices = self.batch_sharding.addressable_devices_indices_map((self.data_parts,)).values()
         found = sorted({part for (index,) in indices for part in range(self.data_parts)[index]})
         if found != list(range(found[0], found[-1] + 1)):
@@ -190,7 +193,7 @@ class PjitPartitioner:
         return range(found[0], found[-1] + 1)
 
     def to_devices(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-        """This process's rows as arrays of the global batch."""
+        """Return arrays of the global batch, given the rows of this process."""
         sharding = self.batch_sharding
         if jax.process_count() == 1:
             return jax.device_put(dict(batch), sharding)
@@ -213,14 +216,14 @@ class PjitPartitioner:
 
     @contextlib.contextmanager
     def activate(self) -> Iterator[None]:
-        """Makes the network's own layout constraints effective for what is traced inside."""
+        """Make the network's sharding constraints effective for everything traced inside the block."""
         with axis_rules(self.mesh, self.rules):
             yield
 
     def partition(
         self, fn: Callable, *, in_shardings: Any, out_shardings: Any, donate_argnums: tuple[int, ...] = ()
     ) -> Callable:
-        """`jax.jit` over the mesh; what is kept in the machine's memory is copied to the devices first."""
+        """Return `jax.jit(fn)` over the mesh; arguments in host memory are copied to the devices first."""
 
         def traced(*args):
             with self.activate():
@@ -240,7 +243,7 @@ class PjitPartitioner:
 
 
 def _model_axis(num_partitions: int | None, submesh: Sequence[int] | None) -> int:
-    """How many devices share a copy of the model."""
+    """Return how many devices share a copy of the model."""
     if num_partitions is not None and submesh is not None:
         raise UserError(
             "PjitPartitioner: give num_partitions or model_parallel_submesh, not both "
@@ -259,7 +262,7 @@ def _model_axis(num_partitions: int | None, submesh: Sequence[int] | None) -> in
 
 
 def _own_rules(rules: AxisRules) -> AxisRules | None:
-    """The rules, checked; None where they are the standard ones."""
+    """Return the checked rules; None if they are the standard ones."""
     where = "PjitPartitioner.logical_axis_rules"
     found = checked(rules, where)
     if not found:
@@ -278,7 +281,7 @@ def _check_preset(
     dcn: Sequence[int] | None,
     rules: AxisRules | None,
 ) -> None:
-    """Raises where something else that was given contradicts the preset."""
+    """Raise a UserError if another argument contradicts the preset."""
     if preset is None:
         return
     if ici is not None or dcn is not None:

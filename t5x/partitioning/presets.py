@@ -1,4 +1,4 @@
-"""Parallelism by one word: what `PjitPartitioner(preset=...)` stands for."""
+"""Named kinds of parallelism, for `PjitPartitioner(preset=...)`."""
 
 import dataclasses
 import math
@@ -10,12 +10,12 @@ from t5x.partitioning.rules import standard_logical_axis_rules
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """A way to lay a model over devices.
+    """A way to shard a model over devices.
 
     Attributes:
-      what: what is divided.
-      when: when to take it.
-      parameter_dims: `parameter_partitioning_dims` of its rules: 2 divides parameters over `data`.
+      what: what is sharded.
+      when: when to use it.
+      parameter_dims: `parameter_partitioning_dims` of its rules: 2 shards parameters over `data`.
       model_parallel: whether it has a `model` axis, whose size `num_partitions` may set.
     """
 
@@ -57,7 +57,7 @@ PRESETS = {
 
 
 def named(name: str) -> Preset:
-    """The preset of that name."""
+    """Return the preset with this name."""
     if not isinstance(name, str) or name not in PRESETS:
         lines = "\n".join(f"  {key}: {preset.what}" for key, preset in PRESETS.items())
         raise UserError(f"PjitPartitioner.preset is {name!r}. There are:\n{lines}")
@@ -65,12 +65,12 @@ def named(name: str) -> Preset:
 
 
 def model_axis(name: str, num_devices: int, machine_sizes: list[int]) -> int:
-    """How many devices share a copy of the model under a preset, where `num_partitions` does not say.
+    """Return how many devices share a copy of the model under a preset, if `num_partitions` is not set.
 
     Args:
       name: of the preset.
       num_devices: all devices of the run.
-      machine_sizes: how many of them each machine has.
+      machine_sizes: number of devices on each machine.
     """
     if name == "tp":
         if len(set(machine_sizes)) > 1:

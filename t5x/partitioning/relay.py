@@ -1,7 +1,7 @@
-"""A relay on this machine, through which JAX reaches its coordination service in process 0.
+"""A local relay through which JAX reaches its coordination service in process 0.
 
-JAX's client aborts the process, with a dump, in the instant in which its connection breaks. Behind the relay it does
-not see that: calls stay unanswered, and whoever watches the processes can say in one line what happened.
+JAX's client aborts the process with a dump as soon as its connection breaks. The relay hides this: calls stay
+unanswered, and `watch.py` can report in one line what happened.
 """
 
 import contextlib
@@ -12,13 +12,13 @@ _CHUNK = 1 << 16
 
 
 class Relay:
-    """Passes on what comes to `port` of this machine to another address, and back."""
+    """A relay that forwards connections to `port` of this machine to another address."""
 
     def __init__(self, host: str, port: int):
         self._target = (host, port)
         self._door = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._door.getsockname()[1]
-        self._held: list[socket.socket] = []  # a socket that nobody holds is closed
+        self._held: list[socket.socket] = []  # unreferenced sockets would be closed
         threading.Thread(target=self._accept, name="t5x-relay", daemon=True).start()
 
     def _accept(self) -> None:
@@ -27,7 +27,7 @@ class Relay:
             try:
                 far = socket.create_connection(self._target, timeout=30)
             except OSError:
-                near.close()  # JAX tries again until its own timeout
+                near.close()  # JAX retries until its own timeout
                 continue
             far.settimeout(None)
             self._held += [near, far]
@@ -38,7 +38,7 @@ class Relay:
 
 
 def _pump(source: socket.socket, target: socket.socket, from_here: bool) -> None:
-    """Copies until an end breaks; that JAX here has closed its own is passed on, anything else is not."""
+    """Copy until an end closes. Only a close by JAX in this process is forwarded."""
     with contextlib.suppress(OSError):
         while data := source.recv(_CHUNK):
             target.sendall(data)

@@ -1,4 +1,4 @@
-"""Which mesh axis each logical axis is laid over."""
+"""Rules that map logical axes to mesh axes."""
 
 from typing import Any
 
@@ -11,12 +11,12 @@ def standard_logical_axis_rules(
     parameter_partitioning_dims: int = 1,
     additional_rules: AxisRules | None = None,
 ) -> list[tuple[str, MeshAxes]]:
-    """T5X's four rule sets over the mesh axes `data` and `model`.
+    """Return one of T5X's four rule sets for the mesh axes `data` and `model`.
 
     Args:
-      activation_partitioning_dims: 2 lays the embedding axis of activations over `model` too.
-      parameter_partitioning_dims: 2 lays the embedding axis of parameters over `data` (fully sharded parameters).
-      additional_rules: appended; for logical axes of your own.
+      activation_partitioning_dims: 2 also shards the embedding axis of activations over `model`.
+      parameter_partitioning_dims: 2 shards the embedding axis of parameters over `data` (fully sharded parameters).
+      additional_rules: appended; for your own logical axes.
     """
     for name, value in (("activation", activation_partitioning_dims), ("parameter", parameter_partitioning_dims)):
         if value not in (1, 2):
@@ -37,7 +37,7 @@ def standard_logical_axis_rules(
 
 
 def checked(rules: Any, where: str) -> list[tuple[str, MeshAxes]]:
-    """The rules as pairs, with tuples for several mesh axes; a UserError that begins with `where` if they are none."""
+    """Return the rules as pairs, with tuples for several mesh axes; raise a UserError naming `where` if invalid."""
     form = "rules are a list of pairs, [('batch', 'data'), ('embed', None), ('mlp', ('data', 'model'))]"
     if not isinstance(rules, list | tuple):
         raise UserError(f"{where} is {rules!r}: {form}.")

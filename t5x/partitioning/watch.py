@@ -1,14 +1,14 @@
-"""The processes of a run meet, and each notices when another one ends.
+"""The processes of a run find each other, and each notices when another one ends.
 
-Process 0 listens at the coordinator's address. Each other process connects to it, says who it is, and keeps the
-connection: a process that dies breaks it at once, one that is stopped or has lost its network falls silent. Process 0
-tells all others; then every process says in one line what happened, and ends. Messages are lines of JSON, an empty line
-is a heartbeat.
+Process 0 listens at the coordinator's address. Each other process connects to it, identifies itself, and keeps the
+connection open. If a process dies, its connection breaks at once; if it is stopped or loses its network, it falls
+silent. Process 0 notifies all others; then every process reports in one line what happened, and exits. Only processes
+with the run's token are accepted (see `link.py`); process 0 stops listening once all have joined.
 """
 
 import contextlib
 import dataclasses
-import json
+import logging
 import os
 import selectors
 import socket
@@ -19,15 +19,19 @@ from collections.abc import Iterator
 from typing import Any
 
 from t5x.errors import UserError
-from t5x.partitioning.cluster import Place
+from t5x.partitioning.cluster import TOKEN, Place
+from t5x.partitioning.link import Link, Unauthenticated
 
-DIED = 75  # EX_TEMPFAIL: a scheduler may start the run again
+log = logging.getLogger(__name__)
+
+DIED = 75  # EX_TEMPFAIL: a scheduler may restart the run
 HEARTBEAT = 2.0  # seconds
-SILENCE = 30.0  # seconds without a word after which a process counts as lost
-GRACE = 3.0  # seconds in which a process may say itself what ends it, before it is ended for another one's error
-STOP = 60.0  # seconds in which all must have stopped once one has
-CAUSE = 5.0  # seconds in which an error may turn out to be the death of another process
-_LONGEST = 1 << 20
+SILENCE = 30.0  # seconds without a message after which a process counts as lost
+GRACE = 3.0  # seconds that a process has to report its own error before it exits for another one's
+STOP = 60.0  # seconds within which all must stop once one has
+CAUSE = 5.0  # seconds to wait for news that the death of another process caused an error
+HANDSHAKE = 10.0  # seconds that a connection has to authenticate
+_STRANGERS = 256  # unauthenticated connections, beyond the number of processes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,141 +49,133 @@ class Member:
         return f"process {self.index} (host {self.host}, pid {self.pid})"
 
 
-class Link:
-    """One end of a connection, over which lines go."""
-
-    def __init__(self, sock: socket.socket):
-        self.socket = sock
-        self.silent = 0.0
-        self._rest = b""
-        self._lock = threading.Lock()
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def fileno(self) -> int:
-        return self.socket.fileno()
-
-    def send(self, message: dict[str, Any] | None = None) -> None:
-        """Sends a message, or a heartbeat. A broken connection is noticed by who reads from it."""
-        data = b"\n" if message is None else json.dumps(message).encode() + b"\n"
-        with self._lock, contextlib.suppress(OSError):
-            self.socket.sendall(data)
-
-    def receive(self) -> list[dict[str, Any]]:
-        """The messages that have come; EOFError where the other side is gone or no process of ours."""
-        try:
-            data = self.socket.recv(1 << 16)
-        except OSError as error:
-            raise EOFError from error
-        if not data or len(self._rest) > _LONGEST:
-            raise EOFError
-        self.silent = 0.0
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        try:
-            messages = [json.loads(line) for line in lines if line]
-        except ValueError as error:
-            raise EOFError from error
-        if not all(isinstance(message, dict) for message in messages):
-            raise EOFError
-        return messages
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self.socket.close()
+# --- Joining ----------------------------------------------------------------------------------------------------------
 
 
-# --- Meeting ----------------------------------------------------------------------------------------------------------
+def gather(
+    place: Place, me: Member, timeout: float, port: int, *, address: str, token: bytes
+) -> tuple[list[Member], dict[int, Link]]:
+    """Wait for all other processes and start the run. Called by process 0.
 
-
-def gather(place: Place, me: Member, timeout: float, port: int) -> tuple[list[Member], dict[int, Link]]:
-    """Process 0: waits for all others and tells them to begin.
+    Connections that do not belong to this run are dropped, whatever they send, and do not delay the others.
 
     Args:
-      place: where to listen, and for how many.
+      place: the number of processes and the address.
       me: process 0.
       timeout: seconds.
-      port: of JAX's coordination service, which the others are told.
+      port: of JAX's coordination service, which is sent to the others.
+      address: local address to listen at; "" is all of them.
+      token: the secret of the run.
 
     Returns:
       All processes in order, and the connections to the others.
     """
     members: dict[int, Member] = {0: me}
     links: dict[int, Link] = {}
-    strangers: list[Link] = []
+    strangers: dict[Link, float] = {}  # and when each connected
     deadline = time.monotonic() + timeout
-    with _door(place) as door, selectors.DefaultSelector() as selector:
+    with _door(place, address) as door, selectors.DefaultSelector() as selector:
         selector.register(door, selectors.EVENT_READ)
+
+        def drop(link: Link) -> None:
+            selector.unregister(link)
+            link.close()
+            strangers.pop(link, None)
+            for index in [n for n, other in links.items() if other is link]:
+                del members[index], links[index]
+
         try:
             while len(members) < place.count:
-                left = deadline - time.monotonic()
-                if left <= 0:
+                now = time.monotonic()
+                if now >= deadline:
                     missing = [str(n) for n in range(place.count) if n not in members]
                     raise UserError(
                         f"process 0 waited {timeout:.0f} s at {place.address}, and {len(missing)} of {place.count} "
                         f"processes did not come: {', '.join(missing[:20])}. Look at their logs, and whether they "
                         f"reach {place.address}; --initialization_timeout is how long to wait."
                     )
-                for key, _ in selector.select(min(left, HEARTBEAT)):
-                    if key.fileobj is door:
-                        strangers.append(Link(door.accept()[0]))
-                        selector.register(strangers[-1], selectors.EVENT_READ)
-                        continue
+                for link in [link for link, came in strangers.items() if now - came > HANDSHAKE]:
+                    drop(link)
+                for key, _ in selector.select(min(deadline - now, HEARTBEAT)):
                     link = key.fileobj
+                    if link is door:
+                        with contextlib.suppress(OSError):  # it has closed already
+                            link = Link(door.accept()[0], token, leads=True)
+                            selector.register(link, selectors.EVENT_READ)
+                            strangers[link] = time.monotonic()
+                        if len(strangers) > place.count + _STRANGERS:
+                            drop(next(iter(strangers)))
+                        continue
+                    if link.fileno() < 0:  # it has just been dropped
+                        continue
                     try:
                         for message in link.receive():
                             member = _introduced(message, members)
                             members[member.index], links[member.index] = member, link
-                    except EOFError:  # no process of ours, or one that gave up: it may come again
-                        selector.unregister(link)
-                        link.close()
-                        for index in [n for n, other in links.items() if other is link]:
-                            del members[index], links[index]
+                            strangers.pop(link, None)
+                    except EOFError as error:  # not a process of ours, or one that gave up and may retry
+                        if isinstance(error, Unauthenticated):
+                            _reject(link)
+                        drop(link)
         except UserError as error:
-            for link in strangers:
-                link.send({"refused": str(error)})
+            for link in strangers | dict.fromkeys(links.values()):
+                if link.ready:
+                    link.send({"refused": str(error)})
             raise
     ordered = [members[n] for n in range(place.count)]
     for link in strangers:
-        if link not in links.values():
-            link.close()
+        link.close()
     for link in links.values():
         link.send({"port": port, "members": [dataclasses.asdict(member) for member in ordered]})
     return ordered, links
 
 
 @contextlib.contextmanager
-def _door(place: Place) -> Iterator[socket.socket]:
-    """Listens at the coordinator's port, on all addresses of this machine."""
+def _door(place: Place, address: str) -> Iterator[socket.socket]:
+    """Listen at the coordinator's port."""
     try:
-        ipv6 = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if ipv6 else socket.AF_INET
-        door = socket.create_server(("", place.port), family=family, dualstack_ipv6=ipv6, backlog=1024)
+        everywhere = not address and socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if everywhere or ":" in address else socket.AF_INET
+        door = socket.create_server((address, place.port), family=family, dualstack_ipv6=everywhere, backlog=1024)
     except OSError as error:
         raise UserError(
             f"process 0 cannot listen at port {place.port} (of --coordinator_address {place.address}): "
             f"{error.strerror}. Another run may use it: choose another port for all processes."
         ) from error
     with door:
+        door.setblocking(False)
         yield door
 
 
+def _reject(link: Link) -> None:
+    with contextlib.suppress(OSError):
+        log.warning(
+            "a connection from %s has another token than process 0 and was rejected. If it is a process of this run, "
+            "give all processes the same %s", link.socket.getpeername()[0], TOKEN,
+        )  # fmt: skip
+    link.reject()
+
+
 def _introduced(message: dict[str, Any], members: dict[int, Member]) -> Member:
-    """Who has come; UserError where it does not belong to this run."""
-    try:
-        member = Member(**message)
-    except TypeError as error:
-        raise EOFError from error
+    """Return who has joined. EOFError: not a process of ours; UserError: one that was started for another run."""
+    types = {field.name: field.type for field in dataclasses.fields(Member)}
+    if {name: type(value) for name, value in message.items()} != types:
+        raise EOFError
+    member = Member(**message)
     if member.count != members[0].count:
         raise UserError(
             f"{member} was started with --process_count={member.count}, but process 0 with {members[0].count}. Give "
             "all the same."
         )
+    if not 0 <= member.index < member.count:
+        raise EOFError
     if member.index in members:
         raise UserError(f"two processes have --process_index={member.index}: {members[member.index]} and {member}.")
     return member
 
 
-def join(place: Place, me: Member, timeout: float) -> tuple[list[Member], Link, int]:
-    """Another process: goes to process 0, and waits until all have come.
+def join(place: Place, me: Member, timeout: float, *, token: bytes) -> tuple[list[Member], Link, int]:
+    """Connect to process 0 and wait until all have joined. Called by all other processes.
 
     Returns:
       All processes in order, the connection to process 0, and the port of JAX's coordination service there.
@@ -188,22 +184,32 @@ def join(place: Place, me: Member, timeout: float) -> tuple[list[Member], Link, 
     why = "nothing answered"
     while (left := deadline - time.monotonic()) > 0:
         try:
-            link = Link(socket.create_connection((place.host, place.port), timeout=min(left, 10)))
+            link = Link(
+                socket.create_connection((place.host, place.port), timeout=min(left, HANDSHAKE)), token, leads=False
+            )
         except OSError as error:
             why = error.strerror or str(error)
             time.sleep(min(0.5, max(left, 0)))
             continue
-        link.send(dataclasses.asdict(me))
-        why = "it answered, but not all processes came"
         try:
+            while not link.ready:
+                link.receive()
+            link.send(dataclasses.asdict(me))
+            why = "it answered, but not all processes came"
             while (left := deadline - time.monotonic()) > 0:
-                # Process 0 may have begun to wait later: it is the one who knows who is missing.
+                # Process 0 may have started later, and only it knows who is missing: let it time out first.
                 link.socket.settimeout(left + GRACE)
                 for message in link.receive():
                     if "refused" in message:
                         raise UserError(message["refused"])
                     link.socket.settimeout(None)
                     return [Member(**m) for m in message["members"]], link, int(message["port"])
+        except Unauthenticated:
+            link.close()
+            raise UserError(
+                f"what answers at {place.address} has another token than process {place.index}, whose {TOKEN} is "
+                f"{'set' if token else 'not set'}. Start all processes with the same {TOKEN}."
+            ) from None
         except EOFError:
             link.close()
             if left > 0:
@@ -220,12 +226,11 @@ def join(place: Place, me: Member, timeout: float) -> tuple[list[Member], Link, 
 
 
 class Watch(threading.Thread):
-    """Watches the other processes until the end of this one.
+    """A thread that watches the other processes until this one ends.
 
     Attributes:
       me: this process's index.
       members: all processes, in order.
-      links: process 0: to all others; another process: to process 0.
     """
 
     def __init__(self, me: int, members: list[Member], links: dict[int, Link]):
@@ -236,7 +241,7 @@ class Watch(threading.Thread):
         self._lock = threading.RLock()
         self._done: set[int] = set()
         self._all_done = threading.Event()
-        self._leaving = threading.Event()  # this process has something to say itself before it ends
+        self._leaving = threading.Event()  # this process reports its own error before it exits
         self._judged = False
         os.register_at_fork(after_in_child=self._forget)
 
@@ -254,7 +259,7 @@ class Watch(threading.Thread):
                         selector.unregister(key.fileobj)
                         self._lost(key.data, "died or lost its network")
                 now = time.monotonic()
-                # Where this process itself was stopped or starved, that is no silence of others.
+                # If this process itself was stopped or starved, the others have not been silent.
                 passed, last = min(now - last, HEARTBEAT), now
                 if now - beat >= HEARTBEAT:
                     beat = now
@@ -266,10 +271,10 @@ class Watch(threading.Thread):
                         self._lost(index, f"has said nothing for {SILENCE:.0f} s: it hangs or lost its network")
 
     def done(self, timeout: float | None = None) -> bool:
-        """This process has finished: waits until all have, and is ended if one of them dies first.
+        """Report that this process has finished, and wait for the others. Exits if one of them dies first.
 
         Returns:
-          Whether all have finished within that time.
+          Whether all have finished within `timeout`.
         """
         if self.me == 0:
             self._hear(0, {"done": True})
@@ -278,7 +283,7 @@ class Watch(threading.Thread):
         return self._all_done.wait(timeout)
 
     def failed(self, text: str, code: int) -> None:
-        """This process ends with an error of its own: the others are told."""
+        """Report to the others that this process ends with an error."""
         self._leaving.set()
         if self.me == 0:
             self._judge(0, text, code)
@@ -286,7 +291,7 @@ class Watch(threading.Thread):
             self._links[0].send({"failed": text, "code": code})
 
     def linger(self) -> None:
-        """Waits until the others have read what they were told: what a process that is gone has sent may be lost."""
+        """Wait until the others have read their messages, which might be lost if this process exited at once."""
         deadline = time.monotonic() + GRACE + 2
         for link in self._links.values():
             with contextlib.suppress(OSError):
@@ -309,7 +314,7 @@ class Watch(threading.Thread):
                 self._all_done.set()
             elif "failed" in message:
                 with contextlib.suppress(OSError):
-                    self._links[index].socket.shutdown(socket.SHUT_WR)  # it has been heard and may end
+                    self._links[index].socket.shutdown(socket.SHUT_WR)  # acknowledge, so that it may exit
                 self._judge(index, message["failed"], message["code"])
             elif "verdict" in message:
                 self._obey(message["verdict"], message["code"])
@@ -322,7 +327,7 @@ class Watch(threading.Thread):
         self._judge(index, text, DIED)
 
     def _judge(self, index: int, text: str, code: int) -> None:
-        """The run is over because of one process: process 0 tells all others, and each ends."""
+        """End the run because of one process: process 0 notifies all others, and each exits."""
         with self._lock:
             if self._judged or self._all_done.is_set():
                 return
@@ -336,7 +341,7 @@ class Watch(threading.Thread):
 
     def _obey(self, text: str, code: int) -> None:
         if self._leaving.wait(0 if code == DIED else GRACE):
-            return  # this process ends by itself, and says why
+            return  # this process exits by itself and reports why
         with contextlib.suppress(OSError, ValueError):
             os.write(sys.stderr.fileno(), f"\nerror: {text}\n".encode())
         if self.me == 0:
@@ -344,6 +349,6 @@ class Watch(threading.Thread):
         os._exit(code)
 
     def _forget(self) -> None:
-        """A forked child must not hold connections that end with this process."""
+        """Close the connections in a forked child, so that they end with this process."""
         for link in self._links.values():
             link.close()

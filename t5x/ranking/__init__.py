@@ -1,1 +1,1 @@
-"""Reranking: passages ordered by a model that reads each with the query and says how relevant it is."""
+"""Reranking: a model reads each passage with the query and scores its relevance."""

@@ -1,4 +1,4 @@
-"""Passages and queries in files. A collection may be far larger than memory: only where its passages begin is kept."""
+"""Passages and queries in files. Only the positions of passages are kept in memory, so collections may be large."""
 
 import hashlib
 import logging
@@ -28,28 +28,28 @@ _BEFORE = {b"_id": (), b"id": (b'"_id"',), b"pid": (b'"_id"', b'"id"')}  # field
 
 
 class _Place(NamedTuple):
-    """Where the line of a passage begins, and in which of the open files."""
+    """The file and offset of a passage's line."""
 
     file: int
     offset: int
 
 
 class Collection:
-    """Passages by their ids.
+    """Passages by id.
 
-    A line is `id<TAB>text`, MS MARCO's `id<TAB>url<TAB>title<TAB>body`, or a JSON object: Anserini's (`id`,
-    `contents`), BEIR's (`_id`, `title`, `text`) or those of MS MARCO v2 (`pid`, `passage`; `docid`, `title`, `body`).
-    A title is put before its text.
+    A line is `id<TAB>text`, MS MARCO's `id<TAB>url<TAB>title<TAB>body`, or a JSON object: Anserini (`id`, `contents`),
+    BEIR (`_id`, `title`, `text`) or MS MARCO v2 (`pid`, `passage`; `docid`, `title`, `body`). A title is put before its
+    text.
 
     Args:
-      path: a file, a glob pattern, or a directory of files; of BEIR's, `corpus.jsonl` is taken.
-      ids: the passages that are wanted; the others are passed over. What is compressed or remote is read once, and the
-        wanted lines are kept in a temporary file.
+      path: a file, a glob pattern, or a directory of files. In a BEIR directory, `corpus.jsonl` is read.
+      ids: ids of the passages to find. Compressed and remote files are read once, and the matching lines are copied to
+        a temporary file.
 
     Attributes:
-      missing: which of `ids` are not there.
-      empty: which have no text.
-      digest: a hash of the lines of all that are there.
+      missing: the ids that were not found.
+      empty: the ids whose text is empty.
+      digest: hash of the lines that were found.
     """
 
     def __init__(self, path: str, ids: Iterable[str]):
@@ -66,7 +66,7 @@ class Collection:
         del self._wanted
 
     def text(self, identifier: str) -> str:
-        """The text of a passage."""
+        """Return the text of a passage."""
         place = self._places[identifier]
         file = self._files[place.file]
         file.seek(place.offset)
@@ -106,10 +106,10 @@ class Collection:
 
 
 def read_topics(path: str) -> dict[str, str]:
-    """{query id: query} of a file: lines `id<TAB>query`, or JSON objects with an id and a text.
+    """Return {query id: query} from lines `id<TAB>query` or JSON objects with an id and a text.
 
     Args:
-      path: a file, or a BEIR directory, of which `queries.jsonl` is taken.
+      path: a file, or a BEIR directory, where `queries.jsonl` is read.
     """
     found: dict[str, str] = {}
     for name in files_of(path, "queries"):
@@ -132,7 +132,7 @@ def read_topics(path: str) -> dict[str, str]:
 
 
 def document_of(raw: bytes, where: str) -> tuple[str, str]:
-    """(id, text) of a line of a collection."""
+    """Return (id, text) of a line of a collection."""
     if raw.lstrip().startswith(b"{"):
         record = records.object_of(raw, where)
         return _needed_id(record, DOCUMENT_IDS, where), text_with_title(record, where)
@@ -146,7 +146,7 @@ def document_of(raw: bytes, where: str) -> tuple[str, str]:
 
 
 def text_with_title(record: dict[str, Any], where: str) -> str:
-    """The text of a passage, behind its title where that is a field of its own."""
+    """Return the text of a passage, after its title if that is a separate field."""
     text = records.text_in(record, TEXTS, where)
     if any(record.get(name) is not None for name in _UNTITLED) or not record.get("title"):
         return text
@@ -154,10 +154,10 @@ def text_with_title(record: dict[str, Any], where: str) -> str:
 
 
 def files_of(path: str, beir: str) -> list[str]:
-    """The files that a path names.
+    """Return the files that a path stands for.
 
     Args:
-      beir: what BEIR calls the file that is taken of a directory.
+      beir: name of the file to read in a BEIR directory.
     """
     if is_remote(path) or not os.path.isdir(path):
         return expand(path)
@@ -171,7 +171,7 @@ def files_of(path: str, beir: str) -> list[str]:
 
 
 def _quick_id(raw: bytes) -> bytes | None:
-    """The id of a line, where it can be had without decoding the line."""
+    """Return the id of a line if it can be found without decoding the line."""
     if raw.lstrip()[:1] != b"{":
         return raw.partition(b"\t")[0]
     found = _FIRST_ID.match(raw)

@@ -1,10 +1,10 @@
-"""Runs against judgments, as a table."""
+"""Tables of runs measured against judgments."""
 
 import logging
 from collections.abc import Mapping, Sequence
 
 from t5x.metrics.ranking import PerQuery, Qrels, Run, compare, per_query, table
-from t5x.metrics.ranking_files import read_run
+from t5x.ranking.trec_files import read_run
 from t5x.telemetry import jsonl
 
 log = logging.getLogger(__name__)
@@ -22,13 +22,13 @@ def report(
     missing_as_zero: bool = False,
     per_query_path: str | None = None,
 ) -> str:
-    """A table of the measures of runs and, below it, how each differs from the first.
+    """Return a table of the runs' measures, followed by how each run differs from the first.
 
     Args:
       runs: {name: run}.
-      paths: {name: file of a run}, which come behind these.
+      paths: {name: run file}, added after `runs`.
       measures, relevance_level, missing_as_zero: see `t5x.metrics.ranking.per_query`.
-      per_query_path: where to write the values of every query, as JSON lines.
+      per_query_path: file for the values of every query, as JSON lines.
     """
     found: dict[str, PerQuery] = {}
     for name, run in [*runs.items(), *((name, read_run(path)) for name, path in paths.items())]:

@@ -1,4 +1,4 @@
-"""From pairs or lists of passages to the rows of a batch."""
+"""Feature converters for pairs and lists of passages."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from t5x.errors import UserError
 
 
 class RankingFeatureConverter(EncDecFeatureConverter):
-    """`EncDecFeatureConverter`, and for tasks of lists (those with `grades`) a row for a list.
+    """`EncDecFeatureConverter` that also converts tasks of lists (those with `grades`), one row per list.
 
     >>> lists = {"inputs": [[7, 1, 0], [8, 9, 1]], "targets": [5, 6], "grades": [2, 0]}
     >>> row = RankingFeatureConverter().convert_row([lists], {"inputs": 3, "targets": 2, "grades": 2})

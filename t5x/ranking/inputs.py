@@ -1,4 +1,4 @@
-"""The token ids of what a ranker reads. What is too long loses the end of its documents, and nothing else."""
+"""Token ids of a ranker's input. Inputs that are too long lose the end of their documents, nothing else."""
 
 import functools
 from collections.abc import Sequence
@@ -12,12 +12,12 @@ LONG_QUERY = ("error", "truncate")
 
 
 class Encoded(NamedTuple):
-    """Of one input.
+    """One encoded input.
 
     Attributes:
-      ids: with the EOS; the template's `max_length` at most.
-      is_cut: a document lost its end.
-      query_is_cut: so did the query.
+      ids: token ids with EOS, up to the template's `max_length`.
+      is_cut: whether a document was truncated.
+      query_is_cut: whether the query was truncated.
     """
 
     ids: list[int]
@@ -26,16 +26,15 @@ class Encoded(NamedTuple):
 
 
 class Inputs:
-    """Makes the inputs of a template.
+    """Encodes queries and documents with a template.
 
         Inputs(vocabulary, MONOT5).encode("what is a quark?", "A quark is a particle.").ids
 
-    An input that fits has the ids of its text as a whole, as Hugging Face's tokenizers give them. Of one that does not,
-    the text around the documents is kept whole and the documents share the room that is left; a short one gives what it
-    does not need to the other.
+    An input that fits is tokenised as a whole, as Hugging Face's tokenizers do. Otherwise the text around the documents
+    is kept, and the documents share the remaining room; a short document leaves its unused share to the other.
 
     Args:
-      long_query: a query that leaves no room for a token of every document is an `error`, or is cut (`truncate`) so
+      long_query: `error` refuses a query that leaves no room for a token of every document; `truncate` shortens it so
         that half of the input is left for documents.
     """
 
@@ -50,7 +49,7 @@ class Inputs:
         self._around = functools.lru_cache(maxsize=256)(self._around_documents)
 
     def encode(self, query: str, *documents: str) -> Encoded:
-        """The ids of a query with its documents, as many as the template has."""
+        """Return the ids of a query with the template's number of documents."""
         around = self._around(query)
         encode, limit = self._vocabulary.encode, self.template.max_length
         ids = encode(self.template.fill(around.query, *documents))
@@ -66,7 +65,7 @@ class Inputs:
         return Encoded([*made, *self._end], is_cut, around.query != query)
 
     def check(self, query: str) -> None:
-        """UserError for a query that is empty, or too long."""
+        """Raise a UserError if a query is empty or too long."""
         self._around(query)
 
     def _around_documents(self, query: str) -> "_Around":
@@ -95,7 +94,7 @@ class Inputs:
         return _Around(cut, self._pieces(cut))
 
     def _pieces(self, query: str) -> list[list[int]]:
-        """Ids of the text before, between and behind documents, with what divides them from these."""
+        """Return the ids before, between and after the documents, separators included."""
         texts = self.template.between(query)
         made = []
         for i, text in enumerate(texts):
@@ -111,14 +110,14 @@ class Inputs:
 
 
 class _Around(NamedTuple):
-    """A query, as much of it as fits, and the ids around its documents."""
+    """A query, truncated if needed, and the ids around its documents."""
 
     query: str
     ids: list[list[int]]
 
 
 def _separator(vocabulary: Vocabulary) -> list[int]:
-    """The ids between two words that are encoded apart: none where pieces carry their space, as SentencePiece's do."""
+    """Return the ids between two words that are encoded separately: none if pieces include their space."""
     first, second, both = (vocabulary.encode(text) for text in ("a", "b", "a b"))
     if both[: len(first)] == first and both[len(both) - len(second) :] == second:
         return both[len(first) : len(both) - len(second)]
@@ -126,7 +125,7 @@ def _separator(vocabulary: Vocabulary) -> list[int]:
 
 
 def _shares(room: int, sizes: Sequence[int]) -> list[int]:
-    """What each may keep: the room divided evenly, where the small leave to the large what they do not need.
+    """Divide the room evenly; what the short ones do not need goes to the long ones.
 
     >>> _shares(10, [2, 30]), _shares(10, [30, 30]), _shares(10, [3, 4])
     ([2, 8], [5, 5], [3, 4])

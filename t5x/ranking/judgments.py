@@ -11,8 +11,8 @@ from t5x.data import files
 from t5x.data.file_tasks import source_of
 from t5x.data.sources import TsvDataSource
 from t5x.errors import UserError
-from t5x.metrics.ranking_files import read_qrels
 from t5x.ranking.pairs import ListWork, RunWork, Work
+from t5x.ranking.trec_files import read_qrels
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ _OPTIONAL = ("query_id", "doc_id")  # the text itself stands for them
 
 @dataclasses.dataclass(frozen=True)
 class Passage:
-    """Of a query. `grade` is None where nobody judged it."""
+    """A passage of a query. `grade` is None if it is not judged."""
 
     doc_id: str
     text: str
@@ -40,7 +40,7 @@ class Passage:
 
     @property
     def gain(self) -> int:
-        """The grade, 0 for what is not judged or judged negatively."""
+        """Return the grade, or 0 if it is missing or negative."""
         return max(self.grade or 0, 0)
 
 
@@ -59,18 +59,18 @@ def read_judgments(
     qrels: str | os.PathLike[str] | None = None,
     candidates: Paths | Mapping[str, str] | None = None,
 ) -> dict[str, Query]:
-    """{query id: its passages}, in the order of the files.
+    """Return {query id: passages} in the order of the files.
 
     Args:
-      judged: files of (query, passage, label): .jsonl, .tsv or .csv with names in the first line, .parquet; also
-        compressed. With `qrels` also what `candidates` may be.
-      fields: {one of FIELDS: its name in these files}, where that is not a usual one. A query or passage without an id
-        is known by its text.
-      columns: names of the columns of files without a line of names: tab-separated then, whatever their ending.
-      qrels: judgments in TREC's form, which count instead of labels.
-      candidates: further passages of the same queries, such as what BM25 found, without labels: files as `judged`,
-        .json (also .json.gz) with [{"query": …, "hits": [{"qid", "docid", "content"}, …]}, …], or {"run": …,
-        "collection": …, "topics": …} as `t5x rerank` takes them.
+      judged: files of (query, passage, label): .jsonl, .tsv or .csv with a header, or .parquet, possibly compressed.
+        With `qrels`, everything that `candidates` accepts.
+      fields: {one of FIELDS: its name in these files}, for unusual names. The text is the id of a query or passage
+        without one.
+      columns: column names of tab-separated files without a header.
+      qrels: TREC judgments, used instead of labels.
+      candidates: more passages of the same queries, without labels, such as BM25's hits: files as for `judged`, .json
+        (or .json.gz) with [{"query": …, "hits": [{"qid", "docid", "content"}, …]}, …], or {"run": …, "collection": …,
+        "topics": …} as in `t5x rerank`.
     """
     found: dict[str, Query] = {}
     again = 0
@@ -108,7 +108,7 @@ class _Pair:
         return cls(where, query_id, query, Passage(doc_id, text, grade))
 
     def put(self, found: dict[str, Query]) -> bool:
-        """Adds it; whether that passage was there already."""
+        """Add a passage. Return whether it was present already."""
         query = found.setdefault(self.query_id, Query(self.query_id, self.query))
         if query.text != self.query:
             raise UserError(
@@ -126,7 +126,7 @@ class _Pair:
 def field_names(
     where: str, record: Mapping[str, Any], given: Mapping[str, str], wanted: Sequence[str]
 ) -> dict[str, str]:
-    """{one of `wanted`: the field of the record}; ids that it has not are left out.
+    """Return {one of `wanted`: the record's field}. Missing ids are omitted.
 
     >>> field_names("a.jsonl:1", {"qid": "7", "query": "who?", "text": "He."}, {}, ["query_id", "query", "passage"])
     {'query_id': 'qid', 'query': 'query', 'passage': 'text'}
@@ -147,7 +147,7 @@ def field_names(
 
 
 def grade_of(where: str, field: str, value: Any) -> int:
-    """A label as a whole number."""
+    """Return a label as an integer."""
     try:
         number = float(value)
     except (TypeError, ValueError):
@@ -176,7 +176,7 @@ def _add_candidates(found: dict[str, Query], candidates: Any) -> None:
 
 
 def _judge(found: dict[str, Query], qrels: str | os.PathLike[str], judged: Any) -> None:
-    """Takes the grades from judgments in TREC's form."""
+    """Set the grades from TREC judgments."""
     grades = read_qrels(qrels)
     missing = []
     for query_id, of_query in grades.items():
@@ -200,7 +200,7 @@ def _judge(found: dict[str, Query], qrels: str | os.PathLike[str], judged: Any) 
 
 
 def _records(given: Paths | Mapping[str, str], columns: Sequence[str] | None) -> Iterator[Record]:
-    """Where each pair is, and what it holds."""
+    """Yield the position and the fields of each pair."""
     if isinstance(given, Mapping):
         yield from _ranked(_run_work(given), str(given.get("run")))
         return
@@ -245,7 +245,7 @@ def _id(where: str, record: Mapping[str, Any], field: str) -> str:
 
 
 def as_list(paths: Any) -> list[Any]:
-    """One path or several, or the values of a mapping, as a list."""
+    """Return one path, several paths or the values of a mapping as a list."""
     if paths is None:
         return []
     if isinstance(paths, Mapping):

@@ -1,7 +1,6 @@
-"""Which template a checkpoint was trained with: it says so itself, or it is one of the public rankers."""
+"""The template that a checkpoint was trained with: stored in it, or that of a known public ranker."""
 
 import dataclasses
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from typing import Any
 from t5x.checkpoints.formats import Source
 from t5x.errors import UserError
 from t5x.ranking.templates import DUOT5, MONOT5, PRESETS, PairTemplate, Template
+from t5x.untrusted import MAX_JSON_BYTES, open_regular, parse_json
 
 # The published mT5 of 3B and 13B parameters learned `false`, which is two pieces in mT5, by its first one.
 _MT5_LARGE = dataclasses.replace(MONOT5, relevant="▁true", irrelevant="▁")
@@ -24,12 +24,12 @@ _PUBLIC: tuple[tuple[str, Template, str], ...] = (
 
 
 def template_of(source: Source, model: Any, *, pairwise: bool = False, given: bool = False) -> tuple[Template, str]:
-    """(the template of a checkpoint, whose it is and why).
+    """Return the template of a checkpoint and the reason for the choice.
 
     Args:
-      model: that of the checkpoint; a ranking model of ours has its `template`.
-      pairwise: of two documents, as duoT5's.
-      given: the user names a template, so that what is found gives only the rest of it; one of the other kind, nothing.
+      model: the checkpoint's model; our ranking models have a `template`.
+      pairwise: return a template for two documents, as in duoT5.
+      given: the user passes a template text, so only the labels and lengths found here are used.
     """
     kind = PairTemplate if pairwise else Template
     wrong = UserError(
@@ -52,7 +52,7 @@ def template_of(source: Source, model: Any, *, pairwise: bool = False, given: bo
 def with_changes(
     template: Template, why: str, *, text: str | None, labels: str | None, max_length: int | None
 ) -> tuple[Template, str]:
-    """The template, with what the user says instead of what was found; the reasons go with it."""
+    """Return the template with the user's settings applied, and the reasons."""
     changes: dict[str, Any] = {}
     if text is not None:
         if (preset := PRESETS.get(text)) is not None:
@@ -79,10 +79,10 @@ def _by_name(path: str) -> Iterator[tuple[Template, str]]:
 
 
 def _names(path: str) -> Iterator[str]:
-    """What a Hugging Face directory is called: in its config.json, on disk, and in Hugging Face's cache."""
+    """Return the names of a Hugging Face directory: in its config.json, on disk, and in the Hugging Face cache."""
     try:
-        with open(os.path.join(path, "config.json"), encoding="utf-8") as file:
-            said = json.load(file).get("_name_or_path")
+        with open_regular(os.path.join(path, "config.json")) as file:
+            said = parse_json(file.read(MAX_JSON_BYTES + 1)).get("_name_or_path")
     except (OSError, ValueError, AttributeError):
         said = None
     if isinstance(said, str):

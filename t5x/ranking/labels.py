@@ -1,4 +1,4 @@
-"""The tokens of the words that a ranker answers with."""
+"""Token ids of the words that a ranker generates."""
 
 from t5x.data.vocabularies import Vocabulary
 from t5x.errors import UserError
@@ -8,7 +8,7 @@ _SPACE = "▁"  # U+2581, which stands for the space before a word in SentencePi
 
 
 def label_ids(vocabulary: Vocabulary, template: Template) -> list[int]:
-    """Ids of the template's `relevant` and, if it has one, `irrelevant`."""
+    """Return the ids of the template's `relevant` and, if set, `irrelevant` words."""
     words = [word for word in (template.relevant, template.irrelevant) if word is not None]
     ids = [label_id(vocabulary, word) for word in words]
     if len(set(ids)) < len(ids):
@@ -17,7 +17,7 @@ def label_ids(vocabulary: Vocabulary, template: Template) -> list[int]:
 
 
 def label_id(vocabulary: Vocabulary, label: str) -> int:
-    """The id of a label: a word that is a single piece, or a piece itself, "▁true"."""
+    """Return the id of a label: a word that is a single piece, or a piece such as "▁true"."""
     tokenizer = getattr(vocabulary, "tokenizer", None)
     if label.startswith(_SPACE):
         lookup = getattr(tokenizer, "piece_to_id", None) or getattr(tokenizer, "token_to_id", None)

@@ -1,9 +1,9 @@
-"""Rankings as lines of a file."""
+"""Output formats of rankings."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from t5x.metrics.ranking_files import msmarco_lines, trec_lines
+from t5x.ranking.trec_files import msmarco_lines, trec_lines
 from t5x.telemetry import jsonl
 
 FORMATS = ("trec", "msmarco", "jsonl")
@@ -12,12 +12,12 @@ FORMATS = ("trec", "msmarco", "jsonl")
 def ranking_lines(
     form: str, query: str, scores: Mapping[str, float], logits: Mapping[str, Sequence[float]]
 ) -> list[bytes]:
-    """The lines of a query.
+    """Return the output lines of a query.
 
     Args:
       form: one of FORMATS.
-      scores: of its documents, in the order of the input.
-      logits: of the labels, of those documents that were scored; jsonl has only these.
+      scores: scores of the documents in input order.
+      logits: label logits of the scored documents; jsonl writes only these documents.
     """
     if form == "jsonl":
         return [jsonl.encode(_record(query, doc, scores[doc], of_labels)) for doc, of_labels in logits.items()]

@@ -1,11 +1,11 @@
-"""Losses of rankers, over the scores that they give passages."""
+"""Ranking losses over the scores of passages."""
 
 import jax
 import jax.numpy as jnp
 
 
 def listwise_softmax(scores: jax.Array, gains: jax.Array, is_real: jax.Array) -> jax.Array:
-    """RankT5's: the cross entropy between the gains and the softmax of the scores, of every list.
+    """Return RankT5's loss: the cross entropy between gains and softmax of the scores, per list.
 
     >>> loss = listwise_softmax(jnp.array([[2.0, 0.0, 9.0]]), jnp.array([[1, 0, 0]]), jnp.array([[True, True, False]]))
     >>> round(float(loss[0]), 4)  # log(1 + exp(0 - 2))
@@ -13,11 +13,11 @@ def listwise_softmax(scores: jax.Array, gains: jax.Array, is_real: jax.Array) ->
 
     Args:
       scores: float [lists, passages].
-      gains: how relevant each passage is, at least 0, [lists, passages]; of every list they are divided by their sum.
-      is_real: bool [lists, passages]; others are no part of their list.
+      gains: relevance of each passage, at least 0, [lists, passages]; normalised to sum to 1 per list.
+      is_real: bool [lists, passages]; False marks padding.
 
     Returns:
-      float32 [lists]; 0 where nothing is relevant.
+      float32 [lists]; 0 for lists without a relevant passage.
     """
     scores = jnp.where(is_real, scores.astype(jnp.float32), -jnp.inf)
     gains = jnp.where(is_real, gains, 0).astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""A model that learns to rank: monoT5's losses of pairs, and RankT5's of lists."""
+"""A model that learns to rank with monoT5's pointwise losses or RankT5's listwise loss."""
 
 from typing import Any, Literal
 
@@ -21,21 +21,19 @@ LOSSES = ("vocabulary", "labels", "listwise")
 
 
 class RankingModel(EncoderDecoderModel):
-    """An encoder-decoder that says how relevant a passage is by the first token that it would answer.
+    """An encoder-decoder that scores a passage by the logits of its first decoded token.
 
-    The score of a pair, which `score_batch` gives whatever the pair's target, is the log probability of the template's
-    word for relevant against the one for irrelevant; of a template with one word, its logit. The template is kept in
-    checkpoints, where `t5x rerank` finds it.
+    `score_batch` ignores the targets. It returns the log probability of the template's relevant word against the
+    irrelevant one, or the logit of the only word. Checkpoints contain the template, which `t5x rerank` reads.
 
     Args:
-      module, input_vocabulary, output_vocabulary, optimizer_def: as of `EncoderDecoderModel`.
-      template: that of the task, one of `t5x.ranking.templates`, or the name of one: monot5, mt5, ptt5, monoptt5.
-      loss: `vocabulary`: cross entropy over all tokens, as any model is trained, and monoT5 was. `labels`: cross
-        entropy over the two words alone. `listwise`: softmax over the passages of a list, see
-        `t5x.ranking.tasks.lists`; the score there is the difference of the two logits, which orders as log probability
-        does, or the one logit. It takes neither z_loss nor label_smoothing.
-      options: further arguments of `EncoderDecoderModel`. loss_normalizing_factor counts a pair, or a list, as one
-        token where the loss is not that of the vocabulary.
+      module, input_vocabulary, output_vocabulary, optimizer_def: see `EncoderDecoderModel`.
+      template: the task's template from `t5x.ranking.templates`, or its name: monot5, mt5, ptt5, monoptt5.
+      loss: `vocabulary`: cross entropy over all tokens, as for monoT5. `labels`: cross entropy over the two words.
+        `listwise`: softmax over the passages of a list (see `t5x.ranking.tasks.lists`), whose score is the difference
+        of the two logits, or the single logit; without z_loss and label_smoothing.
+      options: further arguments of `EncoderDecoderModel`. Except for `vocabulary`, loss_normalizing_factor counts a
+        pair or a list as one token.
     """
 
     FEATURE_CONVERTER_CLS = RankingFeatureConverter
@@ -78,7 +76,7 @@ class RankingModel(EncoderDecoderModel):
         return loss, self._ranking_metrics(batch, loss, jnp.sum(z_part * scale), per_example, right)
 
     def with_loss_scale(self, batch: Batch) -> Batch:
-        """The batch with `loss_scale`, float32 [batch, 1] where a pair or a list is what counts."""
+        """Return the batch with `loss_scale`; float32 [batch, 1] if pairs or lists are counted."""
         if self.loss == "vocabulary" or "loss_scale" in batch:
             return super().with_loss_scale(batch)
         counted = self._counted(batch).astype(jnp.float32)[:, None]
@@ -103,7 +101,7 @@ class RankingModel(EncoderDecoderModel):
         return loss, jnp.zeros_like(loss), right
 
     def _counted(self, batch: Batch) -> jax.Array:
-        """bool [batch]: which pairs or lists are no padding."""
+        """Return bool [batch]: False for padding rows."""
         if self.loss == "listwise":
             return jnp.any((batch["passage_grades"] > 0) & (batch["decoder_loss_weights"] > 0), axis=-1)
         return batch["decoder_target_tokens"][:, 0] > 0
@@ -129,7 +127,7 @@ class RankingModel(EncoderDecoderModel):
     def score_batch(
         self, params: Params, batch: Batch, return_intermediates: bool = False, first_logits: bool = False
     ) -> Any:
-        """How relevant each pair's passage is, float32 [batch]; with `first_logits` as of `EncoderDecoderModel`."""
+        """Return the relevance of each pair, float32 [batch]. `first_logits`: see `EncoderDecoderModel`."""
         self._check(batch, lists=False)
         if first_logits or return_intermediates:
             return super().score_batch(params, batch, return_intermediates, first_logits)
@@ -137,7 +135,7 @@ class RankingModel(EncoderDecoderModel):
         return logits[:, 0] if self.template.irrelevant is None else jax.nn.log_softmax(logits, axis=-1)[:, 0]
 
     def _label_logits(self, params: Params, batch: Batch, dropout_rng: jax.Array | None = None) -> jax.Array:
-        """Logits of the words at the first position, float32 [passages, words]; those of lists one after another."""
+        """Return the labels' logits at the first position, float32 [passages, labels]; lists are flattened."""
         inputs = batch["encoder_input_tokens"]
         rows = self._row_index(batch)
         if rows and inputs.ndim == 3:

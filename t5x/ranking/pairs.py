@@ -1,6 +1,7 @@
-"""What is reranked: a run with its topics and collection, lists of candidates, or pairs of a query and a passage.
+"""The input of reranking: a run with topics and collection, lists of candidates, or query-passage pairs.
 
-Each is read as units that are ranked as a whole: the passages of a query or, where no order is asked for, one pair.
+Each is read as units that are ranked as a whole: the passages of a query or, if the output keeps the input order, one
+pair.
 """
 
 import hashlib
@@ -16,9 +17,9 @@ from typing import Any, NamedTuple, Protocol
 
 from t5x.errors import UserError
 from t5x.metrics.ranking import Run, ranked
-from t5x.metrics.ranking_files import check_id, read_run
 from t5x.ranking import records
 from t5x.ranking.collections import TEXTS, Collection, read_topics, text_with_title
+from t5x.ranking.trec_files import check_id, read_run
 from t5x.texts import decoded, parsed
 
 log = logging.getLogger(__name__)
@@ -31,8 +32,8 @@ class Unit(NamedTuple):
     """Passages of a query.
 
     Attributes:
-      doc_ids, texts: of the passages to score.
-      rest: ids of further passages, which stay behind these in this order.
+      doc_ids, texts: the passages to score.
+      rest: ids of further passages, which keep their order after these.
     """
 
     query_id: str
@@ -46,12 +47,12 @@ class Work(Protocol):
     """All units of an input.
 
     Attributes:
-      sizes: passages to score of each unit.
-      num_queries: how many there are.
-      query_ids: theirs; of pairs that stay in their order, those that the input gives.
-      digest: a hash of everything that results depend on.
-      before: the order that the input has itself; None where it has none.
-      empty: how many passages have no text.
+      sizes: number of passages to score per unit.
+      num_queries: number of queries.
+      query_ids: ids of the queries; for pairs in input order, those given in the input.
+      digest: hash of everything that the results depend on.
+      before: the ranking of the input; None if it has none.
+      empty: number of passages without text.
     """
 
     sizes: list[int]
@@ -65,13 +66,13 @@ class Work(Protocol):
 
 
 class RunWork:
-    """The passages that a run names.
+    """The passages of a run.
 
     Args:
-      run: a file, TREC's or MS MARCO's.
-      topics, collection: see `t5x.ranking.collections`. Without topics those of a BEIR collection are taken.
-      top: passages of a query that are scored, the first ones of the run; None is all.
-      skip_unknown: leave out queries and passages whose text is not there, and count them; else they are an error.
+      run: a TREC or MS MARCO run file.
+      topics, collection: see `t5x.ranking.collections`. `topics` may be omitted for a BEIR collection.
+      top: number of passages to score per query, from the top of the run; None scores all.
+      skip_unknown: skip and count queries and passages without a text instead of raising an error.
     """
 
     def __init__(self, run: str, collection: str, topics: str | None, top: int | None, *, skip_unknown: bool):
@@ -109,15 +110,15 @@ class RunWork:
 
 
 class ListWork:
-    """Candidates of queries with their texts, as JSON: a list, or a line each.
+    """Candidates of queries with their texts, as a JSON list or JSON lines.
 
         {"query": "…", "hits": [{"qid": 264014, "docid": "5611210", "content": "…", "rank": 1, "score": 15.8}, …]}
         {"query": {"text": "…", "qid": "264014"}, "candidates": [{"docid": "5611210", "doc": {…}, "score": 15.8}, …]}
 
-    The id of a query may be beside it, in it, or in its hits; one without any is numbered.
+    The query id may be beside the query, inside it or in its hits; queries without an id are numbered.
 
     Args:
-      path: of the file, which is held in memory.
+      path: the file, which is held in memory.
       top: see `RunWork`.
     """
 
@@ -167,7 +168,7 @@ class ListWork:
 
 
 class _Line(NamedTuple):
-    """A pair, and where it is. What has no id is numbered."""
+    """A pair and its position. Missing ids are numbered."""
 
     where: str
     query_id: str
@@ -177,15 +178,15 @@ class _Line(NamedTuple):
 
 
 class PairWork:
-    """Lines of pairs, in their order: JSON objects with `query`, `text` and, if they have ids, `query_id` and `doc_id`;
-    or `query<TAB>passage`, or `query_id<TAB>doc_id<TAB>query<TAB>passage`.
+    """Pairs in input order: JSON objects with `query`, `text` and optionally `query_id` and `doc_id`; lines
+    `query<TAB>passage`; or `query_id<TAB>doc_id<TAB>query<TAB>passage`.
 
-    Without ids, which all lines have or none, a query is numbered when another one begins, and a passage by its line.
+    Either all lines have ids or none. Without ids, queries are numbered in order and passages by their line.
 
     Args:
-      path: of the file, which is read twice; - is standard input, which is copied to a temporary file first.
-      by_query: a unit is all passages of a query, which must stand together; else each pair is one.
-      check: is told every query with its id, and raises a UserError where it cannot be asked.
+      path: the file, which is read twice; standard input (-) is copied to a temporary file first.
+      by_query: a unit is all passages of a query, which must be consecutive; otherwise each pair is a unit.
+      check: called with each query and its id; raises a UserError for a query that cannot be used.
     """
 
     def __init__(self, path: str, *, by_query: bool, check: Callable[[str, str], None] = lambda query_id, query: None):
@@ -253,7 +254,7 @@ class PairWork:
             yield unit
 
     def _checked(self, check: Callable[[str, str], None]) -> Iterator[_Line]:
-        """The pairs, where ids are of one query each; what is there twice among neighbours of a query is counted."""
+        """Yield the pairs. Check that an id belongs to one query, and count duplicates among adjacent pairs."""
         last, there, again = None, set(), 0
         for pair in self._lines():
             query = pair.query_id, pair.query
@@ -318,7 +319,7 @@ class PairWork:
 
 
 def _query_id(places: Sequence[tuple[str, dict[str, Any]]]) -> str | None:
-    """The id of a query, which must be the same in all places, (where, object), that have one."""
+    """Return the id of a query, which must be the same in all places (where, object) that contain one."""
     found = None
     for where, record in places:
         told = records.id_in(record, _QUERY_IDS, where)
@@ -328,7 +329,7 @@ def _query_id(places: Sequence[tuple[str, dict[str, Any]]]) -> str | None:
 
 
 def _text_of(hit: dict[str, Any], where: str) -> str:
-    """The text of a candidate, which may be in an object or a text `doc`."""
+    """Return the text of a candidate, whose `doc` may be an object or a string."""
     doc = hit.get("doc", hit)
     if isinstance(doc, str):
         return records.text_in(hit, ("doc",), where)
@@ -355,7 +356,7 @@ def _check_id(identifier: str, where: str, hint: str = "") -> str:
 
 
 def _first(scores: dict[str, float], top: int | None) -> tuple[list[str], list[str]]:
-    """(the first `top` documents as they stand in the input, the others as they are ranked)."""
+    """Return the first `top` documents in input order, and the others in ranked order."""
     order = ranked(scores)
     rest = order[top or len(order) :]
     behind = set(rest)
@@ -372,7 +373,7 @@ def _unknown(ids: Sequence[str], what: str, skip: bool) -> None:
 
 
 def _entries(path: str) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON list, or of JSON lines."""
+    """Yield the objects of a JSON list or of JSON lines."""
     lines = list(records.lines(path))
     if lines and lines[0].raw.lstrip().startswith(b"["):
         found = parsed(decoded(b"\n".join(line.raw for line in lines), path), path)

@@ -1,4 +1,4 @@
-"""duoT5: the first passages of a query compared two by two, and ordered by how many others each beats."""
+"""duoT5: the top passages of a query are compared pairwise and ordered by their wins."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,7 +8,7 @@ from t5x.ranking.reranker import Encoded, Reranker, scores
 
 
 def pairs_of(query: str, documents: Sequence[str]) -> list[tuple[str, str, str]]:
-    """(query, document i, document j) for all i and j that differ, i first: k (k - 1) of k documents."""
+    """Return (query, document i, document j) for all i != j, ordered by i: k (k - 1) triples for k documents."""
     return [(query, a, b) for i, a in enumerate(documents) for j, b in enumerate(documents) if i != j]
 
 
@@ -20,11 +20,11 @@ def wins(
     rows: int | None = None,
     after_batch: Callable[[int], None] = lambda inputs: None,
 ) -> list[np.ndarray]:
-    """Of each query the scores of its documents, NaN where a logit is not a number.
+    """Return the scores of each query's documents; NaN if a logit is not finite.
 
     Args:
-      encoded: `pairs_of` all queries, one after the other.
-      counts: how many documents each query has.
+      encoded: the encoded `pairs_of` of all queries, concatenated.
+      counts: number of documents per query.
       rows, after_batch: see `LoadedModel.predictions`.
     """
     logits = reranker.logits(encoded, rows=rows, after_batch=after_batch)
@@ -41,10 +41,10 @@ def wins(
 
 
 def symmetric_sum(preferences: np.ndarray) -> np.ndarray:
-    """SYM-SUM: for each document i the sum over the others j of p_ij + (1 - p_ji).
+    """Return SYM-SUM: for each document i, the sum over the other documents j of p_ij + (1 - p_ji).
 
     Args:
-      preferences: [k, k], p_ij the probability that i is more relevant than j; the diagonal does not matter.
+      preferences: [k, k]; p_ij is the probability that i is more relevant than j. The diagonal is ignored.
     """
     others = ~np.eye(len(preferences), dtype=bool)
     return np.where(others, preferences + 1.0 - preferences.T, 0.0).sum(axis=1)

@@ -1,4 +1,4 @@
-"""From judged passages to what a ranker is trained on: pairs with the word it is to answer, or lists of passages."""
+"""Preprocessors that turn judged passages into training pairs or lists."""
 
 import dataclasses
 import functools
@@ -22,9 +22,9 @@ Lengths = Mapping[str, int] | None
 
 
 def draw_pairs(example: Example, seed: int, negatives: int, relevance_level: int) -> list[Example]:
-    """A relevant passage, and `negatives` of the others that are not, others in every epoch; a pair stays as it is.
+    """Yield a relevant passage and `negatives` irrelevant ones, resampled every epoch. Pairs pass unchanged.
 
-    Their order is drawn too: all rows of a batch begin with the first.
+    The order is random too, because all rows of a batch start with the first.
     """
     others = example.pop("others", ())
     drawn = _draw([other for other in others if other.gain < relevance_level], negatives, seed)
@@ -33,7 +33,7 @@ def draw_pairs(example: Example, seed: int, negatives: int, relevance_level: int
 
 
 def draw_list(example: Example, seed: int, relevance_level: int, sequence_length: Lengths) -> Example:
-    """A relevant passage and as many others as a list takes, others in every epoch.
+    """Yield a relevant passage with enough others to fill a list, resampled every epoch.
 
     Passages below the relevance level have grade 0 in the list.
     """
@@ -50,12 +50,12 @@ def draw_list(example: Example, seed: int, relevance_level: int, sequence_length
 
 
 def divide_triple(example: Example, seed: int, fields: Mapping[str, str]) -> list[Example]:
-    """(query, positive, negative) as two pairs, in an order that is drawn."""
+    """Yield (query, positive, negative) as two pairs in random order."""
     return _draw(_pairs_of_triple(example, fields), 2, seed)
 
 
 def triple_as_list(example: Example, fields: Mapping[str, str]) -> Example:
-    """(query, positive, negative) as a list of two passages."""
+    """Yield (query, positive, negative) as a list of two passages."""
     pairs = _pairs_of_triple(example, fields)
     return {
         "query": pairs[0]["query"],
@@ -71,7 +71,7 @@ def encode_pair(
     output_features: Mapping[str, Feature],
     sequence_length: Lengths,
 ) -> Example:
-    """The filled template, its passage cut where it is too long, as `inputs`; the word to answer as `targets`."""
+    """Encode the filled template as `inputs`, truncating the passage if needed, and the label as `targets`."""
     word = _word(template, example["grade"] >= relevance_level)
     vocabulary = output_features["targets"].vocabulary
     targets = [label_id(vocabulary, word)]
@@ -90,9 +90,9 @@ def encode_pair(
 def encode_list(
     example: Example, template: Template, output_features: Mapping[str, Feature], sequence_length: Lengths
 ) -> Example:
-    """The passages of a list, each in its template, as the rows of `inputs`; `targets` are the words' ids.
+    """Encode the passages of a list as rows of `inputs`; `targets` are the label ids.
 
-    A list of fewer passages is filled up with rows whose target is 0: the loss leaves them out.
+    Short lists are padded with rows whose target is 0, which the loss ignores.
     """
     size = len(example["passages"]) if sequence_length is None else _list_size(sequence_length)
     if len(example["passages"]) > size:
@@ -129,12 +129,12 @@ def _inputs(vocabulary: Vocabulary, template: Template, limit: int) -> Inputs:
 
 
 def _draw(items: Sequence[Any], count: int, seed: int) -> list[Any]:
-    """So many of the items, or all, without repetition and in an order that the seed tells."""
+    """Sample `count` items, or all, without replacement, in an order determined by the seed."""
     return [items[shuffled(at, len(items), seed)] for at in range(min(count, len(items)))]
 
 
 def _word(template: Template, is_relevant: bool) -> str:
-    """What is to be answered; of a template with one word that one, which only losses of scores are trained with."""
+    """Return the target word; a template with one word has only that one, and is trained with losses of scores."""
     return template.relevant if is_relevant or template.irrelevant is None else template.irrelevant
 
 

@@ -1,4 +1,4 @@
-"""Lines of files that may be remote, and compressed with gzip."""
+"""Lines of files that may be remote or compressed with gzip."""
 
 import contextlib
 import gzip
@@ -18,12 +18,12 @@ _BOM = b"\xef\xbb\xbf"
 
 
 class Line(NamedTuple):
-    """A line that is not blank.
+    """A non-blank line.
 
     Attributes:
-      number: in its file, from 1.
-      offset: of its first byte, in the content.
-      raw: without its end.
+      number: line number, from 1.
+      offset: byte offset in the decompressed content.
+      raw: the bytes without the line end.
     """
 
     number: int
@@ -32,7 +32,7 @@ class Line(NamedTuple):
 
 
 def lines(path: str) -> Iterator[Line]:
-    """The lines of a file."""
+    """Yield the lines of a file."""
     with _opened(path) as file:
         offset = 0
         try:
@@ -50,7 +50,7 @@ def lines(path: str) -> Iterator[Line]:
 
 
 def can_seek(path: str) -> bool:
-    """Whether lines can be read again at their offsets: a local file that is not compressed."""
+    """Return whether lines can be read again at their offsets: a local file that is not compressed."""
     if is_remote(path) or not os.path.isfile(path):
         return False
     with open_binary(path) as file:
@@ -58,7 +58,7 @@ def can_seek(path: str) -> bool:
 
 
 def object_of(raw: bytes, where: str) -> dict[str, Any]:
-    """The JSON object of a line."""
+    """Return the JSON object of a line."""
     found = texts.parsed(texts.decoded(raw, where), where)
     if not isinstance(found, dict):
         raise UserError(f"{where} is not a JSON object: {raw[:60]!r}")
@@ -66,7 +66,7 @@ def object_of(raw: bytes, where: str) -> dict[str, Any]:
 
 
 def id_in(record: dict[str, Any], names: Sequence[str], where: str) -> str | None:
-    """The first of these fields that is there, as an id: a text, or a whole number."""
+    """Return the first of these fields that is present, as an id: a string or an integer."""
     for name in names:
         if (value := record.get(name)) is not None:
             if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
@@ -77,7 +77,7 @@ def id_in(record: dict[str, Any], names: Sequence[str], where: str) -> str | Non
 
 
 def text_in(record: dict[str, Any], names: Sequence[str], where: str) -> str:
-    """The first of these fields that is there, which must be a text."""
+    """Return the first of these fields that is present, which must be a string."""
     for name in names:
         if (value := record.get(name)) is not None:
             if not isinstance(value, str):
@@ -91,7 +91,7 @@ def text_in(record: dict[str, Any], names: Sequence[str], where: str) -> str:
 
 @contextlib.contextmanager
 def copying(name: str) -> Iterator[None]:
-    """Around what writes a temporary copy of a file: where there is no room for it, that is told."""
+    """Report a full disk while a temporary copy of a file is written."""
     try:
         yield
     except OSError as error:
@@ -103,7 +103,7 @@ def copying(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _opened(path: str) -> Iterator[BinaryIO]:
-    """The content of a file, decompressed."""
+    """Open a file and decompress its content."""
     if is_remote(path):
         remote, name = file_system(path)
         with explained(path), remote.open(name, "rb") as file:

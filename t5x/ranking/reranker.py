@@ -1,4 +1,4 @@
-"""A model that says how relevant passages are: pairs of a query and a passage in; scores out, in their order."""
+"""A model that scores query-passage pairs."""
 
 import dataclasses
 import logging
@@ -18,13 +18,13 @@ log = logging.getLogger(__name__)
 
 
 class Ranked(NamedTuple):
-    """A passage with its relevance.
+    """A scored passage.
 
     Attributes:
-      index: of the passage in what was given.
-      doc_id: its id where it was given with one, else its index.
-      score: log probability of the relevant label against the other one; with one label, its logit.
-      true_logit, false_logit: of the two labels.
+      index: position of the passage in the input.
+      doc_id: the given id, or the index.
+      score: log probability of the relevant label against the other; with one label, its logit.
+      true_logit, false_logit: logits of the two labels.
     """
 
     index: int
@@ -36,11 +36,11 @@ class Ranked(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """MaxP: a passage is scored by the best of its windows, which overlap; words are what white space divides.
+    """MaxP: a passage is scored by its best window. Windows overlap and consist of words separated by white space.
 
     Attributes:
-      size: words of a window.
-      stride: words from the beginning of one to that of the next.
+      size: words per window.
+      stride: words between the starts of consecutive windows.
     """
 
     size: int = 150
@@ -72,13 +72,13 @@ class Windows:
 
 
 class Encoded(NamedTuple):
-    """Pairs, ready to be computed.
+    """Pairs, encoded.
 
     Attributes:
-      inputs: ids of all windows of all pairs, int32.
-      pairs: for each of the inputs, the index of its pair.
-      cut: how many inputs lost the end of a passage.
-      cut_queries: how many lost that of their query.
+      inputs: int32 ids of all windows of all pairs.
+      pairs: the pair index of each input.
+      cut: number of inputs with a truncated passage.
+      cut_queries: number of inputs with a truncated query.
     """
 
     inputs: list[np.ndarray]
@@ -94,16 +94,16 @@ class Reranker:
 
     Args:
       loaded: the model.
-      template: a `Template`, the name of a preset, or the text of one; None is what the checkpoint is known for.
+      template: a `Template`, the name of a preset, or a template text; None uses the checkpoint's.
       labels: two words, "true,false", instead of the template's.
-      max_length: tokens of an input, instead of the template's.
+      max_length: tokens per input, instead of the template's.
       long_query: see `Inputs`.
       windows: score long passages by their best window.
-      pairwise: for two documents at a time, as duoT5.
+      pairwise: score two documents at a time, as duoT5 does.
 
     Attributes:
-      template: that is used.
-      why: where it comes from.
+      template: the template in use.
+      why: the reason for it.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Reranker:
         return f"{self.template.text!r}, {labels}, {self.template.max_length} tokens: {self.why}"
 
     def rank(self, pairs: Sequence[tuple[str, str]]) -> list[Ranked]:
-        """A `Ranked` for each (query, passage); pairwise, (query, passage, passage)."""
+        """Return a `Ranked` for each (query, passage) or, pairwise, (query, passage, passage)."""
         pairs, count = list(pairs), 1 + len(self.template.DOCUMENTS)
         for i, pair in enumerate(pairs):
             if not isinstance(pair, tuple | list) or len(pair) != count or not all(isinstance(t, str) for t in pair):
@@ -168,7 +168,7 @@ class Reranker:
         ]
 
     def encode(self, pairs: Sequence[tuple[str, ...]]) -> Encoded:
-        """The inputs of (query, document) or, pairwise, (query, document, document)."""
+        """Return the inputs of (query, document) or, pairwise, (query, document, document)."""
         inputs, of_pairs, cut, cut_queries = [], [], 0, 0
         for index, (query, *documents) in enumerate(pairs):
             windows = [documents] if self.windows is None else [[window] for window in self.windows.of(*documents)]
@@ -187,8 +187,8 @@ class Reranker:
         rows: int | None = None,
         after_batch: Callable[[int], None] = lambda inputs: None,
     ) -> np.ndarray:
-        """Logits of the labels for each pair, float32 [pairs, labels]; those of its best window, or of one that has
-        others than numbers.
+        """Return the label logits of each pair, float32 [pairs, labels]: those of its best window, or of one that is
+        not finite.
 
         Args:
           rows, after_batch: see `LoadedModel.predictions`.
@@ -206,9 +206,9 @@ class Reranker:
 
 
 def scores(logits: np.ndarray) -> np.ndarray:
-    """Log softmax of the first of two logits, or the only one: float64 [pairs].
+    """Return the log softmax of the first of two logits, or the only logit, float64 [pairs].
 
-    It is taken of their difference, so that large ones stay apart where the softmax is nearly 1.
+    It is computed from the difference, so that scores remain distinct where the softmax is close to 1.
     """
     wide = logits.astype(np.float64)
     if wide.shape[1] == 1:
@@ -218,7 +218,7 @@ def scores(logits: np.ndarray) -> np.ndarray:
 
 
 def check_finite(logits: np.ndarray, name: Callable[[int], str]) -> None:
-    """UserError where a row of logits, of what `name` calls it, has others than numbers."""
+    """Raise a UserError that names the first row of logits with a non-finite value."""
     bad = np.flatnonzero(~np.isfinite(logits).all(axis=1))
     if len(bad):
         raise UserError(

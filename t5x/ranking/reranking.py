@@ -1,4 +1,4 @@
-"""`t5x rerank`: the passages of many queries, from files to a file, through any number of interruptions."""
+"""`t5x rerank`: rank the passages of many queries from files to a file, resuming after interruptions."""
 
 import concurrent.futures
 import dataclasses
@@ -14,12 +14,12 @@ from t5x.inference.loaded import BATCH_SIZE, load
 from t5x.inference.output import Output
 from t5x.inference.shown import Shown
 from t5x.metrics.ranking import ranked
-from t5x.metrics.ranking_files import read_qrels
 from t5x.partitioning import distributed
 from t5x.ranking import evaluation, pairwise
 from t5x.ranking.lines import FORMATS, ranking_lines
 from t5x.ranking.pairs import ListWork, PairWork, RunWork, Unit, Work
 from t5x.ranking.reranker import Encoded, Reranker, Windows, check_finite, scores
+from t5x.ranking.trec_files import read_qrels
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ PAIRWISE_TOP = 50
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Given:
-    """What is reranked: one of `run` (with `collection` and `topics`), `candidates` and `pairs`.
+    """The input: one of `run` (with `collection` and `topics`), `candidates` and `pairs`.
 
     Attributes:
       run, collection, topics, top, skip_unknown: see `t5x.ranking.pairs.RunWork`.
@@ -64,7 +64,7 @@ class Given:
             )  # fmt: skip
 
     def read(self, form: str, check: Callable[[str, str], None]) -> Work:
-        """All of it, for output in this format.
+        """Read the whole input for this output format.
 
         Args:
           check: see `PairWork`.
@@ -78,6 +78,10 @@ class Given:
         for query_id, query in work.queries.items():
             check(query_id, query)
         return work
+
+    def paths(self) -> dict[str, str | None]:
+        """Return {flag: path} of the input files."""
+        return {**self._kinds(), "collection": self.collection, "topics": self.topics}
 
     def _kinds(self) -> dict[str, str | None]:
         return {"run": self.run, "candidates": self.candidates, "input": self.pairs}
@@ -108,22 +112,21 @@ def rerank(
     measures: Sequence[str] = evaluation.MEASURES,
     relevance_level: int = 1,
 ) -> None:
-    """Scores passages and writes them ranked. Killed and started again, it goes on behind the last finished chunk.
+    """Score passages and write their ranking. A killed job resumes after its last finished chunk.
 
     Args:
-      model_dir: a checkpoint, or a MODEL_DIR.
-      output: a file; - is stdout.
-      form: `trec`, `msmarco`, or `jsonl`: in the order of the input, with the logits.
+      model_dir: a checkpoint or a MODEL_DIR.
+      output: a file, or - for standard output.
+      form: `trec`, `msmarco`, or `jsonl` (input order, with logits).
       template, labels, max_length, long_query, windows: see `Reranker`.
-      pairwise_dir, pairwise_top: a duoT5 that orders the first so many passages of each query anew; `max_length` is
-        for it too.
-      pairwise_labels: its words, instead of its template's.
-      checkpoint_period: batches in a chunk, about; it ends with a query.
-      num_shards, shard_id: which of so many parts, from 0; the output is `<output>-<shard>-of-<shards>`, and all of
-        them one after the other are the whole. A query is not divided, except by `jsonl` of pairs.
-      overwrite: replace an output that exists.
+      pairwise_dir, pairwise_top: a duoT5 model that reorders this many top passages per query, also with `max_length`.
+      pairwise_labels: labels of that model, instead of its template's.
+      checkpoint_period: batches per chunk, approximately: a chunk ends with a query.
+      num_shards, shard_id: number of shards and the index of this one. The output is `<output>-<shard>-of-<shards>`,
+        and all shards concatenated are the complete result. Only `jsonl` of pairs splits queries.
+      overwrite: replace an existing output.
       vocabulary, dtype: see `t5x.load`.
-      qrels: judgments; measures before and after are printed.
+      qrels: judgments; the measures before and after reranking are printed.
       measures, relevance_level: see `t5x.metrics.ranking.per_query`.
     """
     counts = {"batch_size": batch_size, "checkpoint_period": checkpoint_period, "num_shards": num_shards}
@@ -145,7 +148,7 @@ def rerank(
         raise UserError("--input - can be read only once: several shards or processes need a file.")
     if num_shards > 1 and output != "-":
         output = f"{output}-{shard_id:05}-of-{num_shards:05}"
-    with Output(output, overwrite=overwrite) as to:
+    with Output(output, overwrite=overwrite, inputs={**given.paths(), "qrels": qrels}) as to:
         judgments = None if qrels is None else read_qrels(qrels)
         ranker = Reranker(
             load(model_dir, vocabulary=vocabulary, dtype=dtype), template=template, labels=labels,
@@ -181,7 +184,7 @@ def rerank(
 
 
 def _run(run: "_Ranking", output: Output, job: Mapping[str, Any], shard: range, size: int) -> None:
-    """Computes the chunks that are not there yet, and puts all together."""
+    """Compute the missing chunks and merge all."""
     finished = output.begin(job)
     counts = dict.fromkeys(("units", "pairs", "shown", "cut", "cut_queries"), 0)
     for record in finished:
@@ -214,7 +217,7 @@ class _Part(NamedTuple):
 
 
 class _Ranking:
-    """What is done with the units."""
+    """The computation of a part and its output lines."""
 
     def __init__(
         self,
@@ -235,7 +238,7 @@ class _Ranking:
         self._rows = ranker.loaded.rows(pairs, batch_size)
 
     def job(self) -> dict[str, Any]:
-        """What the results depend on."""
+        """Return everything that the results depend on."""
         windows = self.ranker.windows
         made = {
             **_identity("model", self.ranker), "format": self._form, "input": self.work.digest,
@@ -246,11 +249,11 @@ class _Ranking:
         return made
 
     def total(self, shard: range) -> int:
-        """How many pairs will be shown as done."""
+        """Return the number of pairs for the progress bar."""
         return sum(self._of_unit(size) for size in self.work.sizes[shard.start : shard.stop])
 
     def inputs_of(self, unit: Unit) -> int:
-        """How many inputs are computed for a unit: its windows and comparisons."""
+        """Return the number of inputs of a unit: its windows and comparisons."""
         windows = self.ranker.windows
         more = 0 if windows is None else sum(windows.count(text) - 1 for text in unit.texts)
         return self._of_unit(len(unit.doc_ids)) + more
@@ -259,7 +262,7 @@ class _Ranking:
         return _Part(units, self.ranker.encode([(u.query, text) for u in units for text in u.texts]))
 
     def compute(self, part: _Part, shown: Shown) -> tuple[list[bytes], dict[str, int]]:
-        """(the lines of the units, the record of their chunk)."""
+        """Return the output lines of the units and the record of their chunk."""
         units, encoded = part
         began = shown.done
         pairs, inputs = sum(len(unit.doc_ids) for unit in units), len(encoded.inputs)
@@ -294,7 +297,7 @@ class _Ranking:
         return lines, record
 
     def _compare(self, units: Sequence[Unit], of_units: Sequence[dict[str, float]], shown: Shown) -> Encoded:
-        """Puts the scores of pairwise comparisons in the place of the first scores of each unit, above the others."""
+        """Replace the top scores of each unit by those of pairwise comparisons, above all others."""
         first = [ranked(of_unit)[: self._second_top] for of_unit in of_units]
         asked = []
         for unit, chosen in zip(units, first, strict=True):
@@ -339,7 +342,7 @@ def _check_finite(query_id: str, doc_ids: Sequence[str], values: np.ndarray) -> 
 
 
 def _cut(units: Iterator[Unit], size: int, inputs_of: Callable[[Unit], int]) -> Iterator[list[Unit]]:
-    """Units together until they have `size` inputs."""
+    """Group units until they have `size` inputs."""
     part, count = [], 0
     for unit in units:
         part.append(unit)
@@ -352,7 +355,7 @@ def _cut(units: Iterator[Unit], size: int, inputs_of: Callable[[Unit], int]) -> 
 
 
 def _ahead(parts: Iterator[_Part]) -> Iterator[_Part]:
-    """The parts, each made while the one before it is computed."""
+    """Yield the parts, preparing each while the previous one is computed."""
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         coming = pool.submit(next, parts, None)
         while (part := coming.result()) is not None:

@@ -1,11 +1,11 @@
-"""Judged passages as a source of training examples, with queries held out for validation."""
+"""Judged passages as a data source, with queries held out for validation."""
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from t5x.data import files, staging
+from t5x.data import digests, files, staging
 from t5x.data.fingerprints import fingerprint
 from t5x.data.pipeline import derive_seed
 from t5x.data.sources import DataSource
@@ -19,22 +19,20 @@ TRAIN, VALIDATION = "train", "validation"
 
 
 class JudgedDataSource(OpenedSplits, DataSource):
-    """Pairs of a query and a passage, or relevant passages each with the less relevant ones of its query.
+    """Query-passage pairs, or relevant passages with the less relevant ones of their query.
 
-    An example has `query_id`, `query`, `doc_id`, `passage` and `grade`. In the splits that are `drawn`, there is one
-    for every relevant passage, and it has `others`, a tuple of the query's passages of lower grade (what is not judged
-    is of grade 0), from which a preprocessor draws; in other splits there is one for every passage. Queries without a
-    relevant passage are left out, and of drawn splits relevant passages for which there are no others.
-
-    All is held in memory.
+    An example has `query_id`, `query`, `doc_id`, `passage` and `grade`. Splits in `drawn` have one example per relevant
+    passage, with `others`: the query's passages of lower grade (unjudged counts as 0), from which a preprocessor
+    samples. Other splits have one example per passage. Queries without a relevant passage are excluded and, in drawn
+    splits, relevant passages without others. Everything is held in memory.
 
     Args:
       judged: {split: files}, see `read_judgments`.
-      held_out: of the queries of `train`, where `judged` has no split `validation`: their share, or their ids; 0 for
-        none. Which ones is told by a hash of their ids, so that it is the same in every run.
-      relevance_level: the grade from which a passage is relevant.
+      held_out: share or ids of the `train` queries that form `validation`, if `judged` has no such split; 0 for none. A
+        share is selected by a hash of the ids, the same in every run.
+      relevance_level: the lowest relevant grade.
       drawn: names of splits.
-      irrelevant_only: `others` are below the relevance level.
+      irrelevant_only: restrict `others` to grades below the relevance level.
       reading: further arguments of `read_judgments`.
     """
 
@@ -77,15 +75,23 @@ class JudgedDataSource(OpenedSplits, DataSource):
 
     def fingerprint(self, split: str) -> dict[str, Any]:
         self.check_split(split)
+        names = [(os.path.basename(name), version) for name, version in staging.versions(self._files(split))]
+        return {"class": type(self).__qualname__, "settings": fingerprint(self._settings(split)), "files": names}
+
+    def content_fingerprint(self, split: str) -> Callable[[], dict[str, Any]]:
+        described = {"class": type(self).__qualname__, "settings": fingerprint(self._settings(split), lasting=True)}
+        return lambda: described | {"files": digests.describe_files(staging.stage(self._files(split)))}
+
+    def _files(self, split: str) -> list[str]:
         others = [self._reading.get("candidates"), self._reading.get("qrels")]
         listed = [path for paths in (self._paths(split), *others) for path in as_list(paths)]
         # A collection may be a directory.
         patterns = [os.path.join(path, "*") if os.path.isdir(path) else path for path in listed]
-        expanded = [path for pattern in patterns for path in files.expand(pattern)]
-        names = [(os.path.basename(name), version) for name, version in staging.versions(expanded)]
+        return [path for pattern in patterns for path in files.expand(pattern)]
+
+    def _settings(self, split: str) -> tuple[Any, ...]:
         how = (self._held_out, self._level, self._irrelevant_only)
-        state = (split, split in self._drawn, *how, self._reading.get("fields"), self._reading.get("columns"))
-        return {"class": type(self).__qualname__, "settings": fingerprint(state), "files": names}
+        return (split, split in self._drawn, *how, self._reading.get("fields"), self._reading.get("columns"))
 
     def _paths(self, split: str) -> Paths:
         return self._judged[TRAIN if self._divides and split == VALIDATION else split]

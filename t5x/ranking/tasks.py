@@ -1,4 +1,4 @@
-"""Tasks to train rankers with. In a gin file:
+"""Tasks that train rankers. In a gin file:
 
     from t5x.ranking import tasks
 
@@ -7,7 +7,7 @@
       judged = {'train': 'judged.jsonl'}
       vocabulary = %VOCABULARY
 
-Called again with the same arguments, each gives the task that it has registered.
+A second call with the same arguments returns the task registered by the first.
 """
 
 import functools
@@ -44,20 +44,18 @@ def pairs(
     measures: Sequence[str] = MEASURES,
     name: str = "pairs",
 ) -> Task:
-    """Pairs of a query and a passage; the target is the template's word for relevant or irrelevant.
+    """Return a task of query-passage pairs whose target is the template's relevant or irrelevant word.
 
-    Evaluation scores every pair of the split and takes the measures of each query's ranking; that is for a
-    `RankingModel`.
+    Evaluation scores every pair of the split and measures each query's ranking. It needs a `RankingModel`.
 
     Args:
       judged: {split: files of (query, passage, label)}; see `t5x.ranking.judgments.read_judgments` for these,
-        `candidates`, `qrels`, `fields` and `columns`. Or a source of examples as those of `JudgedDataSource`, to which
-        these and `held_out` are nothing.
-      template: what is around the texts, and the words.
-      negatives: an epoch has every relevant passage once, each with so many irrelevant ones of its query, drawn anew;
-        None: every pair as it is.
-      relevance_level: the grade from which a passage is relevant.
-      held_out: queries that are not trained on but are the split `validation`; see `JudgedDataSource`.
+        `candidates`, `qrels`, `fields` and `columns`. Or a source with the examples of `JudgedDataSource`; these
+        arguments and `held_out` then have no effect.
+      template: the template.
+      negatives: number of irrelevant passages, resampled every epoch, for each relevant passage; None uses every pair.
+      relevance_level: the lowest relevant grade.
+      held_out: queries that form the split `validation` instead of being trained on; see `JudgedDataSource`.
       measures: see `t5x.metrics.ranking.per_query`.
     """
     told = locals() | {"form": "pairs"}
@@ -87,13 +85,13 @@ def lists(
     columns: Sequence[str] | None = None,
     name: str = "lists",
 ) -> Task:
-    """Lists of passages of one query, for the listwise loss of a `RankingModel`.
+    """Return a task of lists of a query's passages, for the listwise loss of a `RankingModel`.
 
-    An epoch has every relevant passage once, with as many less relevant ones of its query, drawn anew, as the list
-    takes; a list for which there are fewer stays shorter. task_feature_lengths gives the tokens of a passage as
-    `inputs`, and the passages of a list as `targets` and as `grades`. For measures of rankings, evaluate `pairs`.
+    An epoch has every relevant passage once, with less relevant ones of its query, resampled, to fill the list; with
+    fewer, the list is shorter. task_feature_lengths: `inputs` is the tokens per passage; `targets` and `grades` are the
+    passages per list. To measure rankings, evaluate `pairs`.
 
-    Args: as of `pairs`.
+    Args: see `pairs`.
     """
     told = locals() | {"form": "lists"}
     source = _judged(told, drawn=(TRAIN, VALIDATION))
@@ -111,15 +109,14 @@ def triples(
     columns: Sequence[str] | None = None,
     name: str = "triples",
 ) -> Task:
-    """(query, positive, negative) triples, as MS MARCO has them: of each, two pairs or a list of two. They are read
-    where they lie, and may be far more than memory holds.
+    """Return a task of (query, positive, negative) triples, as in MS MARCO: each gives two pairs or a list of two.
+    The files are read in place and may be larger than memory.
 
     Args:
-      files: {split: files}: .jsonl, .tsv or .csv with names in the first line, .parquet; also compressed.
-      as_lists: for the listwise loss.
-      fields: {"query" | "positive" | "negative": its name in the files}, where it is another.
-      columns: names of the columns of tab-separated files without a line of names, such as ("query", "positive",
-        "negative").
+      files: {split: files}: .jsonl, .tsv or .csv with a header, or .parquet, all possibly compressed.
+      as_lists: make lists, for the listwise loss.
+      fields: {"query" | "positive" | "negative": its name in the files}, if different.
+      columns: column names of tab-separated files without a header, such as ("query", "positive", "negative").
     """
     told = locals() | {"form": "triples"}
     source = source_of(files) if columns is None else TsvDataSource(files, columns)
@@ -137,11 +134,11 @@ def triples(
 
 
 def mixture(tasks: Sequence[Task], rates: Sequence[float] | None = None, name: str = "rankings") -> Mixture:
-    """Several tasks, trained on together and evaluated each on its own.
+    """Return a mixture of tasks, which are evaluated separately.
 
     Args:
       tasks: all of pairs, or all of lists.
-      rates: how often each is drawn from, in proportion; None: by the number of its examples.
+      rates: relative sampling rates; None samples by the number of examples.
     """
     if rates is not None and len(rates) != len(tasks):
         raise UserError(f"Mixture {name!r} has {len(tasks)} tasks and {len(rates)} rates.")
@@ -152,12 +149,12 @@ def mixture(tasks: Sequence[Task], rates: Sequence[float] | None = None, name: s
 
 
 def judgment(decoded: str, example: Mapping[str, Any], is_target: bool) -> Any:
-    """Of an example's target, what `metrics.reranking` takes: (query, document, grade)."""
+    """Return (query, document, grade) of an example's target, for `metrics.reranking`."""
     return (example["query_id"], example["doc_id"], example["grade"]) if is_target else decoded
 
 
 def _judged(told: Mapping[str, Any], **how: Any) -> DataSource:
-    """The source that a task was told of."""
+    """Return the source of a task."""
     if isinstance(told["judged"], DataSource):
         return told["judged"]
     names = ("judged", "held_out", "relevance_level", "candidates", "qrels", "fields", "columns")

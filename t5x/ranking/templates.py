@@ -1,4 +1,4 @@
-"""What a ranker reads and says: the text around a query and its documents, and the words it was trained to answer."""
+"""Templates: the text around a query and its documents, and the words that the ranker generates."""
 
 import dataclasses
 import string
@@ -10,13 +10,13 @@ from t5x.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Template:
-    """Of pointwise ranking, as monoT5's.
+    """A pointwise template, as in monoT5.
 
     Attributes:
-      text: with {query} and {document}.
-      relevant, irrelevant: the words whose first-position logits are compared; each must be a single piece, and may be
-        written as one ("▁true"). Where `irrelevant` is None the logit of `relevant` is the score, as RankT5's.
-      max_length: tokens of an input, EOS included; longer ones lose the end of their passage.
+      text: format string with {query} and {document}.
+      relevant, irrelevant: the words whose first-position logits are compared. Each must be a single piece and may be
+        written as one ("▁true"). If `irrelevant` is None, the score is the logit of `relevant`, as in RankT5.
+      max_length: tokens per input, EOS included; longer inputs lose the end of their passage.
     """
 
     DOCUMENTS: ClassVar[tuple[str, ...]] = ("document",)
@@ -27,9 +27,12 @@ class Template:
     max_length: int = 512
 
     def __post_init__(self):
+        for name, value in (("text", self.text), ("relevant", self.relevant), ("irrelevant", self.irrelevant)):
+            if not isinstance(value, str) and not (name == "irrelevant" and value is None):
+                raise UserError(f"The template's {name} is {str(value)[:80]!r}, which is not a text.")
         _check_fields(self.text, ("query", *self.DOCUMENTS))
-        if self.max_length < 1:
-            raise UserError(f"The template's max_length is {self.max_length}: it must be at least 1.")
+        if type(self.max_length) is not int or self.max_length < 1:
+            raise UserError(f"The template's max_length is {str(self.max_length)[:80]!r}: it must be at least 1.")
 
     def fill(self, query: str, *documents: str) -> str:
         """
@@ -39,7 +42,7 @@ class Template:
         return self.text.format(query=query, **dict(zip(self.DOCUMENTS, documents, strict=True)))
 
     def between(self, query: str) -> list[str]:
-        """The text before the first document, between documents, and behind the last.
+        """Return the text before the first document, between documents and after the last.
 
         >>> Template().between("who?")
         ['Query: who? Document: ', ' Relevant:']
@@ -56,10 +59,10 @@ class Template:
 
 @dataclasses.dataclass(frozen=True)
 class PairTemplate(Template):
-    """Of pairwise ranking, as duoT5's: `relevant` says that the first of two documents is the more relevant one.
+    """A pairwise template, as in duoT5: `relevant` means that the first document is more relevant.
 
     Attributes:
-      text: with {query}, {document0} and {document1}.
+      text: format string with {query}, {document0} and {document1}.
     """
 
     DOCUMENTS: ClassVar[tuple[str, ...]] = ("document0", "document1")
@@ -68,20 +71,22 @@ class PairTemplate(Template):
 
 
 def from_fields(fields: Any, where: str) -> Template:
-    """The template whose fields a checkpoint states.
+    """Return the template with the fields stored in a checkpoint.
 
     Args:
-      where: they stand, for the message.
+      where: location of the fields, for error messages.
     """
     pairwise = isinstance(fields, Mapping) and "{document0}" in str(fields.get("text"))
     try:
         return (PairTemplate if pairwise else Template)(**fields)
     except TypeError as error:
         raise UserError(f"{where}: this is no template of a ranker: {str(fields)[:200]}.") from error
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
 
 
 def _check_fields(text: str, names: tuple[str, ...]) -> None:
-    """UserError unless `text` has each of these fields once, and no other."""
+    """Raise a UserError unless `text` contains each of these fields once, and no other."""
     try:
         found = [field for _, field, _, _ in string.Formatter().parse(text) if field is not None]
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What a run tells: metrics in files, progress on the terminal, throughput."""
+"""Reports of a run: metrics in files, progress on the terminal, throughput."""
 
 from t5x.telemetry.events import EventFile
 from t5x.telemetry.progress import Progress

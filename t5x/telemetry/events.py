@@ -1,4 +1,4 @@
-"""TensorBoard event files, written in the caller's own thread."""
+"""TensorBoard event files, written in the caller's thread."""
 
 import os
 import socket
@@ -11,15 +11,14 @@ from t5x.crc32c import crc32c, mask
 
 
 class EventFile:
-    """A new TensorBoard event file in a directory, which must exist. OSErrors reach the caller.
+    """A new TensorBoard event file in an existing directory. OSErrors reach the caller.
 
-    TensorBoard's own messages, framed as TFRecords. No library's writer is used: they write from a thread that a full
-    disk ends without a word, after which the program waits for ever; and tensorboardX imports PyTorch, if it is there,
-    which takes seconds.
+    It holds TensorBoard's own messages, framed as TFRecords. Library writers write from a thread that a full disk ends
+    silently, after which the program hangs; and tensorboardX imports PyTorch, if installed, which takes seconds.
 
     Args:
       directory: where TensorBoard looks.
-      purge_step: TensorBoard hides what earlier files have of steps after this one.
+      purge_step: TensorBoard hides what earlier files contain after this step.
 
     Attributes:
       file: the open file.
@@ -36,8 +35,8 @@ class EventFile:
         self._write(0, file_version="brain.Event:2")
         if purge_step is not None:
             start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            self._write(purge_step + 1, session_log=start)  # it hides what is at this step or later
-        self.flush()
+            self._write(purge_step + 1, session_log=start)  # hides this step and later ones
+        self.file.flush()
 
     def write_scalars(self, step: int, numbers: Mapping[str, float]) -> None:
         values = [{"tag": name, "simple_value": number} for name, number in numbers.items()]
@@ -50,7 +49,9 @@ class EventFile:
         self._write(step, summary={"value": [value]})
 
     def flush(self) -> None:
+        """Return when all that was written is on disk."""
         self.file.flush()
+        os.fsync(self.file.fileno())
 
     def close(self) -> None:
         self.file.close()
@@ -58,5 +59,4 @@ class EventFile:
     def _write(self, step: int, **content: Any) -> None:
         data = self._Event(wall_time=time.time(), step=step, **content).SerializeToString()
         length = struct.pack("<Q", len(data))
-        checked = (part + struct.pack("<I", mask(crc32c(part))) for part in (length, data))
-        self.file.write(b"".join(checked))
+        self.file.write(b"".join(part + struct.pack("<I", mask(crc32c(part))) for part in (length, data)))

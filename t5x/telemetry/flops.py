@@ -1,4 +1,4 @@
-"""What a step costs: FLOPs of the model's matrix products, and the share of the devices' peak that a run reaches."""
+"""FLOPs of a model's matmuls, and the share of the devices' peak that a run reaches (MFU)."""
 
 import dataclasses
 import math
@@ -11,10 +11,10 @@ from t5x.telemetry.devices import TERA, Device, peak_flops
 
 
 def encoder_decoder_flops(cfg: T5Config, *, rows: int, inputs: int, targets: int) -> int:
-    """FLOPs of a forward pass over `rows` rows of these lengths, padding included.
+    """Return the FLOPs of a forward pass over `rows` rows of these lengths, including padding.
 
-    Matrix products only, a multiplication and an addition each. Attention counts every pair of positions, causal or
-    not. Looking up embeddings is no product.
+    Only matmuls count, with two FLOPs per multiply-add. Attention counts all pairs of positions, causal or not.
+    Embedding lookups do not count.
     """
     encoder = _attention(cfg, inputs, inputs) + _mlp(cfg, inputs)
     decoder = _attention(cfg, targets, targets) + _attention(cfg, targets, inputs) + _mlp(cfg, targets)
@@ -23,38 +23,37 @@ def encoder_decoder_flops(cfg: T5Config, *, rows: int, inputs: int, targets: int
 
 
 def generation_flops(cfg: T5Config, *, rows: int, inputs: int, targets: int, beams: int = 1) -> int:
-    """FLOPs of decoding `targets` tokens a row with caches; beams share the encoder's output, keys and values."""
-    width = cfg.num_heads * cfg.head_dim
-    cross = _attention(cfg, targets, inputs) - 2 * inputs * cfg.emb_dim * width
+    """Return the FLOPs of decoding `targets` tokens per row; beams share the encoder's output, keys and values."""
+    cross = _attention(cfg, targets, inputs) - 2 * inputs * cfg.emb_dim * _width(cfg)
     beam = cfg.num_decoder_layers * (_attention(cfg, targets, targets) + cross + _mlp(cfg, targets))
     more = 2 * rows * (beams - 1) * (beam + _logits(cfg, targets))
     return encoder_decoder_flops(cfg, rows=rows, inputs=inputs, targets=targets) + more
 
 
 def scoring_flops(cfg: T5Config, *, rows: int, inputs: int, labels: int) -> int:
-    """FLOPs of the logits of `labels` tokens at the first position of the output, as rerankers take them."""
+    """Return the FLOPs of the logits of `labels` tokens at the first output position, as in reranking."""
     logits = labels * cfg.emb_dim - _logits(cfg, 1)
     return encoder_decoder_flops(cfg, rows=rows, inputs=inputs, targets=1) + 2 * rows * logits
 
 
 def decoder_only_flops(cfg: TransformerConfig, *, rows: int, length: int) -> int:
-    """The same for a decoder alone."""
+    """Return the FLOPs of a decoder-only forward pass; see `encoder_decoder_flops`."""
     layer = _attention(cfg, length, length) + _mlp(cfg, length)
     return 2 * rows * (cfg.num_layers * layer + _logits(cfg, length))
 
 
 def forward_flops(module: Any, batch: Mapping[str, Any], rows: int) -> int | None:
-    """FLOPs of a forward pass; None for a module that is not this program's own.
+    """Return the FLOPs of a forward pass; None for a third-party module.
 
     Args:
-      module: of the model.
-      batch: arrays of training features, [any number of rows, length].
-      rows: of the global batch.
+      module: the model's module.
+      batch: training features, [any number of rows, length].
+      rows: rows of the global batch.
     """
     targets = batch["decoder_target_tokens"].shape[1]
     if type(module) is Transformer:
         *passages, inputs = batch["encoder_input_tokens"].shape[1:]
-        if passages:  # rows are lists of passages to rank, each with an answer of one token
+        if passages:  # a row is a list of passages to rank, each with one target token
             rows, targets = rows * passages[0], 1
         return encoder_decoder_flops(module.config, rows=rows, inputs=inputs, targets=targets)
     if type(module) is DecoderWrapper:
@@ -64,13 +63,13 @@ def forward_flops(module: Any, batch: Mapping[str, Any], rows: int) -> int | Non
 
 @dataclasses.dataclass(frozen=True)
 class StepCost:
-    """What a train step costs, and what the devices could do.
+    """The cost of a train step, and the peak of the devices.
 
     Attributes:
-      flops: of a step: a forward pass and twice that for the gradients. What is recomputed to save memory (remat) and
-        the optimizer do not count. None: not known.
-      peak: FLOP/s of all devices together in dense bfloat16 products, whatever the dtype of the run. None: not known.
-      module, devices: what they are of, in words.
+      flops: FLOPs of a step: three forward passes, because the backward pass costs two. Rematerialization and the
+        optimizer do not count. None if unknown.
+      peak: FLOP/s of all devices together in dense bfloat16 matmuls, regardless of the run's dtype. None if unknown.
+      module, devices: names, for messages.
     """
 
     flops: int | None
@@ -80,39 +79,39 @@ class StepCost:
 
     @classmethod
     def of(cls, module: Any, batch: Mapping[str, Any], *, rows: int, devices: Sequence[Device]) -> "StepCost":
-        """See `forward_flops`; `devices` are those of all processes."""
+        """Compute the cost; see `forward_flops`. `devices` are those of all processes."""
         forward = forward_flops(module, batch, rows)
         peaks = [peak_flops(device) for device in devices]
         kinds = " and ".join(sorted({device.device_kind for device in devices}))
-        return cls(
-            flops=None if forward is None else 3 * forward,
-            peak=None if None in peaks else math.fsum(peaks),
-            module=type(module).__name__,
-            devices=f"{len(devices)} x {kinds}",
-        )
+        flops = None if forward is None else 3 * forward
+        peak = None if None in peaks else math.fsum(peaks)
+        return cls(flops, peak, type(module).__name__, f"{len(devices)} x {kinds}")
 
     def scalars(self, steps_per_second: float) -> dict[str, float]:
-        """`timing/mfu`, the model FLOPs utilization; nothing where it is not known."""
+        """Return `timing/mfu`, the model FLOPs utilization; empty if it is unknown."""
         if self.flops is None or self.peak is None:
             return {}
         return {"timing/mfu": self.flops * steps_per_second / self.peak}
 
     def __str__(self) -> str:
         if self.flops is None:
-            return f"FLOPs of {self.module} are not known: there will be no timing/mfu"
+            return f"the FLOPs of {self.module} are unknown: timing/mfu is not reported"
         cost = f"a step is {self.flops / TERA:.4g} TFLOP"
         if self.peak is None:
-            return f"{cost}; the peak of {self.devices} is not known: there will be no timing/mfu"
+            return f"{cost}; the peak of {self.devices} is unknown: timing/mfu is not reported"
         return f"{cost}; the peak of {self.devices} is {self.peak / TERA:.5g} TFLOP/s (dense bfloat16)"
 
 
 # Multiply-adds of one row.
 
 
+def _width(cfg: NetworkConfig) -> int:
+    return cfg.num_heads * cfg.head_dim
+
+
 def _attention(cfg: NetworkConfig, queries: int, keys: int) -> int:
-    width = cfg.num_heads * cfg.head_dim
-    projections = 2 * (queries + keys) * cfg.emb_dim * width  # query and out, key and value
-    return projections + 2 * queries * keys * width
+    projections = 2 * (queries + keys) * cfg.emb_dim  # query and output, key and value
+    return (projections + 2 * queries * keys) * _width(cfg)
 
 
 def _mlp(cfg: NetworkConfig, length: int) -> int:

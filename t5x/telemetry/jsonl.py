@@ -1,7 +1,7 @@
-"""JSON Lines files that stay readable whatever happens to the writer.
+"""JSON Lines files that stay readable if the writer is interrupted.
 
-A line is valid JSON always: what JSON has no number for is written as a string, `"nan"`, `"inf"` or `"-inf"`, which
-`float()` takes back. Whole files are replaced atomically, so that a reader finds the old or the new content.
+Every line is valid JSON: numbers that JSON lacks are the strings `"nan"`, `"inf"` and `"-inf"`, which `float()`
+accepts. Whole files are replaced atomically, so that a reader sees the old or the new content.
 """
 
 import contextlib
@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 
 from t5x.errors import UserError
+from t5x.files import atomic
 
 logger = logging.getLogger(__name__)
 
 
 def encode(record: Mapping[str, Any]) -> bytes:
-    """One line of JSON, with its line end.
+    """Encode a record as one line of JSON with its newline.
 
-    Numpy scalars and arrays become numbers and lists, bytes become text; anything else that JSON does not know is
-    written as its `str()`.
+    NumPy scalars and arrays become numbers and lists, bytes become strings; other unknown types become their `str()`.
 
         >>> encode({"step": 3, "loss": float("nan")})
         b'{"step": 3, "loss": "nan"}\\n'
@@ -32,17 +32,15 @@ def encode(record: Mapping[str, Any]) -> bytes:
 
 
 def read(path: str | os.PathLike[str]) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """The records of a file, each with its line. A missing file has none.
+    """Yield the records of a file, each with its line. A missing file has none.
 
-    A last line without its end, which a killed writer leaves behind, is passed over; so are, with a warning, lines
-    that are not JSON objects.
+    An unterminated last line, as an interrupted writer leaves it, is skipped. So are lines that are not JSON objects,
+    with a warning.
     """
-    if not os.path.exists(path):
-        return
-    with open(path, "rb") as file:
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
-                logger.info("%s:%d is half written; it is dropped", path, number)
+                logger.info("%s:%d is incomplete; skipping it", path, number)
                 return
             try:
                 record = json.loads(line)
@@ -51,62 +49,33 @@ def read(path: str | os.PathLike[str]) -> Iterator[tuple[dict[str, Any], bytes]]
             if isinstance(record, dict):
                 yield record, line
             else:
-                logger.warning("%s:%d is not a JSON object; it is dropped", path, number)
+                logger.warning("%s:%d is not a JSON object; skipping it", path, number)
 
 
 def replace(path: str | os.PathLike[str], lines: Iterable[bytes]) -> None:
-    """Writes `lines` to `path` so that it holds all of them or, if this is interrupted, what it held before.
-
-    `lines` may be read from `path` itself while it is replaced.
-    """
-    with whole_or_nothing(path) as temporary, open(temporary, "wb") as file:
-        file.writelines(lines)
-
-
-@contextlib.contextmanager
-def whole_or_nothing(path: str | os.PathLike[str]) -> Iterator[str]:
-    """A temporary path whose file, if one is written, becomes `path` where the block ends without an error.
-
-    That lasts, also through a power cut. Interrupted before, `path` is what it was.
-    """
-    path = os.fspath(path)
-    temporary = f"{path}.tmp"
-    try:
-        yield temporary
-        if os.path.exists(temporary):
-            _sync(temporary)
-            os.replace(temporary, path)
-            _sync(os.path.dirname(path) or ".")
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        if isinstance(error, OSError):
-            raise write_error(path, error) from error
-        raise
-
-
-def write_error(path: str | os.PathLike[str], error: OSError, mend: str | None = None) -> UserError:
-    """The error to raise when `path` cannot be written.
+    """Write `lines` to `path`, atomically and durably; see `t5x.files.atomic`.
 
     Args:
-      mend: what to do about it; None is the usual.
+      lines: may be read from `path` itself while it is replaced.
+
+    Raises:
+      UserError: the file cannot be written.
     """
-    usual = "Free disk space or mend the path or its permissions, then start again."
-    return UserError(f"{os.fspath(path)} cannot be written: {error.strerror or error}. {mend or usual}")
-
-
-def _sync(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        with atomic.new_file(path) as file:
+            file.writelines(lines)
+    except OSError as error:
+        raise write_error(path, error) from error
+
+
+def write_error(path: str | os.PathLike[str], error: OSError, fix: str | None = None) -> UserError:
+    """Return the error to raise if `path` cannot be written; `fix` says what to do if it is not the usual."""
+    fix = fix or "Free disk space, or fix the path or its permissions; then start again."
+    return UserError(f"{os.fspath(path)} cannot be written: {error.strerror or error}. {fix}")
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, np.generic):
-        value = value.item()
-    elif isinstance(value, np.ndarray):
+    if isinstance(value, np.generic | np.ndarray):
         value = value.tolist()
     if value is None or isinstance(value, bool | int | str):
         return value

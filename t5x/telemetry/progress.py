@@ -1,6 +1,7 @@
-"""What a person sees of a long run: a bar on a terminal, now and then a line in a log file."""
+"""Progress of a long run: a bar on a terminal, occasional lines in a log file."""
 
 import contextlib
+import dataclasses
 import os
 import sys
 import time
@@ -11,29 +12,28 @@ from tqdm import tqdm
 
 _BAR = "{percentage:3.0f}%|{bar}| {n}/{total}, {remaining} left{postfix}"
 
-# A reader that went away (Ctrl-C ends the `tee` behind a pipe too) must not end the work that is shown to it.
-_UNHEARD = contextlib.suppress(OSError, ValueError)
+# A closed pipe (Ctrl-C also ends a `tee` that reads it) must not end the run.
+_IGNORE_CLOSED = contextlib.suppress(OSError, ValueError)
 
 
-class Progress:
+class Progress(contextlib.AbstractContextManager):
     """Shows how far a run is.
 
-    On a terminal there is a bar with the step, the figures and the time left. Elsewhere (a file, a pipe, a batch
-    scheduler's log) there are plain lines: the first and the last update, and between them one every
-    `seconds_between_lines` at most.
+    On a terminal it is a bar with the step, metrics and remaining time. Elsewhere (a file, a pipe, the log of a batch
+    scheduler) it prints lines: the first and the last update, and at most one every `seconds_between_lines`.
 
         >>> with Progress(1000, description="train", stream=sys.stdout) as progress:
         ...     progress.update(1, loss=5.52, **{"tokens/s": 34000})
         train: step 1/1000, loss 5.52, tokens/s 34,000
 
     Args:
-      total: the step at which it ends, or None where that is not known.
+      total: the last step, or None if unknown.
       initial: the step it starts from.
-      unit: what is counted.
-      description: of the work, in a word or two.
-      stream: where to show it; None is standard error.
-      seconds_between_lines: for streams that are not a terminal.
-      now: the time in seconds.
+      unit: name of a step.
+      description: name of the work.
+      stream: where to print; None is standard error.
+      seconds_between_lines: for streams that are not terminals.
+      now: returns the time in seconds.
     """
 
     def __init__(
@@ -47,30 +47,22 @@ class Progress:
         seconds_between_lines: float = 30.0,
         now: Callable[[], float] = time.monotonic,
     ):
-        self._stream = sys.stderr if stream is None else stream
-        self._display = (
-            _Bar(total, initial, unit, description, self._stream)
-            if _is_terminal(self._stream)
-            else _Lines(total, initial, unit, description, self._stream, seconds_between_lines, now)
-        )
+        stream = sys.stderr if stream is None else stream
+        if stream.isatty() and os.environ.get("TERM") != "dumb":
+            self._display = _Bar(total, initial, unit, description, stream)
+        else:
+            head = f"{description}: {unit}" if description else unit
+            self._display = _Lines(total, initial, head, stream, seconds_between_lines, now)
 
-    def update(self, step: int, **figures: float | str) -> None:
-        """Shows that `step` is done, and figures such as `loss=2.5`."""
-        with _UNHEARD:
-            self._display.update(int(step), ", ".join(f"{name} {_short(value)}" for name, value in figures.items()))
-
-    def note(self, text: str) -> None:
-        """Prints a line of its own, above the bar."""
-        with _UNHEARD:
-            self._display.note(text)
+    def update(self, step: int, **metrics: float | str) -> None:
+        """Show that `step` is done, and metrics such as `loss=2.5`."""
+        with _IGNORE_CLOSED:
+            self._display.update(int(step), ", ".join(f"{name} {_short(value)}" for name, value in metrics.items()))
 
     def close(self) -> None:
-        """Leaves the last state standing. A second time does nothing."""
-        with _UNHEARD:
+        """Show the last state; closing twice is allowed."""
+        with _IGNORE_CLOSED:
             self._display.close()
-
-    def __enter__(self) -> "Progress":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -78,82 +70,52 @@ class Progress:
 
 class _Bar:
     def __init__(self, total: int | None, initial: int, unit: str, description: str, stream: TextIO):
-        head = "{desc}: " if description else ""
-        self._bar = tqdm(
-            total=total,
-            initial=initial,
-            unit=unit,
-            desc=description or None,
-            file=stream,
-            dynamic_ncols=True,
-            bar_format=None if total is None else head + _BAR,
-        )
+        bar_format = None if total is None else ("{desc}: " if description else "") + _BAR
+        options = {"file": stream, "dynamic_ncols": True, "bar_format": bar_format}
+        self._bar = tqdm(total=total, initial=initial, unit=unit, desc=description or None, **options)
 
-    def update(self, step: int, figures: str) -> None:
-        self._bar.set_postfix_str(figures, refresh=False)
+    def update(self, step: int, metrics: str) -> None:
+        self._bar.set_postfix_str(metrics, refresh=False)
         self._bar.update(step - self._bar.n)
-
-    def note(self, text: str) -> None:
-        self._bar.write(text, file=self._bar.fp)
 
     def close(self) -> None:
         self._bar.refresh()
         self._bar.close()
 
 
+@dataclasses.dataclass
 class _Lines:
-    def __init__(
-        self,
-        total: int | None,
-        initial: int,
-        unit: str,
-        description: str,
-        stream: TextIO,
-        seconds_between_lines: float,
-        now: Callable[[], float],
-    ):
-        self._total = total
-        self._initial = initial
-        self._head = f"{description}: {unit}" if description else unit
-        self._stream = stream
-        self._interval = seconds_between_lines
-        self._now = now
-        self._began = now()
-        self._printed_at: float | None = None
-        self._pending: tuple[int, str] | None = None
+    total: int | None
+    initial: int
+    head: str
+    stream: TextIO
+    interval: float
+    now: Callable[[], float]
+    printed_at: float | None = None
+    pending: tuple[int, str] | None = None
 
-    def update(self, step: int, figures: str) -> None:
-        self._pending = (step, figures)
-        if self._printed_at is None or self._now() - self._printed_at >= self._interval:
-            self._print_pending()
+    def __post_init__(self):
+        self.started_at = self.now()
 
-    def note(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
+    def update(self, step: int, metrics: str) -> None:
+        self.pending = (step, metrics)
+        if self.printed_at is None or self.now() - self.printed_at >= self.interval:
+            self.close()
 
     def close(self) -> None:
-        if self._pending is not None:
-            self._print_pending()
-
-    def _print_pending(self) -> None:
-        step, figures = self._pending
-        self._pending = None
-        parts = [f"{self._head} {step}" + (f"/{self._total}" if self._total is not None else "")]
-        if figures:
-            parts.append(figures)
-        if self._printed_at is not None and (left := self._seconds_left(step)) is not None:
-            parts.append(f"{tqdm.format_interval(left)} left")
-        print(", ".join(parts), file=self._stream, flush=True)
-        self._printed_at = self._now()
-
-    def _seconds_left(self, step: int) -> float | None:
-        done = step - self._initial
-        if self._total is None or done <= 0 or step >= self._total:
-            return None
-        return (self._now() - self._began) / done * (self._total - step)
-
-
-def _is_terminal(stream: TextIO) -> bool:
-    return stream.isatty() and os.environ.get("TERM") != "dumb"
+        """Print the pending line."""
+        if self.pending is None:
+            return
+        (step, metrics), self.pending = self.pending, None
+        line = f"{self.head} {step}" if self.total is None else f"{self.head} {step}/{self.total}"
+        done = step - self.initial
+        if metrics:
+            line += f", {metrics}"
+        if self.printed_at is not None and self.total is not None and done > 0 and step < self.total:
+            left = (self.now() - self.started_at) / done * (self.total - step)
+            line += f", {tqdm.format_interval(left)} left"
+        print(line, file=self.stream, flush=True)
+        self.printed_at = self.now()
 
 
 def _short(value: float | str) -> str:

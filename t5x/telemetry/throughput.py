@@ -1,4 +1,4 @@
-"""Honest throughput: a clock that stands still while the run evaluates or saves, and the share of time put to use."""
+"""Throughput: a clock that stops during evaluation and saving, and the share of time spent on training steps."""
 
 import contextlib
 import dataclasses
@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 
 @dataclasses.dataclass(frozen=True)
 class Throughput:
-    """What was done in a stretch of a run, and how fast. Pauses are not in it.
+    """The work done in a lap of a run, excluding pauses.
 
     Attributes:
-      seconds: time at work.
-      steps, sequences, target_tokens, input_tokens: work done, over all devices; padding is no token.
+      seconds: working time.
+      steps, sequences, target_tokens, input_tokens: work done on all devices; padding is not counted.
       data_wait_seconds: part of `seconds` spent waiting for the next batch.
     """
 
@@ -28,10 +28,6 @@ class Throughput:
         return self._per_second(self.steps)
 
     @property
-    def sequences_per_second(self) -> float:
-        return self._per_second(self.sequences)
-
-    @property
     def target_tokens_per_second(self) -> float:
         return self._per_second(self.target_tokens)
 
@@ -41,17 +37,18 @@ class Throughput:
 
     @property
     def data_wait_share(self) -> float:
-        """0: the devices never waited for data. Near 1: they do little else."""
+        """0: the devices never waited for data. Near 1: they did little else."""
         return self._per_second(self.data_wait_seconds)
 
     def scalars(self, *, cores: int) -> dict[str, float]:
-        """The figures under T5X's names, to write as metrics. `cores`: number of devices over all processes."""
+        """Return the metrics under T5X's names. `cores`: number of devices of all processes."""
+        sequences_per_second = self._per_second(self.sequences)
         return {
             "timing/seconds": self.seconds,
             "timing/seqs": self.sequences,
             "timing/steps_per_second": self.steps_per_second,
-            "timing/seqs_per_second": self.sequences_per_second,
-            "timing/seqs_per_second_per_core": self.sequences_per_second / cores,
+            "timing/seqs_per_second": sequences_per_second,
+            "timing/seqs_per_second_per_core": sequences_per_second / cores,
             "timing/target_tokens_per_second": self.target_tokens_per_second,
             "timing/target_tokens_per_second_per_core": self.target_tokens_per_second / cores,
             "timing/input_tokens_per_second": self.input_tokens_per_second,
@@ -63,9 +60,9 @@ class Throughput:
 
 
 class ThroughputClock:
-    """Measures a run in laps, from its beginning: make the clock first, and `start` it before the first step.
+    """Measures a run in laps: create it when the run starts, and `start` it before the first step.
 
-    Devices work asynchronously: `add` a step once its result is there, or the figures are of the dispatch.
+    Devices work asynchronously: `add` a step when its result is ready, or the dispatch is measured.
 
         >>> clock = ThroughputClock()
         >>> with clock.apart("timing/compilation_seconds"):
@@ -82,38 +79,37 @@ class ThroughputClock:
         ['timing/compilation_seconds', 'timing/evaluate_seconds']
 
     Args:
-      now: the time in seconds.
+      now: returns the time in seconds.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter):
         self._now = now
-        self._born = now()
+        self._created = now()
         self._pauses = 0
         self._in_steps = 0.0
         self._notes: dict[str, float] = {}
-        self._begin_lap(self._born)
+        self._begin_lap(self._created)
 
     def start(self) -> None:
-        """Begins the first lap: what was before it are preparations."""
+        """Start the first lap; the time before it is preparation."""
         self._begin_lap(self._now())
 
-    def add(self, *, steps: int = 1, sequences: int, target_tokens: int, input_tokens: int = 0) -> None:
-        """Counts work done."""
-        self._steps += steps
-        self._sequences += sequences
-        self._target_tokens += target_tokens
-        self._input_tokens += input_tokens
+    def add(self, *, steps: int = 1, **work: int) -> None:
+        """Count finished work: `sequences`, `target_tokens` and `input_tokens`; see `Throughput`."""
+        for name, amount in {"steps": steps, **work}.items():
+            self._work[name] += amount
 
     @property
     def is_new(self) -> bool:
-        """Whether nothing is counted in this lap yet."""
-        return self._steps == 0
+        """Whether this lap has no steps yet."""
+        return self._work["steps"] == 0
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Time inside does not count. Pauses may be nested."""
+    def apart(self, name: str) -> Iterator[None]:
+        """Exclude the time inside from the lap, and record it as a metric. Pauses may be nested."""
+        started = self._now()
         if self._pauses == 0:
-            self._worked += self._now() - self._resumed
+            self._worked += started - self._resumed
         self._pauses += 1
         try:
             yield
@@ -121,60 +117,46 @@ class ThroughputClock:
             self._pauses -= 1
             if self._pauses == 0:
                 self._resumed = self._now()
-
-    @contextlib.contextmanager
-    def apart(self, name: str) -> Iterator[None]:
-        """A pause whose seconds are noted under the name of a metric."""
-        began = self._now()
-        with self.paused():
-            yield
-        self._notes[name] = self._notes.get(name, 0.0) + self._now() - began
+        self._notes[name] = self._notes.get(name, 0.0) + self._now() - started
 
     def notes(self) -> dict[str, float]:
-        """What `apart` noted since the last call, to write as metrics."""
+        """Return the metrics that `apart` recorded since the last call."""
         notes, self._notes = self._notes, {}
         return notes
 
     @contextlib.contextmanager
     def waiting_for_data(self) -> Iterator[None]:
-        """Time inside counts as work and as waiting; inside a pause, as neither."""
-        began = self._now()
+        """Count the time inside as work and as waiting; inside a pause, as neither."""
+        started = self._now()
         try:
             yield
         finally:
             if self._pauses == 0:
-                self._waited += self._now() - began
+                self._waited += self._now() - started
 
     def lap(self) -> Throughput:
-        """The figures since the last lap or the start; begins the next lap."""
+        """Return the work since the last lap, or the start, and start the next lap."""
         now = self._now()
         seconds = self._worked + (now - self._resumed if self._pauses == 0 else 0.0)
-        figures = Throughput(
-            seconds, self._steps, self._sequences, self._target_tokens, self._waited, self._input_tokens
-        )
+        lap = Throughput(seconds=seconds, data_wait_seconds=self._waited, **self._work)
         self._in_steps += seconds - self._waited
         self._begin_lap(now)
-        return figures
-
-    def uptime(self) -> float:
-        """Seconds since the clock was made, pauses included."""
-        return self._now() - self._born
-
-    def goodput(self) -> float:
-        """The share of the time from the making of the clock to the last lap that went into steps.
-
-        Into steps goes what the laps count, less the waiting for data: not preparations (restoring, compiling), not
-        evaluation, saving and other pauses, and nothing of earlier processes of the same run. Steps that are lost when
-        a run is killed had counted as good.
-        """
-        life = self._lap_began - self._born
-        return self._in_steps / life if life > 0 else 0.0
+        return lap
 
     def scalars(self) -> dict[str, float]:
-        """The figures of the whole run so far; ask after `lap`."""
-        return {"timing/uptime": self.uptime(), "timing/goodput": self.goodput()}
+        """Return the metrics of the whole run so far; call it after `lap`.
+
+        Returns:
+          "timing/uptime": seconds since the clock was created, including pauses. "timing/goodput": share of the time
+          from then to the last lap that was spent on steps. That excludes preparation (restoring, compiling), waiting
+          for data, pauses such as evaluation and saving, and earlier processes of the same run. Steps that are lost
+          when a run is killed have been counted.
+        """
+        total = self._lap_started - self._created
+        goodput = self._in_steps / total if total > 0 else 0.0
+        return {"timing/uptime": self._now() - self._created, "timing/goodput": goodput}
 
     def _begin_lap(self, now: float) -> None:
-        self._lap_began = self._resumed = now
+        self._lap_started = self._resumed = now
         self._worked = self._waited = 0.0
-        self._steps = self._sequences = self._target_tokens = self._input_tokens = 0
+        self._work = dict.fromkeys(("steps", "sequences", "target_tokens", "input_tokens"), 0)

@@ -1,4 +1,4 @@
-"""The trainer: its state, one step, the loop around it, and evaluation inside training."""
+"""The trainer: its state, one step, the loop around it, and evaluation during training."""
 
 from t5x.trainer.actions import ActionMode, BaseAction, EarlyStoppingAction, TerminateOnNanAction
 from t5x.trainer.loop import Timetable, run_loop

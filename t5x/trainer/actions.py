@@ -1,4 +1,4 @@
-"""What a run reacts to: an action looks at the figures of training or of an evaluation, and may end the run.
+"""Actions: they look at the metrics of training or of an evaluation, and may end the run.
 
 In gin: `train.actions = {'TRAIN_EVAL': [@trainer.EarlyStoppingAction()]}`.
 """
@@ -22,11 +22,11 @@ log = logging.getLogger(__name__)
 
 MetricsByTask = Mapping[str, Mapping[str, Any]]
 
-TRAIN_TASK = "train"  # what the metrics of training itself are called in `metrics_by_task`
+TRAIN_TASK = "train"  # the task of training metrics in `metrics_by_task`
 
 
 class ActionMode(enum.Enum):
-    """When an action is run: after a line of training metrics, teacher-forced evaluation, evaluation by decoding."""
+    """When an action runs: after a line of training metrics, teacher-forced evaluation, or evaluation by decoding."""
 
     TRAIN = 1
     TRAIN_EVAL = 2
@@ -34,12 +34,12 @@ class ActionMode(enum.Enum):
 
 
 class BaseAction(abc.ABC):
-    """What users derive their own actions from: `run` is enough.
+    """Base class of actions. A subclass must define `run`.
 
     Attributes:
-      task: whose metrics it looks at, so that a task which is never measured is told before training; None: any.
-      reason: why the last `run` asked for the end, in a few words.
-      worth_saving: whether the run is saved when this action ends it.
+      task: the task whose metrics it uses, to check before training that the task is evaluated; None is any.
+      reason: why the last `run` returned True, in a few words.
+      worth_saving: whether to save when this action ends the run.
     """
 
     task: str | None = None
@@ -48,22 +48,22 @@ class BaseAction(abc.ABC):
 
     @abc.abstractmethod
     def run(self, train_state: TrainState, metrics_by_task: MetricsByTask) -> bool:
-        """Whether the run is to end here.
+        """Return whether to end the run.
 
         Args:
-          train_state: the current one.
-          metrics_by_task: {task: {metric: value}}; the task of training itself is `train`.
+          train_state: the current state.
+          metrics_by_task: {task: {metric: value}}; training metrics are those of task `train`.
         """
 
     def state(self) -> dict[str, Any]:
-        """What it must know after a restart, for JSON."""
+        """Return the state to save with checkpoints; it must be JSON-serializable."""
         return {}
 
-    def restore(self, state: Mapping[str, Any]) -> None:  # noqa: B027  (most have nothing to take back)
-        """Takes back what `state` gave."""
+    def restore(self, state: Mapping[str, Any]) -> None:  # noqa: B027  (most have nothing to restore)
+        """Restore what `state` returned."""
 
     def settings(self) -> dict[str, Any]:
-        """What it was told to do, for JSON: a run that it has ended goes on once these have changed."""
+        """Return the settings, for JSON. A run that the action ended resumes once they have changed."""
         return {}
 
     def __str__(self) -> str:
@@ -73,15 +73,15 @@ class BaseAction(abc.ABC):
 class EarlyStoppingAction(BaseAction):
     """Ends the run when a metric has stopped improving.
 
-    The last `patience` values are compared, each with the one before it; the run ends when none is better by more than
-    `atol + rtol * |the one before|`. So patience=3 ends after two changes in a row that were no improvement, and a
-    value that is equal is none. NaN is worse than any number.
+    Consecutive values among the last `patience` are compared. The run ends if none is better than the one before it by
+    more than `atol + rtol * |previous|`. So patience=3 ends the run after two consecutive changes without improvement.
+    An equal value is not an improvement, and NaN is worse than any number.
 
     Args:
       metric: (task, metric), e.g. `('glue_mnli_v002', 'accuracy')`; task `train` in mode TRAIN.
-      mode: `min` for a metric that should fall, `max` for one that should rise.
-      patience: how many values are compared.
-      atol, rtol: changes up to this are no improvement.
+      mode: `min` if lower is better, `max` if higher is better.
+      patience: number of values to compare.
+      atol, rtol: smaller changes are not improvements.
     """
 
     def __init__(self, metric: tuple[str, str], mode: str, patience: int = 3, atol: float = 0.0, rtol: float = 0.0):
@@ -100,7 +100,7 @@ class EarlyStoppingAction(BaseAction):
 
     def run(self, train_state: TrainState, metrics_by_task: MetricsByTask) -> bool:
         value, step = _watched(self, metrics_by_task), int(train_state.step)
-        # A run that goes on from a checkpoint may be told the figures of that step once more.
+        # A resumed run may see the metrics of the checkpoint's step a second time.
         self._history = [*(entry for entry in self._history if entry[0] < step), (step, value)][-self.patience :]
         values = [value for _, value in self._history]
         if len(values) < self.patience or any(map(self._improved, values[1:], values)):
@@ -132,11 +132,11 @@ class EarlyStoppingAction(BaseAction):
 
 
 class TerminateOnNanAction(BaseAction):
-    """Ends the run when a metric is NaN or infinite; what was trained since the last checkpoint is not saved.
+    """Ends the run when a metric is NaN or infinite. Steps after the last checkpoint are not saved.
 
     Args:
-      task: whose metric; `train` in mode TRAIN.
-      metric: its name.
+      task: task of the metric; `train` in mode TRAIN.
+      metric: name of the metric.
     """
 
     worth_saving = False
@@ -155,13 +155,13 @@ class TerminateOnNanAction(BaseAction):
 
 @dataclasses.dataclass(frozen=True)
 class ActionStop:
-    """An action ended the run. As a string: which, where and why, in one line.
+    """Records that an action ended the run. `str()` describes it in one line.
 
     Attributes:
-      step: the last step that was taken.
-      action: which.
-      reason: what it saw.
-      worth_saving: whether the state is to be saved.
+      step: the last step.
+      action: the action that ended the run.
+      reason: why it did.
+      worth_saving: whether to save the state.
     """
 
     step: int
@@ -177,7 +177,7 @@ class Actions:
     """All actions of a run.
 
     Args:
-      actions: by mode, `TRAIN`, `TRAIN_EVAL` or `INFER_EVAL`; None is none.
+      actions: {`TRAIN`, `TRAIN_EVAL` or `INFER_EVAL`: actions}; None for no actions.
     """
 
     def __init__(self, actions: Mapping[str | ActionMode, Sequence[BaseAction]] | None):
@@ -197,10 +197,10 @@ class Actions:
             self._actions[mode] = list(listed)
 
     def check(self, tasks: Mapping[str, Collection[str]]) -> None:
-        """Raises where an action can never see what it watches.
+        """Raise a UserError if an action can never run.
 
         Args:
-          tasks: by mode, whose metrics this run has; a mode that is missing or empty is never run.
+          tasks: {mode: tasks that have metrics in this run}; a mode that is missing or empty never runs.
         """
         for mode, actions in self._actions.items():
             there = list(tasks.get(mode.name, ()))
@@ -220,20 +220,20 @@ class Actions:
         return any(self._actions.values())
 
     def has(self, mode: str) -> bool:
-        """Whether there are any of this mode."""
+        """Return whether there are actions of this mode."""
         return bool(self._actions.get(ActionMode[mode]))
 
     def end_on_nan(self, step: int) -> ActionStop | None:
-        """The end of the run where an action waits for training that is not finite, which it is now."""
+        """Return the stop of mode TRAIN's TerminateOnNanAction, if any, after a non-finite value was found."""
         for action in self._actions.get(ActionMode.TRAIN, ()):
             if isinstance(action, TerminateOnNanAction):
                 return ActionStop(step, str(action), "the loss or a gradient is not finite", action.worth_saving)
         return None
 
     def run(self, mode: str, train_state: TrainState, metrics_by_task: MetricsByTask) -> ActionStop | None:
-        """Runs every action of the mode; the first that asks for the end is answered.
+        """Run every action of the mode. Return the first stop, or None.
 
-        Of several processes the first decides: some figures, such as times, are not the same in all.
+        With several processes, the first one decides: some metrics, such as times, differ between them.
         """
         stop = None
         for action in self._actions.get(ActionMode[mode], ()):
@@ -246,18 +246,18 @@ class Actions:
         return stop
 
     def state(self) -> dict[str, Any]:
-        """What the actions must know after a restart, for JSON."""
+        """Return the state of all actions; it is JSON-serializable."""
         each = lambda action: [str(action), action.state(), action.settings()]
         return {mode.name: [each(action) for action in actions] for mode, actions in self._actions.items()}
 
     def same_as(self, state: Mapping[str, Any]) -> bool:
-        """Whether these are the actions, with the settings, that `state` is of."""
+        """Return whether `state` is that of the same actions with the same settings."""
         what = lambda record: [record[0], *record[2:]]
         now = self.state()
         return {mode: [what(r) for r in now[mode]] for mode in now} == {m: [what(r) for r in state[m]] for m in state}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Gives back what `state` gave to those actions that are still the same; others begin anew."""
+        """Restore the actions that `state` includes. Others start over."""
         for mode, actions in self._actions.items():
             kept = list(state.get(mode.name, ()))
             for action in actions:
@@ -268,7 +268,7 @@ class Actions:
 
 
 def _watched(action: Any, metrics_by_task: MetricsByTask) -> float:
-    """The value of the action's metric."""
+    """Return the value of the action's metric."""
     task, metric = action.task, action.metric
     if task not in metrics_by_task:
         raise UserError(f"{action}: there is no task {task!r} here. There: {', '.join(metrics_by_task)}.")

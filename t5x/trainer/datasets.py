@@ -1,6 +1,6 @@
-"""The data of a run under T5X's names; a user's own functions may stand in their place.
+"""The data of a run under T5X's names; users can replace these functions by their own.
 
-`train.get_dataset_fn` and `train.train_eval_get_dataset_fn` are given which part of every batch this process reads, and
+`train.get_dataset_fn` and `train.train_eval_get_dataset_fn` are told which part of every batch this process reads, and
 return batches, {feature: array [rows of this process, length]}.
 """
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class ShardInfo:
-    """The part of every batch that a process reads: the `index`-th of `num_shards` equal ones."""
+    """The part of every batch that a process reads: number `index` of `num_shards` equal parts."""
 
     index: int = 0
     num_shards: int = 1
@@ -44,11 +44,11 @@ def get_dataset(
     num_epochs: int | None = None,
     continue_from_last_checkpoint: bool = True,
 ) -> TrainLoader:
-    """The endless batches of a training run.
+    """Return the endless batches of a training run.
 
     Args:
-      num_epochs: must be None: the number of steps ends a run.
-      continue_from_last_checkpoint: must be True: the position in the data is part of every checkpoint.
+      num_epochs: must be None; the number of steps ends a run.
+      continue_from_last_checkpoint: must be True; every checkpoint includes the position in the data.
     """
     if num_epochs is not None or not continue_from_last_checkpoint:
         raise UserError(
@@ -61,7 +61,7 @@ def get_dataset(
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationBatches(Iterable[Batch]):
-    """The batches of one task, every example once, each time they are asked for."""
+    """The batches of one task. Every iteration yields every example once."""
 
     cfg: DatasetConfig
     converter: FeatureConverter
@@ -83,11 +83,11 @@ def get_training_eval_datasets(
     model_dir: str | None = None,
     start_step: int = 0,
 ) -> dict[str, EvaluationBatches]:
-    """The batches of teacher-forced evaluation, by task; those without the split are left out.
+    """Return {task: batches} for teacher-forced evaluation. Tasks without the split are skipped.
 
     Args:
-      eval_steps: at most so many batches of each task; None is all.
-      deterministic, model_dir, start_step: T5X's; evaluation is always the same here.
+      eval_steps: maximum number of batches per task; None is unlimited.
+      deterministic, model_dir, start_step: accepted for compatibility with T5X; evaluation is always deterministic.
     """
     tasks = get_subtasks(cfg.mixture_or_task())
     with_split = [task for task in tasks if cfg.split in task.splits]
@@ -108,12 +108,12 @@ def get_training_eval_datasets(
 
 
 class ForeignBatches(Iterator[Batch]):
-    """Batches of a user's own function, with what the loop asks of a loader.
+    """Batches of a user's own function, with the interface of a loader.
 
-    Their position is the number of batches handed out; a run that goes on passes over as many.
+    Their position is the number of batches returned so far; a resumed run skips this number of batches.
 
     Args:
-      batches: arrays by feature; a tf.data.Dataset will do.
+      batches: {feature: array} each; may be a tf.data.Dataset.
     """
 
     def __init__(self, batches: Iterable[Mapping[str, Any]]):
@@ -144,7 +144,7 @@ class ForeignBatches(Iterator[Batch]):
         return batch
 
     def peek(self) -> Batch:
-        """The next batch, which stays the next."""
+        """Return the next batch without consuming it."""
         batch = next(self)
         self._kept.append(batch)
         self._taken -= 1
@@ -172,6 +172,6 @@ class ForeignBatches(Iterator[Batch]):
 
 
 def numpy_batches(batches: Iterable[Mapping[str, Any]]) -> Iterable[Batch]:
-    """Batches of any library as NumPy's."""
+    """Return batches of any library as NumPy arrays."""
     batches = batches.as_numpy_iterator() if hasattr(batches, "as_numpy_iterator") else batches
     return ({name: np.asarray(value) for name, value in batch.items()} for batch in batches)

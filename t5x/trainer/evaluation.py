@@ -1,4 +1,4 @@
-"""Evaluation of a model's parameters by the task's own metrics, on what the model decodes or scores."""
+"""Evaluation of parameters with the tasks' metrics, on decoded outputs or scores."""
 
 import functools
 import json
@@ -20,14 +20,15 @@ log = logging.getLogger(__name__)
 
 
 class InferenceEvaluator:
-    """Decodes or scores a task's examples and computes the task's metrics.
+    """Decodes or scores the examples of tasks and computes the tasks' metrics.
 
     Args:
-      cfg: which data.
+      cfg: the data.
       evaluator_cls: `t5x.data.Evaluator`, or a function that takes its arguments.
-      model, partitioner: what predicts, and where.
-      param_shardings: of the parameters that `evaluate` is given.
-      log_dir: where the loggers write.
+      model: the model.
+      partitioner: the mesh.
+      param_shardings: shardings of the parameters that `evaluate` is given.
+      log_dir: directory for the loggers.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class InferenceEvaluator:
             sequence_length=cfg.task_feature_lengths,
             log_dir=os.fspath(log_dir),
             batch_size=cfg.batch_size,
-            **({"skip_bad_examples": True} if cfg.skip_bad_examples else {}),  # evaluators of users may not know it
+            **({"skip_bad_examples": True} if cfg.skip_bad_examples else {}),  # users' evaluators may not accept it
         )
         partition = functools.partial(
             partitioner.partition,
@@ -73,10 +74,13 @@ class InferenceEvaluator:
     def evaluate(
         self, params: Any, step: int, before_batch: Callable[[], None] = lambda: None
     ) -> dict[str, dict[str, float]]:
-        """{task: {metric: value}}, also written by the evaluator's loggers.
+        """Return {task: {metric: value}}, which the evaluator's loggers also write.
 
-        Of several processes each has its rows of every batch computed; the first one computes the metrics, and tells.
-        `before_batch` is called before every batch, and may raise to end it.
+        With several processes, each computes its rows of every batch; the first one computes the metrics and broadcasts
+        them.
+
+        Args:
+          before_batch: called before every batch; it may raise to abort the evaluation.
         """
 
         def with_params(program: Program):

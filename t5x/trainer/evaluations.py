@@ -1,4 +1,4 @@
-"""Evaluation inside a training run, of both kinds, written where T5X writes it."""
+"""Both kinds of evaluation during a training run, written to the same files as T5X's."""
 
 import abc
 import itertools
@@ -24,19 +24,19 @@ log = logging.getLogger(__name__)
 
 Figures = dict[str, dict[str, float]]
 
-_LONGEST_NAME = 113  # of a directory of metrics, as in T5X
+_LONGEST_NAME = 113  # characters of a metric directory, as in T5X
 
 
 class _Interrupted(Exception):
-    """The run was asked to stop in the middle of an evaluation."""
+    """Raised when the run is asked to stop during an evaluation."""
 
 
 class Evaluation(abc.ABC):
     """One kind of evaluation of the trainer's current parameters.
 
     Attributes:
-      groups: what the names of its metrics begin with, e.g. `training_eval/<task>`.
-      tasks: the tasks that it measures.
+      groups: prefixes of the names of its metrics, e.g. `training_eval/<task>`.
+      tasks: the tasks that it evaluates.
     """
 
     def __init__(self, directory: str, stop: StopRequest, first_step: int):
@@ -49,7 +49,7 @@ class Evaluation(abc.ABC):
         return [f"{os.path.basename(self._directory)}/{task}" for task in self.tasks]
 
     def __call__(self, step: int) -> Figures | None:
-        """{task: {metric: value}}, the same in all processes; None where a stop cut it off."""
+        """Return {task: {metric: value}}, identical in all processes, or None if a stop interrupted it."""
         try:
             return self._evaluate(step)
         except _Interrupted:
@@ -57,16 +57,16 @@ class Evaluation(abc.ABC):
             return None
 
     def done(self, step: int) -> bool:
-        """Whether the evaluation of this step is in all its files."""
+        """Return whether all files have the metrics of this step."""
         there = all(any(record.get("step") == step for record, _ in jsonl.read(path)) for path in self._files)
         return json.loads(distributed.broadcast("evaluation done", json.dumps(there).encode(), distributed.PATIENCE))
 
     @abc.abstractmethod
     def _evaluate(self, step: int) -> Figures:
-        """Measures and writes."""
+        """Evaluate and write the metrics."""
 
     def _check_stop(self) -> None:
-        """Raises _Interrupted where the run is to stop. Of several processes, all call it before the same batch."""
+        """Raise _Interrupted if the run is to stop. All processes call it before the same batch."""
         if self._stop.here():
             raise _Interrupted
 
@@ -102,7 +102,7 @@ class TrainingEvaluation(Evaluation):
             )
         )  # fmt: skip
         for task, batches in self._datasets.items():
-            if next(iter(batches), None) is None:  # what is wrong with this data is told now, not after a period
+            if next(iter(batches), None) is None:  # fail now, not at the first evaluation
                 raise UserError(
                     f"There is nothing to evaluate of {task!r}: train_eval_get_dataset_fn gave no batch of it."
                 )
@@ -116,7 +116,7 @@ class TrainingEvaluation(Evaluation):
                 _drop_later(path, first_step)
 
     def _open(self, step: int) -> None:
-        """Opens the files of metrics; a line of this step, which is evaluated again, goes."""
+        """Open the metric files and drop lines of this step, which is evaluated again."""
         if distributed.is_leader() and not self._writers:
             for task in self.tasks:
                 directory = os.path.join(self._directory, task)
@@ -157,7 +157,7 @@ class TrainingEvaluation(Evaluation):
 
 
 class InferenceEvaluation(Evaluation):
-    """The task's own metrics on what the model decodes.
+    """The tasks' metrics on decoded outputs.
 
     Args:
       evaluator_cls: see `InferenceEvaluator`.
@@ -191,6 +191,6 @@ class InferenceEvaluation(Evaluation):
 
 
 def _drop_later(path: str, step: int) -> None:
-    """Drops the lines of later steps: the run that wrote them went on from here, as this one does."""
+    """Drop the lines of later steps, written by an earlier run that this one repeats from here."""
     if any(record.get("step", 0) > step for record, _ in jsonl.read(path)):
         jsonl.replace(path, (line for record, line in jsonl.read(path) if record.get("step", 0) <= step))

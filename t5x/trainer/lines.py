@@ -1,4 +1,4 @@
-"""Lines of metrics: the figures of a stretch of steps, written every so often."""
+"""Lines of metrics: each covers the steps since the previous line."""
 
 import dataclasses
 import functools
@@ -27,27 +27,27 @@ _SLOW_DATA_HINT = (
 
 @dataclasses.dataclass(frozen=True)
 class NonFinite:
-    """Steps among which there is one whose loss or gradient is not finite, each with its metrics on the host."""
+    """Steps of which at least one has a non-finite loss or gradient, each with its metrics on the host."""
 
     steps: list[Metrics]
     last_step: int
 
 
 class MetricLines:
-    """Collects the metrics of the steps, and writes a line of them when it is due.
+    """Collects the metrics of the steps and writes them in lines.
 
-    Those of a checkpoint in the middle of a line travel with it, so that the next line is the same as that of a run
-    that was never stopped.
+    A checkpoint in the middle of a line includes the metrics collected so far, so that the next line is identical to
+    that of an uninterrupted run.
 
     Args:
-      write: takes a step and its figures.
-      before: metrics of the line that was begun when the run was stopped.
-      cost: of a step.
-      concurrent: compute and write in a thread, while the next steps run; else `write` has returned when `line` does.
+      write: called with a step and its metrics.
+      before: metrics of an unfinished line, from the checkpoint.
+      cost: cost of a step.
+      concurrent: compute and write in a thread while the next steps run; otherwise `line` returns after `write`.
 
     Attributes:
-      figures: of the last line.
-      shown: those of them that a person wants to see.
+      figures: metrics of the last line.
+      shown: the subset for the progress display.
     """
 
     def __init__(
@@ -62,23 +62,23 @@ class MetricLines:
         self._pending: list[Metrics] = []
         self._thread = futures.ThreadPoolExecutor(1, "t5x-metrics") if concurrent else None
         self._job: futures.Future | None = None
-        self._counted = _Tokens()  # of the steps that `unfinished` has merged
+        self._counted = _Tokens()  # tokens of the steps that `unfinished` merged
         self._found: NonFinite | None = None
         self._slow_data_told = False
         self.figures: dict[str, float] = {}
         self.shown: dict[str, float] = {}
 
     def add(self, metrics: Metrics) -> None:
-        """Takes the metrics of one more step, which the devices may still be computing."""
+        """Add the metrics of one step, which the devices may still be computing."""
         self._pending.append(metrics)
 
     def line(self, step: int, lap: Throughput, others: Mapping[str, float]) -> None:
-        """Writes the figures of all steps since the last line.
+        """Write the metrics of all steps since the last line.
 
         Args:
-          step: the last of them.
-          lap: the time they took, or most of them, as the devices may be at the last; tokens are filled in.
-          others: figures to write along.
+          step: the last of these steps.
+          lap: the time of these steps, or of most of them, as the devices may still run the last. Tokens are filled in.
+          others: additional metrics to write.
         """
         self.wait()
         job = functools.partial(self._finish, step, self._before, self._pending, self._counted, lap, others)
@@ -89,7 +89,7 @@ class MetricLines:
             self._job = self._thread.submit(job)
 
     def unfinished(self, step: int) -> dict[str, list] | None:
-        """The metrics since the last line, as JSON; waits for the devices."""
+        """Return the metrics since the last line, for JSON. Waits for the devices."""
         self.wait()
         if self._pending:
             steps = self._on_host(self._pending, step)
@@ -99,13 +99,13 @@ class MetricLines:
         return None if self._before is None else to_json(self._before)
 
     def wait(self) -> None:
-        """Returns when the last line is written; raises what went wrong with it."""
+        """Wait until the last line is written. Raise its error, if any."""
         job, self._job = self._job, None
         if job is not None:
             job.result()
 
     def take_nonfinite(self) -> NonFinite | None:
-        """Where a loss or gradient was not finite, once; of what is written or merged, in all processes alike."""
+        """Pop the recorded non-finite steps among those written or merged. Identical on every process."""
         self.wait()
         found, self._found = self._found, None
         return found
@@ -157,7 +157,7 @@ class MetricLines:
 
 @dataclasses.dataclass(frozen=True)
 class _Tokens:
-    """Tokens of some steps that are no padding."""
+    """Numbers of non-padding tokens of some steps."""
 
     steps: int = 0
     inputs: int = 0

@@ -1,4 +1,4 @@
-"""The training loop: steps, and what falls due between them."""
+"""The training loop: steps, and the metrics, saves and evaluations between them."""
 
 import contextlib
 import dataclasses
@@ -23,15 +23,15 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Timetable:
-    """When things fall due, counted from step 0 of the model, so that a resumed run keeps the same times.
+    """The schedule of a run, counted from step 0 of the model, so that a resumed run keeps it.
 
     Attributes:
       total_steps: the last step.
       stats_period: steps between lines of metrics.
-      train_eval_period, infer_eval_period: steps between evaluations of either kind; 0 is never before the end.
-      save_period: steps between checkpoints; None is only at the end.
-      save_steps: further steps to save at.
-      gc_period: steps between collections of Python's garbage; 0 leaves that to Python.
+      train_eval_period, infer_eval_period: steps between evaluations; 0 evaluates only at the end.
+      save_period: steps between checkpoints; None saves only at the end.
+      save_steps: additional steps to save at.
+      gc_period: steps between garbage collections; 0 leaves them to Python.
     """
 
     total_steps: int
@@ -80,16 +80,16 @@ def run_loop(
     stop: StopRequest,
     show_progress: bool = True,
 ) -> tuple[int, ActionStop | None]:
-    """Trains from `first_step` to the end, or until `stop` asks or an action ends it.
+    """Train from `first_step` to the last step, or until a stop request or an action ends the run.
 
-    Saves when due, at the end, and on a stop, but never parameters that are not finite. Throughput counts neither
-    evaluation nor saving.
+    Saves on schedule, at the end and on a stop, but never non-finite parameters. Throughput excludes evaluation and
+    saving.
 
     Args:
-      save: takes the step, the position in the data after it, and the action that ends the run there.
+      save: called with the step, the data position after it and the action that ends the run there.
 
     Returns:
-      (the number of the last step taken, the action that ended the run if one did).
+      The last step, and the action that ended the run or None.
     """
     step = saved = first_step
     position = loader.state()
@@ -98,7 +98,7 @@ def run_loop(
     progress = Progress(times.total_steps, initial=first_step, description="train") if show_progress else None
 
     def finish() -> None:
-        """Waits for the step that the devices compute, which counts from then on."""
+        """Wait for the step in flight, then count it."""
         nonlocal running
         if running is not None:
             jax.block_until_ready(running)
@@ -163,9 +163,9 @@ def run_loop(
 
 
 class _NonFiniteWatch:
-    """Says what is not finite, the first time, and ends the run where that is to end it.
+    """A check for non-finite values that logs the first finding and decides whether the run ends.
 
-    All processes ask at the same steps.
+    Every process checks at the same steps.
     """
 
     def __init__(self, trainer: Trainer, actions: Actions):
@@ -173,7 +173,7 @@ class _NonFiniteWatch:
         self._told = False
 
     def look(self, lines: MetricLines, step: int) -> ActionStop | None:
-        """The end of the run, unsaved, where a loss or gradient was bad and the state is, or an action waits for it."""
+        """Check the logged losses and gradients. Return the reason to end the run unsaved, or None."""
         found = lines.take_nonfinite()
         if found is None:
             return None
@@ -186,7 +186,7 @@ class _NonFiniteWatch:
         return _bad_end(step) if end is None and diagnosis.parameters else end
 
     def look_well(self, lines: MetricLines, step: int) -> ActionStop | None:
-        """The same, of all steps and of the parameters themselves: an update may be bad where its gradient was not."""
+        """Check all steps and the parameters themselves: an update may be bad although its gradient was not."""
         lines.unfinished(step)
         end = self.look(lines, step)
         if end is None and (message := bad_parameters(self._trainer.state.params, step)):
@@ -201,7 +201,7 @@ def _bad_end(step: int) -> ActionStop:
 
 @contextlib.contextmanager
 def _garbage_collection(times: Timetable) -> Iterator[None]:
-    """With a period of its own, Python's collection does not come in between: it would hold up all processes."""
+    """Disable automatic garbage collection if the timetable has a period: a collection blocks all processes."""
     if not times.gc_period:
         yield
         return

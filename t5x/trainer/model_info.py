@@ -1,4 +1,4 @@
-"""model-info.txt: what a run's parameters are, and how they are divided."""
+"""model-info.txt: the parameters of a run and how they are sharded."""
 
 import os
 
@@ -8,7 +8,7 @@ from t5x.trainer.state import StateLayout
 
 
 def write_model_info(directory: str, layout: StateLayout) -> None:
-    """Writes it into a directory; with the optimizer's state where the model has an optimizer."""
+    """Write model-info.txt to a directory. It includes the optimizer state if the model has an optimizer."""
     shardings = layout.shardings
     lines = checkpoints.tree.parameter_table(
         layout.abstract.params, layout.axes, shardings.params, optimizer_state=layout.abstract.param_states or None,

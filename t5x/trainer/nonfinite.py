@@ -1,4 +1,4 @@
-"""NaN and infinity: at which step they came up, and in which gradients and parameters."""
+"""NaN and infinity: the step at which they appeared, and the affected gradients and parameters."""
 
 import dataclasses
 import math
@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from t5x.checkpoints.tree import flatten
 from t5x.metrics.accumulators import AveragePerStep, Metrics
 
-# Of a step: 0, or the number (from 1), going back from the loss, of the first gradient that is not finite.
+# Per step: 0, or the position, counted from 1 at the loss backwards, of the first non-finite gradient.
 FIRST_BAD_GRADIENT = "first_nonfinite_gradient"
 
-# Modules that stand beside each other, in the order in which a T5 runs through them.
+# Sibling modules, in the order in which a T5 runs them.
 _ORDER = (
     "token_embedder", "relpos_bias", "encoder", "layers", "pre_attention_layer_norm", "attention",
     "pre_self_attention_layer_norm", "self_attention", "pre_cross_attention_layer_norm", "encoder_decoder_attention",
@@ -37,7 +37,7 @@ def _parts(key: str) -> tuple[str, int]:
 
 
 def in_network_order(names: Iterable[str]) -> list[str]:
-    """Parameters' names, with `/`, in the order in which a T5 uses them; modules that it does not have come last.
+    """Sort names of parameters, with `/`, by the order in which a T5 uses them; unknown modules come last.
 
     >>> in_network_order(["decoder/layers_0/mlp/wi_0/kernel", "encoder/layers_10/mlp/wo/kernel",
     ...                   "encoder/layers_9/mlp/wo/kernel", "token_embedder/embedding"])[1]
@@ -52,7 +52,7 @@ def in_network_order(names: Iterable[str]) -> list[str]:
 
 
 def gradient_metrics(gradients: Any) -> Metrics:
-    """`gradient_norm`, and, for `diagnose`, which gradient is not finite; a pure function."""
+    """Return `gradient_norm` and, for `diagnose`, the first non-finite gradient. A pure function."""
     squares = {name: jnp.sum(jnp.square(gradient)) for name, gradient in flatten(gradients).items()}
     bad = ~jnp.isfinite(jnp.stack([squares[name] for name in _backwards(squares)]))
     first = jnp.where(jnp.any(bad), jnp.argmax(bad) + 1, 0)
@@ -61,7 +61,7 @@ def gradient_metrics(gradients: Any) -> Metrics:
 
 
 def find_nonfinite(params: Any) -> list[str]:
-    """Names of the arrays that hold a NaN or an infinity, in network order. All processes must call it."""
+    """Return the names of arrays with a NaN or infinity, in network order. All processes must call it."""
     finite = jax.device_get(_all_finite(params))
     return in_network_order(name for name, fine in flatten(finite).items() if not fine)
 
@@ -73,12 +73,12 @@ def _all_finite(tree: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
-    """What is known of a NaN or an infinity.
+    """The diagnosis of a NaN or infinity.
 
     Attributes:
-      step: the first step whose loss or gradient was not finite; None: it was before those that are still known.
-      parameters: those that are not finite now, in network order. Where there are any, the run cannot recover.
-      message: all of it for the user, and what to do.
+      step: the first step with a non-finite loss or gradient; None if it was before the steps that are still known.
+      parameters: the non-finite parameters, in network order. If there are any, the run cannot recover.
+      message: a description for the user, with remedies.
     """
 
     step: int | None
@@ -87,13 +87,13 @@ class Diagnosis:
 
 
 def diagnose(steps: Sequence[Metrics], last_step: int, params: Any, trained: Any = None) -> Diagnosis:
-    """What went wrong, once a loss has turned out not to be finite.
+    """Find the cause of a non-finite loss or gradient.
 
     Args:
-      steps: metrics of each single step since the last that is known to be fine, `last_step` the last of them.
-      last_step: its number; the first step of a model is 1.
-      params: as they are now.
-      trained: the part of them whose gradients `gradient_metrics` was given; None: all.
+      steps: metrics of every step since the last that is known to be finite, up to `last_step`.
+      last_step: number of the last of them; the first step of a model is 1.
+      params: the current parameters.
+      trained: the subset of them whose gradients were passed to `gradient_metrics`; None is all.
     """
     steps = jax.device_get(list(steps))
     value = lambda metrics, name: float(metrics[name].compute()) if name in metrics else 0.0
@@ -118,7 +118,7 @@ def diagnose(steps: Sequence[Metrics], last_step: int, params: Any, trained: Any
 
 
 def bad_parameters(params: Any, last_step: int) -> str | None:
-    """What to tell the user of parameters that are not finite; None where all are. All processes must call it."""
+    """Return a message about non-finite parameters, or None if all are finite. All processes must call it."""
     bad = find_nonfinite(params)
     return f"{_told_of(bad, len(flatten(params)), last_step)} {_REMEDIES}" if bad else None
 

@@ -1,15 +1,17 @@
-"""Where a run starts: MODEL_DIR's own checkpoint, then the initial one that was given, then scratch.
+"""The initial state of a run: MODEL_DIR's own checkpoint, else the given initial one, else from scratch.
 
-Evaluation and inference restore through here, too, so that a checkpoint fits by the same rules everywhere. Several
-processes take the same checkpoint: process 0 chooses and verifies it, and says so.
+Evaluation and inference also restore with this module, so that the same rules apply everywhere. Several processes use
+the same checkpoint: process 0 chooses and verifies it, and broadcasts the choice.
 """
 
 import dataclasses
 import json
 import logging
+import operator
 import os
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,29 +23,34 @@ from t5x.checkpoints.config import RestoreCheckpointConfig
 from t5x.checkpoints.contents import check_same_model
 from t5x.checkpoints.formats import Source, open_checkpoint
 from t5x.checkpoints.formats.ours import read_ours
+from t5x.checkpoints.identity import fingerprint
 from t5x.data.lanes import join_states, merge_states, states_of_rows
 from t5x.errors import UserError
 from t5x.metrics.accumulators import from_json
 from t5x.models import BaseTransformerModel
+from t5x.partitioning import consistency
 from t5x.trainer.state import StateLayout, TrainState
+from t5x.untrusted import parse_json
 from t5x.urls import is_remote
 
 log = logging.getLogger(__name__)
 
 RUN_FILE = "run.json"
-DATA_FILE = checkpoints.dataset_state_name(0, 1)  # of all rows, however many processes there were
+OnChangedData = Literal["refuse", "continue", "restart"]
+_MAX_JSON_BYTES = 2**30  # the file has the position of every row
+DATA_FILE = checkpoints.dataset_state_name(0, 1)  # of all rows, for any number of processes
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What a checkpoint knows of its run besides the model.
+    """What a checkpoint stores about its run besides the model.
 
     Attributes:
-      first_step: the model's step when the run began; `relative_steps` counts from it.
+      first_step: the model's step when the run started; `relative_steps` counts from it.
       data: position in the data, of all rows (see `position_of_all`); None at the beginning.
-      metrics: of the steps since the last line of them; None where that line was just written.
-      actions: what the run's actions know.
-      ended: which action ended the run, and why; None where none did.
+      metrics: metrics of the steps since the last line; None if that line was just written.
+      actions: state of the run's actions.
+      ended: which action ended the run, and why; None if none did.
     """
 
     first_step: int
@@ -63,23 +70,83 @@ class Run:
                 f"{path} was converted, not written by a run: it has no position in the data to go on from. Give it as "
                 "the initial checkpoint (utils.RestoreCheckpointConfig.path) of a run with another MODEL_DIR."
             )
-        record = json.loads(checkpoints.read_sidecar(path, RUN_FILE))
-        metrics = None if record["metrics"] is None else from_json(record["metrics"])
-        data = json.loads(checkpoints.read_sidecar(path, DATA_FILE))
-        return cls(record["first_step"], data, metrics, record.get("actions", {}), record.get("ended"))
+        record = _read_json(path, RUN_FILE)
+        if record is None:
+            raise checkpoints.DamagedCheckpoint(path, f"{RUN_FILE} does not describe a run")
+        try:
+            metrics = None if record["metrics"] is None else from_json(record["metrics"])
+            return cls(
+                operator.index(record["first_step"]), _read_json(path, DATA_FILE), metrics,
+                dict(record.get("actions", {})), record.get("ended"),
+            )  # fmt: skip
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise checkpoints.DamagedCheckpoint(path, f"{RUN_FILE} does not describe a run ({error!r})") from error
 
 
-def position_of_all(mine: Mapping[str, Any]) -> dict[str, Any]:
-    """The position in the data of all rows, from that of this process's rows (`loader.state()`) and the others'.
+def position_of_all(
+    mine: Mapping[str, Any],
+    fingerprint: "Future[dict[str, Any]] | None" = None,
+    patience: float | None = None,
+) -> dict[str, Any]:
+    """Return the data position of all rows, merged from those of every process (`loader.state()`).
 
-    All processes call it at the same step. Those whose devices share rows of the batch hold the same states of them. A
-    position without lanes is that of a user's own batches: the same number of them everywhere.
+    All processes must call it at the same step. Processes whose devices share rows have the same states of these rows.
+    A position without lanes is that of a user's own batches; it is the same in every process.
+
+    Args:
+      mine: the position of this process's rows.
+      fingerprint: fingerprint of the data, to be stored with the position; only process 0, which writes them, has it.
+      patience: seconds to wait for the fingerprint; None waits until it is ready.
     """
     if "lanes" not in mine:
         return dict(mine)
     merged = merge_states(agreement.gather("data position", dict(mine)))
     rows = sorted({first + i for first, count, *_ in merged["lanes"] for i in range(count)})
-    return merged | {"lanes": join_states(states_of_rows(rows, merged["lanes"]))}
+    merged |= {"lanes": join_states(states_of_rows(rows, merged["lanes"]))}
+    if fingerprint is None:
+        return merged
+    if not fingerprint.done():
+        log.info("the checkpoint waits until the files of the data are hashed, which is done once")
+    try:
+        return merged | {"fingerprint": fingerprint.result(patience)}
+    except TimeoutError:
+        log.warning("the files of the data are not hashed yet: when this checkpoint is resumed, they are not compared")
+        return merged
+
+
+def resume_data(
+    loader: Any, saved: Mapping[str, Any], fingerprint: "Future[dict[str, Any]] | None", on_changed_data: OnChangedData
+) -> None:
+    """Move the loader to the data position of a checkpoint.
+
+    Args:
+      saved: the position, with the fingerprint of its data.
+      fingerprint: fingerprint of the loader's data, in process 0.
+      on_changed_data: what to do if the two differ: `refuse`, `continue` at the position, or `restart` at the beginning
+        of the data.
+
+    Raises:
+      UserError: the data has changed; raised in every process.
+    """
+    if not hasattr(loader, "changes") or "lanes" not in saved:
+        return loader.restore(saved)
+    changes = agreement.decide("changed data", lambda: loader.changes(saved, fingerprint.result()))
+    if not changes:
+        return loader.restore(saved)
+    listed = "".join(f"\n  {change}" for change in changes)
+    if on_changed_data == "refuse":
+        raise UserError(
+            f"The data has changed since the checkpoint was saved:{listed}\n"
+            "To resume exactly, put back what has changed. To train on the data as it is now, add "
+            "--gin.train.on_changed_data=continue, which resumes at the saved position, or "
+            "--gin.train.on_changed_data=restart, which starts at the beginning of the data. Or start a run in another "
+            "MODEL_DIR from the checkpoint (--model; utils.RestoreCheckpointConfig.path in gin files)."
+        )
+    if on_changed_data == "restart":
+        log.warning("the data has changed and is read from its beginning (train.on_changed_data=restart):%s", listed)
+        return None
+    log.warning("the data has changed; resuming at the saved position (train.on_changed_data=continue):%s", listed)
+    return loader.restore(saved, changed_data=True)
 
 
 def restore_or_init(
@@ -89,7 +156,7 @@ def restore_or_init(
     layout: StateLayout,
     init_rng: jax.Array,
 ) -> tuple[TrainState, Run]:
-    """The state to start from, and what is known of the run. Where it fails in one process, it does in all."""
+    """Return the initial state and what is known about the run. A failure in one process is raised in all."""
     error, result = None, None
     try:
         result = _restore_or_init(store, restore_cfg, model, layout, init_rng)
@@ -100,12 +167,19 @@ def restore_or_init(
 
 
 def open_for_all(path: str) -> Source:
-    """Opens a checkpoint of any format; of several processes, process 0 chooses it and verifies it for all.
+    """Open a checkpoint of any format. With several processes, process 0 chooses and verifies it for all.
 
-    A remote one is copied by each machine, so that each process looks for itself.
+    A remote checkpoint is copied by each machine, so every process opens it itself.
+
+    Raises:
+      UserError: the processes find different checkpoints.
     """
-    if is_remote(path):
-        return open_checkpoint(path)
+    source = open_checkpoint(path) if is_remote(path) else _open_chosen(path)
+    consistency.require_same("checkpoint", lambda: {path: f"step {source.step}, {fingerprint(source, content=True)}"})
+    return source
+
+
+def _open_chosen(path: str) -> Source:
     opened = []
 
     def choose() -> str:
@@ -155,10 +229,10 @@ def _restore_or_init(
 def restore_state(
     source: Source, cfg: RestoreCheckpointConfig, model: BaseTransformerModel, layout: StateLayout, rng: jax.Array
 ) -> TrainState:
-    """The initial state from a checkpoint of any format; what is kept and what is reset is said.
+    """Return the initial state from a checkpoint of any format. Logs what is kept and what is reset.
 
     Args:
-      rng: of the initial values of what the rules leave out.
+      rng: key for the initial values of parameters that the rules exclude.
     """
     _check_same(source, model, cfg.rules)
     abstract, axes = layout.abstract.tree(), layout.tree_axes()
@@ -191,11 +265,11 @@ def restore_params(
     cfg: RestoreCheckpointConfig | None = None,
     rng: int | None = None,
 ) -> Any:
-    """The parameters of a checkpoint of any format, on the devices; no optimizer state is read.
+    """Return the parameters of a checkpoint of any format, on the devices. Optimizer state is not read.
 
     Args:
-      cfg: by which rules, and as which dtype; None is exactly as the model has them.
-      rng: seed of the initial values of what the rules leave out; None is 0.
+      cfg: rules and dtype; None restores exactly the model's parameters.
+      rng: seed of the initial values of parameters that the rules exclude; None is 0.
     """
     rules = Rules() if cfg is None else cfg.rules
     _check_same(source, model, rules)
@@ -209,7 +283,7 @@ def restore_params(
 
 
 def _resume(path: Any, cfg: RestoreCheckpointConfig | None, layout: StateLayout) -> TrainState:
-    """The state of a run of our own, its layers held as they were or the other way."""
+    """Return the state of a run's own checkpoint. Layers may be stacked in one and not in the other."""
     abstract = layout.abstract.tree()
     functions = () if cfg is None else cfg.rules.state_transformation_fns
     if not functions and _same_names(checkpoints.read_names(path), abstract):
@@ -221,14 +295,14 @@ def _resume(path: Any, cfg: RestoreCheckpointConfig | None, layout: StateLayout)
 
 
 def _same_names(found: Iterable[str], abstract: Any) -> bool:
-    """Whether a checkpoint of ours with these arrays holds them as the network does: it is then read shard by shard."""
+    """Return whether our checkpoint's arrays have the network's names, so that it can be read shard by shard."""
     wanted = checkpoints.tree.flatten(abstract)
     sections = {transfer.section(name) for name in wanted}
     return {name for name in found if transfer.section(name) in sections} == wanted.keys()
 
 
 def _check_same(source: Source, model: BaseTransformerModel, rules: Rules) -> None:
-    """Raises where the checkpoint says that it is of another model; with rules that may be meant, and is only said."""
+    """Raise a UserError if the checkpoint describes another model. With rules this only logs a warning."""
     try:
         if source.format == "t5x":
             check_same_model(source.path, model, same_classes=False)
@@ -241,7 +315,7 @@ def _check_same(source: Source, model: BaseTransformerModel, rules: Rules) -> No
 
 
 def _initial_values(layout: StateLayout, rng: jax.Array) -> transfer.Initial:
-    """A function that computes fresh values of some leaves of the state, and of no others."""
+    """Return a function that computes initial values of the named leaves only."""
 
     def compute(names: Collection[str]) -> dict[str, jax.Array]:
         pick = lambda state: {n: x for n, x in checkpoints.tree.flatten(state.tree()).items() if n in set(names)}
@@ -256,10 +330,21 @@ def _initial_values(layout: StateLayout, rng: jax.Array) -> transfer.Initial:
 
 
 def _position(source: Source) -> dict[str, Any]:
-    """Where a run of ours stood in its data."""
+    """Return the data position of a run's checkpoint."""
     if source.format != "t5x" or not os.path.exists(os.path.join(source.path, DATA_FILE)):
         raise UserError(
             f"utils.RestoreCheckpointConfig.restore_dataset: {source.path} has no position in the data that could be "
             "gone on from. Set it to False to read the data from its beginning."
         )
-    return json.loads(checkpoints.read_sidecar(source.path, DATA_FILE))
+    return _read_json(source.path, DATA_FILE)
+
+
+def _read_json(path: Any, name: str) -> dict[str, Any] | None:
+    """Return the object, or None for null, in a JSON file of our checkpoint."""
+    try:
+        content = parse_json(checkpoints.read_sidecar(path, name), max_bytes=_MAX_JSON_BYTES)
+    except ValueError as error:
+        raise checkpoints.DamagedCheckpoint(path, f"{name} is not JSON ({error})") from error
+    if content is not None and not isinstance(content, dict):
+        raise checkpoints.DamagedCheckpoint(path, f"{name} is not a JSON object")
+    return content

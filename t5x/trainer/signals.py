@@ -1,6 +1,6 @@
-"""Stopping in good order: Ctrl-C, a closed terminal, and SIGTERM, which is how schedulers and preempted machines tell.
+"""Orderly stops after Ctrl-C, a closed terminal, or SIGTERM, which schedulers and preempted machines send.
 
-JAX's own service for preemption is the same notice, SIGTERM, in several processes; ours also serves Ctrl-C.
+JAX's preemption service also handles SIGTERM in several processes; this one handles Ctrl-C as well.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import jax
 
 from t5x.partitioning import distributed
 
-# 75 is EX_TEMPFAIL: a scheduler may start it again. SIGHUP: the terminal was closed.
+# 75 is EX_TEMPFAIL: a scheduler may restart the run. SIGHUP: the terminal was closed.
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 75, signal.SIGHUP: 129}
 
 _POLL_SECONDS = 0.5
@@ -23,7 +23,7 @@ _numbers = itertools.count()
 
 
 class Stopped(Exception):
-    """A run that was asked to stop, and did so in good order."""
+    """Raised after a run was asked to stop and did so in an orderly way."""
 
     def __init__(self, signum: int, message: str):
         super().__init__(message)
@@ -31,16 +31,16 @@ class Stopped(Exception):
 
 
 class StopRequest:
-    """Notes the first signal while it is entered, once there is something to save; a second SIGINT ends at once.
+    """Context manager that records the first signal, once there is something to save. A second SIGINT exits at once.
 
-    Several processes stop at the same place, after a step or a batch of an evaluation, whichever of them was asked. The
-    one that was tells the others; each promises to begin nothing beyond what it has begun, and the latest of the
-    promises is where all stop. No process waits for another while it still owes it a step, so that the collectives of
-    those steps complete.
+    Several processes stop at the same point, after a step or a batch of an evaluation, no matter which of them got the
+    signal. That process notifies the others. Each publishes how many steps and batches it has started, and starts no
+    more until all have published; they then continue to the largest of these numbers and stop. No process waits for
+    another while it still has to run one of these steps, so that their collectives complete.
 
     Attributes:
-      signum: the signal that came, or None.
-      something_to_save: until this is set a signal ends the process at once, even in the middle of a compilation.
+      signum: the signal that was received, or None.
+      something_to_save: until this is set, a signal exits at once, even during a compilation.
     """
 
     def __init__(self) -> None:
@@ -50,19 +50,19 @@ class StopRequest:
         self._agreement = _Agreement() if jax.process_count() > 1 else None
 
     def __bool__(self) -> bool:
-        """Whether the run is to stop. Of several processes, all say so at the same place."""
+        """Return whether the run is to stop. All processes return the same at the same point."""
         return self.signum is not None if self._agreement is None else self._agreement.reached
 
     def here(self) -> bool:
-        """Whether the run is to stop here; to be asked before every step and every batch of an evaluation, by all."""
+        """Return whether to stop here. All processes call it before every step and every batch of an evaluation."""
         if self._agreement is not None and self._agreement.stops_here():
             self.signum = self._agreement.signum
         return bool(self)
 
     def __enter__(self) -> "StopRequest":
-        # Python delivers signals to its main thread only; a run in another thread is stopped by whoever started it.
+        # Python delivers signals to the main thread only; a run in another thread is stopped by its caller.
         if threading.current_thread() is threading.main_thread():
-            # What is ignored stays so: `nohup` is meant to survive the end of a terminal.
+            # Ignored signals stay ignored: a run under `nohup` must survive the end of its terminal.
             ours = [s for s in EXIT_CODES if signal.getsignal(s) is not signal.SIG_IGN]
             self._previous = {s: signal.signal(s, self._handle) for s in ours}
         if self._agreement is not None:
@@ -90,17 +90,18 @@ class StopRequest:
 
 
 class _Agreement:
-    """Where several processes stop: they count the places where they may.
+    """Finds the point at which several processes stop; they count the steps and batches that they start.
 
     Attributes:
-      signum: set by the signal handler to ask for a stop; once all agreed, the signal that one of them got.
-      reached: whether that place has been reached.
+      signum: set by the signal handler to request a stop; after the agreement, the signal that one of the processes
+        got.
+      reached: whether the point has been reached.
     """
 
     def __init__(self) -> None:
         self.signum: int | None = None
         self.reached = False
-        self._begun = 0  # steps and batches that this process has begun
+        self._begun = 0  # steps and batches that this process has started
         self._promised = False
         self._last: int | None = None
         self._failure: Exception | None = None
@@ -152,6 +153,6 @@ class _Agreement:
 
 
 def _say(text: str) -> None:
-    """Straight to standard error; a reader that Ctrl-C took along (`2>&1 | tee log`) must not keep us from saving."""
+    """Write to standard error. A closed pipe (Ctrl-C also ends `tee` in `2>&1 | tee log`) must not prevent the save."""
     with contextlib.suppress(OSError, ValueError):
         os.write(sys.stderr.fileno(), f"\n{text}\n".encode())

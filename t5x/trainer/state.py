@@ -1,4 +1,4 @@
-"""What a training run carries from step to step, and how it is laid out."""
+"""The training state and its layout over the mesh."""
 
 import dataclasses
 import logging
@@ -27,7 +27,7 @@ class TrainState:
     param_states: Tree
 
     def tree(self) -> dict[str, Any]:
-        """As it is stored, with T5X's names."""
+        """Return the tree as stored in a checkpoint, with T5X's names."""
         return {"target": self.params, "state": {"step": self.step, "param_states": self.param_states}}
 
     @classmethod
@@ -37,7 +37,7 @@ class TrainState:
 
 @dataclasses.dataclass(frozen=True)
 class StateLayout:
-    """Shapes, logical axes and shardings of a model's state; nothing is allocated.
+    """Shapes, logical axes and shardings of a model's state, without allocating it.
 
     Attributes:
       abstract: a TrainState of `jax.ShapeDtypeStruct` with shardings.
@@ -92,14 +92,14 @@ class StateLayout:
         return sum(x.size for x in jax.tree.leaves(self.abstract.params))
 
     def tree_axes(self) -> dict[str, Any]:
-        """Logical axes under the names that a state is stored with."""
+        """Return the logical axes under the names used in a checkpoint."""
         return {"target": self.axes, "state": {"step": (), "param_states": self.state_axes}}
 
     def step_array(self, step: int) -> jax.Array:
         return jax.device_put(jnp.int32(step), self.partitioner.replicated)
 
     def with_fresh_optimizer(self, params: Tree, step: int) -> TrainState:
-        """A state of given parameters and an optimizer that has seen nothing yet."""
+        """Return a state with the given parameters and a fresh optimizer state."""
         optimizer = self.model.optimizer_def
         fresh = self.partitioner.partition(
             lambda p: {} if optimizer is None else optimizer.init(p, self.axes),
@@ -109,7 +109,7 @@ class StateLayout:
         return TrainState(self.step_array(step), params, fresh(params))
 
     def init(self, rng: jax.Array) -> TrainState:
-        """Fresh parameters and optimizer state, each made where it lies."""
+        """Return fresh parameters and optimizer state, created on their devices."""
 
         def fresh(rng):
             params = self.model.get_initial_variables(rng, self.input_shapes)["params"]

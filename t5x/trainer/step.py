@@ -30,14 +30,19 @@ def train_step(
     logged_rate_fn: Schedule | None = None,
     weight_metrics: WeightMetricsComputer | None = None,
 ) -> tuple[TrainState, Metrics]:
-    """Gradients of the whole batch, then the optimizer. The result does not depend on the number of microbatches.
+    """Compute the gradients of the whole batch and apply the optimizer.
+
+    The result does not depend on the number of microbatches.
 
     Args:
       axes: logical axes of the parameters.
-      learning_rate_fn: the trainer's schedule, for what the optimizer has no rate of its own for.
-      rng: of the run; this step's dropout is keyed by it, the step and each example's row.
-      logged_rate_fn: of the metric `learning_rate`; `learning_rate_fn` if None.
-      weight_metrics: adds to the metrics.
+      learning_rate_fn: the trainer's schedule; used where the optimizer has no learning rate of its own.
+      rng: key of the run. Dropout is keyed by it, the step and each example's row.
+      logged_rate_fn: schedule of the metric `learning_rate`; `learning_rate_fn` if None.
+      weight_metrics: adds metrics of every weight.
+
+    Returns:
+      The new state and the metrics of the step.
     """
     dropout_rng = jax.random.fold_in(rng, state.step)
     rows = batch["decoder_target_tokens"].shape[0]
@@ -58,7 +63,7 @@ def train_step(
 def accumulate_gradients(
     model: BaseTransformerModel, params: Any, batch: Batch, dropout_rng: jax.Array, num_microbatches: int
 ) -> tuple[Any, Metrics]:
-    """float32 gradients and metrics of the batch, computed in `num_microbatches` parts one after another."""
+    """Return float32 gradients and metrics of the batch, accumulated over `num_microbatches` microbatches."""
     gradient = jax.grad(model.loss_fn, has_aux=True)
     if num_microbatches == 1:
         return gradient(params, batch, dropout_rng)
@@ -67,19 +72,19 @@ def accumulate_gradients(
         raise UserError(
             f"trainer.Trainer.num_microbatches is {num_microbatches}, which does not divide the batch size {rows}."
         )
-    # Part i takes every num_microbatches-th row, so that each device has rows in each part.
+    # Microbatch i takes every num_microbatches-th row, so that each device has rows in each microbatch.
     split = lambda x: jnp.swapaxes(x.reshape(rows // num_microbatches, num_microbatches, *x.shape[1:]), 0, 1)
     parts = {name: split(x) for name, x in batch.items()}
     if model.keys_dropout_by_row:
         rngs = jnp.broadcast_to(dropout_rng, num_microbatches)
-    else:  # a module of the user's own drops by position: every part needs its own key
+    else:  # a custom module keys dropout by position: each microbatch needs its own key
         rngs = jax.random.split(dropout_rng, num_microbatches)
 
     def add(total, part_and_rng):
         grads, metrics = gradient(params, *part_and_rng)
         return jax.tree.map(jnp.add, total, grads), metrics
 
-    # One loop from zero, so that the gradient is compiled once.
+    # The loop starts from zeros, so that the gradient is compiled once.
     grads, each = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), (parts, rngs))
     first, rest = (jax.tree.map(at, each) for at in (lambda x: x[0], lambda x: x[1:]))
     metrics, _ = jax.lax.scan(lambda total, one: (merge(total, one), None), first, rest)
@@ -87,5 +92,5 @@ def accumulate_gradients(
 
 
 def eval_step(model: BaseTransformerModel, params: Any, batch: Batch) -> Metrics:
-    """Metrics of a batch under teacher forcing, without dropout."""
+    """Return the metrics of a batch under teacher forcing, without dropout."""
     return model.eval_fn(params, batch)[1]

@@ -1,4 +1,4 @@
-"""The trainer: a state, and the compiled functions that advance and measure it."""
+"""The trainer: a state and the compiled functions that update and evaluate it."""
 
 import functools
 import logging
@@ -23,20 +23,20 @@ log = logging.getLogger(__name__)
 
 
 class Trainer:
-    """Holds the state of a run; every step replaces it.
+    """The state of a run; every step replaces it.
 
     Args:
-      model: what is trained.
-      train_state: where it starts.
+      model: the model to train.
+      train_state: initial state.
       partitioner: the mesh.
       layout: shapes, axes and shardings of the state.
-      rng: key of the run's dropout.
-      learning_rate_fn: step -> learning rate; not used by an optimizer, or a part of one, that has a rate of its own.
-      num_microbatches: parts that a batch is computed in to save memory; None, 0 or 1 is whole.
-      weight_metrics_computer: adds figures of every weight to the metrics.
+      rng: key for dropout.
+      learning_rate_fn: step -> learning rate. Optimizers, or parts of them, with their own rate ignore it.
+      num_microbatches: number of microbatches per batch, to save memory; None, 0 or 1 uses the whole batch.
+      weight_metrics_computer: adds metrics of every weight.
 
     Attributes:
-      learning_rate_fn: the schedule that is logged; see `t5x.optimizers.applied_schedule`.
+      learning_rate_fn: the logged schedule; see `t5x.optimizers.applied_schedule`.
     """
 
     def __init__(
@@ -80,28 +80,28 @@ class Trainer:
         )
 
     def compile(self, batch: Mapping[str, np.ndarray]) -> float:
-        """Compiles the train step for batches of this shape; returns the seconds it took."""
+        """Compile the train step for batches of this shape. Return the seconds it took."""
         began = time.perf_counter()
         self._train = self._train.lower(self.layout.abstract, self.partitioner.to_devices(batch)).compile()
         return time.perf_counter() - began
 
     def step(self, batch: Mapping[str, np.ndarray]) -> Metrics:
-        """Takes one step. Returns at once: the metrics are arrays that the devices are still computing."""
+        """Start one step. Return its metrics, which the devices may still be computing."""
         padding.check(self.model, batch)
         self.state, metrics = self._train(self.state, self.partitioner.to_devices(batch))
         return metrics
 
     def measure(self, batch: Mapping[str, np.ndarray]) -> Metrics:
-        """Metrics of the current parameters under teacher forcing. Returns at once, like `step`."""
+        """Start an evaluation under teacher forcing. Return its metrics without waiting, like `step`."""
         padding.check(self.model, batch)
         return self._eval(self.state.params, self.partitioner.to_devices(batch))
 
 
 def summarize(metrics: Sequence[Metrics]) -> dict[str, float]:
-    """The figures of several steps together."""
+    """Return the metrics of several steps combined."""
     return compute(functools.reduce(merge, on_host(metrics))) if metrics else {}
 
 
 def on_host(metrics: Sequence[Metrics]) -> list[Metrics]:
-    """The metrics of several steps in Python's numbers, which neither overflow nor lose digits; waits for them."""
+    """Wait for the metrics of several steps. Return them as Python numbers, which neither overflow nor lose digits."""
     return jax.tree.map(lambda x: x.item(), jax.device_get(list(metrics)))

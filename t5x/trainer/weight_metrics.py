@@ -1,4 +1,4 @@
-"""Figures of every single weight: how large it is, its gradient, and how far a step moves it."""
+"""Metrics of every parameter: its size, its gradient, and its change in a step."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from t5x.trainer.state import TrainState
 class WeightMetricsComputer:
     """T5X's weight metrics, for `trainer.Trainer.weight_metrics_computer`.
 
-    For every parameter, averaged over the steps of a line of metrics (RMS: root of the mean square):
+    For every parameter, averaged over the steps of a line of metrics (RMS: root mean square):
 
         weight_rms/<name>                           of the new value
         weight_max/<name>                           its largest magnitude
@@ -21,12 +21,12 @@ class WeightMetricsComputer:
         weight_update_rms/<name>                    of new - old
         weight_update_divided_by_weight_rms/<name>  of (new - old) / old, where old is not zero
 
-    and `weight_gradient_norm`, of all gradients together. Five figures a parameter: scanned layers have far fewer
-    parameters than unrolled ones.
+    and `weight_gradient_norm`, of all gradients together. These are five metrics per parameter: scanned layers have far
+    fewer parameters than unrolled ones.
     """
 
     def compute_metrics(self, gradients: Any, old_train_state: TrainState, new_train_state: TrainState) -> Metrics:
-        """The metrics of one step; a pure function."""
+        """Return the metrics of one step. A pure function."""
         old, new, gradients = (flatten(t) for t in (old_train_state.params, new_train_state.params, gradients))
         update = {name: new[name] - old[name] for name in old}
         relative = {name: _relative_rms(update[name], old[name]) for name in old}

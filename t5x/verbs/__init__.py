@@ -1,6 +1,6 @@
-"""The verbs of the `t5x` command, a module each: `define(parser)` adds its arguments, `run(args)` does it.
+"""The verbs of the `t5x` command, one module each: `define(parser)` adds arguments, `run(args)` runs it.
 
-Nothing here imports JAX before it is known that there is something to run.
+Nothing here imports JAX before the arguments have been checked.
 """
 
 VERBS = (

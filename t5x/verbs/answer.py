@@ -1,4 +1,4 @@
-"""`t5x answer`: its arguments, and a few lines over its entry point."""
+"""`t5x answer`: its arguments and the call of its entry point."""
 
 import argparse
 import json
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> None:
             raise UserError(f"{', '.join(f'--{name}' for name in of_file)} goes with --input, a file of questions.")
     elif single := [f"--{name}" for name in ("question", "context", "json") if getattr(args, name) is not None]:
         raise UserError(f"{', '.join(single)} goes without --input: give one question, or a file of them.")
-    import_modules(args)  # classes of the user's own, such as a vocabulary
+    import_modules(args)  # they may define classes, such as a vocabulary
     work_begins()
     signal.signal(signal.SIGTERM, leave_in_order)
     with processes(args):

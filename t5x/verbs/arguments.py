@@ -1,4 +1,4 @@
-"""What verbs have in common: arguments, gin files, several processes, signals."""
+"""Code shared by the verbs: arguments, gin files, several processes, signals."""
 
 import argparse
 import contextlib
@@ -8,6 +8,7 @@ import signal
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, NoReturn
@@ -27,24 +28,61 @@ configuration:
 
 
 class Terminated(SystemExit):
-    """By SIGTERM."""
+    """Raised on SIGTERM."""
 
 
+Handler = Callable[[int, FrameType | None], None]
+_deferred: set[int] = set()  # signals that wait for the end of an import
+
+
+def _outside_imports(handler: Handler) -> Handler:
+    """Wrap a signal handler that raises, so that it does not raise while a module is imported.
+
+    Extension modules run Python code when they are initialised, and abort or swallow what is raised there. The signal
+    is sent again after the import. A second signal meanwhile is handled at once.
+    """
+
+    @functools.wraps(handler)
+    def handle(signum: int, frame: FrameType | None) -> None:
+        if _is_importing(frame) and signum not in _deferred:
+            _deferred.add(signum)
+            threading.Thread(target=_send_after_import, args=(signum,), daemon=True).start()
+        else:
+            handler(signum, frame)
+
+    return handle
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib."):
+        frame = frame.f_back
+    return frame is not None
+
+
+def _send_after_import(signum: int) -> None:
+    main = threading.main_thread().ident
+    while _is_importing(sys._current_frames().get(main)):
+        time.sleep(0.02)
+    _deferred.discard(signum)
+    os.kill(os.getpid(), signum)
+
+
+@_outside_imports
 def leave_in_order(signum: int, frame: FrameType | None) -> NoReturn:
-    """SIGTERM while something is half written: it is cleaned up on the way out."""
+    """Handle SIGTERM by raising Terminated, so that `finally` blocks remove partial files."""
     print("terminated", file=sys.stderr, flush=True)
     raise Terminated(75)
 
 
 def work_begins() -> None:
-    """From here on Ctrl-C is Python's: what is half written is cleaned up."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Let Ctrl-C raise KeyboardInterrupt from here on, so that `finally` blocks run."""
+    signal.signal(signal.SIGINT, _outside_imports(signal.default_int_handler))
     if getattr(sys.unraisablehook, "func", None) is not _comes_again:
         sys.unraisablehook = functools.partial(_comes_again, sys.unraisablehook)
 
 
 def _comes_again(otherwise: Callable[[Any], object], dropped: Any) -> None:
-    """Sends a signal again whose exception Python has dropped, as it does inside destructors and garbage collection."""
+    """Resend a signal whose exception Python dropped, as in destructors and garbage collection."""
     signum = {KeyboardInterrupt: signal.SIGINT, Terminated: signal.SIGTERM}.get(dropped.exc_type)
     if signum is None:
         otherwise(dropped)
@@ -53,13 +91,13 @@ def _comes_again(otherwise: Callable[[Any], object], dropped: Any) -> None:
 
 
 def add_model(group: Any) -> None:
-    """How the model of --model reads texts and computes."""
+    """Add the options for the vocabulary and dtype of --model."""
     group.add_argument("--vocabulary", metavar="FILE", help="where the model has none: spiece.model, or bytes")
     group.add_argument("--dtype", **DTYPE)
 
 
 def parser_of(verb: str) -> argparse.ArgumentParser:
-    """What every verb has."""
+    """Return a parser with the options of every verb."""
     made = argparse.ArgumentParser(
         prog=f"t5x {verb}", formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -68,7 +106,7 @@ def parser_of(verb: str) -> argparse.ArgumentParser:
 
 
 def add_gin(parser: argparse.ArgumentParser) -> None:
-    hide = {"help": argparse.SUPPRESS}  # told in the epilog, with --gin.NAME=VALUE, which argparse does not see
+    hide = {"help": argparse.SUPPRESS}  # described in the epilog with --gin.NAME=VALUE, which argparse does not see
     parser.add_argument("--gin_file", action="append", default=[], metavar="FILE", **hide)
     parser.add_argument("--gin_bindings", action="append", default=[], metavar="BINDING", **hide)
     parser.add_argument("--gin_search_paths", default=".", metavar="DIRS", **hide)
@@ -77,6 +115,7 @@ def add_gin(parser: argparse.ArgumentParser) -> None:
         "--seqio_additional_cache_dirs", default="", metavar="DIR,DIR", help="offline caches of tasks of the real seqio"
     )
     parser.add_argument("--dry_run", action="store_true", help="print the whole configuration and run nothing")
+    parser.add_argument("--strict", action="store_true", help="treat warnings about the configuration as errors")
     add_import(parser)
     add_processes(parser)
 
@@ -96,15 +135,16 @@ def add_processes(parser: argparse.ArgumentParser) -> None:
 
 @contextlib.contextmanager
 def processes(args: argparse.Namespace) -> Iterator[None]:
-    """Joins the processes of a run, if there are several, around what they do together."""
-    from t5x import startup
-    from t5x.partitioning import distributed
+    """Connect the processes of a run, if there are several, while the context is active."""
+    from t5x import run_identity, startup
+    from t5x.partitioning import consistency, distributed
 
     names = ("coordinator_address", "process_count", "process_index", "initialization_timeout", "multiprocess_gpu")
     startup.enable_compilation_cache()
     distributed.keep_stdout_clean()
     with distributed.run(**{name: getattr(args, name) for name in names}):
         startup.name_process()
+        consistency.require_same("configuration", lambda: run_identity.describe_command(args))
         yield
 
 
@@ -127,7 +167,7 @@ def describe(parser: argparse.ArgumentParser, text: str, examples: str) -> None:
 
 
 def run_gin(args: argparse.Namespace, entry: Callable) -> Any:
-    """Reads the configuration, checks all of it, and calls the entry point; returns what that does."""
+    """Parse and check the configuration, call the entry point and return its result."""
     from t5x import configuration
 
     if args.tfds_data_dir:
@@ -145,7 +185,7 @@ def run_gin(args: argparse.Namespace, entry: Callable) -> Any:
         search_paths=[path for path in args.gin_search_paths.split(",") if path],
         entry_points={entry.__name__: entry},
     )
-    configuration.check(entry)
+    configuration.check(entry, strict=args.strict)
     if args.dry_run:
         print(configuration.resolved_str())
         return None

@@ -1,4 +1,4 @@
-"""`t5x bench`: its arguments, and a few lines over what measures."""
+"""`t5x bench`: its arguments and the calls of the measurements."""
 
 import argparse
 import json
@@ -34,7 +34,9 @@ def define(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps", type=int, metavar="N", help="to measure (about ten seconds of them; checkpoint: 3 saves)"
     )
-    parser.add_argument("--packed", action="store_true", default=None, help="several examples a row (train, data)")
+    parser.add_argument(
+        "--packed", type=int, nargs="?", const=4, metavar="N", help="examples in a row (4; train, and data as they fit)"
+    )
     model = parser.add_argument_group("the model")
     model.add_argument("--size", choices=_SIZES, help="small unless said; tiny is for a quick look")
     model.add_argument("--dtype", choices=("float32", "bfloat16"), help="float32 on CPUs, else bfloat16")
@@ -96,7 +98,7 @@ def _measure(work: str, options: dict[str, Any]) -> dict[str, Any]:
     if work == "data":
         from t5x.bench import data
 
-        return data.measure(**options)
+        return data.measure(**options | {"packed": bool(options.get("packed"))})
     from t5x.bench import checkpoint, compute, workload
     from t5x.network import default_dtype
 

@@ -1,4 +1,4 @@
-"""`t5x convert`: its arguments, and a few lines over its entry point."""
+"""`t5x convert`: its arguments and the call of its entry point."""
 
 import argparse
 import signal

@@ -1,4 +1,4 @@
-"""`t5x data`: its arguments, and a few lines over its entry point."""
+"""`t5x data`: its arguments and the call of its entry point."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""`t5x eval`: its arguments, and a few lines over its entry point."""
+"""`t5x eval`: its arguments and the call of its entry point."""
 
 import argparse
 import shlex
@@ -75,7 +75,7 @@ def _eval_file(args: argparse.Namespace, given: dict[str, Any]) -> Any:
         )
     if args.tfds_data_dir or args.seqio_additional_cache_dirs:
         raise UserError("--tfds_data_dir and --seqio_additional_cache_dirs are for tasks: leave them out, or --model.")
-    import_modules(args)  # classes of the user's own, such as a vocabulary
+    import_modules(args)  # they may define classes, such as a vocabulary
     work_begins()
     signal.signal(signal.SIGTERM, leave_in_order)
     with processes(args):

@@ -1,4 +1,4 @@
-"""`t5x infer`: its arguments, and a few lines over its entry point."""
+"""`t5x infer`: its arguments and the call of its entry point."""
 
 import argparse
 import signal
@@ -106,11 +106,11 @@ def run(args: argparse.Namespace) -> None:
         from t5x.inference.lines import read_texts
 
         given["choices"] = read_texts(given["choices"], "--choices")
-    import_modules(args)  # classes of the user's own, such as a vocabulary
+    import_modules(args)  # they may define classes, such as a vocabulary
+    from t5x.inference.files import infer_file  # before `work_begins`: until then a signal ends the process at once
+
     work_begins()
     signal.signal(signal.SIGTERM, leave_in_order)
     with processes(args):
-        from t5x.inference.files import infer_file
-
         infer_file(args.model, args.input, **given, **shard)
     return None

@@ -1,4 +1,4 @@
-"""`t5x rank-eval`: its arguments, and a few lines over its entry point."""
+"""`t5x rank-eval`: its arguments and the call of its entry point."""
 
 import argparse
 import os
@@ -40,8 +40,8 @@ def add_measures(parser: "argparse.ArgumentParser | argparse._ArgumentGroup") ->
 
 def run(args: argparse.Namespace) -> None:
     work_begins()
-    from t5x.metrics.ranking_files import read_qrels
     from t5x.ranking import evaluation
+    from t5x.ranking.trec_files import read_qrels
 
     names = [os.path.basename(path) for path in args.runs]
     if len(set(names)) < len(names):

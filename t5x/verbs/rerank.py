@@ -1,4 +1,4 @@
-"""`t5x rerank`: its arguments, and a few lines over its entry point."""
+"""`t5x rerank`: its arguments and the call of its entry point."""
 
 import argparse
 import signal
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> None:
             raise UserError(f"--{', --'.join(odd)} goes with --{needed}.")
     if args.qrels is None and (odd := [n for n in ("measures", "relevance_level") if n in given]):
         raise UserError(f"--{', --'.join(odd)} goes with --qrels.")
-    import_modules(args)  # classes of the user's own, such as a vocabulary
+    import_modules(args)  # they may define classes, such as a vocabulary
     work_begins()
     signal.signal(signal.SIGTERM, leave_in_order)
     with processes(args):

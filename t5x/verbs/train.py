@@ -1,4 +1,4 @@
-"""`t5x train`: its arguments, and a few lines over its entry point."""
+"""`t5x train`: its arguments and the call of its entry point."""
 
 import argparse
 
@@ -41,6 +41,7 @@ def run(args: argparse.Namespace) -> None:
         PlainRun(**options),
         bindings=args.gin_bindings,
         dry_run=args.dry_run,
+        strict=args.strict,
         command=file_flags.command(args),
         processes=processes(args),
     )

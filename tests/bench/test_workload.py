@@ -12,15 +12,19 @@ from t5x.data import EncDecFeatureConverter
 TINY = Workload("tiny", batch=2, inputs=8, targets=6)
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [0, 2, 3])
 def test_batches_are_those_of_the_feature_converter(packed):
     batch = next(dataclasses.replace(TINY, packed=packed).batches())
-    cut = {"inputs": (4, 8), "targets": (3, 6)} if packed else {"inputs": (8,), "targets": (6,)}
+    cut = {
+        0: {"inputs": (8,), "targets": (6,)},
+        2: {"inputs": (4, 8), "targets": (3, 6)},
+        3: {"inputs": (2, 5, 8), "targets": (2, 4, 6)},
+    }[packed]
     rows = []
     for inputs, targets in zip(batch["encoder_input_tokens"], batch["decoder_target_tokens"], strict=True):
         parts = [np.split(ids, ends[:-1]) for ids, ends in ((inputs, cut["inputs"]), (targets, cut["targets"]))]
         rows.append([{"inputs": i, "targets": t} for i, t in zip(*parts, strict=True)])
-    wanted = EncDecFeatureConverter(pack=packed).convert_batch(rows, {"inputs": 8, "targets": 6})
+    wanted = EncDecFeatureConverter(pack=packed > 0).convert_batch(rows, {"inputs": 8, "targets": 6})
     assert set(batch) == set(wanted)
     for name, array in wanted.items():
         np.testing.assert_array_equal(batch[name], array, err_msg=name)

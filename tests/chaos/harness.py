@@ -1,15 +1,18 @@
-"""Kills training runs at random moments and looks whether they end as if nothing had happened.
+"""Kill training runs at random moments and check that they end as if nothing had happened.
 
     python -m tests.chaos.harness --kills 100
 
-Runs of a packed mixture, alone and of two processes, are killed (`kill -9`) at any time and, every other time, in the
-middle of a save. After every kill all checkpoints must be readable; when a run at last comes to its end, its state must
-be bit for bit that of a run that nothing happened to.
+Runs of a packed mixture that is read by worker processes, alone and of two processes, evaluate and save while they
+train. They are killed (`kill -9`) in the middle of a save, in the middle of an evaluation, and at any other moment; of
+two processes one is killed, and the other must end by itself. After every kill all checkpoints must be readable. When a
+run at last comes to its end, its state must be bitwise identical to that of an uninterrupted run, and so must its
+metrics and predictions, except for times.
 """
 
 import argparse
 import contextlib
 import dataclasses
+import json
 import os
 import random
 import shutil
@@ -18,36 +21,53 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 
 from t5x import checkpoints
 from tests.programs import REPO, SMALL, environment, free_port
+from tests.xla_flags import QUICK_COMPILATION
 
-STEPS = 30
 _PATIENCE = 120.0  # seconds in which the processes that were not killed must end by themselves
 _RENDEZVOUS = 90  # seconds that a process waits for one that was killed before it could be reached
+_KILLS_OF_A_RUN = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """How a run is started: so many processes, with so many virtual devices each."""
+    """A run.
+
+    Attributes:
+      devices: virtual devices of each process.
+      decodes: whether evaluations decode, too, which takes half of the time to compile.
+    """
 
     processes: int = 1
     devices: int = 1
+    steps: int = 24
+    decodes: bool = True
 
     def start(self, model_dir: Path, log: Path) -> list[subprocess.Popen]:
         arguments = [
-            "train", "--gin_file=t5x/examples/demo/dates.gin", *SMALL, "--import", "tests/chaos/tasks.py",
-            "--gin.MIXTURE_OR_TASK_NAME='chaos'", "--gin.TASK_FEATURE_LENGTHS={'inputs': 40, 'targets': 24}",
-            "--gin.seqio.ByteVocabulary.extra_ids=100", "--gin.train/utils.DatasetConfig.pack=True",
-            f"--gin.MODEL_DIR='{model_dir}'", f"--gin.TRAIN_STEPS={STEPS}", "--gin.train.stats_period=4",
+            "train", "--gin_file=t5x/examples/demo/dates.gin", *(flag for flag in SMALL if "eval" not in flag),
+            "--import", "tests/chaos/tasks.py", "--gin.MIXTURE_OR_TASK_NAME='chaos'",
+            "--gin.TASK_FEATURE_LENGTHS={'inputs': 40, 'targets': 24}", "--gin.seqio.ByteVocabulary.extra_ids=100",
+            "--gin.utils.create_learning_rate_scheduler.warmup_steps=2", "--gin.train/utils.DatasetConfig.pack=True",
+            "--gin.train/utils.DatasetConfig.num_workers=1",
+            "--gin.train_eval/utils.DatasetConfig.mixture_or_task_name='chaos_held_out'",
+            "--gin.infer_eval/utils.DatasetConfig.mixture_or_task_name='chaos_held_out'",
+            f"--gin.train.eval_period={self.steps // 3}", "--gin.train.stats_period=3",
+            f"--gin.MODEL_DIR='{model_dir}'", f"--gin.TRAIN_STEPS={self.steps}",
             "--gin.utils.SaveCheckpointConfig.period=2", "--gin.utils.SaveCheckpointConfig.keep=2",
+            *([] if self.decodes else ["--gin.train.infer_eval_dataset_cfg=None"]),
         ]  # fmt: skip
-        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={self.devices}"
-        env = environment(XLA_FLAGS=flags, JAX_PLATFORMS="cpu")
+        flags = f"{QUICK_COMPILATION} --xla_force_host_platform_device_count={self.devices}"
+        env = environment(XLA_FLAGS=flags, JAX_PLATFORMS="cpu", JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0")
         port = free_port()
         started = []
         for index in range(self.processes):
@@ -61,44 +81,81 @@ class Setting:
         return started
 
 
-def run_undisturbed(setting: Setting, directory: Path) -> dict:
-    """The final state of a run that nothing happens to."""
-    began = time.monotonic()
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a run leaves behind."""
+
+    state: Any
+    files: dict[str, list[Any]]
+
+    @classmethod
+    def of(cls, run: Path, steps: int) -> "Result":
+        """Read the last checkpoint, metrics without times, and predictions."""
+        files = {str(path.relative_to(run)): _records(path) for path in sorted(run.rglob("*.jsonl"))}
+        return cls(checkpoints.restore(run / f"checkpoint_{steps}"), files)
+
+    def assert_same(self, other: "Result") -> None:
+        assert jax.tree.structure(self.state) == jax.tree.structure(other.state)
+        leaves = zip(jax.tree_util.tree_leaves_with_path(self.state), jax.tree.leaves(other.state), strict=True)
+        for (path, one), another in leaves:
+            np.testing.assert_array_equal(one, another, err_msg=jax.tree_util.keystr(path))
+        assert self.files.keys() == other.files.keys()
+        for name, records in self.files.items():
+            assert records == other.files[name], name
+
+
+def _records(path: Path) -> list[Any]:
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{key: value for key, value in record.items() if not key.startswith("timing/")} for record in records]
+
+
+def run_undisturbed(setting: Setting, directory: Path) -> Result:
+    """Return the result of a run that nothing happens to."""
+    directory.mkdir(parents=True)
     codes = [process.wait() for process in setting.start(directory / "run", directory / "log")]
     assert codes == [0] * setting.processes, _log(directory)
-    print(f"{setting}: undisturbed in {time.monotonic() - began:.1f} s", flush=True)
-    return checkpoints.restore(directory / "run" / f"checkpoint_{STEPS}")
+    result = Result.of(directory / "run", setting.steps)
+    written = {"train", "training_eval"} | ({"inference_eval"} if setting.decodes else set())
+    assert {name.partition("/")[0] for name in result.files} == written
+    return result
 
 
-def run_through_kills(setting: Setting, directory: Path, kills: int, rng: random.Random, seconds: float) -> tuple:
-    """A run that is killed `kills` times, each time at a random moment; (its final state, kills, those in a save).
+def run_through_kills(
+    setting: Setting, directory: Path, kills: int, rng: random.Random, seconds: float
+) -> tuple[Result, Counter[str]]:
+    """Kill a run `kills` times, unless it comes to its end before, and let it end.
 
     Args:
-      seconds: that a whole run takes about.
+      seconds: how long a whole run takes, about; the first one compiles more.
+
+    Returns:
+      The result, and the number of kills by the moment: in a save, in an evaluation, at any time.
     """
     directory.mkdir(parents=True)
     run, log = directory / "run", directory / "log"
-    done = in_saves = 0
+    waits: dict[str, Callable[[list[subprocess.Popen]], None]] = {
+        "save": lambda processes: _wait_for_save(run, processes, rng),
+        "evaluation": lambda processes: _wait_for_evaluation(Path(f"{log}.0"), processes, rng),
+        "any time": lambda processes: _wait_a_while(processes, rng.uniform(0, 0.7 * seconds)),
+    }
+    done: Counter[str] = Counter()
     while True:
         processes = setting.start(run, log)
-        killed = False
-        if done < kills:
-            moment = rng.uniform(0, seconds)
-            if done == 0 or rng.random() < 0.5:
-                in_saves += _wait_for_save(run, processes, rng)
-            else:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    processes[0].wait(moment)
+        victim = None
+        if done.total() < kills:
+            moment = "save" if not done else rng.choice(list(waits))
+            waits[moment](processes)
             victim = rng.choice(processes)
             if victim.poll() is None:
                 os.kill(victim.pid, signal.SIGKILL)
-                killed = True
-        codes = _wait(processes, victim if killed else None, directory)
+                done[moment] += 1
+            else:
+                victim = None
+        codes = _wait(processes, victim, directory)
         assert_readable(run)
         if codes == [0] * setting.processes:
-            return checkpoints.restore(run / f"checkpoint_{STEPS}"), done, in_saves
-        assert killed, f"a run that was not killed ended with {codes}:\n{_log(directory)}"
-        done += 1
+            return Result.of(run, setting.steps), done
+        assert victim is not None, f"a run that was not killed ended with {codes}:\n{_log(directory)}"
 
 
 def assert_readable(run: Path) -> None:
@@ -109,14 +166,8 @@ def assert_readable(run: Path) -> None:
                 checkpoints.CheckpointStore(run).verify(path)
 
 
-def assert_same(one: dict, other: dict) -> None:
-    assert jax.tree.structure(one) == jax.tree.structure(other)
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(other), strict=True):
-        np.testing.assert_array_equal(a, b, err_msg=jax.tree_util.keystr(path))
-
-
-def _wait_for_save(run: Path, processes: list[subprocess.Popen], rng: random.Random) -> bool:
-    """Returns in the middle of one of the next saves; False where the run ended before."""
+def _wait_for_save(run: Path, processes: list[subprocess.Popen], rng: random.Random) -> None:
+    """Return in the middle of one of the next saves, or when the run has ended."""
     saves = rng.randint(1, 4)
     seen: set[str] = set()
     while all(process.poll() is None for process in processes):
@@ -124,9 +175,23 @@ def _wait_for_save(run: Path, processes: list[subprocess.Popen], rng: random.Ran
             seen.update(path.name for path in run.glob("checkpoint_*.tmp-*"))
         if len(seen) >= saves:
             time.sleep(rng.uniform(0, 0.03))
-            return True
+            return
         time.sleep(0.001)
-    return False
+
+
+def _wait_for_evaluation(log: Path, processes: list[subprocess.Popen], rng: random.Random) -> None:
+    """Return after the first half of the next evaluation, which is in the log, or when the run has ended."""
+    before = log.stat().st_size
+    while all(process.poll() is None for process in processes):
+        if b", held out: " in log.read_bytes()[before:]:
+            time.sleep(rng.uniform(0, 0.3))
+            return
+        time.sleep(0.005)
+
+
+def _wait_a_while(processes: list[subprocess.Popen], seconds: float) -> None:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        processes[0].wait(seconds)
 
 
 def _wait(processes: list[subprocess.Popen], victim: subprocess.Popen | None, directory: Path) -> list[int]:
@@ -149,28 +214,31 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     rng = random.Random(args.seed)
+    began = time.monotonic()
+    total: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as root:
-        total = 0
-        shares = {Setting(): args.kills - args.kills // 3, Setting(processes=2, devices=2): args.kills // 3}
+        of_two = args.kills // 4
+        shares = {Setting(): args.kills - of_two, Setting(processes=2, devices=2): of_two}
         for setting, share in shares.items():
-            began = time.monotonic()
-            expected = run_undisturbed(setting, _made(Path(root) / f"undisturbed{setting.processes}"))
-            seconds = time.monotonic() - began
-            done = runs = 0
-            while done < share:
+            started = time.monotonic()
+            expected = run_undisturbed(setting, Path(root) / f"undisturbed{setting.processes}")
+            seconds = time.monotonic() - started
+            print(f"{setting}: undisturbed in {seconds:.1f} s", flush=True)
+            done: Counter[str] = Counter()
+            runs = 0
+            while done.total() < share:
                 directory = Path(root) / f"run{setting.processes}.{runs}"
-                state, kills, in_saves = run_through_kills(setting, directory, min(8, share - done), rng, seconds)
-                assert_same(state, expected)
-                done, runs = done + kills, runs + 1
-                print(f"{setting}: {kills} kills, {in_saves} in a save: the same state ({done}/{share})", flush=True)
+                kills = min(_KILLS_OF_A_RUN, share - done.total())
+                result, of_run = run_through_kills(setting, directory, kills, rng, seconds)
+                result.assert_same(expected)
+                done, runs = done + of_run, runs + 1
+                print(f"{setting}: {dict(of_run)}: the same result ({done.total()}/{share} kills)", flush=True)
                 shutil.rmtree(directory)
             total += done
-    print(f"{total} kills; every run ended with the state of an undisturbed one, bit for bit")
-
-
-def _made(directory: Path) -> Path:
-    directory.mkdir(parents=True)
-    return directory
+    print(
+        f"{total.total()} kills {dict(total)} in {(time.monotonic() - began) / 60:.1f} min: every run ended with the "
+        "state, metrics and predictions of an uninterrupted one"
+    )
 
 
 if __name__ == "__main__":

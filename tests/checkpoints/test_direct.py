@@ -119,7 +119,7 @@ def test_a_tensorstore_that_says_it_in_another_way_reads_by_itself(checkpoint, s
         (None, "the chunk target.encoder.layers_0.mlp.wo.kernel/0.0 is missing"),
         (b"abc", "has 3 bytes instead of 512"),
         (direct.Place("d/absent", 0, 512), "d/absent cannot be read: No such file or directory"),
-        (direct.Place("../../MANIFEST.json", 0, 512), "cannot be read: not a path inside the checkpoint"),
+        (direct.Place("../../MANIFEST.json", 0, 512), "cannot be read: not a path inside the directory"),
         (direct.Place("_METADATA", 10**9, 512), "_METADATA ends too early"),
     ],
 )

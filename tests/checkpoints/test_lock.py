@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from t5x.checkpoints import CheckpointStore, ModelDirLock
+from t5x.checkpoints import CheckpointStore, ModelDirLock, paths
 from t5x.checkpoints.lock import LOCK_FILE
 from t5x.errors import UserError
 
@@ -66,7 +66,7 @@ def test_release_lets_the_next_one_in_and_may_be_repeated(tmp_path):
 
 
 def test_unfinished_checkpoints_of_a_live_run_are_not_removed(tmp_path, program):
-    unfinished = tmp_path / "checkpoint_3.tmp-1"
+    unfinished = tmp_path / paths.unique_name(3, "tmp")
     unfinished.mkdir()
     holder = program("hold_lock.py", tmp_path)
     assert holder.stdout.readline() == "held\n"

@@ -16,8 +16,10 @@ from t5x import cache_directory as cache_module
 from t5x import convert, inspection, urls
 from t5x.checkpoints import faults, paths, reading, remote
 from t5x.checkpoints.formats import open_checkpoint
+from t5x.checkpoints.formats.native import write_native
 from t5x.checkpoints.streaming import write_checkpoint
 from t5x.errors import UserError
+from t5x.files import atomic
 from tests.checkpoints.formats import huggingface_models as models
 from tests.checkpoints.formats.bundle_writer import write_bundle
 
@@ -118,6 +120,15 @@ def test_the_newest_finished_checkpoint_of_a_model_dir(fs, tmp_path, caplog):
     assert (source.format, source.step) == ("t5x", 10)
     assert "checkpoint_11: it has no MANIFEST.json" in caplog.text
     assert reading.resolve(RUN).name == "checkpoint_10"
+
+
+def test_a_renamed_checkpoint_is_not_taken_for_the_newest(fs, tmp_path):
+    write_native(tmp_path / "checkpoint_3", 3, [("target/a", np.ones((2, 3), np.float32))])
+    upload(fs, tmp_path / "checkpoint_3", "/bucket/run/checkpoint_600")
+    upload(fs, save(tmp_path, 9), "/bucket/run/checkpoint_9")
+    with pytest.raises(UserError, match=r"checkpoint_600 is the newest by its name, but its content is of step 3"):
+        open_checkpoint(RUN)
+    assert open_checkpoint(f"{RUN}/checkpoint_600").step == 3  # named itself, it is meant
 
 
 def test_every_format(fs, tmp_path, hf, requests):
@@ -291,7 +302,7 @@ def test_one_process_copies_while_others_wait(fs, hf, cache, caplog, requests):
     upload(fs, hf, "/bucket/hf")
     staged = remote.stage("memory://bucket/hf")
     (lock,) = cache.glob("*.lock")
-    paths.remove_tree(staged.parent)
+    atomic.remove_tree(staged.parent)
     holder = subprocess.Popen(
         [sys.executable, "-c", "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_EX); "
          "print('held', flush=True); sys.stdin.read()", str(lock)],
@@ -306,11 +317,11 @@ def test_one_process_copies_while_others_wait(fs, hf, cache, caplog, requests):
                     holder.stdin.close()
 
         handler = Release()
-        logging.getLogger("t5x.cache_directory").addHandler(handler)
+        logging.getLogger("t5x.files.locks").addHandler(handler)
         try:
             assert remote.stage("memory://bucket/hf") == staged
         finally:
-            logging.getLogger("t5x.cache_directory").removeHandler(handler)
+            logging.getLogger("t5x.files.locks").removeHandler(handler)
         assert "waiting for another process" in caplog.text
     finally:
         holder.kill()
@@ -329,7 +340,16 @@ class EndpointConnectionError(Exception):
 
 
 class HttpError(Exception):  # as gcsfs has it
-    code = 403
+    def __init__(self, message, code=403):
+        super().__init__(message)
+        self.code = code
+
+
+def caused_by(error):
+    """What the driver of HTTP raises for every failure."""
+    missing = FileNotFoundError("http://server/file")
+    missing.__cause__ = error
+    return missing
 
 
 FAULTS = {
@@ -338,6 +358,13 @@ FAULTS = {
     "denied by a code": (HttpError("no"), "access is denied"),
     "denied in words": (OSError("Forbidden: https://storage"), "access is denied"),
     "no bucket": (FileNotFoundError("The specified bucket does not exist"), "There is no checkpoint"),
+    "no file, by a code": (caused_by(HttpError("Not Found", 404)), "There is no checkpoint"),
+    "no file, in words": (caused_by(OSError("NoSuchKey")), "There is no checkpoint"),
+    "a broken server": (HttpError("Oops", 500), r"the server answered 500 \(HttpError: Oops\)"),
+    "a broken server behind it": (caused_by(HttpError("Oops", 503)), "the server answered 503"),
+    "too many requests": (caused_by(HttpError("Slow down", 429)), "the server answered 429"),
+    "denied behind it": (caused_by(HttpError("no")), "access is denied"),
+    "no answer behind it": (caused_by(TimeoutError()), "cannot be reached"),
     "no network": (EndpointConnectionError("Could not connect"), "cannot be reached"),
     "no answer": (TimeoutError(), r"cannot be reached \(TimeoutError\)"),
     "anything else": (OSError(errno.EIO, "odd"), "cannot be accessed .*odd"),

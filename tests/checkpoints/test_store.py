@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t5x.checkpoints import CheckpointStore, DamagedCheckpoint, ModelDirLock, arrays, dataset_state_name, paths
+from t5x.checkpoints import CheckpointStore, DamagedCheckpoint, ModelDirLock, arrays, dataset_state_name, faults, paths
 from t5x.errors import UserError
+from t5x.files import atomic
 
 from .helpers import SIDECARS, assert_same, make_tree, names
 
@@ -41,8 +42,8 @@ def test_a_saved_checkpoint_is_whole_and_complete(store, tmp_path):
 
 def test_save_returns_before_the_checkpoint_exists(store, monkeypatch):
     go_on = threading.Event()
-    flush = paths.fsync_tree
-    monkeypatch.setattr(paths, "fsync_tree", lambda directory: go_on.wait() and flush(directory))
+    flush = atomic.sync_tree
+    monkeypatch.setattr(atomic, "sync_tree", lambda *args, **kwargs: go_on.wait() and flush(*args, **kwargs))
     store.save(1, make_tree(1), sidecars={})
     assert store.steps() == []
     go_on.set()
@@ -120,14 +121,28 @@ def test_a_damaged_checkpoint_is_moved_aside_for_a_whole_one(store, tmp_path, ca
     assert fresh.steps() == [5]
 
 
-def test_a_directory_of_another_program_is_left_alone(store, tmp_path, caplog):
-    (tmp_path / "checkpoint_5").mkdir()
-    (tmp_path / "checkpoint_5" / "checkpoint").write_bytes(b"msgpack")
-    store.keep = 1
-    save(store, 5, 6, 7)
-    assert "step 5 is NOT saved" in caplog.text
-    assert names(tmp_path) == {"checkpoint_5", "checkpoint_7"}
-    assert names(tmp_path / "checkpoint_5") == {"checkpoint"}
+def test_a_directory_of_another_program_is_kept_but_not_in_the_way(store, tmp_path, caplog):
+    for step in (5, 6):
+        (tmp_path / f"checkpoint_{step}").mkdir()
+        (tmp_path / f"checkpoint_{step}" / "checkpoint").write_bytes(b"msgpack")
+    store.keep = 2
+    save(store, 4, 5, 7)
+    store.verify(store.path(5))
+    (aside,) = names(tmp_path) - {"checkpoint_5", "checkpoint_6", "checkpoint_7"}  # 6 is no checkpoint to be kept
+    assert aside.startswith("checkpoint_5.foreign-") and aside in caplog.text
+    assert names(tmp_path / aside) == names(tmp_path / "checkpoint_6") == {"checkpoint"}
+    assert aside not in faults.what_to_free(store.directory)
+
+
+def test_the_newest_step_is_that_of_a_checkpoint_of_ours(store, tmp_path):
+    assert store.newest_step() is None
+    save(store, 5, 7)
+    store.path(7).rename(store.path(600))
+    (tmp_path / "checkpoint_900").mkdir()
+    assert store.newest_step() == 5
+    newest, passed = store.latest_whole()
+    assert newest == store.path(5)
+    assert "its content is of step 7" in dict(passed)[store.path(600)]
 
 
 def test_latest_whole_passes_over_damaged_ones_and_says_why(store, tmp_path):
@@ -219,17 +234,19 @@ def test_keeping_nothing_is_refused(tmp_path, keep):
 
 def test_stale_temporary_directories_are_removed_and_nothing_else(store, tmp_path):
     save(store, 1)
-    for name in ("checkpoint_2.tmp-123", "checkpoint_1.tmp-x", "checkpoint_1.damaged-1", "notes.tmp-1"):
+    kept = {"checkpoint_1.tmp-x", "checkpoint_1.tmp-2026", "checkpoint_1.damaged-1", "notes.tmp-1"}
+    left = {paths.unique_name(2, "tmp"), "checkpoint_1.tmp-1763371200-17-0a1b2c3d"}  # now, and in earlier versions
+    for name in kept | left:
         (tmp_path / name / "state").mkdir(parents=True)
         (tmp_path / name / "state" / "data").write_bytes(b"half")
     store.remove_stale_tmp()
-    assert names(tmp_path) == {"checkpoint_1", "checkpoint_1.damaged-1", "notes.tmp-1"}
+    assert names(tmp_path) == {"checkpoint_1", *kept}
 
 
 def test_the_save_in_flight_is_not_stale(store, monkeypatch):
     go_on = threading.Event()
-    flush = paths.fsync_tree
-    monkeypatch.setattr(paths, "fsync_tree", lambda directory: go_on.wait() and flush(directory))
+    flush = atomic.sync_tree
+    monkeypatch.setattr(atomic, "sync_tree", lambda *args, **kwargs: go_on.wait() and flush(*args, **kwargs))
     store.save(1, make_tree(1), sidecars={})
     store.remove_stale_tmp()
     go_on.set()

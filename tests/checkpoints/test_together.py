@@ -71,7 +71,7 @@ def test_what_some_processes_save_others_restore_whatever_their_number(tmp_path,
         store.save(step, make_tree(step), sidecars=SIDECARS)
     store.close()
     (store.path(6) / "model.json").write_bytes(b"")
-    (tmp_path / "checkpoint_9.tmp-1").mkdir()
+    (tmp_path / paths.unique_name(9, "tmp")).mkdir()
     four = outputs(start(tmp_path, "save", 1, count=4))
     assert four == ["at step 5, 1 damaged\nat step 6\n"] * 4
     assert names(tmp_path) > {".lock", "checkpoint_1", "checkpoint_5", "checkpoint_6"}

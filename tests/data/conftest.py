@@ -8,6 +8,7 @@ import hypothesis
 import pytest
 
 from t5x import data
+from t5x.data import cached
 
 hypothesis.settings.register_profile("t5x", deadline=None)  # a busy machine is no failure
 hypothesis.settings.load_profile("t5x")
@@ -63,3 +64,16 @@ def make_task(examples, preprocessors=(data.preprocessors.tokenize, data.preproc
     """A task over a list of {"inputs": text, "targets": text}, not registered."""
     source = data.FunctionDataSource(lambda split: examples, splits=("train",))
     return data.Task(name, source, byte_features(), list(preprocessors))
+
+
+@pytest.fixture
+def caches(tmp_path, monkeypatch):
+    """The directory of the caches of tasks."""
+    monkeypatch.setenv("T5X_TASK_CACHES", str(tmp_path / "caches"))
+    monkeypatch.setattr(cached, "_told", set())
+    return tmp_path / "caches"
+
+
+@pytest.fixture
+def lines(write):
+    return write("train.jsonl", [{"inputs": f"question {i}" * (1 + i % 3), "targets": str(i)} for i in range(50)])

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from t5x import cache as verb
-from t5x import cache_directory, data
+from t5x import data
 from t5x.data import cache_writer, cached, preprocessors, records
 from t5x.data.fingerprints import fingerprint
 from t5x.data.pipeline import count_cacheable
 from t5x.data.streams import ConcatenateAndSplit, composite
 from t5x.errors import UserError
+from t5x.files import locks
 from tests import commands
 from tests.data.conftest import byte_features
 from tests.programs import REPO, environment, reference_python
@@ -22,16 +23,7 @@ from tests.programs import REPO, environment, reference_python
 LENGTHS = {"inputs": 16, "targets": 16}
 
 
-@pytest.fixture(autouse=True)
-def caches(tmp_path, monkeypatch):
-    monkeypatch.setenv("T5X_TASK_CACHES", str(tmp_path / "caches"))
-    monkeypatch.setattr(cached, "_told", set())
-    return tmp_path / "caches"
-
-
-@pytest.fixture
-def lines(write):
-    return write("train.jsonl", [{"inputs": f"question {i}" * (1 + i % 3), "targets": str(i)} for i in range(50)])
+pytestmark = pytest.mark.usefixtures("caches")
 
 
 def drop_or_double(example):
@@ -215,6 +207,20 @@ def test_another_python_is_refused(lines, caches, caplog):
     assert f"Python was 2.{sys.version_info.minor} and is 3.{sys.version_info.minor}" in caplog.text
 
 
+def test_docstrings_do_not_matter_but_other_strings_do():
+    def compiled(text: str):
+        space = {}
+        exec(text, space)
+        return fingerprint(space["step"])
+
+    documented = compiled("def step(x):\n    'Double x.'\n    return [x, 'a']")
+    assert documented == compiled("def step(x):\n    'Return x twice.'\n    return [x, 'a']")
+    assert documented != compiled("def step(x):\n    'Double x.'\n    return [x, 'b']")
+    assert compiled("step = lambda x: 'a'") != compiled("step = lambda x: 'b'")
+    made = [compiled(f"def step(x):\n    return ['{letter}' for _ in x]") for letter in "ab"]
+    assert made[0] != made[1]
+
+
 def test_comments_and_line_numbers_do_not_matter():
     def step_of(code):
         exec(code, space := {"__name__": "__main__"})
@@ -336,6 +342,20 @@ def test_damage_inside_a_shard_is_found(lines, caches, caplog):
     assert write_cache(make_task(lines)).made == 0
 
 
+@pytest.mark.parametrize("name", [cached.INFO, cached.COMPLETED, cached.shard_name(1)])
+@pytest.mark.parametrize("content", [None, b"[" * 100_000, b"3", b'{"format": 1}', b'{"format": 1, "shards": [3]}'])
+def test_a_cache_from_anywhere_is_not_used(lines, caches, caplog, name, content):
+    write_cache(make_task(lines))
+    file = caches / "task/train" / name
+    file.unlink()
+    if content is None:
+        os.mkfifo(file)  # opening it would wait for a writer
+    else:
+        file.write_bytes(content)
+    assert not is_cached(make_task(lines))
+    assert f"{caches}/task/train is not used" in caplog.text
+
+
 def test_processes_write_the_same_shards(lines, caches):
     write_cache(make_task(lines))
     completed = caches / "task/train/COMPLETED"
@@ -350,7 +370,7 @@ def test_processes_write_the_same_shards(lines, caches):
 
 def test_only_one_process_writes_at_a_time(lines, caches):
     (caches / "task/train").mkdir(parents=True)
-    with cache_directory.locked(caches / "task/train"), pytest.raises(UserError, match="Another process is writing"):
+    with locks.locked(caches / "task/train"), pytest.raises(UserError, match="Another process is writing"):
         write_cache(make_task(lines))
 
 

@@ -176,4 +176,3 @@ sys.exit(code)
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert set(losses(tmp_path / "run")) == {1, 2}
-    assert "Evaluator and loggers are those of t5x.data, the rest is the installed seqio" in done.stderr

@@ -81,6 +81,27 @@ def test_columns_of_parquet(tmp_path):
         ParquetDataSource({"train": path}, columns=["targets"]).num_examples("train")
 
 
+def test_two_columns_of_the_same_name_are_refused(tmp_path):
+    table = pa.Table.from_arrays([pa.array(["question"]), pa.array(["one"]), pa.array(["two"])], names=list("qaa"))
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"a\.parquet has 2 columns named 'a'.*distinct names"):
+        ParquetDataSource({"train": tmp_path / "a.parquet"}).num_examples("train")
+    assert everything(ParquetDataSource({"train": tmp_path / "a.parquet"}, columns=["q"])) == [{"q": "question"}]
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved/state.json").write_text('{"_data_files": [{"filename": "data.arrow"}]}')
+    with pa.OSFile(str(tmp_path / "saved/data.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
+        stream.write_table(table)
+    with pytest.raises(UserError, match=r"data\.arrow has 2 columns named 'a'"):
+        HuggingFaceDataSource(tmp_path / "saved").num_examples("train")
+
+
+def test_two_fields_of_the_same_name_in_a_structure_are_a_bad_example(tmp_path):
+    twice = pa.StructArray.from_arrays([pa.array(["one"]), pa.array(["two"])], names=["a", "a"])
+    pq.write_table(pa.Table.from_arrays([twice], names=["nested"]), tmp_path / "a.parquet")
+    with pytest.raises(BadExample, match=r"a\.parquet, record 1: column 'nested' cannot be read .*duplicate field"):
+        everything(ParquetDataSource({"train": tmp_path / "a.parquet"}))
+
+
 def test_large_row_groups_are_called_slow(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(arrow, "_SLOW_ROWS", 20)
     monkeypatch.setattr(arrow, "_CACHE_BYTES", 1)

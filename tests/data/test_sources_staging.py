@@ -20,6 +20,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from t5x import cache_directory as cache_module
 from t5x.data import JsonLinesDataSource, TextLineDataSource, local_files, staging
 from t5x.errors import UserError
+from t5x.files import locks
+from t5x.files.digests import digest_of
 
 
 @pytest.fixture(autouse=True)
@@ -94,6 +96,66 @@ def test_a_copy_that_was_cut_is_made_again(tmp_path, cache):
     assert texts(TextLineDataSource({"train": path})) == LINES
 
 
+def flip(path):
+    """Change a byte of a file, but neither its size nor its time of modification."""
+    times, content = path.stat(), bytearray(path.read_bytes())
+    content[0] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+@pytest.mark.parametrize("hashed", [2**31, 0])
+def test_a_copy_that_has_changed_is_made_again(tmp_path, memory, cache, caplog, monkeypatch, hashed):
+    monkeypatch.setattr(staging, "_hash_in_any_case", hashed)
+    (tmp_path / "x.txt.gz").write_bytes(gzip.compress(CONTENT))
+    memory.pipe("/bucket/y.txt", CONTENT)
+    for source, name in ((tmp_path / "x.txt.gz", "x.txt"), ("memory://bucket/y.txt", "y.txt")):
+        assert texts(TextLineDataSource({"train": source})) == LINES
+        caplog.clear()
+        (copy,) = cache.glob(f"*/{name}")
+        flip(copy)
+        assert texts(TextLineDataSource({"train": source})) == LINES
+        assert [r.message for r in caplog.records if "is not as it was written" in r.message] == [
+            f"{source}: the copy in {copy.parent} is not as it was written; it is made again"
+        ]
+
+
+def in_another_process(monkeypatch, hashed):
+    """Forget what this process has verified; return a list that will have the paths of what is hashed."""
+    monkeypatch.setattr(staging, "_verified", {})
+    monkeypatch.setattr(staging, "_hash_in_any_case", hashed)
+    paths = []
+    monkeypatch.setattr(staging, "digest_of", lambda path: (paths.append(os.path.basename(path)), digest_of(path))[1])
+    return paths
+
+
+def test_copies_are_hashed_once_in_a_process_and_large_ones_if_their_stamp_is_another(tmp_path, cache, monkeypatch):
+    for name in ("x.txt.gz", "y.txt.gz"):
+        (tmp_path / name).write_bytes(gzip.compress(CONTENT))
+    source = lambda: TextLineDataSource({"train": [tmp_path / "x.txt.gz", tmp_path / "y.txt.gz"]})
+    assert texts(source()) == 2 * LINES
+    (x,) = cache.glob("*/x.txt")
+    for hashed, expected in ((2**31, ["x.txt", "y.txt"]), (len(CONTENT), ["x.txt"]), (0, [])):
+        paths = in_another_process(monkeypatch, hashed)
+        monkeypatch.setattr(staging, "_FILES_AT_ONCE", 1)
+        assert texts(source()) == texts(source()) == 2 * LINES
+        assert paths == expected
+    os.utime(x)
+    for expected in (["x.txt"], []):  # its new stamp is kept
+        paths = in_another_process(monkeypatch, 0)
+        assert texts(source()) == 2 * LINES
+        assert paths == expected
+
+
+def test_a_worker_leaves_the_hashing_to_the_process_that_started_it(tmp_path, monkeypatch):
+    (tmp_path / "x.txt.gz").write_bytes(gzip.compress(CONTENT))
+    source = TextLineDataSource({"train": tmp_path / "x.txt.gz"})
+    source.num_examples("train")
+    paths = in_another_process(monkeypatch, 2**31)
+    assert texts(pickle.loads(pickle.dumps(source))) == LINES
+    assert paths == []
+
+
 @pytest.mark.parametrize("suffix", ["gz", "bz2", "xz"])
 def test_a_damaged_file_leaves_nothing_behind(tmp_path, cache, suffix):
     compress = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}[suffix]
@@ -166,6 +228,7 @@ def test_a_full_disk(tmp_path, cache, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    cache_module.make("data")
     monkeypatch.setattr(os, "fsync", full)
     monkeypatch.setattr(cache_module, "free_bytes", lambda _: 1234)
     with pytest.raises(UserError, match=rf"{path} does not fit on the disk of {cache}: 1\.2 kB are free"):
@@ -183,7 +246,7 @@ def test_another_process_that_copies_is_waited_for(tmp_path, cache, caplog):
     )
     lock = staging._plan(str(path)).lock
     cache_module.make("data")
-    with cache_module.locked(lock):
+    with locks.locked(lock):
         process = subprocess.Popen([sys.executable, "-c", code], stdout=-1, stderr=-1, text=True)
         for line in process.stderr:
             if "waiting for another process" in line:

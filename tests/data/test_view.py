@@ -109,7 +109,11 @@ def test_only_what_changed_is_shown():
     def drop(example):
         return None
 
-    lines = lines_of(task([{"inputs": "one", "targets": "two", "id": 7}], [keep, double, *TOKENIZE, drop]))
+    found = task([{"inputs": "one", "targets": "two", "id": 7}], [keep, double, *TOKENIZE, drop])
+    lines = []
+    with pytest.raises(UserError, match=r"drop them all.*drop"):
+        for part in report(Page(80), found, split="train", count=1, lengths=None, pack=True, seed=0):
+            lines += part.splitlines()
     at = {name: lines.index(name) for name in lines if name and not name.startswith((" ", "-"))}
     assert lines[at["source"] + 1 : at["source"] + 4] == ["  inputs    one", "  targets   two", "  id        7"]
     assert "keep: changes nothing" in lines and "double: makes 2 examples of it; the first:" in lines
@@ -120,7 +124,7 @@ def test_only_what_changed_is_shown():
         "            o n e",
     ]
     assert lines[at["append_eos_after_trim"] + 1] == "  inputs    4 tokens: the 3 before, then 1 (</s>)"
-    assert "drop: drops it" in lines and "drop them all" in lines[-1]
+    assert lines[-1] == "drop: drops it"
 
 
 def test_nothing_escapes_to_the_terminal_and_80_columns_are_enough():
@@ -217,3 +221,25 @@ def test_the_command(tmp_path):
     assert "H e l l o" in done.stdout and "\x1b" not in done.stdout
     done = t5x("data", "dates", "--import", "t5x.examples.demo.dates", "--data", "x.tsv", cwd=REPO)
     assert done.returncode == 2 and "Name a task" in done.stderr
+
+
+NOTHING = {
+    "dropped": ("def step(example):\n    return []\n", ["No example is left of the 3", "Dropped by: step"]),
+    "bad": ("def step(example):\n    return {'inputs': [], 'targets': 3.5}\n", ["None of the 3 examples", "targets"]),
+}
+
+
+@pytest.mark.parametrize("case", NOTHING)
+def test_no_usable_example_is_an_error(case, tmp_path, run_here):
+    code, words = NOTHING[case]
+    (tmp_path / f"nothing_{case}.py").write_text(
+        "from t5x import data\n"
+        f"{code}"
+        "features = {name: data.Feature(data.ByteVocabulary()) for name in ('inputs', 'targets')}\n"
+        "source = data.FunctionDataSource(lambda split: [{'inputs': 'a', 'targets': 'b'}] * 3, ['train'])\n"
+        f"data.TaskRegistry.add('nothing_{case}', source, output_features=features, preprocessors=[step])\n"
+    )
+    try:
+        run_here("data", f"nothing_{case}", "--import", tmp_path / f"nothing_{case}.py").refused(*words)
+    finally:
+        data.TaskRegistry.remove(f"nothing_{case}")

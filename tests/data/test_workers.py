@@ -11,7 +11,8 @@ import pytest
 from t5x import data
 from t5x.data.config import import_task_module
 from t5x.data.loader import TrainLoader
-from t5x.errors import UserError
+from t5x.errors import TemporaryError, UserError
+from tests.programs import train
 
 from .conftest import make_task
 
@@ -106,8 +107,50 @@ def test_a_worker_that_is_killed_is_said():
     with loader(workers=2) as source:
         next(source)
         os.kill(source._source._workers[1]._process.pid, signal.SIGKILL)
-        with pytest.raises(UserError, match=r"Worker process 1 .* killed by signal 9"):
+        with pytest.raises(TemporaryError, match=r"Worker process 1, .* killed by signal 9"):
             take(source, 2000)
+
+
+def ends(example):
+    os._exit(3)
+
+
+def test_a_worker_that_ends_by_itself_is_an_error_that_stays():
+    with (
+        loader(make_task([{"number": 1}], [ends]), workers=1) as source,
+        pytest.raises(UserError, match="exit code 3") as error,
+    ):
+        next(source)
+    assert error.value.exit_code == 2
+
+
+KILLED = """
+import os, signal
+from t5x import data
+
+def killed(example):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+features = {name: data.Feature(data.ByteVocabulary()) for name in ("inputs", "targets")}
+source = data.FunctionDataSource(lambda split: [{"inputs": "a", "targets": "b"}] * 10_001, ["train"])
+data.TaskRegistry.add("killed", source, features, [killed, data.preprocessors.tokenize])
+"""
+
+
+@pytest.mark.parametrize("verb", ["cache", "train"])
+def test_a_killed_worker_ends_the_program_with_the_code_for_a_retry(verb, tmp_path, run_here, registries):
+    (tmp_path / "killed.py").write_text(KILLED)
+    arguments = {
+        "cache": ["killed", "--num_workers=2", f"--output_dir={tmp_path}"],
+        "train": [
+            *train(tmp_path / "run", 2)[1:],
+            "--gin.MIXTURE_OR_TASK_NAME='killed'",
+            "--gin.train/utils.DatasetConfig.num_workers=1",
+        ],
+    }
+    done = run_here(verb, *arguments[verb], f"--import={tmp_path / 'killed.py'}")
+    assert done.code == 75, done.err
+    assert done.err.count("error: ") == 1 and "killed by signal 9" in done.err and "Traceback" not in done.err
 
 
 def sleepy(example):

@@ -1,4 +1,4 @@
-"""Languages that are small enough to be searched whole: what follows a beginning is drawn at random."""
+"""Random languages that are small enough for exhaustive search."""
 
 import dataclasses
 import functools
@@ -7,18 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from t5x.decoding.narrowing import OfExamples
+from t5x.decoding.loop import PerExampleLogits
 
 EOS = 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Languages:
-    """One language for each example: the next token depends on everything before it.
+    """One language per example; the next token depends on the whole prefix.
 
     Attributes:
-      table: float32 [batch, nodes, vocab], logits after each beginning; node n's child by token t is n * vocab + t + 1.
-      length: of the longest sequence.
+      table: float32 [batch, nodes, vocab], logits after each prefix; the child of node n by token t is
+        n * vocab + t + 1.
+      length: maximum length of a sequence.
     """
 
     table: np.ndarray
@@ -31,9 +32,9 @@ class Languages:
 
     @classmethod
     def with_ties(cls, seed: int, batch: int, vocab: int, length: int) -> "Languages":
-        """Log probabilities that are multiples of 1/4, whose sums are exact; `raw` gives them to beam search."""
-        drawn = cls.random(seed, batch, vocab, length)
-        return cls((np.round(-np.abs(drawn.table)) / 4).astype(np.float32), length)
+        """Log probabilities that are multiples of 1/4, so that sums are exact; `raw` passes them to beam search."""
+        sampled = cls.random(seed, batch, vocab, length)
+        return cls((np.round(-np.abs(sampled.table)) / 4).astype(np.float32), length)
 
     @property
     def vocab(self) -> int:
@@ -44,19 +45,19 @@ class Languages:
         return table - np.log(np.exp(table).sum(-1, keepdims=True))
 
     def problem(self) -> dict:
-        """`inputs` and `cache` for a decoding function, without prompts."""
+        """Return the arguments of a decoding function without prompts."""
         batch = self.table.shape[0]
         cache = {"node": jnp.zeros(batch, jnp.int32), "cache_index": jnp.int32(0)}
         return {"inputs": jnp.zeros((batch, self.length), jnp.int32), "cache": cache, "eos_id": EOS}
 
     def tokens_to_logits(self, table, state):
-        """The cache holds the beginning, and nothing else does: rows that are mixed up give wrong results."""
+        """Look up the logits. Only the cache holds the prefix, so that mixed-up rows give wrong results."""
         token = state.cur_token[:, 0]
         node = jnp.where(state.cur_index == 0, 0, state.cache["node"] * self.vocab + token + 1)
         return rows_of(table, node), {"node": node, "cache_index": state.cache["cache_index"] + 1}
 
     def decode(self, decode_fn, **options):
-        """(tokens, scores) as NumPy arrays; compiled, with the table and all numbers among the options traced."""
+        """Return (tokens, scores) as NumPy arrays; compiled, with the table and all numeric options traced."""
         static = {
             k: options.pop(k)
             for k in list(options)
@@ -71,23 +72,21 @@ class Languages:
 @functools.cache
 def _compiled(decode_fn, vocab, length, static):
     def run(table, problem, options):
-        network = OfExamples(
-            lambda seen, state: Languages(table, length).tokens_to_logits(seen["table"], state), {"table": table},
-            axes={"table": 0},
-        )  # fmt: skip
+        logits = lambda inputs, state: Languages(table, length).tokens_to_logits(inputs["table"], state)
+        network = PerExampleLogits(logits, {"table": table}, axes={"table": 0})
         return decode_fn(tokens_to_logits=network, **problem, **options, **dict(static))
 
     return jax.jit(run)
 
 
 def rows_of(table, node):
-    """[batch, nodes, vocab] and [rows] -> [rows, vocab]; the rows of an example stand together."""
+    """[batch, nodes, vocab] and [rows] -> [rows, vocab]; the rows of an example are adjacent."""
     example = jnp.arange(node.shape[0]) // (node.shape[0] // table.shape[0])
     return jnp.asarray(table)[example, jnp.minimum(node, table.shape[1] - 1)]
 
 
 def raw(log_probs, state, *, table):
-    """A logit callback: the table itself, not normalised."""
+    """A logit callback that returns the table itself, not normalized."""
     del log_probs
     token = state.cur_token[:, 0]
     vocab = table.shape[-1]
@@ -96,7 +95,7 @@ def raw(log_probs, state, *, table):
 
 
 def search(log_probs: np.ndarray, beams: int, length: int, alpha: float, prompt=()) -> list[tuple[float, list[int]]]:
-    """Beam search by its definition, for one language, without ever stopping early: (score, tokens), best first."""
+    """Beam search by definition for one language, without early stopping: (score, tokens), best first."""
     vocab = log_probs.shape[-1]
     live, finished = [(0.0, (), 0)], []
     for position in range(1, length + 1):
@@ -118,7 +117,7 @@ def search(log_probs: np.ndarray, beams: int, length: int, alpha: float, prompt=
 
 
 def all_sequences(log_probs: np.ndarray, length: int) -> list[tuple[list[int], list[float]]]:
-    """Every sequence that ends within the length: its tokens, and its log probability after each of them."""
+    """Every sequence that ends within the length: its tokens, and the log probability after each token."""
     vocab, ended, open_ = log_probs.shape[-1], [], [((), (), 0)]
     for _ in range(length):
         grown = [

@@ -17,7 +17,7 @@ PENALTIES = (1.0, 0.0, 2.5, -1.0)
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """(theirs, ours, our parameters, inputs [16, 7]); of 12 tokens, so that EOS is not rare."""
+    """Return (their model, ours, our parameters, inputs [16, 7]); with 12 tokens, so that EOS is frequent."""
     path = tmp_path_factory.mktemp("models") / "hf"
     theirs = huggingface_models.model("T5 1.0", vocab_size=12, num_decoder_layers=2)
     theirs.save_pretrained(path)
@@ -28,7 +28,7 @@ def models(tmp_path_factory):
 
 
 def generate(theirs, inputs, **options):
-    """(tokens [batch, beams, LENGTH], scores [batch, beams]), the best first."""
+    """Return tokens [batch, beams, LENGTH] and scores [batch, beams], best first."""
     with torch.no_grad():
         made = theirs.generate(
             input_ids=torch.from_numpy(inputs).long(), attention_mask=torch.from_numpy(inputs > 0).long(),
@@ -37,7 +37,7 @@ def generate(theirs, inputs, **options):
             **options,
         )  # fmt: skip
     tokens = made.sequences.numpy()[:, 1:]
-    tokens = np.where(np.cumsum(tokens == 1, axis=1) - (tokens == 1) > 0, 0, tokens)  # it fills up with EOS
+    tokens = np.where(np.cumsum(tokens == 1, axis=1) - (tokens == 1) > 0, 0, tokens)  # transformers pads with EOS
     tokens = np.pad(tokens, ((0, 0), (0, LENGTH - tokens.shape[1]))).reshape(len(inputs), -1, LENGTH)
     return tokens, None if options.get("num_beams", 1) == 1 else made.sequences_scores.numpy().reshape(len(inputs), -1)
 
@@ -86,7 +86,7 @@ def test_beam_search(models, beams, early_stopping, options, processors):
         np.testing.assert_array_equal(tokens, expected, err_msg=f"length penalty {penalty}")
         np.testing.assert_allclose(our_scores, scores, rtol=1e-4)
         found.add(tokens.tobytes())
-    assert len(found) > 1 and (expected == 1).any(), "choose weights that tell more"
+    assert len(found) > 1 and (expected == 1).any(), "these weights do not distinguish the cases"
 
 
 def test_greedy(models):
@@ -101,7 +101,7 @@ def test_greedy(models):
 
 
 @needs_data
-def test_the_real_weights_give_the_beams_that_hugging_face_found(tmp_path):
+def test_real_weights_give_the_beams_of_hugging_face(tmp_path):
     directory = huggingface_models.real_directory(tmp_path / "titler", SHARED)
     model, params = ours(directory, scan_layers=True)
     cases = json.loads((SHARED / "flan_t5_small_titler" / "expected.json").read_text())["cases"]
@@ -109,10 +109,10 @@ def test_the_real_weights_give_the_beams_that_hugging_face_found(tmp_path):
     for row, case in enumerate(cases):
         inputs[row, : len(case["input_ids"])] = case["input_ids"]
     length = max(len(case["beam4_ids"]) for case in cases) + 4
-    faster = {"xla_backend_optimization_level": 1}  # of 4 * 10 rows with 32128 logits each, computing takes the time
+    faster = {"xla_backend_optimization_level": 1}  # 40 rows of 32128 logits: optimizing pays off
     tokens, scores = decoder(model, params, beam_search, 4, faster)(inputs, length, length_penalty=1.0)
     assert any(case["beam4_ids"] != case["greedy_ids"] for case in cases)
     for row, case in enumerate(cases):
-        said = tokens[row, 0][: int((tokens[row, 0] > 0).sum())].tolist()
-        assert [0, *said] == case["beam4_ids"], case["text"]
+        output = tokens[row, 0][: int((tokens[row, 0] > 0).sum())].tolist()
+        assert [0, *output] == case["beam4_ids"], case["text"]
         np.testing.assert_allclose(scores[row, 0], case["beam4_score"], rtol=1e-4)

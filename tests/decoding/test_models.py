@@ -1,4 +1,4 @@
-"""Decoding with networks: what models promise whatever the decoding function."""
+"""Decoding with networks: properties of models with every decoding function."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ BATCH = tiny.batch(3, rows=6, inputs=9, targets=8)
 
 @functools.cache
 def params(scan: bool):
-    """Random, with an EOS that is not rare."""
+    """Random parameters with a frequent EOS."""
     made = tiny.initial_params(dataclasses.replace(tiny.T5_1_1, scan_layers=scan), seed=4)
     head = (5 * made["decoder"]["logits_dense"]["kernel"]).at[:, 1].multiply(1.5)
     return {**made, "decoder": {**made["decoder"], "logits_dense": {"kernel": head}}}
@@ -37,11 +37,11 @@ def decode(of, batch=BATCH, **options):
 
 
 def log_probs_of(tokens, batch=BATCH):
-    """Of decodes [batch, decodes, length] under teacher forcing; zeros after EOS do not count."""
+    """Return log probabilities and lengths of decodes [batch, decodes, length] by teacher forcing, up to EOS."""
     rows, decodes, length = tokens.shape
     targets = tokens.reshape(-1, length)
     counted = np.cumsum(targets == 1, axis=1) - (targets == 1) == 0
-    # A 0 that was generated is no padding for those after it.
+    # A generated 0 is not padding.
     run = jax.jit(
         lambda p, b: jax.nn.log_softmax(
             tiny.model().module.apply(
@@ -59,7 +59,7 @@ def log_probs_of(tokens, batch=BATCH):
 
 @pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
 def test_scores_of_beams_are_those_of_their_sequences(scan):
-    """So the caches follow their beams, and beams share what the encoder gave."""
+    """So caches follow their beams, and beams share the encoder's output."""
     tokens, scores = decode(model(decoding.beam_search, scan), num_decodes=4)
     there = scores > decoding.NEG_INF
     log_probs, lengths = log_probs_of(tokens)
@@ -68,8 +68,8 @@ def test_scores_of_beams_are_those_of_their_sequences(scan):
     expected = np.where(ended, log_probs / ((5 + lengths) / 6) ** 0.6, log_probs)
     np.testing.assert_allclose(scores[there], expected[there], rtol=1e-4)
     for row in range(len(tokens)):
-        said = [tuple(one) for one in tokens[row][there[row]].tolist()]
-        assert len(said) == len(set(said)) >= 1
+        output = [tuple(one) for one in tokens[row][there[row]].tolist()]
+        assert len(output) == len(set(output)) >= 1
 
 
 def test_scores_of_samples_are_those_of_their_sequences():
@@ -95,7 +95,7 @@ def test_the_batch_and_its_padding_change_nothing(decode_fn):
     np.testing.assert_allclose(some_scores[:3], scores[order], rtol=1e-5)
 
 
-def test_numbers_of_a_call_need_no_compilation():
+def test_new_numbers_do_not_recompile():
     for decode_fn, calls in (
         (decoding.beam_search, [{"alpha": 0.0, "eos_id": 1}, {"alpha": 3.0, "eos_id": 1}, {"alpha": 0.0, "eos_id": 7}]),
         (
@@ -122,7 +122,7 @@ def test_numbers_of_a_call_need_no_compilation():
 def test_prompts_of_targets():
     of = model(decoding.beam_search)
     prompts = np.zeros((6, 8), np.int32)
-    prompts[:4, 1:4] = [7, 9, 1]  # its EOS is no part of the prompt
+    prompts[:4, 1:4] = [7, 9, 1]  # EOS is not part of the prompt
     tokens, _ = decode(of, BATCH | {"decoder_input_tokens": prompts}, num_decodes=2, prompt_with_targets=True)
     free, _ = decode(of, num_decodes=2)
     assert (tokens[:4, :, :2] == [7, 9]).all() and (tokens[:4] != free[:4]).any()
@@ -130,7 +130,7 @@ def test_prompts_of_targets():
 
 
 def test_defaults_are_those_of_t5x():
-    """A beam of one with a brevity penalty, and greedy sampling."""
+    """Beam search with one beam and a brevity penalty, and greedy sampling."""
     vocabulary = PassThroughVocabulary(31, eos_id=1)
     of = EncoderDecoderModel(tiny.model().module, vocabulary, vocabulary, None)
     tokens, scores = decode(of)
@@ -142,8 +142,8 @@ def test_defaults_are_those_of_t5x():
     assert alone.decode_fn is decoding.temperature_sample
 
 
-def test_beams_of_a_decoder_that_stands_alone():
-    """After prompts of different lengths: each as if it were alone, by trying every continuation."""
+def test_beams_of_a_decoder_only_model():
+    """With prompts of different lengths, against exhaustive search of each example."""
     config = TransformerConfig(
         vocab_size=5, emb_dim=8, num_heads=2, head_dim=4, mlp_dim=8, num_layers=2, dropout_rate=0.0, scan_layers=True
     )
@@ -167,11 +167,11 @@ def test_beams_of_a_decoder_that_stands_alone():
         whole[:, start + 1 : start + 4] = every
         log_probs = np.asarray(log_probs_of_all(whole))
         found = {}
-        for n, said in enumerate(every.tolist()):
-            if 1 in said:
-                end = said.index(1) + 1
-                total = sum(float(log_probs[n, start + i, said[i]]) for i in range(end))
-                found[tuple(said[:end] + [0] * (5 - end))] = total
+        for n, output in enumerate(every.tolist()):
+            if 1 in output:
+                end = output.index(1) + 1
+                total = sum(float(log_probs[n, start + i, output[i]]) for i in range(end))
+                found[tuple(output[:end] + [0] * (5 - end))] = total
         best = sorted(found, key=found.get)[-20:]
         assert [tuple(one) for one in np.asarray(tokens)[row, -20:].tolist()] == best
         np.testing.assert_allclose(aux["scores"][row, -20:], [found[one] for one in best], rtol=1e-4)
@@ -179,7 +179,7 @@ def test_beams_of_a_decoder_that_stands_alone():
 
 def test_scores_with_intermediates():
     class Sows(nn.Module):
-        """As our network, with something sown."""
+        """Our network, with a sown value."""
 
         inner: nn.Module
 

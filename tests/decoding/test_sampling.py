@@ -1,4 +1,4 @@
-"""Sampling: frequencies against exact distributions, whom a sample depends on, and T5X's options."""
+"""Sampling: frequencies against exact distributions, what a sample depends on, and T5X's options."""
 
 import functools
 import itertools
@@ -16,7 +16,7 @@ from tests.decoding.languages import EOS, Languages
 
 
 def exact(table, length, *, temperature=1.0, topk=0, topp=0.0):
-    """{sequence: probability} of a language [nodes, vocab], by the definitions."""
+    """Return {sequence: probability} of a language [nodes, vocab] by definition."""
     vocab = table.shape[-1]
 
     def after(node):
@@ -31,15 +31,15 @@ def exact(table, length, *, temperature=1.0, topk=0, topp=0.0):
 
     found = {}
     for tokens in itertools.product(range(vocab), repeat=length):
-        probability, node, said = 1.0, 0, []
+        probability, node, output = 1.0, 0, []
         for token in tokens:
             probability *= after(node)[token]
             node = node * vocab + token + 1
-            said.append(token)
+            output.append(token)
             if token == EOS:
                 break
         if probability > 0:
-            found[tuple(said + [0] * (length - len(said)))] = probability
+            found[tuple(output + [0] * (length - len(output)))] = probability
     return found
 
 
@@ -67,13 +67,13 @@ def test_frequencies(options, traced):
         given = {name: value for name, value in given.items() if name != "temperature"} | {
             "temperature": np.float32(given["temperature"])
         }
-    # One example, or as many as draws: a draw of an example and an example of its own are alike.
+    # Many samples of one example, and one sample of many equal examples, have the same distribution.
     many = {"num_decodes": draws} if traced else {}
     made = one if traced else Languages(np.repeat(one.table, draws, 0), length)
     tokens, scores = made.decode(temperature_sample, decode_rng=jax.random.key(3), **given, **many)
-    said = [tuple(row) for row in tokens.reshape(-1, length).tolist()]
-    assert set(said) <= set(expected)
-    observed = np.array([said.count(sequence) for sequence in expected])
+    output = [tuple(row) for row in tokens.reshape(-1, length).tolist()]
+    assert set(output) <= set(expected)
+    observed = np.array([output.count(sequence) for sequence in expected])
     probabilities = np.array(list(expected.values()))
     common = probabilities * draws >= 5
     observed = np.append(observed[common], observed[~common].sum())
@@ -81,13 +81,13 @@ def test_frequencies(options, traced):
     if wanted[-1] == 0:
         observed, wanted = observed[:-1], wanted[:-1]
     assert stats.chisquare(observed, wanted * observed.sum() / wanted.sum()).pvalue > 1e-3
-    flat = dict(zip(said, scores.reshape(-1), strict=True))
+    flat = dict(zip(output, scores.reshape(-1), strict=True))
     for sequence, score in flat.items():
         np.testing.assert_allclose(score, np.log(expected[sequence]), rtol=1e-4, atol=1e-5)
 
 
-def test_a_sample_depends_on_its_example_alone():
-    """Not on the batch, the row in it, or how many decodes are asked for."""
+def test_a_sample_depends_only_on_its_example():
+    """Not on the batch, the row, or the number of decodes."""
     made = Languages.random(8, 6, 5, 4)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(1), jnp.arange(6))
     sample = functools.partial(Languages.decode, decode_fn=temperature_sample, topk=0, rescale_log_probs=False)
@@ -102,7 +102,7 @@ def test_a_sample_depends_on_its_example_alone():
         assert tokens[row, 0].tolist() in more[row].tolist()
         assert len({tuple(one) for one in more[row].tolist()}) > 1
     twins, _ = sample(Languages(np.repeat(made.table[:1], 6, 0), 4), decode_rng=keys)
-    assert len({tuple(row) for row in twins[:, 0].tolist()}) > 1, "equal examples have samples of their own"
+    assert len({tuple(row) for row in twins[:, 0].tolist()}) > 1, "equal examples must have different samples"
 
 
 @pytest.mark.parametrize("one", [jax.random.key(1), jax.random.PRNGKey(1), None], ids=["new", "old", "none"])
@@ -114,7 +114,7 @@ def test_one_key_becomes_a_key_for_each_example(one):
     np.testing.assert_array_equal(jax.random.key_data(example_keys(keys, jnp.arange(3))), expected)
 
 
-def test_the_default_is_greedy_and_so_is_no_temperature():
+def test_the_default_and_temperature_zero_are_greedy():
     made = Languages.random(9, 200, 5, 4)
     greedy, scores = made.decode(greedy_decode)
     key, whole = jax.random.key(0), np.int32(0)
@@ -127,7 +127,7 @@ def test_the_default_is_greedy_and_so_is_no_temperature():
     np.testing.assert_allclose(log_probs, scores, rtol=1e-5)
 
 
-def test_options_for_each_example():
+def test_options_per_example():
     made = Languages.random(10, 90, 5, 4)
     keys = jax.random.split(jax.random.key(2), 90)
     temperature = np.tile(np.float32([0.0, 0.7, 2.0]), 30)
@@ -137,10 +137,8 @@ def test_options_for_each_example():
         temperature_sample, decode_rng=keys, temperature=temperature, topk=topk, topp=topp, num_decodes=2
     )
     for kind in range(3):
-        alone, alone_scores = made.decode(
-            temperature_sample, decode_rng=keys, temperature=np.float32(temperature[kind]), topk=np.int32(topk[kind]),
-            topp=np.float32(topp[kind]), num_decodes=2,
-        )  # fmt: skip
+        options = {"temperature": temperature[kind], "topk": topk[kind], "topp": topp[kind]}
+        alone, alone_scores = made.decode(temperature_sample, decode_rng=keys, num_decodes=2, **options)
         np.testing.assert_array_equal(mixed[kind::3], alone[kind::3])
         np.testing.assert_allclose(scores[kind::3], alone_scores[kind::3], rtol=1e-6)
     assert (np.diff(scores, axis=1) >= 0).all()
@@ -189,12 +187,12 @@ def test_callbacks():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"topk": 4, "topp": 0.9}, "set topk=0 to sample by topp"),
-        ({"max_decode_steps": 9}, "max_decode_steps is 9, but the targets have a length of 3"),
-        ({"decode_rng": jax.random.split(jax.random.key(0), 5)}, "5 keys for 2 examples"),
+        ({"topk": 4, "topp": 0.9}, "topk=4.*topp=0.9.*topk=0"),
+        ({"max_decode_steps": 9}, "max_decode_steps.* 9.* 3"),
+        ({"decode_rng": jax.random.split(jax.random.key(0), 5)}, "decode_rng.* 5 .* 2 "),
     ],
 )
-def test_what_cannot_be_is_refused(options, message):
+def test_invalid_options_are_rejected(options, message):
     with pytest.raises(UserError, match=message):
         temperature_sample(
             **Languages.random(0, 2, 3, 3).problem(),

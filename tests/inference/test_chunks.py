@@ -41,7 +41,7 @@ def finished(directory):
 def test_a_run_that_ends_at_any_system_call_is_gone_on_with(tmp_path, monkeypatch):
     write_all(tmp_path / "tmp", tmp_path / "whole")
     expected = (tmp_path / "whole").read_bytes()
-    real = {name: getattr(os, name) for name in ("replace", "fsync", "unlink", "makedirs")}
+    real = {name: getattr(os, name) for name in ("replace", "fsync", "unlink", "makedirs", "rmdir")}
     calls, last = 0, 0
 
     def ends(name):

@@ -218,23 +218,30 @@ def test_a_run_that_was_killed_after_its_last_rename_is_finished(place, expected
         infer(place, tmp_path / "out.jsonl", **options)
 
 
-def test_a_run_that_was_killed_after_its_last_rename_is_whole(half_done, monkeypatch):
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def test_a_run_that_was_killed_after_its_last_rename_is_whole(half_done, tmp_path, monkeypatch):
     lines = texts(20)[:16]
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Chunks, "remove", lambda chunks: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(Chunks, "remove", interrupt)
         half_done.run(lines)
     with pytest.raises(UserError, match="has changed: it goes on behind the lines"):
         half_done.run(texts(20))
     assert half_done.calls == []
+    unlink = os.unlink
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(
-            "t5x.inference.chunks.shutil.rmtree", lambda *args, **kwargs: (_ for _ in ()).throw(KeyboardInterrupt)
-        )
+        patch.setattr(os, "unlink", lambda path: interrupt() if path.endswith("job.json") else unlink(path))
         half_done.run(lines)
-    assert half_done.run(lines) == lines
+    assert [path.name for path in (tmp_path / "tmp-out.jsonl").iterdir()] == ["job.json"]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "rmdir", interrupt)
+        assert half_done.run(lines) == lines
     assert half_done.calls == []
     with pytest.raises(UserError, match="exists already"):
         half_done.run(lines)
+    assert not (tmp_path / "tmp-out.jsonl").exists()
 
 
 def test_long_lines_are_cut_and_counted_or_refused(place, tmp_path, caplog):
@@ -301,6 +308,10 @@ REFUSED = {
     "more results than beams": (["--beams=2", "--num_return=3"], "num_return is 3"),
     "beams and samples": (["--beams=2", "--temperature=1"], "exclude each other"),
     "a negative temperature": (["--temperature=-1"], "temperature is -1"),
+    "no number as a length penalty": (["--beams=2", "--length_penalty=nan"], "length_penalty is nan"),
+    "more beams than tokens": (["--beams=100000"], "beams is 100000"),
+    "more samples than memory": (["--temperature=1", "--num_return=1000000000000"], "1000000000000", "--num_return"),
+    "longer outputs than memory": (["--max_length=1000000000000"], "1000000000000", "--max_length"),
     "no choices": (["--choices=nowhere.txt"], "--choices nowhere.txt cannot be read"),
     "a module that is not there": (["--import=nowhere_at_all"], "nowhere_at_all"),
     "an output that is there": (["--output={place}/expected.jsonl"], "exists already", "--overwrite"),

@@ -25,11 +25,18 @@ REFUSED = {
         {"choices": ["a"], "repetition_penalty": 1.3},
         "choices and repetition_penalty exclude each other",
     ),
+    "more beams than tokens": ({"beams": 100_000}, "beams is 100000, more than the 259 tokens.*Lower"),
+    "no number as a length penalty": ({"beams": 2, "length_penalty": float("nan")}, "length_penalty is nan"),
+    "an infinite length penalty": ({"beams": 2, "length_penalty": float("inf")}, "length_penalty is inf"),
+    "a huge length penalty": ({"beams": 2, "length_penalty": 1e300}, "length_penalty is 1e.300.*at most"),
+    "no number as a temperature": ({"temperature": float("nan")}, "temperature is nan"),
+    "no number as top_p": ({"top_p": float("nan")}, "top_p is nan"),
+    "a tiny repetition penalty": ({"repetition_penalty": 1e-300}, "repetition_penalty is 1e-300.*at least 0.001"),
     "a text of choices": ({"choices": "yes"}, "choices is the text 'yes': give a list"),
-    "a long choice": ({"choices": ["no", "possibly"]}, "'possibly' has 8 tokens and an EOS, but max_length is 8.*to 9"),
-    "an empty choice": ({"choices": ["no", "  "]}, "choices: '  ' has no tokens in the model's vocabulary"),
-    "an unknown character": ({"choices": ["no", "né"]}, "choices: 'né' has characters that the .* does not know"),
-    "the same choice": ({"choices": ["no", "yes", "No "]}, "choices: 'no' and 'No ' have the same tokens"),
+    "a long choice": ({"choices": ["no", "possibly"]}, "'possibly' has 8 tokens.*max_length.* 9.* 8"),
+    "an empty choice": ({"choices": ["no", "  "]}, "choices: '  ' .*no tokens"),
+    "an unknown character": ({"choices": ["no", "né"]}, "choices: 'né' .*vocabulary"),
+    "the same choice": ({"choices": ["no", "yes", "No "]}, "choices: 'No ' .*'no'"),
 }
 
 
@@ -42,4 +49,6 @@ def test_what_cannot_be_meant_is_refused(case):
 
 def test_what_just_fits_is_taken():
     Decoding(min_length=7).decode_fn(Letters(), 8)
+    Decoding(beams=259).decode_fn(Letters(), 8)
+    Decoding(top_k=10**12).decode_fn(Letters(), 8)
     Decoding(choices=["maybe so"[:7], "no"], beams=2, num_return=2).decode_fn(Letters(), 8)

@@ -99,6 +99,14 @@ def test_a_mixture_task_by_task_and_what_is_complete_stays(place, model, expecte
         run(place, model, tmp_path, "infer_mixed", batch_size=2)
 
 
+@pytest.mark.parametrize("content", ["", "{", "[]"])
+def test_a_damaged_completed_file_is_reported(content, place, model, tmp_path):
+    (path,) = run(place, model, tmp_path, "infer_two")
+    Path(f"{path}.COMPLETED").write_text(content)
+    with pytest.raises(UserError, match=r"\.COMPLETED is damaged. Remove it"):
+        run(place, model, tmp_path, "infer_two")
+
+
 @pytest.mark.parametrize("keep_position", [True, False])
 def test_a_run_that_ended_goes_on(keep_position, place, model, expected, tmp_path, monkeypatch):
     options = {"checkpoint_ds_iter": keep_position}
@@ -137,6 +145,40 @@ def test_a_run_that_was_killed_before_it_removed_its_chunks_is_cleaned_up(place,
         run(place, model, tmp_path, "infer_two")
     (path,) = run(place, model, tmp_path, "infer_two")
     assert sorted(os.listdir(tmp_path)) == [path.name, f"{path.name}.COMPLETED", "model-info.txt"]
+
+
+def test_a_directory_that_is_not_ours_is_refused_and_left_alone(place, model, tmp_path):
+    theirs = tmp_path / "tmp-infer_two-predict.jsonl-00000-of-00001" / "note.txt"
+    theirs.parent.mkdir()
+    theirs.write_text("mine")
+    with pytest.raises(UserError, match=f"{theirs.parent} exists, but it is not a directory of chunks"):
+        run(place, model, tmp_path, "infer_two")
+    assert theirs.read_text() == "mine" and os.listdir(theirs.parent) == ["note.txt"]
+    theirs.unlink()
+    (path,) = run(place, model, tmp_path, "infer_two")
+    theirs.parent.mkdir()
+    theirs.write_text("mine")
+    assert run(place, model, tmp_path, "infer_two") == [path] and theirs.read_text() == "mine"
+
+
+def flip(path):
+    """Change a byte of a file, but neither its size nor its time of modification."""
+    times, content = path.stat(), bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def test_an_output_that_has_changed_is_refused_before_anything_is_computed(place, model, tmp_path, monkeypatch):
+    one, two = run(place, model, tmp_path, "infer_mixed")
+    one.unlink()
+    expected = two.read_bytes()
+    flip(two)
+    with monkeypatch.context() as patch, pytest.raises(UserError, match=f"{two} has changed since it was written"):
+        patch.setattr(infer.Engine, "run", None)
+        run(place, model, tmp_path, "infer_mixed")
+    two.unlink()
+    assert run(place, model, tmp_path, "infer_mixed") == [one, two] and two.read_bytes() == expected
 
 
 @pytest.mark.parametrize("changed", ["weights", "data"])
@@ -225,6 +267,33 @@ def test_chunks_may_stay_and_be_merged_by_a_function_of_the_users_own(place, mod
     assert directory == str(tmp_path / "own") and name == path.name and f"{name}-chunk00000" in files
 
 
+def test_a_chunk_that_stayed_and_has_changed_is_computed_again(place, model, tmp_path, caplog, monkeypatch):
+    options = {"merge_chunked_results": False, "checkpoint_period": 1}
+    (path,) = run(place, model, tmp_path, **options)
+    chunks = [tmp_path / f"tmp-{path.name}" / f"{path.name}-chunk{i:05}" for i in range(5)]
+    expected = [chunk.read_bytes() for chunk in chunks]
+    flip(chunks[3])
+    run(place, model, tmp_path, **options)
+    assert [chunk.read_bytes() for chunk in chunks] == expected
+    assert [r.getMessage().split()[0] for r in caplog.records if "has changed" in r.message] == [str(chunks[3])]
+    monkeypatch.setattr(infer.Engine, "run", None)
+    run(place, model, tmp_path, **options)
+
+
+def test_the_output_is_its_chunks_each_once_and_in_order(place, model, expected, tmp_path):
+    chunks = []
+
+    def merge(output_dir, output_fname, tmp_dir, step):
+        names = sorted(name for name in os.listdir(tmp_dir) if name[-5:].isdigit())
+        chunks.extend(Path(tmp_dir, name).read_bytes() for name in names)
+        infer.merge_chunks_to_file(output_dir, output_fname, tmp_dir, step)
+
+    (path,) = run(place, model, tmp_path, merge_fn=merge, checkpoint_period=1)
+    assert len({*chunks}) == len(chunks) == 5
+    assert path.read_bytes() == b"".join(chunks)
+    assert [line["inputs"] for line in read(path)] == [line["inputs"] for line in read(expected)]
+
+
 def test_more_chunks_than_five_digits_count_are_merged_in_their_order(tmp_path):
     said = {0: b"first ", 10_001: b"second ", 99_999: b"third ", 100_001: b"last"}
     for number in range(100_002):
@@ -293,6 +362,13 @@ def test_tfrecord_files_by_gin(place, model, tmp_path, capsys):
             assert done.code == 0, done.err
         configuration.clear()
         commands.run(capsys, "infer", *arguments, "--num_shards=2", "--shard_id=5").refused("infer.shard_id is 5")
+        for name, value in (
+            ("models.EncoderDecoderModel.default_decoder_params", {"num_decodes": 10**12}),
+            ("FEATURE_LENGTHS", {"inputs": 24, "targets": 10**12}),
+        ):
+            configuration.clear()
+            out = f"--gin.INFER_OUTPUT_DIR={tmp_path / name}"
+            commands.run(capsys, "infer", *arguments, out, f"--gin.{name}={value}").refused(str(10**12), "memory")
     finally:
         configuration.clear()
     paths = sorted((tmp_path / "out").glob("infer_??????????-predict.jsonl-*-of-00002"))

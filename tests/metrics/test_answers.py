@@ -23,7 +23,7 @@ def _normal(answer: str) -> list[str]:
 
 
 def _reference(golds: list[list[str]], predictions: list[str], empty_is_an_answer: bool) -> tuple[float, float]:
-    """The definition of SQuAD's figures, step by step: precision and recall of the words of the normal form."""
+    """Compute SQuAD's scores by definition, from precision and recall of the normalized words."""
 
     def f1(gold, prediction):
         gold, prediction = _normal(gold), _normal(prediction)
@@ -52,7 +52,7 @@ def _reference(golds: list[list[str]], predictions: list[str], empty_is_an_answe
 
 @pytest.fixture(scope="module")
 def questions() -> tuple[list[list[str]], list[str]]:
-    """All answers of SQuAD's questions, and a prediction each: right, changed in many ways, or wrong."""
+    """Return all answers of SQuAD's questions, and one prediction each: right, modified or wrong."""
     with zipfile.ZipFile(SQUAD) as archive, archive.open("dev-v1.1.json") as file:
         articles = json.load(file)["data"]
     found = [qa for article in articles for paragraph in article["paragraphs"] for qa in paragraph["qas"]]
@@ -73,7 +73,7 @@ def questions() -> tuple[list[list[str]], list[str]]:
 
 
 @needs_squad
-def test_squad_is_what_its_definition_says(questions):
+def test_squad_equals_its_definition(questions):
     golds, predictions = questions
     assert len(golds) == 10570
     em, f1 = _reference(golds, predictions, empty_is_an_answer=False)
@@ -85,7 +85,7 @@ def test_squad_is_what_its_definition_says(questions):
 
 
 @needs_squad
-def test_squad_2_has_questions_without_an_answer(questions):
+def test_squad_2_equals_its_definition(questions):
     golds, predictions = (values[::4] for values in questions)
     golds = [several if index % 3 else [] for index, several in enumerate(golds)]
     filled = [[answer for answer in several if _normal(answer)] or [""] for several in golds]
@@ -100,23 +100,23 @@ def test_squad_2_has_questions_without_an_answer(questions):
 
 
 def test_empty_answers():
-    # An empty prediction has no word in common with anything in SQuAD 1.1; in 2.0 it says that there is no answer.
+    # In SQuAD 1.1 an empty prediction has no word in common with any answer; in 2.0 it means that there is none.
     assert metrics.squad([["a"]], [""]) == {"em": 100.0, "f1": 0.0}
     assert metrics.squad_v2([[], ["a"]], ["", ""])["f1"] == 100.0
     assert metrics.squad_v2([[], "", ["x"]], ["x", "", ""]) == pytest.approx(
         {"em": 100 / 3, "f1": 100 / 3, "HasAns_em": 0, "HasAns_f1": 0, "NoAns_em": 50, "NoAns_f1": 50}
     )
     assert set(metrics.squad_v2(["x"], ["x"])) == {"em", "f1", "HasAns_em", "HasAns_f1"}
-    with pytest.raises(UserError, match=r"squad: targets\[1\] has no answer. squad_v2"):
+    with pytest.raises(UserError, match=r"squad: targets\[1\].*squad_v2"):
         metrics.squad(["a", []], ["a", "b"])
 
 
-def test_an_answer_alone_and_arrays_of_answers():
+def test_single_answers_and_arrays_of_answers():
     assert metrics.squad(["Eiffel Tower"], ["the eiffel tower"]) == {"em": 100.0, "f1": 100.0}
     assert metrics.squad([np.array(["x y", "z"], object)], ["y"]) == pytest.approx({"em": 0.0, "f1": 200 / 3})
 
 
-def test_trivia_qa_divides_words_at_punctuation():
+def test_trivia_qa_splits_words_at_punctuation():
     assert metrics.trivia_qa([["rock and roll"]], ["Rock-and-roll"]) == {"em": 100.0, "f1": 100.0}
     assert metrics.squad([["rock and roll"]], ["Rock-and-roll"]) == {"em": 0.0, "f1": 0.0}
     assert metrics.trivia_qa([["the \u2018Beatles\u2019", "Beatles_band"]], ["Beatles"]) == {"em": 100.0, "f1": 100.0}
@@ -131,7 +131,7 @@ ROW = st.tuples(GOLDS, WORDS, st.floats(0.01, 1))
 @settings(deadline=None)
 @given(st.lists(ROW, min_size=1, max_size=12, unique_by=lambda row: row[2]))
 def test_the_best_threshold_of_squad_2(rows):
-    """Every threshold one by one: predictions up to it stay, the others are taken as empty."""
+    """Try every threshold: predictions above it count as empty."""
     golds, predictions, probabilities = map(list, zip(*rows, strict=True))
     predictions = [text if _normal(text) else "" for text in predictions]
     filled = [several or [""] for several in golds]
@@ -147,7 +147,7 @@ def test_the_best_threshold_of_squad_2(rows):
         assert at(found[f"best_{name}_threshold"])[column] == pytest.approx(best)
 
 
-def test_a_threshold_that_gains_nothing_is_0():
+def test_a_useless_threshold_is_0():
     found = metrics.squad_v2([[], ["cat"]], ["cat", "dog"], [0.1, 0.2])
     assert (found["best_em"], found["best_em_threshold"]) == (50.0, 0.0)
     found = metrics.squad_v2([[], ["cat"]], ["dog", "cat"], [0.9, 0.2])
@@ -159,14 +159,14 @@ ANY = st.text(st.sampled_from("aA theTHE.,'-_é\u00a0\t12東"), max_size=20)
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.lists(ANY, min_size=1, max_size=3), ANY), min_size=1, max_size=5))
-def test_squad_of_any_texts(rows):
+def test_squad_of_any_strings(rows):
     golds, predictions = map(list, zip(*rows, strict=True))
     em, f1 = _reference(golds, predictions, empty_is_an_answer=False)
     assert metrics.squad(golds, predictions) == pytest.approx({"em": em, "f1": f1})
 
 
 def test_probabilities_are_checked():
-    with pytest.raises(UserError, match="2 targets but 1 no_answer_probabilities"):
+    with pytest.raises(UserError, match=r"squad_v2: 2 targets.* 1 no_answer_probabilities"):
         metrics.squad_v2(["a", "b"], ["a", "b"], [0.5])
-    with pytest.raises(UserError, match="no_answer_probabilities must be numbers"):
+    with pytest.raises(UserError, match=r"no_answer_probabilities .*'0.5'"):
         metrics.squad_v2(["a"], ["a"], ["0.5"])

@@ -28,10 +28,8 @@ def test_f1_scores(seed):
     wrong_if_invalid = [p if p in (0, 1) else 1 - t for t, p in zip(targets, predictions, strict=True)]
     expected = _f1(targets, wrong_if_invalid, 1)
     assert metrics.f1_score_with_invalid(targets, predictions)["f1"] == pytest.approx(expected)
-    assert metrics.f1_score_with_invalid(np.array(targets, bool), np.array(predictions))["f1"] == pytest.approx(
-        expected
-    )
-
+    as_arrays = metrics.f1_score_with_invalid(np.array(targets, bool), np.array(predictions))
+    assert as_arrays["f1"] == pytest.approx(expected)
     expected = np.mean([_f1(targets, predictions, label) for label in range(3)])
     assert metrics.mean_multiclass_f1(3)(targets, predictions) == pytest.approx({"mean_3class_f1": expected})
 
@@ -43,7 +41,7 @@ def test_predictions_are_not_changed():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_matthews_correlation_is_that_of_the_classes_indicators(seed):
+def test_matthews_correlation_is_that_of_class_indicators(seed):
     random = np.random.default_rng(seed)
     targets, predictions = random.integers(0, 3, (2, 12))
     indicator = lambda labels: (labels[:, None] == np.arange(3)).astype(float)
@@ -54,9 +52,9 @@ def test_matthews_correlation_is_that_of_the_classes_indicators(seed):
     assert metrics.matthews_corrcoef(names(targets), names(predictions))["matthews_corrcoef"] == pytest.approx(expected)
 
 
-def test_correlation_with_one_class_only():
+def test_correlation_with_one_class():
     assert metrics.matthews_corrcoef([0, 1], [1, 1]) == {"matthews_corrcoef": 0.0}
-    with pytest.raises(UserError, match="must be classes"):
+    with pytest.raises(UserError, match=r"matthews_corrcoef: .*numbers or strings"):
         metrics.matthews_corrcoef([[1]], [[1]])
 
 
@@ -72,33 +70,33 @@ def test_correlations(seed):
 
 @pytest.mark.parametrize("name", ["pearson_corrcoef", "spearman_corrcoef"])
 @pytest.mark.filterwarnings("error")
-def test_correlations_that_are_not_defined(name):
+def test_undefined_correlations(name):
     metric = getattr(metrics, name)
     assert math.isnan(metric([1, 2, 3], [2.0, 2.0, 2.0])[name])
     assert math.isnan(metric([1, 2, 3], [2.0, float("nan"), 4.0])[name])
-    with pytest.raises(UserError, match="two examples or more"):
+    with pytest.raises(UserError, match=f"{name}: .*two examples"):
         metric([1], [1])
 
 
 @pytest.mark.parametrize(
     "metric", [metrics.f1_score_with_invalid, metrics.mean_multiclass_f1(3), metrics.pearson_corrcoef, metrics.auc]
 )
-def test_metrics_of_numbers_refuse_texts(metric):
-    with pytest.raises(UserError, match=r"predictions must be numbers.* 'positive' \(str\).*postprocess_fn"):
+def test_metrics_of_numbers_reject_strings(metric):
+    with pytest.raises(UserError, match=r"predictions .*'positive' \(str\).*postprocess_fn"):
         metric([1, 0, 1], [1, "positive", 0])
-    with pytest.raises(UserError, match="targets must be numbers"):
+    with pytest.raises(UserError, match=r"targets .*None \(NoneType\)"):
         metric([1, None, 1], [1, 0, 0])
 
 
-def test_targets_of_two_classes():
-    with pytest.raises(UserError, match="f1_score_with_invalid: targets must be 0 or 1, but there is 2"):
+def test_targets_must_be_binary():
+    with pytest.raises(UserError, match=r"f1_score_with_invalid: targets .*0 or 1.* 2"):
         metrics.f1_score_with_invalid([0, 2], [0, 1])
-    with pytest.raises(UserError, match=r"auc: targets must be 0 or 1, but there is 0\.5"):
+    with pytest.raises(UserError, match=r"auc: targets .*0 or 1.* 0\.5"):
         metrics.auc([0, 0.5], [0, 1])
 
 
 def _areas(targets, scores):
-    """The share of pairs in the right order, ties counting half; the precision at each relevant example, averaged."""
+    """Return the share of pairs in the right order (ties count half), and the mean precision at relevant examples."""
     positive = [score for target, score in zip(targets, scores, strict=True) if target]
     negative = [score for target, score in zip(targets, scores, strict=True) if not target]
     pairs = list(itertools.product(positive, negative))
@@ -119,19 +117,16 @@ def test_areas_under_curves(seed):
     assert metrics.score_auc(graded, scores, targets_threshold=3.5) == pytest.approx(expected)
 
 
-def test_areas_with_one_class_only():
+def test_areas_with_one_class():
     assert all(math.isnan(area) for area in metrics.auc([1, 1], [0.1, 0.2]).values())
 
 
 def _choices(rights, weights=None, lengths=None):
-    """Targets of `rank_classification` for [examples, choices] of truth values."""
+    """Return targets of `rank_classification` for booleans [examples, choices]."""
+    weight = lambda example: 1.0 if weights is None else weights[example]
+    length = lambda choice: 1 if lengths is None else lengths[choice]
     return [
-        (
-            (example, choice),
-            right,
-            1.0 if weights is None else weights[example],
-            1 if lengths is None else lengths[choice],
-        )
+        ((example, choice), right, weight(example), length(choice))
         for example, of_example in enumerate(rights)
         for choice, right in enumerate(of_example)
     ]
@@ -174,8 +169,8 @@ def test_choices_as_classes(seed, num_classes):
     assert found == pytest.approx(expected)
 
 
-def test_choices_that_cannot_be_scored():
-    with pytest.raises(UserError, match=r"must be \(\(example, choice\), is_correct, weight, length\)"):
+def test_invalid_choices_are_rejected():
+    with pytest.raises(UserError, match=r"\(\(example, choice\), is_correct, weight, length\).* 1"):
         metrics.rank_classification([1, 0], [0.1, 0.2])
-    with pytest.raises(UserError, match="example 0 has 2 choices, not num_classes=3"):
+    with pytest.raises(UserError, match=r"example 0 .* 2 choices.*num_classes=3"):
         metrics.rank_classification(_choices([[True, False]]), [1, 2], num_classes=3)

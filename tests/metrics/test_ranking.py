@@ -11,12 +11,13 @@ import scipy.stats
 
 from t5x import metrics
 from t5x.errors import UserError
-from t5x.metrics import ranking, ranking_files
+from t5x.metrics import ranking
+from t5x.ranking.trec_files import read_qrels
 
 MSMARCO = Path(__file__).parents[2] / "../shared/data/msmarco_dl"
 needs_msmarco = pytest.mark.skipif(not MSMARCO.is_dir(), reason="TREC DL (../shared/data/msmarco_dl) is not here")
 
-# By ranx 0.3.21, of the ranks of BM25: {(year, relevance level): …}
+# Results of ranx 0.3.21 for BM25: {(year, relevance level): …}
 RECORDED = {
     (19, 1): {
         "ndcg@10": 0.5058310024399073,
@@ -63,7 +64,7 @@ def _bm25(year: int, field: str) -> dict[str, dict[str, float]]:
 @needs_msmarco
 @pytest.mark.parametrize("year", [19, 21])
 def test_bm25_on_trec_deep_learning(year):
-    qrels = ranking_files.read_qrels(MSMARCO / f"qrels.dl{year}-passage.txt")
+    qrels = read_qrels(MSMARCO / f"qrels.dl{year}-passage.txt")
     known = {19: 0.5058, 21: 0.4458}[year]
     assert ranking.evaluate(qrels, _bm25(year, "score"), ["ndcg@10"])["ndcg@10"] == pytest.approx(known, abs=5e-5)
     for level in (1, 2):
@@ -73,7 +74,7 @@ def test_bm25_on_trec_deep_learning(year):
 
 
 def _brute_force(measure: str, judged: dict[str, int], scores: dict[str, float], level: int) -> float:
-    """A measure from its definition, rank by rank."""
+    """Compute a measure by definition, rank by rank."""
     name, _, k = measure.partition("@")
     k = int(k) if k else len(scores)
     order = sorted(sorted(scores, reverse=True), key=lambda document: -scores[document])[:k]
@@ -94,7 +95,7 @@ def _brute_force(measure: str, judged: dict[str, int], scores: dict[str, float],
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_measures_are_what_their_definitions_say(seed):
+def test_measures_equal_their_definitions(seed):
     random = np.random.default_rng(seed)
     documents = [f"d{number}" for number in range(12)]
     some = lambda: random.choice(documents, random.integers(1, 13), replace=False).tolist()
@@ -111,23 +112,17 @@ def test_measures_are_what_their_definitions_say(seed):
 
 
 def test_equal_scores_are_ordered_by_descending_id():
-    assert ranking.ranked({"a": 1.0, "b": 1.0, "B": 1.0, "c": 0.5, "10": 1.0, "9": 1.0}) == [
-        "b",
-        "a",
-        "B",
-        "9",
-        "10",
-        "c",
-    ]
+    ranked = ranking.ranked({"a": 1.0, "b": 1.0, "B": 1.0, "c": 0.5, "10": 1.0, "9": 1.0})
+    assert ranked == ["b", "a", "B", "9", "10", "c"]
     assert ranking.evaluate({"q": {"a": 1}}, {"q": {"a": 1.0, "b": 1.0}}, ["mrr"]) == {"mrr": 0.5}
 
 
-def test_queries_that_are_missing_or_not_judged_or_without_relevant_documents(caplog):
+def test_missing_and_unjudged_queries_and_those_without_relevant_documents(caplog):
     qrels = {"hit": {"d": 1}, "missing": {"d": 1}, "nothing": {"d": 0}}
     run = {"hit": {"d": 1.0}, "nothing": {"d": 1.0}, "unjudged": {"d": 1.0}}
     with caplog.at_level(logging.WARNING):
         assert ranking.evaluate(qrels, run, ["mrr@10"]) == {"mrr@10": pytest.approx(1 / 2)}
-    assert "1 of 3 queries with judgments are not in the run" in caplog.text
+    assert "1 of 3 " in caplog.text and "missing_as_zero" in caplog.text
     caplog.clear()
     assert ranking.evaluate(qrels, run, ["mrr@10"], missing_as_zero=True) == {"mrr@10": pytest.approx(1 / 3)}
     found = ranking.per_query(qrels, run, ["ndcg@10"], missing_as_zero=True)
@@ -135,32 +130,32 @@ def test_queries_that_are_missing_or_not_judged_or_without_relevant_documents(ca
     assert caplog.text == ""
 
 
-def test_input_that_cannot_be_evaluated():
+def test_invalid_input_is_rejected():
     qrels, run = {"q": {"d": 1}}, {"q": {"d": 1.0}}
     for measure in ("recall", "precision", "ndcg@0", "ndcg@", "MRR@10", "err@10"):
-        with pytest.raises(UserError, match=f"no measure '{measure}'.*ndcg@k"):
+        with pytest.raises(UserError, match=f"'{measure}'.*ndcg@k"):
             ranking.evaluate(qrels, run, [measure])
-    with pytest.raises(UserError, match=r"No query of the run \(7\) is among those with judgments \('q'\)"):
+    with pytest.raises(UserError, match=r"run \(7\).*\('q'\)"):
         ranking.evaluate(qrels, {7: {"d": 1.0}})
-    with pytest.raises(UserError, match="document id 7 is not a text"):
+    with pytest.raises(UserError, match=r"document id 7 .*string"):
         ranking.evaluate(qrels, {"q": {7: 1.0}})
-    with pytest.raises(UserError, match="document 'd': the score is nan, where a number"):
+    with pytest.raises(UserError, match=r"document 'd': the score .*nan"):
         ranking.evaluate(qrels, {"q": {"d": float("nan")}})
-    with pytest.raises(UserError, match="document 'd': the grade is '1', where a number"):
+    with pytest.raises(UserError, match=r"document 'd': the grade .*'1'"):
         ranking.evaluate({"q": {"d": "1"}}, run)
-    with pytest.raises(UserError, match=r"run must be \{query: \{document: number\}\}"):
+    with pytest.raises(UserError, match=r"run .*\{query: \{document: number\}\}"):
         ranking.evaluate(qrels, {"q": ["d"]})
     with pytest.raises(UserError, match="relevance_level=0"):
         ranking.evaluate(qrels, run, relevance_level=0)
 
 
-def test_a_tasks_metric_of_scores():
+def test_reranking_as_a_task_metric():
     targets = [("q1", "a", 0), ("q1", "b", 2), ("q2", "a", 1), (3, "x", 0), (3, "y", 0)]
     found = metrics.reranking(targets, [0.9, 0.1, -5.0, 0.0, 1.0], measures=("mrr@10", "ndcg@10"))
     assert found == pytest.approx({"mrr@10": (1 / 2 + 1 + 0) / 3, "ndcg@10": (1 / math.log2(3) + 1 + 0) / 3})
-    with pytest.raises(UserError, match=r"must be \(query, document, grade\), not 1"):
+    with pytest.raises(UserError, match=r"\(query, document, grade\).* 1"):
         metrics.reranking([1], [0.5])
-    with pytest.raises(UserError, match="document 'a' is there twice for query 'q1'"):
+    with pytest.raises(UserError, match=r"'a' .*twice.*'q1'"):
         metrics.reranking([("q1", "a", 0), ("q1", "a", 0)], [0.5, 0.6])
 
 
@@ -188,9 +183,9 @@ def test_significance_at_the_edges():
     better = ranking.compare(first, {query: value + 0.5 for query, value in first.items()})
     assert better.t_test == 0.0
     assert better.randomization < 0.001
-    with pytest.raises(UserError, match="not evaluated on the same queries: 0 in one of them only"):
+    with pytest.raises(UserError, match=r"same queries: 0 .*missing_as_zero=True"):
         ranking.compare(first, {query: 0.0 for query in first if query != "0"})
-    with pytest.raises(UserError, match="two queries or more"):
+    with pytest.raises(UserError, match="two queries"):
         ranking.compare({"q": 1.0}, {"q": 0.0})
 
 
@@ -205,5 +200,5 @@ def test_the_table_of_runs():
         "10 queries; * p < 0.05 against bm25",
     ]
     assert ranking.table({"bm25": bm25}).endswith("\n10 queries")
-    with pytest.raises(UserError, match="'bm25' and 'x' have different measures"):
+    with pytest.raises(UserError, match=r"'bm25' and 'x' .*measures"):
         ranking.table({"bm25": bm25, "x": {"map": bm25["map"]}})

@@ -24,19 +24,10 @@ def test_pairs_may_be_sequences_of_different_lengths():
     assert metrics.sequence_accuracy(targets, predictions) == {"sequence_accuracy": 50.0}
 
 
-@pytest.mark.parametrize("name", ["accuracy", "exact_match", "sequence_accuracy"])
-def test_what_cannot_be_scored(name):
-    metric = getattr(metrics, name)
-    with pytest.raises(UserError, match=f"{name}: 2 targets but 1 predictions"):
-        metric(["a", "b"], ["a"])
-    with pytest.raises(UserError, match=f"{name}: there are no examples"):
-        metric([], [])
-
-
-def test_scoring_does_not_import_jax_and_the_accumulators_are_there():
+def test_scoring_does_not_import_jax_and_accumulators_are_available():
     program = (
         "import sys; from t5x import data, metrics, telemetry\n"
-        "import t5x.data.evaluation, t5x.examples.demo.dates, t5x.metrics.ranking_files\n"
+        "import t5x.data.evaluation, t5x.examples.demo.dates, t5x.ranking.trec_files\n"
         "assert not {'jax', 'flax', 'tensorboardX', 'sacrebleu', 'scipy'} & set(sys.modules)\n"
         "assert metrics.Sum(1).merge(metrics.Sum(2)).compute() == 3"
     )
@@ -44,27 +35,27 @@ def test_scoring_does_not_import_jax_and_the_accumulators_are_there():
 
 
 @pytest.mark.parametrize("name", [name for name in metrics.__all__ if name.islower() and name != "mean_multiclass_f1"])
-def test_every_metric_refuses_what_is_no_list_of_examples(name):
+def test_every_metric_rejects_anything_but_lists_of_examples(name):
     metric = getattr(metrics, name)
     required = [p.name for p in inspect.signature(metric).parameters.values() if p.default is p.empty]
     assert required in (["targets", "predictions"], ["targets", "scores"])
     kind = required[1]
-    with pytest.raises(UserError, match=f"{name}: 2 targets but 1 {kind}"):
+    with pytest.raises(UserError, match=f"{name}: 2 targets.* 1 {kind}"):
         metric(["a", "b"], ["a"])
-    with pytest.raises(UserError, match=f"{name}: there are no examples"):
+    with pytest.raises(UserError, match=f"{name}: .*no examples"):
         metric([], [])
-    with pytest.raises(UserError, match=f"{name}: targets must be a list"):
+    with pytest.raises(UserError, match=f"{name}: targets .*list.* str"):
         metric("ab", ["a", "b"])
-    with pytest.raises(UserError, match=f"{name}: {kind} must be a list"):
+    with pytest.raises(UserError, match=f"{name}: {kind} .*list.*iterator"):
         metric(["a"], iter(["a"]))
 
 
 @pytest.mark.parametrize("name", ["bleu", "chrf", "edit_distance", "rouge", "squad", "squad_v2", "trivia_qa"])
-def test_metrics_of_texts_refuse_what_is_not_text(name):
+def test_metrics_of_strings_reject_other_types(name):
     metric = getattr(metrics, name)
-    with pytest.raises(UserError, match=rf"{name}: predictions\[1\] must be a text, but it is 3 \(int\)"):
+    with pytest.raises(UserError, match=rf"{name}: predictions\[1\] .*3 \(int\)"):
         metric(["a", "b"], ["a", 3])
-    with pytest.raises(UserError, match=rf"{name}: targets\[0\].* must be a text.*bytes.*Decode"):
+    with pytest.raises(UserError, match=rf"{name}: targets\[0\].*bytes.*Decode"):
         metric([b"a"], ["a"])
 
 
@@ -74,7 +65,7 @@ def _edits(a: list[str], b: list[str]) -> int:
     return min(_edits(a[1:], b) + 1, _edits(a, b[1:]) + 1, _edits(a[1:], b[1:]) + (a[0] != b[0]))
 
 
-def test_edit_distance_is_the_least_number_of_edits():
+def test_edit_distance_is_the_minimum_number_of_edits():
     random = np.random.default_rng(0)
     text = lambda: " ".join(random.choice(["a", "b", "C"], random.integers(1, 6)))
     targets, predictions = zip(*((text(), text()) for _ in range(60)), strict=True)

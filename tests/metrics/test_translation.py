@@ -28,7 +28,7 @@ def _command_line(hypothesis: Path, references: list[Path], *options: str) -> li
         ("generaltest2022.en-de.hyp.Online-W.de", ["generaltest2022.en-de.ref.B.de"], "13a", 2, 200),
     ],
 )
-def test_figures_and_signatures_are_those_of_sacrebleus_command_line(
+def test_scores_and_signatures_equal_sacrebleus_command_line(
     tmp_path, system, references, tokenizer, word_order, lines
 ):
     texts = {}
@@ -63,10 +63,10 @@ def test_examples_may_have_different_numbers_of_references():
     assert metrics.chrf(both, predictions)["chrf"] == pytest.approx(100)
 
 
-def test_what_cannot_be_scored():
-    with pytest.raises(UserError, match=r"no tokenizer 'spanish'. sacreBLEU has .*intl"):
+def test_invalid_input_is_rejected():
+    with pytest.raises(UserError, match=r"'spanish'.*intl"):
         metrics.bleu(["a"], ["a"], tokenizer="spanish")
-    with pytest.raises(UserError, match=r"targets\[1\] is an empty list"):
+    with pytest.raises(UserError, match=r"bleu: targets\[1\] .*empty"):
         metrics.bleu(["a", []], ["a", "b"])
-    with pytest.raises(UserError, match=r"targets\[0\]\[1\] must be a text, but it is None"):
+    with pytest.raises(UserError, match=r"chrf: targets\[0\]\[1\] .*None"):
         metrics.chrf([["a", None]], ["a"])

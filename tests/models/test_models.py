@@ -1,4 +1,4 @@
-"""Models: over modules that are not ours, and what may be differentiated."""
+"""Models with third-party modules, and their gradients."""
 
 import dataclasses
 import functools
@@ -32,7 +32,7 @@ class Counter(nn.Module):
 
 
 class Bag(nn.Module):
-    """A user's own module with T5X's call convention: a bag of input words and the last token predict the next."""
+    """A third-party module with T5X's call convention: predicts from the input words and the last token."""
 
     vocab: int = 31
     width: int = 16
@@ -63,19 +63,13 @@ class Bag(nn.Module):
         return self.decode(encoded, encoder_input_tokens, decoder_input_tokens, decoder_target_tokens, decode=decode)
 
 
-def test_a_users_own_module_trains_predicts_and_scores():
+def test_a_third_party_module_trains_predicts_and_scores():
     vocabulary = PassThroughVocabulary(31, eos_id=1)
     model = EncoderDecoderModel(Bag(), vocabulary, vocabulary, Adafactor(), greedy_decode)
     layout = StateLayout.of(model, PjitPartitioner(), model.input_shapes({"inputs": 9, "targets": 7}))
     assert layout.axes == {"table": ("vocab", "embed"), "head": None}
-    trainer = Trainer(
-        model,
-        layout.init(jax.random.key(0)),
-        PjitPartitioner(),
-        layout,
-        jax.random.key(1),
-        lambda step: jnp.float32(0.1),
-    )
+    state, rng, schedule = layout.init(jax.random.key(0)), jax.random.key(1), lambda step: jnp.float32(0.1)
+    trainer = Trainer(model, state, PjitPartitioner(), layout, rng, schedule)
     losses = [float(trainer.step(tiny.batch())["loss_per_nonpadding_target_token"].compute()) for _ in range(30)]
     assert losses[-1] < 0.7 * losses[0]
     params, batch = trainer.state.params, tiny.batch()
@@ -91,7 +85,7 @@ def test_a_users_own_module_trains_predicts_and_scores():
 
 
 class Doubled(Transformer):
-    """A user's network over ours, which knows nothing of factors of logits."""
+    """A subclass of our network that does not support logit factors."""
 
     def decode(self, *args, **kwargs):
         return 2 * super().decode(*args, **kwargs)
@@ -114,7 +108,7 @@ def tiny_model(network=Transformer, **changes) -> tuple[EncoderDecoderModel, Any
     return model, params, batch
 
 
-def test_a_network_over_ours_with_its_own_logits_is_trained_and_scored_by_these():
+def test_a_subclassed_network_is_trained_and_scored_with_its_own_logits():
     model, params, batch = tiny_model(Doubled)
     logits = jax.jit(model.compute_logits)(params, batch)
     probabilities = jax.nn.log_softmax(logits)
@@ -124,7 +118,7 @@ def test_a_network_over_ours_with_its_own_logits_is_trained_and_scored_by_these(
 
 
 def test_scores_can_be_differentiated():
-    """As losses of preferences need it."""
+    """As preference losses need."""
     model, params, batch = tiny_model()
     gradient = lambda function: jax.jit(jax.grad(function))(params)
     found = gradient(lambda params: model.score_batch(params, batch).sum())
@@ -136,7 +130,7 @@ def test_scores_can_be_differentiated():
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_gradient_of_a_few_logits_is_summed_in_float32(tied):
-    """All rows of a batch add to the same two columns: in bfloat16 most of it would be lost."""
+    """All rows of a batch add to the same two columns; bfloat16 would lose most of the sum."""
     model, params, batch = tiny_model(dtype="bfloat16", logits_via_embedding=tied)
     exact = tiny_model(logits_via_embedding=tied)[0]
     inputs = jnp.tile(batch["encoder_input_tokens"], (400, 1))
@@ -149,8 +143,8 @@ def test_the_gradient_of_a_few_logits_is_summed_in_float32(tied):
 
 
 @pytest.mark.parametrize("kind", [EncoderDecoderModel, DecoderOnlyModel])
-def test_no_loss_or_score_holds_all_logits(kind):
-    """[batch, targets, vocab] in float32 is what a large batch would run out of memory by."""
+def test_losses_and_scores_never_hold_all_logits(kind):
+    """float32 [batch, targets, vocab] would exhaust the memory for a large batch."""
     rows, length, vocab = 128, 128, 32128
     if kind is EncoderDecoderModel:
         config = dataclasses.replace(tiny.T5_1_1, vocab_size=vocab)
@@ -167,14 +161,14 @@ def test_no_loss_or_score_holds_all_logits(kind):
 
 
 def _sizes(jaxpr):
-    """Of all arrays in a program, those of inner programs included."""
+    """Yield the sizes of all arrays in a program, including inner programs."""
     for equation in jaxpr.eqns:
         yield from (variable.aval.size for variable in equation.outvars if hasattr(variable.aval, "size"))
         for inner in jax.extend.core.jaxprs_in_params(equation.params):
             yield from _sizes(inner)
 
 
-def test_a_subclass_with_other_logits_is_trained_by_these():
+def test_a_subclassed_model_is_trained_with_its_own_logits():
     class Louder(EncoderDecoderModel):
         def compute_logits(self, *args, **options):
             return 2 * super().compute_logits(*args, **options)
@@ -186,7 +180,7 @@ def test_a_subclass_with_other_logits_is_trained_by_these():
     assert abs(loss(louder) - loss(tiny.model())) > 1e-3
 
 
-def test_checkpoints_know_a_model_by_its_public_name():
-    """In a MODEL_DIR of another name no run goes on."""
+def test_checkpoints_record_the_public_name_of_a_model():
+    """A run does not resume from a checkpoint with another name."""
     assert describe(tiny.model())["model"] == "t5x.models.EncoderDecoderModel"
     assert pickle.loads(pickle.dumps(DecoderOnlyModel)) is DecoderOnlyModel

@@ -66,12 +66,13 @@ def test_one_key_is_all_there_is_to_attend_to():
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is one")
-def test_cudnn_without_a_gpu_says_so():
+@pytest.mark.parametrize("backend", ["cudnn", "pallas"])
+def test_fused_attention_without_a_gpu_says_so(backend):
     query, key, value = arrays(*[(BATCH, 4, HEADS, WIDTH)] * 3)
     with pytest.raises(
-        UserError, match=r"attention_backend is 'cudnn', but the device is .*, no NVIDIA GPU: set it to"
+        UserError, match=rf"attention_backend is '{backend}', but the device is .*, no NVIDIA GPU: set it to"
     ):
-        attention.attend(query, key, value, mask=Mask(), backend="cudnn")
+        attention.attend(query, key, value, mask=Mask(), backend=backend)
 
 
 def test_an_unknown_back_end_names_those_there_are():

@@ -122,6 +122,7 @@ def test_attention_to_a_cache(beams: int, length: int):
     ("batch", "length", "vocab", "options"),
     [
         (5, 37, 317, {}),
+        (4, 19, 300, {"scale": 0.25}),
         (3, 101, 2048, {"z_loss": 1e-2, "scale": 0.25}),
         (9, 13, 640, {"label_smoothing": 0.1}),
     ],
@@ -143,7 +144,7 @@ def test_the_loss_without_all_logits(batch: int, length: int, vocab: int, option
         return total, of.loss
 
     def by_tokens(hidden, kernel):
-        of_tokens = losses.projected_losses(hidden.astype(NARROW), kernel, targets, **options).loss
+        of_tokens = losses.projected_losses(hidden.astype(NARROW), kernel, targets, options.get("scale", 1.0)).loss
         return jnp.sum(of_tokens * weights), of_tokens
 
     def of(function, hidden, kernel):
@@ -152,7 +153,8 @@ def test_the_loss_without_all_logits(batch: int, length: int, vocab: int, option
 
     expected = exactly(functools.partial(of, plain), hidden, kernel)
     check("loss", jax.jit(functools.partial(of, with_its_gradients))(hidden, kernel), expected)
-    check("losses of tokens", jax.jit(functools.partial(of, by_tokens))(hidden, kernel), expected)
+    if options.keys() <= {"scale"}:
+        check("losses of tokens", jax.jit(functools.partial(of, by_tokens))(hidden, kernel), expected)
 
 
 @pytest.mark.parametrize("rows", [3, 51])

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from t5x.errors import UserError
-from t5x.partitioning import PjitPartitioner, distributed, watch
+from t5x.partitioning import PjitPartitioner, consistency, distributed, watch
 
 INDEX, COUNT = int(sys.argv[1]), int(sys.argv[2])
 VICTIM = COUNT - 1
@@ -55,6 +56,38 @@ def place(**options: object) -> dict:
         "right": np.array_equal(np.asarray(whole(array)), np.repeat(np.arange(size)[:, None], 3, axis=1)),
         "processes of a model": max(len({device.process_index for device in group}) for group in groups),
     }
+
+
+def bound() -> None:
+    """Looks whether JAX's service listens at another address than the coordinator's; process 0 knows its port."""
+    _, _, port = distributed.runtime.global_state.coordinator_address.rpartition(":")
+    port = int(distributed.broadcast("port", port.encode() if INDEX == 0 else None))
+    try:
+        socket.create_connection(("127.0.0.2", port)).close()
+        is_open = True
+    except ConnectionRefusedError:
+        is_open = False
+    print(json.dumps({"processes": jax.process_count(), "JAX's service is open at 127.0.0.2": is_open}))
+
+
+def compare() -> None:
+    """What is said of descriptions that differ."""
+    cases = {
+        "same": {"steps": "10"},
+        "value": {"rate": "0.1", "steps": str(10 + INDEX)},
+        "missing": {"steps": "10"} | ({"new": "1"} if INDEX else {}),
+        "many": {f"name {n}": str(INDEX) for n in range(30)},
+        "long": {"text": f"{'x' * 5000}{INDEX} and so on"},
+        "afterwards": {"steps": "10"},
+    }
+    told = {}
+    for name, description in cases.items():
+        try:
+            consistency.require_same("configuration", lambda found=description: found)
+            told[name] = None
+        except UserError as error:
+            told[name] = str(error)
+    print(json.dumps(told))
 
 
 MESHES = {

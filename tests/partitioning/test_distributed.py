@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -17,14 +18,18 @@ from tests.programs import environment, free_port
 MEMBER = Path(__file__).with_name("member.py")
 
 
-def begin(job: str, count: int, devices: int = 1, **more: str) -> list[subprocess.Popen]:
-    port = free_port()
+def begin(
+    job: str, count: int, devices: int = 1, port: int | None = None, only: Iterable[int] | None = None, **more: str
+) -> list[subprocess.Popen]:
+    """Starts the processes of a run, or only some of them."""
+    port = port or free_port()
     proxy = "http://127.0.0.1:9"  # as in many clusters; nothing answers there
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
     env = environment(http_proxy=proxy, https_proxy=proxy, XLA_FLAGS=flags, PYTHONFAULTHANDLER="1", **more)
     command = [sys.executable, str(MEMBER)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return [subprocess.Popen([*command, str(n), str(count), str(port), job], env=env, **pipes) for n in range(count)]
+    arguments = [[str(n), str(count), str(port), job] for n in (range(count) if only is None else only)]
+    return [subprocess.Popen([*command, *words], env=env, **pipes) for words in arguments]
 
 
 def finish(processes: list[subprocess.Popen]) -> list[subprocess.CompletedProcess]:
@@ -205,9 +210,14 @@ def test_an_unreachable_coordinator_is_one_error():
 
 
 def test_nobody_takes_the_port_of_jax_before_jax_does():
-    with distributed._hold_port() as held:
-        port = held.getsockname()[1]
-        for host, family in (("127.0.0.1", socket.AF_INET), ("::", socket.AF_INET6)):
+    with distributed._hold_port("") as everywhere, distributed._hold_port("127.0.0.1") as here:
+        for held, host, family in (
+            (everywhere, "127.0.0.1", socket.AF_INET),
+            (everywhere, "::", socket.AF_INET6),
+            (here, "127.0.0.1", socket.AF_INET),
+            (here, "", socket.AF_INET),
+        ):
+            port = held.getsockname()[1]
             if family == socket.AF_INET or socket.has_dualstack_ipv6():
                 with pytest.raises(OSError, match="in use"):
                     socket.create_server((host, port), family=family)

@@ -14,8 +14,8 @@ import pytest
 
 from t5x.errors import UserError
 from t5x.metrics.ranking import evaluate
-from t5x.metrics.ranking_files import read_qrels
 from t5x.ranking.pairs import ListWork, PairWork, RunWork, Unit
+from t5x.ranking.trec_files import read_qrels
 from tests.ranking.test_collections import write
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"

@@ -14,13 +14,13 @@ import pytest
 from t5x.errors import UserError
 from t5x.inference.loaded import load
 from t5x.inference.output import Output
-from t5x.metrics.ranking_files import read_run
 from t5x.ranking import reranking
 from t5x.ranking.pairs import Unit
 from t5x.ranking.pairwise import symmetric_sum
 from t5x.ranking.reranker import Reranker, Windows
 from t5x.ranking.reranking import Given, rerank
 from t5x.ranking.templates import PairTemplate
+from t5x.ranking.trec_files import read_run
 from tests import commands
 from tests.inference.models import byte_model
 from tests.ranking.test_collections import write

@@ -29,7 +29,7 @@ def test_values_of_every_kind_become_json():
     }
 
 
-def test_reading_passes_over_what_is_damaged(tmp_path, caplog):
+def test_reading_skips_damaged_lines(tmp_path, caplog):
     path = tmp_path / "a.jsonl"
     assert list(jsonl.read(path)) == []
     path.write_bytes(b'{"a": 1}\n\x00\x00\x00\n[2]\n{"a": 3}\n{"a": 4}')

@@ -18,7 +18,7 @@ class Time:
 
 
 def on_a_terminal(show):
-    """What `show(stream)` sends to a real terminal of 100 columns."""
+    """Return what `show(stream)` sends to a terminal of 100 columns."""
     controller, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 25, 100, 0, 0))
     with os.fdopen(terminal, "w") as stream:
@@ -41,7 +41,7 @@ def terminal_type(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
 
 
-def test_a_terminal_gets_a_bar_with_step_figures_and_time_left():
+def test_a_terminal_shows_a_bar_with_step_metrics_and_time_left():
     def show(stream):
         with Progress(200, 100, description="train", stream=stream) as progress:
             progress.update(150, loss=2.345678, **{"tokens/s": 34567.8})
@@ -53,19 +53,7 @@ def test_a_terminal_gets_a_bar_with_step_figures_and_time_left():
     assert len(last) <= 100
 
 
-def test_a_note_stands_on_a_line_of_its_own_above_the_bar():
-    def show(stream):
-        with Progress(10, description="train", stream=stream) as progress:
-            progress.update(5, loss=1.0)
-            progress.note("saved checkpoint_5")
-            progress.update(10, loss=0.5)
-
-    lines = [line.split("\r")[-1].rstrip() for line in on_a_terminal(show).replace("\r\n", "\n").split("\n")]
-    assert "saved checkpoint_5" in lines
-    assert "10/10" in lines[lines.index("saved checkpoint_5") + 1]
-
-
-def test_a_terminal_without_a_known_end():
+def test_a_terminal_with_an_unknown_total():
     def show(stream):
         with Progress(None, stream=stream) as progress:
             progress.update(3, loss=1.5)
@@ -74,7 +62,7 @@ def test_a_terminal_without_a_known_end():
     assert "3step" in shown and "loss 1.5" in shown
 
 
-def test_a_dumb_terminal_gets_lines(monkeypatch):
+def test_a_dumb_terminal_shows_lines(monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
 
     def show(stream):
@@ -84,18 +72,16 @@ def test_a_dumb_terminal_gets_lines(monkeypatch):
     assert on_a_terminal(show) == "step 1/10\r\n"
 
 
-def test_a_file_gets_plain_lines_now_and_then():
+def test_a_file_gets_occasional_lines():
     time, stream = Time(), io.StringIO()
     with Progress(100, description="train", stream=stream, seconds_between_lines=10, now=time) as progress:
         for step in range(1, 26):
             time.seconds += 1
             progress.update(step, loss=1 / step)
-        progress.note("saved checkpoint_25")
     assert stream.getvalue().splitlines() == [
         "train: step 1/100, loss 1",
         "train: step 11/100, loss 0.09091, 01:29 left",
         "train: step 21/100, loss 0.04762, 01:19 left",
-        "saved checkpoint_25",
         "train: step 25/100, loss 0.04, 01:15 left",
     ]
 
@@ -109,7 +95,7 @@ def test_the_last_line_is_not_printed_twice():
     assert stream.getvalue() == "batch 2/2\n"
 
 
-def test_nothing_done_prints_nothing():
+def test_no_update_prints_nothing():
     stream = io.StringIO()
     Progress(10, stream=stream).close()
     assert stream.getvalue() == ""

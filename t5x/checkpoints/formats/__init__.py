@@ -1,6 +1,6 @@
-"""Every checkpoint a T5 user has: which format a path is, and opening it.
+"""Detects the format of a checkpoint and opens it.
 
-Readers are imported when a checkpoint of their format is met.
+Readers are imported only when a checkpoint of their format is opened.
 """
 
 import logging
@@ -10,8 +10,11 @@ from etils import epath
 
 from t5x.checkpoints import paths, remote
 from t5x.checkpoints.formats.base import LazyArray, Source
+from t5x.checkpoints.formats.links import check_links
 from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.errors import UserError
+from t5x.untrusted import open_inside, open_regular
+from t5x.urls import is_remote
 
 __all__ = ["LazyArray", "Source", "is_own_checkpoint", "open_checkpoint"]
 
@@ -25,31 +28,37 @@ _TENSORFLOW_STATE = b"model_checkpoint_path"
 
 
 def open_checkpoint(path: epath.PathLike, *, verify: bool = True) -> Source:
-    """Opens a checkpoint of any format; nothing but its index is read.
+    """Open a checkpoint of any format. Only its index is read.
 
     Args:
-      path: ours, native T5X's or T5X's Orbax's (a `checkpoint_<step>` directory, or the MODEL_DIR above, of which the
-        newest that can be opened is taken), Mesh TensorFlow's (`model.ckpt-N`, its `.index`, or the directory), or a
-        Hugging Face directory. A remote one (`gs://…`) is copied to the cache directory first.
-      verify: check the files of one of ours against its manifest. Pass False if that has just been done.
+      path: a checkpoint of ours, native T5X or T5X's Orbax (a `checkpoint_<step>` directory, or the MODEL_DIR above, of
+        which the newest that can be opened is used), Mesh TensorFlow (`model.ckpt-N`, its `.index`, or the directory),
+        or a Hugging Face directory. A remote one (`gs://…`) is copied to the cache directory first.
+      verify: check the files of our checkpoints against their manifest. Pass False if that has just been done.
     """
     from t5x.checkpoints import reading
 
     if not os.fspath(path):
         raise UserError("The path of the checkpoint is empty. Give a checkpoint, or the MODEL_DIR of a run.")
-    path = remote.stage(path)
+    given, path = os.fspath(path), remote.stage(path)
     if not _has(path, paths.MANIFEST, _HUGGINGFACE, *_ORBAX) and (steps := reading.list_steps(path)):
         return _open_newest(path, steps, verify)
-    return _open(path, verify)
+    source = _open(path, verify)
+    chosen = is_remote(given) and paths.step_of(path) is not None and paths.step_of(given.rstrip("/")) is None
+    if chosen and (problem := _misnamed(path, source)):
+        raise UserError(
+            f"{given}: {path.name} is the newest by its name, but {problem}. Give the URL of the one you mean."
+        )
+    return source
 
 
 def is_own_checkpoint(directory: epath.Path) -> bool:
-    """Whether a directory is, by its content, a checkpoint of a kind that is written here; it may be damaged."""
+    """Return whether the content of a directory is a checkpoint of a format that we write; it may be damaged."""
     from t5x.checkpoints.formats import lazy_msgpack
 
     try:
         if os.path.isfile(directory / paths.MANIFEST):
-            with open(directory / paths.MANIFEST, "rb") as file:
+            with open_inside(directory, paths.MANIFEST) as file:
                 return b'"format": "t5x"' in file.read(200)
         if os.path.isfile(directory / _NATIVE):
             return lazy_msgpack.is_tree(directory / _NATIVE)
@@ -59,25 +68,47 @@ def is_own_checkpoint(directory: epath.Path) -> bool:
 
 
 def _open_newest(directory: epath.Path, steps: list[int], verify: bool) -> Source:
-    """The newest checkpoint of a MODEL_DIR that can be opened; which it is, and which were passed over, is logged."""
+    """Return the newest checkpoint of a MODEL_DIR that can be opened and whose content has the step in its name.
+
+    Logs which one is used and which are skipped. One without a step in its content is used only if there is no other.
+    """
     passed = []
+    without_step = None
     for step in reversed(steps):
         path = directory / paths.checkpoint_name(step)
         try:
+            check_links(str(directory), [path.name], [os.path.realpath(directory)])
             source = _open(path, verify)
+            reason = _misnamed(path, source)
         except UserError as error:
-            if path.exists():  # else a trainer's retention has just removed it
-                reason = error.reason if isinstance(error, DamagedCheckpoint) else str(error)
-                passed.append(f"  {path.name}: {reason}")
-                log.warning("Passing over %s: %s", path, reason)
-            continue
-        log.info("%s: taking its newest whole checkpoint, %s", directory, path.name)
-        return source
+            if not path.exists():  # a trainer's retention has just removed it
+                continue
+            source, reason = None, error.reason if isinstance(error, DamagedCheckpoint) else str(error)
+        if reason is None:
+            log.info("%s: taking its newest whole checkpoint, %s", directory, path.name)
+            return source
+        if without_step is None and source is not None and source.step is None:
+            without_step = source
+        passed.append(f"  {path.name}: {reason}")
+        log.warning("Passing over %s: %s", path, reason)
+    if without_step is not None:
+        log.warning("%s: taking %s, as there is no other", directory, os.path.basename(without_step.path))
+        return without_step
     reasons = "\n".join(passed)
     raise UserError(
         f"{directory} is neither a checkpoint nor a MODEL_DIR to take one from: none of its checkpoints is whole.\n"
         f"{reasons}"
     )
+
+
+def _misnamed(path: epath.Path, source: Source) -> str | None:
+    """Return why a `checkpoint_<step>` may not be of that step, or None if it is."""
+    named = paths.step_of(path)
+    if source.step is None:
+        return f"its content ({source.format}) has no step, so that it may be older than its name says"
+    if source.step != named:
+        return paths.renamed(source.step)
+    return None
 
 
 def _open(path: epath.Path, verify: bool) -> Source:
@@ -107,23 +138,28 @@ def _open(path: epath.Path, verify: bool) -> Source:
 
         return read_mesh_tensorflow(path)
     if _has(path, _NATIVE):
-        if b"PLACEHOLDER://" in (path / _NATIVE).read_bytes()[:1_000_000]:  # an early version of Orbax
-            from t5x.checkpoints.formats.orbax import read_orbax
-
-            return read_orbax(path)
         from t5x.checkpoints.formats.native import read_native
+        from t5x.checkpoints.formats.orbax import read_orbax
 
-        return read_native(path)
+        return read_orbax(path) if _is_early_orbax(path) else read_native(path)
     raise _unknown(path)
 
 
+def _is_early_orbax(directory: epath.Path) -> bool:
+    try:
+        with open_inside(directory, _NATIVE) as file:
+            return b"PLACEHOLDER://" in file.read(1_000_000)
+    except OSError as error:
+        raise DamagedCheckpoint(directory, f"{_NATIVE} cannot be read: {error.strerror}") from error
+
+
 def _open_file(path: epath.Path) -> Source:
-    """The msgpack file of a native checkpoint: the only single file that is one."""
+    """Open the msgpack file of a native checkpoint, the only format with a single file."""
     from t5x.checkpoints.formats import lazy_msgpack
     from t5x.checkpoints.formats.native import read_native
 
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             known = file.read(len(_TENSORFLOW_STATE)) == _TENSORFLOW_STATE or lazy_msgpack.is_tree(path)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}.") from error

@@ -1,7 +1,7 @@
-"""Flax's msgpack files, read lazily: the structure is parsed once, arrays stay in the file until they are asked for.
+"""Lazy reader of Flax's msgpack files: the structure is parsed once, arrays stay in the file until they are read.
 
-The file may come from anywhere. Lengths are checked against what is there, nesting and the number of values are
-limited, and nothing but plain values and Flax's arrays is accepted. There is no checksum in this format.
+The file is untrusted input. Lengths are checked against the file, nesting and the number of values are limited, and
+only plain values and Flax's arrays are accepted. The format has no checksum.
 """
 
 import dataclasses
@@ -16,7 +16,8 @@ from etils import epath
 
 from t5x.checkpoints import paths
 from t5x.checkpoints.formats.base import LazyArray
-from t5x.checkpoints.manifest import DamagedCheckpoint, open_inside
+from t5x.checkpoints.manifest import DamagedCheckpoint
+from t5x.untrusted import open_inside, open_regular
 
 DTYPES = {
     name: np.dtype(name)
@@ -30,12 +31,13 @@ ARRAY, SCALAR = 1, 3  # Flax's extension types
 
 _CHUNKED = "__msgpack_chunked_array__"
 _MAX_DEPTH = 64
-_MAX_VALUES = 5_000_000
+_MAX_VALUES = 1_000_000
 _MAX_TEXT = 2**16
 _MAX_RANK = 32
 _MAX_DIMENSION = 2**48
+_MAX_ELEMENTS = 2**56
 
-# First byte of a value -> how its length, or itself, is written.
+# First byte of a value -> the struct format of its length, or of the number itself.
 _NUMBERS = {0xCA: ">f", 0xCB: ">d", 0xCC: ">B", 0xCD: ">H", 0xCE: ">I", 0xCF: ">Q"} | {
     0xD0: ">b", 0xD1: ">h", 0xD2: ">i", 0xD3: ">q"
 }  # fmt: skip
@@ -50,7 +52,7 @@ _FIXED_EXTENSIONS = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
 
 @dataclasses.dataclass(frozen=True)
 class _Span:
-    """Bytes of the file; `code` is the type of an extension, None for plain bytes."""
+    """A byte range of the file; `code` is the type of an extension, None for plain bytes."""
 
     start: int
     end: int
@@ -62,13 +64,13 @@ class _Malformed(Exception):
 
 
 def read_tree(directory: epath.PathLike, name: str) -> dict[str, Any]:
-    """The nested dictionaries in the file `name` of `directory`.
+    """Return the nested dictionaries in the file `name` of `directory`.
 
     Returns:
-      leaves are LazyArray for arrays and numpy scalars (in one piece or chunked), else text, numbers, None or lists.
+      Leaves are LazyArray for arrays and numpy scalars (in one piece or chunked), else strings, numbers, None or lists.
 
     Raises:
-      DamagedCheckpoint: the file is cut off, or is not a msgpack file that Flax could have written.
+      DamagedCheckpoint: the file is truncated, or Flax could not have written it.
       OSError: it cannot be opened.
     """
     with open_inside(directory, name) as file:
@@ -80,17 +82,17 @@ def read_tree(directory: epath.PathLike, name: str) -> dict[str, Any]:
                 return _with_arrays(tree, data, directory, name)
         except _Malformed as error:
             raise DamagedCheckpoint(directory, f"{name} {error}") from None
-        except ValueError as error:  # of mmap
+        except ValueError as error:  # from mmap
             raise DamagedCheckpoint(directory, f"{name} is empty") from error
 
 
 def is_tree(path: epath.PathLike) -> bool:
-    """Whether the file starts as a msgpack file of Flax does: with a dictionary whose first key is a text.
+    """Return whether the file starts like a msgpack file of Flax: with a dictionary whose first key is a string.
 
     Raises:
       OSError: it cannot be opened.
     """
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         start = file.read(6)
     skipped = {0xDE: 3, 0xDF: 5}.get(start[0], 1) if start else 0
     is_map = bool(start) and (start[0] in _MAPS or 0x81 <= start[0] <= 0x8F)
@@ -98,16 +100,18 @@ def is_tree(path: epath.PathLike) -> bool:
 
 
 def check_shape(shape: Any) -> tuple[int, ...]:
-    """`shape` as a tuple; ValueError unless it is a list of sizes that an array can have."""
+    """Return `shape` as a tuple; raise ValueError unless it is a list of sizes that an array can have."""
     if not isinstance(shape, list | tuple) or len(shape) > _MAX_RANK:
         raise ValueError(f"{str(shape)[:80]} is not the shape of an array")
     if not all(type(n) is int and 0 <= n <= _MAX_DIMENSION for n in shape):
+        raise ValueError(f"{str(shape)[:80]} is not the shape of an array")
+    if math.prod(n or 1 for n in shape) > _MAX_ELEMENTS:  # NumPy refuses these even if a dimension is 0
         raise ValueError(f"{str(shape)[:80]} is not the shape of an array")
     return tuple(shape)
 
 
 class _Parser:
-    """Reads the value in data[position:end]."""
+    """A parser of the value in data[position:end]."""
 
     def __init__(self, data: mmap.mmap, position: int, end: int):
         self._data = data
@@ -157,7 +161,7 @@ class _Parser:
         raise _Malformed(f"is not msgpack: byte {self._position - 1} is {tag:#x}")
 
     def _skip(self, length: int) -> int:
-        """Steps over `length` bytes; returns where they start."""
+        """Skip `length` bytes and return where they start."""
         start = self._position
         if length > self._end - start:
             raise _Malformed(f"is cut off: {length} bytes should follow byte {start}, {self._end - start} do")
@@ -208,7 +212,7 @@ class _Parser:
 
 
 def _with_arrays(node: Any, data: mmap.mmap, directory: epath.PathLike, name: str) -> Any:
-    """`node` with LazyArrays in the place of the bytes that hold them."""
+    """Replace the byte ranges of arrays in `node` by LazyArrays."""
     if isinstance(node, _Span):
         return _lazy([node], None, data, directory, name)
     if isinstance(node, list):
@@ -221,7 +225,7 @@ def _with_arrays(node: Any, data: mmap.mmap, directory: epath.PathLike, name: st
 
 
 def _in_order(numbered: Any) -> list[Any]:
-    """The values of {"0": …, "1": …}, as Flax writes tuples."""
+    """Return the values of {"0": …, "1": …}, which is how Flax writes tuples."""
     if not isinstance(numbered, dict) or set(numbered) != {str(i) for i in range(len(numbered))}:
         raise _Malformed("has a chunked array without its shape and chunks")
     return [numbered[str(i)] for i in range(len(numbered))]
@@ -230,7 +234,7 @@ def _in_order(numbered: Any) -> list[Any]:
 def _lazy(
     pieces: list[Any], shape: list[Any] | None, data: mmap.mmap, directory: epath.PathLike, name: str
 ) -> LazyArray:
-    """An array whose elements lie in `pieces`, one after the other; `shape` None: that of the only piece."""
+    """Return an array whose elements are stored in consecutive `pieces`; `shape` None: that of the only piece."""
     contents = [_array_header(data, piece) for piece in pieces]
     if not contents or len({dtype for _, dtype, _ in contents}) != 1:
         raise _Malformed("has a chunked array without chunks, or with chunks of several dtypes")
@@ -247,7 +251,7 @@ def _lazy(
 
 
 def _array_header(data: mmap.mmap, piece: Any) -> tuple[tuple[int, ...], np.dtype, _Span]:
-    """Shape, dtype and the bytes of the elements of an array in one piece."""
+    """Return shape, dtype and the byte range of the elements of an unchunked array."""
     if not isinstance(piece, _Span) or piece.code is None:
         raise _Malformed("has plain bytes, or something else, where an array belongs")
     content = _Parser(data, piece.start, piece.end).whole()
@@ -269,7 +273,7 @@ def _array_header(data: mmap.mmap, piece: Any) -> tuple[tuple[int, ...], np.dtyp
 
 
 def _read(directory: epath.PathLike, name: str, spans: list[_Span], size: int) -> np.ndarray:
-    """The bytes in `spans`, one after the other, as a uint8 array."""
+    """Return the concatenated bytes of `spans` as a uint8 array."""
     result = np.empty(size, np.uint8)
     done = 0
     try:

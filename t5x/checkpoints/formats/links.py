@@ -1,4 +1,4 @@
-"""Symbolic links inside a checkpoint: they must not lead out of it."""
+"""Check that symbolic links inside a checkpoint do not lead out of it."""
 
 import os
 from collections.abc import Iterable
@@ -7,12 +7,12 @@ from t5x.checkpoints.manifest import DamagedCheckpoint
 
 
 def check_links(directory: str, names: Iterable[str], allowed: Iterable[str]) -> None:
-    """Raises DamagedCheckpoint if one of the files is a link to something outside the `allowed` directories.
+    """Raise DamagedCheckpoint if one of the files is a link to something outside the `allowed` directories.
 
     Args:
-      directory: where the files are.
-      names: of files in it; those that are not there do no harm.
-      allowed: absolute paths, links resolved.
+      directory: directory of the files.
+      names: names of files in it; missing ones are ignored.
+      allowed: absolute paths with links resolved.
     """
     roots = [os.path.join(root, "") for root in allowed]
     for name in sorted(names):

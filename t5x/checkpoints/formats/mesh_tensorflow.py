@@ -1,7 +1,7 @@
 """Checkpoints of Mesh TensorFlow (`model.ckpt-<step>.index`, `.data-*`): the published T5, mT5 and ByT5 weights.
 
-Kernels have T5X's orientation already; only names change. A variable that no rule knows is an error, so nothing is
-left behind in silence.
+Kernels already have T5X's orientation; only names change. A variable that matches no rule is an error, so nothing is
+dropped silently.
 """
 
 import functools
@@ -16,6 +16,8 @@ from etils import epath
 from t5x.checkpoints.formats.base import LazyArray, Source
 from t5x.checkpoints.formats.tensor_bundle import read_bundle
 from t5x.errors import UserError
+from t5x.untrusted import open_inside
+from t5x.urls import is_remote
 
 _logger = logging.getLogger(__name__)
 
@@ -38,18 +40,18 @@ _NORMS = {
 
 
 def read_mesh_tensorflow(path: epath.PathLike) -> Source:
-    """Opens a checkpoint of Mesh TensorFlow.
+    """Open a Mesh TensorFlow checkpoint.
 
     Args:
-      path: `…/model.ckpt-1000000`, that with `.index`, or the directory: then the checkpoint that its state file
-        (`checkpoint`) names, else the one of the highest step.
+      path: `…/model.ckpt-1000000`, the same with `.index`, or the directory: then the checkpoint that its state file
+        (`checkpoint`) names, or else the one with the highest step.
 
     Returns:
-      parameters as `target/…`; Adafactor's slots as `state/param_states/…/{m,v,v_row,v_col}`, those that Mesh
-      TensorFlow does not have as zeros of shape (1,); `state/step` (int32). Arrays keep the type they are stored in.
+      parameters as `target/…`; Adafactor's slots as `state/param_states/…/{m,v,v_row,v_col}`, with zeros of shape (1,)
+      for those that Mesh TensorFlow does not have; `state/step` (int32). Arrays keep their stored dtype.
 
     Raises:
-      UserError: it is damaged, or it has a variable that is not of a T5.
+      UserError: it is damaged, or has a variable that is not part of a T5.
 
     Example:
       source = read_mesh_tensorflow("models/t5-small/model.ckpt-1000000")
@@ -130,9 +132,9 @@ _RULES: list[tuple[str, Callable[[re.Match], str | None]]] = [
 
 
 def translate(variable: str) -> str | None:
-    """T5X's name of a variable of Mesh TensorFlow, None if it is not one of a T5.
+    """Return T5X's name of a Mesh TensorFlow variable, or None if it is not part of a T5.
 
-    A relative position bias gets its layer's name: whether the layers share it cannot be seen from one variable.
+    A relative position bias gets its layer's name: one variable does not show whether the layers share it.
 
     >>> translate("encoder/block_003/layer_000/SelfAttention/q_slot_vr")
     'state/param_states/encoder/layers_3/attention/query/kernel/v_row'
@@ -148,7 +150,7 @@ def translate(variable: str) -> str | None:
 
 
 def _name_shared_biases(arrays: Mapping[str, LazyArray]) -> dict[str, LazyArray]:
-    """A tower in which only the first layer has a relative position bias shares it: its name is the tower's then."""
+    """Rename the relative position bias of a tower that has one only in its first layer: all layers share it."""
     renamed = dict(arrays)
     for tower in ("encoder", "decoder"):
         pattern = f"(?:target|state/param_states)/{tower}/layers_([0-9]+)/relpos_bias/.*"
@@ -160,7 +162,7 @@ def _name_shared_biases(arrays: Mapping[str, LazyArray]) -> dict[str, LazyArray]
 
 
 def _add_missing_slots(prefix: epath.Path, arrays: dict[str, LazyArray]) -> None:
-    """Adafactor has four slots for each parameter; those it does not use are zeros of shape (1,)."""
+    """Add Adafactor's unused slots as zeros of shape (1,): it has four per parameter."""
     slots: dict[str, set[str]] = {}
     for name in arrays:
         if name.startswith("state/param_states/"):
@@ -186,16 +188,16 @@ def _read_step(prefix: epath.Path, array: LazyArray) -> int:
     return step
 
 
-# Which files.
+# Files.
 
 
 def find_prefix(path: epath.PathLike) -> epath.Path:
-    """The `…/model.ckpt-<step>` meant by a path (see read_mesh_tensorflow), whose `.index` is there."""
+    """Return the `…/model.ckpt-<step>` that a path refers to (see read_mesh_tensorflow); its `.index` exists."""
     path = epath.Path(path).expanduser()
     if path.name.endswith(".index"):
         path = path.parent / path.name.removesuffix(".index")
     if _index_file(path).is_file():
-        if os.path.islink(_index_file(path)):  # a link that the user names may point anywhere
+        if os.path.islink(_index_file(path)):  # a link given by the user may point anywhere
             return epath.Path(os.path.realpath(_index_file(path)).removesuffix(".index"))
         return path
     if not path.is_dir():
@@ -223,14 +225,14 @@ def _index_file(prefix: epath.Path) -> epath.Path:
 
 def _read_state_file(path: epath.Path) -> bytes:
     try:
-        with path.open("rb") as file:
+        with path.open("rb") if is_remote(path) else open_inside(path.parent, path.name) as file:
             return file.read(_MAX_STATE_FILE_BYTES)
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error}.") from error
+        raise UserError(f"{path} cannot be read: {error.strerror or error}. Is it a link? Copy the file.") from error
 
 
 def latest_named(content: bytes, path: epath.PathLike) -> str:
-    """The name of the checkpoint that TensorFlow's state file, at `path` with this content, calls the latest."""
+    """Return the latest checkpoint named in `content`, that of TensorFlow's state file at `path`."""
     if not content.startswith(_STATE_FILE_START):
         raise UserError(f"{path} is not a state file of TensorFlow. Give the path of the checkpoint: …/model.ckpt-N.")
     match = re.match(_STATE_FILE_START + rb'\s*:\s*"([^"\\\r\n]*)"', content)
@@ -244,7 +246,7 @@ def latest_named(content: bytes, path: epath.PathLike) -> str:
 
 
 def newest(directory: epath.PathLike, found: list[str]) -> str:
-    """The name with the highest step, of those found in `directory`."""
+    """Return the name with the highest step among those found in `directory`."""
     if not found:
         raise UserError(f"{directory} has no Mesh TensorFlow checkpoint: there is no *.index file in it.")
     if len(found) == 1:

@@ -5,9 +5,9 @@
                                 a leaf is an array, or a TensorStore spec that names a directory beside this file
       target.a.b.kernel/        a zarr array: .zarray and gzip-compressed chunks
       state.param_states.…/     the same for large optimizer state
-      checkpoint.sha256         written here, as `sha256sum` does, and verified where it is; T5X does not look at it
+      checkpoint.sha256         written by us in the format of `sha256sum`, verified if it exists; T5X ignores it
 
-The gzip chunks carry checksums, the msgpack file does not; hence the last one.
+The gzip chunks have checksums, the msgpack file does not; hence the last file.
 """
 
 from t5x.checkpoints.formats.native_read import read_native

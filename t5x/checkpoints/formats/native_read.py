@@ -1,4 +1,4 @@
-"""Opens T5X's native checkpoints (see native.py for the layout). What they say is checked, not believed."""
+"""Reads T5X's native checkpoints (see native.py for the layout), which are untrusted input."""
 
 import hashlib
 import os
@@ -10,30 +10,31 @@ from etils import epath
 
 from t5x.checkpoints import paths
 from t5x.checkpoints.formats import lazy_msgpack, zarr_arrays
-from t5x.checkpoints.formats.base import LazyArray, Source
-from t5x.checkpoints.manifest import DamagedCheckpoint, open_inside
+from t5x.checkpoints.formats.base import LazyArray, Source, check_expansion
+from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.errors import UserError
+from t5x.untrusted import open_inside
 
 VERSION = 3
 FILE = "checkpoint"
 CHECKSUM = "checkpoint.sha256"
 STEP = "state/step"
-PLACEHOLDER = "PLACEHOLDER://"  # the leaves of early Orbax checkpoints, whose file has the same name
+PLACEHOLDER = "PLACEHOLDER://"  # leaves of early Orbax checkpoints, whose msgpack file has the same name
 
-_KVSTORES = ("file", "gfile", "gcs")  # all of them mean: relative to the checkpoint
+_KVSTORES = ("file", "gfile", "gcs")  # paths in all of these are relative to the checkpoint
 _SPEC_KEYS = {"driver", "kvstore", "metadata"}
 SECTIONS = ("target", "state", "flax_mutables")
 _TENSORFLOW = b"model_checkpoint_path"
 
 
 def read_native(path: epath.PathLike) -> Source:
-    """Opens a native T5X checkpoint. Reads metadata only; `source.arrays[name].read()` reads an array.
+    """Open a native T5X checkpoint. Reads only metadata; `source.arrays[name].read()` reads an array.
 
     Args:
       path: the directory checkpoint_<step>, or its msgpack file.
 
     Raises:
-      DamagedCheckpoint: it is not whole, or points outside itself.
+      DamagedCheckpoint: it is incomplete, or points outside itself.
       UserError: it is not a native checkpoint of version 3.
     """
     directory, name = _locate(path)
@@ -48,13 +49,15 @@ def read_native(path: epath.PathLike) -> Source:
     except OSError as error:
         raise DamagedCheckpoint(directory, f"{name} cannot be read: {error.strerror}") from error
     arrays: dict[str, LazyArray] = {}
+    stored = {name}
     for section, node in _optimizer(content, directory, name).items():
-        _collect(section, node, directory, arrays)
+        _collect(section, node, directory, arrays, stored)
+    check_expansion(directory, arrays.values(), sum(_file_bytes(directory / part) for part in stored))
     return Source(f"native T5X (version {VERSION})", os.fspath(path), training_step(directory, arrays), arrays)
 
 
 def training_step(directory: epath.PathLike, arrays: Mapping[str, LazyArray]) -> int | None:
-    """The number in `state/step`, checked; None where there is none."""
+    """Return the validated number in `state/step`, or None if there is none."""
     if STEP not in arrays:
         return None
     step = arrays[STEP]
@@ -64,20 +67,20 @@ def training_step(directory: epath.PathLike, arrays: Mapping[str, LazyArray]) ->
 
 
 def check_step(directory: epath.PathLike, step: int) -> int:
-    """`step`; DamagedCheckpoint unless it is a number of steps that T5X, which counts in int32, can have."""
+    """Return `step`; raise DamagedCheckpoint unless it fits T5X's int32 step counter."""
     if not 0 <= step < 2**31:
         raise DamagedCheckpoint(directory, f"its step is {step}, which is not between 0 and 2**31 - 1")
     return step
 
 
 def number(value: int | float) -> LazyArray:
-    """A plain number of a msgpack file, as an array without dimensions."""
+    """Return a plain number of a msgpack file as a zero-dimensional array."""
     array = np.asarray(value, np.int32 if type(value) is int and -(2**31) <= value < 2**31 else None)
     return LazyArray((), array.dtype, array.copy)
 
 
 def _locate(path: epath.PathLike) -> tuple[epath.Path, str]:
-    """The directory and the name of the msgpack file."""
+    """Return the directory and name of the msgpack file."""
     local = paths.local_path(path)
     if local.is_dir():
         if not os.path.lexists(local / FILE):
@@ -85,7 +88,7 @@ def _locate(path: epath.PathLike) -> tuple[epath.Path, str]:
         return local, FILE
     if not local.exists():
         raise UserError(f"There is no checkpoint at {local}. Check the path.")
-    local = epath.Path(os.path.realpath(local))  # a link that the user names may point anywhere
+    local = epath.Path(os.path.realpath(local))  # a link given by the user may point anywhere
     return local.parent, local.name
 
 
@@ -101,12 +104,12 @@ def _verify_checksum(directory: epath.Path) -> None:
 
 
 def checksum_line(digest: str) -> bytes:
-    """The content of checkpoint.sha256."""
+    """Return the content of checkpoint.sha256."""
     return f"{digest}  {FILE}\n".encode()
 
 
 def _optimizer(content: Mapping[str, Any], directory: epath.Path, name: str) -> dict[str, Any]:
-    """What lies under `optimizer`, once the version has been checked."""
+    """Check the version; return the content of `optimizer`."""
     version = content.get("version")
     if version is None:
         raise UserError(
@@ -124,15 +127,17 @@ def _optimizer(content: Mapping[str, Any], directory: epath.Path, name: str) -> 
     return optimizer
 
 
-def _collect(name: str, node: Any, directory: epath.Path, arrays: dict[str, LazyArray]) -> None:
-    """Adds the arrays at and below `node` to `arrays`."""
+def _collect(name: str, node: Any, directory: epath.Path, arrays: dict[str, LazyArray], stored: set[str]) -> None:
+    """Add the arrays at and below `node` to `arrays`, and the directories they are stored in to `stored`."""
     if isinstance(node, LazyArray):
         arrays[name] = node
     elif isinstance(node, dict) and node.keys() >= _SPEC_KEYS:
-        arrays[name] = zarr_arrays.open_array(directory, _array_directory(name, node, directory), node)
+        place = _array_directory(name, node, directory)
+        arrays[name] = zarr_arrays.open_array(directory, place, node)
+        stored.add(place)
     elif isinstance(node, dict):
         for key, child in node.items():
-            _collect(f"{name}/{key}", child, directory, arrays)
+            _collect(f"{name}/{key}", child, directory, arrays, stored)
     elif isinstance(node, str) and node.startswith(PLACEHOLDER):
         raise UserError(f"{directory} is an early Orbax checkpoint, not a native T5X one. Read it as Orbax.")
     elif isinstance(node, int | float):
@@ -141,8 +146,12 @@ def _collect(name: str, node: Any, directory: epath.Path, arrays: dict[str, Lazy
         raise DamagedCheckpoint(directory, f"{name} is a {type(node).__name__}, not an array")
 
 
+def _file_bytes(path: epath.Path) -> int:
+    return paths.tree_size(path) if path.is_dir() else os.path.getsize(path)
+
+
 def _array_directory(name: str, spec: Mapping[str, Any], directory: epath.Path) -> str:
-    """Where the array of a TensorStore spec lies, relative to the checkpoint."""
+    """Return the directory of the array of a TensorStore spec, relative to the checkpoint."""
     kvstore = spec["kvstore"]
     if spec["driver"] != "zarr" or not isinstance(kvstore, dict) or kvstore.get("driver") not in _KVSTORES:
         raise DamagedCheckpoint(

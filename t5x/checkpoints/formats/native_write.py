@@ -4,8 +4,6 @@ import hashlib
 import logging
 import operator
 import os
-import secrets
-import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -17,6 +15,7 @@ from t5x.checkpoints import faults, paths
 from t5x.checkpoints.formats import lazy_msgpack, zarr_arrays
 from t5x.checkpoints.formats.native_read import CHECKSUM, FILE, SECTIONS, STEP, VERSION, checksum_line
 from t5x.errors import UserError
+from t5x.files import atomic
 
 _MAX_INLINE_BYTES = 64 * 2**20
 _MAX_FILE_NAME = 255
@@ -31,17 +30,17 @@ def write_native(
     *,
     dtype: str | np.dtype | None = None,
 ) -> None:
-    """Writes a native T5X checkpoint of version 3.
+    """Write a native T5X checkpoint of version 3.
 
         source = read_orbax("run/checkpoint_1000")
         write_native("checkpoint_1000", 1000, ((name, lazy.read()) for name, lazy in source.arrays.items()))
 
     Args:
-      path: the directory to make; T5X calls it checkpoint_<step>. It appears when it is whole.
-      step: of training.
-      arrays: (name, array) by T5X's names: `target/…`, `state/param_states/…`, `flax_mutables/…`. `state/step` may be
-        among them if it is `step`. They are taken one at a time, and not kept.
-      dtype: float32 or bfloat16, to cast floating-point arrays of `target` to it; None keeps them as they are.
+      path: the directory to create, which T5X calls checkpoint_<step>. It appears when it is complete.
+      step: the training step.
+      arrays: (T5X's name, array): `target/…`, `state/param_states/…`, `flax_mutables/…`, and optionally `state/step`,
+        which must equal `step`. They are consumed one at a time and not kept.
+      dtype: float32 or bfloat16, to cast the floating-point arrays of `target`; None keeps theirs.
 
     Raises:
       UserError: the path exists, an array cannot be stored, or the disk is full. Nothing is left behind.
@@ -52,25 +51,19 @@ def write_native(
         raise UserError(f"Step {step} cannot be written: T5X keeps it in an int32.")
     cast = _cast_dtype(dtype)
     _check_free(path)
-    temporary = path.parent / f"{path.name}.tmp-{int(time.time())}-{os.getpid()}-{secrets.token_hex(4)}"
     try:
-        temporary.mkdir(parents=True)
-        tree: dict[str, Any] = {section: {} for section in SECTIONS}
-        for name, array in arrays:
-            _write(temporary, step, name, array, cast, tree)
-            del array  # before the next one is made
-        _write_msgpack(temporary, step, tree)
-        paths.fsync_tree(temporary)
-        _check_free(path)
-        os.rename(temporary, path)
-        paths.fsync(path.parent)
+        with atomic.new_directory(path) as temporary:
+            temporary = epath.Path(temporary)
+            tree: dict[str, Any] = {section: {} for section in SECTIONS}
+            for name, array in arrays:
+                _write(temporary, step, name, array, cast, tree)
+                del array  # before the next one is read
+            _write_msgpack(temporary, step, tree)
     except OSError as error:
         raise UserError(
             f"{path} could not be written: {faults.first_line(error)}. What was written of it has been removed. "
             "See that the disk has space and that you may write there, or choose another place."
         ) from error
-    finally:
-        paths.remove_tree(temporary)
     _logger.info("%s: written as a native T5X checkpoint of step %d", path, step)
 
 
@@ -94,7 +87,7 @@ def _check_free(path: epath.Path) -> None:
 def _write(
     directory: epath.Path, step: int, name: str, array: np.ndarray, cast: np.dtype | None, tree: dict[str, Any]
 ) -> None:
-    """Writes one array, and puts what the msgpack file says of it into `tree`: itself, or the spec of its directory."""
+    """Write one array, and add its entry in the msgpack file to `tree`: itself, or the spec of its directory."""
     stored_name = name.replace("/", ".")
     section, *keys = name.split("/")
     if section not in SECTIONS or not keys or not paths.is_plain_relative(name) or len(stored_name) > _MAX_FILE_NAME:
@@ -126,7 +119,7 @@ def _write(
 
 
 class _Spec(dict):
-    """A TensorStore spec: a leaf of the tree, although a dictionary."""
+    """A TensorStore spec: a leaf of the tree although it is a dictionary."""
 
 
 def _is_leaf(node: Any) -> bool:
@@ -134,7 +127,7 @@ def _is_leaf(node: Any) -> bool:
 
 
 def _is_inline(section: str, key: str, array: np.ndarray) -> bool:
-    """As T5X does it: what is never partitioned lies in the msgpack file."""
+    """Return whether T5X stores the array in the msgpack file: it does so if it is never partitioned."""
     if array.size == 0:
         return True
     small = array.shape in ((), (1,)) or key in ("v_row", "v_col")

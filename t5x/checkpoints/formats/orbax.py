@@ -1,15 +1,14 @@
-"""Orbax checkpoints of T5X, of any age; ours too (t5x.checkpoints.restore reads those onto devices, and verifies them).
+"""T5X's Orbax checkpoints of any age, including ours (t5x.checkpoints.restore verifies those, and reads onto devices).
 
-The arrays lie in the directory itself, or in `state/`:
+The arrays are in the directory itself, or in `state/`:
 
-    _METADATA        JSON: the names, and how they are stored; Orbax until 2023 had, or had besides, a msgpack file
-    checkpoint       whose leaves are small arrays or the text PLACEHOLDER://name
+    _METADATA        JSON: the names, and how they are stored; until 2023, Orbax wrote a msgpack file instead or as well
+    checkpoint       that msgpack file, whose leaves are small arrays or the string PLACEHOLDER://name
     manifest.ocdbt   the arrays are in an OCDBT database; without it, each is a zarr directory (target.a.b.kernel/)
 
-Orbax keeps no checksums of its arrays: what is cut off or missing is found, a flipped bit is not always.
+Orbax has no checksums of its arrays: truncated or missing data is detected, a flipped bit not always.
 """
 
-import json
 import math
 import os
 import stat
@@ -23,16 +22,19 @@ from etils import epath
 from t5x.checkpoints import faults, paths
 from t5x.checkpoints.arrays import EMPTY
 from t5x.checkpoints.formats import lazy_msgpack, native_read, zarr_arrays
-from t5x.checkpoints.formats.base import LazyArray, Source
-from t5x.checkpoints.manifest import DamagedCheckpoint, open_inside
+from t5x.checkpoints.formats.base import LazyArray, Source, check_chunk_shape, check_expansion
+from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.errors import UserError
+from t5x.untrusted import open_inside, parse_json
 
 METADATA = "_METADATA"
 MSGPACK = "checkpoint"
 OCDBT = "manifest.ocdbt"
 
-_MAX_METADATA_BYTES = 256 * 2**20
-_MAX_RATIO = 2**16  # bytes of arrays that a byte in the files can stand for: a bound to what is allocated
+_MAX_METADATA_BYTES = 32 * 2**20
+_MAX_CHUNKS = 100_000  # in total, more if the files are large: TensorStore is slow even for missing ones
+_BYTES_PER_CHUNK = 1000
+_READ_WHOLE = (METADATA, OCDBT, ".zarray", "zarr.json")  # by TensorStore, which aborts the process if memory runs out
 _ARRAYS = ("jax.Array", "np.ndarray", "scalar")
 _EMPTY = ("None", "Dict", "List", "Tuple", "NamedTuple")
 _WRAPPERS = ("optimizer/", "_optimizer/")
@@ -40,14 +42,14 @@ _SECTIONS = ("target/", "state/", "flax_mutables/")
 
 
 def read_orbax(path: epath.PathLike) -> Source:
-    """Opens an Orbax checkpoint that has T5X's tree. Reads metadata only; `source.arrays[name].read()` reads an array.
+    """Open an Orbax checkpoint that has T5X's tree. Reads only metadata; `source.arrays[name].read()` reads an array.
 
     Args:
       path: the directory checkpoint_<step>, or the directory of its arrays.
 
     Raises:
-      DamagedCheckpoint: it is not whole, or points outside itself.
-      UserError: it is not an Orbax checkpoint, or one of something else than a T5X training state.
+      DamagedCheckpoint: it is incomplete, or points outside itself.
+      UserError: it is not an Orbax checkpoint, or not one of a T5X training state.
     """
     directory = _state_directory(paths.local_path(path))
     size = _check_files(directory)
@@ -69,6 +71,7 @@ def read_orbax(path: epath.PathLike) -> Source:
         arrays |= _open_arrays(directory, stored, metadata, ocdbt, size)
     else:
         arrays |= {name: zarr_arrays.open_array(directory, leaf) for name, leaf in stored.items()}
+    check_expansion(directory, arrays.values(), size)
     arrays = _with_t5x_names(directory, {name: arrays[name] for name in leaves})
     kind = "OCDBT" if ocdbt else "zarr"
     return Source(f"T5X Orbax ({kind})", os.fspath(path), native_read.training_step(directory, arrays), arrays)
@@ -91,11 +94,13 @@ def _state_directory(path: epath.Path) -> epath.Path:
 
 
 def _check_files(directory: epath.Path) -> int:
-    """The bytes in all files. Links and the like are refused: the array libraries would follow them anywhere."""
+    """Return the bytes of all files; refuse links and the like, which the array libraries would follow anywhere."""
     size = 0
     for name, status in paths.walk(directory):
         if not stat.S_ISREG(status.st_mode):
             raise DamagedCheckpoint(directory, f"{name} is not a regular file")
+        if os.path.basename(name) in _READ_WHOLE and status.st_size > _MAX_METADATA_BYTES:
+            raise DamagedCheckpoint(directory, f"{name} has {status.st_size} bytes, too many for metadata")
         size += status.st_size
     return size
 
@@ -104,11 +109,10 @@ def _read_metadata(directory: epath.Path) -> dict[str, Any]:
     if not os.path.lexists(directory / METADATA):
         return {}
     with open_inside(directory, METADATA) as file:
-        size = os.fstat(file.fileno()).st_size
-        content = file.read(size) if size <= _MAX_METADATA_BYTES else b""
+        content = file.read(_MAX_METADATA_BYTES + 1)
     try:
-        metadata = json.loads(content)
-    except (ValueError, RecursionError):
+        metadata = parse_json(content, max_bytes=_MAX_METADATA_BYTES)
+    except ValueError:
         metadata = None
     if not isinstance(metadata, dict):
         raise DamagedCheckpoint(directory, f"{METADATA} is not a JSON object")
@@ -116,7 +120,7 @@ def _read_metadata(directory: epath.Path) -> dict[str, Any]:
 
 
 def _check_ours(directory: epath.Path, metadata: Mapping[str, Any]) -> None:
-    """One of ours without its manifest is unfinished, or has lost it; others have none."""
+    """Raise DamagedCheckpoint if this is one of ours without its manifest: it is unfinished, or has lost it."""
     custom = metadata.get("custom_metadata")
     checkpoint = directory.parent if directory.name == paths.STATE else directory
     if isinstance(custom, dict) and EMPTY in custom and not os.path.lexists(checkpoint / paths.MANIFEST):
@@ -131,7 +135,7 @@ def _read_msgpack(directory: epath.Path) -> dict[str, Any]:
 
 
 def _stored_names(directory: epath.Path, metadata: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(name of a parameter, name under which it is stored), as _METADATA has them."""
+    """Yield (name of a parameter, name under which it is stored) from _METADATA."""
     entries = metadata.get("tree_metadata")
     if not isinstance(entries, dict):
         raise DamagedCheckpoint(directory, f"{METADATA} has no tree_metadata")
@@ -151,7 +155,7 @@ def _stored_names(directory: epath.Path, metadata: Mapping[str, Any]) -> Iterato
 
 
 def _placeholders(directory: epath.Path, name: str, node: Any) -> Iterator[tuple[str, str | LazyArray]]:
-    """(name of a parameter, the array or the name under which it is stored), as the msgpack file has them."""
+    """Yield (name of a parameter, the array or the name under which it is stored) from the msgpack file."""
     if isinstance(node, dict):
         for key, child in node.items():
             yield from _placeholders(directory, f"{name}/{key}" if name else key, child)
@@ -172,7 +176,7 @@ def _inside(directory: epath.Path, stored: str) -> str:
 
 
 def _with_t5x_names(directory: epath.Path, arrays: Mapping[str, LazyArray]) -> dict[str, LazyArray]:
-    """`arrays` without the level `optimizer` that early checkpoints had above T5X's own."""
+    """Return `arrays` without the outer level `optimizer` of early checkpoints."""
     for wrapper in _WRAPPERS:
         if arrays and all(name.startswith(wrapper) for name in arrays):
             arrays = {name.removeprefix(wrapper): array for name, array in arrays.items()}
@@ -205,20 +209,24 @@ def _open_arrays(
         return tensorstore.open({"driver": driver, "kvstore": kvstore}, read=True, open=True, context=context)
 
     opening = {name: start(stored_name) for name, stored_name in stored.items()}
-    arrays = {}
+    arrays, chunks = {}, 0
     for name, future in opening.items():
         array = _call(directory, name, future.result)
         if array.dtype.name not in lazy_msgpack.DTYPES:
             raise DamagedCheckpoint(
                 directory, f"{name} has the dtype {array.dtype.name}; known: {', '.join(lazy_msgpack.DTYPES)}"
             )
+        dtype = lazy_msgpack.DTYPES[array.dtype.name]
         try:
             shape = lazy_msgpack.check_shape(list(array.shape))
+            check_chunk_shape(shape, array.chunk_layout.write_chunk.shape or (), dtype.itemsize)
         except ValueError as error:
             raise DamagedCheckpoint(directory, f"of {name}, {error}") from None
-        dtype = lazy_msgpack.DTYPES[array.dtype.name]
-        if math.prod(shape) * dtype.itemsize > size * _MAX_RATIO:
-            raise DamagedCheckpoint(directory, f"{name} is said to be {dtype} {list(shape)}; the files are too small")
+        if not ocdbt:
+            _check_chunk_files(directory, stored[name], array)
+        chunks += _count_chunks(array)
+        if chunks > _MAX_CHUNKS + size // _BYTES_PER_CHUNK:
+            raise DamagedCheckpoint(directory, f"with {name} it claims {chunks} chunks, which its files cannot hold")
         arrays[name] = LazyArray(shape, dtype, _reader(directory, name, array, every_chunk))
     return arrays
 
@@ -235,13 +243,24 @@ def _reader(
 
 
 def _check_chunks(directory: epath.Path, name: str, array: tensorstore.TensorStore) -> None:
-    """TensorStore takes a chunk that is not there for zeros."""
+    """Raise DamagedCheckpoint if chunks are missing, which TensorStore would read as zeros."""
     keys = _call(directory, name, lambda: array.kvstore.list().result())
     there = sum(1 for key in keys if os.path.basename(key) not in (b".zarray", b"zarr.json"))
-    chunk = array.chunk_layout.write_chunk.shape or ()  # None where there are no dimensions
-    expected = math.prod(-(-size // side) for size, side in zip(array.shape, chunk, strict=True))
-    if there != expected:
+    if there != (expected := _count_chunks(array)):
         raise DamagedCheckpoint(directory, f"{name} has {there} chunks instead of {expected}")
+
+
+def _check_chunk_files(directory: epath.Path, stored_name: str, array: tensorstore.TensorStore) -> None:
+    """Check file sizes: TensorStore reads whole chunk files. A shard's index may be larger than the shard itself."""
+    most = 8 * math.prod(array.chunk_layout.write_chunk.shape or ()) * array.dtype.numpy_dtype.itemsize + 2**20
+    for name, status in paths.walk(directory / stored_name):
+        if status.st_size > most:
+            raise DamagedCheckpoint(directory, f"{stored_name}/{name} has {status.st_size} bytes, too many for a chunk")
+
+
+def _count_chunks(array: tensorstore.TensorStore) -> int:
+    chunk = array.chunk_layout.write_chunk.shape or ()  # None for zero-dimensional arrays
+    return math.prod(-(-size // side) for size, side in zip(array.shape, chunk, strict=True))
 
 
 def _call(directory: epath.Path, name: str, function: Callable[[], Any]) -> Any:

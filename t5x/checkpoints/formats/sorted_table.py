@@ -1,4 +1,4 @@
-"""The sorted key-value table of LevelDB, as TensorFlow writes its `.index` files.
+"""LevelDB's sorted key-value table, as TensorFlow writes its `.index` files.
 
     blocks of entries … | (metaindex block, unused) | index block: (last key, handle) of each | footer, 48 bytes
     block:    entries, restart offsets (4 bytes each), their number | compression, 1 byte | masked CRC-32C, 4 bytes
@@ -6,8 +6,7 @@
               the key are those of the key before
     footer:   handles of metaindex and index (offset, size: varints), padding, magic
 
-The content may come from anywhere: every length is checked before it is used, and keys, blocks and the number of
-entries are bounded.
+The content is untrusted: every length is checked before use, and keys, blocks and the number of entries are bounded.
 """
 
 from collections.abc import Iterator
@@ -18,17 +17,17 @@ _MAGIC = (0xDB4775248B80FB57).to_bytes(8, "little")
 _FOOTER = 48
 _TRAILER = 5
 _MAX_KEY = 1024
-_MAX_BLOCK = 16 * 2**20  # TensorFlow makes blocks of 256 kB
+_MAX_BLOCK = 16 * 2**20  # TensorFlow writes blocks of 256 kB
 _MAX_ENTRIES = 100_000
 _UNCOMPRESSED, _SNAPPY = 0, 1
 
 
 class Malformed(Exception):
-    """The bytes are not what their format says. The message says what is wrong; who has the path adds it."""
+    """The bytes violate their format. The message says how; the caller adds the path."""
 
 
 def read_table(content: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Yields the (key, value) pairs of a table, in the order of the keys.
+    """Yield the (key, value) pairs of a table in key order.
 
     Raises:
       Malformed: it is not a table, or a damaged one.
@@ -38,7 +37,7 @@ def read_table(content: bytes) -> Iterator[tuple[bytes, bytes]]:
     if not content.endswith(_MAGIC):
         raise Malformed("it does not end with the magic number of a table (cut short, or another kind of file)")
     footer = Cursor(content[-_FOOTER : -len(_MAGIC)])
-    _ = footer.varint(), footer.varint()  # the metaindex: filters, which TensorFlow does not write
+    _ = footer.varint(), footer.varint()  # skip the metaindex: filters, which TensorFlow does not write
     index = _read_block(content, footer.varint(), footer.varint())
 
     last_key, end, count = None, 0, 0
@@ -59,7 +58,7 @@ def read_table(content: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 
 class Cursor:
-    """Takes numbers and bytes from the front of a buffer; Malformed where it ends too early."""
+    """Reads numbers and bytes from the front of a buffer; raises Malformed if it ends too early."""
 
     def __init__(self, data: bytes):
         self._data = data
@@ -81,7 +80,7 @@ class Cursor:
         return int.from_bytes(self.take(size), "little")
 
     def varint(self) -> int:
-        """Seven bits a byte, the lowest first; all bytes but the last have the high bit set."""
+        """Read a number of seven bits per byte, lowest first; all bytes but the last have the high bit set."""
         value = 0
         for shift in range(0, 64, 7):
             octet = self.take(1)[0]
@@ -121,7 +120,7 @@ def _entries(block: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 
 def decompress_snappy(data: bytes) -> bytes:
-    """Undoes Snappy's raw format: the length, then literals and copies of what has already come out."""
+    """Decompress Snappy's raw format: the length, then literals and copies of earlier output."""
     cursor = Cursor(data)
     length = cursor.varint()
     if length > _MAX_BLOCK:

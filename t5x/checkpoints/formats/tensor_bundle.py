@@ -1,10 +1,10 @@
 """TensorFlow's V2 checkpoints, read without TensorFlow.
 
-    PREFIX.index                     a table (see sorted_table.py): name -> where the tensor is, as a protocol buffer
+    PREFIX.index                     a table (see sorted_table.py): name -> position of the tensor, a protocol buffer
     PREFIX.data-SSSSS-of-NNNNN       the tensors, raw, little-endian
 
-The index is read at once and every entry checked against the sizes of the data files; a tensor is mapped into memory
-when it is asked for, and its checksum verified then.
+The index is read at once and every entry is checked against the sizes of the data files. A tensor is memory-mapped and
+its checksum verified when it is read.
 """
 
 import dataclasses
@@ -23,21 +23,23 @@ from t5x.checkpoints.formats.sorted_table import Cursor, Malformed, read_table
 from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.crc32c import crc32c, mask
 from t5x.errors import UserError
+from t5x.untrusted import open_regular
+from t5x.urls import is_remote
 
 _DTYPES = {1: np.float32, 2: np.float64, 3: np.int32, 9: np.int64, 14: ml_dtypes.bfloat16, 19: np.float16}
 _OTHER_DTYPES = {4: "uint8", 6: "int8", 7: "string", 10: "bool", 20: "resource", 21: "variant"}
-_MAX_INDEX_BYTES = 16 * 2**20  # that of a T5 11B is below 200 kB
+_MAX_INDEX_BYTES = 16 * 2**20  # a T5 11B's index is below 200 kB
 _MAX_RANK = 16
 _VERSION = 1
 
 
 class _Unsupported(Exception):
-    """It is whole, but not for this reader."""
+    """The checkpoint is valid, but this reader does not support it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """Where a tensor is: `size` bytes at `offset` of the data file number `shard`. `crc` is masked."""
+    """The position of a tensor: `size` bytes at `offset` of the data file number `shard`. `crc` is masked."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -54,14 +56,14 @@ class Index:
 
 
 def read_bundle(prefix: epath.PathLike) -> dict[str, LazyArray]:
-    """Opens the checkpoint `prefix`.index, `prefix`.data-*.
+    """Open the checkpoint `prefix`.index, `prefix`.data-*.
 
     Returns:
-      its tensors by name. Reading one verifies its checksum (DamagedCheckpoint if it does not match) and gives a
-      read-only array over the mapped file.
+      its tensors by name. Reading one verifies its checksum (DamagedCheckpoint on mismatch) and returns a read-only
+      array over the memory-mapped file.
 
     Raises:
-      UserError: it is damaged, a data file is missing or too short, or it holds what is not supported.
+      UserError: it is damaged, a data file is missing or too short, or something in it is not supported.
     """
     prefix = epath.Path(prefix)
     _check_link(epath.Path(f"{prefix}.index"))
@@ -84,17 +86,18 @@ def read_bundle(prefix: epath.PathLike) -> dict[str, LazyArray]:
 
 
 def read_index(path: epath.PathLike) -> Index:
-    """Reads a `.index` file.
+    """Read a `.index` file.
 
     Raises:
-      UserError: it is missing, damaged, or lists what is not supported (partitioned variables, strings).
+      UserError: it is missing, damaged, or lists something unsupported (partitioned variables, strings).
     """
     path = epath.Path(path)
     size = _file_size(path)
     if size > _MAX_INDEX_BYTES:
         raise DamagedCheckpoint(path, f"it has {size} bytes; the index of a checkpoint has at most {_MAX_INDEX_BYTES}")
     try:
-        return _parse_index(path.read_bytes())
+        with path.open("rb") if is_remote(path) else open_regular(path) as file:
+            return _parse_index(file.read(size))
     except Malformed as error:
         raise DamagedCheckpoint(path, str(error)) from error
     except _Unsupported as error:
@@ -113,7 +116,7 @@ def _parse_index(content: bytes) -> Index:
     slices = False
     for key, value in pairs:
         if key.startswith(b"\0"):
-            slices = True  # of a partitioned variable, whose own entry comes later
+            slices = True  # slices of a partitioned variable, whose own entry follows
             continue
         try:
             name = key.decode()
@@ -130,7 +133,7 @@ def _parse_index(content: bytes) -> Index:
 
 
 def _parse_header(data: bytes) -> int:
-    """Returns the number of data files."""
+    """Return the number of data files."""
     fields = _parse_message(data)
     num_shards = _number(fields, 1)
     if not 0 < num_shards < 2**31:
@@ -187,7 +190,7 @@ def _check_overlaps(entries: Mapping[str, Entry]) -> None:
 
 
 def _parse_message(data: bytes) -> dict[int, list[int | bytes]]:
-    """The values of each field, by its number."""
+    """Return the values of each field, by field number."""
     cursor = Cursor(data)
     fields: dict[int, list[int | bytes]] = {}
     while cursor:
@@ -212,7 +215,7 @@ def _number(fields: Mapping[int, list[int | bytes]], number: int) -> int:
 
 
 def _data(fields: Mapping[int, list[int | bytes]], number: int) -> bytes:
-    return b"".join(_all_data(fields, number))  # parts of a message are merged, which is what appending them does
+    return b"".join(_all_data(fields, number))  # repeated parts of a message merge by concatenation
 
 
 def _all_data(fields: Mapping[int, list[int | bytes]], number: int) -> list[bytes]:
@@ -222,17 +225,19 @@ def _all_data(fields: Mapping[int, list[int | bytes]], number: int) -> list[byte
     return values
 
 
-# The files.
+# Files.
 
 
 def _check_link(path: epath.Path) -> None:
-    if "://" not in str(path):
+    if not is_remote(path):
         check_links(str(path.parent), [path.name], [os.path.realpath(path.parent)])
 
 
 def _file_size(path: epath.Path) -> int:
-    if not path.is_file():
+    if not path.exists():
         raise UserError(f"{path} is missing. Copy all files of the checkpoint (.index and every .data-*) together.")
+    if not is_remote(path) and not os.path.isfile(path):
+        raise DamagedCheckpoint(path, "it is not a regular file")
     return path.stat().length
 
 
@@ -245,11 +250,11 @@ def _read_tensor(path: epath.Path, name: str, entry: Entry) -> np.ndarray:
 
 
 def _read_bytes(path: epath.Path, offset: int, size: int) -> np.ndarray:
-    """[size] uint8, read-only: mapped where the file is local."""
+    """Return [size] uint8, read-only; memory-mapped if the file is local."""
     if size == 0:
         return np.frombuffer(b"", np.uint8)
     try:
-        if "://" not in str(path):
+        if not is_remote(path):
             return np.asarray(np.memmap(path, np.uint8, mode="r", offset=offset, shape=(size,)))
         with path.open("rb") as file:
             file.seek(offset)

@@ -1,11 +1,13 @@
-"""Arrays in zarr (version 2) directories, as T5X and older Orbax lay them beside a checkpoint's msgpack file.
+"""Zarr (version 2) directories, which T5X and older Orbax put beside a checkpoint's msgpack file.
 
-Chunks without compression, or with gzip or zlib, are decoded here, because TensorStore does not look at their
-checksums; zstd and blosc go through TensorStore. Symbolic links are not followed, and a chunk that is missing is an
-error unless the array states a fill value: TensorStore writes chunks of zeros too.
+Uncompressed, gzip and zlib chunks are decoded here, because TensorStore does not verify their checksums; zstd and blosc
+go through TensorStore. Symbolic links are not followed. A missing chunk is an error unless the array states a fill
+value: by default, TensorStore omits chunks equal to it. Callers bound the size of such arrays with
+`base.check_expansion`.
 """
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -20,12 +22,13 @@ import numpy as np
 from etils import epath
 
 from t5x.checkpoints import faults, paths
-from t5x.checkpoints.formats.base import LazyArray
+from t5x.checkpoints.formats.base import LazyArray, check_chunk_shape
 from t5x.checkpoints.formats.lazy_msgpack import DTYPES, check_shape
-from t5x.checkpoints.manifest import DamagedCheckpoint, open_inside
+from t5x.checkpoints.manifest import DamagedCheckpoint
+from t5x.untrusted import open_inside, parse_json
 
 METADATA_FILE = ".zarray"
-COMPRESSOR = {"id": "gzip", "level": 1}  # what we write, and T5X too
+COMPRESSOR = {"id": "gzip", "level": 1}  # written by us and by T5X
 
 _MAX_CHUNK_BYTES = 64 * 2**20
 _MAX_METADATA_BYTES = 2**20
@@ -35,13 +38,13 @@ _NAME_OF_DTYPE = {
     dtype: "bfloat16" if name == "bfloat16" else np.dtype(dtype).newbyteorder("<").str for name, dtype in DTYPES.items()
 }
 _DTYPE_OF_NAME = {name: dtype for dtype, name in _NAME_OF_DTYPE.items()}
-# How many bytes a byte of a file can stand for at most. It bounds what a small file can make us allocate.
+# Maximum compression ratios. They bound what a small file can make us allocate.
 _MAX_RATIO = {None: 1, "gzip": 1100, "zlib": 1100, "zstd": 2**16, "blosc": 2**16}
 
 
 @dataclasses.dataclass(frozen=True)
 class Metadata:
-    """What an array's file .zarray says."""
+    """The content of an array's .zarray file."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -59,6 +62,11 @@ class Metadata:
     def chunk_bytes(self) -> int:
         return math.prod(self.chunks) * self.dtype.itemsize
 
+    @property
+    def max_file_bytes(self) -> int:
+        """Maximum size of a chunk's file: incompressible data grows a little."""
+        return self.chunk_bytes + self.chunk_bytes // 8 + 1024
+
     def to_json(self) -> dict[str, Any]:
         return {
             "chunks": list(self.chunks),
@@ -72,14 +80,25 @@ class Metadata:
             "zarr_format": 2,
         }
 
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Number of chunks along each dimension."""
+        return tuple(-(-size // chunk) for size, chunk in zip(self.shape, self.chunks, strict=True))
+
     def grid(self) -> Iterator[tuple[int, ...]]:
-        if 0 in self.shape:
-            return iter(())
-        counts = (-(-size // chunk) for size, chunk in zip(self.shape, self.chunks, strict=True))
-        return itertools.product(*map(range, counts))
+        return itertools.product(*map(range, self.counts))
 
     def chunk_name(self, index: tuple[int, ...]) -> str:
         return self.separator.join(map(str, index)) or "0"
+
+    def chunk_index(self, name: str) -> tuple[int, ...] | None:
+        """Invert `chunk_name`; return None if no chunk of this array has that name."""
+        parts = name.split(self.separator) if self.shape else ()
+        if not all(part.isascii() and part.isdecimal() for part in parts) or len(parts) != len(self.shape):
+            return None
+        index = tuple(map(int, parts))
+        known = self.chunk_name(index) == name and all(i < n for i, n in zip(index, self.counts, strict=True))
+        return index if known else None
 
     def slices(self, index: tuple[int, ...]) -> tuple[slice, ...]:
         edges = zip(index, self.chunks, self.shape, strict=True)
@@ -87,24 +106,24 @@ class Metadata:
 
 
 class Malformed(Exception):
-    """Says what is wrong with an array."""
+    """An array is invalid. The message says why."""
 
 
 # --- Reading
 
 
 def open_array(directory: epath.PathLike, name: str, stated: Mapping[str, Any] | None = None) -> LazyArray:
-    """The array in the directory `name` of a checkpoint. Reads metadata only.
+    """Return the array in the directory `name` of a checkpoint. Reads only metadata.
 
     Args:
-      directory: of the checkpoint.
-      name: relative to it.
-      stated: what the checkpoint says of the array elsewhere: `dtype` (such as `float32`) and `metadata` with `shape`,
-        `chunks` and `compressor`. Shape and dtype must be those of the array. It is all there is to go by where the
-        array's own metadata file is missing.
+      directory: directory of the checkpoint.
+      name: path relative to it.
+      stated: what the checkpoint itself states about the array: `dtype` (such as `float32`) and `metadata` with
+        `shape`, `chunks` and `compressor`. Shape and dtype must match the array. If the array's own metadata file is
+        missing, this is used instead.
 
     Raises:
-      DamagedCheckpoint: the array is not there, not inside the checkpoint, or not as stated.
+      DamagedCheckpoint: the array is missing, outside the checkpoint, or not as stated.
     """
     if not paths.is_plain_relative(name):
         raise DamagedCheckpoint(directory, f"it names the array {name[:200]!r}, which is not a path inside it")
@@ -118,7 +137,7 @@ def open_array(directory: epath.PathLike, name: str, stated: Mapping[str, Any] |
                 f"is {own.dtype} {list(own.shape)}, while the checkpoint says {expected.dtype} {list(expected.shape)}"
             )
         metadata = own or expected
-        if math.prod(-(-n // chunk) for n, chunk in zip(metadata.shape, metadata.chunks, strict=True)) > _MAX_CHUNKS:
+        if math.prod(metadata.counts) > _MAX_CHUNKS:
             raise Malformed(f"says it has more than {_MAX_CHUNKS} chunks")
     except Malformed as error:
         raise DamagedCheckpoint(directory, f"the array {name} {error}") from None
@@ -126,7 +145,7 @@ def open_array(directory: epath.PathLike, name: str, stated: Mapping[str, Any] |
 
 
 def _read_metadata(directory: epath.PathLike, name: str) -> Metadata | None:
-    """What .zarray says; None where the array is there without one."""
+    """Return the content of .zarray, or None if the array has none."""
     try:
         with open_inside(directory, f"{name}/{METADATA_FILE}") as file:
             content = file.read(_MAX_METADATA_BYTES + 1)
@@ -140,12 +159,10 @@ def _read_metadata(directory: epath.PathLike, name: str) -> Metadata | None:
 
 
 def parse_metadata(content: bytes) -> Metadata:
-    """What the content of a file .zarray says; Malformed where it is nothing that is known."""
+    """Parse the content of a .zarray file; raise Malformed if it is not supported."""
     try:
-        if len(content) > _MAX_METADATA_BYTES:
-            raise ValueError("too large")
-        data = json.loads(content)
-    except (ValueError, RecursionError):
+        data = parse_json(content, max_bytes=_MAX_METADATA_BYTES)
+    except ValueError:
         raise Malformed(f"has a {METADATA_FILE} that is not JSON") from None
     if not isinstance(data, dict) or data.get("zarr_format") != 2 or data.get("filters") is not None:
         raise Malformed(f"has a {METADATA_FILE} that is not of zarr version 2 without filters")
@@ -159,7 +176,7 @@ def parse_metadata(content: bytes) -> Metadata:
 
 
 def _stated_metadata(stated: Mapping[str, Any], *, complete: bool) -> Metadata:
-    """What the checkpoint says of an array; only a complete statement has chunks and compressor."""
+    """Return what the checkpoint states about an array; chunks and compressor only if `complete`."""
     data, dtype = stated.get("metadata"), stated.get("dtype")
     if not isinstance(data, dict):
         raise Malformed("has metadata that is not a dictionary")
@@ -180,6 +197,10 @@ def _checked(data: Mapping[str, Any], dtype: np.dtype, *, complete: bool) -> Met
         raise Malformed("does not say how it is compressed") from None
     if len(chunks) != len(shape) or 0 in chunks:
         raise Malformed(f"has chunks {list(chunks)}, which do not divide the shape {list(shape)}")
+    try:
+        check_chunk_shape(shape, chunks, dtype.itemsize)
+    except ValueError as error:
+        raise Malformed(f"cannot be read: {error}") from None
     codec = compressor.get("id", "") if isinstance(compressor, dict) else None
     if codec not in list(_MAX_RATIO) or (codec is None) != (compressor is None):
         raise Malformed(f"has the compressor {str(compressor)[:80]}; known: gzip, zlib, zstd, blosc and none")
@@ -190,8 +211,17 @@ def _read(directory: epath.PathLike, name: str, metadata: Metadata) -> np.ndarra
     try:
         stored = _find_chunks(os.path.join(directory, name), metadata)
         if metadata.codec in ("zstd", "blosc"):
-            return _read_by_tensorstore(os.path.join(directory, name), metadata)
-        return _decode_chunks(directory, name, metadata, stored)
+            read_chunk = _reader_of_tensorstore(os.path.join(directory, name), metadata)
+        else:
+            read_chunk = functools.partial(_read_chunk, directory, name, metadata)
+        result = _empty(metadata)
+
+        def read(index: tuple[int, ...]) -> None:
+            part = result[(*metadata.slices(index), ...)]
+            part[...] = read_chunk(index)
+
+        _for_each(read, stored)
+        return result
     except Malformed as error:
         raise DamagedCheckpoint(directory, f"the array {name} {error}") from None
     except OSError as error:
@@ -202,54 +232,55 @@ def _read(directory: epath.PathLike, name: str, metadata: Metadata) -> np.ndarra
 
 
 def _find_chunks(path: str, metadata: Metadata) -> list[tuple[int, ...]]:
-    """The chunks that are there. All of them must be, unless there is a fill value for the others."""
+    """Return the indices of the stored chunks. All must exist unless there is a fill value for the others."""
     files = dict(paths.walk(path))
-    stored = []
-    for index in metadata.grid():
-        status = files.get(metadata.chunk_name(index))
-        if status is None and metadata.fill_value is None:
-            raise Malformed(f"lacks its chunk {metadata.chunk_name(index)}")
-        if status is None:
-            continue
+    for name, status in files.items():
         if not stat.S_ISREG(status.st_mode):
-            raise Malformed(f"has a chunk {metadata.chunk_name(index)} that is not a regular file")
-        if metadata.chunk_bytes > max(status.st_size, 1) * _MAX_RATIO[metadata.codec]:
+            raise Malformed(f"has a file {name} that is not a regular file")
+    # Search the files rather than the grid: an array that is all fill value may have millions of chunks.
+    stored = {name: index for name in files if (index := metadata.chunk_index(name)) is not None}
+    if metadata.fill_value is None and len(stored) < math.prod(metadata.counts):
+        missing = next(name for index in metadata.grid() if (name := metadata.chunk_name(index)) not in stored)
+        raise Malformed(f"lacks its chunk {missing}")
+    for name in stored:
+        if files[name].st_size > metadata.max_file_bytes:
             raise Malformed(
-                f"has a chunk {metadata.chunk_name(index)} of {status.st_size} bytes; "
-                f"that cannot be the {metadata.chunk_bytes} bytes it stands for"
+                f"has a chunk {name} of {files[name].st_size} bytes; it stands for {metadata.chunk_bytes} bytes"
             )
-        stored.append(index)
-    return stored
+        if metadata.chunk_bytes > max(files[name].st_size, 1) * _MAX_RATIO[metadata.codec]:
+            raise Malformed(
+                f"has a chunk {name} of {files[name].st_size} bytes; that cannot be the {metadata.chunk_bytes} bytes "
+                "it stands for"
+            )
+    return list(stored.values())
 
 
-def _decode_chunks(
-    directory: epath.PathLike, name: str, metadata: Metadata, stored: list[tuple[int, ...]]
-) -> np.ndarray:
+def _empty(metadata: Metadata) -> np.ndarray:
+    """Return an array filled with the fill value, or uninitialized without one."""
     result = np.empty(metadata.shape, metadata.dtype)
     if metadata.fill_value is not None:
         try:
             result[...] = np.asarray(float(metadata.fill_value)).astype(metadata.dtype)
         except (ValueError, OverflowError):
             raise Malformed(f"has the fill value {str(metadata.fill_value)[:40]!r}, which is not a number") from None
-
-    def decode(index: tuple[int, ...]) -> None:
-        chunk_name = metadata.chunk_name(index)
-        with open_inside(directory, f"{name}/{chunk_name}") as file:
-            content = file.read()
-        if metadata.codec is not None:
-            content = _decompress(content, metadata.chunk_bytes, chunk_name)
-        if len(content) != metadata.chunk_bytes:
-            raise Malformed(f"has a chunk {chunk_name} of another size than {metadata.chunk_bytes} bytes")
-        chunk = np.frombuffer(content, np.uint8).view(metadata.dtype).reshape(metadata.chunks, order=metadata.order)
-        part = result[(*metadata.slices(index), ...)]
-        part[...] = chunk[tuple(slice(n) for n in part.shape)]
-
-    _for_each(decode, stored)
     return result
 
 
+def _read_chunk(directory: epath.PathLike, name: str, metadata: Metadata, index: tuple[int, ...]) -> np.ndarray:
+    """Return a chunk, cropped to the array."""
+    chunk_name = metadata.chunk_name(index)
+    with open_inside(directory, f"{name}/{chunk_name}") as file:
+        content = file.read(metadata.max_file_bytes)
+    if metadata.codec is not None:
+        content = _decompress(content, metadata.chunk_bytes, chunk_name)
+    if len(content) != metadata.chunk_bytes:
+        raise Malformed(f"has a chunk {chunk_name} of another size than {metadata.chunk_bytes} bytes")
+    chunk = np.frombuffer(content, np.uint8).view(metadata.dtype).reshape(metadata.chunks, order=metadata.order)
+    return chunk[tuple(slice(part.stop - part.start) for part in metadata.slices(index))]
+
+
 def _decompress(content: bytes, size: int, chunk_name: str) -> bytes:
-    """The `size` bytes in a gzip or zlib stream, its checksum verified."""
+    """Return the `size` bytes in a gzip or zlib stream, with its checksum verified."""
     stream = zlib.decompressobj(wbits=47)
     try:
         result = stream.decompress(content, size + 1)
@@ -260,7 +291,8 @@ def _decompress(content: bytes, size: int, chunk_name: str) -> bytes:
     return result
 
 
-def _read_by_tensorstore(path: str, metadata: Metadata) -> np.ndarray:
+def _reader_of_tensorstore(path: str, metadata: Metadata) -> Callable[[tuple[int, ...]], np.ndarray]:
+    """Return a function that reads a chunk. It is called only for stored chunks: missing ones are slow too."""
     import tensorstore
 
     spec = {
@@ -270,20 +302,25 @@ def _read_by_tensorstore(path: str, metadata: Metadata) -> np.ndarray:
         "assume_metadata": True,
         "open": True,
     }
-    try:
-        return tensorstore.open(spec, read=True).result().read().result()
-    except (ValueError, RuntimeError, NotImplementedError) as error:
-        raise Malformed(f"cannot be decoded: {faults.first_line(error)}") from error
+
+    def explained(function: Callable[[], Any]) -> Any:
+        try:
+            return function()
+        except (ValueError, RuntimeError, NotImplementedError) as error:
+            raise Malformed(f"cannot be decoded: {faults.first_line(error)}") from error
+
+    array = explained(lambda: tensorstore.open(spec, read=True).result())
+    return lambda index: explained(lambda: array[metadata.slices(index)].read().result())
 
 
 # --- Writing
 
 
 def write_array(directory: epath.PathLike, name: str, array: np.ndarray) -> dict[str, Any]:
-    """Writes the array as the zarr directory `name`, a few chunks at a time.
+    """Write the array as the zarr directory `name`, a few chunks at a time.
 
     Returns:
-      the part of its metadata that a TensorStore spec carries: chunks, compressor and shape.
+      its metadata for a TensorStore spec: chunks, compressor and shape.
     """
     metadata = Metadata(array.shape, array.dtype, choose_chunks(array.shape, array.dtype.itemsize), COMPRESSOR)
     path = os.path.join(directory, name)
@@ -291,7 +328,7 @@ def write_array(directory: epath.PathLike, name: str, array: np.ndarray) -> dict
 
     def write(index: tuple[int, ...]) -> None:
         content = np.ascontiguousarray(array[metadata.slices(index)]).reshape(-1).view(np.uint8)
-        # Weights hardly compress (8%), at a twentieth of the speed: the gzip stream is there for its checksum.
+        # Weights hardly compress (8%, at a twentieth of the speed): gzip is used only for its checksum.
         stream = zlib.compressobj(0, wbits=31)
         with open(os.path.join(path, metadata.chunk_name(index)), "xb") as file:
             file.write(stream.compress(content))
@@ -302,7 +339,7 @@ def write_array(directory: epath.PathLike, name: str, array: np.ndarray) -> dict
 
 
 def choose_chunks(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """T5X's rule: while a chunk has more than 64 MiB, its largest dimension goes to its next smaller divisor.
+    """Return the chunk shape by T5X's rule: while above 64 MiB, reduce the largest dimension to its next divisor.
 
     >>> choose_chunks((32128, 4096), 4)
     (4016, 4096)
@@ -316,7 +353,7 @@ def choose_chunks(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
 
 
 def _for_each(function: Callable[[Any], None], items: Iterable[Any]) -> None:
-    """Calls the function for all items, a few at a time. The compression libraries release the interpreter lock."""
+    """Call the function for all items, a few at a time. The compression libraries release the interpreter lock."""
     items = list(items)
     if len(items) < 2:
         for item in items:

@@ -1,6 +1,6 @@
 """Preprocessors with the names and semantics of seqio's and t5's. Each takes one example.
 
-They go into a task's `preprocessors`, with `functools.partial` where they need arguments:
+They are listed in a task's `preprocessors`, with `functools.partial` if they need arguments:
 
     preprocessors=[
         functools.partial(rekey, key_map={"inputs": "question", "targets": "answer"}),
@@ -8,7 +8,7 @@ They go into a task's `preprocessors`, with `functools.partial` where they need 
         append_eos,
     ]
 
-Pre-training on text, as T5 did it:
+Pre-training on text, as for T5:
 
     preprocessors=[
         functools.partial(rekey, key_map={"inputs": None, "targets": "text"}),

@@ -15,7 +15,7 @@ from t5x.errors import UserError
 
 Example = dict[str, Any]
 
-# Denoisers cut what they get into examples of their own lengths; with this many of the longest, few are cut short.
+# Denoisers split a piece into examples of their own lengths; the more per piece, the fewer are truncated at its end.
 _EXAMPLES_A_PIECE = 8
 
 
@@ -25,10 +25,10 @@ class Denoiser:
 
     Attributes:
       mode: key of its mode token: "R" (regular), "X" (extreme) or "S" (sequential).
-      noise_density: the part of the tokens that becomes targets.
-      mean_span_length: of the spans that become targets. None: no spans, the targets are the end of the text; they
-        are `noise_density` of it on average, and up to twice that.
-      rate: how often it is taken, relative to the others.
+      noise_density: share of the tokens that becomes targets.
+      mean_span_length: mean length of the spans that become targets. None uses no spans: the targets are the end of the
+        text, `noise_density` of it on average and up to twice that.
+      rate: sampling rate relative to the others.
     """
 
     mode: str
@@ -57,16 +57,16 @@ def ul2(
     mode_tokens: Mapping[str, str] | None = UL2_MODE_TOKENS,
     merge_examples_to_reduce_padding: bool = True,
 ) -> list[Any]:
-    """A mixture of denoisers: each example is made by one of them, drawn by their rates.
+    """Mix denoisers: each example is made by one of them, sampled by their rates.
 
-    An example takes as many tokens as fit into both the inputs (with the mode token and EOS) and the targets (with
-    EOS), which differs from denoiser to denoiser. Like `span_corruption`, it reads `targets` and makes `inputs` and
-    `targets` without EOS.
+    An example takes as many tokens as fit both the inputs (with the mode token and EOS) and the targets (with EOS); the
+    number differs between denoisers. Like `span_corruption`, it reads `targets` and makes `inputs` and `targets`
+    without EOS.
 
     Args:
       denoisers: the mixture; UL2's own, at equal rates.
-      mode_tokens: text at the beginning of the inputs for each mode, encoded by the vocabulary; None: nothing.
-      merge_examples_to_reduce_padding: False cuts every document alone.
+      mode_tokens: text at the start of the inputs for each mode, encoded by the vocabulary; None adds nothing.
+      merge_examples_to_reduce_padding: False splits every document separately.
     """
     if not denoisers:
         raise UserError("ul2 has no denoisers to mix.")
@@ -110,7 +110,7 @@ class _Plan:
 
 
 def mix_denoisers(example: Example, seed: int, plans: Sequence[_Plan], sentinel: int) -> list[Example]:
-    """Cuts the tokens into examples, each with the length of its denoiser; the last one may be shorter."""
+    """Split the tokens into examples, each with the length of its denoiser; the last may be shorter."""
     tokens = denoising.token_ids(example, denoising.TOKENS)
     rng = generator(seed)
     rates = list(itertools.accumulate(plan.denoiser.rate for plan in plans))
@@ -125,7 +125,7 @@ def mix_denoisers(example: Example, seed: int, plans: Sequence[_Plan], sentinel:
 
 
 def _largest(denoiser: Denoiser, inputs_length: int, targets_length: int) -> int:
-    """The greatest number of tokens of which both inputs and targets fit."""
+    """Return the largest number of tokens for which both inputs and targets fit."""
 
     def fits(length: int) -> bool:
         inputs, targets = _lengths(denoiser, length)
@@ -143,7 +143,7 @@ def _largest(denoiser: Denoiser, inputs_length: int, targets_length: int) -> int
 
 
 def _lengths(denoiser: Denoiser, length: int) -> tuple[int, int]:
-    """The greatest lengths of inputs and targets, with EOS, made of `length` tokens."""
+    """Return the maximum lengths of inputs and targets, with EOS, made from `length` tokens."""
     if denoiser.mean_span_length is not None:
         return denoising.denoised_lengths(length, denoiser.noise_density, denoiser.mean_span_length)
     least, most = denoising.prefix_bounds(length, denoiser.noise_density)

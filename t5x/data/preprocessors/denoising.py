@@ -1,7 +1,7 @@
 """Objectives for pre-training on text alone: span corruption, i.i.d. denoising and prefix language modelling.
 
-The token ids of a document are in `targets`; the objectives make `inputs` and `targets` of them, without EOS, which
-`append_eos_after_trim` behind them adds. An example depends on its `seed` alone, whatever the version of numpy.
+The token ids of a document are in `targets`. The objectives make `inputs` and `targets` from them, without EOS, which
+`append_eos_after_trim` adds later. An example depends only on its `seed`, not on the version of numpy.
 """
 
 import functools
@@ -35,17 +35,17 @@ def span_corruption(
     merge_examples_to_reduce_padding: bool = True,
     reserved_for_packing: int | None = None,
 ) -> list[Any]:
-    """T5's objective: spans of tokens become sentinels in the inputs; the targets are the sentinels with the spans.
+    """Apply T5's objective: sentinels replace spans in the inputs; the targets are the sentinels with the spans.
 
-    Documents are joined and cut into pieces that fill the inputs exactly. Sentinels are the last ids of the vocabulary,
-    the highest one first: with T5's, `<extra_id_0>`, `<extra_id_1>`, ….
+    Documents are joined and split into pieces that fill the inputs exactly. Sentinels are the last ids of the
+    vocabulary, highest first: `<extra_id_0>`, `<extra_id_1>`, … for T5.
 
     Args:
-      mean_noise_span_length: tokens of a span, on average; every piece has the same number of spans.
-      noise_density: the part of the tokens that is in spans.
-      input_feature_key: the feature that the inputs go to, and whose length counts.
-      merge_examples_to_reduce_padding: False cuts every document alone.
-      reserved_for_packing: tokens by which inputs are shorter than they could be, so that several go into a row.
+      mean_noise_span_length: mean number of tokens per span; every piece has the same number of spans.
+      noise_density: share of the tokens that is in spans.
+      input_feature_key: feature for the inputs, whose length is used.
+      merge_examples_to_reduce_padding: False splits every document separately.
+      reserved_for_packing: number of tokens by which inputs are shortened, so that several fit in a row.
     """
     inputs_length = length_of(input_feature_key, sequence_length, "span_corruption") - (reserved_for_packing or 0)
     given = length_of(TOKENS, sequence_length, "span_corruption")
@@ -73,9 +73,9 @@ def span_corruption(
 def iid_denoising(
     sequence_length: Mapping[str, int] | None, output_features: Mapping[str, Feature], noise_density: float = 0.15
 ) -> list[Any]:
-    """T5's first objective: every token is noise with probability `noise_density`; runs of noise become sentinels.
+    """Apply T5's first objective: tokens are noise with probability `noise_density`; sentinels replace runs of noise.
 
-    The number of spans varies, so that targets may be trimmed. Where noise comes first, the targets begin with it.
+    The number of spans varies, so targets may be trimmed. If the first token is noise, the targets start with it.
     """
     length = _room(output_features, sequence_length, "iid_denoising")
     check_noise(noise_density, 1.0, "iid_denoising")
@@ -92,11 +92,11 @@ def iid_denoising(
 def prefix_lm(
     sequence_length: Mapping[str, int] | None, output_features: Mapping[str, Feature], noise_density: float = 0.5
 ) -> list[Any]:
-    """Prefix language modelling: each document is cut to the inputs' length, and each piece in two at a random place.
+    """Apply prefix language modelling: split documents to the inputs' length, and each piece at a random position.
 
     Args:
-      noise_density: the part of a piece that becomes targets, on average: at most 0.5, where the place is anywhere.
-        (With 0.25 it is anywhere in the second half.)
+      noise_density: mean share of a piece that becomes targets, at most 0.5, which samples any position. (0.25 samples
+        positions in the second half.)
     """
     length = _room(output_features, sequence_length, "prefix_lm")
     check_prefix(noise_density, "prefix_lm")
@@ -104,7 +104,7 @@ def prefix_lm(
 
 
 def pieces(length: int, merge: bool) -> list[Any]:
-    """Preprocessors that cut documents into pieces of `length` tokens, joined (`merge`) or each alone."""
+    """Return preprocessors that split documents into pieces of `length` tokens, joined (`merge`) or separately."""
     cut = ConcatenateAndSplit(length, TOKENS) if merge else functools.partial(split_tokens, length=length)
     return [select_random_chunk, cut]
 
@@ -112,7 +112,7 @@ def pieces(length: int, merge: bool) -> list[Any]:
 def select_random_chunk(
     example: Example, draw_seed: Callable[[], int], max_length: int = _MAX_CHUNK, feature_key: str = TOKENS
 ) -> Example | None:
-    """Keeps `feature_key` alone: one of its chunks of `max_length` tokens, the last of which may be shorter."""
+    """Keep only `feature_key`: one of its chunks of `max_length` tokens, the last of which may be shorter."""
     tokens = token_ids(example, feature_key)
     if not tokens.size:
         return None
@@ -124,7 +124,7 @@ def select_random_chunk(
 
 
 def split_tokens(example: Example, length: int, feature_key: str = TOKENS) -> list[Example]:
-    """Cuts `feature_key` into examples of `length` tokens; the last one may be shorter."""
+    """Split `feature_key` into examples of `length` tokens; the last may be shorter."""
     tokens = token_ids(example, feature_key)
     return [{feature_key: tokens[at : at + length]} for at in range(0, tokens.size, length)]
 
@@ -132,13 +132,13 @@ def split_tokens(example: Example, length: int, feature_key: str = TOKENS) -> li
 def denoise_spans(
     example: Example, seed: int, vocabulary: Vocabulary, noise_mask: NoiseMask, input_feature_key: str = "inputs"
 ) -> Example:
-    """Parts the tokens into inputs without noise and targets of noise, with sentinels where something is missing."""
+    """Split the tokens into inputs without noise and targets of noise, with sentinels for what is missing."""
     tokens = token_ids(example, TOKENS)
     return corrupt(tokens, noise_mask(tokens.size, generator(seed)), vocabulary.vocab_size - 1, input_feature_key)
 
 
 def cut_prefix(example: Example, seed: int, noise_density: float) -> Example:
-    """Parts the tokens at a random place: inputs before, targets behind it."""
+    """Split the tokens at a random position: inputs before it, targets after it."""
     tokens = token_ids(example, TOKENS)
     return cut_at(tokens, prefix_length(tokens.size, noise_density, generator(seed)))
 
@@ -148,11 +148,11 @@ def cut_at(tokens: np.ndarray, place: int) -> Example:
 
 
 def corrupt(tokens: np.ndarray, mask: np.ndarray, sentinel: int, input_feature_key: str = "inputs") -> Example:
-    """`tokens` with noise where `mask` is, as inputs and targets; sentinels go down from `sentinel`."""
+    """Split `tokens` into inputs and targets by the noise `mask`; sentinels count down from `sentinel`."""
     starts = np.empty_like(mask)
     starts[:1] = True
     np.not_equal(mask[1:], mask[:-1], out=starts[1:])
-    runs = starts.nonzero()[0]  # where runs of noise and of kept tokens start, in turn
+    runs = starts.nonzero()[0]  # starts of alternating runs of noise and kept tokens
     noise_first = int(mask.size and mask[0])
     sentinels = np.arange(sentinel, sentinel - len(runs), -1, dtype=tokens.dtype)
     inputs, targets = tokens.copy(), tokens.copy()
@@ -163,35 +163,35 @@ def corrupt(tokens: np.ndarray, mask: np.ndarray, sentinel: int, input_feature_k
 
 @functools.lru_cache(maxsize=64)
 def noise_counts(length: int, noise_density: float, mean_noise_span_length: float) -> tuple[int, int]:
-    """Numbers of noise tokens and of noise spans among `length` (at least 2) tokens; neither kind is ever missing."""
+    """Return the numbers of noise tokens and spans among `length` (at least 2) tokens; both kinds always occur."""
     noise = min(max(round(length * noise_density), 1), length - 1)
     spans = max(round(noise / mean_noise_span_length), 1)
     return noise, min(spans, noise, length - noise)
 
 
 def denoised_lengths(length: int, noise_density: float, mean_noise_span_length: float) -> tuple[int, int]:
-    """Lengths of inputs and targets made of `length` tokens, each with EOS."""
+    """Return the lengths of inputs and targets made from `length` tokens, each with EOS."""
     noise, spans = noise_counts(length, noise_density, mean_noise_span_length)
     return length - noise + spans + 1, noise + spans + 1
 
 
 def random_spans_helper(inputs_length: int, noise_density: float, mean_noise_span_length: float) -> tuple[int, int]:
-    """How many tokens to cut at for span corruption that fills the inputs, and how long the targets are then.
+    """Return the piece length with which span corruption fills the inputs, and the length of its targets.
 
     >>> random_spans_helper(512, noise_density=0.15, mean_noise_span_length=3.0)
     (568, 114)
 
     Args:
-      inputs_length: with EOS.
+      inputs_length: length of the inputs with EOS.
 
     Returns:
-      Length of a piece of text in tokens, and length of its targets with EOS.
+      Length of a piece in tokens, and length of its targets with EOS.
     """
     length = inputs_length - 1
     while denoised_lengths(length + 1, noise_density, mean_noise_span_length)[0] <= inputs_length:
         length += 1
     made, targets_length = denoised_lengths(length, noise_density, mean_noise_span_length)
-    if noise_density == 0.5 and targets_length > made:  # t5's: equal lengths for inputs and targets then
+    if noise_density == 0.5 and targets_length > made:  # as in t5: equal lengths for inputs and targets
         length, targets_length = length - 1, targets_length - 1
     return length, targets_length
 
@@ -199,10 +199,10 @@ def random_spans_helper(inputs_length: int, noise_density: float, mean_noise_spa
 def random_spans_noise_mask(
     length: int, rng: np.random.Generator, noise_density: float, mean_noise_span_length: float
 ) -> np.ndarray:
-    """Where noise is: spans that alternate, noise second. All masks with the numbers of `noise_counts` are as likely.
+    """Sample a noise mask of alternating spans, noise second. All masks with the `noise_counts` are equally likely.
 
     Returns:
-      bool [length]; the last one is noise, if `length` is 2 or more.
+      bool [length]; the last token is noise if `length` is 2 or more.
     """
     padded = max(length, 2)
     noise, spans = noise_counts(padded, noise_density, mean_noise_span_length)
@@ -217,7 +217,7 @@ def random_spans_noise_mask(
 
 
 def _segment_ends(keys: np.ndarray, count: int, total: int) -> np.ndarray:
-    """Ends of `count` segments of `total` things, none empty, where the smallest of `total` - 1 random `keys` are."""
+    """Return the ends of `count` non-empty segments of `total` items, at the smallest of `total` - 1 random `keys`."""
     ends = np.empty(count, np.intp)
     ends[-1] = total
     if count > 1:
@@ -228,12 +228,12 @@ def _segment_ends(keys: np.ndarray, count: int, total: int) -> np.ndarray:
 
 
 def iid_noise_mask(length: int, rng: np.random.Generator, noise_density: float) -> np.ndarray:
-    """bool [length]: each is noise with probability `noise_density`."""
+    """Return bool [length]: each is noise with probability `noise_density`."""
     return rng.bit_generator.random_raw(length) < np.uint64(noise_density * 2.0**64)
 
 
 def prefix_bounds(length: int, noise_density: float) -> tuple[int, int]:
-    """The least and the greatest number of tokens before the place where `length` tokens are cut in two."""
+    """Return the minimum and maximum number of tokens before the split of `length` tokens."""
     most = max(length - 1, 0)
     return min(most, max(1, round((1 - 2 * noise_density) * most))), most
 
@@ -244,7 +244,7 @@ def prefix_length(length: int, noise_density: float, rng: np.random.Generator) -
 
 
 def random_below(bound: int, rng: np.random.Generator) -> int:
-    """A number from 0 to `bound` - 1, each as likely to one part in 2^64 / `bound`."""
+    """Sample a number from 0 to `bound` - 1, uniformly up to one part in 2^64 / `bound`."""
     return int(rng.bit_generator.random_raw()) * bound >> 64
 
 
@@ -261,7 +261,7 @@ def check_prefix(noise_density: float, name: str) -> None:
 
 
 def check_sentinels(vocabulary: Vocabulary, spans: int, name: str) -> None:
-    """Says so where there are fewer extra ids than spans, as in ByT5, where ordinary ids serve as sentinels."""
+    """Warn if there are fewer extra ids than spans, as in ByT5, where ordinary ids serve as sentinels."""
     if spans >= vocabulary.vocab_size:
         raise UserError(
             f"{name} needs {spans} sentinels, but {vocabulary!r} has {vocabulary.vocab_size} ids. Shorten the inputs "
@@ -289,7 +289,7 @@ def shared_vocabulary(output_features: Mapping[str, Feature], input_feature_key:
 
 
 def _room(output_features: Mapping[str, Feature], sequence_length: Mapping[str, int] | None, name: str) -> int:
-    """Tokens that go into `inputs` besides EOS."""
+    """Return the number of tokens in `inputs` besides EOS."""
     length = length_of("inputs", sequence_length, name) - int(output_features["inputs"].add_eos)
     if length < 2:
         raise UserError(f"{name} has {length} token(s) for the inputs. Give them a greater length.")

@@ -1,4 +1,4 @@
-"""English names of languages by their two-letter codes, as T5's translation prompts write them (Unicode CLDR)."""
+"""English names of languages by their two-letter codes, as in T5's translation prompts (Unicode CLDR)."""
 
 from t5x.errors import UserError
 
@@ -26,7 +26,7 @@ _BY_CODE = dict(entry.strip().split(" ", 1) for entry in _NAMES.split(","))
 
 
 def language_name(code: str) -> str:
-    """English name of the language whose code the first two letters of `code` are.
+    """Return the English name of the language that the first two letters of `code` stand for.
 
     >>> language_name("de"), language_name("zh-cn")
     ('German', 'Chinese')

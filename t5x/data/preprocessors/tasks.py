@@ -1,4 +1,4 @@
-"""T5's text-to-text tasks: examples of well-known data sets as the texts that the published models were trained on."""
+"""T5's text-to-text tasks: well-known datasets in the formats that the published models were trained on."""
 
 import csv
 import re
@@ -17,7 +17,7 @@ _UNKNOWN_LABEL = "<unk>"
 
 
 def translate(example: Example, source_language: str, target_language: str) -> Example:
-    """A pair of sentences, in fields named by language codes.
+    """Format a translation pair, in fields named by language codes.
 
     >>> translate({"de": "Das ist gut.", "en": "That is good."}, "de", "en")
     {'inputs': 'translate German to English: Das ist gut.', 'targets': 'That is good.'}
@@ -27,7 +27,7 @@ def translate(example: Example, source_language: str, target_language: str) -> E
 
 
 def summarize(example: Example, article_key: str, summary_key: str) -> Example:
-    """An article and its summary.
+    """Format an article and its summary.
 
     >>> summarize({"article": "A long story.", "highlights": "Short."}, "article", "highlights")
     {'inputs': 'summarize: A long story.', 'targets': 'Short.'}
@@ -36,12 +36,12 @@ def summarize(example: Example, article_key: str, summary_key: str) -> Example:
 
 
 def squad(example: Example, include_context: bool = True) -> Example:
-    """A question of SQuAD: {"id", "context", "question", "answers": {"text": [answer, …]}}.
+    """Format a SQuAD question: {"id", "context", "question", "answers": {"text": [answer, …]}}.
 
-    There are spaces around every punctuation mark, as in T5's training data. The first answer is the target.
+    Every punctuation mark is surrounded by spaces, as in T5's training data. The first answer is the target.
 
     Args:
-      include_context: False leaves the context out of the inputs, with another prompt.
+      include_context: False omits the context from the inputs and uses another prompt.
     """
     answers = [_spaced(answer) for answer in example["answers"]["text"]]
     if not answers:
@@ -65,17 +65,17 @@ def glue(
     feature_names: Sequence[str] | None = None,
     id_key: str | None = "idx",
 ) -> Example:
-    """A sentence or a pair of sentences with a label, as in GLUE and SuperGLUE.
+    """Format a sentence or a pair of sentences with a label, as in GLUE and SuperGLUE.
 
     >>> example = {"sentence1": "It rains.", "sentence2": "It is wet.", "label": 1, "idx": 7}
     >>> glue(example, "mrpc", ["not_equivalent", "equivalent"])
     {'idx': 7, 'inputs': 'mrpc sentence1: It rains. sentence2: It is wet.', 'targets': 'equivalent'}
 
     Args:
-      benchmark_name: the first word of the inputs. "multirc" also takes HTML out, and its `idx` has three parts.
-      label_names: the target for each label from 0; a label of -1 (none) becomes "<unk>".
-      feature_names: fields that make the inputs, in this order; all but `label` and `idx`, by name, if not given.
-      id_key: field kept as `idx`; None keeps none.
+      benchmark_name: first word of the inputs. "multirc" also removes HTML tags, and its `idx` has three parts.
+      label_names: target for each label from 0; a label of -1 (none) becomes "<unk>".
+      feature_names: fields of the inputs, in this order; None uses all but `label` and `idx`, sorted.
+      id_key: field to keep as `idx`; None keeps none.
     """
     names = feature_names or sorted(set(example) - {"label", "idx"})
     inputs = " ".join([benchmark_name, *(f"{name}: {_text(example, name)}" for name in names)])
@@ -89,7 +89,7 @@ def glue(
 
 
 def stsb(example: Example) -> Example:
-    """A pair of sentences of GLUE's STS-B with their similarity, to the nearest fifth.
+    """Format a sentence pair of GLUE's STS-B, with the similarity rounded to the nearest 0.2.
 
     >>> stsb({"sentence1": "A man sings.", "sentence2": "A man eats.", "label": 1.75, "idx": 7})
     {'inputs': 'stsb sentence1: A man sings. sentence2: A man eats.', 'targets': '1.8', 'idx': 7}
@@ -110,7 +110,7 @@ def monot5(
     true_word: str = "true",
     false_word: str = "false",
 ) -> Example:
-    """A query and a passage as monoT5 ranks them; a label above 0 is relevant.
+    """Format a query and a passage for monoT5; a label above 0 is relevant.
 
     >>> monot5({"query": "capital of France", "passage": "Paris is its capital.", "label": 1})
     {'inputs': 'Query: capital of France Document: Paris is its capital. Relevant:', 'targets': 'true'}
@@ -129,15 +129,15 @@ def parse_tsv(
     field_columns: Sequence[int] | None = None,
     text_key: str = "text",
 ) -> Example:
-    r"""The fields of a line of text; quotation marks are characters like others.
+    r"""Split a line of text into fields; quotation marks have no special meaning.
 
     >>> parse_tsv({"text": "7\tHello\tHallo"}, ["en", "de"], field_columns=[1, 2])
     {'en': 'Hello', 'de': 'Hallo'}
 
     Args:
-      field_names: "inputs" and "targets", if not given.
-      field_delim: between two fields.
-      field_columns: the column of each field, from 0 and ascending; if not given, the first ones.
+      field_names: names of the fields; "inputs" and "targets" by default.
+      field_delim: separator of fields.
+      field_columns: column of each field, from 0; the first columns by default.
       text_key: field of the example that has the line.
     """
     names = field_names or ["inputs", "targets"]
@@ -158,19 +158,19 @@ def preprocess_tsv(
     use_quote_delim: bool = False,
     text_key: str = "text",
 ) -> Example:
-    """Inputs and targets made of the fields of a line of text.
+    """Make inputs and targets from the fields of a line of text.
 
     >>> line = {"text": "6,7,42"}
     >>> preprocess_tsv(line, ",", 3, "numerator: {2} denominator: {1}", "quotient: {0}")
     {'inputs': 'numerator: 42 denominator: 7', 'targets': 'quotient: 6'}
 
     Args:
-      field_delim: between two fields.
-      num_fields: how many every line has; not looked at with `field_names`.
+      field_delim: separator of fields.
+      num_fields: number of fields per line; ignored with `field_names`.
       inputs_format, targets_format: text with the numbers (from 0) or, with `field_names`, the names of fields in
         braces.
-      field_names: of all fields of a line.
-      use_quote_delim: a field in double quotes may have the delimiter in it.
+      field_names: names of all fields of a line.
+      use_quote_delim: allow the delimiter inside a field in double quotes.
       text_key: field of the example that has the line.
     """
     line = _text(example, text_key)
@@ -192,14 +192,14 @@ def preprocess_tsv(
 
 
 def lower_text(example: Example, key: str = "text") -> Example:
-    """Lower-cases a field."""
+    """Lower-case a field."""
     return example | {key: _text(example, key).lower()}
 
 
 def filter_by_string_length(
     example: Example, feature_key: str = "targets", min_length: int = 1, max_length: int = 1_000_000
 ) -> Example | None:
-    """Drops an example whose text has fewer or more bytes (in UTF-8) than that."""
+    """Drop an example whose text has fewer or more UTF-8 bytes than these limits."""
     return example if min_length <= len(_text(example, feature_key).encode()) <= max_length else None
 
 

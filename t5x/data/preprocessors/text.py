@@ -12,7 +12,7 @@ Example = dict[str, Any]
 
 
 def rekey(example: Example, key_map: Mapping[str, str | None] | None = None) -> Example:
-    """Takes the fields named in `key_map`, {new name: old name}; an old name of None or "" gives an empty text.
+    """Select and rename fields by `key_map`, {new name: old name}; an old name of None or "" gives an empty text.
 
     >>> rekey({"de": "Hallo", "en": "Hello"}, {"inputs": "en", "targets": "de"})
     {'inputs': 'Hello', 'targets': 'Hallo'}
@@ -28,13 +28,13 @@ def tokenize(
     copy_pretokenized: bool = True,
     with_eos: bool = False,
 ) -> Example:
-    """Encodes the output features with their vocabularies; a list of texts becomes a list of id arrays.
+    """Encode the output features with their vocabularies; a list of texts becomes a list of id arrays.
 
     Args:
-      example: with text in its output features. Others are kept.
-      output_features: of the task.
+      example: has text in its output features. Other fields are kept.
+      output_features: features of the task.
       copy_pretokenized: keep the text as `<feature>_pretokenized`.
-      with_eos: append EOS where the feature has `add_eos`: to the last text of a list.
+      with_eos: append EOS if the feature has `add_eos`; for a list, to the last text.
     """
     made = {}
     for name, value in example.items():
@@ -52,24 +52,24 @@ def tokenize(
 def tokenize_and_append_eos(
     example: Example, output_features: Mapping[str, Feature], copy_pretokenized: bool = True
 ) -> Example:
-    """`tokenize`, then EOS where the feature has `add_eos`."""
+    """Apply `tokenize`, then append EOS if the feature has `add_eos`."""
     return tokenize(example, output_features, copy_pretokenized, with_eos=True)
 
 
 def append_eos(example: Example, output_features: Mapping[str, Feature]) -> Example:
-    """Appends EOS to the output features with `add_eos`. A later trim may cut it off again."""
+    """Append EOS to the output features with `add_eos`. A later trim may remove it."""
     return append_eos_after_trim(example, output_features, sequence_length=None)
 
 
 def append_eos_after_trim(
     example: Example, output_features: Mapping[str, Feature], sequence_length: Mapping[str, int] | None = None
 ) -> Example:
-    """Trims the output features with `add_eos` to one less than their length, and appends EOS.
+    """Trim the output features with `add_eos` to one less than their length, and append EOS.
 
     Args:
-      example: with ids in its output features.
-      output_features: of the task.
-      sequence_length: {feature: length}; a feature without one is not trimmed.
+      example: has ids in its output features.
+      output_features: features of the task.
+      sequence_length: {feature: length}; a feature without a length is not trimmed.
     """
     made = dict(example)
     for name, feature in output_features.items():
@@ -79,11 +79,11 @@ def append_eos_after_trim(
     return made
 
 
-append_eos_after_trim.appends_eos_after_trim = True  # a pipeline counts what it cuts
+append_eos_after_trim.appends_eos_after_trim = True  # a pipeline counts its truncations
 
 
 def truncate_inputs_left(example: Example, sequence_length: Mapping[str, int] | None) -> Example:
-    """Keeps the end of `inputs` where it is longer than its length. It goes after tokenize and append_eos."""
+    """Keep the end of `inputs` if it is longer than its length. Use it after tokenize and append_eos."""
     length = (sequence_length or {}).get("inputs")
     if length is None:
         return example
@@ -102,7 +102,7 @@ def _encode(value: Any, name: str, feature: Feature) -> Any:
 
 
 def _array(ids: Any, name: str, feature: Feature) -> np.ndarray:
-    """`ids` with the feature's dtype."""
+    """Return `ids` with the feature's dtype."""
     try:
         made = np.asarray(ids, feature.dtype)
     except OverflowError as error:

@@ -1,7 +1,7 @@
-"""Where examples come from: random access by (split, index), from files of many kinds or from Python.
+"""Data sources: random access to examples by (split, index), from many kinds of files or from Python.
 
-Nothing here needs TensorFlow. A source can be used from several threads, and pickled: files are opened again where it
-arrives. To read something else, make a `FileDataSource` with a function that opens one file, or a subclass of
+Nothing here needs TensorFlow. A source can be used from several threads and can be pickled: files are reopened after
+unpickling. To read something else, create a `FileDataSource` with a function that reads one file, or subclass
 `DataSource`.
 """
 

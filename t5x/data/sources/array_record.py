@@ -21,8 +21,8 @@ class ArrayRecordDataSource(FilesDataSource):
 
     Args:
       split_to_filepattern: as in `TextLineDataSource`.
-      decode_fn: what a record is: "tf_example", "json", "msgpack", or a function from its bytes to a dict.
-      feature_description: of "tf_example" records, as in `TFExampleDataSource`.
+      decode_fn: format of a record: "tf_example", "json", "msgpack", or a function from its bytes to a dict.
+      feature_description: description of "tf_example" records, as in `TFExampleDataSource`.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class ArrayRecordDataSource(FilesDataSource):
 
 
 class ArrayRecordFile:
-    """The records of one file. A reader is opened for each process: its threads do not survive a fork."""
+    """The records of one file. Each process opens its own reader, whose threads do not survive a fork."""
 
     def __init__(self, copy: LocalCopy):
         self.name = copy.name
@@ -72,7 +72,7 @@ class ArrayRecordFile:
             "array_record.python.array_record_module", "array_record", "Reading array_record files"
         )
         try:
-            # Without read-ahead, which is of no use for random access.
+            # Read-ahead is useless for random access.
             self._opened = module.ArrayRecordReader(self._path, "readahead_buffer_size:0,max_parallelism:0")
             is_whole = self._opened.ok()
         except (ValueError, RuntimeError) as error:

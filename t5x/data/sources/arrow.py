@@ -1,4 +1,4 @@
-"""Parquet files, and data sets that the package `datasets` has saved; both are read with pyarrow."""
+"""Parquet files, and datasets saved by the package `datasets`; both are read with pyarrow."""
 
 import bisect
 import collections
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_CACHE_BYTES = 512 * 2**20  # of decoded row groups that a source keeps
-_SLOW_ROWS = 500  # of a row group, from which on reading it for one example is called slow
+_CACHE_BYTES = 512 * 2**20  # limit for cached row groups, decoded
+_SLOW_ROWS = 500  # rows per group above which a warning is logged
 
 
 class ParquetDataSource(FilesDataSource):
     """The rows of Parquet files: {column: value}; lists of numbers are arrays.
 
-    One row is read by decoding the row group it is in. The groups used last are kept in memory (512 MB): files that are
-    much larger are read fast only if their row groups are small.
+    Reading a row decodes its whole row group. The most recently used groups are kept in memory (512 MB), so much larger
+    files are read fast only if their row groups are small.
 
     Args:
       split_to_filepattern: as in `TextLineDataSource`.
-      columns: those to read; None is all.
+      columns: columns to read; None reads all.
     """
 
     def __init__(self, split_to_filepattern: Mapping[str, Patterns], columns: Sequence[str] | None = None):
@@ -65,7 +65,7 @@ class ParquetDataSource(FilesDataSource):
 
 
 class _RowGroups:
-    """The row groups that were used last, of all files of a split."""
+    """A cache of the most recently used row groups of all files of a split."""
 
     def __init__(self):
         self._tables: collections.OrderedDict[tuple[str, int], pyarrow.Table] = collections.OrderedDict()
@@ -88,9 +88,9 @@ class _ParquetFile:
     """The rows of one file.
 
     Attributes:
-      groups: shared by the files of a split.
-      decoded_size: of all row groups, in bytes, about.
-      largest_group: rows.
+      groups: cache shared by the files of a split.
+      decoded_size: approximate size of all row groups in bytes.
+      largest_group: number of rows of the largest row group.
     """
 
     def __init__(self, copy: LocalCopy, columns: list[str] | None):
@@ -110,6 +110,7 @@ class _ParquetFile:
         names = self._parquet.schema_arrow.names
         if unknown := [column for column in columns or () if column not in names]:
             raise UserError(f"{copy.name} has no column {unknown[0]!r}. Its columns are {', '.join(names)}.")
+        _check_distinct([name for name in names if columns is None or name in columns], copy.name)
         metadata = self._parquet.metadata
         groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
         self._ends = np.cumsum([group.num_rows for group in groups], dtype=np.int64)
@@ -139,18 +140,20 @@ class _ParquetFile:
 
 
 class HuggingFaceDataSource(FilesDataSource):
-    """A data set that the package `datasets` has saved (`save_to_disk`); the package itself is not needed.
+    """A dataset saved by the package `datasets` (`save_to_disk`); the package itself is not needed.
 
         datasets.load_dataset("glue", "mrpc").save_to_disk("mrpc")
         HuggingFaceDataSource("mrpc")
 
-    Its Arrow files are mapped into memory, not read. Values are {column: value}; lists of numbers are arrays.
+    Its Arrow files are memory-mapped. Examples are {column: value}; lists of numbers are arrays.
 
     Args:
-      directory: of a DatasetDict, whose splits are taken, or of a Dataset, which has the split it was made from, or
-        "train". May be remote.
-      splits: those to take; None is all.
+      directory: directory of a DatasetDict, with its splits, or of a Dataset, whose split is the one it was made from,
+        or "train". May be remote.
+      splits: splits to use; None uses all.
     """
+
+    places = (*FilesDataSource.places, "_directory")
 
     def __init__(self, directory: str | os.PathLike, splits: Sequence[str] | None = None):
         self._directory = os.fspath(directory) if is_remote(directory) else os.path.expanduser(os.fspath(directory))
@@ -160,7 +163,7 @@ class HuggingFaceDataSource(FilesDataSource):
         super().__init__({split: found[split] for split in splits or found})
 
     def _find_splits(self) -> dict[str, str]:
-        """The directory of each split."""
+        """Return the directory of each split."""
         if not is_remote(self._directory) and not os.path.isdir(self._directory):
             raise UserError(f"There is no directory {self._directory}. Name one that `save_to_disk` has written.")
         if (listed := self._read_json("dataset_dict.json")) is not None:
@@ -203,18 +206,20 @@ class HuggingFaceDataSource(FilesDataSource):
 
 
 class _ArrowFile:
-    """The rows of an Arrow stream that is mapped into memory."""
+    """The rows of a memory-mapped Arrow stream."""
 
     def __init__(self, copy: LocalCopy):
         self.name = copy.name
         self._file = LocalFile(copy)
         pa = _pyarrow()
         try:
-            self._batches = list(pa.ipc.open_stream(pa.memory_map(copy.path)))
+            stream = pa.ipc.open_stream(pa.memory_map(copy.path))
+            self._batches = list(stream)
         except (pa.ArrowException, OSError) as error:
             raise UserError(
                 f"{copy.name} is no Arrow stream, or is cut short ({_first_line(error)}). Fetch or save it again."
             ) from error
+        _check_distinct(stream.schema.names, copy.name)
         self._ends = np.cumsum([batch.num_rows for batch in self._batches], dtype=np.int64).tolist()
 
     def __len__(self) -> int:
@@ -229,12 +234,28 @@ class _ArrowFile:
         return record_location(self.name, index)
 
 
+def _check_distinct(columns: Sequence[str], file: str) -> None:
+    """Raise a UserError if two columns have the same name, because it would be ambiguous."""
+    for name, count in collections.Counter(columns).items():
+        if count > 1:
+            raise UserError(
+                f"{file} has {count} columns named {name!r}. Write it again with distinct names: "
+                "pyarrow.Table.rename_columns."
+            )
+
+
 def _row(table: "pyarrow.Table | pyarrow.RecordBatch", index: int) -> dict[str, Any]:
-    return {name: _value(column[index]) for name, column in zip(table.schema.names, table.columns, strict=True)}
+    row = {}
+    for name, column in zip(table.schema.names, table.columns, strict=True):
+        try:
+            row[name] = _value(column[index])
+        except (ValueError, OverflowError) as error:  # a duplicate struct field, a date out of range
+            raise Malformed(f"column {name!r} cannot be read ({_first_line(error)}).") from error
+    return row
 
 
 def _value(scalar: "pyarrow.Scalar") -> Any:
-    """As Python has it, with lists of numbers as arrays of their own memory."""
+    """Return a Python value; lists of numbers are arrays with their own memory."""
     import pyarrow
 
     if isinstance(scalar, pyarrow.ListScalar):

@@ -1,7 +1,9 @@
-"""What a source is, and the one made of a Python function."""
+"""The base class of sources, and the source made from a Python function."""
 
 import abc
 import copy
+import functools
+import hashlib
 import importlib
 import inspect
 import threading
@@ -11,22 +13,26 @@ from typing import Any
 
 import numpy as np
 
+from t5x.data import records
 from t5x.data.fingerprints import fingerprint
 from t5x.errors import UserError
 
+_HASHED_EXAMPLES = 10_000
+_HASHED_IN_MEMORY = 1_000_000
+
 
 class BadExample(UserError):
-    """One example cannot be used; the message says which one and why."""
+    """An example that cannot be used; the message names it and the reason."""
 
 
 class Malformed(Exception):
-    """What is wrong with a record, without where it is: that is added by who knows it."""
+    """The reason why a record is invalid; the caller adds its location."""
 
 
 class DataSource(abc.ABC):
-    """Examples by split and index. Examples handed out belong to the caller, who may change them.
+    """Examples by split and index. A returned example belongs to the caller, who may change it.
 
-    A subclass of your own is a source like any other. To be read by worker processes it must be picklable.
+    Subclass it for sources of your own. To be read by worker processes, a source must be picklable.
     """
 
     @property
@@ -38,19 +44,46 @@ class DataSource(abc.ABC):
 
     @abc.abstractmethod
     def example(self, split: str, index: int) -> dict[str, Any]:
-        """Example `index` (0 to num_examples - 1) of a split."""
+        """Return example `index` (0 to num_examples - 1) of a split."""
 
     @abc.abstractmethod
     def location(self, split: str, index: int) -> str:
-        """Where an example is, for messages: file:line where there is one."""
+        """Return where an example is, for messages: file:line if possible."""
 
     def fingerprint(self, split: str) -> dict[str, Any]:
-        """What tells the examples of a split from others, JSON-able; a cache of a task is of one of these.
+        """Return what identifies the examples of a split, JSON-serializable; a task's cache depends on it.
 
-        Here it is a hash of the code of the class and of what a pickle of the source holds. A subclass whose examples
-        may change while these do not says more.
+        By default this is a hash of the code of the class and of the pickled state. Override it in a subclass whose
+        examples can change while these do not.
         """
         return {"class": type(self).__qualname__, "settings": fingerprint(self)}
+
+    def content_fingerprint(self, split: str) -> Callable[[], dict[str, Any]]:
+        """Return a function that computes what identifies the content of a split, wherever it is stored, as JSON.
+
+        A checkpoint's position in the data is valid only for this content. By default this is a hash of the examples,
+        or of 10,000 of them, evenly spaced, if there are more. Slow work belongs in the returned function, which runs
+        in a thread while examples are read.
+        """
+        found = self._hash_examples(split, _HASHED_EXAMPLES)
+        return lambda: found
+
+    def _hash_examples(self, split: str, limit: int) -> dict[str, Any]:
+        size = self.num_examples(split)
+        digest = hashlib.blake2b(digest_size=16)
+        for index in range(size) if size <= limit else (i * size // limit for i in range(limit)):
+            digest.update(self._example_bytes(split, index))
+        return {"class": type(self).__qualname__, "examples": size, "content": digest.hexdigest()}
+
+    def _example_bytes(self, split: str, index: int) -> bytes:
+        try:
+            example = self.example(split, index)
+        except BadExample:
+            return b"bad"
+        try:
+            return records.encode([dict(sorted(example.items(), key=str))])
+        except UserError:  # values of other types
+            return fingerprint(example, lasting=True).encode()
 
     def check_split(self, split: str) -> None:
         if split not in self.splits:
@@ -58,7 +91,7 @@ class DataSource(abc.ABC):
 
 
 class OpenedSplits(abc.ABC):
-    """What a source keeps of each split once it is asked for; it is left behind when the source is pickled."""
+    """State that a source opens for each split on first use; it is not pickled."""
 
     def __init__(self):
         self._opened: dict[str, Any] = {}
@@ -72,7 +105,7 @@ class OpenedSplits(abc.ABC):
         OpenedSplits.__init__(self)
 
     def opened(self, split: str) -> Any:
-        """What `_open(split)` returned, when it was first asked for."""
+        """Return the result of `_open(split)`, which is called on first use."""
         if split not in self._opened:
             with self._lock:
                 if split not in self._opened:
@@ -93,9 +126,9 @@ class FunctionDataSource(OpenedSplits, DataSource):
 
     Args:
       dataset_fn: `dataset_fn(split)` returns a sequence of dicts (anything with `len` and indexing). A parameter
-        `shuffle_files` without default, as seqio asks for, gets False.
-      splits: the splits it knows.
-      num_input_examples: seqio's hint; the sequence itself is counted here.
+        `shuffle_files` without a default, as in seqio, gets False.
+      splits: the splits that it supports.
+      num_input_examples: accepted for seqio compatibility; the sequence is counted.
     """
 
     def __init__(
@@ -121,6 +154,12 @@ class FunctionDataSource(OpenedSplits, DataSource):
     def location(self, split: str, index: int) -> str:
         return f"example {index} of {name_of(self._function)}({split!r})"
 
+    def content_fingerprint(self, split: str) -> Callable[[], dict[str, Any]]:
+        """See `DataSource`; up to a million examples of a list or tuple are hashed."""
+        if not isinstance(self.opened(split), list | tuple):
+            return super().content_fingerprint(split)
+        return functools.partial(self._hash_examples, split, _HASHED_IN_MEMORY)
+
     def _open(self, split: str) -> Sequence[Mapping[str, Any]]:
         parameters = inspect.signature(self._function).parameters
         wanted = "shuffle_files" in parameters and parameters["shuffle_files"].default is inspect.Parameter.empty
@@ -132,14 +171,14 @@ class FunctionDataSource(OpenedSplits, DataSource):
 
 
 def as_example(example: Any, location: Callable[[], str]) -> dict[str, Any]:
-    """A new dict of what a user's function gave; BadExample if it is none."""
+    """Return a new dict of a user function's example; raise BadExample if it is not a mapping."""
     if not isinstance(example, Mapping):
         raise BadExample(f"{location()} is a {type(example).__name__}; examples are dicts.")
     return dict(example)
 
 
 def unshared(example: Any) -> Any:
-    """An example that a user's sequence keeps, with copies of what in it can be changed in place."""
+    """Return an example of a user's sequence with copies of its mutable values."""
     if not isinstance(example, Mapping):
         return example
     changeable = list | dict | np.ndarray
@@ -159,7 +198,7 @@ def name_of(function: Callable) -> str:
 
 
 def optional_package(module: str, package: str, purpose: str, extra: str | None = None) -> types.ModuleType:
-    """Imports a module that may not be installed; a UserError says how to get it."""
+    """Import a module that may not be installed; raise a UserError with how to install it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Sources of files: splits that are lists of paths and glob patterns."""
+"""File sources: splits are lists of paths and glob patterns."""
 
 import abc
 import bisect
@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from t5x.data import files, staging
+from t5x.data import digests, files, staging
 from t5x.data.fingerprints import fingerprint
 from t5x.data.sources.base import (
     BadExample,
@@ -29,28 +29,34 @@ Patterns = str | os.PathLike | Sequence[str | os.PathLike]
 
 
 class Examples(Protocol):
-    """The examples of one file, new objects each time. What `[]` cannot read is `Malformed`."""
+    """The examples of one file, new objects each time. `[]` raises `Malformed` for what it cannot read."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Mapping[str, Any]: ...
 
     def location(self, index: int) -> str:
-        """Where an example is: the file, and the line or record in it."""
+        """Return where an example is: the file, and the line or record in it."""
 
 
 class _Split(NamedTuple):
     files: list[Examples]
     ends: list[int]  # examples up to and including each file
+    copies: Sequence[LocalCopy]
 
 
 class FilesDataSource(OpenedSplits, DataSource):
     """The examples of files, one file after the other.
 
     Args:
-      split_to_filepattern: split to a path, a glob pattern, or several. Paths may be remote (gs://…) and compressed
-        (.gz): such files are copied into the cache directory, once.
+      split_to_filepattern: {split: a path, a glob pattern, or several}. Remote (gs://…) and compressed (.gz) files are
+        copied into the cache directory once.
+
+    Attributes:
+      places: names of attributes that hold the location or version of the files, not their content.
     """
+
+    places: tuple[str, ...] = ("_patterns", "_versions")
 
     def __init__(self, split_to_filepattern: Mapping[str, Patterns]):
         super().__init__()
@@ -87,11 +93,22 @@ class FilesDataSource(OpenedSplits, DataSource):
         names = [(os.path.basename(name), version) for name, version in staging.versions(self._paths(split))]
         return {"class": type(self).__qualname__, "settings": fingerprint((type(self), state)), "files": names}
 
+    def content_fingerprint(self, split: str) -> Callable[[], dict[str, Any]]:
+        """See `DataSource`; see `t5x.data.digests` for how files are hashed."""
+        settings = fingerprint((type(self), self._settings(split)), lasting=True)
+        described = {"class": type(self).__qualname__, "settings": settings}
+        copies = self.opened(split).copies
+        return lambda: described | {"files": digests.describe_files(copies)}
+
+    def _settings(self, split: str) -> dict[str, Any]:
+        """Return what the examples depend on besides the content of the files."""
+        return {name: value for name, value in self.__getstate__().items() if name not in self.places}
+
     @abc.abstractmethod
     def _open_file(self, copy: LocalCopy) -> Examples: ...
 
     def _find(self, split: str, index: int) -> tuple[Examples, int]:
-        opened, ends = self.opened(split)
+        opened, ends, _ = self.opened(split)
         if not 0 <= index < ends[-1]:
             raise IndexError(f"example {index} of {ends[-1]} in split {split!r}")
         if len(opened) == 1:
@@ -104,8 +121,8 @@ class FilesDataSource(OpenedSplits, DataSource):
         return self._joined(split, copies, [self._open_file(copy) for copy in copies])
 
     def _staged(self, split: str, paths: Sequence[str]) -> list[LocalCopy]:
-        """Local copies of files, which must be of the versions that they were of where the source was pickled."""
-        copies = staging.stage(paths)
+        """Return local copies; after unpickling, raise a UserError if the files have changed since."""
+        copies = staging.stage(paths, verify=split not in self._versions)  # else verified before pickling
         now = _versions(copies)
         before = self._versions.get(split, now)
         if changed := [name for name in before | now if before.get(name) != now.get(name)]:
@@ -122,7 +139,7 @@ class FilesDataSource(OpenedSplits, DataSource):
             raise UserError(f"Split {split!r} has no examples: {names} is empty.")
         logger.info("Split %r: %d examples in %d file(s)", split, ends[-1], len(opened))
         self._versions[split] = _versions(copies)
-        return _Split(opened, ends)
+        return _Split(opened, ends, copies)
 
     def _paths(self, split: str) -> list[str]:
         patterns = self._patterns[split]
@@ -142,7 +159,7 @@ class FileDataSource(FilesDataSource):
       read_file_fn: `read_file_fn(path)` returns the examples of one file: a sequence of dicts (anything with `len` and
         indexing). The path is that of a local, uncompressed file.
       split_to_filepattern: as in `TextLineDataSource`.
-      num_input_examples: seqio's hint; the examples are counted here.
+      num_input_examples: accepted for seqio compatibility; the examples are counted.
     """
 
     def __init__(
@@ -161,7 +178,7 @@ class FileDataSource(FilesDataSource):
 
 
 class _OfFunction:
-    """The examples that a user's function has made of a file."""
+    """The examples that a user's function has read from a file."""
 
     def __init__(self, sequence: Sequence[Mapping[str, Any]], name: str):
         self._sequence = sequence
@@ -178,7 +195,7 @@ class _OfFunction:
 
 
 class Records(Protocol):
-    """The records of one file as bytes. What `[]` cannot read is `Malformed`."""
+    """The records of one file as bytes. `[]` raises `Malformed` for what it cannot read."""
 
     name: str
 
@@ -188,7 +205,7 @@ class Records(Protocol):
 
 
 class DecodedRecords:
-    """Records as examples."""
+    """Records decoded to examples."""
 
     def __init__(self, records: Records, decode: Callable[[bytes], Mapping[str, Any]]):
         self._records = records
@@ -205,5 +222,5 @@ class DecodedRecords:
 
 
 def record_location(name: str, index: int) -> str:
-    """The place of a record in a file that has no lines; they count from 1, as lines do."""
+    """Return the position of a record in a file without lines. Records count from 1, like lines."""
     return f"{name}, record {index + 1}"

@@ -1,4 +1,4 @@
-"""Text files, one example a line (or a record of lines): text, JSON, TSV, CSV."""
+"""Text files with one example per line (or per quoted multi-line record): text, JSON, TSV, CSV."""
 
 import abc
 import csv
@@ -31,7 +31,7 @@ class _LinesDataSource(FilesDataSource):
 
     @abc.abstractmethod
     def _parser(self, lines: LineFile) -> _Parse:
-        """What makes an example of a line of this file."""
+        """Return the function that parses a line of this file."""
 
 
 class _Lines:
@@ -55,10 +55,10 @@ class TextLineDataSource(_LinesDataSource):
     """Lines of text, each an example `{"text": line}`; empty lines are examples too.
 
     Args:
-      split_to_filepattern: split to a path, a glob pattern, or several. Paths may be remote (gs://…) and compressed
-        (.gz, .bz2, .xz): such files are copied into the cache directory (T5X_CACHE_DIR), once.
-      skip_header_lines: lines to leave out at the beginning of each file.
-      num_input_examples: seqio's hint; the lines are counted here.
+      split_to_filepattern: {split: a path, a glob pattern, or several}. Remote (gs://…) and compressed (.gz, .bz2, .xz)
+        files are copied into the cache directory (T5X_CACHE_DIR) once.
+      skip_header_lines: number of lines to skip at the start of each file.
+      num_input_examples: accepted for seqio compatibility; the lines are counted.
     """
 
     blank = None
@@ -76,11 +76,11 @@ class TextLineDataSource(_LinesDataSource):
 
 
 class JsonLinesDataSource(_LinesDataSource):
-    """One JSON object a line; empty lines, and those of spaces alone, are passed over.
+    """One JSON object per line; blank lines are skipped.
 
     Args:
       split_to_filepattern: as in `TextLineDataSource`.
-      skip_header_lines: lines to leave out at the beginning of each file.
+      skip_header_lines: number of lines to skip at the start of each file.
     """
 
     blank = b" \t\r"
@@ -90,15 +90,14 @@ class JsonLinesDataSource(_LinesDataSource):
 
 
 class TsvDataSource(_LinesDataSource):
-    """Lines of fields, parted by tabs; every value is text, empty lines are passed over.
+    """Lines of tab-separated fields; every value is text, and empty lines are skipped.
 
     Args:
       split_to_filepattern: as in `TextLineDataSource`.
       columns: names of the fields; None takes them from the first line of each file.
-      delimiter: what parts the fields.
-      quote: None takes quotes as they are; '"' reads fields in quotes as CSV does: delimiters and line ends inside
-        them are text.
-      skip_header_lines: lines to leave out at the beginning of each file (before the one with names, if any).
+      delimiter: separator of the fields.
+      quote: None treats quotes as text; '"' reads quoted fields as CSV does, with delimiters and line ends inside.
+      skip_header_lines: number of lines to skip at the start of each file (before the one with names, if any).
     """
 
     def __init__(
@@ -166,7 +165,7 @@ class CsvDataSource(TsvDataSource):
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """The example that a JSON object is."""
+    """Parse a JSON object as an example."""
     try:
         example = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -181,7 +180,7 @@ def _text(text: str) -> dict[str, str]:
 
 
 def decoded(content: bytes) -> str:
-    """The text that bytes of UTF-8 are."""
+    """Decode UTF-8; raise Malformed if it is invalid."""
     try:
         return content.decode()
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""The message tf.train.Example, and what a description makes of its features; TensorFlow is not needed.
+"""Parser of tf.train.Example messages according to a feature description; TensorFlow is not needed.
 
 Example { Features features = 1 }
 Features { map<string, Feature> feature = 1 }
@@ -22,16 +22,16 @@ _DTYPE_KINDS = {"i": "int", "u": "int", "b": "int", "f": "float", "S": "bytes", 
 
 
 class ExampleParser:
-    """From the bytes of a tf.train.Example to an example.
+    """Parses the bytes of a tf.train.Example to an example.
 
     Args:
-      feature_description: {name: what it is}; other features are left out. It is one of
+      feature_description: {name: description}; other features are ignored. A description is one of
         "text", "bytes", "int", "float" (or str, bytes, int, float): one value;
         ["text"], ["bytes"], ["int"], ["float"]: any number: a list, or an array [n] of int64 or float32;
         a numpy dtype: an array [n] of it;
         a tf.io.FixedLenFeature or VarLenFeature, whose strings are text.
-        None: all features as they are stored: arrays [n] of int64 or float32, bytes, or a list of bytes where there
-        are none or several.
+        None returns all features as stored: arrays [n] of int64 or float32, bytes, or a list of bytes unless there is
+        exactly one.
     """
 
     def __init__(self, feature_description: Mapping[str, Any] | None = None):
@@ -73,11 +73,11 @@ class _Feature:
             ) from error
 
     def _take_dtype(self, given: Any) -> None:
-        """From a numpy dtype, or one of TensorFlow's dtypes and features, which are known by their attributes."""
+        """Read a numpy dtype, or a TensorFlow dtype or feature, recognized by its attributes."""
         is_plain = isinstance(given, np.dtype | type | str)
         dtype = given if is_plain else getattr(given, "dtype", given)
         dtype = np.dtype(getattr(dtype, "as_numpy_dtype", dtype))
-        if given is None or (is_plain and dtype.kind == "O"):  # numpy takes None for float64, any class for object
+        if given is None or (is_plain and dtype.kind == "O"):  # numpy reads None as float64, any class as object
             raise TypeError
         shape = None if is_plain else getattr(given, "shape", None)
         self._kind = _DTYPE_KINDS[dtype.kind]
@@ -87,7 +87,7 @@ class _Feature:
         self._shape = tuple(shape) if shape else None
 
     def __call__(self, features: Mapping[str, Any]) -> Any:
-        if self._name not in features:  # reading a protobuf map would add it
+        if self._name not in features:  # indexing a protobuf map would add it
             if self._default is not None:
                 return self._default
             there = ", ".join(sorted(features)) or "none"
@@ -142,7 +142,7 @@ def _as_stored(feature: Any) -> Any:
 
 @functools.cache
 def _message_class() -> type:
-    """The class of the message, in a pool of its own: TensorFlow's may be loaded too."""
+    """Return the message class, in a separate pool because TensorFlow's may be loaded too."""
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
     field = descriptor_pb2.FieldDescriptorProto

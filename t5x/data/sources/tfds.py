@@ -1,4 +1,4 @@
-"""Data sets that TensorFlow Datasets has prepared, read without TensorFlow."""
+"""Datasets prepared by TensorFlow Datasets, read without TensorFlow."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -15,15 +15,17 @@ _READERS = {"tfrecord": RecordFile, "array_record": ArrayRecordFile}
 
 
 class TfdsDataSource(FilesDataSource):
-    """A prepared data set of TensorFlow Datasets, whose files are TFRecord or array_record. Texts are str.
+    """A prepared dataset of TensorFlow Datasets, in TFRecord or array_record files. Texts are str.
 
     Nothing is downloaded: prepare it first, with `tfds build NAME --file_format=array_record`.
 
     Args:
-      tfds_name: such as "glue/mrpc:2.0.0".
-      tfds_data_dir: where it was prepared; None is TFDS's own place (TFDS_DATA_DIR, ~/tensorflow_datasets).
-      splits: those to take, or {name: a split or slice such as "train[:90%]"}; None is all.
+      tfds_name: name such as "glue/mrpc:2.0.0".
+      tfds_data_dir: directory where it was prepared; None is TFDS's default (TFDS_DATA_DIR, ~/tensorflow_datasets).
+      splits: splits to use, or {name: a split or slice such as "train[:90%]"}; None uses all.
     """
+
+    places = (*FilesDataSource.places, "_data_dir")
 
     def __init__(
         self,
@@ -50,7 +52,7 @@ class TfdsDataSource(FilesDataSource):
         try:
             builder = tfds.builder(self._name, data_dir=self._data_dir)
             found = bool(builder.info.splits)
-        except Exception as error:  # of many classes, for a wrong name as for a broken directory
+        except Exception as error:  # TFDS raises many classes for wrong names and broken directories
             message = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
             raise UserError(
                 f"The TFDS data set {self._name} cannot be opened: {message} Is the name right, and has it "
@@ -65,6 +67,9 @@ class TfdsDataSource(FilesDataSource):
 
     def fingerprint(self, split: str) -> dict[str, Any]:
         return super().fingerprint(split) | {"slice": self._patterns[split]}
+
+    def _settings(self, split: str) -> dict[str, Any]:
+        return super()._settings(split) | {"slice": self._patterns[split]}
 
     def _paths(self, split: str) -> list[str]:
         return [os.fspath(instruction.filename) for instruction in self._instructions(split)]
@@ -98,7 +103,7 @@ class TfdsDataSource(FilesDataSource):
 
 
 class _Part:
-    """Some of the records of a file as examples."""
+    """A range of the records of a file, as examples."""
 
     def __init__(self, records: Records, indices: range, features: Any):
         self._records = records
@@ -117,7 +122,7 @@ class _Part:
 
 
 def _with_text(value: Any, feature: Any) -> Any:
-    """`value` with what its feature calls Text as str; TFDS hands out bytes."""
+    """Return `value` with Text features as str; TFDS returns bytes."""
     if isinstance(value, dict):
         inner = getattr(feature, "feature", feature)  # a Sequence of dicts is a dict of lists
         return {name: _with_text(part, inner[name]) for name, part in value.items()}

@@ -1,4 +1,4 @@
-"""TFRecord files of tf.train.Example, read at random and without TensorFlow.
+"""Random access to TFRecord files of tf.train.Example, without TensorFlow.
 
 record: length, 8 bytes | masked CRC-32C of the length | data | masked CRC-32C of the data
 """
@@ -31,9 +31,9 @@ class TFExampleDataSource(FilesDataSource):
     Args:
       split_to_filepattern: as in `TextLineDataSource`; .gz is for files with TensorFlow's GZIP compression.
       feature_description: {name: "text", "bytes", "int" or "float"}, or a list of one of them for any number of values,
-        a numpy dtype for an array, or TensorFlow's own FixedLenFeature and VarLenFeature. Other features are left out.
-        None takes all as they are stored: arrays of int64 or float32, and bytes.
-      num_input_examples: seqio's hint; the records are counted here.
+        a numpy dtype for an array, or TensorFlow's FixedLenFeature and VarLenFeature. Other features are ignored.
+        None returns all as stored: arrays of int64 or float32, and bytes.
+      num_input_examples: accepted for seqio compatibility; the records are counted.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class TFExampleDataSource(FilesDataSource):
 
 
 class RecordFile:
-    """The records of a TFRecord file, indexed when opened: 8 bytes of memory a record."""
+    """The records of a TFRecord file, indexed when opened with 8 bytes of memory per record."""
 
     def __init__(self, copy: LocalCopy):
         self.name = copy.name
@@ -68,11 +68,11 @@ class RecordFile:
         return bytes(data)
 
     def _index(self) -> np.ndarray:
-        """Where records begin, and the size of the file: int64 [records + 1]. The lengths are verified."""
+        """Return the offsets of the records and the size of the file, int64 [records + 1]. Verify the lengths."""
         size = self._file.size
         offsets, headers = [0], bytearray()
         while (start := offsets[-1]) < size:
-            # A window of the file: records that end in it are passed over without another read.
+            # Index all records that end in this window without another read.
             window = self._file.read(start, min(start + local_files.CHUNK, size))
             first = len(offsets) - 1
             at = 0
@@ -103,6 +103,6 @@ class RecordFile:
 
 
 def _masked_crcs(lengths: np.ndarray) -> np.ndarray:
-    """What `mask(crc32c(row))` is of each row [n, 8]."""
+    """Return `mask(crc32c(row))` of each row of [n, 8]."""
     unique, where = np.unique(np.ascontiguousarray(lengths).view("<u8").reshape(-1), return_inverse=True)
     return np.array([mask(crc32c(number.tobytes())) for number in unique], np.uint32)[where.reshape(-1)]

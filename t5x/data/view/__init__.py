@@ -1,4 +1,4 @@
-"""Looking at data: what `t5x data` prints."""
+"""The reports about data that `t5x data` prints."""
 
 from t5x.data.view.examples import report, view_named
 

@@ -1,4 +1,4 @@
-"""The part of `t5x data` that counts: what a row of a batch looks like, lengths, padding, and what is cut."""
+"""The statistics of `t5x data`: a row of a batch, lengths, padding and truncation."""
 
 import collections
 import time
@@ -29,19 +29,18 @@ def measured(
     sample: int,
     seconds: float,
 ) -> Iterator[str]:
-    """Lines about the rows and lengths of a sample; arguments as of `t5x.data.view.report`."""
+    """Yield lines about the rows and lengths of a sample; arguments as for `t5x.data.view.report`."""
     if odd := [name for name, feature in found.output_features.items() if feature.rank > 1]:
         yield f"\n{', '.join(odd)}: of more than one dimension, so that rows and lengths are not measured"
         return
     rates = [rate for task, rate in task_rates(found).items() if task in tasks]
-    # Without lengths, so that what would be cut can be counted, where a task can do without.
+    # Without lengths if the task allows it, so that truncations can be counted.
     untrimmed = {task.name: _untrimmed(task, split, seed) for task in tasks}
     taken = Sample([p or q for p, q in zip(untrimmed.values(), pipelines, strict=True)], rates, seed)
     taken.read(sample, seconds)
     examples = taken.examples
     if not examples:
-        yield f"\nno example of {found.name} is left: its preprocessors drop them all, or none can be read"
-        return
+        raise taken.failure or UserError(f"No example of {found.name!r} was found in {seconds:g} s: {taken.told}.")
     converter = converter_of(found, pack=True)
     room = lengths or measure_lengths(examples, converter.TASK_FEATURES)
 
@@ -81,16 +80,18 @@ def converter_of(found: Task | Mixture, pack: bool) -> FeatureConverter:
 
 
 class Sample:
-    """The first examples of a run with one row: of a mixture, tasks are drawn by their rates.
+    """The first examples of a run with one row; tasks of a mixture are sampled by their rates.
 
     Attributes:
-      examples: finished ones.
-      told: how many there are, and of how many, in words.
+      examples: finished examples.
+      told: a sentence with the number of examples and of source examples read.
+      failure: why reading stopped early, or None.
     """
 
     def __init__(self, pipelines: Sequence[Pipeline], rates: Sequence[float], seed: int):
         self.examples: list[Example] = []
         self.told = ""
+        self.failure: UserError | None = None
         self._pipelines = pipelines
         self._bad = BadExamples()
         orders = [Order(len(pipeline), pipeline.seed, shuffle=True) for pipeline in pipelines]
@@ -101,7 +102,7 @@ class Sample:
         self._random = generator(seed)
 
     def read(self, count: int, seconds: float) -> None:
-        """Reads up to `count` examples, for so many seconds, and no task more than once over."""
+        """Read up to `count` examples for up to `seconds`, and no task more than once."""
         end = time.monotonic() + seconds
         ended = False
         while len(self.examples) < count and time.monotonic() < end and not ended:
@@ -109,7 +110,8 @@ class Sample:
             stream, size = self._streams[number], len(self._pipelines[number])
             try:
                 example, _ = stream.next()
-            except UserError:  # all are dropped
+            except UserError as error:  # all examples are dropped
+                self.failure = error
                 break
             ended = stream.position.cursor >= size
             if stream.position.cursor <= size:
@@ -132,7 +134,7 @@ class Sample:
 
 
 def _untrimmed(task: Task, split: str, seed: int) -> Pipeline | None:
-    """A pipeline that knows no lengths, so that what would be cut can be counted; None where the task needs them."""
+    """Return a pipeline without lengths, so that truncations can be counted; None if the task needs lengths."""
     try:
         return task.plain_pipeline(split, None, seed)
     except UserError:
@@ -142,7 +144,7 @@ def _untrimmed(task: Task, split: str, seed: int) -> Pipeline | None:
 def packed(
     converter: FeatureConverter, examples: Sequence[Example], lengths: Mapping[str, int]
 ) -> Iterator[list[Example]]:
-    """The examples of each row, by the rule of the loader."""
+    """Yield the examples of each packed row, as the loader would pack them."""
     row: list[Example] = []
     room = capacity = np.asarray(converter.capacity(lengths))
     for example in examples:

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 _INDENT = 10
-_LINES = 4  # of a long text that are shown
+_LINES = 4  # shown of a long text
 _BINS = 12
 _SEGMENTS = "123456789abcdefghijklmnopqrstuvwxyz"
 
 
 def escaped(value: Any) -> str:
-    r"""A value as printable text: strings as they are, but for control, format and other unprintable characters.
+    r"""Return a value as text, with control, format and other unprintable characters escaped.
 
     >>> print(escaped("a\tb\x1b[1m"))
     a\tb\x1b[1m
@@ -26,7 +26,7 @@ def escaped(value: Any) -> str:
 
 
 def width_of(text: str) -> int:
-    """Columns that a printable text takes: wide characters two, combining ones none."""
+    """Return the number of columns of a printable text: two for wide characters, none for combining ones."""
     if text.isascii():
         return len(text)
     wide = lambda c: 2 if unicodedata.east_asian_width(c) in "WF" else 1
@@ -34,7 +34,7 @@ def width_of(text: str) -> int:
 
 
 def cut(text: str, width: int) -> str:
-    """`text`, with … at its end if it takes more than `width` columns."""
+    """Return `text`, truncated with … if it takes more than `width` columns."""
     if width_of(text) <= width:
         return text
     kept = text[:width]
@@ -44,7 +44,7 @@ def cut(text: str, width: int) -> str:
 
 
 class Page:
-    """Lines of at most `width` columns.
+    """Formats lines of at most `width` columns.
 
     Args:
       bold: mark headings, for terminals.
@@ -72,15 +72,15 @@ class Page:
         return cut(text, self.width)
 
     def field(self, name: str, text: str) -> str:
-        """One line: a name, and what is said of it."""
+        """Return one line: a name and its description."""
         return cut(f"  {_padded(escaped(name))}{text}", self.width)
 
     def wrapped(self, text: str) -> list[str]:
-        """All of a text, over several lines."""
+        """Return the whole text, wrapped."""
         return [f"  {line}" for line in _lines(text, self.width - 2)]
 
     def paragraph(self, name: str, text: str) -> list[str]:
-        """A long text behind its name, cut after some lines."""
+        """Return a long text after its name, truncated after a few lines."""
         lines = _lines(text or "(empty)", self.width - _INDENT - 2)
         if len(lines) > _LINES:
             size = f" ({len(text):,} characters)"
@@ -95,7 +95,7 @@ class Page:
         return made
 
     def items(self, items: Sequence[str], lines: int) -> list[str]:
-        """As many items as fit on so many lines, from the beginning, and the last two."""
+        """Return as many leading items as fit on `lines` lines, and the last two."""
         room = self.width - _INDENT - 2
         made = [""]
         for at, item in enumerate(items):
@@ -110,14 +110,14 @@ class Page:
         return [cut(f"  {' ' * _INDENT}{line}", self.width) for line in made]
 
     def strip(self, segments: np.ndarray) -> str:
-        """A row as characters: the number of the segment at each place, a dot for padding."""
+        """Draw a row: the segment number at each position, a dot for padding."""
         width = min(len(segments), self.width - _INDENT - 4)
         at = (np.arange(width) * len(segments)) // max(1, width)
         return "".join("." if not s else _SEGMENTS[(s - 1) % len(_SEGMENTS)] for s in segments[at].tolist())
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Columns, the first to the left and the others to the right."""
+    """Yield the lines of a table; the first column is left-aligned, the others right-aligned."""
     rows = [tuple(map(escaped, row)) for row in (heads, *rows)]
     widths = [max(width_of(row[i]) for row in rows) for i in range(len(heads))]
     for row in rows:
@@ -127,7 +127,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def histogram(numbers: np.ndarray, width: int) -> Iterator[str]:
-    """A bar for each range of numbers; what lies far out shares the last one."""
+    """Yield a bar for each range of numbers; outliers share the last bar."""
     top = int(np.percentile(numbers, 99, method="inverted_cdf"))
     step = next(s * 10**e for e in range(12) for s in (1, 2, 5) if (top + 1) / (s * 10**e) <= _BINS)
     low = int(numbers.min()) // step * step
@@ -147,7 +147,7 @@ def _padded(name: str) -> str:
 
 
 def _lines(text: str, width: int) -> list[str]:
-    """Text cut into lines, at spaces where there are some near the end."""
+    """Wrap text to lines, at spaces if there is one in the second half of a line."""
     lines = []
     while width_of(text) > width:
         line = text[:width]

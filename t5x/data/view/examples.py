@@ -1,4 +1,4 @@
-"""`t5x data`: what a task's examples become, what a row of a batch looks like, and how long the examples are."""
+"""`t5x data`: examples after each preprocessor, a row of a batch, and the lengths of the examples."""
 
 import itertools
 import os
@@ -24,19 +24,19 @@ from t5x.plain import vocabulary_named
 SAMPLE = 2000
 SECONDS = 10.0
 _JOINED_SHOWN = 4
-_FEW = 3  # tokens that are shown on one line
-_LENGTHS = {"inputs": 512, "targets": 114}  # T5's, for tasks that cannot do without
+_FEW = 3  # tokens shown on one line
+_LENGTHS = {"inputs": 512, "targets": 114}  # T5's, for tasks that need lengths
 
 
 def view_named(
     name: str | None, file: Mapping[str, Any], *, split: str, count: int, lengths: str | None, pack: bool, seed: int
 ) -> None:
-    """What `t5x data` does: `view` of a registered task, or of a plain file.
+    """Run `t5x data`: `view` a registered task or a plain file.
 
     Args:
-      name: of the task or mixture; None where `file` has `data`.
-      file: `data`, `inputs`, `targets`, `prefix`, `vocabulary`, as `t5x.plain.PlainRun` has them.
-      lengths: as `parse_lengths` takes them.
+      name: name of the task or mixture; None if `file` has `data`.
+      file: `data`, `inputs`, `targets`, `prefix`, `vocabulary`, as in `t5x.plain.PlainRun`.
+      lengths: see `parse_lengths`.
     """
     if (name is None) == ("data" not in file):
         raise UserError(
@@ -67,14 +67,14 @@ def view(
     pack: bool = False,
     seed: int = 0,
 ) -> None:
-    """Prints a report about a task or mixture.
+    """Print a report about a task or mixture.
 
     Args:
-      split: of the task.
-      count: examples to show.
-      lengths: {feature: tokens}, as training would be given; None: nothing is cut.
+      split: split of the task.
+      count: number of examples to show.
+      lengths: {feature: tokens}, as for training; None truncates nothing.
       pack: show a packed row.
-      seed: of the order and of random preprocessors. Examples come in the order of a run with this seed and one row.
+      seed: seed of the order and of random preprocessors. The order is that of a run with this seed and one row.
     """
     columns = shutil.get_terminal_size((80, 24)).columns if sys.stdout.isatty() else 80
     page = Page(min(columns, 120), bold=sys.stdout.isatty() and "NO_COLOR" not in os.environ)
@@ -94,10 +94,10 @@ def report(
     sample: int = SAMPLE,
     seconds: float = SECONDS,
 ) -> Iterator[str]:
-    """The lines of the report; arguments as of `view`.
+    """Yield the lines of the report; arguments as for `view`.
 
     Args:
-      sample, seconds: how many examples are measured at most, and for how long.
+      sample, seconds: limits on the number of examples measured and on the time.
     """
     tasks = [task for task in get_subtasks(found) if split in task.splits]
     if not tasks:
@@ -122,7 +122,8 @@ def report(
 
 
 def parse_lengths(text: str | None) -> dict[str, int] | None:
-    """
+    """Parse lengths of features.
+
     >>> parse_lengths("inputs=512,targets=114")
     {'inputs': 512, 'targets': 114}
     """
@@ -147,7 +148,7 @@ def _check_lengths(found: Task | Mixture, lengths: Mapping[str, int] | None) -> 
         raise UserError(f"--lengths: there is none for {', '.join(missing)}; give all or none.")
 
 
-# --- What there is ----------------------------------------------------------------------------------------------------
+# --- Overview ---------------------------------------------------------------------------------------------------------
 
 
 def _overview(page: Page, found: Task | Mixture, tasks: Sequence[Task], split: str) -> Iterator[str]:
@@ -181,14 +182,14 @@ def _named(vocabulary: Vocabulary) -> str:
 
 
 def _example(page: Page, task: Task, pipeline: Pipeline, number: int) -> Iterator[str]:
-    """Example `number` (from 0) of a task, or the piece of joined ones with that number, after each preprocessor."""
+    """Yield example `number` (from 0) of a task, or the piece of joined examples, after each preprocessor."""
     yield ""
     if pipeline.pieces is None:
         epoch, index = Order(len(pipeline), pipeline.seed, shuffle=True)(number)
         yield page.rule(f"{task.name}: {pipeline.location(index)}")
         try:
             yield from _stages(page, task, pipeline.stages(epoch, index))
-            pipeline.outputs(epoch, index)  # is it what the task promises?
+            pipeline.outputs(epoch, index)  # check the output features
         except BadExample as error:
             yield from page.wrapped(f"cannot be used: {escaped(error)}")
         return
@@ -205,7 +206,7 @@ def _example(page: Page, task: Task, pipeline: Pipeline, number: int) -> Iterato
 
 
 class _Piece(NamedTuple):
-    """Tokens joined from (source index, number of tokens) each; `place` is that of `Stream` for a run of one row."""
+    """Tokens joined from (source index, number of tokens) each; `place` is that of `Stream` in a run with one row."""
 
     tokens: np.ndarray
     place: tuple[int, int, int]
@@ -213,13 +214,13 @@ class _Piece(NamedTuple):
 
 
 def joined(pipeline: Pipeline) -> Iterator[_Piece]:
-    """The pieces of a run with one row, endless."""
+    """Yield the pieces of a run with one row, endlessly."""
     order = Order(len(pipeline), pipeline.seed, shuffle=True)
     stream = Stream(0, 1, order, pipeline, BadExamples())
     while True:
         start = stream.position
-        stream.next()  # before the tokens are looked for: it says where there are none
-        while stream.position.given:  # of several examples that a piece becomes
+        stream.next()  # first, because it raises if there are no tokens
+        while stream.position.given:  # a piece may become several examples
             stream.next()
         yield _piece(pipeline, order, start)
 
@@ -245,7 +246,7 @@ def _piece(pipeline: Pipeline, order: Order, start: Position) -> _Piece:
 
 
 def _stages(page: Page, task: Task, stages: Sequence[tuple[str, list[Example]]]) -> Iterator[str]:
-    """Each stage with the fields that it changed; of several examples the first is followed."""
+    """Yield each stage with the fields that it changed; follow the first of several examples."""
     before: Example = {}
     was = 1
     for name, made in stages:
@@ -297,7 +298,7 @@ def _value(page: Page, task: Task, field: str, value: Any, before: Any = None) -
 
 
 def pieces(vocabulary: Any, ids: Sequence[int]) -> list[str]:
-    """Each id as what it stands for: SentencePiece's pieces, tokens, characters; `<7>` where there is no such thing."""
+    """Return what each id stands for: a SentencePiece piece, token or character, or else `<7>`."""
     size = vocabulary.vocab_size
     tokenizer = getattr(vocabulary, "tokenizer", None)
     if hasattr(tokenizer, "id_to_piece"):

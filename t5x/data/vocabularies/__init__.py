@@ -1,15 +1,15 @@
-"""Vocabularies: text to token ids and back, with seqio's names and semantics.
+"""Vocabularies: convert text to token ids and back, with seqio's names and semantics.
 
     >>> ByteVocabulary().encode("Hé")
     [75, 198, 172]
     >>> ByteVocabulary().decode([75, 198, 172, 1, 75])
     'Hé'
 
-Id 0 is padding in all of them. Two vocabularies are equal when their content is equal, wherever their files lie.
+Id 0 is always padding. Two vocabularies are equal if their content is equal, wherever their files are.
 
-Encoding gives the ids that seqio gives. What a SentencePiece model's own normaliser takes away (control characters,
-zero-width characters, spaces at the ends and repeated ones, where the model says so) is therefore not in the ids;
-`ByteVocabulary` keeps every byte. Text that is no valid Unicode (half a surrogate pair) is an error.
+Encoding returns the same ids as seqio. Characters that a SentencePiece model's normaliser removes (control and
+zero-width characters, and leading, trailing and repeated spaces if the model is configured so) are therefore lost;
+`ByteVocabulary` keeps every byte. Text that is not valid Unicode (half a surrogate pair) is an error.
 """
 
 from t5x.data.vocabularies.base import DESCRIPTION_FILE, PAD_ID, Vocabulary

@@ -1,4 +1,4 @@
-"""Vocabularies of the real seqio, and any others with its methods, as ours. seqio is not imported."""
+"""Adapters for vocabularies of the real seqio, and others with its methods. seqio is not imported."""
 
 from typing import Any
 
@@ -8,13 +8,13 @@ from t5x.data.vocabularies.sentence_piece import SentencePieceVocabulary
 
 
 def as_vocabulary(vocabulary: Any) -> Vocabulary:
-    """Our vocabulary with the ids of a foreign one.
+    """Return our equivalent of an external vocabulary, with the same ids.
 
-    SentencePiece, byte and pass-through vocabularies of seqio become ours. Any other, and any subclass (it may encode
-    in its own way), is asked for every text; such a one does not travel with a checkpoint.
+    SentencePiece, byte and pass-through vocabularies of seqio become ours. All others, and all subclasses (they may
+    encode differently), are wrapped; a wrapped vocabulary is not stored with checkpoints.
 
     Args:
-      vocabulary: a seqio.Vocabulary; one of ours is returned as it is.
+      vocabulary: a seqio.Vocabulary; one of ours is returned unchanged.
     """
     if isinstance(vocabulary, Vocabulary):
         return vocabulary
@@ -35,10 +35,10 @@ def as_vocabulary(vocabulary: Any) -> Vocabulary:
 
 
 class WrappedVocabulary(Vocabulary):
-    """A foreign vocabulary behind our interface.
+    """An external vocabulary with our interface.
 
     Args:
-      wrapped: with seqio's methods (`encode`, `decode`) and properties (`vocab_size`, `eos_id`, `unk_id`, …).
+      wrapped: an object with seqio's methods (`encode`, `decode`) and properties (`vocab_size`, `eos_id`, `unk_id`, …).
     """
 
     def __init__(self, wrapped: Any):

@@ -1,20 +1,25 @@
-"""Tokenizers of Hugging Face, in their own file format."""
+"""Hugging Face tokenizers, in their own file format."""
 
+import contextlib
 import hashlib
 import json
 import logging
 import os
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from t5x.data import files
 from t5x.data.vocabularies.base import PAD_ID, Vocabulary, utf8
+from t5x.data.vocabularies.tokenizer_limits import MAX_TOKEN_LENGTH, check_tokenizer
 from t5x.errors import UserError
+from t5x.untrusted import parse_json
 
 logger = logging.getLogger(__name__)
 
 TOKENIZER_FILE = "tokenizer.json"
-# The file lists special tokens without saying what they are for: these are the names in use.
+_MAX_BYTES = 64 * 2**20  # files with 250,000 ids have 20 million
+# The file does not record the roles of special tokens; these are the usual names.
 _PAD = ("<pad>", "[PAD]", "<|pad|>")
 _EOS = ("</s>", "<eos>", "<|endoftext|>", "<|end_of_text|>", "[SEP]")
 _BOS = ("<s>", "<bos>", "<|begin_of_text|>", "[CLS]")
@@ -23,14 +28,14 @@ _EXTRA_ID = re.compile(r"▁?<extra_id_\d+>")
 
 
 class HuggingFaceVocabulary(Vocabulary):
-    """A `tokenizer.json` of Hugging Face, read with their `tokenizers` library when it is first needed.
+    """A `tokenizer.json` of Hugging Face, loaded with the `tokenizers` library on first use.
 
-    The file is taken as it is: sentinels are those in it (T5's has `<extra_id_0>` … already), its special tokens are
-    found by their usual names (`<pad>`, `</s>`, …), and what it says about truncation, padding and adding special
-    tokens is left out: `encode` gives the text's ids alone. Decoding leaves out padding and EOS; sentinels stay.
+    The file is used as it is: sentinels are those in it (T5's already has `<extra_id_0>` …), and special tokens are
+    found by their usual names (`<pad>`, `</s>`, …). Its settings for truncation, padding and adding special tokens are
+    ignored: `encode` returns only the ids of the text. Decoding drops padding and EOS and keeps sentinels.
 
     Text that spells a special token (`</s>`) becomes that token, as everywhere in Hugging Face; in SentencePiece it is
-    text like any other.
+    ordinary text.
 
     Args:
       tokenizer_file: local or remote path of the file.
@@ -38,7 +43,14 @@ class HuggingFaceVocabulary(Vocabulary):
 
     def __init__(self, tokenizer_file: str):
         self.tokenizer_file = os.fspath(tokenizer_file)
+        self._content: bytes | None = None
         self._loaded = None
+
+    def with_content(self, content: bytes) -> "HuggingFaceVocabulary":
+        """Return this vocabulary with the given tokenizer.json content instead of its file's."""
+        made = type(self)(self.tokenizer_file)
+        made._content = content
+        return made
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_loaded": None}
@@ -46,7 +58,7 @@ class HuggingFaceVocabulary(Vocabulary):
     @property
     def _tokenizer(self) -> "_Tokenizer":
         if self._loaded is None:
-            self._loaded = _Tokenizer(self.tokenizer_file)
+            self._loaded = _Tokenizer(self.tokenizer_file, self._content)
         return self._loaded
 
     @property
@@ -56,7 +68,7 @@ class HuggingFaceVocabulary(Vocabulary):
 
     @property
     def extra_ids(self) -> int:
-        """How many sentinels the file has."""
+        """Number of sentinels in the file."""
         return self._tokenizer.extra_ids
 
     @property
@@ -76,11 +88,14 @@ class HuggingFaceVocabulary(Vocabulary):
         return self._tokenizer.size
 
     def encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(utf8(text).decode(), add_special_tokens=False).ids
+        text = utf8(text).decode()
+        with _explained(f"{self.tokenizer_file} cannot tokenise {text[:60]!r}"):
+            return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def _decode(self, ids: list[int]) -> str:
         shown = [i for i in ids if i not in (self.pad_id, self.eos_id)]
-        return self.tokenizer.decode(shown, skip_special_tokens=False)
+        with _explained(f"{self.tokenizer_file} cannot decode the ids {str(shown[:20])[1:-1]}"):
+            return self.tokenizer.decode(shown, skip_special_tokens=False)
 
     def description(self) -> dict[str, Any]:
         return {"class": "HuggingFaceVocabulary"}
@@ -97,9 +112,9 @@ class HuggingFaceVocabulary(Vocabulary):
 
 
 class _Tokenizer:
-    """A loaded tokenizer. `content` is the file as it was."""
+    """A loaded tokenizer. `content` is the unmodified file."""
 
-    def __init__(self, path: str):
+    def __init__(self, path: str, content: bytes | None):
         try:
             import tokenizers
         except ImportError as error:
@@ -107,24 +122,22 @@ class _Tokenizer:
                 f"Reading {path} needs the package tokenizers, which is not installed. `pip install tokenizers`, or "
                 "`pip install -e '.[hf]'` in the checkout of t5x."
             ) from error
-        self.content = files.read_bytes(path)
-        try:
-            described = json.loads(self.content)
+        self.content = files.read_regular(path, max_bytes=_MAX_BYTES) if content is None else content
+        with _explained(
+            f"{path} is not a {TOKENIZER_FILE} of Hugging Face that tokenizers {tokenizers.__version__} can read"
+        ):
+            described = parse_json(self.content, max_bytes=_MAX_BYTES)
             if not isinstance(described, dict):
                 raise ValueError("it holds no JSON object")
+            check_tokenizer(described)
             self.tokenizer = tokenizers.Tokenizer.from_buffer(self.content)
             if not self.tokenizer.get_vocab_size():
                 raise ValueError("its vocabulary is empty")
-        except BaseException as error:  # the library raises no narrower class, and panics of Rust are no Exception
-            if isinstance(error, KeyboardInterrupt | SystemExit):
-                raise
-            raise UserError(
-                f"{path} is not a {TOKENIZER_FILE} of Hugging Face that tokenizers {tokenizers.__version__} can read: "
-                f"{error}"
-            ) from error
-        self.tokenizer.no_truncation()
-        self.tokenizer.no_padding()
-        ids = self.tokenizer.get_vocab(with_added_tokens=True)
+            self.tokenizer.no_truncation()
+            self.tokenizer.no_padding()
+            ids = self.tokenizer.get_vocab(with_added_tokens=True)
+            if (longest := max(map(len, ids))) > MAX_TOKEN_LENGTH:
+                raise ValueError(f"it has a token of {longest:,} characters")
         self.size = max(ids.values()) + 1
         self.extra_ids = sum(_EXTRA_ID.fullmatch(token) is not None for token in ids)
         pad_id, self.eos_id, self.bos_id, self.unk_id = (
@@ -137,6 +150,17 @@ class _Tokenizer:
                 "no padding token" if pad_id is None else f"pad id {pad_id}",
                 self.tokenizer.id_to_token(PAD_ID),
             )
-        # How a file wants batches cut and filled changes nothing here.
+        # Truncation and padding settings have no effect here.
         content = {name: value for name, value in described.items() if name not in ("truncation", "padding")}
         self.fingerprint = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+@contextlib.contextmanager
+def _explained(problem: str) -> Iterator[None]:
+    """Convert errors of tokenizers to a UserError. The library has no narrower class; panics are not Exceptions."""
+    try:
+        yield
+    except (UserError, KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:
+        raise UserError(f"{problem}: {error}") from error

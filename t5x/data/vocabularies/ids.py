@@ -1,20 +1,26 @@
-"""Vocabularies without a file: token ids as they are, and bytes."""
+"""Vocabularies without a file: token ids and bytes."""
 
 from collections.abc import Sequence
 from typing import Any
 
-from t5x.data.vocabularies.base import Vocabulary, utf8
+from t5x.data.vocabularies.base import Vocabulary, check_extra_ids, utf8
+from t5x.errors import UserError
 
 
 class PassThroughVocabulary(Vocabulary):
-    """For data that is token ids already: encoding and decoding change nothing but what follows an EOS.
+    """Vocabulary for data that is already token ids. Decoding truncates after the first EOS; nothing else changes.
 
     Args:
       size: number of ids.
-      eos_id: where decoding stops, or None.
+      eos_id: id at which decoding stops, or None.
     """
 
     def __init__(self, size: int, eos_id: int | None = None):
+        for name, value in (("size", size), ("eos_id", 0 if eos_id is None else eos_id)):
+            if not isinstance(value, int):
+                raise UserError(f"PassThroughVocabulary: {name} is {str(value)[:80]!r}; it must be an integer.")
+        if size < 0:
+            raise UserError(f"PassThroughVocabulary: size is {size}; it must not be negative.")
         self.size = size
         self._eos_id = eos_id
 
@@ -47,7 +53,7 @@ class PassThroughVocabulary(Vocabulary):
 class ByteVocabulary(Vocabulary):
     """UTF-8 bytes, as in ByT5: byte b is id b + 3; 0, 1 and 2 are padding, EOS and unknown.
 
-    Decoding leaves out special and extra ids and byte sequences that are not UTF-8.
+    Decoding drops special and extra ids and byte sequences that are not UTF-8.
 
         >>> ByteVocabulary().encode("Hé")
         [75, 198, 172]
@@ -57,7 +63,7 @@ class ByteVocabulary(Vocabulary):
     """
 
     def __init__(self, extra_ids: int = 0):
-        self.extra_ids = extra_ids or 0
+        self.extra_ids = check_extra_ids(extra_ids)
 
     @property
     def eos_id(self) -> int:

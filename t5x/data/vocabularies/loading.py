@@ -1,7 +1,8 @@
-"""Vocabularies from the files that travel with a checkpoint."""
+"""Load vocabularies from the files stored with a checkpoint."""
 
-import json
+import functools
 import os
+from collections.abc import Callable
 
 from t5x.data import files
 from t5x.data.vocabularies import huggingface, sentence_piece
@@ -10,31 +11,59 @@ from t5x.data.vocabularies.huggingface import HuggingFaceVocabulary
 from t5x.data.vocabularies.ids import ByteVocabulary, PassThroughVocabulary
 from t5x.data.vocabularies.sentence_piece import SentencePieceVocabulary
 from t5x.errors import UserError
+from t5x.untrusted import open_inside, parse_json
+from t5x.urls import is_remote
 
-# {class: the parameter that takes the path of its file, the file}
-_KINDS: dict[type[Vocabulary], dict[str, str]] = {
-    PassThroughVocabulary: {},
-    ByteVocabulary: {},
-    SentencePieceVocabulary: {"sentencepiece_model_file": sentence_piece.MODEL_FILE},
-    HuggingFaceVocabulary: {"tokenizer_file": huggingface.TOKENIZER_FILE},
+# {class: (parameter for the path of its file, file name)}
+_KINDS: dict[type[Vocabulary], tuple[str, str] | None] = {
+    PassThroughVocabulary: None,
+    ByteVocabulary: None,
+    SentencePieceVocabulary: ("sentencepiece_model_file", sentence_piece.MODEL_FILE),
+    HuggingFaceVocabulary: ("tokenizer_file", huggingface.TOKENIZER_FILE),
 }
 
 
 def load_vocabulary(directory: str | os.PathLike[str]) -> Vocabulary:
-    """Rebuilds the vocabulary whose `to_files()` were written into `directory`."""
+    """Rebuild the vocabulary whose `to_files()` were written to `directory`. Symbolic links are not followed."""
     directory = os.fspath(directory)
-    path = f"{directory}/{DESCRIPTION_FILE}"
+    return rebuild(functools.partial(_read, directory), directory)
+
+
+def rebuild(read: Callable[[str], bytes], where: str) -> Vocabulary:
+    """Rebuild a vocabulary from what `read` returns for the names of its files.
+
+    Args:
+      read: raises KeyError for a name that it does not know.
+      where: location of the files, for messages.
+    """
+    path = f"{where}/{DESCRIPTION_FILE}"
     try:
-        description = json.loads(files.read_bytes(path))
+        description = parse_json(read(DESCRIPTION_FILE))
         name = description.pop("class")
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise UserError(f"{path} does not describe a vocabulary: {error!r}. It is damaged.") from error
-    for kind, parameters in _KINDS.items():
+    for kind, stored in _KINDS.items():
         if kind.__name__ == name:
             try:
-                return kind(**description, **{key: f"{directory}/{file}" for key, file in parameters.items()})
+                if stored is None:
+                    return kind(**description)
+                parameter, file = stored
+                return kind(**description, **{parameter: f"{where}/{file}"}).with_content(read(file))
             except TypeError as error:
                 raise UserError(f"{path} does not describe a {name}: {error}. It is damaged.") from error
+            except KeyError as error:
+                raise UserError(f"{where} lacks {error}, the file of its {name}. It is damaged.") from error
     raise UserError(
-        f"{path} names the vocabulary class {name!r}; known are {', '.join(kind.__name__ for kind in _KINDS)}."
+        f"{path} names the vocabulary class {str(name)[:80]!r}; known are {', '.join(k.__name__ for k in _KINDS)}."
     )
+
+
+def _read(directory: str, name: str) -> bytes:
+    path = f"{directory}/{name}"
+    if is_remote(directory):
+        return files.read_bytes(path)
+    try:
+        with open_inside(os.path.expanduser(directory), name) as file:
+            return file.read()
+    except OSError as error:
+        raise UserError(files.local_problem(path, error)) from error

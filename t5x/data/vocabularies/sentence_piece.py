@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from t5x.data import files
-from t5x.data.vocabularies.base import PAD_ID, Vocabulary, utf8
+from t5x.data.vocabularies.base import PAD_ID, Vocabulary, check_extra_ids, utf8
+from t5x.data.vocabularies.tokenizer_limits import MAX_TOKEN_LENGTH, check_charsmap
 from t5x.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -18,19 +19,18 @@ MODEL_FILE = "sentencepiece.model"
 
 
 class SentencePieceVocabulary(Vocabulary):
-    """A SentencePiece model. The file is read when it is first needed.
+    """A SentencePiece model. The file is read on first use.
 
-    Extra ids are appended to the pieces as `<extra_id_N>`, the highest number first, so that `<extra_id_0>` is the
-    last id of the vocabulary. In text they are found at the beginning of a word only.
+    Extra ids are appended to the pieces as `<extra_id_N>`, highest number first, so that `<extra_id_0>` is the last id
+    of the vocabulary. In text they are recognized only at the start of a word.
 
     Args:
       sentencepiece_model_file: local or remote path of the model.
-      extra_ids: how many ids to append, for sentinels.
+      extra_ids: number of ids to append, for sentinels.
       normalizer_spec_overrides: fields of SentencePiece's NormalizerSpec that replace the model's (a mapping such as
         `{"remove_extra_whitespaces": False}`, or the message itself).
       reverse_extra_ids: False appends `<extra_id_0>` first.
-      use_fast_tokenizer: seqio's choice between two TensorFlow tokenizers; there is one tokenizer here, so it has no
-        effect.
+      use_fast_tokenizer: accepted for seqio compatibility; no effect.
     """
 
     def __init__(
@@ -42,10 +42,17 @@ class SentencePieceVocabulary(Vocabulary):
         use_fast_tokenizer: bool = False,
     ):
         self.sentencepiece_model_file = os.fspath(sentencepiece_model_file)
-        self.extra_ids = extra_ids or 0
+        self.extra_ids = check_extra_ids(extra_ids)
         self.normalizer_spec_overrides = _fields_of(normalizer_spec_overrides)
-        self.reverse_extra_ids = reverse_extra_ids
+        self.reverse_extra_ids = bool(reverse_extra_ids)
+        self._content: bytes | None = None
         self._loaded = None
+
+    def with_content(self, content: bytes) -> "SentencePieceVocabulary":
+        """Return this vocabulary with the given model content instead of its file's."""
+        made = type(self).__new__(type(self))
+        made.__dict__ |= self.__dict__ | {"_content": content, "_loaded": None}
+        return made
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_loaded": None}
@@ -56,15 +63,17 @@ class SentencePieceVocabulary(Vocabulary):
             overrides = tuple(sorted(self.normalizer_spec_overrides.items()))
             content = self._read()
             try:
-                with _loading:  # SentencePiece may not load two models at once
+                with _loading:  # SentencePiece cannot load two models at once
                     self._loaded = _load_model(content, self.extra_ids, self.reverse_extra_ids, overrides)
             except _NotAModel as error:
                 raise UserError(f"{self.sentencepiece_model_file} is not a SentencePiece model: {error}") from error
         return self._loaded
 
     def _read(self) -> bytes:
+        if self._content is not None:
+            return self._content
         try:
-            return files.read_bytes(self.sentencepiece_model_file)
+            return files.read_regular(self.sentencepiece_model_file)
         except UserError as error:
             raise UserError(
                 f"The vocabulary file {self.sentencepiece_model_file} cannot be read. {error}\nName one that is here, "
@@ -125,7 +134,7 @@ class _NotAModel(Exception):
 
 
 class _Model:
-    """A loaded SentencePiece model. `content` is the file as it was, without the extra ids."""
+    """A loaded SentencePiece model. `content` is the unmodified file, without the extra ids."""
 
     def __init__(self, content: bytes, extra_ids: int, reverse: bool, overrides: tuple[tuple[str, Any], ...]):
         import sentencepiece
@@ -139,6 +148,14 @@ class _Model:
             raise _NotAModel(str(error)) from error
         if not model.pieces:
             raise _NotAModel("it has no pieces")
+        try:
+            for spec in (model.normalizer_spec, model.denormalizer_spec):
+                check_charsmap(spec.precompiled_charsmap)
+        except ValueError as error:
+            raise _NotAModel(str(error)) from error
+        longest = max(len(text) for text in (model.trainer_spec.unk_surface, *(piece.piece for piece in model.pieces)))
+        if longest > MAX_TOKEN_LENGTH:
+            raise _NotAModel(f"it has a piece of {longest:,} characters")
         if extra_ids and any(piece.piece == "\u2581<extra_id_0>" for piece in model.pieces):
             raise UserError(
                 f"extra_ids={extra_ids}, but this SentencePiece model has the pieces <extra_id_0>, … already. "
@@ -151,12 +168,15 @@ class _Model:
             try:
                 setattr(model.normalizer_spec, name, value)
                 setattr(model.denormalizer_spec, name, value)
-            except (AttributeError, TypeError) as error:
+            except (AttributeError, TypeError, ValueError) as error:
                 known = ", ".join(field.name for field in model.normalizer_spec.DESCRIPTOR.fields)
                 raise UserError(
                     f"normalizer_spec_overrides: {name}={value!r} cannot be set ({error}). The fields are {known}."
                 ) from error
-        self.processor = sentencepiece.SentencePieceProcessor(model_proto=model.SerializeToString())
+        try:
+            self.processor = sentencepiece.SentencePieceProcessor(model_proto=model.SerializeToString())
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise _NotAModel(str(error)) from error
         self.size = self.processor.get_piece_size()
         self.eos_id, self.bos_id, self.unk_id = (
             i if i >= 0 else None for i in (self.processor.eos_id(), self.processor.bos_id(), self.processor.unk_id())
@@ -167,7 +187,7 @@ class _Model:
                 self.processor.pad_id(),
                 model.pieces[PAD_ID].piece,
             )
-        # What tokenises alike is equal: the training record inside the model does not count.
+        # Models that tokenise alike are equal: ignore the trainer settings inside the model.
         digest = hashlib.sha256()
         for piece in model.pieces:
             digest.update(repr((piece.piece, piece.score, piece.type)).encode())
@@ -184,6 +204,11 @@ def _load_model(content: bytes, extra_ids: int, reverse: bool, overrides: tuple[
 def _fields_of(overrides: Any) -> Mapping[str, Any]:
     if overrides is None:
         return {}
-    if isinstance(overrides, Mapping):
-        return dict(overrides)
-    return {field.name: value for field, value in overrides.ListFields()}
+    if not isinstance(overrides, Mapping):
+        if not hasattr(overrides, "ListFields"):
+            raise UserError(f"normalizer_spec_overrides is {str(overrides)[:80]!r}: it must be a mapping of fields.")
+        return {field.name: value for field, value in overrides.ListFields()}
+    for name, value in overrides.items():
+        if not isinstance(name, str) or not isinstance(value, bool | int | float | str | bytes):
+            raise UserError(f"normalizer_spec_overrides: {name!r}={str(value)[:80]!r} is not a field and its value.")
+    return dict(overrides)

@@ -3,16 +3,16 @@
     >>> Dates("validation")[1]
     {'inputs': 'the ninth of October 1960', 'targets': '1960-10-09'}
 
-English, German and French; month names and abbreviations, ordinals in digits and in words, true weekdays, and the mess
-of the real thing (lower and upper case, lost commas, accents and dots, doubled spaces). Every input has one reading:
+English, German and French; month names and abbreviations, ordinals in digits and in words, correct weekdays, and
+realistic noise (lower and upper case, missing commas, accents and dots, double spaces). Every input is unambiguous:
 
-- All-numeric dates are year first (`1997/3/3`, `1997-03-03`) or German (`3.3.1997`, day first). A date such as
-  `3/4/1997`, which means two different days on the two sides of an ocean, never occurs.
-- Elsewhere the month is a word and the year comes last. Two-digit years 00-39 mean 2000-2039 and 40-99 mean
-  1940-1999; they are written for these years only.
+- All-numeric dates are year first (`1997/3/3`, `1997-03-03`) or German (`3.3.1997`, day first). Dates such as
+  `3/4/1997`, which means different days in the US and in Europe, never occur.
+- In all other forms the month is a word and the year comes last. Two-digit years 00-39 mean 2000-2039 and 40-99 mean
+  1940-1999; they are used for these years only.
 
-Dates run from 1900 to 2039. An example is a pure function of (seed, split, index). The calendar itself is divided: a
-date of the validation or test split occurs in training in no form at all.
+Dates run from 1900 to 2039. An example is a pure function of (seed, split, index). The dates themselves are split: a
+date of the validation or test split never occurs in training, in any form.
 
 Importing this module registers the task `dates` (in gin: `import t5x.examples.demo.dates`).
 """
@@ -34,7 +34,7 @@ TARGET_BYTES = 10  # with EOS: a targets length of 11
 
 SPLIT_SIZES = {"train": 200_000, "validation": 500, "test": 500}
 
-# Twelve months a language; `|` parts the usual spelling from those without accents.
+# Twelve months per language; `|` separates the usual spelling from those without accents.
 _MONTHS = {
     "en": "January February March April May June July August September October November December",
     "de": "Januar Februar März|Maerz April Mai Juni Juli August September Oktober November Dezember",
@@ -63,7 +63,7 @@ _GERMAN_ORDINAL_STEMS = """
     einundzwanzigst zweiundzwanzigst dreiundzwanzigst vierundzwanzigst fünfundzwanzigst
     sechsundzwanzigst siebenundzwanzigst achtundzwanzigst neunundzwanzigst dreißigst einunddreißigst"""
 
-# (weight, language, form). {year} may have two digits, {year4} never has.
+# (weight, language, form). {year} may have two digits, {year4} never.
 FORMS = (
     (2, "en", "{month} {day}, {year}"),
     (2, "en", "{month} {day_th}, {year}"),
@@ -94,7 +94,7 @@ _T = TypeVar("_T")
 
 
 class Chance:
-    """Draws from a seed text. Built on `Random.random` alone: Python keeps its sequence from release to release."""
+    """Seeded random choices. Uses only `Random.random`, whose sequence is stable across Python releases."""
 
     def __init__(self, seed: str):
         self._random = random.Random(seed).random
@@ -107,7 +107,7 @@ class Chance:
 
 
 def split_of(date: datetime.date) -> str:
-    """The only split that `date` occurs in: one date in 20 is for validation, one in 20 for test."""
+    """Return the only split that `date` occurs in: one date in 20 is for validation, one in 20 for test."""
     digest = hashlib.sha256(date.isoformat().encode()).digest()
     bucket = int.from_bytes(digest[:8], "big") % 20
     return {0: "validation", 1: "test"}.get(bucket, "train")
@@ -115,7 +115,7 @@ def split_of(date: datetime.date) -> str:
 
 @functools.cache
 def dates_of(split: str) -> tuple[datetime.date, ...]:
-    """All dates of a split, in calendar order."""
+    """Return all dates of a split, in calendar order."""
     first = datetime.date(FIRST_YEAR, 1, 1).toordinal()
     last = datetime.date(LAST_YEAR, 12, 31).toordinal()
     dates = map(datetime.date.fromordinal, range(first, last + 1))
@@ -148,7 +148,7 @@ def _english_ordinal(day: int) -> str:
 
 
 def _fields(date: datetime.date, language: str, chance: Chance) -> dict[str, str]:
-    """Every field that a form of this language may name."""
+    """Return every field that a form of this language may use."""
     width = chance.one_of((1, 2))
     fields = {
         "day": str(date.day),
@@ -170,7 +170,7 @@ def _fields(date: datetime.date, language: str, chance: Chance) -> dict[str, str
 
 
 def _mess(text: str, chance: Chance) -> str:
-    """What happens to a date on its way into a text field: case, commas and spaces suffer."""
+    """Change case, commas and spaces at random, as people do when they type dates."""
     if chance.happens(0.2):
         text = text.replace(",", "")
     if chance.happens(0.2):
@@ -184,7 +184,7 @@ def _mess(text: str, chance: Chance) -> str:
 
 
 def write(date: datetime.date, chance: Chance) -> str:
-    """One of the many ways to write `date` in at most MAX_INPUT_BYTES."""
+    """Return `date` in one of the many ways to write it, in at most MAX_INPUT_BYTES."""
     while True:
         language, form = chance.one_of(_FORM_OF_TICKET)
         text = _mess(form.format(**_fields(date, language, chance)), chance)
@@ -193,11 +193,11 @@ def write(date: datetime.date, chance: Chance) -> str:
 
 
 class Dates(Sequence):
-    """The examples of one split: `{"inputs": written date, "targets": ISO date}`, each computed when asked for.
+    """The examples of one split: `{"inputs": written date, "targets": ISO date}`, each computed on access.
 
     Args:
       split: "train", "validation" or "test".
-      seed: another seed gives other examples, of the same dates.
+      seed: a different seed gives different examples of the same dates.
     """
 
     def __init__(self, split: str, seed: int = 0):
@@ -220,7 +220,7 @@ class Dates(Sequence):
 
 
 def register() -> None:
-    """Adds the task `dates` to the registry, unless it is there."""
+    """Add the task `dates` to the registry, unless it is there."""
     from t5x import data
     from t5x.metrics.text import exact_match
 

@@ -1,8 +1,8 @@
-"""What the recipes of rankers are trained on, from the files that the sets are published as.
+"""Training data of the ranking recipes, read from the published files.
 
-DATA_DIR/msmarco_dl/judged_dl21.jsonl.gz      judged passages of TREC Deep Learning 2021, a JSON object a line:
+DATA_DIR/msmarco_dl/judged_dl21.jsonl.gz      judged passages of TREC Deep Learning 2021, one JSON object per line:
                                               qid, query, docid, passage, grade (0 to 3)
-DATA_DIR/msmarco_dl/bm25_top100_dl21.json.gz  what BM25 found for its queries: query, hits (qid, docid, content)
+DATA_DIR/msmarco_dl/bm25_top100_dl21.json.gz  BM25's results for its queries: query, hits (qid, docid, content)
 DATA_DIR/trecqa_wang/train.csv, dev.csv       TREC-QA: qtext, label, atext
 DATA_DIR/squad_dev_v1.1/dev-v1.1.json.zip     SQuAD: a question's paragraph among those of its article
 """
@@ -23,16 +23,18 @@ from t5x.ranking.judgments import Passage
 from t5x.ranking.templates import MONOT5, Template
 
 PARTS = {"dl21": 1.0, "trecqa": 0.5, "squad": 2.0}
-HELD_OUT = 0.2  # of the queries of TREC Deep Learning 2021
+HELD_OUT = 0.2  # share of the queries of TREC Deep Learning 2021
 
 
 def pairs(
     directory: str, vocabulary: Vocabulary, template: Template = MONOT5, parts: Sequence[str] = tuple(PARTS)
 ) -> Mixture:
-    """Pairs of a query and a passage, as many relevant as irrelevant; `validation` has all pairs of held-out queries.
+    """Return a mixture of query-passage pairs, as many relevant as irrelevant ones.
+
+    The split `validation` has all pairs of held-out queries.
 
     Args:
-      parts: which of dl21, trecqa and squad; the tasks are called dl21_pairs and so on.
+      parts: which of dl21, trecqa and squad; the tasks are named dl21_pairs and so on.
     """
     return _mixture("pairs", tasks.pairs, directory, vocabulary, template, parts)
 
@@ -40,7 +42,7 @@ def pairs(
 def lists(
     directory: str, vocabulary: Vocabulary, template: Template = MONOT5, parts: Sequence[str] = tuple(PARTS)
 ) -> Mixture:
-    """Lists of passages of a query, for the listwise loss."""
+    """Return a mixture of lists of passages for a query, for the listwise loss."""
     return _mixture("lists", tasks.lists, directory, vocabulary, template, parts)
 
 
@@ -76,7 +78,7 @@ def _squad(path: str) -> FunctionDataSource:
 
 
 def _questions(split: str, path: str) -> list[dict[str, Any]]:
-    """Every question with its paragraph, and the others of the article as less relevant."""
+    """Return every question with its paragraph, and the other paragraphs of the article as less relevant ones."""
     with zipfile.ZipFile(io.BytesIO(read_bytes(path))) as archive:
         (name,) = [name for name in archive.namelist() if name.endswith(".json")]
         articles = json.loads(archive.read(name))["data"]

@@ -1,8 +1,8 @@
-"""Tasks of well-known data sets, from the files that they are published as."""
+"""Tasks of well-known datasets, read from the published files."""
 
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from t5x import metrics
@@ -18,9 +18,9 @@ _MRPC_LABELS = ("not_equivalent", "equivalent")
 
 
 def sst2(directory: str, vocabulary: Vocabulary) -> Task:
-    """SST-2, sentences with their sentiment: `train.tsv`, `dev.tsv` and `test.tsv` with a label and a sentence a line.
+    """Return SST-2, sentiment of sentences, from `train.tsv`, `dev.tsv` and `test.tsv` (label and sentence per line).
 
-    The splits are `train`, `validation` and `test`; the targets `negative` and `positive`.
+    The splits are `train`, `validation` and `test`; the targets are `negative` and `positive`.
     """
     files = _in(directory, train="train.tsv", validation="dev.tsv", test="test.tsv")
     return text_task(
@@ -36,9 +36,9 @@ def sst2(directory: str, vocabulary: Vocabulary) -> Task:
 
 
 def mrpc(directory: str, vocabulary: Vocabulary) -> Task:
-    """MRPC, pairs of sentences that mean the same or not: `msr-para-train.tsv`, `-val.tsv` and `-test.tsv`.
+    """Return MRPC, paraphrase pairs, from `msr-para-train.tsv`, `msr-para-val.tsv` and `msr-para-test.tsv`.
 
-    The splits are `train`, `validation` and `test`; the targets `not_equivalent` and `equivalent`.
+    The splits are `train`, `validation` and `test`; the targets are `not_equivalent` and `equivalent`.
     """
     files = _in(directory, train="msr-para-train.tsv", validation="msr-para-val.tsv", test="msr-para-test.tsv")
     columns = ("label", "id1", "id2", "sentence1", "sentence2")
@@ -59,9 +59,9 @@ def mrpc(directory: str, vocabulary: Vocabulary) -> Task:
 
 
 def aeslc(directory: str, vocabulary: Vocabulary) -> Task:
-    """AESLC, e-mails and their subjects: `train.jsonl`, `dev.jsonl` and `test.jsonl` (or .jsonl.gz), `body`, `subject`.
+    """Return AESLC, subjects of e-mails, from `train.jsonl`, `dev.jsonl` and `test.jsonl` (`body`, `subject`).
 
-    The splits are `train`, `validation` and `test`.
+    The files may be compressed (.gz, .bz2, .xz). The splits are `train`, `validation` and `test`.
     """
     files = _in(directory, train="train.jsonl", validation="dev.jsonl", test="test.jsonl")
     return text_task(
@@ -74,12 +74,12 @@ def aeslc(directory: str, vocabulary: Vocabulary) -> Task:
 
 
 def multi30k(directory: str, vocabulary: Vocabulary, source: str = "en", target: str = "de") -> Task:
-    """Multi30k, captions in two languages: `train.en`, `train.de`, `val.…`, `test_2016_flickr.…` (also .gz).
+    """Return Multi30k, captions in two languages, from `train.en`, `train.de`, `val.…` and `test_2016_flickr.…`.
 
-    The splits are `train`, `validation` and `test`.
+    The files may be compressed (.gz, .bz2, .xz). The splits are `train`, `validation` and `test`.
 
     Args:
-      source, target: languages, by their codes.
+      source, target: language codes.
     """
     stems = {"train": "train", "validation": "val", "test": "test_2016_flickr"}
     files = {
@@ -96,7 +96,7 @@ def multi30k(directory: str, vocabulary: Vocabulary, source: str = "en", target:
 
 
 class _PerhapsCompressed:
-    """A source of files that are there as they are named, or compressed."""
+    """A source whose files may be compressed."""
 
     def _paths(self, split: str) -> list[str]:
         path = os.path.expanduser(self._patterns[split])
@@ -115,10 +115,10 @@ class _TextLines(_PerhapsCompressed, TextLineDataSource):
 
 
 class ParallelLinesDataSource(DataSource):
-    """Files of lines that belong together, one of each language: examples {language: line}.
+    """Parallel text files, one per language: examples {language: line}.
 
     Args:
-      files: {language: {split: path}}, where each file is, as it is named or compressed (.gz, .bz2, .xz).
+      files: {language: {split: path}}; a file may also be compressed, with .gz, .bz2 or .xz added to its name.
     """
 
     def __init__(self, files: Mapping[str, Mapping[str, str]]):
@@ -144,6 +144,20 @@ class ParallelLinesDataSource(DataSource):
     def fingerprint(self, split: str) -> dict[str, Any]:
         return {language: source.fingerprint(split) for language, source in self._sources.items()}
 
+    def content_fingerprint(self, split: str) -> Callable[[], dict[str, Any]]:
+        parts = [source.content_fingerprint(split) for source in self._sources.values()]
+
+        def compute() -> dict[str, Any]:
+            found = [part() for part in parts]
+            settings = [list(self._sources), *(one["settings"] for one in found)]
+            return {
+                "class": type(self).__qualname__,
+                "settings": settings,
+                "files": [file for one in found for file in one["files"]],
+            }
+
+        return compute
+
 
 def _in(directory: str, **names: str) -> dict[str, str]:
     return {split: os.path.join(directory, name) for split, name in names.items()}
@@ -154,5 +168,5 @@ def _with_number(example: dict[str, str], field: str) -> dict[str, str | int]:
 
 
 def _number_of(decoded: str, labels: Sequence[str], **_: Any) -> int:
-    """Of the label; -1 where the text is none."""
+    """Return the index of the label; -1 if the prediction is not a label."""
     return labels.index(decoded) if decoded in labels else -1

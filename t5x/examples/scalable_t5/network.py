@@ -10,7 +10,7 @@ __all__ = ["T5Config", "Transformer"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class T5Config(network.T5Config):
-    """T5Config with scalable_t5's defaults: layers stacked and scanned, a relative-position table in each of them."""
+    """T5Config with scalable_t5's defaults: layers stacked and scanned, each with a relative-position table."""
 
     scan_layers: bool = True
     per_layer_relative_position_bias: bool = True

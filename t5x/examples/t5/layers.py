@@ -1,10 +1,10 @@
-"""T5X's building blocks under T5X's names, for networks written against `from t5x.examples.t5 import layers`.
+"""T5X's building blocks under T5X's names, for networks that use `from t5x.examples.t5 import layers`.
 
 They are plain Linen: masks and biases are arrays, and keys come from the streams `params` and `dropout`. Parameters are
-float32, with the names, shapes and logical axes that `t5x.network` has too, so that the same checkpoints load. A new
-network does better to start from `t5x.network`, whose attention need not write out a [batch, heads, q, k] array.
+float32, with the same names, shapes and logical axes as in `t5x.network`, so the same checkpoints load. New networks
+should start from `t5x.network`, whose attention need not materialize a [batch, heads, q, k] array.
 
-Activations are [batch, length, features]; a `dtype` is always that of the computation.
+Activations are [batch, length, features]; `dtype` is always that of the computation.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,18 +42,18 @@ default_embed_init = initializers.variance_scaling(1.0, "fan_in", "normal", out_
 
 
 def laid_out(x: jax.Array, *axes: str) -> jax.Array:
-    """`constrain`, for the usual rank; an array with more or fewer dimensions is left to the compiler."""
+    """Apply `constrain` to arrays of the usual rank; the compiler decides for others."""
     return constrain(x, *axes) if x.ndim == len(axes) else x
 
 
 class DenseGeneral(nn.Module):
-    """A linear map without a bias over one or several axes, to one or several new ones.
+    """A linear map without bias over one or several axes, to one or several new ones.
 
-    The kernel is stored flattened, [product of the inputs' sizes, product of the features].
+    The kernel is stored flattened, [product of the input sizes, product of the features].
 
     Attributes:
-      features: size or sizes of the output; they come last.
-      axis: axis or axes of the input that are summed over.
+      features: size or sizes of the output axes, which come last.
+      axis: axis or axes of the input to contract.
       kernel_axes: the two logical axes of the stored kernel; empty for none.
     """
 
@@ -89,7 +89,7 @@ def _as_tuple(x: int | Sequence[int]) -> tuple[int, ...]:
 
 
 class LayerNorm(nn.Module):
-    """T5's layer norm: the root mean square alone, without mean or bias, computed in float32."""
+    """T5's layer norm: only the root mean square, without mean or bias, computed in float32."""
 
     epsilon: float = 1e-6
     dtype: Any = jnp.float32
@@ -102,13 +102,13 @@ class LayerNorm(nn.Module):
 
 
 class Embed(nn.Module):
-    """A table of embeddings, which tied logits can share through `attend`.
+    """An embedding table, which tied logits can share through `attend`.
 
     Attributes:
-      cast_input_dtype: cast the ids to it first; they must then be integers.
-      attend_dtype: of the table in `attend`; None for `dtype`.
-      one_hot: look up by a product with one-hot rows instead of a gather. The values are the same, but for an id
-        outside the table, which gives zeros instead of NaN; it costs as much as computing logits.
+      cast_input_dtype: cast the ids to this dtype first, which must be an integer dtype.
+      attend_dtype: dtype of the table in `attend`; None for `dtype`.
+      one_hot: look up by a matmul with one-hot rows instead of a gather. The values are the same, except that an id
+        outside the table gives zeros instead of NaN. It costs as much as computing logits.
     """
 
     num_embeddings: int
@@ -126,7 +126,7 @@ class Embed(nn.Module):
         )
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
-        """Integers [batch, length] -> [batch, length, features]."""
+        """Look up ids, integers [batch, length] -> [batch, length, features]."""
         if self.cast_input_dtype is not None:
             inputs = inputs.astype(self.cast_input_dtype)
         if not jnp.issubdtype(inputs.dtype, jnp.integer):
@@ -135,18 +135,18 @@ class Embed(nn.Module):
             chosen = jax.nn.one_hot(inputs, self.num_embeddings, dtype=self.dtype)
             output = jnp.dot(chosen, self.embedding.astype(self.dtype))
         else:
-            # Cast after the lookup, so that the gradient of a frequent token is summed in float32.
+            # Cast after the lookup, so that the gradient of a frequent token is accumulated in float32.
             output = jnp.take(self.embedding, inputs, axis=0).astype(self.dtype)
         return laid_out(output, "batch", "length", "embed")
 
     def attend(self, query: jax.Array) -> jax.Array:
-        """Products of query [..., features] with every embedding, [..., num_embeddings]; the caller scales them."""
+        """Return the dot products of query [..., features] with every embedding, [..., num_embeddings], unscaled."""
         dtype = self.dtype if self.attend_dtype is None else self.attend_dtype
         return jnp.dot(query, self.embedding.astype(dtype).T)
 
 
 class MlpBlock(nn.Module):
-    """wo(drop(act_0(wi_0 x) * act_1(wi_1 x) …)); with a single activation the input kernel is named `wi`.
+    """An MLP: wo(drop(act_0(wi_0 x) * act_1(wi_1 x) …)). With one activation, the input kernel is named `wi`.
 
     Attributes:
       activations: `linear`, names of functions in `flax.linen`, or functions.
@@ -160,7 +160,7 @@ class MlpBlock(nn.Module):
 
     @nn.compact
     def __call__(self, inputs: jax.Array, decode: bool = False, deterministic: bool = False) -> jax.Array:
-        """`decode` is of T5X's convention; an MLP has nothing to remember."""
+        """Apply the MLP. `decode` is accepted for T5X's convention and ignored."""
         del decode
 
         def dense(features: int, axes: tuple[str, str], name: str) -> DenseGeneral:
@@ -187,7 +187,7 @@ def _activation(name: str | Callable) -> Callable:
 
 
 class RelativePositionBiases(nn.Module):
-    """T5's relative position bias, written out: a learned value per head and bucket of distances."""
+    """T5's relative position bias as an array: a learned value per head and bucket of distances."""
 
     num_buckets: int
     max_distance: int
@@ -197,7 +197,7 @@ class RelativePositionBiases(nn.Module):
 
     @nn.compact
     def __call__(self, qlen: int, klen: int, bidirectional: bool = True) -> jax.Array:
-        """[1, heads, q, k], to add to the logits; without `bidirectional`, keys ahead count as distance 0."""
+        """Return [1, heads, q, k], to add to the logits; if not `bidirectional`, later keys count as distance 0."""
         table = param_with_axes(
             "rel_embedding",
             self.embedding_init,
@@ -223,16 +223,16 @@ def dot_product_attention(
     dtype: Any = jnp.float32,
     float32_logits: bool = False,
 ) -> jax.Array:
-    """softmax(q·k + bias) v. There is no 1/sqrt(head_dim): T5 has it in the initial queries.
+    """Return softmax(q·k + bias) v. There is no 1/sqrt(head_dim): T5 includes it in the query initializer.
 
     Args:
       query: [batch, q, heads, head_dim].
       key, value: [batch, k, heads, head_dim].
       bias: broadcastable to [batch, heads, q, k]; a mask is a bias of 0 or -1e10.
       dropout_rng, dropout_rate: drop attention weights, the same for every query of an example.
-      deterministic: switches dropout off.
-      dtype: of the weights.
-      float32_logits: multiply queries and keys, and take the softmax, in float32 whatever their dtype.
+      deterministic: disable dropout.
+      dtype: dtype of the weights.
+      float32_logits: multiply queries and keys, and compute the softmax, in float32 whatever their dtype.
 
     Returns:
       [batch, q, heads, head_dim].
@@ -254,8 +254,8 @@ class MultiHeadDotProductAttention(nn.Module):
     """T5's multi-head attention, with a cache for decoding one token at a time.
 
     Attributes:
-      dropout_rate: of attention weights.
-      kernel_init: of all four kernels; that of the query is divided by sqrt(head_dim) besides.
+      dropout_rate: for attention weights.
+      kernel_init: for all four kernels; that of the query is also divided by sqrt(head_dim).
       float32_logits: see `dot_product_attention`.
     """
 
@@ -277,13 +277,13 @@ class MultiHeadDotProductAttention(nn.Module):
         decode: bool = False,
         deterministic: bool = False,
     ) -> jax.Array:
-        """inputs_q [batch, q, features] attends to inputs_kv [batch, k, features].
+        """Let inputs_q [batch, q, features] attend to inputs_kv [batch, k, features].
 
         Args:
           mask: broadcastable to [batch, heads, q, k]; positive where a query may attend to a key.
           bias: broadcastable to [batch, heads, q, k]; added to the logits.
-          decode: keep keys and values in the collection `cache`. The first call sizes it by the length of its inputs;
-            every later one takes one token a row, and the `bias` of the whole length.
+          decode: keep keys and values in the collection `cache`. The first call allocates it with the length of its
+            inputs; each later call takes one token per row, and the `bias` of the full length.
         """
 
         def query_init(key, shape, dtype):
@@ -316,7 +316,7 @@ class MultiHeadDotProductAttention(nn.Module):
         return DenseGeneral(inputs_q.shape[-1], (-2, -1), self.dtype, self.kernel_init, axes, name="out")(x)
 
     def _through_cache(self, key: jax.Array, value: jax.Array, mask: jax.Array | None, bias: jax.Array | None):
-        """Writes this step's key and value. Returns all of them, the mask that hides later ones, this step's bias."""
+        """Write this step's key and value; return all cached ones, the mask up to this step, and this step's bias."""
         exists = self.has_variable("cache", "cached_key")
         key, value = (jnp.moveaxis(x, -3, -1) for x in (key, value))
         cached_key = self.variable("cache", "cached_key", jnp.zeros_like, key)
@@ -350,11 +350,11 @@ def make_attention_mask(
     extra_batch_dims: int = 0,
     dtype: Any = jnp.float32,
 ) -> jax.Array:
-    """pairwise_fn(query, key) of [batch, q] and [batch, k]: 1 or 0, [batch, 1, q, k].
+    """Return pairwise_fn(query, key) of [batch, q] and [batch, k] as a mask of 1 or 0, [batch, 1, q, k].
 
     Args:
-      pairwise_fn: `jnp.multiply` of what is not padding, `jnp.equal` of segment ids …
-      extra_batch_dims: dimensions of size 1 to put in front.
+      pairwise_fn: `jnp.multiply` for masks of real tokens, `jnp.equal` for segment ids …
+      extra_batch_dims: number of leading dimensions of size 1 to add.
     """
     mask = pairwise_fn(jnp.expand_dims(query_input, -1), jnp.expand_dims(key_input, -2))
     mask = jnp.expand_dims(mask, -3)
@@ -362,13 +362,13 @@ def make_attention_mask(
 
 
 def make_causal_mask(x: jax.Array, extra_batch_dims: int = 0, dtype: Any = jnp.float32) -> jax.Array:
-    """Query i sees keys 0..i: [batch, 1, length, length], for the shape of x [batch, length]."""
+    """Return a causal mask [batch, 1, length, length], for the shape of x [batch, length]."""
     positions = jnp.broadcast_to(jnp.arange(x.shape[-1], dtype=jnp.int32), x.shape)
     return make_attention_mask(positions, positions, jnp.greater_equal, extra_batch_dims, dtype)
 
 
 def combine_masks(*masks: jax.Array | None, dtype: Any = jnp.float32) -> jax.Array | None:
-    """1 where all masks are set; None stands for no mask."""
+    """Return 1 where all masks are set; None stands for no mask."""
     present = _of_one_rank(masks)
     if not present:
         return None
@@ -379,7 +379,7 @@ def combine_masks(*masks: jax.Array | None, dtype: Any = jnp.float32) -> jax.Arr
 
 
 def combine_biases(*biases: jax.Array | None) -> jax.Array | None:
-    """The sum; None stands for no bias."""
+    """Return the sum of the biases; None stands for no bias."""
     present = _of_one_rank(biases)
     return sum(present[1:], present[0]) if present else None
 
@@ -397,11 +397,11 @@ def make_decoder_mask(
     decoder_causal_attention: jax.Array | None = None,
     decoder_segment_ids: jax.Array | None = None,
 ) -> jax.Array:
-    """The mask of a decoder's self-attention: causal, without padding, each packed example by itself.
+    """Return the mask of a decoder's self-attention: causal, without padding, separate for each packed example.
 
     Args:
       decoder_target_tokens: int [batch, length]; 0 is padding.
-      decoder_causal_attention: int [batch, length], 1 on a prefix whose tokens all see one another.
+      decoder_causal_attention: int [batch, length], 1 on a prefix whose tokens all see each other.
       decoder_segment_ids: int [batch, length], which example of a packed row a token belongs to.
 
     Returns:

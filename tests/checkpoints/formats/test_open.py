@@ -65,6 +65,51 @@ def test_when_none_opens_each_is_named_with_its_reason(tmp_path):
         open_checkpoint(tmp_path)
 
 
+def huggingface(path: Path, step: int) -> None:
+    models.write_directory(path, models.tiny_tensors(), models.tiny_config())
+
+
+def notes(path: Path, step: int) -> None:
+    path.mkdir()
+    (path / "notes.txt").write_text("mine")
+
+
+FOREIGN = {
+    "ours, renamed": (lambda path, step: _renamed(ours, path), "its content is of step 3"),
+    "native, renamed": (lambda path, step: _renamed(native, path), "its content is of step 3"),
+    "without a step": (huggingface, "has no step"),
+    "no checkpoint": (notes, "no checkpoint that is known"),
+}
+
+
+def _renamed(write, path):
+    write(path.parent / "checkpoint_3", 3)
+    (path.parent / "checkpoint_3").rename(path)
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+def test_a_renamed_or_foreign_directory_is_not_the_newest_checkpoint(case, tmp_path, caplog):
+    write, reason = FOREIGN[case]
+    write(tmp_path / "checkpoint_600", 600)
+    native(tmp_path / "checkpoint_20", 20)
+    assert open_checkpoint(tmp_path).step == 20
+    (passed,) = (message for message in caplog.messages if message.startswith("Passing over"))
+    assert str(tmp_path / "checkpoint_600") in passed and reason in passed
+
+
+@pytest.mark.parametrize("write", [ours, native])
+def test_a_renamed_checkpoint_alone_is_not_taken(write, tmp_path):
+    _renamed(write, tmp_path / "checkpoint_600")
+    with pytest.raises(UserError, match=r"checkpoint_600: its content is of step 3.*Name it checkpoint_3"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_checkpoint_without_a_step_is_taken_where_there_is_no_other(tmp_path, caplog):
+    huggingface(tmp_path / "checkpoint_600", 600)
+    assert open_checkpoint(tmp_path).path == str(tmp_path / "checkpoint_600")
+    assert "taking checkpoint_600, as there is no other" in caplog.text
+
+
 @pytest.mark.parametrize("step", [2**31, 2**33, -5, -(2**63)])
 def test_steps_that_are_none(tmp_path, step):
     for name, value in {"array": ext((), "int64", np.int64(step).tobytes()), "number": step}.items():

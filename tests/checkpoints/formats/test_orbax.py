@@ -259,5 +259,5 @@ def test_an_array_larger_than_its_files_can_be(tmp_path):
     content = json.loads(file.read_text())
     content["shape"] = [2**45]
     file.write_text(json.dumps(content))
-    with pytest.raises(DamagedCheckpoint, match="files are too small"):
+    with pytest.raises(DamagedCheckpoint, match="its files cannot hold"):
         read_orbax(path)

@@ -1,7 +1,7 @@
 """Hugging Face directories of the T5 family: config.json, safetensors, tokenizer files.
 
-`names` says which tensor is which parameter, `config` translates config.json, `container` is the safetensors file
-format, `tokenizer` translates tokenizer files; `reading` and `writing` put them together.
+`names` maps tensors to parameters, `config` translates config.json, `container` implements the safetensors format,
+`tokenizer` translates tokenizer files; `reading` and `writing` combine them.
 """
 
 from t5x.checkpoints.formats.huggingface.reading import read_huggingface

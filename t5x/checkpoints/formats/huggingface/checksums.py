@@ -2,8 +2,8 @@
 
     {"model.safetensors": {"size": 3132688376, "sha256": "…"}}
 
-We write it into every Hugging Face directory, and verify it wherever it is. Directories of others have none: damage
-that leaves the header of a safetensors file sound cannot be seen in them.
+We write it into every Hugging Face directory, and verify it if it exists. Third-party directories have none: damage
+that leaves the header of a safetensors file intact cannot be detected in them.
 """
 
 import hashlib
@@ -15,29 +15,31 @@ from typing import Any
 from etils import epath
 
 from t5x.checkpoints import paths
+from t5x.checkpoints.formats.huggingface.container import open_file
 from t5x.checkpoints.manifest import DamagedCheckpoint
+from t5x.untrusted import parse_json
 
 FILE = "t5x_checksums.json"
 _MAX_BYTES = 2**24
 
 
 def write(directory: epath.Path, digests: Mapping[str, str]) -> None:
-    """Writes the file for weight files that are there, from their SHA-256."""
+    """Write the file for existing weight files, given their SHA-256."""
     content = {name: {"size": os.path.getsize(directory / name), "sha256": digest} for name, digest in digests.items()}
     paths.write_file(directory / FILE, (json.dumps(content, indent=2) + "\n").encode())
 
 
 def verify(path: str, used: Iterable[str]) -> None:
-    """Reads the weight files and raises DamagedCheckpoint unless they are as they were written.
+    """Read the weight files; raise DamagedCheckpoint unless they are as they were written.
 
     Args:
-      path: the directory, local or remote; without t5x_checksums.json nothing is verified.
+      path: the directory, local or remote. Nothing is verified without t5x_checksums.json.
       used: names of its weight files.
     """
     directory = epath.Path(path)
     if not (directory / FILE).exists():
         return
-    records = _read(directory)
+    records = _read(path)
     for name in sorted(used):
         record = records.get(name)
         if record is None:
@@ -46,19 +48,19 @@ def verify(path: str, used: Iterable[str]) -> None:
         if record.get("size") != size:
             raise _damaged(path, f"{name} has {size} bytes instead of {record.get('size')}")
     for name in sorted(used):
-        with (directory / name).open("rb") as file:
+        with open_file(f"{path}/{name}") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != records[name].get("sha256"):
                 raise _damaged(path, f"{name} has changed (SHA-256)")
 
 
-def _read(directory: epath.Path) -> dict[str, dict[str, Any]]:
+def _read(path: str) -> dict[str, dict[str, Any]]:
     try:
-        with (directory / FILE).open("rb") as file:
-            records = json.loads(file.read(_MAX_BYTES))
-    except (ValueError, RecursionError):
+        with open_file(f"{path}/{FILE}") as file:
+            records = parse_json(file.read(_MAX_BYTES))
+    except ValueError:
         records = None
     if not isinstance(records, dict) or not all(isinstance(record, dict) for record in records.values()):
-        raise _damaged(directory, f"{FILE} is not a JSON object of files")
+        raise _damaged(path, f"{FILE} is not a JSON object of files")
     return records
 
 

@@ -1,4 +1,4 @@
-"""config.json of Hugging Face's T5, mT5 and umT5, and the fields of T5Config that say the same."""
+"""Translation between config.json of Hugging Face's T5, mT5 and umT5 and the fields of T5Config."""
 
 import re
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ import numpy as np
 from t5x.checkpoints.formats.huggingface.names import BUCKETS, PER_LAYER_BIAS
 from t5x.errors import UserError
 
-TEMPLATE = "ranking_template"  # a field of our own, which transformers keeps and does not use
+TEMPLATE = "ranking_template"  # our own field, which transformers keeps but does not use
 _SIZES = {  # config.json: T5Config
     "vocab_size": "vocab_size",
     "d_model": "emb_dim",
@@ -19,7 +19,7 @@ _SIZES = {  # config.json: T5Config
     "num_layers": "num_encoder_layers",
     "num_decoder_layers": "num_decoder_layers",
 }
-# What transformers computes with these is what T5X computes; its "gelu" is the exact one, T5's is the approximation.
+# transformers computes the same as T5X with these. Its "gelu" is missing: it is exact, T5's is the approximation.
 _ACTIVATIONS = {
     "relu": "relu",
     "gelu_new": "gelu",
@@ -45,7 +45,7 @@ _MT5_VOCABULARY = 250112
 
 
 def model_type(stated: Mapping[str, Any], path: str) -> str:
-    """`t5`, `mt5` or `umt5`; a config.json that does not say is a T5's."""
+    """Return `t5`, `mt5` or `umt5`; the default is `t5`."""
     kind = stated.get("model_type", "t5")
     if not isinstance(kind, str) or kind not in _CLASSES:
         raise UserError(
@@ -56,11 +56,11 @@ def model_type(stated: Mapping[str, Any], path: str) -> str:
 
 
 def read_config(stated: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """The fields of T5Config that config.json states, without `logits_via_embedding`, for which see `logits`.
+    """Return the fields of T5Config that config.json states, except `logits_via_embedding`, for which see `is_scaled`.
 
     Args:
       stated: the content of config.json.
-      path: of config.json, for messages.
+      path: path of config.json, for messages.
     """
     kind = model_type(stated, path)
     differing = [f"{k} is {stated[k]!r}, not {v!r}" for k, v in _FIXED.items() if stated.get(k, v) != v]
@@ -86,7 +86,7 @@ def _activations(stated: Mapping[str, Any], kind: str, path: str) -> tuple[str, 
     gated, _, function = str(project).rpartition("-")
     if project == "gated-gelu":
         function = "gelu_new"
-    # Where config.json has them, these two decide, whatever feed_forward_proj says.
+    # If config.json has these two, they override feed_forward_proj.
     function = str(stated.get("dense_act_fn", function))
     is_gated = stated.get("is_gated_act", gated == "gated")
     if gated not in ("", "gated") or function not in _ACTIVATIONS:
@@ -98,17 +98,17 @@ def _activations(stated: Mapping[str, Any], kind: str, path: str) -> tuple[str, 
 
 
 def is_scaled(stated: Mapping[str, Any], path: str, *, own_head: bool) -> bool:
-    """Whether the decoder's output is multiplied by 1/sqrt(d_model) before the logits.
+    """Return whether the decoder's output is multiplied by 1/sqrt(d_model) before the logits.
 
-    T5 1.0 does, the later ones do not, and config.json says it in a way that changed. Until version 4 of transformers
-    `tie_word_embeddings` was the sign. Version 5 writes `tie_word_embeddings: true` always: T5 has the key
+    T5 1.0 does so, later ones do not, and how config.json says it has changed. Until version 4 of transformers,
+    `tie_word_embeddings` implied it. Version 5 always writes `tie_word_embeddings: true`: T5 has the key
     `scale_decoder_outputs` instead, mT5 never scales, and umT5 always does. The last contradicts the published umT5,
-    whose logits are their own and not scaled, so that it is believed for tied logits only.
+    which has separate, unscaled logits, so for umT5 scaling is assumed only if the logits are tied.
 
     Args:
       stated: the content of config.json.
-      path: of config.json, for messages.
-      own_head: whether the checkpoint has `lm_head.weight` with values of its own.
+      path: path of config.json, for messages.
+      own_head: whether the checkpoint has an `lm_head.weight` that differs from the embedding.
     """
     kind = model_type(stated, path)
     tied = stated.get("tie_word_embeddings", True) is not False
@@ -120,13 +120,13 @@ def is_scaled(stated: Mapping[str, Any], path: str, *, own_head: bool) -> bool:
 
 
 def written_by_version_5(stated: Mapping[str, Any]) -> bool:
-    """Whether transformers 5 or later wrote this config.json."""
-    version = re.match(r"\d+", str(stated.get("transformers_version", "")))
+    """Return whether transformers 5 or later wrote this config.json."""
+    version = re.match(r"\d{1,9}", str(stated.get("transformers_version", "")))
     return "scale_decoder_outputs" in stated or (version is not None and int(version[0]) >= 5)
 
 
 def write_config(config: Mapping[str, Any], dtype: np.dtype, eos_id: int) -> dict[str, Any]:
-    """The content of config.json for fields of T5Config."""
+    """Return the content of config.json for fields of T5Config."""
     if missing := sorted({*_SIZES.values(), "mlp_activations", "logits_via_embedding"} - config.keys()):
         raise UserError(
             f"The model configuration lacks {', '.join(missing)}, so that no Hugging Face config.json can be written."

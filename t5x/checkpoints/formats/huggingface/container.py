@@ -1,8 +1,8 @@
 """The safetensors format: the length of a JSON header (u64, little-endian), the header, the tensors' bytes.
 
-Read and written here without the library of that name, because a tensor is then read from its place in the file
-(bfloat16 too, which NumPy alone does not know) and written as it comes, one at a time. A header is believed only
-after all of it has been checked: nothing larger than the file is allocated, nothing outside it is read.
+Implemented here rather than with the safetensors library, so that a tensor is read directly from its place in the file
+(including bfloat16, which NumPy alone does not support) and written as it arrives, one at a time. Headers are untrusted
+and fully checked first: nothing larger than the file is allocated, nothing outside it is read.
 """
 
 import dataclasses
@@ -18,11 +18,13 @@ import numpy as np
 from etils import epath
 
 from t5x.errors import UserError
+from t5x.untrusted import open_regular, parse_json
+from t5x.urls import is_remote
 
-_LARGEST_HEADER = 100_000_000  # the limit of the format's own library
+_LARGEST_HEADER = 16 * 2**20  # a T5 11B's header has 0.1 MB
 _CHUNK = 1 << 24
 
-# Sizes in bytes of everything the format knows; the arrays of a T5 are in one of the four of DTYPES.
+# Sizes in bytes of all types of the format; only the four in DTYPES can be read.
 _SIZES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
 _SIZES |= {"I16": 2, "U16": 2, "F16": 2, "BF16": 2, "I32": 4, "U32": 4, "F32": 4}
 _SIZES |= {"I64": 8, "U64": 8, "F64": 8, "C64": 8}
@@ -36,7 +38,7 @@ DTYPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor in a file: where its bytes are, and of what kind."""
+    """A tensor in a file: the position of its bytes, and their type."""
 
     path: str
     name: str
@@ -55,10 +57,10 @@ class Tensor:
         return DTYPES[self.kind]
 
     def read(self) -> np.ndarray:
-        """The whole tensor, in a new array."""
+        """Return the whole tensor in a new array."""
         array = np.empty(self.shape, self.dtype)
         view = array.reshape(-1).view(np.uint8)
-        with _open(self.path) as file:
+        with open_file(self.path) as file:
             file.seek(self.start)
             for offset in range(0, self.size, _CHUNK):
                 part = file.read(min(_CHUNK, self.size - offset))
@@ -68,10 +70,10 @@ class Tensor:
         return array
 
     def same_content(self, other: "Tensor") -> bool:
-        """Whether both have the same type, shape and bytes; reads only until they differ."""
+        """Return whether both have the same type, shape and bytes; reads only until they differ."""
         if (self.kind, self.shape) != (other.kind, other.shape):
             return False
-        with _open(self.path) as one, _open(other.path) as two:
+        with open_file(self.path) as one, open_file(other.path) as two:
             one.seek(self.start)
             two.seek(other.start)
             steps = range(0, self.size, _CHUNK)
@@ -79,8 +81,8 @@ class Tensor:
 
 
 def read_header(path: str) -> dict[str, Tensor]:
-    """The tensors of a file by name; UserError where the file is not a whole, sound safetensors file."""
-    with _open(path) as file:
+    """Return the tensors of a file by name; raise a UserError unless it is a complete, valid safetensors file."""
+    with open_file(path) as file:
         total = file.seek(0, os.SEEK_END)
         file.seek(0)
         length = int.from_bytes(file.read(8), "little")
@@ -93,8 +95,8 @@ def read_header(path: str) -> dict[str, Tensor]:
             )
         text = file.read(length)
     try:
-        header = json.loads(text.decode(), object_pairs_hook=_without_duplicates)
-    except (ValueError, RecursionError) as error:
+        header = parse_json(text, max_bytes=_LARGEST_HEADER, object_pairs_hook=_without_duplicates)
+    except ValueError as error:
         raise _broken(path, f"its header is not JSON ({error})") from error
     if not isinstance(header, dict):
         raise _broken(path, "its header is not a JSON object")
@@ -119,7 +121,7 @@ def _tensor(path: str, name: str, entry: Any, data: int) -> Tensor:
 
 
 def _check_layout(path: str, tensors: Mapping[str, Tensor], data: int, total: int) -> None:
-    """The tensors lie end to end, from the end of the header to the end of the file."""
+    """Raise a UserError unless the tensors lie end to end, from the end of the header to the end of the file."""
     position = data
     for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.start, tensor.size)):
         if tensor.start != position:
@@ -142,15 +144,16 @@ def _broken(path: str, problem: str) -> UserError:
     return UserError(f"{path} is damaged: {problem}. Fetch it again.")
 
 
-def _open(path: str) -> BinaryIO:
+def open_file(path: str) -> BinaryIO:
+    """Open a local or remote file for reading; raise a UserError if it is not a regular file."""
     try:
-        return epath.Path(path).open("rb")
+        return epath.Path(path).open("rb") if is_remote(path) else open_regular(path)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}.") from error
 
 
 def kind_of(dtype: np.dtype) -> str:
-    """The format's name of `dtype`."""
+    """Return the format's name of `dtype`."""
     for kind, known in DTYPES.items():
         if dtype == known:
             return kind
@@ -159,7 +162,7 @@ def kind_of(dtype: np.dtype) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A tensor that is going to be written: its name, type and shape are known, its values come later."""
+    """A tensor to be written: its name, type and shape are known, its values follow later."""
 
     name: str
     dtype: np.dtype
@@ -171,9 +174,9 @@ class Plan:
 
 
 def write(path: str, plans: Iterable[Plan], values: Iterable[np.ndarray]) -> str:
-    """Writes a new file: the header from `plans`, then `values` in the same order, each taken, written and dropped.
+    """Write a new file: the header from `plans`, then `values` in the same order, one at a time.
 
-    Values are converted to the planned type a part at a time, so that one array is in memory and no copy of it.
+    Values are converted to the planned type in parts, so that one array is in memory, without a copy of it.
 
     Returns:
       the SHA-256 of the file.
@@ -200,7 +203,7 @@ def write(path: str, plans: Iterable[Plan], values: Iterable[np.ndarray]) -> str
 
 
 def _parts(plan: Plan, value: np.ndarray) -> Iterator[memoryview]:
-    """The bytes of a tensor, a few at a time."""
+    """Yield the bytes of a tensor in parts."""
     if value.shape != plan.shape:
         raise UserError(f"The array for {plan.name} has the shape {value.shape}; {plan.shape} was announced.")
     rows = max(1, _CHUNK // max(1, plan.dtype.itemsize * math.prod(plan.shape[1:])))

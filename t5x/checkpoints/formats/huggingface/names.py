@@ -1,18 +1,18 @@
-"""Which tensor of a Hugging Face T5 is which parameter of T5X."""
+"""The mapping between tensors of a Hugging Face T5 and parameters of T5X."""
 
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-BUCKETS = 32  # of relative positions
+BUCKETS = 32  # relative position buckets
 EMBEDDING = "shared.weight"
 HEAD = "lm_head.weight"
 PER_LAYER_BIAS = "per_layer_relative_position_bias"
 
 # Copies of `shared.weight` that some versions of transformers write.
 EMBEDDING_COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
-# A table that the first T5 checkpoints carry and no version of the network uses.
+# A table in the first T5 checkpoints that no version of the network uses.
 _UNUSED = re.compile(r"decoder\.block\.\d+\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight")
 
 _ATTENTION = {"query": "q", "key": "k", "value": "v", "out": "o"}
@@ -25,8 +25,8 @@ class Parameter:
     Attributes:
       name: T5X's, `target/encoder/layers_0/attention/query/kernel`.
       tensor: Hugging Face's, `encoder.block.0.layer.0.SelfAttention.q.weight`.
-      shape: as T5X has it.
-      transposed: whether Hugging Face has it the other way round.
+      shape: T5X's shape.
+      transposed: whether Hugging Face stores it transposed.
     """
 
     name: str
@@ -44,7 +44,7 @@ def is_unused(tensor: str) -> bool:
 
 
 def parameters(config: Mapping[str, Any]) -> Iterator[Parameter]:
-    """All parameters of the encoder-decoder that `config` (fields of T5Config) describes, layers unrolled."""
+    """Yield all parameters of the encoder-decoder that `config` (fields of T5Config) describes, layers unrolled."""
     width, vocabulary = config["emb_dim"], config["vocab_size"]
     yield Parameter("target/token_embedder/embedding", EMBEDDING, (vocabulary, width), False)
     for tower in ("encoder", "decoder"):

@@ -1,6 +1,5 @@
-"""Reads a Hugging Face directory."""
+"""Reads Hugging Face directories."""
 
-import json
 import logging
 import os
 import shlex
@@ -16,6 +15,7 @@ from t5x.checkpoints.formats.links import check_links
 from t5x.data import files
 from t5x.errors import UserError
 from t5x.ranking.templates import from_fields
+from t5x.untrusted import MAX_JSON_BYTES, is_plain_relative, parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -23,15 +23,14 @@ _CONFIG = "config.json"
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _READ = (".json", ".safetensors", ".model")
-_LARGEST_JSON = 100_000_000
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 def read_huggingface(path: str | os.PathLike[str]) -> Source:
-    """Opens a directory as `save_pretrained` writes it: config.json and safetensors, in one file or in several.
+    """Open a directory as `save_pretrained` writes it: config.json and safetensors, in one or several files.
 
-    Only headers are read (and the tables that may be copies of each other); `Source.arrays` reads tensor by tensor.
-    Linear layers come in T5X's orientation, as transposed views.
+    Only headers are read (and tables that may be copies of each other); `Source.arrays` reads tensor by tensor. Kernels
+    of linear layers have T5X's orientation, as transposed views.
 
         >>> source = read_huggingface("flan-t5-small")                                              # doctest: +SKIP
         >>> source.arrays["target/encoder/layers_0/attention/query/kernel"].read().shape            # doctest: +SKIP
@@ -61,7 +60,7 @@ def read_huggingface(path: str | os.PathLike[str]) -> Source:
 
 
 def _check_links(path: str) -> None:
-    """Links may lead to files of the directory, and to the blobs of the hub's cache if it is one of its snapshots."""
+    """Refuse links except to files of the directory or, in a snapshot of the hub's cache, to the cache's blobs."""
     directory = os.path.realpath(path)
     if files.is_remote(path) or not os.path.isdir(directory):
         return
@@ -73,11 +72,9 @@ def _check_links(path: str) -> None:
 
 
 def _read_json(path: str) -> dict[str, Any]:
-    if os.path.exists(path) and os.path.getsize(path) > _LARGEST_JSON:
-        raise UserError(f"{path} is larger than {_LARGEST_JSON:,} bytes: that is not what Hugging Face writes.")
     try:
-        content = json.loads(files.read_bytes(path))
-    except (ValueError, RecursionError) as error:
+        content = parse_json(files.read_regular(path, max_bytes=MAX_JSON_BYTES))
+    except ValueError as error:
         raise UserError(f"{path} is damaged: it is not JSON ({error}). Fetch it again.") from error
     if not isinstance(content, dict):
         raise UserError(f"{path} is damaged: it is not a JSON object. Fetch it again.")
@@ -105,8 +102,12 @@ def _sharded(path: str) -> dict[str, container.Tensor]:
         raise UserError(f"{index} is damaged: it has no weight_map from tensors to files. Fetch it again.")
     tensors = {}
     for shard in sorted(set(placed.values())):
-        if shard in (".", "..") or not shard.isprintable() or any(c in shard for c in "/\\") or not shard:
-            raise UserError(f"{index} names the file {shard!r}: only files of its own directory are read.")
+        # `_check_links` checks only files with this suffix.
+        if not is_plain_relative(shard) or "/" in shard or not shard.endswith(".safetensors"):
+            raise UserError(
+                f"{index} names the file {shard[:200]!r}: only files of its own directory are read, which end with "
+                ".safetensors."
+            )
         if not epath.Path(f"{path}/{shard}").exists():
             raise UserError(f"{path} is not whole: {shard}, which {_INDEX} names, is missing. Fetch that file.")
         found = container.read_header(f"{path}/{shard}")
@@ -138,7 +139,7 @@ def _pickle(path: str) -> str:
 def _complete(
     config: dict[str, Any], stated: Mapping[str, Any], tensors: dict[str, container.Tensor], path: str
 ) -> dict[str, Any]:
-    """`config` with `logits_via_embedding`. Leaves in `tensors` exactly the tensors that are parameters."""
+    """Return `config` with `logits_via_embedding`. Leaves in `tensors` exactly the tensors that are parameters."""
     if max(config["num_encoder_layers"], config["num_decoder_layers"]) > len(tensors):
         raise UserError(f"{path}/{_CONFIG} speaks of more layers than there are tensors: it is of another model.")
     if names.EMBEDDING not in tensors:
@@ -172,7 +173,7 @@ def _complete(
     elif head is None:
         if not configs.written_by_version_5(stated):
             raise UserError(f"{path} has no tensor {names.HEAD}, though {_CONFIG} says tie_word_embeddings: false.")
-        tensors[names.HEAD] = embedding  # tied and not scaled, which version 5 of transformers knows
+        tensors[names.HEAD] = embedding  # tied but not scaled, which version 5 of transformers supports
     if own_head and config[names.PER_LAYER_BIAS] and configs.written_by_version_5(stated):
         logger.warning(
             "%s: umT5 with logits of its own. Version 5 of transformers multiplies them by d_model**-0.5, the "

@@ -1,10 +1,8 @@
-"""The tokenizer files of a Hugging Face directory, and vocabularies in the form of `Vocabulary.to_files`."""
+"""Translation between tokenizer files of a Hugging Face directory and the files of `Vocabulary.to_files`."""
 
 import base64
 import json
 import logging
-import os
-import tempfile
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,9 +14,10 @@ from t5x.data.vocabularies import (
     HuggingFaceVocabulary,
     SentencePieceVocabulary,
     Vocabulary,
-    load_vocabulary,
 )
+from t5x.data.vocabularies.base import MAX_EXTRA_IDS
 from t5x.errors import UserError
+from t5x.untrusted import MAX_JSON_BYTES, parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -27,20 +26,18 @@ TOKENIZER = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
 _SPECIAL = "special_tokens_map.json"
 _FEATURES = ("inputs", "targets")
-_SPACE = "\u2581"  # SentencePiece's sign for a space
-_MOST_EXTRA_IDS = 100_000
-_LARGEST_TOKENIZER = 200_000_000  # bytes; those of 250,000 ids have 20 million
+_SPACE = "\u2581"  # SentencePiece's symbol for a space
 
 
 def read_vocabulary(path: str, vocab_size: int, tokenizer_class: Any) -> dict[str, dict[str, bytes]]:
-    """The vocabulary of a directory for both features; {}, and a line in the log, where it cannot be told.
+    """Return the vocabulary files of a directory for both features; {} and a warning if there is no vocabulary.
 
-    spiece.model counts before tokenizer.json, which version 5 of transformers writes alone.
+    spiece.model takes precedence over tokenizer.json, the only one that version 5 of transformers writes.
 
     Args:
       path: the directory.
-      vocab_size: rows of the model's embedding.
-      tokenizer_class: the one that config.json names, or None.
+      vocab_size: number of rows of the model's embedding.
+      tokenizer_class: the class named in config.json, or None.
     """
     settings = _settings(path)
     if "ByT5Tokenizer" in (settings.get("tokenizer_class"), tokenizer_class):
@@ -59,7 +56,7 @@ def read_vocabulary(path: str, vocab_size: int, tokenizer_class: Any) -> dict[st
                 TOKENIZER,
             )
             return {}
-        vocabulary = _tokenizer(f"{path}/{TOKENIZER}")
+        vocabulary = HuggingFaceVocabulary(f"{path}/{TOKENIZER}")
     else:
         logger.warning(
             "%s has neither %s nor %s, so the model comes without its vocabulary. Copy the file of the model it was "
@@ -82,24 +79,24 @@ def _settings(path: str) -> dict[str, Any]:
     if not epath.Path(path).exists():
         return {}
     try:
-        settings = json.loads(files.read_bytes(path))
-    except (ValueError, RecursionError) as error:
+        settings = parse_json(files.read_regular(path, max_bytes=MAX_JSON_BYTES))
+    except ValueError as error:
         raise UserError(f"{path} is damaged: it is not JSON ({error}). Fetch it again.") from error
     return settings if isinstance(settings, dict) else {}
 
 
 def _stated_extra_ids(settings: Mapping[str, Any]) -> int | None:
-    """How many sentinels tokenizer_config.json speaks of: in a number, or in a list."""
+    """Return the number of sentinels in tokenizer_config.json, given as a number or as a list."""
     listed = settings.get("additional_special_tokens") or settings.get("extra_special_tokens")
     count = len({str(token) for token in listed if "<extra_id_" in str(token)}) if isinstance(listed, list) else 0
     stated = settings.get("extra_ids")
-    if type(stated) is not int or not 0 <= stated <= _MOST_EXTRA_IDS:
+    if type(stated) is not int or not 0 <= stated <= MAX_EXTRA_IDS:
         return count or None
     return max(stated, count)
 
 
 def _sentencepiece(path: str, vocab_size: int, extra_ids: int | None) -> SentencePieceVocabulary:
-    """T5's model has no sentinels, and 100 are added; mT5's has them; what is stated counts before either."""
+    """Load the model; if it has no sentinels (mT5's has), add the stated number, or else 100 if they fit."""
     plain = SentencePieceVocabulary(path)
     has_sentinels = plain.tokenizer.piece_to_id(f"{_SPACE}<extra_id_0>") != plain.unk_id
     if extra_ids is None:
@@ -107,18 +104,12 @@ def _sentencepiece(path: str, vocab_size: int, extra_ids: int | None) -> Sentenc
     return plain if has_sentinels or not extra_ids else SentencePieceVocabulary(path, extra_ids=extra_ids)
 
 
-def _tokenizer(path: str) -> HuggingFaceVocabulary:
-    if (size := epath.Path(path).stat().length) > _LARGEST_TOKENIZER:
-        raise UserError(f"{path} has {size:,} bytes: that is no tokenizer. Take the tokenizer files of this model.")
-    return HuggingFaceVocabulary(path)
-
-
 def single_vocabulary(vocabulary_files: Mapping[str, Mapping[str, bytes]]) -> Vocabulary | None:
-    """The vocabulary of all features; None, and a line in the log, where Hugging Face has no tokenizer for it."""
+    """Return the vocabulary of all features; None and a warning if Hugging Face has no tokenizer for it."""
     if not vocabulary_files:
         logger.warning("No vocabulary travels with this model: it is written without tokenizer files.")
         return None
-    found = {feature: _load(content) for feature, content in vocabulary_files.items()}
+    found = {f: Vocabulary.from_contents(files, f"the vocabulary of {f}") for f, files in vocabulary_files.items()}
     first = next(iter(found.values()))
     if any(vocabulary != first for vocabulary in found.values()):
         logger.warning(
@@ -133,22 +124,12 @@ def single_vocabulary(vocabulary_files: Mapping[str, Mapping[str, bytes]]) -> Vo
     return first
 
 
-def _load(content: Mapping[str, bytes]) -> Vocabulary:
-    with tempfile.TemporaryDirectory() as directory:
-        for name, data in content.items():
-            with open(os.path.join(directory, os.path.basename(name)), "xb") as file:
-                file.write(data)
-        vocabulary = load_vocabulary(directory)
-        vocabulary.to_files()  # reads what it needs while the directory is there
-        return vocabulary
-
-
 def tokenizer_files(vocabulary: Vocabulary) -> dict[str, bytes]:
-    """Files from which `transformers.AutoTokenizer` gives the ids that `vocabulary` gives, EOS added: {name: content}.
+    """Return {name: content} of files with which `transformers.AutoTokenizer` yields the ids of `vocabulary`, plus EOS.
 
-    T5's own vocabulary becomes a T5Tokenizer, bytes a ByT5Tokenizer. What those two cannot do (bytes for unknown
-    characters as in mT5, spaces kept as in umT5, other ids of the special tokens) is written as a tokenizer.json that
-    does it. A tokenizer.json is written as it is, unless it does not add EOS.
+    T5's own vocabulary becomes a T5Tokenizer, bytes a ByT5Tokenizer. What those two do not support (bytes for unknown
+    characters as in mT5, preserved spaces as in umT5, other ids of the special tokens) is written as a tokenizer.json.
+    An existing tokenizer.json is kept as it is, unless it does not add EOS.
     """
     if isinstance(vocabulary, HuggingFaceVocabulary):
         return {TOKENIZER: _with_eos(vocabulary)} | _settings_files(
@@ -159,7 +140,7 @@ def tokenizer_files(vocabulary: Vocabulary) -> dict[str, bytes]:
     from sentencepiece import sentencepiece_model_pb2
 
     content = vocabulary.to_files()
-    whole = vocabulary.tokenizer.serialized_model_proto()  # with the extra ids and whatever was overridden
+    whole = vocabulary.tokenizer.serialized_model_proto()  # includes the extra ids and any overrides
     model = sentencepiece_model_pb2.ModelProto.FromString(whole)
     if _is_t5s(vocabulary, model):
         (spiece,) = (data for name, data in content.items() if name.endswith(".model"))
@@ -177,7 +158,7 @@ def tokenizer_files(vocabulary: Vocabulary) -> dict[str, bytes]:
 
 
 def _special_tokens(vocabulary: HuggingFaceVocabulary) -> list[str | None]:
-    """EOS, unknown, padding. Id 0 may be a word like any other, which transformers must not take for a special one."""
+    """Return EOS, unknown, padding. Id 0 may be an ordinary word, which transformers must not treat as special."""
     tokens = vocabulary.tokenizer
     known = tokens.get_added_tokens_decoder()
     pad = known[vocabulary.pad_id].content if vocabulary.pad_id in known else None
@@ -185,7 +166,7 @@ def _special_tokens(vocabulary: HuggingFaceVocabulary) -> list[str | None]:
 
 
 def _with_eos(vocabulary: HuggingFaceVocabulary) -> bytes:
-    """The tokenizer.json, which adds EOS to every text and nothing else."""
+    """Return the tokenizer.json, changed if needed to add EOS, and nothing else, to every input."""
     content = vocabulary.to_files()[TOKENIZER]
     if vocabulary.eos_id is None or vocabulary.tokenizer.encode("").ids == [vocabulary.eos_id]:
         return content
@@ -222,7 +203,7 @@ def _settings_files(
 
 
 def _is_t5s(vocabulary: SentencePieceVocabulary, model: Any) -> bool:
-    """Whether transformers' T5Tokenizer, which has these things built in, tokenises as this model does."""
+    """Return whether transformers' T5Tokenizer, with its built-in settings, tokenizes like this model."""
     normalizer, trainer = model.normalizer_spec, model.trainer_spec
     kinds = model.SentencePiece
     user_defined = sum(piece.type == kinds.USER_DEFINED for piece in model.pieces)
@@ -241,10 +222,10 @@ def _is_t5s(vocabulary: SentencePieceVocabulary, model: Any) -> bool:
 
 
 def _tokenizer_json(model: Any, vocabulary: SentencePieceVocabulary) -> dict[str, Any]:
-    """A unigram tokenizer of the `tokenizers` library that does what SentencePiece does with `model`.
+    """Return a unigram tokenizer of the `tokenizers` library that is equivalent to SentencePiece with `model`.
 
-    User-defined pieces, sentinels among them, are ordinary entries with the score that lets them win, as in
-    SentencePiece itself; only the special tokens are looked for before everything else.
+    User-defined pieces, including sentinels, are ordinary entries with a score that lets them win, as in SentencePiece
+    itself; only the special tokens are matched before everything else.
     """
     normalizer, kinds = model.normalizer_spec, model.SentencePiece
     highest = max((piece.score for piece in model.pieces if piece.type == kinds.NORMAL), default=0.0)

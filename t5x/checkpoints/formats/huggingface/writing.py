@@ -1,10 +1,9 @@
-"""Writes a Hugging Face directory."""
+"""Writes Hugging Face directories."""
 
 import dataclasses
 import json
 import logging
 import os
-import secrets
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,6 +16,7 @@ from t5x.checkpoints.formats.base import LazyArray
 from t5x.checkpoints.formats.huggingface import checksums, container, names, tokenizer
 from t5x.checkpoints.formats.huggingface import config as configs
 from t5x.errors import UserError
+from t5x.files import atomic
 from t5x.ranking.templates import Template
 
 logger = logging.getLogger(__name__)
@@ -35,11 +35,11 @@ def write_huggingface(
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Writes a directory that `transformers.AutoModelForSeq2SeqLM.from_pretrained` loads.
+    """Write a directory that `transformers.AutoModelForSeq2SeqLM.from_pretrained` loads.
 
-    Each array is read once, in the order of `arrays`, written and dropped, so that one of them is in memory at a time.
-    The directory appears under its name when it is whole, with checksums of the weights (see checksums.py). Optimizer
-    state (`state/…`) has no place there and is left out.
+    Each array is read once, in the order of `arrays`, written and released, so only one is in memory at a time. The
+    directory appears under its name when it is complete, with checksums of the weights (see checksums.py). Optimizer
+    state (`state/…`) is omitted.
 
         >>> source = read_huggingface("flan-t5-small")                                              # doctest: +SKIP
         >>> write_huggingface("copy", source.config, source.arrays, dtype="bfloat16",
@@ -48,11 +48,11 @@ def write_huggingface(
     Args:
       path: a local directory that does not exist yet.
       config: fields of T5Config.
-      arrays: by T5X's names with the layers unrolled (`target/encoder/layers_0/…`).
-      vocabulary_files: {feature: {file name: content}}, as in Source; without any, no tokenizer files are written.
-      template: of a ranker, for `t5x rerank`; a field of config.json that transformers keeps and does not use.
-      dtype: of the written arrays, "float32" or "bfloat16"; None keeps what they have.
-      shard_bytes: weights above this many bytes are spread over several files.
+      arrays: arrays by T5X's names with unrolled layers (`target/encoder/layers_0/…`).
+      vocabulary_files: {feature: {file name: content}}, as in Source; without it, no tokenizer files are written.
+      template: a ranker's template, for `t5x rerank`; a field of config.json that transformers keeps but does not use.
+      dtype: dtype of the written arrays, "float32" or "bfloat16"; None keeps theirs.
+      shard_bytes: weights above this many bytes are split into several files.
     """
     destination = paths.local_path(path)
     if os.path.lexists(destination):
@@ -85,27 +85,22 @@ def write_huggingface(
     if vocabulary is not None:
         small |= tokenizer.tokenizer_files(vocabulary)
 
-    temporary = epath.Path(f"{destination}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
     try:
-        os.makedirs(temporary)
-        faults.check_space(temporary, sum(plan.size for plan in plans) + sum(map(len, small.values())))
-        for name, content in small.items():
-            paths.write_file(temporary / name, content)
-        _write_weights(temporary, plans, parameters, arrays, shard_bytes)
-        paths.fsync_tree(temporary)
-        os.rename(temporary, destination)
-        paths.fsync(destination.parent)
+        with atomic.new_directory(destination) as temporary:
+            temporary = epath.Path(temporary)
+            faults.check_space(temporary, sum(plan.size for plan in plans) + sum(map(len, small.values())))
+            for name, content in small.items():
+                paths.write_file(temporary / name, content)
+            _write_weights(temporary, plans, parameters, arrays, shard_bytes)
     except OSError as error:
         raise UserError(
             f"{destination} could not be written: {error.strerror or error}. What was written of it has been removed. "
             "Mend the cause (is there room, may you write there?) and start again."
         ) from error
-    finally:
-        paths.remove_tree(temporary)
 
 
 def _match(config: Mapping[str, Any], arrays: Mapping[str, LazyArray]) -> list[names.Parameter]:
-    """The parameters of the model, each of which is among `arrays` with its shape, and nothing besides."""
+    """Return the parameters of the model; raise a UserError unless `arrays` has exactly these, with their shapes."""
     parameters = list(names.parameters(config))
     known = {parameter.name for parameter in parameters}
     problems = [f"{p.name} is missing" for p in parameters if p.name not in arrays]
@@ -152,7 +147,7 @@ def _values(parameters: list[names.Parameter], arrays: Mapping[str, LazyArray]) 
 
 
 def _shards(plans: list[container.Plan], limit: int) -> list[list[int]]:
-    """Positions of `plans` in groups, in order; a group is larger than `limit` only if it is a single tensor."""
+    """Group the positions of `plans`, in order; only a group of a single tensor exceeds `limit`."""
     shards: list[list[int]] = [[]]
     filled = 0
     for i, plan in enumerate(plans):

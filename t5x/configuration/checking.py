@@ -1,0 +1,145 @@
+"""Check a parsed configuration before anything runs, and report all problems at once."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from gin import config
+
+from t5x.configuration import names
+from t5x.configuration import state as states
+from t5x.configuration.errors import Origin, combine, did_you_mean
+from t5x.configuration.parameters import accepts, parameters_of, required_parameters
+from t5x.configuration.printing import Printer, resolve
+from t5x.configuration.values import MACRO, is_constant, is_macro, is_required, macros_in, references_in, scope_of
+
+_logger = logging.getLogger(__name__)
+
+
+class _Call(NamedTuple):
+    """A use of a configurable in a scope; `by_gin` if gin makes the call, with no arguments but the bound ones."""
+
+    selector: str
+    scope: tuple[str, ...]
+    by_gin: bool
+
+    @property
+    def configurable(self) -> config.Configurable:
+        return names.configurable(self.selector)
+
+    @property
+    def bound(self) -> dict[str, tuple[Any, states.Key]]:
+        return states.bound(self.selector, self.scope)
+
+
+def check(fn: Callable[..., Any] | None = None, *, strict: bool = False) -> None:
+    """Check the configuration of an entry function and of everything that its bindings lead to.
+
+    Values that contradict an annotation, and arguments (`--gin.…`) that nothing reads, are logged as warnings: T5X
+    accepts them. It does not accept strings without quotes, so those must have the right type.
+
+    Args:
+      fn: the entry function; None checks all bindings.
+      strict: whether warnings are errors.
+
+    Raises:
+      ConfigurationError: lists every required macro and parameter without a value, and every undefined macro.
+    """
+    state = states.current()
+    printer = Printer(state)
+    calls = _reachable(fn, state)
+    problems = [*_required(calls, state, printer), *_unbound(calls, printer), *_undefined_macros(state)]
+    warnings = list(_without_effect(calls, state, printer)) if fn else []
+    for origin, problem in _wrong_types(calls, state, printer):
+        (problems if origin.unquoted else warnings).append(f"{origin}: {problem}")
+    if strict:
+        problems += warnings
+    else:
+        for warning in dict.fromkeys(warnings):
+            _logger.warning("%s", warning)
+    if problems:
+        raise combine(problems, f"`{fn.__name__}` cannot run" if fn else "The configuration is incomplete")
+
+
+def _reachable(fn: Callable[..., Any] | None, state: states.State) -> list[_Call]:
+    """Return every call that `fn` or other Python code leads to, macros included; without `fn`, that gin can make."""
+    calls = [] if fn is None else [_Call(names.entry_point(fn, state), (), True)]
+    for (scope, selector, _), _ in states.bindings():
+        if fn is None or not (selector in names.registered or selector.startswith("gin.")):
+            calls.append(_Call(selector, tuple(filter(None, scope.split("/"))), False))
+    calls = list(dict.fromkeys(calls))
+    seen = set(calls)
+    for call in calls:  # it grows
+        found = [
+            _Call(reference.configurable.selector, tuple(reference.scopes) or call.scope, reference.evaluate)
+            for value, _ in call.bound.values()
+            for reference in references_in(value)
+        ]
+        if inspect.isclass(call.configurable.wrapped):
+            selectors = (selector for (_, selector, _), _ in states.bindings())
+            found += [_Call(s, call.scope, False) for s in selectors if s.rpartition(".")[0] == call.selector]
+        calls += [new for new in dict.fromkeys(found) if new not in seen]
+        seen.update(found)
+    return calls
+
+
+def _required(calls: list[_Call], state: states.State, printer: Printer) -> Iterator[str]:
+    for call in calls:
+        for value, key in call.bound.values():
+            if any(map(is_required, references_in(value))):
+                name = printer.name(key)
+                yield f"{name} is required ({state.origin(key)}). Set it with --gin.{name}=VALUE."
+
+
+def _unbound(calls: list[_Call], printer: Printer) -> Iterator[str]:
+    for call in calls:
+        missing = [name for name in required_parameters(call.configurable) if name not in call.bound]
+        if missing and call.by_gin and not call.selector.startswith("gin."):
+            scope = "/".join(call.scope)
+            scope = "" if states.macro_value(scope) else scope  # gin opens a scope to evaluate a macro
+            name = printer.selector(call.selector, scope)
+            lines = "".join(f"\n    {name}.{parameter} = VALUE" for parameter in missing)
+            yield f"`{name}` needs {', '.join(f'`{m}`' for m in missing)}. Add to a gin file:{lines}"
+
+
+def _undefined_macros(state: states.State) -> Iterator[str]:
+    defined = [scope for (scope, selector, _), _ in states.bindings() if selector == MACRO]
+    for key, value in states.bindings():
+        for name in macros_in(value):
+            if states.macro_value(name) is None:
+                close = did_you_mean(name, defined)
+                yield f"{state.origin(key)}: macro %{name} is not defined. Set it with --gin.{name}=VALUE.{close}"
+        if key[1] == MACRO and key[0] in macros_in(resolve(value, within=(key[0],))):
+            yield f"{state.origin(key)}: macro %{key[0]} refers to itself."
+
+
+def _wrong_types(calls: list[_Call], state: states.State, printer: Printer) -> Iterator[tuple[Origin, str]]:
+    for call in calls:
+        parameters = parameters_of(call.configurable)
+        for name, (value, key) in call.bound.items():
+            resolved = resolve(value)
+            unresolved = any(is_macro(r) or is_constant(r) for r in references_in(resolved))
+            if name in parameters and not unresolved and not accepts(parameters[name], resolved):
+                expected = inspect.formatannotation(parameters[name].annotation)
+                text = f"`{printer.name(key)}` expects {expected}, got {printer.value(resolved)[:200]}."
+                yield state.origin(_last_macro(value) or key), text
+
+
+def _last_macro(value: Any) -> states.Key | None:
+    """Return the key of the macro that holds the value, if the value is a macro or a chain of them."""
+    key = None
+    while isinstance(value, config.ConfigurableReference) and is_macro(value):
+        value, key = states.macro_value(scope_of(value))
+    return key
+
+
+def _without_effect(calls: list[_Call], state: states.State, printer: Printer) -> Iterator[str]:
+    read = {key for call in calls for _, key in call.bound.values()}
+    for key, _ in states.bindings():
+        if key in state.origins and state.origins[key].path is None and key not in read:
+            same_kind = [printer.name(k) for k in read if (k[1] == MACRO) == (key[1] == MACRO)]
+            close = did_you_mean(printer.name(key), same_kind)
+            yield f"{state.origins[key]} has no effect: nothing in this run reads it.{close}"

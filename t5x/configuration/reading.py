@@ -1,0 +1,178 @@
+"""Read gin files and command-line bindings, statement by statement, so that errors can name the line."""
+
+from __future__ import annotations
+
+import os
+import re
+import tokenize
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gin import config, config_parser
+
+from t5x.configuration import state as states
+from t5x.configuration.command_line import read_argument
+from t5x.configuration.errors import ConfigurationError, Origin, combine, did_you_mean, display_path
+from t5x.configuration.names import FileNames, configurable
+from t5x.configuration.parameters import parameters_of
+from t5x.configuration.values import MACRO, ParsedReference, ParserDelegate, map_value
+
+STAND_INS = {"seqio": "t5x.data.gin_seqio", "optax": "t5x.optimizers.gin_optax"}
+
+_PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
+
+
+def parse(
+    *,
+    gin_files: Sequence[str],
+    bindings: Sequence[str] = (),
+    search_paths: Sequence[str] = (".",),
+    entry_points: Mapping[str, Callable[..., Any]],
+    stand_ins: Mapping[str, str] = STAND_INS,
+) -> None:
+    """Add gin files, then bindings, to the configuration; later values win.
+
+    Args:
+      gin_files: paths, relative to the working directory, a search path, or the directory of the `t5x` package.
+      bindings: `NAME = VALUE` each, as `split_gin_args` returns them; a value that is not gin is a string.
+      search_paths: directories of gin files; includes are also found next to the file that includes them.
+      entry_points: functions that `import __main__ as …` offers, for example `{"train": t5x.train.train}`.
+      stand_ins: packages that mean another module when a gin file imports them, and that module.
+
+    Raises:
+      ConfigurationError: lists every unknown name and parameter. The configuration is then unchanged.
+    """
+    state = states.current().copy()
+    state.entry_points.update(entry_points)
+    state.stand_ins.update(stand_ins)
+    reader = _Reader(state, search_paths)
+    stopped = None
+    try:
+        for name in [gin_files] if isinstance(gin_files, str) else gin_files:
+            reader.read_file(name)
+        for binding in bindings:
+            reader.read_binding(binding)
+    except ConfigurationError as error:  # nothing after this can be read
+        reader.report(error)
+        stopped = error
+    if reader.problems:
+        raise combine(list(reader.problems.values()), "The configuration is invalid") from stopped
+    states.commit(state, reader.values)
+
+
+class _Reader:
+    """Collects the values and problems of one call of `parse`."""
+
+    def __init__(self, state: states.State, search_paths: Sequence[str]):
+        self.values: dict[states.Key, Any] = {}
+        self.problems: dict[tuple[str | None, str], str] = {}  # by file and problem, without the line
+        self._state = state
+        self._search_paths = search_paths
+        self._open_files: list[str] = []
+
+    def read_file(self, name: str, included_at: Origin | None = None) -> None:
+        try:
+            path = _find_file(name, self._search_paths, included_at)
+            if path in self._open_files:
+                chain = " -> ".join(map(display_path, [*self._open_files, path]))
+                raise ConfigurationError(f"gin files include each other: {chain}.")
+            text = Path(path).read_text(encoding="utf-8-sig")
+        except (ConfigurationError, OSError, UnicodeDecodeError) as error:
+            problem = error if isinstance(error, ConfigurationError) else f"cannot read gin file {name!r}: {error}."
+            raise ConfigurationError(included_at.describe(problem) if included_at else str(problem)) from error
+        lines = text.splitlines()
+        self._open_files.append(path)
+        self._read(text, lambda line: Origin(path, line, lines[line - 1] if 0 < line <= len(lines) else ""))
+        self._open_files.pop()
+
+    def read_binding(self, binding: str) -> None:
+        try:
+            text, origin = read_argument(binding)
+        except ConfigurationError as error:
+            self.report(error)
+        else:
+            self._read(text, lambda line: origin)
+
+    def report(self, error: ConfigurationError, place: Origin | None = None) -> None:
+        key = (place.path if place else None, str(error))
+        self.problems.setdefault(key, place.describe(error) if place else str(error))
+
+    def _read(self, text: str, origin: Callable[[int], Origin]) -> None:
+        names = FileNames(self._state)
+        for statement in _statements(text, origin):
+            place = origin(statement.location.line_num)
+            if isinstance(statement, config_parser.IncludeStatement):
+                self.read_file(statement.filename, included_at=place)
+            elif isinstance(statement, config_parser.ImportStatement):
+                try:
+                    names.add_import(statement)
+                except ConfigurationError as error:
+                    raise ConfigurationError(place.describe(error)) from error
+            else:
+                try:
+                    self._bind(statement, names, place)
+                except ConfigurationError as error:
+                    self.report(error, place)
+
+    def _bind(self, statement: Any, names: FileNames, place: Origin) -> None:
+        if isinstance(statement, config_parser.BlockDeclaration):
+            names.find(statement.selector)
+            return
+        if statement.arg_name:
+            key = (statement.scope, names.find(statement.selector), statement.arg_name)
+            _check_parameter(statement.selector, key)
+        else:
+            key = ("/".join(filter(None, (statement.scope, statement.selector))), MACRO, "value")
+
+        def resolve(leaf: Any) -> Any:
+            if not isinstance(leaf, ParsedReference):
+                return leaf
+            *scopes, selector = leaf.name.split("/")
+            return ParsedReference("/".join([*scopes, names.find(selector)]), leaf.evaluate)
+
+        self.values[key] = map_value(statement.value, resolve)
+        self._state.origins[key] = place
+
+
+def _check_parameter(written: str, key: states.Key) -> None:
+    try:
+        config.ParsedBindingKey.parse(key)
+    except ValueError as error:
+        known = list(parameters_of(configurable(key[1])))
+        close = did_you_mean(key[2], known)
+        raise ConfigurationError(
+            f"`{written}` has no parameter `{key[2]}`.{close} Parameters: {', '.join(known) or 'none'}."
+        ) from error
+
+
+def _statements(text: str, origin: Callable[[int], Origin]) -> Iterator[Any]:
+    try:
+        yield from config_parser.ConfigParser(text, ParserDelegate())
+    except SyntaxError as error:
+        problem = f"syntax error: {error.msg}"
+        if match := re.search(r"Failed to parse token '(.+)'", error.msg):
+            word = match[1]
+            problem = f"`{word}` is not a value. Write '{word}' for a string, %{word} for a macro."
+        raise ConfigurationError(origin(error.lineno or 1).describe(problem)) from error
+    except tokenize.TokenError as error:
+        place = origin(error.args[1][0])
+        raise ConfigurationError(place.describe("a bracket or quote before this line is not closed.")) from error
+    except ValueError as error:  # an ambiguous constant
+        raise ConfigurationError(f"{origin(1)}: {error}") from error
+
+
+def _find_file(name: str, search_paths: Sequence[str], included_at: Origin | None) -> str:
+    """Return the path of a gin file; see `parse` for where it is looked for."""
+    name = os.path.expanduser(name)
+    beside = [os.path.dirname(included_at.path)] if included_at and included_at.path else []
+    directories = [os.curdir, *map(os.path.expanduser, search_paths), *beside, _PACKAGE_PARENT]
+    paths = [os.path.abspath(os.path.join(directory, name)) for directory in directories]
+    for path in paths:
+        if os.path.isfile(path):
+            return path
+    near = [file for path in paths for file in Path(path).parent.glob("*.gin")]
+    files = {file.stem: display_path(str(file)) for file in [*Path(_PACKAGE_PARENT, "t5x").rglob("*.gin"), *near]}
+    close = did_you_mean(Path(name).stem, files)
+    looked = "".join(f"\n    {path}" for path in dict.fromkeys(paths))
+    raise ConfigurationError(f"gin file {name!r} not found.{close} Searched:{looked}")

@@ -1,0 +1,1 @@
+"""Files on disk: atomic writes (`atomic`), checksums (`digests`) and locks (`locks`)."""

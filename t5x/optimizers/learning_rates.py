@@ -1,0 +1,121 @@
+"""Find the learning rate that an optimizer applies, so that the trainer logs it.
+
+An optimizer without `learning_rate_fn` (None) is driven by the trainer's schedule. One with it applies its own
+schedule, by the number of steps that its state has seen, and ignores the trainer's. When several optimizers are
+combined, each applies the rate that it would apply alone, and one is logged: the trainer's if it drives any of them.
+
+A transformation of Optax does not reveal its learning rate. Gin files that `import optax` therefore get wrapped
+functions (see `t5x.configuration.imports`) that record it.
+"""
+
+import functools
+import inspect
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from t5x.schedules import Schedule
+
+log = logging.getLogger(__name__)
+
+Rate = float | jax.Array | Schedule
+
+_SAMPLES = (0, 1, 10, 100, 1_000, 10_000, 100_000, 1_000_000)
+_TRAINER_RATE_IGNORED = (
+    "trainer.Trainer.learning_rate_fn is ignored: the optimizer has its own learning rate (%.4g instead of %.4g at "
+    "step %d), which is applied and logged. To use the trainer's schedule, take an optimizer of t5x.optimizers and "
+    "leave its learning_rate unset."
+)
+
+
+def as_schedule(rate: Rate) -> Schedule:
+    """Return a number or a schedule as a schedule of float32 arrays."""
+    return lambda step: jnp.asarray(rate(step) if callable(rate) else rate, jnp.float32)
+
+
+def unknown_rate(step: jax.Array | int) -> jax.Array:
+    """The schedule of an optimizer whose learning rate cannot be read: NaN rather than a wrong number."""
+    return jnp.float32(math.nan)
+
+
+def applied_schedule(optimizer: Any, trainer_schedule: Schedule, state: Any, step: jax.Array | int) -> Schedule:
+    """Return the schedule, by the trainer's steps, that the optimizer applies, for the log.
+
+    Log a warning if it differs from the trainer's schedule, or cannot be read.
+
+    Args:
+      optimizer: see `t5x.optimizers.Optimizer`.
+      trainer_schedule: the trainer's schedule.
+      state: the optimizer's state at the start of the run.
+      step: the trainer's step at the start of the run.
+    """
+    own = getattr(optimizer, "learning_rate_fn", None)
+    if own is None:
+        return trainer_schedule
+    if own is unknown_rate:
+        log.warning(
+            "the learning rate is inside the optimizer and cannot be read: trainer.Trainer.learning_rate_fn is ignored "
+            "and the metric learning_rate is nan. Also pass the rate as learning_rate of optimizers.chain or "
+            "optimizers.OptaxWrapper."
+        )
+        return unknown_rate
+    step = int(step)
+    counter = getattr(optimizer, "count", None)
+    count = None if counter is None else counter(state)
+    offset = 0 if count is None else step - count
+    schedule = own if not offset else lambda at: own(at - offset)
+    if offset:
+        log.info("the optimizer's learning rate counts from its own first step: step %d is its step %d", step, count)
+    for at in _SAMPLES:
+        applied, given = float(schedule(step + at)), float(trainer_schedule(step + at))
+        if not math.isclose(applied, given, rel_tol=1e-5, abs_tol=1e-12):
+            log.warning(_TRAINER_RATE_IGNORED, applied, given, step + at)
+            break
+    return schedule
+
+
+class TransformationWithRates(optax.GradientTransformationExtraArgs):
+    """A transformation that knows its learning rates.
+
+    Attributes:
+      learning_rates: numbers or schedules.
+    """
+
+    learning_rates: list[Any]
+
+
+@functools.cache
+def record_learning_rates(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function of Optax so that transformations it returns are `TransformationWithRates`.
+
+    The rates are its argument `learning_rate` and those of transformations among its arguments.
+    """
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        if not isinstance(result, optax.GradientTransformation):
+            return result
+        is_transformation = lambda node: isinstance(node, optax.GradientTransformation)
+        rates = [rate for leaf in jax.tree.leaves((args, kwargs), is_leaf=is_transformation) for rate in rates_in(leaf)]
+        own = signature.bind(*args, **kwargs).arguments.get("learning_rate")
+        if own is not None:
+            rates.append(own)
+        if rates:
+            result = TransformationWithRates(*optax.with_extra_args_support(result))
+            result.learning_rates = rates
+        return result
+
+    call.__signature__ = signature  # gin does not follow __wrapped__
+    return call
+
+
+def rates_in(transformation: Any) -> list[Any]:
+    """Return the learning rates that a transformation is known to have."""
+    return transformation.learning_rates if isinstance(transformation, TransformationWithRates) else []

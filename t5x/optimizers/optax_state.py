@@ -1,0 +1,95 @@
+"""Optax state as T5X stores it, and its logical axes.
+
+Optax keeps state in named tuples. It is stored as nested dictionaries by field name and position, without the empty
+parts, exactly as T5X writes it: `1/0/mu/encoder/…`, `1/0/count`. Random keys are stored as their data.
+"""
+
+import functools
+import logging
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+
+log = logging.getLogger(__name__)
+
+Tree = Any
+Shape = tuple[int, ...]
+Axes = tuple[str | None, ...]
+
+_SMALL = 2**16  # elements of an array that may be replicated on every device
+
+
+def to_tree(state: Tree) -> dict[str, Any]:
+    """Convert an Optax state to nested dictionaries."""
+    as_stored = lambda leaf: jax.random.key_data(leaf) if _is_random_key(leaf) else jnp.asarray(leaf)
+    leaves, _ = jax.tree_util.tree_flatten_with_path(state)
+    return flax.traverse_util.unflatten_dict({_names(keys): as_stored(leaf) for keys, leaf in leaves})
+
+
+def from_tree(nested: Tree, template: Tree) -> Tree:
+    """Convert nested dictionaries back to an Optax state with the structure of `template`."""
+
+    def leaf_at(keys, like):
+        value = functools.reduce(operator.getitem, _names(keys), nested)
+        return jax.random.wrap_key_data(value) if _is_random_key(like) else value
+
+    return jax.tree_util.tree_map_with_path(leaf_at, template)
+
+
+def state_axes(state: Tree, params: Tree, axes: Tree) -> dict[str, Any]:
+    """Return the logical axes of a stored state.
+
+    An array belongs to the parameter whose path is a suffix of its own path, and has that parameter's axes. If it has
+    fewer dimensions (averages), the remaining ones are matched by size, in order. Other arrays are replicated if small;
+    a large one gets the axes of the parameters of the same shape if these agree.
+
+    Args:
+      state: nested dictionaries of arrays or shapes, see `to_tree`.
+      params: the parameters.
+      axes: their logical axes.
+    """
+    flat, treedef = jax.tree_util.tree_flatten_with_path(params)
+    owners = {
+        _names(keys): (param.shape, tuple(a or (None,) * len(param.shape)))
+        for (keys, param), a in zip(flat, treedef.flatten_up_to(axes), strict=True)
+    }
+
+    def axes_of(keys, leaf):
+        names = _names(keys)
+        for start in range(len(names)):
+            if names[start:] in owners:
+                return _inherited_axes(leaf.shape, *owners[names[start:]])
+        replicated = (None,) * len(leaf.shape)
+        if leaf.size <= _SMALL:
+            return replicated
+        candidates = {axes for shape, axes in owners.values() if shape == leaf.shape}
+        if len(candidates) == 1:
+            return candidates.pop()
+        log.warning("optimizer state %s %s has no parameter: it is replicated", "/".join(names), list(leaf.shape))
+        return replicated
+
+    return jax.tree_util.tree_map_with_path(axes_of, state)
+
+
+def _inherited_axes(shape: Shape, owner_shape: Shape, owner_axes: Axes) -> Axes:
+    if shape == owner_shape:
+        return owner_axes
+    found: list[str | None] = []
+    first = 0
+    for size in shape:
+        place = next((d for d in range(first, len(owner_shape)) if owner_shape[d] == size > 1), None)
+        found.append(None if place is None else owner_axes[place])
+        first = first if place is None else place + 1
+    return tuple(found)
+
+
+def _names(keys: Sequence[Any]) -> tuple[str, ...]:
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
+
+
+def _is_random_key(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -1,0 +1,130 @@
+"""Files of judgments (qrels) and runs, in the formats of TREC, MS MARCO and BEIR. Fields are separated by whitespace.
+
+    qrels             query  0|Q0  document  grade             TREC and MS MARCO
+    qrels, BEIR       query  document  grade                   after the header: query-id  corpus-id  score
+    run, TREC         query  Q0  document  rank  score  tag
+    run, MS MARCO     query  document  rank
+
+Files may be remote, and compressed with gzip. The first line decides the format of a run.
+"""
+
+import math
+import os
+import re
+from collections.abc import Callable, Iterator
+
+from t5x.errors import UserError
+from t5x.metrics.ranking import Run, ranked
+from t5x.ranking import records
+from t5x.texts import decoded
+
+Path = str | os.PathLike[str]
+_TREC_RUN = ("query", "Q0", "document", "rank", "score", "tag")
+_MSMARCO_RUN = ("query", "document", "rank")
+_QRELS = ("query", "iteration", "document", "grade")
+_BEIR_QRELS = ("query", "document", "grade")
+_BEIR_HEADER = ["query-id", "corpus-id", "score"]
+
+
+def read_qrels(path: Path) -> dict[str, dict[str, int]]:
+    """Read a file of judgments as {query: {document: grade}}.
+
+    Raises:
+      UserError: if the file cannot be read or a line is invalid.
+    """
+    found: dict[str, dict[str, int]] = {}
+    kind = None
+    for where, fields in _read_fields(path):
+        if kind is None:
+            kind = _BEIR_QRELS if fields == _BEIR_HEADER else _QRELS
+            if kind is _BEIR_QRELS:
+                continue
+        if len(fields) != len(kind):
+            raise _wrong_fields(where, fields, "judgments", [kind])
+        query, *_, document, grade = fields
+        _add(found, where, query, document, _number(where, "grade", grade, int))
+    return found
+
+
+def read_run(path: Path) -> dict[str, dict[str, float]]:
+    """Read a run as {query: {document: score}}; if the file has only ranks, the score is minus the rank.
+
+    Raises:
+      UserError: if the file cannot be read or a line is invalid.
+    """
+    found: dict[str, dict[str, float]] = {}
+    kind = None
+    for where, fields in _read_fields(path):
+        kind = kind or next((known for known in (_TREC_RUN, _MSMARCO_RUN) if len(known) == len(fields)), None)
+        if kind is None or len(fields) != len(kind):
+            raise _wrong_fields(where, fields, "a run", [kind] if kind else [_TREC_RUN, _MSMARCO_RUN])
+        if kind is _TREC_RUN:
+            query, _, document, _, score, _ = fields
+            _add(found, where, query, document, _number(where, "score", score, float))
+        else:
+            query, document, rank = fields
+            _add(found, where, query, document, -float(_number(where, "rank", rank, int)))
+    return found
+
+
+def trec_lines(run: Run, tag: str = "t5x") -> Iterator[bytes]:
+    """Yield the lines of a run in TREC's format, ranked; scores are written without loss.
+
+    Raises:
+      UserError: if an id cannot be written.
+    """
+    for query, scores in run.items():
+        for rank, document in enumerate(ranked(scores, query), start=1):
+            score = float(scores[document])
+            yield f"{check_id(query)} Q0 {check_id(document)} {rank} {score!r} {check_id(tag)}\n".encode()
+
+
+def msmarco_lines(run: Run) -> Iterator[bytes]:
+    """Yield the lines of a run in MS MARCO's format: ranks from 1, without scores.
+
+    Raises:
+      UserError: if an id cannot be written.
+    """
+    for query, scores in run.items():
+        for rank, document in enumerate(ranked(scores, query), start=1):
+            yield f"{check_id(query)}\t{check_id(document)}\t{rank}\n".encode()
+
+
+def check_id(text: str) -> str:
+    """Return `text` if it can be an id in a run, or raise a UserError."""
+    if not isinstance(text, str) or not re.fullmatch(r"\S+", text, re.ASCII):
+        raise UserError(f"{text!r} cannot be written as an id: it must be a string without whitespace, and not empty.")
+    return text
+
+
+def _read_fields(path: Path) -> Iterator[tuple[str, list[str]]]:
+    """Yield the place, as file:line, and the fields of every line that is not blank."""
+    line = None
+    for line in records.lines(os.fspath(path)):
+        where = f"{os.fspath(path)}:{line.number}"
+        decoded(line.raw, where)
+        yield where, [field.decode() for field in line.raw.split()]  # ids may contain non-ASCII whitespace
+    if line is None:
+        raise UserError(f"{os.fspath(path)} is empty.")
+
+
+def _add(found: dict[str, dict], where: str, query: str, document: str, value: float) -> None:
+    if document in found.setdefault(query, {}):
+        raise UserError(f"{where}: document {document!r} occurs a second time for query {query!r}. Remove one.")
+    found[query][document] = value
+
+
+def _number(where: str, field: str, text: str, kind: Callable[[str], float]) -> float:
+    try:
+        value = kind(text)
+    except ValueError:
+        value = math.nan
+    if math.isnan(value):
+        needed = "an integer" if kind is int else "a number"
+        raise UserError(f"{where}: the {field} must be {needed}, not {text!r}.")
+    return value
+
+
+def _wrong_fields(where: str, fields: list[str], what: str, kinds: list[tuple[str, ...]]) -> UserError:
+    needed = " or ".join(f"{len(kind)} ({' '.join(kind)})" for kind in kinds)
+    return UserError(f"{where}: {len(fields)} fields, but a line of {what} has {needed}: {' '.join(fields)[:80]!r}")

@@ -1,0 +1,95 @@
+"""Import modules that the user names (`--import`, a gin file's `import`) from the working directory, and no others.
+
+The working directory is not on `sys.path`. If it were, a `json.py` or `seqio.py` there would be imported by t5x or by
+any library that needs such a module. A finder that runs after all others looks there for the modules that the user
+names, and for modules that these import. Installed modules take precedence.
+"""
+
+import importlib
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+_IMPORT_SYSTEM = ("importlib", "_frozen_importlib", "_frozen_importlib_external")
+
+
+class _Finder:
+    """A finder of top-level modules in users' directories, for allowed names and for imports in such modules.
+
+    Attributes:
+      directories: where to look, in this order.
+      named: top-level modules that the user asks for.
+      found: modules found in the directories: named ones, and those that they import.
+    """
+
+    def __init__(self):
+        self.directories: list[str] = []
+        self.named: set[str] = set()
+        self.found: set[str] = set()
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if path is not None or not (name in self.named | self.found or _importing_package() in self.found):
+            return None
+        spec = PathFinder.find_spec(name, self.directories)
+        if spec is not None:
+            self.found.add(name)
+        return spec
+
+    def allow(self, directories: Iterable[str]) -> None:
+        directories = list(directories)
+        self.directories = directories + [known for known in self.directories if known not in directories]
+        if self not in sys.meta_path:
+            sys.meta_path.append(self)
+
+
+_finder = _Finder()
+
+
+def _importing_package() -> str:
+    """Return the top-level package of the code that executes the import."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if package not in _IMPORT_SYSTEM:
+            return package
+        frame = frame.f_back
+    return ""
+
+
+def import_module(name: str) -> ModuleType:
+    """Import a module that the user names: an installed one, or else one in the working directory."""
+    allow(name)
+    return importlib.import_module(name)
+
+
+def allow(name: str, *directories: str) -> None:
+    """Let `import name`, and imports in that module, find modules in these directories and the working directory."""
+    _finder.named.add(name.partition(".")[0])
+    _finder.allow(dict.fromkeys([*directories, os.getcwd()]))
+    importlib.invalidate_caches()
+
+
+def trust(module: str) -> None:
+    """Let a module that was loaded from a file import others from the users' directories."""
+    _finder.found.add(module)
+
+
+def directories() -> Sequence[str]:
+    """Return the directories in which modules that the user names are found."""
+    return _finder.directories
+
+
+def snapshot() -> tuple[list[str], list[str]]:
+    """Return the state with which `restore` finds the same modules in another process."""
+    return list(_finder.directories), sorted(_finder.found)
+
+
+def restore(state: tuple[list[str], list[str]]) -> None:
+    """Find the same modules as the process that took the `snapshot`."""
+    places, found = state
+    _finder.found.update(found)
+    if places:
+        _finder.allow(places)

@@ -1,0 +1,3 @@
+from lab.vocabularies import SentencePieceVocabulary
+
+__all__ = ["SentencePieceVocabulary"]

@@ -1,0 +1,215 @@
+"""Our fused attention kernel, run by Pallas's interpreter, against the reference; on a GPU, compiled.
+
+T5X_TEST_PLATFORM=cuda pytest tests/network/test_flash_attention.py
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+
+from t5x.network import flash_attention as flash
+from t5x.network.attention import Mask, attend_xla
+from t5x.network.flash_kernels import Block, Rules, Tiles
+from t5x.network.relative_position import RelativeBias
+from tests.tiny import arrays, segments
+
+ON_GPU = jax.default_backend() == "gpu"
+SMALL = flash.Blocks(Block(32, 16), Block(16, 16), Block(16, 32), Block(32, 32))
+OTHER = flash.Blocks(Block(16, 32), Block(32, 16), Block(32, 16), Block(32, 16))
+
+
+@pytest.fixture(autouse=True)
+def _exact_products():
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+def packed(rows: int, length: int, examples: int, seed: int = 0) -> jax.Array:
+    """int32 [rows, length]: segments of random lengths, padding behind them and in two places between."""
+    rng = np.random.default_rng(seed)
+    made = np.sort(rng.integers(1, examples + 1, (rows, length)), axis=1)
+    made[np.arange(length) >= rng.integers(length // 2, length + 1, (rows, 1))] = 0
+    made[:, [3, length // 3]] = 0
+    return jnp.array(made, jnp.int32)
+
+
+def check(
+    q, k, mask, *, heads=2, key_heads=2, width=16, bidirectional=None, softcap=None, blocks=None, dtype="float32"
+):
+    """Outputs and all gradients within 1 % of the float32 reference; float32 inputs within 0.1 %."""
+    shapes = [
+        (2, q, heads, width),
+        (2, k, key_heads, width),
+        (2, k, key_heads, width),
+        (2, q, heads, width),
+        (heads, 32),
+    ]
+    *parts, weights, table = (x.astype(dtype) for x in arrays(*shapes, seed=q))
+    table = 2 * table.astype(jnp.float32)
+    bias_of = lambda table: None if bidirectional is None else RelativeBias(table, bidirectional, max_distance=20)
+    allowed = mask.allowed(q, k)
+    is_seen = 1.0 if allowed is None else jnp.broadcast_to(allowed, (2, 1, q, k)).any(-1).swapaxes(1, 2)[..., None]
+
+    def ours(query, key, value, table):
+        return flash.flash_attention(
+            query, key, value, bias_of(table), query_segments=mask.query_segments, key_segments=mask.key_segments,
+            prefix=mask.prefix, causal=mask.causal, window=mask.window, softcap=softcap, blocks=blocks,
+            interpret=not ON_GPU,
+        )  # fmt: skip
+
+    def reference(*args):
+        *args, table = (x.astype(jnp.float32) for x in args)
+        return is_seen * attend_xla(*args, mask, bias_of(table), **({} if softcap is None else {"softcap": softcap}))
+
+    def results(function):
+        out, backward = jax.vjp(function, *parts, table)
+        return out, *backward(weights.astype(out.dtype))
+
+    found, wanted = (jax.jit(lambda f=function: results(f))() for function in (ours, reference))
+    tolerance = 1e-2 if ON_GPU or dtype != "float32" else 1e-3
+    for name, one, other in zip(("out", "query", "key", "value", "table"), found, wanted, strict=True):
+        one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
+        assert np.linalg.norm(one - other) <= tolerance * np.linalg.norm(other), name
+
+
+def dtype_here(dtype: str = "bfloat16") -> str:
+    """float32 says most; a GPU's kernel does not take it."""
+    return dtype if ON_GPU else "float32"
+
+
+@pytest.mark.parametrize("blocks", [SMALL, OTHER])
+def test_an_encoder_with_packed_rows_of_an_odd_length(blocks):
+    ids = packed(2, 85, 3)
+    mask = Mask(key_segments=ids, query_segments=ids)
+    check(85, 85, mask, bidirectional=True, blocks=blocks, dtype=dtype_here())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_decoder_in_narrow_types_with_the_blocks_that_are_chosen(dtype):
+    check(70, 70, Mask(key_segments=segments([70, 9], 70), causal=True), bidirectional=False, width=64, dtype=dtype)
+
+
+def test_cross_attention_with_padding_and_shared_key_heads():
+    mask = Mask(key_segments=segments([53, 20], 53))
+    check(37, 53, mask, heads=4, width=20, blocks=OTHER, dtype=dtype_here())
+
+
+def test_full_rows_without_any_mask():
+    check(96, 96, Mask(), bidirectional=True, blocks=SMALL, dtype=dtype_here())
+
+
+def test_a_prefix_in_packed_rows_sees_itself():
+    ids = packed(2, 80, 2)
+    mask = Mask(key_segments=ids, query_segments=ids, prefix=jnp.tile((jnp.arange(80) % 40 < 15), (2, 1)), causal=True)
+    check(80, 80, mask, bidirectional=False, blocks=SMALL, dtype=dtype_here())
+
+
+def test_a_window_and_a_softcap_with_shared_key_heads():
+    mask = Mask(key_segments=packed(2, 80, 1), window=13)
+    check(80, 80, mask, key_heads=1, bidirectional=True, softcap=0.7, blocks=OTHER, dtype=dtype_here())
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_chosen_blocks_fit_short_rows_and_one_another(head_dim: int):
+    for q, k in [(1, 1), (7, 600), (40, 40), (128, 512), (512, 512), (4096, 4096), (600, 3)]:
+        blocks = flash.choose_blocks(q, k, head_dim)
+        for block in blocks:
+            assert 16 <= block.q <= max(16, 2 * q) and 16 <= block.k <= max(16, 2 * k)
+        assert blocks.bias.q % blocks.query.q == blocks.bias.k % blocks.query.k == blocks.bias.q % blocks.bias.k == 0
+        assert blocks.key.k == min(64, max(16, pl.next_power_of_2(k)))  # short queries leave the keys' blocks whole
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_block_with_work_is_skipped(seed: int):
+    rng = np.random.default_rng(seed)
+    block = Block(*rng.choice([(4, 4), (8, 4), (4, 8)]))
+    q, k = (int(n) * 8 for n in rng.integers(1, 6, 2))
+    causal = bool(rng.integers(2))
+    prefix = jnp.array(np.arange(k) < rng.integers(0, k, (2, 1))) if causal and q == k else None
+    ids = [None, segments(rng.integers(0, k + 1, 2), k), packed(2, k, 3, seed)][rng.integers(3)]
+    mask = Mask(ids, ids if q == k else None, prefix=prefix, causal=causal, window=[None, 5][rng.integers(2)])
+    codes = flash._codes((2, q), mask.key_segments, mask.query_segments, mask.prefix)
+    rules = Rules(codes[0] is not None, causal, prefix is not None, mask.window)
+    allowed = mask.allowed(q, k)
+    allowed = np.broadcast_to(True if allowed is None else np.asarray(allowed), (2, 1, q, k))[:, 0]
+    blocks = allowed.reshape(2, q // block.q, block.q, k // block.k, block.k)
+    some, every = blocks.any((2, 4)), blocks.all((2, 4))
+    for of_keys in (False, True):
+        found = np.asarray(flash.block_ranges(rules, block, (q, k), *codes, of_keys=of_keys))
+        first, whole_first, whole_last, last = np.moveaxis(found, 1, 0)[..., None]
+        at = np.arange((q // block.q) if of_keys else (k // block.k))
+        is_visited, is_whole = (at >= first) & (at < last), (at >= whole_first) & (at < whole_last)
+        work, full = (np.swapaxes(x, 1, 2) if of_keys else x for x in (some, every))
+        assert (work <= is_visited).all()
+        assert ((is_whole & is_visited) <= full).all()
+        if rules == Rules():
+            assert is_whole.all()
+
+
+def test_blocks_of_examples_that_share_no_segment_are_skipped():
+    ids = jnp.repeat(jnp.arange(1, 5), 8)[None]
+    ranges = flash.block_ranges(Rules(coded=True), Block(8, 8), (32, 32), ids, ids)
+    np.testing.assert_array_equal(ranges[0], [[0, 1, 2, 3], [0, 1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 4]])
+
+
+@pytest.mark.parametrize("block", [Block(8, 8), Block(16, 8), Block(8, 16)])
+@pytest.mark.parametrize("reach", [(18, 18), (20, 0), (1, 7)])
+def test_near_blocks_are_those_whose_bias_is_not_constant(block: Block, reach: tuple[int, int]):
+    tiles, seen = Tiles(block, reach), set()
+    near_keys, near_queries = (
+        [range(*map(int, of(n))) for n in range(12)] for of in (tiles.near_keys, tiles.near_queries)
+    )
+    for i in range(12):
+        for j in range(12):
+            distance = np.arange(block.k) + j * block.k - (np.arange(block.q) + i * block.q)[:, None]
+            is_near = ((distance > -reach[0]) & (distance < reach[1])).any()
+            assert is_near == (j in near_keys[i]) == (i in near_queries[j])
+            if is_near:
+                seen.add(number := tiles.number(i, j))
+                assert 0 <= number < tiles.count and (number + tiles.first) * tiles.unit == distance[0, 0]
+    assert len(seen) == tiles.count
+
+
+# Run with four devices: the same gradients as on one.
+DIVIDED = """
+import jax, jax.numpy as jnp, numpy as np
+from t5x.network.attention import Mask, attend_pallas, attend_xla
+from t5x.network.relative_position import RelativeBias
+from t5x.partitioning import PjitPartitioner
+from t5x.partitioning.logical import axis_rules
+from tests.tiny import arrays, segments
+query, key, value, weights = arrays(*[(4, 32, 2, 16)] * 4)
+(table,) = arrays((2, 32))
+partitioner = PjitPartitioner(preset="tp", num_partitions=2)
+def gradients(backend):
+    def loss(query, key, value, table):
+        mask = Mask(key_segments=segments([32, 5, 17, 30], 32))
+        return (weights * backend(query, key, value, mask, RelativeBias(table, True))).sum()
+    def traced(*args):
+        with axis_rules(partitioner.mesh, partitioner.rules):
+            return jax.value_and_grad(loss, (0, 1, 2, 3))(*args)
+    return jax.jit(traced).lower(query, key, value, table)
+ours = gradients(attend_pallas)
+assert "sdy.manual_computation" in ours.as_text() or "shard_map" in ours.as_text()
+for one, other in zip(*(jax.tree.leaves(f.compile()(query, key, value, table)) for f in (ours, gradients(attend_xla)))):
+    np.testing.assert_allclose(one, other, rtol=2e-3, atol=2e-3)
+print(dict(partitioner.mesh.shape))
+"""
+
+
+@pytest.mark.skipif(ON_GPU, reason="has the devices that there are")
+def test_devices_compute_their_own_rows_and_heads():
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4"
+    done = subprocess.run(
+        [sys.executable, "-c", DIVIDED], env=os.environ | {"XLA_FLAGS": flags}, cwd=Path(__file__).parents[2],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "{'data': 2, 'model': 2}"

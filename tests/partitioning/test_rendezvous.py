@@ -1,0 +1,184 @@
+"""Who comes to the address of process 0: processes of the run, strangers, and processes of other runs."""
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from t5x.errors import UserError
+from t5x.partitioning import cluster, distributed, watch
+from t5x.partitioning.cluster import Place
+from t5x.partitioning.link import Link
+from t5x.partitioning.watch import Member
+from tests.partitioning.test_distributed import begin, finish
+from tests.programs import free_port
+
+TOKEN = b"0123456789abcdef"
+
+
+def member(index: int, count: int = 2) -> Member:
+    return Member(index, count, "host", 1, "machine", "")
+
+
+class Gathering(threading.Thread):
+    """Process 0 of a run of two, which waits for the other."""
+
+    def __init__(self, timeout: float = 60):
+        super().__init__(daemon=True)
+        self.place = Place("127.0.0.1", free_port(), 2, 0)
+        self.timeout = timeout
+        self.result = self.error = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.result = watch.gather(self.place, member(0), self.timeout, 5, address="127.0.0.1", token=TOKEN)
+        except UserError as error:
+            self.error = error
+
+    def connect(self) -> socket.socket:
+        return connect(self.place.port)
+
+    def join(self, index: int = 1, count: int = 2, token: bytes = TOKEN) -> list[Member]:
+        members, link, port = watch.join(self.place, member(index, count), 30, token=token)
+        assert port == 5
+        link.close()
+        return members
+
+    def finish(self) -> list[Member]:
+        super().join(30)
+        assert self.error is None and self.result is not None
+        return self.result[0]
+
+
+@pytest.fixture
+def gathering() -> Iterator[Gathering]:
+    waiting = Gathering()
+    yield waiting
+    for link in (waiting.result or ((), {}))[1].values():
+        link.close()
+
+
+def connect(port: int, host: str = "127.0.0.1") -> socket.socket:
+    """A connection, as soon as somebody listens."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            return socket.create_connection((host, port), timeout=30)
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def is_closed(stranger: socket.socket) -> bool:
+    with contextlib.suppress(ConnectionError):
+        while stranger.recv(1 << 16):
+            pass
+    return True
+
+
+def test_a_stranger_with_another_token_is_turned_away(gathering):
+    with pytest.raises(UserError, match=cluster.TOKEN):
+        gathering.join(token=b"another token, not ours")
+    with pytest.raises(UserError, match=f"{cluster.TOKEN} is not set"):
+        gathering.join(token=b"")
+    assert gathering.join() == gathering.finish() == [member(0), member(1)]
+
+
+@pytest.mark.parametrize(
+    "introduction",
+    [{"index": 7}, {"index": -1}, {"index": "1"}, {"index": True}, {"count": None}, {"more": 1}],
+    ids=str,
+)
+def test_who_does_not_fit_is_dropped(gathering, introduction):
+    link = Link(gathering.connect(), TOKEN, leads=False)
+    link.receive()
+    link.send(vars(member(1)) | introduction)
+    assert is_closed(link.socket)
+    assert gathering.join() == gathering.finish()
+
+
+def test_a_silent_stranger_is_dropped(gathering, monkeypatch):
+    monkeypatch.setattr(watch, "HANDSHAKE", 0.1)
+    assert is_closed(gathering.connect())
+    assert gathering.join() == gathering.finish()
+
+
+def test_many_strangers_leave_room(gathering, monkeypatch):
+    monkeypatch.setattr(watch, "_STRANGERS", 3)
+    strangers = [gathering.connect() for _ in range(20)]
+    assert all(is_closed(stranger) for stranger in strangers[:10])
+    assert gathering.join() == gathering.finish()
+
+
+def test_nobody_listens_when_all_have_come(gathering):
+    gathering.join()
+    gathering.finish()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", gathering.place.port))
+
+
+@pytest.mark.parametrize(("index", "count", "words"), [(0, 2, "process_index=0"), (1, 3, "process_count=3")])
+def test_another_number_or_the_same_index_is_refused(gathering, index, count, words):
+    with pytest.raises(UserError, match=words):
+        gathering.join(index, count)
+    threading.Thread.join(gathering, 30)
+    assert words in str(gathering.error)
+
+
+def test_process_0_listens_only_at_its_address(gathering):
+    gathering.connect().close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", gathering.place.port))
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"), ("192.0.2.1", ""), ("no-such-host.invalid", "")],
+)
+def test_address_of_this_machine(host, address):
+    assert cluster.local_address(host) == address
+
+
+def test_a_short_token_is_refused(monkeypatch):
+    monkeypatch.setenv(cluster.TOKEN, "secret")
+    with pytest.raises(UserError, match=f"{cluster.TOKEN} has 6 characters"):
+        cluster.token()
+
+
+@pytest.mark.parametrize(
+    ("host", "token", "warned"),
+    [("0.0.0.0", "", True), ("0.0.0.0", TOKEN.decode(), False), ("127.0.0.1", "", False)],
+)
+def test_a_run_that_others_can_reach_is_warned_without_a_token(host, token, warned, monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("t5x"), "propagate", True)
+    monkeypatch.setenv(cluster.TOKEN, token)
+    with pytest.raises(UserError, match="did not come"):
+        distributed.start(
+            coordinator_address=f"{host}:{free_port()}", process_count=2, process_index=0, initialization_timeout=1
+        )
+    assert (f"{cluster.TOKEN} is not set" in caplog.text) == warned
+
+
+def test_strangers_neither_end_a_run_nor_join_it():
+    """They come first: one of another run, one that takes a place, and some that speak no protocol of ours."""
+    port = free_port()
+    (leader,) = begin("bound", 2, port=port, only=[0], T5X_CLUSTER_TOKEN="0123456789abcdef")
+    place = vars(member(1)) | {"pid": os.getpid()}
+    lines = [json.dumps(place | {"count": 3}), json.dumps(place), "GET / HTTP/1.1\r\n", "x" * 100_000, ""]
+    strangers = [connect(port) for _ in lines]
+    for stranger, line in zip(strangers, lines, strict=True):
+        with contextlib.suppress(ConnectionError):
+            stranger.sendall(f"{line}\n".encode() if line else b"")
+    others = begin("bound", 2, port=port, only=[1], T5X_CLUSTER_TOKEN="0123456789abcdef")
+    for done in finish([leader, *others]):
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout) == {"processes": 2, "JAX's service is open at 127.0.0.2": False}
+    for stranger in strangers:
+        stranger.close()
