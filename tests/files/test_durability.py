@@ -19,7 +19,7 @@ from t5x.convert import convert
 from t5x.data import cache_writer, cached, preprocessors, staging
 from t5x.files import atomic
 from t5x.inference.chunks import Chunks
-from t5x.inference.output import Output
+from t5x.inference.output import FileOutput
 from t5x.telemetry import MetricWriter, jsonl
 from tests.checkpoints.formats import huggingface_models as models
 from tests.checkpoints.helpers import SIDECARS, assert_same, make_tree
@@ -147,7 +147,7 @@ def lines(number):
 
 def test_results_are_on_the_disk_chunk_by_chunk_and_whole(disk, tmp_path):
     path, job = disk.root / "out.jsonl", {"model": "m"}
-    with Output(str(path), overwrite=False) as output:
+    with FileOutput(str(path), overwrite=False) as output:
         assert output.begin(job) == []
         for number in range(3):
             output.write(lines(number), {"number": number})
