@@ -12,7 +12,7 @@ from etils import epath
 
 from t5x import urls
 from t5x.checkpoints import families, faults, layout, paths, remote, streaming, transfer, tree
-from t5x.checkpoints.contents import MODEL_FILE, describe_network
+from t5x.checkpoints.model_description import MODEL_FILE, describe_network
 from t5x.checkpoints.formats import LazyArray, Source, is_own_checkpoint, open_checkpoint
 from t5x.errors import UserError
 from t5x.files import atomic

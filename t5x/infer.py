@@ -14,7 +14,7 @@ from t5x import checkpoints, configuration, gin_utils
 from t5x.checkpoints import agreement
 from t5x.checkpoints.config import RestoreCheckpointConfig
 from t5x.checkpoints.formats import Source
-from t5x.checkpoints.identity import fingerprint
+from t5x.checkpoints.checkpoint_identity import fingerprint
 from t5x.data.config import DatasetConfig
 from t5x.data.tasks import Task, get_subtasks
 from t5x.errors import UserError

@@ -22,7 +22,7 @@ import numpy as np
 
 from t5x import checkpoints
 from t5x.checkpoints.config import RestoreCheckpointConfig, SaveCheckpointConfig
-from t5x.checkpoints.contents import sidecars
+from t5x.checkpoints.model_description import sidecars
 from t5x.data import Evaluator, Feature, Task, TaskRegistry, eval_batches
 from t5x.data.config import DatasetConfig
 from t5x.data.pipeline import Example, Preprocessor

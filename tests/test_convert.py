@@ -16,7 +16,7 @@ import pytest
 from t5x import convert as conversion
 from t5x.adafactor import Adafactor
 from t5x.checkpoints import layout
-from t5x.checkpoints.contents import load_model
+from t5x.checkpoints.model_description import load_model
 from t5x.checkpoints.formats import LazyArray, open_checkpoint
 from t5x.checkpoints.formats.huggingface.names import parameters
 from t5x.checkpoints.streaming import write_checkpoint
@@ -66,7 +66,7 @@ def training_state(**changes) -> dict[str, np.ndarray]:
 
 
 def write_ours(path: Path, arrays: dict[str, np.ndarray], **changes) -> Path:
-    from t5x.checkpoints.contents import describe_network
+    from t5x.checkpoints.model_description import describe_network
 
     described = json.dumps(describe_network(CONFIG | changes)).encode()
     write_checkpoint(path, 7, arrays.items(), sidecars={"model.json": described})

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from t5x.checkpoints import families, tree
-from t5x.checkpoints.contents import describe_network
+from t5x.checkpoints.model_description import describe_network
 from t5x.checkpoints.formats import open_checkpoint
 from t5x.checkpoints.formats.huggingface.names import parameters
 from t5x.checkpoints.formats.native import write_native

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from t5x import configuration, data, file_flags
-from t5x.checkpoints.contents import model_of
+from t5x.checkpoints.model_description import model_of
 from t5x.checkpoints.formats import open_checkpoint
 from t5x.errors import UserError
 from t5x.inspection import canonical_params, params_sha256

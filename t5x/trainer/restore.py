@@ -20,10 +20,10 @@ from t5x import checkpoints
 from t5x.checkpoints import agreement, transfer
 from t5x.checkpoints.assignment import Rules
 from t5x.checkpoints.config import RestoreCheckpointConfig
-from t5x.checkpoints.contents import check_same_model
+from t5x.checkpoints.model_description import check_same_model
 from t5x.checkpoints.formats import Source, open_checkpoint
 from t5x.checkpoints.formats.ours import read_ours
-from t5x.checkpoints.identity import fingerprint
+from t5x.checkpoints.checkpoint_identity import fingerprint
 from t5x.data.lanes import join_states, merge_states, states_of_rows
 from t5x.errors import UserError
 from t5x.metrics.accumulators import from_json

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from t5x.checkpoints import CheckpointStore, ModelDirLock, paths, transfer
-from t5x.checkpoints.contents import sidecars
+from t5x.checkpoints.model_description import sidecars
 from t5x.checkpoints.formats.ours import read_ours
 from t5x.errors import UserError
 from t5x.partitioning import PjitPartitioner

@@ -10,7 +10,7 @@ import numpy as np
 
 from t5x.adafactor import Adafactor
 from t5x.checkpoints import layout
-from t5x.checkpoints.contents import describe_network
+from t5x.checkpoints.model_description import describe_network
 from t5x.checkpoints.formats import LazyArray
 from t5x.checkpoints.formats.huggingface import write_huggingface
 from t5x.checkpoints.formats.huggingface.names import parameters

@@ -20,7 +20,7 @@ import tensorstore
 from etils import epath
 
 from t5x.checkpoints import faults, paths
-from t5x.checkpoints.arrays import EMPTY
+from t5x.checkpoints.array_reader import EMPTY
 from t5x.checkpoints.formats import lazy_msgpack, native_read, zarr_arrays
 from t5x.checkpoints.formats.base import LazyArray, Source, check_chunk_shape, check_expansion
 from t5x.checkpoints.manifest import DamagedCheckpoint
