@@ -10,6 +10,11 @@ from t5x.untrusted import open_regular
 from t5x.urls import explained, file_system, is_missing, is_remote
 
 
+def absolute_path(path: str) -> str:
+    """Return a path that works from any directory; a remote one is returned unchanged."""
+    return path if is_remote(path) else os.path.abspath(os.path.expanduser(path))
+
+
 def read_bytes(path: str | os.PathLike[str]) -> bytes:
     """Read a whole local or remote file."""
     path = os.fspath(path)
