@@ -18,7 +18,7 @@ from t5x.data.loader import measure_lengths
 from t5x.data.sources import BadExample
 from t5x.data.tasks import Task
 from t5x.errors import UserError
-from t5x.urls import is_remote
+from t5x.files.remote import is_remote
 
 log = logging.getLogger(__name__)
 
