@@ -295,8 +295,10 @@ def test_offsets_of_a_cache_that_cannot_be_written(tmp_path, monkeypatch, caplog
 # --- Threads and processes --------------------------------------------------------------------------------------------
 
 
-def test_a_pickled_source_reads_the_same(tmp_path, write):
-    source = TextLineDataSource({"train": write("x.txt.gz", CONTENT), "test": write("y.txt", "one\n")})
+def test_a_pickled_source_reads_the_same(tmp_path):
+    (tmp_path / "x.txt.gz").write_bytes(gzip.compress(CONTENT))
+    (tmp_path / "y.txt").write_text("one\n")
+    source = TextLineDataSource({"train": tmp_path / "x.txt.gz", "test": tmp_path / "y.txt"})
     source.num_examples("train")
     code = "import sys, pickle; print(pickle.load(sys.stdin.buffer).example('train', 999)['text'])"
     result = subprocess.run([sys.executable, "-c", code], input=pickle.dumps(source), capture_output=True, check=True)
@@ -304,18 +306,20 @@ def test_a_pickled_source_reads_the_same(tmp_path, write):
     assert texts(pickle.loads(pickle.dumps(source)), "test") == ["one"]
 
 
-def test_a_pickled_source_notices_that_its_files_have_changed(write):
-    path = write("x.txt", "one\ntwo\n")
+def test_a_pickled_source_notices_that_its_files_have_changed(tmp_path):
+    path = tmp_path / "x.txt"
+    path.write_text("one\ntwo\n")
     source = TextLineDataSource({"train": path})
     source.num_examples("train")
     pickled = pickle.dumps(source)
-    write("x.txt", "three\n")
+    path.write_text("three\n")
     with pytest.raises(UserError, match=rf"are not those that the run began with \({path} changed"):
         pickle.loads(pickled).num_examples("train")
 
 
-def test_threads_read_the_same(write):
-    source = TextLineDataSource({"train": write("x.txt.gz", CONTENT)})
+def test_threads_read_the_same(tmp_path):
+    (tmp_path / "x.txt.gz").write_bytes(gzip.compress(CONTENT))
+    source = TextLineDataSource({"train": tmp_path / "x.txt.gz"})
     with ThreadPoolExecutor(8) as pool:
         read = list(pool.map(lambda i: source.example("train", i % 1000)["text"], range(4000)))
     assert read == LINES * 4
