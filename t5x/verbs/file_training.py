@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from t5x import configuration, gin_utils, startup
 from t5x.data.file_tasks import check_examples, file_task, pairs
-from t5x.data.files import absolute_path
 from t5x.data.sources import BadExample
 from t5x.data.tasks import Task
 from t5x.data.vocabularies.loading import NamedVocabulary, vocabulary_named
 from t5x.errors import UserError
-from t5x.urls import is_remote
+from t5x.files.remote import is_remote
+from t5x.files.user_files import absolute_path
 from t5x.verbs.file_options import FileTraining
 
 if TYPE_CHECKING:

@@ -5,15 +5,15 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from t5x.data import files
 from t5x.data.vocabularies import huggingface, sentence_piece
 from t5x.data.vocabularies.base import DESCRIPTION_FILE, Vocabulary
 from t5x.data.vocabularies.huggingface import HuggingFaceVocabulary
 from t5x.data.vocabularies.ids import ByteVocabulary, PassThroughVocabulary
 from t5x.data.vocabularies.sentence_piece import SentencePieceVocabulary
 from t5x.errors import UserError
-from t5x.untrusted import open_inside, parse_json
-from t5x.urls import is_remote
+from t5x.files import user_files
+from t5x.files.remote import is_remote
+from t5x.files.untrusted import open_inside, parse_json
 
 # {class: (parameter for the path of its file, file name)}
 _KINDS: dict[type[Vocabulary], tuple[str, str] | None] = {
@@ -62,12 +62,12 @@ def rebuild(read: Callable[[str], bytes], where: str) -> Vocabulary:
 def _read(directory: str, name: str) -> bytes:
     path = f"{directory}/{name}"
     if is_remote(directory):
-        return files.read_bytes(path)
+        return user_files.read_bytes(path)
     try:
         with open_inside(os.path.expanduser(directory), name) as file:
             return file.read()
     except OSError as error:
-        raise UserError(files.local_problem(path, error)) from error
+        raise UserError(user_files.local_problem(path, error)) from error
 
 
 # --- Vocabularies named on the command line ---------------------------------------------------------------------------
@@ -97,7 +97,7 @@ def vocabulary_named(name: str, rows: int | None = None) -> NamedVocabulary:
       name: a SentencePiece model (.model), a Hugging Face tokenizer.json, or `bytes`.
       rows: number of rows of the model's embedding, which limits the size of the vocabulary.
     """
-    path = files.absolute_path(name)
+    path = user_files.absolute_path(name)
     if name == "bytes":
         found = NamedVocabulary("ByteVocabulary", {})
     elif name.endswith(".json"):

@@ -16,7 +16,7 @@ from t5x.data.file_tasks import check_examples, file_task
 from t5x.data.loader import round_up_length
 from t5x.data.tasks import Task
 from t5x.errors import UserError
-from t5x.urls import is_remote
+from t5x.files.user_files import absolute_path
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ COMMAND_FILE = "command.txt"
 
 
 @dataclasses.dataclass(kw_only=True)
-class PlainEvaluation:
+class FileEvaluation:
     """The options of `t5x eval --model`.
 
     Attributes:
@@ -64,7 +64,7 @@ class PlainEvaluation:
                 raise UserError(f"--{name} is {getattr(self, name)}: it must be at least 1.")
 
 
-def evaluate_file(run: PlainEvaluation, *, command: str = "") -> dict[int, dict[str, dict[str, float]]]:
+def evaluate_file(run: FileEvaluation, *, command: str = "") -> dict[int, dict[str, dict[str, float]]]:
     """Return {step: {task: {metric: value}}} of the checkpoint, or of all checkpoints.
 
     Args:
@@ -87,9 +87,9 @@ def evaluate_file(run: PlainEvaluation, *, command: str = "") -> dict[int, dict[
     vocabulary = model.output_vocabulary
     if model.input_vocabulary != vocabulary:
         raise UserError(f"{source.path} has different vocabularies for inputs and targets. Use gin files for it.")
-    path = run.data if is_remote(run.data) else os.path.abspath(os.path.expanduser(run.data))
     metrics = list(dict.fromkeys(run.metric))
-    task = file_task({SPLIT: path}, vocabulary, run.inputs, run.targets, run.prefix, metric=metrics, name=TASK)
+    files = {SPLIT: absolute_path(run.data)}
+    task = file_task(files, vocabulary, run.inputs, run.targets, run.prefix, metric=metrics, name=TASK)
     limits = {"inputs": ("--max_input_length", run.max_input_length), "targets": ("--max_length", run.max_length)}
     found = check_examples(task, SPLIT, limits, skip_bad_examples=run.skip_bad_examples)
     _check_names(task, found.first["targets"])
