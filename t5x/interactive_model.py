@@ -24,7 +24,7 @@ from t5x import checkpoints
 from t5x.checkpoints.config import RestoreCheckpointConfig, SaveCheckpointConfig
 from t5x.checkpoints.contents import sidecars
 from t5x.data import Evaluator, Feature, Task, TaskRegistry, eval_batches
-from t5x.data.config import DatasetConfig
+from t5x.data.dataset_config import DatasetConfig
 from t5x.data.pipeline import Example, Preprocessor
 from t5x.data.preprocessors import append_eos_after_trim, tokenize
 from t5x.errors import UserError

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from t5x.data import Evaluator, JSONLogger, TensorBoardLogger
-from t5x.data.config import DatasetConfig
+from t5x.data.dataset_config import DatasetConfig
 from t5x.data.file_tasks import file_task
 from t5x.data.loader import measure_lengths
 from t5x.data.sources import BadExample

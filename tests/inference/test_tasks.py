@@ -13,7 +13,7 @@ import pytest
 from t5x import configuration, data, decoding, infer, models
 from t5x.checkpoints.config import RestoreCheckpointConfig
 from t5x.crc32c import crc32c, mask
-from t5x.data.config import DatasetConfig
+from t5x.data.dataset_config import DatasetConfig
 from t5x.errors import UserError
 from t5x.inference import task_runs
 from t5x.inference.loaded import open_model
