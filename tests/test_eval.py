@@ -11,7 +11,7 @@ import pytest
 import sacrebleu
 
 import t5x
-from t5x import configuration, data, eval_table
+from t5x import configuration, data
 from t5x.adafactor import Adafactor
 from t5x.checkpoints.config import RestoreCheckpointConfig
 from t5x.data.dataset_config import DatasetConfig
@@ -22,6 +22,7 @@ from t5x.models import EncoderDecoderModel
 from t5x.network import T5Config, Transformer
 from t5x.partitioning import PjitPartitioner
 from t5x.trainer import StateLayout, Trainer
+from t5x.verbs import results_table
 from tests.commands import run
 
 VOCABULARY = data.ByteVocabulary()
@@ -256,16 +257,16 @@ RESULTS = {
 
 
 def test_the_table_is_aligned_and_marks_the_best():
-    assert eval_table.table(RESULTS) == (
+    assert results_table.table(RESULTS) == (
         "step   a/bleu  a/loss  b/f1\n"
         " 100  12.346     1.5*     3\n"
         "2000      23*    2.5    nan\n"
     )  # fmt: skip
-    assert "*" not in eval_table.table({100: RESULTS[100]})
+    assert "*" not in results_table.table({100: RESULTS[100]})
 
 
 def test_a_narrow_terminal_gets_columns_below_each_other():
-    blocks = eval_table.table(RESULTS, width=16, bold=True).split("\n\n")
+    blocks = results_table.table(RESULTS, width=16, bold=True).split("\n\n")
     assert [block.splitlines()[0].split() for block in blocks] == [["step", "a/bleu"], ["step", "a/loss"],
                                                                    ["step", "b/f1"]]  # fmt: skip
     assert "\033[1m23*\033[0m" in blocks[0]

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from t5x import cache_directory
 from t5x.data import cache_reader, example_encoding, worker_process
 from t5x.data.data_fingerprint import or_none
 from t5x.data.pipeline import Example, Pipeline, count_cacheable
@@ -28,6 +27,7 @@ from t5x.data.tasks import Task
 from t5x.errors import UserError
 from t5x.files import atomic, locks
 from t5x.files.digests import digest_of
+from t5x.files.disk_space import free_bytes, human_size
 from t5x.telemetry.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -327,8 +327,8 @@ def _write_json(path: str, content: Any) -> None:
 def _check_disk(path: str, error: Exception) -> None:
     """Raise a UserError if the disk is full, which array_record reports only in its message."""
     if any(words in str(error) for words in ("No space left", "Disk quota")):
-        free = cache_directory.free_bytes(path)
-        room = "" if free is None else f" ({cache_directory.human_size(free)} free)"
+        free = free_bytes(path)
+        room = "" if free is None else f" ({human_size(free)} free)"
         raise UserError(
             f"The cache does not fit on the disk of {path}{room}. Make room and start again, which keeps the finished "
             "shards; or write to another disk (--output_dir), or less (--drop_text)."

@@ -29,7 +29,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from t5x import cache_directory
 from t5x.data import cache_reader, example_encoding
 from t5x.data.code_hashes import fingerprint
 from t5x.data.feature_spec import Feature
@@ -39,7 +38,8 @@ from t5x.data.tasks import Mixture, Task
 from t5x.data.tf_data_values import as_tf_data, plain
 from t5x.data.vocabularies import as_vocabulary
 from t5x.errors import UserError
-from t5x.files import atomic, locks
+from t5x.files import atomic, cache_directory, locks
+from t5x.files.disk_space import human_size
 
 logger = logging.getLogger(__name__)
 
@@ -411,7 +411,7 @@ def _ensure(entry: str, identity: Mapping[str, Any], *, what: str, examples: Cal
     try:
         with open(os.path.join(entry, _INFO)) as file:
             count = json.load(file)["num_examples"]
-        size = cache_directory.human_size(os.path.getsize(os.path.join(entry, _EXAMPLES)))
+        size = human_size(os.path.getsize(os.path.join(entry, _EXAMPLES)))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{entry} is damaged ({error}). Remove it: {what} is then copied again.") from error
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(os.path.getmtime(entry)))

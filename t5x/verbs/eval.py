@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> None:
         return
     import jax
 
-    from t5x.eval_table import print_results
+    from t5x.verbs.results_table import print_results
 
     if jax.process_index() == 0:
         print_results(results, as_json=args.json)
@@ -79,10 +79,10 @@ def _eval_file(args: argparse.Namespace, given: dict[str, Any]) -> Any:
     work_begins()
     signal.signal(signal.SIGTERM, leave_in_order)
     with processes(args):
-        from t5x.plain_eval import PlainEvaluation, evaluate_file
+        from t5x.verbs.eval_from_files import FileEvaluation, evaluate_file
 
         words = [word for name, value in given.items() for word in _as_flag(name, value)]
-        return evaluate_file(PlainEvaluation(**given), command=shlex.join(["t5x", "eval", *words]))
+        return evaluate_file(FileEvaluation(**given), command=shlex.join(["t5x", "eval", *words]))
 
 
 def _as_flag(name: str, value: Any) -> list[str]:

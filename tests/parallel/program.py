@@ -18,8 +18,8 @@ from t5x.checkpoints.config import CheckpointConfig, SaveCheckpointConfig
 from t5x.data.dataset_config import DatasetConfig
 from t5x.models import EncoderDecoderModel
 from t5x.network import T5Config, Transformer
+from t5x.optimizers.schedules import create_learning_rate_scheduler
 from t5x.partitioning import PjitPartitioner, distributed
-from t5x.schedules import create_learning_rate_scheduler
 from t5x.train import train
 from tests.chaos.tasks import VOCABULARY
 from tests.parallel.settings import Setting

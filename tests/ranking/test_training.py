@@ -13,11 +13,11 @@ from t5x.checkpoints.config import CheckpointConfig, SaveCheckpointConfig
 from t5x.data.dataset_config import DatasetConfig
 from t5x.errors import UserError
 from t5x.network import T5Config, Transformer
+from t5x.optimizers.schedules import create_learning_rate_scheduler
 from t5x.partitioning import PjitPartitioner
 from t5x.ranking import tasks
 from t5x.ranking.models import RankingModel
 from t5x.ranking.templates import Template
-from t5x.schedules import create_learning_rate_scheduler
 from t5x.train import train
 
 VOCABULARY = data.ByteVocabulary()

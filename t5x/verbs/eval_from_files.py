@@ -18,7 +18,7 @@ from t5x.data.loader import measure_lengths
 from t5x.data.sources import BadExample
 from t5x.data.tasks import Task
 from t5x.errors import UserError
-from t5x.urls import is_remote
+from t5x.files.remote import is_remote
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ COMMAND_FILE = "command.txt"
 
 
 @dataclasses.dataclass(kw_only=True)
-class PlainEvaluation:
+class FileEvaluation:
     """The options of `t5x eval --model`.
 
     Attributes:
@@ -66,7 +66,7 @@ class PlainEvaluation:
                 raise UserError(f"--{name} is {getattr(self, name)}: it must be at least 1.")
 
 
-def evaluate_file(run: PlainEvaluation, *, command: str = "") -> dict[int, dict[str, dict[str, float]]]:
+def evaluate_file(run: FileEvaluation, *, command: str = "") -> dict[int, dict[str, dict[str, float]]]:
     """Return {step: {task: {metric: value}}} of the checkpoint, or of all checkpoints.
 
     Args:
@@ -122,7 +122,7 @@ def evaluate_file(run: PlainEvaluation, *, command: str = "") -> dict[int, dict[
     return results
 
 
-def _lengths(task: Task, run: PlainEvaluation) -> dict[str, int]:
+def _lengths(task: Task, run: FileEvaluation) -> dict[str, int]:
     """Return the lengths of the longest example, limited by the options. Log warnings about odd examples."""
     pipeline = task.pipeline(SPLIT)
     longest, bad, odd = [], 0, collections.Counter()
