@@ -19,7 +19,7 @@ from t5x.checkpoints.config import RestoreCheckpointConfig
 from t5x.checkpoints.formats import open_checkpoint
 from t5x.checkpoints.paths import step_of
 from t5x.data import Evaluator
-from t5x.data.config import DatasetConfig
+from t5x.data.dataset_config import DatasetConfig
 from t5x.data.loader import eval_batches
 from t5x.data.tasks import Task, get_subtasks
 from t5x.errors import UserError

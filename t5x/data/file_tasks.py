@@ -20,7 +20,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from t5x.data.features import Feature
+from t5x.data.feature_spec import Feature
 from t5x.data.lanes import BadExamples
 from t5x.data.pipeline import Pipeline
 from t5x.data.preprocessors import append_eos_after_trim, tokenize

@@ -29,9 +29,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from t5x.data import cached, records
-from t5x.data.features import Feature
-from t5x.data.fingerprints import fingerprint
+from t5x.data import cache_reader, example_encoding
+from t5x.data.code_hashes import fingerprint
+from t5x.data.feature_spec import Feature
 from t5x.data.pipeline import Pipeline, Preprocessor, name_of
 from t5x.data.sources import ArrayRecordDataSource, DataSource
 from t5x.data.tasks import Mixture, Task
@@ -200,7 +200,7 @@ class SeqioTask(Task):
         with self._explained(split):
             identity = self._identity(split, sequence_length, seed, use_cached)
         digest = cache_directory.short_hash(json.dumps(identity, sort_keys=True))
-        entry = cached.place(cache_directory.place("seqio"), self.name, f"{split}-{digest}")
+        entry = cache_reader.place(cache_directory.place("seqio"), self.name, f"{split}-{digest}")
         if entry not in self._sources:
             _ensure(
                 entry,
@@ -435,7 +435,7 @@ def _stage(entry: str, identity: Mapping[str, Any], what: str, examples: Iterato
             for count in itertools.count():
                 if (example := next(examples, None)) is None:
                     break
-                content = records.encode([example])
+                content = example_encoding.encode([example])
                 size += len(content)
                 if size > limit * 1e9:
                     raise UserError(f"{what}: more than {limit:g} GB after {count:,} examples. {_INSTEAD}")
@@ -464,4 +464,4 @@ def _limit() -> float:
 
 
 def _decode(content: bytes) -> Example:
-    return records.decode(content)[0]
+    return example_encoding.decode(content)[0]

@@ -5,8 +5,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from t5x.data import digests
-from t5x.data.fingerprints import fingerprint
+from t5x.data import file_digests
+from t5x.data.code_hashes import fingerprint
 from t5x.data.pipeline import derive_seed
 from t5x.data.sources import DataSource
 from t5x.data.sources.base import OpenedSplits
@@ -81,7 +81,7 @@ class JudgedDataSource(OpenedSplits, DataSource):
 
     def content_fingerprint(self, split: str) -> Callable[[], dict[str, Any]]:
         described = {"class": type(self).__qualname__, "settings": fingerprint(self._settings(split), lasting=True)}
-        return lambda: described | {"files": digests.describe_files(local_copies.stage(self._files(split)))}
+        return lambda: described | {"files": file_digests.describe_files(local_copies.stage(self._files(split)))}
 
     def _files(self, split: str) -> list[str]:
         others = [self._reading.get("candidates"), self._reading.get("qrels")]

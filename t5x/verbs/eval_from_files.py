@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from t5x.data import Evaluator, JSONLogger, TensorBoardLogger
-from t5x.data.config import DatasetConfig
+from t5x.data.dataset_config import DatasetConfig
 from t5x.data.file_tasks import check_examples, file_task
 from t5x.data.loader import round_up_length
 from t5x.data.tasks import Task

@@ -16,7 +16,7 @@ from t5x.checkpoints import CheckpointStore, ModelDirLock, arrays, remote_readin
 from t5x.checkpoints.formats import open_checkpoint
 from t5x.checkpoints.store import _Save
 from t5x.convert import convert
-from t5x.data import cache_writer, cached, preprocessors
+from t5x.data import cache_reader, cache_writer, preprocessors
 from t5x.files import atomic, local_copies
 from t5x.inference.chunks import Chunks
 from t5x.inference.output import Output
@@ -187,5 +187,5 @@ def test_a_cache_of_a_task_is_whole_after_a_power_cut(disk, tmp_path):
     options = {"num_workers": 0, "examples_per_shard": 20}
     assert cache_writer.write(task, "train", directory=str(disk.root / "caches"), **options).made == 3
     after = disk.cut(tmp_path / "after") / "caches"
-    assert (after / "task" / "train" / cached.COMPLETED).exists()
+    assert (after / "task" / "train" / cache_reader.COMPLETED).exists()
     assert cache_writer.write(task, "train", directory=str(after), **options).made == 0

@@ -12,7 +12,7 @@ import pytest
 
 from t5x import configuration, data, decoding, infer, models
 from t5x.checkpoints.config import RestoreCheckpointConfig
-from t5x.data.config import DatasetConfig
+from t5x.data.dataset_config import DatasetConfig
 from t5x.errors import UserError
 from t5x.files.digests import masked_crc32c
 from t5x.inference import task_runs

@@ -8,8 +8,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from t5x.data import digests
-from t5x.data.fingerprints import fingerprint
+from t5x.data import file_digests
+from t5x.data.code_hashes import fingerprint
 from t5x.data.sources.base import (
     BadExample,
     DataSource,
@@ -95,11 +95,11 @@ class FilesDataSource(OpenedSplits, DataSource):
         return {"class": type(self).__qualname__, "settings": fingerprint((type(self), state)), "files": names}
 
     def content_fingerprint(self, split: str) -> Callable[[], dict[str, Any]]:
-        """See `DataSource`; see `t5x.data.digests` for how files are hashed."""
+        """See `DataSource`; see `t5x.data.file_digests` for how files are hashed."""
         settings = fingerprint((type(self), self._settings(split)), lasting=True)
         described = {"class": type(self).__qualname__, "settings": settings}
         copies = self.opened(split).copies
-        return lambda: described | {"files": digests.describe_files(copies)}
+        return lambda: described | {"files": file_digests.describe_files(copies)}
 
     def _settings(self, split: str) -> dict[str, Any]:
         """Return what the examples depend on besides the content of the files."""

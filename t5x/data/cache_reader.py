@@ -25,8 +25,8 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from t5x.data import records
-from t5x.data.fingerprints import fingerprint
+from t5x.data import example_encoding
+from t5x.data.code_hashes import fingerprint
 from t5x.data.pipeline import count_cacheable, name_of
 from t5x.errors import UserError
 from t5x.files import cache_directory
@@ -172,7 +172,7 @@ class CachedExamples:
         number, record = divmod(index, self._per_shard)
         path = os.path.join(self.path, shard_name(number))
         try:
-            return records.decode(_open_shards.read(path, record, self._sizes[number]))
+            return example_encoding.decode(_open_shards.read(path, record, self._sizes[number]))
         except (RuntimeError, ValueError, OSError) as error:
             raise UserError(
                 f"{path} is damaged or gone (record {record}: {str(error).splitlines()[0]}). `t5x cache` makes the "
