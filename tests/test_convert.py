@@ -16,9 +16,9 @@ import pytest
 from t5x import convert as conversion
 from t5x.adafactor import Adafactor
 from t5x.checkpoints import layout
-from t5x.checkpoints.model_description import load_model
 from t5x.checkpoints.formats import LazyArray, open_checkpoint
 from t5x.checkpoints.formats.huggingface.names import parameters
+from t5x.checkpoints.model_description import load_model
 from t5x.checkpoints.streaming import write_checkpoint
 from t5x.convert import convert
 from t5x.errors import UserError
@@ -405,4 +405,4 @@ def test_a_ranker_keeps_its_template(tmp_path, hf):
     convert(ranker, tmp_path / "ours", to="t5x")
     convert(tmp_path / "ours", tmp_path / "back", to="hf")
     for name in ("ranker", "ours", "back"):
-        assert open_checkpoint(tmp_path / name).template == template
+        assert open_checkpoint(tmp_path / name).template == dataclasses.asdict(template)

@@ -33,7 +33,7 @@ from t5x.checkpoints.formats.lazy_msgpack import DTYPES, check_shape
 from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.checkpoints.ocdbt import Place
 from t5x.files.system_errors import first_line, tensorstore_status
-from t5x.untrusted import open_inside, parse_json
+from t5x.files.untrusted import open_inside, parse_json
 
 log = logging.getLogger(__name__)
 

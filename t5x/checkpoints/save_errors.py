@@ -5,9 +5,9 @@ import os
 
 from etils import epath
 
-from t5x.cache_directory import free_bytes
 from t5x.checkpoints import paths
 from t5x.errors import UserError
+from t5x.files.disk_space import free_bytes
 from t5x.files.system_errors import errno_of, first_line
 
 _MAX_LISTED = 5  # removable directories in a message

@@ -29,7 +29,8 @@ from t5x.errors import UserError
 from t5x.files.system_errors import errno_of, first_line
 from t5x.partitioning import cluster
 from t5x.partitioning.relay import Relay
-from t5x.partitioning.watch import CAUSE, STOP, Member, Watch, gather, join
+from t5x.partitioning.watch import CAUSE, STOP, Member, Watch, join
+from t5x.partitioning.watch import gather as gather_members
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +92,7 @@ def start(
                     "%s is not set: whoever reaches %s can join this run, or end it. Set it to one secret for all "
                     "processes (`openssl rand -hex 16` makes one)", cluster.TOKEN, place.address,
                 )  # fmt: skip
-            _members, links = gather(place, me, initialization_timeout, port, address=here, token=token)
+            _members, links = gather_members(place, me, initialization_timeout, port, address=here, token=token)
             address = f"{_bracketed(here or '127.0.0.1')}:{port}"
         else:
             _members, link, port = join(place, me, initialization_timeout, token=token)

@@ -10,7 +10,6 @@ from etils import epath
 
 from t5x.checkpoints import paths
 from t5x.checkpoints.manifest import DamagedCheckpoint
-from t5x.ranking.templates import Template
 
 # Arrays are larger than their files due to compression, and to omitted chunks that equal the fill value: float32 arrays
 # of bfloat16 values by a factor of 2.3, and a fresh Adam state, all zeros, by another 3.
@@ -72,7 +71,7 @@ class Source:
       config: fields of the network's configuration (T5Config) that the checkpoint states; None if it states none.
       vocabulary_files: {feature: {file name: content}} of the included vocabularies.
       inputs_bidirectional_attention: whether a decoder-only model is a prefix LM.
-      template: a ranker's template, if the checkpoint states it.
+      template: fields of a ranker's template as stored, if there is one; `t5x.ranking` reads them.
       model_type: `t5`, `mt5` or `umt5`, if the checkpoint states it, as Hugging Face's do.
     """
 
@@ -83,5 +82,5 @@ class Source:
     config: Mapping[str, Any] | None = None
     vocabulary_files: Mapping[str, Mapping[str, bytes]] = dataclasses.field(default_factory=dict)
     inputs_bidirectional_attention: bool = False
-    template: Template | None = None
+    template: Mapping[str, Any] | None = None
     model_type: str | None = None

@@ -11,11 +11,12 @@ import msgpack
 import numpy as np
 from etils import epath
 
-from t5x.checkpoints import faults, paths
+from t5x.checkpoints import paths
 from t5x.checkpoints.formats import lazy_msgpack, zarr_arrays
 from t5x.checkpoints.formats.native_read import CHECKSUM, FILE, SECTIONS, STEP, VERSION, checksum_line
 from t5x.errors import UserError
 from t5x.files import atomic
+from t5x.files.system_errors import first_line
 
 _MAX_INLINE_BYTES = 64 * 2**20
 _MAX_FILE_NAME = 255
@@ -61,7 +62,7 @@ def write_native(
             _write_msgpack(temporary, step, tree)
     except OSError as error:
         raise UserError(
-            f"{path} could not be written: {faults.first_line(error)}. What was written of it has been removed. "
+            f"{path} could not be written: {first_line(error)}. What was written of it has been removed. "
             "See that the disk has space and that you may write there, or choose another place."
         ) from error
     _logger.info("%s: written as a native T5X checkpoint of step %d", path, step)
