@@ -17,8 +17,8 @@ from t5x import configuration, data, file_flags
 from t5x.checkpoints.contents import model_of
 from t5x.checkpoints.formats import open_checkpoint
 from t5x.errors import UserError
-from t5x.inspection import canonical_params, params_sha256
 from t5x.plain import PlainRun, survey, train_file, vocabulary_named
+from t5x.verbs.inspect import canonical_params, params_sha256
 
 SHARED = Path(__file__).parents[1] / "../shared/data"
 SMALL = [
