@@ -19,10 +19,11 @@ from t5x.checkpoints.config import RestoreCheckpointConfig
 from t5x.checkpoints.formats import open_checkpoint
 from t5x.checkpoints.paths import step_of
 from t5x.data import Evaluator
-from t5x.data.config import DatasetConfig
+from t5x.data.dataset_config import DatasetConfig
 from t5x.data.loader import eval_batches
 from t5x.data.tasks import Task, get_subtasks
 from t5x.errors import UserError
+from t5x.files.remote import is_remote
 from t5x.metrics import translation
 from t5x.models import BaseTransformerModel
 from t5x.partitioning import PjitPartitioner, distributed
@@ -36,7 +37,6 @@ from t5x.trainer.model_info import write_model_info
 from t5x.trainer.restore import open_for_all, restore_params
 from t5x.trainer.state import StateLayout, TrainState
 from t5x.trainer.trainer import summarize
-from t5x.urls import is_remote
 
 log = logging.getLogger(__name__)
 

@@ -2,14 +2,13 @@
 
 import argparse
 
+from t5x.verbs import file_options
 from t5x.verbs.arguments import add_import, import_modules, work_begins
 
 
 def define(parser: argparse.ArgumentParser) -> None:
-    from t5x import file_flags
-
     parser.description = (
-        "Show the examples of a task, a mixture or a plain file: each preprocessor's work, tokens, a row of a batch, "
+        "Show the examples of a task, a mixture or a data file: each preprocessor's work, tokens, a row of a batch, "
         "lengths, padding, and what is cut."
     )
     parser.add_argument("name", metavar="TASK", nargs="?", help="a registered task or mixture, unless --data is given")
@@ -19,7 +18,7 @@ def define(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lengths", metavar="L", help="as training would have them: inputs=512,targets=114")
     parser.add_argument("--pack", action="store_true", help="show a packed row")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the order and of random steps (0)")
-    file_flags.add_file(parser, "for a plain file, without a task")
+    file_options.add_file(parser, "data file (without a task)")
     parser.epilog = (
         "examples:\n  t5x data my_task --import my_tasks.py --lengths inputs=512,targets=64 --pack\n"
         "  t5x data --data train.jsonl --inputs question --targets answer --vocabulary spiece.model"
@@ -27,10 +26,9 @@ def define(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from t5x import file_flags
     from t5x.data.view import view_named
 
-    options = {name: value for name, value in file_flags.given(args).items() if name != "seed"}
+    options = {name: value for name, value in file_options.given(args).items() if name != "seed"}
     import_modules(args)
     work_begins()
     view_named(args.name, options, split=args.split, count=args.n, lengths=args.lengths, pack=args.pack, seed=args.seed)

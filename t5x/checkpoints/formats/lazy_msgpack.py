@@ -17,7 +17,7 @@ from t5x.checkpoints import paths
 from t5x.checkpoints.formats.safety import DTYPES, check_shape
 from t5x.checkpoints.formats.source import LazyArray
 from t5x.checkpoints.manifest import DamagedCheckpoint
-from t5x.untrusted import open_inside, open_regular
+from t5x.files.untrusted import open_inside, open_regular
 
 ARRAY, SCALAR = 1, 3  # Flax's extension types
 

@@ -28,7 +28,7 @@ from t5x.checkpoints.formats.source import LazyArray, Source
 from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.errors import UserError
 from t5x.files import atomic
-from t5x.untrusted import open_inside
+from t5x.files.untrusted import open_inside
 
 VERSION = 3
 FILE = "checkpoint"

@@ -26,7 +26,7 @@ from t5x.checkpoints.formats.safety import DTYPES, check_chunk_shape, check_expa
 from t5x.checkpoints.formats.source import LazyArray, Source
 from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.errors import UserError
-from t5x.untrusted import open_inside, parse_json
+from t5x.files.untrusted import open_inside, parse_json
 
 METADATA = "_METADATA"
 MSGPACK = "checkpoint"

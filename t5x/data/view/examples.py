@@ -9,17 +9,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from t5x.data.example_order import Order
 from t5x.data.file_tasks import file_task
 from t5x.data.lanes import BadExamples, Position, Stream
-from t5x.data.order import Order
 from t5x.data.pipeline import Example, Pipeline
 from t5x.data.sources import BadExample
 from t5x.data.tasks import Mixture, Task, get_mixture_or_task, get_subtasks, task_rates
 from t5x.data.view.counts import converter_of, how_many, measured
 from t5x.data.view.drawing import Page, escaped, table
 from t5x.data.vocabularies import Vocabulary
+from t5x.data.vocabularies.loading import vocabulary_named
 from t5x.errors import UserError
-from t5x.plain import vocabulary_named
 
 SAMPLE = 2000
 SECONDS = 10.0
@@ -35,7 +35,7 @@ def view_named(
 
     Args:
       name: name of the task or mixture; None if `file` has `data`.
-      file: `data`, `inputs`, `targets`, `prefix`, `vocabulary`, as in `t5x.plain.PlainRun`.
+      file: `data`, `inputs`, `targets`, `prefix`, `vocabulary`, as in `FileTraining`.
       lengths: see `parse_lengths`.
     """
     if (name is None) == ("data" not in file):

@@ -4,8 +4,8 @@ import pytest
 
 from t5x.metrics.accumulators import Average, AveragePerStep, Sum
 from t5x.telemetry import Throughput
-from t5x.trainer import lines as lines_lib
-from t5x.trainer.lines import MetricLines
+from t5x.trainer import metric_lines as lines_lib
+from t5x.trainer.metric_lines import MetricLines
 
 
 @pytest.fixture(autouse=True)

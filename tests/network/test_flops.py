@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 from t5x.network import DecoderWrapper, T5Config, Transformer, TransformerConfig
+from t5x.network.flops import StepCost, forward_flops, generation_flops, scoring_flops
 from t5x.telemetry.devices import peak_flops
-from t5x.telemetry.flops import StepCost, forward_flops, generation_flops, scoring_flops
 
 SHAPE = {"emb_dim": 128, "num_heads": 4, "head_dim": 32, "mlp_dim": 256, "dropout_rate": 0.0}
 GATED = T5Config(

@@ -6,8 +6,13 @@ import os
 from typing import BinaryIO
 
 from t5x.errors import UserError
-from t5x.untrusted import open_regular
-from t5x.urls import explained, file_system, is_missing, is_remote
+from t5x.files.remote import explained, file_system, is_missing, is_remote
+from t5x.files.untrusted import open_regular
+
+
+def absolute_path(path: str) -> str:
+    """Return a path that works from any directory; a remote one is returned unchanged."""
+    return path if is_remote(path) else os.path.abspath(os.path.expanduser(path))
 
 
 def read_bytes(path: str | os.PathLike[str]) -> bytes:

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 
 from t5x.metrics.accumulators import Metrics, compute, merge, to_json
+from t5x.network.flops import StepCost
 from t5x.telemetry import Throughput
-from t5x.telemetry.flops import StepCost
 from t5x.trainer.nonfinite import FIRST_BAD_GRADIENT
 from t5x.trainer.trainer import on_host
 
