@@ -18,6 +18,7 @@ from t5x.adafactor import Adafactor
 from t5x.checkpoints import layout
 from t5x.checkpoints.formats import LazyArray, open_checkpoint
 from t5x.checkpoints.formats.huggingface.tensor_names import parameters
+from t5x.checkpoints.model_description import load_model
 from t5x.checkpoints.streaming import write_checkpoint
 from t5x.convert import convert
 from t5x.errors import UserError

@@ -28,8 +28,7 @@ from etils import epath
 
 from t5x.checkpoints import ocdbt, paths
 from t5x.checkpoints.formats import zarr_arrays
-from t5x.checkpoints.formats.base import check_expansion
-from t5x.checkpoints.formats.lazy_msgpack import DTYPES, check_shape
+from t5x.checkpoints.formats.safety import DTYPES, check_expansion, check_shape
 from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.checkpoints.ocdbt import Place
 from t5x.files.system_errors import first_line, tensorstore_status

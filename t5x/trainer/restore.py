@@ -23,6 +23,7 @@ from t5x.checkpoints.checkpoint_identity import fingerprint
 from t5x.checkpoints.config import RestoreCheckpointConfig
 from t5x.checkpoints.formats import Source, open_checkpoint
 from t5x.checkpoints.formats.own_checkpoint import read_own_checkpoint
+from t5x.checkpoints.model_description import check_same_model
 from t5x.data.lanes import join_states, merge_states, states_of_rows
 from t5x.errors import UserError
 from t5x.files.remote import is_remote

@@ -13,7 +13,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from t5x import convert
-from t5x.checkpoints import checkpoint_reader, paths, remote_reading, remote_writing
+from t5x.checkpoints import checkpoint_reader, paths, remote_reading, remote_writing, save_errors
 from t5x.checkpoints.formats import open_checkpoint
 from t5x.checkpoints.formats.native_t5x import write_native
 from t5x.checkpoints.streaming import write_checkpoint

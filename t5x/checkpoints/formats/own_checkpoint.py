@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from t5x.checkpoints import manifest, paths
+from t5x.checkpoints import array_reader, manifest, paths
 from t5x.checkpoints.formats.native_t5x import check_step
 from t5x.checkpoints.formats.orbax import read_orbax
 from t5x.checkpoints.formats.source import LazyArray, Source

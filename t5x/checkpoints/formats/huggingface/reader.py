@@ -53,7 +53,7 @@ def read_huggingface(path: str | os.PathLike[str]) -> Source:
         arrays=_arrays(config, tensors, path),
         config=config,
         vocabulary_files=tokenizer_files.read_vocabulary(path, config["vocab_size"], stated.get("tokenizer_class")),
-        template=from_fields(template, f"{path}/{_CONFIG}") if (template := stated.get(config_json.TEMPLATE)) else None,
+        template=config_json.read_template(stated, f"{path}/{_CONFIG}"),
         model_type=model_type,
     )
 

@@ -63,7 +63,7 @@ def write_huggingface(
     kept = np.dtype(np.float32) if embedding is None else np.dtype(embedding.dtype)
     described = config_json.write_config(config, _DTYPES[dtype] if dtype else kept, eos_id)
     if template is not None:
-        described[config_json.TEMPLATE] = dataclasses.asdict(template)
+        described[config_json.TEMPLATE] = dict(template)
     position = {name: number for number, name in enumerate(arrays)}
     parameters = sorted(_match(config, arrays), key=lambda parameter: position[parameter.name])
     plans = [
