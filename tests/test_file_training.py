@@ -19,10 +19,10 @@ from t5x.checkpoints.formats import open_checkpoint
 from t5x.data.file_tasks import check_examples
 from t5x.data.vocabularies.loading import vocabulary_named
 from t5x.errors import UserError
-from t5x.inspection import canonical_params, params_sha256
 from t5x.verbs import file_options
 from t5x.verbs.file_options import FileTraining
 from t5x.verbs.file_training import train_file
+from t5x.verbs.inspect import canonical_params, params_sha256
 
 SHARED = Path(__file__).parents[1] / "../shared/data"
 SMALL = [
