@@ -9,11 +9,10 @@ import os
 from collections.abc import Callable
 
 from t5x import checkpoints, configuration, gin_utils
-from t5x.checkpoints import agreement
+from t5x.checkpoints.checkpoint_identity import fingerprint
 from t5x.checkpoints.config import RestoreCheckpointConfig
 from t5x.checkpoints.formats import Source
-from t5x.checkpoints.identity import fingerprint
-from t5x.data.config import DatasetConfig
+from t5x.data.dataset_config import DatasetConfig
 from t5x.data.tasks import Task, get_subtasks
 from t5x.errors import UserError
 from t5x.inference.engine import Engine
@@ -126,7 +125,7 @@ def infer(
         "skip_bad_examples": dataset_cfg.skip_bad_examples, "merge": merge_chunked_results,
         "configuration": hashlib.sha256(configuration.config_str().encode()).hexdigest()[:16],
     }  # fmt: skip
-    jobs = agreement.decide(
+    jobs = distributed.decide(
         "inference/jobs", lambda: [{**job, "task": task.name, **identity(task, dataset_cfg)} for task in tasks]
     )
     require_same_data(dataset_cfg)
@@ -138,7 +137,7 @@ def infer(
         vocabulary = task.output_features[output_vocab_feature_name].vocabulary
         write = functools.partial(write_fn, mode=mode, vocabulary=vocabulary)
         outputs.append(TaskOutput(path, of_task, write, merge, merges_to_path=is_own_merge))
-    complete = agreement.decide("inference/complete", lambda: [output.is_complete() for output in outputs])
+    complete = distributed.decide("inference/complete", lambda: [output.is_complete() for output in outputs])
     engine = program = None
     for task, of_task, output, is_complete in zip(tasks, jobs, outputs, complete, strict=True):
         if is_complete:

@@ -22,13 +22,9 @@ import numpy as np
 
 from t5x import checkpoints
 from t5x.checkpoints.config import RestoreCheckpointConfig, SaveCheckpointConfig
-from t5x.checkpoints.contents import sidecars
-from t5x.data import Evaluator, Feature, Task, TaskRegistry, eval_batches
-from t5x.data.config import DatasetConfig
-from t5x.data.pipeline import Example, Preprocessor
-from t5x.data.preprocessors import append_eos_after_trim, tokenize
-from t5x.errors import UserError
-from t5x.interactive_data import (
+from t5x.checkpoints.model_description import sidecars
+from t5x.compat.gin_export import T5XScriptType, get_gin_config_from_interactive_model
+from t5x.compat.interactive_examples import (
     Batch,
     Batches,
     as_batches,
@@ -38,11 +34,15 @@ from t5x.interactive_data import (
     joined,
     source_of,
 )
-from t5x.interactive_gin import T5XScriptType, get_gin_config_from_interactive_model
+from t5x.data import Evaluator, Feature, Task, TaskRegistry, eval_batches
+from t5x.data.dataset_config import DatasetConfig
+from t5x.data.pipeline import Example, Preprocessor
+from t5x.data.preprocessors import append_eos_after_trim, tokenize
+from t5x.errors import UserError
 from t5x.models import BaseTransformerModel
 from t5x.network.padding import Program
+from t5x.optimizers.schedules import create_learning_rate_scheduler
 from t5x.partitioning import PjitPartitioner
-from t5x.schedules import create_learning_rate_scheduler
 from t5x.trainer import StateLayout, Trainer, TrainState
 from t5x.trainer.restore import Run, restore_or_init
 from t5x.trainer.trainer import summarize

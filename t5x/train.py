@@ -11,20 +11,20 @@ import jax
 from t5x import checkpoints, gin_utils
 from t5x import trainer as trainer_lib
 from t5x.checkpoints.config import CheckpointConfig, RestoreCheckpointConfig, SaveCheckpointConfig
-from t5x.checkpoints.contents import sidecars
+from t5x.checkpoints.model_description import sidecars
 from t5x.data import Evaluator
-from t5x.data.config import DatasetConfig
+from t5x.data.dataset_config import DatasetConfig
 from t5x.errors import UserError
 from t5x.models import BaseTransformerModel
+from t5x.network.flops import StepCost
 from t5x.partitioning import PjitPartitioner, distributed
 from t5x.partitioning.distributed import PATIENCE
 from t5x.telemetry import MetricWriter, ThroughputClock
-from t5x.telemetry.flops import StepCost
 from t5x.trainer.actions import Actions, ActionStop, BaseAction
 from t5x.trainer.checks import require_same_data, verify_matching_vocabs
 from t5x.trainer.datasets import ForeignBatches, ShardInfo, get_dataset, get_training_eval_datasets
 from t5x.trainer.evaluations import InferenceEvaluation, TrainingEvaluation
-from t5x.trainer.lines import MetricLines
+from t5x.trainer.metric_lines import MetricLines
 from t5x.trainer.model_info import write_model_info
 from t5x.trainer.restore import OnChangedData, Run, position_of_all, restore_or_init, resume_data
 from t5x.trainer.state import StateLayout, TrainState

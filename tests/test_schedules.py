@@ -1,7 +1,7 @@
 import pytest
 
 from t5x.errors import UserError
-from t5x.schedules import create_learning_rate_scheduler
+from t5x.optimizers.schedules import create_learning_rate_scheduler
 from tests.reference.adafactor_numpy import learning_rate
 
 FACTORS = [

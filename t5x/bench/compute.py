@@ -14,7 +14,7 @@ from t5x.bench.workload import Workload
 from t5x.inference.engine import Engine
 from t5x.inference.loaded import LoadedModel
 from t5x.inference.options import Decoding
-from t5x.telemetry.flops import encoder_decoder_flops, generation_flops, scoring_flops
+from t5x.network.flops import encoder_decoder_flops, generation_flops, scoring_flops
 from t5x.trainer import Trainer
 from t5x.trainer.trainer import summarize
 

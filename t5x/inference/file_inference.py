@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from t5x.errors import UserError
+from t5x.inference.input_lines import Line, Lines
 from t5x.inference.jobs import JobProgress, LineChunk, LineJob, LineShard, Record, Shard, check_counts, run_job
-from t5x.inference.lines import Line, Lines
 from t5x.inference.loaded import BATCH_SIZE, MAX_INPUT_LENGTH, MAX_LENGTH, Generation, LoadedModel, load
 from t5x.inference.options import Decoding
 from t5x.inference.output import FileOutput

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 
 from t5x.errors import UserError
-from t5x.inference.lines import Line, Lines
+from t5x.inference.input_lines import Line, Lines
 from t5x.inference.output import FileOutput, Output
 from t5x.partitioning import distributed
 from t5x.telemetry import Progress, jsonl

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from t5x.checkpoints import agreement
 from t5x.errors import UserError
 from t5x.inference.chunks import JOB_FILE, Chunks, refuse_foreign
 from t5x.partitioning import distributed
@@ -49,7 +48,7 @@ class Output:
         Args:
           job: what the results depend on; see `Chunks`.
         """
-        state = agreement.decide("output/begin", lambda: self._open(job))
+        state = distributed.decide("output/begin", lambda: self._open(job))
         self.merged = state["merged"]
         if state["finished"]:
             log.info("resuming after %d finished chunk(s) in %s", len(state["finished"]), self.directory)
@@ -118,7 +117,7 @@ class FileOutput(Output):
         self.is_stdout = path == "-"
         self._also = dict(also or {})
         if not self.is_stdout:
-            agreement.decide("output/check", lambda: self._check({"output": path, **self._also}, inputs or {}))
+            distributed.decide("output/check", lambda: self._check({"output": path, **self._also}, inputs or {}))
 
     def begin(self, job: Mapping[str, Any]) -> list[dict[str, Any]]:
         return [] if self.is_stdout else super().begin({**job, "also": self._also} if self._also else job)

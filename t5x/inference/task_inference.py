@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from t5x.data.config import DatasetConfig
+from t5x.data.dataset_config import DatasetConfig
 from t5x.data.feature_converters import EncDecFeatureConverter
 from t5x.errors import UserError
 from t5x.files.digests import digest_of

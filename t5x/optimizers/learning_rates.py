@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from t5x.schedules import Schedule
+from t5x.optimizers.schedules import Schedule
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from t5x.errors import UserError
 from t5x.optimizers.learning_rates import unknown_rate
 from t5x.optimizers.patterns import Patterns, paths_in, select
 from t5x.optimizers.protocol import Optimizer, trained
-from t5x.schedules import Schedule
+from t5x.optimizers.schedules import Schedule
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from optax import contrib
 from t5x.errors import UserError
 from t5x.optimizers import optax_state
 from t5x.optimizers.learning_rates import Rate, as_schedule, rates_in, unknown_rate
-from t5x.schedules import Schedule
+from t5x.optimizers.schedules import Schedule
 
 Tree = Any
 Make = Callable[[float | jax.Array, Tree], optax.GradientTransformation]

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from t5x.data.config import DatasetConfig
+from t5x.data.dataset_config import DatasetConfig
 from t5x.errors import UserError
 from t5x.models import BaseTransformerModel
 from t5x.network.padding import Program

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from t5x.data.config import DatasetConfig
+from t5x.data.dataset_config import DatasetConfig
 from t5x.data.tasks import get_subtasks
 from t5x.errors import UserError
 from t5x.metrics.accumulators import Metrics

@@ -13,7 +13,7 @@ from t5x.data.loader import TrainLoader
 from t5x.optimizers import trained
 from t5x.telemetry import Progress, ThroughputClock
 from t5x.trainer.actions import TRAIN_TASK, Actions, ActionStop
-from t5x.trainer.lines import MetricLines
+from t5x.trainer.metric_lines import MetricLines
 from t5x.trainer.nonfinite import bad_parameters, diagnose
 from t5x.trainer.signals import StopRequest
 from t5x.trainer.trainer import Trainer

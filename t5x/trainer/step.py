@@ -10,7 +10,7 @@ from t5x.errors import UserError
 from t5x.metrics.accumulators import AveragePerStep, Metrics, as_one_step, merge
 from t5x.models import BaseTransformerModel
 from t5x.optimizers import trained
-from t5x.schedules import Schedule
+from t5x.optimizers.schedules import Schedule
 from t5x.trainer.nonfinite import gradient_metrics
 from t5x.trainer.state import TrainState
 from t5x.trainer.weight_metrics import WeightMetricsComputer

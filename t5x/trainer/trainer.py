@@ -13,8 +13,8 @@ from t5x.metrics.accumulators import Metrics, compute, merge
 from t5x.models import BaseTransformerModel
 from t5x.network import padding
 from t5x.optimizers import applied_schedule
+from t5x.optimizers.schedules import Schedule
 from t5x.partitioning import PjitPartitioner
-from t5x.schedules import Schedule
 from t5x.trainer.state import StateLayout, TrainState
 from t5x.trainer.step import eval_step, train_step
 from t5x.trainer.weight_metrics import WeightMetricsComputer

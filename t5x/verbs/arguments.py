@@ -14,7 +14,8 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from t5x.errors import UserError
-from t5x.file_flags import DTYPE
+
+DTYPE = {"choices": ("float32", "bfloat16"), "help": "dtype of the activations (float32 on CPUs, else bfloat16)"}
 
 GIN_HELP = """\
 configuration:
@@ -155,7 +156,7 @@ def add_import(parser: argparse.ArgumentParser) -> None:
 
 def import_modules(args: argparse.Namespace) -> None:
     if args.modules:
-        from t5x.data.config import import_task_module
+        from t5x.data.dataset_config import import_task_module
 
         for module in args.modules:
             import_task_module(module)

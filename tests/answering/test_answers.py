@@ -312,6 +312,6 @@ def test_options_that_do_not_go_together(capsys, directory, tmp_path):
     refused("needs --no_answer", args=[*given, "--output", "o", "--squad_na_probs", "p"])
     refused('has no "id"', args=[*given, "--output", tmp_path / "o", "--squad_predictions", tmp_path / "p"])
     refused("there exists already", args=[*given, "--output", tmp_path / "there"])
-    refused("there is no directory", args=[*given, "--output", tmp_path / "o", "--squad_predictions", tmp_path / "x/p"])
+    refused(f"{tmp_path}/x", args=[*given, "--output", tmp_path / "o", "--squad_predictions", tmp_path / "x/p"])
     refused("stride is -1", args=[*given, "--stride", -1])
     refused("There is no file", args=["--input", tmp_path / "missing.json"])

@@ -10,14 +10,14 @@ import t5x
 from t5x import data, trainer
 from t5x.adafactor import Adafactor
 from t5x.checkpoints.config import CheckpointConfig, SaveCheckpointConfig
-from t5x.data.config import DatasetConfig
+from t5x.data.dataset_config import DatasetConfig
 from t5x.errors import UserError
 from t5x.network import T5Config, Transformer
+from t5x.optimizers.schedules import create_learning_rate_scheduler
 from t5x.partitioning import PjitPartitioner
 from t5x.ranking import tasks
 from t5x.ranking.models import RankingModel
 from t5x.ranking.templates import Template
-from t5x.schedules import create_learning_rate_scheduler
 from t5x.train import train
 
 VOCABULARY = data.ByteVocabulary()
@@ -81,7 +81,7 @@ def test_a_run_is_stopped_by_the_ranking_of_held_out_queries(tmp_path, judged, c
     assert 20 < step < 120 and re.search(r"EarlyStoppingAction\(pairs, ndcg@10, max\) ends the run", caplog.text)
 
     loaded = t5x.load(str(tmp_path / "run"))
-    assert loaded.model.template == TEMPLATE
+    assert Template(**loaded.source.template) == TEMPLATE
     ranked = loaded.rank("q77", ["bx77", "co77"])
     assert ranked[0].score > ranked[1].score
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from t5x.telemetry import ThroughputClock
-from t5x.trainer import lines as lines_lib
 from t5x.trainer import loop
+from t5x.trainer import metric_lines as lines_lib
 from t5x.trainer.actions import Actions
-from t5x.trainer.lines import MetricLines
-from tests.trainer.test_lines import step as metrics_of_a_step
+from t5x.trainer.metric_lines import MetricLines
+from tests.trainer.test_metric_lines import step as metrics_of_a_step
 
 SECONDS = {"step": 2.0, "save": 10.0, "evaluation": 50.0}
 

@@ -1,0 +1,283 @@
+"""Translation between tokenizer files of a Hugging Face directory and the files of `Vocabulary.to_files`."""
+
+import base64
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from etils import epath
+
+from t5x.data.vocabularies import (
+    ByteVocabulary,
+    HuggingFaceVocabulary,
+    SentencePieceVocabulary,
+    Vocabulary,
+)
+from t5x.data.vocabularies.base import MAX_EXTRA_IDS
+from t5x.errors import UserError
+from t5x.files import user_files
+from t5x.files.untrusted import MAX_JSON_BYTES, parse_json
+
+logger = logging.getLogger(__name__)
+
+MODEL = "spiece.model"
+TOKENIZER = "tokenizer.json"
+SETTINGS = "tokenizer_config.json"
+_SPECIAL = "special_tokens_map.json"
+_FEATURES = ("inputs", "targets")
+_SPACE = "\u2581"  # SentencePiece's symbol for a space
+
+
+def read_vocabulary(path: str, vocab_size: int, tokenizer_class: Any) -> dict[str, dict[str, bytes]]:
+    """Return the vocabulary files of a directory for both features; {} and a warning if there is no vocabulary.
+
+    spiece.model takes precedence over tokenizer.json, the only one that version 5 of transformers writes.
+
+    Args:
+      path: the directory.
+      vocab_size: number of rows of the model's embedding.
+      tokenizer_class: the class named in config.json, or None.
+    """
+    settings = _settings(path)
+    if "ByT5Tokenizer" in (settings.get("tokenizer_class"), tokenizer_class):
+        stated = _stated_extra_ids(settings)
+        vocabulary: Vocabulary = ByteVocabulary(extra_ids=125 if stated is None else stated)
+    elif epath.Path(f"{path}/{MODEL}").exists():
+        vocabulary = _sentencepiece(f"{path}/{MODEL}", vocab_size, _stated_extra_ids(settings))
+    elif epath.Path(f"{path}/{TOKENIZER}").exists():
+        try:
+            import tokenizers  # noqa: F401
+        except ImportError:
+            logger.warning(
+                "Reading %s/%s needs the package tokenizers, which is not installed, so the model comes without its "
+                "vocabulary. `pip install tokenizers`, or `pip install -e '.[hf]'` in the checkout of t5x.",
+                path,
+                TOKENIZER,
+            )
+            return {}
+        vocabulary = HuggingFaceVocabulary(f"{path}/{TOKENIZER}")
+    else:
+        logger.warning(
+            "%s has neither %s nor %s, so the model comes without its vocabulary. Copy the file of the model it was "
+            "made from into the directory, or name a vocabulary in the gin configuration.",
+            path,
+            MODEL,
+            TOKENIZER,
+        )
+        return {}
+    if vocabulary.vocab_size > vocab_size:
+        raise UserError(
+            f"The vocabulary in {path} has {vocabulary.vocab_size} ids, the model's embedding {vocab_size} rows: they "
+            "do not belong together. Take the tokenizer files of this model."
+        )
+    return {feature: vocabulary.to_files() for feature in _FEATURES}
+
+
+def _settings(path: str) -> dict[str, Any]:
+    path = f"{path}/{SETTINGS}"
+    if not epath.Path(path).exists():
+        return {}
+    try:
+        settings = parse_json(user_files.read_regular(path, max_bytes=MAX_JSON_BYTES))
+    except ValueError as error:
+        raise UserError(f"{path} is damaged: it is not JSON ({error}). Fetch it again.") from error
+    return settings if isinstance(settings, dict) else {}
+
+
+def _stated_extra_ids(settings: Mapping[str, Any]) -> int | None:
+    """Return the number of sentinels in tokenizer_config.json, given as a number or as a list."""
+    listed = settings.get("additional_special_tokens") or settings.get("extra_special_tokens")
+    count = len({str(token) for token in listed if "<extra_id_" in str(token)}) if isinstance(listed, list) else 0
+    stated = settings.get("extra_ids")
+    if type(stated) is not int or not 0 <= stated <= MAX_EXTRA_IDS:
+        return count or None
+    return max(stated, count)
+
+
+def _sentencepiece(path: str, vocab_size: int, extra_ids: int | None) -> SentencePieceVocabulary:
+    """Load the model; if it has no sentinels (mT5's has), add the stated number, or else 100 if they fit."""
+    plain = SentencePieceVocabulary(path)
+    has_sentinels = plain.tokenizer.piece_to_id(f"{_SPACE}<extra_id_0>") != plain.unk_id
+    if extra_ids is None:
+        extra_ids = 100 if plain.vocab_size + 100 <= vocab_size else 0
+    return plain if has_sentinels or not extra_ids else SentencePieceVocabulary(path, extra_ids=extra_ids)
+
+
+def single_vocabulary(vocabulary_files: Mapping[str, Mapping[str, bytes]]) -> Vocabulary | None:
+    """Return the vocabulary of all features; None and a warning if Hugging Face has no tokenizer for it."""
+    if not vocabulary_files:
+        logger.warning("No vocabulary travels with this model: it is written without tokenizer files.")
+        return None
+    found = {f: Vocabulary.from_contents(files, f"the vocabulary of {f}") for f, files in vocabulary_files.items()}
+    first = next(iter(found.values()))
+    if any(vocabulary != first for vocabulary in found.values()):
+        logger.warning(
+            "The features %s have different vocabularies; Hugging Face has one tokenizer for all, so that no tokenizer "
+            "files are written.",
+            ", ".join(found),
+        )
+        return None
+    if not isinstance(first, ByteVocabulary | SentencePieceVocabulary | HuggingFaceVocabulary):
+        logger.warning("Hugging Face has no tokenizer for %r: no tokenizer files are written.", first)
+        return None
+    return first
+
+
+def tokenizer_files(vocabulary: Vocabulary) -> dict[str, bytes]:
+    """Return {name: content} of files with which `transformers.AutoTokenizer` yields the ids of `vocabulary`, plus EOS.
+
+    T5's own vocabulary becomes a T5Tokenizer, bytes a ByT5Tokenizer. What those two do not support (bytes for unknown
+    characters as in mT5, preserved spaces as in umT5, other ids of the special tokens) is written as a tokenizer.json.
+    An existing tokenizer.json is kept as it is, unless it does not add EOS.
+    """
+    if isinstance(vocabulary, HuggingFaceVocabulary):
+        return {TOKENIZER: _with_eos(vocabulary)} | _settings_files(
+            "PreTrainedTokenizerFast", 0, *_special_tokens(vocabulary)
+        )
+    if isinstance(vocabulary, ByteVocabulary):
+        return _settings_files("ByT5Tokenizer", vocabulary.extra_ids, "</s>", "<unk>", "<pad>")
+    from sentencepiece import sentencepiece_model_pb2
+
+    content = vocabulary.to_files()
+    whole = vocabulary.tokenizer.serialized_model_proto()  # includes the extra ids and any overrides
+    model = sentencepiece_model_pb2.ModelProto.FromString(whole)
+    if _is_t5s(vocabulary, model):
+        (spiece,) = (data for name, data in content.items() if name.endswith(".model"))
+        return {MODEL: spiece} | _settings_files("T5Tokenizer", vocabulary.extra_ids, "</s>", "<unk>", "<pad>")
+    if model.trainer_spec.model_type != model.trainer_spec.UNIGRAM or vocabulary.eos_id is None:
+        logger.warning(
+            "This SentencePiece model is no unigram model with an EOS piece, of which Hugging Face's T5 tokenizers are "
+            "made: only %s is written.",
+            MODEL,
+        )
+        return {MODEL: whole}
+    special = [model.pieces[i].piece for i in (vocabulary.eos_id, vocabulary.unk_id, vocabulary.pad_id)]
+    described = json.dumps(_tokenizer_json(model, vocabulary), ensure_ascii=False).encode()
+    return {MODEL: whole, TOKENIZER: described} | _settings_files("PreTrainedTokenizerFast", 0, *special)
+
+
+def _special_tokens(vocabulary: HuggingFaceVocabulary) -> list[str | None]:
+    """Return EOS, unknown, padding. Id 0 may be an ordinary word, which transformers must not treat as special."""
+    tokens = vocabulary.tokenizer
+    known = tokens.get_added_tokens_decoder()
+    pad = known[vocabulary.pad_id].content if vocabulary.pad_id in known else None
+    return [None if i is None else tokens.id_to_token(i) for i in (vocabulary.eos_id, vocabulary.unk_id)] + [pad]
+
+
+def _with_eos(vocabulary: HuggingFaceVocabulary) -> bytes:
+    """Return the tokenizer.json, changed if needed to add EOS, and nothing else, to every input."""
+    content = vocabulary.to_files()[TOKENIZER]
+    if vocabulary.eos_id is None or vocabulary.tokenizer.encode("").ids == [vocabulary.eos_id]:
+        return content
+    processor = _post_processor(vocabulary.tokenizer.id_to_token(vocabulary.eos_id), vocabulary.eos_id)
+    return json.dumps(json.loads(content) | {"post_processor": processor}, ensure_ascii=False).encode()
+
+
+def _post_processor(eos: str, eos_id: int) -> dict[str, Any]:
+    once, end = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": eos, "type_id": 0}}
+    return {
+        "type": "TemplateProcessing",
+        "single": [once, end],
+        "pair": [once, end, {"Sequence": {"id": "B", "type_id": 0}}, end],
+        "special_tokens": {eos: {"id": eos, "ids": [eos_id], "tokens": [eos]}},
+    }
+
+
+def _settings_files(
+    tokenizer_class: str, extra_ids: int, eos: str | None, unk: str | None, pad: str | None
+) -> dict[str, bytes]:
+    tokens = {"eos_token": eos, "unk_token": unk, "pad_token": pad}
+    special: dict[str, Any] = {name: token for name, token in tokens.items() if token is not None}
+    if extra_ids:
+        special["additional_special_tokens"] = [f"<extra_id_{i}>" for i in range(extra_ids)]
+    settings = special | {
+        "tokenizer_class": tokenizer_class,
+        "extra_ids": extra_ids,
+        "clean_up_tokenization_spaces": False,
+    }
+    return {
+        name: (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+        for name, content in ((SETTINGS, settings), (_SPECIAL, special))
+    }
+
+
+def _is_t5s(vocabulary: SentencePieceVocabulary, model: Any) -> bool:
+    """Return whether transformers' T5Tokenizer, with its built-in settings, tokenizes like this model."""
+    normalizer, trainer = model.normalizer_spec, model.trainer_spec
+    kinds = model.SentencePiece
+    user_defined = sum(piece.type == kinds.USER_DEFINED for piece in model.pieces)
+    return (
+        [piece.piece for piece in model.pieces[:3]] == ["<pad>", "</s>", "<unk>"]
+        and (vocabulary.eos_id, vocabulary.unk_id) == (1, 2)
+        and trainer.model_type == trainer.UNIGRAM
+        and not trainer.byte_fallback
+        and not trainer.treat_whitespace_as_suffix
+        and normalizer.add_dummy_prefix
+        and normalizer.remove_extra_whitespaces
+        and not vocabulary.normalizer_spec_overrides
+        and vocabulary.reverse_extra_ids
+        and user_defined == vocabulary.extra_ids
+    )
+
+
+def _tokenizer_json(model: Any, vocabulary: SentencePieceVocabulary) -> dict[str, Any]:
+    """Return a unigram tokenizer of the `tokenizers` library that is equivalent to SentencePiece with `model`.
+
+    User-defined pieces, including sentinels, are ordinary entries with a score that lets them win, as in SentencePiece
+    itself; only the special tokens are matched before everything else.
+    """
+    normalizer, kinds = model.normalizer_spec, model.SentencePiece
+    highest = max((piece.score for piece in model.pieces if piece.type == kinds.NORMAL), default=0.0)
+    entries = []
+    for piece in model.pieces:
+        defined = piece.type == kinds.USER_DEFINED
+        entries.append([piece.piece, len(piece.piece.encode()) * highest - 0.1 if defined else piece.score])
+    steps: list[dict[str, Any]] = []
+    if normalizer.precompiled_charsmap:
+        charsmap = base64.b64encode(normalizer.precompiled_charsmap).decode()
+        steps.append({"type": "Precompiled", "precompiled_charsmap": charsmap})
+    if normalizer.remove_extra_whitespaces:
+        steps.append({"type": "Replace", "pattern": {"Regex": r"\A +| +\z"}, "content": ""})
+        steps.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
+    if normalizer.add_dummy_prefix:
+        steps.append({"type": "Prepend", "prepend": _SPACE})
+    steps.append({"type": "Replace", "pattern": {"String": " "}, "content": _SPACE})
+    eos = model.pieces[vocabulary.eos_id].piece
+    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if normalizer.add_dummy_prefix else []
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {
+                "id": i,
+                "content": piece.piece,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": True,
+            }
+            for i, piece in enumerate(model.pieces)
+            if piece.type in (kinds.CONTROL, kinds.UNKNOWN)
+        ],
+        "normalizer": {"type": "Sequence", "normalizers": steps},
+        "pre_tokenizer": None,
+        "post_processor": _post_processor(eos, vocabulary.eos_id),
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [
+                {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
+                {"type": "ByteFallback"},
+                {"type": "Fuse"},
+                *strip,
+            ],
+        },
+        "model": {
+            "type": "Unigram",
+            "unk_id": vocabulary.unk_id,
+            "vocab": entries,
+            "byte_fallback": model.trainer_spec.byte_fallback,
+        },
+    }

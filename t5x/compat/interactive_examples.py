@@ -1,0 +1,124 @@
+"""Examples for `t5x.interactive_model`, as sources and batches."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from t5x.data import Feature, FunctionDataSource, Task, get_mixture_or_task
+from t5x.data.example_order import Order
+from t5x.data.pipeline import Example, Pipeline, Preprocessor
+from t5x.data.tasks import task_rates
+from t5x.errors import UserError
+
+TextExample = str | Mapping[str, Any]
+Batch = Sequence[TextExample]
+Batches = Batch | Sequence[Batch]
+
+SPLITS = ("train", "validation")
+
+
+def get_dataset_from_natural_text_examples(
+    examples: Batch,
+    preprocessors: Sequence[Preprocessor],
+    task_feature_lengths: Mapping[str, int] | None,
+    features: Mapping[str, Feature],
+) -> list[Example]:
+    """Return the preprocessed examples, not yet truncated to their lengths."""
+    pipeline = Pipeline("examples", source_of(examples), "train", preprocessors, features, task_feature_lengths)
+    return [example for index in range(len(pipeline)) for example in pipeline.outputs(0, index)]
+
+
+def get_batches_from_seqio(
+    task_or_mixture_name: str,
+    split: str,
+    batch_size: int,
+    num_batches: int,
+    get_pretokenized_examples: bool = True,
+    sequence_length: Mapping[str, int] | None = None,
+    shuffle: bool = True,
+    seed: int = 0,
+) -> list[list[dict[str, Any]]]:
+    """Return batches of examples {"input", "target"} of a registered task, or of a mixture by its rates.
+
+    Args:
+      get_pretokenized_examples: return strings; False returns token ids.
+      sequence_length: lengths for preprocessors that use them.
+      shuffle, seed: order of the examples; the seed is also that of random preprocessors.
+    """
+    found = get_mixture_or_task(task_or_mixture_name)
+    rates = {task: rate for task, rate in task_rates(found).items() if split in task.splits}
+    if not rates:
+        raise UserError(f"{found.name!r} has no split {split!r}; it has {', '.join(map(repr, found.splits))}.")
+    streams = {task: _examples(task, split, sequence_length, shuffle, seed) for task in rates}
+    tasks, shares = list(rates), np.array(list(rates.values())) / sum(rates.values())
+    rng = np.random.default_rng(seed)
+    taken: list[dict[str, Any]] = []
+    for _ in range(batch_size * num_batches):
+        task = tasks[rng.choice(len(tasks), p=shares)]
+        example = next(streams[task], None)
+        if example is None:
+            raise UserError(
+                f"{num_batches} batches of {batch_size} are more than split {split!r} of {found.name!r} has: task "
+                f"{task.name!r} came to its end after {len(taken)} examples. Ask for fewer."
+            )
+        shown = _shown(task, example) if get_pretokenized_examples else _ids(example)
+        taken.append({"input": shown["inputs"], "target": shown["targets"]})
+    return [taken[i : i + batch_size] for i in range(0, len(taken), batch_size)]
+
+
+def source_of(examples: Batch) -> FunctionDataSource:
+    """Return a source of the examples as {"inputs", "targets"}, with the same examples in every split."""
+    if isinstance(examples, str | Mapping):
+        raise UserError("examples is one example: give a list of them.")
+    pairs = [_pair(example) for example in examples]
+    if not pairs:
+        raise UserError("examples is empty: give at least one.")
+    return FunctionDataSource(lambda split: pairs, splits=SPLITS)
+
+
+def _pair(example: TextExample) -> dict[str, Any]:
+    if isinstance(example, str):
+        return {"inputs": example, "targets": ""}
+    if "input" not in example:
+        raise UserError(f'An example is a text or {{"input": text, "target": text}}; this has {sorted(example)}.')
+    others = {name: value for name, value in example.items() if name not in ("input", "target")}
+    return {"inputs": example["input"], "targets": example.get("target", ""), **others}
+
+
+def check_targets(examples: Batch) -> None:
+    """Raise a UserError if an example has no target."""
+    for index, example in enumerate(examples):
+        if isinstance(example, str) or "target" not in example:
+            raise UserError(f'Example {index} has no target: give {{"input": text, "target": text}}.')
+
+
+def as_batches(batches: Batches) -> list[Batch]:
+    """Return a list of batches, given one batch or a list of them."""
+    return [batches] if isinstance(batches[0], str | Mapping) else list(batches)
+
+
+def joined(batches: Batches) -> list[TextExample]:
+    """Return the examples of all batches."""
+    return [example for batch in as_batches(batches) for example in batch]
+
+
+def _examples(task: Task, split: str, lengths: Mapping[str, int] | None, shuffle: bool, seed: int) -> Iterator[Example]:
+    pipeline = task.pipeline(split, lengths, seed)
+    if pipeline.pieces:
+        raise UserError(f"Task {task.name!r} joins its examples: there are no pairs of texts to be had of it.")
+    order = Order(len(pipeline), seed, shuffle)
+    for position in range(len(pipeline)):
+        yield from pipeline.outputs(*order(position))
+
+
+def _shown(task: Task, example: Example) -> dict[str, Any]:
+    def text(name: str) -> Any:
+        kept = example.get(f"{name}_pretokenized")
+        return task.output_features[name].vocabulary.decode(example[name]) if kept is None else kept
+
+    return {name: text(name) for name in ("inputs", "targets")}
+
+
+def _ids(example: Example) -> dict[str, Any]:
+    return {name: np.asarray(example[name]).tolist() for name in ("inputs", "targets")}

@@ -1,0 +1,331 @@
+"""Caches of tasks: the results of a task's deterministic preprocessors, computed once.
+
+`t5x cache` writes them (see `t5x.data.cache_writer`). Everything that reads a task finds them; none is required:
+
+    T5X_TASK_CACHES/                directories, separated by ":"; <cache directory>/tasks unless set; none if empty
+      <task>/<split>/
+        info.json                   what the content depends on: `identity`
+        shard-00000.array_record    record i is the list of examples made from source example i
+        COMPLETED                   records, size and checksum of every shard; without it nothing is read
+
+Batches are bitwise identical with and without a cache. A cache that is incomplete or does not match the task is not
+read; a warning reports the difference.
+"""
+
+import collections
+import contextlib
+import importlib.metadata
+import json
+import logging
+import os
+import sys
+import threading
+import urllib.parse
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from t5x.data import example_encoding
+from t5x.data.code_hashes import fingerprint
+from t5x.data.pipeline import count_cacheable, name_of
+from t5x.errors import UserError
+from t5x.files import cache_directory
+from t5x.files.remote import is_remote
+from t5x.files.untrusted import open_regular, parse_json
+
+if TYPE_CHECKING:
+    from t5x.data.tasks import Task
+
+logger = logging.getLogger(__name__)
+
+Example = dict[str, Any]
+
+FORMAT = 1
+INFO, COMPLETED = "info.json", "COMPLETED"
+_MAX_OPEN_SHARDS = 512
+_BUFFER = 1 << 16  # bytes read at once; an example is small
+_told: set[str] = set()
+
+
+def directories() -> list[str]:
+    """Return the directories to search for caches, in order."""
+    named = os.environ.get("T5X_TASK_CACHES")
+    if named is None:
+        return [] if is_remote(cache_directory.root()) else [cache_directory.place("tasks")]
+    if "://" in named:
+        local_directory(named, "T5X_TASK_CACHES")
+    return [local_directory(directory, "T5X_TASK_CACHES") for directory in named.split(os.pathsep) if directory]
+
+
+def local_directory(path: str, name: str) -> str:
+    """Return the absolute path of the cache directory that `name` sets; raise a UserError for a remote one."""
+    if is_remote(path):
+        raise UserError(f"{name}: caches are read from local files; {path} is remote. Name a local directory.")
+    return os.path.abspath(os.path.expanduser(path))
+
+
+def place(directory: str, task: str, split: str) -> str:
+    """Return the directory of the cache of a split."""
+    return os.path.join(
+        directory, *(urllib.parse.quote(name, safe=":+@,=").replace("..", "%2E.") for name in (task, split))
+    )
+
+
+def shard_name(number: int) -> str:
+    return f"shard-{number:05d}.array_record"
+
+
+def find(task: "Task", split: str, *, need_text: bool = True) -> "CachedExamples | None":
+    """Return the cache of a split if there is a valid one.
+
+    Args:
+      need_text: ignore caches without texts.
+    """
+    for path in (place(directory, task.name, split) for directory in directories()):
+        if not os.path.isdir(path):
+            continue
+        try:
+            found = CachedExamples(path)
+            found.check(task, split)
+        except Unusable as error:
+            _tell(f"The cache {path} is not used: {error}. Task {task.name!r} is read from its source.")
+            continue
+        if need_text and found.info.get("drop_text", True):
+            _tell(f"The cache {path} is not used here: its texts were dropped (--drop_text), and they are needed.")
+            continue
+        logger.info("Split %r of task %r is read from its cache %s", split, task.name, path)
+        if found.bad:
+            _tell(
+                f"The cache {path} was written with --skip_bad_examples: {found.bad} bad example(s) of split {split!r} "
+                f"of task {task.name!r} are not in it."
+            )
+        return found
+    return None
+
+
+def _tell(message: str) -> None:
+    if message not in _told:
+        _told.add(message)
+        logger.warning("%s", message)
+
+
+class Unusable(Exception):
+    """Why a cache cannot be used."""
+
+
+class CachedExamples:
+    """The examples in the cache of a split.
+
+    Args:
+      path: its directory; raises Unusable if it is not complete.
+
+    Attributes:
+      steps: number of the task's preprocessors that have been applied.
+      num_examples: number of source examples.
+      bad: number of source examples that were skipped when the cache was written.
+      info: content of info.json.
+    """
+
+    def __init__(self, path: str):
+        self.path = path
+        self.info = read_json(os.path.join(path, INFO))
+        if self.info is None:
+            raise Unusable(f"it has no {INFO}")
+        if self.info.get("format") != FORMAT:
+            raise Unusable(f"it has the format {self.info.get('format')}, and this version reads {FORMAT}")
+        completed = read_json(os.path.join(path, COMPLETED))
+        if completed is None:
+            raise Unusable("it is not complete (`t5x cache` goes on where it stopped)")
+        with well_formed(INFO):
+            self._per_shard = _count(self.info, "examples_per_shard", low=1)
+            self.num_examples = _count(self.info, "num_examples")
+            self.steps = len(self.info["identity"]["preprocessors"])
+        with well_formed(COMPLETED):
+            self._sizes = [_count(shard, "bytes") for shard in completed["shards"]]
+            self.bad = sum(_count(shard, "bad") for shard in completed["shards"])
+            there = [_count(shard, "records") for shard in completed["shards"]]
+            if there != records_of_shards(self.num_examples, self._per_shard):
+                raise ValueError(f"its shards do not hold the {self.num_examples} examples of {INFO}")
+        for number, size in enumerate(self._sizes):
+            file = os.path.join(path, shard_name(number))
+            there = os.path.getsize(file) if os.path.isfile(file) else None
+            if there != size:
+                state = "is missing" if there is None else f"has {there} bytes instead of {size}"
+                raise Unusable(f"{shard_name(number)} {state} (`t5x cache` makes it again)")
+
+    def check(self, task: "Task", split: str) -> None:
+        """Raise Unusable if the cache does not match the task."""
+        written = self.info["identity"]
+        steps = count_cacheable(task.preprocessors)
+        try:
+            now = identity(task, split, steps)
+        except UserError as error:
+            now = identity(task, split, steps, source=written["source"])
+            _tell(f"The cache {self.path} is used, though its source cannot be read here to compare it: {error}")
+        with well_formed(INFO):
+            differences = describe_differences(written, now)
+        if differences:
+            raise Unusable("; ".join(differences))
+
+    def examples(self, index: int) -> list[Example]:
+        """Return the examples made from source example `index`."""
+        number, record = divmod(index, self._per_shard)
+        path = os.path.join(self.path, shard_name(number))
+        try:
+            return example_encoding.decode(_open_shards.read(path, record, self._sizes[number]))
+        except (RuntimeError, ValueError, OSError) as error:
+            raise UserError(
+                f"{path} is damaged or gone (record {record}: {str(error).splitlines()[0]}). `t5x cache` makes the "
+                "damaged shards again; with T5X_TASK_CACHES= (empty) the task is read from its source."
+            ) from error
+
+
+class _OpenShards:
+    """The shards that this process has open, least recently used first."""
+
+    def __init__(self, limit: int):
+        self._readers: collections.OrderedDict[str, Any] = collections.OrderedDict()
+        self._limit = limit
+        self._lock = threading.Lock()
+
+    def read(self, path: str, record: int, size: int) -> bytes:
+        with self._lock:
+            reader = self._readers.get(path)
+            if reader is None:
+                self._readers[path] = reader = self._open(path, size)
+                if len(self._readers) > self._limit:
+                    self._readers.popitem(last=False)
+            self._readers.move_to_end(path)
+            return reader.read([record])[0]
+
+    @staticmethod
+    def _open(path: str, size: int) -> Any:
+        from array_record.python import array_record_module
+
+        if os.path.getsize(path) != size:
+            raise ValueError("its size has changed")
+        options = "readahead_buffer_size:0,max_parallelism:0"
+        return array_record_module.ArrayRecordReader(path, options, file_reader_buffer_size=_BUFFER)
+
+
+_open_shards = _OpenShards(_MAX_OPEN_SHARDS)
+
+
+def records_of_shards(num_examples: int, per_shard: int) -> list[int]:
+    """Return the number of records of each shard.
+
+    >>> records_of_shards(50, 20)
+    [20, 20, 10]
+    """
+    return [min(per_shard, num_examples - start) for start in range(0, num_examples, per_shard)]
+
+
+def read_json(path: str) -> dict[str, Any] | None:
+    """Return the object in a JSON file, or None if there is no file. Raise Unusable for any other content."""
+    try:
+        with open_regular(path) as file, well_formed(os.path.basename(path)):
+            content = parse_json(file.read())
+            if not isinstance(content, dict):
+                raise ValueError(f"it holds {type(content).__name__}, not an object")
+            return content
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise Unusable(f"{os.path.basename(path)} cannot be read: {error.strerror}") from error
+
+
+@contextlib.contextmanager
+def well_formed(name: str) -> Iterator[None]:
+    """Raise Unusable, with the name of the file, if its content does not have the expected form."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise Unusable(f"{name} is damaged: {what} (`t5x cache` writes it again)") from error
+
+
+def _count(content: Mapping[str, Any], name: str, low: int = 0) -> int:
+    value = content[name]
+    if type(value) is not int or value < low:
+        raise ValueError(f"{name!r} is {value!r}")
+    return value
+
+
+# --- Identity of a cache ----------------------------------------------------------------------------------------------
+
+
+_preprocessors: weakref.WeakKeyDictionary["Task", list[dict[str, str]]] = weakref.WeakKeyDictionary()
+
+
+def identity(task: "Task", split: str, steps: int, source: Any = None) -> dict[str, Any]:
+    """Return what the content of a cache depends on, as JSON values.
+
+    Args:
+      source: replaces the fingerprint of the task's source.
+    """
+    if task not in _preprocessors:  # before their first run: some store results in themselves
+        _preprocessors[task] = [
+            {"name": name_of(step), "hash": fingerprint(step)} for step in task.preprocessors[:steps]
+        ]
+    described = {
+        "source": task.source.fingerprint(split) if source is None else source,
+        "features": {
+            name: {
+                "vocabulary": repr(feature.vocabulary),
+                "hash": fingerprint((feature.vocabulary, type(feature.vocabulary).encode)),
+                "add_eos": feature.add_eos,
+                "dtype": feature.dtype,
+                "rank": feature.rank,
+            }
+            for name, feature in task.output_features.items()
+        },
+        "preprocessors": _preprocessors[task],
+        "versions": _versions(),
+    }
+    return json.loads(json.dumps(described))
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "Python": f"{sys.version_info.major}.{sys.version_info.minor}",  # hashes depend on bytecode
+        "sentencepiece": importlib.metadata.version("sentencepiece"),
+    }
+
+
+def describe_differences(written: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return short descriptions of what has changed since a cache was written."""
+    found = []
+    for name in written["versions"] | now["versions"]:
+        if written["versions"].get(name) != now["versions"].get(name):
+            found.append(f"{name} was {written['versions'].get(name)} and is {now['versions'].get(name)}")
+    if found:  # hashes of code cannot be compared then
+        return found
+    before, after = written["preprocessors"], now["preprocessors"]
+    if [step["name"] for step in before] != [step["name"] for step in after]:
+        names = [", ".join(step["name"] for step in steps) or "none" for steps in (before, after)]
+        found.append(f"its preprocessors were {names[0]} and are {names[1]}")
+    else:
+        changed = [step["name"] for step, other in zip(before, after, strict=True) if step != other]
+        found += [f"the preprocessor {name}, its arguments or what it calls has changed" for name in changed]
+    for name in written["features"] | now["features"]:
+        one, other = written["features"].get(name), now["features"].get(name)
+        if one is None or other is None:
+            found.append(f"the feature {name!r} {'is new' if one is None else 'is gone'}")
+        elif one["hash"] != other["hash"]:
+            found.append(
+                f"the vocabulary of {name!r} was {one['vocabulary']} and is {other['vocabulary']}, or has changed"
+            )
+        else:
+            keys = [key for key in ("add_eos", "dtype", "rank") if one[key] != other[key]]
+            found += [f"{key} of the feature {name!r} was {one[key]} and is {other[key]}" for key in keys]
+    return found + _source_differences(written["source"], now["source"])
+
+
+def _source_differences(before: Any, after: Any) -> list[str]:
+    if before == after:
+        return []
+    one, other = ({name: version for name, version in of.get("files", ())} for of in (before, after))
+    if changed := [name for name in one | other if one.get(name) != other.get(name)]:
+        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+        return [f"the source's files have changed ({', '.join(changed[:3])}{more})"]
+    return [f"the source {before.get('class')}, its code or its arguments have changed"]

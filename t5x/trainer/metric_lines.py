@@ -1,0 +1,185 @@
+"""Lines of metrics: each covers the steps since the previous line."""
+
+import dataclasses
+import functools
+import logging
+import math
+from collections.abc import Callable, Mapping
+from concurrent import futures
+from typing import Any
+
+import jax
+
+from t5x.metrics.accumulators import Metrics, compute, merge, to_json
+from t5x.network.flops import StepCost
+from t5x.telemetry import Throughput
+from t5x.trainer.nonfinite import FIRST_BAD_GRADIENT
+from t5x.trainer.trainer import on_host
+
+log = logging.getLogger(__name__)
+
+_SLOW_DATA = 0.1
+_SLOW_DATA_HINT = (
+    "%.0f %% of the time goes into waiting for data. More processes that read it may help "
+    "(utils.DatasetConfig.num_workers), or a cache of its tokens (`t5x cache TASK`)"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class NonFinite:
+    """Steps of which at least one has a non-finite loss or gradient, each with its metrics on the host."""
+
+    steps: list[Metrics]
+    last_step: int
+
+
+class MetricLines:
+    """Collects the metrics of the steps and writes them in lines.
+
+    A checkpoint in the middle of a line includes the metrics collected so far, so that the next line is identical to
+    that of an uninterrupted run.
+
+    Args:
+      write: called with a step and its metrics.
+      before: metrics of an unfinished line, from the checkpoint.
+      cost: cost of a step.
+      concurrent: compute and write in a thread while the next steps run; otherwise `line` returns after `write`.
+
+    Attributes:
+      figures: metrics of the last line.
+      shown: the subset for the progress display.
+    """
+
+    def __init__(
+        self,
+        write: Callable[[int, Mapping[str, float]], None],
+        *,
+        before: Metrics | None = None,
+        cost: StepCost | None = None,
+        concurrent: bool = True,
+    ):
+        self._write, self._before, self._cost = write, before, cost
+        self._pending: list[Metrics] = []
+        self._thread = futures.ThreadPoolExecutor(1, "t5x-metrics") if concurrent else None
+        self._job: futures.Future | None = None
+        self._counted = _Tokens()  # tokens of the steps that `unfinished` merged
+        self._found: NonFinite | None = None
+        self._slow_data_told = False
+        self.figures: dict[str, float] = {}
+        self.shown: dict[str, float] = {}
+
+    def add(self, metrics: Metrics) -> None:
+        """Add the metrics of one step, which the devices may still be computing."""
+        self._pending.append(metrics)
+
+    def line(self, step: int, lap: Throughput, others: Mapping[str, float]) -> None:
+        """Write the metrics of all steps since the last line.
+
+        Args:
+          step: the last of these steps.
+          lap: the time of these steps, or of most of them, as the devices may still run the last. Tokens are filled in.
+          others: additional metrics to write.
+        """
+        self.wait()
+        job = functools.partial(self._finish, step, self._before, self._pending, self._counted, lap, others)
+        self._pending, self._before, self._counted = [], None, _Tokens()
+        if self._thread is None:
+            job()
+        else:
+            self._job = self._thread.submit(job)
+
+    def unfinished(self, step: int) -> dict[str, list] | None:
+        """Return the metrics since the last line, for JSON. Waits for the devices."""
+        self.wait()
+        if self._pending:
+            steps = self._on_host(self._pending, step)
+            self._before = _merged(self._before, steps)
+            self._counted += _Tokens.of(steps)
+            self._pending = []
+        return None if self._before is None else to_json(self._before)
+
+    def wait(self) -> None:
+        """Wait until the last line is written. Raise its error, if any."""
+        job, self._job = self._job, None
+        if job is not None:
+            job.result()
+
+    def take_nonfinite(self) -> NonFinite | None:
+        """Pop the recorded non-finite steps among those written or merged. Identical on every process."""
+        self.wait()
+        found, self._found = self._found, None
+        return found
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    def _finish(
+        self,
+        step: int,
+        before: Metrics | None,
+        pending: list[Metrics],
+        counted: "_Tokens",
+        lap: Throughput,
+        others: Mapping[str, float],
+    ) -> None:
+        steps = self._on_host(pending, step)
+        counted += _Tokens.of(steps)
+        tokens = lambda count: round(count * lap.steps / counted.steps)
+        lap = dataclasses.replace(lap, target_tokens=tokens(counted.targets), input_tokens=tokens(counted.inputs))
+        figures = compute(_merged(before, steps))
+        for name in ("target_tokens", FIRST_BAD_GRADIENT):
+            figures.pop(name, None)
+        figures |= lap.scalars(cores=jax.device_count()) | dict(others)
+        if steps and "learning_rate" in steps[-1]:
+            figures["learning_rate/current"] = float(steps[-1]["learning_rate"].compute())
+        figures |= self._cost.scalars(lap.steps_per_second) if self._cost is not None else {}
+        self.figures = figures
+        self.shown = {
+            "loss": figures["loss_per_nonpadding_target_token"],
+            "tokens/s": lap.target_tokens_per_second + lap.input_tokens_per_second,
+        }
+        if "timing/mfu" in figures:
+            self.shown["MFU %"] = 100 * figures["timing/mfu"]
+        if lap.data_wait_share > _SLOW_DATA:
+            self.shown["waiting for data %"] = 100 * lap.data_wait_share
+            if not self._slow_data_told:
+                log.warning(_SLOW_DATA_HINT, 100 * lap.data_wait_share)
+            self._slow_data_told = True
+        self._write(step, figures)
+
+    def _on_host(self, pending: list[Metrics], last_step: int) -> list[Metrics]:
+        steps = on_host(pending)
+        if self._found is None and not all(map(_is_finite, steps)):
+            self._found = NonFinite(steps, last_step)
+        return steps
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tokens:
+    """Numbers of non-padding tokens of some steps."""
+
+    steps: int = 0
+    inputs: int = 0
+    targets: int = 0
+
+    @classmethod
+    def of(cls, steps: list[Metrics]) -> "_Tokens":
+        targets = sum(int(metrics["target_tokens"].total) for metrics in steps)
+        everything = sum(int(metrics["non_padding_fraction/overall"].total) for metrics in steps)
+        return cls(len(steps), everything - targets, targets)
+
+    def __add__(self, other: "_Tokens") -> "_Tokens":
+        return _Tokens(self.steps + other.steps, self.inputs + other.inputs, self.targets + other.targets)
+
+
+def _merged(before: Metrics | None, steps: list[Metrics]) -> Metrics:
+    if before is not None and steps and before.keys() != steps[0].keys():
+        log.warning("other metrics are computed than before the run was stopped: this line of them begins there")
+        before = None
+    return functools.reduce(merge, steps if before is None else [before, *steps])
+
+
+def _is_finite(step: Metrics) -> bool:
+    value: Callable[[str], Any] = lambda name: step[name].compute() if name in step else 0.0
+    return all(math.isfinite(value(name)) for name in ("loss", "gradient_norm"))
