@@ -7,17 +7,15 @@ window with the best score among those with an answer wins; the question has no 
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
+from t5x.answering.question_tasks import check_no_answer, is_no_answer
 from t5x.answering.spans import Span, has_unknown, locate
 from t5x.answering.squad import prompt
-from t5x.answering.tasks import check_no_answer, is_no_answer
 from t5x.answering.windows import windows
 from t5x.errors import UserError
+from t5x.inference.loaded import LoadedModel
 from t5x.inference.options import Decoding
-
-if TYPE_CHECKING:
-    from t5x.inference.loaded import LoadedModel
 
 
 class Answer(NamedTuple):
@@ -74,7 +72,38 @@ class Answering:
             raise UserError("no_answer is empty: give the text that the model was trained to write, or leave it out.")
 
 
-def windows_of(loaded: "LoadedModel", question: str, context: str, how: Answering) -> list[Span]:
+class AnswerMethods:
+    """The method of a `LoadedModel` that answers questions."""
+
+    def answer(
+        self: LoadedModel, question: str | Sequence[str], context: str | Sequence[str], **options: Any
+    ) -> Answer | list[Answer]:
+        """Answer a question about a context, with a model trained on "question: … context: …", as T5 was.
+
+            found = model.answer("Who wrote it?", "Effi Briest was written by Theodor Fontane.")
+            found.text, found.score, found.start, found.end
+            model.answer(questions, contexts, no_answer="unanswerable", beams=4)
+
+        A context that is longer than the input is read in overlapping windows.
+
+        Args:
+          question, context: strings, or lists of the same length; one context may be given for all questions.
+          options: see `Answering`.
+
+        Returns:
+          An `Answer`, or a list of them for lists.
+        """
+        questions = [question] if isinstance(question, str) else question
+        contexts = [context] * len(questions) if isinstance(context, str) else context
+        if len(questions) != len(contexts):
+            raise UserError(f"{len(questions)} question(s) but {len(contexts)} context(s): pass one of each.")
+        how = Answering(**options)
+        pairs = list(zip(questions, contexts, strict=True))
+        answers = answer(self, pairs, [windows_of(self, *pair, how) for pair in pairs], how)
+        return answers[0] if isinstance(question, str) else answers
+
+
+def windows_of(loaded: LoadedModel, question: str, context: str, how: Answering) -> list[Span]:
     """Return the windows of a context. Each leaves room for the whole question."""
     for name, text in (("question", question), ("context", context)):
         if not text.strip():
@@ -92,7 +121,7 @@ def windows_of(loaded: "LoadedModel", question: str, context: str, how: Answerin
 
 
 def answer(
-    loaded: "LoadedModel",
+    loaded: LoadedModel,
     questions: Sequence[tuple[str, str]],
     pieces: Sequence[Sequence[Span]],
     how: Answering,

@@ -17,7 +17,7 @@ from t5x.metrics.ranking import ranked
 from t5x.partitioning import distributed
 from t5x.ranking import evaluation, pairwise
 from t5x.ranking.output_lines import FORMATS, ranking_lines
-from t5x.ranking.pairs import ListWork, PairWork, RunWork, Unit, Work
+from t5x.ranking.rerank_inputs import ListWork, PairWork, RunWork, Unit, Work
 from t5x.ranking.reranker import Encoded, Reranker, Windows, check_finite, log_truncated, scores
 from t5x.ranking.trec_files import read_qrels
 
@@ -32,7 +32,7 @@ class Given:
     """The input: one of `run` (with `collection` and `topics`), `candidates` and `pairs`.
 
     Attributes:
-      run, collection, topics, top, skip_unknown: see `t5x.ranking.pairs.RunWork`.
+      run, collection, topics, top, skip_unknown: see `t5x.ranking.rerank_inputs.RunWork`.
       candidates: see `ListWork`.
       pairs: see `PairWork`.
     """
@@ -49,18 +49,18 @@ class Given:
         flags = [f"--{flag}" for flag, value in self._kinds().items() if value is not None]
         if len(flags) != 1:
             raise UserError(
-                f"{' and '.join(flags)} exclude each other." if flags else
-                "There is nothing to rerank: give --run with --collection and --topics, --candidates, or --input."
+                f"{' and '.join(flags)} cannot be combined. Pass one of them." if flags else
+                "Nothing to rerank. Pass --run with --collection and --topics, --candidates, or --input."
             )  # fmt: skip
         if self.run is not None and self.collection is None:
-            raise UserError("--run needs --collection, where the texts of its passages are.")
+            raise UserError("--run needs --collection, which contains the texts of its passages.")
         belong = {"--collection": self.collection, "--topics": self.topics, "--skip_unknown": self.skip_unknown or None}
         if self.run is None and (odd := [flag for flag, value in belong.items() if value is not None]):
-            raise UserError(f"{', '.join(odd)} goes with --run; {flags[0]} has its texts itself.")
+            raise UserError(f"{', '.join(odd)} can only be used with --run; {flags[0]} contains the texts.")
         if self.top is not None and (self.top < 1 or self.pairs is not None):
             raise UserError(
                 f"--top is {self.top}: it must be at least 1." if self.pairs is None else
-                "--top goes with --run and --candidates, whose passages are ranked; those of --input are not."
+                "--top can only be used with --run and --candidates, whose passages are ranked."
             )  # fmt: skip
 
     def read(self, form: str, check: Callable[[str, str], None]) -> Work:
@@ -134,11 +134,11 @@ def rerank(
     if form not in FORMATS:
         raise UserError(f"--format is {form!r}: it must be one of {', '.join(FORMATS)}.")
     if pairwise_dir is not None and (pairwise_top < 2 or form == "jsonl"):
-        raise UserError("--pairwise ranks: it takes --pairwise_top of 2 or more, and --format trec or msmarco.")
+        raise UserError("--pairwise needs a --pairwise_top of at least 2, and --format trec or msmarco.")
     if qrels is not None and (num_shards > 1 or output == "-" or form == "jsonl"):
         raise UserError(
-            "--qrels needs a whole run in a file: --output FILE, --format trec or msmarco, and no --num_shards (join "
-            "the parts, then `t5x rank-eval`)."
+            "--qrels needs a whole run in a file: --output FILE, --format trec or msmarco, and no --num_shards "
+            "(concatenate the shards, then use `t5x rank-eval`)."
         )
     if given.pairs == "-" and (num_shards > 1 or jax.process_count() > 1):
         raise UserError("--input - can be read only once: several shards or processes need a file.")

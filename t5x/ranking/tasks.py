@@ -21,8 +21,8 @@ from t5x.data.tasks import rate_num_examples
 from t5x.errors import UserError
 from t5x.metrics.ranking import reranking
 from t5x.ranking import preprocessors
+from t5x.ranking.judged_source import TRAIN, VALIDATION, JudgedDataSource
 from t5x.ranking.judgments import Paths
-from t5x.ranking.sources import TRAIN, VALIDATION, JudgedDataSource
 from t5x.ranking.templates import MONOT5, Template
 
 MEASURES = ("ndcg@10", "mrr@10")
