@@ -16,8 +16,6 @@ ARCHITECTURE = ROOT.parent / "docs" / "architecture.md"
 # Upward imports that are still to be removed, as (module, module). Once removed, they must be deleted here.
 EXCEPTIONS = {
     ("bench.data", "plain"),
-    ("cache_directory", "startup"),
-    ("cache_directory", "telemetry"),
     ("checkpoints.contents", "ranking.templates"),
     ("checkpoints.formats.base", "ranking.templates"),
     ("checkpoints.formats.huggingface.reading", "ranking.templates"),

@@ -4,13 +4,15 @@ import contextlib
 import dataclasses
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TextIO
 
 from tqdm import tqdm
 
 _BAR = "{percentage:3.0f}%|{bar}| {n}/{total}, {remaining} left{postfix}"
+_WORTH_SHOWING = 10**7  # bytes to copy
 
 # A closed pipe (Ctrl-C also ends a `tee` that reads it) must not end the run.
 _IGNORE_CLOSED = contextlib.suppress(OSError, ValueError)
@@ -81,6 +83,28 @@ class _Bar:
     def close(self) -> None:
         self._bar.refresh()
         self._bar.close()
+
+
+@contextlib.contextmanager
+def copy_progress(size: int) -> Iterator[Callable[[int], None]]:
+    """Show the progress of copying `size` bytes, unless they are few.
+
+    Yields:
+      A function that is called, from any thread, with the number of bytes that have been copied since the last call.
+    """
+    if size <= _WORTH_SHOWING:
+        yield lambda count: None
+        return
+    done, lock = 0, threading.Lock()
+    with Progress(-(-size // 10**6), unit="MB", description="copy") as progress:
+
+        def advance(count: int) -> None:
+            nonlocal done
+            with lock:
+                done += count
+                progress.update(-(-done // 10**6))
+
+        yield advance
 
 
 @dataclasses.dataclass
