@@ -15,16 +15,8 @@ ARCHITECTURE = ROOT.parent / "docs" / "architecture.md"
 
 # Upward imports that are still to be removed, as (module, module). Once removed, they must be deleted here.
 EXCEPTIONS = {
-    ("bench.data", "plain"),
-    ("checkpoints.contents", "ranking.templates"),
-    ("checkpoints.formats.base", "ranking.templates"),
-    ("checkpoints.formats.huggingface.reading", "ranking.templates"),
-    ("checkpoints.formats.huggingface.writing", "ranking.templates"),
-    ("checkpoints.formats.ours", "ranking.templates"),
-    ("data.view.examples", "plain"),
     ("decoding.constraints", "data.vocabularies"),
     ("inference.loaded", "answering.answers"),
-    ("inference.loaded", "plain"),
     ("inference.loaded", "ranking.reranker"),
 }
 

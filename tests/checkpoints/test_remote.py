@@ -13,14 +13,15 @@ import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from t5x import convert, inspection
-from t5x.checkpoints import paths, reading, remote_reading, remote_writing
+from t5x import convert
+from t5x.checkpoints import checkpoint_reader, paths, remote_reading, remote_writing
 from t5x.checkpoints.formats import open_checkpoint
-from t5x.checkpoints.formats.native import write_native
+from t5x.checkpoints.formats.native_t5x import write_native
 from t5x.checkpoints.streaming import write_checkpoint
 from t5x.errors import UserError
 from t5x.files import atomic, cache_directory, downloads, remote
 from t5x.files.remote_errors import explained
+from t5x.verbs.inspect import inspect
 from tests.checkpoints.formats import huggingface_models as models
 from tests.checkpoints.formats.bundle_writer import write_bundle
 
@@ -100,8 +101,8 @@ def test_a_checkpoint_is_copied_once_and_read(fs, tmp_path, cache, requests, cap
     assert_same_files(local, staged)
     assert len(requests) > len(files(local))
     np.testing.assert_array_equal(
-        reading.restore(reading.resolve_verified(f"{RUN}/checkpoint_7"))["target"]["a"],
-        reading.restore(local)["target"]["a"],
+        checkpoint_reader.restore(checkpoint_reader.resolve_verified(f"{RUN}/checkpoint_7"))["target"]["a"],
+        checkpoint_reader.restore(local)["target"]["a"],
     )
     assert f"rm -r {staged.parent}" in caplog.text
     assert (staged.parent / "source.txt").read_text().strip().endswith("bucket/run/checkpoint_7")
@@ -121,7 +122,7 @@ def test_the_newest_finished_checkpoint_of_a_model_dir(fs, tmp_path, caplog):
     source = open_checkpoint(RUN)
     assert (source.format, source.step) == ("t5x", 10)
     assert re.search("checkpoint_11: .*MANIFEST.json", caplog.text)
-    assert reading.resolve(RUN).name == "checkpoint_10"
+    assert checkpoint_reader.resolve(RUN).name == "checkpoint_10"
 
 
 def test_a_renamed_checkpoint_is_not_taken_for_the_newest(fs, tmp_path):
@@ -437,8 +438,8 @@ def test_conversion_to_a_remote_path(fs, hf, cache, uploads, to, last, capsys):
     convert.convert(str(hf), f"memory://bucket/{to}", to=to)
     assert uploads[-1] == last and uploads.count(last) == 1
     assert not list(cache.glob("upload-*"))
-    expected = inspection.inspect(str(hf), as_json=True)["params_sha256"]
-    assert inspection.inspect(f"memory://bucket/{to}", as_json=True)["params_sha256"] == expected
+    expected = inspect(str(hf), as_json=True)["params_sha256"]
+    assert inspect(f"memory://bucket/{to}", as_json=True)["params_sha256"] == expected
     with pytest.raises(UserError, match=f"memory://bucket/{to} .*--overwrite"):
         convert.convert(str(hf), f"memory://bucket/{to}", to=to)
 
