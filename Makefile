@@ -1,4 +1,4 @@
-# Two commands: `make demo` trains a tiny T5 here and shows it; `make test` runs every test.
+# `make demo` trains a tiny T5 here and shows it; `make test` runs the tests, `make test-all` also the slow ones.
 # Both make .venv and install what they need the first time. The tests also compare with the real seqio and TensorFlow,
 # which live in a virtual environment of their own: where seqio is installed, `import seqio` means another thing.
 
@@ -8,12 +8,17 @@ BIN := $(VENV)/bin
 REFERENCE := .venv-reference
 PIP := -m pip --disable-pip-version-check install --quiet
 
-.PHONY: demo test chaos fuzz parallel lint clean
+.PHONY: demo test test-all chaos fuzz parallel lint clean
 
 demo: $(VENV)/.core
 	@$(BIN)/t5x demo
 
 test: $(VENV)/.dev $(REFERENCE)/.installed
+	@$(BIN)/ruff check .
+	@$(BIN)/python -m pytest -m 'not slow' -n 2 --dist worksteal --durations 25
+
+# With the exhaustive variants of tests whose promise `make test` covers more quickly.
+test-all: $(VENV)/.dev $(REFERENCE)/.installed
 	@$(BIN)/ruff check .
 	@$(BIN)/python -m pytest -n 2 --dist worksteal --durations 25
 

@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from t5x import urls
-from t5x.checkpoints import families, faults, layout, paths, remote, streaming, transfer, tree
+from t5x.checkpoints import families, faults, layout, paths, remote_writing, streaming, transfer, tree
 from t5x.checkpoints.contents import MODEL_FILE, describe_network
 from t5x.checkpoints.formats import LazyArray, Source, is_own_checkpoint, open_checkpoint
 from t5x.errors import UserError
-from t5x.files import atomic
+from t5x.files import atomic, remote
 from t5x.telemetry import Progress
 
 log = logging.getLogger(__name__)
@@ -55,8 +54,8 @@ def convert(
         raise UserError(
             "--layers scanned: Hugging Face has one tensor a layer; leave the flag out, or choose another --to."
         )
-    if urls.is_remote(destination):
-        with remote.writing(destination, overwrite=overwrite) as local:
+    if remote.is_remote(destination):
+        with remote_writing.writing(destination, overwrite=overwrite) as local:
             return convert(source_path, str(local), to=to, layers=layers, dtype=dtype)
     final = _destination(destination, overwrite=overwrite)
     source = open_checkpoint(source_path)

@@ -17,10 +17,11 @@ from t5x.checkpoints.config import RestoreCheckpointConfig
 from t5x.checkpoints.formats import open_checkpoint
 from t5x.checkpoints.paths import step_of
 from t5x.data import Evaluator
-from t5x.data.config import DatasetConfig
+from t5x.data.dataset_config import DatasetConfig
 from t5x.data.loader import eval_batches
 from t5x.data.tasks import Task, get_subtasks
 from t5x.errors import UserError
+from t5x.files.remote import is_remote
 from t5x.metrics import translation
 from t5x.models import BaseTransformerModel
 from t5x.partitioning import PjitPartitioner, distributed
@@ -40,7 +41,6 @@ from t5x.trainer.evaluation import (
 )
 from t5x.trainer.restore import open_for_all, restore_params
 from t5x.trainer.state import StateLayout, TrainState, write_model_info
-from t5x.urls import is_remote
 
 log = logging.getLogger(__name__)
 
@@ -192,7 +192,7 @@ def _checkpoints(cfg: RestoreCheckpointConfig) -> list[str]:
 
 def _second_of_step(path: str, step: int, other: str) -> UserError:
     return UserError(
-        f"{path} and {other} both have step {step}, so their results would be written to the same files. Evaluate one of "
+        f"{path} and {other} both have step {step}: their results would be written to the same files. Evaluate one of "
         "them with another EVAL_OUTPUT_DIR."
     )
 

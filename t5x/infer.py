@@ -15,7 +15,7 @@ from t5x.checkpoints import agreement
 from t5x.checkpoints.config import RestoreCheckpointConfig
 from t5x.checkpoints.formats import Source
 from t5x.checkpoints.identity import fingerprint
-from t5x.data.config import DatasetConfig
+from t5x.data.dataset_config import DatasetConfig
 from t5x.data.tasks import Task, get_subtasks
 from t5x.errors import UserError
 from t5x.files.digests import digest_of

@@ -34,7 +34,7 @@ from t5x.compat.interactive_examples import (
     source_of,
 )
 from t5x.data import Evaluator, Feature, Task, TaskRegistry, eval_batches
-from t5x.data.config import DatasetConfig
+from t5x.data.dataset_config import DatasetConfig
 from t5x.data.pipeline import Example, Preprocessor
 from t5x.data.preprocessors import append_eos_after_trim, tokenize
 from t5x.errors import UserError

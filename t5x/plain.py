@@ -20,7 +20,7 @@ from t5x.data.lanes import BadExamples
 from t5x.data.sources import BadExample
 from t5x.data.tasks import Task
 from t5x.errors import UserError
-from t5x.urls import is_remote
+from t5x.files.remote import is_remote
 
 if TYPE_CHECKING:
     from t5x.checkpoints.formats import Source

@@ -67,12 +67,6 @@ class _Numbered(logging.Filter):
         return True
 
 
-def cache_directory() -> str:
-    """Return T5X_CACHE_DIR, or `t5x` in the user's cache directory."""
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return os.environ.get("T5X_CACHE_DIR") or os.path.join(home, "t5x")
-
-
 def command(name: str) -> str:
     """Return a command of this environment as the user can type it: with its path if it is not on PATH."""
     beside = os.path.join(os.path.dirname(os.path.abspath(sys.executable)), name)
@@ -88,10 +82,12 @@ def enable_compilation_cache() -> None:
     """
     import jax
 
+    from t5x.files import cache_directory
+
     if jax.config.jax_compilation_cache_dir is None:
         # A program compiled for one processor may not run on another that shares the home directory.
         machine = hashlib.sha256("".join(_processor()).encode()).hexdigest()[:12]
-        jax.config.update("jax_compilation_cache_dir", os.path.join(cache_directory(), "xla", machine))
+        jax.config.update("jax_compilation_cache_dir", os.path.join(cache_directory.root(), "xla", machine))
 
 
 def _processor() -> list[str]:

@@ -13,7 +13,7 @@ from t5x import trainer as trainer_lib
 from t5x.checkpoints.config import CheckpointConfig, RestoreCheckpointConfig, SaveCheckpointConfig
 from t5x.checkpoints.contents import sidecars
 from t5x.data import Evaluator
-from t5x.data.config import DatasetConfig
+from t5x.data.dataset_config import DatasetConfig
 from t5x.errors import UserError
 from t5x.models import BaseTransformerModel
 from t5x.network.flops import StepCost

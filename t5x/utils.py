@@ -4,7 +4,7 @@ import gin
 
 from t5x import checkpoints
 from t5x.checkpoints.config import CheckpointConfig, RestoreCheckpointConfig, SaveCheckpointConfig
-from t5x.data.config import DatasetConfig
+from t5x.data.dataset_config import DatasetConfig
 from t5x.optimizers.schedules import create_learning_rate_scheduler
 from t5x.trainer.checks import verify_matching_vocabs
 from t5x.trainer.datasets import get_dataset, get_training_eval_datasets

@@ -14,7 +14,7 @@ import t5x
 from t5x import configuration, data
 from t5x.adafactor import Adafactor
 from t5x.checkpoints.config import RestoreCheckpointConfig
-from t5x.data.config import DatasetConfig
+from t5x.data.dataset_config import DatasetConfig
 from t5x.errors import UserError
 from t5x.eval import evaluate
 from t5x.interactive_model import InteractiveModel

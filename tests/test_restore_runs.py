@@ -12,7 +12,7 @@ from t5x.checkpoints import tree
 from t5x.checkpoints.config import RestoreCheckpointConfig
 from t5x.checkpoints.formats import open_checkpoint
 from t5x.checkpoints.transfer import config_of
-from t5x.data.config import DatasetConfig
+from t5x.data.dataset_config import DatasetConfig
 from t5x.errors import UserError
 from t5x.eval import evaluate
 from t5x.models import EncoderDecoderModel

@@ -15,7 +15,7 @@ from t5x import metrics
 from t5x.answering.answers import FIELDS, Answer, Answering, answer, windows_of
 from t5x.answering.questions import QuestionLines, SquadQuestions, open_questions
 from t5x.errors import UserError
-from t5x.inference.lines import Line
+from t5x.inference.input_lines import Line
 from t5x.inference.loaded import LoadedModel, load
 from t5x.inference.output import Output, behind_finished, digest
 from t5x.inference.shown import Shown

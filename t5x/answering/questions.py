@@ -4,11 +4,11 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from t5x import texts
 from t5x.answering.answers import FIELDS
 from t5x.answering.squad import read_squad
 from t5x.errors import UserError
-from t5x.inference.lines import Line, Lines
+from t5x.files import text_lines
+from t5x.inference.input_lines import Line, Lines
 
 
 class QuestionLines(Lines):
@@ -36,7 +36,7 @@ class QuestionLines(Lines):
             yield line
 
     def _object(self, number: int, text: str) -> dict[str, Any]:
-        example = texts.parsed(text, self.where(number))
+        example = text_lines.parsed(text, self.where(number))
         for field in ("question", "context"):
             value = example.get(field) if isinstance(example, dict) else None
             if not isinstance(value, str):

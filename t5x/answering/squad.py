@@ -7,11 +7,10 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from t5x import texts
-from t5x.data import files
 from t5x.data.sources.files import FilesDataSource, Patterns
-from t5x.data.staging import LocalCopy
 from t5x.errors import UserError
+from t5x.files import text_lines, user_files
+from t5x.files.local_copies import LocalCopy
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +38,7 @@ def read_squad(path: str | os.PathLike[str], titles: str | None = None, name: st
     """
     name = os.fspath(path) if name is None else name
     found: dict[str, tuple[str, Question]] = {}
-    for where, question in _questions(_parsed(files.read_bytes(path), name), name):
+    for where, question in _questions(_parsed(user_files.read_bytes(path), name), name):
         if question["id"] in found:
             raise UserError(
                 f"{name}: {found[question['id']][0]} and {where} have the same id, {question['id']!r}. Every question "
@@ -154,7 +153,7 @@ def _text(parent: Mapping[str, Any], field: str, name: str, where: str) -> str:
         raise UserError(f"{name}: {where} has no text {field!r}.")
     if not text.strip():
         raise UserError(f"{name}: {where} has an empty {field!r}.")
-    texts.check_unicode(text, f"{name}: {where}, {field!r},")
+    text_lines.check_unicode(text, f"{name}: {where}, {field!r},")
     return text
 
 

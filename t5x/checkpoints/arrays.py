@@ -32,7 +32,7 @@ from t5x.checkpoints.formats.lazy_msgpack import DTYPES, check_shape
 from t5x.checkpoints.formats.zarr_arrays import choose_chunks
 from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.errors import UserError
-from t5x.untrusted import open_inside, parse_json
+from t5x.files.untrusted import open_inside, parse_json
 
 METADATA = "_METADATA"
 EMPTY = "empty_arrays"

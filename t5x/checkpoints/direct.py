@@ -20,7 +20,7 @@ from etils import epath
 
 from t5x.checkpoints.formats import zarr_arrays
 from t5x.checkpoints.manifest import DamagedCheckpoint
-from t5x.untrusted import open_inside
+from t5x.files.untrusted import open_inside
 
 log = logging.getLogger(__name__)
 

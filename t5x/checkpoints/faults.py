@@ -6,9 +6,9 @@ import re
 
 from etils import epath
 
-from t5x.cache_directory import free_bytes
 from t5x.checkpoints import paths
 from t5x.errors import UserError
+from t5x.files.disk_space import free_bytes
 
 _NAMED = 5  # removable directories listed in a message
 

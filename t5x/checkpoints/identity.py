@@ -8,8 +8,8 @@ import stat
 
 from t5x.checkpoints import paths
 from t5x.checkpoints.formats.base import Source
+from t5x.files.untrusted import open_inside
 from t5x.run_identity import sampled_digest
-from t5x.untrusted import open_inside
 
 _HUGGINGFACE = ("config.json", ".safetensors")  # suffixes of the files that are read; others may change
 

@@ -18,7 +18,7 @@ from etils import epath
 
 from t5x.checkpoints import paths
 from t5x.errors import UserError
-from t5x.untrusted import open_inside, parse_json
+from t5x.files.untrusted import open_inside, parse_json
 
 FORMAT = "t5x"
 VERSION = 1

@@ -20,11 +20,11 @@ from collections.abc import Iterator
 
 from etils import epath
 
-from t5x.cache_directory import human_size as human_size
 from t5x.errors import UserError
 from t5x.files import atomic
-from t5x.untrusted import is_plain_relative as is_plain_relative
-from t5x.urls import is_remote
+from t5x.files.disk_space import human_size as human_size
+from t5x.files.remote import is_remote
+from t5x.files.untrusted import is_plain_relative as is_plain_relative
 
 STATE = "state"
 MANIFEST = "MANIFEST.json"
@@ -34,7 +34,7 @@ _STEP = r"checkpoint_(0|[1-9][0-9]*)"
 
 
 def local_path(path: epath.PathLike) -> epath.Path:
-    """Return `path` as an absolute local path; raise a UserError if it is remote (to read those: `remote.stage`)."""
+    """Return `path` as an absolute local path; raise a UserError if it is remote (see `remote_reading`)."""
     text = os.fspath(path)
     if is_remote(text):
         raise UserError(

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from etils import epath
 
-from t5x.checkpoints import arrays, manifest, paths, remote
+from t5x.checkpoints import arrays, manifest, paths, remote_reading
 from t5x.checkpoints import tree as trees
 from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.errors import UserError
@@ -119,7 +119,7 @@ def resolve(path: epath.PathLike) -> epath.Path:
 
     Logs which one is used and which are skipped. A remote checkpoint is copied to the cache directory.
     """
-    path = remote.stage(path)
+    path = remote_reading.stage(path)
     if not path.is_dir():
         raise UserError(f"There is no directory {path}. Give a checkpoint_<step> directory, or the MODEL_DIR of a run.")
     if (path / paths.MANIFEST).exists() or paths.step_of(path) is not None:
@@ -135,7 +135,7 @@ def resolve(path: epath.PathLike) -> epath.Path:
 
 def resolve_verified(path: epath.PathLike) -> epath.Path:
     """Return `resolve(path)`, verified once: restore it with verify=False."""
-    path = remote.stage(path)
+    path = remote_reading.stage(path)
     resolved = resolve(path)
     if resolved == path:  # otherwise it was verified when it was chosen
         manifest.verify(resolved)

@@ -10,9 +10,9 @@ import posixpath
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from t5x import cache_directory, urls
 from t5x.checkpoints import paths
 from t5x.errors import UserError
+from t5x.files import cache_directory, remote
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -64,14 +64,14 @@ class Listing:
 
 def list_checkpoint(fs: "AbstractFileSystem", path: str, url: str) -> Listing:
     """List the checkpoint at a remote path: itself, the newest of a MODEL_DIR, a Mesh TensorFlow prefix, or a file."""
-    with urls.explained(url):
+    with remote.explained(url):
         fs.invalidate_cache()
         if path.endswith(_INDEX):
             return _prefix(fs, path.removesuffix(_INDEX))
         try:
             kind = fs.info(path)["type"]
         except FileNotFoundError as error:
-            if not urls.is_missing(error):
+            if not remote.is_missing(error):
                 raise
             return _prefix(fs, path)
         return _file(fs, path) if kind == "file" else _directory(fs, path)

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import jax
 from etils import epath
 
-from t5x.checkpoints import agreement, arrays, faults, lock, manifest, paths, reading
+from t5x.checkpoints import agreement, arrays, faults, manifest, model_dir_lock, paths, reading
 from t5x.checkpoints.best import Ranking
 from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.errors import UserError
@@ -166,10 +166,10 @@ class CheckpointStore:
     def _remove_stale_tmp(self) -> None:
         if not self.directory.is_dir():
             return
-        if lock.is_held_elsewhere(self.directory):
+        if model_dir_lock.is_held_elsewhere(self.directory):
             raise UserError(
-                f"{self.directory} is in use by {lock.describe_owner(self.directory)}, which may be writing a "
-                "checkpoint: unfinished ones cannot be removed now."
+                f"{self.directory} is in use by {model_dir_lock.describe_owner(self.directory)}, which may be writing "
+                "a checkpoint: unfinished ones cannot be removed now."
             )
         for path in self.directory.iterdir():
             if paths.is_temporary(path) and path.is_dir() and path != self._in_flight:
@@ -302,7 +302,7 @@ class CheckpointStore:
                 self.directory, step,
             )  # fmt: skip
         paths.make_model_dir(self.directory)
-        lock.renew(self.directory)
+        model_dir_lock.renew(self.directory)
         self._was_there = True
 
     def _explained(self, error: BaseException, step: int, needed: int) -> BaseException:

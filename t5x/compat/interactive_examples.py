@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from t5x.data import Feature, FunctionDataSource, Task, get_mixture_or_task
-from t5x.data.order import Order
+from t5x.data.example_order import Order
 from t5x.data.pipeline import Example, Pipeline, Preprocessor
 from t5x.data.tasks import task_rates
 from t5x.errors import UserError

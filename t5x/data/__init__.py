@@ -1,7 +1,7 @@
 """Data: vocabularies, sources, tasks, preprocessors, feature converters and the loader, under seqio's names."""
 
 from t5x.data import preprocessors
-from t5x.data.config import DatasetConfig, import_task_module
+from t5x.data.dataset_config import DatasetConfig, import_task_module
 from t5x.data.feature_converters import (
     DecoderFeatureConverter,
     EncDecFeatureConverter,
@@ -14,11 +14,12 @@ from t5x.data.feature_converters import (
     make_autoregressive_inputs,
     non_padding_position,
 )
-from t5x.data.features import Feature
+from t5x.data.feature_spec import Feature
 from t5x.data.file_tasks import file_task
 from t5x.data.lanes import merge_states
 from t5x.data.loader import EvalBatch, TrainLoader, eval_batches, measure_lengths, train_loader
 from t5x.data.pipeline import map_over_dataset
+from t5x.data.preprocessor_kinds import CacheDatasetPlaceholder
 from t5x.data.sources import (
     ArrayRecordDataSource,
     BadExample,
@@ -34,7 +35,6 @@ from t5x.data.sources import (
     TFExampleDataSource,
     TsvDataSource,
 )
-from t5x.data.streams import CacheDatasetPlaceholder
 from t5x.data.tasks import (
     Mixture,
     MixtureRegistry,
@@ -56,7 +56,7 @@ from t5x.lazy_imports import lazy_attributes
 
 # Imported on first use, because evaluation imports this package.
 __getattr__ = lazy_attributes(
-    __name__, "t5x.data.evaluation", ("Evaluator", "JSONLogger", "PyLoggingLogger", "TensorBoardLogger")
+    __name__, "t5x.data.evaluator", ("Evaluator", "JSONLogger", "PyLoggingLogger", "TensorBoardLogger")
 )
 
 __all__ = [

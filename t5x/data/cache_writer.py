@@ -1,4 +1,4 @@
-"""Write caches of tasks, shard by shard and in parallel. See `t5x.data.cached` for their format.
+"""Write caches of tasks, shard by shard and in parallel. See `t5x.data.cache_reader` for their format.
 
 A shard is written to a temporary file and renamed, then its summary (shard-00000.json) is written; a shard with both is
 finished. After a kill at any moment, finished and intact shards are kept and the others are written.
@@ -19,15 +19,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from t5x import cache_directory
-from t5x.data import cached, processes, records
-from t5x.data.identity import or_none
+from t5x.data import cache_reader, example_encoding, worker_process
+from t5x.data.data_fingerprint import or_none
 from t5x.data.pipeline import Example, Pipeline, count_cacheable
 from t5x.data.sources import BadExample
 from t5x.data.tasks import Task
 from t5x.errors import UserError
 from t5x.files import atomic, locks
 from t5x.files.digests import digest_of
+from t5x.files.disk_space import free_bytes, human_size
 from t5x.telemetry.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -115,12 +115,12 @@ def write(
         raise UserError(reason)
     steps = count_cacheable(task.preprocessors)
     task.source.check_split(split)
-    described = cached.identity(task, split, steps)
+    described = cache_reader.identity(task, split, steps)
     pipeline = Pipeline(task.name, task.source, split, task.preprocessors[:steps], task.output_features)
     count = len(pipeline)
-    path = cached.place(directory or _default_directory(), task.name, split)
+    path = cache_reader.place(directory or _default_directory(), task.name, split)
     info = {
-        "format": cached.FORMAT,
+        "format": cache_reader.FORMAT,
         "task": task.name,
         "split": split,
         "num_examples": count,
@@ -132,12 +132,12 @@ def write(
     with _exclusive(path):
         info = _prepare(path, info, overwrite)
         work = Work(pipeline, path, count, info["examples_per_shard"], drop_text, skip_bad_examples)
-        shards = len(cached.records_of_shards(count, work.examples_per_shard))
+        shards = len(cache_reader.records_of_shards(count, work.examples_per_shard))
         finished = {number: found for number in range(shards) if (found := _finished(work, number)) is not None}
         missing = [number for number in range(shards) if number not in finished]
         if missing:
             with contextlib.suppress(FileNotFoundError):
-                os.remove(os.path.join(path, cached.COMPLETED))
+                os.remove(os.path.join(path, cache_reader.COMPLETED))
             finished |= _make(work, missing, num_workers, runner)
         _complete(path, {"shards": [finished[n] for n in range(shards)]})
     total = {
@@ -154,7 +154,7 @@ def write_shard(work: Work, number: int, report: Callable[[int], None] = lambda 
     """
     from array_record.python import array_record_module
 
-    path = os.path.join(work.path, cached.shard_name(number))
+    path = os.path.join(work.path, cache_reader.shard_name(number))
     indices = work.indices(number)
     summary = {"records": len(indices), "examples": 0, "tokens": 0, "bad": 0}
     reported, told = 0, time.monotonic()
@@ -199,7 +199,7 @@ def _made(work: Work, index: int, summary: Summary) -> list[Example]:
 
 def _encoded(work: Work, examples: list[Example], index: int) -> bytes:
     try:
-        return records.encode(examples)
+        return example_encoding.encode(examples)
     except UserError as error:
         raise BadExample(f"{work.pipeline.location(index)}: {error}") from error
 
@@ -213,7 +213,7 @@ def _tokens(example: Example, features: Iterable[str]) -> int:
 
 
 def _default_directory() -> str:
-    found = cached.directories()
+    found = cache_reader.directories()
     if not found:
         raise UserError("T5X_TASK_CACHES is empty, or T5X_CACHE_DIR is remote. Name a local directory: --output_dir.")
     return found[0]
@@ -243,10 +243,10 @@ def _prepare(path: str, info: dict[str, Any], overwrite: bool) -> dict[str, Any]
     """Remove files that do not belong to `info`; return the content of info.json."""
     there, reason = None, []
     try:
-        there = cached.read_json(os.path.join(path, cached.INFO))
-        with cached.well_formed(cached.INFO):
+        there = cache_reader.read_json(os.path.join(path, cache_reader.INFO))
+        with cache_reader.well_formed(cache_reader.INFO):
             reason = _reasons(there, info) if there is not None else []
-    except cached.Unusable as error:
+    except cache_reader.Unusable as error:
         logger.warning("%s: %s; the whole cache is made again", path, error)
         there = None
     if reason and not overwrite:
@@ -255,7 +255,7 @@ def _prepare(path: str, info: dict[str, Any], overwrite: bool) -> dict[str, Any]
         )
     if there is None or reason or overwrite:
         _clear(path)
-        _write_json(os.path.join(path, cached.INFO), info)
+        _write_json(os.path.join(path, cache_reader.INFO), info)
         return info
     _clear(path, only_unfinished=True)
     return there
@@ -270,7 +270,7 @@ def _clear(path: str, only_unfinished: bool = False) -> None:
 def _reasons(there: dict[str, Any], info: dict[str, Any]) -> list[str]:
     if there.get("format") != info["format"]:
         return [f"its format is {there.get('format')}, not {info['format']}"]
-    found = cached.describe_differences(there["identity"], info["identity"])
+    found = cache_reader.describe_differences(there["identity"], info["identity"])
     if there["drop_text"] != info["drop_text"]:
         found.append("it has no texts (--drop_text)" if there["drop_text"] else "it has texts (no --drop_text)")
     if there["num_examples"] != info["num_examples"]:
@@ -283,25 +283,26 @@ def _reasons(there: dict[str, Any], info: dict[str, Any]) -> list[str]:
 def _finished(work: Work, number: int) -> Summary | None:
     """Return the summary of a shard, or None unless it is finished and intact."""
     try:
-        summary = cached.read_json(_summary_path(work.path, number))
+        summary = cache_reader.read_json(_summary_path(work.path, number))
         if summary is None:
             return None
-        expected = {"records": len(work.indices(number))} | _measure(os.path.join(work.path, cached.shard_name(number)))
-    except (OSError, cached.Unusable):
+        shard = os.path.join(work.path, cache_reader.shard_name(number))
+        expected = {"records": len(work.indices(number))} | _measure(shard)
+    except (OSError, cache_reader.Unusable):
         expected = None
     counted = expected is not None and all(type(summary.get(name)) is int for name in ("examples", "tokens", "bad"))
     if not counted or any(summary.get(name) != value for name, value in expected.items()):
-        logger.warning("%s in %s is damaged or gone; it is made again", cached.shard_name(number), work.path)
+        logger.warning("%s in %s is damaged or gone; it is made again", cache_reader.shard_name(number), work.path)
         return None
     return summary
 
 
 def _complete(path: str, content: dict[str, Any]) -> None:
     """Write COMPLETED, unless it exists and is correct."""
-    file = os.path.join(path, cached.COMPLETED)
+    file = os.path.join(path, cache_reader.COMPLETED)
     try:
-        there = cached.read_json(file)
-    except cached.Unusable:
+        there = cache_reader.read_json(file)
+    except cache_reader.Unusable:
         there = {}
     if there is not None and there != content:
         logger.warning("%s is damaged; it is written again", file)
@@ -315,7 +316,7 @@ def _measure(path: str) -> Summary:
 
 
 def _summary_path(path: str, number: int) -> str:
-    return os.path.join(path, cached.shard_name(number).replace(".array_record", ".json"))
+    return os.path.join(path, cache_reader.shard_name(number).replace(".array_record", ".json"))
 
 
 def _write_json(path: str, content: Any) -> None:
@@ -326,8 +327,8 @@ def _write_json(path: str, content: Any) -> None:
 def _check_disk(path: str, error: Exception) -> None:
     """Raise a UserError if the disk is full, which array_record reports only in its message."""
     if any(words in str(error) for words in ("No space left", "Disk quota")):
-        free = cache_directory.free_bytes(path)
-        room = "" if free is None else f" ({cache_directory.human_size(free)} free)"
+        free = free_bytes(path)
+        room = "" if free is None else f" ({human_size(free)} free)"
         raise UserError(
             f"The cache does not fit on the disk of {path}{room}. Make room and start again, which keeps the finished "
             "shards; or write to another disk (--output_dir), or less (--drop_text)."
@@ -367,20 +368,20 @@ class _Rate:
 def _make_in_processes(
     work: Work, missing: Sequence[int], count: int, report: Callable[[int], None]
 ) -> dict[int, Summary]:
-    payload = processes.pickled(work, "Give --num_workers=0")
+    payload = worker_process.pickled(work, "Give --num_workers=0")
     waiting = iter(missing)
     answers: queue.Queue[tuple[int, dict[str, Any] | None]] = queue.Queue()
-    workers = [processes.start("t5x.data.cache_writer:serve") for _ in range(count)]
+    workers = [worker_process.start("t5x.data.cache_writer:serve") for _ in range(count)]
     finished: dict[int, Summary] = {}
 
     def listen(number: int) -> None:
-        while (content := processes.read(workers[number].stdout)) is not None:
+        while (content := worker_process.read(workers[number].stdout)) is not None:
             answers.put((number, json.loads(content)))
         answers.put((number, None))
 
     def command(number: int, content: bytes) -> None:
         with contextlib.suppress(OSError):  # it has died; its other pipe reports it
-            processes.write(workers[number].stdin, content)
+            worker_process.write(workers[number].stdin, content)
             workers[number].stdin.flush()
 
     def begin(number: int) -> None:
@@ -395,7 +396,7 @@ def _make_in_processes(
             number, answer = answers.get()
             if answer is None:
                 fix = "Start again, which keeps the finished shards; fewer processes (--num_workers) need less memory."
-                raise processes.unexpected_end(workers[number], "A worker process", fix)
+                raise worker_process.unexpected_end(workers[number], "A worker process", fix)
             if "error" in answer:
                 raise {"bad": BadExample, "user": UserError}.get(answer["kind"], RuntimeError)(answer["error"])
             report(answer.get("done", 0))
@@ -414,18 +415,18 @@ def _make_in_processes(
 
 def serve() -> None:
     """Run a worker process."""
-    source, output = processes.pipes()
-    payload = processes.read(source)
+    source, output = worker_process.pipes()
+    payload = worker_process.read(source)
     if payload is None:
         return
 
     def answer(**content: Any) -> None:
-        processes.write(output, json.dumps(content).encode())
+        worker_process.write(output, json.dumps(content).encode())
         output.flush()
 
-    commands = processes.listen(source)
+    commands = worker_process.listen(source)
     try:
-        work = processes.unpickled(payload)
+        work = worker_process.unpickled(payload)
         while True:
             number = int(commands.get())
             answer(shard=number, summary=write_shard(work, number, lambda count: answer(done=count)))
@@ -446,7 +447,7 @@ def _make_with_beam(work: Work, missing: Sequence[int], runner: str) -> dict[int
             f"--runner needs Apache Beam ({error}). `pip install apache-beam`, or `pip install -e '.[beam]'` in the "
             "checkout of t5x. Without --runner, processes of this machine do it (--num_workers)."
         ) from error
-    payload = processes.pickled(work, "Leave out --runner and give --num_workers=0")
+    payload = worker_process.pickled(work, "Leave out --runner and give --num_workers=0")
     options = PipelineOptions(["--runner", runner])
     logger.info("Beam's %s makes %d shard(s)", runner, len(missing))
     try:
@@ -483,4 +484,4 @@ def _write_pickled(payload: bytes, number: int) -> None:
     write_shard(_unpickled(payload), number)
 
 
-_unpickled = functools.lru_cache(maxsize=1)(processes.unpickled)
+_unpickled = functools.lru_cache(maxsize=1)(worker_process.unpickled)

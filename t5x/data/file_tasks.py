@@ -19,7 +19,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from t5x.data.features import Feature
+from t5x.data.feature_spec import Feature
 from t5x.data.pipeline import Pipeline
 from t5x.data.preprocessors import append_eos_after_trim, tokenize
 from t5x.data.sources import (

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from t5x.data.example_order import Order, mix
 from t5x.data.feature_converters import FeatureConverter
-from t5x.data.order import Order, mix
 from t5x.data.pipeline import Example, Pipeline, derive_seed
 from t5x.data.sources import BadExample
 from t5x.errors import UserError

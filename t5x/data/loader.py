@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from t5x.data.config import DatasetConfig
+from t5x.data.batch_workers import Ahead, Counts, LocalRows, WorkerRows
+from t5x.data.data_fingerprint import describe_changes, start_fingerprint
+from t5x.data.dataset_config import DatasetConfig
+from t5x.data.example_order import Order
 from t5x.data.feature_converters import FeatureConverter, stack_rows
-from t5x.data.identity import describe_changes, start_fingerprint
 from t5x.data.lanes import (
     BadExamples,
     Parts,
@@ -22,11 +24,9 @@ from t5x.data.lanes import (
     resized_states,
     states_of_rows,
 )
-from t5x.data.order import Order
 from t5x.data.pipeline import Example, Pipeline
 from t5x.data.sources import BadExample
 from t5x.data.tasks import Mixture, Task, get_subtasks, task_rates
-from t5x.data.workers import Ahead, Counts, LocalRows, WorkerRows
 from t5x.errors import UserError
 
 logger = logging.getLogger(__name__)

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from t5x.data.features import Feature
+from t5x.data.feature_spec import Feature
+from t5x.data.preprocessor_kinds import CacheDatasetPlaceholder, ConcatenateAndSplit
 from t5x.data.sources import BadExample, DataSource
-from t5x.data.streams import CacheDatasetPlaceholder, ConcatenateAndSplit
 from t5x.errors import UserError
 
 if TYPE_CHECKING:
-    from t5x.data.cached import CachedExamples
+    from t5x.data.cache_reader import CachedExamples
 
 Example = dict[str, Any]
 Preprocessor = Callable[..., Example | Iterable[Example] | None]
@@ -44,7 +44,8 @@ class Pipeline:
       preprocessors: applied in order. Each takes an example and returns one, None (which drops it) or several. The
         keyword arguments `output_features`, `sequence_length` and `seed` are passed to those that have such a
         parameter, unless it is already bound; `seed` differs for every (epoch, example, preprocessor). `draw_seed` is a
-        function that returns it, for preprocessors that rarely need one. See `t5x.data.streams` for other kinds.
+        function that returns it, for preprocessors that rarely need one. For other kinds see
+        `t5x.data.preprocessor_kinds`.
       output_features: features that finished examples must have. Other fields are left as they are.
       sequence_length: {feature: length} for preprocessors, or None.
       seed: seed of all random preprocessors.
@@ -353,7 +354,7 @@ def map_over_dataset(
 
 
 def _expanded(preprocessors: Iterable[Any], known: Mapping[str, Any]) -> Iterable[Any]:
-    """Yield the preprocessors, with composites (see `t5x.data.streams.composite`) replaced by their parts."""
+    """Yield the preprocessors, with composites (see `preprocessor_kinds.composite`) replaced by their parts."""
     for function in preprocessors:
         if not _is_composite(function):
             yield function

@@ -29,17 +29,17 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from t5x import cache_directory
-from t5x.data import cached, records
-from t5x.data.features import Feature
-from t5x.data.fingerprints import fingerprint
+from t5x.data import cache_reader, example_encoding
+from t5x.data.code_hashes import fingerprint
+from t5x.data.feature_spec import Feature
 from t5x.data.pipeline import Pipeline, Preprocessor, name_of
 from t5x.data.sources import ArrayRecordDataSource, DataSource
 from t5x.data.tasks import Mixture, Task
 from t5x.data.tf_data_values import as_tf_data, plain
 from t5x.data.vocabularies import as_vocabulary
 from t5x.errors import UserError
-from t5x.files import atomic, locks
+from t5x.files import atomic, cache_directory, locks
+from t5x.files.disk_space import human_size
 
 logger = logging.getLogger(__name__)
 
@@ -200,7 +200,7 @@ class SeqioTask(Task):
         with self._explained(split):
             identity = self._identity(split, sequence_length, seed, use_cached)
         digest = cache_directory.short_hash(json.dumps(identity, sort_keys=True))
-        entry = cached.place(cache_directory.place("seqio"), self.name, f"{split}-{digest}")
+        entry = cache_reader.place(cache_directory.place("seqio"), self.name, f"{split}-{digest}")
         if entry not in self._sources:
             _ensure(
                 entry,
@@ -411,7 +411,7 @@ def _ensure(entry: str, identity: Mapping[str, Any], *, what: str, examples: Cal
     try:
         with open(os.path.join(entry, _INFO)) as file:
             count = json.load(file)["num_examples"]
-        size = cache_directory.human_size(os.path.getsize(os.path.join(entry, _EXAMPLES)))
+        size = human_size(os.path.getsize(os.path.join(entry, _EXAMPLES)))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{entry} is damaged ({error}). Remove it: {what} is then copied again.") from error
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(os.path.getmtime(entry)))
@@ -435,7 +435,7 @@ def _stage(entry: str, identity: Mapping[str, Any], what: str, examples: Iterato
             for count in itertools.count():
                 if (example := next(examples, None)) is None:
                     break
-                content = records.encode([example])
+                content = example_encoding.encode([example])
                 size += len(content)
                 if size > limit * 1e9:
                     raise UserError(f"{what}: more than {limit:g} GB after {count:,} examples. {_INSTEAD}")
@@ -464,4 +464,4 @@ def _limit() -> float:
 
 
 def _decode(content: bytes) -> Example:
-    return records.decode(content)[0]
+    return example_encoding.decode(content)[0]

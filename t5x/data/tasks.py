@@ -7,8 +7,8 @@ import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
-from t5x.data import cached
-from t5x.data.features import Feature
+from t5x.data import cache_reader
+from t5x.data.feature_spec import Feature
 from t5x.data.pipeline import Pipeline, Preprocessor, count_cacheable
 from t5x.data.sources import DataSource
 from t5x.errors import UserError
@@ -92,7 +92,7 @@ class Task:
         if split not in self.splits:
             raise UserError(f"Task {self.name!r} has no split {split!r}; it has {', '.join(map(repr, self.splits))}.")
         steps = (*self.preprocessors, *(runtime_preprocessors or ()))
-        found = cached.find(self, split, need_text=need_text)
+        found = cache_reader.find(self, split, need_text=need_text)
         if use_cached and found is None:
             logger.info("use_cached=True: task %r has no cache (`t5x cache`); its source is read", self.name)
         return Pipeline(self.name, self.source, split, steps, self.output_features, sequence_length, seed, found)

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from t5x.cache_directory import human_size
 from t5x.errors import UserError
+from t5x.files.disk_space import human_size
 from t5x.partitioning.memory import available_memory
 
 _LARGEST_EXPONENT = 30  # of ten, which float32 holds together with any log probability

@@ -1,1 +1,1 @@
-"""Files on disk: atomic writes (`atomic`), checksums (`digests`) and locks (`locks`)."""
+"""Local and remote files: opening, copying, locking, atomic writes, lines of text."""

@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from t5x.cache_directory import human_size
 from t5x.data.feature_converters import FeatureConverter
 from t5x.errors import UserError
+from t5x.files.disk_space import human_size
 from t5x.inference import buckets
 from t5x.models import BaseTransformerModel
 from t5x.network import compute_params, padding

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from t5x.errors import UserError
-from t5x.inference.lines import Line, Lines
+from t5x.inference.input_lines import Line, Lines
 from t5x.inference.loaded import BATCH_SIZE, MAX_INPUT_LENGTH, MAX_LENGTH, LoadedModel, load
 from t5x.inference.options import Decoding
 from t5x.inference.output import Output, behind_finished, digest

@@ -12,7 +12,7 @@ from typing import Any
 from t5x.checkpoints import agreement
 from t5x.errors import UserError
 from t5x.inference.chunks import JOB_FILE, Chunks, refuse_foreign
-from t5x.inference.lines import Line
+from t5x.inference.input_lines import Line
 from t5x.partitioning import distributed
 from t5x.telemetry import jsonl
 

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from t5x.checkpoints import agreement
-from t5x.data.config import DatasetConfig
+from t5x.data.dataset_config import DatasetConfig
 from t5x.data.feature_converters import EncDecFeatureConverter
 from t5x.errors import UserError
 from t5x.inference.chunks import Chunks

@@ -8,12 +8,12 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from t5x.data import cached, preprocessors
-from t5x.data.config import DatasetConfig
-from t5x.data.features import Feature
+from t5x.data import cache_reader, preprocessors
+from t5x.data.dataset_config import DatasetConfig
+from t5x.data.example_order import Order
+from t5x.data.feature_spec import Feature
 from t5x.data.lanes import BadExamples
 from t5x.data.loader import read_once
-from t5x.data.order import Order
 from t5x.data.pipeline import Example, count_cacheable, name_of
 from t5x.data.sources import BadExample, TFExampleDataSource
 from t5x.data.tasks import Task, TaskRegistry
@@ -49,7 +49,7 @@ def identity(task: Task, cfg: DatasetConfig) -> dict[str, Any]:
     pipeline = task.pipeline(cfg.split, cfg.task_feature_lengths, int(cfg.seed or 0), use_cached=cfg.use_cached)
     steps = count_cacheable(task.preprocessors)
     try:
-        described = cached.identity(task, cfg.split, steps, source=pipeline.source_fingerprint())
+        described = cache_reader.identity(task, cfg.split, steps, source=pipeline.source_fingerprint())
     except RecursionError:  # a function refers to objects nested too deeply to hash
         described = {}
     return {

@@ -8,11 +8,11 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
-from t5x.data.files import expand, open_binary
 from t5x.errors import UserError
+from t5x.files.remote import is_remote
+from t5x.files.text_lines import decoded
+from t5x.files.user_files import expand, open_binary
 from t5x.ranking import records
-from t5x.texts import decoded
-from t5x.urls import is_remote
 
 log = logging.getLogger(__name__)
 

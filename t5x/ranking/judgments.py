@@ -7,10 +7,10 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from t5x.data import files
 from t5x.data.file_tasks import source_of
 from t5x.data.sources import TsvDataSource
 from t5x.errors import UserError
+from t5x.files import user_files
 from t5x.ranking.pairs import ListWork, RunWork, Work
 from t5x.ranking.trec_files import read_qrels
 
@@ -205,7 +205,7 @@ def _records(given: Paths | Mapping[str, str], columns: Sequence[str] | None) ->
         yield from _ranked(_run_work(given), str(given.get("run")))
         return
     for pattern in as_list(given):
-        for path in files.expand(pattern):
+        for path in user_files.expand(pattern):
             is_list = path.lower().removesuffix(".gz").endswith(".json")
             yield from _ranked(ListWork(path, top=None), path) if is_list else _lines(path, columns)
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from t5x.checkpoints.formats import Source
 from t5x.errors import UserError
+from t5x.files.untrusted import MAX_JSON_BYTES, open_regular, parse_json
 from t5x.ranking.templates import DUOT5, MONOT5, PRESETS, PairTemplate, Template
-from t5x.untrusted import MAX_JSON_BYTES, open_regular, parse_json
 
 # The published mT5 of 3B and 13B parameters learned `false`, which is two pieces in mT5, by its first one.
 _MT5_LARGE = dataclasses.replace(MONOT5, relevant="▁true", irrelevant="▁")

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from t5x.errors import UserError
+from t5x.files.text_lines import decoded, parsed
 from t5x.metrics.ranking import Run, ranked
 from t5x.ranking import records
 from t5x.ranking.collections import TEXTS, Collection, read_topics, text_with_title
 from t5x.ranking.trec_files import check_id, read_run
-from t5x.texts import decoded, parsed
 
 log = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from t5x.data.features import Feature
-from t5x.data.order import shuffled
+from t5x.data.example_order import shuffled
+from t5x.data.feature_spec import Feature
 from t5x.data.pipeline import derive_seed
 from t5x.data.vocabularies import Vocabulary
 from t5x.errors import UserError

@@ -9,10 +9,10 @@ import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
-from t5x import texts
-from t5x.data.files import open_binary
 from t5x.errors import UserError
-from t5x.urls import explained, file_system, is_remote
+from t5x.files import text_lines
+from t5x.files.remote import explained, file_system, is_remote
+from t5x.files.user_files import open_binary
 
 _BOM = b"\xef\xbb\xbf"
 
@@ -59,7 +59,7 @@ def can_seek(path: str) -> bool:
 
 def object_of(raw: bytes, where: str) -> dict[str, Any]:
     """Return the JSON object of a line."""
-    found = texts.parsed(texts.decoded(raw, where), where)
+    found = text_lines.parsed(text_lines.decoded(raw, where), where)
     if not isinstance(found, dict):
         raise UserError(f"{where} is not a JSON object: {raw[:60]!r}")
     return found
@@ -71,7 +71,7 @@ def id_in(record: dict[str, Any], names: Sequence[str], where: str) -> str | Non
         if (value := record.get(name)) is not None:
             if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
                 raise UserError(f'{where}: "{name}" is {value!r}, where an id is needed.')
-            texts.check_unicode(str(value), f'{where}: "{name}"')
+            text_lines.check_unicode(str(value), f'{where}: "{name}"')
             return str(value)
     return None
 
@@ -82,7 +82,7 @@ def text_in(record: dict[str, Any], names: Sequence[str], where: str) -> str:
         if (value := record.get(name)) is not None:
             if not isinstance(value, str):
                 raise UserError(f'{where}: "{name}" is {str(value)[:60]!r}, where a text is needed.')
-            texts.check_unicode(value, f'{where}: "{name}"')
+            text_lines.check_unicode(value, f'{where}: "{name}"')
             return value
     raise UserError(
         f"{where} has no {' or '.join(names[:2])}: its fields are {', '.join(list(record)[:8]) or 'none at all'}."

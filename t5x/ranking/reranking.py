@@ -16,7 +16,7 @@ from t5x.inference.shown import Shown
 from t5x.metrics.ranking import ranked
 from t5x.partitioning import distributed
 from t5x.ranking import evaluation, pairwise
-from t5x.ranking.lines import FORMATS, ranking_lines
+from t5x.ranking.output_lines import FORMATS, ranking_lines
 from t5x.ranking.pairs import ListWork, PairWork, RunWork, Unit, Work
 from t5x.ranking.reranker import Encoded, Reranker, Windows, check_finite, scores
 from t5x.ranking.trec_files import read_qrels

@@ -5,12 +5,13 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from t5x.data import digests, files, staging
-from t5x.data.fingerprints import fingerprint
+from t5x.data import file_digests
+from t5x.data.code_hashes import fingerprint
 from t5x.data.pipeline import derive_seed
 from t5x.data.sources import DataSource
 from t5x.data.sources.base import OpenedSplits
 from t5x.errors import UserError
+from t5x.files import local_copies, user_files
 from t5x.ranking.judgments import Passage, Paths, Query, as_list, read_judgments
 
 logger = logging.getLogger(__name__)
@@ -75,19 +76,19 @@ class JudgedDataSource(OpenedSplits, DataSource):
 
     def fingerprint(self, split: str) -> dict[str, Any]:
         self.check_split(split)
-        names = [(os.path.basename(name), version) for name, version in staging.versions(self._files(split))]
+        names = [(os.path.basename(name), version) for name, version in local_copies.versions(self._files(split))]
         return {"class": type(self).__qualname__, "settings": fingerprint(self._settings(split)), "files": names}
 
     def content_fingerprint(self, split: str) -> Callable[[], dict[str, Any]]:
         described = {"class": type(self).__qualname__, "settings": fingerprint(self._settings(split), lasting=True)}
-        return lambda: described | {"files": digests.describe_files(staging.stage(self._files(split)))}
+        return lambda: described | {"files": file_digests.describe_files(local_copies.stage(self._files(split)))}
 
     def _files(self, split: str) -> list[str]:
         others = [self._reading.get("candidates"), self._reading.get("qrels")]
         listed = [path for paths in (self._paths(split), *others) for path in as_list(paths)]
         # A collection may be a directory.
         patterns = [os.path.join(path, "*") if os.path.isdir(path) else path for path in listed]
-        return [path for pattern in patterns for path in files.expand(pattern)]
+        return [path for pattern in patterns for path in user_files.expand(pattern)]
 
     def _settings(self, split: str) -> tuple[Any, ...]:
         how = (self._held_out, self._level, self._irrelevant_only)

@@ -14,9 +14,9 @@ import re
 from collections.abc import Callable, Iterator
 
 from t5x.errors import UserError
+from t5x.files.text_lines import decoded
 from t5x.metrics.ranking import Run, ranked
 from t5x.ranking import records
-from t5x.texts import decoded
 
 Path = str | os.PathLike[str]
 _TREC_RUN = ("query", "Q0", "document", "rank", "score", "tag")

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from t5x.crc32c import crc32c, mask
+from t5x.files.digests import masked_crc32c
 
 
 class EventFile:
@@ -59,4 +59,4 @@ class EventFile:
     def _write(self, step: int, **content: Any) -> None:
         data = self._Event(wall_time=time.time(), step=step, **content).SerializeToString()
         length = struct.pack("<Q", len(data))
-        self.file.write(b"".join(part + struct.pack("<I", mask(crc32c(part))) for part in (length, data)))
+        self.file.write(b"".join(part + struct.pack("<I", masked_crc32c(part)) for part in (length, data)))

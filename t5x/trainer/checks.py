@@ -1,7 +1,7 @@
 """Checks before anything is computed."""
 
-from t5x.data.config import DatasetConfig
-from t5x.data.fingerprints import fingerprint
+from t5x.data.code_hashes import fingerprint
+from t5x.data.dataset_config import DatasetConfig
 from t5x.data.pipeline import Pipeline
 from t5x.data.sources import BadExample
 from t5x.data.tasks import task_rates

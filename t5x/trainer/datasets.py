@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from t5x.data.config import DatasetConfig
+from t5x.data.dataset_config import DatasetConfig
 from t5x.data.feature_converters import FeatureConverter
 from t5x.data.loader import Batch, TrainLoader, eval_batches, train_loader
 from t5x.data.tasks import get_subtasks

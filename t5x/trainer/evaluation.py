@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from t5x.data.config import DatasetConfig
+from t5x.data.dataset_config import DatasetConfig
 from t5x.data.tasks import Task, get_subtasks
 from t5x.errors import UserError
 from t5x.network.padding import Program
@@ -64,7 +64,7 @@ class Evaluation(abc.ABC):
         there = all(any(record.get("step") == step for record, _ in jsonl.read(path)) for path in self._files)
         return json.loads(distributed.broadcast("evaluation done", json.dumps(there).encode(), distributed.PATIENCE))
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  (most have no open files)
         """Close the files."""
 
 

@@ -26,12 +26,12 @@ from t5x.checkpoints.formats.ours import read_ours
 from t5x.checkpoints.identity import fingerprint
 from t5x.data.lanes import join_states, merge_states, states_of_rows
 from t5x.errors import UserError
+from t5x.files.remote import is_remote
+from t5x.files.untrusted import parse_json
 from t5x.metrics.accumulators import from_json
 from t5x.models import BaseTransformerModel
 from t5x.partitioning import consistency
 from t5x.trainer.state import StateLayout, TrainState
-from t5x.untrusted import parse_json
-from t5x.urls import is_remote
 
 log = logging.getLogger(__name__)
 

@@ -155,7 +155,7 @@ def add_import(parser: argparse.ArgumentParser) -> None:
 
 def import_modules(args: argparse.Namespace) -> None:
     if args.modules:
-        from t5x.data.config import import_task_module
+        from t5x.data.dataset_config import import_task_module
 
         for module in args.modules:
             import_task_module(module)

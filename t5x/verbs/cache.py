@@ -1,15 +1,21 @@
-"""`t5x cache`: its arguments and the call of its entry point."""
+"""`t5x cache`: write the caches of tasks."""
 
 import argparse
+import logging
 import signal
+from collections.abc import Sequence
+from typing import Any
 
+from t5x.errors import UserError
 from t5x.verbs.arguments import leave_in_order, work_begins
+
+logger = logging.getLogger(__name__)
 
 
 def define(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Write the tokenised examples of a task, or of all tasks of a mixture, once. Training finds them by itself, "
-        "and its batches stay the same. Stopped and started again, it goes on."
+        "Tokenize the examples of a task, or of all tasks of a mixture, once. Training finds the cache by itself, and "
+        "its batches stay the same. If interrupted, run the same command again: it resumes."
     )
     parser.add_argument("name", metavar="TASK", help="a registered task or mixture")
     parser.add_argument(
@@ -18,36 +24,78 @@ def define(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="MODULE",
-        help="that registers it, or a .py",
+        help="module or .py file that registers it",
     )
-    parser.add_argument("--split", action="append", metavar="SPLIT", help="may be repeated (default: all it has)")
+    parser.add_argument(
+        "--split", dest="splits", action="append", metavar="SPLIT", help="may be repeated (default: all splits)"
+    )
     parser.add_argument(
         "--output_dir",
         metavar="DIR",
-        help="default: the first of T5X_TASK_CACHES, the directories, parted by ':', in which caches are looked for. "
-        "Unset, that is `tasks` in T5X_CACHE_DIR or ~/.cache/t5x; empty, no cache is used",
+        help="default: the first directory in T5X_TASK_CACHES, a list separated by ':' that is searched for caches. If "
+        "unset, it is `tasks` in T5X_CACHE_DIR or ~/.cache/t5x; if empty, no cache is used",
     )
-    parser.add_argument("--num_workers", type=int, metavar="N", help="processes (default: one a core)")
-    parser.add_argument("--overwrite", action="store_true", help="replace a cache that is there")
-    parser.add_argument("--drop_text", action="store_true", help="without *_pretokenized: smaller, for training only")
-    parser.add_argument("--skip_bad_examples", action="store_true", help="count examples that cannot be read")
-    parser.add_argument("--runner", metavar="RUNNER", help="Apache Beam's, such as DirectRunner, instead of processes")
+    parser.add_argument("--num_workers", type=int, metavar="N", help="processes (default: one per core)")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing cache")
+    parser.add_argument("--drop_text", action="store_true", help="omit *_pretokenized: smaller, for training only")
+    parser.add_argument("--skip_bad_examples", action="store_true", help="skip and count examples that cannot be read")
+    parser.add_argument("--runner", metavar="RUNNER", help="Apache Beam runner, such as DirectRunner (default: none)")
     parser.epilog = "example:\n  t5x cache --import my_tasks.py my_task --split train"
 
 
+_OPTIONS = ("splits", "output_dir", "num_workers", "overwrite", "drop_text", "skip_bad_examples", "runner")
+
+
 def run(args: argparse.Namespace) -> None:
-    from t5x.cache import cache
+    from t5x.data import import_task_module
 
     work_begins()
     signal.signal(signal.SIGTERM, leave_in_order)
-    cache(
-        args.name,
-        modules=args.modules,
-        splits=args.split,
-        output_dir=args.output_dir,
-        num_workers=args.num_workers,
-        overwrite=args.overwrite,
-        drop_text=args.drop_text,
-        skip_bad_examples=args.skip_bad_examples,
-        runner=args.runner,
-    )
+    for module in args.modules:
+        import_task_module(module)
+    cache_tasks(args.name, **{name: getattr(args, name) for name in _OPTIONS})
+
+
+def cache_tasks(
+    name: str, *, splits: Sequence[str] | None = None, output_dir: str | None = None, **options: Any
+) -> None:
+    """Cache a task, or all tasks of a mixture, and print a table of the splits.
+
+    Args:
+      splits: None caches all splits of each task.
+      output_dir: directory of the caches; None is where they are looked up.
+      options: arguments of `cache_writer.write`.
+    """
+    from t5x.data import cache_reader, cache_writer
+    from t5x.data.tasks import get_mixture_or_task, get_subtasks
+
+    found = get_mixture_or_task(name)
+    if unknown := [split for split in splits or () if split not in found.splits]:
+        raise UserError(f"{found.name!r} has no split {unknown[0]!r}. Splits: {', '.join(map(repr, found.splits))}.")
+    tasks = get_subtasks(found)
+    reasons = {task.name: task.why_not_cached() for task in tasks}
+    if all(reasons.values()):
+        raise UserError("\n".join(reasons.values()))
+    if output_dir is not None:
+        output_dir = cache_reader.local_directory(output_dir, "--output_dir")
+    rows = [("task", "split", "examples", "tokens", "bytes", "seconds")]
+    for task in tasks:
+        if reasons[task.name]:
+            logger.info("%s", reasons[task.name])
+            continue
+        for split in task.splits:
+            if splits and split not in splits:
+                continue
+            one = cache_writer.write(task, split, directory=output_dir, **options)
+            logger.info("%s is complete: %d of %d shard(s) written now", one.path, one.made, one.shards)
+            if one.bad:
+                logger.warning("skipped %d bad example(s) of task %s, split %s", one.bad, task.name, split)
+            numbers = (f"{one.examples:,}", f"{one.tokens:,}", f"{one.bytes:,}", f"{one.seconds:.1f}")
+            rows.append((task.name, split, *numbers))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        cells[:2] = [cell.ljust(width) for cell, width in zip(row[:2], widths[:2], strict=True)]
+        print("  ".join(cells))
+    if output_dir is not None:
+        logger.info("To use it, set T5X_TASK_CACHES=%s", output_dir)

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from t5x.data import Evaluator, JSONLogger, TensorBoardLogger
-from t5x.data.config import DatasetConfig
+from t5x.data.dataset_config import DatasetConfig
 from t5x.data.file_tasks import file_task
 from t5x.data.loader import measure_lengths
 from t5x.data.sources import BadExample
 from t5x.data.tasks import Task
 from t5x.errors import UserError
-from t5x.urls import is_remote
+from t5x.files.remote import is_remote
 
 log = logging.getLogger(__name__)
 

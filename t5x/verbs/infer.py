@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> None:
     if args.input is None:
         raise UserError("--model needs --input: a text file, a .jsonl file, or - for standard input.")
     if "choices" in given:
-        from t5x.inference.lines import read_texts
+        from t5x.inference.input_lines import read_texts
 
         given["choices"] = read_texts(given["choices"], "--choices")
     import_modules(args)  # they may define classes, such as a vocabulary

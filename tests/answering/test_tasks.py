@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from t5x import answering, data
-from t5x.data.evaluation import Evaluator
+from t5x.data.evaluator import Evaluator
 from t5x.data.feature_converters import EncDecFeatureConverter
 from t5x.errors import UserError
 from tests.answering import squad_files

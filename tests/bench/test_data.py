@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from t5x.data import processes
+from t5x.data import worker_process
 
 
 @pytest.fixture
@@ -30,8 +30,8 @@ def test_examples_and_tokens(run_here, pairs, packed, padding):
 
 
 def test_workers_are_those_that_run(run_here, pairs, monkeypatch):
-    started, start = [], processes.start
-    monkeypatch.setattr(processes, "start", lambda *args: started.append(args) or start(*args))
+    started, start = [], worker_process.start
+    monkeypatch.setattr(worker_process, "start", lambda *args: started.append(args) or start(*args))
     result = run_here(
         "bench", "data", "--data", pairs, "--vocabulary", "bytes", "--batch", 1, "--inputs", 8, "--targets", 8,
         "--steps", 1, "--workers", 2, "--json",

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from t5x import cache_directory as cache_module
-from t5x import convert, inspection, urls
-from t5x.checkpoints import faults, paths, reading, remote
+from t5x import convert, inspection
+from t5x.checkpoints import faults, paths, reading, remote_reading, remote_writing
 from t5x.checkpoints.formats import open_checkpoint
 from t5x.checkpoints.formats.native import write_native
 from t5x.checkpoints.streaming import write_checkpoint
 from t5x.errors import UserError
-from t5x.files import atomic
+from t5x.files import atomic, remote
+from t5x.files import cache_directory as cache_module
 from tests.checkpoints.formats import huggingface_models as models
 from tests.checkpoints.formats.bundle_writer import write_bundle
 
@@ -90,10 +90,10 @@ def published(fs, path):
 
 
 def test_a_checkpoint_is_copied_once_and_read(fs, tmp_path, cache, requests, caplog, monkeypatch):
-    monkeypatch.setattr(remote, "_PIECE", 1000)  # the arrays come in several pieces
+    monkeypatch.setattr(remote_reading, "_PIECE", 1000)  # the arrays come in several pieces
     local = save(tmp_path, 7)
     upload(fs, local, "/bucket/run/checkpoint_7")
-    staged = remote.stage(f"{RUN}/checkpoint_7/")
+    staged = remote_reading.stage(f"{RUN}/checkpoint_7/")
     assert staged.name == "checkpoint_7"
     assert_same_files(local, staged)
     assert len(requests) > len(files(local))
@@ -106,7 +106,7 @@ def test_a_checkpoint_is_copied_once_and_read(fs, tmp_path, cache, requests, cap
     assert {path.suffix for path in cache.iterdir()} == {"", ".lock"}
 
     requests.clear()
-    assert remote.stage(f"{RUN}/checkpoint_7") == staged
+    assert remote_reading.stage(f"{RUN}/checkpoint_7") == staged
     assert not requests
 
 
@@ -163,20 +163,21 @@ def test_every_format(fs, tmp_path, hf, requests):
 def test_a_single_native_file(fs, tmp_path, hf):
     convert.convert(str(hf), str(tmp_path / "native"), to="native")
     fs.put_file(tmp_path / "native" / "checkpoint", "/bucket/weights.msgpack")
-    assert remote.stage("memory://bucket/weights.msgpack").read_bytes() == (tmp_path / "native/checkpoint").read_bytes()
+    copy = remote_reading.stage("memory://bucket/weights.msgpack")
+    assert copy.read_bytes() == (tmp_path / "native/checkpoint").read_bytes()
 
 
 def test_local_paths_are_not_copied(tmp_path, cache):
-    assert remote.stage(tmp_path) == remote.stage(f"file://{tmp_path}") == tmp_path
+    assert remote_reading.stage(tmp_path) == remote_reading.stage(f"file://{tmp_path}") == tmp_path
     assert not cache.exists()
 
 
 def test_a_changed_remote_file_is_copied_anew(fs, hf, caplog):
     upload(fs, hf, "/bucket/hf")
-    first = remote.stage("memory://bucket/hf")
+    first = remote_reading.stage("memory://bucket/hf")
     models.write_safetensors(hf / "model.safetensors", {n: t + 1 for n, t in models.tiny_tensors().items()})
     fs.put_file(hf / "model.safetensors", "/bucket/hf/model.safetensors")  # as large as before
-    second = remote.stage("memory://bucket/hf")
+    second = remote_reading.stage("memory://bucket/hf")
     assert_same_files(hf, second)
     assert first != second and first.exists()  # somebody may be reading it
     assert f"{first.parent} is a copy of an earlier version" in caplog.text
@@ -184,9 +185,9 @@ def test_a_changed_remote_file_is_copied_anew(fs, hf, caplog):
 
 def test_a_copy_that_was_damaged_here_is_made_again(fs, hf):
     upload(fs, hf, "/bucket/hf")
-    staged = remote.stage("memory://bucket/hf")
+    staged = remote_reading.stage("memory://bucket/hf")
     os.truncate(staged / "model.safetensors", 10)
-    assert remote.stage("memory://bucket/hf") == staged
+    assert remote_reading.stage("memory://bucket/hf") == staged
     assert_same_files(hf, staged)
 
 
@@ -195,7 +196,7 @@ def test_a_copy_cut_half_way_goes_on_where_it_was(fs, tmp_path, cache, monkeypat
         fs.pipe_file(f"/bucket/native/{number}", bytes([number]) * 1500)
     fs.pipe_file("/bucket/native/checkpoint", b"")
     original, read = MemoryFileSystem.cat_file, []
-    monkeypatch.setattr(remote, "_PIECE", 1000)
+    monkeypatch.setattr(remote_reading, "_PIECE", 1000)
     monkeypatch.setattr(remote, "_AT_ONCE", 1)
 
     def cat_file(self, path, *args, **kwargs):
@@ -206,7 +207,7 @@ def test_a_copy_cut_half_way_goes_on_where_it_was(fs, tmp_path, cache, monkeypat
 
     monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
     with pytest.raises(UserError, match=r"bucket/native/3: memory:// cannot be reached \(.*the line is dead"):
-        remote.stage("memory://bucket/native")
+        remote_reading.stage("memory://bucket/native")
     (leftover,) = cache.glob("*.part")
     there = files(leftover)
     assert {"native/0", "native/1", "native/2"} <= there and "native/3" not in there
@@ -214,7 +215,7 @@ def test_a_copy_cut_half_way_goes_on_where_it_was(fs, tmp_path, cache, monkeypat
 
     del read[:]
     read += [None] * 8  # the line works again
-    staged = remote.stage("memory://bucket/native")
+    staged = remote_reading.stage("memory://bucket/native")
     missing = [name for name in "012345" if f"native/{name}" not in there]
     assert read[8:] == [f"/bucket/native/{name}" for name in missing for _ in range(2)]
     assert [(staged / str(number)).read_bytes() for number in range(6)] == [bytes([n]) * 1500 for n in range(6)]
@@ -227,10 +228,10 @@ def test_leftovers_of_another_version_are_removed(fs, hf, cache, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(MemoryFileSystem, "cat_file", lambda *args, **kwargs: b"short")
         with pytest.raises(UserError, match=r"5 bytes came instead of \d+"):
-            remote.stage("memory://bucket/hf")
+            remote_reading.stage("memory://bucket/hf")
     assert len(list(cache.glob("*.part"))) == 1
     fs.pipe_file("/bucket/hf/spiece.model", b"new")
-    remote.stage("memory://bucket/hf")
+    remote_reading.stage("memory://bucket/hf")
     assert not list(cache.glob("*.part"))
 
 
@@ -245,7 +246,7 @@ def test_a_file_that_changes_during_the_copy(fs, hf, monkeypatch):
 
     monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
     with pytest.raises(UserError, match="was changed while it was being copied"):
-        remote.stage("memory://bucket/hf")
+        remote_reading.stage("memory://bucket/hf")
 
 
 @pytest.mark.parametrize("name", ["../../evil", "a/../../evil", "/etc/evil", "a//b", "a\nb"])
@@ -253,7 +254,7 @@ def test_names_that_leave_the_directory_are_refused(fs, tmp_path, cache, name):
     fs.pipe_file("/bucket/native/checkpoint", b"x")
     fs.store[f"/bucket/native/{name}"] = fs.store["/bucket/native/checkpoint"]
     with pytest.raises(UserError, match="which is not a path inside it; it is not copied"):
-        remote.stage("memory://bucket/native")
+        remote_reading.stage("memory://bucket/native")
     assert not cache.exists()
     assert not list(tmp_path.rglob("evil"))
 
@@ -275,17 +276,17 @@ def test_a_cache_directory_that_cannot_be_used(fs, hf, tmp_path, monkeypatch):
     upload(fs, hf, "/bucket/hf")
     monkeypatch.setenv("T5X_CACHE_DIR", "/proc/t5x")
     with pytest.raises(UserError, match=r"cache directory \(T5X_CACHE_DIR\) /proc/t5x/checkpoints cannot be created"):
-        remote.stage("memory://bucket/hf")
+        remote_reading.stage("memory://bucket/hf")
     monkeypatch.setenv("T5X_CACHE_DIR", "gs://bucket/cache")
     with pytest.raises(UserError, match="gs://bucket/cache: remote"):
-        remote.stage("memory://bucket/hf")
+        remote_reading.stage("memory://bucket/hf")
 
 
 def test_a_copy_is_read_from_a_cache_that_cannot_be_written(fs, hf, monkeypatch):
     upload(fs, hf, "/bucket/hf")
-    staged = remote.stage("memory://bucket/hf")
+    staged = remote_reading.stage("memory://bucket/hf")
     monkeypatch.setattr(paths, "make_directory", lambda *_: pytest.fail("it is not to be written"))
-    assert remote.stage("memory://bucket/hf") == staged
+    assert remote_reading.stage("memory://bucket/hf") == staged
 
 
 def test_a_full_disk(fs, hf, cache, monkeypatch):
@@ -293,14 +294,14 @@ def test_a_full_disk(fs, hf, cache, monkeypatch):
     for module in (cache_module, faults):
         monkeypatch.setattr(module, "free_bytes", lambda _: 1234)
     with pytest.raises(UserError, match=r"does not fit on the disk of .*1\.2 kB are free.*T5X_CACHE_DIR"):
-        remote.stage("memory://bucket/hf")
+        remote_reading.stage("memory://bucket/hf")
     assert not any(path.endswith("safetensors") for path in files(cache))
 
 
 def test_one_process_copies_while_others_wait(fs, hf, cache, caplog, requests):
     """Another process holds the lock until it sees that we wait."""
     upload(fs, hf, "/bucket/hf")
-    staged = remote.stage("memory://bucket/hf")
+    staged = remote_reading.stage("memory://bucket/hf")
     (lock,) = cache.glob("*.lock")
     atomic.remove_tree(staged.parent)
     holder = subprocess.Popen(
@@ -319,7 +320,7 @@ def test_one_process_copies_while_others_wait(fs, hf, cache, caplog, requests):
         handler = Release()
         logging.getLogger("t5x.files.locks").addHandler(handler)
         try:
-            assert remote.stage("memory://bucket/hf") == staged
+            assert remote_reading.stage("memory://bucket/hf") == staged
         finally:
             logging.getLogger("t5x.files.locks").removeHandler(handler)
         assert "waiting for another process" in caplog.text
@@ -381,20 +382,20 @@ def test_what_a_driver_raises_is_one_clear_message(fault, fs, monkeypatch):
     monkeypatch.setattr(MemoryFileSystem, "info", fail)
     monkeypatch.setattr(MemoryFileSystem, "ls", fail)
     with pytest.raises(UserError, match=message) as raised:
-        remote.stage("memory://bucket/run")
+        remote_reading.stage("memory://bucket/run")
     assert "bucket/run" in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
 def test_sign_in_hints_and_missing_drivers(monkeypatch):
     hint = r"gs://b/x: access is denied.*gcloud auth application-default login"
-    with pytest.raises(UserError, match=hint), urls.explained("gs://b/x"):
+    with pytest.raises(UserError, match=hint), remote.explained("gs://b/x"):
         raise PermissionError("no")
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     with pytest.raises(UserError, match=r"^gs://x/y: gs:// needs the package gcsfs.*`pip install gcsfs`.*'\.\[gcs\]'"):
-        remote.stage("gs://x/y")
+        remote_reading.stage("gs://x/y")
     with pytest.raises(UserError, match=r"nosuch:// is not a kind of path"):
-        remote.stage("nosuch://x/y")
+        remote_reading.stage("nosuch://x/y")
 
 
 # --- Writing ----------------------------------------------------------------------------------------------------------
@@ -461,7 +462,7 @@ def test_an_upload_that_arrives_short_is_found(fs, hf, monkeypatch):
 
     monkeypatch.setattr(MemoryFileSystem, "put_file", put_file)
     with pytest.raises(UserError, match=r"model\.safetensors has 5 bytes, not \d+"):
-        remote.publish(hf, "memory://bucket/new", overwrite=False)
+        remote_writing.publish(hf, "memory://bucket/new", overwrite=False)
     assert not fs.find("/bucket")
 
 

@@ -8,7 +8,7 @@ import hypothesis
 import pytest
 
 from t5x import data
-from t5x.data import cached
+from t5x.data import cache_reader
 
 hypothesis.settings.register_profile("t5x", deadline=None)  # a busy machine is no failure
 hypothesis.settings.load_profile("t5x")
@@ -70,7 +70,7 @@ def make_task(examples, preprocessors=(data.preprocessors.tokenize, data.preproc
 def caches(tmp_path, monkeypatch):
     """The directory of the caches of tasks."""
     monkeypatch.setenv("T5X_TASK_CACHES", str(tmp_path / "caches"))
-    monkeypatch.setattr(cached, "_told", set())
+    monkeypatch.setattr(cache_reader, "_told", set())
     return tmp_path / "caches"
 
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from t5x import cache as verb
 from t5x import data
-from t5x.data import cache_writer, cached, preprocessors, records
-from t5x.data.fingerprints import fingerprint
+from t5x.data import cache_reader, cache_writer, example_encoding, preprocessors
+from t5x.data.code_hashes import fingerprint
 from t5x.data.pipeline import count_cacheable
-from t5x.data.streams import ConcatenateAndSplit, composite
+from t5x.data.preprocessor_kinds import ConcatenateAndSplit, composite
 from t5x.errors import UserError
 from t5x.files import locks
+from t5x.verbs.cache import cache_tasks
 from tests import commands
 from tests.data.conftest import byte_features
 from tests.programs import REPO, environment, reference_python
@@ -298,23 +298,23 @@ def test_after_a_stop_finished_shards_are_kept(lines, caches, caplog, monkeypatc
         with pytest.raises(ConnectionError):
             write_cache(task)
     directory = caches / "task/train"
-    assert sorted(path.name for path in directory.glob("*record")) == [cached.shard_name(0), cached.shard_name(1)]
+    assert sorted(path.name for path in directory.glob("*record")) == [*map(cache_reader.shard_name, range(2))]
     assert not list(directory.glob("*.tmp-*"))
     assert not is_cached(task) and "it is not complete" in caplog.text
     assert batches(task) == expected  # from the source
 
-    kept = (directory / cached.shard_name(1)).stat().st_ino
-    (directory / f"{cached.shard_name(2)}.tmp-17").write_text("half")
+    kept = (directory / cache_reader.shard_name(1)).stat().st_ino
+    (directory / f"{cache_reader.shard_name(2)}.tmp-17").write_text("half")
     written = write_cache(task)
     assert (written.made, written.shards) == (1, 3)
-    assert (directory / cached.shard_name(1)).stat().st_ino == kept
+    assert (directory / cache_reader.shard_name(1)).stat().st_ino == kept
     assert not list(directory.glob("*.tmp-*"))
     assert is_cached(task) and batches(task) == expected
 
 
 def test_a_shard_that_is_cut_or_missing_is_refused_and_made_again(lines, caches, caplog):
     write_cache(make_task(lines))
-    shard = caches / "task/train" / cached.shard_name(1)
+    shard = caches / "task/train" / cache_reader.shard_name(1)
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-100])
     assert not is_cached(make_task(lines))
@@ -328,7 +328,7 @@ def test_a_shard_that_is_cut_or_missing_is_refused_and_made_again(lines, caches,
 
 def test_damage_inside_a_shard_is_found(lines, caches, caplog):
     write_cache(make_task(lines))
-    shard = caches / "task/train" / cached.shard_name(1)
+    shard = caches / "task/train" / cache_reader.shard_name(1)
     content = bytearray(shard.read_bytes())
     place = content.index(b"inputs")
     content[place] ^= 1
@@ -342,7 +342,7 @@ def test_damage_inside_a_shard_is_found(lines, caches, caplog):
     assert write_cache(make_task(lines)).made == 0
 
 
-@pytest.mark.parametrize("name", [cached.INFO, cached.COMPLETED, cached.shard_name(1)])
+@pytest.mark.parametrize("name", [cache_reader.INFO, cache_reader.COMPLETED, cache_reader.shard_name(1)])
 @pytest.mark.parametrize("content", [None, b"[" * 100_000, b"3", b'{"format": 1}', b'{"format": 1, "shards": [3]}'])
 def test_a_cache_from_anywhere_is_not_used(lines, caches, caplog, name, content):
     write_cache(make_task(lines))
@@ -440,7 +440,7 @@ def test_the_command_caches_all_tasks_of_a_mixture(lines, write, caches, capsys,
     assert [row.split()[:3] for row in rows] == [["of_a_file:1", "train", "50"], ["of_another", "train", "50"]]
 
     again = commands.run(capsys, "cache", "--import", tasks, "of_a_file:1", "--split", "train")
-    assert again.code == 0 and "is whole" in again.err
+    assert again.code == 0 and "0 of 1 shard(s) written now" in again.err
     assert is_cached(data.TaskRegistry.get("of_another"))
     commands.run(capsys, "cache", "of_a_file:1", "--split", "test").refused("has no split 'test'")
     commands.run(capsys, "cache", "of_a_file:1", "--output_dir", "gs://a/b").refused("--output_dir", "is remote")
@@ -474,7 +474,7 @@ def test_records_keep_every_value_and_type():
         "nested": [ids[:2], ids[:3]], "tuple": (1, ("a", [2])), "map": {1: True, "x": np.bool_(False)}, "large": 2**70,
         "texts": np.array(["ab", "c"]), "objects": np.array(["ab", None], object), "big_endian": np.array([1], ">i4"),
     }  # fmt: skip
-    (found,) = records.decode(records.encode([example]))
+    (found,) = example_encoding.decode(example_encoding.encode([example]))
     assert list(found) == list(example)
     for name, value in example.items():
         assert type(found[name]) is type(value) and repr(found[name]) == repr(value), name
@@ -482,12 +482,12 @@ def test_records_keep_every_value_and_type():
             assert found[name].dtype == value.dtype and found[name].shape == value.shape
             assert found[name].flags.writeable
             np.testing.assert_array_equal(found[name], value)
-    assert records.decode(records.encode([])) == []
-    assert len(records.encode([{"ids": ids}])) < 2 * len(ids) + 20
+    assert example_encoding.decode(example_encoding.encode([])) == []
+    assert len(example_encoding.encode([{"ids": ids}])) < 2 * len(ids) + 20
 
 
-def test_the_entry_point_is_there_for_python_too(lines, caches, tmp_path, capsys):
-    written = verb.cache(make_task(lines), splits=["train"], output_dir=str(tmp_path / "other"), num_workers=0)
-    assert [one.path for one in written] == [str(tmp_path / "other/task/train")]
+def test_caches_are_written_to_another_directory(lines, caches, tmp_path, capsys):
+    cache_tasks(make_task(lines), splits=["train"], output_dir=str(tmp_path / "other"), num_workers=0)
+    assert (tmp_path / "other/task/train" / cache_reader.COMPLETED).is_file()
     assert not is_cached(make_task(lines))
     assert "train" in capsys.readouterr().out

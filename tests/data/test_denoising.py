@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from t5x import data
 from t5x.data import preprocessors
+from t5x.data.preprocessor_kinds import ConcatenateAndSplit, generator
 from t5x.data.preprocessors import UL2_DENOISERS, Denoiser, denoising, random_spans_helper, span_corruption
-from t5x.data.streams import ConcatenateAndSplit, generator
 from t5x.errors import UserError
 
 SIZE = 1000

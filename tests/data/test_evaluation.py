@@ -7,7 +7,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from t5x import data
-from t5x.data.evaluation import Evaluator, JSONLogger, Logger, PyLoggingLogger, TensorBoardLogger
+from t5x.data.evaluator import Evaluator, JSONLogger, Logger, PyLoggingLogger, TensorBoardLogger
 from t5x.errors import UserError
 from t5x.metrics import accuracy, exact_match
 

@@ -124,7 +124,7 @@ def test_joined_documents_lose_and_repeat_nothing(registries):
     documents = [list(range(100 * i + 10, 100 * i + 10 + 7 * i % 23)) for i in range(1, 12)]
     features = {"targets": data.Feature(data.PassThroughVocabulary(2000), add_eos=False)}
     source = data.FunctionDataSource(lambda split: [{"targets": d} for d in documents], splits=("train",))
-    task = data.Task("plain", source, features, [data.streams.ConcatenateAndSplit(5)])
+    task = data.Task("plain", source, features, [data.preprocessor_kinds.ConcatenateAndSplit(5)])
     made = TrainLoader(
         task.pipeline("train", {"targets": 5}, 0), data.DecoderFeatureConverter(), {"targets": 5}, batch_size=1,
         shuffle=False,
@@ -147,7 +147,7 @@ def test_bad_documents_are_passed_over_where_they_are(write):
     lines[25] = "{broken\n"
     source = data.JsonLinesDataSource({"train": write("x.jsonl", "".join(lines))})
     features = {"targets": data.Feature(data.PassThroughVocabulary(100), add_eos=False)}
-    pipeline = data.Task("plain", source, features, [data.streams.ConcatenateAndSplit(15)]).pipeline("train")
+    pipeline = data.Task("plain", source, features, [data.preprocessor_kinds.ConcatenateAndSplit(15)]).pipeline("train")
     made = lambda skip: TrainLoader(
         pipeline, data.DecoderFeatureConverter(), {"targets": 15}, batch_size=1, shuffle=False, skip_bad_examples=skip
     )

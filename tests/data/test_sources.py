@@ -16,9 +16,9 @@ from t5x.data import (
     TsvDataSource,
     sources,
 )
-from t5x.data.line_files import LineFile
-from t5x.data.staging import LocalCopy
 from t5x.errors import UserError
+from t5x.files.indexed_lines import LineFile
+from t5x.files.local_copies import LocalCopy
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -73,7 +73,7 @@ def test_globs_are_sorted_and_located_by_file_and_line(write, tmp_path):
 
 
 def test_very_many_files_do_not_stay_open(write, tmp_path, monkeypatch):
-    monkeypatch.setattr("t5x.data.local_files._MAX_OPEN_FILES", 0)
+    monkeypatch.setattr("t5x.files.random_access._MAX_OPEN_FILES", 0)
     for i in range(5):
         write(f"{i}.txt", f"{i}\n")
     before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
@@ -92,7 +92,7 @@ def test_any_lines_come_back_across_chunks(tmp_path_factory, lines, last_end):
     content = "\n".join(lines) + ("\n" if last_end or not lines[-1] else "")
     path.write_bytes(content.encode())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("t5x.data.local_files.CHUNK", 7)
+        patch.setattr("t5x.files.random_access.CHUNK", 7)
         file = LineFile(LocalCopy(str(path), "x", ""))
         assert [file[i].decode() for i in range(len(file))] == lines
         assert [file.line_number(i) for i in range(len(file))] == list(range(1, len(lines) + 1))
@@ -110,7 +110,7 @@ def test_any_csv_comes_back(tmp_path_factory, rows):
     with open(path, "w", newline="", encoding="utf-8") as file:
         csv.writer(file, quoting=csv.QUOTE_ALL).writerows([["a", "b"], *rows])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("t5x.data.local_files.CHUNK", 11)
+        patch.setattr("t5x.files.random_access.CHUNK", 11)
         assert everything(CsvDataSource({"train": str(path)})) == [{"a": a, "b": b} for a, b in rows]
 
 
@@ -194,7 +194,7 @@ def test_blank_lines_are_passed_over_wherever_chunks_end(tmp_path_factory, lines
     expected = [(number, line.rstrip(blank)) for number, line in expected if line.strip(blank)]
     for chunk in (1, 4, 100):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("t5x.data.local_files.CHUNK", chunk)
+            patch.setattr("t5x.files.random_access.CHUNK", chunk)
             file = LineFile(LocalCopy(str(path), "x", ""), skip=skip, blank=blank.encode())
             assert [(file.line_number(i), file[i].decode()) for i in range(len(file))] == expected
 
@@ -202,7 +202,7 @@ def test_blank_lines_are_passed_over_wherever_chunks_end(tmp_path_factory, lines
 @pytest.mark.parametrize("change", [b"ONE\ntwo\n", b"one\n", b"one\ntwo\nthree\n"])
 @pytest.mark.parametrize("open_files", [0, 256])
 def test_a_file_that_changes_under_a_run_is_noticed(write, monkeypatch, change, open_files):
-    monkeypatch.setattr("t5x.data.local_files._MAX_OPEN_FILES", open_files)
+    monkeypatch.setattr("t5x.files.random_access._MAX_OPEN_FILES", open_files)
     path = write("x.txt", "one\ntwo\n")
     source = TextLineDataSource({"train": path})
     assert texts(source) == ["one", "two"]

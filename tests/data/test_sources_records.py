@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from t5x.crc32c import crc32c, mask
 from t5x.data import ArrayRecordDataSource, BadExample, TFExampleDataSource
 from t5x.data.sources.tf_examples import ExampleParser
 from t5x.data.sources.tfrecord import RecordFile
-from t5x.data.staging import LocalCopy
 from t5x.errors import UserError
+from t5x.files.digests import masked_crc32c
+from t5x.files.local_copies import LocalCopy
 from tests.programs import reference_python
 
 WRITE = """
@@ -174,7 +174,7 @@ def test_any_numbers_come_back(features):
 
 def record(data):
     length = struct.pack("<Q", len(data))
-    return length + struct.pack("<I", mask(crc32c(length))) + data + struct.pack("<I", mask(crc32c(data)))
+    return length + struct.pack("<I", masked_crc32c(length)) + data + struct.pack("<I", masked_crc32c(data))
 
 
 def record_file(path):
@@ -187,7 +187,7 @@ def test_any_records_come_back_across_chunks(tmp_path_factory, contents, chunk):
     path = tmp_path_factory.mktemp("records") / "x"
     path.write_bytes(b"".join(map(record, contents)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("t5x.data.local_files.CHUNK", chunk)
+        patch.setattr("t5x.files.random_access.CHUNK", chunk)
         file = record_file(path)
         assert [file[i] for i in range(len(file))] == contents
 

@@ -6,7 +6,7 @@ import pytest
 
 from t5x import data
 from t5x.data import preprocessors
-from t5x.data.fingerprints import fingerprint
+from t5x.data.code_hashes import fingerprint
 from t5x.data.pipeline import count_cacheable
 from t5x.data.tasks import task_rates
 from t5x.errors import UserError

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from t5x import data
-from t5x.data import cache_writer, processes
-from t5x.data.config import import_task_module
+from t5x.data import cache_writer, worker_process
+from t5x.data.dataset_config import import_task_module
 from t5x.data.loader import TrainLoader
 from tests import programs
 
@@ -133,7 +133,7 @@ def test_the_working_directory_comes_last_where_it_is_on_the_path(monkeypatch):
     import cloudpickle
 
     monkeypatch.setattr(sys, "path", ["", *sys.path])
-    path, *_ = cloudpickle.loads(processes.pickled(None, ""))
+    path, *_ = cloudpickle.loads(worker_process.pickled(None, ""))
     assert path == [*sys.path[1:], ""]
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from t5x import data
 from t5x.data import preprocessors
+from t5x.data.example_order import Order
 from t5x.data.lanes import Stream
-from t5x.data.order import Order
-from t5x.data.streams import ConcatenateAndSplit
+from t5x.data.preprocessor_kinds import ConcatenateAndSplit
 from t5x.data.view.counts import packed
 from t5x.data.view.drawing import Page, histogram, width_of
 from t5x.data.view.examples import joined, parse_lengths, pieces, report

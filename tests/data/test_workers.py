@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from t5x import data
-from t5x.data.config import import_task_module
+from t5x.data.dataset_config import import_task_module
 from t5x.data.loader import TrainLoader
 from t5x.errors import TemporaryError, UserError
 from tests.programs import train

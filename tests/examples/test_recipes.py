@@ -6,7 +6,7 @@ import json
 import pytest
 
 from t5x import configuration, data
-from t5x.data.evaluation import Evaluator
+from t5x.data.evaluator import Evaluator
 from t5x.data.feature_converters import EncDecFeatureConverter
 from t5x.errors import UserError
 from t5x.examples.recipes import tasks

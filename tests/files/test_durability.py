@@ -12,12 +12,12 @@ import fsspec
 import pytest
 
 from t5x import data
-from t5x.checkpoints import CheckpointStore, ModelDirLock, arrays, remote
+from t5x.checkpoints import CheckpointStore, ModelDirLock, arrays, remote_reading
 from t5x.checkpoints.formats import open_checkpoint
 from t5x.checkpoints.store import _Save
 from t5x.convert import convert
-from t5x.data import cache_writer, cached, preprocessors, staging
-from t5x.files import atomic
+from t5x.data import cache_reader, cache_writer, preprocessors
+from t5x.files import atomic, local_copies
 from t5x.inference.chunks import Chunks
 from t5x.inference.output import Output
 from t5x.telemetry import MetricWriter, jsonl
@@ -110,7 +110,7 @@ def test_a_copy_of_a_remote_checkpoint_is_whole_after_a_power_cut(disk, tmp_path
         for name, content in contents(source).items():
             memory.pipe(f"/bucket/hf/{name}", content)
         monkeypatch.setenv("T5X_CACHE_DIR", str(disk.root / "cache"))
-        copy = remote.stage("memory://bucket/hf")
+        copy = remote_reading.stage("memory://bucket/hf")
         after = disk.cut(tmp_path / "after") / os.path.relpath(copy, disk.root)
         assert contents(after) == contents(source)
         # A killed copy is resumed: files of the right size are not fetched again.
@@ -172,10 +172,10 @@ def test_results_are_on_the_disk_chunk_by_chunk_and_whole(disk, tmp_path):
 def test_a_staged_copy_is_whole_after_a_power_cut(disk, tmp_path, monkeypatch):
     (tmp_path / "x.txt.gz").write_bytes(gzip.compress(b"line\n" * 1000))
     monkeypatch.setenv("T5X_CACHE_DIR", str(disk.root / "cache"))
-    (copy,) = staging.stage([str(tmp_path / "x.txt.gz")])
+    (copy,) = local_copies.stage([str(tmp_path / "x.txt.gz")])
     monkeypatch.setenv("T5X_CACHE_DIR", str(disk.cut(tmp_path / "after") / "cache"))
-    monkeypatch.setattr(staging, "_make", lambda *_: pytest.fail("it was there before the power cut"))
-    (again,) = staging.stage([str(tmp_path / "x.txt.gz")])
+    monkeypatch.setattr(local_copies, "_make", lambda *_: pytest.fail("it was there before the power cut"))
+    (again,) = local_copies.stage([str(tmp_path / "x.txt.gz")])
     assert Path(again.path).read_bytes() == Path(copy.path).read_bytes() == b"line\n" * 1000
 
 
@@ -187,5 +187,5 @@ def test_a_cache_of_a_task_is_whole_after_a_power_cut(disk, tmp_path):
     options = {"num_workers": 0, "examples_per_shard": 20}
     assert cache_writer.write(task, "train", directory=str(disk.root / "caches"), **options).made == 3
     after = disk.cut(tmp_path / "after") / "caches"
-    assert (after / "task" / "train" / cached.COMPLETED).exists()
+    assert (after / "task" / "train" / cache_reader.COMPLETED).exists()
     assert cache_writer.write(task, "train", directory=str(after), **options).made == 0

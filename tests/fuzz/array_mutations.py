@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import google_crc32c
 import msgpack
 
-from t5x.crc32c import crc32c, mask
+from t5x.files.digests import masked_crc32c
 from tests.checkpoints.formats import bundle_writer
 from tests.fuzz.file_mutations import checkpoint_in, read, write
 from tests.fuzz.value_mutations import mutate_json, mutate_value, places, random_shape, random_text
@@ -105,7 +106,7 @@ def break_nodes(rng: random.Random, directory: Path, outside: Path) -> str:
                     content[rng.randrange(start + 12, end - 4)] = rng.choice(
                         (0, 1, 0x7F, 0x80, 0xFF, rng.randrange(256))
                     )
-                content[end - 4 : end] = struct.pack("<I", crc32c(bytes(content[start : end - 4])))
+                content[end - 4 : end] = struct.pack("<I", google_crc32c.value(bytes(content[start : end - 4])))
                 count += 1
         write(file, content)
     return f"flip bytes in {count} nodes of the database"
@@ -218,7 +219,7 @@ def change_bundle(rng: random.Random, directory: Path, outside: Path) -> str:
             spoiled[rng.randrange(200)] = rng.randrange(256)
         length = _first_block(content)
         if length < end:
-            spoiled[length : length + 4] = struct.pack("<I", mask(crc32c(bytes(spoiled[:length]))))
+            spoiled[length : length + 4] = struct.pack("<I", masked_crc32c(bytes(spoiled[:length])))
         content = bytes(spoiled)
     write(file, content)
     return f"index: {name[:40]}"
@@ -227,7 +228,7 @@ def change_bundle(rng: random.Random, directory: Path, outside: Path) -> str:
 def _first_block(content: bytes) -> int:
     """Where the checksum of the first block is: the first place at which it is true."""
     for end in range(1, len(content) - 4):
-        if content[end - 1] == 0 and struct.pack("<I", mask(crc32c(content[:end]))) == content[end : end + 4]:
+        if content[end - 1] == 0 and struct.pack("<I", masked_crc32c(content[:end])) == content[end : end + 4]:
             return end
     return len(content)
 

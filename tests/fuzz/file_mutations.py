@@ -10,7 +10,7 @@ import socket
 from pathlib import Path
 
 from t5x.checkpoints import manifest, paths
-from t5x.untrusted import open_regular
+from t5x.files.untrusted import open_regular
 from tests.fuzz.value_mutations import HUGE, mutate_json
 
 _LARGE = 10**8

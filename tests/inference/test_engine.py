@@ -6,7 +6,7 @@ import pytest
 
 import t5x
 from t5x import data
-from t5x.data.config import DatasetConfig
+from t5x.data.dataset_config import DatasetConfig
 from t5x.inference.task_runs import TaskRun
 from t5x.inference.tasks import Placed
 from tests.inference.models import byte_model

@@ -12,9 +12,9 @@ import pytest
 
 from t5x import configuration, data, decoding, infer, models
 from t5x.checkpoints.config import RestoreCheckpointConfig
-from t5x.crc32c import crc32c, mask
-from t5x.data.config import DatasetConfig
+from t5x.data.dataset_config import DatasetConfig
 from t5x.errors import UserError
+from t5x.files.digests import masked_crc32c
 from t5x.inference import task_runs
 from t5x.inference.loaded import open_model
 from t5x.partitioning import PjitPartitioner
@@ -333,7 +333,7 @@ def tf_records(path, texts_of_records):
         entry = field(1, b"inputs") + field(2, field(1, field(1, text.encode())))
         example = field(1, field(1, entry))
         length = len(example).to_bytes(8, "little")
-        crc = lambda data: mask(crc32c(data)).to_bytes(4, "little")
+        crc = lambda data: masked_crc32c(data).to_bytes(4, "little")
         return length + crc(length) + example + crc(example)
 
     path.write_bytes(b"".join(map(record, texts_of_records)))

@@ -13,7 +13,7 @@ from t5x import data, startup
 from t5x.answering.files import answer_file
 from t5x.checkpoints import reading
 from t5x.checkpoints.config import RestoreCheckpointConfig
-from t5x.data.config import DatasetConfig
+from t5x.data.dataset_config import DatasetConfig
 from t5x.infer import infer
 from t5x.inference.files import infer_file
 from t5x.inference.loaded import open_model

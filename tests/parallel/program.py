@@ -15,7 +15,7 @@ import jax
 from t5x import checkpoints, startup, trainer
 from t5x.adafactor import Adafactor
 from t5x.checkpoints.config import CheckpointConfig, SaveCheckpointConfig
-from t5x.data.config import DatasetConfig
+from t5x.data.dataset_config import DatasetConfig
 from t5x.models import EncoderDecoderModel
 from t5x.network import T5Config, Transformer
 from t5x.optimizers.schedules import create_learning_rate_scheduler

@@ -10,7 +10,7 @@ import t5x
 from t5x import data, trainer
 from t5x.adafactor import Adafactor
 from t5x.checkpoints.config import CheckpointConfig, SaveCheckpointConfig
-from t5x.data.config import DatasetConfig
+from t5x.data.dataset_config import DatasetConfig
 from t5x.errors import UserError
 from t5x.network import T5Config, Transformer
 from t5x.optimizers.schedules import create_learning_rate_scheduler

@@ -8,13 +8,13 @@ import os
 
 from etils import epath
 
-from t5x.checkpoints import paths, remote
+from t5x.checkpoints import paths, remote_reading
 from t5x.checkpoints.formats.base import LazyArray, Source
 from t5x.checkpoints.formats.links import check_links
 from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.errors import UserError
-from t5x.untrusted import open_inside, open_regular
-from t5x.urls import is_remote
+from t5x.files.remote import is_remote
+from t5x.files.untrusted import open_inside, open_regular
 
 __all__ = ["LazyArray", "Source", "is_own_checkpoint", "open_checkpoint"]
 
@@ -40,7 +40,7 @@ def open_checkpoint(path: epath.PathLike, *, verify: bool = True) -> Source:
 
     if not os.fspath(path):
         raise UserError("The path of the checkpoint is empty. Give a checkpoint, or the MODEL_DIR of a run.")
-    given, path = os.fspath(path), remote.stage(path)
+    given, path = os.fspath(path), remote_reading.stage(path)
     if not _has(path, paths.MANIFEST, _HUGGINGFACE, *_ORBAX) and (steps := reading.list_steps(path)):
         return _open_newest(path, steps, verify)
     source = _open(path, verify)

@@ -17,7 +17,7 @@ from etils import epath
 from t5x.checkpoints import paths
 from t5x.checkpoints.formats.base import LazyArray
 from t5x.checkpoints.manifest import DamagedCheckpoint
-from t5x.untrusted import open_inside, open_regular
+from t5x.files.untrusted import open_inside, open_regular
 
 DTYPES = {
     name: np.dtype(name)

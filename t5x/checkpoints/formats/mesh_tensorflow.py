@@ -16,8 +16,8 @@ from etils import epath
 from t5x.checkpoints.formats.base import LazyArray, Source
 from t5x.checkpoints.formats.tensor_bundle import read_bundle
 from t5x.errors import UserError
-from t5x.untrusted import open_inside
-from t5x.urls import is_remote
+from t5x.files.remote import is_remote
+from t5x.files.untrusted import open_inside
 
 _logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from t5x.checkpoints.formats import lazy_msgpack, zarr_arrays
 from t5x.checkpoints.formats.base import LazyArray, Source, check_expansion
 from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.errors import UserError
-from t5x.untrusted import open_inside
+from t5x.files.untrusted import open_inside
 
 VERSION = 3
 FILE = "checkpoint"

@@ -25,7 +25,7 @@ from t5x.checkpoints.formats import lazy_msgpack, native_read, zarr_arrays
 from t5x.checkpoints.formats.base import LazyArray, Source, check_chunk_shape, check_expansion
 from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.errors import UserError
-from t5x.untrusted import open_inside, parse_json
+from t5x.files.untrusted import open_inside, parse_json
 
 METADATA = "_METADATA"
 MSGPACK = "checkpoint"

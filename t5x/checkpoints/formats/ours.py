@@ -10,8 +10,8 @@ from t5x.checkpoints import arrays, manifest, paths
 from t5x.checkpoints.formats.base import LazyArray, Source
 from t5x.checkpoints.formats.native_read import check_step
 from t5x.checkpoints.formats.orbax import read_orbax
+from t5x.files.untrusted import parse_json
 from t5x.ranking.templates import from_fields
-from t5x.untrusted import parse_json
 
 MODEL_FILE = "model.json"
 _OPTIONAL = {"inputs_bidirectional_attention": bool, "template": dict}

@@ -11,7 +11,7 @@ The content is untrusted: every length is checked before use, and keys, blocks a
 
 from collections.abc import Iterator
 
-from t5x.crc32c import crc32c, mask
+from t5x.files.digests import masked_crc32c
 
 _MAGIC = (0xDB4775248B80FB57).to_bytes(8, "little")
 _FOOTER = 48
@@ -94,7 +94,7 @@ def _read_block(content: bytes, offset: int, size: int) -> bytes:
     if offset + size + _TRAILER > len(content) - _FOOTER:
         raise Malformed(f"a block of {size} bytes at byte {offset} leads out of the {len(content)} bytes of the file")
     end = offset + size + 1
-    if mask(crc32c(content[offset:end])) != int.from_bytes(content[end : end + 4], "little"):
+    if masked_crc32c(content[offset:end]) != int.from_bytes(content[end : end + 4], "little"):
         raise Malformed(f"the checksum of the block at byte {offset} does not match")
     compression = content[end - 1]
     if compression == _UNCOMPRESSED:

@@ -21,10 +21,10 @@ from t5x.checkpoints.formats.base import LazyArray
 from t5x.checkpoints.formats.links import check_links
 from t5x.checkpoints.formats.sorted_table import Cursor, Malformed, read_table
 from t5x.checkpoints.manifest import DamagedCheckpoint
-from t5x.crc32c import crc32c, mask
 from t5x.errors import UserError
-from t5x.untrusted import open_regular
-from t5x.urls import is_remote
+from t5x.files.digests import masked_crc32c
+from t5x.files.remote import is_remote
+from t5x.files.untrusted import open_regular
 
 _DTYPES = {1: np.float32, 2: np.float64, 3: np.int32, 9: np.int64, 14: ml_dtypes.bfloat16, 19: np.float16}
 _OTHER_DTYPES = {4: "uint8", 6: "int8", 7: "string", 10: "bool", 20: "resource", 21: "variant"}
@@ -243,7 +243,7 @@ def _file_size(path: epath.Path) -> int:
 
 def _read_tensor(path: epath.Path, name: str, entry: Entry) -> np.ndarray:
     data = _read_bytes(path, entry.offset, entry.size)
-    if mask(crc32c(data)) != entry.crc:
+    if masked_crc32c(data) != entry.crc:
         raise DamagedCheckpoint(path, f"the checksum of {name} does not match")
     array = data.view(entry.dtype).reshape(entry.shape)
     return array if array.flags.aligned else array.copy()

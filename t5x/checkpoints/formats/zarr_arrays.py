@@ -25,7 +25,7 @@ from t5x.checkpoints import faults, paths
 from t5x.checkpoints.formats.base import LazyArray, check_chunk_shape
 from t5x.checkpoints.formats.lazy_msgpack import DTYPES, check_shape
 from t5x.checkpoints.manifest import DamagedCheckpoint
-from t5x.untrusted import open_inside, parse_json
+from t5x.files.untrusted import open_inside, parse_json
 
 METADATA_FILE = ".zarray"
 COMPRESSOR = {"id": "gzip", "level": 1}  # written by us and by T5X

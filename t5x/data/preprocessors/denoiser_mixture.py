@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from t5x.data.features import Feature
+from t5x.data.feature_spec import Feature
+from t5x.data.preprocessor_kinds import composite, generator
 from t5x.data.preprocessors import denoising
-from t5x.data.streams import composite, generator
 from t5x.errors import UserError
 
 Example = dict[str, Any]

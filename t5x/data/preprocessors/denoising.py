@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from t5x.data.features import Feature
-from t5x.data.streams import ConcatenateAndSplit, composite, generator
+from t5x.data.feature_spec import Feature
+from t5x.data.preprocessor_kinds import ConcatenateAndSplit, composite, generator
 from t5x.data.vocabularies import Vocabulary
 from t5x.errors import UserError
 

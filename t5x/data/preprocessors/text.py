@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from t5x.data.features import Feature
+from t5x.data.feature_spec import Feature
 from t5x.errors import UserError
 
 Example = dict[str, Any]

@@ -5,13 +5,13 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from t5x.data.local_files import LocalFile
 from t5x.data.sources.base import Malformed, optional_package
 from t5x.data.sources.files import DecodedRecords, FilesDataSource, Patterns
 from t5x.data.sources.lines import decoded, json_object
 from t5x.data.sources.tf_examples import ExampleParser
-from t5x.data.staging import LocalCopy
 from t5x.errors import UserError
+from t5x.files.local_copies import LocalCopy
+from t5x.files.random_access import LocalFile
 
 _Decode = Callable[[bytes], Mapping[str, Any]]
 

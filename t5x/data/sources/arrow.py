@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from t5x import cache_directory
-from t5x.data import files
-from t5x.data.local_files import LocalFile
 from t5x.data.sources.base import Malformed, optional_package
 from t5x.data.sources.files import FilesDataSource, Patterns, record_location
-from t5x.data.staging import LocalCopy
 from t5x.errors import UserError
-from t5x.urls import is_remote
+from t5x.files import user_files
+from t5x.files.disk_space import human_size
+from t5x.files.local_copies import LocalCopy
+from t5x.files.random_access import LocalFile
+from t5x.files.remote import is_remote
 
 if TYPE_CHECKING:
     import pyarrow
@@ -56,7 +56,7 @@ class ParquetDataSource(FilesDataSource):
             logger.warning(
                 "Split %r is slow to read in random order: it has %s, and for one example up to %d rows are decoded. "
                 "Write it with smaller row groups: pyarrow.parquet.write_table(table, path, row_group_size=200).",
-                split, cache_directory.human_size(size), rows,
+                split, human_size(size), rows,
             )  # fmt: skip
         return opened
 
@@ -193,10 +193,10 @@ class HuggingFaceDataSource(FilesDataSource):
 
     def _read_json(self, name: str, directory: str | None = None) -> dict[str, Any] | None:
         path = posixpath.join(directory or self._directory, name)
-        if not files.exists(path):
+        if not user_files.exists(path):
             return None
         try:
-            content = json.loads(files.read_bytes(path))
+            content = json.loads(user_files.read_bytes(path))
         except ValueError as error:
             raise UserError(f"{path} is not JSON: {error}. Save the data set again.") from error
         return content if isinstance(content, dict) else {}

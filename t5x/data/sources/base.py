@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from t5x.data import records
-from t5x.data.fingerprints import fingerprint
+from t5x.data import example_encoding
+from t5x.data.code_hashes import fingerprint
 from t5x.errors import UserError
 
 _HASHED_EXAMPLES = 10_000
@@ -81,7 +81,7 @@ class DataSource(abc.ABC):
         except BadExample:
             return b"bad"
         try:
-            return records.encode([dict(sorted(example.items(), key=str))])
+            return example_encoding.encode([dict(sorted(example.items(), key=str))])
         except UserError:  # values of other types
             return fingerprint(example, lasting=True).encode()
 

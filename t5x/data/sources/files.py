@@ -8,8 +8,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from t5x.data import digests, files, staging
-from t5x.data.fingerprints import fingerprint
+from t5x.data import file_digests
+from t5x.data.code_hashes import fingerprint
 from t5x.data.sources.base import (
     BadExample,
     DataSource,
@@ -20,8 +20,9 @@ from t5x.data.sources.base import (
     name_of,
     unshared,
 )
-from t5x.data.staging import LocalCopy
 from t5x.errors import UserError
+from t5x.files import local_copies, user_files
+from t5x.files.local_copies import LocalCopy
 
 logger = logging.getLogger(__name__)
 
@@ -90,15 +91,15 @@ class FilesDataSource(OpenedSplits, DataSource):
     def fingerprint(self, split: str) -> dict[str, Any]:
         self.check_split(split)
         state = {name: value for name, value in self.__getstate__().items() if name not in ("_patterns", "_versions")}
-        names = [(os.path.basename(name), version) for name, version in staging.versions(self._paths(split))]
+        names = [(os.path.basename(name), version) for name, version in local_copies.versions(self._paths(split))]
         return {"class": type(self).__qualname__, "settings": fingerprint((type(self), state)), "files": names}
 
     def content_fingerprint(self, split: str) -> Callable[[], dict[str, Any]]:
-        """See `DataSource`; see `t5x.data.digests` for how files are hashed."""
+        """See `DataSource`; see `t5x.data.file_digests` for how files are hashed."""
         settings = fingerprint((type(self), self._settings(split)), lasting=True)
         described = {"class": type(self).__qualname__, "settings": settings}
         copies = self.opened(split).copies
-        return lambda: described | {"files": digests.describe_files(copies)}
+        return lambda: described | {"files": file_digests.describe_files(copies)}
 
     def _settings(self, split: str) -> dict[str, Any]:
         """Return what the examples depend on besides the content of the files."""
@@ -122,7 +123,7 @@ class FilesDataSource(OpenedSplits, DataSource):
 
     def _staged(self, split: str, paths: Sequence[str]) -> list[LocalCopy]:
         """Return local copies; after unpickling, raise a UserError if the files have changed since."""
-        copies = staging.stage(paths, verify=split not in self._versions)  # else verified before pickling
+        copies = local_copies.stage(paths, verify=split not in self._versions)  # else verified before pickling
         now = _versions(copies)
         before = self._versions.get(split, now)
         if changed := [name for name in before | now if before.get(name) != now.get(name)]:
@@ -145,7 +146,7 @@ class FilesDataSource(OpenedSplits, DataSource):
         patterns = self._patterns[split]
         if isinstance(patterns, str | os.PathLike):
             patterns = [patterns]
-        return [path for pattern in patterns for path in files.expand(pattern)]
+        return [path for pattern in patterns for path in user_files.expand(pattern)]
 
 
 def _versions(copies: Sequence[LocalCopy]) -> dict[str, str]:

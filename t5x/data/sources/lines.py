@@ -7,11 +7,11 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from t5x.data.line_files import LineFile
 from t5x.data.sources.base import Malformed, excerpt
 from t5x.data.sources.files import FilesDataSource, Patterns
-from t5x.data.staging import LocalCopy
 from t5x.errors import UserError
+from t5x.files.indexed_lines import LineFile
+from t5x.files.local_copies import LocalCopy
 
 _Parse = Callable[[str], dict[str, Any]]
 _RETURNS = "lines end with carriage returns alone. Convert the file: tr '\\r' '\\n' < FILE > NEW_FILE."

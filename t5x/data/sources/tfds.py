@@ -8,8 +8,8 @@ from t5x.data.sources.array_record import ArrayRecordFile
 from t5x.data.sources.base import optional_package
 from t5x.data.sources.files import FilesDataSource, Records, record_location
 from t5x.data.sources.tfrecord import RecordFile
-from t5x.data.staging import LocalCopy
 from t5x.errors import UserError
+from t5x.files.local_copies import LocalCopy
 
 _READERS = {"tfrecord": RecordFile, "array_record": ArrayRecordFile}
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from t5x.crc32c import crc32c, mask
-from t5x.data import local_files
-from t5x.data.local_files import LocalFile
 from t5x.data.sources.base import Malformed
 from t5x.data.sources.files import DecodedRecords, FilesDataSource, Patterns
 from t5x.data.sources.tf_examples import ExampleParser
-from t5x.data.staging import LocalCopy
 from t5x.errors import UserError
+from t5x.files import random_access
+from t5x.files.digests import masked_crc32c
+from t5x.files.local_copies import LocalCopy
+from t5x.files.random_access import LocalFile
 
 _HEADER = struct.Struct("<QI")
 _CRC = 4
@@ -62,10 +62,10 @@ class RecordFile:
 
     def __getitem__(self, index: int) -> bytes:
         record = self._file.read(int(self._offsets[index]), int(self._offsets[index + 1]))
-        data = memoryview(record)[_HEADER.size : -_CRC]
-        if mask(crc32c(data)) != int.from_bytes(record[-_CRC:], "little"):
+        data = record[_HEADER.size : -_CRC]
+        if masked_crc32c(data) != int.from_bytes(record[-_CRC:], "little"):
             raise Malformed("its checksum does not match: the file is damaged. Fetch it again.")
-        return bytes(data)
+        return data
 
     def _index(self) -> np.ndarray:
         """Return the offsets of the records and the size of the file, int64 [records + 1]. Verify the lengths."""
@@ -73,7 +73,7 @@ class RecordFile:
         offsets, headers = [0], bytearray()
         while (start := offsets[-1]) < size:
             # Index all records that end in this window without another read.
-            window = self._file.read(start, min(start + local_files.CHUNK, size))
+            window = self._file.read(start, min(start + random_access.CHUNK, size))
             first = len(offsets) - 1
             at = 0
             while at + _HEADER.size <= len(window):
@@ -103,6 +103,6 @@ class RecordFile:
 
 
 def _masked_crcs(lengths: np.ndarray) -> np.ndarray:
-    """Return `mask(crc32c(row))` of each row of [n, 8]."""
+    """Return `masked_crc32c(row)` of each row of [n, 8]."""
     unique, where = np.unique(np.ascontiguousarray(lengths).view("<u8").reshape(-1), return_inverse=True)
-    return np.array([mask(crc32c(number.tobytes())) for number in unique], np.uint32)[where.reshape(-1)]
+    return np.array([masked_crc32c(number.tobytes()) for number in unique], np.uint32)[where.reshape(-1)]

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from t5x.data.example_order import Order
 from t5x.data.feature_converters import DecoderFeatureConverter, EncDecFeatureConverter, FeatureConverter
 from t5x.data.lanes import BadExamples, Stream
 from t5x.data.loader import measure_lengths
-from t5x.data.order import Order
 from t5x.data.pipeline import Example, Pipeline
-from t5x.data.streams import generator
+from t5x.data.preprocessor_kinds import generator
 from t5x.data.tasks import Mixture, Task, task_rates
 from t5x.data.view.drawing import Page, histogram, table
 from t5x.errors import UserError

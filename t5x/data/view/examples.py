@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from t5x.data.example_order import Order
 from t5x.data.file_tasks import file_task
 from t5x.data.lanes import BadExamples, Position, Stream
-from t5x.data.order import Order
 from t5x.data.pipeline import Example, Pipeline
 from t5x.data.sources import BadExample
 from t5x.data.tasks import Mixture, Task, get_mixture_or_task, get_subtasks, task_rates

@@ -9,11 +9,11 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from t5x.data import files
 from t5x.data.vocabularies.base import PAD_ID, Vocabulary, utf8
 from t5x.data.vocabularies.tokenizer_limits import MAX_TOKEN_LENGTH, check_tokenizer
 from t5x.errors import UserError
-from t5x.untrusted import parse_json
+from t5x.files import user_files
+from t5x.files.untrusted import parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ class _Tokenizer:
                 f"Reading {path} needs the package tokenizers, which is not installed. `pip install tokenizers`, or "
                 "`pip install -e '.[hf]'` in the checkout of t5x."
             ) from error
-        self.content = files.read_regular(path, max_bytes=_MAX_BYTES) if content is None else content
+        self.content = user_files.read_regular(path, max_bytes=_MAX_BYTES) if content is None else content
         with _explained(
             f"{path} is not a {TOKENIZER_FILE} of Hugging Face that tokenizers {tokenizers.__version__} can read"
         ):

@@ -4,15 +4,15 @@ import functools
 import os
 from collections.abc import Callable
 
-from t5x.data import files
 from t5x.data.vocabularies import huggingface, sentence_piece
 from t5x.data.vocabularies.base import DESCRIPTION_FILE, Vocabulary
 from t5x.data.vocabularies.huggingface import HuggingFaceVocabulary
 from t5x.data.vocabularies.ids import ByteVocabulary, PassThroughVocabulary
 from t5x.data.vocabularies.sentence_piece import SentencePieceVocabulary
 from t5x.errors import UserError
-from t5x.untrusted import open_inside, parse_json
-from t5x.urls import is_remote
+from t5x.files import user_files
+from t5x.files.remote import is_remote
+from t5x.files.untrusted import open_inside, parse_json
 
 # {class: (parameter for the path of its file, file name)}
 _KINDS: dict[type[Vocabulary], tuple[str, str] | None] = {
@@ -61,9 +61,9 @@ def rebuild(read: Callable[[str], bytes], where: str) -> Vocabulary:
 def _read(directory: str, name: str) -> bytes:
     path = f"{directory}/{name}"
     if is_remote(directory):
-        return files.read_bytes(path)
+        return user_files.read_bytes(path)
     try:
         with open_inside(os.path.expanduser(directory), name) as file:
             return file.read()
     except OSError as error:
-        raise UserError(files.local_problem(path, error)) from error
+        raise UserError(user_files.local_problem(path, error)) from error

@@ -8,10 +8,10 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from t5x.data import files
 from t5x.data.vocabularies.base import PAD_ID, Vocabulary, check_extra_ids, utf8
 from t5x.data.vocabularies.tokenizer_limits import MAX_TOKEN_LENGTH, check_charsmap
 from t5x.errors import UserError
+from t5x.files import user_files
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class SentencePieceVocabulary(Vocabulary):
         if self._content is not None:
             return self._content
         try:
-            return files.read_regular(self.sentencepiece_model_file)
+            return user_files.read_regular(self.sentencepiece_model_file)
         except UserError as error:
             raise UserError(
                 f"The vocabulary file {self.sentencepiece_model_file} cannot be read. {error}\nName one that is here, "

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from t5x.data import FunctionDataSource, Mixture, Task, Vocabulary
-from t5x.data.files import read_bytes
 from t5x.errors import UserError
+from t5x.files.user_files import read_bytes
 from t5x.ranking import tasks
 from t5x.ranking.judgments import Passage
 from t5x.ranking.templates import MONOT5, Template

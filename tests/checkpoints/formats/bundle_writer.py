@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from t5x.crc32c import crc32c, mask
+from t5x.files.digests import masked_crc32c
 
 CODES = {"float32": 1, "float64": 2, "int32": 3, "int64": 9, "bfloat16": 14, "float16": 19}
 HEADER = b"\x08\x01\x1a\x02\x08\x01"  # one data file, version 1
@@ -46,7 +46,7 @@ def block(content: bytes, restarts: int = 1, compression: int = 0) -> bytes:
     if compression == 0:
         content += struct.pack("<II", 0, restarts)
     content += bytes([compression])
-    return content + struct.pack("<I", mask(crc32c(content)))
+    return content + struct.pack("<I", masked_crc32c(content))
 
 
 def handle(offset: int, size: int) -> bytes:
@@ -72,7 +72,7 @@ def write_bundle(prefix: Path, variables: dict[str, np.ndarray]) -> None:
     content, entries = b"", {}
     for name, array in variables.items():
         raw = array.tobytes()
-        crc = mask(crc32c(raw))
+        crc = masked_crc32c(raw)
         entries[name.encode()] = entry(array.shape, CODES[array.dtype.name], 0, len(content), len(raw), crc)
         content += raw
     prefix.parent.mkdir(parents=True, exist_ok=True)

@@ -9,31 +9,8 @@ import pytest
 from t5x.checkpoints import DamagedCheckpoint
 from t5x.checkpoints.formats import sorted_table
 from t5x.checkpoints.formats.tensor_bundle import read_bundle, read_index
-from t5x.crc32c import crc32c
 from t5x.errors import UserError
 from tests.checkpoints.formats import bundle_writer as bundles
-
-
-def slow_crc32c(octets):
-    register = 0xFFFFFFFF
-    for octet in octets:
-        register ^= octet
-        for _ in range(8):
-            register = (register >> 1) ^ (0x82F63B78 if register & 1 else 0)
-    return register ^ 0xFFFFFFFF
-
-
-def test_crc32c_has_the_published_values():
-    assert crc32c(b"") == 0
-    assert crc32c(b"123456789") == 0xE3069283
-    assert crc32c(bytes(32)) == 0x8A9136AA
-    assert crc32c(b"\xff" * 32) == 0x62A8AB43
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 511, 512, 516, 1023, 32767, 32768, 32772, 70001])
-def test_crc32c_of_any_length(size):
-    octets = np.random.default_rng(size).integers(0, 256, size, np.uint8)
-    assert crc32c(octets) == slow_crc32c(octets.tolist())
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16, ml_dtypes.bfloat16, np.int32, np.int64])

@@ -14,10 +14,11 @@ import seqio
 import seqio_tasks  # noqa: F401
 import tensorflow as tf
 
-from t5x import cache, cli, configuration, data, models
+from t5x import cli, configuration, data, models
 from t5x.data.view.drawing import Page
 from t5x.data.view.examples import report
 from t5x.errors import UserError
+from t5x.verbs.cache import cache_tasks
 
 LENGTHS = {"inputs": 32, "targets": 11}
 
@@ -120,7 +121,7 @@ def main(job_file, results_file):
         "rates": [rates, {task.name: both.get_rate(task) for task in both.tasks}],
         "unknown": message(pipeline, "qestions"),
         "endless": message(pipeline, "endless"),
-        "cache": [message(cache.cache, "lines"), message(cache.cache, "both")],
+        "cache": [message(cache_tasks, "lines"), message(cache_tasks, "both")],
         "viewed": [viewed("needs_lengths", lengths) for lengths in (None, LENGTHS)],
         "vocabularies": [repr(vocabulary) for vocabulary in model.vocabularies.values()],
     }

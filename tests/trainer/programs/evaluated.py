@@ -11,7 +11,7 @@ from pathlib import Path
 from t5x import startup, trainer
 from t5x.adafactor import Adafactor
 from t5x.checkpoints.config import CheckpointConfig, SaveCheckpointConfig
-from t5x.data.config import DatasetConfig
+from t5x.data.dataset_config import DatasetConfig
 from t5x.data.loader import train_loader
 from t5x.errors import UserError
 from t5x.models import EncoderDecoderModel

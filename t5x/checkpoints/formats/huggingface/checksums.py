@@ -17,7 +17,7 @@ from etils import epath
 from t5x.checkpoints import paths
 from t5x.checkpoints.formats.huggingface.container import open_file
 from t5x.checkpoints.manifest import DamagedCheckpoint
-from t5x.untrusted import parse_json
+from t5x.files.untrusted import parse_json
 
 FILE = "t5x_checksums.json"
 _MAX_BYTES = 2**24

@@ -18,8 +18,8 @@ import numpy as np
 from etils import epath
 
 from t5x.errors import UserError
-from t5x.untrusted import open_regular, parse_json
-from t5x.urls import is_remote
+from t5x.files.remote import is_remote
+from t5x.files.untrusted import open_regular, parse_json
 
 _LARGEST_HEADER = 16 * 2**20  # a T5 11B's header has 0.1 MB
 _CHUNK = 1 << 24

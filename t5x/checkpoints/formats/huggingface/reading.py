@@ -12,10 +12,10 @@ from t5x.checkpoints.formats.base import LazyArray, Source
 from t5x.checkpoints.formats.huggingface import checksums, container, names, tokenizer
 from t5x.checkpoints.formats.huggingface import config as configs
 from t5x.checkpoints.formats.links import check_links
-from t5x.data import files
 from t5x.errors import UserError
+from t5x.files import user_files
+from t5x.files.untrusted import MAX_JSON_BYTES, is_plain_relative, parse_json
 from t5x.ranking.templates import from_fields
-from t5x.untrusted import MAX_JSON_BYTES, is_plain_relative, parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ def read_huggingface(path: str | os.PathLike[str]) -> Source:
 def _check_links(path: str) -> None:
     """Refuse links except to files of the directory or, in a snapshot of the hub's cache, to the cache's blobs."""
     directory = os.path.realpath(path)
-    if files.is_remote(path) or not os.path.isdir(directory):
+    if user_files.is_remote(path) or not os.path.isdir(directory):
         return
     snapshots, cache = os.path.dirname(directory), os.path.dirname(os.path.dirname(directory))
     allowed = [directory]
@@ -73,7 +73,7 @@ def _check_links(path: str) -> None:
 
 def _read_json(path: str) -> dict[str, Any]:
     try:
-        content = parse_json(files.read_regular(path, max_bytes=MAX_JSON_BYTES))
+        content = parse_json(user_files.read_regular(path, max_bytes=MAX_JSON_BYTES))
     except ValueError as error:
         raise UserError(f"{path} is damaged: it is not JSON ({error}). Fetch it again.") from error
     if not isinstance(content, dict):

@@ -8,7 +8,6 @@ from typing import Any
 
 from etils import epath
 
-from t5x.data import files
 from t5x.data.vocabularies import (
     ByteVocabulary,
     HuggingFaceVocabulary,
@@ -17,7 +16,8 @@ from t5x.data.vocabularies import (
 )
 from t5x.data.vocabularies.base import MAX_EXTRA_IDS
 from t5x.errors import UserError
-from t5x.untrusted import MAX_JSON_BYTES, parse_json
+from t5x.files import user_files
+from t5x.files.untrusted import MAX_JSON_BYTES, parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ def _settings(path: str) -> dict[str, Any]:
     if not epath.Path(path).exists():
         return {}
     try:
-        settings = parse_json(files.read_regular(path, max_bytes=MAX_JSON_BYTES))
+        settings = parse_json(user_files.read_regular(path, max_bytes=MAX_JSON_BYTES))
     except ValueError as error:
         raise UserError(f"{path} is damaged: it is not JSON ({error}). Fetch it again.") from error
     return settings if isinstance(settings, dict) else {}

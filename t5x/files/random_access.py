@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from t5x import cache_directory
-from t5x.data.staging import LocalCopy
 from t5x.errors import UserError
-from t5x.files import atomic
+from t5x.files import atomic, cache_directory
+from t5x.files.disk_space import human_size
+from t5x.files.local_copies import LocalCopy
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class LocalFile:
         path = os.path.join(cache_directory.place("data/offsets"), name)
         if (kept := self._load(path)) is not None:
             return kept
-        logger.info("%s: looking for its records (%s)", self.name, cache_directory.human_size(self.size))
+        logger.info("%s: looking for its records (%s)", self.name, human_size(self.size))
         offsets = build()
         _save(path, offsets)
         return offsets

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from t5x.untrusted import open_inside, open_regular, parse_json
+from t5x.files.untrusted import open_inside, open_regular, parse_json
 
 
 def test_only_regular_files_are_opened(tmp_path):

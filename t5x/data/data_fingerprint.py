@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from t5x.data.code_hashes import fingerprint
 from t5x.data.feature_converters import FeatureConverter
-from t5x.data.fingerprints import fingerprint
 from t5x.data.pipeline import Pipeline, name_of
 
 logger = logging.getLogger(__name__)

@@ -6,8 +6,8 @@ import os
 from typing import BinaryIO
 
 from t5x.errors import UserError
-from t5x.untrusted import open_regular
-from t5x.urls import explained, file_system, is_missing, is_remote
+from t5x.files.remote import explained, file_system, is_missing, is_remote
+from t5x.files.untrusted import open_regular
 
 
 def read_bytes(path: str | os.PathLike[str]) -> bytes:

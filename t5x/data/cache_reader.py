@@ -25,13 +25,13 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from t5x import cache_directory, startup
-from t5x.data import records
-from t5x.data.fingerprints import fingerprint
+from t5x.data import example_encoding
+from t5x.data.code_hashes import fingerprint
 from t5x.data.pipeline import count_cacheable, name_of
 from t5x.errors import UserError
-from t5x.untrusted import open_regular, parse_json
-from t5x.urls import is_remote
+from t5x.files import cache_directory
+from t5x.files.remote import is_remote
+from t5x.files.untrusted import open_regular, parse_json
 
 if TYPE_CHECKING:
     from t5x.data.tasks import Task
@@ -51,7 +51,7 @@ def directories() -> list[str]:
     """Return the directories to search for caches, in order."""
     named = os.environ.get("T5X_TASK_CACHES")
     if named is None:
-        return [] if is_remote(startup.cache_directory()) else [cache_directory.place("tasks")]
+        return [] if is_remote(cache_directory.root()) else [cache_directory.place("tasks")]
     if "://" in named:
         local_directory(named, "T5X_TASK_CACHES")
     return [local_directory(directory, "T5X_TASK_CACHES") for directory in named.split(os.pathsep) if directory]
@@ -172,7 +172,7 @@ class CachedExamples:
         number, record = divmod(index, self._per_shard)
         path = os.path.join(self.path, shard_name(number))
         try:
-            return records.decode(_open_shards.read(path, record, self._sizes[number]))
+            return example_encoding.decode(_open_shards.read(path, record, self._sizes[number]))
         except (RuntimeError, ValueError, OSError) as error:
             raise UserError(
                 f"{path} is damaged or gone (record {record}: {str(error).splitlines()[0]}). `t5x cache` makes the "

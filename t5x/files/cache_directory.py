@@ -7,10 +7,10 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from t5x import startup
 from t5x.errors import UserError
 from t5x.files import atomic
-from t5x.urls import is_remote
+from t5x.files.disk_space import free_bytes, human_size
+from t5x.files.remote import is_remote
 
 # Fields with which fsspec drivers report that a file has changed; the first one present is used.
 _TAGS = ("etag", "ETag", "md5Hash", "crc32c", "content_md5", "checksum", "blob_id", "mtime", "updated", "LastModified",
@@ -19,9 +19,15 @@ _TAGS = ("etag", "ETag", "md5Hash", "crc32c", "content_md5", "checksum", "blob_i
 _WORTH_SHOWING = 10**7  # bytes
 
 
+def root() -> str:
+    """Return T5X_CACHE_DIR, or `t5x` in the user's cache directory."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.environ.get("T5X_CACHE_DIR") or os.path.join(home, "t5x")
+
+
 def place(name: str) -> str:
     """Return the path of the subdirectory `name` of the cache directory; it need not exist."""
-    home = os.path.expanduser(startup.cache_directory())
+    home = os.path.expanduser(root())
     if is_remote(home):
         raise UserError(f"The cache directory (T5X_CACHE_DIR) {home} is remote. Name a local directory.")
     return os.path.join(os.path.abspath(home), name)
@@ -46,14 +52,6 @@ def version_tag(info: Mapping[str, Any]) -> str:
 
 def short_hash(text: str) -> str:
     return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:12]
-
-
-def free_bytes(directory: str | os.PathLike[str]) -> int | None:
-    """Return the bytes that we may still write on the disk of `directory`; None if unknown."""
-    disk = os.statvfs(directory)
-    if not disk.f_blocks:
-        return None
-    return disk.f_frsize * (disk.f_bfree if os.geteuid() == 0 else disk.f_bavail)
 
 
 def fault(home: str | os.PathLike[str], name: str, needed: int | None, error: OSError) -> UserError:
@@ -97,16 +95,3 @@ class CopyProgress:
 
 def _megabytes(size: int) -> int:
     return -(-size // 10**6)
-
-
-def human_size(size: float) -> str:
-    """Return a size with its unit.
-
-    >>> human_size(1234567)
-    '1.2 MB'
-    """
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"

@@ -17,11 +17,12 @@ import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from t5x import cache_directory as cache_module
-from t5x.data import JsonLinesDataSource, TextLineDataSource, local_files, staging
+from t5x.data import JsonLinesDataSource, TextLineDataSource
 from t5x.errors import UserError
-from t5x.files import locks
+from t5x.files import cache_directory as cache_module
+from t5x.files import local_copies, locks, random_access
 from t5x.files.digests import digest_of
+from t5x.files.disk_space import human_size
 
 
 @pytest.fixture(autouse=True)
@@ -71,9 +72,9 @@ def test_a_compressed_file_is_decompressed_once(tmp_path, cache, caplog, monkeyp
     assert texts(TextLineDataSource({"train": path})) == LINES
     assert copies(cache) == ["x.txt"]
     said = caplog.text
-    assert f"{path}: copying" in said and f"to {cache}" in said and cache_module.human_size(len(CONTENT)) in said
+    assert f"{path}: copying" in said and f"to {cache}" in said and human_size(len(CONTENT)) in said
 
-    monkeypatch.setattr(staging, "_make", lambda *_: pytest.fail("it is there already"))
+    monkeypatch.setattr(local_copies, "_make", lambda *_: pytest.fail("it is there already"))
     assert texts(TextLineDataSource({"train": path})) == LINES
 
 
@@ -106,7 +107,7 @@ def flip(path):
 
 @pytest.mark.parametrize("hashed", [2**31, 0])
 def test_a_copy_that_has_changed_is_made_again(tmp_path, memory, cache, caplog, monkeypatch, hashed):
-    monkeypatch.setattr(staging, "_hash_in_any_case", hashed)
+    monkeypatch.setattr(local_copies, "_hash_in_any_case", hashed)
     (tmp_path / "x.txt.gz").write_bytes(gzip.compress(CONTENT))
     memory.pipe("/bucket/y.txt", CONTENT)
     for source, name in ((tmp_path / "x.txt.gz", "x.txt"), ("memory://bucket/y.txt", "y.txt")):
@@ -122,10 +123,11 @@ def test_a_copy_that_has_changed_is_made_again(tmp_path, memory, cache, caplog, 
 
 def in_another_process(monkeypatch, hashed):
     """Forget what this process has verified; return a list that will have the paths of what is hashed."""
-    monkeypatch.setattr(staging, "_verified", {})
-    monkeypatch.setattr(staging, "_hash_in_any_case", hashed)
+    monkeypatch.setattr(local_copies, "_verified", {})
+    monkeypatch.setattr(local_copies, "_hash_in_any_case", hashed)
     paths = []
-    monkeypatch.setattr(staging, "digest_of", lambda path: (paths.append(os.path.basename(path)), digest_of(path))[1])
+    spy = lambda path: (paths.append(os.path.basename(path)), digest_of(path))[1]
+    monkeypatch.setattr(local_copies, "digest_of", spy)
     return paths
 
 
@@ -137,7 +139,7 @@ def test_copies_are_hashed_once_in_a_process_and_large_ones_if_their_stamp_is_an
     (x,) = cache.glob("*/x.txt")
     for hashed, expected in ((2**31, ["x.txt", "y.txt"]), (len(CONTENT), ["x.txt"]), (0, [])):
         paths = in_another_process(monkeypatch, hashed)
-        monkeypatch.setattr(staging, "_FILES_AT_ONCE", 1)
+        monkeypatch.setattr(local_copies, "_FILES_AT_ONCE", 1)
         assert texts(source()) == texts(source()) == 2 * LINES
         assert paths == expected
     os.utime(x)
@@ -175,7 +177,7 @@ def test_a_compression_that_is_not_read(tmp_path):
 
 @pytest.mark.parametrize("piece", [1000, 2**20])
 def test_remote_files_are_copied_once(memory, cache, requests, monkeypatch, piece):
-    monkeypatch.setattr(staging, "_PIECE", piece)
+    monkeypatch.setattr(local_copies, "_PIECE", piece)
     memory.pipe("/bucket/a.txt", CONTENT)
     memory.pipe("/bucket/b.txt.gz", gzip.compress(b"last\n"))
     source = TextLineDataSource({"train": "memory://bucket/*.txt*"})
@@ -244,7 +246,7 @@ def test_another_process_that_copies_is_waited_for(tmp_path, cache, caplog):
         "from t5x.data import TextLineDataSource\n"
         f"print(TextLineDataSource({{'train': {str(path)!r}}}).num_examples('train'))"
     )
-    lock = staging._plan(str(path)).lock
+    lock = local_copies._plan(str(path)).lock
     cache_module.make("data")
     with locks.locked(lock):
         process = subprocess.Popen([sys.executable, "-c", code], stdout=-1, stderr=-1, text=True)
@@ -261,7 +263,7 @@ def test_another_process_that_copies_is_waited_for(tmp_path, cache, caplog):
 
 @pytest.fixture
 def keep_all_offsets(monkeypatch):
-    monkeypatch.setattr(local_files, "_WORTH_KEEPING", 1)
+    monkeypatch.setattr(random_access, "_WORTH_KEEPING", 1)
 
 
 def test_offsets_are_kept(tmp_path, cache, monkeypatch, keep_all_offsets):
@@ -273,7 +275,7 @@ def test_offsets_are_kept(tmp_path, cache, monkeypatch, keep_all_offsets):
     assert sorted(len(np.load(path)) for path in kept) == [1001, 2000]
 
     with monkeypatch.context() as patch:
-        patch.setattr("t5x.data.line_files.LineFile._index", lambda *_: pytest.fail("it is there already"))
+        patch.setattr("t5x.files.indexed_lines.LineFile._index", lambda *_: pytest.fail("it is there already"))
         assert texts(JsonLinesDataSource({"train": path})) == LINES
     for damaged in kept:
         damaged.write_bytes(damaged.read_bytes()[:-9])
@@ -293,8 +295,10 @@ def test_offsets_of_a_cache_that_cannot_be_written(tmp_path, monkeypatch, caplog
 # --- Threads and processes --------------------------------------------------------------------------------------------
 
 
-def test_a_pickled_source_reads_the_same(tmp_path, write):
-    source = TextLineDataSource({"train": write("x.txt.gz", CONTENT), "test": write("y.txt", "one\n")})
+def test_a_pickled_source_reads_the_same(tmp_path):
+    (tmp_path / "x.txt.gz").write_bytes(gzip.compress(CONTENT))
+    (tmp_path / "y.txt").write_text("one\n")
+    source = TextLineDataSource({"train": tmp_path / "x.txt.gz", "test": tmp_path / "y.txt"})
     source.num_examples("train")
     code = "import sys, pickle; print(pickle.load(sys.stdin.buffer).example('train', 999)['text'])"
     result = subprocess.run([sys.executable, "-c", code], input=pickle.dumps(source), capture_output=True, check=True)
@@ -302,18 +306,20 @@ def test_a_pickled_source_reads_the_same(tmp_path, write):
     assert texts(pickle.loads(pickle.dumps(source)), "test") == ["one"]
 
 
-def test_a_pickled_source_notices_that_its_files_have_changed(write):
-    path = write("x.txt", "one\ntwo\n")
+def test_a_pickled_source_notices_that_its_files_have_changed(tmp_path):
+    path = tmp_path / "x.txt"
+    path.write_text("one\ntwo\n")
     source = TextLineDataSource({"train": path})
     source.num_examples("train")
     pickled = pickle.dumps(source)
-    write("x.txt", "three\n")
+    path.write_text("three\n")
     with pytest.raises(UserError, match=rf"are not those that the run began with \({path} changed"):
         pickle.loads(pickled).num_examples("train")
 
 
-def test_threads_read_the_same(write):
-    source = TextLineDataSource({"train": write("x.txt.gz", CONTENT)})
+def test_threads_read_the_same(tmp_path):
+    (tmp_path / "x.txt.gz").write_bytes(gzip.compress(CONTENT))
+    source = TextLineDataSource({"train": tmp_path / "x.txt.gz"})
     with ThreadPoolExecutor(8) as pool:
         read = list(pool.map(lambda i: source.example("train", i % 1000)["text"], range(4000)))
     assert read == LINES * 4

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any, BinaryIO, NamedTuple
 
-from t5x import texts
 from t5x.errors import UserError
+from t5x.files import text_lines
 
 
 class Line(NamedTuple):
@@ -68,7 +68,7 @@ class Lines:
         return f"{'standard input' if self.path == '-' else self.path}:{number}"
 
     def _object(self, number: int, text: str) -> dict[str, Any]:
-        example = texts.parsed(text, self.where(number))
+        example = text_lines.parsed(text, self.where(number))
         if not isinstance(example, dict):
             raise UserError(f'{self.where(number)} must be an object with a text "inputs".')
         self._check_text(number, example, "inputs")
@@ -80,7 +80,7 @@ class Lines:
             if field == "inputs":
                 raise UserError(f'{self.where(number)} must be an object with a text "inputs".')
             raise UserError(f'{self.where(number)} has no "targets" to score; give .jsonl with "inputs" and "targets".')
-        texts.check_unicode(text, f'{self.where(number)}: "{field}"')
+        text_lines.check_unicode(text, f'{self.where(number)}: "{field}"')
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[BinaryIO]:
@@ -113,5 +113,5 @@ def read_texts(path: str, option: str) -> list[str]:
 
 def _text(where: str, number: int, raw: bytes) -> str:
     """Return a line without its line end, the first also without a byte order mark."""
-    text = texts.decoded(raw, where).rstrip("\r\n")
+    text = text_lines.decoded(raw, where).rstrip("\r\n")
     return text.removeprefix("\ufeff") if number == 1 else text

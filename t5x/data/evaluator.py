@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from t5x.data.config import DatasetConfig
+from t5x.data.dataset_config import DatasetConfig
 from t5x.data.feature_converters import FeatureConverter
 from t5x.data.loader import Batch, EvalBatch, eval_batches, measure_lengths
 from t5x.data.pipeline import Example

@@ -14,9 +14,9 @@ import time
 from collections.abc import Sequence
 from typing import Any, BinaryIO
 
-from t5x import cache_directory
-from t5x.data.staging import LocalCopy
 from t5x.errors import UserError
+from t5x.files import cache_directory
+from t5x.files.local_copies import LocalCopy
 
 _ALWAYS_WHOLE = 64 * 2**20
 _ALL_WHOLE = 8 * 2**30

@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from t5x.checkpoints import CheckpointStore, ModelDirLock, paths
-from t5x.checkpoints.lock import LOCK_FILE
+from t5x.checkpoints.model_dir_lock import LOCK_FILE
 from t5x.errors import UserError
 
 from .helpers import start_program

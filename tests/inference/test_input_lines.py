@@ -7,7 +7,7 @@ import types
 import pytest
 
 from t5x.errors import UserError
-from t5x.inference.lines import Lines, read_texts
+from t5x.inference.input_lines import Lines, read_texts
 
 
 def read(path, content, *, needs_targets=False):

@@ -5,8 +5,9 @@ import threading
 
 import pytest
 
-from t5x.data import HuggingFaceDataSource, JsonLinesDataSource, files
+from t5x.data import HuggingFaceDataSource, JsonLinesDataSource
 from t5x.errors import UserError
+from t5x.files import user_files
 
 pytest.importorskip("aiohttp")
 pytest.importorskip("requests")
@@ -85,7 +86,7 @@ def test_a_checkpoint_of_a_broken_server_is_not_called_missing(path, server, run
 
 
 def test_a_broken_server_is_not_an_empty_one(server):
-    assert not files.exists(f"{server}/404/file.json")
+    assert not user_files.exists(f"{server}/404/file.json")
     with pytest.raises(UserError, match="the server answered 500"):
         HuggingFaceDataSource(f"{server}/500")
 

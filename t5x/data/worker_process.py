@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 import t5x
 from t5x import user_modules
-from t5x.data.config import imported_task_modules
+from t5x.data.dataset_config import imported_task_modules
 from t5x.errors import TemporaryError, UserError
 
 _LENGTH = struct.Struct("<Q")
@@ -26,7 +26,7 @@ spec.loader.exec_module(sys.modules["t5x"])
 
 
 def start(call: str) -> subprocess.Popen:
-    """Start a process that runs a function of t5x, such as "t5x.data.workers:serve", with pipes to it."""
+    """Start a process that runs a function of t5x, such as "t5x.data.batch_workers:serve", with pipes to it."""
     module, function = call.split(":")
     program = f"{_LOAD_T5X.format(file=os.path.abspath(t5x.__file__))}import {module}; {module}.{function}()"
     # Without -P, the working directory would come first on the path, and a user's queue.py would hide Python's.

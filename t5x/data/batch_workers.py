@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from t5x.data import processes
+from t5x.data import worker_process
 from t5x.data.feature_converters import stack_rows
 from t5x.data.lanes import Parts, join_states, lane_states, seek_lanes
 from t5x.data.sources import BadExample
@@ -88,7 +88,7 @@ class WorkerRows:
     """Rows made by `count` processes; the i-th row belongs to worker i % count."""
 
     def __init__(self, parts: Parts, rows: Sequence[int], count: int):
-        payload = processes.pickled(parts, "Set utils.DatasetConfig.num_workers=0")
+        payload = worker_process.pickled(parts, "Set utils.DatasetConfig.num_workers=0")
         self._rows = list(rows)
         self._workers = [_Worker(payload, self._rows[number::count], number) for number in range(count)]
         self._count = count
@@ -119,7 +119,7 @@ class _Worker:
         self._rows = rows
         self._number = number
         self._generation = 0
-        self._process = processes.start("t5x.data.workers:serve")
+        self._process = worker_process.start("t5x.data.batch_workers:serve")
         # Written from a thread because the child reads it only once it has started.
         self._writer = threading.Thread(target=self._send, args=(payload,), daemon=True)
         self._writer.start()
@@ -151,7 +151,7 @@ class _Worker:
 
     def _send(self, content: bytes) -> None:
         try:
-            processes.write(self._process.stdin, content)
+            worker_process.write(self._process.stdin, content)
             self._process.stdin.flush()
         except (OSError, ValueError):
             pass  # it has died; `receive` reports it
@@ -159,7 +159,7 @@ class _Worker:
     def _died(self) -> UserError:
         what = f"Worker process {self._number}, which reads the data,"
         fix = "With utils.DatasetConfig.num_workers=0 the data is read in this process."
-        return processes.unexpected_end(self._process, what, fix)
+        return worker_process.unexpected_end(self._process, what, fix)
 
 
 # --- Worker side ------------------------------------------------------------------------------------------------------
@@ -167,18 +167,18 @@ class _Worker:
 
 def serve() -> None:
     """Run a worker."""
-    source, output = processes.pipes()
-    payload = processes.read(source)
+    source, output = worker_process.pipes()
+    payload = worker_process.read(source)
     if payload is None:
         return
-    commands = processes.listen(source)
+    commands = worker_process.listen(source)
     parts = None
     command = commands.get()
     while True:
         message = json.loads(command)
         command, generation = None, message["generation"]
         try:
-            parts = processes.unpickled(payload) if parts is None else parts
+            parts = worker_process.unpickled(payload) if parts is None else parts
             rows = LocalRows(parts, message["rows"])
             rows.seek(message["states"])
             while command is None:
@@ -209,14 +209,14 @@ def _newest(commands: queue.Queue) -> bytes | None:
 
 def _write_message(stream: BinaryIO, header: dict[str, Any], arrays: Batch) -> None:
     described = [[name, array.dtype.str, list(array.shape)] for name, array in arrays.items()]
-    processes.write(stream, json.dumps({**header, "arrays": described}).encode())
+    worker_process.write(stream, json.dumps({**header, "arrays": described}).encode())
     for array in arrays.values():
         stream.write(np.ascontiguousarray(array).data)
     stream.flush()
 
 
 def _read_message(stream: BinaryIO, died: Callable[[], Exception]) -> tuple[dict[str, Any], Batch]:
-    content = processes.read(stream)
+    content = worker_process.read(stream)
     if content is None:
         raise died()
     header = json.loads(content)

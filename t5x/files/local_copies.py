@@ -30,12 +30,11 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from t5x import cache_directory
-from t5x.data import files
 from t5x.errors import UserError
-from t5x.files import atomic, locks
+from t5x.files import atomic, cache_directory, locks, user_files
 from t5x.files.digests import digest_of
-from t5x.urls import explained, file_system, is_remote
+from t5x.files.disk_space import human_size
+from t5x.files.remote import explained, file_system, is_remote
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -86,7 +85,7 @@ def stage(paths: Sequence[str], *, verify: bool = True) -> list[LocalCopy]:
                 logger.info(
                     "%s: copying %s to %s (T5X_CACHE_DIR chooses the place)",
                     what,
-                    cache_directory.human_size(size),
+                    human_size(size),
                     home,
                 )
                 with cache_directory.CopyProgress(size) as progress:
@@ -95,7 +94,7 @@ def stage(paths: Sequence[str], *, verify: bool = True) -> list[LocalCopy]:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     if copies:
-        size = cache_directory.human_size(sum(os.path.getsize(plan.target) for plan in copies))
+        size = human_size(sum(os.path.getsize(plan.target) for plan in copies))
         where = copies[0].target if len(copies) == 1 else cache_directory.place("data")
         more = f" and {len(copies) - 1} more" if len(copies) > 1 else ""
         logger.info("%s%s: reading the copy, %s, in %s", copies[0].name, more, size, where)
@@ -166,7 +165,7 @@ def _plan(path: str) -> _Plan | LocalCopy:
     try:
         status = os.stat(local)
     except OSError as error:
-        raise UserError(files.local_problem(path, error)) from error
+        raise UserError(user_files.local_problem(path, error)) from error
     version = json.dumps([status.st_size, status.st_mtime_ns])
     if not suffix:
         return LocalCopy(local, path, version)
@@ -256,7 +255,7 @@ def _counted(pieces: Iterator[bytes], progress: cache_directory.CopyProgress) ->
 
 
 def _local_pieces(plan: _Plan) -> Iterator[bytes]:
-    with files.open_binary(plan.source) as file:
+    with user_files.open_binary(plan.source) as file:
         while piece := file.read(_PIECE):
             yield piece
 

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from t5x.data.local_files import LocalFile
-from t5x.data.staging import LocalCopy
 from t5x.errors import UserError
+from t5x.files.local_copies import LocalCopy
+from t5x.files.random_access import LocalFile
 
 _BOM = b"\xef\xbb\xbf"
 _LINE_END = ord("\n")

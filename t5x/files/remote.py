@@ -4,7 +4,9 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import TYPE_CHECKING, Any
 
 from t5x.errors import UserError
@@ -12,6 +14,7 @@ from t5x.errors import UserError
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
+_AT_ONCE = 8  # requests in flight
 _EXTRAS = {"gcsfs": "gcs", "s3fs": "s3"}  # drivers with an extra in pyproject.toml
 _SIGN_IN = {
     "gs": "`gcloud auth application-default login`, or GOOGLE_APPLICATION_CREDENTIALS=KEY_FILE",
@@ -57,6 +60,20 @@ def is_missing(error: FileNotFoundError) -> bool:
     """
     cause = error.__cause__
     return cause is None or (_status(cause) in (None, 404, 410) and not _is_network(cause))
+
+
+def all_at_once(call: Callable[..., None], arguments: Sequence[tuple], stopped: threading.Event | None = None) -> None:
+    """Call with each of the arguments, several at a time. The first failure cancels the rest and sets `stopped`."""
+    pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="t5x-remote")
+    try:
+        for future in as_completed([pool.submit(call, *given) for given in arguments]):
+            future.result()
+    except BaseException:
+        if stopped is not None:
+            stopped.set()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _time_limits(url: str) -> dict[str, Any]:
