@@ -203,28 +203,25 @@ def train(
         times = trainer_lib.Timetable(
             total_steps=total_steps,
             stats_period=stats_period or max(1, min(eval_period or 100, 100)),
-            train_eval_period=eval_period if train_eval_period is None else train_eval_period,
-            infer_eval_period=eval_period if infer_eval_period is None else infer_eval_period,
+            eval_periods={
+                "TRAIN_EVAL": eval_period if train_eval_period is None else train_eval_period,
+                "INFER_EVAL": eval_period if infer_eval_period is None else infer_eval_period,
+            },
             save_period=save_cfg.period if save_cfg else None,
             save_steps=(save_cfg.checkpoint_steps or ()) if save_cfg else (),
             gc_period=gc_period,
         )
-        due = {"TRAIN_EVAL": times.train_eval_due, "INFER_EVAL": times.infer_eval_due}
 
-        def evaluate(step: int, modes: Iterable[str] = ()) -> ActionStop | None:
-            """Run the evaluations that are due after this step, or those of the given modes."""
-            modes = modes or [mode for mode in due if due[mode](step)]
+        def evaluate(step: int, modes: Sequence[str]) -> ActionStop | None:
             ended = None
-            for mode in modes:
-                if mode not in evaluations:
-                    continue
+            for mode in (mode for mode in modes if mode in evaluations):
                 try:
                     metrics = evaluations[mode].evaluate(trainer, step, before_batch=stop.check)
                 except trainer_lib.Interrupted:
                     log.info("the evaluation of step %d was interrupted; it is repeated when the run resumes", step)
                     continue
                 ended = actions.run(mode, trainer.state, metrics) or ended
-            if modes and store.best is not None:
+            if store.best is not None:
                 store.retire(step)
                 if not stop:
                     store.best.expect()
@@ -232,16 +229,13 @@ def train(
 
         # The run may have been interrupted during an evaluation at the checkpoint's step. Actions saw it after the
         # save, so their state in the checkpoint does not include it.
-        ended = None
-        if run_eval_before_training and first_step == run.first_step:
-            ended = evaluate(first_step, tuple(due))
-        elif first_step > run.first_step:
-            again = [
-                mode
-                for mode, evaluation in evaluations.items()
-                if due[mode](first_step) and (actions.has(mode) or not evaluation.done(first_step))
-            ]
-            ended = evaluate(first_step, again) if again else None
+        modes = []
+        if first_step > run.first_step:
+            due = [mode for mode in times.evaluations_due(first_step) if mode in evaluations]
+            modes = [mode for mode in due if actions.has(mode) or not evaluations[mode].done(first_step)]
+        elif run_eval_before_training:
+            modes = list(times.eval_periods)
+        ended = evaluate(first_step, modes) if modes else None
         last_step = first_step
         why = ended
         if why is None and run.ended is not None and actions.same_as(run.actions):
