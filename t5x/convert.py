@@ -252,7 +252,7 @@ def _write(
         )
     tensors = ((name, array.read()) for name, array in arrays.items())
     if to == "native":
-        from t5x.checkpoints.formats.native import write_native
+        from t5x.checkpoints.formats.native_t5x import write_native
 
         return write_native(target, step, tensors, dtype=dtype)
     try:

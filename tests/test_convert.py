@@ -18,12 +18,12 @@ from t5x.adafactor import Adafactor
 from t5x.checkpoints import layout
 from t5x.checkpoints.contents import load_model
 from t5x.checkpoints.formats import LazyArray, open_checkpoint
-from t5x.checkpoints.formats.huggingface.names import parameters
+from t5x.checkpoints.formats.huggingface.tensor_names import parameters
 from t5x.checkpoints.streaming import write_checkpoint
 from t5x.convert import convert
 from t5x.errors import UserError
-from t5x.inspection import canonical_params, params_sha256
 from t5x.ranking.templates import Template
+from t5x.verbs.inspect import canonical_params, params_sha256
 from tests import disks
 from tests.checkpoints.formats import huggingface_models as models
 from tests.commands import run

@@ -15,7 +15,6 @@ ARCHITECTURE = ROOT.parent / "docs" / "architecture.md"
 
 # Upward imports that are still to be removed, as (module, module). Once removed, they must be deleted here.
 EXCEPTIONS = {
-    ("bench.data", "plain"),
     ("cache_directory", "startup"),
     ("cache_directory", "telemetry"),
     ("checkpoints.contents", "ranking.templates"),
@@ -23,10 +22,8 @@ EXCEPTIONS = {
     ("checkpoints.formats.huggingface.reading", "ranking.templates"),
     ("checkpoints.formats.huggingface.writing", "ranking.templates"),
     ("checkpoints.formats.ours", "ranking.templates"),
-    ("data.view.examples", "plain"),
     ("decoding.constraints", "data.vocabularies"),
     ("inference.loaded", "answering.answers"),
-    ("inference.loaded", "plain"),
     ("inference.loaded", "ranking.reranker"),
 }
 

@@ -27,8 +27,7 @@ from jax.sharding import SingleDeviceSharding
 
 from t5x.checkpoints import direct, faults, paths
 from t5x.checkpoints import tree as trees
-from t5x.checkpoints.formats.base import check_expansion
-from t5x.checkpoints.formats.lazy_msgpack import DTYPES, check_shape
+from t5x.checkpoints.formats.safety import DTYPES, check_expansion, check_shape
 from t5x.checkpoints.formats.zarr_arrays import choose_chunks
 from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.errors import UserError

@@ -13,7 +13,7 @@ from etils import epath
 
 from t5x.checkpoints import families, manifest, transfer
 from t5x.checkpoints.formats import Source
-from t5x.checkpoints.formats.ours import MODEL_FILE, read_description, read_vocabulary_files
+from t5x.checkpoints.formats.own_checkpoint import MODEL_FILE, read_description, read_vocabulary_files
 from t5x.data.vocabularies import PassThroughVocabulary, Vocabulary
 from t5x.decoding import greedy_decode
 from t5x.errors import UserError

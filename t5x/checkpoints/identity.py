@@ -7,7 +7,7 @@ import os
 import stat
 
 from t5x.checkpoints import paths
-from t5x.checkpoints.formats.base import Source
+from t5x.checkpoints.formats.source import Source
 from t5x.files.untrusted import open_inside
 from t5x.run_identity import sampled_digest
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from t5x.checkpoints.formats.base import LazyArray
+from t5x.checkpoints.formats.source import LazyArray
 from t5x.errors import UserError
 
 PARAMS, STATES = "target/", "state/param_states/"

@@ -10,6 +10,11 @@ from t5x.files.remote import explained, file_system, is_missing, is_remote
 from t5x.files.untrusted import open_regular
 
 
+def absolute_path(path: str) -> str:
+    """Return a path that works from any directory; a remote one is returned unchanged."""
+    return path if is_remote(path) else os.path.abspath(os.path.expanduser(path))
+
+
 def read_bytes(path: str | os.PathLike[str]) -> bytes:
     """Read a whole local or remote file."""
     path = os.fspath(path)

@@ -77,7 +77,7 @@ def open_model(
     dtype = dtype or default_dtype()
     log.info("%s is a %s checkpoint; activations are %s", source.path, source.format, dtype)
     if vocabulary is not None:
-        from t5x.plain import vocabulary_named
+        from t5x.data.vocabularies.loading import vocabulary_named
 
         files = vocabulary_named(vocabulary, transfer.config_of(source)["vocab_size"]).load().to_files()
         source = dataclasses.replace(source, vocabulary_files={"inputs": files, "targets": files})

@@ -22,7 +22,7 @@ from t5x.checkpoints.assignment import Rules
 from t5x.checkpoints.config import RestoreCheckpointConfig
 from t5x.checkpoints.contents import check_same_model
 from t5x.checkpoints.formats import Source, open_checkpoint
-from t5x.checkpoints.formats.ours import read_ours
+from t5x.checkpoints.formats.own_checkpoint import read_own_checkpoint
 from t5x.checkpoints.identity import fingerprint
 from t5x.data.lanes import join_states, merge_states, states_of_rows
 from t5x.errors import UserError
@@ -291,7 +291,7 @@ def _resume(path: Any, cfg: RestoreCheckpointConfig | None, layout: StateLayout)
     if not functions:
         log.info("%s: its layers are stacked and this network's are not, or the other way round: rearranged", path)
     rules = Rules(state_transformation_fns=functions, is_resuming=True)
-    return TrainState.from_tree(transfer.restore(read_ours(path), abstract, layout.tree_axes(), rules=rules))
+    return TrainState.from_tree(transfer.restore(read_own_checkpoint(path), abstract, layout.tree_axes(), rules=rules))
 
 
 def _same_names(found: Iterable[str], abstract: Any) -> bool:

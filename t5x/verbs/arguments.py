@@ -14,7 +14,8 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from t5x.errors import UserError
-from t5x.file_flags import DTYPE
+
+DTYPE = {"choices": ("float32", "bfloat16"), "help": "dtype of the activations (float32 on CPUs, else bfloat16)"}
 
 GIN_HELP = """\
 configuration:

@@ -6,14 +6,22 @@ import signal
 from typing import Any
 
 from t5x.errors import UserError
-from t5x.verbs.arguments import add_gin, describe, import_modules, leave_in_order, processes, run_gin, work_begins
+from t5x.verbs import file_options
+from t5x.verbs.arguments import (
+    DTYPE,
+    add_gin,
+    describe,
+    import_modules,
+    leave_in_order,
+    processes,
+    run_gin,
+    work_begins,
+)
 
 
 def define(parser: argparse.ArgumentParser) -> None:
-    from t5x import file_flags
-
     parser.add_argument("--json", action="store_true", help="print a JSON line for each step and task, not a table")
-    file_flags.add_file(parser, "for a plain file, with a model directory alone")
+    file_options.add_file(parser, "data file (with a model directory, no gin)")
     plain = parser.add_argument_group("and with it")
     plain.add_argument("--model", metavar="DIR", help="any checkpoint that `t5x inspect` knows, or a MODEL_DIR")
     plain.add_argument("--all", action="store_true", default=None, help="every checkpoint of the MODEL_DIR")
@@ -23,7 +31,7 @@ def define(parser: argparse.ArgumentParser) -> None:
     plain.add_argument("--max_length", type=int, metavar="N", help="tokens generated at most (128)")
     plain.add_argument("--max_input_length", type=int, metavar="N", help="longer inputs are cut (512 tokens)")
     plain.add_argument("--batch_size", type=int, metavar="N", help="examples computed together (32)")
-    plain.add_argument("--dtype", **file_flags.DTYPE)
+    plain.add_argument("--dtype", **DTYPE)
     plain.add_argument("--output", metavar="DIR", help="for predictions and metrics (default: they are only printed)")
     plain.add_argument("--skip_bad_examples", action="store_true", default=None, help="pass over unreadable lines")
     add_gin(parser)

@@ -1,6 +1,5 @@
 """`t5x eval --model DIR --data test.jsonl …`: score a model on a plain file, without Python or gin."""
 
-import collections
 import contextlib
 import copy
 import dataclasses
@@ -13,12 +12,11 @@ from typing import Any
 
 from t5x.data import Evaluator, JSONLogger, TensorBoardLogger
 from t5x.data.dataset_config import DatasetConfig
-from t5x.data.file_tasks import file_task
-from t5x.data.loader import measure_lengths
-from t5x.data.sources import BadExample
+from t5x.data.file_tasks import check_examples, file_task
+from t5x.data.loader import round_up_length
 from t5x.data.tasks import Task
 from t5x.errors import UserError
-from t5x.files.remote import is_remote
+from t5x.files.user_files import absolute_path
 
 log = logging.getLogger(__name__)
 
@@ -89,10 +87,16 @@ def evaluate_file(run: FileEvaluation, *, command: str = "") -> dict[int, dict[s
     vocabulary = model.output_vocabulary
     if model.input_vocabulary != vocabulary:
         raise UserError(f"{source.path} has different vocabularies for inputs and targets. Use gin files for it.")
-    path = run.data if is_remote(run.data) else os.path.abspath(os.path.expanduser(run.data))
     metrics = list(dict.fromkeys(run.metric))
-    task = file_task({SPLIT: path}, vocabulary, run.inputs, run.targets, run.prefix, metric=metrics, name=TASK)
-    lengths = _lengths(task, run)
+    files = {SPLIT: absolute_path(run.data)}
+    task = file_task(files, vocabulary, run.inputs, run.targets, run.prefix, metric=metrics, name=TASK)
+    limits = {"inputs": ("--max_input_length", run.max_input_length), "targets": ("--max_length", run.max_length)}
+    found = check_examples(task, SPLIT, limits, skip_bad_examples=run.skip_bad_examples)
+    _check_names(task, found.first["targets"])
+    lengths = {
+        "inputs": min(round_up_length(found.longest["inputs"]), run.max_input_length),
+        "targets": run.max_length,
+    }
 
     # --- Decoding -----------------------------------------------------------------------------------------------------
     model = copy.copy(model)
@@ -120,42 +124,6 @@ def evaluate_file(run: FileEvaluation, *, command: str = "") -> dict[int, dict[s
     if run.output:
         log.info("predictions and metrics are in %s", os.path.join(run.output, "inference_eval"))
     return results
-
-
-def _lengths(task: Task, run: FileEvaluation) -> dict[str, int]:
-    """Return the lengths of the longest example, limited by the options. Log warnings about odd examples."""
-    pipeline = task.pipeline(SPLIT)
-    longest, bad, odd = [], 0, collections.Counter()
-    first: dict[str, Any] | None = None
-    for index in range(len(pipeline)):
-        try:
-            (example,) = pipeline.outputs(0, index)
-        except BadExample as error:
-            if not run.skip_bad_examples:
-                raise UserError(f"{error} (--skip_bad_examples passes over such examples.)") from error
-            bad += 1
-            continue
-        first = example if first is None else first
-        longest.append({"inputs": example["inputs"]})
-        odd["empty"] += not example["targets_pretokenized"].strip()
-        odd["long"] += len(example["inputs"]) > run.max_input_length
-        odd["unreachable"] += len(example["targets"]) > run.max_length
-    if first is None:
-        raise UserError(f"{run.data} has no example that can be used.")
-    of = f"of {len(longest):,} examples"
-    if bad:
-        log.warning("%d example(s) cannot be used and are passed over", bad)
-    if odd["empty"]:
-        log.warning("%d %s have an empty target", odd["empty"], of)
-    if odd["long"]:
-        log.warning("%d %s have inputs longer than --max_input_length %d: they are cut", odd["long"], of,
-                    run.max_input_length)  # fmt: skip
-    if odd["unreachable"]:
-        log.warning("%d %s have targets longer than --max_length %d: predictions end before", odd["unreachable"], of,
-                    run.max_length)  # fmt: skip
-    _check_names(task, first["targets_pretokenized"])
-    measured = measure_lengths(longest, ["inputs"])["inputs"]
-    return {"inputs": min(measured, run.max_input_length), "targets": run.max_length}
 
 
 def _check_names(task: Task, target: str) -> None:

@@ -16,7 +16,7 @@ import t5x
 from t5x.checkpoints import direct, layout, manifest, reading
 from t5x.checkpoints.contents import check_same_model
 from t5x.checkpoints.formats import LazyArray, open_checkpoint
-from t5x.checkpoints.formats.base import check_expansion
+from t5x.checkpoints.formats.safety import check_expansion
 from t5x.errors import UserError
 from t5x.trainer.restore import Run
 from tests import tiny

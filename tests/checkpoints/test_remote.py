@@ -12,14 +12,15 @@ import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from t5x import convert, inspection
+from t5x import convert
 from t5x.checkpoints import faults, paths, reading, remote_reading, remote_writing
 from t5x.checkpoints.formats import open_checkpoint
-from t5x.checkpoints.formats.native import write_native
+from t5x.checkpoints.formats.native_t5x import write_native
 from t5x.checkpoints.streaming import write_checkpoint
 from t5x.errors import UserError
 from t5x.files import atomic, remote
 from t5x.files import cache_directory as cache_module
+from t5x.verbs.inspect import inspect
 from tests.checkpoints.formats import huggingface_models as models
 from tests.checkpoints.formats.bundle_writer import write_bundle
 
@@ -419,8 +420,8 @@ def test_conversion_to_a_remote_path(fs, hf, cache, uploads, to, last, capsys):
     convert.convert(str(hf), f"memory://bucket/{to}", to=to)
     assert uploads[-1] == last and uploads.count(last) == 1
     assert not list(cache.glob("upload-*"))
-    expected = inspection.inspect(str(hf), as_json=True)["params_sha256"]
-    assert inspection.inspect(f"memory://bucket/{to}", as_json=True)["params_sha256"] == expected
+    expected = inspect(str(hf), as_json=True)["params_sha256"]
+    assert inspect(f"memory://bucket/{to}", as_json=True)["params_sha256"] == expected
     with pytest.raises(UserError, match=f"memory://bucket/{to} exists already.*--overwrite"):
         convert.convert(str(hf), f"memory://bucket/{to}", to=to)
 

@@ -15,7 +15,7 @@ from t5x.checkpoints.assignment import AssignmentMap
 from t5x.checkpoints.config import RestoreCheckpointConfig, SaveCheckpointConfig
 from t5x.checkpoints.contents import sidecars
 from t5x.checkpoints.formats import LazyArray, Source
-from t5x.checkpoints.formats.ours import read_ours
+from t5x.checkpoints.formats.own_checkpoint import read_own_checkpoint
 from t5x.errors import UserError
 from t5x.partitioning import PjitPartitioner
 from t5x.trainer import StateLayout
@@ -265,7 +265,7 @@ def test_inference_takes_parameters_by_the_same_rules(tmp_path):
     np.testing.assert_array_equal(found["token_embedder/embedding"], expected)
     with CheckpointStore(tmp_path) as store:
         store.save(2, {"target": params}, sidecars=sidecars(layout.model, None))
-    again = restore_params(read_ours(store.path(2)), layout.model, layout, RestoreCheckpointConfig(path=""))
+    again = restore_params(read_own_checkpoint(store.path(2)), layout.model, layout, RestoreCheckpointConfig(path=""))
     assert again["token_embedder"]["embedding"].dtype == jnp.float32
     np.testing.assert_array_equal(again["token_embedder"]["embedding"], expected.astype(np.float32))
 

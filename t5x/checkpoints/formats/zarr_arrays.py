@@ -22,8 +22,8 @@ import numpy as np
 from etils import epath
 
 from t5x.checkpoints import faults, paths
-from t5x.checkpoints.formats.base import LazyArray, check_chunk_shape
-from t5x.checkpoints.formats.lazy_msgpack import DTYPES, check_shape
+from t5x.checkpoints.formats.safety import DTYPES, check_chunk_shape, check_shape
+from t5x.checkpoints.formats.source import LazyArray
 from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.files.untrusted import open_inside, parse_json
 

@@ -1,8 +1,9 @@
-"""Load vocabularies from the files stored with a checkpoint."""
+"""Load vocabularies from the files stored with a checkpoint, or by the name given on the command line."""
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from t5x.data.vocabularies import huggingface, sentence_piece
 from t5x.data.vocabularies.base import DESCRIPTION_FILE, Vocabulary
@@ -67,3 +68,47 @@ def _read(directory: str, name: str) -> bytes:
             return file.read()
     except OSError as error:
         raise UserError(user_files.local_problem(path, error)) from error
+
+
+# --- Vocabularies named on the command line ---------------------------------------------------------------------------
+
+
+class NamedVocabulary(NamedTuple):
+    """A vocabulary in a form that gin can express: a function of `t5x.data.vocabularies` and its arguments."""
+
+    function: str
+    arguments: Mapping[str, Any]
+
+    def load(self) -> Vocabulary:
+        from t5x.data import vocabularies  # imports this module
+
+        return getattr(vocabularies, self.function)(**self.arguments)
+
+    def bindings(self) -> list[str]:
+        name = f"vocabularies.{self.function}"
+        arguments = [f"{name}.{argument} = {value!r}" for argument, value in self.arguments.items()]
+        return ["from t5x.data import vocabularies", f"VOCABULARY = @{name}()", *arguments]
+
+
+def vocabulary_named(name: str, rows: int | None = None) -> NamedVocabulary:
+    """Return the vocabulary that --vocabulary names.
+
+    Args:
+      name: a SentencePiece model (.model), a Hugging Face tokenizer.json, or `bytes`.
+      rows: number of rows of the model's embedding, which limits the size of the vocabulary.
+    """
+    path = user_files.absolute_path(name)
+    if name == "bytes":
+        found = NamedVocabulary("ByteVocabulary", {})
+    elif name.endswith(".json"):
+        found = NamedVocabulary("HuggingFaceVocabulary", {"tokenizer_file": path})
+    elif name.endswith(".model"):
+        extra_ids = SentencePieceVocabulary(path).missing_sentinels(rows)
+        arguments = {"sentencepiece_model_file": path} | ({"extra_ids": extra_ids} if extra_ids else {})
+        found = NamedVocabulary("SentencePieceVocabulary", arguments)
+    else:
+        raise UserError(f"--vocabulary {name}: pass a SentencePiece model (*.model), a tokenizer.json, or bytes.")
+    size = found.load().vocab_size
+    if rows is not None and size > rows:
+        raise UserError(f"--vocabulary {name} has {size:,} ids, but the model only {rows:,}. Pass the model's own.")
+    return found

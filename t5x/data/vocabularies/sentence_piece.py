@@ -16,6 +16,7 @@ from t5x.files import user_files
 logger = logging.getLogger(__name__)
 
 MODEL_FILE = "sentencepiece.model"
+SENTINEL = "\u2581<extra_id_0>"  # U+2581 stands for the space before a word
 
 
 class SentencePieceVocabulary(Vocabulary):
@@ -107,6 +108,11 @@ class SentencePieceVocabulary(Vocabulary):
     def _decode(self, ids: list[int]) -> str:
         return self._model.processor.decode(ids)
 
+    def missing_sentinels(self, rows: int | None = None) -> int:
+        """Return how many `extra_ids` T5 needs with this model: 100, or 0 if it has them or `rows` ids are too few."""
+        has_sentinels = self.tokenizer.piece_to_id(SENTINEL) != self.unk_id
+        return 0 if has_sentinels or (rows is not None and self.vocab_size + 100 > rows) else 100
+
     def description(self) -> dict[str, Any]:
         return {
             "class": "SentencePieceVocabulary",
@@ -156,7 +162,7 @@ class _Model:
         longest = max(len(text) for text in (model.trainer_spec.unk_surface, *(piece.piece for piece in model.pieces)))
         if longest > MAX_TOKEN_LENGTH:
             raise _NotAModel(f"it has a piece of {longest:,} characters")
-        if extra_ids and any(piece.piece == "\u2581<extra_id_0>" for piece in model.pieces):
+        if extra_ids and any(piece.piece == SENTINEL for piece in model.pieces):
             raise UserError(
                 f"extra_ids={extra_ids}, but this SentencePiece model has the pieces <extra_id_0>, … already. "
                 "Set extra_ids=0 (--gin.seqio.SentencePieceVocabulary.extra_ids=0)."

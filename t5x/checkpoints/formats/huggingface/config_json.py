@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from t5x.checkpoints.formats.huggingface.names import BUCKETS, PER_LAYER_BIAS
+from t5x.checkpoints.formats.huggingface.tensor_names import BUCKETS, PER_LAYER_BIAS
 from t5x.errors import UserError
 
 TEMPLATE = "ranking_template"  # our own field, which transformers keeps but does not use

@@ -15,7 +15,7 @@ from typing import Any
 from etils import epath
 
 from t5x.checkpoints import paths
-from t5x.checkpoints.formats.huggingface.container import open_file
+from t5x.checkpoints.formats.huggingface.safetensors_files import open_file
 from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.files.untrusted import parse_json
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from etils import epath
 
-from t5x.checkpoints.formats.base import LazyArray, Source
-from t5x.checkpoints.formats.huggingface import checksums, container, names, tokenizer
-from t5x.checkpoints.formats.huggingface import config as configs
-from t5x.checkpoints.formats.links import check_links
+from t5x.checkpoints.formats.huggingface import config_json, safetensors_files, tokenizer_files, weight_checksums
+from t5x.checkpoints.formats.huggingface import tensor_names as names
+from t5x.checkpoints.formats.safety import check_links
+from t5x.checkpoints.formats.source import LazyArray, Source
 from t5x.errors import UserError
 from t5x.files import user_files
 from t5x.files.untrusted import MAX_JSON_BYTES, is_plain_relative, parse_json
@@ -42,19 +42,19 @@ def read_huggingface(path: str | os.PathLike[str]) -> Source:
     path = os.path.expanduser(os.fspath(path)).rstrip("/")
     _check_links(path)
     stated = _read_json(f"{path}/{_CONFIG}")
-    config = configs.read_config(stated, f"{path}/{_CONFIG}")
+    config = config_json.read_config(stated, f"{path}/{_CONFIG}")
     tensors = _tensors(path)
-    checksums.verify(path, {os.path.basename(tensor.path) for tensor in tensors.values()})
+    weight_checksums.verify(path, {os.path.basename(tensor.path) for tensor in tensors.values()})
     config = _complete(config, stated, tensors, path)
-    model_type = configs.model_type(stated, path)
+    model_type = config_json.model_type(stated, path)
     return Source(
         format=f"Hugging Face ({model_type}, safetensors)",
         path=path,
         step=None,
         arrays=_arrays(config, tensors, path),
         config=config,
-        vocabulary_files=tokenizer.read_vocabulary(path, config["vocab_size"], stated.get("tokenizer_class")),
-        template=from_fields(template, f"{path}/{_CONFIG}") if (template := stated.get(configs.TEMPLATE)) else None,
+        vocabulary_files=tokenizer_files.read_vocabulary(path, config["vocab_size"], stated.get("tokenizer_class")),
+        template=from_fields(template, f"{path}/{_CONFIG}") if (template := stated.get(config_json.TEMPLATE)) else None,
         model_type=model_type,
     )
 
@@ -81,10 +81,10 @@ def _read_json(path: str) -> dict[str, Any]:
     return content
 
 
-def _tensors(path: str) -> dict[str, container.Tensor]:
+def _tensors(path: str) -> dict[str, safetensors_files.Tensor]:
     directory = epath.Path(path)
     if (directory / _WEIGHTS).exists():
-        return container.read_header(f"{path}/{_WEIGHTS}")
+        return safetensors_files.read_header(f"{path}/{_WEIGHTS}")
     if (directory / _INDEX).exists():
         return _sharded(path)
     if any((directory / name).exists() for name in _PICKLES):
@@ -95,7 +95,7 @@ def _tensors(path: str) -> dict[str, container.Tensor]:
     )
 
 
-def _sharded(path: str) -> dict[str, container.Tensor]:
+def _sharded(path: str) -> dict[str, safetensors_files.Tensor]:
     index = f"{path}/{_INDEX}"
     placed = _read_json(index).get("weight_map")
     if not isinstance(placed, dict) or not all(isinstance(shard, str) for shard in placed.values()):
@@ -110,7 +110,7 @@ def _sharded(path: str) -> dict[str, container.Tensor]:
             )
         if not epath.Path(f"{path}/{shard}").exists():
             raise UserError(f"{path} is not whole: {shard}, which {_INDEX} names, is missing. Fetch that file.")
-        found = container.read_header(f"{path}/{shard}")
+        found = safetensors_files.read_header(f"{path}/{shard}")
         if differing := sorted(found.keys() ^ {tensor for tensor, place in placed.items() if place == shard}):
             raise UserError(
                 f"{shard} and {_INDEX} in {path} do not belong together: they disagree about {_few(differing)}. "
@@ -127,7 +127,8 @@ def _pickle(path: str) -> str:
         f"Model.from_pretrained({path!r}).save_pretrained({converted!r}, safe_serialization=True)"
     )
     command = f"python -c {shlex.quote(code)}"
-    carried = [f"{path}/{name}" for name in (tokenizer.MODEL, tokenizer.TOKENIZER, tokenizer.SETTINGS)]
+    files = (tokenizer_files.MODEL, tokenizer_files.TOKENIZER, tokenizer_files.SETTINGS)
+    carried = [f"{path}/{name}" for name in files]
     if carried := [name for name in carried if epath.Path(name).exists()]:
         command += f" && cp {shlex.join(carried)} {shlex.quote(converted)}"
     return (
@@ -137,7 +138,7 @@ def _pickle(path: str) -> str:
 
 
 def _complete(
-    config: dict[str, Any], stated: Mapping[str, Any], tensors: dict[str, container.Tensor], path: str
+    config: dict[str, Any], stated: Mapping[str, Any], tensors: dict[str, safetensors_files.Tensor], path: str
 ) -> dict[str, Any]:
     """Return `config` with `logits_via_embedding`. Leaves in `tensors` exactly the tensors that are parameters."""
     if max(config["num_encoder_layers"], config["num_decoder_layers"]) > len(tensors):
@@ -161,7 +162,7 @@ def _complete(
 
     head = tensors.get(names.HEAD)
     own_head = head is not None and not head.same_content(embedding)
-    scaled = configs.is_scaled(stated, f"{path}/{_CONFIG}", own_head=own_head)
+    scaled = config_json.is_scaled(stated, f"{path}/{_CONFIG}", own_head=own_head)
     if scaled and own_head:
         raise UserError(
             f"{path}: {_CONFIG} says that the logits come from the embedding, scaled (tie_word_embeddings), but "
@@ -171,10 +172,10 @@ def _complete(
     if scaled:
         tensors.pop(names.HEAD, None)
     elif head is None:
-        if not configs.written_by_version_5(stated):
+        if not config_json.written_by_version_5(stated):
             raise UserError(f"{path} has no tensor {names.HEAD}, though {_CONFIG} says tie_word_embeddings: false.")
         tensors[names.HEAD] = embedding  # tied but not scaled, which version 5 of transformers supports
-    if own_head and config[names.PER_LAYER_BIAS] and configs.written_by_version_5(stated):
+    if own_head and config[names.PER_LAYER_BIAS] and config_json.written_by_version_5(stated):
         logger.warning(
             "%s: umT5 with logits of its own. Version 5 of transformers multiplies them by d_model**-0.5, the "
             "published umT5 does not; they are read as the published ones, without.",
@@ -183,7 +184,9 @@ def _complete(
     return config | {"logits_via_embedding": scaled}
 
 
-def _arrays(config: Mapping[str, Any], tensors: Mapping[str, container.Tensor], path: str) -> dict[str, LazyArray]:
+def _arrays(
+    config: Mapping[str, Any], tensors: Mapping[str, safetensors_files.Tensor], path: str
+) -> dict[str, LazyArray]:
     arrays, wanted, differing = {}, set(), []
     for parameter in names.parameters(config):
         wanted.add(parameter.tensor)
@@ -208,7 +211,7 @@ def _arrays(config: Mapping[str, Any], tensors: Mapping[str, container.Tensor], 
     return arrays
 
 
-def _transposed(tensor: container.Tensor):
+def _transposed(tensor: safetensors_files.Tensor):
     return lambda: tensor.read().T
 
 

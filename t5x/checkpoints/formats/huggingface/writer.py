@@ -12,9 +12,9 @@ import numpy as np
 from etils import epath
 
 from t5x.checkpoints import faults, paths
-from t5x.checkpoints.formats.base import LazyArray
-from t5x.checkpoints.formats.huggingface import checksums, container, names, tokenizer
-from t5x.checkpoints.formats.huggingface import config as configs
+from t5x.checkpoints.formats.huggingface import config_json, safetensors_files, tokenizer_files, weight_checksums
+from t5x.checkpoints.formats.huggingface import tensor_names as names
+from t5x.checkpoints.formats.source import LazyArray
 from t5x.errors import UserError
 from t5x.files import atomic
 from t5x.ranking.templates import Template
@@ -38,7 +38,7 @@ def write_huggingface(
     """Write a directory that `transformers.AutoModelForSeq2SeqLM.from_pretrained` loads.
 
     Each array is read once, in the order of `arrays`, written and released, so only one is in memory at a time. The
-    directory appears under its name when it is complete, with checksums of the weights (see checksums.py). Optimizer
+    directory appears under its name when it is complete, with checksums of the weights. Optimizer
     state (`state/…`) is omitted.
 
         >>> source = read_huggingface("flan-t5-small")                                              # doctest: +SKIP
@@ -59,17 +59,17 @@ def write_huggingface(
         raise UserError(f"{destination} exists already. Choose another name, or move it away.")
     if dtype is not None and dtype not in _DTYPES:
         raise UserError(f"dtype {dtype!r} is not known: a Hugging Face checkpoint is in {' or '.join(_DTYPES)}.")
-    vocabulary = tokenizer.single_vocabulary(vocabulary_files or {})
+    vocabulary = tokenizer_files.single_vocabulary(vocabulary_files or {})
     eos_id = 1 if vocabulary is None or vocabulary.eos_id is None else vocabulary.eos_id
     embedding = arrays.get("target/token_embedder/embedding")
     kept = np.dtype(np.float32) if embedding is None else np.dtype(embedding.dtype)
-    described = configs.write_config(config, _DTYPES[dtype] if dtype else kept, eos_id)
+    described = config_json.write_config(config, _DTYPES[dtype] if dtype else kept, eos_id)
     if template is not None:
-        described[configs.TEMPLATE] = dataclasses.asdict(template)
+        described[config_json.TEMPLATE] = dataclasses.asdict(template)
     position = {name: number for number, name in enumerate(arrays)}
     parameters = sorted(_match(config, arrays), key=lambda parameter: position[parameter.name])
     plans = [
-        container.Plan(p.tensor, _DTYPES[dtype] if dtype else np.dtype(arrays[p.name].dtype), p.tensor_shape)
+        safetensors_files.Plan(p.tensor, _DTYPES[dtype] if dtype else np.dtype(arrays[p.name].dtype), p.tensor_shape)
         for p in parameters
     ]
     if described["model_type"] == "umt5" and not described["tie_word_embeddings"]:
@@ -83,7 +83,7 @@ def write_huggingface(
     }
     small = {name: (json.dumps(content, indent=2) + "\n").encode() for name, content in texts.items()}
     if vocabulary is not None:
-        small |= tokenizer.tokenizer_files(vocabulary)
+        small |= tokenizer_files.tokenizer_files(vocabulary)
 
     try:
         with atomic.new_directory(destination) as temporary:
@@ -121,7 +121,7 @@ def _match(config: Mapping[str, Any], arrays: Mapping[str, LazyArray]) -> list[n
 
 def _write_weights(
     directory: epath.Path,
-    plans: list[container.Plan],
+    plans: list[safetensors_files.Plan],
     parameters: list[names.Parameter],
     arrays: Mapping[str, LazyArray],
     shard_bytes: int,
@@ -131,12 +131,13 @@ def _write_weights(
     for number, shard in enumerate(shards, start=1):
         name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         chosen = [plans[i] for i in shard]
-        digests[name] = container.write(directory / name, chosen, _values([parameters[i] for i in shard], arrays))
+        values = _values([parameters[i] for i in shard], arrays)
+        digests[name] = safetensors_files.write(directory / name, chosen, values)
         placed |= {plan.name: name for plan in chosen}
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(plan.size for plan in plans)}, "weight_map": placed}
         paths.write_file(directory / "model.safetensors.index.json", (json.dumps(index, indent=2) + "\n").encode())
-    checksums.write(directory, digests)
+    weight_checksums.write(directory, digests)
 
 
 def _values(parameters: list[names.Parameter], arrays: Mapping[str, LazyArray]) -> Iterator[np.ndarray]:
@@ -146,7 +147,7 @@ def _values(parameters: list[names.Parameter], arrays: Mapping[str, LazyArray]) 
         del value
 
 
-def _shards(plans: list[container.Plan], limit: int) -> list[list[int]]:
+def _shards(plans: list[safetensors_files.Plan], limit: int) -> list[list[int]]:
     """Group the positions of `plans`, in order; only a group of a single tensor exceeds `limit`."""
     shards: list[list[int]] = [[]]
     filled = 0

@@ -7,9 +7,9 @@ import numpy as np
 from etils import epath
 
 from t5x.checkpoints import arrays, manifest, paths
-from t5x.checkpoints.formats.base import LazyArray, Source
-from t5x.checkpoints.formats.native_read import check_step
+from t5x.checkpoints.formats.native_t5x import check_step
 from t5x.checkpoints.formats.orbax import read_orbax
+from t5x.checkpoints.formats.source import LazyArray, Source
 from t5x.files.untrusted import parse_json
 from t5x.ranking.templates import from_fields
 
@@ -18,7 +18,7 @@ _OPTIONAL = {"inputs_bidirectional_attention": bool, "template": dict}
 _FIELDS = {"model": str, "network": str, "config": dict} | _OPTIONAL
 
 
-def read_ours(path: epath.PathLike) -> Source:
+def read_own_checkpoint(path: epath.PathLike) -> Source:
     """Open a checkpoint that this program wrote. It must have been verified."""
     path = paths.local_path(path)
     content = manifest.read(path)
