@@ -12,7 +12,6 @@ from typing import Any
 import jax
 
 from t5x import checkpoints, gin_utils
-from t5x.checkpoints import agreement
 from t5x.checkpoints.config import RestoreCheckpointConfig
 from t5x.checkpoints.formats import open_checkpoint
 from t5x.checkpoints.paths import step_of
@@ -98,9 +97,9 @@ def evaluate(
         )
     output_dir = str(checkpoints.make_directory(output_dir, "EVAL_OUTPUT_DIR"))
     done_file = os.path.join(output_dir, f"eval.{name}.ckpt")
-    paths = agreement.decide("eval/checkpoints", lambda: _checkpoints(restore_checkpoint_cfg))
+    paths = distributed.decide("eval/checkpoints", lambda: _checkpoints(restore_checkpoint_cfg))
     resumable = len(paths) > 1 or restore_checkpoint_cfg.mode == "all"
-    before = agreement.decide("eval/done", lambda: _evaluated(done_file, paths)) if resumable else {}
+    before = distributed.decide("eval/done", lambda: _evaluated(done_file, paths)) if resumable else {}
     if resumable:
         hint = f" (listed in {done_file}; delete it to evaluate them again)" if before else ""
         log.info("%d checkpoint(s), %d evaluated before%s", len(paths), len(before), hint)
@@ -129,12 +128,12 @@ def evaluate(
     for path in paths:
         if path in before:
             continue
-        if restore_checkpoint_cfg.mode == "all" and agreement.decide("eval/gone", lambda p=path: _is_gone(p)):
+        if restore_checkpoint_cfg.mode == "all" and distributed.decide("eval/gone", lambda p=path: _is_gone(p)):
             log.warning("skipping %s: it was deleted", path)
             continue
         source = open_for_all(path)
         step = source.step or 0
-        if resumable and agreement.decide("eval/done one", lambda p=source.path: bool(_evaluated(done_file, [p]))):
+        if resumable and distributed.decide("eval/done one", lambda p=source.path: bool(_evaluated(done_file, [p]))):
             log.info("%s was evaluated before", source.path)
             steps[step] = source.path
             continue
@@ -162,7 +161,7 @@ def evaluate(
             jsonl.replace(done_file, [f"{line}\n".encode() for line in (*_lines(done_file), source.path)])
     for evaluation in evaluations.values():
         evaluation.close()
-    earlier = agreement.decide(
+    earlier = distributed.decide(
         "eval/earlier", lambda: _read_results(output_dir, dataset_cfg, [step for step in steps if step not in results])
     )
     return dict(sorted([*((int(step), found) for step, found in earlier.items()), *results.items()]))

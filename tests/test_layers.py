@@ -15,7 +15,6 @@ ARCHITECTURE = ROOT.parent / "docs" / "architecture.md"
 
 # Upward imports that are still to be removed, as (package, package). Once removed, they must be deleted here.
 EXCEPTIONS = {
-    ("checkpoints", "ranking"),
     ("decoding", "data"),
     ("files", "telemetry"),
     ("inference", "answering"),

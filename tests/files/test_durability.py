@@ -12,14 +12,14 @@ import fsspec
 import pytest
 
 from t5x import data
-from t5x.checkpoints import CheckpointStore, ModelDirLock, arrays, remote_reading
+from t5x.checkpoints import CheckpointStore, ModelDirLock, array_writer, remote_reading
 from t5x.checkpoints.formats import open_checkpoint
 from t5x.checkpoints.store import _Save
 from t5x.convert import convert
 from t5x.data import cache_reader, cache_writer, preprocessors
 from t5x.files import atomic, local_copies
 from t5x.inference.chunks import Chunks
-from t5x.inference.output import Output
+from t5x.inference.output import FileOutput
 from t5x.telemetry import MetricWriter, jsonl
 from tests.checkpoints.formats import huggingface_models as models
 from tests.checkpoints.helpers import SIDECARS, assert_same, make_tree
@@ -85,7 +85,7 @@ def test_each_process_flushes_its_own_part_of_a_checkpoint(disk, tmp_path):
     atomic.sync(disk.root)
     atomic.sync(temporary)
     store = CheckpointStore(disk.root)
-    save = _Save(1, store.directory / temporary.name, arrays.HostArrays(make_tree(1)), {}, False, 0)
+    save = _Save(1, store.directory / temporary.name, array_writer.HostArrays(make_tree(1)), {}, False, 0)
     assert store._write_arrays(save)
     atomic.sync(temporary / "state")
     assert contents(disk.cut(tmp_path / "after")) == contents(disk.root) != {}
@@ -147,7 +147,7 @@ def lines(number):
 
 def test_results_are_on_the_disk_chunk_by_chunk_and_whole(disk, tmp_path):
     path, job = disk.root / "out.jsonl", {"model": "m"}
-    with Output(str(path), overwrite=False) as output:
+    with FileOutput(str(path), overwrite=False) as output:
         assert output.begin(job) == []
         for number in range(3):
             output.write(lines(number), {"number": number})
