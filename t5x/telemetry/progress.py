@@ -34,6 +34,7 @@ class Progress(contextlib.AbstractContextManager):
       unit: name of a step.
       description: name of the work.
       stream: where to print; None is standard error.
+      disable: show nothing.
       seconds_between_lines: for streams that are not terminals.
       now: returns the time in seconds.
     """
@@ -46,11 +47,15 @@ class Progress(contextlib.AbstractContextManager):
         description: str = "",
         stream: TextIO | None = None,
         *,
+        disable: bool = False,
         seconds_between_lines: float = 30.0,
         now: Callable[[], float] = time.monotonic,
     ):
+        self._step = initial
         stream = sys.stderr if stream is None else stream
-        if stream.isatty() and os.environ.get("TERM") != "dumb":
+        if disable:
+            self._display = None
+        elif stream.isatty() and os.environ.get("TERM") != "dumb":
             self._display = _Bar(total, initial, unit, description, stream)
         else:
             head = f"{description}: {unit}" if description else unit
@@ -58,13 +63,22 @@ class Progress(contextlib.AbstractContextManager):
 
     def update(self, step: int, **metrics: float | str) -> None:
         """Show that `step` is done, and metrics such as `loss=2.5`."""
-        with _IGNORE_CLOSED:
-            self._display.update(int(step), ", ".join(f"{name} {_short(value)}" for name, value in metrics.items()))
+        self._step = int(step)
+        if self._display is not None:
+            with _IGNORE_CLOSED:
+                self._display.update(
+                    self._step, ", ".join(f"{name} {_short(value)}" for name, value in metrics.items())
+                )
+
+    def advance(self) -> None:
+        """Show that one more step is done."""
+        self.update(self._step + 1)
 
     def close(self) -> None:
         """Show the last state; closing twice is allowed."""
-        with _IGNORE_CLOSED:
-            self._display.close()
+        if self._display is not None:
+            with _IGNORE_CLOSED:
+                self._display.close()
 
     def __exit__(self, *_: object) -> None:
         self.close()
