@@ -19,13 +19,14 @@ import numpy as np
 import tensorstore
 from etils import epath
 
-from t5x.checkpoints import faults, paths
-from t5x.checkpoints.arrays import EMPTY
+from t5x.checkpoints import paths
+from t5x.checkpoints.array_reader import EMPTY
 from t5x.checkpoints.formats import lazy_msgpack, native_t5x, zarr_arrays
 from t5x.checkpoints.formats.safety import DTYPES, check_chunk_shape, check_expansion, check_shape
 from t5x.checkpoints.formats.source import LazyArray, Source
 from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.errors import UserError
+from t5x.files.system_errors import first_line
 from t5x.files.untrusted import open_inside, parse_json
 
 METADATA = "_METADATA"
@@ -268,4 +269,4 @@ def _call(directory: epath.Path, name: str, function: Callable[[], Any]) -> Any:
     try:
         return function()
     except (ValueError, RuntimeError, NotImplementedError, OSError, MemoryError) as error:
-        raise DamagedCheckpoint(directory, f"{name} cannot be read: {faults.first_line(error)}") from error
+        raise DamagedCheckpoint(directory, f"{name} cannot be read: {first_line(error)}") from error

@@ -23,6 +23,7 @@ from t5x.data.sources.base import (
 from t5x.errors import UserError
 from t5x.files import local_copies, user_files
 from t5x.files.local_copies import LocalCopy
+from t5x.telemetry import copy_progress
 
 logger = logging.getLogger(__name__)
 
@@ -133,9 +134,10 @@ class FilesDataSource(OpenedSplits, DataSource):
         return opened[at], index - (ends[at - 1] if at else 0)
 
     def _open(self, split: str) -> _Split:
-        copies = local_copies.stage(self._paths(split), verify=split not in self._versions)  # else verified before
+        # Copies whose versions are known were verified before pickling.
+        copies = local_copies.stage(self._paths(split), copy_progress, verify=split not in self._versions)
         now = {copy.name: copy.version for copy in copies}
-        before = self._versions.get(split, now)  # from the process that pickled this source
+        before = self._versions.get(split, now)
         if changed := [name for name in before | now if before.get(name) != now.get(name)]:
             raise UserError(
                 f"The files of split {split!r} have changed since the run started: {', '.join(changed[:3])}. Do not "
