@@ -25,9 +25,8 @@ from t5x.inference.task_output import merge_chunks_to_file, write_inferences_to_
 from t5x.models import BaseTransformerModel
 from t5x.partitioning import PjitPartitioner, distributed
 from t5x.trainer.checks import require_same_data, verify_matching_vocabs
-from t5x.trainer.model_info import write_model_info
 from t5x.trainer.restore import open_for_all, restore_params
-from t5x.trainer.state import StateLayout
+from t5x.trainer.state import StateLayout, write_model_info
 
 __all__ = [
     "create_task_from_tfexample_file",
