@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from t5x.errors import UserError
 from t5x.files import text_lines
-from t5x.files.remote import RemotePath, explained, is_remote
+from t5x.files.remote import RemotePath, is_remote
 from t5x.files.remote_errors import explained
 from t5x.files.user_files import open_binary
 
