@@ -172,7 +172,7 @@ def _tasks(cfg: DatasetConfig, vocabulary_of: str) -> list[Task]:
     for task in tasks:
         if vocabulary_of not in task.output_features:
             raise UserError(
-                f"infer.output_vocab_feature_name is {vocabulary_of!r}; task {task.name!r} has "
+                f"infer.output_vocab_feature_name is {vocabulary_of!r}; the features of task {task.name!r} are "
                 f"{', '.join(task.output_features)}."
             )
     return tasks
@@ -181,7 +181,7 @@ def _tasks(cfg: DatasetConfig, vocabulary_of: str) -> list[Task]:
 def _source(cfg: RestoreCheckpointConfig) -> Source:
     if not isinstance(cfg.path, str) or cfg.mode == "all":
         raise UserError(
-            "Inference takes one checkpoint: utils.RestoreCheckpointConfig.path must be one path, and mode 'specific' "
+            "Inference uses one checkpoint. Set utils.RestoreCheckpointConfig.path to one path, and mode to 'specific' "
             "or 'latest'."
         )
     return open_for_all(cfg.path)

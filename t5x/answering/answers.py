@@ -69,7 +69,7 @@ class Answering:
         if self.stride < 0:
             raise UserError(f"stride is {self.stride}: it must be at least 0.")
         if self.no_answer is not None and not self.no_answer.strip():
-            raise UserError("no_answer is empty: give the text that the model was trained to write, or leave it out.")
+            raise UserError("no_answer is empty. Pass the text that the model was trained to generate, or omit it.")
 
 
 class AnswerMethods:
@@ -113,9 +113,9 @@ def windows_of(loaded: LoadedModel, question: str, context: str, how: Answering)
     tokens = lambda text: loaded.input_ids(prompt(question, text))[1] - alone
     if room <= how.stride and tokens(context) > room:
         raise UserError(
-            f"the question takes {alone} of the input's {how.max_input_length} tokens, which leaves {max(room, 0)} for "
-            f"a window of the context, of which {how.stride} overlap. Raise max_input_length, lower stride, or shorten "
-            f"the question ({question[:40]!r}…)."
+            f"the question takes {alone} of {how.max_input_length} input tokens. This leaves {max(room, 0)} for a "
+            f"window of the context, too few for a stride of {how.stride}. Raise max_input_length, lower stride, or "
+            f"shorten the question ({question[:40]!r}…)."
         )
     return windows(context, tokens, room, how.stride)
 

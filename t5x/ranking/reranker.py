@@ -61,17 +61,9 @@ class Windows:
         words = text.split()
         if len(words) <= self.size:
             return [text]
-        return [" ".join(words[start : start + self.size]) for start in self._starts(len(words))]
+        starts = range(0, len(words) - self.size + self.stride, self.stride)
+        return [" ".join(words[start : start + self.size]) for start in starts]
 
-    def count(self, text: str) -> int:
-        """
-        >>> Windows(3, 2).count("a b c d e f"), Windows(3, 2).count("")
-        (3, 1)
-        """
-        return max(1, len(self._starts(len(text.split()))))
-
-    def _starts(self, words: int) -> range:
-        return range(0, words - self.size + self.stride, self.stride)
 
 
 class Encoded(NamedTuple):

@@ -93,7 +93,7 @@ def msmarco_lines(run: Run) -> Iterator[bytes]:
 def check_id(text: str) -> str:
     """Return `text` if it can be an id in a run, or raise a UserError."""
     if not isinstance(text, str) or not re.fullmatch(r"\S+", text, re.ASCII):
-        raise UserError(f"{text!r} cannot be written as an id: it must be a string without whitespace, and not empty.")
+        raise UserError(f"{text!r} cannot be written as an id: ids must be non-empty strings without whitespace.")
     return text
 
 

@@ -41,7 +41,7 @@ def test_public_rankers_are_known_by_their_names(name, place, tmp_path):
     assert (template.relevant, template.irrelevant) == RANKERS[name]
     text = TEXTS.get(name, "Query: {query} Document: {document} Relevant:")
     assert (template.text, template.max_length) == (text, 512)
-    assert (short in why) == (owner != "google") and ("nothing says otherwise" in why) == (owner == "google")
+    assert (short in why) == (owner != "google") and ("the default" in why) == (owner == "google")
 
 
 def test_the_checkpoints_own_template_comes_first(tmp_path):
@@ -56,7 +56,7 @@ def test_pairwise_and_pointwise_rankers_are_told_apart(tmp_path):
     (tmp_path / "duot5-base-msmarco").mkdir()
     (tmp_path / "monot5-base-msmarco").mkdir()
     assert template_of(source(tmp_path / "duot5-base-msmarco"), object(), pairwise=True)[0] == DUOT5
-    with pytest.raises(UserError, match="is a pairwise ranker: name it with --pairwise"):
+    with pytest.raises(UserError, match=r"is a pairwise ranker\. Pass it as --pairwise"):
         template_of(source(tmp_path / "duot5-base-msmarco"), object())
     with pytest.raises(UserError, match="is a pointwise ranker"):
         template_of(source(tmp_path / "monot5-base-msmarco"), object(), pairwise=True)
@@ -64,7 +64,7 @@ def test_pairwise_and_pointwise_rankers_are_told_apart(tmp_path):
 
 def test_a_name_does_not_contradict_a_template_that_is_given(tmp_path):
     template, why = template_of(source(tmp_path / "against-duot5"), object(), given=True)
-    assert template == MONOT5 and "nothing says otherwise" in why
+    assert template == MONOT5 and "the default" in why
     assert template_of(source(tmp_path / "mt5-mmarco"), object(), given=True)[0].relevant == "yes"
 
 

@@ -241,7 +241,7 @@ def test_comparisons_need_two_labels_of_their_own(place, one_model, tmp_path):
 def test_windows_count_as_inputs_of_a_chunk():
     units = [Unit(str(i), "q", ["d"], ["a b c d e f g h"], []) for i in range(4)]
     ranker = types.SimpleNamespace(windows=Windows(3, 2))
-    ranking = types.SimpleNamespace(_ranker=ranker, _comparisons=lambda size: size)
+    ranking = types.SimpleNamespace(ranker=ranker, _comparisons=lambda size: size)
     inputs_of = lambda unit: reranking._Reranking.inputs_of(ranking, unit)
     assert [len(part) for part in reranking._cut(iter(units), 8, inputs_of)] == [2, 2]
 

@@ -85,7 +85,7 @@ def test_what_has_no_irrelevant_passage_beside_it_is_left_out_and_told(tmp_path,
     options = {"relevance_level": 2, "held_out": 0}
     found = outputs(tasks.pairs({"train": path}, VOCABULARY, TEMPLATE, **options).pipeline("train", PAIRS, 0))
     assert collections.Counter(text(e["targets"]) for e in found) == {"1": 4, "0": 4}
-    assert "1 queries whose passages are all relevant are left out (77)" in caplog.text
+    assert "1 queries whose passages are all relevant (77)" in caplog.text
     # Of a list, the passage of grade 2 is the less relevant one.
     found = outputs(tasks.lists({"train": path}, VOCABULARY, TEMPLATE, **options).pipeline("train", LISTS, 0))
     assert [e["grades"].tolist() for e in found if e["query_id"] == "77"] == [[3, 2, 0]]
@@ -276,9 +276,9 @@ GOOD = {"query": "who?", "passage": "He.", "label": 1}
         ([GOOD | {"label": 0}], {}, "none of its 1 queries has a passage of grade 1 or more"),
         ([GOOD], {}, "no query has a passage that is less relevant"),
         (records(1), {"held_out": 0.5}, "leaves none of the 1 queries"),
-        (records(2), {"held_out": ["5"]}, r"held_out names 1 queries that are not in the data \(5\). Its ids are 0, 1"),
-        (records(2), {"held_out": 2}, "give the share of the queries"),
-        (records(2), {"relevance_level": 0}, "a passage of grade 0 is not relevant"),
+        (records(2), {"held_out": ["5"]}, r"held_out has 1 query ids .*\(5\); its ids are 0, 1"),
+        (records(2), {"held_out": 2}, "held_out is 2"),
+        (records(2), {"relevance_level": 0}, "relevance_level is 0"),
         (records(2), {"candidates": {"run": "a"}}, "A run is given as"),
     ],
 )  # fmt: skip
@@ -292,9 +292,9 @@ def test_what_is_wrong_is_told(tmp_path, lines, options, words):
 @pytest.mark.parametrize(
     ("lengths", "words"),
     [
-        ({"inputs": 40, "targets": 2}, "lists of passages need TASK_FEATURE_LENGTHS"),
-        ({"inputs": 40, "targets": 2, "grades": 3}, "lists of passages need TASK_FEATURE_LENGTHS"),
-        ({"inputs": 40, "targets": 1, "grades": 1}, "two passages at least"),
+        ({"inputs": 40, "targets": 2}, "Lists of passages need .*'grades'"),
+        ({"inputs": 40, "targets": 2, "grades": 3}, "Lists of passages need .*'grades'"),
+        ({"inputs": 40, "targets": 1, "grades": 1}, "at least two passages"),
         ({"inputs": 9, "targets": 3, "grades": 3}, "leaves no room for a passage"),
     ],
 )
