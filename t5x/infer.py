@@ -20,7 +20,7 @@ from t5x.inference.file_inference import infer_file
 from t5x.inference.jobs import Shard, check_counts, run_job
 from t5x.inference.loaded import load
 from t5x.inference.task_examples import TaskExamples, create_task_from_tfexample_file, identity
-from t5x.inference.task_inference import TaskJob, TaskModel, TaskOutput, batch_function
+from t5x.inference.task_inference import TaskJob, TaskOutput, batch_function
 from t5x.inference.task_output import merge_chunks_to_file, write_inferences_to_file
 from t5x.models import BaseTransformerModel
 from t5x.partitioning import PjitPartitioner, distributed
@@ -151,12 +151,16 @@ def infer(
         cfg = dataclasses.replace(dataset_cfg, mixture_or_task_name=task, module=None)
         lengths = cfg.task_feature_lengths or _measure_lengths(task, cfg, model)
         job = TaskJob(
-            name=os.path.basename(output.path),
             description=f"{mode} {task.name}",
-            model=TaskModel(engine, program, cfg, lengths, mode, keep_aux_as_numpy),
+            engine=engine,
+            program=program,
+            cfg=cfg,
+            lengths=lengths,
+            mode=mode,
             examples=TaskExamples(task, cfg, lengths, Shard(shard_id, num_shards)),
             job=of_task,
             chunk_size=checkpoint_period * cfg.batch_size,
+            keep_aux_as_numpy=keep_aux_as_numpy,
             keep_position=checkpoint_ds_iter,
         )
         run_job(job, output)

@@ -65,7 +65,7 @@ def merge_chunks_to_file(output_dir: str, output_fname: str, tmp_dir: str, step:
     names = [name for name in os.listdir(tmp_dir) if name.startswith(start) and name[len(start) :].isdigit()]
     names.sort(key=lambda name: int(name[len(start) :]))
     if names != [f"{start}{i:05}" for i in range(len(names))]:
-        raise UserError(f"A chunk is missing in {tmp_dir}: it has {', '.join(names)}. Remove the directory to start over.")
+        raise UserError(f"{tmp_dir} lacks a chunk: it has {', '.join(names)}. Remove the directory to start over.")
     chunks.merge(os.path.join(output_dir, output_fname), [os.path.join(tmp_dir, name) for name in names])
 
 
