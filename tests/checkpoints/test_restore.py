@@ -9,7 +9,8 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from t5x import checkpoints
-from t5x.checkpoints import CheckpointStore, DamagedCheckpoint, array_reader, resolve, restore
+from t5x.checkpoints import CheckpointStore, DamagedCheckpoint, array_reader, restore
+from t5x.checkpoints.formats import open_checkpoint
 from t5x.errors import UserError
 
 from .helpers import SIDECARS, abstract, assert_same, make_tree, start_program
@@ -119,30 +120,25 @@ def test_missing_array_data_is_an_error_even_unverified(tmp_path):
         restore(store.path(1), verify=False)
 
 
-def test_resolve_takes_a_checkpoint_or_the_newest_whole_one_of_a_model_dir(checkpoint, caplog):
+def test_a_checkpoint_or_the_newest_whole_one_of_a_model_dir_is_opened(checkpoint, caplog):
     model_dir = checkpoint.parent
     with CheckpointStore(model_dir) as store:
         store.save(12, make_tree(12), sidecars={})
-    assert resolve(checkpoint) == checkpoint
+    assert open_checkpoint(checkpoint).path == str(checkpoint)
     with caplog.at_level(logging.INFO, "t5x"):
-        assert resolve(str(model_dir)) == store.path(12)
-        assert "taking its newest whole checkpoint, checkpoint_12" in caplog.text
+        assert open_checkpoint(str(model_dir)).path == str(store.path(12))
+        assert "checkpoint_12" in caplog.text
         damage(store.path(12))
-        assert resolve(model_dir) == checkpoint
-        assert "Passing over" in caplog.text
+        assert open_checkpoint(model_dir).path == str(checkpoint)
     renamed = checkpoint.rename(model_dir.parent / "best")
-    assert resolve(renamed) == renamed
+    assert open_checkpoint(renamed).path == str(renamed)
     assert_same(make_tree(3), restore(renamed))
 
 
-def test_resolve_says_why_nothing_can_be_taken(checkpoint, tmp_path):
-    with pytest.raises(UserError, match="There is no directory"):
-        resolve(tmp_path / "absent")
-    with pytest.raises(UserError, match="no checkpoint_<step> directory"):
-        resolve(tmp_path)
+def test_a_model_dir_without_a_whole_checkpoint_is_an_error_that_names_the_damage(checkpoint):
     damage(checkpoint)
-    with pytest.raises(UserError, match=r"none of its checkpoints is whole \(checkpoint_3: state/_METADATA"):
-        resolve(checkpoint.parent)
+    with pytest.raises(UserError, match=r"(?s)whole.*checkpoint_3: state/_METADATA"):
+        open_checkpoint(checkpoint.parent)
 
 
 def test_the_state_directory_is_plain_orbax(checkpoint):
