@@ -316,7 +316,7 @@ class CheckpointStore:
             error = caught
         described = None if error is None else distributed.describe_error(error)
         try:
-            reports = distributed.gather(self._topic("written"), {"files": files, "error": described})
+            reports = distributed.exchange(self._topic("written"), {"files": files, "error": described})
             size = distributed.decide(self._topic("published"), lambda: self._complete(save, reports, error))
         except BaseException as failure:
             if self._in_flight == save.temporary:  # otherwise it has been abandoned already, or this is not process 0

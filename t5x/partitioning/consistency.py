@@ -22,14 +22,15 @@ def require_same(what: str, describe: Callable[[], Mapping[str, str]]) -> None:
     """
     if distributed.process_count() == 1:
         return
-    mine = json.dumps(describe(), sort_keys=True).encode()
-    digests = distributed.exchange(f"{what} digest", hashlib.sha256(mine).digest(), distributed.PATIENCE)
+    mine = dict(describe())
+    digest = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).hexdigest()
+    digests = distributed.exchange(f"{what} digest", digest)
     if len(set(digests)) == 1:
         return
     # One process of each kind sends its values.
     kinds = sorted({digests.index(digest) for digest in digests})[:_SHOWN_KINDS]
-    told = distributed.exchange(what, mine if distributed.process_index() in kinds else b"", distributed.PATIENCE)
-    found = {index: json.loads(told[index]) for index in kinds}
+    described = distributed.exchange(what, mine if distributed.process_index() in kinds else None)
+    found = {index: described[index] for index in kinds}
     names = {name: None for values in found.values() for name in values}
     differing = [name for name in names if len({values.get(name) for values in found.values()}) > 1]
     lines = [_line(name, {index: values.get(name) for index, values in found.items()}) for name in differing]

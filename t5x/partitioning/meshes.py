@@ -13,7 +13,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
 from t5x.errors import UserError
-from t5x.partitioning import distributed
+from t5x.partitioning import multiprocess
 
 AXES = ("data", "model")
 HYBRID_AXES = ("replica", "data", "model")
@@ -42,7 +42,7 @@ def machine_sizes(devices: Sequence[jax.Device]) -> list[int]:
 
 def machine_of_process() -> list[int]:
     """Return, for each process, the first process of its machine; itself if the machines are unknown."""
-    names = distributed.machines()
+    names = multiprocess.machines()
     return [names.index(n) for n in names] if len(names) == jax.process_count() else list(range(jax.process_count()))
 
 

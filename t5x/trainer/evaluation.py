@@ -1,7 +1,6 @@
 """Evaluation of parameters with the tasks' metrics, on decoded outputs or scores."""
 
 import functools
-import json
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -101,4 +100,4 @@ class InferenceEvaluator:
         )
         if jax.process_count() == 1:
             return results
-        return json.loads(distributed.broadcast("evaluation", json.dumps(results).encode(), distributed.PATIENCE))
+        return distributed.broadcast("evaluation", results)

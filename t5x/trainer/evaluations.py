@@ -2,7 +2,6 @@
 
 import abc
 import itertools
-import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -59,7 +58,7 @@ class Evaluation(abc.ABC):
     def done(self, step: int) -> bool:
         """Return whether all files have the metrics of this step."""
         there = all(any(record.get("step") == step for record, _ in jsonl.read(path)) for path in self._files)
-        return json.loads(distributed.broadcast("evaluation done", json.dumps(there).encode(), distributed.PATIENCE))
+        return distributed.broadcast("evaluation done", there)
 
     @abc.abstractmethod
     def _evaluate(self, step: int) -> Figures:

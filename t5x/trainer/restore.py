@@ -100,7 +100,7 @@ def position_of_all(
     """
     if "lanes" not in mine:
         return dict(mine)
-    merged = merge_states(distributed.gather("data position", dict(mine)))
+    merged = merge_states(distributed.exchange("data position", dict(mine)))
     rows = sorted({first + i for first, count, *_ in merged["lanes"] for i in range(count)})
     merged |= {"lanes": join_states(states_of_rows(rows, merged["lanes"]))}
     if fingerprint is None:

@@ -13,9 +13,9 @@ import pytest
 from t5x.errors import UserError
 from t5x.partitioning import (
     PjitPartitioner,
-    distributed,
     logical_to_mesh_axes,
     meshes,
+    multiprocess,
     presets,
     standard_logical_axis_rules,
 )
@@ -148,7 +148,7 @@ def test_rows_of_a_process_follow_each_other():
 def test_processes_of_a_machine_stand_together(monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda backend: [Device(n, n) for n in range(4)])
     monkeypatch.setattr(jax, "process_count", lambda: 4)
-    monkeypatch.setattr(distributed, "machines", lambda: ["a", "b", "a", "b"])  # a scheduler deals them out in turns
+    monkeypatch.setattr(multiprocess, "machines", lambda: ["a", "b", "a", "b"])  # a scheduler deals them out in turns
     devices = meshes.devices_of(None)
     assert [d.process_index for d in devices] == [0, 2, 1, 3]
     assert meshes.machine_sizes(devices) == [2, 2]
