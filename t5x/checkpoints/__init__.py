@@ -7,10 +7,11 @@ from t5x.checkpoints.config import Checkpointer, CheckpointManagerConstructor, O
 from t5x.checkpoints.manifest import DamagedCheckpoint, verify
 from t5x.checkpoints.manifest import read_file as read_sidecar
 from t5x.checkpoints.model_dir_lock import ModelDirLock
-from t5x.checkpoints.paths import dataset_state_name, local_path, make_directory
+from t5x.checkpoints.paths import DATASET_STATE, local_path, make_directory
 from t5x.checkpoints.store import CheckpointStore
 
 __all__ = [
+    "DATASET_STATE",
     "CheckpointManagerConstructor",
     "CheckpointStore",
     "Checkpointer",
@@ -19,7 +20,6 @@ __all__ = [
     "OrbaxCheckpointManagerInterface",
     "Ranking",
     "SaveBestCheckpointer",
-    "dataset_state_name",
     "local_path",
     "make_directory",
     "read_names",

@@ -46,8 +46,8 @@ def _read(path: epath.Path, abstract_tree: Any) -> Any:
         return trees.nest(stored.read(stored.shapes))
 
     wanted = {name: trees.as_struct(leaf) for name, leaf in trees.flatten(abstract_tree).items()}
-    sections = {_section(name) for name in wanted}
-    relevant = {name: leaf for name, leaf in stored.shapes.items() if _section(name) in sections}
+    sections = {trees.section(name) for name in wanted}
+    relevant = {name: leaf for name, leaf in stored.shapes.items() if trees.section(name) in sections}
     if table := trees.difference_by_name(wanted, relevant):
         raise UserError(f"{path} does not fit the model (expected: the model, found: the checkpoint): {table}")
     _log_casts(path, wanted, stored.shapes)
@@ -78,10 +78,6 @@ def _state_directory(path: epath.Path) -> epath.Path:
     """Return the directory of the arrays, after checking that the manifest is one of ours."""
     manifest.read(path)
     return path / paths.STATE
-
-
-def _section(name: str) -> str:
-    return "/".join(name.split("/")[: 2 if name.startswith("state/") else 1])
 
 
 def _log_casts(path: epath.Path, wanted: Mapping[str, Any], found: Mapping[str, Any]) -> None:

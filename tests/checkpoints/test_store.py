@@ -14,7 +14,6 @@ from t5x.checkpoints import (
     DamagedCheckpoint,
     ModelDirLock,
     array_writer,
-    dataset_state_name,
     paths,
     save_errors,
 )
@@ -308,11 +307,6 @@ def test_the_error_that_ends_a_block_is_not_hidden_by_that_of_a_save(tmp_path):
         store.save(1, make_tree(1), sidecars={})
         raise KeyError("loss")
     assert store.steps() == [1]
-
-
-def test_dataset_state_is_named_after_the_process():
-    assert dataset_state_name() == "dataset/train-000-of-001.json"
-    assert dataset_state_name(3, 16) == "dataset/train-003-of-016.json"
 
 
 def test_orbax_is_quiet_below_warnings(store, caplog):
