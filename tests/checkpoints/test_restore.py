@@ -82,7 +82,7 @@ def test_dtypes_are_cast_as_asked_and_it_is_said(checkpoint, caplog):
         caplog.clear()
         with caplog.at_level(logging.INFO, "t5x"):
             assert_same(wanted, restore(checkpoint, abstract(wanted, sharding)))
-        assert "float32 arrays are cast to bfloat16" in caplog.text
+        assert "float32 arrays to bfloat16" in caplog.text
 
 
 def test_a_tree_that_does_not_fit_is_refused_with_a_table(checkpoint):
