@@ -120,17 +120,19 @@ def test_missing_array_data_is_an_error_even_unverified(tmp_path):
         restore(store.path(1), verify=False)
 
 
-def test_a_checkpoint_or_the_newest_whole_one_of_a_model_dir_is_opened(checkpoint, caplog):
-    model_dir = checkpoint.parent
+def test_a_checkpoint_or_the_newest_whole_one_of_a_model_dir_is_opened(tmp_path, caplog):
+    model_dir = tmp_path / "run"
     with CheckpointStore(model_dir) as store:
-        store.save(12, make_tree(12), sidecars={})
+        for step in (3, 12):
+            store.save(step, make_tree(step), sidecars={})
+    checkpoint = store.path(3)
     assert open_checkpoint(checkpoint).path == str(checkpoint)
     with caplog.at_level(logging.INFO, "t5x"):
         assert open_checkpoint(str(model_dir)).path == str(store.path(12))
         assert "checkpoint_12" in caplog.text
         damage(store.path(12))
         assert open_checkpoint(model_dir).path == str(checkpoint)
-    renamed = checkpoint.rename(model_dir.parent / "best")
+    renamed = checkpoint.rename(tmp_path / "best")
     assert open_checkpoint(renamed).path == str(renamed)
     assert_same(make_tree(3), restore(renamed))
 
