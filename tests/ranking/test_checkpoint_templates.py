@@ -59,7 +59,7 @@ def test_the_checkpoints_own_template_comes_first(tmp_path):
 )
 def test_a_stored_template_that_is_none_is_an_error_with_its_path(tmp_path, fields, words):
     with pytest.raises(UserError, match=words) as error:
-        known.template_of(dataclasses.replace(source(tmp_path), template=fields), object())
+        template_of(dataclasses.replace(source(tmp_path), template=fields), object())
     assert str(tmp_path) in str(error.value)
 
 
