@@ -22,7 +22,7 @@ from t5x.partitioning.distributed import PATIENCE
 from t5x.telemetry import MetricWriter, ThroughputClock
 from t5x.trainer.actions import Actions, ActionStop, BaseAction
 from t5x.trainer.checks import require_same_data, verify_matching_vocabs
-from t5x.trainer.datasets import ForeignBatches, ShardInfo, get_dataset, get_training_eval_datasets
+from t5x.trainer.datasets import ExternalBatches, ShardInfo, get_dataset, get_training_eval_datasets
 from t5x.trainer.evaluation import Evaluation, InferenceEvaluation, TeacherForcedEvaluation
 from t5x.trainer.metric_lines import MetricLines
 from t5x.trainer.restore import OnChangedData, Run, position_of_all, restore_or_init, resume_data
@@ -137,7 +137,10 @@ def train(
         batch_size = train_dataset_cfg.batch_size
         shard = ShardInfo.of(partitioner.rows(batch_size), batch_size)
         loader = get_dataset_fn(train_dataset_cfg, shard, model.FEATURE_CONVERTER_CLS)
-        loader = closing.enter_context(loader if hasattr(loader, "restore") else ForeignBatches(loader))
+        if hasattr(loader, "restore"):
+            closing.enter_context(loader)
+        else:
+            loader = ExternalBatches(loader)
         fingerprint = loader.start_fingerprint() if leader and hasattr(loader, "start_fingerprint") else None
 
         # --- The model, laid out over the mesh ------------------------------------------------------------------------
