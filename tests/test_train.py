@@ -72,7 +72,7 @@ def test_kill_9_and_the_same_command_again(undisturbed, run_here, tmp_path):
     interrupt(process, signal.SIGKILL)
     resumed = run_here(*train(run, STEPS))
     assert resumed.code == 0, resumed.err
-    assert "resuming from" in resumed.err and "checkpoint_5" in resumed.err
+    assert f"resuming from {run}" in resumed.err
     assert losses(run) == losses(undisturbed / "run")  # bit for bit
     assert_same_tree(final_params(run), final_params(undisturbed / "run"))
 
