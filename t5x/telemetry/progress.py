@@ -3,13 +3,15 @@
 import contextlib
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TextIO
 
 from tqdm import tqdm
 
 _BAR = "{percentage:3.0f}%|{bar}| {n}/{total}, {remaining} left{postfix}"
+_WORTH_SHOWING = 10**7  # bytes to copy
 
 # A closed pipe (Ctrl-C also ends a `tee` that reads it) must not end the run.
 _IGNORE_CLOSED = contextlib.suppress(OSError, ValueError)
@@ -100,6 +102,25 @@ class Progress(contextlib.AbstractContextManager):
             line += f", {tqdm.format_interval(seconds_left)} left"
         print(line, file=self._stream, flush=True)
         self._printed, self._pending = self._now(), None
+
+
+@contextlib.contextmanager
+def copy_progress(size: int) -> Iterator[Callable[[int], None]]:
+    """Show the progress of copying `size` bytes, unless they are few.
+
+    Yields:
+      A function that is called, from any thread, with the number of bytes that have been copied since the last call.
+    """
+    done, lock = 0, threading.Lock()
+    with Progress(-(-size // 10**6), unit="MB", description="copy", disable=size <= _WORTH_SHOWING) as progress:
+
+        def advance(count: int) -> None:
+            nonlocal done
+            with lock:
+                done += count
+                progress.update(-(-done // 10**6))
+
+        yield advance
 
 
 def _short(value: float | str) -> str:

@@ -23,6 +23,7 @@ from t5x.data.sources.base import (
 from t5x.errors import UserError
 from t5x.files import local_copies, user_files
 from t5x.files.local_copies import LocalCopy
+from t5x.telemetry import copy_progress
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +124,8 @@ class FilesDataSource(OpenedSplits, DataSource):
 
     def _staged(self, split: str, paths: Sequence[str]) -> list[LocalCopy]:
         """Return local copies; after unpickling, raise a UserError if the files have changed since."""
-        copies = local_copies.stage(paths, verify=split not in self._versions)  # else verified before pickling
+        # Copies whose versions are known were verified before pickling.
+        copies = local_copies.stage(paths, copy_progress, verify=split not in self._versions)
         now = _versions(copies)
         before = self._versions.get(split, now)
         if changed := [name for name in before | now if before.get(name) != now.get(name)]:
