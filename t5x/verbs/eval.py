@@ -60,4 +60,5 @@ def _eval_file(args: argparse.Namespace, given: dict[str, Any]) -> Any:
     with processes(args):
         from t5x.verbs.eval_from_files import evaluate_file
 
-        return evaluate_file(FileEvaluation(**given), command=file_options.command("eval", args, FileEvaluation))
+        command = file_options.command("eval", {"model": given["model"], **given})
+        return evaluate_file(FileEvaluation(**given), command=command)

@@ -7,7 +7,7 @@ import argparse
 import dataclasses
 import os
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from t5x.errors import UserError
@@ -130,13 +130,13 @@ def check(args: argparse.Namespace) -> FileTraining:
     return FileTraining(**options)
 
 
-def command(verb: str, args: argparse.Namespace, options: type[FileOptions]) -> str:
-    """Return the command line, quoted for a shell."""
+def command(verb: str, options: Mapping[str, Any], bindings: Iterable[str] = ()) -> str:
+    """Return the command line with the given options, quoted for a shell."""
     words = ["t5x", verb]
-    for name, value in given(args, options).items():
+    for name, value in options.items():
         for one in value if isinstance(value, list) else [value]:
             words += [f"--{name}"] if one is True else [f"--{name}", str(one)]
-    return shlex.join([*words, *(f"--gin_bindings={binding}" for binding in args.gin_bindings)])
+    return shlex.join([*words, *(f"--gin_bindings={binding}" for binding in bindings)])
 
 
 def _flags(names: Iterable[str]) -> str:

@@ -27,7 +27,8 @@ def define(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    if not file_options.given(args, FileTraining):
+    given = file_options.given(args, FileTraining)
+    if not given:
         from t5x.train import train
 
         run_gin(args, train)
@@ -41,6 +42,6 @@ def run(args: argparse.Namespace) -> None:
         bindings=args.gin_bindings,
         dry_run=args.dry_run,
         strict=args.strict,
-        command=file_options.command("train", args, FileTraining),
+        command=file_options.command("train", given, args.gin_bindings),
         processes=processes(args),
     )
