@@ -119,7 +119,7 @@ def test_another_models_directory_is_refused_and_left_alone(undisturbed, run_her
 def test_a_finished_run_started_again_has_nothing_to_do(undisturbed, run_here):
     done = run_here(*train(undisturbed / "run", STEPS))
     assert done.code == 0
-    assert f"the checkpoint is at step {STEPS} already: there is nothing to train" in done.err
+    assert "nothing to train" in done.err and f"step {STEPS}" in done.err
     run_here(*train(undisturbed / "run", STEPS - 1)).refused("Raise TRAIN_STEPS")
 
 
