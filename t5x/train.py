@@ -124,7 +124,7 @@ def train(
         init_rng, dropout_rng = jax.random.split(jax.random.key(seed))
         if use_hardware_rng:
             log.warning(
-                "use_hardware_rng: dropout depends on the mesh and the compiler; a run is reproducible on one machine only"
+                "use_hardware_rng: dropout depends on mesh and compiler, so runs are reproducible on one machine only"
             )
             dropout_rng = jax.random.key(seed, impl="unsafe_rbg")
 

@@ -26,8 +26,8 @@ _CLASSES = ("model", "network", "inputs_bidirectional_attention", "template")
 
 # How the network runs rather than what it is. These may differ between a checkpoint and the run that resumes from it.
 _RUNTIME_FIELDS = {
-    "attention_backend", "dropout_rate", "dtype", "float32_attention_logits", "param_scan_axis", "remat_policy",
-    "scan_layers",
+    "attention_backend", "dropout_rate", "dtype", "float32_attention_logits", "matmul_dtype", "param_scan_axis",
+    "remat_policy", "scan_layers",
 }  # fmt: skip
 
 

@@ -229,7 +229,7 @@ def restore_state(
       rng: key for the initial values of parameters that the rules exclude.
     """
     _check_same(source, model, cfg.rules)
-    abstract, axes = layout.abstract.tree(), layout.tree_axes()
+    abstract, axes = layout.abstract.replace(flax_mutables={}).tree(), layout.tree_axes()
     fitting = transfer.Fitting(source, abstract, axes, cfg.rules)
     step = 0 if cfg.step == "reset" else fitting.step or 0
     has_state = fitting.has_optimizer_state()
@@ -247,7 +247,19 @@ def restore_state(
     if not keep or not jax.tree.leaves(states):
         return layout.with_fresh_optimizer(params, step)
     states = read({"state": {"param_states": states}})["state"]["param_states"]
-    return TrainState(layout.step_array(step), params, states)
+    mutables = _restore_mutables(source.path, layout) if source.format == "t5x" else layout.fresh_mutables()
+    return TrainState(layout.step_array(step), params, states, mutables)
+
+
+def _restore_mutables(path: Any, layout: StateLayout) -> Any:
+    """Return the `flax_mutables` of our checkpoint; initial ones if the run did not train in FP8 before."""
+    wanted = {"flax_mutables": layout.abstract.flax_mutables}
+    if not layout.abstract.flax_mutables:
+        return {}
+    if _same_names(checkpoints.read_names(path), wanted):
+        return checkpoints.restore(path, wanted, verify=False)["flax_mutables"]
+    log.info("%s has no amax history: the first FP8 step uses default scales", path)
+    return layout.fresh_mutables()
 
 
 def restore_params(
@@ -276,14 +288,16 @@ def restore_params(
 
 def _resume(path: Any, cfg: RestoreCheckpointConfig | None, layout: StateLayout) -> TrainState:
     """Return the state of a run's own checkpoint. Layers may be stacked in one and not in the other."""
-    abstract = layout.abstract.tree()
+    abstract = layout.abstract.replace(flax_mutables={}).tree()
     functions = () if cfg is None else cfg.rules.state_transformation_fns
     if not functions and _same_names(checkpoints.read_names(path), abstract):
-        return TrainState.from_tree(checkpoints.restore(path, abstract, verify=False))
+        state = TrainState.from_tree(checkpoints.restore(path, abstract, verify=False))
+        return state.replace(flax_mutables=_restore_mutables(path, layout))
     if not functions:
         log.info("rearranging %s: its layers are stacked and this network's are not, or vice versa", path)
     rules = Rules(state_transformation_fns=functions, is_resuming=True)
-    return TrainState.from_tree(transfer.restore(read_own_checkpoint(path), abstract, layout.tree_axes(), rules=rules))
+    state = TrainState.from_tree(transfer.restore(read_own_checkpoint(path), abstract, layout.tree_axes(), rules=rules))
+    return state.replace(flax_mutables=_restore_mutables(path, layout))
 
 
 def _same_names(found: Iterable[str], abstract: Any) -> bool:
