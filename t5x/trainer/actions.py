@@ -231,7 +231,7 @@ class Actions:
             if action.run(train_state, metrics_by_task) and stop is None:
                 stop = ActionStop(int(train_state.step), str(action), action.reason, action.worth_saving)
         if self.has(mode):
-            decided = distributed.decide("actions", lambda: stop and dataclasses.asdict(stop))
+            decided = distributed.broadcast("actions", stop and dataclasses.asdict(stop))
             stop = decided and ActionStop(**decided)
         return stop
 

@@ -60,11 +60,8 @@ class Evaluation(abc.ABC):
 
     def done(self, step: int) -> bool:
         """Return whether all files have the metrics of this step."""
-
-        def in_all_files() -> bool:
-            return all(any(record.get("step") == step for record, _ in jsonl.read(path)) for path in self._files)
-
-        return distributed.decide("evaluation done", in_all_files)
+        there = all(any(record.get("step") == step for record, _ in jsonl.read(path)) for path in self._files)
+        return distributed.broadcast("evaluation done", there)
 
     def close(self) -> None:  # noqa: B027  (most have no open files)
         """Close the files."""
@@ -128,7 +125,7 @@ class InferenceEvaluation(Evaluation):
             **{name: functools.partial(run, program) for name, program in self._programs.items()},
             **({} if distributed.is_leader() else {"compute_metrics": False}),
         )
-        results = distributed.decide("evaluation", lambda: results)
+        results = distributed.broadcast("evaluation", results)
         for task, metrics in results.items():
             log.info("step %d, %s: %s", step, task, ", ".join(f"{k} {v:.4g}" for k, v in metrics.items()))
         return results

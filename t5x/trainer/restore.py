@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from t5x import checkpoints
-from t5x.checkpoints import transfer
+from t5x.checkpoints import transfer, tree
 from t5x.checkpoints.assignment import Rules
 from t5x.checkpoints.checkpoint_identity import fingerprint
 from t5x.checkpoints.config import RestoreCheckpointConfig
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 RUN_FILE = "run.json"
 OnChangedData = Literal["refuse", "continue", "restart"]
 _MAX_JSON_BYTES = 2**30  # the file has the position of every row
-DATA_FILE = checkpoints.dataset_state_name(0, 1)  # of all rows, for any number of processes
+DATA_FILE = checkpoints.DATASET_STATE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +100,7 @@ def position_of_all(
     """
     if "lanes" not in mine:
         return dict(mine)
-    merged = merge_states(distributed.gather("data position", dict(mine)))
+    merged = merge_states(distributed.exchange("data position", dict(mine)))
     rows = sorted({first + i for first, count, *_ in merged["lanes"] for i in range(count)})
     merged |= {"lanes": join_states(states_of_rows(rows, merged["lanes"]))}
     if fingerprint is None:
@@ -303,8 +303,8 @@ def _resume(path: Any, cfg: RestoreCheckpointConfig | None, layout: StateLayout)
 def _same_names(found: Iterable[str], abstract: Any) -> bool:
     """Return whether our checkpoint's arrays have the network's names, so that it can be read shard by shard."""
     wanted = checkpoints.tree.flatten(abstract)
-    sections = {transfer.section(name) for name in wanted}
-    return {name for name in found if transfer.section(name) in sections} == wanted.keys()
+    sections = {tree.section(name) for name in wanted}
+    return {name for name in found if tree.section(name) in sections} == wanted.keys()
 
 
 def _check_same(source: Source, model: BaseTransformerModel, rules: Rules) -> None:

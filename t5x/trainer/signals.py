@@ -139,11 +139,11 @@ class _CommonStop:
                 if self._closed.wait(_POLL_SECONDS):
                     return
                 if self.signum is not None:
-                    distributed.put(self._key, str(int(self.signum)).encode())
+                    distributed.put(self._key, int(self.signum))
             with self._lock:
                 self._published, started = True, self._started
-            last = max(map(int, distributed.exchange("last begun", str(started).encode())))
-            self.signum = int(requested)
+            last = max(distributed.exchange("last begun", started))
+            self.signum = requested
             self._last.set_result(last)
         except Exception as error:
             with self._lock:
