@@ -24,7 +24,7 @@ from t5x.errors import UserError
 logger = logging.getLogger(__name__)
 
 Row = dict[str, np.ndarray]
-_TOLD = 5
+_LOGGED = 5
 _BLOCK = 256
 _FRUITLESS_EPOCHS = 10
 
@@ -51,7 +51,7 @@ class Stream:
     Args:
       row, batch_size: the lane's row and the global batch size.
       order, pipeline: order and pipeline of the task.
-      bad: see `Parts`.
+      bad: see `LaneConfig`.
     """
 
     def __init__(
@@ -207,12 +207,12 @@ class BadExamples:
     def add(self, error: BadExample) -> None:
         self.count += 1
         self.first = self.first or error
-        if self.count <= _TOLD:
-            more = "; further ones are counted, not reported" if self.count == _TOLD else ""
+        if self.count <= _LOGGED:
+            more = "; further ones are counted, not reported" if self.count == _LOGGED else ""
             logger.warning("passed over: %s%s", error, more)
 
 
-class Parts(NamedTuple):
+class LaneConfig(NamedTuple):
     """Settings that the lanes of a run share.
 
     Attributes:
@@ -253,36 +253,36 @@ class _Taken(NamedTuple):
 class Lane:
     """One row of the global batch, endless."""
 
-    def __init__(self, row: int, parts: Parts, orders: Sequence[Order]):
+    def __init__(self, row: int, config: LaneConfig, orders: Sequence[Order]):
         self.row = row
-        self._parts = parts
+        self._config = config
         self._streams = [
-            Stream(row, parts.batch_size, order, pipeline, parts.bad)
-            for order, pipeline in zip(orders, parts.pipelines, strict=True)
+            Stream(row, config.batch_size, order, pipeline, config.bad)
+            for order, pipeline in zip(orders, config.pipelines, strict=True)
         ]
-        total = sum(parts.rates)
-        self._cumulative = [rate / total for rate in itertools.accumulate(parts.rates)]
-        self._key = derive_seed("mixture", parts.seed, row)
+        total = sum(config.rates)
+        self._cumulative = [rate / total for rate in itertools.accumulate(config.rates)]
+        self._key = derive_seed("mixture", config.seed, row)
         self._draws = 0
         self._held: _Taken | None = None  # did not fit into the last row
 
     def next_row(self) -> Row:
         """Return the model features of the lane's next row."""
-        parts, converter = self._parts, self._parts.converter
-        room = np.asarray(converter.capacity(parts.lengths)) if converter.pack else None
+        config, converter = self._config, self._config.converter
+        room = np.asarray(converter.capacity(config.lengths)) if converter.pack else None
         taken: list[_Taken] = []
         passed: dict[int, int] = {}
         while True:
             one = self._take()
             try:
                 if room is None:
-                    return converter.convert_row([one.example], parts.lengths, trim=parts.trim)
-                size = converter.sizes(one.example, parts.lengths, trim=parts.trim)
+                    return converter.convert_row([one.example], config.lengths, trim=config.trim)
+                size = converter.sizes(one.example, config.lengths, trim=config.trim)
             except UserError as error:
                 refused = self._located(error, one)
-                if parts.bad is None:
+                if config.bad is None:
                     raise refused from error
-                parts.bad.add(refused)
+                config.bad.add(refused)
                 self._pass_over(one, passed, "is refused; the first reasons are above")
                 continue
             if not any(size):  # empty: nothing to train on
@@ -296,7 +296,7 @@ class Lane:
             if not room.all():
                 break
         try:
-            return converter.convert_row([one.example for one in taken], parts.lengths, trim=parts.trim)
+            return converter.convert_row([one.example for one in taken], config.lengths, trim=config.trim)
         except UserError as error:
             raise self._located(error, taken[0]) from error
 
@@ -306,7 +306,7 @@ class Lane:
         Args:
           passed: for each stream, the cursor at the first example skipped for this row.
         """
-        pipeline, cursor = self._parts.pipelines[one.stream], one.before.cursor
+        pipeline, cursor = self._config.pipelines[one.stream], one.before.cursor
         if cursor - passed.setdefault(one.stream, cursor) > _FRUITLESS_EPOCHS * len(pipeline):
             raise UserError(f"Every example of task {pipeline.name!r} {why}.")
 
@@ -323,7 +323,7 @@ class Lane:
         return _Taken(*self._streams[number].next(), number, before)
 
     def _located(self, error: UserError, taken: "_Taken") -> BadExample:
-        return BadExample(f"{self._parts.pipelines[taken.stream].location(taken.index)}: {error}")
+        return BadExample(f"{self._config.pipelines[taken.stream].location(taken.index)}: {error}")
 
     def state(self) -> list[int]:
         """Return the numbers that `seek` takes: number of draws, then the position in each stream."""
@@ -342,12 +342,8 @@ class Lane:
             stream.seek(Position(*flat[number * width : (number + 1) * width]))
 
 
-def lane_states(lanes: Sequence[Lane]) -> list[list[int]]:
-    """Return [first row, number of rows, *state] of each run of rows with equal state."""
-    return join_states([lane.row, 1, *lane.state()] for lane in lanes)
-
-
 def join_states(runs: Iterable[Sequence[int]]) -> list[list[int]]:
+    """Join [first row, number of rows, *state] of consecutive rows with equal states."""
     joined: list[list[int]] = []
     for row, count, *state in runs:
         if joined and joined[-1][0] + joined[-1][1] == row and joined[-1][2:] == state:
@@ -369,12 +365,6 @@ def states_of_rows(rows: Iterable[int], states: Sequence[Sequence[int]]) -> list
             "saved it (t5x.data.merge_states)."
         )
     return [[row, 1, *found[row]] for row in rows]
-
-
-def seek_lanes(lanes: Sequence[Lane], states: Sequence[Sequence[int]]) -> None:
-    """Move the lanes to `states`, which may cover more lanes."""
-    for lane, (_, _, *state) in zip(lanes, states_of_rows([lane.row for lane in lanes], states), strict=True):
-        lane.seek(state)
 
 
 def resized_states(states: Sequence[Sequence[int]], batch_size: int, new_batch_size: int) -> list[list[int]]:

@@ -18,7 +18,7 @@ from t5x.data.example_order import Order
 from t5x.data.feature_converters import FeatureConverter, stack_rows
 from t5x.data.lanes import (
     BadExamples,
-    Parts,
+    LaneConfig,
     describe_difference,
     join_states,
     resized_states,
@@ -26,7 +26,7 @@ from t5x.data.lanes import (
 )
 from t5x.data.pipeline import Example, Pipeline
 from t5x.data.sources import BadExample
-from t5x.data.tasks import Mixture, Task, get_subtasks, task_rates
+from t5x.data.tasks import Mixture, Task, check_split, get_subtasks, task_rates
 from t5x.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -51,9 +51,8 @@ def train_loader(
     if cfg.task_feature_lengths is None:
         raise UserError("Training needs lengths: TASK_FEATURE_LENGTHS = {'inputs': 512, 'targets': 114}.")
     found = cfg.mixture_or_task()
+    check_split(found, cfg.split)
     rates = {task: rate for task, rate in task_rates(found).items() if cfg.split in task.splits}
-    if not rates:
-        raise UserError(f"{found.name!r} has no split {cfg.split!r}; it has {', '.join(map(repr, found.splits))}.")
     for task in rates:
         feature_converter.check(tuple(task.output_features), cfg.task_feature_lengths, task.name)
     _check_vocabularies(list(rates), feature_converter.task_features(cfg.task_feature_lengths))
@@ -143,7 +142,7 @@ class TrainLoader(Iterator[Batch]):
         }
         if feature_converter.pack or any(pipeline.pieces for pipeline in made):  # positions depend on them
             self._identity |= {"pack": feature_converter.pack, "lengths": dict(task_feature_lengths)}
-        parts = self._parts = Parts(
+        config = self._config = LaneConfig(
             pipelines=made,
             rates=[rate for _, rate in pipelines],
             converter=feature_converter,
@@ -155,9 +154,9 @@ class TrainLoader(Iterator[Batch]):
             bad=BadExamples() if skip_bad_examples else None,
         )
         count = min(default_workers() if num_workers is None else num_workers, len(rows))
-        local = LocalRows(parts, rows)
+        local = LocalRows(config, rows)
         self._states = local.states()
-        self._source: LocalRows | WorkerRows = WorkerRows(parts, rows, count) if count else local
+        self._source: LocalRows | WorkerRows = WorkerRows(config, rows, count) if count else local
         weakref.finalize(self, self._source.close)
         self._batches = 0
         self._ahead: Ahead | None = None
@@ -187,7 +186,7 @@ class TrainLoader(Iterator[Batch]):
 
     def start_fingerprint(self) -> "Future[dict[str, Any]]":
         """Start computing the fingerprint of the data for `changes`. Call it before the first batch."""
-        return start_fingerprint(self._parts.pipelines, self._parts.converter, self._parts.lengths)
+        return start_fingerprint(self._config.pipelines, self._config.converter, self._config.lengths)
 
     def changes(self, state: Mapping[str, Any], fingerprint: Mapping[str, Any]) -> list[str]:
         """Describe how the data has changed since `state` was saved.
