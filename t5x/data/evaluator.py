@@ -13,8 +13,8 @@ import numpy as np
 from t5x.data.dataset_config import DatasetConfig
 from t5x.data.feature_converters import FeatureConverter
 from t5x.data.loader import Batch, EvalBatch, eval_batches, measure_lengths
-from t5x.data.pipeline import Example
-from t5x.data.tasks import Mixture, Task, get_mixture_or_task, get_subtasks
+from t5x.data.pipeline import Example, name_of
+from t5x.data.tasks import Mixture, Task, get_subtasks
 from t5x.errors import UserError
 from t5x.telemetry import EventFile, jsonl
 
@@ -142,12 +142,13 @@ def _result(example: Example, target: Any, inferences: Mapping[str, Any], index:
 class _Metric:
     """A metric function of a task and the arguments it takes."""
 
-    task: str
+    name: str
     function: Callable[..., Mapping[str, Any]]
     arguments: tuple[str, ...]
 
     @classmethod
     def of(cls, task: Task, function: Callable[..., Mapping[str, Any]]) -> "_Metric":
+        name = f"The metric function {name_of(function)} of task {task.name!r}"
         required = {
             name
             for name, parameter in inspect.signature(function).parameters.items()
@@ -156,36 +157,25 @@ class _Metric:
         }
         for arguments in _METRIC_ARGUMENTS:
             if required == set(arguments):
-                return cls(task.name, function, arguments)
-        known = ", ".join(f"({', '.join(arguments)})" for arguments in _METRIC_ARGUMENTS)
-        raise UserError(
-            f"Task {task.name!r}: the metric function {_name(function)} takes ({', '.join(sorted(required))}). What a "
-            f"metric is given goes by the names of its parameters, which must be one of {known}."
-        )
+                return cls(name, function, arguments)
+        allowed = ", ".join(f"({', '.join(arguments)})" for arguments in _METRIC_ARGUMENTS)
+        raise UserError(f"{name} has the parameters ({', '.join(sorted(required))}). They must be one of {allowed}.")
 
     def compute(self, values: Mapping[str, Any]) -> dict[str, float]:
         """Return {name: number}; `values` has every argument."""
         try:
             found = self.function(**{argument: values[argument] for argument in self.arguments})
         except Exception as error:
-            raise UserError(
-                f"The metric function {_name(self.function)} of task {self.task!r} failed: {_summary(error)}"
-            ) from error
+            raise UserError(f"{self.name} failed: {_summary(error)}") from error
         if not isinstance(found, Mapping):
-            raise UserError(
-                f"The metric function {_name(self.function)} of task {self.task!r} returned {found!r}; it must return "
-                "{name: number}."
-            )
+            raise UserError(f"{self.name} returned {found!r}; it must return {{name: number}}.")
         return {str(name): self._number(name, value) for name, value in found.items()}
 
     def _number(self, name: str, value: Any) -> float:
         try:
             return float(np.asarray(value).item())
         except (TypeError, ValueError) as error:
-            raise UserError(
-                f"The metric function {_name(self.function)} of task {self.task!r} returned {name!r}: {value!r}, which "
-                "is not one number."
-            ) from error
+            raise UserError(f"{self.name} returned {name!r}: {value!r}, which is not one number.") from error
 
 
 class Evaluator:
@@ -231,18 +221,22 @@ class Evaluator:
         skip_bad_examples: bool = False,
     ):
         if logger_cls and log_dir is None:
-            raise UserError("Evaluator.logger_cls names loggers; they need a directory: give Evaluator.log_dir.")
+            raise UserError("The loggers in Evaluator.logger_cls need a directory. Set Evaluator.log_dir.")
         self._converter = feature_converter
-        self._split = eval_split
-        self._use_cached = use_cached
-        self._seed = seed
         self._num_examples = num_examples
-        self._shuffle = shuffle
         self._target = target_field_name
-        self._batch_size = batch_size
-        self._skip_bad_examples = skip_bad_examples
+        self._cfg = DatasetConfig(
+            mixture_or_task_name,
+            task_feature_lengths=None,
+            split=eval_split,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            use_cached=use_cached,
+            skip_bad_examples=skip_bad_examples,
+        )
         self._loggers = [make(output_dir=os.fspath(log_dir)) for make in logger_cls]
-        self._tasks = _tasks_to_evaluate(get_mixture_or_task(mixture_or_task_name), eval_split)
+        self._tasks = _tasks_to_evaluate(self._cfg.mixture_or_task(), eval_split)
         self._metrics = {task.name: [_Metric.of(task, fn) for fn in task.metric_fns] for task in self._tasks}
         for task in self._tasks:
             if target_field_name not in task.output_features:
@@ -317,16 +311,7 @@ class Evaluator:
         return results
 
     def _batches(self, task: Task, lengths: Mapping[str, int] | None) -> Iterable[EvalBatch]:
-        cfg = DatasetConfig(
-            mixture_or_task_name=task,
-            task_feature_lengths=lengths,
-            split=self._split,
-            batch_size=self._batch_size,
-            shuffle=self._shuffle,
-            seed=self._seed,
-            use_cached=self._use_cached,
-            skip_bad_examples=self._skip_bad_examples,
-        )
+        cfg = dataclasses.replace(self._cfg, mixture_or_task_name=task, task_feature_lengths=lengths)
         return eval_batches(cfg, feature_converter=self._converter, num_examples=self._num_examples)
 
     def _measure(self) -> dict[str, int]:
@@ -362,7 +347,7 @@ def _tasks_to_evaluate(mixture_or_task: Task | Mixture, split: str) -> list[Task
     if not with_split:
         splits = "; ".join(f"{task.name}: {', '.join(task.splits)}" for task in tasks)
         raise UserError(
-            f"{mixture_or_task.name!r} cannot be evaluated on split {split!r}, which it does not have ({splits}). "
+            f"Cannot evaluate {mixture_or_task.name!r} on split {split!r}, which it does not have ({splits}). "
             "Choose one with --gin.infer_eval/utils.DatasetConfig.split=\\'…\\'."
         )
     for task in tasks:
@@ -443,11 +428,6 @@ def _postprocessed(task: Task, decoded: Any, example: Example, *, is_target: boo
         raise UserError(
             f"postprocess_fn of task {task.name!r} failed on the {what} {decoded!r}: {_summary(error)}"
         ) from error
-
-
-def _name(function: Callable[..., Any]) -> str:
-    function = getattr(function, "func", function)
-    return getattr(function, "__qualname__", None) or repr(function)
 
 
 def _summary(error: Exception) -> str:

@@ -169,14 +169,12 @@ class Stream:
             if self._bad is not None and not self._pipeline.dropped:
                 raise UserError(f"None of the {size} examples in {label} can be read. The first: {self._bad.first}")
             by = ", ".join(f"{name} ({count})" for name, count in self._pipeline.dropped.most_common())
-            raise UserError(
-                f"No example is left of the {size} in {label}: its preprocessors drop them all. Dropped by: {by}."
-            )
+            raise UserError(f"The preprocessors drop all {size} examples in {label}. Dropped by: {by}.")
         if not self._order.shuffle and (stride := math.gcd(size, self._batch_size)) > 1:
             raise UserError(
-                f"Row {self._row} of the batch has no examples: without shuffling it reads the same {size // stride} "
-                f"of the {size} in {label} again and again, and the preprocessors drop them all. Set shuffle=True, or "
-                "a batch size that has no factor in common with the number of examples."
+                f"Row {self._row} of the batch has no examples: without shuffling it always reads the same "
+                f"{size // stride} of the {size} examples in {label}, and the preprocessors drop these. Set "
+                "shuffle=True, or a batch size that has no factor in common with the number of examples."
             )
 
     def _any_output(self, epoch: int, index: int) -> bool:
@@ -188,7 +186,7 @@ class Stream:
 
 def _tokens(example: Example, feature: str) -> np.ndarray:
     if feature not in example:
-        raise UserError(f"Examples without {feature!r} cannot be joined; this one has {', '.join(example)}.")
+        raise UserError(f"Cannot join an example without {feature!r}; it has {', '.join(example)}.")
     return np.asarray(example[feature])
 
 
@@ -208,8 +206,8 @@ class BadExamples:
         self.count += 1
         self.first = self.first or error
         if self.count <= _LOGGED:
-            more = "; further ones are counted, not reported" if self.count == _LOGGED else ""
-            logger.warning("passed over: %s%s", error, more)
+            more = "; further bad examples are only counted" if self.count == _LOGGED else ""
+            logger.warning("skipped: %s%s", error, more)
 
 
 class LaneConfig(NamedTuple):
@@ -271,7 +269,7 @@ class Lane:
         config, converter = self._config, self._config.converter
         room = np.asarray(converter.capacity(config.lengths)) if converter.pack else None
         taken: list[_Taken] = []
-        passed: dict[int, int] = {}
+        skipped: dict[int, int] = {}
         while True:
             one = self._take()
             try:
@@ -283,10 +281,10 @@ class Lane:
                 if config.bad is None:
                     raise refused from error
                 config.bad.add(refused)
-                self._pass_over(one, passed, "is refused; the first reasons are above")
+                self._check_progress(one, skipped, "is invalid; the log above has the first errors")
                 continue
             if not any(size):  # empty: nothing to train on
-                self._pass_over(one, passed, "is empty")
+                self._check_progress(one, skipped, "is empty")
                 continue
             room = room - size
             if taken and (room < 0).any():
@@ -300,14 +298,14 @@ class Lane:
         except UserError as error:
             raise self._located(error, taken[0]) from error
 
-    def _pass_over(self, one: "_Taken", passed: dict[int, int], why: str) -> None:
+    def _check_progress(self, one: "_Taken", skipped: dict[int, int], why: str) -> None:
         """Raise a UserError if a stream has had nothing but skipped examples for very long.
 
         Args:
-          passed: for each stream, the cursor at the first example skipped for this row.
+          skipped: for each stream, the cursor at the first example skipped for this row.
         """
         pipeline, cursor = self._config.pipelines[one.stream], one.before.cursor
-        if cursor - passed.setdefault(one.stream, cursor) > _FRUITLESS_EPOCHS * len(pipeline):
+        if cursor - skipped.setdefault(one.stream, cursor) > _FRUITLESS_EPOCHS * len(pipeline):
             raise UserError(f"Every example of task {pipeline.name!r} {why}.")
 
     def _take(self) -> "_Taken":
@@ -360,7 +358,7 @@ def states_of_rows(rows: Iterable[int], states: Sequence[Sequence[int]]) -> list
     missing = [row for row in rows if row not in found]
     if missing:
         raise UserError(
-            f"The data state is of other rows of the batch: it does not cover row {missing[0]}"
+            f"The data state lacks row {missing[0]} of the batch"
             f"{f' and {len(missing) - 1} more' if len(missing) > 1 else ''}. Merge the states of all processes that "
             "saved it (t5x.data.merge_states)."
         )
@@ -388,12 +386,14 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the states that several processes saved at the same step into one state of all rows."""
     first = dict(states[0])
     for other in states[1:]:
-        if difference := describe_difference(first | {"lanes": None}, dict(other) | {"lanes": None}):
-            raise UserError(f"These data states are not of one step of one run: {difference}.")
+        if differences := describe_differences(first, other, ignore=["lanes"]):
+            raise UserError(f"These data states are not from one step of one run: {'; '.join(differences)}.")
     return first | {"lanes": join_states(sorted(list(run) for state in states for run in state["lanes"]))}
 
 
-def describe_difference(expected: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+def describe_differences(
+    expected: Mapping[str, Any], found: Mapping[str, Any], ignore: Sequence[str] = ()
+) -> list[str]:
     """Describe each entry that differs, as `name is expected, not found`."""
-    names = [name for name in expected | found if expected.get(name) != found.get(name)]
-    return "; ".join(f"{name} is {expected.get(name)!r}, not {found.get(name)!r}" for name in names)
+    names = [name for name in dict(expected) | dict(found) if expected.get(name) != found.get(name)]
+    return [f"{name} is {expected.get(name)!r}, not {found.get(name)!r}" for name in names if name not in ignore]

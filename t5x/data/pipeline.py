@@ -26,7 +26,7 @@ _TF_DATA_METHODS = {
     "prefetch", "interleave", "concatenate", "zip",
 }
 # fmt: on
-_BRIDGE = "register the task with the real seqio (pip install -e '.[tf]', docs/seqio.md) and name it"
+_BRIDGE = "register the task in the real seqio (pip install -e '.[tf]', docs/seqio.md)"
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -80,7 +80,7 @@ class Pipeline:
         steps = list(_expanded(preprocessors, known))
         joins = [at for at, step in enumerate(steps) if isinstance(step, ConcatenateAndSplit)]
         if len(joins) > 1:
-            raise UserError(f"Task {name!r} joins and splits its examples twice; one such preprocessor is possible.")
+            raise UserError(f"Task {name!r} has {len(joins)} preprocessors that join examples; only one is supported.")
         at = joins[0] if joins else len(steps)
         self.pieces: ConcatenateAndSplit | None = steps[at] if joins else None
         self._steps = [_Step(function, known) for function in steps[self._first : at]]
@@ -216,17 +216,16 @@ class Pipeline:
         """Raise an error that a user can fix; add the location to any other error."""
         if isinstance(error, _MissingField):
             raise BadExample(
-                f"{self.location(index)} has no field {error.args[0]!r}, which {step.name} of task {self.name} asks "
-                f"for. Its fields are {', '.join(example)}."
+                f"{self.location(index)} has no field {error.args[0]!r}, which {step.name} of task {self.name} needs. "
+                f"Its fields: {', '.join(example)}."
             ) from error
         where = f"{self.location(index)} in {step.name} of task {self.name}"
         if isinstance(error, UserError):
             raise BadExample(f"{where}: {error}{_tensor_hint(*example.values())}") from error
         if isinstance(error, AttributeError) and isinstance(error.obj, dict) and error.name in _TF_DATA_METHODS:
             raise UserError(
-                f"The preprocessor {step.name} of task {self.name} is a function of a whole tf.data dataset (it "
-                f"calls its method {error.name}). Here a preprocessor takes one example, a dict: rewrite it so, or "
-                f"{_BRIDGE}."
+                f"The preprocessor {step.name} of task {self.name} takes a whole tf.data dataset (it calls the method "
+                f"{error.name}). Here a preprocessor takes one example, a dict: rewrite it, or {_BRIDGE}."
             ) from error
         error.add_note(where)
 
@@ -237,8 +236,8 @@ class Pipeline:
                 if not feature.required:
                     continue
                 raise BadExample(
-                    f"{self.location(index)}: task {self.name} promises the feature {name!r}, but its preprocessors "
-                    f"made only {', '.join(example) or 'nothing'}. Add rekey, or mend output_features."
+                    f"{self.location(index)}: task {self.name} has the output feature {name!r}, but its preprocessors "
+                    f"returned only {', '.join(example) or 'nothing'}. Add rekey, or fix output_features."
                 )
             try:
                 example[name] = _as_array(example[name], feature)
@@ -271,13 +270,13 @@ def _as_array(value: Any, feature: Feature) -> np.ndarray:
         return array
     if array.dtype.kind in "USO":
         raise ValueError(
-            f"is not ids but {str(value)[:60]!r}. Add seqio.preprocessors.tokenize to its preprocessors."
+            f"has no token ids but {str(value)[:60]!r}. Add seqio.preprocessors.tokenize to its preprocessors."
             f"{_tensor_hint(value)}"
         )
     if array.ndim != feature.rank:
-        raise ValueError(f"has {array.ndim} dimension(s) where {feature.rank} is promised.")
+        raise ValueError(f"has {array.ndim} dimension(s) instead of {feature.rank}.")
     if array.size and not np.can_cast(array.dtype, feature.dtype, casting="same_kind"):
-        raise ValueError(f"is {array.dtype} where {feature.dtype} is promised.")
+        raise ValueError(f"is {array.dtype} instead of {feature.dtype}.")
     made = array.astype(feature.dtype, copy=False)
     if array.dtype.kind in "iu" and made.dtype != array.dtype and not np.array_equal(made, array):
         wrong = array[made != array].flat[0]
@@ -288,7 +287,7 @@ def _as_array(value: Any, feature: Feature) -> np.ndarray:
 def _tensor_hint(*values: Any) -> str:
     if not any(type(value).__module__.startswith("tensorflow") for value in values):
         return ""
-    return f" A preprocessor gives TensorFlow's tensors; use Python's and numpy's values, or {_BRIDGE}."
+    return f" A preprocessor returns TensorFlow tensors; return Python or numpy values, or {_BRIDGE}."
 
 
 class _Step:
@@ -318,8 +317,7 @@ class _Step:
                 return [dict(one) for one in made]
         raise UserError(
             f"{self.name} returned a {type(made).__name__}. A preprocessor takes one example (a dict) and returns an "
-            "example, None to drop it, or several examples. For a function of a whole tf.data dataset, "
-            f"{_BRIDGE}."
+            f"example, None to drop it, or several examples. For a function of a whole tf.data dataset, {_BRIDGE}."
         )
 
 

@@ -87,7 +87,7 @@ def test_a_mixture_trains_and_is_evaluated(runs):
     assert "mixture both: lines 16.7 %, questions 83.3 %" in runs.first
     (line,) = (runs.directory / "whole/inference_eval/questions-metrics.jsonl").read_text().splitlines()
     assert {"step", "found", "mean_score"} == set(json.loads(line))
-    assert "the metrics note are not numbers" in runs.first
+    assert "ignoring the metrics note" in runs.first
 
 
 def test_rates_are_those_of_seqio(runs):
@@ -129,14 +129,14 @@ def test_prediction_reads_the_offline_cache(runs):
 
 
 def test_messages(runs):
-    assert "There is no task or mixture 'qestions'. Near it: questions" in runs.unknown
-    assert "Split 'train' of seqio task 'endless' is endless. A task of seqio is copied before a run." in runs.endless
+    assert "'qestions'" in runs.unknown and "questions" in runs.unknown
+    assert "Split 'train' of seqio task 'endless' is endless" in runs.endless and "ds.take(n)" in runs.endless
 
 
 def test_there_is_nothing_to_cache_of_a_task_of_seqio(runs):
     task, mixture = runs.cache
-    assert task.startswith("'lines' is a task of seqio: there is nothing to cache. Its first run copies")
-    assert task in mixture and "'questions' is a task of seqio" in mixture
+    assert "'lines'" in task and "T5X_CACHE_DIR" in task
+    assert task in mixture and "'questions'" in mixture
 
 
 def test_a_task_that_needs_lengths_is_shown(runs):
@@ -153,7 +153,7 @@ def test_models_take_over_vocabularies_of_seqio(runs):
 def test_without_seqio_the_message_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "seqio", None)
     (tmp_path / "needs_seqio.py").write_text("import seqio\n")
-    with pytest.raises(UserError, match=r"'seqio', which is not installed. Write `from t5x import data as seqio`, or"):
+    with pytest.raises(UserError, match=r"'seqio'.*`from t5x import data as seqio`"):
         import_task_module(str(tmp_path / "needs_seqio.py"))
 
 

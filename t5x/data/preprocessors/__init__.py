@@ -29,7 +29,7 @@ from t5x.data.preprocessors.denoising import (
     span_corruption,
     split_tokens,
 )
-from t5x.data.preprocessors.tasks import (
+from t5x.data.preprocessors.text_to_text import (
     filter_by_string_length,
     glue,
     lower_text,
@@ -41,7 +41,7 @@ from t5x.data.preprocessors.tasks import (
     summarize,
     translate,
 )
-from t5x.data.preprocessors.text import (
+from t5x.data.preprocessors.tokenization import (
     append_eos,
     append_eos_after_trim,
     rekey,
