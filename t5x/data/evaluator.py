@@ -1,6 +1,7 @@
 """Evaluation of a model on the tasks of a mixture, and loggers for the results, under seqio's names."""
 
 import abc
+import collections
 import dataclasses
 import inspect
 import logging
@@ -286,8 +287,8 @@ class Evaluator:
         results = {}
         for task in self._tasks:
             metrics = self._metrics[task.name]
-            run = _plan(task.name, metrics, predict_fn, score_fn, predict_with_aux_fn)
-            examples, raw = _collect(self._cache.get(task.name) or self._batches(task, self._lengths), run)
+            batches = self._cache.get(task.name) or self._batches(task, self._lengths)
+            examples, raw = _run_model(task.name, metrics, batches, predict_fn, score_fn, predict_with_aux_fn)
             if not compute_metrics:
                 continue
             targets = [self._target_of(task, example) for example in examples]
@@ -358,49 +359,44 @@ def _tasks_to_evaluate(mixture_or_task: Task | Mixture, split: str) -> list[Task
     return [task for task in with_split if task.metric_fns]
 
 
-def _plan(
+def _run_model(
     task_name: str,
     metrics: Sequence[_Metric],
+    batches: Iterable[EvalBatch],
     predict_fn: PredictFn | None,
     score_fn: PredictFn | None,
     predict_with_aux_fn: PredictWithAuxFn | None,
-) -> list[Callable[[Batch], dict[str, Any]]]:
-    """Return the calls for each batch, which return {"prediction" | "score": [batch, …], "aux_value": {name: …}}."""
-    needed = {argument for metric in metrics for argument in metric.arguments}
-    calls: list[Callable[[Batch], dict[str, Any]]] = []
-    if "aux_values" in needed or ("predictions" in needed and predict_fn is None):
-        if predict_with_aux_fn is None:
-            missing = "predict_with_aux_fn" if "aux_values" in needed else "predict_fn"
-            raise UserError(f"The metrics of task {task_name!r} need {missing}, which evaluate() was not given.")
-        calls.append(lambda batch: dict(zip(("prediction", "aux_value"), predict_with_aux_fn(batch), strict=True)))
-    elif "predictions" in needed:
-        calls.append(lambda batch: {"prediction": predict_fn(batch)})
-    if "scores" in needed:
-        if score_fn is None:
-            raise UserError(f"The metrics of task {task_name!r} need score_fn, which evaluate() was not given.")
-        calls.append(lambda batch: {"score": score_fn(batch)})
-    return calls
-
-
-def _collect(
-    batches: Iterable[EvalBatch], calls: Sequence[Callable[[Batch], dict[str, Any]]]
 ) -> tuple[list[Example], dict[str, Any]]:
-    """Return the examples of all batches and, aligned with them, the results of the calls."""
+    """Call what the metrics need for all batches.
+
+    Returns:
+      The examples and, aligned with them, "prediction" and "score": [value, …] and "aux_value": {name: [value, …]}.
+    """
+    needed = {argument for metric in metrics for argument in metric.arguments}
+    with_aux = "aux_values" in needed or ("predictions" in needed and predict_fn is None)
+    missing = None
+    if with_aux and predict_with_aux_fn is None:
+        missing = "predict_with_aux_fn" if "aux_values" in needed else "predict_fn"
+    elif "scores" in needed and score_fn is None:
+        missing = "score_fn"
+    if missing:
+        raise UserError(f"The metrics of task {task_name!r} need {missing}. Pass it to evaluate().")
     examples: list[Example] = []
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = collections.defaultdict(list)
+    aux: dict[str, list[Any]] = collections.defaultdict(list)
     for batch, mask, batch_examples in batches:
         examples += batch_examples
-        for call in calls:
-            for kind, output in call(batch).items():
-                if kind == "aux_value":
-                    columns = found.setdefault(kind, {})
-                    for name, values in output.items():
-                        columns.setdefault(name, []).extend(_true_rows(name, values, mask))
-                else:
-                    found.setdefault(kind, []).extend(_true_rows(kind, output, mask))
-    if "score" in found:
-        found["score"] = [float(score) for score in found["score"]]
-    return examples, found
+        if with_aux:
+            predictions, aux_values = predict_with_aux_fn(batch)
+            for name, values in aux_values.items():
+                aux[name] += _true_rows(name, values, mask)
+        elif "predictions" in needed:
+            predictions = predict_fn(batch)
+        if with_aux or "predictions" in needed:
+            found["prediction"] += _true_rows("prediction", predictions, mask)
+        if "scores" in needed:
+            found["score"] += map(float, _true_rows("score", score_fn(batch), mask))
+    return examples, dict(found) | ({"aux_value": dict(aux)} if with_aux else {})
 
 
 def _true_rows(name: str, output: Any, mask: np.ndarray) -> list[Any]:

@@ -25,7 +25,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from t5x.data import cache_reader, example_encoding
 from t5x.data.code_hashes import fingerprint
@@ -33,7 +33,7 @@ from t5x.data.feature_spec import Feature
 from t5x.data.pipeline import Pipeline, Preprocessor, name_of
 from t5x.data.sources import ArrayRecordDataSource, DataSource
 from t5x.data.tasks import Mixture, Task, check_split, other_registries
-from t5x.data.tf_data_values import as_tf_data, plain
+from t5x.data.tf_data_values import from_tf_data, to_tf_data
 from t5x.data.vocabularies import as_vocabulary
 from t5x.errors import UserError
 from t5x.files import atomic, cache_directory, locks
@@ -111,6 +111,15 @@ def _prepare(seqio: Any) -> None:
 # --- Tasks and mixtures -----------------------------------------------------------------------------------------------
 
 
+class _Request(NamedTuple):
+    """Arguments of seqio's `Task.get_dataset`."""
+
+    split: str
+    sequence_length: Mapping[str, int] | None = None
+    seed: int = 0
+    use_cached: bool = False
+
+
 class SeqioTask(Task):
     """A task of the real seqio.
 
@@ -165,11 +174,11 @@ class SeqioTask(Task):
           use_cached: read seqio's offline cache, if the task supports one.
         """
         check_split(self, split)
-        source = self.staged(split, sequence_length, seed, use_cached)
+        source = self.staged(_Request(split, sequence_length, seed, use_cached and self._theirs.supports_caching))
         steps = runtime_preprocessors or ()
         return Pipeline(self.name, source, split, steps, self.output_features, sequence_length, seed)
 
-    def plain_pipeline(self, split: str, sequence_length: Mapping[str, int] | None, seed: int) -> Pipeline:
+    def uncached_pipeline(self, split: str, sequence_length: Mapping[str, int] | None, seed: int) -> Pipeline:
         """Return examples without lengths if the task allows it, so that one copy serves all lengths."""
         try:
             return self.pipeline(split, None, seed)
@@ -185,40 +194,33 @@ class SeqioTask(Task):
             "wrote, use --seqio_additional_cache_dirs=DIR and use_cached=True.)"
         )
 
-    def staged(
-        self, split: str, sequence_length: Mapping[str, int] | None, seed: int, use_cached: bool
-    ) -> ArrayRecordDataSource:
+    def staged(self, request: _Request) -> ArrayRecordDataSource:
         """Return the examples of a split; read them through tf.data if they are not staged yet."""
-        use_cached = use_cached and self._theirs.supports_caching
-        if use_cached and not self._theirs.cache_dir:
+        if request.use_cached and not self._theirs.cache_dir:
             raise UserError(
                 f"use_cached=True: seqio finds no cache of task {self.name!r}. Pass the directory that "
                 "seqio_cache_tasks wrote, --seqio_additional_cache_dirs=DIR, or set use_cached=False."
             )
+        split = request.split
         with self._explained(split):
-            identity = self._identity(split, sequence_length, seed, use_cached)
+            identity = self._identity(request)
         digest = cache_directory.short_hash(json.dumps(identity, sort_keys=True))
         entry = cache_reader.place(cache_directory.place("seqio"), self.name, f"{split}-{digest}")
         if entry not in self._sources:
-            _ensure(
-                entry,
-                identity,
-                what=f"seqio task {self.name}, split {split}",
-                examples=lambda: self._examples(split, sequence_length, seed, use_cached),
-            )
+            what = f"seqio task {self.name}, split {split}"
+            _ensure(entry, identity, what=what, examples=lambda: self._examples(request))
             self._sources[entry] = ArrayRecordDataSource({split: os.path.join(entry, _EXAMPLES)}, decode_fn=_decode)
         self._newest[split] = self._sources[entry]
         return self._newest[split]
 
-    def _identity(
-        self, split: str, sequence_length: Mapping[str, int] | None, seed: int, use_cached: bool
-    ) -> dict[str, Any]:
+    def _identity(self, request: _Request) -> dict[str, Any]:
         """Return what the staged examples depend on, as JSON values."""
+        split, lengths, seed, use_cached = request
         wants_length = any("sequence_length" in _parameters(step) for step in self._theirs.preprocessors)
         identity = {
             "task": self.name,
             "split": split,
-            "sequence_length": dict(sequence_length) if sequence_length and wants_length else None,
+            "sequence_length": dict(lengths) if lengths and wants_length else None,
             "seed": seed,
             "source": _described(self._theirs._get_cached_source(split) if use_cached else self._theirs.source, split),
             "cached": use_cached,
@@ -231,28 +233,23 @@ class SeqioTask(Task):
         }
         return json.loads(json.dumps(identity))
 
-    def _examples(
-        self, split: str, sequence_length: Mapping[str, int] | None, seed: int, use_cached: bool
-    ) -> Iterator[Example]:
+    def _examples(self, request: _Request) -> Iterator[Example]:
         import tensorflow as tf
 
-        with self._explained(split):
+        with self._explained(request.split):
             dataset = self._theirs.get_dataset(
-                sequence_length,
-                split=split,
-                use_cached=use_cached,
+                **request._asdict(),
                 shuffle=False,
-                seed=seed,
                 num_epochs=1,
                 trim_output_features=False,  # our feature converters truncate, and count it
                 try_in_mem_cache=False,
             )
             if int(dataset.cardinality()) == _ENDLESS:
-                raise UserError(f"Split {split!r} of seqio task {self.name!r} is endless. {_INSTEAD}")
+                raise UserError(f"Split {request.split!r} of seqio task {self.name!r} is endless. {_INSTEAD}")
             options = tf.data.Options()
             options.deterministic = True
             for example in dataset.with_options(options).as_numpy_iterator():
-                yield {name: plain(value) for name, value in example.items()}
+                yield {name: from_tf_data(value) for name, value in example.items()}
 
     def _explained(self, split: str) -> contextlib.AbstractContextManager[None]:
         return _explained(f"seqio task {self.name!r}, split {split!r}")
@@ -269,7 +266,7 @@ def _explained(what: str) -> Iterator[None]:
         text = str(error).strip()
         text = text if len(text) < 1500 else f"{text[:700]}\n…\n{text[-700:]}"
         raise UserError(
-            f"{what} cannot be read: {type(error).__name__}: {text} (--debug shows the traceback)"
+            f"Reading {what} failed: {type(error).__name__}: {text} (--debug shows the traceback)"
         ) from error
 
 
@@ -295,7 +292,7 @@ class _Staged(DataSource):
 
     def _source(self, split: str) -> ArrayRecordDataSource:
         self.check_split(split)
-        return self._ours.staged(split, None, 0, False)
+        return self._ours.staged(_Request(split))
 
 
 def _mixture(theirs: Any) -> Mixture:
@@ -318,7 +315,7 @@ def _taking_seed(theirs: Any) -> Any:
 
 def _with_bytes(postprocess_fn: Callable[..., Any]) -> Callable[..., Any]:
     def postprocess(decoded: Any, *, example: Example, **kwargs: Any) -> Any:
-        return postprocess_fn(decoded, example={k: as_tf_data(v) for k, v in example.items()}, **kwargs)
+        return postprocess_fn(decoded, example=to_tf_data(example), **kwargs)
 
     return postprocess
 

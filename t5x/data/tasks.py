@@ -96,7 +96,7 @@ class Task:
             logger.info("use_cached=True: task %r has no cache (see `t5x cache`); reading its source", self.name)
         return Pipeline(self.name, self.source, split, steps, self.output_features, sequence_length, seed, found)
 
-    def plain_pipeline(self, split: str, sequence_length: Mapping[str, int] | None, seed: int) -> Pipeline:
+    def uncached_pipeline(self, split: str, sequence_length: Mapping[str, int] | None, seed: int) -> Pipeline:
         """Return `pipeline` without a cache, so that every preprocessor runs."""
         steps = self.preprocessors
         return Pipeline(self.name, self.source, split, steps, self.output_features, sequence_length, seed)

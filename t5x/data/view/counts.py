@@ -136,7 +136,7 @@ class Sample:
 def _untrimmed(task: Task, split: str, seed: int) -> Pipeline | None:
     """Return a pipeline without lengths, so that truncations can be counted; None if the task needs lengths."""
     try:
-        return task.plain_pipeline(split, None, seed)
+        return task.uncached_pipeline(split, None, seed)
     except UserError:
         return None
 

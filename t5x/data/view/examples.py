@@ -104,12 +104,12 @@ def report(
         raise UserError(f"{found.name!r} has no split {split!r}; it has {', '.join(map(repr, found.splits))}.")
     _check_lengths(found, lengths)
     try:
-        pipelines = [task.plain_pipeline(split, lengths, seed) for task in tasks]
+        pipelines = [task.uncached_pipeline(split, lengths, seed) for task in tasks]
     except UserError as error:
         if lengths is not None:
             raise
         try:
-            pipelines = [task.plain_pipeline(split, _LENGTHS, seed) for task in tasks]
+            pipelines = [task.uncached_pipeline(split, _LENGTHS, seed) for task in tasks]
         except UserError:
             raise error from None
         lengths = _LENGTHS
