@@ -56,8 +56,6 @@ class Written(NamedTuple):
       seconds: time taken.
     """
 
-    task: str
-    split: str
     path: str
     examples: int
     tokens: int
@@ -141,10 +139,9 @@ def write(
                 os.remove(os.path.join(path, cache_reader.COMPLETED))
             finished |= _make(work, missing, num_workers, runner)
         _complete(path, {"shards": [finished[n] for n in range(shards)]})
-    total = {
-        name: sum(summary[name] for summary in finished.values()) for name in ("examples", "tokens", "bytes", "bad")
-    }
-    return Written(task.name, split, path, **total, made=len(missing), shards=shards, seconds=time.monotonic() - began)
+    names = ("examples", "tokens", "bytes", "bad")
+    totals = {name: sum(summary[name] for summary in finished.values()) for name in names}
+    return Written(path, **totals, made=len(missing), shards=shards, seconds=time.monotonic() - began)
 
 
 def write_shard(work: Work, number: int, report: Callable[[int], None] = lambda count: None) -> Summary:
@@ -402,11 +399,11 @@ def _make_with_beam(work: Work, missing: Sequence[int], runner: str) -> dict[int
     except ImportError as error:
         raise UserError(
             f"--runner needs Apache Beam ({error}). `pip install apache-beam`, or `pip install -e '.[beam]'` in the "
-            "checkout of t5x. Without --runner, processes of this machine do it (--num_workers)."
+            "checkout of t5x. Without --runner, local processes write the cache (--num_workers)."
         ) from error
-    payload = worker_process.pickled(work, "Leave out --runner and give --num_workers=0")
+    payload = worker_process.pickled(work, "Omit --runner and set --num_workers=0")
     options = PipelineOptions(["--runner", runner])
-    logger.info("Beam's %s makes %d shard(s)", runner, len(missing))
+    logger.info("writing %d shard(s) with Beam's %s", len(missing), runner)
     try:
         pipeline = apache_beam.Pipeline(options=options)
     except ValueError as error:
@@ -417,8 +414,8 @@ def _make_with_beam(work: Work, missing: Sequence[int], runner: str) -> dict[int
     finished = {number: found for number in missing if (found := _finished(work, number)) is not None}
     if len(finished) < len(missing):
         raise UserError(
-            f"Beam's {runner} left {len(missing) - len(finished)} shard(s) unwritten in {work.path}. Its workers must "
-            "see that directory."
+            f"Beam's {runner} did not write {len(missing) - len(finished)} shard(s) in {work.path}. Its workers must "
+            "have access to that directory."
         )
     return finished
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 Example = dict[str, Any]
 Preprocessor = Callable[..., Example | Iterable[Example] | None]
+Place = tuple[int | str, ...]  # what the seeds of an example depend on
 
 # fmt: off
 _TF_DATA_METHODS = {
@@ -74,7 +75,6 @@ class Pipeline:
         self.trimmed: collections.Counter[str] = collections.Counter()
         self._source = source
         self.cached = cached
-        self._first = cached.steps if cached else 0
         self.preprocessors = tuple(preprocessors)
         known = {"output_features": output_features, "sequence_length": sequence_length}
         steps = list(_expanded(preprocessors, known))
@@ -83,8 +83,9 @@ class Pipeline:
             raise UserError(f"Task {name!r} has {len(joins)} preprocessors that join examples; only one is supported.")
         at = joins[0] if joins else len(steps)
         self.pieces: ConcatenateAndSplit | None = steps[at] if joins else None
-        self._steps = [_Step(function, known) for function in steps[self._first : at]]
-        self._piece_steps = [_Step(function, known) for function in steps[at + 1 :]]
+        numbered = [_Step(function, known, number) for number, function in enumerate(steps[:at])]
+        self._steps = numbered[cached.steps if cached else 0 :]
+        self._piece_steps = [_Step(function, known, number) for number, function in enumerate(steps[at + 1 :])]
         # Truncations must be counted with the batch they belong to.
         self.may_read_ahead = self.pieces is not None and not any(step.trims for step in self._steps)
 
@@ -121,15 +122,15 @@ class Pipeline:
         stay in the processor's caches.
         """
         made = [_or_bad(self._read, index) for _, index in places]
-        for at, step in enumerate(self._steps, self._first):
+        for step in self._steps:
             for i, place in enumerate(places):
                 if made[i] and not isinstance(made[i], BadExample):
-                    made[i] = _or_bad(self._apply, step, at, made[i], place, place[1])
+                    made[i] = _or_bad(self._apply, step, made[i], place, place[1])
         return made
 
     def unfinished(self, epoch: int, index: int) -> list[Example]:
         """Return `outputs` before they are checked against the output features."""
-        return self._run(self._steps, self._read(index), (epoch, index), index, self._first)
+        return self._run(self._steps, self._read(index), (epoch, index), index)
 
     def _read(self, index: int) -> list[Example]:
         if self.cached is None:
@@ -160,36 +161,28 @@ class Pipeline:
         return self._stages(self._piece_steps, lambda: {self.pieces.feature: tokens}, ("piece", *place), index)
 
     def _stages(
-        self, steps: Sequence["_Step"], read: Callable[[], Example], place: tuple[int | str, ...], index: int
+        self, steps: Sequence["_Step"], read: Callable[[], Example], place: Place, index: int
     ) -> list[tuple[str, list[Example]]]:
         names = ["source", *(step.name for step in steps)]
         return [(name, self._run(steps[:at], [read()], place, index)) for at, name in enumerate(names)]
 
-    def _run(
-        self,
-        steps: Sequence["_Step"],
-        examples: list[Example],
-        place: tuple[int | str, ...],
-        index: int,
-        first: int = 0,
-    ) -> list[Example]:
-        for at, step in enumerate(steps, first):
+    def _run(self, steps: Sequence["_Step"], examples: list[Example], place: Place, index: int) -> list[Example]:
+        for step in steps:
             if not examples:
                 break
-            examples = self._apply(step, at, examples, place, index)
+            examples = self._apply(step, examples, place, index)
         return examples
 
-    def _apply(
-        self, step: "_Step", at: int, examples: list[Example], place: tuple[int | str, ...], index: int
-    ) -> list[Example]:
-        """Return what preprocessor number `at` makes of the examples of a place."""
+    def _apply(self, step: "_Step", examples: list[Example], place: Place, index: int) -> list[Example]:
+        """Return what a preprocessor makes of the examples of a place."""
         made: list[Example] = []
         arguments = step.arguments
         for ordinal, example in enumerate(examples):
             if step.wants_seed:
-                arguments = {**arguments, "seed": derive_seed(self.seed, *place, at, ordinal)}
+                arguments = {**arguments, "seed": derive_seed(self.seed, *place, step.number, ordinal)}
             elif step.draws_seed:
-                arguments = {**arguments, "draw_seed": functools.partial(derive_seed, self.seed, *place, at, ordinal)}
+                draw_seed = functools.partial(derive_seed, self.seed, *place, step.number, ordinal)
+                arguments = {**arguments, "draw_seed": draw_seed}
             try:
                 output = step.function(_Fields(example), **arguments)
                 outputs = (output,) if type(output) is dict else step.examples(output)
@@ -291,10 +284,15 @@ def _tensor_hint(*values: Any) -> str:
 
 
 class _Step:
-    """A preprocessor with the arguments it asks for."""
+    """A preprocessor with the arguments it takes.
 
-    def __init__(self, function: Preprocessor, known: Mapping[str, Any]):
-        self.name = name_of(function)
+    Args:
+      known: values for its parameters.
+      number: its position among the preprocessors, for seeds.
+    """
+
+    def __init__(self, function: Preprocessor, known: Mapping[str, Any], number: int):
+        self.name, self.number = name_of(function), number
         if not callable(function):
             raise UserError(f"The preprocessor {function!r} is not a function.")
         self.function = function
