@@ -21,8 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
-from t5x.checkpoints.formats.base import LazyArray
-from t5x.checkpoints.formats.huggingface import names, write_huggingface
+from t5x.checkpoints.formats.huggingface import tensor_names, write_huggingface
+from t5x.checkpoints.formats.source import LazyArray
 
 SIZES = {  # emb_dim, num_heads, head_dim, mlp_dim, layers
     "tiny": (8, 4, 3, 16, 2),
@@ -42,16 +42,17 @@ SECONDS_BETWEEN_SAMPLES = 0.05
 CHILD = """
 import sys
 import jax, orbax.checkpoint, tensorstore
-from t5x import convert, inspection
+from t5x import convert
 from t5x.checkpoints import streaming
-from t5x.checkpoints.formats import huggingface, mesh_tensorflow, native, orbax, ours
+from t5x.checkpoints.formats import huggingface, mesh_tensorflow, native_t5x, open_checkpoint, orbax, own_checkpoint
+from t5x.verbs import inspect
 print("ready", flush=True)
 sys.stdin.readline()
 if sys.argv[2]:
     convert.convert(sys.argv[1], sys.argv[2], to=sys.argv[3], layers=sys.argv[4])
 else:
-    source = inspection.open_checkpoint(sys.argv[1])
-    print(inspection.params_sha256(inspection.canonical_params(source)), flush=True)
+    source = open_checkpoint(sys.argv[1])
+    print(inspect.params_sha256(inspect.canonical_params(source)), flush=True)
 """
 
 
@@ -119,7 +120,7 @@ def make_checkpoint(path: Path, size: str, *, per_layer_bias: bool) -> None:
     rng = np.random.default_rng(0)
     arrays = {
         p.name: LazyArray(p.shape, np.dtype(np.float32), lambda p=p: rng.standard_normal(p.shape, np.float32))
-        for p in names.parameters(config)
+        for p in tensor_names.parameters(config)
     }
     write_huggingface(path, config, arrays)
 

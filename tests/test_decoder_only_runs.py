@@ -2,7 +2,7 @@
 
 import json
 
-from t5x import inspection
+from t5x.verbs.inspect import inspect
 from tests.programs import REPO, losses, t5x
 
 GIN = """
@@ -50,9 +50,9 @@ def test_a_prefix_lm_trains_evaluates_resumes_and_infers(tmp_path, run_here):
     again = run_here(*train, "--gin.TRAIN_STEPS=4")
     assert again.code == 0 and "resuming from" in again.err, again.err
     assert len(losses(run)) == 4
-    assert "held out: loss" in again.err
+    assert "teacher forcing: loss" in again.err
 
-    report = inspection.inspect(str(run), as_json=True)
+    report = inspect(str(run), as_json=True)
     assert report["model"] == "decoder-only T5 of its own size"
     assert report["config"]["num_layers"] == 2
     text = '{"inputs": "3 March 1997", "targets": "1997-03-03"}\n'
@@ -63,4 +63,4 @@ def test_a_prefix_lm_trains_evaluates_resumes_and_infers(tmp_path, run_here):
     run_here("convert", run, tmp_path / "hf", "--to", "hf").refused("decoder")
     to_native = run_here("convert", run, tmp_path / "native", "--to", "native")
     assert to_native.code == 0, to_native.err
-    assert inspection.inspect(str(tmp_path / "native"), as_json=True)["params_sha256"] == report["params_sha256"]
+    assert inspect(str(tmp_path / "native"), as_json=True)["params_sha256"] == report["params_sha256"]

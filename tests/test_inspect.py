@@ -11,9 +11,9 @@ import pytest
 
 from t5x.checkpoints import layout
 from t5x.checkpoints.formats import LazyArray, open_checkpoint
-from t5x.checkpoints.formats.native import write_native
+from t5x.checkpoints.formats.native_t5x import write_native
 from t5x.convert import convert
-from t5x.inspection import canonical_params, params_sha256
+from t5x.verbs.inspect import canonical_params, params_sha256
 from tests.commands import run
 from tests.test_convert import training_state, write_ours
 

@@ -11,8 +11,8 @@ import pytest
 from t5x.data.loader import TrainLoader
 from t5x.errors import UserError
 from tests import programs
-from tests.test_plain_train import PAIRS, SMALL, parameters, steps_of, write_jsonl
-from tests.test_plain_train import train as train_file
+from tests.test_file_training import PAIRS, SMALL, parameters, steps_of, write_jsonl
+from tests.test_file_training import train as train_file
 
 EDITED = [*PAIRS[:5], {"q": "5 + 6", "a": 10}, *PAIRS[6:]]  # as many lines, as many bytes
 

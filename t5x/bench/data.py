@@ -22,8 +22,8 @@ from t5x.data import (
 )
 from t5x.data.file_tasks import file_task
 from t5x.data.loader import default_workers
+from t5x.data.vocabularies.loading import vocabulary_named
 from t5x.errors import UserError
-from t5x.plain import vocabulary_named
 
 _AHEAD = 6  # batches that the loader may have prefetched
 _EXAMPLES = 2000  # synthetic

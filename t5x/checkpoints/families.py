@@ -106,13 +106,13 @@ def is_decoder_only(config: Mapping[str, Any]) -> bool:
 
 def parameters_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return {canonical name: anything with a `.shape`} for all parameters of the network that `config` describes."""
-    from t5x.checkpoints.formats.huggingface import names
+    from t5x.checkpoints.formats.huggingface import tensor_names
 
     if not is_decoder_only(config):
-        return {parameter.name: parameter for parameter in names.parameters(config)}
+        return {parameter.name: parameter for parameter in tensor_names.parameters(config)}
     towers = {**config, "num_encoder_layers": 0, "num_decoder_layers": config["num_layers"]}
     found = {}
-    for parameter in names.parameters(towers):
+    for parameter in tensor_names.parameters(towers):
         name = parameter.name.replace("target/token_embedder/", "target/decoder/token_embedder/")
         if name.startswith("target/decoder/") and not re.search("/(encoder_decoder|pre_cross)_attention", name):
             found[name] = dataclasses.replace(parameter, name=name)

@@ -11,7 +11,7 @@ A save goes through these stages. Killed at any point, it leaves either no `chec
                                  then remove them
 
 With several processes, each does 2 and 3 for its shards. Process 0 does the rest once all have reported that they are
-done, and sends them the outcome. A failure in one process fails the save in all of them (see agreement.py).
+done, and sends them the outcome. A failure in one process fails the save in all of them (see `distributed.decide`).
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import jax
 from etils import epath
 
-from t5x.checkpoints import agreement, arrays, faults, manifest, model_dir_lock, paths, reading
+from t5x.checkpoints import array_writer, checkpoint_reader, manifest, model_dir_lock, paths, save_errors
 from t5x.checkpoints.best import Ranking
 from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.errors import UserError
@@ -47,7 +47,7 @@ class _Save:
 
     step: int
     temporary: epath.Path
-    arrays: arrays.HostArrays
+    arrays: array_writer.HostArrays
     sidecars: Mapping[str, bytes]
     pinned: bool
     needed: int
@@ -108,22 +108,20 @@ class CheckpointStore:
         sidecars = dict(sidecars)
         needed = sum(map(len, sidecars.values())) + sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(tree))
         failure = self._join()
-        made = agreement.decide(self._topic("save"), lambda: self._prepare(step, sidecars, needed, failure))
-        if made is None:
+        prepare = lambda: self._prepare(step, sidecars, needed, failure)
+        temporary = distributed.decide(self._topic("save"), prepare)
+        if temporary is None:
             return
-        temporary, error = epath.Path(made), None
+        temporary, on_host, error = epath.Path(temporary), None, None
         try:
-            on_host = arrays.HostArrays(tree)
+            on_host = array_writer.HostArrays(tree)
         except BaseException as caught:
             error = caught
-        told = agreement.gather(self._topic("on host"), None if error is None else agreement.describe(error))
         try:
-            if error is not None:
-                raise error
-            agreement.raise_first(told)
-        except BaseException as error:
+            distributed.check_all(self._topic("on host"), error)
+        except BaseException as caught:
             self._abandon(temporary)
-            raise self._explained(error, step, needed) from error.__cause__
+            raise self._explain(caught, step, needed) from caught.__cause__
         save = _Save(step, temporary, on_host, sidecars, pinned, needed)
         self._thread = threading.Thread(target=self._finish, args=(save,), name="t5x-checkpoint")
         self._thread.start()
@@ -161,7 +159,7 @@ class CheckpointStore:
 
     def remove_stale_tmp(self) -> None:
         """Remove unfinished checkpoints of killed runs. Refused while another process holds MODEL_DIR's lock."""
-        agreement.decide(self._topic("stale"), self._remove_stale_tmp)
+        distributed.decide(self._topic("stale"), self._remove_stale_tmp)
 
     def _remove_stale_tmp(self) -> None:
         if not self.directory.is_dir():
@@ -176,11 +174,11 @@ class CheckpointStore:
                 _logger.info("Removing %s, left unfinished by an earlier run", path)
                 _remove(path)
 
-    # --- Reading (reading.py has the functions that work on any path)
+    # --- Reading (checkpoint_reader.py works on any path)
 
     def steps(self) -> list[int]:
         """Return the steps of the finished checkpoints, ascending."""
-        return reading.list_steps(self.directory)
+        return checkpoint_reader.list_steps(self.directory)
 
     def newest_step(self) -> int | None:
         """Return the newest step that has a checkpoint of ours, or None. Reads only manifests."""
@@ -192,16 +190,8 @@ class CheckpointStore:
 
     def latest_whole(self) -> tuple[epath.Path | None, list[tuple[epath.Path, str]]]:
         """Return the newest checkpoint that verifies (or None), and (path, reason) of the damaged ones skipped."""
-
-        def find() -> tuple[str | None, list[tuple[str, str]]]:
-            newest, damaged = reading.find_latest_whole(self.directory)
-            return newest and str(newest), [(str(path), reason) for path, reason in damaged]
-
-        newest, damaged = agreement.decide(self._topic("latest"), find)
-        if newest is not None:
-            newest = epath.Path(newest)
-            self._whole.add(paths.step_of(newest))
-        return newest, [(epath.Path(path), reason) for path, reason in damaged]
+        path, _, damaged = self.restore_latest(lambda path: None)
+        return path, damaged
 
     def restore_latest(
         self, read: Callable[[epath.Path], T]
@@ -213,40 +203,51 @@ class CheckpointStore:
             to be complete; otherwise the next one is read.
 
         Returns:
-          the path (None if there is no complete checkpoint), the result of `read` for it, and the damaged checkpoints
-          as in `latest_whole`.
+          the path (None if there is no complete checkpoint), the result of `read` for it, and (path, reason) of the
+          damaged checkpoints skipped, newest first.
         """
         damaged: list[tuple[epath.Path, str]] = []
-        for step in agreement.decide(self._topic("steps"), lambda: self.steps()[::-1]):
-            result, reason = self._read_verified(self.path(step), read)
+        for step in distributed.decide(self._topic("steps"), lambda: self.steps()[::-1]):
+            path, result, error = self.path(step), None, None
+            verification: list[manifest.Verification] = []  # on process 0
+            begin = lambda path=path, begun=verification: begun.append(manifest.Verification(path))
+            reason = self._find_damage("begun", path, begin)
             if reason is None:
+                try:
+                    result = read(path)
+                except Exception as caught:
+                    error = caught
+                reason = self._find_damage("verified", path, lambda begun=verification: begun[0].finish())
+            if reason is None:
+                if error is not None:
+                    raise error
                 self._whole.add(step)
-                return self.path(step), result, damaged
+                return path, result, damaged
             if reason:
-                damaged.append((self.path(step), reason))
+                damaged.append((path, reason))
         return None, None, damaged
 
-    def _read_verified(self, path: epath.Path, read: Callable[[epath.Path], T]) -> tuple[T | None, str | None]:
-        """Return (the result of `read`, None), or (None, the damage: see `reading.damage`)."""
-        begun: list[manifest.Verification] = []
-        begin = lambda: begun.append(manifest.Verification(path))
-        reason = agreement.decide(self._topic("begun"), lambda: reading.damage(path, begin))
-        if reason is not None:
-            return None, reason
-        finish = lambda: reading.damage(path, begun[0].finish)
-        try:
-            result = read(path)
-        except Exception:
-            reason = agreement.decide(self._topic("verified"), finish)
-            if reason is None:
-                raise
-            return None, reason
-        reason = agreement.decide(self._topic("verified"), finish)
-        return (result, None) if reason is None else (None, reason)
+    def _find_damage(self, topic: str, path: epath.Path, verify: Callable[[], object]) -> str | None:
+        """Run `verify` on process 0; log and return the damage on all processes, or None.
+
+        Returns "" if the checkpoint no longer exists, because a trainer's retention has just removed it.
+        """
+
+        def find() -> str | None:
+            try:
+                verify()
+            except DamagedCheckpoint as error:
+                if not path.exists():
+                    return ""
+                _logger.warning("Skipping %s: %s", path, error.reason)
+                return error.reason
+            return None
+
+        return distributed.decide(self._topic(topic), find)
 
     verify = staticmethod(manifest.verify)
-    restore = staticmethod(reading.restore)
-    read_sidecar = staticmethod(reading.read_sidecar)
+    restore = staticmethod(checkpoint_reader.restore)
+    read_sidecar = staticmethod(manifest.read_file)
 
     def _topic(self, what: str) -> str:
         """Return the name of a decision that the processes make together."""
@@ -272,7 +273,7 @@ class CheckpointStore:
         Args:
           failure: error of the previous save.
         """
-        if failure is not None and not isinstance(failure, faults.Vanished):
+        if failure is not None and not isinstance(failure, save_errors.VanishedFiles):
             raise failure
         _check_sidecars(sidecars)
         self._make_model_dir(step)
@@ -281,12 +282,12 @@ class CheckpointStore:
         temporary = self.directory / paths.unique_name(step, "tmp")
         self._in_flight = temporary
         try:
-            faults.check_space(self.directory, needed)
+            save_errors.check_space(self.directory, needed)
             temporary.mkdir()
             (temporary / paths.STATE).mkdir()
         except BaseException as error:
             self._abandon(temporary)
-            raise self._explained(error, step, needed) from error.__cause__
+            raise self._explain(error, step, needed) from error.__cause__
         return str(temporary)
 
     def _make_model_dir(self, step: int) -> None:
@@ -295,36 +296,32 @@ class CheckpointStore:
             if not self.directory.parent.is_dir():
                 raise UserError(
                     f"checkpoint_{step} could not be saved: MODEL_DIR {self.directory} is gone, and so is the "
-                    "directory above it. Was a disk unmounted? Bring it back and start again with the same command."
+                    "directory above it. If a disk was unmounted, mount it again and restart with the same command."
                 )
-            _logger.warning(
-                "MODEL_DIR %s has been removed, with all that was in it. It is made anew for checkpoint_%d",
-                self.directory, step,
-            )  # fmt: skip
+            _logger.warning("MODEL_DIR %s was removed with its contents; creating it for step %d", self.directory, step)
         paths.make_model_dir(self.directory)
         model_dir_lock.renew(self.directory)
         self._was_there = True
 
-    def _explained(self, error: BaseException, step: int, needed: int) -> BaseException:
-        return faults.explain_save(error, directory=self.directory, step=step, needed=needed)
+    def _explain(self, error: BaseException, step: int, needed: int) -> BaseException:
+        return save_errors.explain(error, directory=self.directory, step=step, needed=needed)
 
     # --- The background part of a save
 
     def _finish(self, save: _Save) -> None:
-        error = None
+        files, error = {}, None
         try:
-            mine: dict[str, Any] = {"files": {}, "error": None}
-            try:
-                mine["files"] = self._write_arrays(save)
-            except BaseException as caught:
-                error = caught
-                mine["error"] = agreement.describe(error)
-            told = agreement.gather(self._topic("written"), mine)
-            size = agreement.decide(self._topic("published"), lambda: self._complete(save, told, error))
+            files = self._write_arrays(save)
+        except BaseException as caught:
+            error = caught
+        described = None if error is None else distributed.describe_error(error)
+        try:
+            reports = distributed.exchange(self._topic("written"), {"files": files, "error": described})
+            size = distributed.decide(self._topic("published"), lambda: self._complete(save, reports, error))
         except BaseException as failure:
             if self._in_flight == save.temporary:  # otherwise it has been abandoned already, or this is not process 0
                 self._abandon(save.temporary)
-            self._failure = error if mine["error"] and mine["error"]["kind"] == "bug" else failure
+            self._failure = error if described and described["kind"] == "bug" else failure
             if distributed.is_leader():
                 _logger.error("%s was not saved: %s", self.path(save.step), self._failure)
             return
@@ -345,14 +342,14 @@ class CheckpointStore:
         atomic.sync_tree(directory, flushed=names)
         return {name: dataclasses.asdict(record) for name, record in records.items()}
 
-    def _complete(self, save: _Save, told: list[dict[str, Any]], error: BaseException | None) -> int:
+    def _complete(self, save: _Save, reports: list[dict[str, Any]], error: BaseException | None) -> int:
         """Finish on process 0 once all processes have written or failed; return the bytes of the checkpoint."""
         try:
             if error is not None:
                 raise error
-            agreement.raise_first([one["error"] for one in told])
-            known = {name: manifest.FileRecord(**record) for one in told for name, record in one["files"].items()}
-            arrays.join(save.temporary / paths.STATE, save.arrays.shapes)
+            distributed.raise_first([report["error"] for report in reports])
+            known = {name: manifest.FileRecord(**record) for one in reports for name, record in one["files"].items()}
+            array_writer.join(save.temporary / paths.STATE, save.arrays.shapes)
             for name, content in save.sidecars.items():
                 paths.write_file(save.temporary / name, content)
             replaced = self.path(save.step)  # exists only if it is about to be replaced
@@ -363,7 +360,7 @@ class CheckpointStore:
             self._publish(save.temporary, save.step)
         except BaseException as caught:
             self._abandon(save.temporary)
-            raise self._explained(caught, save.step, save.needed) from caught.__cause__
+            raise self._explain(caught, save.step, save.needed) from caught.__cause__
         return sum(record.size for record in files.values())
 
     def _publish(self, temporary: epath.Path, step: int) -> None:
@@ -372,7 +369,7 @@ class CheckpointStore:
         if os.path.lexists(final):
             purpose = "damaged" if (final / paths.MANIFEST).exists() else "foreign"
             aside = self.directory / paths.unique_name(step, purpose)
-            _logger.warning("%s is %s; it is kept as %s", final, purpose, aside.name)
+            _logger.warning("%s is %s; keeping it as %s", final, purpose, aside.name)
             os.rename(final, aside)
         atomic.rename(temporary, final)
 
@@ -412,13 +409,13 @@ class CheckpointStore:
         if not os.path.lexists(path):
             return False
         if not (path / paths.MANIFEST).exists():
-            _logger.warning("%s is not a checkpoint of this program; it is moved aside for step %d", path, step)
+            _logger.warning("%s is not a checkpoint of this program; moving it aside for step %d", path, step)
             return False
         if step not in self._whole:
             try:
                 manifest.verify(path)
             except DamagedCheckpoint as error:
-                _logger.warning("%s is replaced: %s", path, error.reason)
+                _logger.warning("Replacing %s: %s", path, error.reason)
                 return False
             self._whole.add(step)
         _logger.info("%s exists; step %d is not saved again", path, step)
@@ -427,7 +424,7 @@ class CheckpointStore:
 
 def _remove(path: epath.Path, *, quiet_rounds: int = 1) -> None:
     if not atomic.remove_tree(path, quiet_rounds=quiet_rounds):
-        _logger.warning("%s could not be removed; it is of no use and may be deleted", path)
+        _logger.warning("%s could not be removed; it is not needed and may be deleted", path)
 
 
 def _check_sidecars(sidecars: Mapping[str, bytes]) -> None:

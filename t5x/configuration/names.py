@@ -22,6 +22,7 @@ from t5x.configuration.state import Import, State, bindings
 from t5x.errors import UserError
 
 _MISSING = object()
+_MOVED_MODULES = {"t5x.plain": "t5x.verbs.file_training"}  # in config.gin files of earlier versions
 
 registered: set[str] = set()  # selectors that this module registered, not those of `@gin.configurable`
 
@@ -207,7 +208,7 @@ def _load(statement: ImportStatement, state: State) -> Any:
             for name in rest:
                 module = getattr(module, name, None) or importlib.import_module(f"{module.__name__}.{name}")
         else:
-            module = user_modules.import_module(statement.module)
+            module = user_modules.import_module(_MOVED_MODULES.get(statement.module, statement.module))
             package = sys.modules[top]
     except Exception as error:
         raise ConfigurationError(f"`{statement.format()}` failed: {_explain_import(error)}") from error

@@ -1,4 +1,4 @@
-"""Tasks from plain files of text pairs (JSON lines, TSV, CSV or Parquet), without any Python.
+"""Tasks from files of text pairs (JSON lines, TSV, CSV or Parquet), without any Python.
 
 In a gin file:
 
@@ -15,11 +15,13 @@ In a gin file:
 import functools
 import inspect
 import json
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from t5x.data.feature_spec import Feature
+from t5x.data.lanes import BadExamples
 from t5x.data.pipeline import Pipeline
 from t5x.data.preprocessors import append_eos_after_trim, tokenize
 from t5x.data.sources import (
@@ -33,6 +35,8 @@ from t5x.data.sources import (
 from t5x.data.tasks import Task, TaskRegistry
 from t5x.data.vocabularies import Vocabulary
 from t5x.errors import UserError
+
+log = logging.getLogger(__name__)
 
 Metric = str | Callable[..., Mapping[str, Any]]
 
@@ -69,21 +73,21 @@ def file_task(
       metric: metrics of predictions: the name of a function in `t5x.metrics`, a function, or several.
       name: name in the registry and in evaluation results.
     """
-    told = {"files": dict(files), "vocabulary": vocabulary, "inputs": inputs, "targets": targets, "prefix": prefix}
-    told["metric"] = metric
+    fields = {"inputs": inputs, "targets": targets, "prefix": prefix}
+    settings = {"files": dict(files), "vocabulary": vocabulary, **fields, "metric": metric}
 
     def source() -> DataSource:
         made = source_of(files)
         _check_fields(made, files, inputs, targets)
         return made
 
-    as_pair = functools.partial(pair, inputs=inputs, targets=targets, prefix=prefix)
-    return text_task(name, told, source, [as_pair], [_metric(one) for one in _as_list(metric)])
+    metrics = [_metric(one) for one in _as_list(metric)]
+    return text_task(name, settings, source, [functools.partial(pair, **fields)], metrics)
 
 
 def text_task(
     name: str,
-    told: Mapping[str, Any],
+    settings: Mapping[str, Any],
     source: Callable[[], DataSource],
     as_pair: Sequence[Callable[..., Any]],
     metric_fns: Sequence[Callable[..., Mapping[str, Any]]],
@@ -92,14 +96,14 @@ def text_task(
     """Return a registered task of text pairs; an existing one of that name if it has the same settings.
 
     Args:
-      told: the settings of the task, including the `vocabulary` of both texts.
+      settings: the settings of the task, including the `vocabulary` of both texts.
       source: called if the task is created.
       as_pair: preprocessors that make `inputs` and `targets` from a source example.
       metric_fns, postprocess_fn: see `Task`.
     """
-    if name in TaskRegistry.names() and (known := TaskRegistry.get(name)).source_info == told:
-        return known
-    feature = Feature(told["vocabulary"])
+    if name in TaskRegistry.names() and (existing := TaskRegistry.get(name)).source_info == settings:
+        return existing
+    feature = Feature(settings["vocabulary"])
     return TaskRegistry.add(
         name,
         source(),
@@ -107,7 +111,7 @@ def text_task(
         preprocessors=[*as_pair, tokenize, append_eos_after_trim],
         postprocess_fn=postprocess_fn,
         metric_fns=metric_fns,
-        source_info=told,
+        source_info=settings,
     )
 
 
@@ -125,6 +129,72 @@ def pairs(task: Task, split: str) -> Pipeline:
     return Pipeline(task.name, task.source, split, task.preprocessors[:1], {})
 
 
+class Survey(NamedTuple):
+    """What `check_examples` found.
+
+    Attributes:
+      first: the first usable pair of texts.
+      longest: {feature: tokens of its longest text, with EOS}.
+    """
+
+    first: dict[str, str]
+    longest: dict[str, int]
+
+
+def check_examples(
+    task: Task,
+    split: str,
+    limits: Mapping[str, tuple[str, int]],
+    *,
+    skip_bad_examples: bool = False,
+    count: int | None = None,
+    tokenized: int | None = None,
+) -> Survey:
+    """Check the examples of a `file_task`; log a warning about bad, empty and too long ones.
+
+    Args:
+      limits: {feature: (option that limits its tokens, limit)}.
+      skip_bad_examples: count bad examples instead of raising a UserError for the first one.
+      count: number of examples to check, from the start of the file; None checks all.
+      tokenized: number of these to tokenize; None tokenizes all.
+    """
+    texts, bad = pairs(task, split), BadExamples()
+    size = min(len(texts), count or len(texts))
+    of_all = f"of {size:,} examples" if size == len(texts) else f"of the first {size:,} examples"
+    vocabulary, prefix = (task.source_info[name] for name in ("vocabulary", "prefix"))
+    empty = {"inputs": 0, "targets": 0}
+    lengths: dict[str, list[int]] = {"inputs": [], "targets": []}
+    first = None
+    for index in range(size):
+        try:
+            (example,) = texts.outputs(0, index)
+        except BadExample as error:
+            if not skip_bad_examples:
+                raise UserError(f"{error} Pass --skip_bad_examples to skip such examples.") from error
+            bad.add(error)
+            continue
+        first = first or example
+        empty["inputs"] += example["inputs"].strip() == prefix.strip()
+        empty["targets"] += not example["targets"].strip()
+        if tokenized is None or index < tokenized:
+            for name, text in example.items():
+                lengths[name].append(len(vocabulary.encode(text)) + 1)
+    if first is None:
+        raise UserError(f"{task.source_info['files'][split]} has no usable example: all {of_all} are bad.")
+    if bad.count:
+        log.warning("%s: %d %s cannot be used and are skipped", split, bad.count, of_all)
+    for name, number in empty.items():
+        if number:
+            log.warning("%s: %d %s have empty %s", split, number, of_all, name)
+    for name, (option, limit) in limits.items():
+        if over := [length for length in lengths[name] if length > limit]:
+            log.warning(
+                "%s: %d of %d %s are longer than %s %d and are cut off there; the longest has %d tokens",
+                split, len(over), len(lengths[name]), name, option, limit, max(over),
+            )  # fmt: skip
+    return Survey(first, {name: max(found, default=1) for name, found in lengths.items()})
+
+
 def _check_fields(source: DataSource, files: Mapping[str, Any], inputs: str, targets: str) -> None:
     """Raise a UserError that lists the fields if none of the first examples has these."""
     split, path = next(iter(files.items()))
@@ -138,9 +208,8 @@ def _check_fields(source: DataSource, files: Mapping[str, Any], inputs: str, tar
         source.example(split, 0)  # none can be read: raise the first one's error
     if missing := [field for field in dict.fromkeys((inputs, targets)) if field not in fields]:
         raise UserError(
-            f"{path} has no field {' and no field '.join(map(repr, missing))}. Its fields are "
-            f"{', '.join(map(str, fields))}: name one of them as inputs and one as targets (--inputs FIELD --targets "
-            "FIELD)."
+            f"{path} has no field {' and no field '.join(map(repr, missing))} (fields: {', '.join(map(str, fields))}). "
+            "Pass --inputs FIELD --targets FIELD."
         )
 
 
@@ -149,8 +218,8 @@ def source_of(files: Mapping[str, str | Sequence[str]]) -> DataSource:
     endings = {split: {_ending(path) for path in _as_list(patterns)} for split, patterns in files.items()}
     if len(kinds := set().union(*endings.values())) > 1:
         raise UserError(
-            f"The files are of different kinds, {' and '.join(sorted(kinds))}: {', '.join(map(str, files.values()))}. "
-            "Give all splits in one of them."
+            f"The files have different formats, {' and '.join(sorted(kinds))}: {', '.join(map(str, files.values()))}. "
+            "Convert them to the same one."
         )
     return _SOURCES[kinds.pop()](files)
 
@@ -161,17 +230,13 @@ def _ending(path: str | os.PathLike[str]) -> str:
     for suffix in _COMPRESSED:
         name = name.removesuffix(suffix)
     ending = os.path.splitext(name)[1]
-    if ending in _SOURCES:
-        return ending
-    if ending == ".txt":
+    if ending not in _SOURCES:
         raise UserError(
-            f"{path} is plain text, which has lines but no pairs of inputs and targets. Write it as .jsonl "
-            '({"inputs": …, "targets": …} on each line) or as .tsv, with the names of the columns in the first line.'
+            f"{path}: the extension {ending!r} is not one of {', '.join(_SOURCES)} (optionally with .gz, .bz2 or .xz). "
+            'Write one JSON object per line, {"inputs": …, "targets": …}, to a .jsonl file, or a .tsv file with the '
+            "column names in its first line."
         )
-    if ending == ".json":
-        raise UserError(f"{path}: one JSON object a line is read here. If it is that, name it .jsonl; else convert it.")
-    known = ", ".join(_SOURCES)
-    raise UserError(f"{path}: its ending does not tell what it is. Known are {known}, and these with .gz, .bz2 or .xz.")
+    return ending
 
 
 def _text(example: Mapping[str, Any], field: str) -> str:
@@ -192,7 +257,7 @@ def _metric(metric: Metric) -> Callable[..., Mapping[str, Any]]:
     made_for_pairs = lambda name: name.islower() and "targets" in inspect.signature(getattr(metrics, name)).parameters
     known = [name for name in metrics.__all__ if made_for_pairs(name) and name not in _NOT_OF_TEXTS]
     if metric not in known:
-        raise UserError(f"There is no metric {metric!r}. There is {', '.join(known)}.")
+        raise UserError(f"There is no metric {metric!r}. Choose one of {', '.join(known)}.")
     return getattr(metrics, metric)
 
 

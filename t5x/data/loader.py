@@ -403,9 +403,13 @@ def _pieces(pipeline: Pipeline, order: Order, bad: BadExamples | None) -> Iterat
 
 
 def measure_lengths(examples: Sequence[Example], features: Iterable[str]) -> dict[str, int]:
-    """Return the longest length of each feature, rounded up to a multiple of 8 so that few shapes are compiled."""
-    longest = {feature: max(len(example[feature]) for example in examples) for feature in features}
-    return {feature: math.ceil(max(n, 1) / _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE for feature, n in longest.items()}
+    """Return the longest length of each feature, rounded up."""
+    return {feature: round_up_length(max(len(example[feature]) for example in examples)) for feature in features}
+
+
+def round_up_length(length: int) -> int:
+    """Return a length rounded up to a multiple of 8, so that few shapes are compiled."""
+    return math.ceil(max(length, 1) / _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
 
 
 def _fits(one: _Once, convert: Callable[[_Once], Batch], bad: BadExamples) -> bool:

@@ -401,7 +401,7 @@ def _ensure(entry: str, identity: Mapping[str, Any], *, what: str, examples: Cal
             try:
                 _stage(entry, identity, what, examples())
             except OSError as error:
-                raise cache_directory.fault(directory, what, None, error) from error
+                raise cache_directory.copy_error(directory, what, error) from error
             if others:
                 logger.info("%s: %s also has copies of its other states, which you may remove", what, directory)
     try:

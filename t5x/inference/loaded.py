@@ -12,9 +12,9 @@ import jax
 import numpy as np
 
 from t5x.checkpoints import transfer
-from t5x.checkpoints.contents import load_model, model_of
+from t5x.checkpoints.checkpoint_identity import fingerprint
 from t5x.checkpoints.formats import Source
-from t5x.checkpoints.identity import fingerprint
+from t5x.checkpoints.model_description import load_model, model_of
 from t5x.decoding import NEG_INF
 from t5x.errors import UserError
 from t5x.inference import buckets
@@ -77,7 +77,7 @@ def open_model(
     dtype = dtype or default_dtype()
     log.info("%s is a %s checkpoint; activations are %s", source.path, source.format, dtype)
     if vocabulary is not None:
-        from t5x.plain import vocabulary_named
+        from t5x.data.vocabularies.loading import vocabulary_named
 
         files = vocabulary_named(vocabulary, transfer.config_of(source)["vocab_size"]).load().to_files()
         source = dataclasses.replace(source, vocabulary_files={"inputs": files, "targets": files})

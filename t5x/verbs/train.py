@@ -2,18 +2,18 @@
 
 import argparse
 
+from t5x.verbs import file_options
 from t5x.verbs.arguments import add_gin, describe, processes, run_gin, work_begins
+from t5x.verbs.file_options import FileTraining
 
 
 def define(parser: argparse.ArgumentParser) -> None:
-    from t5x import file_flags
-
-    file_flags.add_train(parser)
+    file_options.add(parser, "data file (no gin, no Python)", FileTraining)
     add_gin(parser)
     describe(
         parser,
-        "Pretrain or fine-tune a model, as gin files say or from a plain file. Started again with the same MODEL_DIR, "
-        "it goes on where it stopped.",
+        "Pretrain or fine-tune a model, configured by gin files or, for a data file, by options. A run that is started "
+        "again with the same MODEL_DIR resumes.",
         """
         t5x train --model path/to/flan-t5-small --data train.jsonl --valid valid.jsonl --inputs question \\
             --targets answer --steps 1000 --model_dir runs/mine
@@ -27,22 +27,21 @@ def define(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from t5x import file_flags
-
-    if not file_flags.given(args):
+    given = file_options.given(args, FileTraining)
+    if not given:
         from t5x.train import train
 
-        return run_gin(args, train)
-    options = file_flags.check(args)
-    from t5x.plain import PlainRun, train_file
+        run_gin(args, train)
+        return
+    options = file_options.check(args)
+    from t5x.verbs.file_training import train_file
 
     work_begins()
     train_file(
-        PlainRun(**options),
+        options,
         bindings=args.gin_bindings,
         dry_run=args.dry_run,
         strict=args.strict,
-        command=file_flags.command(args),
+        command=file_options.command("train", given, args.gin_bindings),
         processes=processes(args),
     )
-    return None

@@ -10,7 +10,7 @@ import pytest
 from t5x.adafactor import Adafactor
 from t5x.checkpoints import restore
 from t5x.checkpoints import tree as trees
-from t5x.checkpoints.formats.base import LazyArray
+from t5x.checkpoints.formats.source import LazyArray
 from t5x.checkpoints.layout import arranged, canonical
 from t5x.checkpoints.streaming import write_checkpoint
 from t5x.errors import UserError

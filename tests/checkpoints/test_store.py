@@ -9,7 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t5x.checkpoints import CheckpointStore, DamagedCheckpoint, ModelDirLock, arrays, dataset_state_name, faults, paths
+from t5x.checkpoints import (
+    CheckpointStore,
+    DamagedCheckpoint,
+    ModelDirLock,
+    array_writer,
+    paths,
+    save_errors,
+)
 from t5x.errors import UserError
 from t5x.files import atomic
 
@@ -54,7 +61,7 @@ def test_save_returns_before_the_checkpoint_exists(store, monkeypatch):
 @pytest.mark.parametrize("room", [False, True])
 def test_arrays_may_be_donated_or_overwritten_once_save_returns(store, monkeypatch, room):
     """Also where they are copied on the devices, which a CPU need not do."""
-    monkeypatch.setattr(arrays, "_have_room", lambda data: room)
+    monkeypatch.setattr(array_writer, "_have_room", lambda data: room)
     advance = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
     tree = {f"w{i}": jnp.full((256, 256), float(i)) for i in range(32)}
     host = np.zeros((256, 256), np.float32)
@@ -92,7 +99,7 @@ def test_what_is_not_numbers_is_refused(store, tmp_path, leaf):
 
 
 def test_names_that_would_overwrite_each_other_are_refused(store):
-    with pytest.raises(UserError, match="cannot both be saved"):
+    with pytest.raises(UserError, match="Rename"):
         store.save(1, {"a.b": jnp.ones(1), "a": {"b": jnp.ones(1)}}, sidecars={})
 
 
@@ -103,7 +110,7 @@ def test_an_existing_checkpoint_is_not_written_again(store, caplog):
     with caplog.at_level(logging.INFO, "t5x"):
         fresh.save(5, make_tree(6), sidecars={})
         fresh.wait()
-    assert "checkpoint_5 exists; step 5 is not saved again" in caplog.text
+    assert "checkpoint_5 exists" in caplog.text
     assert (store.path(5) / "MANIFEST.json").stat() == before
     assert_same(make_tree(5), store.restore(store.path(5)))
 
@@ -131,7 +138,7 @@ def test_a_directory_of_another_program_is_kept_but_not_in_the_way(store, tmp_pa
     (aside,) = names(tmp_path) - {"checkpoint_5", "checkpoint_6", "checkpoint_7"}  # 6 is no checkpoint to be kept
     assert aside.startswith("checkpoint_5.foreign-") and aside in caplog.text
     assert names(tmp_path / aside) == names(tmp_path / "checkpoint_6") == {"checkpoint"}
-    assert aside not in faults.what_to_free(store.directory)
+    assert aside not in save_errors.what_to_free(store.directory)
 
 
 def test_the_newest_step_is_that_of_a_checkpoint_of_ours(store, tmp_path):
@@ -177,7 +184,7 @@ def test_what_is_read_of_a_damaged_checkpoint_is_not_returned(store, caplog):
     assert newest == store.path(1)
     assert_same(make_tree(1), tree)
     assert damaged == store.latest_whole()[1] and "has changed (SHA-256)" in damaged[0][1]
-    assert f"Passing over {store.path(2)}: {damaged[0][1]}" in caplog.text
+    assert f"{store.path(2)}: {damaged[0][1]}" in caplog.text
     with pytest.raises(DamagedCheckpoint, match="has changed"):
         store.restore(store.path(2))
 
@@ -302,11 +309,6 @@ def test_the_error_that_ends_a_block_is_not_hidden_by_that_of_a_save(tmp_path):
     assert store.steps() == [1]
 
 
-def test_dataset_state_is_named_after_the_process():
-    assert dataset_state_name() == "dataset/train-000-of-001.json"
-    assert dataset_state_name(3, 16) == "dataset/train-003-of-016.json"
-
-
 def test_orbax_is_quiet_below_warnings(store, caplog):
     verbosity = absl.logging.get_verbosity()
     absl.logging.set_verbosity(absl.logging.INFO)
@@ -342,7 +344,7 @@ def test_a_model_dir_removed_between_saves_is_made_anew_with_a_warning_and_locke
         save(store, 1)
         shutil.rmtree(run)
         save(store, 2)
-        assert f"MODEL_DIR {run} has been removed" in caplog.text
+        assert f"MODEL_DIR {run} was removed" in caplog.text
         assert names(run) == {".lock", "checkpoint_2"}
         assert_same(make_tree(2), store.restore(store.path(2)))
         with pytest.raises(UserError, match="in use"):
@@ -355,7 +357,7 @@ def test_a_model_dir_removed_with_the_directory_above_is_not_made_anew(tmp_path)
     with CheckpointStore(run) as store:
         save(store, 1)
         shutil.rmtree(tmp_path / "disk")
-        with pytest.raises(UserError, match=f"checkpoint_2 could not be saved: MODEL_DIR {run} is gone.*unmounted"):
+        with pytest.raises(UserError, match=f"checkpoint_2 .*{run} .*unmounted"):
             store.save(2, make_tree(2), sidecars={})
     assert names(tmp_path) == set()
 
@@ -364,15 +366,15 @@ def test_a_save_whose_files_were_removed_half_way_does_not_keep_the_next_one_fro
     tmp_path, monkeypatch, caplog
 ):
     run = tmp_path / "run"
-    join = arrays.join
+    join = array_writer.join
     with CheckpointStore(run) as store:
-        monkeypatch.setattr(arrays, "join", lambda *args: shutil.rmtree(run) or join(*args))
+        monkeypatch.setattr(array_writer, "join", lambda *args: shutil.rmtree(run) or join(*args))
         store.save(1, make_tree(1), sidecars={})
         while "checkpoint_1 was not saved" not in caplog.text:
             time.sleep(0.01)
         monkeypatch.undo()
         save(store, 2)
     assert store.latest_whole() == (store.path(2), [])
-    monkeypatch.setattr(arrays, "join", lambda *args: shutil.rmtree(run) or join(*args))
+    monkeypatch.setattr(array_writer, "join", lambda *args: shutil.rmtree(run) or join(*args))
     with pytest.raises(UserError, match="checkpoint_3"):
         save(store, 3)

@@ -8,9 +8,9 @@ import os
 
 from etils import epath
 
-from t5x.checkpoints import paths, remote_reading
-from t5x.checkpoints.formats.base import LazyArray, Source
-from t5x.checkpoints.formats.links import check_links
+from t5x.checkpoints import manifest, paths, remote_reading
+from t5x.checkpoints.formats.safety import check_links
+from t5x.checkpoints.formats.source import LazyArray, Source
 from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.errors import UserError
 from t5x.files.remote import is_remote
@@ -36,12 +36,12 @@ def open_checkpoint(path: epath.PathLike, *, verify: bool = True) -> Source:
         or a Hugging Face directory. A remote one (`gs://…`) is copied to the cache directory first.
       verify: check the files of our checkpoints against their manifest. Pass False if that has just been done.
     """
-    from t5x.checkpoints import reading
+    from t5x.checkpoints import checkpoint_reader
 
     if not os.fspath(path):
         raise UserError("The path of the checkpoint is empty. Give a checkpoint, or the MODEL_DIR of a run.")
     given, path = os.fspath(path), remote_reading.stage(path)
-    if not _has(path, paths.MANIFEST, _HUGGINGFACE, *_ORBAX) and (steps := reading.list_steps(path)):
+    if not _has(path, paths.MANIFEST, _HUGGINGFACE, *_ORBAX) and (steps := checkpoint_reader.list_steps(path)):
         return _open_newest(path, steps, verify)
     source = _open(path, verify)
     chosen = is_remote(given) and paths.step_of(path) is not None and paths.step_of(given.rstrip("/")) is None
@@ -121,10 +121,11 @@ def _open(path: epath.Path, verify: bool) -> Source:
     if not path.is_dir():
         raise UserError(f"There is no checkpoint {path}: no such file or directory.")
     if _has(path, paths.MANIFEST):
-        from t5x.checkpoints import reading
-        from t5x.checkpoints.formats.ours import read_ours
+        from t5x.checkpoints.formats.own_checkpoint import read_own_checkpoint
 
-        return read_ours(reading.resolve_verified(path) if verify else path)
+        if verify:
+            manifest.verify(path)
+        return read_own_checkpoint(path)
     if _has(path, _HUGGINGFACE):
         from t5x.checkpoints.formats.huggingface import read_huggingface
 
@@ -138,7 +139,7 @@ def _open(path: epath.Path, verify: bool) -> Source:
 
         return read_mesh_tensorflow(path)
     if _has(path, _NATIVE):
-        from t5x.checkpoints.formats.native import read_native
+        from t5x.checkpoints.formats.native_t5x import read_native
         from t5x.checkpoints.formats.orbax import read_orbax
 
         return read_orbax(path) if _is_early_orbax(path) else read_native(path)
@@ -156,7 +157,7 @@ def _is_early_orbax(directory: epath.Path) -> bool:
 def _open_file(path: epath.Path) -> Source:
     """Open the msgpack file of a native checkpoint, the only format with a single file."""
     from t5x.checkpoints.formats import lazy_msgpack
-    from t5x.checkpoints.formats.native import read_native
+    from t5x.checkpoints.formats.native_t5x import read_native
 
     try:
         with open_regular(path) as file:

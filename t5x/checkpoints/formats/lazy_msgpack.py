@@ -10,22 +10,14 @@ import mmap
 import struct
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from etils import epath
 
 from t5x.checkpoints import paths
-from t5x.checkpoints.formats.base import LazyArray
+from t5x.checkpoints.formats.safety import DTYPES, check_shape
+from t5x.checkpoints.formats.source import LazyArray
 from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.files.untrusted import open_inside, open_regular
-
-DTYPES = {
-    name: np.dtype(name)
-    for name in (
-        "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
-        "float16", "float32", "float64",
-    )
-} | {"bfloat16": np.dtype(ml_dtypes.bfloat16)}  # fmt: skip
 
 ARRAY, SCALAR = 1, 3  # Flax's extension types
 
@@ -33,9 +25,6 @@ _CHUNKED = "__msgpack_chunked_array__"
 _MAX_DEPTH = 64
 _MAX_VALUES = 1_000_000
 _MAX_TEXT = 2**16
-_MAX_RANK = 32
-_MAX_DIMENSION = 2**48
-_MAX_ELEMENTS = 2**56
 
 # First byte of a value -> the struct format of its length, or of the number itself.
 _NUMBERS = {0xCA: ">f", 0xCB: ">d", 0xCC: ">B", 0xCD: ">H", 0xCE: ">I", 0xCF: ">Q"} | {
@@ -97,17 +86,6 @@ def is_tree(path: epath.PathLike) -> bool:
     skipped = {0xDE: 3, 0xDF: 5}.get(start[0], 1) if start else 0
     is_map = bool(start) and (start[0] in _MAPS or 0x81 <= start[0] <= 0x8F)
     return is_map and len(start) > skipped and (start[skipped] in _TEXT or 0xA0 <= start[skipped] <= 0xBF)
-
-
-def check_shape(shape: Any) -> tuple[int, ...]:
-    """Return `shape` as a tuple; raise ValueError unless it is a list of sizes that an array can have."""
-    if not isinstance(shape, list | tuple) or len(shape) > _MAX_RANK:
-        raise ValueError(f"{str(shape)[:80]} is not the shape of an array")
-    if not all(type(n) is int and 0 <= n <= _MAX_DIMENSION for n in shape):
-        raise ValueError(f"{str(shape)[:80]} is not the shape of an array")
-    if math.prod(n or 1 for n in shape) > _MAX_ELEMENTS:  # NumPy refuses these even if a dimension is 0
-        raise ValueError(f"{str(shape)[:80]} is not the shape of an array")
-    return tuple(shape)
 
 
 class _Parser:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from etils import epath
 
-from t5x.checkpoints.formats.base import LazyArray, Source
+from t5x.checkpoints.formats.source import LazyArray, Source
 from t5x.checkpoints.formats.tensor_bundle import read_bundle
 from t5x.errors import UserError
 from t5x.files.remote import is_remote

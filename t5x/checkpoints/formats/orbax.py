@@ -19,12 +19,14 @@ import numpy as np
 import tensorstore
 from etils import epath
 
-from t5x.checkpoints import faults, paths
-from t5x.checkpoints.arrays import EMPTY
-from t5x.checkpoints.formats import lazy_msgpack, native_read, zarr_arrays
-from t5x.checkpoints.formats.base import LazyArray, Source, check_chunk_shape, check_expansion
+from t5x.checkpoints import paths
+from t5x.checkpoints.array_reader import EMPTY
+from t5x.checkpoints.formats import lazy_msgpack, native_t5x, zarr_arrays
+from t5x.checkpoints.formats.safety import DTYPES, check_chunk_shape, check_expansion, check_shape
+from t5x.checkpoints.formats.source import LazyArray, Source
 from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.errors import UserError
+from t5x.files.system_errors import first_line
 from t5x.files.untrusted import open_inside, parse_json
 
 METADATA = "_METADATA"
@@ -74,7 +76,7 @@ def read_orbax(path: epath.PathLike) -> Source:
     check_expansion(directory, arrays.values(), size)
     arrays = _with_t5x_names(directory, {name: arrays[name] for name in leaves})
     kind = "OCDBT" if ocdbt else "zarr"
-    return Source(f"T5X Orbax ({kind})", os.fspath(path), native_read.training_step(directory, arrays), arrays)
+    return Source(f"T5X Orbax ({kind})", os.fspath(path), native_t5x.training_step(directory, arrays), arrays)
 
 
 def _state_directory(path: epath.Path) -> epath.Path:
@@ -161,10 +163,10 @@ def _placeholders(directory: epath.Path, name: str, node: Any) -> Iterator[tuple
             yield from _placeholders(directory, f"{name}/{key}" if name else key, child)
     elif isinstance(node, LazyArray):
         yield name, node
-    elif isinstance(node, str) and node.startswith(native_read.PLACEHOLDER):
-        yield name, _inside(directory, node.removeprefix(native_read.PLACEHOLDER))
+    elif isinstance(node, str) and node.startswith(native_t5x.PLACEHOLDER):
+        yield name, _inside(directory, node.removeprefix(native_t5x.PLACEHOLDER))
     elif isinstance(node, int | float):
-        yield name, native_read.number(node)
+        yield name, native_t5x.number(node)
     elif node is not None:
         raise DamagedCheckpoint(directory, f"{MSGPACK}: {name} is neither an array nor the name of one")
 
@@ -212,13 +214,13 @@ def _open_arrays(
     arrays, chunks = {}, 0
     for name, future in opening.items():
         array = _call(directory, name, future.result)
-        if array.dtype.name not in lazy_msgpack.DTYPES:
+        if array.dtype.name not in DTYPES:
             raise DamagedCheckpoint(
-                directory, f"{name} has the dtype {array.dtype.name}; known: {', '.join(lazy_msgpack.DTYPES)}"
+                directory, f"{name} has the dtype {array.dtype.name}; known: {', '.join(DTYPES)}"
             )
-        dtype = lazy_msgpack.DTYPES[array.dtype.name]
+        dtype = DTYPES[array.dtype.name]
         try:
-            shape = lazy_msgpack.check_shape(list(array.shape))
+            shape = check_shape(list(array.shape))
             check_chunk_shape(shape, array.chunk_layout.write_chunk.shape or (), dtype.itemsize)
         except ValueError as error:
             raise DamagedCheckpoint(directory, f"of {name}, {error}") from None
@@ -267,4 +269,4 @@ def _call(directory: epath.Path, name: str, function: Callable[[], Any]) -> Any:
     try:
         return function()
     except (ValueError, RuntimeError, NotImplementedError, OSError, MemoryError) as error:
-        raise DamagedCheckpoint(directory, f"{name} cannot be read: {faults.first_line(error)}") from error
+        raise DamagedCheckpoint(directory, f"{name} cannot be read: {first_line(error)}") from error

@@ -17,9 +17,9 @@ import ml_dtypes
 import numpy as np
 from etils import epath
 
-from t5x.checkpoints.formats.base import LazyArray
-from t5x.checkpoints.formats.links import check_links
+from t5x.checkpoints.formats.safety import check_links
 from t5x.checkpoints.formats.sorted_table import Cursor, Malformed, read_table
+from t5x.checkpoints.formats.source import LazyArray
 from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.errors import UserError
 from t5x.files.digests import masked_crc32c

@@ -21,10 +21,11 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from t5x.checkpoints import faults, paths
-from t5x.checkpoints.formats.base import LazyArray, check_chunk_shape
-from t5x.checkpoints.formats.lazy_msgpack import DTYPES, check_shape
+from t5x.checkpoints import paths
+from t5x.checkpoints.formats.safety import DTYPES, check_chunk_shape, check_shape
+from t5x.checkpoints.formats.source import LazyArray
 from t5x.checkpoints.manifest import DamagedCheckpoint
+from t5x.files.system_errors import first_line
 from t5x.files.untrusted import open_inside, parse_json
 
 METADATA_FILE = ".zarray"
@@ -307,7 +308,7 @@ def _reader_of_tensorstore(path: str, metadata: Metadata) -> Callable[[tuple[int
         try:
             return function()
         except (ValueError, RuntimeError, NotImplementedError) as error:
-            raise Malformed(f"cannot be decoded: {faults.first_line(error)}") from error
+            raise Malformed(f"cannot be decoded: {first_line(error)}") from error
 
     array = explained(lambda: tensorstore.open(spec, read=True).result())
     return lambda index: explained(lambda: array[metadata.slices(index)].read().result())

@@ -9,8 +9,8 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from t5x.checkpoints.formats.base import LazyArray
-from t5x.checkpoints.formats.huggingface import container, read_huggingface, write_huggingface
+from t5x.checkpoints.formats.huggingface import read_huggingface, safetensors_files, write_huggingface
+from t5x.checkpoints.formats.source import LazyArray
 from t5x.errors import UserError
 from tests.checkpoints.formats import huggingface_models as models
 
@@ -310,11 +310,11 @@ def test_a_configuration_without_sizes_and_a_remote_destination(directory):
 @pytest.mark.parametrize("shape", [(0, 3), (1,), (5, 3), (3000, 2000)])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "float64", "bfloat16"])
 def test_the_container_keeps_values_of_every_type(tmp_path, shape, dtype):
-    numpy_dtype = next(known for known in container.DTYPES.values() if known.name == dtype)
+    numpy_dtype = next(known for known in safetensors_files.DTYPES.values() if known.name == dtype)
     value = np.random.default_rng(0).standard_normal(shape[::-1]).astype(numpy_dtype).T
-    plans = [container.Plan("a", numpy_dtype, shape), container.Plan("b", numpy_dtype, (1,))]
-    container.write(tmp_path / "x.safetensors", plans, iter([value, np.ones(1, numpy_dtype)]))
-    tensors = container.read_header(str(tmp_path / "x.safetensors"))
+    plans = [safetensors_files.Plan("a", numpy_dtype, shape), safetensors_files.Plan("b", numpy_dtype, (1,))]
+    safetensors_files.write(tmp_path / "x.safetensors", plans, iter([value, np.ones(1, numpy_dtype)]))
+    tensors = safetensors_files.read_header(str(tmp_path / "x.safetensors"))
     assert tensors["a"].dtype == numpy_dtype and tensors["a"].read().tobytes() == value.tobytes()
     assert tensors["a"].same_content(tensors["a"]) and not tensors["a"].same_content(tensors["b"])
 
@@ -323,5 +323,5 @@ def test_the_library_reads_the_container(tmp_path):
     from safetensors.numpy import load_file
 
     value = np.arange(12, dtype=np.float32).reshape(3, 4)
-    container.write(tmp_path / "x.safetensors", [container.Plan("a", value.dtype, (4, 3))], [value.T])
+    safetensors_files.write(tmp_path / "x.safetensors", [safetensors_files.Plan("a", value.dtype, (4, 3))], [value.T])
     np.testing.assert_array_equal(load_file(tmp_path / "x.safetensors")["a"], value.T)

@@ -12,7 +12,7 @@ import tensorstore
 from flax import serialization
 
 from t5x.checkpoints.formats import zarr_arrays
-from t5x.checkpoints.formats.native import read_native, write_native
+from t5x.checkpoints.formats.native_t5x import read_native, write_native
 from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.errors import UserError
 from tests.checkpoints.formats.native_helpers import (

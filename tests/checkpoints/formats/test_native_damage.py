@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from t5x.checkpoints.formats import zarr_arrays
-from t5x.checkpoints.formats.native import read_native, write_native
+from t5x.checkpoints.formats.native_t5x import read_native, write_native
 from t5x.checkpoints.manifest import DamagedCheckpoint
 from tests.checkpoints.formats.native_helpers import assert_same, example_arrays, ext, spec, write_msgpack
 

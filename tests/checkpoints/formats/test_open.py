@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from t5x.checkpoints.formats import is_own_checkpoint, open_checkpoint
-from t5x.checkpoints.formats.native import write_native
+from t5x.checkpoints.formats.native_t5x import write_native
 from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.checkpoints.streaming import write_checkpoint
 from t5x.errors import UserError

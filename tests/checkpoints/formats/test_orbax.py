@@ -14,7 +14,7 @@ import tensorstore
 from t5x.checkpoints import CheckpointStore
 from t5x.checkpoints import tree as trees
 from t5x.checkpoints.formats import zarr_arrays
-from t5x.checkpoints.formats.native import write_native
+from t5x.checkpoints.formats.native_t5x import write_native
 from t5x.checkpoints.formats.orbax import read_orbax
 from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.errors import UserError

@@ -1,0 +1,87 @@
+"""Reading checkpoints from a path alone, whoever wrote them and on whatever devices."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from etils import epath
+
+from t5x.checkpoints import array_reader, manifest, paths
+from t5x.checkpoints import tree as trees
+from t5x.errors import UserError
+
+_logger = logging.getLogger(__name__)
+
+
+def restore(path: epath.PathLike, abstract_tree: Any = None, *, verify: bool = True) -> Any:
+    """Read the tree of a checkpoint, or a part of it.
+
+    Args:
+      path: the checkpoint directory.
+      abstract_tree: the tree to return, with jax.ShapeDtypeStruct leaves. A leaf with a sharding is read directly onto
+        its devices, on any mesh; one without becomes a NumPy array. A dtype other than the stored one casts. Of the
+        sections `target`, `state/step`, `state/param_states` and `flax_mutables`, those that the tree omits are not
+        read (`{"target": …}` for inference); within a section, the arrays must match exactly. None reads everything,
+        as nested dictionaries of NumPy arrays.
+      verify: check all files against the manifest while reading. Pass False if that has just been done.
+
+    Raises:
+      DamagedCheckpoint: a file has changed since it was written.
+      UserError: the tree does not fit; the message has a table of the differences.
+    """
+    path = paths.local_path(path)
+    if not verify:
+        return _read(path, abstract_tree)
+    verification = manifest.Verification(path)
+    try:
+        return _read(path, abstract_tree)
+    finally:
+        verification.finish()  # damage replaces any error above, which it may have caused
+
+
+def _read(path: epath.Path, abstract_tree: Any) -> Any:
+    stored = array_reader.StoredArrays(_state_directory(path))
+    if abstract_tree is None:
+        return trees.nest(stored.read(stored.shapes))
+
+    wanted = {name: trees.as_struct(leaf) for name, leaf in trees.flatten(abstract_tree).items()}
+    sections = {trees.section(name) for name in wanted}
+    relevant = {name: leaf for name, leaf in stored.shapes.items() if trees.section(name) in sections}
+    if table := trees.difference_by_name(wanted, relevant):
+        raise UserError(f"{path} does not fit the model (expected: the model, found: the checkpoint): {table}")
+    _log_casts(path, wanted, stored.shapes)
+    leaves = stored.read(wanted)
+    return jax.tree.unflatten(jax.tree.structure(abstract_tree), leaves.values())
+
+
+def read_shapes(path: epath.PathLike) -> dict[str, Any]:
+    """Return the tree of a checkpoint with jax.ShapeDtypeStruct leaves: `restore(path)` without the data."""
+    return trees.nest(array_reader.read_shapes(_state_directory(paths.local_path(path))))
+
+
+def read_names(path: epath.PathLike) -> set[str]:
+    """Return the names of all arrays of a checkpoint."""
+    return array_reader.read_names(_state_directory(paths.local_path(path)))
+
+
+def list_steps(directory: epath.PathLike) -> list[int]:
+    """Return the steps of the finished checkpoints in MODEL_DIR, ascending; empty if it does not exist."""
+    directory = paths.local_path(directory)
+    if not directory.is_dir():
+        return []
+    steps = (paths.step_of(entry) for entry in directory.iterdir() if entry.is_dir())
+    return sorted(step for step in steps if step is not None)
+
+
+def _state_directory(path: epath.Path) -> epath.Path:
+    """Return the directory of the arrays, after checking that the manifest is one of ours."""
+    manifest.read(path)
+    return path / paths.STATE
+
+
+def _log_casts(path: epath.Path, wanted: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    casts = sorted({(found[name].dtype.name, leaf.dtype.name) for name, leaf in wanted.items()})
+    for stored, asked in casts:
+        if stored != asked:
+            _logger.info("%s: casting %s arrays to %s", path, stored, asked)

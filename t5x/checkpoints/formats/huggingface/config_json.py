@@ -1,0 +1,177 @@
+"""Translation between config.json of Hugging Face's T5, mT5 and umT5 and the fields of T5Config."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from t5x.checkpoints.formats.huggingface.tensor_names import BUCKETS, PER_LAYER_BIAS
+from t5x.errors import UserError
+
+TEMPLATE = "ranking_template"  # our own field, which transformers keeps but does not use
+_SIZES = {  # config.json: T5Config
+    "vocab_size": "vocab_size",
+    "d_model": "emb_dim",
+    "num_heads": "num_heads",
+    "d_kv": "head_dim",
+    "d_ff": "mlp_dim",
+    "num_layers": "num_encoder_layers",
+    "num_decoder_layers": "num_decoder_layers",
+}
+# transformers computes the same as T5X with these. Its "gelu" is missing: it is exact, T5's is the approximation.
+_ACTIVATIONS = {
+    "relu": "relu",
+    "gelu_new": "gelu",
+    "gelu_pytorch_tanh": "gelu",
+    "silu": "silu",
+    "swish": "silu",
+    "sigmoid": "sigmoid",
+    "tanh": "tanh",
+    "linear": "linear",
+}
+_FIXED = {
+    "relative_attention_num_buckets": BUCKETS,
+    "relative_attention_max_distance": 128,
+    "layer_norm_epsilon": 1e-6,
+    "is_encoder_decoder": True,
+}
+_CLASSES = {
+    "t5": "T5ForConditionalGeneration",
+    "mt5": "MT5ForConditionalGeneration",
+    "umt5": "UMT5ForConditionalGeneration",
+}
+_MT5_VOCABULARY = 250112
+
+
+def read_template(stated: Mapping[str, Any], path: str) -> Mapping[str, Any] | None:
+    """Return the fields of a ranker's template; None if there is none."""
+    template = stated.get(TEMPLATE) or None
+    if template is not None and not isinstance(template, Mapping):
+        raise UserError(f"{path}: {TEMPLATE} is {str(template)[:80]!r}, which is not a JSON object.")
+    return template
+
+
+def model_type(stated: Mapping[str, Any], path: str) -> str:
+    """Return `t5`, `mt5` or `umt5`; the default is `t5`."""
+    kind = stated.get("model_type", "t5")
+    if not isinstance(kind, str) or kind not in _CLASSES:
+        raise UserError(
+            f"{path} says model_type {kind!r}: that is no model of the T5 family ({', '.join(_CLASSES)}). "
+            "T5, T5 1.1, Flan-T5, ByT5, mT5 and umT5 can be read."
+        )
+    return kind
+
+
+def read_config(stated: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """Return the fields of T5Config that config.json states, except `logits_via_embedding`, for which see `is_scaled`.
+
+    Args:
+      stated: the content of config.json.
+      path: path of config.json, for messages.
+    """
+    kind = model_type(stated, path)
+    differing = [f"{k} is {stated[k]!r}, not {v!r}" for k, v in _FIXED.items() if stated.get(k, v) != v]
+    if differing:
+        raise UserError(f"{path} describes another network than T5's, which cannot be read: {'; '.join(differing)}.")
+    sizes = {"num_decoder_layers": stated.get("num_layers")}
+    sizes |= {key: stated[key] for key in _SIZES if stated.get(key) is not None}
+    for key in _SIZES:
+        if type(value := sizes.get(key)) is not int or value < 1:
+            raise UserError(f"{path} is damaged: {key} is {value!r}; it must be a whole number of at least 1.")
+    rate = stated.get("dropout_rate", 0.1)
+    if type(rate) not in (int, float) or not 0 <= rate < 1:
+        raise UserError(f"{path}: dropout_rate is {rate!r}; it must be a number of at least 0 and below 1.")
+    return {ours: sizes[theirs] for theirs, ours in _SIZES.items()} | {
+        "mlp_activations": _activations(stated, kind, path),
+        "dropout_rate": float(rate),
+        PER_LAYER_BIAS: kind == "umt5",
+    }
+
+
+def _activations(stated: Mapping[str, Any], kind: str, path: str) -> tuple[str, ...]:
+    project = stated.get("feed_forward_proj", "relu" if kind == "t5" else "gated-gelu")
+    gated, _, function = str(project).rpartition("-")
+    if project == "gated-gelu":
+        function = "gelu_new"
+    # If config.json has these two, they override feed_forward_proj.
+    function = str(stated.get("dense_act_fn", function))
+    is_gated = stated.get("is_gated_act", gated == "gated")
+    if gated not in ("", "gated") or function not in _ACTIVATIONS:
+        raise UserError(
+            f"{path}: feed_forward_proj {project!r} (dense_act_fn {function!r}) is not known here; T5 1.0 has 'relu', "
+            "T5 1.1 and later 'gated-gelu'."
+        )
+    return (_ACTIVATIONS[function], "linear") if is_gated else (_ACTIVATIONS[function],)
+
+
+def is_scaled(stated: Mapping[str, Any], path: str, *, own_head: bool) -> bool:
+    """Return whether the decoder's output is multiplied by 1/sqrt(d_model) before the logits.
+
+    T5 1.0 does so, later ones do not, and how config.json says it has changed. Until version 4 of transformers,
+    `tie_word_embeddings` implied it. Version 5 always writes `tie_word_embeddings: true`: T5 has the key
+    `scale_decoder_outputs` instead, mT5 never scales, and umT5 always does. The last contradicts the published umT5,
+    which has separate, unscaled logits, so for umT5 scaling is assumed only if the logits are tied.
+
+    Args:
+      stated: the content of config.json.
+      path: path of config.json, for messages.
+      own_head: whether the checkpoint has an `lm_head.weight` that differs from the embedding.
+    """
+    kind = model_type(stated, path)
+    tied = stated.get("tie_word_embeddings", True) is not False
+    if kind == "t5":
+        return bool(stated.get("scale_decoder_outputs", tied))
+    if written_by_version_5(stated):
+        return kind == "umt5" and not own_head
+    return tied
+
+
+def written_by_version_5(stated: Mapping[str, Any]) -> bool:
+    """Return whether transformers 5 or later wrote this config.json."""
+    version = re.match(r"\d{1,9}", str(stated.get("transformers_version", "")))
+    return "scale_decoder_outputs" in stated or (version is not None and int(version[0]) >= 5)
+
+
+def write_config(config: Mapping[str, Any], dtype: np.dtype, eos_id: int) -> dict[str, Any]:
+    """Return the content of config.json for fields of T5Config."""
+    if missing := sorted({*_SIZES.values(), "mlp_activations", "logits_via_embedding"} - config.keys()):
+        raise UserError(
+            f"The model configuration lacks {', '.join(missing)}, so that no Hugging Face config.json can be written."
+        )
+    tied = bool(config["logits_via_embedding"])
+    if config.get(PER_LAYER_BIAS, False):
+        kind = "umt5"
+    elif config["vocab_size"] == _MT5_VOCABULARY and not tied:
+        kind = "mt5"
+    else:
+        kind = "t5"
+    return {
+        "architectures": [_CLASSES[kind]],
+        "model_type": kind,
+        **{theirs: int(config[ours]) for theirs, ours in _SIZES.items()},
+        "feed_forward_proj": _feed_forward(tuple(config["mlp_activations"])),
+        "dropout_rate": float(config.get("dropout_rate", 0.1)),
+        "tie_word_embeddings": tied,
+        **_FIXED,
+        "initializer_factor": 1.0,
+        "use_cache": True,
+        "pad_token_id": 0,
+        "eos_token_id": eos_id,
+        "decoder_start_token_id": 0,
+        "torch_dtype": dtype.name,
+    }
+
+
+def _feed_forward(activations: tuple[str, ...]) -> str:
+    if activations == ("gelu", "linear"):
+        return "gated-gelu"
+    names = {ours: theirs for theirs, ours in reversed(_ACTIVATIONS.items())}
+    if len(activations) == 1 and activations[0] in names:
+        return names[activations[0]]
+    if len(activations) == 2 and activations[1] == "linear" and activations[0] in names:
+        return f"gated-{names[activations[0]]}"
+    raise UserError(
+        f"mlp_activations {activations} cannot be written for Hugging Face: its T5 has one activation, or one and "
+        '"linear" (a gated MLP), such as ("gelu", "linear").'
+    )

@@ -1,0 +1,63 @@
+"""Our own checkpoints as a `Source`."""
+
+from typing import Any
+
+from etils import epath
+
+from t5x.checkpoints import array_reader, manifest, paths
+from t5x.checkpoints.formats.native_t5x import check_step
+from t5x.checkpoints.formats.source import Source
+from t5x.files.untrusted import parse_json
+
+MODEL_FILE = "model.json"
+_OPTIONAL = {"inputs_bidirectional_attention": bool, "template": dict}
+_FIELDS = {"model": str, "network": str, "config": dict} | _OPTIONAL
+
+
+def read_own_checkpoint(path: epath.PathLike) -> Source:
+    """Open a checkpoint that this program wrote. It must have been verified."""
+    path = paths.local_path(path)
+    content = manifest.read(path)
+    description = read_description(path) if MODEL_FILE in content.files else {}
+    return Source(
+        format="t5x",
+        path=str(path),
+        step=check_step(path, content.step),
+        arrays=array_reader.StoredArrays(path / paths.STATE).lazy_arrays(),
+        config=description.get("config"),
+        vocabulary_files=read_vocabulary_files(path),
+        inputs_bidirectional_attention=bool(description.get("inputs_bidirectional_attention")),
+        template=description.get("template") or None,
+    )
+
+
+def read_vocabulary_files(path: epath.PathLike) -> dict[str, dict[str, bytes]]:
+    """Read the vocabularies of a checkpoint: {feature: {file name: content}}.
+
+    Only files that the manifest lists are read: others in the same directory may be links to anywhere.
+    """
+    found: dict[str, dict[str, bytes]] = {}
+    for name in manifest.read(path).files:
+        match name.split("/"):
+            case ["vocabulary", feature, file]:
+                found.setdefault(feature, {})[file] = manifest.read_file(path, name)
+    return found
+
+
+def read_description(path: epath.PathLike) -> dict[str, Any]:
+    """Read model.json: `model`, `network` (class names), `config` and optional fields; see `describe`."""
+    try:
+        description = parse_json(manifest.read_file(path, MODEL_FILE))
+        if not isinstance(description, dict):
+            raise ValueError("it is not a JSON object")
+        for field, kind in _FIELDS.items():
+            value = description.get(field)
+            if value is None and field not in _OPTIONAL:
+                raise ValueError(f"it has no field {field!r}")
+            if value is not None and not isinstance(value, kind):
+                raise ValueError(f"its field {field!r} is {str(value)[:80]!r} instead of a {kind.__name__}")
+        if (axis := description["config"].get("param_scan_axis", 1)) not in (0, 1):
+            raise ValueError(f"its param_scan_axis is {str(axis)[:80]!r}, which is neither 0 nor 1")
+    except ValueError as error:
+        raise manifest.DamagedCheckpoint(path, f"{MODEL_FILE} does not describe a network: {error}") from error
+    return description

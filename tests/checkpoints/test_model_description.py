@@ -1,0 +1,38 @@
+"""What a checkpoint says of its model, and runs that would continue another one's."""
+
+import pytest
+
+from t5x.checkpoints import CheckpointStore
+from t5x.checkpoints.model_description import check_same_model, sidecars
+from t5x.data import ByteVocabulary, PassThroughVocabulary
+from t5x.errors import UserError
+from t5x.models import EncoderDecoderModel
+from t5x.network import Transformer
+from t5x.trainer.restore import Run, restore_or_init
+from tests import tiny
+
+from .helpers import make_tree
+
+BYTES, MORE, NUMBERS = ByteVocabulary(), ByteVocabulary(extra_ids=100), PassThroughVocabulary(31)
+
+
+def model(inputs, targets):
+    return EncoderDecoderModel(Transformer(tiny.T5_1_1), inputs, targets, None)
+
+
+@pytest.fixture
+def store(tmp_path):
+    with CheckpointStore(tmp_path) as store:
+        store.save(3, make_tree(3), sidecars=sidecars(model(BYTES, NUMBERS), None) | Run(0, {}).sidecars())
+    return store
+
+
+@pytest.mark.parametrize(
+    ("inputs", "targets", "named"),
+    [(MORE, NUMBERS, "inputs"), (BYTES, MORE, "targets"), (NUMBERS, NUMBERS, "inputs")],
+)
+def test_a_model_dir_with_another_vocabulary_is_refused(store, inputs, targets, named):
+    check_same_model(store.path(3), model(ByteVocabulary(), PassThroughVocabulary(31)), same_classes=True)
+    with pytest.raises(UserError, match=f"vocabulary of {named} +checkpoint") as error:
+        restore_or_init(store, None, model(inputs, targets), None, None)
+    assert str(store.path(3)) in str(error.value) and "MODEL_DIR" in str(error.value)
