@@ -351,15 +351,15 @@ class CheckpointStore:
             if error is not None:
                 raise error
             distributed.raise_first([report["error"] for report in reports])
-            known = {name: manifest.FileRecord(**record) for one in reports for name, record in one["files"].items()}
+            hashed = {name: manifest.FileRecord(**record) for one in reports for name, record in one["files"].items()}
             array_writer.join(save.temporary / paths.STATE, save.arrays.shapes)
             for name, content in save.sidecars.items():
                 paths.write_file(save.temporary / name, content)
             replaced = self.path(save.step)  # exists only if it is about to be replaced
             if save.pinned or (replaced / paths.PINNED).exists():
                 paths.write_file(save.temporary / paths.PINNED, b"")
-            files = manifest.write(save.temporary, save.step, known).files
-            atomic.sync_tree(save.temporary, flushed=known)
+            files = manifest.write(save.temporary, save.step, hashed).files
+            atomic.sync_tree(save.temporary, flushed=hashed)
             self._publish(save.temporary, save.step)
         except BaseException as caught:
             self._abandon(save.temporary)
