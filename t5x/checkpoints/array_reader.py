@@ -284,7 +284,7 @@ def _open_arrays(directory: epath.Path, prefixes: Mapping[str, str]) -> dict[str
             "%d of the %d arrays of %s cannot be read directly from their files. TensorStore reads them, which takes "
             "several times as long.", len(others), len(prefixes), directory,
         )  # fmt: skip
-        found |= {name: _TensorStoreArray(array) for name, array in ocdbt.open_arrays(directory, others).items()}
+        found |= {name: _TensorStoreArray(ocdbt.open_array(directory, prefix)) for name, prefix in others.items()}
     return found
 
 
