@@ -20,6 +20,7 @@ Importing this module registers the task `dates` (in gin: `import t5x.examples.d
 import datetime
 import functools
 import hashlib
+import operator
 import random
 from collections.abc import Sequence
 from typing import TypeVar
@@ -209,7 +210,7 @@ class Dates(Sequence):
         return SPLIT_SIZES[self.split]
 
     def __getitem__(self, index: int) -> dict[str, str]:
-        index = range(len(self))[index]  # also negative ones; raises IndexError
+        index = range(len(self))[operator.index(index)]  # also negative ones; raises IndexError
         chance = Chance(f"{self.seed}/{self.split}/{index}")
         date = chance.one_of(dates_of(self.split))
         return {"inputs": write(date, chance), "targets": date.isoformat()}
