@@ -251,6 +251,6 @@ def join(place: Place, me: Member, timeout: float, *, token: bytes) -> tuple[lis
         time.sleep(min(_RETRY, left))
     raise UserError(
         f"process {place.index} did not reach process 0 at {place.address} within {timeout:.0f} s: {reason}. Check "
-        "that process 0 runs there, that all processes have the same --coordinator_address, and that no firewall blocks "
-        "the port, or wait longer with --initialization_timeout."
+        "that process 0 runs there, that all processes have the same --coordinator_address, and that no firewall "
+        "blocks the port, or wait longer with --initialization_timeout."
     )
