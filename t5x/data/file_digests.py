@@ -48,8 +48,8 @@ def _digest(path: str, whole: bool) -> str:
         # Writing changes the ctime, even if the mtime is reset.
         stamp = [path, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns, whole]
         keep = status.st_size >= _WORTH_KEEPING and time.time_ns() - status.st_ctime_ns > _SETTLED
-        if keep and (known := _load(stamp)) is not None:
-            return known
+        if keep and (saved := _load(stamp)) is not None:
+            return saved
         digest = hashlib.file_digest(file, _Hash) if whole else _sampled(file, status.st_size)
     if keep:
         _save(stamp, digest.hexdigest())
