@@ -1,8 +1,6 @@
 """What a run saves and restores: `utils.CheckpointConfig` and its parts in gin files."""
 
 import dataclasses
-import functools
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -12,9 +10,8 @@ import jax.numpy as jnp
 from t5x.checkpoints import tree
 from t5x.checkpoints.assignment import AssignmentMap, Rules
 from t5x.checkpoints.best import BestRule, SaveBestCheckpointer
+from t5x.configuration.ignored_parameters import log_ignored
 from t5x.errors import UserError
-
-log = logging.getLogger(__name__)
 
 
 class Checkpointer:
@@ -92,9 +89,15 @@ class SaveCheckpointConfig:
             self.keep_newest = self.keep if asked is None or self.keep is None else 1
         if self.best is not None and self.best.mode not in ("max", "min"):
             raise UserError(f"The best checkpoint can be that of the 'max' or the 'min', not of {self.best.mode!r}.")
-        unread = {"keep_dataset_checkpoints": self.keep_dataset_checkpoints}
-        unread |= {"checkpointer_cls": None if asked is not None else self.checkpointer_cls}
-        _say_unread("Save", unread | {"checkpoint_manager_cls": self.checkpoint_manager_cls})
+        checkpointer = None if asked is not None else self.checkpointer_cls
+        log_ignored(
+            "utils.SaveCheckpointConfig",
+            {
+                "keep_dataset_checkpoints": self.keep_dataset_checkpoints,
+                "checkpointer_cls": checkpointer,
+                "checkpoint_manager_cls": self.checkpoint_manager_cls,
+            },
+        )
 
     def tree_to_save(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return a state (nested dictionaries of arrays) as it is stored: transformed, with parameters of `dtype`.
@@ -179,8 +182,8 @@ class RestoreCheckpointConfig:
             AssignmentMap(self.assignment_map or ()), self.strict, self.fallback_to_scratch,
             tuple(self.state_transformation_fns),
         )  # fmt: skip
-        unread = ("checkpointer_cls", "checkpoint_manager_cls", "use_gda")
-        _say_unread("Restore", {name: getattr(self, name) for name in unread})
+        ignored = ("checkpointer_cls", "checkpoint_manager_cls", "use_gda")
+        log_ignored("utils.RestoreCheckpointConfig", {name: getattr(self, name) for name in ignored})
 
 
 @dataclasses.dataclass
@@ -189,14 +192,3 @@ class CheckpointConfig:
 
     save: SaveCheckpointConfig | None = None
     restore: RestoreCheckpointConfig | None = None
-
-
-def _say_unread(which: str, values: dict[str, Any]) -> None:
-    for name, value in values.items():
-        if value is not None:
-            _say_once(f"utils.{which}CheckpointConfig.{name} has no meaning here; it is passed over")
-
-
-@functools.cache
-def _say_once(text: str) -> None:
-    log.info("%s", text)

@@ -202,8 +202,7 @@ class Dates(Sequence):
 
     def __init__(self, split: str, seed: int = 0):
         if split not in SPLIT_SIZES:
-            known = ", ".join(SPLIT_SIZES)
-            raise UserError(f"The demo data t5x.examples.demo.dates has no split {split!r}; it has {known}.")
+            raise UserError(f"The task dates has no split {split!r} (splits: {', '.join(SPLIT_SIZES)}).")
         self.split = split
         self.seed = seed
 
