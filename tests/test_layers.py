@@ -13,6 +13,7 @@ import t5x
 ROOT = Path(t5x.__file__).parent
 ARCHITECTURE = ROOT.parent / "docs" / "architecture.md"
 
+
 def layers() -> dict[str, int]:
     """Return {top-level module or package: number of its layer}, lowest first."""
     (block,) = re.findall(r"^```layers\n(.*?)^```", ARCHITECTURE.read_text(), re.MULTILINE | re.DOTALL)
