@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from t5x.checkpoints import families, faults, layout, paths, remote_writing, streaming, transfer, tree
-from t5x.checkpoints.contents import MODEL_FILE, describe_network
+from t5x.checkpoints import families, layout, paths, remote_writing, streaming, transfer, tree
 from t5x.checkpoints.formats import LazyArray, Source, is_own_checkpoint, open_checkpoint
+from t5x.checkpoints.model_description import MODEL_FILE, describe_network
 from t5x.errors import UserError
 from t5x.files import atomic, remote
+from t5x.files.disk_space import free_bytes
 from t5x.telemetry import Progress
 
 log = logging.getLogger(__name__)
@@ -150,7 +151,7 @@ def _check_room(parent: epath.Path, arrays: Mapping[str, LazyArray], dtype: str 
     width = {"float32": 4, "bfloat16": 2}.get(dtype)
     sizes = (a.size * (width if width and n.startswith(layout.PARAMS) else a.dtype.itemsize) for n, a in arrays.items())
     needed = sum(sizes)
-    free = faults.free_bytes(_existing_parent(parent / "x"))
+    free = free_bytes(_existing_parent(parent / "x"))
     if free is not None and free < needed:
         raise UserError(
             f"There is no room for the conversion in {parent}: it needs about {paths.human_size(needed)}, "
@@ -208,7 +209,7 @@ def _mention_losses(source: Source, config: Mapping[str, Any]) -> None:
     if source.inputs_bidirectional_attention:
         lost.append("inputs_bidirectional_attention (it is a prefix LM)")
     if source.template is not None:
-        lost.append(f"the template of a ranker ({source.template.text})")
+        lost.append(f"the template of a ranker ({source.template.get('text')})")
     if lost:
         log.warning(
             "A native T5X checkpoint has no place for: %s. Keep the source, or state them where the result is used (in "

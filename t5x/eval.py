@@ -14,7 +14,6 @@ from typing import Any
 import jax
 
 from t5x import checkpoints, gin_utils
-from t5x.checkpoints import agreement
 from t5x.checkpoints.config import RestoreCheckpointConfig
 from t5x.checkpoints.formats import open_checkpoint
 from t5x.checkpoints.paths import step_of
@@ -97,9 +96,9 @@ def evaluate(
         )
     output_dir = str(checkpoints.make_directory(output_dir, "EVAL_OUTPUT_DIR"))
     done = _Done(os.path.join(output_dir, f"eval.{dataset_cfg.mixture_or_task().name}.ckpt"))
-    paths = agreement.decide("eval/checkpoints", lambda: _checkpoints(restore_checkpoint_cfg))
+    paths = distributed.decide("eval/checkpoints", lambda: _checkpoints(restore_checkpoint_cfg))
     noted = len(paths) > 1 or restore_checkpoint_cfg.mode == "all"
-    before = agreement.decide("eval/done", lambda: done.among(paths)) if noted else {}
+    before = distributed.decide("eval/done", lambda: done.among(paths)) if noted else {}
     if noted:
         again = f" ({done.path} lists them: remove it to evaluate them again)" if before else ""
         log.info("%d checkpoint(s), %d evaluated before%s", len(paths), len(before), again)
@@ -132,12 +131,12 @@ def evaluate(
     for path in paths:
         if path in before:
             continue
-        if restore_checkpoint_cfg.mode == "all" and agreement.decide("eval/gone", lambda p=path: _is_gone(p)):
+        if restore_checkpoint_cfg.mode == "all" and distributed.decide("eval/gone", lambda p=path: _is_gone(p)):
             log.warning("%s is no longer there: it is passed over", path)
             continue
         source = open_for_all(path)
         step = source.step or 0
-        if noted and agreement.decide("eval/done one", lambda p=source.path: bool(done.among([p]))):
+        if noted and distributed.decide("eval/done one", lambda p=source.path: bool(done.among([p]))):
             log.info("%s was evaluated before", source.path)
             steps[step] = source.path
             continue
@@ -158,7 +157,7 @@ def evaluate(
             log.info("step %d, %s: %s", step, task, ", ".join(f"{k} {v:.4g}" for k, v in metrics.items()))
         if noted and distributed.is_leader():
             done.add(source.path)
-    earlier = agreement.decide(
+    earlier = distributed.decide(
         "eval/earlier", lambda: _written(output_dir, dataset_cfg, [step for step in steps if step not in results])
     )
     return dict(sorted([*((int(step), found) for step, found in earlier.items()), *results.items()]))

@@ -11,10 +11,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from t5x import checkpoints, configuration, gin_utils
-from t5x.checkpoints import agreement
+from t5x.checkpoints.checkpoint_identity import fingerprint
 from t5x.checkpoints.config import RestoreCheckpointConfig
 from t5x.checkpoints.formats import Source
-from t5x.checkpoints.identity import fingerprint
 from t5x.data.dataset_config import DatasetConfig
 from t5x.data.tasks import Task, get_subtasks
 from t5x.errors import UserError
@@ -138,13 +137,13 @@ def infer(
         "skip_bad_examples": dataset_cfg.skip_bad_examples, "merge": merge_chunked_results,
         "configuration": hashlib.sha256(configuration.config_str().encode()).hexdigest()[:16],
     }  # fmt: skip
-    jobs = agreement.decide(
+    jobs = distributed.decide(
         "inference/jobs", lambda: [{**job, "task": task.name, **identity(task, dataset_cfg)} for task in tasks]
     )
     require_same_data(dataset_cfg)
     names = [f"{task.name}-{mode}.{file_extension}-{shard_id:05}-of-{num_shards:05}" for task in tasks]
     paths = [os.path.join(output_dir, name) for name in names]
-    complete = agreement.decide(
+    complete = distributed.decide(
         "inference/complete", lambda: [_is_complete(path, job, ours) for path, job in zip(paths, jobs, strict=True)]
     )
     engine = program = None

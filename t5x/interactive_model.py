@@ -22,7 +22,7 @@ import numpy as np
 
 from t5x import checkpoints
 from t5x.checkpoints.config import RestoreCheckpointConfig, SaveCheckpointConfig
-from t5x.checkpoints.contents import sidecars
+from t5x.checkpoints.model_description import sidecars
 from t5x.compat.gin_export import T5XScriptType, get_gin_config_from_interactive_model
 from t5x.compat.interactive_examples import (
     Batch,

@@ -11,7 +11,7 @@ import jax
 from t5x import checkpoints, gin_utils
 from t5x import trainer as trainer_lib
 from t5x.checkpoints.config import CheckpointConfig, RestoreCheckpointConfig, SaveCheckpointConfig
-from t5x.checkpoints.contents import sidecars
+from t5x.checkpoints.model_description import sidecars
 from t5x.data import Evaluator
 from t5x.data.dataset_config import DatasetConfig
 from t5x.errors import UserError

@@ -16,9 +16,9 @@ import pytest
 from t5x import convert as conversion
 from t5x.adafactor import Adafactor
 from t5x.checkpoints import layout
-from t5x.checkpoints.contents import load_model
 from t5x.checkpoints.formats import LazyArray, open_checkpoint
 from t5x.checkpoints.formats.huggingface.tensor_names import parameters
+from t5x.checkpoints.model_description import load_model
 from t5x.checkpoints.streaming import write_checkpoint
 from t5x.convert import convert
 from t5x.errors import UserError
@@ -66,7 +66,7 @@ def training_state(**changes) -> dict[str, np.ndarray]:
 
 
 def write_ours(path: Path, arrays: dict[str, np.ndarray], **changes) -> Path:
-    from t5x.checkpoints.contents import describe_network
+    from t5x.checkpoints.model_description import describe_network
 
     described = json.dumps(describe_network(CONFIG | changes)).encode()
     write_checkpoint(path, 7, arrays.items(), sidecars={"model.json": described})
@@ -405,4 +405,4 @@ def test_a_ranker_keeps_its_template(tmp_path, hf):
     convert(ranker, tmp_path / "ours", to="t5x")
     convert(tmp_path / "ours", tmp_path / "back", to="hf")
     for name in ("ranker", "ours", "back"):
-        assert open_checkpoint(tmp_path / name).template == template
+        assert open_checkpoint(tmp_path / name).template == dataclasses.asdict(template)

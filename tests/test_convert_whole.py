@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from t5x.checkpoints import families, tree
-from t5x.checkpoints.contents import describe_network
 from t5x.checkpoints.formats import open_checkpoint
 from t5x.checkpoints.formats.huggingface.tensor_names import parameters
 from t5x.checkpoints.formats.native_t5x import write_native
+from t5x.checkpoints.model_description import describe_network
 from t5x.checkpoints.streaming import write_checkpoint
 from t5x.data import PassThroughVocabulary
 from t5x.errors import UserError

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from t5x import configuration, data
-from t5x.checkpoints.contents import model_of
 from t5x.checkpoints.formats import open_checkpoint
+from t5x.checkpoints.model_description import model_of
 from t5x.data.file_tasks import check_examples
 from t5x.data.vocabularies.loading import vocabulary_named
 from t5x.errors import UserError

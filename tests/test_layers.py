@@ -17,11 +17,6 @@ ARCHITECTURE = ROOT.parent / "docs" / "architecture.md"
 EXCEPTIONS = {
     ("cache_directory", "startup"),
     ("cache_directory", "telemetry"),
-    ("checkpoints.contents", "ranking.templates"),
-    ("checkpoints.formats.base", "ranking.templates"),
-    ("checkpoints.formats.huggingface.reading", "ranking.templates"),
-    ("checkpoints.formats.huggingface.writing", "ranking.templates"),
-    ("checkpoints.formats.ours", "ranking.templates"),
     ("decoding.constraints", "data.vocabularies"),
     ("inference.loaded", "answering.answers"),
     ("inference.loaded", "ranking.reranker"),

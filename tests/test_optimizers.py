@@ -19,8 +19,8 @@ from t5x import configuration, optimizers
 from t5x.adafactor import Adafactor
 from t5x.checkpoints import CheckpointStore, tree
 from t5x.checkpoints.config import RestoreCheckpointConfig
-from t5x.checkpoints.contents import sidecars
 from t5x.checkpoints.formats import open_checkpoint
+from t5x.checkpoints.model_description import sidecars
 from t5x.errors import UserError
 from t5x.optimizers import OptaxWrapper, applied_schedule
 from t5x.partitioning import PjitPartitioner, standard_logical_axis_rules

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from t5x import convert, infer
-from t5x.checkpoints.contents import model_of
 from t5x.checkpoints.formats import open_checkpoint
+from t5x.checkpoints.model_description import model_of
 from t5x.checkpoints.transfer import config_of, restore
 from t5x.errors import UserError
 from t5x.network import T5Config

@@ -2,11 +2,11 @@
 
 from t5x.checkpoints import tree
 from t5x.checkpoints.best import Ranking, SaveBestCheckpointer
+from t5x.checkpoints.checkpoint_reader import read_names, read_shapes, read_sidecar, resolve, resolve_verified, restore
 from t5x.checkpoints.config import Checkpointer, CheckpointManagerConstructor, OrbaxCheckpointManagerInterface
 from t5x.checkpoints.manifest import DamagedCheckpoint, verify
 from t5x.checkpoints.model_dir_lock import ModelDirLock
 from t5x.checkpoints.paths import dataset_state_name, local_path, make_directory
-from t5x.checkpoints.reading import read_names, read_shapes, read_sidecar, resolve, resolve_verified, restore
 from t5x.checkpoints.store import CheckpointStore
 
 __all__ = [

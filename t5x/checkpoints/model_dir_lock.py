@@ -10,9 +10,10 @@ from typing import Any
 
 from etils import epath
 
-from t5x.checkpoints import agreement, faults, paths
+from t5x.checkpoints import paths, save_errors
 from t5x.errors import UserError
 from t5x.files import locks
+from t5x.partitioning import distributed
 
 LOCK_FILE = ".lock"
 
@@ -39,9 +40,9 @@ class ModelDirLock:
     def __init__(self, directory: epath.PathLike):
         self.directory = paths.local_path(directory)
         self._descriptor: int | None = None
-        owner = agreement.decide(f"lock/{self.directory}", self._take)
+        owner = distributed.decide(f"lock/{self.directory}", self._take)
         try:
-            agreement.check_all(f"lock/{self.directory}/seen", self._not_shared(owner))
+            distributed.check_all(f"lock/{self.directory}/seen", self._not_shared(owner))
         except Exception:
             self.release()
             raise
@@ -89,7 +90,7 @@ class ModelDirLock:
 
     def what_to_free(self) -> str:
         """Return advice on which files of the run may be deleted if its disk is full."""
-        return faults.what_to_free(self.directory)
+        return save_errors.what_to_free(self.directory)
 
     def __enter__(self) -> "ModelDirLock":
         return self

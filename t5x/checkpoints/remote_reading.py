@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from etils import epath
 
-from t5x.checkpoints import faults, paths
+from t5x.checkpoints import paths, save_errors
 from t5x.checkpoints.remote_listing import NATIVE, Listing, list_checkpoint
 from t5x.errors import UserError
 from t5x.files import atomic, cache_directory, locks, remote
@@ -77,7 +77,7 @@ def _copy(fs: "AbstractFileSystem", listing: Listing, entry: epath.Path, name: s
     missing = {name: size for name, (size, _) in listing.files.items() if _size(root / name) != size}
     needed, present = sum(missing.values()), len(listing.files) - len(missing)
     root.mkdir(parents=True, exist_ok=True)
-    faults.check_space(part, needed)
+    save_errors.check_space(part, needed)
     log.info(
         "%s: copying %d file(s), %s, to %s%s (T5X_CACHE_DIR chooses the place)",
         listing.url, len(missing), paths.human_size(needed), entry,

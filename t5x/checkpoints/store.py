@@ -11,7 +11,7 @@ A save goes through these stages. Killed at any point, it leaves either no `chec
                                  then remove them
 
 With several processes, each does 2 and 3 for its shards. Process 0 does the rest once all have reported that they are
-done, and sends them the outcome. A failure in one process fails the save in all of them (see agreement.py).
+done, and sends them the outcome. A failure in one process fails the save in all of them (see `distributed.decide`).
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import jax
 from etils import epath
 
-from t5x.checkpoints import agreement, arrays, faults, manifest, model_dir_lock, paths, reading
+from t5x.checkpoints import array_writer, checkpoint_reader, manifest, model_dir_lock, paths, save_errors
 from t5x.checkpoints.best import Ranking
 from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.errors import UserError
@@ -47,7 +47,7 @@ class _Save:
 
     step: int
     temporary: epath.Path
-    arrays: arrays.HostArrays
+    arrays: array_writer.HostArrays
     sidecars: Mapping[str, bytes]
     pinned: bool
     needed: int
@@ -108,19 +108,19 @@ class CheckpointStore:
         sidecars = dict(sidecars)
         needed = sum(map(len, sidecars.values())) + sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(tree))
         failure = self._join()
-        made = agreement.decide(self._topic("save"), lambda: self._prepare(step, sidecars, needed, failure))
+        made = distributed.decide(self._topic("save"), lambda: self._prepare(step, sidecars, needed, failure))
         if made is None:
             return
         temporary, error = epath.Path(made), None
         try:
-            on_host = arrays.HostArrays(tree)
+            on_host = array_writer.HostArrays(tree)
         except BaseException as caught:
             error = caught
-        told = agreement.gather(self._topic("on host"), None if error is None else agreement.describe(error))
+        told = distributed.gather(self._topic("on host"), None if error is None else distributed.describe_error(error))
         try:
             if error is not None:
                 raise error
-            agreement.raise_first(told)
+            distributed.raise_first(told)
         except BaseException as error:
             self._abandon(temporary)
             raise self._explained(error, step, needed) from error.__cause__
@@ -161,7 +161,7 @@ class CheckpointStore:
 
     def remove_stale_tmp(self) -> None:
         """Remove unfinished checkpoints of killed runs. Refused while another process holds MODEL_DIR's lock."""
-        agreement.decide(self._topic("stale"), self._remove_stale_tmp)
+        distributed.decide(self._topic("stale"), self._remove_stale_tmp)
 
     def _remove_stale_tmp(self) -> None:
         if not self.directory.is_dir():
@@ -176,11 +176,11 @@ class CheckpointStore:
                 _logger.info("Removing %s, left unfinished by an earlier run", path)
                 _remove(path)
 
-    # --- Reading (reading.py has the functions that work on any path)
+    # --- Reading (checkpoint_reader.py has the functions that work on any path)
 
     def steps(self) -> list[int]:
         """Return the steps of the finished checkpoints, ascending."""
-        return reading.list_steps(self.directory)
+        return checkpoint_reader.list_steps(self.directory)
 
     def newest_step(self) -> int | None:
         """Return the newest step that has a checkpoint of ours, or None. Reads only manifests."""
@@ -194,10 +194,10 @@ class CheckpointStore:
         """Return the newest checkpoint that verifies (or None), and (path, reason) of the damaged ones skipped."""
 
         def find() -> tuple[str | None, list[tuple[str, str]]]:
-            newest, damaged = reading.find_latest_whole(self.directory)
+            newest, damaged = checkpoint_reader.find_latest_whole(self.directory)
             return newest and str(newest), [(str(path), reason) for path, reason in damaged]
 
-        newest, damaged = agreement.decide(self._topic("latest"), find)
+        newest, damaged = distributed.decide(self._topic("latest"), find)
         if newest is not None:
             newest = epath.Path(newest)
             self._whole.add(paths.step_of(newest))
@@ -217,7 +217,7 @@ class CheckpointStore:
           as in `latest_whole`.
         """
         damaged: list[tuple[epath.Path, str]] = []
-        for step in agreement.decide(self._topic("steps"), lambda: self.steps()[::-1]):
+        for step in distributed.decide(self._topic("steps"), lambda: self.steps()[::-1]):
             result, reason = self._read_verified(self.path(step), read)
             if reason is None:
                 self._whole.add(step)
@@ -227,26 +227,26 @@ class CheckpointStore:
         return None, None, damaged
 
     def _read_verified(self, path: epath.Path, read: Callable[[epath.Path], T]) -> tuple[T | None, str | None]:
-        """Return (the result of `read`, None), or (None, the damage: see `reading.damage`)."""
+        """Return (the result of `read`, None), or (None, the damage: see `checkpoint_reader.damage`)."""
         begun: list[manifest.Verification] = []
         begin = lambda: begun.append(manifest.Verification(path))
-        reason = agreement.decide(self._topic("begun"), lambda: reading.damage(path, begin))
+        reason = distributed.decide(self._topic("begun"), lambda: checkpoint_reader.damage(path, begin))
         if reason is not None:
             return None, reason
-        finish = lambda: reading.damage(path, begun[0].finish)
+        finish = lambda: checkpoint_reader.damage(path, begun[0].finish)
         try:
             result = read(path)
         except Exception:
-            reason = agreement.decide(self._topic("verified"), finish)
+            reason = distributed.decide(self._topic("verified"), finish)
             if reason is None:
                 raise
             return None, reason
-        reason = agreement.decide(self._topic("verified"), finish)
+        reason = distributed.decide(self._topic("verified"), finish)
         return (result, None) if reason is None else (None, reason)
 
     verify = staticmethod(manifest.verify)
-    restore = staticmethod(reading.restore)
-    read_sidecar = staticmethod(reading.read_sidecar)
+    restore = staticmethod(checkpoint_reader.restore)
+    read_sidecar = staticmethod(checkpoint_reader.read_sidecar)
 
     def _topic(self, what: str) -> str:
         """Return the name of a decision that the processes make together."""
@@ -272,7 +272,7 @@ class CheckpointStore:
         Args:
           failure: error of the previous save.
         """
-        if failure is not None and not isinstance(failure, faults.Vanished):
+        if failure is not None and not isinstance(failure, save_errors.VanishedFiles):
             raise failure
         _check_sidecars(sidecars)
         self._make_model_dir(step)
@@ -281,7 +281,7 @@ class CheckpointStore:
         temporary = self.directory / paths.unique_name(step, "tmp")
         self._in_flight = temporary
         try:
-            faults.check_space(self.directory, needed)
+            save_errors.check_space(self.directory, needed)
             temporary.mkdir()
             (temporary / paths.STATE).mkdir()
         except BaseException as error:
@@ -306,7 +306,7 @@ class CheckpointStore:
         self._was_there = True
 
     def _explained(self, error: BaseException, step: int, needed: int) -> BaseException:
-        return faults.explain_save(error, directory=self.directory, step=step, needed=needed)
+        return save_errors.explain(error, directory=self.directory, step=step, needed=needed)
 
     # --- The background part of a save
 
@@ -318,9 +318,9 @@ class CheckpointStore:
                 mine["files"] = self._write_arrays(save)
             except BaseException as caught:
                 error = caught
-                mine["error"] = agreement.describe(error)
-            told = agreement.gather(self._topic("written"), mine)
-            size = agreement.decide(self._topic("published"), lambda: self._complete(save, told, error))
+                mine["error"] = distributed.describe_error(error)
+            told = distributed.gather(self._topic("written"), mine)
+            size = distributed.decide(self._topic("published"), lambda: self._complete(save, told, error))
         except BaseException as failure:
             if self._in_flight == save.temporary:  # otherwise it has been abandoned already, or this is not process 0
                 self._abandon(save.temporary)
@@ -350,9 +350,9 @@ class CheckpointStore:
         try:
             if error is not None:
                 raise error
-            agreement.raise_first([one["error"] for one in told])
+            distributed.raise_first([one["error"] for one in told])
             known = {name: manifest.FileRecord(**record) for one in told for name, record in one["files"].items()}
-            arrays.join(save.temporary / paths.STATE, save.arrays.shapes)
+            array_writer.join(save.temporary / paths.STATE, save.arrays.shapes)
             for name, content in save.sidecars.items():
                 paths.write_file(save.temporary / name, content)
             replaced = self.path(save.step)  # exists only if it is about to be replaced

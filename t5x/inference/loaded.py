@@ -12,9 +12,9 @@ import jax
 import numpy as np
 
 from t5x.checkpoints import transfer
-from t5x.checkpoints.contents import load_model, model_of
+from t5x.checkpoints.checkpoint_identity import fingerprint
 from t5x.checkpoints.formats import Source
-from t5x.checkpoints.identity import fingerprint
+from t5x.checkpoints.model_description import load_model, model_of
 from t5x.decoding import NEG_INF
 from t5x.errors import UserError
 from t5x.inference import buckets

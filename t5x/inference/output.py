@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from t5x.checkpoints import agreement
 from t5x.errors import UserError
 from t5x.inference.chunks import JOB_FILE, Chunks, refuse_foreign
 from t5x.inference.input_lines import Line
@@ -57,7 +56,7 @@ class Output:
         self._job_file = os.path.join(self.directory, JOB_FILE)
         self._also = dict(also or {})
         if path != "-":
-            agreement.decide("output/check", lambda: self._check({"output": path, **self._also}, inputs or {}))
+            distributed.decide("output/check", lambda: self._check({"output": path, **self._also}, inputs or {}))
 
     def begin(self, job: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the records of the chunks that an earlier run of this job finished.
@@ -81,7 +80,7 @@ class Output:
                 raise _exists("output", self.path)
             return {"finished": chunks.finished, "merged": owned}
 
-        told = agreement.decide("output/begin", start)
+        told = distributed.decide("output/begin", start)
         self.merged = told["merged"]
         if told["finished"]:
             log.info("going on behind %d finished chunk(s) of %s", len(told["finished"]), self.directory)

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from t5x.checkpoints import agreement
 from t5x.data.dataset_config import DatasetConfig
 from t5x.data.feature_converters import EncDecFeatureConverter
 from t5x.errors import UserError
@@ -17,6 +16,7 @@ from t5x.inference.engine import Engine, Program
 from t5x.inference.shown import Shown
 from t5x.inference.tasks import Placed, TaskExamples
 from t5x.models import BaseTransformerModel
+from t5x.partitioning import distributed
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ def infer_task(
         chunks = Chunks(directory, name, job, mend=f"remove {directory}")
         return chunks.finished
 
-    finished = agreement.decide("inference/begin", begin)
+    finished = distributed.decide("inference/begin", begin)
     done = sum(record["examples"] for record in finished)
     if finished:
         log.info("going on behind %d finished chunk(s) of %s", len(finished), directory)

@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import dataclasses
 import io
+import json
 import logging
 import os
 import socket
@@ -17,7 +18,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -25,9 +26,11 @@ import jax.numpy as jnp
 from jax._src import distributed as runtime  # its key-value store is not public
 
 from t5x.errors import UserError
+from t5x.files.system_errors import errno_of, first_line
 from t5x.partitioning import cluster
 from t5x.partitioning.relay import Relay
-from t5x.partitioning.watch import CAUSE, STOP, Member, Watch, gather, join
+from t5x.partitioning.watch import CAUSE, STOP, Member, Watch, join
+from t5x.partitioning.watch import gather as gather_members
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +92,7 @@ def start(
                     "%s is not set: whoever reaches %s can join this run, or end it. Set it to one secret for all "
                     "processes (`openssl rand -hex 16` makes one)", cluster.TOKEN, place.address,
                 )  # fmt: skip
-            _members, links = gather(place, me, initialization_timeout, port, address=here, token=token)
+            _members, links = gather_members(place, me, initialization_timeout, port, address=here, token=token)
             address = f"{_bracketed(here or '127.0.0.1')}:{port}"
         else:
             _members, link, port = join(place, me, initialization_timeout, token=token)
@@ -366,6 +369,72 @@ def poll(name: str) -> bytes | None:
 
 
 _notes: dict[str, bytes] = {}
+
+
+# --- Decisions and errors in common -----------------------------------------------------------------------------------
+
+
+def decide(name: str, function: Callable[[], Any]) -> Any:
+    """Return the result of `function` on process 0, on every process, or raise its error.
+
+    Args:
+      function: called on process 0 only; its result must be JSON-serializable.
+    """
+    if process_count() == 1:
+        return function()
+    if not is_leader():
+        outcome = json.loads(broadcast(name, None, PATIENCE))
+        if outcome["error"] is not None:
+            raise _rebuild_error(outcome["error"])
+        return outcome["result"]
+    outcome = {"result": None, "error": None}
+    try:
+        outcome["result"] = function()
+    except BaseException as error:
+        outcome["error"] = describe_error(error)
+        raise
+    finally:
+        broadcast(name, json.dumps(outcome).encode(), PATIENCE)
+    return outcome["result"]
+
+
+def gather(name: str, mine: Any) -> list[Any]:
+    """Return the value of `mine` (JSON) of every process, in process order."""
+    return [json.loads(theirs) for theirs in exchange(name, json.dumps(mine).encode(), PATIENCE)]
+
+
+def check_all(name: str, error: BaseException | None) -> None:
+    """Raise on every process if any has an error: its own if it has one, else that of the first process with one."""
+    errors = gather(name, None if error is None else describe_error(error))
+    if error is not None:
+        raise error
+    raise_first(errors)
+
+
+def raise_first(errors: list[dict[str, Any] | None]) -> None:
+    """Raise the first error that a process reported (see `describe_error`), if any."""
+    for process, error in enumerate(errors):
+        if error is not None:
+            raise _rebuild_error(error, process)
+
+
+def describe_error(error: BaseException) -> dict[str, Any]:
+    """Return an error as JSON."""
+    if isinstance(error, UserError):
+        return {"kind": "user", "text": str(error)}
+    text = first_line(error) or type(error).__name__
+    if (number := errno_of(error)) is not None:
+        return {"kind": "system", "text": text, "errno": number}
+    return {"kind": "bug", "text": f"{type(error).__name__}: {text}"}
+
+
+def _rebuild_error(described: dict[str, Any], process: int = 0) -> Exception:
+    where = f"process {process}: " if process else ""
+    if described["kind"] == "user":
+        return UserError(where + described["text"])
+    if described["kind"] == "system":
+        return OSError(described["errno"], f"{where}{described['text']}")
+    return RuntimeError(f"Process {process} failed: {described['text']}. See its log.")
 
 
 def _store() -> tuple[Any, int, int]:

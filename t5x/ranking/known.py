@@ -9,7 +9,7 @@ from typing import Any
 from t5x.checkpoints.formats import Source
 from t5x.errors import UserError
 from t5x.files.untrusted import MAX_JSON_BYTES, open_regular, parse_json
-from t5x.ranking.templates import DUOT5, MONOT5, PRESETS, PairTemplate, Template
+from t5x.ranking.templates import DUOT5, MONOT5, PRESETS, PairTemplate, Template, from_fields
 
 # The published mT5 of 3B and 13B parameters learned `false`, which is two pieces in mT5, by its first one.
 _MT5_LARGE = dataclasses.replace(MONOT5, relevant="▁true", irrelevant="▁")
@@ -38,6 +38,8 @@ def template_of(source: Source, model: Any, *, pairwise: bool = False, given: bo
         else f"--pairwise {source.path} is a pointwise ranker; one that compares two passages is needed, as duoT5 is."
     )
     own = getattr(model, "template", None)
+    if source.template is not None:
+        own = from_fields(source.template, source.path)
     found = [(own, "the checkpoint's own")] if isinstance(own, Template) else _by_name(source.path)
     for template, why in found:
         if type(template) is kind:

@@ -17,20 +17,20 @@ import jax
 import jax.numpy as jnp
 
 from t5x import checkpoints
-from t5x.checkpoints import agreement, transfer
+from t5x.checkpoints import transfer
 from t5x.checkpoints.assignment import Rules
+from t5x.checkpoints.checkpoint_identity import fingerprint
 from t5x.checkpoints.config import RestoreCheckpointConfig
-from t5x.checkpoints.contents import check_same_model
 from t5x.checkpoints.formats import Source, open_checkpoint
 from t5x.checkpoints.formats.own_checkpoint import read_own_checkpoint
-from t5x.checkpoints.identity import fingerprint
+from t5x.checkpoints.model_description import check_same_model
 from t5x.data.lanes import join_states, merge_states, states_of_rows
 from t5x.errors import UserError
 from t5x.files.remote import is_remote
 from t5x.files.untrusted import parse_json
 from t5x.metrics.accumulators import from_json
 from t5x.models import BaseTransformerModel
-from t5x.partitioning import consistency
+from t5x.partitioning import consistency, distributed
 from t5x.trainer.state import StateLayout, TrainState
 
 log = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ def position_of_all(
     """
     if "lanes" not in mine:
         return dict(mine)
-    merged = merge_states(agreement.gather("data position", dict(mine)))
+    merged = merge_states(distributed.gather("data position", dict(mine)))
     rows = sorted({first + i for first, count, *_ in merged["lanes"] for i in range(count)})
     merged |= {"lanes": join_states(states_of_rows(rows, merged["lanes"]))}
     if fingerprint is None:
@@ -130,7 +130,7 @@ def resume_data(
     """
     if not hasattr(loader, "changes") or "lanes" not in saved:
         return loader.restore(saved)
-    changes = agreement.decide("changed data", lambda: loader.changes(saved, fingerprint.result()))
+    changes = distributed.decide("changed data", lambda: loader.changes(saved, fingerprint.result()))
     if not changes:
         return loader.restore(saved)
     listed = "".join(f"\n  {change}" for change in changes)
@@ -162,7 +162,7 @@ def restore_or_init(
         result = _restore_or_init(store, restore_cfg, model, layout, init_rng)
     except Exception as caught:
         error = caught
-    agreement.check_all("restored", error)
+    distributed.check_all("restored", error)
     return result
 
 
@@ -186,7 +186,7 @@ def _open_chosen(path: str) -> Source:
         opened.append(open_checkpoint(path))
         return opened[0].path
 
-    chosen = agreement.decide("initial checkpoint", choose)
+    chosen = distributed.decide("initial checkpoint", choose)
     return opened[0] if opened else open_checkpoint(chosen, verify=False)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from t5x.bench import checkpoint, compute, measures, report
 from t5x.bench.workload import Workload
-from t5x.checkpoints import faults
+from t5x.checkpoints import save_errors
 from t5x.errors import UserError
 from t5x.inference.loaded import LoadedModel
 from t5x.network import attention
@@ -143,7 +143,7 @@ def test_file_systems_are_told_apart():
 
 
 def test_a_disk_that_fills_up_during_a_save_ends_the_measurement(run_here, small_disk, on_a_disk, monkeypatch):
-    monkeypatch.setattr(faults, "free_bytes", lambda path: 1e12)  # there was room when the save began
+    monkeypatch.setattr(save_errors, "free_bytes", lambda path: 1e12)  # there was room when the save began
     with open(small_disk / "other", "wb") as file:
         file.write(bytes(3 * 2**19))
     result = run_here("bench", "checkpoint", *TINY[:-2], "--directory", small_disk)

@@ -13,10 +13,10 @@ import pytest
 import tensorstore as ts
 
 import t5x
-from t5x.checkpoints import direct, layout, manifest, reading
-from t5x.checkpoints.contents import check_same_model
+from t5x.checkpoints import checkpoint_reader, layout, manifest, ocdbt
 from t5x.checkpoints.formats import LazyArray, open_checkpoint
 from t5x.checkpoints.formats.safety import check_expansion
+from t5x.checkpoints.model_description import check_same_model
 from t5x.errors import UserError
 from t5x.trainer.restore import Run
 from tests import tiny
@@ -210,7 +210,7 @@ def test_arrays_of_fill_values_in_a_database(copy, format):
         read(path, "bytes")
     if format == "t5x":
         with pytest.raises(UserError, match="claims arrays"):
-            reading.restore(path / OURS)
+            checkpoint_reader.restore(path / OURS)
 
 
 def test_chunks_that_are_fill_value_may_be_missing(copy):
@@ -277,7 +277,7 @@ def test_an_array_without_elements_that_has_some(copy):
     with pytest.raises(UserError, match="without elements"):
         open_checkpoint(path)
     with pytest.raises(UserError, match="without elements"):
-        reading.read_shapes(path)
+        checkpoint_reader.read_shapes(path)
 
 
 def test_millions_of_layers_in_a_stack():
@@ -294,7 +294,7 @@ def test_nodes_of_a_database_that_share_a_child(tmp_path):
     with ts.Transaction(atomic=True) as transaction:
         for i in range(8):
             database.with_transaction(transaction)[f"key{i}"] = b"x" * 50
-    assert len(direct.locate(tmp_path)) == 8
+    assert len(ocdbt.locate(tmp_path)) == 8
     base = ts.KvStore.open({"driver": "file", "path": f"{tmp_path}/"}).result()
     root = ts.ocdbt.dump(base).result()["versions"][-1]["root"]["location"]
     children = [e["location"] for e in ts.ocdbt.dump(base, root).result()["entries"]]
@@ -308,7 +308,7 @@ def test_nodes_of_a_database_that_share_a_child(tmp_path):
     content[at : at + size] = node[:-4] + struct.pack("<I", google_crc32c.value(node[:-4]))
     file.write_bytes(content)
     with pytest.raises(ValueError, match="two nodes with the child"):
-        direct.locate(tmp_path)
+        ocdbt.locate(tmp_path)
 
 
 # --- What a checkpoint says of its model ------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from t5x import convert
-from t5x.checkpoints import faults, paths, reading, remote_reading, remote_writing
+from t5x.checkpoints import checkpoint_reader, paths, remote_reading, remote_writing, save_errors
 from t5x.checkpoints.formats import open_checkpoint
 from t5x.checkpoints.formats.native_t5x import write_native
 from t5x.checkpoints.streaming import write_checkpoint
@@ -99,8 +99,8 @@ def test_a_checkpoint_is_copied_once_and_read(fs, tmp_path, cache, requests, cap
     assert_same_files(local, staged)
     assert len(requests) > len(files(local))
     np.testing.assert_array_equal(
-        reading.restore(reading.resolve_verified(f"{RUN}/checkpoint_7"))["target"]["a"],
-        reading.restore(local)["target"]["a"],
+        checkpoint_reader.restore(checkpoint_reader.resolve_verified(f"{RUN}/checkpoint_7"))["target"]["a"],
+        checkpoint_reader.restore(local)["target"]["a"],
     )
     assert f"rm -r {staged.parent}" in caplog.text
     assert (staged.parent / "source.txt").read_text().strip().endswith("bucket/run/checkpoint_7")
@@ -120,7 +120,7 @@ def test_the_newest_finished_checkpoint_of_a_model_dir(fs, tmp_path, caplog):
     source = open_checkpoint(RUN)
     assert (source.format, source.step) == ("t5x", 10)
     assert "checkpoint_11: it has no MANIFEST.json" in caplog.text
-    assert reading.resolve(RUN).name == "checkpoint_10"
+    assert checkpoint_reader.resolve(RUN).name == "checkpoint_10"
 
 
 def test_a_renamed_checkpoint_is_not_taken_for_the_newest(fs, tmp_path):
@@ -292,7 +292,7 @@ def test_a_copy_is_read_from_a_cache_that_cannot_be_written(fs, hf, monkeypatch)
 
 def test_a_full_disk(fs, hf, cache, monkeypatch):
     upload(fs, hf, "/bucket/hf")
-    for module in (cache_module, faults):
+    for module in (cache_module, save_errors):
         monkeypatch.setattr(module, "free_bytes", lambda _: 1234)
     with pytest.raises(UserError, match=r"does not fit on the disk of .*1\.2 kB are free.*T5X_CACHE_DIR"):
         remote_reading.stage("memory://bucket/hf")

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from t5x import checkpoints
-from t5x.checkpoints import CheckpointStore, DamagedCheckpoint, arrays, resolve, restore
+from t5x.checkpoints import CheckpointStore, DamagedCheckpoint, array_reader, resolve, restore
 from t5x.errors import UserError
 
 from .helpers import SIDECARS, abstract, assert_same, make_tree, start_program
@@ -155,4 +155,4 @@ def test_the_state_directory_is_plain_orbax(checkpoint):
     with ocp.PyTreeCheckpointer() as checkpointer:
         as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
         assert_same(tree, checkpointer.restore(checkpoint / "state", restore_args=as_numpy))
-    assert arrays.read_shapes(checkpoint / "state").keys() >= {"target/unused/table", "state/step"}
+    assert array_reader.read_shapes(checkpoint / "state").keys() >= {"target/unused/table", "state/step"}

@@ -13,9 +13,9 @@ import pytest
 from t5x.checkpoints import CheckpointStore, tree
 from t5x.checkpoints.assignment import AssignmentMap
 from t5x.checkpoints.config import RestoreCheckpointConfig, SaveCheckpointConfig
-from t5x.checkpoints.contents import sidecars
 from t5x.checkpoints.formats import LazyArray, Source
 from t5x.checkpoints.formats.own_checkpoint import read_own_checkpoint
+from t5x.checkpoints.model_description import sidecars
 from t5x.errors import UserError
 from t5x.partitioning import PjitPartitioner
 from t5x.trainer import StateLayout

@@ -9,7 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t5x.checkpoints import CheckpointStore, DamagedCheckpoint, ModelDirLock, arrays, dataset_state_name, faults, paths
+from t5x.checkpoints import (
+    CheckpointStore,
+    DamagedCheckpoint,
+    ModelDirLock,
+    array_writer,
+    dataset_state_name,
+    paths,
+    save_errors,
+)
 from t5x.errors import UserError
 from t5x.files import atomic
 
@@ -54,7 +62,7 @@ def test_save_returns_before_the_checkpoint_exists(store, monkeypatch):
 @pytest.mark.parametrize("room", [False, True])
 def test_arrays_may_be_donated_or_overwritten_once_save_returns(store, monkeypatch, room):
     """Also where they are copied on the devices, which a CPU need not do."""
-    monkeypatch.setattr(arrays, "_have_room", lambda data: room)
+    monkeypatch.setattr(array_writer, "_have_room", lambda data: room)
     advance = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
     tree = {f"w{i}": jnp.full((256, 256), float(i)) for i in range(32)}
     host = np.zeros((256, 256), np.float32)
@@ -131,7 +139,7 @@ def test_a_directory_of_another_program_is_kept_but_not_in_the_way(store, tmp_pa
     (aside,) = names(tmp_path) - {"checkpoint_5", "checkpoint_6", "checkpoint_7"}  # 6 is no checkpoint to be kept
     assert aside.startswith("checkpoint_5.foreign-") and aside in caplog.text
     assert names(tmp_path / aside) == names(tmp_path / "checkpoint_6") == {"checkpoint"}
-    assert aside not in faults.what_to_free(store.directory)
+    assert aside not in save_errors.what_to_free(store.directory)
 
 
 def test_the_newest_step_is_that_of_a_checkpoint_of_ours(store, tmp_path):
@@ -364,15 +372,15 @@ def test_a_save_whose_files_were_removed_half_way_does_not_keep_the_next_one_fro
     tmp_path, monkeypatch, caplog
 ):
     run = tmp_path / "run"
-    join = arrays.join
+    join = array_writer.join
     with CheckpointStore(run) as store:
-        monkeypatch.setattr(arrays, "join", lambda *args: shutil.rmtree(run) or join(*args))
+        monkeypatch.setattr(array_writer, "join", lambda *args: shutil.rmtree(run) or join(*args))
         store.save(1, make_tree(1), sidecars={})
         while "checkpoint_1 was not saved" not in caplog.text:
             time.sleep(0.01)
         monkeypatch.undo()
         save(store, 2)
     assert store.latest_whole() == (store.path(2), [])
-    monkeypatch.setattr(arrays, "join", lambda *args: shutil.rmtree(run) or join(*args))
+    monkeypatch.setattr(array_writer, "join", lambda *args: shutil.rmtree(run) or join(*args))
     with pytest.raises(UserError, match="checkpoint_3"):
         save(store, 3)

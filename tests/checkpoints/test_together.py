@@ -13,8 +13,8 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from t5x.checkpoints import CheckpointStore, ModelDirLock, paths, transfer
-from t5x.checkpoints.contents import sidecars
 from t5x.checkpoints.formats.own_checkpoint import read_own_checkpoint
+from t5x.checkpoints.model_description import sidecars
 from t5x.errors import UserError
 from t5x.partitioning import PjitPartitioner
 from t5x.trainer.restore import Run
@@ -160,12 +160,12 @@ ROWS = {
 
 @pytest.mark.parametrize("case", ROWS)
 def test_the_position_of_all_rows_is_that_of_every_process_once(monkeypatch, case):
-    from t5x.checkpoints import agreement
     from t5x.data.lanes import states_of_rows
+    from t5x.partitioning import distributed
     from t5x.trainer.restore import position_of_all
 
     states = [{"seed": 1, "batches": 3, "lanes": lanes} for lanes in ROWS[case]]
-    monkeypatch.setattr(agreement, "gather", lambda name, mine: states)
+    monkeypatch.setattr(distributed, "gather", lambda name, mine: states)
     merged = position_of_all(states[0])
     assert merged["batches"] == 3
     everyone = [run for lanes in ROWS[case] for run in lanes]

@@ -12,7 +12,7 @@ import fsspec
 import pytest
 
 from t5x import data
-from t5x.checkpoints import CheckpointStore, ModelDirLock, arrays, remote_reading
+from t5x.checkpoints import CheckpointStore, ModelDirLock, array_writer, remote_reading
 from t5x.checkpoints.formats import open_checkpoint
 from t5x.checkpoints.store import _Save
 from t5x.convert import convert
@@ -85,7 +85,7 @@ def test_each_process_flushes_its_own_part_of_a_checkpoint(disk, tmp_path):
     atomic.sync(disk.root)
     atomic.sync(temporary)
     store = CheckpointStore(disk.root)
-    save = _Save(1, store.directory / temporary.name, arrays.HostArrays(make_tree(1)), {}, False, 0)
+    save = _Save(1, store.directory / temporary.name, array_writer.HostArrays(make_tree(1)), {}, False, 0)
     assert store._write_arrays(save)
     atomic.sync(temporary / "state")
     assert contents(disk.cut(tmp_path / "after")) == contents(disk.root) != {}

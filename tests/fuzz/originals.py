@@ -10,11 +10,11 @@ import numpy as np
 
 from t5x.adafactor import Adafactor
 from t5x.checkpoints import layout
-from t5x.checkpoints.contents import describe_network
 from t5x.checkpoints.formats import LazyArray
 from t5x.checkpoints.formats.huggingface import write_huggingface
 from t5x.checkpoints.formats.huggingface.tensor_names import parameters
 from t5x.checkpoints.formats.native_t5x import write_native
+from t5x.checkpoints.model_description import describe_network
 from t5x.checkpoints.streaming import write_checkpoint
 from t5x.checkpoints.tree import nest
 from t5x.data.vocabularies import HuggingFaceVocabulary, SentencePieceVocabulary

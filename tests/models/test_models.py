@@ -14,7 +14,7 @@ import pytest
 from flax.linen.partitioning import param_with_axes
 
 from t5x.adafactor import Adafactor
-from t5x.checkpoints.contents import describe
+from t5x.checkpoints.model_description import describe
 from t5x.data import PassThroughVocabulary
 from t5x.decoding import beam_search, greedy_decode
 from t5x.models import DecoderOnlyModel, EncoderDecoderModel

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t5x.checkpoints import contents
+from t5x.checkpoints import model_description
 from t5x.data import PassThroughVocabulary
 from t5x.errors import UserError
 from t5x.network import Transformer
@@ -205,9 +205,9 @@ def test_eight_devices_find_what_one_does():
 
 def test_the_template_travels_in_the_description():
     template = Template(text="{document} answers {query}", max_length=64)
-    described = json.loads(contents.sidecars(ranker(template=template), None)[contents.MODEL_FILE])
+    described = json.loads(model_description.sidecars(ranker(template=template), None)[model_description.MODEL_FILE])
     assert Template(**described["template"]) == template
-    assert "template" not in contents.describe(tiny.model())
+    assert "template" not in model_description.describe(tiny.model())
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def test_a_run_is_stopped_by_the_ranking_of_held_out_queries(tmp_path, judged, c
     assert 20 < step < 120 and re.search(r"EarlyStoppingAction\(pairs, ndcg@10, max\) ends the run", caplog.text)
 
     loaded = t5x.load(str(tmp_path / "run"))
-    assert loaded.model.template == TEMPLATE
+    assert Template(**loaded.source.template) == TEMPLATE
     ranked = loaded.rank("q77", ["bx77", "co77"])
     assert ranked[0].score > ranked[1].score
 

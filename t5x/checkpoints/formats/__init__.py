@@ -36,12 +36,12 @@ def open_checkpoint(path: epath.PathLike, *, verify: bool = True) -> Source:
         or a Hugging Face directory. A remote one (`gs://…`) is copied to the cache directory first.
       verify: check the files of our checkpoints against their manifest. Pass False if that has just been done.
     """
-    from t5x.checkpoints import reading
+    from t5x.checkpoints import checkpoint_reader
 
     if not os.fspath(path):
         raise UserError("The path of the checkpoint is empty. Give a checkpoint, or the MODEL_DIR of a run.")
     given, path = os.fspath(path), remote_reading.stage(path)
-    if not _has(path, paths.MANIFEST, _HUGGINGFACE, *_ORBAX) and (steps := reading.list_steps(path)):
+    if not _has(path, paths.MANIFEST, _HUGGINGFACE, *_ORBAX) and (steps := checkpoint_reader.list_steps(path)):
         return _open_newest(path, steps, verify)
     source = _open(path, verify)
     chosen = is_remote(given) and paths.step_of(path) is not None and paths.step_of(given.rstrip("/")) is None
@@ -121,10 +121,10 @@ def _open(path: epath.Path, verify: bool) -> Source:
     if not path.is_dir():
         raise UserError(f"There is no checkpoint {path}: no such file or directory.")
     if _has(path, paths.MANIFEST):
-        from t5x.checkpoints import reading
+        from t5x.checkpoints import checkpoint_reader
         from t5x.checkpoints.formats.own_checkpoint import read_own_checkpoint
 
-        return read_own_checkpoint(reading.resolve_verified(path) if verify else path)
+        return read_own_checkpoint(checkpoint_reader.resolve_verified(path) if verify else path)
     if _has(path, _HUGGINGFACE):
         from t5x.checkpoints.formats.huggingface import read_huggingface
 

@@ -21,13 +21,14 @@ import msgpack
 import numpy as np
 from etils import epath
 
-from t5x.checkpoints import faults, paths
+from t5x.checkpoints import paths
 from t5x.checkpoints.formats import lazy_msgpack, zarr_arrays
 from t5x.checkpoints.formats.safety import DTYPES, check_expansion, check_files
 from t5x.checkpoints.formats.source import LazyArray, Source
 from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.errors import UserError
 from t5x.files import atomic
+from t5x.files.system_errors import first_line
 from t5x.files.untrusted import open_inside
 
 FILE = "checkpoint"
@@ -219,7 +220,7 @@ def write_native(
             _write_msgpack(temporary, step, tree)
     except OSError as error:
         raise UserError(
-            f"{path} could not be written: {faults.first_line(error)}. The incomplete copy was removed. Check that the "
+            f"{path} could not be written: {first_line(error)}. The incomplete copy was removed. Check that the "
             "disk has space and that you may write there, or choose another destination."
         ) from error
     _logger.info("wrote %s, a native T5X checkpoint of step %d", path, step)

@@ -6,12 +6,11 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from t5x.checkpoints import arrays, manifest, paths
+from t5x.checkpoints import array_reader, manifest, paths
 from t5x.checkpoints.formats.native_t5x import check_step
 from t5x.checkpoints.formats.orbax import read_orbax
 from t5x.checkpoints.formats.source import LazyArray, Source
 from t5x.files.untrusted import parse_json
-from t5x.ranking.templates import from_fields
 
 MODEL_FILE = "model.json"
 _OPTIONAL = {"inputs_bidirectional_attention": bool, "template": dict}
@@ -31,7 +30,7 @@ def read_own_checkpoint(path: epath.PathLike) -> Source:
         config=description.get("config"),
         vocabulary_files=read_vocabulary_files(path),
         inputs_bidirectional_attention=bool(description.get("inputs_bidirectional_attention")),
-        template=from_fields(template, f"{path}/{MODEL_FILE}") if (template := description.get("template")) else None,
+        template=description.get("template") or None,
     )
 
 
@@ -49,7 +48,7 @@ def read_vocabulary_files(path: epath.PathLike) -> dict[str, dict[str, bytes]]:
 
 
 def read_description(path: epath.PathLike) -> dict[str, Any]:
-    """Read model.json: `model`, `network` (class names), `config` and the optional fields of `contents.describe`."""
+    """Read model.json: `model`, `network` (class names), `config` and optional fields; see `describe`."""
     try:
         description = parse_json(manifest.read_file(path, MODEL_FILE))
         if not isinstance(description, dict):
@@ -71,5 +70,5 @@ def _empty_arrays(state: epath.Path) -> dict[str, LazyArray]:
     """Return the arrays without elements, which are stored only in the metadata."""
     return {
         name: LazyArray(leaf.shape, leaf.dtype, functools.partial(np.zeros, leaf.shape, leaf.dtype))
-        for name, leaf in arrays.read_empty_arrays(state).items()
+        for name, leaf in array_reader.read_empty_arrays(state).items()
     }

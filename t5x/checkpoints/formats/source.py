@@ -6,8 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from t5x.ranking.templates import Template
-
 
 @dataclasses.dataclass(frozen=True)
 class LazyArray:
@@ -39,7 +37,7 @@ class Source:
       config: fields of the network's configuration (T5Config) that the checkpoint states; None if it states none.
       vocabulary_files: {feature: {file name: content}} of the included vocabularies.
       inputs_bidirectional_attention: whether a decoder-only model is a prefix LM.
-      template: a ranker's template, if the checkpoint states it.
+      template: fields of a ranker's template as stored, if there is one; `t5x.ranking` reads them.
       model_type: `t5`, `mt5` or `umt5`, if the checkpoint states it, as Hugging Face's do.
     """
 
@@ -50,5 +48,5 @@ class Source:
     config: Mapping[str, Any] | None = None
     vocabulary_files: Mapping[str, Mapping[str, bytes]] = dataclasses.field(default_factory=dict)
     inputs_bidirectional_attention: bool = False
-    template: Template | None = None
+    template: Mapping[str, Any] | None = None
     model_type: str | None = None

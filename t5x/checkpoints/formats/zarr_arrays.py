@@ -20,10 +20,11 @@ import numpy as np
 import tensorstore
 from etils import epath
 
-from t5x.checkpoints import faults, paths
+from t5x.checkpoints import paths
 from t5x.checkpoints.formats.safety import DTYPES, check_chunk_shape, check_shape
 from t5x.checkpoints.formats.source import LazyArray
 from t5x.checkpoints.manifest import DamagedCheckpoint
+from t5x.files.system_errors import first_line
 from t5x.files.untrusted import parse_json
 
 METADATA_FILE = ".zarray"
@@ -108,7 +109,7 @@ def _wait(directory: epath.Path, name: str, future: tensorstore.Future) -> Any:
     try:
         return future.result()
     except (ValueError, RuntimeError, NotImplementedError, OSError, MemoryError) as error:
-        raise DamagedCheckpoint(directory, f"array {name} cannot be read: {faults.first_line(error)}") from error
+        raise DamagedCheckpoint(directory, f"array {name} cannot be read: {first_line(error)}") from error
 
 
 def _check_chunk_files(directory: epath.Path, stored: str, chunk_bytes: int) -> None:

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from t5x.checkpoints import CheckpointStore, ModelDirLock, arrays, faults
+from t5x.checkpoints import CheckpointStore, ModelDirLock, array_writer, save_errors
 from t5x.checkpoints.paths import step_of
 from t5x.errors import UserError
 from t5x.partitioning import distributed
@@ -52,14 +52,14 @@ def main(directory: str, port: str, index: str, count: str, what: str, *more: st
 
 
 def fail(store, mesh, here: bool) -> None:
-    write = arrays.HostArrays.write
+    write = array_writer.HostArrays.write
     for step in (1, 2, 3):
-        arrays.HostArrays.write = no_space if here and step == 2 else write
+        array_writer.HostArrays.write = no_space if here and step == 2 else write
         print(f"{step}: {save(store, step, mesh)}{waited(store)}", flush=True)
 
 
 def fill(store, mesh) -> None:
-    faults.check_space = lambda *_: None
+    save_errors.check_space = lambda *_: None
     noise = np.random.default_rng(0).standard_normal((512, 1024)).astype(np.float32)
     large = {"target": {f"w{i}": noise + i for i in range(4)}}
     print(f"4: {save(store, 4, mesh, large)}{waited(store)}", flush=True)

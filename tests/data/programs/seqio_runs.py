@@ -15,10 +15,10 @@ import seqio_tasks  # noqa: F401
 import tensorflow as tf
 
 from t5x import cli, configuration, data, models
-from t5x.data.view.drawing import Page
-from t5x.data.view.examples import report
 from t5x.errors import UserError
 from t5x.verbs.cache import cache_tasks
+from t5x.verbs.data_report import DataReport
+from t5x.verbs.text_page import Page
 
 LENGTHS = {"inputs": 32, "targets": 11}
 
@@ -99,8 +99,9 @@ def pipeline(name):
 
 
 def viewed(name, lengths):
-    page, found = Page(80, bold=False), data.get_mixture_or_task(name)
-    return list(report(page, found, split="train", count=1, lengths=lengths, pack=False, seed=0))
+    lines = []
+    DataReport(Page(80, write=lines.append), data.get_mixture_or_task(name), lengths=lengths).write(1)
+    return lines
 
 
 def main(job_file, results_file):

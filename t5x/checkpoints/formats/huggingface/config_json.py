@@ -44,6 +44,14 @@ _CLASSES = {
 _MT5_VOCABULARY = 250112
 
 
+def read_template(stated: Mapping[str, Any], path: str) -> Mapping[str, Any] | None:
+    """Return the fields of a ranker's template; None if there is none."""
+    template = stated.get(TEMPLATE) or None
+    if template is not None and not isinstance(template, Mapping):
+        raise UserError(f"{path}: {TEMPLATE} is {str(template)[:80]!r}, which is not a JSON object.")
+    return template
+
+
 def model_type(stated: Mapping[str, Any], path: str) -> str:
     """Return `t5`, `mt5` or `umt5`; the default is `t5`."""
     kind = stated.get("model_type", "t5")

@@ -15,7 +15,6 @@ from t5x.checkpoints.formats.source import LazyArray, Source
 from t5x.errors import UserError
 from t5x.files import user_files
 from t5x.files.untrusted import MAX_JSON_BYTES, is_plain_relative, parse_json
-from t5x.ranking.templates import from_fields
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +53,7 @@ def read_huggingface(path: str | os.PathLike[str]) -> Source:
         arrays=_arrays(config, tensors, path),
         config=config,
         vocabulary_files=tokenizer_files.read_vocabulary(path, config["vocab_size"], stated.get("tokenizer_class")),
-        template=from_fields(template, f"{path}/{_CONFIG}") if (template := stated.get(config_json.TEMPLATE)) else None,
+        template=config_json.read_template(stated, f"{path}/{_CONFIG}"),
         model_type=model_type,
     )
 

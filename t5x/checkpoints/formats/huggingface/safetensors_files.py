@@ -129,7 +129,7 @@ def write(path: str | os.PathLike[str], plans: Iterable[Plan], values: Iterable[
     position = 0
     for plan in plans:
         if plan.dtype not in kinds:
-            raise UserError(f"{plan.name} has dtype {plan.dtype}; safetensors files are written in {', '.join(DTYPES)}.")
+            raise UserError(f"{plan.name} has dtype {plan.dtype}; safetensors files hold {', '.join(DTYPES)}.")
         offsets = [position, position + plan.size]
         header[plan.name] = {"dtype": kinds[plan.dtype], "shape": list(plan.shape), "data_offsets": offsets}
         position += plan.size

@@ -1,6 +1,5 @@
 """Writes Hugging Face directories."""
 
-import dataclasses
 import json
 import logging
 import os
@@ -11,13 +10,12 @@ import ml_dtypes
 import numpy as np
 from etils import epath
 
-from t5x.checkpoints import faults, paths
+from t5x.checkpoints import paths, save_errors
 from t5x.checkpoints.formats.huggingface import config_json, safetensors_files, tokenizer_files, weight_checksums
 from t5x.checkpoints.formats.huggingface import tensor_names as names
 from t5x.checkpoints.formats.source import LazyArray
 from t5x.errors import UserError
 from t5x.files import atomic
-from t5x.ranking.templates import Template
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +29,7 @@ def write_huggingface(
     arrays: Mapping[str, LazyArray],
     *,
     vocabulary_files: Mapping[str, Mapping[str, bytes]] | None = None,
-    template: Template | None = None,
+    template: Mapping[str, Any] | None = None,
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
@@ -50,7 +48,7 @@ def write_huggingface(
       config: fields of T5Config.
       arrays: arrays by T5X's names with unrolled layers (`target/encoder/layers_0/…`).
       vocabulary_files: {feature: {file name: content}}, as in Source; without it, no tokenizer files are written.
-      template: a ranker's template, for `t5x rerank`; a field of config.json that transformers keeps but does not use.
+      template: fields of a ranker's template, stored in config.json; transformers keeps but does not use them.
       dtype: dtype of the written arrays, "float32" or "bfloat16"; None keeps theirs.
       shard_bytes: weights above this many bytes are split into several files.
     """
@@ -65,7 +63,7 @@ def write_huggingface(
     kept = np.dtype(np.float32) if embedding is None else np.dtype(embedding.dtype)
     described = config_json.write_config(config, _DTYPES[dtype] if dtype else kept, eos_id)
     if template is not None:
-        described[config_json.TEMPLATE] = dataclasses.asdict(template)
+        described[config_json.TEMPLATE] = dict(template)
     position = {name: number for number, name in enumerate(arrays)}
     parameters = sorted(_match(config, arrays), key=lambda parameter: position[parameter.name])
     plans = [
@@ -88,7 +86,7 @@ def write_huggingface(
     try:
         with atomic.new_directory(destination) as temporary:
             temporary = epath.Path(temporary)
-            faults.check_space(temporary, sum(plan.size for plan in plans) + sum(map(len, small.values())))
+            save_errors.check_space(temporary, sum(plan.size for plan in plans) + sum(map(len, small.values())))
             for name, content in small.items():
                 paths.write_file(temporary / name, content)
             _write_weights(temporary, plans, parameters, arrays, shard_bytes)

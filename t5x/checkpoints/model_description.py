@@ -19,7 +19,6 @@ from t5x.decoding import greedy_decode
 from t5x.errors import UserError
 from t5x.models import BaseTransformerModel, DecoderOnlyModel, EncoderDecoderModel
 from t5x.network import DecoderWrapper, T5Config, Transformer, TransformerConfig
-from t5x.ranking.templates import Template
 
 GIN_FILE = "config.gin"
 
@@ -44,21 +43,22 @@ def describe(model: BaseTransformerModel) -> dict[str, Any]:
     }
     if isinstance(model, DecoderOnlyModel):
         description["inputs_bidirectional_attention"] = model.inputs_bidirectional_attention
-    if isinstance(template := getattr(model, "template", None), Template):  # a ranker, whatever its class
+    if dataclasses.is_dataclass(template := getattr(model, "template", None)):  # a ranker, whatever its class
         description["template"] = dataclasses.asdict(template)
     return description
 
 
 def describe_network(
-    config: Mapping[str, Any], *, inputs_bidirectional_attention: bool = False, template: Template | None = None
+    config: Mapping[str, Any],
+    *,
+    inputs_bidirectional_attention: bool = False,
+    template: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the description of a model with our network of that configuration."""
     vocabulary = PassThroughVocabulary(config["vocab_size"])
     vocabularies = {"inputs": vocabulary, "targets": vocabulary}
     model = _model(config, vocabularies, inputs_bidirectional_attention=inputs_bidirectional_attention)
-    if template is not None:
-        model.template = template
-    return describe(model)
+    return describe(model) | ({} if template is None else {"template": dict(template)})
 
 
 def sidecars(model: BaseTransformerModel, config_gin: bytes | None) -> dict[str, bytes]:
@@ -98,10 +98,7 @@ def _rebuilt(source: Source, config: Mapping[str, Any], dtype: str | None) -> Ba
     vocabularies = _load_vocabularies(source.path, source.vocabulary_files)
     _check_vocabularies(source.path, vocabularies, config)
     prefix = source.inputs_bidirectional_attention
-    model = _model(config, vocabularies, dtype=dtype, inputs_bidirectional_attention=prefix)
-    if source.template is not None:
-        model.template = source.template
-    return model
+    return _model(config, vocabularies, dtype=dtype, inputs_bidirectional_attention=prefix)
 
 
 def _model(

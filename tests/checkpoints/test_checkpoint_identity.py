@@ -5,8 +5,8 @@ import os
 
 import pytest
 
+from t5x.checkpoints.checkpoint_identity import fingerprint
 from t5x.checkpoints.formats import Source
-from t5x.checkpoints.identity import fingerprint
 
 KINDS = {
     "t5x": ("checkpoint_1", ["MANIFEST.json", "state/d/1"]),

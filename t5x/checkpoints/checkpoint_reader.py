@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from etils import epath
 
-from t5x.checkpoints import arrays, manifest, paths, remote_reading
+from t5x.checkpoints import array_reader, manifest, paths, remote_reading
 from t5x.checkpoints import tree as trees
 from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.errors import UserError
@@ -43,7 +43,7 @@ def restore(path: epath.PathLike, abstract_tree: Any = None, *, verify: bool = T
 
 
 def _read(path: epath.Path, abstract_tree: Any) -> Any:
-    stored = arrays.StoredArrays(_state_directory(path))
+    stored = array_reader.StoredArrays(_state_directory(path))
     if abstract_tree is None:
         return trees.nest(stored.read(stored.shapes))
 
@@ -59,12 +59,12 @@ def _read(path: epath.Path, abstract_tree: Any) -> Any:
 
 def read_shapes(path: epath.PathLike) -> dict[str, Any]:
     """Return the tree of a checkpoint with jax.ShapeDtypeStruct leaves: `restore(path)` without the data."""
-    return trees.nest(arrays.read_shapes(_state_directory(paths.local_path(path))))
+    return trees.nest(array_reader.read_shapes(_state_directory(paths.local_path(path))))
 
 
 def read_names(path: epath.PathLike) -> set[str]:
     """Return the names of all arrays of a checkpoint."""
-    return arrays.read_names(_state_directory(paths.local_path(path)))
+    return array_reader.read_names(_state_directory(paths.local_path(path)))
 
 
 def read_sidecar(path: epath.PathLike, relative: str) -> bytes:

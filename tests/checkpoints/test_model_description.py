@@ -3,7 +3,7 @@
 import pytest
 
 from t5x.checkpoints import CheckpointStore
-from t5x.checkpoints.contents import check_same_model, sidecars
+from t5x.checkpoints.model_description import check_same_model, sidecars
 from t5x.data import ByteVocabulary, PassThroughVocabulary
 from t5x.errors import UserError
 from t5x.models import EncoderDecoderModel

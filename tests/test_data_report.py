@@ -1,4 +1,4 @@
-"""`t5x data`: what it shows is what training reads, and its figures are right."""
+"""`t5x data` shows what training reads, and its statistics are right."""
 
 import functools
 import itertools
@@ -14,11 +14,11 @@ from t5x.data import preprocessors
 from t5x.data.example_order import Order
 from t5x.data.lanes import Stream
 from t5x.data.preprocessor_kinds import ConcatenateAndSplit
-from t5x.data.view.counts import packed
-from t5x.data.view.drawing import Page, histogram, width_of
-from t5x.data.view.examples import joined, parse_lengths, pieces, report
 from t5x.errors import UserError
-from tests.programs import REPO, t5x
+from t5x.verbs.data import parse_lengths
+from t5x.verbs.data_report import DataReport, joined_pieces, packed_rows, token_names
+from t5x.verbs.text_page import Page, width_of
+from tests.programs import REPO
 
 BYTES = {name: data.Feature(data.ByteVocabulary()) for name in ("inputs", "targets")}
 TOKENIZE = [preprocessors.tokenize, preprocessors.append_eos_after_trim]
@@ -28,9 +28,10 @@ def task(examples, steps=TOKENIZE, name="mine", features=BYTES) -> data.Task:
     return data.Task(name, data.FunctionDataSource(lambda split: examples, ["train"]), features, steps)
 
 
-def lines_of(found, **options) -> list[str]:
-    options = {"split": "train", "count": 1, "lengths": None, "pack": True, "seed": 0} | options
-    return "\n".join(report(Page(80), found, **options)).splitlines()
+def lines_of(found, *, count: int = 1, lines: list[str] | None = None, **options) -> list[str]:
+    lines = [] if lines is None else lines
+    DataReport(Page(80, write=lines.append), found, **{"pack": True, **options}).write(count)
+    return lines
 
 
 def pairs(*lengths: tuple[int, int]) -> list[dict[str, str]]:
@@ -38,12 +39,12 @@ def pairs(*lengths: tuple[int, int]) -> list[dict[str, str]]:
     return [{"inputs": "a" * (i - 1), "targets": "b" * (t - 1)} for i, t in lengths]
 
 
-def test_figures_by_hand():
+def test_statistics_computed_by_hand():
     lines = lines_of(task(pairs(*[(4, 2)] * 9, (24, 6))), lengths={"inputs": 20, "targets": 8}, count=0)
     text = "\n".join(lines)
     assert "inputs: mean 6.0, median 4, 95 % 24, max 24" in text
-    assert "cut to 20: 1 example (10.0 %) lose 4 tokens (6.7 %)" in text
-    assert "targets: mean 2.4, median 2, 95 % 6, max 6" in text and "cut to 8: none is longer" in text
+    assert "truncated to 20: 1 example (10.0 %) lose 4 tokens (6.7 %)" in text
+    assert "targets: mean 2.4, median 2, 95 % 6, max 6" in text and "truncated to 8: none is longer" in text
     alone = next(line for line in lines if "one example a row" in line)
     # inputs: 9 * 4 + 20 of 10 * 20; targets: 9 * 2 + 6 of 10 * 8
     assert alone.split()[4:] == ["72.0", "%", "70.0", "%", "10", "1.0"]
@@ -64,7 +65,7 @@ def test_packed_rows_are_those_of_training():
     examples = [pipeline.outputs(*order(position))[0] for position in range(40)]
     cfg = data.DatasetConfig(found, lengths, "train", 1, shuffle=True, seed=3, pack=True)
     with data.train_loader(cfg, feature_converter=converter) as loader:
-        for row in itertools.islice(packed(converter, examples, lengths), 8):
+        for row in itertools.islice(packed_rows(converter, examples, lengths), 8):
             expected = next(loader)
             np.testing.assert_array_equal(
                 converter.convert_row(row, lengths)["encoder_segment_ids"], expected["encoder_segment_ids"][0]
@@ -76,11 +77,12 @@ def test_joined_pieces_are_those_of_training():
     steps = [preprocessors.tokenize, ConcatenateAndSplit(10), functools.partial(noted)]
     pipeline = task(texts, steps, features={"targets": BYTES["targets"]}).plain_pipeline("train", None, seed=5)
     stream = Stream(0, 1, Order(30, 5, shuffle=True), pipeline)
-    for piece in itertools.islice(joined(pipeline), 20):
-        shown = pipeline.piece_stages(piece.tokens, piece.place, piece.sources[0][0])[-1][1][0]
+    for piece in itertools.islice(joined_pieces(pipeline), 20):
+        shown = pipeline.piece_stages(piece.tokens, piece.place, piece.index)[-1][1][0]
+        start = stream.position.cursor
         expected, index = stream.next()
-        assert shown["seed"] == expected["seed"] and index == piece.sources[0][0]
-        assert sum(size for _, size in piece.sources) == 10
+        assert shown["seed"] == expected["seed"] and index == piece.index
+        assert len(piece.tokens) == 10 and piece.num_sources - (stream.position.cursor - start) in (0, 1)
         np.testing.assert_array_equal(shown["targets"], expected["targets"])
 
 
@@ -94,8 +96,8 @@ def test_span_corruption_is_shown_with_its_pieces():
     steps = [rekey, preprocessors.tokenize, preprocessors.span_corruption, preprocessors.append_eos_after_trim]
     lines = lines_of(task([{"text": "to be or not to be"}] * 50, steps, features=features))
     text = "\n".join(lines)
-    assert "inputs 512, targets 114 are taken" in lines[0]
-    assert "ConcatenateAndSplit: 18 + 18 + 18 + 18 + … tokens of 32 examples: a piece of 568" in text
+    assert "inputs=512,targets=114" in lines[0]
+    assert "ConcatenateAndSplit: a piece of 568 tokens from 32 examples" in text
     assert "denoise_spans" in text and "inputs    512 tokens: the 511 before, then 1 (</s>)" in text
 
 
@@ -111,9 +113,8 @@ def test_only_what_changed_is_shown():
 
     found = task([{"inputs": "one", "targets": "two", "id": 7}], [keep, double, *TOKENIZE, drop])
     lines = []
-    with pytest.raises(UserError, match=r"drop them all.*drop"):
-        for part in report(Page(80), found, split="train", count=1, lengths=None, pack=True, seed=0):
-            lines += part.splitlines()
+    with pytest.raises(UserError, match=r"drop"):
+        lines_of(found, lines=lines)
     at = {name: lines.index(name) for name in lines if name and not name.startswith((" ", "-"))}
     assert lines[at["source"] + 1 : at["source"] + 4] == ["  inputs    one", "  targets   two", "  id        7"]
     assert "keep: changes nothing" in lines and "double: makes 2 examples of it; the first:" in lines
@@ -143,7 +144,7 @@ def test_a_bad_example_is_shown_as_one_and_counted(tmp_path):
     text = "\n".join(lines_of(found, count=3))
     assert "cannot be used:" in text and "x.jsonl:2" in text
     assert "lengths of 2 examples" in text and "; 1 cannot be used" in text
-    assert "1 example without a target but EOS" in text
+    assert "1 example with an empty target" in text
 
 
 @pytest.mark.usefixtures("registries")
@@ -173,24 +174,25 @@ def registries():
 def test_lengths_are_checked():
     with pytest.raises(UserError, match="inputs=512,targets=114"):
         parse_lengths("512,114")
-    with pytest.raises(UserError, match="no feature 'input'; it has inputs, targets"):
+    with pytest.raises(UserError, match=r"'input'.*inputs, targets"):
         lines_of(task(pairs((3, 3))), lengths={"input": 5})
-    with pytest.raises(UserError, match="none for targets"):
+    with pytest.raises(UserError, match=r"--lengths.*targets"):
         lines_of(task(pairs((3, 3))), lengths={"inputs": 5})
-    with pytest.raises(UserError, match="no split 'test'"):
+    with pytest.raises(UserError, match=r"'test'.*'train'"):
         lines_of(task(pairs((3, 3))), split="test")
 
 
-def test_pieces_of_bytes():
+def test_token_names_of_bytes():
     vocabulary = data.ByteVocabulary(extra_ids=2)
-    assert pieces(vocabulary, [*vocabulary.encode("a é"), 1, 0, 260, 900]) == [
+    assert token_names(vocabulary, [*vocabulary.encode("a é"), 1, 0, 260, 900]) == [
         "a", "▁", "\\xc3", "\\xa9", "</s>", "<pad>", "<260>", "<900: not in the vocabulary>",
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize("numbers", [[0, 1], [3, 3, 900], range(1000), [10**6, 10**6 + 5]])
 def test_a_histogram_counts_every_number_once(numbers):
-    lines = list(histogram(np.asarray(numbers), 60))
+    lines = []
+    Page(60, write=lines.append).histogram(np.asarray(numbers))
     assert sum(int(line.split()[-1].replace(",", "")) for line in lines) == len(numbers)
     assert len(lines) <= 13 and all(len(line) <= 60 for line in lines)
     first, last = (re.match(r" *(\d+)(?:-(\d+))?", line) for line in (lines[0], lines[-1]))
@@ -199,19 +201,8 @@ def test_a_histogram_counts_every_number_once(numbers):
 
 def test_the_command(tmp_path):
     (tmp_path / "x.tsv").write_text("en\tde\nHello\tHallo\n")
-    done = t5x("data", "--data", str(tmp_path / "x.tsv"), "--inputs", "en", "--targets", "de", cwd=REPO)
-    assert done.returncode == 2 and "--data needs --vocabulary" in done.stderr
-    arguments = [
-        "data",
-        "--data",
-        str(tmp_path / "x.tsv"),
-        "--inputs",
-        "en",
-        "--targets",
-        "de",
-        "--vocabulary",
-        "bytes",
-    ]
+    arguments = ["data", "--data", str(tmp_path / "x.tsv")]
+    arguments += ["--inputs", "en", "--targets", "de", "--vocabulary", "bytes"]
     script = (
         f"import sys; from t5x import cli\ntry: cli.main({arguments!r})\n"
         "except SystemExit as e: assert e.code == 0, e.code\nassert 'jax' not in sys.modules, 'slow imports'"
@@ -219,13 +210,25 @@ def test_the_command(tmp_path):
     done = subprocess.run([sys.executable, "-c", script], cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "H e l l o" in done.stdout and "\x1b" not in done.stdout
-    done = t5x("data", "dates", "--import", "t5x.examples.demo.dates", "--data", "x.tsv", cwd=REPO)
-    assert done.returncode == 2 and "Name a task" in done.stderr
+
+
+MISUSED = {
+    "no vocabulary": ("--data x.tsv", ["--vocabulary"]),
+    "a task and a file": ("dates --data x.tsv", ["--data"]),
+    "a field of a task": ("dates --inputs en", ["--inputs", "--data"]),
+    "a negative number": ("dates -n -1", ["-n is -1"]),
+}
+
+
+@pytest.mark.parametrize("case", MISUSED)
+def test_wrong_options(case, run_here):
+    arguments, words = MISUSED[case]
+    run_here("data", *arguments.split()).refused(*words)
 
 
 NOTHING = {
-    "dropped": ("def step(example):\n    return []\n", ["No example is left of the 3", "Dropped by: step"]),
-    "bad": ("def step(example):\n    return {'inputs': [], 'targets': 3.5}\n", ["None of the 3 examples", "targets"]),
+    "dropped": ("def step(example):\n    return []\n", ["nothing_dropped", "step ("]),
+    "bad": ("def step(example):\n    return {'inputs': [], 'targets': 3.5}\n", ["nothing_bad", "targets"]),
 }
 
 

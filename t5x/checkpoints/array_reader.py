@@ -1,0 +1,377 @@
+"""Reads the arrays of a checkpoint from its directory `state/`, onto any devices.
+
+    _METADATA               JSON: the names of the arrays; shapes and dtypes of empty ones
+    manifest.ocdbt, d/      an OCDBT database that indexes the chunks of all arrays
+    ocdbt.process_<k>/      the chunks written by process k
+
+Orbax and other tools can read it too. TensorStore could read the chunks, but takes four times as long: it copies each
+chunk twice and opens each array separately. Uncompressed chunks, the only kind that we write, are read here directly
+into the memory of the array.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import itertools
+import logging
+import math
+import mmap
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+import tensorstore as ts
+from etils import epath
+
+from t5x.checkpoints import ocdbt, paths
+from t5x.checkpoints.formats import zarr_arrays
+from t5x.checkpoints.formats.safety import DTYPES, check_expansion, check_shape
+from t5x.checkpoints.manifest import DamagedCheckpoint
+from t5x.checkpoints.ocdbt import Place
+from t5x.files.system_errors import first_line, tensorstore_status
+from t5x.files.untrusted import open_inside, parse_json
+
+log = logging.getLogger(__name__)
+
+METADATA = "_METADATA"
+EMPTY = "empty_arrays"
+
+_MAX_METADATA_BYTES = 32 * 2**20
+_MAX_ARRAY_METADATA_BYTES = 2**20
+_READ_AHEAD_BYTES = 2 * 2**30
+_BATCH_BYTES = 8 * 2**20  # a thread reads at least this much at once
+_BLOCK_BYTES = 64 * 2**20  # memory is allocated in blocks of this size
+_ALIGNMENT = 64
+
+Bounds = tuple[tuple[int, int], ...]  # (begin, end) in every dimension
+Shards = Mapping[Bounds, np.ndarray]  # memory for the elements within the bounds
+
+
+def stored_name(name: str) -> str:
+    """Return the prefix of an array's keys in the database, as Orbax chooses it."""
+    return name.replace("/", ".") + "/"
+
+
+class StoredArrays:
+    """The arrays in a directory `state/`. Opening them reads only metadata.
+
+    Attributes:
+      shapes: {name: shape and dtype}.
+    """
+
+    def __init__(self, directory: epath.Path):
+        self._directory = directory
+        with _metadata_errors(directory):
+            names, empty = _read_metadata(directory)
+            self._arrays = _open_arrays(directory, {name: stored_name(name) for name in names})
+            stored = {name: jax.ShapeDtypeStruct(self._arrays[name].shape, self._arrays[name].dtype) for name in names}
+            self.shapes = stored | empty
+            check_expansion(directory, self.shapes.values(), paths.tree_size(directory))
+
+    def read(self, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
+        """Read the wanted arrays, and no others.
+
+        Args:
+          wanted: {name: leaf} with the stored shapes. An array with a sharding is placed on its devices, shard by
+            shard; one without becomes a NumPy array. A dtype other than the stored one casts.
+        """
+        memory = _Memory()
+        result = {name: _ArrayMemory(leaf, memory).assemble() for name, leaf in wanted.items() if 0 in leaf.shape}
+        reading = collections.deque()
+        ahead = 0
+        with _chunk_errors(self._directory), ThreadPoolExecutor(_threads(), thread_name_prefix="t5x-read") as pool:
+            for names in self._batches([name for name in wanted if name not in result]):
+                batch = {name: _ArrayMemory(wanted[name], memory) for name in names}
+                reading.append((batch, pool.submit(self._fill, batch)))
+                ahead += _nbytes(batch)
+                while ahead > _READ_AHEAD_BYTES:
+                    ahead -= _nbytes(reading[0][0])
+                    result |= _finish(*reading.popleft())
+            while reading:
+                result |= _finish(*reading.popleft())
+        return {name: result[name] for name in wanted}
+
+    def _batches(self, names: list[str]) -> Iterator[list[str]]:
+        """Yield the names in the order of the arrays in the files, a few megabytes at a time."""
+        batch, size = [], 0
+        for name in sorted(names, key=lambda name: self._arrays[name].place()):
+            batch.append(name)
+            size += math.prod(self.shapes[name].shape) * self.shapes[name].dtype.itemsize
+            if size >= _BATCH_BYTES:
+                yield batch
+                batch, size = [], 0
+        if batch:
+            yield batch
+
+    def _fill(self, batch: "Mapping[str, _ArrayMemory]") -> None:
+        with _Files(self._directory) as files:
+            for name, array in batch.items():
+                self._arrays[name].read_into(array.shards, files)
+
+
+# --- Metadata
+
+
+def read_shapes(directory: epath.Path) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return {name: shape and dtype} of every array in the directory."""
+    return StoredArrays(directory).shapes
+
+
+def read_names(directory: epath.Path) -> set[str]:
+    """Return the names of all arrays in the directory without opening them."""
+    with _metadata_errors(directory):
+        names, empty = _read_metadata(directory)
+        return {*names, *empty}
+
+
+def read_empty_arrays(directory: epath.Path) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return {name: shape and dtype} of the arrays without elements."""
+    with _metadata_errors(directory):
+        return _read_metadata(directory)[1]
+
+
+def _read_metadata(directory: epath.Path) -> tuple[list[str], dict[str, jax.ShapeDtypeStruct]]:
+    """Return (names of the stored arrays, {name: shape and dtype} of the empty ones)."""
+    with open_inside(directory, METADATA) as file:
+        metadata = parse_json(file.read(_MAX_METADATA_BYTES + 1), max_bytes=_MAX_METADATA_BYTES)
+    keys = [entry["key_metadata"] for entry in metadata["tree_metadata"].values()]
+    names = ["/".join(str(key["key"]) for key in keys_of_one) for keys_of_one in keys]
+    empty = {}
+    for name, leaf in (metadata.get("custom_metadata") or {}).get(EMPTY, {}).items():
+        shape = check_shape(leaf["shape"])
+        if 0 not in shape:
+            raise ValueError(f"{name[:200]} is listed as an array without elements, with the shape {list(shape)}")
+        empty[name] = jax.ShapeDtypeStruct(shape, DTYPES[leaf["dtype"]])
+    return names, empty
+
+
+@contextlib.contextmanager
+def _metadata_errors(directory: epath.Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise DamagedCheckpoint(directory, f"its metadata cannot be read: {first_line(error)}") from error
+
+
+@contextlib.contextmanager
+def _chunk_errors(directory: epath.Path) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        if not tensorstore_status(error):
+            raise
+        raise DamagedCheckpoint(directory, first_line(error)) from error
+
+
+# --- Arrays in files
+
+
+@dataclasses.dataclass(frozen=True)
+class _ChunkedArray:
+    """An array of uncompressed chunks.
+
+    Attributes:
+      prefix: prefix of its keys in the database.
+      values: values of the whole database, by key.
+    """
+
+    directory: epath.Path
+    prefix: str
+    metadata: zarr_arrays.Metadata
+    values: Mapping[str, bytes | Place]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.metadata.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.metadata.dtype
+
+    def place(self) -> Place:
+        """Return the array's approximate position, to read neighbouring arrays together."""
+        value = self.values.get(self.prefix + self.metadata.chunk_name((0,) * len(self.shape)))
+        return value if isinstance(value, Place) else Place("", 0, 0)
+
+    def read_into(self, shards: Shards, files: "_Files") -> None:
+        """Fill the shards. Each chunk is read once, whatever the number of shards that overlap it."""
+        chunks = self.metadata.chunks
+        uses: dict[str, list[tuple[np.ndarray, tuple[slice, ...]]]] = {}  # (destination, elements of the chunk)
+        for bounds, shard in shards.items():
+            ranges = [range(begin // n, -(-end // n)) for (begin, end), n in zip(bounds, chunks, strict=True)]
+            for index in itertools.product(*ranges):
+                of_shard, of_chunk = [], []
+                for i, n, (begin, end) in zip(index, chunks, bounds, strict=True):
+                    low, high = max(begin, i * n), min(end, (i + 1) * n)
+                    of_shard.append(slice(low - begin, high - begin))
+                    of_chunk.append(slice(low - i * n, high - i * n))
+                key = self.prefix + self.metadata.chunk_name(index)
+                uses.setdefault(key, []).append((shard[(*of_shard, ...)], tuple(of_chunk)))
+        for key, wanted in uses.items():
+            self._read_chunk(key, wanted, files)
+
+    def _read_chunk(self, key: str, wanted: list[tuple[np.ndarray, tuple[slice, ...]]], files: "_Files") -> None:
+        value, size = self.values.get(key), self.metadata.chunk_bytes
+        if value is None:
+            raise DamagedCheckpoint(self.directory, f"the chunk {key} is missing")
+        found = value.size if isinstance(value, Place) else len(value)
+        if found != size:
+            raise DamagedCheckpoint(self.directory, f"the chunk {key} has {found} bytes instead of {size}")
+        destination, _ = wanted[0]
+        whole = len(wanted) == 1 and destination.nbytes == size and destination.dtype == self.dtype
+        if isinstance(value, Place) and whole and destination.flags.c_contiguous:
+            files.read_into(value, destination.reshape(-1).view(np.uint8))
+            return
+        content = files.read(value) if isinstance(value, Place) else np.frombuffer(value, np.uint8)
+        chunk = content.view(self.dtype).reshape(self.metadata.chunks)
+        for destination, elements in wanted:
+            destination[...] = chunk[elements]
+
+
+@dataclasses.dataclass(frozen=True)
+class _TensorStoreArray:
+    """An array of any other kind, or one whose position TensorStore does not report."""
+
+    array: ts.TensorStore
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(self.array.dtype.numpy_dtype)
+
+    def place(self) -> Place:
+        return Place("", 0, 0)
+
+    def read_into(self, shards: Shards, files: "_Files") -> None:
+        for bounds, shard in shards.items():
+            shard[...] = self.array[tuple(slice(*pair) for pair in bounds)].read().result()
+
+
+def _open_arrays(directory: epath.Path, prefixes: Mapping[str, str]) -> dict[str, _ChunkedArray | _TensorStoreArray]:
+    """Open arrays of the database in `directory`.
+
+    Args:
+      prefixes: {name: prefix of the array's keys}.
+    """
+    try:
+        values = ocdbt.locate(directory)
+    except (AttributeError, KeyError, TypeError) as error:  # a TensorStore version with another output
+        log.debug("The positions of the chunks of %s are unknown: %r", directory, error)
+        values = {}
+    found: dict[str, _ChunkedArray | _TensorStoreArray] = {}
+    with _Files(directory) as files:
+        for name, prefix in prefixes.items():
+            value = values.get(prefix + zarr_arrays.METADATA_FILE)
+            if isinstance(value, Place):
+                value = files.read(value._replace(size=min(value.size, _MAX_ARRAY_METADATA_BYTES + 1))).tobytes()
+            with contextlib.suppress(zarr_arrays.Malformed):
+                metadata = None if value is None else zarr_arrays.parse_metadata(value)
+                if metadata is not None and metadata.codec is None and metadata.order == "C":
+                    found[name] = _ChunkedArray(directory, prefix, metadata, values)
+    if others := {name: prefix for name, prefix in prefixes.items() if name not in found}:
+        log.warning(
+            "%d of the %d arrays of %s cannot be read directly from their files. TensorStore reads them, which takes "
+            "several times as long.", len(others), len(prefixes), directory,
+        )  # fmt: skip
+        found |= {name: _TensorStoreArray(array) for name, array in ocdbt.open_arrays(directory, others).items()}
+    return found
+
+
+class _Files(contextlib.ExitStack):
+    """Open files of a directory."""
+
+    def __init__(self, directory: epath.Path):
+        super().__init__()
+        self._directory = directory
+        self._opened: dict[str, tuple[int, int]] = {}  # descriptor and size
+
+    def read(self, place: Place) -> np.ndarray:
+        """Return the bytes at a place as a uint8 array."""
+        content = np.empty(place.size, np.uint8)
+        self.read_into(place, content)
+        return content
+
+    def read_into(self, place: Place, memory: np.ndarray) -> None:
+        """Fill `memory`, a uint8 array of the place's size."""
+        try:
+            if place.path not in self._opened:
+                file = self.enter_context(open_inside(self._directory, place.path))
+                self._opened[place.path] = file.fileno(), os.fstat(file.fileno()).st_size
+            descriptor, size = self._opened[place.path]
+            count = done = 0
+            while done < place.size:
+                if place.offset + place.size <= size:
+                    count = os.preadv(descriptor, [memory[done:]], place.offset + done)
+                if count == 0:
+                    raise DamagedCheckpoint(self._directory, f"{place.path} ends too early")
+                done += count
+        except OSError as error:
+            reason = f"{place.path} cannot be read: {error.strerror}"
+            raise DamagedCheckpoint(self._directory, reason) from error
+
+
+# --- Memory
+
+
+class _Memory:
+    """Memory for arrays, in huge pages.
+
+    They fill in a fraction of the time, because the operating system clears small pages one by one. Arrays are aligned
+    such that JAX on a CPU adopts them without a copy.
+    """
+
+    def __init__(self):
+        self._block, self._used = np.empty(0, np.uint8), 0
+
+    def take(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """Return an uninitialized array."""
+        begin, size = -(-self._used // _ALIGNMENT) * _ALIGNMENT, math.prod(shape) * dtype.itemsize
+        if begin + size > self._block.size:
+            pages = mmap.mmap(-1, max(size, _BLOCK_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                pages.madvise(mmap.MADV_HUGEPAGE)
+            self._block, begin = np.frombuffer(pages, np.uint8), 0
+        self._used = begin + size
+        return self._block[begin : self._used].view(dtype).reshape(shape)
+
+
+class _ArrayMemory:
+    """Memory for the distinct shards of an array that this process needs."""
+
+    def __init__(self, leaf: jax.ShapeDtypeStruct, memory: _Memory):
+        self._leaf = leaf
+        indices = [()] if leaf.sharding is None else leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
+        bounds = dict.fromkeys(_bounds(index, leaf.shape) for index in indices)
+        self.shards = {each: memory.take(tuple(end - begin for begin, end in each), leaf.dtype) for each in bounds}
+
+    def assemble(self) -> Any:
+        """Return the array in its sharding."""
+        shape, sharding = self._leaf.shape, self._leaf.sharding
+        if sharding is None:
+            return self.shards[_bounds((), shape)]
+        return jax.make_array_from_callback(shape, sharding, lambda index: self.shards[_bounds(index, shape)])
+
+
+def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> Bounds:
+    """Return (begin, end) of every dimension; an index may omit the last ones."""
+    slices = [*index, *[slice(None)] * (len(shape) - len(index))]
+    return tuple(part.indices(size)[:2] for part, size in zip(slices, shape, strict=True))
+
+
+def _nbytes(batch: Mapping[str, _ArrayMemory]) -> int:
+    return sum(shard.nbytes for array in batch.values() for shard in array.shards.values())
+
+
+def _finish(batch: Mapping[str, _ArrayMemory], reading: Any) -> dict[str, Any]:
+    reading.result()
+    return {name: array.assemble() for name, array in batch.items()}
+
+
+def _threads() -> int:
+    return min(8, os.cpu_count() or 1)
