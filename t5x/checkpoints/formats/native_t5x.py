@@ -180,13 +180,7 @@ def _check_stated(name: str, spec: Mapping[str, Any], array: LazyArray, director
 # --- Writing
 
 
-def write_native(
-    path: epath.PathLike,
-    step: int,
-    arrays: Iterable[tuple[str, np.ndarray]],
-    *,
-    dtype: str | np.dtype | None = None,
-) -> None:
+def write_native(path: epath.PathLike, step: int, arrays: Iterable[tuple[str, np.ndarray]]) -> None:
     """Write a native T5X checkpoint of version 3.
 
         source = read_orbax("run/checkpoint_1000")
@@ -197,7 +191,6 @@ def write_native(
       step: the training step.
       arrays: (T5X's name, array): `target/…`, `state/param_states/…`, `flax_mutables/…`, and optionally `state/step`,
         which must equal `step`. They are consumed one at a time and not kept.
-      dtype: float32 or bfloat16, to cast the floating-point arrays of `target`; None keeps theirs.
 
     Raises:
       UserError: the path exists, an array cannot be stored, or the disk is full. Nothing is left behind.
@@ -206,8 +199,6 @@ def write_native(
     step = operator.index(step)
     if not 0 <= step < 2**31:
         raise UserError(f"Step {step} cannot be written: T5X stores it as an int32.")
-    if dtype is not None and str(dtype) not in ("float32", "bfloat16"):
-        raise UserError(f"dtype is {str(dtype)!r}; it must be float32, bfloat16, or None to keep each array's dtype.")
     if os.path.lexists(path):
         raise UserError(f"{path} exists already. Choose another path, or move it away.")
     try:
@@ -215,7 +206,7 @@ def write_native(
             temporary = epath.Path(temporary)
             tree: dict[str, Any] = {section: {} for section in SECTIONS}
             for name, array in arrays:
-                _write(temporary, step, name, array, dtype and DTYPES[str(dtype)], tree)
+                _write(temporary, step, name, array, tree)
                 del array  # before the next one is read
             _write_msgpack(temporary, step, tree)
     except OSError as error:
@@ -226,9 +217,7 @@ def write_native(
     _logger.info("wrote %s, a native T5X checkpoint of step %d", path, step)
 
 
-def _write(
-    directory: epath.Path, step: int, name: str, array: np.ndarray, cast: np.dtype | None, tree: dict[str, Any]
-) -> None:
+def _write(directory: epath.Path, step: int, name: str, array: np.ndarray, tree: dict[str, Any]) -> None:
     """Write one array, and add its entry in the msgpack file to `tree`: itself, or the spec of its directory."""
     stored_name = name.replace("/", ".")
     section, *keys = name.split("/")
@@ -247,8 +236,6 @@ def _write(
             break
     if _is_leaf(parent) or keys[-1] in parent or os.path.lexists(directory / stored_name):
         raise UserError(f"{name}: another array has this name, or a name that is stored as the same. Rename one.")
-    if cast is not None and section == "target" and (array.dtype.kind == "f" or array.dtype.name == "bfloat16"):
-        array = array.astype(cast, copy=False)
     if _is_inline(section, keys[-1], array):
         parent[keys[-1]] = _pack_array(array)
     else:

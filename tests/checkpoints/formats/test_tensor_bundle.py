@@ -28,39 +28,6 @@ def test_every_type_and_odd_offsets(tmp_path, dtype):
         np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.parametrize(
-    "compressed, expected",
-    [
-        (b"\x05\x10hello", b"hello"),
-        (b"\x05\xf0\x04hello", b"hello"),
-        (b"\x0b\x08abc" + b"\x11\x03", b"abcabcabcab"),
-        (b"\x09\x00a" + b"\x1e\x01\x00", b"aaaaaaaaa"),
-        (b"\x06\x08abc" + b"\x0b\x03\x00\x00\x00", b"abcabc"),
-    ],
-)
-def test_snappy(compressed, expected):
-    assert sorted_table.decompress_snappy(compressed) == expected
-
-
-@pytest.mark.parametrize(
-    "compressed",
-    [
-        b"",
-        b"\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01",  # a length without end
-        b"\xff\xff\xff\xff\x7f\x00a",  # 34 GB
-        b"\x05\x10hell",
-        b"\x05\xfc\xff\xff\xff\xffhello",
-        b"\x05\x00a\x01\x02",  # copies from before the beginning
-        b"\x05\x00a\x01\x00",  # copies from nowhere
-        b"\x04\x10hello",
-        b"\x06\x10hello",
-    ],
-)
-def test_damaged_snappy(compressed):
-    with pytest.raises(sorted_table.Malformed):
-        sorted_table.decompress_snappy(compressed)
-
-
 GOOD = {b"a": bundles.entry()}
 ENTRIES = [
     (bundles.entry(shard=1), "data file number 1"),
@@ -74,7 +41,7 @@ ENTRIES = [
     (bundles.entry(code=1234), "has the type number 1234"),
     (bundles.entry() + bundles.data(7, b""), "partitioned variable"),
     (bundles.entry() + b"\x0f", "wire type 7"),
-    (bundles.entry() + b"\x12\xff\xff\xff\xff\x7f", "leads out of"),
+    (bundles.entry() + b"\x12\xff\xff\xff\xff\x7f", "exceeds"),
     (bundles.entry() + b"\xff" * 11, "does not end"),
     (bundles.number(1, 1) + bundles.number(2, 1), "is not a message"),
     (bundles.data(1, b"x"), "is not a number"),
@@ -103,23 +70,22 @@ TABLES = [
     (b"", "fewer than the footer"),
     (b"\0" * 100, "magic number"),
     (bundles.index_file(GOOD)[:-1], "magic number"),
-    (bundles.index_file(GOOD)[1:], "checksum|leads out"),
-    (bundles.table(first, [bundles.handle(2**40, 10)]), "leads out of"),
-    (bundles.table(first, [bundles.handle(0, 2**63)]), "leads out of"),
+    (bundles.index_file(GOOD)[1:], "checksum|exceeds"),
+    (bundles.table(first, [bundles.handle(2**40, 10)]), "exceeds"),
+    (bundles.table(first, [bundles.handle(0, 2**63)]), "exceeds"),
     (bundles.table(first, [bundles.handle(1, len(first) - 6)]), "checksum"),
     (bundles.table(first, [BLOCK, BLOCK]), "overlaps"),
     (bundles.table(first, [b"\xff" * 12]), "does not end"),
     (bundles.table(first, []), "header"),
     (bundles.table(bundles.block(bundles.pair(b"a", bundles.entry()))), "header"),
-    (in_a_block(bundles.pair(b"a", b"", shared=1)), "takes 1 bytes from a key of 0"),
+    (in_a_block(bundles.pair(b"a", b"", shared=1)), "1 bytes with a key of 0"),
     (in_a_block(bundles.pair(b"a" * 1025, b"")), "adds 1025"),
     (in_a_block(bundles.pair(b"b", bundles.entry()) + bundles.pair(b"a", bundles.entry(offset=8))), "not in order"),
     (in_a_block(bundles.pair(b"\xff", bundles.entry())), "not text"),
     (in_a_block(bundles.pair(b"\0a", bundles.entry())), "slices"),
-    (in_a_block(b"\x00\x7fa"), "leads out"),
+    (in_a_block(b"\x00\x7fa"), "exceeds"),
     (in_a_block(b"", restarts=2**32 - 1), "restart offsets"),
-    (in_a_block(b"", compression=2), "compression 2"),
-    (bundles.table(bundles.block(b"\xff\xff\xff\xff\x7f", compression=1)), "claims to hold"),
+    (in_a_block(b"", compression=1), "compressed"),
     (bundles.index_file(GOOD, header=b""), "0 data files"),
     (bundles.index_file(GOOD, header=bundles.number(1, 2**40)), "data files"),
     (bundles.index_file(GOOD, header=bundles.HEADER + bundles.number(2, 1)), "big-endian"),
