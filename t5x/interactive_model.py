@@ -12,7 +12,6 @@ For inference only, `t5x.load` is simpler.
 """
 
 import enum
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -40,10 +39,10 @@ from t5x.data.pipeline import Example, Preprocessor
 from t5x.data.preprocessors import append_eos_after_trim, tokenize
 from t5x.errors import UserError
 from t5x.models import BaseTransformerModel
-from t5x.network.padding import Program
 from t5x.optimizers.schedules import create_learning_rate_scheduler
 from t5x.partitioning import PjitPartitioner
 from t5x.trainer import StateLayout, Trainer, TrainState
+from t5x.trainer.evaluation import BatchProgram
 from t5x.trainer.restore import Run, restore_or_init
 from t5x.trainer.trainer import summarize
 
@@ -375,18 +374,13 @@ class InteractiveModel:
         except TypeError:  # unhashable option: compile without caching
             key, program = None, None
         if program is None:
-            program = self._compiled(mode, options)
+            program = self._compile(mode, options)
             if key is not None:
                 self._programs[key] = program
 
-        def run(batch: Mapping[str, np.ndarray]) -> Any:
-            mine = {name: array[self._rows.start : self._rows.stop] for name, array in batch.items()}
-            compiled = program.chosen(self._model, batch)
-            return jax.device_get(compiled(self.train_state.params, self._partitioner.to_devices(mine)))
+        return lambda batch: program(self.train_state.params, batch)
 
-        return run
-
-    def _compiled(self, mode: InferenceType, options: Mapping[str, Any]) -> Program:
+    def _compile(self, mode: InferenceType, options: Mapping[str, Any]) -> BatchProgram:
         def predict(params: Any, batch: Mapping[str, jax.Array]) -> Any:
             return self._model.predict_batch_with_aux(params, batch, **{"rng": jax.random.key(0), **options})
 
@@ -394,12 +388,7 @@ class InteractiveModel:
             scores = self._model.score_batch(params, batch, **options)
             return scores if isinstance(scores, tuple) else (scores, {})
 
-        compiled = functools.partial(
-            self._partitioner.partition,
-            in_shardings=(self._layout.shardings.params, self._partitioner.batch_sharding),
-            out_shardings=self._partitioner.replicated,
-        )
-        return Program.of(score if mode is InferenceType.SCORE else predict, compiled)
+        return BatchProgram(score if mode is InferenceType.SCORE else predict, self._layout, self._batch_size)
 
 
 # --- Helpers under T5X's names ----------------------------------------------------------------------------------------

@@ -23,11 +23,10 @@ from t5x.telemetry import MetricWriter, ThroughputClock
 from t5x.trainer.actions import Actions, ActionStop, BaseAction
 from t5x.trainer.checks import require_same_data, verify_matching_vocabs
 from t5x.trainer.datasets import ForeignBatches, ShardInfo, get_dataset, get_training_eval_datasets
-from t5x.trainer.evaluations import InferenceEvaluation, TrainingEvaluation
+from t5x.trainer.evaluation import Evaluation, InferenceEvaluation, TeacherForcedEvaluation
 from t5x.trainer.metric_lines import MetricLines
-from t5x.trainer.model_info import write_model_info
 from t5x.trainer.restore import OnChangedData, Run, position_of_all, restore_or_init, resume_data
-from t5x.trainer.state import StateLayout, TrainState
+from t5x.trainer.state import StateLayout, TrainState, write_model_info
 
 log = logging.getLogger(__name__)
 
@@ -181,42 +180,48 @@ def train(
         # --- Training, evaluation, saving -----------------------------------------------------------------------------
         trainer = trainer_cls(model=model, train_state=state, partitioner=partitioner, layout=layout, rng=dropout_rng)
         del state  # its buffers are donated by the train step
-        train_eval = infer_eval = None
+        evaluations: dict[str, Evaluation] = {}
         if train_eval_dataset_cfg is not None:
-            train_eval = closing.enter_context(
-                TrainingEvaluation(
-                    train_eval_dataset_cfg, train_eval_get_dataset_fn, eval_steps, trainer, model_dir, stop, home
-                )
-            )
+            evaluations["TRAIN_EVAL"] = TeacherForcedEvaluation(
+                train_eval_dataset_cfg, train_eval_get_dataset_fn, layout, model_dir, eval_steps=eval_steps,
+                start_step=first_step, home=home,
+            )  # fmt: skip
+            evaluations["TRAIN_EVAL"].check()
         if infer_eval_dataset_cfg is not None:
-            infer_eval = InferenceEvaluation(infer_eval_dataset_cfg, inference_evaluator_cls, trainer, model_dir, stop)
-        measured = {"TRAIN_EVAL": train_eval, "INFER_EVAL": infer_eval}
-        actions.check({"TRAIN": ["train"]} | {mode: e.tasks for mode, e in measured.items() if e is not None})
+            evaluations["INFER_EVAL"] = InferenceEvaluation(
+                infer_eval_dataset_cfg, inference_evaluator_cls, layout, model_dir
+            )
+        for evaluation in evaluations.values():
+            closing.callback(evaluation.close)
+            evaluation.drop_later(first_step)
+        actions.check({"TRAIN": ["train"]} | {mode: evaluation.tasks for mode, evaluation in evaluations.items()})
         if store.best is not None:
-            store.best.check(["train", *(group for e in measured.values() if e is not None for group in e.groups)])
+            store.best.check(["train", *(group for evaluation in evaluations.values() for group in evaluation.groups)])
         if save_cfg is not None and save_cfg.state_transformation_fns:
             log.info("what is saved passes through utils.SaveCheckpointConfig.state_transformation_fns first")
             save_cfg.tree_to_save(trainer.state.tree())  # fails now rather than at the first save
         times = trainer_lib.Timetable(
             total_steps=total_steps,
             stats_period=stats_period or max(1, min(eval_period or 100, 100)),
-            train_eval_period=eval_period if train_eval_period is None else train_eval_period,
-            infer_eval_period=eval_period if infer_eval_period is None else infer_eval_period,
+            eval_periods={
+                "TRAIN_EVAL": eval_period if train_eval_period is None else train_eval_period,
+                "INFER_EVAL": eval_period if infer_eval_period is None else infer_eval_period,
+            },
             save_period=save_cfg.period if save_cfg else None,
             save_steps=(save_cfg.checkpoint_steps or ()) if save_cfg else (),
             gc_period=gc_period,
         )
-        due = {"TRAIN_EVAL": times.train_eval_due, "INFER_EVAL": times.infer_eval_due}
 
-        def evaluate(step: int, modes: Iterable[str] = ()) -> ActionStop | None:
-            """Run the evaluations that are due after this step, or those of the given modes."""
-            modes = modes or [mode for mode in due if due[mode](step)]
+        def evaluate(step: int, modes: Sequence[str]) -> ActionStop | None:
             ended = None
-            for mode in modes:
-                figures = None if measured[mode] is None else measured[mode](step)
-                if figures is not None:
-                    ended = actions.run(mode, trainer.state, figures) or ended
-            if modes and store.best is not None:
+            for mode in (mode for mode in modes if mode in evaluations):
+                try:
+                    metrics = evaluations[mode].evaluate(trainer, step, before_batch=stop.check)
+                except trainer_lib.Interrupted:
+                    log.info("the evaluation of step %d was interrupted; it is repeated when the run resumes", step)
+                    continue
+                ended = actions.run(mode, trainer.state, metrics) or ended
+            if store.best is not None:
                 store.retire(step)
                 if not stop:
                     store.best.expect()
@@ -224,19 +229,13 @@ def train(
 
         # The run may have been interrupted during an evaluation at the checkpoint's step. Actions saw it after the
         # save, so their state in the checkpoint does not include it.
-        ended = None
-        again = [
-            mode
-            for mode, evaluation in measured.items()
-            if evaluation is not None
-            and first_step > run.first_step
-            and due[mode](first_step)
-            and (actions.has(mode) or not evaluation.done(first_step))
-        ]
-        if run_eval_before_training and first_step == run.first_step:
-            ended = evaluate(first_step, tuple(measured))
-        elif again:
-            ended = evaluate(first_step, again)
+        modes = []
+        if first_step > run.first_step:
+            due = [mode for mode in times.evaluations_due(first_step) if mode in evaluations]
+            modes = [mode for mode in due if actions.has(mode) or not evaluations[mode].done(first_step)]
+        elif run_eval_before_training:
+            modes = list(times.eval_periods)
+        ended = evaluate(first_step, modes) if modes else None
         last_step = first_step
         why = ended
         if why is None and run.ended is not None and actions.same_as(run.actions):

@@ -8,7 +8,7 @@
 | `spans.py` | finds the position of an answer in its context |
 | `answers.py` | answers of a loaded model |
 | `questions.py` | files of questions, validated |
-| `files.py` | `t5x answer --input`: files of questions, in chunks that survive a kill |
+| `file_answering.py` | `t5x answer --input`: files of questions, in chunks that survive a kill |
 """
 
 from t5x.answering.squad import SquadDataSource, read_squad

@@ -4,10 +4,10 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from t5x.data.sources.files import FilesDataSource, Patterns
+from t5x.data.sources.files import FileExamples, FilesDataSource, Patterns
 from t5x.errors import UserError
 from t5x.files import text_lines, user_files
 from t5x.files.local_copies import LocalCopy
@@ -68,30 +68,14 @@ class SquadDataSource(FilesDataSource):
     def _settings(self, split: str) -> dict[str, Any]:
         return super()._settings(split) | {"_titles": self._titles.get(split)}
 
-    def _open(self, split: str) -> Any:
-        copies = self._staged(split, self._paths(split))
-        return self._joined(split, copies, [_Questions(copy, self._titles.get(split)) for copy in copies])
+    def _open_files(self, split: str, copies: Sequence[LocalCopy]) -> list[FileExamples]:
+        return [self._open_titles(copy, self._titles.get(split)) for copy in copies]
 
-    def _open_file(self, copy: LocalCopy) -> "_Questions":
-        return _Questions(copy, None)
-
-
-class _Questions:
-    """The questions of one file as examples."""
-
-    def __init__(self, copy: LocalCopy, titles: str | None):
-        self._name = copy.name
-        self._questions = read_squad(copy.path, titles, copy.name)
-
-    def __len__(self) -> int:
-        return len(self._questions)
-
-    def __getitem__(self, index: int) -> Question:
-        question = self._questions[index]
-        return question | {"answers": list(question["answers"])}
-
-    def location(self, index: int) -> str:
-        return f"{self._name}, question {self._questions[index]['id']!r}"
+    def _open_titles(self, copy: LocalCopy, titles: str | None) -> FileExamples:
+        questions = read_squad(copy.path, titles, copy.name)
+        read = lambda index: questions[index] | {"answers": list(questions[index]["answers"])}
+        locate = lambda index: f"{copy.name}, question {questions[index]['id']!r}"
+        return FileExamples(copy.name, len(questions), read, locate)
 
 
 def _parsed(content: bytes, name: str) -> Any:

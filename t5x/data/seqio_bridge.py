@@ -452,7 +452,7 @@ def _stage(entry: str, identity: Mapping[str, Any], what: str, examples: Iterato
             error = OSError(errno.ENOSPC, str(error))
         if not isinstance(error, OSError):
             raise
-        raise cache_directory.fault(os.path.dirname(entry), what, None, error) from error
+        raise cache_directory.copy_error(os.path.dirname(entry), what, error) from error
 
 
 def _limit() -> float:

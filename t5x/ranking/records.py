@@ -11,7 +11,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 from t5x.errors import UserError
 from t5x.files import text_lines
-from t5x.files.remote import explained, file_system, is_remote
+from t5x.files.remote import RemotePath, is_remote
+from t5x.files.remote_errors import explained
 from t5x.files.user_files import open_binary
 
 _BOM = b"\xef\xbb\xbf"
@@ -105,8 +106,7 @@ def copying(name: str) -> Iterator[None]:
 def _opened(path: str) -> Iterator[BinaryIO]:
     """Open a file and decompress its content."""
     if is_remote(path):
-        remote, name = file_system(path)
-        with explained(path), remote.open(name, "rb") as file:
+        with explained(path), RemotePath.parse(path).open() as file:
             yield _content(file)
     else:
         if os.path.isdir(path):

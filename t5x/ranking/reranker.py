@@ -153,13 +153,9 @@ class Reranker:
                 wanted = ", ".join(("query", *self.template.DOCUMENTS))
                 raise UserError(f"Pair {i} is {_short(pair)}, where ({wanted}) is needed, each a text.")
         encoded = self.encode(pairs)
-        if encoded.cut:
-            log.warning(
-                "%d input(s) of %d passage(s) were longer than %d tokens and lost the end of their passage "
-                "(max_length, windows)", encoded.cut, len(pairs), self.template.max_length,
-            )  # fmt: skip
-        if encoded.cut_queries:
-            log.warning("%d input(s) lost the end of their query too (long_query)", encoded.cut_queries)
+        log_truncated(
+            encoded.cut, encoded.cut_queries, len(pairs), self.template.max_length, "max_length, windows"
+        )
         logits = self.logits(encoded)
         check_finite(logits, lambda i: f"Query {_short(pairs[i][0])}, passage {_short(pairs[i][1])}")
         return [
@@ -215,6 +211,23 @@ def scores(logits: np.ndarray) -> np.ndarray:
         return wide[:, 0]
     with np.errstate(invalid="ignore"):  # whoever asks for scores looks whether they are numbers
         return -np.logaddexp(0.0, wide[:, 1] - wide[:, 0])
+
+
+def log_truncated(inputs: int, queries: int, passages: int, max_length: int, options: str) -> None:
+    """Warn about truncated inputs.
+
+    Args:
+      inputs, queries: numbers of inputs with a truncated passage, and with a truncated query.
+      passages: number of all passages.
+      options: the options to change.
+    """
+    if inputs:
+        log.warning(
+            "%d input(s) of %d passage(s) were longer than %d tokens; the end of the passage was dropped (%s)",
+            inputs, passages, max_length, options,
+        )  # fmt: skip
+    if queries:
+        log.warning("%d input(s) had their query truncated too (long_query)", queries)
 
 
 def check_finite(logits: np.ndarray, name: Callable[[int], str]) -> None:

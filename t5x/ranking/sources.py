@@ -13,6 +13,7 @@ from t5x.data.sources.base import OpenedSplits
 from t5x.errors import UserError
 from t5x.files import local_copies, user_files
 from t5x.ranking.judgments import Passage, Paths, Query, as_list, read_judgments
+from t5x.telemetry import copy_progress
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +82,8 @@ class JudgedDataSource(OpenedSplits, DataSource):
 
     def content_fingerprint(self, split: str) -> Callable[[], dict[str, Any]]:
         described = {"class": type(self).__qualname__, "settings": fingerprint(self._settings(split), lasting=True)}
-        return lambda: described | {"files": file_digests.describe_files(local_copies.stage(self._files(split)))}
+        stage = lambda: local_copies.stage(self._files(split), copy_progress)
+        return lambda: described | {"files": file_digests.describe_files(stage())}
 
     def _files(self, split: str) -> list[str]:
         others = [self._reading.get("candidates"), self._reading.get("qrels")]

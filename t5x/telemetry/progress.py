@@ -4,13 +4,15 @@ import contextlib
 import dataclasses
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TextIO
 
 from tqdm import tqdm
 
 _BAR = "{percentage:3.0f}%|{bar}| {n}/{total}, {remaining} left{postfix}"
+_WORTH_SHOWING = 10**7  # bytes to copy
 
 # A closed pipe (Ctrl-C also ends a `tee` that reads it) must not end the run.
 _IGNORE_CLOSED = contextlib.suppress(OSError, ValueError)
@@ -32,6 +34,7 @@ class Progress(contextlib.AbstractContextManager):
       unit: name of a step.
       description: name of the work.
       stream: where to print; None is standard error.
+      disable: show nothing.
       seconds_between_lines: for streams that are not terminals.
       now: returns the time in seconds.
     """
@@ -44,11 +47,15 @@ class Progress(contextlib.AbstractContextManager):
         description: str = "",
         stream: TextIO | None = None,
         *,
+        disable: bool = False,
         seconds_between_lines: float = 30.0,
         now: Callable[[], float] = time.monotonic,
     ):
+        self._step = initial
         stream = sys.stderr if stream is None else stream
-        if stream.isatty() and os.environ.get("TERM") != "dumb":
+        if disable:
+            self._display = None
+        elif stream.isatty() and os.environ.get("TERM") != "dumb":
             self._display = _Bar(total, initial, unit, description, stream)
         else:
             head = f"{description}: {unit}" if description else unit
@@ -56,13 +63,22 @@ class Progress(contextlib.AbstractContextManager):
 
     def update(self, step: int, **metrics: float | str) -> None:
         """Show that `step` is done, and metrics such as `loss=2.5`."""
-        with _IGNORE_CLOSED:
-            self._display.update(int(step), ", ".join(f"{name} {_short(value)}" for name, value in metrics.items()))
+        self._step = int(step)
+        if self._display is not None:
+            with _IGNORE_CLOSED:
+                self._display.update(
+                    self._step, ", ".join(f"{name} {_short(value)}" for name, value in metrics.items())
+                )
+
+    def advance(self) -> None:
+        """Show that one more step is done."""
+        self.update(self._step + 1)
 
     def close(self) -> None:
         """Show the last state; closing twice is allowed."""
-        with _IGNORE_CLOSED:
-            self._display.close()
+        if self._display is not None:
+            with _IGNORE_CLOSED:
+                self._display.close()
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -81,6 +97,28 @@ class _Bar:
     def close(self) -> None:
         self._bar.refresh()
         self._bar.close()
+
+
+@contextlib.contextmanager
+def copy_progress(size: int) -> Iterator[Callable[[int], None]]:
+    """Show the progress of copying `size` bytes, unless they are few.
+
+    Yields:
+      A function that is called, from any thread, with the number of bytes that have been copied since the last call.
+    """
+    if size <= _WORTH_SHOWING:
+        yield lambda count: None
+        return
+    done, lock = 0, threading.Lock()
+    with Progress(-(-size // 10**6), unit="MB", description="copy") as progress:
+
+        def advance(count: int) -> None:
+            nonlocal done
+            with lock:
+                done += count
+                progress.update(-(-done // 10**6))
+
+        yield advance
 
 
 @dataclasses.dataclass

@@ -3,30 +3,29 @@
 import dataclasses
 import functools
 import logging
-import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent import futures
-from typing import Any
+from typing import NamedTuple
 
 import jax
 
 from t5x.metrics.accumulators import Metrics, compute, merge, to_json
 from t5x.network.flops import StepCost
 from t5x.telemetry import Throughput
-from t5x.trainer.nonfinite import FIRST_BAD_GRADIENT
+from t5x.trainer.nonfinite import FIRST_BAD_GRADIENT, is_finite
 from t5x.trainer.trainer import on_host
 
 log = logging.getLogger(__name__)
 
 _SLOW_DATA = 0.1
 _SLOW_DATA_HINT = (
-    "%.0f %% of the time goes into waiting for data. More processes that read it may help "
-    "(utils.DatasetConfig.num_workers), or a cache of its tokens (`t5x cache TASK`)"
+    "training waits for data %.0f %% of the time: read it with more processes (utils.DatasetConfig.num_workers), or "
+    "cache its tokens (`t5x cache TASK`)"
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class NonFinite:
+class NonFinite(NamedTuple):
     """Steps of which at least one has a non-finite loss or gradient, each with its metrics on the host."""
 
     steps: list[Metrics]
@@ -46,8 +45,8 @@ class MetricLines:
       concurrent: compute and write in a thread while the next steps run; otherwise `line` returns after `write`.
 
     Attributes:
-      figures: metrics of the last line.
-      shown: the subset for the progress display.
+      metrics: those of the last line.
+      summary: the subset for the progress display.
     """
 
     def __init__(
@@ -62,11 +61,11 @@ class MetricLines:
         self._pending: list[Metrics] = []
         self._thread = futures.ThreadPoolExecutor(1, "t5x-metrics") if concurrent else None
         self._job: futures.Future | None = None
-        self._counted = _Tokens()  # tokens of the steps that `unfinished` merged
-        self._found: NonFinite | None = None
-        self._slow_data_told = False
-        self.figures: dict[str, float] = {}
-        self.shown: dict[str, float] = {}
+        self._counted: Counter[str] = Counter()  # tokens of the steps that `unfinished` merged
+        self._nonfinite: NonFinite | None = None
+        self._warned = False
+        self.metrics: dict[str, float] = {}
+        self.summary: dict[str, float] = {}
 
     def add(self, metrics: Metrics) -> None:
         """Add the metrics of one step, which the devices may still be computing."""
@@ -82,7 +81,7 @@ class MetricLines:
         """
         self.wait()
         job = functools.partial(self._finish, step, self._before, self._pending, self._counted, lap, others)
-        self._pending, self._before, self._counted = [], None, _Tokens()
+        self._pending, self._before, self._counted = [], None, Counter()
         if self._thread is None:
             job()
         else:
@@ -93,8 +92,8 @@ class MetricLines:
         self.wait()
         if self._pending:
             steps = self._on_host(self._pending, step)
-            self._before = _merged(self._before, steps)
-            self._counted += _Tokens.of(steps)
+            self._before = _merge(self._before, steps)
+            self._counted += _count_tokens(steps)
             self._pending = []
         return None if self._before is None else to_json(self._before)
 
@@ -107,7 +106,7 @@ class MetricLines:
     def take_nonfinite(self) -> NonFinite | None:
         """Pop the recorded non-finite steps among those written or merged. Identical on every process."""
         self.wait()
-        found, self._found = self._found, None
+        found, self._nonfinite = self._nonfinite, None
         return found
 
     def close(self) -> None:
@@ -119,67 +118,54 @@ class MetricLines:
         step: int,
         before: Metrics | None,
         pending: list[Metrics],
-        counted: "_Tokens",
+        counted: Counter[str],
         lap: Throughput,
         others: Mapping[str, float],
     ) -> None:
         steps = self._on_host(pending, step)
-        counted += _Tokens.of(steps)
-        tokens = lambda count: round(count * lap.steps / counted.steps)
-        lap = dataclasses.replace(lap, target_tokens=tokens(counted.targets), input_tokens=tokens(counted.inputs))
-        figures = compute(_merged(before, steps))
+        counted = counted + _count_tokens(steps)
+        tokens = {
+            name: round(counted[name] * lap.steps / counted["steps"]) for name in ("target_tokens", "input_tokens")
+        }
+        lap = dataclasses.replace(lap, **tokens)
+        metrics = compute(_merge(before, steps))
         for name in ("target_tokens", FIRST_BAD_GRADIENT):
-            figures.pop(name, None)
-        figures |= lap.scalars(cores=jax.device_count()) | dict(others)
+            metrics.pop(name, None)
+        metrics |= lap.scalars(cores=jax.device_count()) | dict(others)
         if steps and "learning_rate" in steps[-1]:
-            figures["learning_rate/current"] = float(steps[-1]["learning_rate"].compute())
-        figures |= self._cost.scalars(lap.steps_per_second) if self._cost is not None else {}
-        self.figures = figures
-        self.shown = {
-            "loss": figures["loss_per_nonpadding_target_token"],
+            metrics["learning_rate/current"] = float(steps[-1]["learning_rate"].compute())
+        if self._cost is not None:
+            metrics |= self._cost.scalars(lap.steps_per_second)
+        self.metrics = metrics
+        self.summary = {
+            "loss": metrics["loss_per_nonpadding_target_token"],
             "tokens/s": lap.target_tokens_per_second + lap.input_tokens_per_second,
         }
-        if "timing/mfu" in figures:
-            self.shown["MFU %"] = 100 * figures["timing/mfu"]
+        if "timing/mfu" in metrics:
+            self.summary["MFU %"] = 100 * metrics["timing/mfu"]
         if lap.data_wait_share > _SLOW_DATA:
-            self.shown["waiting for data %"] = 100 * lap.data_wait_share
-            if not self._slow_data_told:
+            self.summary["waiting for data %"] = 100 * lap.data_wait_share
+            if not self._warned:
                 log.warning(_SLOW_DATA_HINT, 100 * lap.data_wait_share)
-            self._slow_data_told = True
-        self._write(step, figures)
+            self._warned = True
+        self._write(step, metrics)
 
     def _on_host(self, pending: list[Metrics], last_step: int) -> list[Metrics]:
         steps = on_host(pending)
-        if self._found is None and not all(map(_is_finite, steps)):
-            self._found = NonFinite(steps, last_step)
+        if self._nonfinite is None and not all(map(is_finite, steps)):
+            self._nonfinite = NonFinite(steps, last_step)
         return steps
 
 
-@dataclasses.dataclass(frozen=True)
-class _Tokens:
-    """Numbers of non-padding tokens of some steps."""
-
-    steps: int = 0
-    inputs: int = 0
-    targets: int = 0
-
-    @classmethod
-    def of(cls, steps: list[Metrics]) -> "_Tokens":
-        targets = sum(int(metrics["target_tokens"].total) for metrics in steps)
-        everything = sum(int(metrics["non_padding_fraction/overall"].total) for metrics in steps)
-        return cls(len(steps), everything - targets, targets)
-
-    def __add__(self, other: "_Tokens") -> "_Tokens":
-        return _Tokens(self.steps + other.steps, self.inputs + other.inputs, self.targets + other.targets)
+def _count_tokens(steps: list[Metrics]) -> Counter[str]:
+    """Count the steps and their non-padding tokens."""
+    targets = sum(int(metrics["target_tokens"].total) for metrics in steps)
+    both = sum(int(metrics["non_padding_fraction/overall"].total) for metrics in steps)
+    return Counter(steps=len(steps), target_tokens=targets, input_tokens=both - targets)
 
 
-def _merged(before: Metrics | None, steps: list[Metrics]) -> Metrics:
+def _merge(before: Metrics | None, steps: list[Metrics]) -> Metrics:
     if before is not None and steps and before.keys() != steps[0].keys():
-        log.warning("other metrics are computed than before the run was stopped: this line of them begins there")
+        log.warning("the run now computes other metrics than before it was stopped: this line starts here")
         before = None
     return functools.reduce(merge, steps if before is None else [before, *steps])
-
-
-def _is_finite(step: Metrics) -> bool:
-    value: Callable[[str], Any] = lambda name: step[name].compute() if name in step else 0.0
-    return all(math.isfinite(value(name)) for name in ("loss", "gradient_norm"))

@@ -30,6 +30,10 @@ class Stopped(Exception):
         self.exit_code = EXIT_CODES[signal.Signals(signum)]
 
 
+class Interrupted(Exception):
+    """Raised between two batches of an evaluation if the run is to stop."""
+
+
 class StopRequest:
     """Context manager that records the first signal, once there is something to save. A second SIGINT exits at once.
 
@@ -58,6 +62,11 @@ class StopRequest:
         if self._agreement is not None and self._agreement.stops_here():
             self.signum = self._agreement.signum
         return bool(self)
+
+    def check(self) -> None:
+        """Raise Interrupted if the run is to stop here."""
+        if self.here():
+            raise Interrupted
 
     def __enter__(self) -> "StopRequest":
         # Python delivers signals to the main thread only; a run in another thread is stopped by its caller.

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,9 +10,11 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from t5x.checkpoints.tree import parameter_table
 from t5x.models import BaseTransformerModel
 from t5x.network import logical_axes
 from t5x.partitioning import PjitPartitioner
+from t5x.telemetry import jsonl
 
 log = logging.getLogger(__name__)
 
@@ -120,3 +123,14 @@ class StateLayout:
         return self.partitioner.partition(
             fresh, in_shardings=self.partitioner.replicated, out_shardings=self.shardings
         )(rng)
+
+
+def write_model_info(directory: str, layout: StateLayout) -> None:
+    """Write model-info.txt: the parameters, the optimizer state if there is one, and how they are sharded."""
+    shardings = layout.shardings
+    lines = parameter_table(
+        layout.abstract.params, layout.axes, shardings.params, optimizer_state=layout.abstract.param_states or None,
+        optimizer_axes=layout.state_axes, optimizer_specs=shardings.param_states,
+    )  # fmt: skip
+    text = "\n".join([f"Mesh: {layout.partitioner}", "", *lines]) + "\n"
+    jsonl.replace(os.path.join(directory, "model-info.txt"), [text.encode()])

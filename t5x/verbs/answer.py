@@ -76,14 +76,14 @@ def run(args: argparse.Namespace) -> None:
         if args.input is None:
             _answer_one(args, given)
         else:
-            from t5x.answering.files import answer_file
+            from t5x.answering.file_answering import answer_file
 
             answer_file(args.model, args.input, vocabulary=args.vocabulary, dtype=args.dtype, **of_file, **given)
 
 
 def _answer_one(args: argparse.Namespace, given: dict[str, Any]) -> None:
     import t5x
-    from t5x.answering.files import as_record
+    from t5x.answering.file_answering import as_record
     from t5x.partitioning import distributed
 
     model = t5x.load(args.model, vocabulary=args.vocabulary, dtype=args.dtype)

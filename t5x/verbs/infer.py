@@ -107,7 +107,8 @@ def run(args: argparse.Namespace) -> None:
 
         given["choices"] = read_texts(given["choices"], "--choices")
     import_modules(args)  # they may define classes, such as a vocabulary
-    from t5x.inference.files import infer_file  # before `work_begins`: until then a signal ends the process at once
+    # Before `work_begins`: until then a signal ends the process at once.
+    from t5x.inference.file_inference import infer_file
 
     work_begins()
     signal.signal(signal.SIGTERM, leave_in_order)

@@ -13,7 +13,7 @@ import pytest
 
 import t5x
 from t5x import metrics
-from t5x.answering import answers, files
+from t5x.answering import answers, file_answering
 from t5x.answering.answers import Answer, Answering
 from t5x.answering.spans import Span
 from t5x.errors import UserError
@@ -196,20 +196,20 @@ def test_a_file_that_is_stopped_goes_on_to_the_same_bytes(capsys, directory, mod
         assert (row["answer"], row["start"], row["end"]) == (expected.text, expected.start, expected.end)
         assert row["score"] == pytest.approx(expected.score, rel=1e-4)
 
-    compute, calls = files._Run.compute, []
+    compute, calls = file_answering._FileAnswering.compute, []
 
-    def stopped(self, part, *args, **kwargs):
-        calls.append(len(part))
+    def stopped(self, chunk, progress):
+        calls.append(len(chunk.lines))
         if len(calls) == 3:
             signal.raise_signal(signal.SIGTERM)
-        return compute(self, part, *args, **kwargs)
+        return compute(self, chunk, progress)
 
-    monkeypatch.setattr(files._Run, "compute", stopped)
+    monkeypatch.setattr(file_answering._FileAnswering, "compute", stopped)
     output, predictions = tmp_path / "out.jsonl", tmp_path / "predictions.json"
     again = (*arguments, "--output", output, "--squad_predictions", predictions)
     assert run(capsys, "answer", *again).code == 75
     assert not output.exists() and not predictions.exists()
-    run(capsys, "answer", *arguments, "--output", output, "--beams", 2).refused("a run that differs", "beams")
+    run(capsys, "answer", *arguments, "--output", output, "--beams", 2).refused("beams was 1, is 2")
     assert run(capsys, "answer", *again).code == 0
     assert calls == [8] * 6  # two chunks, one that was stopped, and the three that were left
     assert output.read_bytes() == whole.read_bytes()
@@ -218,7 +218,7 @@ def test_a_file_that_is_stopped_goes_on_to_the_same_bytes(capsys, directory, mod
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("tmp-")] == []
 
     # Stopped between its last steps: the output is there, what is made of it is not.
-    monkeypatch.setattr(files, "_finish", lambda *args, **kwargs: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(file_answering._FileAnswering, "after_merge", lambda *args: signal.raise_signal(signal.SIGTERM))
     assert run(capsys, "answer", *again, "--overwrite").code == 75
     monkeypatch.undo()
     predictions.unlink()
@@ -237,7 +237,7 @@ def test_an_input_that_has_changed_is_refused(capsys, directory, questions, tmp_
     questions.write_text("".join(lines[:16]))
     run(capsys, "answer", *given).refused("in.jsonl has changed: it ends before the lines", "--overwrite")
     questions.write_text("".join([*lines[:8], *lines[9:17]]))
-    run(capsys, "answer", *given).refused("in.jsonl has changed: lines 9 to 16 are not those", "--overwrite")
+    run(capsys, "answer", *given).refused("in.jsonl has changed: lines 9 to 16 ", "--overwrite")
     assert run(capsys, "answer", *given, "--overwrite").code == 0
     assert [row["id"] for row in lines_of(output)] == [*range(8), *range(9, 17)]
 
@@ -312,6 +312,6 @@ def test_options_that_do_not_go_together(capsys, directory, tmp_path):
     refused("needs --no_answer", args=[*given, "--output", "o", "--squad_na_probs", "p"])
     refused('has no "id"', args=[*given, "--output", tmp_path / "o", "--squad_predictions", tmp_path / "p"])
     refused("there exists already", args=[*given, "--output", tmp_path / "there"])
-    refused("there is no directory", args=[*given, "--output", tmp_path / "o", "--squad_predictions", tmp_path / "x/p"])
+    refused(f"{tmp_path}/x", args=[*given, "--output", tmp_path / "o", "--squad_predictions", tmp_path / "x/p"])
     refused("stride is -1", args=[*given, "--stride", -1])
     refused("There is no file", args=["--input", tmp_path / "missing.json"])

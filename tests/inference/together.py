@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 from t5x import data, startup
-from t5x.answering.files import answer_file
+from t5x.answering.file_answering import answer_file
 from t5x.checkpoints import checkpoint_reader
 from t5x.checkpoints.config import RestoreCheckpointConfig
 from t5x.data.dataset_config import DatasetConfig
 from t5x.infer import infer
-from t5x.inference.files import infer_file
+from t5x.inference.file_inference import infer_file
 from t5x.inference.loaded import open_model
 from t5x.partitioning import PjitPartitioner, distributed
 from t5x.ranking.reranking import Given, rerank

@@ -13,7 +13,7 @@ import pytest
 
 from t5x.errors import UserError
 from t5x.inference.loaded import load
-from t5x.inference.output import Output
+from t5x.inference.output import FileOutput
 from t5x.ranking import reranking
 from t5x.ranking.pairs import Unit
 from t5x.ranking.pairwise import symmetric_sum
@@ -145,7 +145,7 @@ def test_passages_behind_the_first_stay_behind_them(place, expected, tmp_path):
 def test_an_interrupted_run_goes_on_and_its_output_is_the_same(finished, place, tmp_path, monkeypatch):
     options = {"checkpoint_period": 2}
     whole = ranked(place, tmp_path / "whole", **options)
-    compute, calls = reranking._Ranking.compute, []
+    compute, calls = reranking._Reranking.compute, []
 
     def interrupted(*args, **kwargs):
         calls.append(1)
@@ -154,7 +154,7 @@ def test_an_interrupted_run_goes_on_and_its_output_is_the_same(finished, place, 
         return compute(*args, **kwargs)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(reranking._Ranking, "compute", interrupted)
+        patch.setattr(reranking._Reranking, "compute", interrupted)
         ranked(place, tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
     if finished:
@@ -165,7 +165,7 @@ def test_an_interrupted_run_goes_on_and_its_output_is_the_same(finished, place, 
     calls.clear()
     with monkeypatch.context() as patch:
         patch.setattr(
-            reranking._Ranking, "compute", lambda *args, **kwargs: (calls.append(1), compute(*args, **kwargs))[1]
+            reranking._Reranking, "compute", lambda *args, **kwargs: (calls.append(1), compute(*args, **kwargs))[1]
         )
         assert ranked(place, tmp_path / "out", **options) == whole
     assert len(calls) == 3 - finished
@@ -209,8 +209,8 @@ def test_the_first_passages_are_ordered_by_comparing_two_and_two(place, expected
     template = PairTemplate("{query} {document0} {document1} ?", relevant="c", irrelevant="d", max_length=24)
     monkeypatch.setattr("t5x.ranking.known.DUOT5", template)
     written = []
-    write_chunk = Output.write
-    monkeypatch.setattr(Output, "write", lambda *args: (written.append(args[2]), write_chunk(*args))[1])
+    write_chunk = FileOutput.write
+    monkeypatch.setattr(FileOutput, "write", lambda *args: (written.append(args[2]), write_chunk(*args))[1])
     ranked(place, tmp_path / "out", pairwise_dir="duo", pairwise_top=3, checkpoint_period=3)
     # Of 9 to 13 passages and 6 comparisons of each query, chunks end with the query that makes 24 of them.
     assert [record["units"] for record in written] == [2, 2, 1]
@@ -240,8 +240,9 @@ def test_comparisons_need_two_labels_of_their_own(place, one_model, tmp_path):
 
 def test_windows_count_as_inputs_of_a_chunk():
     units = [Unit(str(i), "q", ["d"], ["a b c d e f g h"], []) for i in range(4)]
-    ranking = types.SimpleNamespace(ranker=types.SimpleNamespace(windows=Windows(3, 2)), _of_unit=lambda size: size)
-    inputs_of = lambda unit: reranking._Ranking.inputs_of(ranking, unit)
+    ranker = types.SimpleNamespace(windows=Windows(3, 2))
+    ranking = types.SimpleNamespace(_ranker=ranker, _comparisons=lambda size: size)
+    inputs_of = lambda unit: reranking._Reranking.inputs_of(ranking, unit)
     assert [len(part) for part in reranking._cut(iter(units), 8, inputs_of)] == [2, 2]
 
 
@@ -255,7 +256,7 @@ def test_what_is_cut_is_counted(place, tmp_path, caplog):
     content = run("out", long_query="truncate")
     assert len(content.splitlines()) == 6
     assert "2 input(s) of 6 passage(s) were longer than 24 tokens" in caplog.text
-    assert "2 input(s) lost the end of their query" in caplog.text
+    assert "2 input(s) had their query truncated" in caplog.text
 
 
 def test_scores_that_are_no_numbers_are_told(place, tmp_path, monkeypatch):
@@ -350,7 +351,7 @@ REFUSED = {
     "judgments of a shard": (["--input=x", "--output=o", "--qrels=y", "--num_shards=2"], "--qrels needs a whole run"),
     "judgments of others": (
         ["--input={place}/pairs", "--output={place}/o", "--qrels={place}/qrels", "--labels=a,b"],
-        "No query is judged in",
+        "No query of the input is judged in",
     ),
     "a shard that is not there": (["--input=x", "--num_shards=2", "--shard_id=2"], "--shard_id is 2"),
     "a stream in shards": (["--input=-", "--num_shards=2"], "can be read only once"),
