@@ -59,11 +59,11 @@ class Tensor:
         """Return whether both have the same type, shape and bytes; reads only until they differ."""
         if (self.dtype, self.shape) != (other.dtype, other.shape):
             return False
-        rows = _rows_per_chunk(self.dtype, self.shape)
+        length, rows = math.prod(self.shape[:1]), _rows_per_chunk(self.dtype, self.shape)
+        parts = [slice(at, min(at + rows, length)) for at in range(0, length, rows)]
         with _open(self.path) as file, _open(other.path) as other_file:
             one, two = file.get_slice(self.name), other_file.get_slice(other.name)
-            starts = range(0, self.shape[0] if self.shape else 0, rows)
-            return all(one[at : at + rows].tobytes() == two[at : at + rows].tobytes() for at in starts)
+            return all(one[part].tobytes() == two[part].tobytes() for part in parts)
 
 
 def read_header(path: str) -> dict[str, Tensor]:
