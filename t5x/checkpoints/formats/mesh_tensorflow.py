@@ -14,6 +14,7 @@ from collections.abc import Mapping
 import numpy as np
 from etils import epath
 
+from t5x.checkpoints.formats.native_t5x import read_step
 from t5x.checkpoints.formats.source import LazyArray, Source
 from t5x.checkpoints.formats.tensor_bundle import read_bundle
 from t5x.errors import UserError
@@ -76,7 +77,7 @@ def read_mesh_tensorflow(path: epath.PathLike) -> Source:
     _add_missing_slots(prefix, arrays)
     step = None
     if _STEP_VARIABLE in variables:
-        step = _read_step(prefix, variables[_STEP_VARIABLE])
+        step = read_step(prefix, variables[_STEP_VARIABLE], _STEP_VARIABLE)
         arrays["state/step"] = LazyArray((), np.dtype(np.int32), functools.partial(np.array, step, np.int32))
     return Source("Mesh TensorFlow", prefix, step, _name_shared_biases(arrays))
 
@@ -160,15 +161,6 @@ def _add_missing_slots(prefix: str, arrays: dict[str, LazyArray]) -> None:
             )
         for slot in {"m", "v", "v_row", "v_col"} - found:
             arrays[f"{parameter}/{slot}"] = unused
-
-
-def _read_step(prefix: str, array: LazyArray) -> int:
-    if array.shape != () or array.dtype.kind != "i":
-        raise UserError(f"{prefix}: {_STEP_VARIABLE} is {array.dtype}{list(array.shape)}, not one integer.")
-    step = int(array.read())
-    if not 0 <= step < 2**31:
-        raise UserError(f"{prefix}: {_STEP_VARIABLE} is {step}, which is not a number of steps.")
-    return step
 
 
 # Files.

@@ -87,17 +87,16 @@ def read_native(path: epath.PathLike) -> Source:
         _check_stated(name, leaves[name], array, directory)
     arrays = {name: opened.get(name, leaf) for name, leaf in leaves.items()}
     check_expansion(directory, arrays.values(), file_bytes)
-    return Source(f"native T5X (version {_VERSION})", os.fspath(path), training_step(directory, arrays), arrays)
+    return Source(f"native T5X (version {_VERSION})", os.fspath(path), read_step(directory, arrays.get(_STEP)), arrays)
 
 
-def training_step(directory: epath.PathLike, arrays: Mapping[str, LazyArray]) -> int | None:
-    """Return the validated number in `state/step`, or None if there is none."""
-    if _STEP not in arrays:
+def read_step(path: epath.PathLike, step: LazyArray | None, name: str = _STEP) -> int | None:
+    """Return the validated training step in the array `name`; None if there is none."""
+    if step is None:
         return None
-    step = arrays[_STEP]
     if step.size != 1 or step.dtype.kind not in "iu":
-        raise DamagedCheckpoint(directory, f"{_STEP} is {step.dtype} {list(step.shape)}, not one integer")
-    return check_step(directory, int(step.read().item()))
+        raise DamagedCheckpoint(path, f"{name} is {step.dtype} {list(step.shape)}, not one integer")
+    return check_step(path, int(step.read().item()))
 
 
 def check_step(directory: epath.PathLike, step: int) -> int:

@@ -172,9 +172,9 @@ def test_shards_missing_mixed_up_and_elsewhere(directory):
 @pytest.mark.parametrize(
     "changes, pattern",
     [
-        ({"d_ff": 7}, r"DenseReluDense.wi.weight is \[6, 4\], not \[7, 4\]"),
-        ({"vocab_size": 11}, r"shared.weight is \[10, 4\], not \[11, 4\]"),
-        ({"num_layers": 2}, "missing encoder.block.1"),
+        ({"d_ff": 7}, r"DenseReluDense.wi.weight +\[7, 4\] +\[6, 4\]"),
+        ({"vocab_size": 11}, r"shared.weight +\[11, 4\] +\[10, 4\]"),
+        ({"num_layers": 2}, r"missing +encoder\.block\.1"),
         ({"num_layers": 10**12}, "config.json states more layers"),
         ({"num_layers": "1"}, "num_layers is '1'"),
         ({"num_heads": True}, "num_heads is True"),
@@ -221,8 +221,8 @@ def test_a_missing_file(directory, missing, pattern):
     "changes, pattern",
     [
         ({"shared.weight": None}, "no tensor shared.weight"),
-        ({"decoder.final_layer_norm.weight": None}, "missing decoder.final_layer_norm.weight"),
-        ({"adapter.weight": np.zeros(3)}, "unexpected adapter.weight"),
+        ({"decoder.final_layer_norm.weight": None}, r"missing +decoder\.final_layer_norm\.weight"),
+        ({"adapter.weight": np.zeros(3)}, r"unexpected +adapter\.weight"),
         ({"decoder.embed_tokens.weight": np.ones((10, 4))}, "decoder.embed_tokens.weight differs"),
         ({"lm_head.weight": np.ones((10, 4))}, '"tie_word_embeddings": false'),
     ],
@@ -288,10 +288,10 @@ def test_a_failure_leaves_nothing_behind(directory):
 @pytest.mark.parametrize(
     "config, arrays, pattern",
     [
-        ({}, {"target/encoder/encoder_norm/scale": None}, "encoder_norm/scale is missing"),
-        ({}, {"target/adapter/kernel": (2, 2)}, "target/adapter/kernel has no place"),
-        ({}, {"target/encoder/encoder_norm/scale": (5,)}, r"encoder_norm/scale .* \(5,\), not \(4,\)"),
-        ({"logits_via_embedding": False}, {}, "logits_dense/kernel is missing"),
+        ({}, {"target/encoder/encoder_norm/scale": None}, r"missing +target/encoder/encoder_norm/scale"),
+        ({}, {"target/adapter/kernel": (2, 2)}, r"unexpected +target/adapter/kernel"),
+        ({}, {"target/encoder/encoder_norm/scale": (5,)}, r"encoder_norm/scale +\[4\] +\[5\]"),
+        ({"logits_via_embedding": False}, {}, r"missing +target/decoder/logits_dense/kernel"),
         ({"mlp_activations": ("relu", "gelu")}, {}, "mlp_activations"),
     ],
 )

@@ -276,10 +276,10 @@ ONE = np.ones(1, np.float32)
         ({"decoder/embedding": ONE, "transformer/embedding": ONE}, "both become"),
         ({"shared/embedding_slot_vr": ONE}, "has the slots v_row;"),
         ({"shared/embedding_slot_v": ONE, "shared/embedding_slot_vc": ONE}, "has the slots v, v_col;"),
-        ({"global_step": np.ones(2, np.int64)}, r"global_step is int64\[2\]"),
-        ({"global_step": np.float32(1)}, r"global_step is float32\[\]"),
-        ({"global_step": np.int64(-1)}, "global_step is -1"),
-        ({"global_step": np.int64(2**31)}, "global_step is 2147483648"),
+        ({"global_step": np.ones(2, np.int64)}, r"global_step is int64 \[2\]"),
+        ({"global_step": np.float32(1)}, r"global_step is float32 \[\]"),
+        ({"global_step": np.int64(-1)}, "step is -1"),
+        ({"global_step": np.int64(2**31)}, "step is 2147483648"),
     ],
 )
 def test_what_is_no_t5_is_refused(tmp_path, variables, message):

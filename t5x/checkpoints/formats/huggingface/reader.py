@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from t5x.checkpoints import paths
+from t5x.checkpoints import paths, tree
 from t5x.checkpoints.formats.huggingface import config_json, tokenizer_files, weight_checksums
 from t5x.checkpoints.formats.huggingface import tensor_names as names
 from t5x.checkpoints.formats.huggingface.safetensors_files import Tensor, read_header
@@ -169,21 +169,12 @@ def _match(config: Mapping[str, Any], tensors: Mapping[str, Tensor], path: str) 
     if max(config["num_encoder_layers"], config["num_decoder_layers"]) > len(tensors):
         raise UserError(f"{path}/{_CONFIG} states more layers than there are tensors: it belongs to another model.")
     parameters = {parameter.tensor: parameter for parameter in names.parameters(config)}
-    problems = []
-    if missing := sorted(parameters.keys() - tensors.keys()):
-        problems.append(f"missing {_list(missing)}")
-        if not any(tensor.startswith("decoder.block.") for tensor in tensors):
-            problems.append("there is no decoder at all, so this may be an encoder alone")
-    if unexpected := sorted(tensors.keys() - parameters.keys()):
-        problems.append(f"unexpected {_list(unexpected)}")
-    if differing := [
-        f"{name} is {list(tensors[name].shape)}, not {list(parameter.tensor_shape)}"
-        for name, parameter in parameters.items()
-        if name in tensors and tensors[name].shape != parameter.tensor_shape
-    ]:
-        problems.append(f"wrong shapes: {_list(differing)}")
-    if problems:
-        raise UserError(f"The tensors of {path} do not match its {_CONFIG}: {'; '.join(problems)}.")
+    expected = {name: Tensor(path, name, "", parameter.tensor_shape) for name, parameter in parameters.items()}
+    if table := tree.difference_by_name(expected, {name[:200]: tensor for name, tensor in tensors.items()}):
+        hint = "" if any(name.startswith("decoder.block.") for name in tensors) else "\nIs this an encoder alone?"
+        raise UserError(
+            f"The tensors of {path} do not match its {_CONFIG} (expected: that model, found: the tensors): {table}{hint}"
+        )
     return {parameter.name: _lazy(parameter, tensors[name]) for name, parameter in parameters.items()}
 
 

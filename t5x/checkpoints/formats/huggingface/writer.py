@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from t5x.checkpoints import paths, save_errors
+from t5x.checkpoints import paths, save_errors, tree
 from t5x.checkpoints.formats.huggingface import config_json, safetensors_files, tokenizer_files, weight_checksums
 from t5x.checkpoints.formats.huggingface.safetensors_files import Plan
 from t5x.checkpoints.formats.huggingface.tensor_names import Parameter
@@ -91,20 +91,13 @@ def write_huggingface(
 def _match(config: Mapping[str, Any], arrays: Mapping[str, LazyArray]) -> list[tuple[Parameter, LazyArray]]:
     """Return the parameters with their arrays, in the order of `arrays`; raise a UserError unless all match."""
     parameters = {parameter.name: parameter for parameter in list_parameters(config)}
-    problems = [f"{name} is missing" for name in parameters if name not in arrays]
-    problems += [
-        f"{name} has shape {tuple(arrays[name].shape)}, not {parameter.shape}"
-        for name, parameter in parameters.items()
-        if name in arrays and tuple(arrays[name].shape) != parameter.shape
-    ]
-    problems += [f"{name} has no place" for name in arrays if name.startswith("target/") and name not in parameters]
-    if problems:
-        more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
+    found = {name: array for name, array in arrays.items() if name.startswith("target/")}
+    if table := tree.difference_by_name(parameters, found):
         raise UserError(
-            f"These are not the parameters of a Hugging Face T5 of this configuration: "
-            f"{'; '.join(problems[:8])}{more}."
+            "These are not the parameters of a Hugging Face T5 of this configuration (expected: the configuration, "
+            f"found: the parameters): {table}"
         )
-    return [(parameters[name], array) for name, array in arrays.items() if name in parameters]
+    return [(parameters[name], array) for name, array in found.items()]
 
 
 def _write_weights(directory: epath.Path, tensors: list[_Tensor], shard_bytes: int) -> None:
