@@ -70,7 +70,8 @@ def read_orbax(path: epath.PathLike) -> Source:
     check_expansion(directory, arrays.values(), file_bytes)
     arrays = _with_t5x_names(directory, arrays)
     kind = "OCDBT" if ocdbt else "zarr"
-    return Source(f"T5X Orbax ({kind})", os.fspath(path), native_t5x.read_step(directory, arrays.get("state/step")), arrays)
+    step = native_t5x.read_step(directory, arrays.get("state/step"))
+    return Source(f"T5X Orbax ({kind})", os.fspath(path), step, arrays)
 
 
 def _state_directory(path: epath.Path) -> epath.Path:
