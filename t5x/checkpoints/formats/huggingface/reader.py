@@ -173,7 +173,7 @@ def _match(config: Mapping[str, Any], tensors: Mapping[str, Tensor], path: str) 
     if table := tree.difference_by_name(expected, {name[:200]: tensor for name, tensor in tensors.items()}):
         hint = "" if any(name.startswith("decoder.block.") for name in tensors) else "\nIs this an encoder alone?"
         raise UserError(
-            f"The tensors of {path} do not match its {_CONFIG} (expected: the latter, found: the tensors): {table}{hint}"
+            f"The tensors of {path} do not match its {_CONFIG} (expected: config, found: tensors): {table}{hint}"
         )
     return {parameter.name: _lazy(parameter, tensors[name]) for name, parameter in parameters.items()}
 
