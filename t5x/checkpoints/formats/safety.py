@@ -29,7 +29,12 @@ _MAX_ELEMENTS = 2**56
 _MAX_EXPANSION = 8
 _ALWAYS_ALLOWED_BYTES = 64 * 2**20
 MAX_METADATA_BYTES = 32 * 2**20
-_METADATA_FILES = ("_METADATA", "manifest.ocdbt", ".zarray", "zarr.json")
+_MAX_FILE_BYTES = {
+    "_METADATA": MAX_METADATA_BYTES,
+    "manifest.ocdbt": MAX_METADATA_BYTES,
+    ".zarray": 2**18,
+    "zarr.json": 2**18,
+}
 
 
 def check_links(directory: str, names: Iterable[str], allowed: Iterable[str]) -> None:
@@ -66,7 +71,7 @@ def check_files(directory: epath.PathLike, inside: str = "") -> int:
     for name, status in paths.walk(root):
         if not stat.S_ISREG(status.st_mode):
             raise DamagedCheckpoint(directory, f"{os.path.join(inside, name)} is not a regular file")
-        if os.path.basename(name) in _METADATA_FILES and status.st_size > MAX_METADATA_BYTES:
+        if status.st_size > _MAX_FILE_BYTES.get(os.path.basename(name), math.inf):
             raise DamagedCheckpoint(
                 directory, f"{os.path.join(inside, name)} has {status.st_size} bytes, too many for metadata"
             )

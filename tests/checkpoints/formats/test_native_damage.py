@@ -239,12 +239,12 @@ def test_hostile_zarray(changes, tmp_path):
             zarr_arrays.parse_metadata(file.read_bytes())
 
 
-@pytest.mark.parametrize("content", ["[" * 2**20, '{"a":' * 2**18, "null", ""])
+@pytest.mark.parametrize("content", ["[" * 2**16, '{"a":' * 2**15, " " * 2**20, "null", ""])
 def test_zarray_that_is_not_an_object(content, tmp_path):
     zarr_arrays.write_array(tmp_path, "target.a", np.ones((2, 3), np.float32))
     (tmp_path / "target.a/.zarray").write_text(content)
     write_msgpack(tmp_path, {"a": spec((2, 3))})
-    with pytest.raises(DamagedCheckpoint, match="target/a"):
+    with pytest.raises(DamagedCheckpoint, match=r"target[/.]a"):
         read_native(tmp_path)
 
 
