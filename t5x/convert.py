@@ -145,7 +145,7 @@ def _check_apart(source: Source, final: epath.Path) -> None:
 
 
 def _check_room(parent: epath.Path, arrays: Mapping[str, LazyArray]) -> None:
-    needed = sum(array.size * array.dtype.itemsize for array in arrays.values())
+    needed = sum(array.nbytes for array in arrays.values())
     free = free_bytes(_existing_parent(parent / "x"))
     if free is not None and free < needed:
         raise UserError(

@@ -320,8 +320,9 @@ def test_a_configuration_without_sizes_and_a_remote_destination(directory):
 def test_the_container_keeps_values_of_every_type(tmp_path, shape, dtype):
     numpy_dtype = next(known for known in safetensors_files.DTYPES.values() if known.name == dtype)
     value = np.random.default_rng(0).standard_normal(shape[::-1]).astype(numpy_dtype).T
-    plans = [safetensors_files.Plan("a", numpy_dtype, shape), safetensors_files.Plan("b", numpy_dtype, (1,))]
-    safetensors_files.write(tmp_path / "x.safetensors", plans, iter([value, np.ones(1, numpy_dtype)]))
+    arrays = {"a": value, "b": np.ones(1, numpy_dtype)}
+    lazy = {name: LazyArray(array.shape, array.dtype, array.view) for name, array in arrays.items()}
+    safetensors_files.write(tmp_path / "x.safetensors", lazy)
     tensors = safetensors_files.read_header(str(tmp_path / "x.safetensors"))
     assert tensors["a"].dtype == numpy_dtype and tensors["a"].read().tobytes() == value.tobytes()
     assert tensors["a"].same_content(tensors["a"]) and not tensors["a"].same_content(tensors["b"])
@@ -331,5 +332,5 @@ def test_the_library_reads_the_container(tmp_path):
     from safetensors.numpy import load_file
 
     value = np.arange(12, dtype=np.float32).reshape(3, 4)
-    safetensors_files.write(tmp_path / "x.safetensors", [safetensors_files.Plan("a", value.dtype, (4, 3))], [value.T])
+    safetensors_files.write(tmp_path / "x.safetensors", {"a": LazyArray((4, 3), value.dtype, lambda: value.T)})
     np.testing.assert_array_equal(load_file(tmp_path / "x.safetensors")["a"], value.T)

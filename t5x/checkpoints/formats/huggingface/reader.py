@@ -175,12 +175,8 @@ def _match(config: Mapping[str, Any], tensors: Mapping[str, Tensor], path: str) 
         raise UserError(
             f"The tensors of {path} do not match its {_CONFIG} (expected: config, found: tensors): {table}{hint}"
         )
-    return {parameter.name: _lazy(parameter, tensors[name]) for name, parameter in parameters.items()}
-
-
-def _lazy(parameter: names.Parameter, tensor: Tensor) -> LazyArray:
-    read = (lambda: tensor.read().T) if parameter.transposed else tensor.read
-    return LazyArray(parameter.shape, tensor.dtype, read)
+    arrays = {name: LazyArray(tensor.shape, tensor.dtype, tensor.read) for name, tensor in tensors.items()}
+    return {p.name: arrays[name].T if p.transposed else arrays[name] for name, p in parameters.items()}
 
 
 def _list(entries: Iterable[str], limit: int = 5) -> str:

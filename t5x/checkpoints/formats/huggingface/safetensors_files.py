@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import ml_dtypes
@@ -18,6 +18,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from t5x.checkpoints.formats.safety import check_shape
+from t5x.checkpoints.formats.source import LazyArray
 from t5x.errors import UserError
 from t5x.files.untrusted import open_regular, parse_json
 
@@ -102,52 +103,37 @@ def _check_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """A tensor to be written: its name, type and shape are known, its values follow later."""
-
-    name: str
-    dtype: np.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        return self.dtype.itemsize * math.prod(self.shape)
-
-
-def write(path: str | os.PathLike[str], plans: Iterable[Plan], values: Iterable[np.ndarray]) -> str:
-    """Write a new file: the header from `plans`, then `values` in the same order, one at a time.
-
-    Values are converted to the planned type in chunks, so that one array is in memory, without a copy of it.
+def write(path: str | os.PathLike[str], tensors: Mapping[str, LazyArray]) -> str:
+    """Write a new file. Tensors are read one at a time and written in chunks, without a copy of the whole array.
 
     Returns:
       the SHA-256 of the file.
     """
-    plans = list(plans)
     kinds = {dtype: kind for kind, dtype in DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
-    for plan in plans:
-        if plan.dtype not in kinds:
-            raise UserError(f"{plan.name} has dtype {plan.dtype}; safetensors files hold {', '.join(DTYPES)}.")
-        offsets = [position, position + plan.size]
-        header[plan.name] = {"dtype": kinds[plan.dtype], "shape": list(plan.shape), "data_offsets": offsets}
-        position += plan.size
+    for name, tensor in tensors.items():
+        if tensor.dtype not in kinds:
+            raise UserError(f"{name} has dtype {tensor.dtype}; safetensors files hold {', '.join(DTYPES)}.")
+        offsets = [position, position + tensor.nbytes]
+        header[name] = {"dtype": kinds[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        position += tensor.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     start = len(text).to_bytes(8, "little") + text
     digest = hashlib.sha256(start)
     with open(path, "xb") as file:
         file.write(start)
-        for plan, value in zip(plans, values, strict=True):
-            if value.shape != plan.shape:
-                raise UserError(f"The array for {plan.name} has shape {value.shape} instead of {plan.shape}.")
-            rows = _rows_per_chunk(plan.dtype, plan.shape)
+        for name, tensor in tensors.items():
+            value = tensor.read()
+            if value.shape != tensor.shape:
+                raise UserError(f"The array for {name} has shape {value.shape} instead of {tensor.shape}.")
+            rows = _rows_per_chunk(tensor.dtype, tensor.shape)
             for at in range(0, len(value), rows):
-                chunk = np.ascontiguousarray(value[at : at + rows], plan.dtype).reshape(-1).view(np.uint8).data
+                chunk = np.ascontiguousarray(value[at : at + rows], tensor.dtype).reshape(-1).view(np.uint8).data
                 digest.update(chunk)
                 file.write(chunk)
-            del value
+            del value  # before the next one is read
     return digest.hexdigest()
 
 

@@ -11,8 +11,6 @@ from etils import epath
 
 from t5x.checkpoints import paths, save_errors, tree
 from t5x.checkpoints.formats.huggingface import config_json, safetensors_files, tokenizer_files, weight_checksums
-from t5x.checkpoints.formats.huggingface.safetensors_files import Plan
-from t5x.checkpoints.formats.huggingface.tensor_names import Parameter
 from t5x.checkpoints.formats.huggingface.tensor_names import parameters as list_parameters
 from t5x.checkpoints.formats.source import LazyArray
 from t5x.errors import UserError
@@ -21,7 +19,6 @@ from t5x.files import atomic
 logger = logging.getLogger(__name__)
 
 SHARD_BYTES = 5_000_000_000
-_Tensor = tuple[Parameter, Plan, LazyArray]
 
 
 def write_huggingface(
@@ -61,10 +58,7 @@ def write_huggingface(
     model_config = config_json.write_config(config, dtype, eos_id)
     if template is not None:
         model_config[config_json.TEMPLATE] = dict(template)
-    tensors = [
-        (parameter, Plan(parameter.tensor, np.dtype(array.dtype), parameter.tensor_shape), array)
-        for parameter, array in _match(config, arrays)
-    ]
+    tensors = _match(config, arrays)
     if model_config["model_type"] == "umt5" and not model_config["tie_word_embeddings"]:
         logger.warning(
             "transformers 5 multiplies the logits of every umT5 by d_model**-0.5, which this model does not do. Set "
@@ -77,7 +71,7 @@ def write_huggingface(
     try:
         with atomic.new_directory(destination) as temporary:
             temporary = epath.Path(temporary)
-            save_errors.check_space(temporary, sum(plan.size for _, plan, _ in tensors) + sum(map(len, files.values())))
+            save_errors.check_space(temporary, _size(tensors) + sum(map(len, files.values())))
             for name, content in files.items():
                 paths.write_file(temporary / name, content)
             _write_weights(temporary, tensors, shard_bytes)
@@ -88,8 +82,8 @@ def write_huggingface(
         ) from error
 
 
-def _match(config: Mapping[str, Any], arrays: Mapping[str, LazyArray]) -> list[tuple[Parameter, LazyArray]]:
-    """Return the parameters with their arrays, in the order of `arrays`; raise a UserError unless all match."""
+def _match(config: Mapping[str, Any], arrays: Mapping[str, LazyArray]) -> dict[str, LazyArray]:
+    """Return the tensors by Hugging Face's names, in the order of `arrays`; raise a UserError unless all match."""
     parameters = {parameter.name: parameter for parameter in list_parameters(config)}
     found = {name: array for name, array in arrays.items() if name.startswith("target/")}
     if table := tree.difference_by_name(parameters, found):
@@ -97,30 +91,30 @@ def _match(config: Mapping[str, Any], arrays: Mapping[str, LazyArray]) -> list[t
             "These are not the parameters of a Hugging Face T5 of this configuration (expected: the configuration, "
             f"found: the parameters): {table}"
         )
-    return [(parameters[name], array) for name, array in found.items()]
+    return {
+        parameters[name].tensor: array.T if parameters[name].transposed else array for name, array in found.items()
+    }
 
 
-def _write_weights(directory: epath.Path, tensors: list[_Tensor], shard_bytes: int) -> None:
-    shards: list[list[_Tensor]] = [[]]
-    filled = 0
-    for tensor in tensors:  # in order; only a shard of a single tensor exceeds `shard_bytes`
-        size = tensor[1].size
-        if shards[-1] and filled + size > shard_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(tensor)
-        filled += size
+def _write_weights(directory: epath.Path, tensors: Mapping[str, LazyArray], shard_bytes: int) -> None:
+    shards: list[dict[str, LazyArray]] = [{}]
+    for name, tensor in tensors.items():  # in order; only a shard of a single tensor exceeds `shard_bytes`
+        if shards[-1] and _size(shards[-1]) + tensor.nbytes > shard_bytes:
+            shards.append({})
+        shards[-1][name] = tensor
     file_of, digests = {}, {}
     for number, shard in enumerate(shards, start=1):
-        name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        plans = [plan for _, plan, _ in shard]
-        values = (array.read().T if parameter.transposed else array.read() for parameter, _, array in shard)
-        digests[name] = safetensors_files.write(directory / name, plans, values)
-        file_of |= {plan.name: name for plan in plans}
+        file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        digests[file] = safetensors_files.write(directory / file, shard)
+        file_of |= dict.fromkeys(shard, file)
     if len(shards) > 1:
-        index = {"metadata": {"total_size": sum(plan.size for _, plan, _ in tensors)}, "weight_map": file_of}
+        index = {"metadata": {"total_size": _size(tensors)}, "weight_map": file_of}
         paths.write_file(directory / "model.safetensors.index.json", _dump(index))
     weight_checksums.write(directory, digests)
+
+
+def _size(tensors: Mapping[str, LazyArray]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def _dump(content: Mapping[str, Any]) -> bytes:
