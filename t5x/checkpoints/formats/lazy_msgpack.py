@@ -150,21 +150,21 @@ class _Parser:
             raise ValueError(
                 f"the array at byte {start}, {name} {list(shape)}, has {end - elements} bytes instead of {size}"
             )
-        dtype, place = DTYPES[name], (self._directory, self._name, elements, size)
-        return LazyArray(shape, dtype, lambda: _read_bytes(*place).view(dtype).reshape(shape))
+        place = (self._directory, self._name, elements, shape, DTYPES[name])
+        return LazyArray(shape, DTYPES[name], lambda: _read_array(*place))
 
 
-def _read_bytes(directory: epath.PathLike, name: str, start: int, size: int) -> np.ndarray:
-    result = np.empty(size, np.uint8)
+def _read_array(
+    directory: epath.PathLike, name: str, start: int, shape: tuple[int, ...], dtype: np.dtype
+) -> np.ndarray:
     try:
         with open_inside(directory, name) as file:
-            file.seek(start)
-            count = file.readinto(memoryview(result))
+            elements = np.fromfile(file, dtype, math.prod(shape), offset=start)
+        return elements.reshape(shape)
     except OSError as error:
         raise DamagedCheckpoint(directory, f"{name} cannot be read: {error.strerror}") from error
-    if count != size:
-        raise DamagedCheckpoint(directory, f"{name} has become shorter since it was opened")
-    return result
+    except ValueError as error:
+        raise DamagedCheckpoint(directory, f"{name} has become shorter since it was opened") from error
 
 
 def _in_order(numbered: Any) -> list[Any]:

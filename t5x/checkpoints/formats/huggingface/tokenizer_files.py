@@ -85,29 +85,29 @@ def _stated_extra_ids(settings: Mapping[str, Any]) -> int | None:
 
 def _sentencepiece(path: str, vocab_size: int, extra_ids: int | None) -> SentencePieceVocabulary:
     """Load the model; if it has no sentinels (mT5's has), add the stated number, or else 100 if they fit."""
-    plain = SentencePieceVocabulary(path)
-    has_sentinels = plain.tokenizer.piece_to_id(f"{_SPACE}<extra_id_0>") != plain.unk_id
+    vocabulary = SentencePieceVocabulary(path)
+    has_sentinels = vocabulary.tokenizer.piece_to_id(f"{_SPACE}<extra_id_0>") != vocabulary.unk_id
     if extra_ids is None:
-        extra_ids = 100 if plain.vocab_size + 100 <= vocab_size else 0
-    return plain if has_sentinels or not extra_ids else SentencePieceVocabulary(path, extra_ids=extra_ids)
+        extra_ids = 100 if vocabulary.vocab_size + 100 <= vocab_size else 0
+    return vocabulary if has_sentinels or not extra_ids else SentencePieceVocabulary(path, extra_ids=extra_ids)
 
 
 def single_vocabulary(vocabulary_files: Mapping[str, Mapping[str, bytes]]) -> Vocabulary | None:
     """Return the vocabulary of all features; None and a warning if Hugging Face has no tokenizer for it."""
     if not vocabulary_files:
-        logger.warning("No vocabulary travels with this model: it is written without tokenizer files.")
+        logger.warning("Writing no tokenizer files: the source has no vocabulary.")
         return None
     found = {f: Vocabulary.from_contents(files, f"the vocabulary of {f}") for f, files in vocabulary_files.items()}
     first = next(iter(found.values()))
     if any(vocabulary != first for vocabulary in found.values()):
         logger.warning(
-            "The features %s have different vocabularies; Hugging Face has one tokenizer for all, so that no tokenizer "
-            "files are written.",
+            "Writing no tokenizer files: the features %s have different vocabularies, and Hugging Face has one "
+            "tokenizer for all.",
             ", ".join(found),
         )
         return None
     if not isinstance(first, ByteVocabulary | SentencePieceVocabulary | HuggingFaceVocabulary):
-        logger.warning("Hugging Face has no tokenizer for %r: no tokenizer files are written.", first)
+        logger.warning("Writing no tokenizer files: Hugging Face has no tokenizer for %r.", first)
         return None
     return first
 
