@@ -274,7 +274,7 @@ def test_without_a_tokenizer_for_it_the_log_says_so(tmp_path, caplog, kind):
     files = {feature: vocabulary.to_files() for feature, vocabulary in vocabularies.items()}
     caplog.clear()
     write_huggingface(tmp_path / "new", source.config, source.arrays, vocabulary_files=files)
-    assert "no tokenizer files are written" in caplog.text.replace("so that ", "")
+    assert "no tokenizer files" in caplog.text
     assert sorted(p.name for p in (tmp_path / "new").iterdir()) == [
         "config.json",
         "generation_config.json",
