@@ -143,8 +143,8 @@ def _end(code: int) -> NoReturn:
 
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, lambda *_: os._exit(code))
-    if distributed := sys.modules.get("t5x.partitioning.distributed"):
-        distributed.at_exit()
+    if multiprocess := sys.modules.get("t5x.partitioning.multiprocess"):
+        multiprocess.at_exit()
     logging.shutdown()
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()

@@ -18,7 +18,6 @@ from t5x.errors import UserError
 from t5x.models import BaseTransformerModel
 from t5x.network.flops import StepCost
 from t5x.partitioning import PjitPartitioner, distributed
-from t5x.partitioning.distributed import PATIENCE
 from t5x.telemetry import MetricWriter, ThroughputClock
 from t5x.trainer.actions import Actions, ActionStop, BaseAction
 from t5x.trainer.checks import require_same_data, verify_matching_vocabs
@@ -247,7 +246,7 @@ def train(
                 batch = loader.peek()
             with clock.apart("timing/compilation_seconds"):
                 log.info("compiled the train step in %.1f s", trainer.compile(batch))
-                distributed.barrier("compiled", PATIENCE)  # collectives time out if a process is late
+                distributed.barrier("compiled")  # collectives time out if a process is late
             cost = StepCost.of(model.module, batch, rows=batch_size, devices=partitioner.mesh.devices.flatten())
             log.info("%s", cost)
             lines = MetricLines(

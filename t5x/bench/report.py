@@ -26,13 +26,15 @@ Lines = list[tuple[str, str]]
 
 
 def _model(r: Result) -> Lines:
-    out = "two logits" if r["work"] == "score" else f"{r['targets']} out"
+    out = {"score": "two logits", "encode": "encoded"}.get(r["work"], f"{r['targets']} out")
     extras = [
         text
         for there, text in (
             (r.get("beams", 1) > 1, f"{r.get('beams')} beams"),
             (r.get("packed"), f"{r.get('packed')} examples a row"),
             (r.get("dropout"), f"dropout {r.get('dropout')}"),
+            (r.get("remat", "none") != "none", f"remat {r.get('remat')}"),
+            (r.get("microbatches", 1) > 1, f"{r.get('microbatches')} microbatches"),
             (r["scan"], "scanned layers"),
         )
         if there
@@ -41,7 +43,7 @@ def _model(r: Result) -> Lines:
         (r["work"], f"T5 1.1 {r['size']}, {r['parameters'] / 1e6:.4g} million parameters"),
         ("batch", ", ".join([f"{r['batch']} rows, {r['inputs']} in, {out}", *extras])),
         ("device", f"{r['devices']} x {r['device']}, JAX {r['jax']}"),
-        ("numerics", f"{r['dtype']}, attention {r['attention']}"),
+        ("numerics", f"{r['dtype']}{', fp8 matmuls' if r.get('matmul') else ''}, attention {r['attention']}"),
     ]
 
 

@@ -12,6 +12,7 @@ into the memory of the array.
 import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
 import logging
 import math
@@ -29,6 +30,7 @@ from etils import epath
 from t5x.checkpoints import ocdbt, paths
 from t5x.checkpoints.formats import zarr_arrays
 from t5x.checkpoints.formats.safety import DTYPES, check_expansion, check_shape
+from t5x.checkpoints.formats.source import LazyArray
 from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.checkpoints.ocdbt import Place
 from t5x.files.system_errors import first_line, tensorstore_status
@@ -78,7 +80,8 @@ class StoredArrays:
           wanted: {name: leaf} with the stored shapes. An array with a sharding is placed on its devices, shard by
             shard; one without becomes a NumPy array. A dtype other than the stored one casts.
         """
-        memory = _Memory()
+        size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in wanted.values())
+        memory = _Memory(min(size, _BLOCK_BYTES))
         result = {name: _ArrayMemory(leaf, memory).assemble() for name, leaf in wanted.items() if 0 in leaf.shape}
         reading = collections.deque()
         ahead = 0
@@ -93,6 +96,16 @@ class StoredArrays:
             while reading:
                 result |= _finish(*reading.popleft())
         return {name: result[name] for name in wanted}
+
+    def lazy_arrays(self) -> dict[str, LazyArray]:
+        """Return {name: array} of all arrays, each to be read on demand as a NumPy array."""
+
+        def read(name: str) -> np.ndarray:
+            return self.read({name: self.shapes[name]})[name]
+
+        return {
+            name: LazyArray(leaf.shape, leaf.dtype, functools.partial(read, name)) for name, leaf in self.shapes.items()
+        }
 
     def _batches(self, names: list[str]) -> Iterator[list[str]]:
         """Yield the names in the order of the arrays in the files, a few megabytes at a time."""
@@ -125,12 +138,6 @@ def read_names(directory: epath.Path) -> set[str]:
     with _metadata_errors(directory):
         names, empty = _read_metadata(directory)
         return {*names, *empty}
-
-
-def read_empty_arrays(directory: epath.Path) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return {name: shape and dtype} of the arrays without elements."""
-    with _metadata_errors(directory):
-        return _read_metadata(directory)[1]
 
 
 def _read_metadata(directory: epath.Path) -> tuple[list[str], dict[str, jax.ShapeDtypeStruct]]:
@@ -326,14 +333,15 @@ class _Memory:
     such that JAX on a CPU adopts them without a copy.
     """
 
-    def __init__(self):
+    def __init__(self, block_bytes: int):
+        self._block_bytes = block_bytes
         self._block, self._used = np.empty(0, np.uint8), 0
 
     def take(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Return an uninitialized array."""
         begin, size = -(-self._used // _ALIGNMENT) * _ALIGNMENT, math.prod(shape) * dtype.itemsize
         if begin + size > self._block.size:
-            pages = mmap.mmap(-1, max(size, _BLOCK_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            pages = mmap.mmap(-1, max(size, self._block_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 pages.madvise(mmap.MADV_HUGEPAGE)
             self._block, begin = np.frombuffer(pages, np.uint8), 0

@@ -9,6 +9,7 @@ from flax.linen import initializers, partitioning
 
 from t5x.network.attention import Mask, attend, attend_cached, attend_folded
 from t5x.network.config import NetworkConfig
+from t5x.network.fp8 import SCALES
 from t5x.network.keys import Keys, Stack, dropout
 from t5x.network.layers import KERNELS, MLP, Kernel, RMSNorm, project
 from t5x.network.relative_position import RelativeBias, RelativePositionBias
@@ -225,7 +226,7 @@ def run_layers(
     if cfg.scan_layers:
         stack = partitioning.scan_with_axes(
             layer_cls,
-            variable_axes={"params": cfg.param_scan_axis, "intermediates": 0} | dict.fromkeys(CACHES, 0),
+            variable_axes={"params": cfg.param_scan_axis, "intermediates": 0} | dict.fromkeys((*CACHES, SCALES), 0),
             split_rngs={"params": False, "dropout": False},  # `Keys` folds in the layer number instead
             in_axes=(0,) + (nn.broadcast,) * (1 + len(shared)),
             length=num_layers,

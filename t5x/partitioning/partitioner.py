@@ -65,7 +65,7 @@ class PjitPartitioner:
         if ici_mesh_shape is not None:
             if model > 1:
                 raise UserError(
-                    f"PjitPartitioner: ici_mesh_shape gives the model axis already; num_partitions (or "
+                    f"PjitPartitioner: ici_mesh_shape determines the model axis, so num_partitions (or "
                     f"model_parallel_submesh), which is {model}, must be None."
                 )
             self.mesh = meshes.hybrid(ici_mesh_shape, dcn_mesh_shape, devices)
@@ -76,11 +76,11 @@ class PjitPartitioner:
         else:
             if chosen and model == 1:
                 model = presets.model_axis(preset, len(devices), meshes.machine_sizes(devices))
-            self.mesh = meshes.plain(model, devices)
+            self.mesh = meshes.model_parallel(model, devices)
         default = chosen.rules() if chosen else standard_logical_axis_rules()
         self.rules = self._on_mesh(default if rules is None else rules)
         self._param_memory = None if params_on_devices else self._host_memory()
-        self._say_what_is_slow()
+        self._warn_if_slow()
 
     def _on_mesh(self, rules: AxisRules) -> list[tuple[str, MeshAxes]]:
         """Return the rules after checking that the mesh has their axes.
@@ -91,8 +91,8 @@ class PjitPartitioner:
             for axis in names(over):
                 if axis not in self.mesh.axis_names:
                     raise UserError(
-                        f"PjitPartitioner.logical_axis_rules lays {name!r} over {axis!r}; the mesh has only "
-                        f"{', '.join(self.mesh.axis_names)}. Name one of those, or None."
+                        f"PjitPartitioner.logical_axis_rules shards {name!r} over {axis!r}, but the mesh has only the "
+                        f"axes {', '.join(self.mesh.axis_names)}. Use one of those, or None."
                     )
         if "replica" in self.mesh.axis_names and not any("replica" in names(over) for _, over in rules):
             return [(name, ("replica", "data") if (name, over) == ("batch", "data") else over) for name, over in rules]
@@ -102,22 +102,22 @@ class PjitPartitioner:
         device = self.mesh.local_devices[0]
         if "pinned_host" not in {memory.kind for memory in device.addressable_memories()}:
             raise UserError(
-                "PjitPartitioner.params_on_devices is False, but JAX cannot keep arrays in the memory of the machine "
-                f"for {device.platform} devices. Leave it True, and divide the parameters: preset='fsdp' or '2d'."
+                "PjitPartitioner.params_on_devices is False, but JAX cannot keep arrays in host memory for "
+                f"{device.platform} devices. Leave it True, and shard the parameters: preset='fsdp' or '2d'."
             )
         return "pinned_host"
 
-    def _say_what_is_slow(self) -> None:
+    def _warn_if_slow(self) -> None:
         if self._param_memory:
             log.warning(
-                "params_on_devices is False: parameters are kept in the machine's memory and copied to the devices for "
-                "every call. That is slow; preset='fsdp' or '2d' divides them over the devices instead."
+                "params_on_devices is False: parameters stay in host memory and are copied to the devices for every "
+                "call, which is slow. preset='fsdp' or '2d' shards them over the devices instead."
             )
         copies = self.mesh.size // self.mesh.shape["model"]
         if copies > 1 and not any(name == "batch" for name, _ in self.rules):
             log.warning(
                 "PjitPartitioner.logical_axis_rules has no rule for 'batch': all %d copies of the model compute the "
-                "same rows. Add ('batch', 'data'), or ('batch', None) if you mean it.",
+                "same rows. Add ('batch', 'data'), or ('batch', None) if that is intended.",
                 copies,
             )
         machines = meshes.machine_of_process()
@@ -172,8 +172,8 @@ class PjitPartitioner:
         """
         if batch_size % self.data_parts:
             raise UserError(
-                f"The batch size {batch_size} is not a multiple of the {self.data_parts} data-parallel parts of the "
-                f"mesh ({self}). Set BATCH_SIZE to a multiple of {self.data_parts}, or raise "
+                f"The batch size {batch_size} is not a multiple of the {self.data_parts} data-parallel shards of the "
+                f"mesh ({self}). Set BATCH_SIZE to a multiple of {self.data_parts}, or increase "
                 "PjitPartitioner.num_partitions."
             )
         mine = self._parts_here()
@@ -186,9 +186,9 @@ class PjitPartitioner:
         found = sorted({part for (index,) in indices for part in range(self.data_parts)[index]})
         if found != list(range(found[0], found[-1] + 1)):
             raise UserError(
-                f"The rows of the batch that process {jax.process_index()} needs do not follow each other on this mesh "
-                f"({self}): parts {', '.join(map(str, found))} of {self.data_parts}. Choose a dcn_mesh_shape, "
-                "ici_mesh_shape or num_partitions that divides the devices of each process evenly."
+                f"Process {jax.process_index()} needs rows of the batch that are not consecutive ({self}): "
+                f"shards {', '.join(map(str, found))} of {self.data_parts}. Choose a dcn_mesh_shape, ici_mesh_shape or "
+                "num_partitions that divides the devices of each process evenly."
             )
         return range(found[0], found[-1] + 1)
 
@@ -246,18 +246,18 @@ def _model_axis(num_partitions: int | None, submesh: Sequence[int] | None) -> in
     """Return how many devices share a copy of the model."""
     if num_partitions is not None and submesh is not None:
         raise UserError(
-            "PjitPartitioner: give num_partitions or model_parallel_submesh, not both "
+            "PjitPartitioner: set num_partitions or model_parallel_submesh, not both "
             f"(they are {num_partitions!r} and {submesh!r})."
         )
     if submesh is not None:
         if not meshes.is_shape(submesh):
             raise UserError(
-                f"PjitPartitioner.model_parallel_submesh is {submesh!r}: it must be positive whole numbers, as "
-                "(2, 2, 1, 1). One number alone is num_partitions."
+                f"PjitPartitioner.model_parallel_submesh is {submesh!r}: it must be positive integers, such as "
+                "(2, 2, 1, 1). For a single number, use num_partitions."
             )
         return math.prod(submesh)
     if num_partitions is not None and not isinstance(num_partitions, int):
-        raise UserError(f"PjitPartitioner.num_partitions is {num_partitions!r}: it must be a whole number.")
+        raise UserError(f"PjitPartitioner.num_partitions is {num_partitions!r}: it must be an integer.")
     return 1 if num_partitions is None else num_partitions
 
 
@@ -267,8 +267,8 @@ def _own_rules(rules: AxisRules) -> AxisRules | None:
     found = checked(rules, where)
     if not found:
         raise UserError(
-            f"{where} is empty: nothing would be divided, and every device would compute the whole batch. "
-            "None stands for the standard rules; if you mean it, say [('batch', None)]."
+            f"{where} is empty: nothing would be sharded, and every device would compute the whole batch. Use None for "
+            "the standard rules, or [('batch', None)] if that is intended."
         )
     return None if found == standard_logical_axis_rules() else found
 
@@ -286,17 +286,17 @@ def _check_preset(
         return
     if ici is not None or dcn is not None:
         raise UserError(
-            f"PjitPartitioner.preset {name!r} chooses the mesh: leave out ici_mesh_shape and dcn_mesh_shape, or preset."
+            f"PjitPartitioner.preset {name!r} determines the mesh: remove ici_mesh_shape and dcn_mesh_shape, or preset."
         )
     if rules is not None:
         raise UserError(
-            f"PjitPartitioner.preset {name!r} chooses the logical axis rules: set logical_axis_rules to None, or leave "
-            "out preset, set num_partitions, and start your rules with standard_logical_axis_rules("
+            f"PjitPartitioner.preset {name!r} determines the logical axis rules: set logical_axis_rules to None; or "
+            "remove preset, set num_partitions, and start your rules with standard_logical_axis_rules("
             f"parameter_partitioning_dims={preset.parameter_dims})."
         )
     if model > 1 and not preset.model_parallel:
         other = "tp" if preset.parameter_dims == 1 else "2d"
         raise UserError(
             f"PjitPartitioner.preset {name!r} has no model parallelism, but num_partitions (or model_parallel_submesh) "
-            f"is {model}: set it to None, or take preset {other!r}."
+            f"is {model}: set it to None, or use preset {other!r}."
         )

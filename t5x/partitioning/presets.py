@@ -36,20 +36,20 @@ PRESETS = {
         model_parallel=False,
     ),
     "fsdp": Preset(
-        "Data parallel, with parameters and optimizer state divided over all devices and gathered layer by layer.",
+        "Data parallel, with parameters and optimizer state sharded over all devices and gathered layer by layer.",
         "When the model does not fit on one device and the batch has a row for each: the first thing to try.",
         parameter_dims=2,
         model_parallel=False,
     ),
     "tp": Preset(
-        "Model parallel inside each machine (heads, MLPs and vocabulary are divided), data parallel between machines.",
-        "When the batch is smaller than the number of devices, or for quick answers from a large model.",
+        "Model parallel within each machine (heads, MLPs and vocabulary are sharded), data parallel across machines.",
+        "When the batch is smaller than the number of devices, or for low latency with a large model.",
         parameter_dims=1,
         model_parallel=True,
     ),
     "2d": Preset(
-        "A near-square data x model mesh; parameters and optimizer state are divided over both of its axes.",
-        "When the model is so large, or the devices are so many, that fsdp alone gathers too much.",
+        "A near-square data x model mesh; parameters and optimizer state are sharded over both of its axes.",
+        "When the model is so large, or there are so many devices, that fsdp alone gathers too much.",
         parameter_dims=2,
         model_parallel=True,
     ),
@@ -60,7 +60,7 @@ def named(name: str) -> Preset:
     """Return the preset with this name."""
     if not isinstance(name, str) or name not in PRESETS:
         lines = "\n".join(f"  {key}: {preset.what}" for key, preset in PRESETS.items())
-        raise UserError(f"PjitPartitioner.preset is {name!r}. There are:\n{lines}")
+        raise UserError(f"PjitPartitioner.preset is {name!r}. Choose one of:\n{lines}")
     return PRESETS[name]
 
 
@@ -76,7 +76,7 @@ def model_axis(name: str, num_devices: int, machine_sizes: list[int]) -> int:
         if len(set(machine_sizes)) > 1:
             raise UserError(
                 "PjitPartitioner.preset 'tp' makes each machine one model-parallel group, but the machines have "
-                f"{', '.join(map(str, machine_sizes))} devices. Say how many share the model with num_partitions."
+                f"{', '.join(map(str, machine_sizes))} devices. Set num_partitions to the size of a group."
             )
         return machine_sizes[0]
     if name == "2d":

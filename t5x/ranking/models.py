@@ -143,7 +143,7 @@ class RankingModel(EncoderDecoderModel):
             rows = {"row_index": (rows["row_index"][:, None] * passages + jnp.arange(passages)).reshape(-1)}
         inputs = inputs.reshape(-1, inputs.shape[-1])
         labels = jnp.broadcast_to(jnp.array(self._labels, jnp.int32), (inputs.shape[0], len(self._labels)))
-        return self.first_logits(params, inputs, labels, dropout_rng, **rows)
+        return self.first_logits(params, inputs, labels, dropout_rng, batch.get("fp8_scales"), **rows)
 
     def _check(self, batch: Batch, *, lists: bool) -> None:
         if (batch["encoder_input_tokens"].ndim == 3) != lists:

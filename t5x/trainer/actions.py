@@ -6,7 +6,6 @@ In gin: `train.actions = {'TRAIN_EVAL': [@trainer.EarlyStoppingAction()]}`.
 import abc
 import dataclasses
 import enum
-import json
 import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -241,7 +240,7 @@ class Actions:
                 stop = ActionStop(int(train_state.step), str(action), action.reason, action.worth_saving)
         if jax.process_count() > 1 and self.has(mode):
             mine = None if stop is None else dataclasses.asdict(stop)
-            told = json.loads(distributed.broadcast("actions", json.dumps(mine).encode(), distributed.PATIENCE))
+            told = distributed.broadcast("actions", mine)
             stop = None if told is None else ActionStop(**told)
         return stop
 

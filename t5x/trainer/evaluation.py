@@ -3,7 +3,6 @@
 import abc
 import functools
 import itertools
-import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -62,7 +61,7 @@ class Evaluation(abc.ABC):
     def done(self, step: int) -> bool:
         """Return whether all files have the metrics of this step."""
         there = all(any(record.get("step") == step for record, _ in jsonl.read(path)) for path in self._files)
-        return json.loads(distributed.broadcast("evaluation done", json.dumps(there).encode(), distributed.PATIENCE))
+        return distributed.broadcast("evaluation done", there)
 
     def close(self) -> None:  # noqa: B027  (most have no open files)
         """Close the files."""
@@ -127,9 +126,7 @@ class InferenceEvaluation(Evaluation):
             **({} if distributed.is_leader() else {"compute_metrics": False}),
         )
         if jax.process_count() > 1:
-            results = json.loads(
-                distributed.broadcast("evaluation", json.dumps(results).encode(), distributed.PATIENCE)
-            )
+            results = distributed.broadcast("evaluation", results)
         for task, metrics in results.items():
             log.info("step %d, %s: %s", step, task, ", ".join(f"{k} {v:.4g}" for k, v in metrics.items()))
         return results

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from t5x import checkpoints
-from t5x.checkpoints import transfer
+from t5x.checkpoints import transfer, tree
 from t5x.checkpoints.assignment import Rules
 from t5x.checkpoints.checkpoint_identity import fingerprint
 from t5x.checkpoints.config import RestoreCheckpointConfig
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 RUN_FILE = "run.json"
 OnChangedData = Literal["refuse", "continue", "restart"]
 _MAX_JSON_BYTES = 2**30  # the file has the position of every row
-DATA_FILE = checkpoints.dataset_state_name(0, 1)  # of all rows, for any number of processes
+DATA_FILE = checkpoints.DATASET_STATE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +100,7 @@ def position_of_all(
     """
     if "lanes" not in mine:
         return dict(mine)
-    merged = merge_states(distributed.gather("data position", dict(mine)))
+    merged = merge_states(distributed.exchange("data position", dict(mine)))
     rows = sorted({first + i for first, count, *_ in merged["lanes"] for i in range(count)})
     merged |= {"lanes": join_states(states_of_rows(rows, merged["lanes"]))}
     if fingerprint is None:
@@ -235,7 +235,7 @@ def restore_state(
       rng: key for the initial values of parameters that the rules exclude.
     """
     _check_same(source, model, cfg.rules)
-    abstract, axes = layout.abstract.tree(), layout.tree_axes()
+    abstract, axes = layout.abstract.replace(flax_mutables={}).tree(), layout.tree_axes()
     fitting = transfer.Fitting(source, abstract, axes, cfg.rules)
     step = 0 if cfg.step == "reset" else fitting.step or 0
     has_state = fitting.has_optimizer_state()
@@ -255,7 +255,19 @@ def restore_state(
     if not keep or not jax.tree.leaves(states):
         return layout.with_fresh_optimizer(params, step)
     states = read({"state": {"param_states": states}})["state"]["param_states"]
-    return TrainState(layout.step_array(step), params, states)
+    mutables = _restore_mutables(source.path, layout) if source.format == "t5x" else layout.fresh_mutables()
+    return TrainState(layout.step_array(step), params, states, mutables)
+
+
+def _restore_mutables(path: Any, layout: StateLayout) -> Any:
+    """Return the `flax_mutables` of our checkpoint; initial ones if the run did not train in FP8 before."""
+    wanted = {"flax_mutables": layout.abstract.flax_mutables}
+    if not layout.abstract.flax_mutables:
+        return {}
+    if _same_names(checkpoints.read_names(path), wanted):
+        return checkpoints.restore(path, wanted, verify=False)["flax_mutables"]
+    log.info("%s has no amax history: the first FP8 step uses default scales", path)
+    return layout.fresh_mutables()
 
 
 def restore_params(
@@ -284,21 +296,23 @@ def restore_params(
 
 def _resume(path: Any, cfg: RestoreCheckpointConfig | None, layout: StateLayout) -> TrainState:
     """Return the state of a run's own checkpoint. Layers may be stacked in one and not in the other."""
-    abstract = layout.abstract.tree()
+    abstract = layout.abstract.replace(flax_mutables={}).tree()
     functions = () if cfg is None else cfg.rules.state_transformation_fns
     if not functions and _same_names(checkpoints.read_names(path), abstract):
-        return TrainState.from_tree(checkpoints.restore(path, abstract, verify=False))
+        state = TrainState.from_tree(checkpoints.restore(path, abstract, verify=False))
+        return state.replace(flax_mutables=_restore_mutables(path, layout))
     if not functions:
         log.info("%s: its layers are stacked and this network's are not, or the other way round: rearranged", path)
     rules = Rules(state_transformation_fns=functions, is_resuming=True)
-    return TrainState.from_tree(transfer.restore(read_own_checkpoint(path), abstract, layout.tree_axes(), rules=rules))
+    state = TrainState.from_tree(transfer.restore(read_own_checkpoint(path), abstract, layout.tree_axes(), rules=rules))
+    return state.replace(flax_mutables=_restore_mutables(path, layout))
 
 
 def _same_names(found: Iterable[str], abstract: Any) -> bool:
     """Return whether our checkpoint's arrays have the network's names, so that it can be read shard by shard."""
     wanted = checkpoints.tree.flatten(abstract)
-    sections = {transfer.section(name) for name in wanted}
-    return {name for name in found if transfer.section(name) in sections} == wanted.keys()
+    sections = {tree.section(name) for name in wanted}
+    return {name for name in found if tree.section(name) in sections} == wanted.keys()
 
 
 def _check_same(source: Source, model: BaseTransformerModel, rules: Rules) -> None:

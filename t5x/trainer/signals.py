@@ -147,14 +147,14 @@ class _Agreement:
     def _agree(self) -> None:
         while not self._closed.wait(_POLL_SECONDS):
             if self.signum is not None:
-                distributed.put(self._key, str(int(self.signum)).encode())
+                distributed.put(self._key, int(self.signum))
             asked = distributed.poll(self._key)
             if asked is None:
                 continue
             with self._changed:
                 self._promised = True
                 begun = self._begun
-            last = max(int(promise) for promise in distributed.exchange("last begun", str(begun).encode()))
+            last = max(distributed.exchange("last begun", begun))
             with self._changed:
                 self.signum, self._last = int(asked), last
                 self._changed.notify_all()

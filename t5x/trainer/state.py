@@ -23,19 +23,27 @@ Tree = Any
 
 @flax.struct.dataclass
 class TrainState:
-    """Parameters, optimizer state and the number of steps taken."""
+    """Parameters, optimizer state and the number of steps taken.
+
+    Attributes:
+      flax_mutables: other state of the network: `fp8`, the amax history of training in FP8; {} without it.
+    """
 
     step: jax.Array
     params: Tree
     param_states: Tree
+    flax_mutables: Tree = flax.struct.field(default_factory=dict)
 
     def tree(self) -> dict[str, Any]:
         """Return the tree as stored in a checkpoint, with T5X's names."""
-        return {"target": self.params, "state": {"step": self.step, "param_states": self.param_states}}
+        tree = {"target": self.params, "state": {"step": self.step, "param_states": self.param_states}}
+        return tree | ({"flax_mutables": self.flax_mutables} if self.flax_mutables else {})
 
     @classmethod
     def from_tree(cls, tree: Mapping[str, Any]) -> "TrainState":
-        return cls(tree["state"]["step"], tree["target"], tree["state"]["param_states"])
+        return cls(
+            tree["state"]["step"], tree["target"], tree["state"]["param_states"], tree.get("flax_mutables", {})
+        )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +80,7 @@ class StateLayout:
             step=jax.ShapeDtypeStruct((), jnp.int32, sharding=partitioner.replicated),
             params=jax.tree.map(placed, params, axes),
             param_states=jax.tree.map(placed, states, state_axes),
+            flax_mutables=jax.tree.map(lambda x: placed(x, None), jax.eval_shape(lambda: _mutables(model))),
         )
         layout = cls(model, partitioner, input_shapes, abstract, axes, state_axes)
         layout._say_what_stays_whole()
@@ -109,7 +118,12 @@ class StateLayout:
             in_shardings=(self.shardings.params,),
             out_shardings=self.shardings.param_states,
         )
-        return TrainState(self.step_array(step), params, fresh(params))
+        return TrainState(self.step_array(step), params, fresh(params), self.fresh_mutables())
+
+    def fresh_mutables(self) -> Tree:
+        """Return the initial `flax_mutables`, created on their devices."""
+        shardings = self.shardings.flax_mutables
+        return self.partitioner.partition(lambda: _mutables(self.model), in_shardings=(), out_shardings=shardings)()
 
     def init(self, rng: jax.Array) -> TrainState:
         """Return fresh parameters and optimizer state, created on their devices."""
@@ -118,11 +132,16 @@ class StateLayout:
             params = self.model.get_initial_variables(rng, self.input_shapes)["params"]
             optimizer = self.model.optimizer_def
             states = {} if optimizer is None else optimizer.init(params, self.axes)
-            return TrainState(jnp.zeros((), jnp.int32), params, states)
+            return TrainState(jnp.zeros((), jnp.int32), params, states, _mutables(self.model))
 
         return self.partitioner.partition(
             fresh, in_shardings=self.partitioner.replicated, out_shardings=self.shardings
         )(rng)
+
+
+def _mutables(model: BaseTransformerModel) -> Tree:
+    history = {} if model.optimizer_def is None else model.initial_fp8_history()
+    return {"fp8": history} if history else {}
 
 
 def write_model_info(directory: str, layout: StateLayout) -> None:

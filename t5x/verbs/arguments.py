@@ -138,12 +138,12 @@ def add_processes(parser: argparse.ArgumentParser) -> None:
 def processes(args: argparse.Namespace) -> Iterator[None]:
     """Connect the processes of a run, if there are several, while the context is active."""
     from t5x import run_identity, startup
-    from t5x.partitioning import consistency, distributed
+    from t5x.partitioning import consistency, multiprocess
 
     names = ("coordinator_address", "process_count", "process_index", "initialization_timeout", "multiprocess_gpu")
     startup.enable_compilation_cache()
-    distributed.keep_stdout_clean()
-    with distributed.run(**{name: getattr(args, name) for name in names}):
+    multiprocess.keep_stdout_clean()
+    with multiprocess.run(**{name: getattr(args, name) for name in names}):
         startup.name_process()
         consistency.require_same("configuration", lambda: run_identity.describe_command(args))
         yield

@@ -10,12 +10,13 @@ from typing import Any
 from t5x.errors import UserError
 from t5x.verbs.arguments import add_import, import_modules, leave_in_order, work_begins
 
-_SIZES = ("tiny", "small", "base", "large", "xl")  # as in `t5x.bench.workload`, which imports JAX
+_SIZES = ("tiny", "small", "base", "large", "xl", "xxl")  # as in `t5x.bench.workload`, which imports JAX
 _MODEL = ("size", "batch", "attention", "dtype", "scan", "steps")
 _OPTIONS = {
-    "train": (*_MODEL, "inputs", "targets", "dropout", "packed"),
+    "train": (*_MODEL, "inputs", "targets", "dropout", "packed", "matmul", "remat", "microbatches"),
     "generate": (*_MODEL, "inputs", "targets", "beams"),
     "score": (*_MODEL, "inputs"),
+    "encode": (*_MODEL, "inputs"),
     "data": ("batch", "inputs", "targets", "packed", "steps", "task", "data", "vocabulary", "split", "workers"),
     "checkpoint": (*_MODEL, "inputs", "targets", "directory"),
 }
@@ -40,6 +41,9 @@ def define(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("the model")
     model.add_argument("--size", choices=_SIZES, help="small unless said; tiny is for a quick look")
     model.add_argument("--dtype", choices=("float32", "bfloat16"), help="float32 on CPUs, else bfloat16")
+    model.add_argument("--matmul", choices=("fp8",), help="dtype of the layers' matmuls (that of --dtype; train)")
+    model.add_argument("--remat", choices=("minimal", "full"), help="recompute in the backward pass (nothing; train)")
+    model.add_argument("--microbatches", type=int, metavar="N", help="microbatches of a step (1; train)")
     model.add_argument("--attention", metavar="NAME", help="the back end (auto)")
     model.add_argument("--scan", action="store_true", default=None, help="scan over stacked layers")
     model.add_argument("--dropout", type=float, metavar="X", help="rate (0; train)")
@@ -61,6 +65,8 @@ _EXAMPLES = """
 t5x bench train --size base --batch 128
 t5x bench generate --size base --batch 64 --beams 4 --json
 t5x bench score --size large --attention xla
+t5x bench train --size large --matmul fp8
+t5x bench encode --size xxl --batch 1
 t5x bench data --data train.jsonl --vocabulary spiece.model --packed
 t5x bench checkpoint --size large --directory /mnt/disk
 """
@@ -89,7 +95,7 @@ def _check(work: str, given: dict[str, Any]) -> None:
             raise UserError(f"--{name} goes with {others}, not with `t5x bench {work}`.")
     if work != "data" and given["modules"]:
         raise UserError("--import goes with `t5x bench data`.")
-    for name, least in (("batch", 1), ("steps", 1), ("beams", 1), ("inputs", 2), ("targets", 2)):
+    for name, least in (("batch", 1), ("steps", 1), ("beams", 1), ("inputs", 2), ("targets", 2), ("microbatches", 1)):
         if given.get(name, least) < least:
             raise UserError(f"--{name} is {given[name]}: it must be at least {least}.")
 
@@ -112,4 +118,4 @@ def _measure(work: str, options: dict[str, Any]) -> dict[str, Any]:
     print(f"{work}: T5 1.1 {made.size}, batch {made.batch}, {made.dtype} …", file=sys.stderr, flush=True)
     if work == "checkpoint":
         return checkpoint.measure(made, rounds=own.pop("steps", 3), **own)
-    return {"train": compute.train, "generate": compute.generate, "score": compute.score}[work](made, **own)
+    return getattr(compute, work)(made, **own)

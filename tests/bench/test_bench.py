@@ -90,6 +90,23 @@ def test_scoring(run_here, results):
     assert len(np.unique(results[-1])) > 2  # other rows, other logits
 
 
+def test_encoding(run_here):
+    found = measured(run_here("bench", "encode", *TINY[:6], "--steps", 2, "--json"))
+    check_rates(found, tokens=8)
+    assert found["parameters"] == 512 * 64 + 2 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64) + 64 + 32 * 4
+    # 2 rows of 8: in each of 2 layers 4 kernels 64 x 64, queries times keys and weights times values, and the MLP.
+    layer = 8 * 4 * 64 * 64 + 2 * 8 * 8 * 64 + 8 * 3 * 64 * 128
+    assert found["step_tflop"] == pytest.approx(2 * 2 * 2 * layer / 1e12, rel=1e-4)
+
+
+def test_training_in_fp8_with_recomputation_and_microbatches(run_here):
+    options = {"matmul": "fp8", "remat": "minimal", "microbatches": 2}
+    given = (arg for name, value in options.items() for arg in (f"--{name}", value))
+    found = measured(run_here("bench", "train", *TINY, *given, "--json"))
+    assert {name: found[name] for name in options} == options
+    assert found["loss"] == pytest.approx(math.log(512), rel=0.05)
+
+
 @pytest.mark.parametrize("uneven", [False, True])
 def test_rates_are_of_the_median_step_and_of_all_where_steps_are_uneven(uneven):
     work = Workload("tiny", batch=6, inputs=8, targets=4)

@@ -348,8 +348,6 @@ def test_a_configuration_of_another_model(copy, changes, named, vocabulary):
         ({"config": [1]}, "'config' is"),
         ({"config": None}, "no field 'config'"),
         ({"template": "x"}, "'template' is"),
-        ({"template": {"text": 3}}, "text is '3'"),
-        ({"template": {"max_length": "x"}}, "max_length is 'x'"),
         ({"inputs_bidirectional_attention": "no"}, "'inputs_bidirectional_attention' is"),
         (b"[]", "not a JSON object"),
         (b"{", "model.json"),

@@ -150,7 +150,7 @@ def refused(directories: list[Path], command: list[str], more: list[str], *names
         )  # fmt: skip
     for done in finish(started):
         assert done.returncode == 2, done.stdout + done.stderr
-        assert_one_line(done, "error: the processes of this run differ in their ", *names)
+        assert_one_line(done, "differ in their ", *names)
         assert done.stderr.count(" / process 1 has ") == len(names), done.stderr
 
 

@@ -1,5 +1,6 @@
 """Which template a checkpoint is read with, and that it is said why."""
 
+import dataclasses
 import json
 
 import pytest
@@ -50,6 +51,16 @@ def test_the_checkpoints_own_template_comes_first(tmp_path):
 
     found = known.template_of(source(tmp_path / "monot5"), Model())
     assert found == (Model.template, "the checkpoint's own")
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [({"text": 3}, "text is '3'"), ({"max_length": "x"}, "max_length is 'x'"), ({"x": 1}, "{'x': 1}")],
+)
+def test_a_stored_template_that_is_none_is_an_error_with_its_path(tmp_path, fields, words):
+    with pytest.raises(UserError, match=words) as error:
+        known.template_of(dataclasses.replace(source(tmp_path), template=fields), object())
+    assert str(tmp_path) in str(error.value)
 
 
 def test_pairwise_and_pointwise_rankers_are_told_apart(tmp_path):

@@ -164,7 +164,7 @@ def test_microbatches_never_divide_a_list():
     model = ranker(DROPPING, loss="listwise", loss_normalizing_factor="NUM_REAL_TARGET_TOKENS")
     batch = {**model.with_loss_scale(lists()), "row_index": np.arange(8, dtype=np.int32)}
     gradients = jax.jit(functools.partial(accumulate_gradients, model), static_argnums=3)
-    found = [gradients(PARAMS, batch, jax.random.key(3), parts) for parts in (1, 4)]
+    found = [gradients(PARAMS, batch, jax.random.key(3), parts, {}) for parts in (1, 4)]
     for whole, in_parts in zip(*(jax.tree.leaves(grads) for grads, _ in found), strict=True):
         np.testing.assert_allclose(whole, in_parts, atol=1e-6)
     losses = [float(metrics["loss"].compute()) for _, metrics in found]

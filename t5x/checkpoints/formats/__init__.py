@@ -8,7 +8,7 @@ import os
 
 from etils import epath
 
-from t5x.checkpoints import paths, remote_reading
+from t5x.checkpoints import manifest, paths, remote_reading
 from t5x.checkpoints.formats.safety import check_links
 from t5x.checkpoints.formats.source import LazyArray, Source
 from t5x.checkpoints.manifest import DamagedCheckpoint
@@ -118,10 +118,11 @@ def _open(path: epath.Path, verify: bool) -> Source:
     if not path.is_dir():
         raise UserError(f"There is no checkpoint at {path}: no such file or directory. Check the path.")
     if _has(path, paths.MANIFEST):
-        from t5x.checkpoints import checkpoint_reader
         from t5x.checkpoints.formats.own_checkpoint import read_own_checkpoint
 
-        return read_own_checkpoint(checkpoint_reader.resolve_verified(path) if verify else path)
+        if verify:
+            manifest.verify(path)
+        return read_own_checkpoint(path)
     if _has(path, _HUGGINGFACE):
         from t5x.checkpoints.formats.huggingface import read_huggingface
 
