@@ -218,6 +218,9 @@ def test_chunks_that_are_fill_value_may_be_missing(copy):
     path = copy("Orbax zarr")
     edit(path / "target.encoder.encoder_norm.scale/.zarray", fill_value=2.5)
     (path / "target.encoder.encoder_norm.scale/0").unlink()
+    with pytest.raises(UserError, match="encoder_norm/scale"):  # Orbax states that it stored all of them
+        open_checkpoint(path).arrays["target/encoder/encoder_norm/scale"].read()
+    edit(path / "_METADATA", store_array_data_equal_to_fill_value=False)
     array = open_checkpoint(path).arrays["target/encoder/encoder_norm/scale"].read()
     np.testing.assert_array_equal(array, np.full(8, 2.5, np.float32))
 
