@@ -168,7 +168,7 @@ def test_ours_scanned_is_what_our_scanned_network_holds(tmp_path, hf):
     convert(str(hf), str(tmp_path / "out"), to="t5x", layers="scanned")
     config = json.loads((tmp_path / "out" / "model.json").read_text())["config"]
     assert config["scan_layers"] is True
-    with pytest.raises(UserError, match="holds no vocabulary"):  # all else of the model can be rebuilt
+    with pytest.raises(UserError, match="vocabulary"):  # all else of the model can be rebuilt
         load_model(open_checkpoint(tmp_path / "out"))
     network = tiny.model(type(tiny.T5_1_1)(**config))
     shapes = network.input_shapes({"inputs": 3, "targets": 3})

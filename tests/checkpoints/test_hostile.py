@@ -378,7 +378,7 @@ def test_a_model_json_that_describes_no_model(copy, capsys, content, reason):
     [
         ({"extra_ids": 10**9}, "extra_ids is '1000000000'"),
         ({"extra_ids": []}, "extra_ids"),
-        ({"class": ["x"]}, "vocabulary class"),
+        ({"class": ["x"]}, "class"),
         ({"sentencepiece_model_file": "/etc/passwd"}, "multiple values"),
         ({"normalizer_spec_overrides": {"name": []}}, "normalizer_spec_overrides"),
         ({"x": 1}, "unexpected keyword"),
