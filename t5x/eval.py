@@ -15,6 +15,7 @@ from t5x import checkpoints, gin_utils
 from t5x.checkpoints.config import RestoreCheckpointConfig
 from t5x.checkpoints.formats import open_checkpoint
 from t5x.checkpoints.paths import step_of
+from t5x.configuration.ignored_parameters import log_ignored
 from t5x.data import Evaluator
 from t5x.data.dataset_config import DatasetConfig
 from t5x.data.loader import eval_batches
@@ -86,7 +87,7 @@ def evaluate(
     """
     # --- Tasks, checkpoints and earlier results -----------------------------------------------------------------------
     if not use_orbax:
-        log.info("use_orbax=False is ignored: the format of a checkpoint is detected")
+        log_ignored("eval.evaluate", {"use_orbax": use_orbax})
     verify_matching_vocabs(dataset_cfg, model)
     require_same_data(dataset_cfg)
     name, scored = dataset_cfg.mixture_or_task().name, tasks_with_metrics(dataset_cfg)

@@ -12,6 +12,7 @@ from t5x import checkpoints, configuration, gin_utils
 from t5x.checkpoints.checkpoint_identity import fingerprint
 from t5x.checkpoints.config import RestoreCheckpointConfig
 from t5x.checkpoints.formats import Source
+from t5x.configuration.ignored_parameters import log_ignored
 from t5x.data.dataset_config import DatasetConfig
 from t5x.data.tasks import Task, get_subtasks
 from t5x.errors import UserError
@@ -103,7 +104,7 @@ def infer(
     if is_own_merge:
         merge_fn = configuration.configured(merge_fn)
     if not use_orbax:
-        log.info("use_orbax=False has no effect: the checkpoint format is detected")
+        log_ignored("infer.infer", {"use_orbax": use_orbax})
     if verify_matching_vocabs_fn is not None:
         verify_matching_vocabs_fn(dataset_cfg, model)
     tasks = _tasks(dataset_cfg, output_vocab_feature_name)

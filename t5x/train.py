@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, get_args
 
 import jax
@@ -21,7 +22,7 @@ from t5x.partitioning import PjitPartitioner, distributed
 from t5x.telemetry import MetricWriter, ThroughputClock
 from t5x.trainer.actions import Actions, ActionStop, BaseAction
 from t5x.trainer.checks import require_same_data, verify_matching_vocabs
-from t5x.trainer.datasets import ForeignBatches, ShardInfo, get_dataset, get_training_eval_datasets
+from t5x.trainer.datasets import ExternalBatches, ShardInfo, get_dataset, get_training_eval_datasets
 from t5x.trainer.evaluation import Evaluation, InferenceEvaluation, TeacherForcedEvaluation
 from t5x.trainer.metric_lines import MetricLines
 from t5x.trainer.restore import OnChangedData, Run, position_of_all, restore_or_init, resume_data
@@ -118,11 +119,11 @@ def train(
 
         # --- Random numbers -------------------------------------------------------------------------------------------
         seed = 0 if random_seed is None else random_seed
-        log.info("random seed: %d%s", seed, " (none was given)" if random_seed is None else "")
+        log.info("random seed: %d%s", seed, " (default)" if random_seed is None else "")
         init_rng, dropout_rng = jax.random.split(jax.random.key(seed))
         if use_hardware_rng:
             log.warning(
-                "use_hardware_rng: dropout depends on the mesh and the compiler; a run is exact on one machine only"
+                "use_hardware_rng: dropout depends on mesh and compiler, so runs are reproducible on one machine only"
             )
             dropout_rng = jax.random.key(seed, impl="unsafe_rbg")
 
@@ -136,7 +137,10 @@ def train(
         batch_size = train_dataset_cfg.batch_size
         shard = ShardInfo.of(partitioner.rows(batch_size), batch_size)
         loader = get_dataset_fn(train_dataset_cfg, shard, model.FEATURE_CONVERTER_CLS)
-        loader = closing.enter_context(loader if hasattr(loader, "restore") else ForeignBatches(loader))
+        if hasattr(loader, "restore"):
+            closing.enter_context(loader)
+        else:
+            loader = ExternalBatches(loader)
         fingerprint = loader.start_fingerprint() if leader and hasattr(loader, "start_fingerprint") else None
 
         # --- The model, laid out over the mesh ------------------------------------------------------------------------
@@ -155,8 +159,8 @@ def train(
             total_steps = run.first_step + relative_steps
         if total_steps < first_step:
             raise UserError(
-                f"total_steps is {total_steps}, but the checkpoint is at step {first_step}. Raise TRAIN_STEPS, or "
-                "use relative_steps to train a number of steps from there."
+                f"total_steps is {total_steps}, but the checkpoint is at step {first_step}. Raise TRAIN_STEPS, or set "
+                "train.relative_steps to train that many steps from there."
             )
 
         # --- Metric writer and configuration --------------------------------------------------------------------------
@@ -174,7 +178,7 @@ def train(
 
             describe()
             writer.on_recreate = describe  # if MODEL_DIR is removed during the run
-        files = sidecars(model, _read_if_there(os.path.join(model_dir, "config.gin")))
+        files = sidecars(model, _read_if_exists(os.path.join(model_dir, "config.gin")))
 
         # --- Training, evaluation, saving -----------------------------------------------------------------------------
         trainer = trainer_cls(model=model, train_state=state, partitioner=partitioner, layout=layout, rng=dropout_rng)
@@ -197,7 +201,7 @@ def train(
         if store.best is not None:
             store.best.check(["train", *(group for evaluation in evaluations.values() for group in evaluation.groups)])
         if save_cfg is not None and save_cfg.state_transformation_fns:
-            log.info("what is saved passes through utils.SaveCheckpointConfig.state_transformation_fns first")
+            log.info("saving through utils.SaveCheckpointConfig.state_transformation_fns")
             save_cfg.tree_to_save(trainer.state.tree())  # fails now rather than at the first save
         times = trainer_lib.Timetable(
             total_steps=total_steps,
@@ -236,11 +240,11 @@ def train(
             modes = list(times.eval_periods)
         ended = evaluate(first_step, modes) if modes else None
         last_step = first_step
-        why = ended
-        if why is None and run.ended is not None and actions.same_as(run.actions):
-            why = f"{run.ended} (with other train.actions, or without, the same command goes on)"
-        if first_step == total_steps or why is not None:
-            log.info("%s: there is nothing to train", why or f"the checkpoint is at step {first_step} already")
+        reason = ended
+        if reason is None and run.ended is not None and actions.same_as(run.actions):
+            reason = f"{run.ended} (change or remove train.actions to continue)"
+        if reason is not None or first_step == total_steps:
+            log.info("nothing to train: %s", reason or f"the checkpoint is already at step {first_step}")
         else:
             with clock.apart("timing/train_iter_warmup"):
                 batch = loader.peek()
@@ -250,7 +254,7 @@ def train(
             cost = StepCost.of(model.module, batch, rows=batch_size, devices=partitioner.mesh.devices.flatten())
             log.info("%s", cost)
             lines = MetricLines(
-                writer.write_scalars if writer is not None else lambda step, figures: None,
+                writer.write_scalars if writer is not None else lambda step, metrics: None,
                 before=run.metrics,
                 cost=cost,
                 concurrent=concurrent_metrics and not actions.has("TRAIN"),
@@ -275,19 +279,14 @@ def train(
             lines.wait()
         store.wait()
         if stop:
+            outcome = "nothing to save" if save_cfg else "nothing is saved without utils.SaveCheckpointConfig"
             if last_step in store.steps():
-                kept = f"saved {store.path(last_step)}. The same command goes on from there"
-            else:
-                kept = (
-                    "there was nothing to save"
-                    if save_cfg
-                    else "nothing is saved, as utils.SaveCheckpointConfig is off"
-                )
-            raise trainer_lib.Stopped(stop.signum, f"stopped after step {last_step}; {kept}.")
+                outcome = f"saved {store.path(last_step)}. The same command resumes from there"
+            raise trainer_lib.Stopped(stop.signum, f"stopped after step {last_step}; {outcome}.")
         if ended is not None and not ended.worth_saving:
             steps = store.steps()
-            good = f"The last checkpoint is {store.path(steps[-1])}." if steps else "There is no checkpoint."
-            raise UserError(f"{ended}. What came after the last checkpoint was not saved. {good}")
+            newest = store.path(steps[-1]) if steps else "none"
+            raise UserError(f"{ended}. Steps after the last checkpoint ({newest}) were not saved.")
         if ended is not None:
             log.info("%s", ended)
         return last_step, trainer.state
@@ -305,7 +304,7 @@ def _check(
     on_changed_data: str,
 ) -> None:
     if not model_dir:
-        raise UserError("MODEL_DIR is empty: give the directory of the run, --gin.MODEL_DIR=runs/my_run.")
+        raise UserError("MODEL_DIR is empty. Set the directory of the run: --gin.MODEL_DIR=runs/my_run.")
     if total_steps < 0:
         raise UserError(f"train.total_steps is {total_steps}: it must be at least 0.")
     if eval_steps is not None and eval_steps < 1:
@@ -314,8 +313,8 @@ def _check(
         raise UserError(f"train.on_changed_data is {on_changed_data!r}: it must be one of {', '.join(choices)}.")
     if not use_orbax:
         log.warning(
-            "use_orbax=False: a run keeps its checkpoints with Orbax all the same. `t5x convert --to native` writes "
-            "T5X's other format."
+            "use_orbax=False is ignored: checkpoints are written with Orbax. `t5x convert --to native` writes T5X's "
+            "other format."
         )
     if restore_cfg is not None and restore_cfg.path:
         if not isinstance(restore_cfg.path, str) or restore_cfg.mode == "all":
@@ -343,15 +342,12 @@ def _devices() -> str:
 
 def _describe(model: BaseTransformerModel, layout: StateLayout) -> str:
     config = getattr(model.module, "config", None)
-    dtype = f", activations {config.dtype} as its configuration says" if hasattr(config, "dtype") else ""
+    dtype = f", activations in {config.dtype}" if hasattr(config, "dtype") else ""
     return f"{type(model.module).__name__} with {layout.num_params:,} parameters in float32{dtype}"
 
 
-def _read_if_there(path: str) -> bytes | None:
-    if not os.path.exists(path):
-        return None
-    with open(path, "rb") as file:
-        return file.read()
+def _read_if_exists(path: str) -> bytes | None:
+    return Path(path).read_bytes() if os.path.exists(path) else None
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def test_the_native_fixture_trains_on_with_its_optimizer_state(caplog):
     state = restore_state(source, cfg, model, layout, jax.random.key(0))
     found = tree.flatten(state.tree())
     assert {name: np.sum(np.asarray(found[name]), dtype=np.float64) for name in SUMS} == pytest.approx(SUMS, abs=2e-4)
-    assert "step: 0; optimizer state: kept, as the checkpoint has it" in caplog.text
+    assert "step: 0; optimizer state: kept" in caplog.text
     stored = source.arrays["state/param_states/token_embedder/embedding/v"]
     assert found["state/param_states/token_embedder/embedding/v"].shape == stored.shape == (32128, 8)
 

@@ -82,7 +82,7 @@ def _parsed(content: bytes, name: str) -> Any:
     try:
         return json.loads(content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise UserError(f"{name} is not UTF-8: byte 0x{content[error.start]:02x} at {error.start}.") from error
+        raise UserError(f"{name}: {text_lines.not_utf8(content, error)}") from error
     except json.JSONDecodeError as error:
         hint = ""
         if error.msg == "Extra data":

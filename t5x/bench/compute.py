@@ -55,7 +55,7 @@ class Steps:
             learning_rate_fn=lambda _: 1e-3, num_microbatches=work.microbatches,
         )  # fmt: skip
         self._batches = work.batches()
-        with measures.watched() as self.seen:
+        with measures.watch_compilation() as self.seen:
             self.seconds = self.trainer.compile(next(self._batches))
 
     def take(self, count: int, after_each: Callable[[], None] = lambda: None) -> list[float]:
@@ -68,9 +68,7 @@ class Steps:
         return summarize([metrics])["loss_per_nonpadding_target_token"]
 
 
-def _run_ahead(
-    start: Callable[[], Any], count: int, after_each: Callable[[], None] = lambda: None
-) -> list[float]:
+def _run_ahead(start: Callable[[], Any], count: int, after_each: Callable[[], None] = lambda: None) -> list[float]:
     """Start `count` steps, one ahead of the devices; return the seconds from the end of each to the next."""
     stamps = [time.perf_counter()]
     before = None
@@ -87,7 +85,7 @@ def _run_ahead(
 
 def train(work: Workload, steps: int | None = None) -> Result:
     """Measure training steps, one ahead of the devices, as in the training loop."""
-    with measures.told_out_of_memory(_smaller("--batch, --targets, --inputs or --size")):
+    with measures.explain_out_of_memory("--batch, --targets, --inputs or --size"):
         taken = Steps(work)
         each = min(taken.take(_WARM_UP))
         seconds = taken.take(measures.steps_for(each, steps))
@@ -131,7 +129,7 @@ def encode(work: Workload, steps: int | None = None) -> Result:
     """Measure the encoder alone, with inputs and outputs on the devices; a step is a batch."""
     names = ("token_embedder", "encoder")
     sharding = work.partitioner.batch_sharding
-    with measures.told_out_of_memory(_smaller("--batch, --inputs or --size")):
+    with measures.explain_out_of_memory("--batch, --inputs or --size"):
         params = compute_params(work.model.module, work.params(names))
         run = work.partitioner.partition(
             lambda params, tokens: work.model.module.apply(
@@ -142,7 +140,7 @@ def encode(work: Workload, steps: int | None = None) -> Result:
         )
         tokens = jax.device_put(work.tokens(work.batch, work.inputs), sharding)
         began = time.perf_counter()
-        with measures.watched() as seen:
+        with measures.watch_compilation() as seen:
             run = run.lower(params, tokens).compile()
         compiling = time.perf_counter() - began
 
@@ -164,10 +162,10 @@ def _timed_batches(
         call(loaded, inputs, lambda rows: stamps.append(time.perf_counter()))
         return stamps
 
-    with measures.told_out_of_memory(_smaller("--batch, --inputs, --targets, --beams or --size")):
+    with measures.explain_out_of_memory("--batch, --inputs, --targets, --beams or --size"):
         loaded = LoadedModel(None, work.model, work.partitioner)
         loaded.engine = Engine(work.model, work.partitioner, work.params())
-        with measures.watched() as seen:
+        with measures.watch_compilation() as seen:
             began, *ends = stamps_of(1 + _WARM_UP)
         # The first batch includes compilation.
         each = statistics.median(measures.intervals(ends))
@@ -189,7 +187,7 @@ def _result(work: Workload, timing: Timing, flops: int, tokens: int) -> Result:
         each = statistics.mean(timing.steps)
         del times["step_ms_min"], times["step_ms_spread"]
     return {
-        **described(work, timing.seen),
+        **describe(work, timing.seen),
         **times,
         "sequences_per_s": work.batch / each,
         "tokens_per_s": work.batch * tokens / each,
@@ -201,7 +199,7 @@ def _result(work: Workload, timing: Timing, flops: int, tokens: int) -> Result:
     }
 
 
-def described(work: Workload, seen: measures.Compilation) -> Result:
+def describe(work: Workload, seen: measures.Compilation) -> Result:
     """Return the model and its batch, which are part of every result."""
     return {
         "size": work.size,
@@ -213,9 +211,3 @@ def described(work: Workload, seen: measures.Compilation) -> Result:
         "attention": "+".join(sorted(seen.attention)) or work.attention,
         "scan": work.scan,
     }
-
-
-def _smaller(what: str) -> str:
-    there = measures.available_memory()
-    free = "" if there is None else f" ({there / 1e9:.1f} GB are free now)"
-    return f"lower {what}{free}."

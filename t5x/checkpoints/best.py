@@ -16,7 +16,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
 from t5x.checkpoints import paths
@@ -64,18 +64,13 @@ class SaveBestCheckpointer:
     def of(cls, maker: Any) -> "SaveBestCheckpointer | None":
         """Return `maker()` if it makes an instance of this class, via gin or functools.partial; else None."""
         inner = maker
-        while not inspect.isclass(inner) and (behind := _unwrap(inner)) is not None:
-            inner = behind
-        return maker() if inspect.isclass(inner) and issubclass(inner, cls) else None
+        while inner is not None and not inspect.isclass(inner):
+            inner = inner.func if isinstance(inner, functools.partial) else getattr(inner, "__wrapped__", None)
+        return maker() if inner is not None and issubclass(inner, cls) else None
 
     def rule(self, keep: int | None) -> BestRule:
-        return BestRule(
-            self.metric_name_to_monitor,
-            self.metric_mode,
-            keep,
-            self.keep_checkpoints_without_metrics,
-            self.force_keep_period,
-        )
+        name, mode = self.metric_name_to_monitor, self.metric_mode
+        return BestRule(name, mode, keep, self.keep_checkpoints_without_metrics, self.force_keep_period)
 
 
 class Ranking:
@@ -134,7 +129,8 @@ class Ranking:
             "checkpoint": paths.checkpoint_name(step),
         }  # fmt: skip
         line = jsonl.encode(record)
-        if not os.path.exists(path) or _read(path) != json.loads(line):
+        before = [record for record, _ in jsonl.read(path)] if os.path.exists(path) else []
+        if before[:1] != [json.loads(line)]:
             log.info("best checkpoint by %s: step %d (%.6g)", self.rule.metric, step, value)
             jsonl.replace(path, [line])
 
@@ -174,11 +170,3 @@ class Ranking:
                 "checkpoints cannot be ranked by %s, so all of them are kept: %s has no %r, only %s",
                 self.rule.metric, path, name, ", ".join(metrics),
             )  # fmt: skip
-
-
-def _unwrap(maker: Any) -> Callable[..., Any] | None:
-    return maker.func if isinstance(maker, functools.partial) else getattr(maker, "__wrapped__", None)
-
-
-def _read(path: str) -> Any:
-    return next((record for record, _ in jsonl.read(path)), None)

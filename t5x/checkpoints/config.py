@@ -1,8 +1,6 @@
 """What a run saves and restores: `utils.CheckpointConfig` and its parts in gin files."""
 
 import dataclasses
-import functools
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -12,9 +10,8 @@ import jax.numpy as jnp
 from t5x.checkpoints import tree
 from t5x.checkpoints.assignment import AssignmentMap, Rules
 from t5x.checkpoints.best import BestRule, SaveBestCheckpointer
+from t5x.configuration.ignored_parameters import log_ignored
 from t5x.errors import UserError
-
-log = logging.getLogger(__name__)
 
 
 class Checkpointer:
@@ -91,7 +88,8 @@ class SaveCheckpointConfig:
         if self.best is not None and self.best.mode not in ("max", "min"):
             raise UserError(f"SaveBestCheckpointer.metric_mode is {self.best.mode!r}; it must be 'max' or 'min'.")
         ignored = ["keep_dataset_checkpoints", "checkpoint_manager_cls"]
-        _log_ignored(self, ignored if asked is not None else [*ignored, "checkpointer_cls"])
+        ignored += [] if asked is not None else ["checkpointer_cls"]
+        log_ignored("utils.SaveCheckpointConfig", {name: getattr(self, name) for name in ignored})
 
     def tree_to_save(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return a state (nested dictionaries of arrays) as it is stored: transformed, with parameters of `dtype`.
@@ -170,7 +168,8 @@ class RestoreCheckpointConfig:
             AssignmentMap(self.assignment_map or ()), self.strict, self.fallback_to_scratch,
             tuple(self.state_transformation_fns),
         )  # fmt: skip
-        _log_ignored(self, ["checkpointer_cls", "checkpoint_manager_cls", "use_gda"])
+        ignored = ("checkpointer_cls", "checkpoint_manager_cls", "use_gda")
+        log_ignored("utils.RestoreCheckpointConfig", {name: getattr(self, name) for name in ignored})
 
 
 @dataclasses.dataclass
@@ -185,14 +184,3 @@ def _check_choice(config: Any, name: str, choices: Sequence[str]) -> None:
     if (value := getattr(config, name)) not in choices:
         allowed = ", ".join(map(repr, choices))
         raise UserError(f"utils.{type(config).__name__}.{name} is {value!r}; it must be one of {allowed}.")
-
-
-def _log_ignored(config: Any, names: Sequence[str]) -> None:
-    for name in names:
-        if getattr(config, name) is not None:
-            _log_once(f"utils.{type(config).__name__}.{name} has no effect here and is ignored")
-
-
-@functools.cache
-def _log_once(message: str) -> None:
-    log.info("%s", message)

@@ -54,21 +54,21 @@ class Manifest:
         return (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode()
 
 
-def write(directory: epath.PathLike, step: int, known: Mapping[str, FileRecord] | None = None) -> Manifest:
+def write(directory: epath.PathLike, step: int, hashed: Mapping[str, FileRecord] | None = None) -> Manifest:
     """Hash everything in `directory` (a few files at a time) and write its manifest.
 
     It is durable only after `atomic.sync_tree`.
 
     Args:
-      known: records of files that have been hashed already. The files must exist with the same size.
+      hashed: records of files that have been hashed already. The files must exist with the same size.
     """
-    known = known or {}
+    hashed = hashed or {}
     sizes = {name: status.st_size for name, status in paths.walk(directory) if name != paths.PINNED}
-    for name, record in known.items():
+    for name, record in hashed.items():
         if sizes.get(name) != record.size:
-            found = "is not there" if name not in sizes else f"has {sizes[name]} bytes instead of {record.size}"
+            found = "is missing" if name not in sizes else f"has {sizes[name]} bytes instead of {record.size}"
             raise OSError(errno.ENOENT, f"{name} {found}", os.fspath(directory))
-    manifest = Manifest(step, {**hash_files(directory, [name for name in sizes if name not in known]), **known})
+    manifest = Manifest(step, {**hash_files(directory, [name for name in sizes if name not in hashed]), **hashed})
     paths.write_file(os.path.join(directory, paths.MANIFEST), manifest.to_bytes())
     return manifest
 
@@ -174,8 +174,8 @@ def read_file(directory: epath.PathLike, name: str) -> bytes:
     manifest = read(directory)
     record = manifest.files.get(name)
     if record is None:
-        there = ", ".join(other for other in manifest.files if not other.startswith(paths.STATE + "/")) or "none"
-        raise UserError(f"{directory} has no file {name!r}. Files beside the arrays: {there}.")
+        others = ", ".join(other for other in manifest.files if not other.startswith(paths.STATE + "/")) or "none"
+        raise UserError(f"{directory} has no file {name!r}. Files beside the arrays: {others}.")
     try:
         with open_inside(directory, name) as file:
             # Do not allocate a size that is not the file's.

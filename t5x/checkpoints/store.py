@@ -112,19 +112,16 @@ class CheckpointStore:
         temporary = distributed.decide(self._topic("save"), prepare)
         if temporary is None:
             return
-        temporary, on_host, error = epath.Path(temporary), None, None
+        on_host = error = None
         try:
             on_host = array_writer.HostArrays(tree)
         except BaseException as caught:
             error = caught
-        try:
-            distributed.check_all(self._topic("on host"), error)
-        except BaseException as caught:
-            self._abandon(temporary)
-            raise self._explain(caught, step, needed) from caught.__cause__
-        save = _Save(step, temporary, on_host, sidecars, pinned, needed)
-        self._thread = threading.Thread(target=self._finish, args=(save,), name="t5x-checkpoint")
+        save = _Save(step, epath.Path(temporary), on_host, sidecars, pinned, needed)
+        self._thread = threading.Thread(target=self._finish, args=(save, error), name="t5x-checkpoint")
         self._thread.start()
+        if error is not None:
+            self.wait()  # raises it, after all processes know
 
     @property
     def in_flight(self) -> bool:
@@ -308,10 +305,16 @@ class CheckpointStore:
 
     # --- The background part of a save
 
-    def _finish(self, save: _Save) -> None:
-        files, error = {}, None
+    def _finish(self, save: _Save, error: BaseException | None) -> None:
+        """Write and publish a checkpoint, unless a process has an error.
+
+        Args:
+          error: of this process, which could not copy its arrays.
+        """
+        files = {}
         try:
-            files = self._write_arrays(save)
+            if error is None:
+                files = self._write_arrays(save)
         except BaseException as caught:
             error = caught
         described = None if error is None else distributed.describe_error(error)
@@ -348,15 +351,15 @@ class CheckpointStore:
             if error is not None:
                 raise error
             distributed.raise_first([report["error"] for report in reports])
-            known = {name: manifest.FileRecord(**record) for one in reports for name, record in one["files"].items()}
+            hashed = {name: manifest.FileRecord(**record) for one in reports for name, record in one["files"].items()}
             array_writer.join(save.temporary / paths.STATE, save.arrays.shapes)
             for name, content in save.sidecars.items():
                 paths.write_file(save.temporary / name, content)
             replaced = self.path(save.step)  # exists only if it is about to be replaced
             if save.pinned or (replaced / paths.PINNED).exists():
                 paths.write_file(save.temporary / paths.PINNED, b"")
-            files = manifest.write(save.temporary, save.step, known).files
-            atomic.sync_tree(save.temporary, flushed=known)
+            files = manifest.write(save.temporary, save.step, hashed).files
+            atomic.sync_tree(save.temporary, flushed=hashed)
             self._publish(save.temporary, save.step)
         except BaseException as caught:
             self._abandon(save.temporary)

@@ -63,23 +63,19 @@ def find(
     given = [name for name, value in flags.items() if value is not None]
     if process_count is not None and process_count < 1:
         raise UserError(f"--process_count is {process_count}: it must be at least 1.")
-    if process_index is not None and process_index < 0:
-        raise UserError(f"--process_index is {process_index}: processes are counted from 0.")
+    _check_index(process_index, process_count)
     if process_count == 1:
-        if process_index:
-            raise UserError(f"--process_index is {process_index}, but --process_count is 1: the only process is 0.")
         return None
     if len(given) < len(flags):
         cluster = _detect(asked=required or bool(given))
         if cluster is None and not given and not required:
             return None
         if cluster is None:
-            missing = " and ".join(name for name in flags if name not in given)
+            missing = ", ".join(name for name in flags if name not in given)
             raise UserError(
-                f"{missing} {'is' if len(given) == 2 else 'are'} missing"
-                + (f" beside {' and '.join(given)}" if given else " for --multiprocess_gpu")
-                + ", and no cluster was found (SLURM, Open MPI, Kubernetes, a TPU pod). Start every process with "
-                "--coordinator_address=HOST:PORT of process 0, --process_count=N and its own --process_index=0 … N-1."
+                f"Missing: {missing} (given: {', '.join(given) or '--multiprocess_gpu'}), and no cluster was found "
+                "(SLURM, Open MPI, Kubernetes, a TPU pod). Start every process with --coordinator_address=HOST:PORT of "
+                "process 0, --process_count=N and its own --process_index=0 … N-1."
             )
         if process_count is None:
             process_count = cluster.count
@@ -88,21 +84,20 @@ def find(
         process_index = cluster.index if process_index is None else process_index
         if coordinator_address is None:
             coordinator_address = os.environ.get("JAX_COORDINATOR_ADDRESS") or cluster.find_address(timeout)
-    if process_index >= process_count:
-        raise UserError(
-            f"--process_index is {process_index}, but --process_count is {process_count}: it must be 0 to "
-            f"{process_count - 1}."
-        )
+    _check_index(process_index, process_count)
     return Place(*_split(coordinator_address), process_count, process_index)
+
+
+def _check_index(index: int | None, count: int | None) -> None:
+    if index is not None and (index < 0 or (count is not None and index >= count)):
+        most = "--process_count - 1" if count is None else count - 1
+        raise UserError(f"--process_index is {index}: it must be 0 to {most}.")
 
 
 def _split(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise UserError(
-            f"--coordinator_address is {address!r}: it must be HOST:PORT, the machine of process 0 and a free port "
-            "there, such as node001:12345."
-        )
+        raise UserError(f"--coordinator_address is {address!r}: it must be HOST:PORT of process 0 (node1:12345).")
     return host.strip("[]"), int(port)
 
 

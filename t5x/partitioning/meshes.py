@@ -132,11 +132,8 @@ def _rows_by_process(array: np.ndarray) -> np.ndarray:
 
     The physical order of a TPU may interleave them. The order of data-parallel shards has no other meaning.
     """
-    flat = array.reshape(-1, *array.shape[-2:])
-    first = lambda part: min((d.process_index for d in part), default=0)
-    ordered = [sorted(block, key=first) for block in flat]
-    result = np.empty_like(flat)
-    for i, block in enumerate(ordered):
-        for j, part in enumerate(block):
-            result[i, j] = part
-    return result.reshape(array.shape)
+    blocks = array.reshape(-1, *array.shape[-2:])
+    for block in blocks:
+        order = np.argsort([min(device.process_index for device in row) for row in block], kind="stable")
+        block[:] = block[order]
+    return blocks.reshape(array.shape)

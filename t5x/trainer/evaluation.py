@@ -125,8 +125,7 @@ class InferenceEvaluation(Evaluation):
             **{name: functools.partial(run, program) for name, program in self._programs.items()},
             **({} if distributed.is_leader() else {"compute_metrics": False}),
         )
-        if jax.process_count() > 1:
-            results = distributed.broadcast("evaluation", results)
+        results = distributed.broadcast("evaluation", results)
         for task, metrics in results.items():
             log.info("step %d, %s: %s", step, task, ", ".join(f"{k} {v:.4g}" for k, v in metrics.items()))
         return results

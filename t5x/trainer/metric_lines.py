@@ -135,18 +135,18 @@ class MetricLines:
         if steps and "learning_rate" in steps[-1]:
             metrics["learning_rate/current"] = float(steps[-1]["learning_rate"].compute())
         if self._cost is not None:
-            metrics |= self._cost.scalars(lap.steps_per_second)
+            metrics |= self._cost.scalars(metrics["timing/steps_per_second"])
         self.metrics = metrics
         self.summary = {
             "loss": metrics["loss_per_nonpadding_target_token"],
-            "tokens/s": lap.target_tokens_per_second + lap.input_tokens_per_second,
+            "tokens/s": metrics["timing/target_tokens_per_second"] + metrics["timing/input_tokens_per_second"],
         }
         if "timing/mfu" in metrics:
             self.summary["MFU %"] = 100 * metrics["timing/mfu"]
-        if lap.data_wait_share > _SLOW_DATA:
-            self.summary["waiting for data %"] = 100 * lap.data_wait_share
+        if (waiting := metrics["timing/data_wait_share"]) > _SLOW_DATA:
+            self.summary["waiting for data %"] = 100 * waiting
             if not self._warned:
-                log.warning(_SLOW_DATA_HINT, 100 * lap.data_wait_share)
+                log.warning(_SLOW_DATA_HINT, 100 * waiting)
             self._warned = True
         self._write(step, metrics)
 

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import os
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -83,17 +84,16 @@ class StateLayout:
             flax_mutables=jax.tree.map(lambda x: placed(x, None), jax.eval_shape(lambda: _mutables(model))),
         )
         layout = cls(model, partitioner, input_shapes, abstract, axes, state_axes)
-        layout._say_what_stays_whole()
+        layout._log_undivided()
         return layout
 
-    def _say_what_stays_whole(self) -> None:
-        reasons: dict[str, int] = {}
+    def _log_undivided(self) -> None:
         leaves, treedef = jax.tree.flatten(self.abstract.params)
-        for leaf, axes in zip(leaves, treedef.flatten_up_to(self.axes), strict=True):
-            if reason := self.partitioner.undivided(leaf.shape, axes):
-                reasons[reason] = reasons.get(reason, 0) + 1
+        axes = treedef.flatten_up_to(self.axes)
+        reasons = Counter(self.partitioner.undivided(x.shape, a) for x, a in zip(leaves, axes, strict=True))
         for reason, count in reasons.items():
-            log.warning("%d parameter(s) are not divided over that mesh axis: %s", count, reason)
+            if reason:
+                log.warning("%d parameter(s) are not divided over that mesh axis: %s", count, reason)
 
     @property
     def shardings(self) -> TrainState:
@@ -112,9 +112,8 @@ class StateLayout:
 
     def with_fresh_optimizer(self, params: Tree, step: int) -> TrainState:
         """Return a state with the given parameters and a fresh optimizer state."""
-        optimizer = self.model.optimizer_def
         fresh = self.partitioner.partition(
-            lambda p: {} if optimizer is None else optimizer.init(p, self.axes),
+            self._init_optimizer,
             in_shardings=(self.shardings.params,),
             out_shardings=self.shardings.param_states,
         )
@@ -130,13 +129,15 @@ class StateLayout:
 
         def fresh(rng):
             params = self.model.get_initial_variables(rng, self.input_shapes)["params"]
-            optimizer = self.model.optimizer_def
-            states = {} if optimizer is None else optimizer.init(params, self.axes)
-            return TrainState(jnp.zeros((), jnp.int32), params, states, _mutables(self.model))
+            return TrainState(jnp.zeros((), jnp.int32), params, self._init_optimizer(params), _mutables(self.model))
 
         return self.partitioner.partition(
             fresh, in_shardings=self.partitioner.replicated, out_shardings=self.shardings
         )(rng)
+
+    def _init_optimizer(self, params: Tree) -> Tree:
+        optimizer = self.model.optimizer_def
+        return {} if optimizer is None else optimizer.init(params, self.axes)
 
 
 def _mutables(model: BaseTransformerModel) -> Tree:

@@ -90,12 +90,12 @@ class DataReport:
 
     def _open_pipelines(self) -> list[Pipeline]:
         try:
-            return [task.plain_pipeline(self._split, self._lengths, self._seed) for task in self._tasks]
+            return [task.uncached_pipeline(self._split, self._lengths, self._seed) for task in self._tasks]
         except UserError as error:
             if self._lengths is not None:
                 raise
             try:
-                pipelines = [task.plain_pipeline(self._split, _T5_LENGTHS, self._seed) for task in self._tasks]
+                pipelines = [task.uncached_pipeline(self._split, _T5_LENGTHS, self._seed) for task in self._tasks]
             except UserError:
                 raise error from None
         self._lengths = _T5_LENGTHS
@@ -241,7 +241,7 @@ class DataReport:
 
     def _without_lengths(self, task: Task) -> Pipeline | None:
         try:
-            return task.plain_pipeline(self._split, None, self._seed)
+            return task.uncached_pipeline(self._split, None, self._seed)
         except UserError:
             return None
 

@@ -138,7 +138,7 @@ BAD = {
     "something else": ([1, 2], "the file has no list 'data'"),
     "a number of many digits": ('{"data": [' + "1" * 5000 + "]}", r"dev\.json is not SQuAD's JSON: .*4300 digits"),
     "half a character": (
-        changed(lambda p, qas: qas[1].update(id="q\ud800")), r"qas\[1\], 'id', has half of a surrogate pair .* 2,"
+        changed(lambda p, qas: qas[1].update(id="q\ud800")), r"qas\[1\], 'id', has half of a surrogate pair .* 2"
     ),
     "no paragraphs": ({"data": [{"title": "A"}]}, r"data\[0\] has no list 'paragraphs'"),
     "no context": (changed(lambda p, qas: p.pop("context")), r"data\[0\].paragraphs\[0\] has no text 'context'"),

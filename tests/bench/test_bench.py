@@ -151,7 +151,7 @@ def test_checkpoints(run_here, tmp_path, on_a_disk):
 def test_a_directory_in_memory_is_no_disk(run_here, monkeypatch, named):
     monkeypatch.setattr("tempfile.tempdir", "/dev/shm")
     args = ("--directory", "/dev/shm") if named else ()
-    run_here("bench", "checkpoint", *TINY[:-2], *args).refused("/dev/shm is a tmpfs", "--directory")
+    run_here("bench", "checkpoint", *TINY[:-2], *args).refused("/dev/shm", "tmpfs", "--directory")
 
 
 def test_file_systems_are_told_apart():
@@ -192,9 +192,9 @@ def test_too_little_memory_is_told_before_it_is_used(run_here, monkeypatch):
 
 
 def test_memory_that_ran_out_is_one_message():
-    with pytest.raises(UserError, match=r"too little memory.*--batch"), measures.told_out_of_memory("lower --batch."):
+    with pytest.raises(UserError, match="--batch"), measures.explain_out_of_memory("--batch"):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.")
-    with pytest.raises(jax.errors.JaxRuntimeError), measures.told_out_of_memory("lower --batch."):
+    with pytest.raises(jax.errors.JaxRuntimeError), measures.explain_out_of_memory("--batch"):
         raise jax.errors.JaxRuntimeError("INTERNAL: a bug")
 
 

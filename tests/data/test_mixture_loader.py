@@ -214,7 +214,7 @@ def test_tasks_with_other_vocabularies_are_not_mixed(registries):
     data.TaskRegistry.add("more", data.TaskRegistry.get("bytes").source, output_features=features)
     data.MixtureRegistry.add("mixed", ["bytes", "more"], default_rate=1)
     cfg = data.DatasetConfig("mixed", LENGTHS, "train", 2, shuffle=False, seed=0)
-    with pytest.raises(UserError, match=r"'bytes' and 'more' cannot be mixed: their vocabularies of 'inputs' differ"):
+    with pytest.raises(UserError, match=r"'bytes' and 'more': .* 'inputs'"):
         train_loader(cfg, feature_converter=data.EncDecFeatureConverter())
 
 
@@ -222,7 +222,7 @@ def test_a_mixture_without_the_split_says_which_there_are(registries):
     add("one")
     data.MixtureRegistry.add("some", ["one"], default_rate=1)
     cfg = data.DatasetConfig("some", LENGTHS, "validation", 2, shuffle=False, seed=0)
-    with pytest.raises(UserError, match="no split 'validation'; it has 'train'"):
+    with pytest.raises(UserError, match=r"no split 'validation'.*'train'"):
         train_loader(cfg, feature_converter=data.EncDecFeatureConverter())
 
 

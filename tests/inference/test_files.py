@@ -312,7 +312,7 @@ REFUSED = {
     "more beams than tokens": (["--beams=100000"], "beams is 100000"),
     "more samples than memory": (["--temperature=1", "--num_return=1000000000000"], "1000000000000", "--num_return"),
     "longer outputs than memory": (["--max_length=1000000000000"], "1000000000000", "--max_length"),
-    "no choices": (["--choices=nowhere.txt"], "--choices nowhere.txt cannot be read"),
+    "no choices": (["--choices=nowhere.txt"], "--choices nowhere.txt: "),
     "a module that is not there": (["--import=nowhere_at_all"], "nowhere_at_all"),
     "an output that is there": (["--output={place}/expected.jsonl"], "exists already", "--overwrite"),
     "an output without a directory": (["--output={place}/none/out.jsonl"], "{place}/none"),

@@ -19,7 +19,8 @@ from t5x.inference.file_inference import infer_file
 from t5x.inference.loaded import open_model
 from t5x.partitioning import PjitPartitioner, multiprocess
 from t5x.ranking.reranking import Given, rerank
-from t5x.verbs.eval_from_files import FileEvaluation, evaluate_file
+from t5x.verbs.eval_from_files import evaluate_file
+from t5x.verbs.file_options import FileEvaluation
 
 
 def work(directory: Path, output: Path) -> None:

@@ -186,8 +186,8 @@ def test_who_has_finished_waits_for_the_others():
     ("flags", "words"),
     [
         ({"multiprocess_gpu": True}, "--multiprocess_gpu"),
-        ({"coordinator_address": "here:1"}, "--process_count and --process_index are missing"),
-        ({"process_count": 2, "process_index": 0}, "--coordinator_address is missing"),
+        ({"coordinator_address": "here:1"}, "Missing: --process_count, --process_index"),
+        ({"process_count": 2, "process_index": 0}, "Missing: --coordinator_address"),
         ({"process_count": 2, "process_index": 2, "coordinator_address": "here:1"}, "0 to 1"),
         ({"process_count": 2, "process_index": 0, "coordinator_address": "here"}, "HOST:PORT"),
         ({"process_count": 1, "process_index": 1}, "--process_index is 1"),

@@ -118,10 +118,8 @@ def test_contradictions_say_what_to_do(looked, case):
 
 
 def test_a_batch_that_no_rule_divides_is_told(looked):
-    assert [line for line in looked[1] if "'batch'" in line] == [
-        "PjitPartitioner.logical_axis_rules has no rule for 'batch': all 8 copies of the model compute the same rows. "
-        "Add ('batch', 'data'), or ('batch', None) if you mean it."
-    ]
+    (line,) = [line for line in looked[1] if "'batch'" in line]
+    assert "all 8 copies" in line and "('batch', 'data')" in line
 
 
 def test_machines_of_different_size_are_no_tensor_parallel_groups():

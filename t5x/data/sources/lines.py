@@ -12,6 +12,7 @@ from t5x.data.sources.files import FileExamples, FilesDataSource, Patterns
 from t5x.errors import UserError
 from t5x.files.indexed_lines import LineFile
 from t5x.files.local_copies import LocalCopy
+from t5x.files.text_lines import not_utf8
 
 _Parse = Callable[[str], dict[str, Any]]
 _RETURNS = "lines end with carriage returns alone. Convert the file: tr '\\r' '\\n' < FILE > NEW_FILE."
@@ -164,8 +165,4 @@ def decoded(content: bytes) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        encoding = "utf-16" if b"\0" in content else "latin1"
-        raise Malformed(
-            f"byte {content[error.start]:#04x} at column {error.start + 1} is not UTF-8. Convert the file, e.g. iconv "
-            f"-f {encoding} -t utf-8."
-        ) from error
+        raise Malformed(not_utf8(content, error)) from error
