@@ -148,7 +148,7 @@ def test_what_native_cannot_hold_is_named(tmp_path, capsys):
     for words in ("('silu', 'linear')", "the vocabulary of targets", "inputs_bidirectional_attention"):
         assert words in result.err
     plain = ours(tmp_path / "plain", 7, params(), CONFIG)
-    assert "no place for" not in run(capsys, "convert", plain, tmp_path / "other", "--to", "native").err
+    assert "cannot store" not in run(capsys, "convert", plain, tmp_path / "other", "--to", "native").err
 
 
 @pytest.mark.parametrize("vocab_size", [64, 384])
