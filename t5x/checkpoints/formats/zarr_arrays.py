@@ -7,10 +7,12 @@ that are equal to it.
 """
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
 import os
+import re
 import zlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +27,7 @@ from t5x.checkpoints.formats.safety import DTYPES, check_chunk_shape, check_shap
 from t5x.checkpoints.formats.source import LazyArray
 from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.files.system_errors import first_line
-from t5x.files.untrusted import parse_json
+from t5x.files.untrusted import open_inside, parse_json
 
 METADATA_FILE = ".zarray"
 COMPRESSOR = {"id": "gzip", "level": 1}  # written by us and by T5X
@@ -92,16 +94,29 @@ def open_arrays(
         chunks += math.prod(-(-size // side) for size, side in zip(shape, chunk, strict=True))
         if chunks > _MAX_CHUNKS + file_bytes // _BYTES_PER_CHUNK:
             raise DamagedCheckpoint(directory, f"array {name}: its files cannot hold the {chunks} chunks it claims")
+        chunk_bytes = math.prod(chunk) * dtype.itemsize
         if not ocdbt:
-            _check_chunk_files(directory, stored[name], math.prod(chunk) * dtype.itemsize)
+            _check_chunk_files(directory, stored[name], chunk_bytes)
         complete = every_chunk or array.fill_value is None
-        arrays[name] = LazyArray(shape, dtype, lambda n=name, a=array, c=complete: _read(directory, n, a, complete=c))
+        compressor = array.codec.to_json().get("compressor") if driver == "zarr" and not ocdbt else None
+        gzip_path = stored[name] if (compressor or {}).get("id") == "gzip" else None
+        reader = functools.partial(_read, directory, name, array, complete, gzip_path, chunk_bytes)
+        arrays[name] = LazyArray(shape, dtype, reader)
     return arrays
 
 
-def _read(directory: epath.Path, name: str, array: tensorstore.TensorStore, *, complete: bool) -> np.ndarray:
+def _read(
+    directory: epath.Path,
+    name: str,
+    array: tensorstore.TensorStore,
+    complete: bool,
+    gzip_path: str | None,
+    chunk_bytes: int,
+) -> np.ndarray:
     if complete and not _wait(directory, name, array.storage_statistics(query_fully_stored=True)).fully_stored:
         raise DamagedCheckpoint(directory, f"array {name}: chunks are missing")
+    if gzip_path is not None:
+        _check_gzip_ends(directory, gzip_path, chunk_bytes)
     return _wait(directory, name, array.read())
 
 
@@ -119,6 +134,19 @@ def _check_chunk_files(directory: epath.Path, stored: str, chunk_bytes: int) -> 
             raise DamagedCheckpoint(
                 directory, f"{stored}/{name} has {status.st_size} bytes, too many for a chunk of {chunk_bytes} bytes"
             )
+
+
+def _check_gzip_ends(directory: epath.Path, stored: str, chunk_bytes: int) -> None:
+    """Raise DamagedCheckpoint if a chunk is cut off in its checksum, which TensorStore would then not verify.
+
+    The checksum is followed by the number of uncompressed bytes.
+    """
+    for name, status in paths.walk(directory / stored):
+        if re.fullmatch(r"[0-9./]+", name):
+            with open_inside(directory, f"{stored}/{name}") as file:
+                file.seek(max(0, status.st_size - 4))
+                if int.from_bytes(file.read(4), "little") != chunk_bytes % 2**32:
+                    raise DamagedCheckpoint(directory, f"chunk {stored}/{name} is truncated or has another size")
 
 
 # --- Metadata

@@ -1,6 +1,5 @@
 """Native T5X checkpoints that are damaged or hostile: refused, and nothing outside their directory is read."""
 
-import contextlib
 import dataclasses
 import gzip
 import json
@@ -49,10 +48,6 @@ def test_files_cut_off_anywhere_are_found(tmp_path):
         good = file.read_bytes()
         for length in {0, 1, *range(0, len(good), 7), len(good) - 20, len(good) - 8, len(good) - 1}:
             file.write_bytes(good[:length])
-            if file.name == "0.0" and length > len(good) - 20:  # only gzip's checksum is cut off
-                with contextlib.suppress(DamagedCheckpoint):
-                    assert_same(arrays, read_native(path))
-                continue
             with pytest.raises(DamagedCheckpoint):
                 [lazy.read() for lazy in read_native(path).arrays.values()]
         file.write_bytes(good)
@@ -264,9 +259,10 @@ def test_corrupt_and_explosive_chunks(tmp_path):
     chunk = tmp_path / "target.a/0.0"
     good = chunk.read_bytes()
     bomb = gzip.compress(bytes(50_000_000), 9)
-    for bad in (b"", b"junk" * 10, good + b"x", good[:-15], bomb, gzip.compress(b"12"), zlib.compress(b"12")):
+    cut = (good + b"x", good[:-2], good[:-6], good[:-15])
+    for bad in (b"", b"junk" * 10, *cut, bomb, gzip.compress(b"12"), zlib.compress(b"12")):
         chunk.write_bytes(bad)
-        with pytest.raises(DamagedCheckpoint, match=r"target/a .*target\.a/0\.0"):
+        with pytest.raises(DamagedCheckpoint, match=r"target\.a/0\.0"):
             lazy.read()
     chunk.write_bytes(good)
     assert (lazy.read() == array).all()
