@@ -116,7 +116,10 @@ def _read(
     if complete and not _wait(directory, name, array.storage_statistics(query_fully_stored=True)).fully_stored:
         raise DamagedCheckpoint(directory, f"array {name}: chunks are missing")
     if gzip_path is not None:
-        _check_gzip_ends(directory, gzip_path, chunk_bytes)
+        try:
+            _check_gzip_ends(directory, gzip_path, chunk_bytes)
+        except OSError as error:
+            raise DamagedCheckpoint(directory, f"array {name} cannot be read: {error.strerror}") from error
     return _wait(directory, name, array.read())
 
 
