@@ -1,4 +1,4 @@
-"""Batch inference: `t5x infer`, over a task with gin files, or over a plain file with a model directory."""
+"""Batch inference: `t5x infer`, over a task with gin files, or over a file with a model directory."""
 
 import copy
 import dataclasses
@@ -21,7 +21,7 @@ from t5x.inference.file_inference import infer_file
 from t5x.inference.jobs import Shard, check_counts, run_job
 from t5x.inference.loaded import load
 from t5x.inference.task_examples import TaskExamples, create_task_from_tfexample_file, identity
-from t5x.inference.task_inference import TaskJob, TaskModel, TaskOutput, batch_function
+from t5x.inference.task_inference import TaskJob, TaskOutput, batch_function
 from t5x.inference.task_output import merge_chunks_to_file, write_inferences_to_file
 from t5x.models import BaseTransformerModel
 from t5x.partitioning import PjitPartitioner, distributed
@@ -152,12 +152,16 @@ def infer(
         cfg = dataclasses.replace(dataset_cfg, mixture_or_task_name=task, module=None)
         lengths = cfg.task_feature_lengths or _measure_lengths(task, cfg, model)
         job = TaskJob(
-            name=os.path.basename(output.path),
             description=f"{mode} {task.name}",
-            model=TaskModel(engine, program, cfg, lengths, mode, keep_aux_as_numpy),
+            engine=engine,
+            program=program,
+            cfg=cfg,
+            lengths=lengths,
+            mode=mode,
             examples=TaskExamples(task, cfg, lengths, Shard(shard_id, num_shards)),
             job=of_task,
             chunk_size=checkpoint_period * cfg.batch_size,
+            keep_aux_as_numpy=keep_aux_as_numpy,
             keep_position=checkpoint_ds_iter,
         )
         run_job(job, output)
@@ -173,7 +177,7 @@ def _tasks(cfg: DatasetConfig, vocabulary_of: str) -> list[Task]:
     for task in tasks:
         if vocabulary_of not in task.output_features:
             raise UserError(
-                f"infer.output_vocab_feature_name is {vocabulary_of!r}; task {task.name!r} has "
+                f"infer.output_vocab_feature_name is {vocabulary_of!r}; the features of task {task.name!r} are "
                 f"{', '.join(task.output_features)}."
             )
     return tasks
@@ -182,7 +186,7 @@ def _tasks(cfg: DatasetConfig, vocabulary_of: str) -> list[Task]:
 def _source(cfg: RestoreCheckpointConfig) -> Source:
     if not isinstance(cfg.path, str) or cfg.mode == "all":
         raise UserError(
-            "Inference takes one checkpoint: utils.RestoreCheckpointConfig.path must be one path, and mode 'specific' "
+            "Inference uses one checkpoint. Set utils.RestoreCheckpointConfig.path to one path, and mode to 'specific' "
             "or 'latest'."
         )
     return open_for_all(cfg.path)

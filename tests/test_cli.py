@@ -206,7 +206,7 @@ def test_eval_scores_every_checkpoint_once(model_dir, run_here, tmp_path):
 BAD_INPUT = {
     "no such model": (["--model", "nowhere", "--input", "-"], "nowhere"),
     "no such file": (["--model", "{model}", "--input", "nowhere.txt"], "nowhere.txt"),
-    "flags of two ways at once": (["--gin_file=x.gin", "--max_length=3"], "--max_length goes with --model"),
+    "flags of two ways at once": (["--gin_file=x.gin", "--max_length=3"], "--max_length can only be used with --model"),
     "no input": (["--model", "{model}"], "--input"),
     "scores without targets": (["--model", "{model}", "--input", "-", "--mode=score"], "targets"),
     "an impossible length": (["--model", "{model}", "--input", "-", "--max_length=0"], "--max_length is 0"),

@@ -16,8 +16,6 @@ ARCHITECTURE = ROOT.parent / "docs" / "architecture.md"
 # Upward imports that are still to be removed, as (package, package). Once removed, they must be deleted here.
 EXCEPTIONS = {
     ("decoding", "data"),
-    ("inference", "answering"),
-    ("inference", "ranking"),
 }
 
 

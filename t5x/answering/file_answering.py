@@ -61,7 +61,10 @@ def answer_file(
     questions = LineShard(open_questions(input_path, needs_id=bool(extra)), unit="question")
     loaded = load(model_dir, vocabulary=vocabulary, dtype=dtype)
     source = {"checkpoint_period": checkpoint_period, "input": input_path, "vocabulary": vocabulary}
-    run_job(_FileAnswering(questions, loaded, how, source, extra), to)
+    job = _FileAnswering(
+        lines=questions, batch_size=how.batch_size, source=source, loaded=loaded, how=how, extra_files=extra
+    )
+    run_job(job, to)
 
 
 def _check_extra(extra: Mapping[str, str], output: str, how: Answering) -> None:
@@ -75,56 +78,46 @@ def _check_extra(extra: Mapping[str, str], output: str, how: Answering) -> None:
         raise UserError("--output, --squad_predictions and --squad_na_probs must be different files.")
 
 
+@dataclasses.dataclass(kw_only=True)
 class _FileAnswering(LineJob):
-    """Answers the questions of a file."""
+    """Answers the questions of a file.
 
-    unit, counted, description = "question", "questions", "answer"
+    Args:
+      extra_files: {option: path} of SQuAD's files.
+    """
 
-    def __init__(
-        self,
-        questions: LineShard,
-        loaded: LoadedModel,
-        how: Answering,
-        source: Mapping[str, Any],
-        extra: Mapping[str, str],
-    ):
-        super().__init__(questions, source["checkpoint_period"] * how.batch_size)
-        self.quiet_up_to = how.batch_size
-        self._loaded = loaded
-        self._how = how
-        self._source = source
-        self._extra = extra
+    description: str = "answer"
+    unit: str = "question"
+    counted: str = "questions"
+    loaded: LoadedModel
+    how: Answering
+    extra_files: dict[str, str]
 
     def identity(self) -> dict[str, Any]:
-        return {**self._loaded.identity(), "mode": "answer", **dataclasses.asdict(self._how), **self._source}
+        return {**self.loaded.identity(), "mode": "answer", **dataclasses.asdict(self.how), **self.source}
 
     def compute_lines(self, chunk: LineChunk, progress: JobProgress) -> tuple[list[Record], Record]:
         pairs = [(line.example["question"], line.example["context"]) for line in chunk.lines]
         spans = []
         for line, pair in zip(chunk.lines, pairs, strict=True):
             try:
-                spans.append(windows_of(self._loaded, *pair, self._how))
+                spans.append(windows_of(self.loaded, *pair, self.how))
             except UserError as error:
-                raise UserError(f"{self.lines.where(line.number)}: {error}") from error
-        windows, batch_size = sum(map(len, spans)), self._how.batch_size
-        found = answer(
-            self._loaded,
-            pairs,
-            spans,
-            self._how,
-            rows=self._loaded.rows(windows if chunk.is_first else batch_size, batch_size),
-            after_batch=progress.after_batch(len(pairs), windows),
-        )
+                raise UserError(f"{self.lines.file.where(line.number)}: {error}") from error
+        windows = sum(map(len, spans))
+        rows = self.loaded.rows(windows if chunk.is_first else self.batch_size, self.batch_size)
+        after_batch = progress.after_batch(len(pairs), windows)
+        found = answer(self.loaded, pairs, spans, self.how, rows=rows, after_batch=after_batch)
         return [{**line.example, **as_record(one)} for line, one in zip(chunk.lines, found, strict=True)], {}
 
     def after_merge(self, path: str) -> None:
         """Write SQuAD's files from the complete output, and log scores if the correct answers are known."""
         for name, field in (("squad_predictions", "answer"), ("squad_na_probs", "no_answer_probability")):
-            if name in self._extra:
+            if name in self.extra_files:
                 found = {str(record["id"]): record[field] for record, _ in jsonl.read(path)}
-                jsonl.replace(self._extra[name], [json.dumps(found, ensure_ascii=False, indent=0).encode(), b"\n"])
-                log.info("wrote %s", self._extra[name])
-        if isinstance(self.lines, SquadQuestions):
+                jsonl.replace(self.extra_files[name], [json.dumps(found, ensure_ascii=False, indent=0).encode(), b"\n"])
+                log.info("wrote %s", self.extra_files[name])
+        if isinstance(self.lines.file, SquadQuestions):
             records = [record for record, _ in jsonl.read(path)]
             if any(record["answers"] for record in records):
                 scores = ", ".join(f"{name} {value:.4g}" for name, value in _scores(records).items())

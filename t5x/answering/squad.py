@@ -41,8 +41,8 @@ def read_squad(path: str | os.PathLike[str], titles: str | None = None, name: st
     for where, question in _questions(_parsed(user_files.read_bytes(path), name), name):
         if question["id"] in found:
             raise UserError(
-                f"{name}: {found[question['id']][0]} and {where} have the same id, {question['id']!r}. Every question "
-                "needs one of its own."
+                f"{name}: {found[question['id']][0]} and {where} have the same id, {question['id']!r}. Make ids "
+                "unique."
             )
         found[question["id"]] = where, question
     questions = [question for _, question in found.values()]
@@ -86,9 +86,9 @@ def _parsed(content: bytes, name: str) -> Any:
     except json.JSONDecodeError as error:
         hint = ""
         if error.msg == "Extra data":
-            hint = " If it has an object on each line, name it .jsonl."
+            hint = " If it has one object per line, rename it to .jsonl."
         raise UserError(
-            f"{name}:{error.lineno}: this is not JSON: {error.msg} at column {error.colno}.{hint}"
+            f"{name}:{error.lineno}: not JSON: {error.msg} at column {error.colno}.{hint}"
         ) from error
     except ValueError as error:  # e.g. a number with thousands of digits
         raise UserError(f"{name} is not SQuAD's JSON: {error}.") from error
@@ -134,7 +134,7 @@ def _entries(parent: Any, field: str, name: str, where: str) -> Iterator[tuple[d
 def _text(parent: Mapping[str, Any], field: str, name: str, where: str) -> str:
     text = parent.get(field)
     if not isinstance(text, str):
-        raise UserError(f"{name}: {where} has no text {field!r}.")
+        raise UserError(f"{name}: {where} has no string {field!r}.")
     if not text.strip():
         raise UserError(f"{name}: {where} has an empty {field!r}.")
     text_lines.check_unicode(text, f"{name}: {where}, {field!r},")
@@ -166,7 +166,8 @@ def _of_titles(questions: list[Question], titles: str, name: str) -> list[Questi
         raise UserError(f"titles {titles!r} is not a regular expression: {error}.") from error
     found = [question for question in questions if wanted.match(question["title"])]
     if not found:
-        there = list(dict.fromkeys(question["title"] for question in questions))
-        more = f" and {len(there) - _SHOWN} more" if len(there) > _SHOWN else ""
-        raise UserError(f"{name}: no title begins with {titles!r}. There is {', '.join(there[:_SHOWN])}{more}.")
+        titles_there = list(dict.fromkeys(question["title"] for question in questions))
+        more = f" and {len(titles_there) - _SHOWN} more" if len(titles_there) > _SHOWN else ""
+        first = ", ".join(titles_there[:_SHOWN])
+        raise UserError(f"{name}: no title begins with {titles!r}. The titles are {first}{more}.")
     return found

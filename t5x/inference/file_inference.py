@@ -1,11 +1,11 @@
 """`t5x infer --model`: predictions or scores for the lines of a file, given only a model directory."""
 
-import collections
 import dataclasses
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -84,88 +84,75 @@ def infer_file(
             f"{', '.join(given)} cannot be combined with --mode score, which decodes nothing. (Targets are truncated "
             "to --max_input_length.)"
         )
-    settings = _Settings(
-        mode=mode, max_length=MAX_LENGTH if max_length is None else max_length, max_input_length=max_input_length,
-        batch_size=batch_size, long=long, output_ids=output_ids, seed=seed or 0,
-    )  # fmt: skip
     options, shard = Decoding(**decoding), Shard(shard_id, num_shards)
+    max_length = MAX_LENGTH if max_length is None else max_length
     to = FileOutput(shard.path(output), overwrite=overwrite, inputs={"input": input_path})
     lines = LineShard(Lines(input_path, needs_targets=mode == "score"), shard)
     loaded = load(model_dir, vocabulary=vocabulary, dtype=dtype)
     if mode == "predict":
-        options.decode_fn(loaded.model.output_vocabulary, settings.max_length)  # fails on invalid options
+        options.decode_fn(loaded.model.output_vocabulary, max_length)  # fails on invalid options
     source = {
         "checkpoint_period": checkpoint_period, "num_shards": num_shards, "shard_id": shard_id, "input": input_path,
         "vocabulary": vocabulary,
     }  # fmt: skip
-    records = run_job(_FileInference(lines, loaded, options, settings, source), to)
+    job = _FileInference(
+        lines=lines, batch_size=batch_size, source=source, loaded=loaded, decoding=options, mode=mode,
+        max_length=max_length, max_input_length=max_input_length, long=long, output_ids=output_ids, seed=seed or 0,
+    )  # fmt: skip
+    records = run_job(job, to)
     if distributed.is_leader():
-        _log_problems(sum((collections.Counter(record["cut"]) for record in records), collections.Counter()), settings)
+        _log_problems(sum((Counter(record["cut"]) for record in records), Counter()), max_input_length)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Settings:
-    """Options of `infer_file` that results depend on."""
-
-    mode: str
-    max_length: int
-    max_input_length: int
-    batch_size: int
-    long: str
-    output_ids: bool
-    seed: int
+_SETTINGS = ("mode", "max_length", "max_input_length", "batch_size", "long", "output_ids", "seed")
 
 
+@dataclasses.dataclass(kw_only=True)
 class _FileInference(LineJob):
-    """Predicts or scores lines.
+    """Predicts or scores lines. See `infer_file` for the settings.
 
     The record of a chunk has in `cut` the numbers of truncated `inputs` and `targets`, and of `scores` that are NaN.
     """
 
-    unit = "input"
+    unit: str = "input"
+    loaded: LoadedModel
+    decoding: Decoding
+    mode: str
+    max_length: int
+    max_input_length: int
+    long: str
+    output_ids: bool
+    seed: int
 
-    def __init__(
-        self,
-        lines: LineShard,
-        loaded: LoadedModel,
-        decoding: Decoding,
-        settings: _Settings,
-        source: Mapping[str, Any],
-    ):
-        super().__init__(lines, source["checkpoint_period"] * settings.batch_size)
-        self.description = settings.mode
-        self.quiet_up_to = settings.batch_size
-        self._loaded = loaded
-        self._decoding = decoding
-        self._settings = settings
-        self._source = source
+    @property
+    def description(self) -> str:
+        return self.mode
 
     def identity(self) -> dict[str, Any]:
         defaults = vars(Decoding())
-        decoding = {name: value for name, value in vars(self._decoding).items() if value != defaults[name]}
+        decoding = {name: value for name, value in vars(self.decoding).items() if value != defaults[name]}
         if "choices" in decoding:
             decoding["choices"] = hashlib.sha256(json.dumps(decoding.pop("choices")).encode()).hexdigest()
-        return {
-            **self._loaded.identity(), **dataclasses.asdict(self._settings), "decoding": decoding, **self._source
-        }  # fmt: skip
+        settings = {name: getattr(self, name) for name in _SETTINGS}
+        return {**self.loaded.identity(), **settings, "decoding": decoding, **self.source}
 
     def compute_lines(self, chunk: LineChunk, progress: JobProgress) -> tuple[list[Record], Record]:
-        settings, count = self._settings, len(chunk.lines)
-        problems: collections.Counter[str] = collections.Counter()
+        count = len(chunk.lines)
+        problems: Counter[str] = Counter()
         inputs = [self._ids(line, "inputs", problems) for line in chunk.lines]
         common = {
-            "max_input_length": settings.max_input_length, "batch_size": settings.batch_size,
-            "rows": self._loaded.rows(count if chunk.is_first else settings.batch_size, settings.batch_size),
+            "max_input_length": self.max_input_length, "batch_size": self.batch_size,
+            "rows": self.loaded.rows(count if chunk.is_first else self.batch_size, self.batch_size),
             "after_batch": progress.after_batch(),
         }  # fmt: skip
-        if settings.mode == "score":
+        if self.mode == "score":
             targets = [self._ids(line, "targets", problems) for line in chunk.lines]
-            results = [{"score": score} for score in self._loaded.scores(inputs, targets, **common)]
+            results = [{"score": score} for score in self.loaded.scores(inputs, targets, **common)]
         else:
-            predictions = self._loaded.predictions(
-                inputs, self._decoding, max_length=settings.max_length, seed=settings.seed,
-                indices=range(chunk.first, chunk.first + count), **common,
-            )  # fmt: skip
+            indices = range(chunk.first, chunk.first + count)
+            predictions = self.loaded.predictions(
+                inputs, self.decoding, max_length=self.max_length, seed=self.seed, indices=indices, **common
+            )
             results = [self._prediction(generations) for generations in predictions]
         problems["scores"] += sum(bool(np.isnan(result["score"]).any()) for result in results)
         records = [{**line.example, **result} for line, result in zip(chunk.lines, results, strict=True)]
@@ -173,25 +160,25 @@ class _FileInference(LineJob):
 
     def _prediction(self, generations: Sequence[Generation]) -> dict[str, Any]:
         fields = {"prediction": [g.text for g in generations], "score": [g.score for g in generations]}
-        if self._settings.output_ids:
+        if self.output_ids:
             fields["prediction_tokens"] = [g.tokens for g in generations]
-        return fields if self._decoding.num_return > 1 else {name: values[0] for name, values in fields.items()}
+        return fields if self.decoding.num_return > 1 else {name: values[0] for name, values in fields.items()}
 
-    def _ids(self, line: Line, field: str, problems: collections.Counter[str]) -> list[int]:
-        limit, text = self._settings.max_input_length, line.example[field]
-        ids, length = self._loaded.input_ids(text, limit) if field == "inputs" else self._loaded.target_ids(text)
+    def _ids(self, line: Line, field: str, problems: Counter[str]) -> list[int]:
+        limit, text = self.max_input_length, line.example[field]
+        ids, length = self.loaded.input_ids(text, limit) if field == "inputs" else self.loaded.target_ids(text)
         if length > limit:
-            if self._settings.long == "error":
+            if self.long == "error":
                 raise UserError(
-                    f"{self.lines.where(line.number)}: {field!r} has {length} tokens, more than {limit}. Raise "
+                    f"{self.lines.file.where(line.number)}: {field!r} has {length} tokens, more than {limit}. Raise "
                     "--max_input_length, or pass --long truncate."
                 )
             problems[field] += 1
         return ids[:limit]  # a truncated target has no EOS, as it does not end there
 
 
-def _log_problems(problems: Mapping[str, int], settings: _Settings) -> None:
-    truncated = f"longer than {settings.max_input_length} tokens and were truncated (--max_input_length)"
+def _log_problems(problems: Counter[str], max_input_length: int) -> None:
+    truncated = f"longer than {max_input_length} tokens and were truncated (--max_input_length)"
     if problems["inputs"]:
         log.warning("%d input(s) were %s", problems["inputs"], truncated)
     if problems["targets"]:

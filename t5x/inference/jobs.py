@@ -5,6 +5,7 @@ to compute a chunk; `run_job` does the rest.
 """
 
 import abc
+import dataclasses
 import hashlib
 import itertools
 import logging
@@ -173,7 +174,7 @@ class LineShard:
     """A shard of the lines of a file, all of which have been checked, or a whole stream.
 
     Args:
-      lines: the file.
+      file: the file.
       shard: which part of it.
       unit: what a line is, for messages.
 
@@ -181,38 +182,42 @@ class LineShard:
       total: number of lines; None for a stream.
     """
 
-    def __init__(self, lines: Lines, shard: Shard = WHOLE, unit: str = "input"):
-        if lines.is_stream and (shard.count > 1 or jax.process_count() > 1):
+    def __init__(self, file: Lines, shard: Shard = WHOLE, unit: str = "input"):
+        if file.is_stream and (shard.count > 1 or jax.process_count() > 1):
             what = "--num_shards" if shard.count > 1 else "A run of several processes"
             raise UserError(f"{what} needs --input to be a file: a stream can be read only once.")
-        self.lines = lines
+        self.file = file
         self.total: int | None = None
         self._start, self._stop = 0, None
-        if (count := lines.count()) is not None:
+        if (count := file.count()) is not None:
             part = shard.range(count)
             self._start, self._stop, self.total = part.start, part.stop, len(part)
-            log.info("%d %s(s) from %s", self.total, unit, lines.path)
+            log.info("%d %s(s) from %s", self.total, unit, file.path)
 
     def chunks(self, size: int) -> Iterator[LineChunk]:
         """Yield chunks of `size` lines; the last may be smaller."""
-        lines, first = itertools.islice(self.lines, self._start, self._stop), self._start
+        lines, first = itertools.islice(self.file, self._start, self._stop), self._start
         while chunk := list(itertools.islice(lines, size)):
             yield LineChunk(first, first == self._start, chunk)
             first += len(chunk)
 
 
+@dataclasses.dataclass(kw_only=True)
 class LineJob(Job):
     """A job over the lines of a file. Every line gets one line of output.
 
     Args:
-      input_lines: the input.
-      chunk_size: lines per chunk.
+      lines: the input.
+      batch_size: lines per batch.
+      source: further options that the results depend on: `checkpoint_period`, in batches, and others.
     """
 
-    def __init__(self, input_lines: LineShard, chunk_size: int):
-        self.lines = input_lines.lines
-        self.total = input_lines.total
-        self._chunks = input_lines.chunks(chunk_size)
+    lines: LineShard
+    batch_size: int
+    source: dict[str, Any]
+
+    def __post_init__(self):
+        self.total, self.quiet_up_to = self.lines.total, self.batch_size
 
     @abc.abstractmethod
     def compute_lines(self, chunk: LineChunk, progress: JobProgress) -> tuple[list[Record], Record]:
@@ -227,7 +232,7 @@ class LineJob(Job):
 
         If the input has changed, this is a UserError, or with `overwrite` the chunks from there on are discarded.
         """
-        chunks, change, kept = self._chunks, "", 0
+        chunks, change, kept = self.lines.chunks(self.source["checkpoint_period"] * self.batch_size), "", 0
         for record in finished:
             chunk = next(chunks, None)
             if chunk is None:
@@ -241,7 +246,7 @@ class LineJob(Job):
         if output.merged and not change and (chunk := next(chunks, None)):
             change, chunks = "it continues after the lines", itertools.chain([chunk], chunks)
         if change:
-            change = f"{self.lines.path} has changed: {change} whose results are in {output.directory}"
+            change = f"{self.lines.file.path} has changed: {change} whose results are in {output.directory}"
             if not output.overwrite:
                 raise UserError(f"{change}. Pass --overwrite to start over.")
             log.warning("%s; discarding %d of %d finished chunk(s)", change, len(finished) - kept, len(finished))

@@ -140,7 +140,7 @@ def create_task_from_tfexample_file(
       The name of the task, `infer_<task_id>`. Its split is `infer`.
     """
     if file_type != "tfrecord":
-        raise UserError(f"create_task_from_tfexample_file.file_type is {file_type!r}: only 'tfrecord' can be read.")
+        raise UserError(f"create_task_from_tfexample_file.file_type is {file_type!r}: it must be 'tfrecord'.")
     paths = [paths] if isinstance(paths, str) else list(paths)
     if task_id is None:
         task_id = hashlib.md5(":".join([*paths, inputs_key, targets_key or ""]).encode()).hexdigest()[:10]

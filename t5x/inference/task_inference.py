@@ -17,11 +17,12 @@ from t5x.data.feature_converters import EncDecFeatureConverter
 from t5x.errors import UserError
 from t5x.files.digests import digest_of
 from t5x.inference.chunks import COMPLETED, JOB_FILE, Chunks, changed_error, is_intact, read_json, refuse_foreign
-from t5x.inference.engine import Engine, Program
+from t5x.inference.engine import Engine
 from t5x.inference.jobs import Job, JobProgress, Record
 from t5x.inference.output import Output
 from t5x.inference.task_examples import Placed, TaskExamples
 from t5x.models import BaseTransformerModel
+from t5x.network.padding import Program
 from t5x.telemetry import jsonl
 
 log = logging.getLogger(__name__)
@@ -45,74 +46,49 @@ def batch_function(model: BaseTransformerModel, mode: str) -> Callable[..., tupl
     return score if mode == "score" else predict
 
 
-class TaskModel:
-    """A model for the examples of a task.
-
-    Features are padded only as far as a batch needs if nothing else depends on the padding: with our own
-    encoder-decoder features, and if the model returns nothing but a score for each example.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        program: Program,
-        cfg: DatasetConfig,
-        lengths: Mapping[str, int],
-        mode: str,
-        keep_aux_as_numpy: bool,
-    ):
-        self._engine = engine
-        self._program = program
-        self._cfg = cfg
-        self._keep = keep_aux_as_numpy
-        converter = engine.model.FEATURE_CONVERTER_CLS(pack=False)
-        task = cfg.mixture_or_task()
-        converter.check(tuple(task.output_features), lengths, task.name)
-        self._lengths = {feature: lengths[feature] for feature in converter.task_features(lengths)}
-        self._bucketed: tuple[str, ...] = ()
-        # Outputs of an example besides its score, such as values for each of its tokens.
-        more = set(engine.shapes(program, self._lengths, cfg.batch_size)[1]) - {"scores"}
-        self._row_axes = engine.row_axes(program, self._lengths, cfg.batch_size) if more else None
-        if type(converter) is EncDecFeatureConverter and not more:
-            self._bucketed = ("inputs", "targets") if mode == "score" else ("inputs",)
-
-    def run(self, chunk: Sequence[Placed], after_batch: Callable[[int], None]) -> tuple[list[Any], dict[str, Any]]:
-        """Return (predictions or scores, {name: a value for each example})."""
-        results = self._engine.run(
-            self._program,
-            [placed.example for placed in chunk],
-            self._lengths,
-            rows=self._cfg.batch_size,
-            bucketed=self._bucketed,
-            indices=[placed.index for placed in chunk],
-            trim=self._cfg.trim_output_features,
-            row_axes=self._row_axes,
-            after_batch=after_batch,
-        )
-        leaf = (lambda *rows: np.stack(rows)) if self._keep else (lambda *rows: [row.tolist() for row in rows])
-        return [tokens for tokens, _ in results], jax.tree.map(leaf, *(aux for _, aux in results))
-
-
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)
 class TaskJob(Job):
     """Inference over the examples of a task.
 
+    Features are padded only as far as a batch needs if nothing else depends on the padding: with our own
+    encoder-decoder features, and if the model returns nothing but a score for each example.
+
     Args:
+      program: the compiled `batch_function`.
+      cfg: the dataset, of one task.
+      lengths: {feature: length}.
+      examples: the examples of the task, or of a shard.
       job: what the results depend on.
       chunk_size: examples per chunk.
+      keep_aux_as_numpy: return auxiliary outputs as arrays, not lists.
       keep_position: store the data position with each chunk; otherwise a resumed run reads the data before it again.
     """
 
-    name: str
     description: str
-    model: TaskModel
+    engine: Engine
+    program: Program
+    cfg: DatasetConfig
+    lengths: Mapping[str, int]
+    mode: str
     examples: TaskExamples
     job: dict[str, Any]
     chunk_size: int
+    keep_aux_as_numpy: bool
     keep_position: bool
 
     def __post_init__(self):
         self.total = len(self.examples)
+        converter = self.engine.model.FEATURE_CONVERTER_CLS(pack=False)
+        task = self.cfg.mixture_or_task()
+        converter.check(tuple(task.output_features), self.lengths, task.name)
+        self.lengths = {feature: self.lengths[feature] for feature in converter.task_features(self.lengths)}
+        # Outputs of an example besides its score, such as values for each of its tokens.
+        batch = self.program, self.lengths, self.cfg.batch_size
+        more = set(self.engine.shapes(*batch)[1]) - {"scores"}
+        self._row_axes = self.engine.row_axes(*batch) if more else None
+        self._bucketed: tuple[str, ...] = ()
+        if type(converter) is EncDecFeatureConverter and not more:
+            self._bucketed = ("inputs", "targets") if self.mode == "score" else ("inputs",)
 
     def identity(self) -> dict[str, Any]:
         return self.job
@@ -121,9 +97,23 @@ class TaskJob(Job):
         return finished, self._chunks(finished)
 
     def compute(self, chunk: list[Placed], progress: JobProgress) -> tuple[Any, Record]:
-        results = self.model.run(chunk, progress.after_batch())
+        """See `Job`. The content is ((predictions or scores, {name: a value for each example}), examples)."""
+        examples = [placed.example for placed in chunk]
+        results = self.engine.run(
+            self.program,
+            examples,
+            self.lengths,
+            rows=self.cfg.batch_size,
+            bucketed=self._bucketed,
+            indices=[placed.index for placed in chunk],
+            trim=self.cfg.trim_output_features,
+            row_axes=self._row_axes,
+            after_batch=progress.after_batch(),
+        )
+        leaf = np.stack if self.keep_aux_as_numpy else lambda rows: [row.tolist() for row in rows]
+        aux = jax.tree.map(lambda *rows: leaf(rows), *(aux for _, aux in results))
         record = {"examples": len(chunk), "after": chunk[-1].after if self.keep_position else None}
-        return (results, [placed.example for placed in chunk]), record
+        return (([tokens for tokens, _ in results], aux), examples), record
 
     def _chunks(self, finished: Sequence[Record]) -> Iterator[list[Placed]]:
         done = sum(record["examples"] for record in finished)
@@ -135,7 +125,7 @@ class TaskJob(Job):
             yield chunk
             done += len(chunk)
         if not done and self.total:
-            raise UserError(f"No examples are left for {self.name}: the preprocessors of its task drop all of them.")
+            raise UserError(f"{self.description}: no examples are left; the preprocessors of the task drop them.")
 
 
 class TaskOutput(Output):

@@ -3,7 +3,7 @@
 import concurrent.futures
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,7 @@ from t5x.metrics.ranking import ranked
 from t5x.partitioning import distributed
 from t5x.ranking import evaluation, pairwise
 from t5x.ranking.output_lines import FORMATS, ranking_lines
-from t5x.ranking.pairs import ListWork, PairWork, RunWork, Unit, Work
+from t5x.ranking.rerank_inputs import ListWork, PairWork, RunWork, Unit, Work
 from t5x.ranking.reranker import Encoded, Reranker, Windows, check_finite, log_truncated, scores
 from t5x.ranking.trec_files import read_qrels
 
@@ -32,7 +32,7 @@ class Given:
     """The input: one of `run` (with `collection` and `topics`), `candidates` and `pairs`.
 
     Attributes:
-      run, collection, topics, top, skip_unknown: see `t5x.ranking.pairs.RunWork`.
+      run, collection, topics, top, skip_unknown: see `t5x.ranking.rerank_inputs.RunWork`.
       candidates: see `ListWork`.
       pairs: see `PairWork`.
     """
@@ -49,18 +49,18 @@ class Given:
         flags = [f"--{flag}" for flag, value in self._kinds().items() if value is not None]
         if len(flags) != 1:
             raise UserError(
-                f"{' and '.join(flags)} exclude each other." if flags else
-                "There is nothing to rerank: give --run with --collection and --topics, --candidates, or --input."
+                f"{' and '.join(flags)} cannot be combined. Pass one of them." if flags else
+                "Nothing to rerank. Pass --run with --collection and --topics, --candidates, or --input."
             )  # fmt: skip
         if self.run is not None and self.collection is None:
-            raise UserError("--run needs --collection, where the texts of its passages are.")
+            raise UserError("--run needs --collection, which contains the texts of its passages.")
         belong = {"--collection": self.collection, "--topics": self.topics, "--skip_unknown": self.skip_unknown or None}
         if self.run is None and (odd := [flag for flag, value in belong.items() if value is not None]):
-            raise UserError(f"{', '.join(odd)} goes with --run; {flags[0]} has its texts itself.")
+            raise UserError(f"{', '.join(odd)} can only be used with --run; {flags[0]} contains the texts.")
         if self.top is not None and (self.top < 1 or self.pairs is not None):
             raise UserError(
                 f"--top is {self.top}: it must be at least 1." if self.pairs is None else
-                "--top goes with --run and --candidates, whose passages are ranked; those of --input are not."
+                "--top can only be used with --run and --candidates, whose passages are ranked."
             )  # fmt: skip
 
     def read(self, form: str, check: Callable[[str, str], None]) -> Work:
@@ -134,11 +134,11 @@ def rerank(
     if form not in FORMATS:
         raise UserError(f"--format is {form!r}: it must be one of {', '.join(FORMATS)}.")
     if pairwise_dir is not None and (pairwise_top < 2 or form == "jsonl"):
-        raise UserError("--pairwise ranks: it takes --pairwise_top of 2 or more, and --format trec or msmarco.")
+        raise UserError("--pairwise needs a --pairwise_top of at least 2, and --format trec or msmarco.")
     if qrels is not None and (num_shards > 1 or output == "-" or form == "jsonl"):
         raise UserError(
-            "--qrels needs a whole run in a file: --output FILE, --format trec or msmarco, and no --num_shards (join "
-            "the parts, then `t5x rank-eval`)."
+            "--qrels needs a whole run in a file: --output FILE, --format trec or msmarco, and no --num_shards "
+            "(concatenate the shards, then use `t5x rank-eval`)."
         )
     if given.pairs == "-" and (num_shards > 1 or jax.process_count() > 1):
         raise UserError("--input - can be read only once: several shards or processes need a file.")
@@ -166,10 +166,10 @@ def rerank(
     if judgments is not None and not judgments.keys() & work.query_ids:
         raise UserError(f"No query of the input is judged in {qrels}. Check that both use the same query ids.")
     job = _Reranking(
-        work, shard.range(len(work.sizes)), ranker, second, pairwise_top, form, batch_size,
-        {**counts, "shard_id": shard_id, "vocabulary": vocabulary},
+        work=work, units=shard.range(len(work.sizes)), ranker=ranker, second=second, second_top=pairwise_top, form=form,
+        source={**counts, "shard_id": shard_id, "vocabulary": vocabulary},
     )  # fmt: skip
-    log.info("%d passage(s) of %d quer%s", job.pairs, work.num_queries, "y" if work.num_queries == 1 else "ies")
+    log.info("%d passage(s) of %d quer%s", job.num_pairs, work.num_queries, "y" if work.num_queries == 1 else "ies")
     if work.empty:
         log.warning("%d passage(s) have no text; they are scored without it", work.empty)
     records = run_job(job, to)
@@ -190,71 +190,65 @@ class _Chunk(NamedTuple):
     encoded: Encoded
 
 
+@dataclasses.dataclass(kw_only=True)
 class _Reranking(Job):
     """Scores units and writes their rankings.
 
     Args:
       units: indices of the units to score.
-      source: further options that results depend on.
+      second: a pairwise ranker for the first `second_top` passages of each query.
+      source: further options that the results depend on: `batch_size`, `checkpoint_period`, in batches, and others.
     """
 
-    description, unit, counted = "rerank", "pair", "shown"
+    description: str = "rerank"
+    unit: str = "pair"
+    counted: str = "shown"
+    work: Work
+    units: range
+    ranker: Reranker
+    second: Reranker | None
+    second_top: int
+    form: str
+    source: dict[str, Any]
 
-    def __init__(
-        self,
-        work: Work,
-        units: range,
-        ranker: Reranker,
-        second: Reranker | None,
-        second_top: int,
-        form: str,
-        batch_size: int,
-        source: Mapping[str, Any],
-    ):
-        sizes = work.sizes[units.start : units.stop]
-        self._work = work
-        self._units = units
-        self._ranker = ranker
-        self._second = second
-        self._second_top = second_top
-        self._form = form
-        self._source = source
-        self.pairs = sum(sizes)
+    def __post_init__(self):
+        sizes = self.work.sizes[self.units.start : self.units.stop]
+        self.num_pairs = sum(sizes)
         self.total = sum(map(self._comparisons, sizes))
-        self.quiet_up_to = batch_size
-        self._rows = ranker.loaded.rows(self.pairs, batch_size)
-        self._chunk_size = source["checkpoint_period"] * batch_size
+        self.quiet_up_to = self.source["batch_size"]
+        self._rows = self.ranker.loaded.rows(self.num_pairs, self.source["batch_size"])
 
     def identity(self) -> dict[str, Any]:
-        windows = self._ranker.windows
+        windows = self.ranker.windows
         made = {
-            **_identity("model", self._ranker), "format": self._form, "input": self._work.digest,
+            **_identity("model", self.ranker), "format": self.form, "input": self.work.digest,
             "windows": None if windows is None else dataclasses.asdict(windows),
         }  # fmt: skip
-        if self._second is not None:
-            made |= {**_identity("pairwise", self._second), "pairwise_top": self._second_top}
-        return {**made, **self._source}
+        if self.second is not None:
+            made |= {**_identity("pairwise", self.second), "pairwise_top": self.second_top}
+        return {**made, **self.source}
 
     def resume(self, finished: list[Record], output: Output) -> tuple[list[Record], Iterator["_Chunk"]]:
-        first = self._units.start + sum(record["units"] for record in finished)
-        units = self._work.units(first, self._units.stop)
-        return finished, _ahead(map(self._encode, _cut(units, self._chunk_size, self.inputs_of)))
+        first = self.units.start + sum(record["units"] for record in finished)
+        size = self.source["checkpoint_period"] * self.source["batch_size"]
+        units = _cut(self.work.units(first, self.units.stop), size, self.inputs_of)
+        return finished, _ahead(map(self._encode, units))
 
     def inputs_of(self, unit: Unit) -> int:
         """Return the number of inputs of a unit: its windows and comparisons."""
-        windows = self._ranker.windows
-        more = 0 if windows is None else sum(windows.count(text) - 1 for text in unit.texts)
+        windows = self.ranker.windows
+        more = 0 if windows is None else sum(len(windows.of(text)) - 1 for text in unit.texts)
         return self._comparisons(len(unit.doc_ids)) + more
 
     def _encode(self, units: list[Unit]) -> _Chunk:
-        return _Chunk(units, self._ranker.encode([(u.query, text) for u in units for text in u.texts]))
+        return _Chunk(units, self.ranker.encode([(u.query, text) for u in units for text in u.texts]))
 
     def compute(self, chunk: _Chunk, progress: JobProgress) -> tuple[list[bytes], Record]:
         units, encoded = chunk
         before, pairs = progress.done, sum(len(unit.doc_ids) for unit in units)
         # The progress counts the windows of a passage as one.
         after_batch = progress.after_batch(pairs, len(encoded.inputs))
-        logits = self._ranker.logits(encoded, rows=self._rows, after_batch=after_batch)
+        logits = self.ranker.logits(encoded, rows=self._rows, after_batch=after_batch)
         found = scores(logits)
         named, start = [], 0
         for unit in units:
@@ -268,14 +262,14 @@ class _Reranking(Job):
             )
             start += len(unit.doc_ids)
         cut, cut_queries = encoded.cut, encoded.cut_queries
-        if self._second is not None:
+        if self.second is not None:
             more = self._compare(units, [of_unit for of_unit, _ in named], progress)
             cut, cut_queries = cut + more.cut, cut_queries + more.cut_queries
         lines = []
         for unit, (of_unit, of_labels) in zip(units, named, strict=True):
             lowest = min(of_unit.values(), default=0.0)
             behind = {doc: lowest - 1.0 - i for i, doc in enumerate(unit.rest)}
-            lines += ranking_lines(self._form, unit.query_id, of_unit | behind, of_labels)
+            lines += ranking_lines(self.form, unit.query_id, of_unit | behind, of_labels)
         record = {
             "units": len(units), "pairs": pairs, "shown": progress.done - before, "cut": cut,
             "cut_queries": cut_queries,
@@ -284,14 +278,14 @@ class _Reranking(Job):
 
     def _compare(self, units: Sequence[Unit], of_units: Sequence[dict[str, float]], progress: JobProgress) -> Encoded:
         """Replace the top scores of each unit by those of pairwise comparisons, above all others."""
-        first = [ranked(of_unit)[: self._second_top] for of_unit in of_units]
+        first = [ranked(of_unit)[: self.second_top] for of_unit in of_units]
         asked = []
         for unit, chosen in zip(units, first, strict=True):
             texts = dict(zip(unit.doc_ids, unit.texts, strict=True))
             asked += pairwise.pairs_of(unit.query, [texts[doc] for doc in chosen])
-        encoded = self._second.encode(asked)
+        encoded = self.second.encode(asked)
         found = pairwise.wins(
-            self._second, encoded, [len(chosen) for chosen in first], rows=self._rows,
+            self.second, encoded, [len(chosen) for chosen in first], rows=self._rows,
             after_batch=progress.after_batch(),
         )  # fmt: skip
         for unit, of_unit, chosen, of_chosen in zip(units, of_units, first, found, strict=True):
@@ -302,7 +296,7 @@ class _Reranking(Job):
         return encoded
 
     def _comparisons(self, size: int) -> int:
-        several = 0 if self._second is None else min(size, self._second_top)
+        several = 0 if self.second is None else min(size, self.second_top)
         return size + several * max(several - 1, 0)
 
 

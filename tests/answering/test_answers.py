@@ -129,7 +129,7 @@ def test_the_place_is_looked_for_in_the_window_that_answered():
     told = told_model({"one": ("none", -0.1), "alps": ("a\u2047ps", -3.0)})
     (found,) = answers.answer(told, [("where", context)], [spans], how)
     assert found[:4] == ("a\u2047ps", -3.0, None, None)
-    with pytest.raises(UserError, match=r"no_answer is '<none>'.* makes ' \u2047 none>' of it"):
+    with pytest.raises(UserError, match=r"no_answer is '<none>'.*' \u2047 none>'"):
         answers.answer(told, [("where", context)], [spans], dataclasses.replace(how, no_answer="<none>"))
 
 
@@ -138,12 +138,12 @@ def test_the_place_is_looked_for_in_the_window_that_answered():
     [
         (" ", "x", {}, "the question is empty"),
         ("x", "", {}, "the context is empty"),
-        ("x" * 60, "abc", {"max_input_length": 64}, "the question takes 81 of the input's 64 tokens, which leaves 0"),
+        ("x" * 60, "abc", {"max_input_length": 64}, "the question takes 81 of 64 input tokens. This leaves 0"),
         (
             "x" * 20,
             "abc " * 20,
             {"max_input_length": 64},
-            "leaves 23 for a window of the context, of which 128 overlap",
+            "leaves 23 for a window of the context, too few for a stride of 128",
         ),
         (["x", "y"], ["z"], {}, r"2 question\(s\) but 1 context\(s\)"),
         ("x", "y", {"stride": -1}, "stride is -1"),
@@ -271,12 +271,12 @@ def test_standard_input(capsys, directory, model, monkeypatch):
 GOOD = '{"id": 1, "question": "ab", "context": "fed"}\n'
 BAD = {
     "broken JSON": (GOOD + '{"question": \n', ["in.jsonl:2 is not JSON"]),
-    "no context": (GOOD + '{"question": "x"}\n', ['in.jsonl:2 must be an object with the texts "question"']),
+    "no context": (GOOD + '{"question": "x"}\n', ['in.jsonl:2 must be an object with the strings "question"']),
     "a list": ("[1]\n", ["in.jsonl:1 must be an object"]),
     "an empty question": ('{"question": " ", "context": "x"}\n', ['in.jsonl:1 has an empty "question"']),
-    "an id twice": (GOOD + "\n" + GOOD, ["in.jsonl:3 has the id 1 of line 1"]),
-    "an id that is none": (GOOD.replace("1", "[1]"), ['"id" must be a text']),
-    "a long question": (GOOD.replace("ab", "x" * 70), ["in.jsonl:1: the question takes 91 of the input's 64 tokens"]),
+    "an id twice": (GOOD + "\n" + GOOD, ["in.jsonl:3 has the same id, 1, as line 1"]),
+    "an id that is none": (GOOD.replace("1", "[1]"), ['"id" must be a string']),
+    "a long question": (GOOD.replace("ab", "x" * 70), ["in.jsonl:1: the question takes 91 of 64 input tokens"]),
     "half a character": (GOOD.replace("ab", "\\ud800"), ["in.jsonl:1", "surrogate"]),
     "half a character in an id": (GOOD.replace("1", '"\\ud800"'), ['in.jsonl:1: "id" has half of a surrogate pair']),
     "the output's answer": (
@@ -304,9 +304,9 @@ def test_options_that_do_not_go_together(capsys, directory, tmp_path):
     (tmp_path / "there").write_text("")
     model, given = ("--model", directory), ("--input", tmp_path / "in.jsonl")
     refused = lambda *words, args: run(capsys, "answer", *model, *args).refused(*words)
-    refused("Give --question and --context, or --input", args=["--question", "x"])
-    refused("--json goes without --input", args=[*given, "--json"])
-    refused("--output goes with --input", args=["--question", "x", "--context", "y", "--output", "z"])
+    refused("--question and --context, or --input", args=["--question", "x"])
+    refused("--json cannot be used with --input", args=[*given, "--json"])
+    refused("--output can only be used with --input", args=["--question", "x", "--context", "y", "--output", "z"])
     refused("--squad_predictions needs --output", args=[*given, "--squad_predictions", "p"])
     refused("must be different files", args=[*given, "--output", "p", "--squad_predictions", "p"])
     refused("needs --no_answer", args=[*given, "--output", "o", "--squad_na_probs", "p"])

@@ -306,7 +306,7 @@ REFUSED = {
     "a length in order to score": (["--mode=score", "--max_length=8"], "--max_length", "--mode score"),
     "a seed in order to score": (["--mode=score", "--seed=0"], "--seed", "--mode score"),
     "more results than beams": (["--beams=2", "--num_return=3"], "num_return is 3"),
-    "beams and samples": (["--beams=2", "--temperature=1"], "exclude each other"),
+    "beams and samples": (["--beams=2", "--temperature=1"], "beams and sampling"),
     "a negative temperature": (["--temperature=-1"], "temperature is -1"),
     "no number as a length penalty": (["--beams=2", "--length_penalty=nan"], "length_penalty is nan"),
     "more beams than tokens": (["--beams=100000"], "beams is 100000"),
@@ -316,7 +316,7 @@ REFUSED = {
     "a module that is not there": (["--import=nowhere_at_all"], "nowhere_at_all"),
     "an output that is there": (["--output={place}/expected.jsonl"], "exists already", "--overwrite"),
     "an output without a directory": (["--output={place}/none/out.jsonl"], "{place}/none"),
-    "gin": (["--gin.BATCH_SIZE=3"], "leave out --gin_file"),
+    "gin": (["--gin.BATCH_SIZE=3"], "--gin_file", "--model"),
     "a directory for data": (["--tfds_data_dir=x"], "--tfds_data_dir"),
 }
 
@@ -336,7 +336,7 @@ def test_a_model_without_a_vocabulary_takes_one(tmp_path, capsys, monkeypatch):
     (tmp_path / "model" / "tokenizer_config.json").unlink()
     (tmp_path / "in.txt").write_text("a\n")
     given = [f"--model={tmp_path}/model", f"--input={tmp_path}/in.txt", f"--output={tmp_path}/out.jsonl"]
-    commands.run(capsys, "infer", *given).refused("comes without a vocabulary", "--vocabulary")
+    commands.run(capsys, "infer", *given).refused("has no vocabulary", "--vocabulary")
     done = commands.run(capsys, "infer", *given, "--vocabulary=bytes", "--max_length=4", "--output_ids")
     assert done.code == 0, done.err
     assert set(read(tmp_path / "out.jsonl")[0]) == {"inputs", "prediction", "score", "prediction_tokens"}

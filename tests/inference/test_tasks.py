@@ -391,7 +391,7 @@ def test_a_task_of_tfrecord_files_has_its_name_of_them(tmp_path):
     name = infer.create_task_from_tfexample_file([str(file)], "tfrecord", "inputs", None, FEATURES)
     assert name == "infer_" + hashlib.md5(f"{file}:inputs:".encode()).hexdigest()[:10]
     assert name == infer.create_task_from_tfexample_file([str(file)], "tfrecord", "inputs", None, FEATURES)
-    with pytest.raises(UserError, match="only 'tfrecord'"):
+    with pytest.raises(UserError, match="must be 'tfrecord'"):
         infer.create_task_from_tfexample_file([str(file)], "sstable", "inputs", None, FEATURES)
 
 

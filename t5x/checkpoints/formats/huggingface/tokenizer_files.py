@@ -15,6 +15,7 @@ from t5x.data.vocabularies import (
     Vocabulary,
 )
 from t5x.data.vocabularies.base import MAX_EXTRA_IDS
+from t5x.data.vocabularies.loading import rebuild_vocabulary
 from t5x.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -97,7 +98,9 @@ def single_vocabulary(vocabulary_files: Mapping[str, Mapping[str, bytes]]) -> Vo
     if not vocabulary_files:
         logger.warning("Writing no tokenizer files: the source has no vocabulary.")
         return None
-    found = {f: Vocabulary.from_contents(files, f"the vocabulary of {f}") for f, files in vocabulary_files.items()}
+    found = {
+        f: rebuild_vocabulary(files.__getitem__, f"the vocabulary of {f}") for f, files in vocabulary_files.items()
+    }
     first = next(iter(found.values()))
     if any(vocabulary != first for vocabulary in found.values()):
         logger.warning(

@@ -1,4 +1,7 @@
-"""Lines of files that may be remote or compressed with gzip."""
+"""Lines of JSON objects or tab-separated fields, in files that may be remote or compressed with gzip.
+
+Files are read as streams: a collection of passages may be too large for a decompressed copy.
+"""
 
 import contextlib
 import gzip
@@ -22,19 +25,31 @@ class Line(NamedTuple):
     """A non-blank line.
 
     Attributes:
+      where: its position, as file:line.
       number: line number, from 1.
       offset: byte offset in the decompressed content.
       raw: the bytes without the line end.
     """
 
+    where: str
     number: int
     offset: int
     raw: bytes
 
+    def content(self) -> dict[str, Any] | list[str]:
+        """Return the JSON object of the line or, if it does not begin with {, its tab-separated fields."""
+        text = text_lines.decoded(self.raw, self.where)
+        return text_lines.parsed(text, self.where) if text.lstrip().startswith("{") else text.split("\t")
 
-def lines(path: str) -> Iterator[Line]:
-    """Yield the lines of a file."""
-    with _opened(path) as file:
+
+def read_lines(path: str, name: str | None = None) -> Iterator[Line]:
+    """Yield the non-blank lines of a file.
+
+    Args:
+      name: name of the file in messages; None is the path.
+    """
+    name = name or path
+    with _open(path) as file:
         offset = 0
         try:
             for number, raw in enumerate(file, start=1):
@@ -43,11 +58,11 @@ def lines(path: str) -> Iterator[Line]:
                     raw, start = raw[len(_BOM) :], start + len(_BOM)
                 raw = raw.rstrip(b"\r\n")
                 if raw and not raw.isspace():
-                    yield Line(number, start, raw)
+                    yield Line(f"{name}:{number}", number, start, raw)
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise UserError(f"{path} is not a whole gzip file: {error}.") from error
+            raise UserError(f"{name} is not a complete gzip file: {error}.") from error
         except OSError as error:
-            raise UserError(f"{path} cannot be read: {error.strerror or error}.") from error
+            raise UserError(f"{name} cannot be read: {error.strerror or error}.") from error
 
 
 def can_seek(path: str) -> bool:
@@ -58,36 +73,26 @@ def can_seek(path: str) -> bool:
         return not _is_gzip(file)
 
 
-def object_of(raw: bytes, where: str) -> dict[str, Any]:
-    """Return the JSON object of a line."""
-    found = text_lines.parsed(text_lines.decoded(raw, where), where)
-    if not isinstance(found, dict):
-        raise UserError(f"{where} is not a JSON object: {raw[:60]!r}")
-    return found
-
-
-def id_in(record: dict[str, Any], names: Sequence[str], where: str) -> str | None:
+def find_id(record: dict[str, Any], names: Sequence[str], where: str) -> str | None:
     """Return the first of these fields that is present, as an id: a string or an integer."""
     for name in names:
         if (value := record.get(name)) is not None:
             if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
-                raise UserError(f'{where}: "{name}" is {value!r}, where an id is needed.')
+                raise UserError(f'{where}: "{name}" is {value!r}; an id must be a string or an integer.')
             text_lines.check_unicode(str(value), f'{where}: "{name}"')
             return str(value)
     return None
 
 
-def text_in(record: dict[str, Any], names: Sequence[str], where: str) -> str:
+def find_text(record: dict[str, Any], names: Sequence[str], where: str) -> str:
     """Return the first of these fields that is present, which must be a string."""
     for name in names:
         if (value := record.get(name)) is not None:
             if not isinstance(value, str):
-                raise UserError(f'{where}: "{name}" is {str(value)[:60]!r}, where a text is needed.')
+                raise UserError(f'{where}: "{name}" is {str(value)[:60]!r}; it must be a string.')
             text_lines.check_unicode(value, f'{where}: "{name}"')
             return value
-    raise UserError(
-        f"{where} has no {' or '.join(names[:2])}: its fields are {', '.join(list(record)[:8]) or 'none at all'}."
-    )
+    raise UserError(f"{where} has no {' or '.join(names[:2])} (fields: {', '.join(list(record)[:8]) or 'none'}).")
 
 
 @contextlib.contextmanager
@@ -98,24 +103,24 @@ def copying(name: str) -> Iterator[None]:
     except OSError as error:
         raise UserError(
             f"A copy of {name} cannot be written to {tempfile.gettempdir()}: {error.strerror or error}. Free disk "
-            "space there, or name another place: TMPDIR=…"
+            "space there, or set TMPDIR to another directory."
         ) from error
 
 
 @contextlib.contextmanager
-def _opened(path: str) -> Iterator[BinaryIO]:
+def _open(path: str) -> Iterator[BinaryIO]:
     """Open a file and decompress its content."""
     if is_remote(path):
         with explained(path), RemotePath.parse(path).open() as file:
-            yield _content(file)
+            yield _decompress(file)
     else:
         if os.path.isdir(path):
-            raise UserError(f"{path} is a directory; name a file.")
+            raise UserError(f"{path} is a directory. Pass the path of a file.")
         with open_binary(path) as file:
-            yield _content(file)
+            yield _decompress(file)
 
 
-def _content(file: BinaryIO) -> BinaryIO:
+def _decompress(file: BinaryIO) -> BinaryIO:
     buffered = file if hasattr(file, "peek") else io.BufferedReader(file)
     return gzip.GzipFile(fileobj=buffered) if _is_gzip(buffered) else buffered
 

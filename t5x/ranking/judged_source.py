@@ -50,16 +50,14 @@ class JudgedDataSource(OpenedSplits, DataSource):
     ):
         super().__init__()
         if not isinstance(judged, Mapping) or not judged:
-            raise UserError(f"Judged passages are given as {{'train': FILES}}, not as {judged!r}.")
+            raise UserError(f"judged is {judged!r}: it must be {{'train': FILES}}.")
         if relevance_level < 1:
-            raise UserError(
-                f"relevance_level is {relevance_level}: a passage of grade 0 is not relevant. Give 1 or more."
-            )
+            raise UserError(f"relevance_level is {relevance_level}: it must be at least 1, as grade 0 is irrelevant.")
         self._judged, self._held_out, self._level = dict(judged), held_out, relevance_level
         self._drawn, self._irrelevant_only, self._reading = tuple(drawn), irrelevant_only, reading
         self._divides = bool(held_out) and TRAIN in judged and VALIDATION not in judged
         if self._divides and isinstance(held_out, int | float) and not 0 < held_out < 1:
-            raise UserError(f"held_out is {held_out}: give the share of the queries, below 1, or a list of their ids.")
+            raise UserError(f"held_out is {held_out}: it must be a share of the queries, below 1, or a list of ids.")
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -108,9 +106,9 @@ class JudgedDataSource(OpenedSplits, DataSource):
         if not usable:
             raise UserError(
                 f"Split {split!r}: none of its {len(found)} queries has a passage of grade {self._level} or more. "
-                "Lower relevance_level, or mend the labels."
+                "Lower relevance_level, or fix the labels."
             )
-        _tell(split, found.keys() - usable.keys(), f"without a passage of grade {self._level} or more")
+        _log_skipped(split, found.keys() - usable.keys(), f"without a passage of grade {self._level} or more")
         if split not in self._drawn:
             return [_pair(query, passage) for query in usable.values() for passage in query.passages.values()]
         examples, bare, alone = [], set(), 0
@@ -125,12 +123,13 @@ class JudgedDataSource(OpenedSplits, DataSource):
             than = f"grade {self._level}" if self._irrelevant_only else "another"
             raise UserError(
                 f"Split {split!r}: no query has a passage that is less relevant than {than}, so there is nothing to "
-                "learn from. Add irrelevant passages, or name a file of candidates."
+                "learn. Add irrelevant passages, or a file of candidates."
             )
-        _tell(split, bare, f"whose passages are all {'' if self._irrelevant_only else 'equally '}relevant")
+        _log_skipped(split, bare, f"whose passages are all {'' if self._irrelevant_only else 'equally '}relevant")
         if alone:
-            logger.warning("split %r: for %d relevant passages their query has no less relevant ones, and they are "
-                           "left out", split, alone)  # fmt: skip
+            logger.warning(
+                "split %r: skipping %d relevant passages whose query has no less relevant ones", split, alone
+            )
         return examples
 
     def _held_out_of(self, found: Mapping[str, Query]) -> set[str]:
@@ -146,8 +145,8 @@ class JudgedDataSource(OpenedSplits, DataSource):
         names = {str(name) for name in self._held_out}
         if unknown := sorted(names - found.keys()):
             raise UserError(
-                f"held_out names {len(unknown)} queries that are not in the data ({', '.join(unknown[:3])}). Its ids "
-                f"are {', '.join(list(found)[:3])}, …"
+                f"held_out has {len(unknown)} query ids that are not in the data ({', '.join(unknown[:3])}); its ids "
+                f"are {', '.join(list(found)[:3])}, …."
             )
         return names
 
@@ -178,8 +177,7 @@ def _pair(query: Query, passage: Passage) -> dict[str, Any]:
     }
 
 
-def _tell(split: str, names: set[str], why: str) -> None:
+def _log_skipped(split: str, names: set[str], why: str) -> None:
     if names:
-        shown = ", ".join(name[:40] for name in sorted(names)[:3])
-        logger.warning("split %r: %d queries %s are left out (%s%s)", split, len(names), why, shown,
-                       ", …" if len(names) > 3 else "")  # fmt: skip
+        examples = ", ".join([name[:40] for name in sorted(names)[:3]] + ["…"] * (len(names) > 3))
+        logger.warning("split %r: skipping %d queries %s (%s)", split, len(names), why, examples)
