@@ -1,4 +1,4 @@
-"""Batch inference: `t5x infer`, over a task with gin files, or over a plain file with a model directory."""
+"""Batch inference: `t5x infer`, over a task with gin files, or over a file with a model directory."""
 
 import copy
 import dataclasses

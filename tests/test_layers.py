@@ -13,11 +13,6 @@ import t5x
 ROOT = Path(t5x.__file__).parent
 ARCHITECTURE = ROOT.parent / "docs" / "architecture.md"
 
-# Upward imports that are still to be removed, as (package, package). Once removed, they must be deleted here.
-EXCEPTIONS = {
-    ("decoding", "data"),
-}
-
 
 def layers() -> dict[str, int]:
     """Return {top-level module or package: number of its layer}, lowest first."""
@@ -72,13 +67,12 @@ def test_every_module_has_a_layer():
 def test_imports_point_downward(edges):
     layer = layers()
     upward = {edge for edge in edges if layer[edge[0]] < layer[edge[1]]}
-    assert [edges[edge] for edge in sorted(upward - EXCEPTIONS)] == []
-    assert sorted(EXCEPTIONS - upward) == [], "remove these from EXCEPTIONS"
+    assert [edges[edge] for edge in sorted(upward)] == []
 
 
 def test_packages_have_no_cycles(edges):
     graph: dict[str, set[str]] = {}
-    for a, b in edges.keys() - EXCEPTIONS:
+    for a, b in edges:
         graph.setdefault(a, set()).add(b)
     list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError with the cycle
 

@@ -88,7 +88,7 @@ class Workload:
         if not 0 <= self.dropout < 1:
             raise UserError(f"--dropout is {self.dropout}: it must be at least 0 and below 1.")
         if self.attention != "auto" and self.attention not in BACKENDS:
-            raise UserError(f"--attention {self.attention}: known are auto, {', '.join(BACKENDS)}.")
+            raise UserError(f"--attention {self.attention}: choose one of auto, {', '.join(BACKENDS)}.")
 
     @functools.cached_property
     def config(self) -> T5Config:

@@ -15,6 +15,7 @@ from t5x.checkpoints import families, manifest, transfer
 from t5x.checkpoints.formats import Source
 from t5x.checkpoints.formats.own_checkpoint import MODEL_FILE, read_description, read_vocabulary_files
 from t5x.data.vocabularies import PassThroughVocabulary, Vocabulary
+from t5x.data.vocabularies.loading import rebuild_vocabulary
 from t5x.decoding import greedy_decode
 from t5x.errors import UserError
 from t5x.models import BaseTransformerModel, DecoderOnlyModel, EncoderDecoderModel
@@ -129,7 +130,7 @@ def _load_vocabularies(
     path: epath.PathLike, vocabulary_files: Mapping[str, Mapping[str, bytes]]
 ) -> dict[str, Vocabulary]:
     return {
-        feature: Vocabulary.from_contents(files, f"{path}/vocabulary/{feature}")
+        feature: rebuild_vocabulary(files.__getitem__, f"{path}/vocabulary/{feature}")
         for feature, files in sorted(vocabulary_files.items())
     }
 

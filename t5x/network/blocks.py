@@ -148,6 +148,8 @@ def _mlp(cfg: NetworkConfig) -> MLP:
 class EncoderLayer(nn.Module):
     """An encoder layer. If `bias` is None, the layer has its own bias table."""
 
+    DROPOUT = ("attention/weights", "attention_out", "mlp/hidden", "mlp_out")  # places; see `Stack`
+
     config: NetworkConfig
 
     @nn.compact
@@ -169,6 +171,11 @@ class DecoderLayer(nn.Module):
     Attributes:
       cache: cache of the self-attention while decoding, see `Attention`; None otherwise.
     """
+
+    DROPOUT = (
+        "self_attention/weights", "self_attention_out", "encoder_decoder_attention/weights", "cross_attention_out",
+        "mlp/hidden", "mlp_out",
+    )  # fmt: skip
 
     config: NetworkConfig
     cache: str | None = None
@@ -236,7 +243,7 @@ def run_layers(
         x, _ = stack(cfg, name=stack_name, **fields)(x, jnp.arange(num_layers), keys, *shared)
         return x
     if keys.dropout is not None and cfg.remat_policy == "none":
-        keys = keys.alone().replace(stack=Stack(num_layers))
+        keys = keys.alone().replace(stack=Stack(keys, num_layers, getattr(layer_cls, "DROPOUT", ())))
     for i in range(num_layers):
         x, _ = layer_cls(cfg, name=f"layers_{i}", **fields)(x, i, keys, *shared)
     return x

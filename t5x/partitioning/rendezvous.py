@@ -218,42 +218,39 @@ def join(place: Place, me: Member, timeout: float, *, token: bytes) -> tuple[lis
       All processes in order, the connection to process 0, and the port of JAX's coordination service there.
     """
     deadline = time.monotonic() + timeout
-    why = "nothing answered"
+    reason = "nothing answered"
     while (left := deadline - time.monotonic()) > 0:
+        link = None
         try:
-            link = Link(
-                socket.create_connection((place.host, place.port), timeout=min(left, HANDSHAKE)), token, leads=False
-            )
-        except OSError as error:
-            why = error.strerror or str(error)
-            time.sleep(min(_RETRY, max(left, 0)))
-            continue
-        try:
+            sock = socket.create_connection((place.host, place.port), timeout=min(left, HANDSHAKE))
+            link = Link(sock, token, leads=False)
             while not link.ready:
                 link.receive()
             link.send(dataclasses.asdict(me))
-            why = "it answered, but not all processes connected"
-            while (left := deadline - time.monotonic()) > 0:
-                # Process 0 may have started later, and only it knows who is missing: let it time out first.
-                link.socket.settimeout(left + _LATE)
-                for message in link.receive():
-                    if "refused" in message:
-                        raise UserError(message["refused"])
-                    link.socket.settimeout(None)
-                    return [Member(**m) for m in message["members"]], link, int(message["port"])
+            # Process 0 may have started later, and only it knows who is missing: let it time out first.
+            sock.settimeout(left + _LATE)
+            while not (messages := link.receive()):
+                pass
+            if "refused" in messages[0]:
+                raise UserError(messages[0]["refused"])
+            sock.settimeout(None)
+            return [Member(**member) for member in messages[0]["members"]], link, int(messages[0]["port"])
         except Unauthenticated:
             link.close()
             raise UserError(
-                f"the server at {place.address} has another token than process {place.index}, whose {TOKEN} is "
+                f"The server at {place.address} has another token than process {place.index}, whose {TOKEN} is "
                 f"{'set' if token else 'not set'}. Start all processes with the same {TOKEN}."
             ) from None
+        except OSError as error:
+            reason = error.strerror or str(error)
         except EOFError:
             link.close()
-            if left > 0:
-                why = "the server there was not process 0 of this run, or ended"
-            time.sleep(min(_RETRY, max(left, 0)))
+            reason = "it answered, but not all processes connected"
+            if time.monotonic() < deadline:
+                reason = "the server there was not process 0 of this run, or ended"
+        time.sleep(min(_RETRY, left))
     raise UserError(
-        f"process {place.index} did not reach process 0 at {place.address} within {timeout:.0f} s: {why}. Check that "
-        "process 0 runs there, that all processes have the same --coordinator_address, and that no firewall blocks "
-        "the port, or wait longer with --initialization_timeout."
+        f"process {place.index} did not reach process 0 at {place.address} within {timeout:.0f} s: {reason}. Check "
+        "that process 0 runs there, that all processes have the same --coordinator_address, and that no firewall "
+        "blocks the port, or wait longer with --initialization_timeout."
     )

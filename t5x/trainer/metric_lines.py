@@ -32,6 +32,21 @@ class NonFinite(NamedTuple):
     last_step: int
 
 
+@dataclasses.dataclass
+class _Line:
+    """The metrics since the last line.
+
+    Attributes:
+      merged: those of the first steps, combined.
+      tokens: numbers of these steps and of their non-padding tokens, without those of an earlier process.
+      pending: those of each later step, which the devices may still be computing.
+    """
+
+    merged: Metrics | None = None
+    tokens: Counter[str] = dataclasses.field(default_factory=Counter)
+    pending: list[Metrics] = dataclasses.field(default_factory=list)
+
+
 class MetricLines:
     """Collects the metrics of the steps and writes them in lines.
 
@@ -57,11 +72,10 @@ class MetricLines:
         cost: StepCost | None = None,
         concurrent: bool = True,
     ):
-        self._write, self._before, self._cost = write, before, cost
-        self._pending: list[Metrics] = []
+        self._write, self._cost = write, cost
+        self._line = _Line(merged=before)
         self._thread = futures.ThreadPoolExecutor(1, "t5x-metrics") if concurrent else None
         self._job: futures.Future | None = None
-        self._counted: Counter[str] = Counter()  # tokens of the steps that `unfinished` merged
         self._nonfinite: NonFinite | None = None
         self._warned = False
         self.metrics: dict[str, float] = {}
@@ -69,7 +83,7 @@ class MetricLines:
 
     def add(self, metrics: Metrics) -> None:
         """Add the metrics of one step, which the devices may still be computing."""
-        self._pending.append(metrics)
+        self._line.pending.append(metrics)
 
     def line(self, step: int, lap: Throughput, others: Mapping[str, float]) -> None:
         """Write the metrics of all steps since the last line.
@@ -80,8 +94,8 @@ class MetricLines:
           others: additional metrics to write.
         """
         self.wait()
-        job = functools.partial(self._finish, step, self._before, self._pending, self._counted, lap, others)
-        self._pending, self._before, self._counted = [], None, Counter()
+        job = functools.partial(self._finish, step, self._line, lap, others)
+        self._line = _Line()
         if self._thread is None:
             job()
         else:
@@ -90,12 +104,8 @@ class MetricLines:
     def unfinished(self, step: int) -> dict[str, list] | None:
         """Return the metrics since the last line, for JSON. Waits for the devices."""
         self.wait()
-        if self._pending:
-            steps = self._on_host(self._pending, step)
-            self._before = _merge(self._before, steps)
-            self._counted += _count_tokens(steps)
-            self._pending = []
-        return None if self._before is None else to_json(self._before)
+        self._merge(self._line, step)
+        return None if self._line.merged is None else to_json(self._line.merged)
 
     def wait(self) -> None:
         """Wait until the last line is written. Raise its error, if any."""
@@ -113,22 +123,14 @@ class MetricLines:
         if self._thread is not None:
             self._thread.shutdown()
 
-    def _finish(
-        self,
-        step: int,
-        before: Metrics | None,
-        pending: list[Metrics],
-        counted: Counter[str],
-        lap: Throughput,
-        others: Mapping[str, float],
-    ) -> None:
-        steps = self._on_host(pending, step)
-        counted = counted + _count_tokens(steps)
+    def _finish(self, step: int, line: _Line, lap: Throughput, others: Mapping[str, float]) -> None:
+        steps = self._merge(line, step)
         tokens = {
-            name: round(counted[name] * lap.steps / counted["steps"]) for name in ("target_tokens", "input_tokens")
+            name: round(line.tokens[name] * lap.steps / line.tokens["steps"])
+            for name in ("target_tokens", "input_tokens")
         }
         lap = dataclasses.replace(lap, **tokens)
-        metrics = compute(_merge(before, steps))
+        metrics = compute(line.merged)
         for name in ("target_tokens", FIRST_BAD_GRADIENT):
             metrics.pop(name, None)
         metrics |= lap.scalars(cores=jax.device_count()) | dict(others)
@@ -150,22 +152,17 @@ class MetricLines:
             self._warned = True
         self._write(step, metrics)
 
-    def _on_host(self, pending: list[Metrics], last_step: int) -> list[Metrics]:
-        steps = on_host(pending)
+    def _merge(self, line: _Line, last_step: int) -> list[Metrics]:
+        """Merge the pending steps of a line, and return them; wait for the devices."""
+        steps, line.pending = on_host(line.pending), []
         if self._nonfinite is None and not all(map(is_finite, steps)):
             self._nonfinite = NonFinite(steps, last_step)
+        if steps and line.merged is not None and line.merged.keys() != steps[0].keys():
+            log.warning("the run now computes other metrics than before it was stopped: this line starts here")
+            line.merged = None
+        if steps:
+            line.merged = functools.reduce(merge, steps if line.merged is None else [line.merged, *steps])
+            targets = sum(int(metrics["target_tokens"].total) for metrics in steps)
+            both = sum(int(metrics["non_padding_fraction/overall"].total) for metrics in steps)
+            line.tokens += Counter(steps=len(steps), target_tokens=targets, input_tokens=both - targets)
         return steps
-
-
-def _count_tokens(steps: list[Metrics]) -> Counter[str]:
-    """Count the steps and their non-padding tokens."""
-    targets = sum(int(metrics["target_tokens"].total) for metrics in steps)
-    both = sum(int(metrics["non_padding_fraction/overall"].total) for metrics in steps)
-    return Counter(steps=len(steps), target_tokens=targets, input_tokens=both - targets)
-
-
-def _merge(before: Metrics | None, steps: list[Metrics]) -> Metrics:
-    if before is not None and steps and before.keys() != steps[0].keys():
-        log.warning("the run now computes other metrics than before it was stopped: this line starts here")
-        before = None
-    return functools.reduce(merge, steps if before is None else [before, *steps])

@@ -2,8 +2,7 @@
 
 import abc
 import json
-import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, Protocol, Self
 
 from t5x.errors import UserError
@@ -61,24 +60,6 @@ class Vocabulary(abc.ABC):
     def to_files(self) -> dict[str, bytes]:
         """Return the files from which `load_vocabulary` rebuilds this vocabulary: {relative name: content}."""
         return {DESCRIPTION_FILE: (json.dumps(self.description(), indent=2, sort_keys=True) + "\n").encode()}
-
-    @staticmethod
-    def from_files(directory: str | os.PathLike[str]) -> "Vocabulary":
-        """Load the vocabulary whose `to_files()` were written to `directory`."""
-        from t5x.data.vocabularies.loading import load_vocabulary  # imports this module
-
-        return load_vocabulary(directory)
-
-    @staticmethod
-    def from_contents(contents: Mapping[str, bytes], where: str) -> "Vocabulary":
-        """Rebuild the vocabulary whose `to_files()` returned `contents`, without reading any file.
-
-        Args:
-          where: origin of the contents, for messages.
-        """
-        from t5x.data.vocabularies.loading import rebuild
-
-        return rebuild(contents.__getitem__, where)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Vocabulary):

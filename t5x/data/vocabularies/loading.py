@@ -23,10 +23,10 @@ _CLASSES: dict[str, type[Vocabulary]] = {
 def load_vocabulary(directory: str | os.PathLike[str]) -> Vocabulary:
     """Rebuild the vocabulary whose `to_files()` were written to `directory`. Symbolic links are not followed."""
     directory = os.fspath(directory)
-    return rebuild(functools.partial(_read, directory), directory)
+    return rebuild_vocabulary(functools.partial(_read, directory), directory)
 
 
-def rebuild(read: Callable[[str], bytes], where: str) -> Vocabulary:
+def rebuild_vocabulary(read: Callable[[str], bytes], where: str) -> Vocabulary:
     """Rebuild a vocabulary from what `read` returns for the names of its files.
 
     Args:
