@@ -160,5 +160,5 @@ def test_what_cannot_be_done_is_told(pair):
         ours.generate("x", beams=2, length_penalty=float("nan"))
     with pytest.raises(UserError, match=r"memory are free.*--num_return"):
         ours.generate("x", temperature=1.0, num_return=10**12)
-    with pytest.raises(UserError, match=r"memory are free.*--max_length"):
+    with pytest.raises(UserError, match=r"of memory, but only .* are free.*--max_length"):
         ours.generate("x", max_length=10**12)
