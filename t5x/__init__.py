@@ -12,6 +12,7 @@ import sys
 if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)].removeprefix("-m").partition(".")[0] == "t5x":
     del sys.path[: not sys.flags.safe_path]
 
+import functools
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ os.environ.setdefault("EPATH_USE_TF", "false")
 
 
 def load(model_dir: str, **options: Any) -> LoadedModel:
-    """The model of a checkpoint of any format, or of a MODEL_DIR, for texts: to generate, score, rank and answer.
+    """Load the model of a checkpoint of any format, or of a MODEL_DIR, to generate, score, rank and answer.
 
         model = t5x.load("runs/demo")
         print(model.generate("the third of March '97").text)
@@ -35,4 +36,16 @@ def load(model_dir: str, **options: Any) -> LoadedModel:
     """
     from t5x.inference import loaded
 
-    return loaded.load(model_dir, **options)
+    return loaded.load(model_dir, **options, model_class=_model_class())
+
+
+@functools.cache
+def _model_class() -> type[LoadedModel]:
+    from t5x.answering.answers import AnswerMethods
+    from t5x.inference.loaded import LoadedModel
+    from t5x.ranking.reranker import RankMethods
+
+    class Model(RankMethods, AnswerMethods, LoadedModel):
+        """A `LoadedModel` that also ranks passages and answers questions."""
+
+    return Model

@@ -18,18 +18,18 @@ USAGE = """\
 Train, fine-tune, evaluate and run T5-family models.
 
 verbs:
-  demo    train a tiny T5 on this machine in a few minutes, and see it work
-  train   pretrain or fine-tune, as gin files say or from a plain file
-  data    show what a task or a file becomes, and how long its examples are
-  eval    score a checkpoint, or all of a run, with a task's metrics
+  demo    train a tiny T5 on this machine in a few minutes and try it
+  train   pretrain or fine-tune, from gin files or a data file
+  data    show what a task or a file becomes, and the lengths of its examples
+  eval    score one or all checkpoints of a run with a task's metrics
   infer   write a model's predictions or scores for a file or a task
-  answer  answer questions about texts, with the answer's place in them
-  rerank  order passages by how relevant a model says they are
+  answer  answer questions about texts and locate the answers in them
+  rerank  order passages by relevance
   rank-eval
-          score runs with judgments: MRR, nDCG, MAP, and whether they differ
-  inspect say what a checkpoint is, whatever its format
-  cache   write a task's tokenised examples once; training then reads them
-  convert convert a checkpoint: to ours, native T5X or Hugging Face
+          score rankings with judgments: MRR, nDCG, MAP, significance tests
+  inspect describe a checkpoint of any format
+  cache   write a task's tokenized examples once, for training to read
+  convert convert a checkpoint to t5x's, T5X's or Hugging Face's format
   bench   measure training, generation, scoring and more on this machine
 
 examples:
@@ -96,14 +96,14 @@ def run_verb(verb: str, argv: Sequence[str], end: Callable[[int], int] = int) ->
         argv, bindings = configuration.split_gin_args(argv)
         args = parser.parse_args(argv)
         if bindings and not hasattr(args, "gin_bindings"):
-            raise UserError(f"`t5x {verb}` takes no gin configuration: leave out --gin.….")
+            raise UserError(f"`t5x {verb}` has no gin configuration: remove --gin.NAME=VALUE.")
         args.verb = verb
         args.gin_bindings = [*getattr(args, "gin_bindings", ()), *bindings]
         module.run(args)
         sys.stdout.flush()
         return 0
     except KeyboardInterrupt:
-        _say("\ninterrupted")
+        _print_error("\ninterrupted")
         return end(130)
     except Terminated as error:
         return end(error.code)
@@ -120,15 +120,15 @@ def run_verb(verb: str, argv: Sequence[str], end: Callable[[int], int] = int) ->
         if message is None and _is_out_of_memory(root):
             reason = (str(root).splitlines() or [type(root).__name__])[0]
             message = (
-                f"There is not enough memory ({reason}). Lower the batch size, the lengths, or the number of beams; in "
-                "training, raise trainer.Trainer.num_microbatches."
+                f"Out of memory ({reason}). Lower the batch size, the lengths or the number of beams. In training, "
+                "raise trainer.Trainer.num_microbatches."
             )
         if message is None and hasattr(root, "exit_code"):  # an orderly stop, not an error
-            _say(str(root))
+            _print_error(str(root))
             return root.exit_code
         if debug or message is None:
             raise
-        _say(f"error: {message}")
+        _print_error(f"error: {message}")
         return getattr(root, "exit_code", 2)
 
 
@@ -143,8 +143,8 @@ def _end(code: int) -> NoReturn:
 
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, lambda *_: os._exit(code))
-    if distributed := sys.modules.get("t5x.partitioning.distributed"):
-        distributed.at_exit()
+    if multiprocess := sys.modules.get("t5x.partitioning.multiprocess"):
+        multiprocess.at_exit()
     logging.shutdown()
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
@@ -164,7 +164,7 @@ def _print_nowhere() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _say(text: str) -> None:
+def _print_error(text: str) -> None:
     """Print to standard error, if it is still open."""
     with contextlib.suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
@@ -172,5 +172,5 @@ def _say(text: str) -> None:
 
 def _leave_at_once(signum: int, frame: FrameType | None) -> None:
     """Exit on a signal during startup. Training installs its own handler, which saves."""
-    _say("\ninterrupted" if signum == signal.SIGINT else "terminated")
+    _print_error("\ninterrupted" if signum == signal.SIGINT else "terminated")
     os._exit(130 if signum == signal.SIGINT else 75)

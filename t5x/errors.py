@@ -1,10 +1,10 @@
-"""The one exception that means: the user can mend this."""
+"""Errors that the user can fix."""
 
 
 class UserError(Exception):
     """Something in the input, the configuration or the environment is wrong.
 
-    The message says what is wrong, where, and how to mend it. The command line prints it without a traceback and
+    The message says what is wrong, where, and how to fix it. The command line prints it without a traceback and
     exits with `exit_code`; from Python it is an ordinary exception.
     """
 

@@ -1,14 +1,12 @@
 """Offline evaluation of one or all checkpoints: `t5x eval`."""
 
-import contextlib
 import copy
 import dataclasses
-import functools
 import itertools
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +15,7 @@ from t5x import checkpoints, gin_utils
 from t5x.checkpoints.config import RestoreCheckpointConfig
 from t5x.checkpoints.formats import open_checkpoint
 from t5x.checkpoints.paths import step_of
+from t5x.configuration.ignored_parameters import log_ignored
 from t5x.data import Evaluator
 from t5x.data.dataset_config import DatasetConfig
 from t5x.data.loader import eval_batches
@@ -26,25 +25,28 @@ from t5x.files.remote import is_remote
 from t5x.metrics import translation
 from t5x.models import BaseTransformerModel
 from t5x.partitioning import PjitPartitioner, distributed
-from t5x.telemetry import EventFile, Progress, jsonl
-from t5x.telemetry.writer import METRICS_FILE
+from t5x.telemetry import Progress, jsonl
 from t5x.trainer import Trainer
 from t5x.trainer.checks import require_same_data, verify_matching_vocabs
-from t5x.trainer.datasets import ShardInfo, get_training_eval_datasets, numpy_batches
-from t5x.trainer.evaluation import InferenceEvaluator
-from t5x.trainer.model_info import write_model_info
+from t5x.trainer.datasets import get_training_eval_datasets
+from t5x.trainer.evaluation import (
+    INFERENCE,
+    LONGEST_NAME,
+    TRAINING,
+    Evaluation,
+    InferenceEvaluation,
+    TeacherForcedEvaluation,
+    metrics_file,
+    tasks_with_metrics,
+)
 from t5x.trainer.restore import open_for_all, restore_params
-from t5x.trainer.state import StateLayout, TrainState
-from t5x.trainer.trainer import summarize
+from t5x.trainer.state import StateLayout, TrainState, write_model_info
 
 log = logging.getLogger(__name__)
 
 Results = dict[int, dict[str, dict[str, float]]]
 
-INFERENCE, TRAINING = "inference_eval", "training_eval"
-
 _INDEX = re.compile(r"-(\d+)\.index$")
-_LONGEST_NAME = 113  # characters of a metric directory, as in T5X
 _SIGNATURES = {translation.bleu: translation.bleu_signature, translation.chrf: translation.chrf_signature}
 
 
@@ -85,23 +87,23 @@ def evaluate(
     """
     # --- Tasks, checkpoints and earlier results -----------------------------------------------------------------------
     if not use_orbax:
-        log.info("use_orbax=False: the format of a checkpoint is found by itself")
+        log_ignored("eval.evaluate", {"use_orbax": use_orbax})
     verify_matching_vocabs(dataset_cfg, model)
     require_same_data(dataset_cfg)
-    scored = _tasks_with_metrics(dataset_cfg)
+    name, scored = dataset_cfg.mixture_or_task().name, tasks_with_metrics(dataset_cfg)
     if not scored and training_evaluator_cls is None:
         raise UserError(
-            f"{dataset_cfg.mixture_or_task().name!r} has no metrics, so that there is nothing to score it with. Give "
-            "the task metric_fns, or measure the loss: evaluate.training_evaluator_cls = @trainer.Trainer."
+            f"{name!r} has no metrics. Give the task metric_fns, or measure the loss: "
+            "evaluate.training_evaluator_cls = @trainer.Trainer."
         )
     output_dir = str(checkpoints.make_directory(output_dir, "EVAL_OUTPUT_DIR"))
-    done = _Done(os.path.join(output_dir, f"eval.{dataset_cfg.mixture_or_task().name}.ckpt"))
+    done_file = os.path.join(output_dir, f"eval.{name}.ckpt")
     paths = distributed.decide("eval/checkpoints", lambda: _checkpoints(restore_checkpoint_cfg))
-    noted = len(paths) > 1 or restore_checkpoint_cfg.mode == "all"
-    before = distributed.decide("eval/done", lambda: done.among(paths)) if noted else {}
-    if noted:
-        again = f" ({done.path} lists them: remove it to evaluate them again)" if before else ""
-        log.info("%d checkpoint(s), %d evaluated before%s", len(paths), len(before), again)
+    resumable = len(paths) > 1 or restore_checkpoint_cfg.mode == "all"
+    before = distributed.decide("eval/done", lambda: _evaluated(done_file, paths)) if resumable else {}
+    if resumable:
+        hint = f" (listed in {done_file}; delete it to evaluate them again)" if before else ""
+        log.info("%d checkpoint(s), %d evaluated before%s", len(paths), len(before), hint)
     steps = {step: path for path, step in before.items()}
 
     # --- The model, without an optimizer ------------------------------------------------------------------------------
@@ -112,31 +114,27 @@ def evaluate(
         if summarize_config_fn is not None:
             summarize_config_fn(output_dir, None, 0)
         write_model_info(output_dir, layout)
-    inference = training = None
+    evaluations: dict[str, Evaluation] = {}
     if len(before) < len(paths):
         if scored:
-            inference = InferenceEvaluator(
-                dataset_cfg, inference_evaluator_cls, model, partitioner, layout.shardings.params,
-                os.path.join(output_dir, INFERENCE),
-            )  # fmt: skip
+            evaluations[INFERENCE] = InferenceEvaluation(dataset_cfg, inference_evaluator_cls, layout, output_dir)
             if distributed.is_leader():
-                _say_signatures(scored, dataset_cfg, model)
+                _log_signatures(scored, dataset_cfg, model)
         if training_evaluator_cls is not None:
-            training = _TeacherForced(
-                dataset_cfg, train_eval_get_dataset_fn, training_evaluator_cls, layout, output_dir
-            )
+            evaluations[TRAINING] = TeacherForcedEvaluation(dataset_cfg, train_eval_get_dataset_fn, layout, output_dir)
 
     # --- Evaluate the checkpoints; the model is compiled once ---------------------------------------------------------
     results: Results = {}
+    trainer = None
     for path in paths:
         if path in before:
             continue
         if restore_checkpoint_cfg.mode == "all" and distributed.decide("eval/gone", lambda p=path: _is_gone(p)):
-            log.warning("%s is no longer there: it is passed over", path)
+            log.warning("skipping %s: it was deleted", path)
             continue
         source = open_for_all(path)
         step = source.step or 0
-        if noted and distributed.decide("eval/done one", lambda p=source.path: bool(done.among([p]))):
+        if resumable and distributed.decide("eval/done one", lambda p=source.path: bool(_evaluated(done_file, [p]))):
             log.info("%s was evaluated before", source.path)
             steps[step] = source.path
             continue
@@ -144,21 +142,28 @@ def evaluate(
         if step in steps:
             raise _second_of_step(source.path, step, steps[step])
         params = restore_params(source, model, layout, restore_checkpoint_cfg, fallback_init_rng)
-        found = {}
-        with _progress(step) as before_batch:
-            if inference is not None:
-                found |= inference.evaluate(params, step, before_batch=before_batch)
-            if training is not None:
-                figures = training.evaluate(TrainState(layout.step_array(step), params, {}), step, before_batch)
-                found |= {f"{TRAINING}/{task}": measured for task, measured in figures.items()}
-        del params
-        results[step], steps[step] = found, source.path
-        for task, metrics in found.items():
-            log.info("step %d, %s: %s", step, task, ", ".join(f"{k} {v:.4g}" for k, v in metrics.items()))
-        if noted and distributed.is_leader():
-            done.add(source.path)
+        state = TrainState(layout.step_array(step), params, {})
+        if trainer is None:
+            trainer = (training_evaluator_cls or Trainer)(
+                model=model, train_state=state, partitioner=partitioner, layout=layout, rng=jax.random.key(0),
+                learning_rate_fn=lambda step: 0.0,
+            )  # fmt: skip
+        trainer.state = state
+        results[step], steps[step] = {}, source.path
+        with Progress(
+            None, unit="batch", description=f"evaluate step {step}", disable=not distributed.is_leader()
+        ) as progress:
+            for kind, evaluation in evaluations.items():
+                for task, metrics in evaluation.evaluate(trainer, step, progress.advance).items():
+                    results[step][_result_name(kind, task)] = metrics
+        del params, state
+        trainer.state = None  # frees the memory for the next checkpoint
+        if resumable and distributed.is_leader():
+            jsonl.replace(done_file, [f"{line}\n".encode() for line in (*_lines(done_file), source.path)])
+    for evaluation in evaluations.values():
+        evaluation.close()
     earlier = distributed.decide(
-        "eval/earlier", lambda: _written(output_dir, dataset_cfg, [step for step in steps if step not in results])
+        "eval/earlier", lambda: _read_results(output_dir, dataset_cfg, [step for step in steps if step not in results])
     )
     return dict(sorted([*((int(step), found) for step, found in earlier.items()), *results.items()]))
 
@@ -174,7 +179,7 @@ def _checkpoints(cfg: RestoreCheckpointConfig) -> list[str]:
     """
     given = [cfg.path] if isinstance(cfg.path, str) else list(cfg.path)
     if not given:
-        raise UserError("utils.RestoreCheckpointConfig.path is empty: give a checkpoint to evaluate, or a MODEL_DIR.")
+        raise UserError("utils.RestoreCheckpointConfig.path is empty: give a checkpoint or a MODEL_DIR to evaluate.")
     given = [path if is_remote(path) else str(checkpoints.local_path(path)) for path in given]
     paths = given if cfg.mode != "all" else [checkpoint for path in given for checkpoint in _all_in(path)]
     of_step: dict[int, str] = {}
@@ -187,8 +192,8 @@ def _checkpoints(cfg: RestoreCheckpointConfig) -> list[str]:
 
 def _second_of_step(path: str, step: int, other: str) -> UserError:
     return UserError(
-        f"{path} is the second checkpoint of step {step}, after {other}: its results would take the place of the first "
-        "one's. Evaluate it with another EVAL_OUTPUT_DIR."
+        f"{path} and {other} both have step {step}: their results would be written to the same files. Evaluate one of "
+        "them with another EVAL_OUTPUT_DIR."
     )
 
 
@@ -201,7 +206,7 @@ def _all_in(path: str) -> list[str]:
     if indices:
         return [str(file).removesuffix(".index") for _, file in sorted(indices)]
     if not store.directory.is_dir() or not any(store.directory.iterdir()):
-        raise UserError(f"There is no checkpoint in {path} to evaluate.")
+        raise UserError(f"There is no checkpoint in {path}.")
     return [str(store.directory)]
 
 
@@ -218,115 +223,40 @@ def _is_gone(path: str) -> bool:
     return not os.path.exists(path) and not os.path.exists(f"{path}.index")
 
 
-class _Done:
-    """The file that lists the evaluated checkpoints, one path per line."""
+def _evaluated(done_file: str, paths: Sequence[str]) -> dict[str, int]:
+    """Return {path: step} of those of `paths` that the file lists as evaluated."""
+    listed = set(_lines(done_file))
+    return {path: _step_in(path) for path in paths if path in listed}
 
-    def __init__(self, path: str):
-        self.path = path
 
-    def among(self, paths: Sequence[str]) -> dict[str, int]:
-        """Return {path: step} of those of `paths` that are listed."""
-        noted = set(self._lines())
-        return {path: _step_in(path) for path in paths if path in noted}
-
-    def add(self, path: str) -> None:
-        jsonl.replace(self.path, [f"{line}\n".encode() for line in (*self._lines(), path)])
-
-    def _lines(self) -> list[str]:
-        if not os.path.exists(self.path):
-            return []
-        with open(self.path) as file:
-            return [line for line in file.read().split("\n") if line]
+def _lines(path: str) -> list[str]:
+    if not os.path.exists(path):
+        return []
+    with open(path) as file:
+        return [line for line in file.read().split("\n") if line]
 
 
 # --- Metrics ----------------------------------------------------------------------------------------------------------
 
 
-def _tasks_with_metrics(cfg: DatasetConfig) -> list[Task]:
-    return [task for task in get_subtasks(cfg.mixture_or_task()) if cfg.split in task.splits and task.metric_fns]
+def _result_name(kind: str, task: str) -> str:
+    return task if kind == INFERENCE else f"{TRAINING}/{task[:LONGEST_NAME]}"
 
 
-class _TeacherForced:
-    """Training metrics over every example of each task, and of all tasks together.
-
-    Args:
-      get_datasets: see `t5x.trainer.datasets.get_training_eval_datasets`.
-      trainer_cls: `Trainer`, or a function that takes its arguments.
-    """
-
-    def __init__(
-        self,
-        cfg: DatasetConfig,
-        get_datasets: Callable[..., Mapping[str, Iterable[Any]]],
-        trainer_cls: Callable[..., Trainer],
-        layout: StateLayout,
-        output_dir: str,
-    ):
-        partitioner, model = layout.partitioner, layout.model
-        shard = ShardInfo.of(partitioner.rows(cfg.batch_size), cfg.batch_size)
-        self._datasets = get_datasets(
-            cfg, shard_id=shard.index, num_shards=shard.num_shards, eval_steps=None,
-            feature_converter_cls=model.FEATURE_CONVERTER_CLS, model_dir=output_dir, start_step=0,
-        )  # fmt: skip
-        name = cfg.mixture_or_task().name
-        self._together = name if len(self._datasets) > 1 and name not in self._datasets else None
-        self._make_trainer = functools.partial(
-            trainer_cls, model=model, partitioner=partitioner, layout=layout, rng=jax.random.key(0),
-            learning_rate_fn=lambda step: 0.0,
-        )  # fmt: skip
-        self._trainer: Trainer | None = None
-        self._directory = os.path.join(output_dir, TRAINING)
-        self._events: dict[str, EventFile] = {}
-
-    def evaluate(self, state: TrainState, step: int, before_batch: Callable[[], None]) -> dict[str, dict[str, float]]:
-        if self._trainer is None:
-            self._trainer = self._make_trainer(train_state=state)
-        self._trainer.state = state
-        measured = {}
-        for task, batches in self._datasets.items():
-            measured[task] = []
-            for batch in numpy_batches(batches):
-                before_batch()
-                measured[task].append(self._trainer.measure(batch))
-        if self._together is not None:
-            measured[self._together] = [metrics for found in measured.values() for metrics in found]
-        results = {task[:_LONGEST_NAME]: summarize(found) for task, found in measured.items()}
-        if distributed.is_leader():
-            for task, figures in results.items():
-                self._write(task, step, figures)
-        return results
-
-    def _write(self, task: str, step: int, figures: Mapping[str, float]) -> None:
-        directory = os.path.join(self._directory, task)
-        path = os.path.join(directory, METRICS_FILE)
-        try:
-            if task not in self._events:
-                os.makedirs(directory, exist_ok=True)
-                self._events[task] = EventFile(directory)
-            self._events[task].write_scalars(step, figures)
-            self._events[task].flush()
-        except OSError as error:
-            raise jsonl.write_error(directory, error) from error
-        other_steps = [line for record, line in jsonl.read(path) if record.get("step") != step]
-        jsonl.replace(path, [*other_steps, jsonl.encode({"step": step, **figures})])
-
-
-def _written(output_dir: str, cfg: DatasetConfig, steps: Sequence[int]) -> Results:
+def _read_results(output_dir: str, cfg: DatasetConfig, steps: Sequence[int]) -> Results:
     """Return the results of these steps that earlier runs wrote."""
     found = cfg.mixture_or_task()
     names = dict.fromkeys([*(task.name for task in get_subtasks(found)), found.name])
-    files = {name: os.path.join(INFERENCE, f"{name}-metrics.jsonl") for name in names}
-    short = [name[:_LONGEST_NAME] for name in names]
-    files |= {f"{TRAINING}/{name}": os.path.join(TRAINING, name, METRICS_FILE) for name in short}
     results: Results = {}
-    for name, file in files.items():
-        for record, _ in jsonl.read(os.path.join(output_dir, file)):
+    for kind, name in itertools.product((INFERENCE, TRAINING), names):
+        for record, _ in jsonl.read(metrics_file(output_dir, kind, name)):
             if (step := record.pop("step", None)) in steps:
-                results.setdefault(step, {})[name] = {metric: float(value) for metric, value in record.items()}
+                metrics = {metric: float(value) for metric, value in record.items()}
+                results.setdefault(step, {})[_result_name(kind, name)] = metrics
     return results
 
 
-def _say_signatures(tasks: Sequence[Task], cfg: DatasetConfig, model: BaseTransformerModel) -> None:
+def _log_signatures(tasks: Sequence[Task], cfg: DatasetConfig, model: BaseTransformerModel) -> None:
     """Log sacreBLEU's signatures of BLEU and chrF. References are counted in the first example."""
     for task in tasks:
         for metric in task.metric_fns:
@@ -340,17 +270,6 @@ def _say_signatures(tasks: Sequence[Task], cfg: DatasetConfig, model: BaseTransf
             references = len(target) if isinstance(target, list | tuple) else 1
             name = getattr(metric, "func", metric).__name__
             log.info("%s of %s: %s", name, task.name, signature(references, **getattr(metric, "keywords", {})))
-
-
-@contextlib.contextmanager
-def _progress(step: int) -> Iterator[Callable[[], None]]:
-    """Yield a callback that advances the progress bar by a batch."""
-    if not distributed.is_leader():
-        yield lambda: None
-        return
-    batches = itertools.count(1)
-    with Progress(None, unit="batch", description=f"evaluate step {step}") as progress:
-        yield lambda: progress.update(next(batches))
 
 
 if __name__ == "__main__":

@@ -1,38 +1,33 @@
-"""Batch inference: `t5x infer`, over a task with gin files, or over a plain file with a model directory."""
+"""Batch inference: `t5x infer`, over a task with gin files, or over a file with a model directory."""
 
-import contextlib
 import copy
 import dataclasses
+import functools
 import hashlib
-import json
 import logging
 import os
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from t5x import checkpoints, configuration, gin_utils
 from t5x.checkpoints.checkpoint_identity import fingerprint
 from t5x.checkpoints.config import RestoreCheckpointConfig
 from t5x.checkpoints.formats import Source
+from t5x.configuration.ignored_parameters import log_ignored
 from t5x.data.dataset_config import DatasetConfig
 from t5x.data.tasks import Task, get_subtasks
 from t5x.errors import UserError
-from t5x.files.digests import digest_of
-from t5x.inference import task_runs
-from t5x.inference.chunks import COMPLETED, JOB_FILE, Chunks, changed, is_intact, read_json, refuse_foreign
 from t5x.inference.engine import Engine
-from t5x.inference.files import infer_file
+from t5x.inference.file_inference import infer_file
+from t5x.inference.jobs import Shard, check_counts, run_job
 from t5x.inference.loaded import load
-from t5x.inference.task_runs import TaskRun
-from t5x.inference.tasks import TaskExamples, create_task_from_tfexample_file, identity
-from t5x.inference.writing import merge_chunks_to_file, write_inferences_to_file
+from t5x.inference.task_examples import TaskExamples, create_task_from_tfexample_file, identity
+from t5x.inference.task_inference import TaskJob, TaskOutput, batch_function
+from t5x.inference.task_output import merge_chunks_to_file, write_inferences_to_file
 from t5x.models import BaseTransformerModel
 from t5x.partitioning import PjitPartitioner, distributed
-from t5x.telemetry import jsonl
 from t5x.trainer.checks import require_same_data, verify_matching_vocabs
-from t5x.trainer.model_info import write_model_info
 from t5x.trainer.restore import open_for_all, restore_params
-from t5x.trainer.state import StateLayout
+from t5x.trainer.state import StateLayout, write_model_info
 
 __all__ = [
     "create_task_from_tfexample_file",
@@ -46,7 +41,6 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 MODES = ("predict", "score", "predict_with_aux")
-_WRITTEN = "written"  # key in the .COMPLETED file: digest that shows whether the results were changed later
 
 
 def infer(
@@ -103,20 +97,14 @@ def infer(
     """
     if mode not in MODES:
         raise UserError(f"infer.mode is {mode!r}: it must be one of {', '.join(MODES)}.")
-    for name, value in (("checkpoint_period", checkpoint_period), ("num_shards", num_shards)):
-        if value < 1:
-            raise UserError(f"infer.{name} is {value}: it must be at least 1.")
-    if not 0 <= shard_id < num_shards:
-        raise UserError(
-            f"infer.shard_id is {shard_id}: with num_shards = {num_shards} it must be 0 to {num_shards - 1}."
-        )
+    check_counts("infer.", checkpoint_period=checkpoint_period, num_shards=num_shards, shard_id=shard_id)
     if write_fn is write_inferences_to_file:
         write_fn = configuration.configured(write_fn)  # gin files may bind its parameters without passing it here
-    ours = merge_fn is merge_chunks_to_file  # a custom function may write the results anywhere
-    if ours:
+    is_own_merge = merge_fn is merge_chunks_to_file
+    if is_own_merge:
         merge_fn = configuration.configured(merge_fn)
     if not use_orbax:
-        log.info("use_orbax=False: the format of the checkpoint is found by itself")
+        log_ignored("infer.infer", {"use_orbax": use_orbax})
     if verify_matching_vocabs_fn is not None:
         verify_matching_vocabs_fn(dataset_cfg, model)
     tasks = _tasks(dataset_cfg, output_vocab_feature_name)
@@ -143,40 +131,40 @@ def infer(
     require_same_data(dataset_cfg)
     names = [f"{task.name}-{mode}.{file_extension}-{shard_id:05}-of-{num_shards:05}" for task in tasks]
     paths = [os.path.join(output_dir, name) for name in names]
-    complete = distributed.decide(
-        "inference/complete", lambda: [_is_complete(path, job, ours) for path, job in zip(paths, jobs, strict=True)]
-    )
+    merge = (lambda *where: merge_fn(*where, source.step)) if merge_chunked_results else None
+    outputs = []
+    for task, of_task, path in zip(tasks, jobs, paths, strict=True):
+        vocabulary = task.output_features[output_vocab_feature_name].vocabulary
+        write = functools.partial(write_fn, mode=mode, vocabulary=vocabulary)
+        outputs.append(TaskOutput(path, of_task, write, merge, merges_to_path=is_own_merge))
+    complete = distributed.decide("inference/complete", lambda: [output.is_complete() for output in outputs])
     engine = program = None
-    for task, of_task, name, path, is_complete in zip(tasks, jobs, names, paths, complete, strict=True):
+    for task, of_task, output, is_complete in zip(tasks, jobs, outputs, complete, strict=True):
         if is_complete:
-            log.info("%s is complete already", path)
+            log.info("%s is already complete", output.path)
             continue
-        directory = _chunk_directory(path)
         if engine is None:
             log.info("restoring the parameters of %s (%s)", source.path, source.format)
             engine = Engine(
                 model, partitioner, restore_params(source, model, layout, restore_checkpoint_cfg, fallback_init_rng)
             )
-            program = engine.program(task_runs.function(model, mode))
+            program = engine.program(batch_function(model, mode))
         cfg = dataclasses.replace(dataset_cfg, mixture_or_task_name=task, module=None)
-        lengths = cfg.task_feature_lengths or _measured(task, cfg, model)
-        examples = TaskExamples(task, cfg, lengths, shard_id, num_shards)
-        run = TaskRun(engine, program, cfg, lengths, mode, keep_aux_as_numpy)
-        vocabulary = task.output_features[output_vocab_feature_name].vocabulary
-        description = f"{mode} {task.name}"
-        chunks = task_runs.infer_task(
-            run, examples, directory, name, of_task, checkpoint_period * cfg.batch_size, description,
-            lambda path, part, results, v=vocabulary: write_fn(path, results, part, mode=mode, vocabulary=v),
+        lengths = cfg.task_feature_lengths or _measure_lengths(task, cfg, model)
+        job = TaskJob(
+            description=f"{mode} {task.name}",
+            engine=engine,
+            program=program,
+            cfg=cfg,
+            lengths=lengths,
+            mode=mode,
+            examples=TaskExamples(task, cfg, lengths, Shard(shard_id, num_shards)),
+            job=of_task,
+            chunk_size=checkpoint_period * cfg.batch_size,
+            keep_aux_as_numpy=keep_aux_as_numpy,
             keep_position=checkpoint_ds_iter,
-        )  # fmt: skip
-        if chunks is not None:
-            with contextlib.closing(chunks):
-                if merge_chunked_results:
-                    merge_fn(output_dir, name, directory, source.step)
-                    log.info("wrote %s", path)
-                jsonl.replace(path + COMPLETED, [json.dumps({**of_task, _WRITTEN: _written(path, chunks)}).encode()])
-                if merge_chunked_results:
-                    chunks.remove()
+        )
+        run_job(job, output)
         distributed.barrier("inference of a task")
     return paths
 
@@ -189,7 +177,7 @@ def _tasks(cfg: DatasetConfig, vocabulary_of: str) -> list[Task]:
     for task in tasks:
         if vocabulary_of not in task.output_features:
             raise UserError(
-                f"infer.output_vocab_feature_name is {vocabulary_of!r}; task {task.name!r} has "
+                f"infer.output_vocab_feature_name is {vocabulary_of!r}; the features of task {task.name!r} are "
                 f"{', '.join(task.output_features)}."
             )
     return tasks
@@ -198,60 +186,16 @@ def _tasks(cfg: DatasetConfig, vocabulary_of: str) -> list[Task]:
 def _source(cfg: RestoreCheckpointConfig) -> Source:
     if not isinstance(cfg.path, str) or cfg.mode == "all":
         raise UserError(
-            "Inference takes one checkpoint: utils.RestoreCheckpointConfig.path must be one path, and mode 'specific' "
+            "Inference uses one checkpoint. Set utils.RestoreCheckpointConfig.path to one path, and mode to 'specific' "
             "or 'latest'."
         )
     return open_for_all(cfg.path)
 
 
-def _chunk_directory(path: str) -> str:
-    return os.path.join(os.path.dirname(path), f"tmp-{os.path.basename(path)}")
-
-
-def _written(path: str, chunks: Chunks) -> dict[str, Any]:
-    """Return a digest of a task's output file or, if the chunks were not merged, their number."""
-    return digest_of(path) if os.path.isfile(path) else {"chunks": len(chunks.finished)}
-
-
-def _is_complete(path: str, job: Mapping[str, Any], ours: bool) -> bool:
-    """Return whether a job's results exist. If so, remove chunks that a killed run left behind.
-
-    Args:
-      ours: the chunks are merged by our own function, so `path` must exist.
-
-    Raises:
-      UserError: the results belong to another job or have changed since they were written, or the directory for the
-        chunks was not made by us.
-    """
-    directory = _chunk_directory(path)
-    if not os.path.exists(path + COMPLETED) or (job["merge"] and ours and not os.path.exists(path)):
-        refuse_foreign(directory, os.path.basename(path))
-        return False
-    if (there := read_json(path + COMPLETED)) is None:
-        raise UserError(f"{path + COMPLETED} is damaged. Remove it and {path}; the next run writes both again.")
-    written = there.pop(_WRITTEN, {})
-    job = json.loads(json.dumps(job))
-    if there != job:
-        names = [name for name in job if there.get(name) != job[name]]
-        raise UserError(
-            f"{path} holds the results of a run that differs ({', '.join(names)}). Choose another INFER_OUTPUT_DIR, or "
-            f"remove it with its {COMPLETED} file."
-        )
-    if os.path.isfile(path) and not is_intact(path, written):
-        raise UserError(changed(path, f"move it away, with its {COMPLETED} file, to compute it again"))
-    if os.path.exists(os.path.join(directory, JOB_FILE)):
-        with contextlib.closing(Chunks(directory, os.path.basename(path), job)) as chunks:
-            if job["merge"]:
-                chunks.remove()
-            elif len(chunks.finished) < written.get("chunks", 0):
-                return False
-    return True
-
-
-def _measured(task: Task, cfg: DatasetConfig, model: BaseTransformerModel) -> dict[str, int]:
+def _measure_lengths(task: Task, cfg: DatasetConfig, model: BaseTransformerModel) -> dict[str, int]:
     features = model.FEATURE_CONVERTER_CLS(pack=False).task_features(tuple(task.output_features))
     lengths = TaskExamples(task, cfg, None).measure(features)
-    log.info("%s, split %s: lengths measured: %s", task.name, cfg.split, lengths)
+    log.info("%s, split %s: measured lengths %s", task.name, cfg.split, lengths)
     return lengths
 
 

@@ -12,7 +12,6 @@ For inference only, `t5x.load` is simpler.
 """
 
 import enum
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -40,10 +39,10 @@ from t5x.data.pipeline import Example, Preprocessor
 from t5x.data.preprocessors import append_eos_after_trim, tokenize
 from t5x.errors import UserError
 from t5x.models import BaseTransformerModel
-from t5x.network.padding import Program
 from t5x.optimizers.schedules import create_learning_rate_scheduler
 from t5x.partitioning import PjitPartitioner
 from t5x.trainer import StateLayout, Trainer, TrainState
+from t5x.trainer.evaluation import BatchProgram
 from t5x.trainer.restore import Run, restore_or_init
 from t5x.trainer.trainer import summarize
 
@@ -111,13 +110,12 @@ class InteractiveModel:
         eval_names: Sequence[str] | None = None,
     ):
         if checkpoint_path and restore_mode not in ("specific", "latest"):
-            raise UserError(f"restore_mode is {restore_mode!r}: it must be 'specific' or 'latest', for one checkpoint.")
+            raise UserError(f"restore_mode is {restore_mode!r}: it must be 'specific' or 'latest'.")
         for name, kind in (input_types or {}).items():
             if np.dtype(kind).kind not in "iu":
-                raise UserError(f"input_types: {name!r} is {np.dtype(kind).name}; features are tokens, whole numbers.")
-        self._batch_size, self._rows = batch_size, partitioner.rows(batch_size)
-        self._lengths = dict(task_feature_lengths)
-        self._model, self._partitioner = model, partitioner
+                raise UserError(f"input_types: {name!r} is {np.dtype(kind).name}; it must be an integer type.")
+        self.batch_size, self.task_feature_lengths = batch_size, dict(task_feature_lengths)
+        self.model, self.partitioner = model, partitioner
         self._save_cfg = SaveCheckpointConfig(dtype=np.dtype(jax.dtypes.canonicalize_dtype(dtype)).name)
         self.checkpoint_path = checkpoint_path or None
         self.features = {
@@ -125,35 +123,22 @@ class InteractiveModel:
             "targets": Feature(model.output_vocabulary, add_eos=add_eos),
         }
         self._store = checkpoints.CheckpointStore(checkpoints.make_directory(output_dir, "output_dir"))
-        restore = None
-        if checkpoint_path:
-            restore = RestoreCheckpointConfig(path=checkpoint_path, mode=restore_mode)
+        self.output_dir = str(self._store.directory)
+        restore = RestoreCheckpointConfig(path=checkpoint_path, mode=restore_mode) if checkpoint_path else None
         self._layout = StateLayout.of(model, partitioner, self._shapes(input_shapes))
         init_rng, dropout_rng = jax.random.split(jax.random.key(init_random_seed))
         state, run = restore_or_init(self._store, restore, model, self._layout, init_rng)
         self._run = Run(run.first_step)
         rate = create_learning_rate_scheduler("constant", base_learning_rate=0.001)
-        self._trainer = Trainer(model, state, partitioner, self._layout, dropout_rng, rate)
+        self.trainer = Trainer(model, state, partitioner, self._layout, dropout_rng, rate)
         self._train_metrics: list[Any] = []
         self._programs: dict[Any, Callable[..., Any]] = {}
 
     # -- properties ----------------------------------------------------------------------------------------------------
 
     @property
-    def trainer(self) -> Trainer:
-        return self._trainer
-
-    @property
-    def partitioner(self) -> PjitPartitioner:
-        return self._partitioner
-
-    @property
-    def model(self) -> BaseTransformerModel:
-        return self._model
-
-    @property
     def train_state(self) -> TrainState:
-        return self._trainer.state
+        return self.trainer.state
 
     @property
     def train_state_axes(self) -> dict[str, Any]:
@@ -167,19 +152,7 @@ class InteractiveModel:
 
     @property
     def step(self) -> int:
-        return int(self._trainer.state.step)
-
-    @property
-    def output_dir(self) -> str:
-        return str(self._store.directory)
-
-    @property
-    def batch_size(self) -> int:
-        return self._batch_size
-
-    @property
-    def task_feature_lengths(self) -> dict[str, int]:
-        return dict(self._lengths)
+        return int(self.trainer.state.step)
 
     @property
     def newest_checkpoint(self) -> str | None:
@@ -202,27 +175,27 @@ class InteractiveModel:
         """
         check_targets(examples)
         task = self.task("interactive", examples, preprocessors)
-        batches = eval_batches(self._cfg(task, "train"), feature_converter=self._converter(), rows=self._rows)
-        made = [batch.batch for batch in itertools.islice(batches, 2)]
-        if len(made) > 1:
-            raise UserError(f"A train step takes at most batch_size = {self._batch_size} examples; there are more.")
-        self.train_step_from_batch_iterator(iter(made))
+        rows = self.partitioner.rows(self.batch_size)
+        batches = [batch.batch for batch in itertools.islice(self._batches(task, "train", rows=rows), 2)]
+        if len(batches) > 1:
+            raise UserError(f"A train step takes at most batch_size = {self.batch_size} examples; there are more.")
+        self.train_step_from_batch_iterator(iter(batches))
 
     def train_step_from_batch_iterator(self, iterator: Iterator[Mapping[str, Any]]) -> None:
         """Train one step on the next batch, {model feature: [rows of this process, length]}."""
-        if self._model.optimizer_def is None:
-            raise UserError("The model has no optimizer to train with: make it with optimizer_def.")
+        if self.model.optimizer_def is None:
+            raise UserError("The model has no optimizer: create it with optimizer_def to train it.")
         try:
             batch = next(iterator)
         except StopIteration:
             raise UserError("The iterator has no batch left to train on.") from None
-        self._train_metrics = [self._trainer.step({name: np.asarray(value) for name, value in batch.items()})]
+        self._train_metrics = [self.trainer.step({name: np.asarray(value) for name, value in batch.items()})]
 
     def save_checkpoint(self) -> None:
         """Save the state as `<output_dir>/checkpoint_<step>`, which every verb can read. Return when it is complete."""
         with checkpoints.ModelDirLock(self.output_dir):
             tree = self._save_cfg.tree_to_save(self.train_state.tree())
-            self._store.save(self.step, tree, sidecars=sidecars(self._model, None) | self._run.sidecars())
+            self._store.save(self.step, tree, sidecars=sidecars(self.model, None) | self._run.sidecars())
             self._store.wait()
 
     def train_loop(
@@ -289,15 +262,15 @@ class InteractiveModel:
             check_targets(examples)
         program = self._program(mode, inference_kwargs)
         task = self.task("interactive", examples, preprocessors)
-        found, parts, made = [], [], []
-        for batch, mask, read in eval_batches(self._cfg(task, "validation"), feature_converter=self._converter()):
+        results, aux_of_batches = [], []
+        for batch, mask, preprocessed in self._batches(task, "validation"):
             outputs, aux = program(batch)
-            found += read
-            made += list(outputs[mask])
-            parts.append(jax.tree.map(lambda x, mask=mask: x[mask] if x.shape[:1] == mask.shape else x[None], aux))
-        aux_values = jax.tree.map(lambda *arrays: list(np.concatenate(arrays)), *parts)
-        shown = float if mode is InferenceType.SCORE else self._text
-        return list(zip(found, map(shown, made), strict=True)), aux_values
+            values = map(float if mode is InferenceType.SCORE else self._text, outputs[mask])
+            results += zip(preprocessed, values, strict=True)
+            aux_of_batches.append(
+                jax.tree.map(lambda x, mask=mask: x[mask] if x.shape[:1] == mask.shape else x[None], aux)
+            )
+        return results, jax.tree.map(lambda *arrays: list(np.concatenate(arrays)), *aux_of_batches)
 
     def evaluate(self, examples: Batch, metric_fns: Sequence[MetricFn]) -> dict[str, float]:
         """Return {metric: value} of these examples.
@@ -327,8 +300,9 @@ class InteractiveModel:
             raise UserError("metric_fns is empty: give at least one function to evaluate with, e.g. t5x.metrics.bleu.")
         task = self.task("interactive", examples, preprocessors, metric_fns, postprocessor)
         evaluator = Evaluator(
-            task, self._converter(), "validation", sequence_length=self._lengths, batch_size=self._batch_size
-        )
+            task, self.model.FEATURE_CONVERTER_CLS(pack=False), "validation", sequence_length=self.task_feature_lengths,
+            batch_size=self.batch_size,
+        )  # fmt: skip
         predict, score = (self._program(mode, {}) for mode in InferenceType)
         results = evaluator.evaluate(
             step=self.step, predict_with_aux_fn=predict, score_fn=lambda batch: score(batch)[0]
@@ -350,14 +324,12 @@ class InteractiveModel:
             name, source_of(examples), self.features, preprocessors, postprocess_fn=postprocessor, metric_fns=metric_fns
         )
 
-    def _cfg(self, task: Task, split: str) -> DatasetConfig:
-        return DatasetConfig(task, self._lengths, split, self._batch_size, shuffle=False, seed=self.step)
-
-    def _converter(self) -> Any:
-        return self._model.FEATURE_CONVERTER_CLS(pack=False)
+    def _batches(self, task: Task, split: str, **options: Any) -> Iterator[Any]:
+        cfg = DatasetConfig(task, self.task_feature_lengths, split, self.batch_size, shuffle=False, seed=self.step)
+        return eval_batches(cfg, feature_converter=self.model.FEATURE_CONVERTER_CLS(pack=False), **options)
 
     def _shapes(self, given: Mapping[str, Any] | None) -> dict[str, tuple[int, ...]]:
-        needed = self._model.input_shapes(self._lengths)
+        needed = self.model.input_shapes(self.task_feature_lengths)
         if given is None:
             return needed
         if missing := needed.keys() - given.keys():
@@ -365,41 +337,26 @@ class InteractiveModel:
         return {name: tuple(int(size) for size in given[name]) for name in given}
 
     def _text(self, ids: np.ndarray) -> Any:
-        return self._model.output_vocabulary.decode(ids) if ids.ndim == 1 else [self._text(row) for row in ids]
+        return self.model.output_vocabulary.decode(ids) if ids.ndim == 1 else [self._text(row) for row in ids]
 
     def _program(self, mode: InferenceType, options: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Any]:
         """Return a function that runs a batch with the current parameters: (predictions or scores, auxiliary)."""
         key = (mode, tuple(sorted(options.items(), key=lambda item: item[0])))
         try:
-            program = self._programs.get(key)
-        except TypeError:  # unhashable option: compile without caching
-            key, program = None, None
-        if program is None:
-            program = self._compiled(mode, options)
-            if key is not None:
-                self._programs[key] = program
+            program = self._programs.get(key) or self._programs.setdefault(key, self._compile(mode, options))
+        except TypeError:  # unhashable option
+            program = self._compile(mode, options)
+        return lambda batch: program(self.train_state.params, batch)
 
-        def run(batch: Mapping[str, np.ndarray]) -> Any:
-            mine = {name: array[self._rows.start : self._rows.stop] for name, array in batch.items()}
-            compiled = program.chosen(self._model, batch)
-            return jax.device_get(compiled(self.train_state.params, self._partitioner.to_devices(mine)))
-
-        return run
-
-    def _compiled(self, mode: InferenceType, options: Mapping[str, Any]) -> Program:
+    def _compile(self, mode: InferenceType, options: Mapping[str, Any]) -> BatchProgram:
         def predict(params: Any, batch: Mapping[str, jax.Array]) -> Any:
-            return self._model.predict_batch_with_aux(params, batch, **{"rng": jax.random.key(0), **options})
+            return self.model.predict_batch_with_aux(params, batch, **{"rng": jax.random.key(0), **options})
 
         def score(params: Any, batch: Mapping[str, jax.Array]) -> Any:
-            scores = self._model.score_batch(params, batch, **options)
+            scores = self.model.score_batch(params, batch, **options)
             return scores if isinstance(scores, tuple) else (scores, {})
 
-        compiled = functools.partial(
-            self._partitioner.partition,
-            in_shardings=(self._layout.shardings.params, self._partitioner.batch_sharding),
-            out_shardings=self._partitioner.replicated,
-        )
-        return Program.of(score if mode is InferenceType.SCORE else predict, compiled)
+        return BatchProgram(score if mode is InferenceType.SCORE else predict, self._layout, self.batch_size)
 
 
 # --- Helpers under T5X's names ----------------------------------------------------------------------------------------

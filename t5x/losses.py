@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from t5x.errors import UserError
-from t5x.partitioning.logical import constrain, parts_of
+from t5x.partitioning.logical import constrain, shards_of
 
 
 @enum.unique
@@ -212,8 +212,8 @@ def _row_groups(batch):
 
     There is one group if the kernel is sharded over the same devices, which could not hold a whole sum each.
     """
-    groups = parts_of("batch")
-    return 1 if batch % groups or parts_of("embed") > 1 else groups
+    groups = shards_of("batch")
+    return 1 if batch % groups or shards_of("embed") > 1 else groups
 
 
 def _accumulate_matmul(sums, x, y):

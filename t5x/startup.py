@@ -11,7 +11,7 @@ def configure_logging(*, debug: bool) -> None:
     """Log t5x's messages to standard error without prefixes; other libraries' only from warnings on."""
     handler, own = _AboveBar(sys.stderr), _AboveBar(sys.stderr)
     handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
-    own.setFormatter(_Plain())
+    own.setFormatter(_Formatter())
     root, t5x = logging.getLogger(), logging.getLogger("t5x")
     root.handlers[:], t5x.handlers[:] = [handler], [own]
     t5x.propagate = False
@@ -33,18 +33,20 @@ class _AboveBar(logging.StreamHandler):
         return None
 
 
-class _Plain(logging.Formatter):
-    """A formatter that adds the level only to warnings and errors."""
+class _Formatter(logging.Formatter):
+    """A formatter that adds the level only to warnings and errors, and a prefix to all messages."""
+
+    def __init__(self, prefix: str = ""):
+        super().__init__()
+        self._prefix = prefix
 
     def format(self, record: logging.LogRecord) -> str:
-        message = super().format(record)
-        return message if record.levelno <= logging.INFO else f"{record.levelname.lower()}: {message}"
+        level = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
+        return f"{level}{self._prefix}{super().format(record)}"
 
 
 def name_process() -> None:
     """Make all processes but the first log only warnings and errors (or all, if debugging), with their index."""
-    import jax
-
     from t5x.partitioning import distributed
 
     if distributed.is_leader():
@@ -52,19 +54,7 @@ def name_process() -> None:
     own = logging.getLogger("t5x")
     own.setLevel(max(own.level, logging.WARNING) if own.level != logging.DEBUG else logging.DEBUG)
     for handler in own.handlers:
-        handler.addFilter(_Numbered(jax.process_index()))
-
-
-class _Numbered(logging.Filter):
-    """A filter that prefixes messages with the index of the process."""
-
-    def __init__(self, index: int):
-        super().__init__()
-        self._index = index
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        record.msg = f"[process {self._index}] {record.msg}"
-        return True
+        handler.setFormatter(_Formatter(f"[process {distributed.process_index()}] "))
 
 
 def command(name: str) -> str:

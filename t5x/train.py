@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, get_args
 
 import jax
@@ -18,16 +19,14 @@ from t5x.errors import UserError
 from t5x.models import BaseTransformerModel
 from t5x.network.flops import StepCost
 from t5x.partitioning import PjitPartitioner, distributed
-from t5x.partitioning.distributed import PATIENCE
 from t5x.telemetry import MetricWriter, ThroughputClock
 from t5x.trainer.actions import Actions, ActionStop, BaseAction
 from t5x.trainer.checks import require_same_data, verify_matching_vocabs
-from t5x.trainer.datasets import ForeignBatches, ShardInfo, get_dataset, get_training_eval_datasets
-from t5x.trainer.evaluations import InferenceEvaluation, TrainingEvaluation
+from t5x.trainer.datasets import ExternalBatches, ShardInfo, get_dataset, get_training_eval_datasets
+from t5x.trainer.evaluation import Evaluation, InferenceEvaluation, TeacherForcedEvaluation
 from t5x.trainer.metric_lines import MetricLines
-from t5x.trainer.model_info import write_model_info
 from t5x.trainer.restore import OnChangedData, Run, position_of_all, restore_or_init, resume_data
-from t5x.trainer.state import StateLayout, TrainState
+from t5x.trainer.state import StateLayout, TrainState, write_model_info
 
 log = logging.getLogger(__name__)
 
@@ -120,11 +119,11 @@ def train(
 
         # --- Random numbers -------------------------------------------------------------------------------------------
         seed = 0 if random_seed is None else random_seed
-        log.info("random seed: %d%s", seed, " (none was given)" if random_seed is None else "")
+        log.info("random seed: %d%s", seed, " (default)" if random_seed is None else "")
         init_rng, dropout_rng = jax.random.split(jax.random.key(seed))
         if use_hardware_rng:
             log.warning(
-                "use_hardware_rng: dropout depends on the mesh and the compiler; a run is exact on one machine only"
+                "use_hardware_rng: dropout depends on mesh and compiler, so runs are reproducible on one machine only"
             )
             dropout_rng = jax.random.key(seed, impl="unsafe_rbg")
 
@@ -138,7 +137,10 @@ def train(
         batch_size = train_dataset_cfg.batch_size
         shard = ShardInfo.of(partitioner.rows(batch_size), batch_size)
         loader = get_dataset_fn(train_dataset_cfg, shard, model.FEATURE_CONVERTER_CLS)
-        loader = closing.enter_context(loader if hasattr(loader, "restore") else ForeignBatches(loader))
+        if hasattr(loader, "restore"):
+            closing.enter_context(loader)
+        else:
+            loader = ExternalBatches(loader)
         fingerprint = loader.start_fingerprint() if leader and hasattr(loader, "start_fingerprint") else None
 
         # --- The model, laid out over the mesh ------------------------------------------------------------------------
@@ -157,8 +159,8 @@ def train(
             total_steps = run.first_step + relative_steps
         if total_steps < first_step:
             raise UserError(
-                f"total_steps is {total_steps}, but the checkpoint is at step {first_step}. Raise TRAIN_STEPS, or "
-                "use relative_steps to train a number of steps from there."
+                f"total_steps is {total_steps}, but the checkpoint is at step {first_step}. Raise TRAIN_STEPS, or set "
+                "train.relative_steps to train that many steps from there."
             )
 
         # --- Metric writer and configuration --------------------------------------------------------------------------
@@ -176,47 +178,53 @@ def train(
 
             describe()
             writer.on_recreate = describe  # if MODEL_DIR is removed during the run
-        files = sidecars(model, _read_if_there(os.path.join(model_dir, "config.gin")))
+        files = sidecars(model, _read_if_exists(os.path.join(model_dir, "config.gin")))
 
         # --- Training, evaluation, saving -----------------------------------------------------------------------------
         trainer = trainer_cls(model=model, train_state=state, partitioner=partitioner, layout=layout, rng=dropout_rng)
         del state  # its buffers are donated by the train step
-        train_eval = infer_eval = None
+        evaluations: dict[str, Evaluation] = {}
         if train_eval_dataset_cfg is not None:
-            train_eval = closing.enter_context(
-                TrainingEvaluation(
-                    train_eval_dataset_cfg, train_eval_get_dataset_fn, eval_steps, trainer, model_dir, stop, home
-                )
-            )
+            evaluations["TRAIN_EVAL"] = TeacherForcedEvaluation(
+                train_eval_dataset_cfg, train_eval_get_dataset_fn, layout, model_dir, eval_steps=eval_steps,
+                start_step=first_step, home=home,
+            )  # fmt: skip
+            evaluations["TRAIN_EVAL"].check()
         if infer_eval_dataset_cfg is not None:
-            infer_eval = InferenceEvaluation(infer_eval_dataset_cfg, inference_evaluator_cls, trainer, model_dir, stop)
-        measured = {"TRAIN_EVAL": train_eval, "INFER_EVAL": infer_eval}
-        actions.check({"TRAIN": ["train"]} | {mode: e.tasks for mode, e in measured.items() if e is not None})
+            evaluations["INFER_EVAL"] = InferenceEvaluation(
+                infer_eval_dataset_cfg, inference_evaluator_cls, layout, model_dir
+            )
+        for evaluation in evaluations.values():
+            closing.callback(evaluation.close)
+            evaluation.drop_later(first_step)
+        actions.check({"TRAIN": ["train"]} | {mode: evaluation.tasks for mode, evaluation in evaluations.items()})
         if store.best is not None:
-            store.best.check(["train", *(group for e in measured.values() if e is not None for group in e.groups)])
+            store.best.check(["train", *(group for evaluation in evaluations.values() for group in evaluation.groups)])
         if save_cfg is not None and save_cfg.state_transformation_fns:
-            log.info("what is saved passes through utils.SaveCheckpointConfig.state_transformation_fns first")
+            log.info("saving through utils.SaveCheckpointConfig.state_transformation_fns")
             save_cfg.tree_to_save(trainer.state.tree())  # fails now rather than at the first save
         times = trainer_lib.Timetable(
             total_steps=total_steps,
             stats_period=stats_period or max(1, min(eval_period or 100, 100)),
-            train_eval_period=eval_period if train_eval_period is None else train_eval_period,
-            infer_eval_period=eval_period if infer_eval_period is None else infer_eval_period,
+            eval_periods={
+                "TRAIN_EVAL": eval_period if train_eval_period is None else train_eval_period,
+                "INFER_EVAL": eval_period if infer_eval_period is None else infer_eval_period,
+            },
             save_period=save_cfg.period if save_cfg else None,
             save_steps=(save_cfg.checkpoint_steps or ()) if save_cfg else (),
             gc_period=gc_period,
         )
-        due = {"TRAIN_EVAL": times.train_eval_due, "INFER_EVAL": times.infer_eval_due}
 
-        def evaluate(step: int, modes: Iterable[str] = ()) -> ActionStop | None:
-            """Run the evaluations that are due after this step, or those of the given modes."""
-            modes = modes or [mode for mode in due if due[mode](step)]
+        def evaluate(step: int, modes: Sequence[str]) -> ActionStop | None:
             ended = None
-            for mode in modes:
-                figures = None if measured[mode] is None else measured[mode](step)
-                if figures is not None:
-                    ended = actions.run(mode, trainer.state, figures) or ended
-            if modes and store.best is not None:
+            for mode in (mode for mode in modes if mode in evaluations):
+                try:
+                    metrics = evaluations[mode].evaluate(trainer, step, before_batch=stop.check)
+                except trainer_lib.Interrupted:
+                    log.info("the evaluation of step %d was interrupted; it is repeated when the run resumes", step)
+                    continue
+                ended = actions.run(mode, trainer.state, metrics) or ended
+            if store.best is not None:
                 store.retire(step)
                 if not stop:
                     store.best.expect()
@@ -224,35 +232,29 @@ def train(
 
         # The run may have been interrupted during an evaluation at the checkpoint's step. Actions saw it after the
         # save, so their state in the checkpoint does not include it.
-        ended = None
-        again = [
-            mode
-            for mode, evaluation in measured.items()
-            if evaluation is not None
-            and first_step > run.first_step
-            and due[mode](first_step)
-            and (actions.has(mode) or not evaluation.done(first_step))
-        ]
-        if run_eval_before_training and first_step == run.first_step:
-            ended = evaluate(first_step, tuple(measured))
-        elif again:
-            ended = evaluate(first_step, again)
+        modes = []
+        if first_step > run.first_step:
+            due = [mode for mode in times.evaluations_due(first_step) if mode in evaluations]
+            modes = [mode for mode in due if actions.has(mode) or not evaluations[mode].done(first_step)]
+        elif run_eval_before_training:
+            modes = list(times.eval_periods)
+        ended = evaluate(first_step, modes) if modes else None
         last_step = first_step
-        why = ended
-        if why is None and run.ended is not None and actions.same_as(run.actions):
-            why = f"{run.ended} (with other train.actions, or without, the same command goes on)"
-        if first_step == total_steps or why is not None:
-            log.info("%s: there is nothing to train", why or f"the checkpoint is at step {first_step} already")
+        reason = ended
+        if reason is None and run.ended is not None and actions.same_as(run.actions):
+            reason = f"{run.ended} (change or remove train.actions to continue)"
+        if reason is not None or first_step == total_steps:
+            log.info("nothing to train: %s", reason or f"the checkpoint is already at step {first_step}")
         else:
             with clock.apart("timing/train_iter_warmup"):
                 batch = loader.peek()
             with clock.apart("timing/compilation_seconds"):
                 log.info("compiled the train step in %.1f s", trainer.compile(batch))
-                distributed.barrier("compiled", PATIENCE)  # collectives time out if a process is late
+                distributed.barrier("compiled")  # collectives time out if a process is late
             cost = StepCost.of(model.module, batch, rows=batch_size, devices=partitioner.mesh.devices.flatten())
             log.info("%s", cost)
             lines = MetricLines(
-                writer.write_scalars if writer is not None else lambda step, figures: None,
+                writer.write_scalars if writer is not None else lambda step, metrics: None,
                 before=run.metrics,
                 cost=cost,
                 concurrent=concurrent_metrics and not actions.has("TRAIN"),
@@ -277,19 +279,14 @@ def train(
             lines.wait()
         store.wait()
         if stop:
+            outcome = "nothing to save" if save_cfg else "nothing is saved without utils.SaveCheckpointConfig"
             if last_step in store.steps():
-                kept = f"saved {store.path(last_step)}. The same command goes on from there"
-            else:
-                kept = (
-                    "there was nothing to save"
-                    if save_cfg
-                    else "nothing is saved, as utils.SaveCheckpointConfig is off"
-                )
-            raise trainer_lib.Stopped(stop.signum, f"stopped after step {last_step}; {kept}.")
+                outcome = f"saved {store.path(last_step)}. The same command resumes from there"
+            raise trainer_lib.Stopped(stop.signum, f"stopped after step {last_step}; {outcome}.")
         if ended is not None and not ended.worth_saving:
             steps = store.steps()
-            good = f"The last checkpoint is {store.path(steps[-1])}." if steps else "There is no checkpoint."
-            raise UserError(f"{ended}. What came after the last checkpoint was not saved. {good}")
+            newest = store.path(steps[-1]) if steps else "none"
+            raise UserError(f"{ended}. Steps after the last checkpoint ({newest}) were not saved.")
         if ended is not None:
             log.info("%s", ended)
         return last_step, trainer.state
@@ -307,7 +304,7 @@ def _check(
     on_changed_data: str,
 ) -> None:
     if not model_dir:
-        raise UserError("MODEL_DIR is empty: give the directory of the run, --gin.MODEL_DIR=runs/my_run.")
+        raise UserError("MODEL_DIR is empty. Set the directory of the run: --gin.MODEL_DIR=runs/my_run.")
     if total_steps < 0:
         raise UserError(f"train.total_steps is {total_steps}: it must be at least 0.")
     if eval_steps is not None and eval_steps < 1:
@@ -316,8 +313,8 @@ def _check(
         raise UserError(f"train.on_changed_data is {on_changed_data!r}: it must be one of {', '.join(choices)}.")
     if not use_orbax:
         log.warning(
-            "use_orbax=False: a run keeps its checkpoints with Orbax all the same. `t5x convert --to native` writes "
-            "T5X's other format."
+            "use_orbax=False is ignored: checkpoints are written with Orbax. `t5x convert --to native` writes T5X's "
+            "other format."
         )
     if restore_cfg is not None and restore_cfg.path:
         if not isinstance(restore_cfg.path, str) or restore_cfg.mode == "all":
@@ -345,15 +342,12 @@ def _devices() -> str:
 
 def _describe(model: BaseTransformerModel, layout: StateLayout) -> str:
     config = getattr(model.module, "config", None)
-    dtype = f", activations {config.dtype} as its configuration says" if hasattr(config, "dtype") else ""
+    dtype = f", activations in {config.dtype}" if hasattr(config, "dtype") else ""
     return f"{type(model.module).__name__} with {layout.num_params:,} parameters in float32{dtype}"
 
 
-def _read_if_there(path: str) -> bytes | None:
-    if not os.path.exists(path):
-        return None
-    with open(path, "rb") as file:
-        return file.read()
+def _read_if_exists(path: str) -> bytes | None:
+    return Path(path).read_bytes() if os.path.exists(path) else None
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ def test_packed_rows_are_those_of_training():
     found = task(pairs(*rng.integers(1, 12, (40, 2)).tolist()))
     lengths = {"inputs": 24, "targets": 16}
     converter = data.EncDecFeatureConverter(pack=True)
-    pipeline = found.plain_pipeline("train", lengths, seed=3)
+    pipeline = found.uncached_pipeline("train", lengths, seed=3)
     order = Order(40, 3, shuffle=True)
     examples = [pipeline.outputs(*order(position))[0] for position in range(40)]
     cfg = data.DatasetConfig(found, lengths, "train", 1, shuffle=True, seed=3, pack=True)
@@ -75,7 +75,7 @@ def test_packed_rows_are_those_of_training():
 def test_joined_pieces_are_those_of_training():
     texts = [{"targets": "x" * (i % 7)} for i in range(30)]
     steps = [preprocessors.tokenize, ConcatenateAndSplit(10), functools.partial(noted)]
-    pipeline = task(texts, steps, features={"targets": BYTES["targets"]}).plain_pipeline("train", None, seed=5)
+    pipeline = task(texts, steps, features={"targets": BYTES["targets"]}).uncached_pipeline("train", None, seed=5)
     stream = Stream(0, 1, Order(30, 5, shuffle=True), pipeline)
     for piece in itertools.islice(joined_pieces(pipeline), 20):
         shown = pipeline.piece_stages(piece.tokens, piece.place, piece.index)[-1][1][0]

@@ -50,7 +50,7 @@ def test_a_prefix_lm_trains_evaluates_resumes_and_infers(tmp_path, run_here):
     again = run_here(*train, "--gin.TRAIN_STEPS=4")
     assert again.code == 0 and "resuming from" in again.err, again.err
     assert len(losses(run)) == 4
-    assert "held out: loss" in again.err
+    assert "teacher forcing: loss" in again.err
 
     report = inspect(str(run), as_json=True)
     assert report["model"] == "decoder-only T5 of its own size"

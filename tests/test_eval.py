@@ -176,7 +176,7 @@ def test_a_list_of_model_dirs_is_their_newest_checkpoints(model_dir, tmp_path):
 
 def test_two_checkpoints_of_a_step_are_told_before_any_is_evaluated(model_dir, tmp_path):
     shutil.copytree(model_dir / "checkpoint_2", tmp_path / "other" / "checkpoint_2")
-    with pytest.raises(UserError, match="other/checkpoint_2 is the second checkpoint of step 2, after"):
+    with pytest.raises(UserError, match=r"other/checkpoint_2.* step 2.*EVAL_OUTPUT_DIR"):
         score([model_dir, tmp_path / "other"], tmp_path / "out")
     assert not (tmp_path / "out" / "inference_eval").exists()
 
@@ -318,7 +318,7 @@ def test_all_checkpoints_of_a_run_are_one_table(model_dir, pairs_file, tmp_path,
     data.TaskRegistry.remove("pairs")
     again = run(capsys, "eval", *arguments, "chrf")
     assert again.out == first.out and "3 evaluated before" in again.err and "evaluating" not in again.err
-    run(capsys, "eval", *arguments, "bleu").refused("the results of another command")
+    run(capsys, "eval", *arguments, "bleu").refused("--metric chrf", "--output")
 
 
 REFUSED = {
@@ -331,7 +331,7 @@ REFUSED = {
     "an empty file": (["--data", "{tmp}/empty.jsonl"], ["empty.jsonl is empty"]),
     "a null target": (["--data", "{tmp}/null.jsonl"], ["null.jsonl:1", "'a'", "null", "--skip_bad_examples"]),
     "no beam": (["--beams", "0"], ["--beams is 0"]),
-    "gin files besides": (["--gin_file", "x.gin"], ["leave out --gin_file"]),
+    "gin files besides": (["--gin_file", "x.gin"], ["--gin_file"]),
 }
 
 
@@ -346,7 +346,7 @@ def test_what_is_wrong_is_one_message(name, model_dir, pairs_file, tmp_path, cap
 
 
 def test_half_of_the_options_says_what_is_missing(pairs_file, capsys):
-    run(capsys, "eval", "--data", pairs_file).refused("--data needs --model too")
+    run(capsys, "eval", "--data", pairs_file).refused("--model")
 
 
 def test_gin_files_with_teacher_forced_metrics(model_dir, tmp_path, capsys, monkeypatch):

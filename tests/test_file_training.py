@@ -302,7 +302,7 @@ def test_odd_examples_are_counted_in_one_warning_each(tmp_path, caplog):
 
 def parsed(*argv: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    file_options.add_train(parser)
+    file_options.add(parser, "data file", FileTraining)
     args = parser.parse_args(argv)
     args.gin_file, args.modules, args.gin_bindings = [], [], ["A = 'b c'"]
     return args
@@ -315,8 +315,9 @@ def test_the_command_can_be_typed_again():
     expected = {"data": "my file.tsv", "steps": 3, "model_dir": "run", "skip_bad_examples": True, "size": "small"}
     assert file_options.check(args) == FileTraining(**expected)
     options = "--data 'my file.tsv' --size small --model_dir run --steps 3 --skip_bad_examples"
-    assert file_options.command(args).startswith(f"t5x train {options} ")
-    assert shlex.split(file_options.command(args))[-1] == "--gin_bindings=A = 'b c'"
+    command = file_options.command("train", file_options.given(args, FileTraining), args.gin_bindings)
+    assert command.startswith(f"t5x train {options} ")
+    assert shlex.split(command)[-1] == "--gin_bindings=A = 'b c'"
 
 
 def test_options_and_gin_files_are_not_mixed(files, run_here):

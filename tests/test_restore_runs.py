@@ -49,7 +49,7 @@ def test_the_native_fixture_trains_on_with_its_optimizer_state(caplog):
     state = restore_state(source, cfg, model, layout, jax.random.key(0))
     found = tree.flatten(state.tree())
     assert {name: np.sum(np.asarray(found[name]), dtype=np.float64) for name in SUMS} == pytest.approx(SUMS, abs=2e-4)
-    assert "step: 0; optimizer state: kept, as the checkpoint has it" in caplog.text
+    assert "step: 0; optimizer state: kept" in caplog.text
     stored = source.arrays["state/param_states/token_embedder/embedding/v"]
     assert found["state/param_states/token_embedder/embedding/v"].shape == stored.shape == (32128, 8)
 
@@ -130,5 +130,5 @@ def test_evaluation_takes_native_checkpoints_and_lists_of_them(renamed, tmp_path
     rule = [("decoder/logits_dense/kernel", "decoder/lm_head/kernel")]
     assert run(str(renamed.parent), mode="all", assignment_map=rule) == plain
     assert run(str(renamed.parent), mode="all", assignment_map=rule) == {}  # noted as done
-    with pytest.raises(UserError, match="second checkpoint of step 0"):
+    with pytest.raises(UserError, match=r"step 0.*EVAL_OUTPUT_DIR"):
         run([str(FIXTURE), str(renamed)], "other")

@@ -72,7 +72,7 @@ def test_kill_9_and_the_same_command_again(undisturbed, run_here, tmp_path):
     interrupt(process, signal.SIGKILL)
     resumed = run_here(*train(run, STEPS))
     assert resumed.code == 0, resumed.err
-    assert "resuming from" in resumed.err and "newest whole checkpoint" in resumed.err
+    assert f"resuming from {run}" in resumed.err
     assert losses(run) == losses(undisturbed / "run")  # bit for bit
     assert_same_tree(final_params(run), final_params(undisturbed / "run"))
 
@@ -119,7 +119,7 @@ def test_another_models_directory_is_refused_and_left_alone(undisturbed, run_her
 def test_a_finished_run_started_again_has_nothing_to_do(undisturbed, run_here):
     done = run_here(*train(undisturbed / "run", STEPS))
     assert done.code == 0
-    assert f"the checkpoint is at step {STEPS} already: there is nothing to train" in done.err
+    assert "nothing to train" in done.err and f"step {STEPS}" in done.err
     run_here(*train(undisturbed / "run", STEPS - 1)).refused("Raise TRAIN_STEPS")
 
 
@@ -131,7 +131,7 @@ def test_an_initial_checkpoint_gives_the_parameters_and_says_so(undisturbed, run
     ]
     done = run_here(*train(tmp_path / "tuned", STEPS, *options))
     assert done.code == 0, done.err
-    assert "starting from" in done.err and "this initial one was given" in done.err
+    assert f"initial checkpoint {undisturbed}" in done.err
     assert (tmp_path / "tuned" / f"checkpoint_{STEPS + 2}").exists()
 
 

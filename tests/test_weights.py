@@ -142,7 +142,7 @@ def test_training_starts_from_a_hugging_face_directory(tmp_path):
         "--gin.train.infer_eval_dataset_cfg=None", cwd=REPO,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "Hugging Face" in done.stderr and "optimizer state: reset, the checkpoint has none" in done.stderr
+    assert "Hugging Face" in done.stderr and "optimizer state: reset" in done.stderr
     assert len(losses(tmp_path / "run")) == 2
 
 

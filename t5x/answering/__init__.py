@@ -3,15 +3,15 @@
 | file | contents |
 |---|---|
 | `squad.py` | the official JSON of SQuAD 1.1 and 2.0, validated; a data source |
-| `tasks.py` | `squad_task`, `closed_book_task`: for gin files and Python |
+| `question_tasks.py` | `squad_task`, `closed_book_task`: for gin files and Python |
 | `windows.py` | splits contexts that are longer than the input |
 | `spans.py` | finds the position of an answer in its context |
 | `answers.py` | answers of a loaded model |
 | `questions.py` | files of questions, validated |
-| `files.py` | `t5x answer --input`: files of questions, in chunks that survive a kill |
+| `file_answering.py` | `t5x answer --input`: files of questions, in chunks that survive a kill |
 """
 
+from t5x.answering.question_tasks import closed_book_task, squad_task
 from t5x.answering.squad import SquadDataSource, read_squad
-from t5x.answering.tasks import closed_book_task, squad_task
 
 __all__ = ["SquadDataSource", "closed_book_task", "read_squad", "squad_task"]

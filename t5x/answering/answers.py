@@ -7,17 +7,15 @@ window with the best score among those with an answer wins; the question has no 
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
+from t5x.answering.question_tasks import check_no_answer, is_no_answer
 from t5x.answering.spans import Span, has_unknown, locate
 from t5x.answering.squad import prompt
-from t5x.answering.tasks import check_no_answer, is_no_answer
 from t5x.answering.windows import windows
 from t5x.errors import UserError
+from t5x.inference.loaded import LoadedModel
 from t5x.inference.options import Decoding
-
-if TYPE_CHECKING:
-    from t5x.inference.loaded import LoadedModel
 
 
 class Answer(NamedTuple):
@@ -71,10 +69,41 @@ class Answering:
         if self.stride < 0:
             raise UserError(f"stride is {self.stride}: it must be at least 0.")
         if self.no_answer is not None and not self.no_answer.strip():
-            raise UserError("no_answer is empty: give the text that the model was trained to write, or leave it out.")
+            raise UserError("no_answer is empty. Pass the text that the model was trained to generate, or omit it.")
 
 
-def windows_of(loaded: "LoadedModel", question: str, context: str, how: Answering) -> list[Span]:
+class AnswerMethods:
+    """The method of a `LoadedModel` that answers questions."""
+
+    def answer(
+        self: LoadedModel, question: str | Sequence[str], context: str | Sequence[str], **options: Any
+    ) -> Answer | list[Answer]:
+        """Answer a question about a context, with a model trained on "question: … context: …", as T5 was.
+
+            found = model.answer("Who wrote it?", "Effi Briest was written by Theodor Fontane.")
+            found.text, found.score, found.start, found.end
+            model.answer(questions, contexts, no_answer="unanswerable", beams=4)
+
+        A context that is longer than the input is read in overlapping windows.
+
+        Args:
+          question, context: strings, or lists of the same length; one context may be given for all questions.
+          options: see `Answering`.
+
+        Returns:
+          An `Answer`, or a list of them for lists.
+        """
+        questions = [question] if isinstance(question, str) else question
+        contexts = [context] * len(questions) if isinstance(context, str) else context
+        if len(questions) != len(contexts):
+            raise UserError(f"{len(questions)} question(s) but {len(contexts)} context(s): pass one of each.")
+        how = Answering(**options)
+        pairs = list(zip(questions, contexts, strict=True))
+        answers = answer(self, pairs, [windows_of(self, *pair, how) for pair in pairs], how)
+        return answers[0] if isinstance(question, str) else answers
+
+
+def windows_of(loaded: LoadedModel, question: str, context: str, how: Answering) -> list[Span]:
     """Return the windows of a context. Each leaves room for the whole question."""
     for name, text in (("question", question), ("context", context)):
         if not text.strip():
@@ -84,15 +113,15 @@ def windows_of(loaded: "LoadedModel", question: str, context: str, how: Answerin
     tokens = lambda text: loaded.input_ids(prompt(question, text))[1] - alone
     if room <= how.stride and tokens(context) > room:
         raise UserError(
-            f"the question takes {alone} of the input's {how.max_input_length} tokens, which leaves {max(room, 0)} for "
-            f"a window of the context, of which {how.stride} overlap. Raise max_input_length, lower stride, or shorten "
-            f"the question ({question[:40]!r}…)."
+            f"the question takes {alone} of {how.max_input_length} input tokens. This leaves {max(room, 0)} for a "
+            f"window of the context, too few for a stride of {how.stride}. Raise max_input_length, lower stride, or "
+            f"shorten the question ({question[:40]!r}…)."
         )
     return windows(context, tokens, room, how.stride)
 
 
 def answer(
-    loaded: "LoadedModel",
+    loaded: LoadedModel,
     questions: Sequence[tuple[str, str]],
     pieces: Sequence[Sequence[Span]],
     how: Answering,

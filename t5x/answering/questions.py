@@ -30,8 +30,7 @@ class QuestionLines(Lines):
             name = line.example.get("id")
             if name is not None and (first := numbers.setdefault(str(name), line.number)) != line.number:
                 raise UserError(
-                    f"{self.where(line.number)} has the id {name!r} of line {first}. Every question needs one of its "
-                    "own."
+                    f"{self.where(line.number)} has the same id, {name!r}, as line {first}. Ids must be unique."
                 )
             yield line
 
@@ -40,20 +39,20 @@ class QuestionLines(Lines):
         for field in ("question", "context"):
             value = example.get(field) if isinstance(example, dict) else None
             if not isinstance(value, str):
-                raise UserError(f'{self.where(number)} must be an object with the texts "question" and "context".')
+                raise UserError(f'{self.where(number)} must be an object with the strings "question" and "context".')
             if not value.strip():
                 raise UserError(f'{self.where(number)} has an empty "{field}".')
             self._check_text(number, example, field)
         if taken := [name for name in FIELDS if name in example]:
             raise UserError(
-                f'{self.where(number)} has a field "{taken[0]}", where the output has what the model answers. Rename '
-                "it in the input."
+                f'{self.where(number)} has a field "{taken[0]}", which the output uses for the answer. Rename it in '
+                "the input."
             )
         if example.get("id") is None:
             if self._needs_id:
-                raise UserError(f'{self.where(number)} has no "id", by which SQuAD\'s files name predictions.')
+                raise UserError(f'{self.where(number)} has no "id", which SQuAD\'s files need.')
         elif not isinstance(example["id"], str | int):
-            raise UserError(f'{self.where(number)}: "id" must be a text or a whole number.')
+            raise UserError(f'{self.where(number)}: "id" must be a string or an integer.')
         elif isinstance(example["id"], str):
             self._check_text(number, example, "id")
         return example

@@ -4,10 +4,10 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from t5x.data.sources.files import FilesDataSource, Patterns
+from t5x.data.sources.files import FileExamples, FilesDataSource, Patterns
 from t5x.errors import UserError
 from t5x.files import text_lines, user_files
 from t5x.files.local_copies import LocalCopy
@@ -41,8 +41,8 @@ def read_squad(path: str | os.PathLike[str], titles: str | None = None, name: st
     for where, question in _questions(_parsed(user_files.read_bytes(path), name), name):
         if question["id"] in found:
             raise UserError(
-                f"{name}: {found[question['id']][0]} and {where} have the same id, {question['id']!r}. Every question "
-                "needs one of its own."
+                f"{name}: {found[question['id']][0]} and {where} have the same id, {question['id']!r}. Make ids "
+                "unique."
             )
         found[question["id"]] = where, question
     questions = [question for _, question in found.values()]
@@ -68,43 +68,27 @@ class SquadDataSource(FilesDataSource):
     def _settings(self, split: str) -> dict[str, Any]:
         return super()._settings(split) | {"_titles": self._titles.get(split)}
 
-    def _open(self, split: str) -> Any:
-        copies = self._staged(split, self._paths(split))
-        return self._joined(split, copies, [_Questions(copy, self._titles.get(split)) for copy in copies])
+    def _open_files(self, split: str, copies: Sequence[LocalCopy]) -> list[FileExamples]:
+        return [self._open_titles(copy, self._titles.get(split)) for copy in copies]
 
-    def _open_file(self, copy: LocalCopy) -> "_Questions":
-        return _Questions(copy, None)
-
-
-class _Questions:
-    """The questions of one file as examples."""
-
-    def __init__(self, copy: LocalCopy, titles: str | None):
-        self._name = copy.name
-        self._questions = read_squad(copy.path, titles, copy.name)
-
-    def __len__(self) -> int:
-        return len(self._questions)
-
-    def __getitem__(self, index: int) -> Question:
-        question = self._questions[index]
-        return question | {"answers": list(question["answers"])}
-
-    def location(self, index: int) -> str:
-        return f"{self._name}, question {self._questions[index]['id']!r}"
+    def _open_titles(self, copy: LocalCopy, titles: str | None) -> FileExamples:
+        questions = read_squad(copy.path, titles, copy.name)
+        read = lambda index: questions[index] | {"answers": list(questions[index]["answers"])}
+        locate = lambda index: f"{copy.name}, question {questions[index]['id']!r}"
+        return FileExamples(copy.name, len(questions), read, locate)
 
 
 def _parsed(content: bytes, name: str) -> Any:
     try:
         return json.loads(content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise UserError(f"{name} is not UTF-8: byte 0x{content[error.start]:02x} at {error.start}.") from error
+        raise UserError(f"{name}: {text_lines.not_utf8(content, error)}") from error
     except json.JSONDecodeError as error:
         hint = ""
         if error.msg == "Extra data":
-            hint = " If it has an object on each line, name it .jsonl."
+            hint = " If it has one object per line, rename it to .jsonl."
         raise UserError(
-            f"{name}:{error.lineno}: this is not JSON: {error.msg} at column {error.colno}.{hint}"
+            f"{name}:{error.lineno}: not JSON: {error.msg} at column {error.colno}.{hint}"
         ) from error
     except ValueError as error:  # e.g. a number with thousands of digits
         raise UserError(f"{name} is not SQuAD's JSON: {error}.") from error
@@ -150,7 +134,7 @@ def _entries(parent: Any, field: str, name: str, where: str) -> Iterator[tuple[d
 def _text(parent: Mapping[str, Any], field: str, name: str, where: str) -> str:
     text = parent.get(field)
     if not isinstance(text, str):
-        raise UserError(f"{name}: {where} has no text {field!r}.")
+        raise UserError(f"{name}: {where} has no string {field!r}.")
     if not text.strip():
         raise UserError(f"{name}: {where} has an empty {field!r}.")
     text_lines.check_unicode(text, f"{name}: {where}, {field!r},")
@@ -182,7 +166,8 @@ def _of_titles(questions: list[Question], titles: str, name: str) -> list[Questi
         raise UserError(f"titles {titles!r} is not a regular expression: {error}.") from error
     found = [question for question in questions if wanted.match(question["title"])]
     if not found:
-        there = list(dict.fromkeys(question["title"] for question in questions))
-        more = f" and {len(there) - _SHOWN} more" if len(there) > _SHOWN else ""
-        raise UserError(f"{name}: no title begins with {titles!r}. There is {', '.join(there[:_SHOWN])}{more}.")
+        titles_there = list(dict.fromkeys(question["title"] for question in questions))
+        more = f" and {len(titles_there) - _SHOWN} more" if len(titles_there) > _SHOWN else ""
+        first = ", ".join(titles_there[:_SHOWN])
+        raise UserError(f"{name}: no title begins with {titles!r}. The titles are {first}{more}.")
     return found

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from t5x.bench import measures
-from t5x.bench.compute import Steps, described
+from t5x.bench.compute import Steps, describe
 from t5x.bench.workload import Workload
 from t5x.checkpoints import CheckpointStore, paths
 from t5x.errors import UserError
@@ -44,13 +44,13 @@ def measure(work: Workload, *, directory: str | None = None, rounds: int = 3) ->
     if not hasattr(os, "posix_fadvise"):
         raise UserError("`t5x bench checkpoint` needs Linux, where files can be dropped from the page cache.")
     if directory is not None and not os.path.isdir(directory):
-        raise UserError(f"--directory {directory} is not there: name a directory on the disk to measure.")
+        raise UserError(f"--directory {directory} does not exist. Pass a directory on the disk to measure.")
     _check_disk(tempfile.gettempdir() if directory is None else directory)
     made = tempfile.mkdtemp(prefix="t5x-checkpoint-", dir=directory)
     try:
-        with measures.told_out_of_memory("lower --batch, --inputs, --targets or --size."):
+        with measures.explain_out_of_memory("--batch, --inputs, --targets or --size"):
             steps = Steps(work)
-            result = described(work, steps.seen) | measures.machine()
+            result = describe(work, steps.seen) | measures.machine()
             with CheckpointStore(made, keep=1) as store:
                 saves = [_save(steps, store) for _ in range(rounds)]
             del steps
@@ -67,8 +67,7 @@ def measure(work: Workload, *, directory: str | None = None, rounds: int = 3) ->
 def _check_disk(directory: str) -> None:
     if (kind := file_system(directory)) in _IN_MEMORY:
         raise UserError(
-            f"{directory} is a {kind}, which is memory: there is no disk to measure, and nothing that is read from it "
-            "is cold. Name a directory on a disk with --directory."
+            f"{directory} is on a {kind}, which is memory, not a disk. Pass a directory on a disk with --directory."
         )
 
 

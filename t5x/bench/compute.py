@@ -1,5 +1,6 @@
-"""Training, generation and scoring, each through the code path of `t5x train`, `t5x infer` and `t5x rerank`."""
+"""Training, generation, scoring and encoding, through the code paths of `t5x train`, `t5x infer` and `t5x rerank`."""
 
+import functools
 import gc
 import statistics
 import time
@@ -14,7 +15,8 @@ from t5x.bench.workload import Workload
 from t5x.inference.engine import Engine
 from t5x.inference.loaded import LoadedModel
 from t5x.inference.options import Decoding
-from t5x.network.flops import encoder_decoder_flops, generation_flops, scoring_flops
+from t5x.network import compute_params
+from t5x.network.flops import encoder_decoder_flops, encoder_flops, generation_flops, scoring_flops
 from t5x.trainer import Trainer
 from t5x.trainer.trainer import summarize
 
@@ -49,25 +51,16 @@ class Steps:
     def __init__(self, work: Workload):
         measures.check_memory(2 * _BYTES * work.layout.num_params, "A model with its gradients")
         self.trainer = Trainer(
-            work.model, work.state(), work.partitioner, work.layout, jax.random.key(1), learning_rate_fn=lambda _: 1e-3
-        )
+            work.model, work.state(), work.partitioner, work.layout, jax.random.key(1),
+            learning_rate_fn=lambda _: 1e-3, num_microbatches=work.microbatches,
+        )  # fmt: skip
         self._batches = work.batches()
-        with measures.watched() as self.seen:
+        with measures.watch_compilation() as self.seen:
             self.seconds = self.trainer.compile(next(self._batches))
 
     def take(self, count: int, after_each: Callable[[], None] = lambda: None) -> list[float]:
         """Run `count` steps, one ahead of the devices; return the seconds from the end of each to the next."""
-        stamps = [time.perf_counter()]
-        before = None
-        for _ in range(count):
-            metrics = self.trainer.step(next(self._batches))
-            if before is not None:
-                jax.block_until_ready(before)
-                stamps.append(time.perf_counter())
-            before = metrics
-            after_each()
-        jax.block_until_ready(before)
-        return measures.intervals([*stamps, time.perf_counter()])
+        return _run_ahead(lambda: self.trainer.step(next(self._batches)), count, after_each)
 
     def loss(self) -> float:
         """Run one more step; return its loss per token."""
@@ -75,13 +68,29 @@ class Steps:
         return summarize([metrics])["loss_per_nonpadding_target_token"]
 
 
+def _run_ahead(start: Callable[[], Any], count: int, after_each: Callable[[], None] = lambda: None) -> list[float]:
+    """Start `count` steps, one ahead of the devices; return the seconds from the end of each to the next."""
+    stamps = [time.perf_counter()]
+    before = None
+    for _ in range(count):
+        result = start()
+        if before is not None:
+            jax.block_until_ready(before)
+            stamps.append(time.perf_counter())
+        before = result
+        after_each()
+    jax.block_until_ready(before)
+    return measures.intervals([*stamps, time.perf_counter()])
+
+
 def train(work: Workload, steps: int | None = None) -> Result:
     """Measure training steps, one ahead of the devices, as in the training loop."""
-    with measures.told_out_of_memory(_smaller("--batch, --targets, --inputs or --size")):
+    with measures.explain_out_of_memory("--batch, --targets, --inputs or --size"):
         taken = Steps(work)
         each = min(taken.take(_WARM_UP))
         seconds = taken.take(measures.steps_for(each, steps))
-        own = {"dropout": work.dropout, "packed": work.packed, "loss": taken.loss()}
+        own = {name: getattr(work, name) for name in ("matmul", "dropout", "remat", "microbatches", "packed")}
+        own["loss"] = taken.loss()
     timing = Timing(seconds, taken.seconds, taken.seen)
     del taken  # frees memory for the large matmul
     flops = 3 * encoder_decoder_flops(work.config, rows=work.batch, inputs=work.inputs, targets=work.targets)
@@ -116,6 +125,32 @@ def score(work: Workload, steps: int | None = None) -> Result:
     return _result(work, _timed_batches(work, call, steps), flops, work.inputs) | {"targets": 1}
 
 
+def encode(work: Workload, steps: int | None = None) -> Result:
+    """Measure the encoder alone, with inputs and outputs on the devices; a step is a batch."""
+    names = ("token_embedder", "encoder")
+    sharding = work.partitioner.batch_sharding
+    with measures.explain_out_of_memory("--batch, --inputs or --size"):
+        params = compute_params(work.model.module, work.params(names))
+        run = work.partitioner.partition(
+            lambda params, tokens: work.model.module.apply(
+                {"params": params}, tokens, enable_dropout=False, method="encode"
+            ),
+            in_shardings=(jax.tree.map(lambda x: x.sharding, params), sharding),
+            out_shardings=sharding,
+        )
+        tokens = jax.device_put(work.tokens(work.batch, work.inputs), sharding)
+        began = time.perf_counter()
+        with measures.watch_compilation() as seen:
+            run = run.lower(params, tokens).compile()
+        compiling = time.perf_counter() - began
+
+        take = functools.partial(_run_ahead, functools.partial(run, params, tokens))
+        seconds = take(measures.steps_for(min(take(_WARM_UP)), steps))
+    used = sum(leaf.size for leaf in jax.tree.leaves(params))
+    flops = encoder_flops(work.config, rows=work.batch, inputs=work.inputs)
+    return _result(work, Timing(seconds, compiling, seen), flops, work.inputs) | {"targets": 0, "parameters": used}
+
+
 def _timed_batches(
     work: Workload, call: Callable[[LoadedModel, list[np.ndarray], Callable[[int], None]], None], steps: int | None
 ) -> Timing:
@@ -127,10 +162,10 @@ def _timed_batches(
         call(loaded, inputs, lambda rows: stamps.append(time.perf_counter()))
         return stamps
 
-    with measures.told_out_of_memory(_smaller("--batch, --inputs, --targets, --beams or --size")):
+    with measures.explain_out_of_memory("--batch, --inputs, --targets, --beams or --size"):
         loaded = LoadedModel(None, work.model, work.partitioner)
         loaded.engine = Engine(work.model, work.partitioner, work.params())
-        with measures.watched() as seen:
+        with measures.watch_compilation() as seen:
             began, *ends = stamps_of(1 + _WARM_UP)
         # The first batch includes compilation.
         each = statistics.median(measures.intervals(ends))
@@ -152,7 +187,7 @@ def _result(work: Workload, timing: Timing, flops: int, tokens: int) -> Result:
         each = statistics.mean(timing.steps)
         del times["step_ms_min"], times["step_ms_spread"]
     return {
-        **described(work, timing.seen),
+        **describe(work, timing.seen),
         **times,
         "sequences_per_s": work.batch / each,
         "tokens_per_s": work.batch * tokens / each,
@@ -164,7 +199,7 @@ def _result(work: Workload, timing: Timing, flops: int, tokens: int) -> Result:
     }
 
 
-def described(work: Workload, seen: measures.Compilation) -> Result:
+def describe(work: Workload, seen: measures.Compilation) -> Result:
     """Return the model and its batch, which are part of every result."""
     return {
         "size": work.size,
@@ -176,9 +211,3 @@ def described(work: Workload, seen: measures.Compilation) -> Result:
         "attention": "+".join(sorted(seen.attention)) or work.attention,
         "scan": work.scan,
     }
-
-
-def _smaller(what: str) -> str:
-    there = measures.available_memory()
-    free = "" if there is None else f" ({there / 1e9:.1f} GB are free now)"
-    return f"lower {what}{free}."

@@ -51,7 +51,7 @@ def measure(
     """
     lengths = {"inputs": inputs, "targets": targets}
     workers = min(default_workers() if workers is None else workers, batch)
-    with _source(task, data, vocabulary, split, lengths) as found:
+    with _open_task(task, data, vocabulary, split, lengths) as found:
         cfg = DatasetConfig(found, lengths, split, batch, shuffle=True, seed=0, pack=packed, num_workers=workers)
         asked = time.perf_counter()
         with train_loader(cfg, feature_converter=EncDecFeatureConverter(pack=packed)) as loader:
@@ -66,7 +66,7 @@ def measure(
     spent = stamps[-1] - stamps[0]
     examples, tokens, places = (sum(column) for column in zip(*counted, strict=True))
     return {
-        "source": task or data or "made-up texts, bytes",
+        "source": task or data or "synthetic examples, bytes",
         "batch": batch,
         "inputs": inputs,
         "targets": targets,
@@ -90,36 +90,28 @@ def _count(batch: Mapping[str, np.ndarray]) -> tuple[int, int, int]:
 
 
 @contextlib.contextmanager
-def _source(
+def _open_task(
     task: str | None, data: str | None, vocabulary: str | None, split: str, lengths: Mapping[str, int]
 ) -> Iterator[Task | Mixture]:
+    """Yield the task; one that reads a file is registered during the block."""
     if task is not None:
         if data is not None or vocabulary is not None:
-            raise UserError("--task and --data (--vocabulary) exclude each other: a task has its own.")
+            raise UserError("--task cannot be combined with --data or --vocabulary: a task has its own.")
         yield get_mixture_or_task(task)
-    elif data is not None:
-        if vocabulary is None:
-            raise UserError("--data needs --vocabulary: a SentencePiece model (*.model), a tokenizer.json, or bytes.")
-        with _pairs(data, vocabulary, split) as pairs:
+        return
+    if data is None and vocabulary is not None:
+        raise UserError("--vocabulary needs --data.")
+    if data is not None and vocabulary is None:
+        raise UserError("--data needs --vocabulary: a SentencePiece model (*.model), a tokenizer.json, or bytes.")
+    with tempfile.TemporaryDirectory(prefix="t5x-bench-") as directory:
+        if data is None:
+            data, vocabulary = os.path.join(directory, "texts.jsonl"), "bytes"
+            _write_texts(data, lengths)
+        pairs = file_task({split: data}, vocabulary_named(vocabulary).load(), name="bench")
+        try:
             yield pairs
-    elif vocabulary is not None:
-        raise UserError("--vocabulary goes with --data.")
-    else:
-        with tempfile.TemporaryDirectory(prefix="t5x-bench-") as directory:
-            path = os.path.join(directory, "texts.jsonl")
-            _write_texts(path, lengths)
-            with _pairs(path, "bytes", split) as pairs:
-                yield pairs
-
-
-@contextlib.contextmanager
-def _pairs(path: str, vocabulary: str, split: str) -> Iterator[Task]:
-    """Yield a task that reads a file, registered during the block."""
-    task = file_task({split: path}, vocabulary_named(vocabulary).load(), name="bench")
-    try:
-        yield task
-    finally:
-        TaskRegistry.remove(task.name)
+        finally:
+            TaskRegistry.remove(pairs.name)
 
 
 def _write_texts(path: str, lengths: Mapping[str, int]) -> None:

@@ -62,7 +62,7 @@ class Compilation:
 
 
 @contextlib.contextmanager
-def watched() -> Iterator[Compilation]:
+def watch_compilation() -> Iterator[Compilation]:
     """Record which attention backends the network calls, and whether programs came from the compilation cache."""
     seen = Compilation()
 
@@ -144,21 +144,23 @@ def rates(flops: float, seconds: float, dtype: str) -> dict[str, float]:
 
 def check_memory(needed: float, what: str) -> None:
     """Raise a UserError if less memory is free than is needed in any case."""
-    there = available_memory()
-    if there is not None and needed > there:
+    free = available_memory()
+    if free is not None and needed > free:
         raise UserError(
-            f"{what} needs at least {needed / _GIGA:.1f} GB in memory, but {there / _GIGA:.1f} GB are free. Choose a "
+            f"{what} needs at least {needed / _GIGA:.1f} GB of memory, but {free / _GIGA:.1f} GB are free. Choose a "
             "smaller --size."
         )
 
 
 @contextlib.contextmanager
-def told_out_of_memory(hint: str) -> Iterator[None]:
-    """Convert an out-of-memory error to a one-line UserError."""
+def explain_out_of_memory(options: str) -> Iterator[None]:
+    """Convert an out-of-memory error to a one-line UserError that names the options to lower."""
     try:
         yield
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
         text = str(error)
         if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in text and "ut of memory" not in text:
             raise
-        raise UserError(f"There is too little memory for this: {hint}") from error
+        free = available_memory()
+        known = "" if free is None else f" ({free / _GIGA:.1f} GB are free now)"
+        raise UserError(f"There is too little memory{known}. Lower {options}.") from error

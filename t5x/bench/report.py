@@ -26,13 +26,15 @@ Lines = list[tuple[str, str]]
 
 
 def _model(r: Result) -> Lines:
-    out = "two logits" if r["work"] == "score" else f"{r['targets']} out"
+    out = {"score": "two logits", "encode": "encoded"}.get(r["work"], f"{r['targets']} out")
     extras = [
         text
         for there, text in (
             (r.get("beams", 1) > 1, f"{r.get('beams')} beams"),
-            (r.get("packed"), f"{r.get('packed')} examples a row"),
+            (r.get("packed"), f"{r.get('packed')} examples per row"),
             (r.get("dropout"), f"dropout {r.get('dropout')}"),
+            (r.get("remat", "none") != "none", f"remat {r.get('remat')}"),
+            (r.get("microbatches", 1) > 1, f"{r.get('microbatches')} microbatches"),
             (r["scan"], "scanned layers"),
         )
         if there
@@ -41,7 +43,7 @@ def _model(r: Result) -> Lines:
         (r["work"], f"T5 1.1 {r['size']}, {r['parameters'] / 1e6:.4g} million parameters"),
         ("batch", ", ".join([f"{r['batch']} rows, {r['inputs']} in, {out}", *extras])),
         ("device", f"{r['devices']} x {r['device']}, JAX {r['jax']}"),
-        ("numerics", f"{r['dtype']}, attention {r['attention']}"),
+        ("numerics", f"{r['dtype']}{', fp8 matmuls' if r.get('matmul') else ''}, attention {r['attention']}"),
     ]
 
 
@@ -50,7 +52,7 @@ def _compute(r: Result) -> Lines:
         *_model(r),
         _step(r),
         ("speed", f"{r['sequences_per_s']:,.4g} sequences/s, {r['tokens_per_s']:,.0f} tokens/s"),
-        ("TFLOP/s", f"{r['tflop_per_s']:.4g}, {100 * r['matmul_share']:.1f} % of a large product's "
+        ("TFLOP/s", f"{r['tflop_per_s']:.4g}, {100 * r['matmul_share']:.1f} % of a large matmul's "
                     f"{r['matmul_tflop_per_s']:.4g}"),
         ("memory", f"{r['peak_memory_gb']:.3g} GB at most ({r['peak_memory_of']})"),
         ("compiling", f"{r['compile_s']:.3g} s{' (from the cache)' if r['compile_cached'] else ''}"),
@@ -64,7 +66,7 @@ def _data(r: Result) -> Lines:
         ("device", f"{r['device']}, {r['workers']} worker processes"),
         _step(r),
         ("speed", f"{r['examples_per_s']:,.5g} examples/s, {r['tokens_per_s']:,.0f} tokens/s without padding"),
-        ("padding", f"{100 * r['padding_share']:.1f} % of the places"),
+        ("padding", f"{100 * r['padding_share']:.1f} % of the positions"),
         ("first batch", f"after {r['first_batch_s']:.3g} s"),
     ]  # fmt: skip
 
@@ -73,7 +75,7 @@ def _checkpoint(r: Result) -> Lines:
     return [
         *_model(r),
         ("size", f"{r['checkpoint_gb']:.3g} GB"),
-        ("save", f"held training up for {1e3 * r['save_blocking_s']:.3g} ms, was done after {r['save_done_s']:.3g} s"),
+        ("save", f"blocked training for {1e3 * r['save_blocking_s']:.3g} ms, complete after {r['save_done_s']:.3g} s"),
         ("steps", f"{r['step_ms']:.4g} ms, around a save {r['step_ms_around_save']:.4g}: "
                   f"{r['save_overhead_percent']} % more"),
         ("restore", f"{r['restore_s']:.3g} s, {r['restore_gb_per_s']:.3g} GB/s, "

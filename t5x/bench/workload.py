@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import jax
@@ -36,11 +36,13 @@ SIZES = {
     "base": _shape(768, 12, 2048, 12),
     "large": _shape(1024, 16, 2816, 24),
     "xl": _shape(2048, 32, 5120, 24),
+    "xxl": _shape(4096, 64, 10240, 24),
 }
 _BATCHES = {
     "train": {"small": 256, "base": 128, "large": 64, "xl": 16},
-    "generate": {"small": 64, "base": 64, "large": 64, "xl": 32},
-    "score": {"small": 256, "base": 128, "large": 64, "xl": 32},
+    "generate": {"small": 64, "base": 64, "large": 64, "xl": 32, "xxl": 16},
+    "score": {"small": 256, "base": 128, "large": 64, "xl": 32, "xxl": 16},
+    "encode": {"small": 256, "base": 128, "large": 64, "xl": 32, "xxl": 16},
 }
 _CPU_BATCH = 8
 _DIFFERENT = 4  # distinct batches, used in turn
@@ -56,7 +58,10 @@ class Workload:
       inputs, targets: tokens per row; rows have no padding.
       dtype: dtype of the activations.
       attention: name of an attention backend, or `auto`.
+      matmul: dtype of the layers' matmuls in training: `fp8`, or None for `dtype`.
       dropout: rate.
+      remat: what the backward pass recomputes; see `NetworkConfig.remat_policy`.
+      microbatches: number of microbatches of a training step.
       scan: stack the layers and scan over them.
       packed: examples per row, separated by segment ids; 0 is one example without ids.
     """
@@ -67,12 +72,15 @@ class Workload:
     targets: int = 128
     dtype: str = "float32"
     attention: str = "auto"
+    matmul: str | None = None
     dropout: float = 0.0
+    remat: str = "none"
+    microbatches: int = 1
     scan: bool = False
     packed: int = 0
 
     def __post_init__(self):
-        for name, least in (("batch", 1), ("inputs", 2), ("targets", 2)):
+        for name, least in (("batch", 1), ("inputs", 2), ("targets", 2), ("microbatches", 1)):
             if getattr(self, name) < least:
                 raise UserError(f"--{name} is {getattr(self, name)}: it must be at least {least}.")
         if not 0 <= self.packed <= min(self.inputs, self.targets):
@@ -80,13 +88,13 @@ class Workload:
         if not 0 <= self.dropout < 1:
             raise UserError(f"--dropout is {self.dropout}: it must be at least 0 and below 1.")
         if self.attention != "auto" and self.attention not in BACKENDS:
-            raise UserError(f"--attention {self.attention}: known are auto, {', '.join(BACKENDS)}.")
+            raise UserError(f"--attention {self.attention}: choose one of auto, {', '.join(BACKENDS)}.")
 
     @functools.cached_property
     def config(self) -> T5Config:
         return dataclasses.replace(
             SIZES[self.size], dtype=self.dtype, attention_backend=self.attention, dropout_rate=self.dropout,
-            scan_layers=self.scan,
+            scan_layers=self.scan, matmul_dtype=self.matmul, remat_policy=self.remat,
         )  # fmt: skip
 
     @functools.cached_property
@@ -109,9 +117,14 @@ class Workload:
         shapes = self.model.input_shapes({"inputs": self.inputs, "targets": self.targets})
         return StateLayout.of(self.model, self.partitioner, shapes)
 
-    def params(self) -> Any:
-        """Return small random values, created on their devices; compiling the real initializers would be slow."""
-        leaves, tree = jax.tree.flatten(self.layout.abstract.params)
+    def params(self, names: Collection[str] | None = None) -> Any:
+        """Return small random values, created on their devices; compiling the real initializers would be slow.
+
+        Args:
+          names: modules of the network to return parameters of; None is all.
+        """
+        abstract = self.layout.abstract.params
+        leaves, tree = jax.tree.flatten({k: v for k, v in abstract.items() if names is None or k in names})
         made = [_filled(leaf.shape, leaf.dtype, leaf.sharding)(seed) for seed, leaf in enumerate(leaves)]
         return jax.tree.unflatten(tree, made)
 

@@ -12,6 +12,7 @@ into the memory of the array.
 import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
 import logging
 import math
@@ -29,6 +30,7 @@ from etils import epath
 from t5x.checkpoints import ocdbt, paths
 from t5x.checkpoints.formats import zarr_arrays
 from t5x.checkpoints.formats.safety import DTYPES, check_expansion, check_shape
+from t5x.checkpoints.formats.source import LazyArray
 from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.checkpoints.ocdbt import Place
 from t5x.files.system_errors import first_line, tensorstore_status
@@ -67,8 +69,7 @@ class StoredArrays:
         with _metadata_errors(directory):
             names, empty = _read_metadata(directory)
             self._arrays = _open_arrays(directory, {name: stored_name(name) for name in names})
-            stored = {name: jax.ShapeDtypeStruct(self._arrays[name].shape, self._arrays[name].dtype) for name in names}
-            self.shapes = stored | empty
+            self.shapes = {name: self._arrays[name].leaf for name in names} | empty
             check_expansion(directory, self.shapes.values(), paths.tree_size(directory))
 
     def read(self, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
@@ -78,21 +79,44 @@ class StoredArrays:
           wanted: {name: leaf} with the stored shapes. An array with a sharding is placed on its devices, shard by
             shard; one without becomes a NumPy array. A dtype other than the stored one casts.
         """
-        memory = _Memory()
+        size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in wanted.values())
+        memory = _Memory(min(size, _BLOCK_BYTES))
         result = {name: _ArrayMemory(leaf, memory).assemble() for name, leaf in wanted.items() if 0 in leaf.shape}
-        reading = collections.deque()
-        ahead = 0
-        with _chunk_errors(self._directory), ThreadPoolExecutor(_threads(), thread_name_prefix="t5x-read") as pool:
+        reading, ahead = collections.deque(), 0  # batches in flight, and their bytes
+        threads = min(8, os.cpu_count() or 1)
+        with _read_errors(self._directory), ThreadPoolExecutor(threads, thread_name_prefix="t5x-read") as pool:
             for names in self._batches([name for name in wanted if name not in result]):
                 batch = {name: _ArrayMemory(wanted[name], memory) for name in names}
                 reading.append((batch, pool.submit(self._fill, batch)))
-                ahead += _nbytes(batch)
+                ahead += sum(array.nbytes for array in batch.values())
                 while ahead > _READ_AHEAD_BYTES:
-                    ahead -= _nbytes(reading[0][0])
-                    result |= _finish(*reading.popleft())
+                    ahead -= self._finish(reading, result)
             while reading:
-                result |= _finish(*reading.popleft())
+                self._finish(reading, result)
         return {name: result[name] for name in wanted}
+
+    def _fill(self, batch: "Mapping[str, _ArrayMemory]") -> None:
+        with _Files(self._directory) as files:
+            for name, array in batch.items():
+                self._arrays[name].read_into(array.shards, files)
+
+    @staticmethod
+    def _finish(reading: collections.deque, result: dict[str, Any]) -> int:
+        """Wait for the oldest batch and move its arrays to `result`; return its bytes."""
+        batch, filled = reading.popleft()
+        filled.result()
+        result.update({name: array.assemble() for name, array in batch.items()})
+        return sum(array.nbytes for array in batch.values())
+
+    def lazy_arrays(self) -> dict[str, LazyArray]:
+        """Return {name: array} of all arrays, each to be read on demand as a NumPy array."""
+
+        def read(name: str) -> np.ndarray:
+            return self.read({name: self.shapes[name]})[name]
+
+        return {
+            name: LazyArray(leaf.shape, leaf.dtype, functools.partial(read, name)) for name, leaf in self.shapes.items()
+        }
 
     def _batches(self, names: list[str]) -> Iterator[list[str]]:
         """Yield the names in the order of the arrays in the files, a few megabytes at a time."""
@@ -105,11 +129,6 @@ class StoredArrays:
                 batch, size = [], 0
         if batch:
             yield batch
-
-    def _fill(self, batch: "Mapping[str, _ArrayMemory]") -> None:
-        with _Files(self._directory) as files:
-            for name, array in batch.items():
-                self._arrays[name].read_into(array.shards, files)
 
 
 # --- Metadata
@@ -125,12 +144,6 @@ def read_names(directory: epath.Path) -> set[str]:
     with _metadata_errors(directory):
         names, empty = _read_metadata(directory)
         return {*names, *empty}
-
-
-def read_empty_arrays(directory: epath.Path) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return {name: shape and dtype} of the arrays without elements."""
-    with _metadata_errors(directory):
-        return _read_metadata(directory)[1]
 
 
 def _read_metadata(directory: epath.Path) -> tuple[list[str], dict[str, jax.ShapeDtypeStruct]]:
@@ -157,7 +170,7 @@ def _metadata_errors(directory: epath.Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _chunk_errors(directory: epath.Path) -> Iterator[None]:
+def _read_errors(directory: epath.Path) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
@@ -184,16 +197,12 @@ class _ChunkedArray:
     values: Mapping[str, bytes | Place]
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        return self.metadata.shape
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.metadata.dtype
+    def leaf(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(self.metadata.shape, self.metadata.dtype)
 
     def place(self) -> Place:
         """Return the array's approximate position, to read neighbouring arrays together."""
-        value = self.values.get(self.prefix + self.metadata.chunk_name((0,) * len(self.shape)))
+        value = self.values.get(self.prefix + self.metadata.chunk_name((0,) * len(self.metadata.shape)))
         return value if isinstance(value, Place) else Place("", 0, 0)
 
     def read_into(self, shards: Shards, files: "_Files") -> None:
@@ -221,12 +230,12 @@ class _ChunkedArray:
         if found != size:
             raise DamagedCheckpoint(self.directory, f"the chunk {key} has {found} bytes instead of {size}")
         destination, _ = wanted[0]
-        whole = len(wanted) == 1 and destination.nbytes == size and destination.dtype == self.dtype
+        whole = len(wanted) == 1 and destination.nbytes == size and destination.dtype == self.metadata.dtype
         if isinstance(value, Place) and whole and destination.flags.c_contiguous:
             files.read_into(value, destination.reshape(-1).view(np.uint8))
             return
         content = files.read(value) if isinstance(value, Place) else np.frombuffer(value, np.uint8)
-        chunk = content.view(self.dtype).reshape(self.metadata.chunks)
+        chunk = content.view(self.metadata.dtype).reshape(self.metadata.chunks)
         for destination, elements in wanted:
             destination[...] = chunk[elements]
 
@@ -238,12 +247,8 @@ class _TensorStoreArray:
     array: ts.TensorStore
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        return self.array.shape
-
-    @property
-    def dtype(self) -> np.dtype:
-        return np.dtype(self.array.dtype.numpy_dtype)
+    def leaf(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(self.array.shape, self.array.dtype.numpy_dtype)
 
     def place(self) -> Place:
         return Place("", 0, 0)
@@ -279,7 +284,7 @@ def _open_arrays(directory: epath.Path, prefixes: Mapping[str, str]) -> dict[str
             "%d of the %d arrays of %s cannot be read directly from their files. TensorStore reads them, which takes "
             "several times as long.", len(others), len(prefixes), directory,
         )  # fmt: skip
-        found |= {name: _TensorStoreArray(array) for name, array in ocdbt.open_arrays(directory, others).items()}
+        found |= {name: _TensorStoreArray(ocdbt.open_array(directory, prefix)) for name, prefix in others.items()}
     return found
 
 
@@ -326,14 +331,15 @@ class _Memory:
     such that JAX on a CPU adopts them without a copy.
     """
 
-    def __init__(self):
+    def __init__(self, block_bytes: int):
+        self._block_bytes = block_bytes
         self._block, self._used = np.empty(0, np.uint8), 0
 
     def take(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Return an uninitialized array."""
         begin, size = -(-self._used // _ALIGNMENT) * _ALIGNMENT, math.prod(shape) * dtype.itemsize
         if begin + size > self._block.size:
-            pages = mmap.mmap(-1, max(size, _BLOCK_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            pages = mmap.mmap(-1, max(size, self._block_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 pages.madvise(mmap.MADV_HUGEPAGE)
             self._block, begin = np.frombuffer(pages, np.uint8), 0
@@ -349,6 +355,7 @@ class _ArrayMemory:
         indices = [()] if leaf.sharding is None else leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
         bounds = dict.fromkeys(_bounds(index, leaf.shape) for index in indices)
         self.shards = {each: memory.take(tuple(end - begin for begin, end in each), leaf.dtype) for each in bounds}
+        self.nbytes = sum(shard.nbytes for shard in self.shards.values())
 
     def assemble(self) -> Any:
         """Return the array in its sharding."""
@@ -362,16 +369,3 @@ def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> Bounds:
     """Return (begin, end) of every dimension; an index may omit the last ones."""
     slices = [*index, *[slice(None)] * (len(shape) - len(index))]
     return tuple(part.indices(size)[:2] for part, size in zip(slices, shape, strict=True))
-
-
-def _nbytes(batch: Mapping[str, _ArrayMemory]) -> int:
-    return sum(shard.nbytes for array in batch.values() for shard in array.shards.values())
-
-
-def _finish(batch: Mapping[str, _ArrayMemory], reading: Any) -> dict[str, Any]:
-    reading.result()
-    return {name: array.assemble() for name, array in batch.items()}
-
-
-def _threads() -> int:
-    return min(8, os.cpu_count() or 1)

@@ -39,7 +39,7 @@ class AssignmentMap:
         self._rules: list[tuple[re.Pattern[str], str | None]] = []
         for pair in pairs:
             if not _is_pair(pair):
-                raise UserError(f"{_FIELD}: {pair!r} is not a pair (pattern, name in the checkpoint or None).")
+                raise UserError(f"{_FIELD}: {pair!r} must be a pair (pattern, name in the checkpoint or None).")
             try:
                 self._rules.append((re.compile(pair[0]), pair[1]))
             except re.error as error:
@@ -72,9 +72,8 @@ class AssignmentMap:
             listed = ", ".join(repr(pattern.pattern) for pattern, _ in unused.values())
             example = next((name for name in names if "layers_" in name), next(iter(names), ""))
             raise UserError(
-                f"{_FIELD}: {listed} decides for no variable of the model, or only for some that an earlier pattern "
-                f"has matched. Patterns match the model's whole names, layers unrolled, such as {example!r}. Mend or "
-                "remove it."
+                f"{_FIELD}: {listed} matches no variable of the model, or only some that an earlier pattern matches. "
+                f"Patterns must match whole names with unrolled layers, such as {example!r}. Fix or remove it."
             )
         return decided
 

@@ -16,7 +16,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
 from t5x.checkpoints import paths
@@ -64,18 +64,13 @@ class SaveBestCheckpointer:
     def of(cls, maker: Any) -> "SaveBestCheckpointer | None":
         """Return `maker()` if it makes an instance of this class, via gin or functools.partial; else None."""
         inner = maker
-        while not inspect.isclass(inner) and (behind := _behind(inner)) is not None:
-            inner = behind
-        return maker() if inspect.isclass(inner) and issubclass(inner, cls) else None
+        while inner is not None and not inspect.isclass(inner):
+            inner = inner.func if isinstance(inner, functools.partial) else getattr(inner, "__wrapped__", None)
+        return maker() if inner is not None and issubclass(inner, cls) else None
 
     def rule(self, keep: int | None) -> BestRule:
-        return BestRule(
-            self.metric_name_to_monitor,
-            self.metric_mode,
-            keep,
-            self.keep_checkpoints_without_metrics,
-            self.force_keep_period,
-        )
+        name, mode = self.metric_name_to_monitor, self.metric_mode
+        return BestRule(name, mode, keep, self.keep_checkpoints_without_metrics, self.force_keep_period)
 
 
 class Ranking:
@@ -84,7 +79,7 @@ class Ranking:
     def __init__(self, rule: BestRule, model_dir: str | os.PathLike[str]):
         self.rule = rule
         self._model_dir = os.fspath(model_dir)
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     def check(self, groups: Collection[str]) -> None:
         """Raise a UserError if the run will never write the metric.
@@ -94,18 +89,18 @@ class Ranking:
         """
         if not any(self.rule.metric.startswith(f"{group}/") for group in groups):
             raise UserError(
-                f"Checkpoints are to be ranked by {self.rule.metric!r}, but this run writes only metrics that begin "
-                f"with {', '.join(f'{group}/' for group in groups)}. Mend utils.SaveCheckpointConfig.best_metric, or "
-                "turn that evaluation on."
+                f"Checkpoints are ranked by {self.rule.metric!r}, but this run writes only metrics that start with "
+                f"{', '.join(f'{group}/' for group in groups)}. Fix utils.SaveCheckpointConfig.best_metric, or enable "
+                "that evaluation."
             )
 
     def expect(self) -> None:
         """Warn, once, if no values have been written. Call this after an evaluation."""
-        if self._values() == {} and not self._told:
-            self._told.add("")
+        if self._values() == {} and not self._warned:
+            self._warned.add("")
             log.warning(
-                "checkpoints cannot be ranked by %s: no value of it has been written. Those of inference_eval are, if "
-                "seqio.Evaluator.logger_cls has @seqio.JSONLogger.",
+                "checkpoints cannot be ranked by %s: no value has been written. For metrics of inference_eval, add "
+                "@seqio.JSONLogger to seqio.Evaluator.logger_cls.",
                 self.rule.metric,
             )
 
@@ -119,7 +114,7 @@ class Ranking:
         sign = -1 if rule.mode == "max" else 1
         ranked = sorted((step for step in steps if step in values), key=lambda step: (sign * value(step), step))
         if ranked and not math.isnan(values[ranked[0]]):
-            self._note(ranked[0], values[ranked[0]])
+            self._record_best(ranked[0], values[ranked[0]])
         result = set(ranked[: rule.keep])
         if rule.keep_without_metric:
             result.update(step for step in steps if step not in values)
@@ -127,15 +122,16 @@ class Ranking:
             result.update(step for step in steps if step % rule.keep_period == 0)
         return result
 
-    def _note(self, step: int, value: float) -> None:
+    def _record_best(self, step: int, value: float) -> None:
         path = os.path.join(self._model_dir, BEST_FILE)
         record = {
             "metric": self.rule.metric, "mode": self.rule.mode, "step": step, "value": value,
             "checkpoint": paths.checkpoint_name(step),
         }  # fmt: skip
         line = jsonl.encode(record)
-        if not os.path.exists(path) or _read(path) != json.loads(line):
-            log.info("the best checkpoint by %s is now that of step %d: %.6g", self.rule.metric, step, value)
+        before = [record for record, _ in jsonl.read(path)] if os.path.exists(path) else []
+        if before[:1] != [json.loads(line)]:
+            log.info("best checkpoint by %s: step %d (%.6g)", self.rule.metric, step, value)
             jsonl.replace(path, [line])
 
     def _values(self) -> dict[int, float] | None:
@@ -148,7 +144,7 @@ class Ranking:
                 return found
             if records:
                 misspelt = True
-                self._say_missing(path, name, records)
+                self._warn_missing(path, name, records)
         return None if misspelt else {}
 
     def _places(self) -> list[tuple[str, str]]:
@@ -166,19 +162,11 @@ class Ranking:
             places.append((path, name))
         return places
 
-    def _say_missing(self, path: str, name: str, records: Sequence[dict[str, Any]]) -> None:
-        if path not in self._told:
-            self._told.add(path)
-            there = sorted({key for record in records for key in record} - {"step"})
+    def _warn_missing(self, path: str, name: str, records: Sequence[dict[str, Any]]) -> None:
+        if path not in self._warned:
+            self._warned.add(path)
+            metrics = sorted({key for record in records for key in record} - {"step"})
             log.warning(
-                "checkpoints cannot be ranked by %s, so that all of them stay: %s has no %r, it has %s",
-                self.rule.metric, path, name, ", ".join(there),
+                "checkpoints cannot be ranked by %s, so all of them are kept: %s has no %r, only %s",
+                self.rule.metric, path, name, ", ".join(metrics),
             )  # fmt: skip
-
-
-def _behind(maker: Any) -> Callable[..., Any] | None:
-    return maker.func if isinstance(maker, functools.partial) else getattr(maker, "__wrapped__", None)
-
-
-def _read(path: str) -> Any:
-    return next((record for record, _ in jsonl.read(path)), None)

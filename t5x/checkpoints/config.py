@@ -1,8 +1,6 @@
 """What a run saves and restores: `utils.CheckpointConfig` and its parts in gin files."""
 
 import dataclasses
-import functools
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -12,9 +10,8 @@ import jax.numpy as jnp
 from t5x.checkpoints import tree
 from t5x.checkpoints.assignment import AssignmentMap, Rules
 from t5x.checkpoints.best import BestRule, SaveBestCheckpointer
+from t5x.configuration.ignored_parameters import log_ignored
 from t5x.errors import UserError
-
-log = logging.getLogger(__name__)
 
 
 class Checkpointer:
@@ -70,19 +67,17 @@ class SaveCheckpointConfig:
     best: BestRule | None = dataclasses.field(init=False)
 
     def __post_init__(self):
-        if self.period is not None and self.period < 1:
-            raise UserError(f"utils.SaveCheckpointConfig.period is {self.period}: it must be at least 1, or None.")
-        if self.keep is not None and self.keep < 1:
-            raise UserError(f"utils.SaveCheckpointConfig.keep is {self.keep}: it must be at least 1, or None for all.")
-        if self.keep_best < 1:
-            raise UserError(f"utils.SaveCheckpointConfig.keep_best is {self.keep_best}: it must be at least 1.")
-        if self.dtype not in ("float32", "bfloat16"):
-            raise UserError(f"utils.SaveCheckpointConfig.dtype is {self.dtype!r}: it must be 'float32' or 'bfloat16'.")
+        for name in ("period", "keep", "keep_best"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"utils.SaveCheckpointConfig.{name} is {value}; it must be at least 1.")
+        _check_choice(self, "dtype", ("float32", "bfloat16"))
+        _check_choice(self, "best_mode", ("max", "min"))
         asked = SaveBestCheckpointer.of(self.checkpointer_cls)
         if asked is not None and self.best_metric is not None:
             raise UserError(
                 "utils.SaveCheckpointConfig has both best_metric and checkpointer_cls = "
-                "@checkpoints.SaveBestCheckpointer: give one of them."
+                "@checkpoints.SaveBestCheckpointer. Set only one of them."
             )
         if self.best_metric is not None:
             self.best = BestRule(self.best_metric, self.best_mode, self.keep_best, self.keep_without_metric)
@@ -91,10 +86,10 @@ class SaveCheckpointConfig:
             self.best = None if asked is None else asked.rule(self.keep)
             self.keep_newest = self.keep if asked is None or self.keep is None else 1
         if self.best is not None and self.best.mode not in ("max", "min"):
-            raise UserError(f"The best checkpoint can be that of the 'max' or the 'min', not of {self.best.mode!r}.")
-        unread = {"keep_dataset_checkpoints": self.keep_dataset_checkpoints}
-        unread |= {"checkpointer_cls": None if asked is not None else self.checkpointer_cls}
-        _say_unread("Save", unread | {"checkpoint_manager_cls": self.checkpoint_manager_cls})
+            raise UserError(f"SaveBestCheckpointer.metric_mode is {self.best.mode!r}; it must be 'max' or 'min'.")
+        ignored = ["keep_dataset_checkpoints", "checkpoint_manager_cls"]
+        ignored += [] if asked is not None else ["checkpointer_cls"]
+        log_ignored("utils.SaveCheckpointConfig", {name: getattr(self, name) for name in ignored})
 
     def tree_to_save(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return a state (nested dictionaries of arrays) as it is stored: transformed, with parameters of `dtype`.
@@ -108,9 +103,9 @@ class SaveCheckpointConfig:
             result = result[0] if isinstance(result, tuple) else result
         if result is not state and (table := tree.difference(state, result)):
             raise UserError(
-                "utils.SaveCheckpointConfig.state_transformation_fns change names or shapes, so that the run could not "
-                f"go on from its own checkpoints (expected: the state, found: what they return): {table}\n"
-                "Save it as it is, and transform the checkpoint when it is restored."
+                "utils.SaveCheckpointConfig.state_transformation_fns change names or shapes, so the run could not "
+                f"resume from its own checkpoints (expected: the state, found: their result): {table}\n"
+                "Save the state unchanged, and transform the checkpoint when it is restored."
             )
         if self.dtype == "float32":
             return result
@@ -157,30 +152,24 @@ class RestoreCheckpointConfig:
     rules: Rules = dataclasses.field(init=False)
 
     def __post_init__(self):
-        for name in ("optimizer_state", "step"):
-            if getattr(self, name) not in ("keep", "reset"):
-                raise UserError(
-                    f"utils.RestoreCheckpointConfig.{name} must be 'keep' or 'reset', not {getattr(self, name)!r}."
-                )
-        if self.mode not in ("specific", "latest", "all"):
-            raise UserError(
-                f"utils.RestoreCheckpointConfig.mode is {self.mode!r}: it must be 'specific', 'latest' or 'all'."
-            )
+        _check_choice(self, "optimizer_state", ("keep", "reset"))
+        _check_choice(self, "step", ("keep", "reset"))
+        _check_choice(self, "mode", ("specific", "latest", "all"))
         try:
-            known = self.dtype is None or jnp.issubdtype(jnp.dtype(self.dtype), jnp.floating)
+            is_floating = self.dtype is None or jnp.issubdtype(jnp.dtype(self.dtype), jnp.floating)
         except TypeError:
-            known = False
-        if not known:
+            is_floating = False
+        if not is_floating:
             raise UserError(
-                f"utils.RestoreCheckpointConfig.dtype is {self.dtype!r}: it must be 'float32', 'bfloat16', 'float16' "
+                f"utils.RestoreCheckpointConfig.dtype is {self.dtype!r}; it must be 'float32', 'bfloat16', 'float16' "
                 "or None."
             )
         self.rules = Rules(
             AssignmentMap(self.assignment_map or ()), self.strict, self.fallback_to_scratch,
             tuple(self.state_transformation_fns),
         )  # fmt: skip
-        unread = ("checkpointer_cls", "checkpoint_manager_cls", "use_gda")
-        _say_unread("Restore", {name: getattr(self, name) for name in unread})
+        ignored = ("checkpointer_cls", "checkpoint_manager_cls", "use_gda")
+        log_ignored("utils.RestoreCheckpointConfig", {name: getattr(self, name) for name in ignored})
 
 
 @dataclasses.dataclass
@@ -191,12 +180,7 @@ class CheckpointConfig:
     restore: RestoreCheckpointConfig | None = None
 
 
-def _say_unread(which: str, values: dict[str, Any]) -> None:
-    for name, value in values.items():
-        if value is not None:
-            _say_once(f"utils.{which}CheckpointConfig.{name} has no meaning here; it is passed over")
-
-
-@functools.cache
-def _say_once(text: str) -> None:
-    log.info("%s", text)
+def _check_choice(config: Any, name: str, choices: Sequence[str]) -> None:
+    if (value := getattr(config, name)) not in choices:
+        allowed = ", ".join(map(repr, choices))
+        raise UserError(f"utils.{type(config).__name__}.{name} is {value!r}; it must be one of {allowed}.")

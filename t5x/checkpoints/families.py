@@ -66,8 +66,7 @@ def config_of(params: Mapping[str, Any]) -> dict[str, Any]:
         mlp_dim = shape[f"{tower}/layers_0/mlp/{'wi_0' if gated else 'wi'}/kernel"][1]
         head_dim = width // num_heads
     except (KeyError, ValueError, IndexError, ZeroDivisionError) as error:
-        message = f"These are not the parameters of a T5: {error} is missing or misshapen."
-        raise UserError(message) from None
+        raise UserError(f"These are not the parameters of a T5: {error} is missing or has a wrong shape.") from None
     depths = {"num_encoder_layers": layers["encoder"], "num_decoder_layers": layers["decoder"]}
     return {
         "vocab_size": vocab_size,

@@ -178,7 +178,7 @@ def _with_heads(path: str, slot: str | None, array: LazyArray, heads: int) -> La
         return array
     joined = 0 if path.endswith("out/kernel") or slot == "v_col" else 1
     if array.shape[joined] % heads:
-        raise UserError(f"{path} has the shape {list(array.shape)}, which is not one of {heads} heads.")
+        raise UserError(f"{path} has the shape {list(array.shape)}, which cannot be split into {heads} heads.")
     shape = (*array.shape[:joined], heads, array.shape[joined] // heads, *array.shape[joined + 1 :])
     return LazyArray(shape, array.dtype, lambda: array.read().reshape(shape))
 
@@ -189,7 +189,7 @@ def _unstacked(
     """Return one array per layer."""
     if slot and array.shape == (1,):  # an unused slot
         if parameter is None:
-            raise UserError(f"{name} belongs to no parameter of this checkpoint.")
+            raise UserError(f"{name} does not belong to a parameter of this checkpoint.")
         return [array] * _depth(name, parameter, scan_axis)
     axis = scan_axis if parameter is None else _layer_axis(rest, slot, len(parameter.shape), scan_axis)
     depth = _depth(name, array, axis)

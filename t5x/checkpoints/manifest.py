@@ -23,7 +23,7 @@ from t5x.files.untrusted import open_inside, parse_json
 FORMAT = "t5x"
 VERSION = 1
 _MAX_BYTES = 16 * 2**20
-_NAMED = 5  # damaged files listed in a message
+_MAX_LISTED = 5  # damaged files in a message
 
 
 class DamagedCheckpoint(UserError):
@@ -54,21 +54,21 @@ class Manifest:
         return (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode()
 
 
-def write(directory: epath.PathLike, step: int, known: Mapping[str, FileRecord] | None = None) -> Manifest:
+def write(directory: epath.PathLike, step: int, hashed: Mapping[str, FileRecord] | None = None) -> Manifest:
     """Hash everything in `directory` (a few files at a time) and write its manifest.
 
     It is durable only after `atomic.sync_tree`.
 
     Args:
-      known: records of files that have been hashed already. The files must exist with the same size.
+      hashed: records of files that have been hashed already. The files must exist with the same size.
     """
-    known = known or {}
+    hashed = hashed or {}
     sizes = {name: status.st_size for name, status in paths.walk(directory) if name != paths.PINNED}
-    for name, record in known.items():
+    for name, record in hashed.items():
         if sizes.get(name) != record.size:
-            found = "is not there" if name not in sizes else f"has {sizes[name]} bytes instead of {record.size}"
+            found = "is missing" if name not in sizes else f"has {sizes[name]} bytes instead of {record.size}"
             raise OSError(errno.ENOENT, f"{name} {found}", os.fspath(directory))
-    manifest = Manifest(step, {**hash_files(directory, [name for name in sizes if name not in known]), **known})
+    manifest = Manifest(step, {**hash_files(directory, [name for name in sizes if name not in hashed]), **hashed})
     paths.write_file(os.path.join(directory, paths.MANIFEST), manifest.to_bytes())
     return manifest
 
@@ -91,12 +91,9 @@ def read(directory: epath.PathLike) -> Manifest:
     if len(content) > _MAX_BYTES:
         raise damaged(f"is larger than {paths.human_size(_MAX_BYTES)}")
     try:
-        manifest = _parse(content)
-    except _Malformed as error:
-        raise damaged(str(error)) from None
-    if manifest.to_bytes() != content:
-        raise damaged("is not as it was written")
-    return manifest
+        return _parse(content)
+    except ValueError as error:
+        raise damaged(str(error)) from error
 
 
 def is_of_step(directory: epath.PathLike, step: int) -> bool:
@@ -128,18 +125,26 @@ class Verification:
         named_step = paths.step_of(self._directory)
         if named_step is not None and named_step != self._manifest.step:
             raise self._damaged(paths.renamed(self._manifest.step))
-        problems, self._to_hash = self._look()
+        self._problems, self._to_hash = self._check_sizes()
         pool = ThreadPoolExecutor(1, thread_name_prefix="t5x-verify")
         self._found = pool.submit(hash_files, self._directory, self._to_hash)
         pool.shutdown(wait=False)
-        if problems:
-            self._conclude(problems)
+        if self._problems:
+            self.finish()
 
     def finish(self) -> None:
         """Wait for the result; raise DamagedCheckpoint unless the checkpoint is complete."""
-        self._conclude([])
+        try:
+            found = self._found.result()
+        except OSError as error:
+            raise self._damaged(f"{error.filename} cannot be read: {error.strerror}") from error
+        changed = [name for name in self._to_hash if found[name] != self._manifest.files[name]]
+        problems = self._problems + [f"{name} has changed (SHA-256)" for name in changed]
+        if problems:
+            more = f" and {len(problems) - _MAX_LISTED} more" if len(problems) > _MAX_LISTED else ""
+            raise self._damaged("; ".join(problems[:_MAX_LISTED]) + more)
 
-    def _look(self) -> tuple[list[str], list[str]]:
+    def _check_sizes(self) -> tuple[list[str], list[str]]:
         """Return (problems that show without reading the files, names of the other files)."""
         try:
             present = dict(paths.walk(self._directory))
@@ -159,17 +164,6 @@ class Verification:
         extra = [name for name in present if name.startswith(paths.STATE + "/") and name not in self._manifest.files]
         return problems + [f"{name} does not belong there" for name in extra], good
 
-    def _conclude(self, problems: list[str]) -> None:
-        try:
-            found = self._found.result()
-        except OSError as error:
-            raise self._damaged(f"{error.filename} cannot be read: {error.strerror}") from error
-        changed = [name for name in self._to_hash if found[name] != self._manifest.files[name]]
-        problems = problems + [f"{name} has changed (SHA-256)" for name in changed]
-        if problems:
-            more = f" and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
-            raise self._damaged("; ".join(problems[:_NAMED]) + more)
-
     def _damaged(self, reason: str) -> DamagedCheckpoint:
         return DamagedCheckpoint(self._directory, reason)
 
@@ -180,8 +174,8 @@ def read_file(directory: epath.PathLike, name: str) -> bytes:
     manifest = read(directory)
     record = manifest.files.get(name)
     if record is None:
-        there = ", ".join(other for other in manifest.files if not other.startswith(paths.STATE + "/")) or "none"
-        raise UserError(f"{directory} has no file {name!r}. Files beside the arrays: {there}.")
+        others = ", ".join(other for other in manifest.files if not other.startswith(paths.STATE + "/")) or "none"
+        raise UserError(f"{directory} has no file {name!r}. Files beside the arrays: {others}.")
     try:
         with open_inside(directory, name) as file:
             # Do not allocate a size that is not the file's.
@@ -214,35 +208,28 @@ def hash_files(directory: epath.PathLike, names: list[str], *, flush: bool = Fal
         return dict(zip(names, pool.map(record, names), strict=True))
 
 
-class _Malformed(Exception):
-    pass
-
-
 def _parse(content: bytes) -> Manifest:
-    """Return the manifest in `content`; raise _Malformed if `Manifest.to_bytes` could not have written it."""
+    """Return the manifest in `content`; raise ValueError unless `Manifest.to_bytes` has written it."""
     try:
         data = parse_json(content, max_bytes=_MAX_BYTES)
     except ValueError as error:
-        raise _Malformed("is not JSON") from error
+        raise ValueError("is not JSON") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
-        raise _Malformed(f'does not say "format": "{FORMAT}"')
+        raise ValueError(f'does not say "format": "{FORMAT}"')
     if data.get("version") != VERSION:
-        raise _Malformed(f"has version {data.get('version')!r}; this program reads version {VERSION}")
-    if set(data) != {"format", "version", "step", "files"} or not isinstance(data["files"], dict):
-        raise _Malformed("does not have the fields format, version, step and files")
-    if not _is_count(data["step"]):
-        raise _Malformed("has no valid step")
-    files = {}
-    for name, record in data["files"].items():
+        raise ValueError(f"has version {data.get('version')!r}; this program reads version {VERSION}")
+    try:
+        files = {name: FileRecord(**record) for name, record in data["files"].items()}
+        manifest = Manifest(data["step"], files)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError("does not have the fields step and files, with size and sha256 of each file") from error
+    for name in files:
         if not paths.is_plain_relative(name):
-            raise _Malformed(f"names {name!r}, which is not a path inside the checkpoint")
-        if not isinstance(record, dict) or set(record) != {"size", "sha256"} or not _is_count(record["size"]):
-            raise _Malformed(f"has no valid size and sha256 for {name}")
-        if not isinstance(record["sha256"], str) or not re.fullmatch(r"[0-9a-f]{64}", record["sha256"]):
-            raise _Malformed(f"has no valid sha256 for {name}")
-        files[name] = FileRecord(record["size"], record["sha256"])
-    return Manifest(data["step"], files)
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and value >= 0
+            raise ValueError(f"names {name!r}, which is not a path inside the checkpoint")
+    if not all(type(n) is int and n >= 0 for n in (manifest.step, *(record.size for record in files.values()))):
+        raise ValueError("has an invalid step or size")
+    if not all(isinstance(r.sha256, str) and re.fullmatch("[0-9a-f]{64}", r.sha256) for r in files.values()):
+        raise ValueError("has an invalid sha256")
+    if manifest.to_bytes() != content:
+        raise ValueError("has changed since it was written")
+    return manifest

@@ -15,6 +15,7 @@ from t5x.checkpoints import families, manifest, transfer
 from t5x.checkpoints.formats import Source
 from t5x.checkpoints.formats.own_checkpoint import MODEL_FILE, read_description, read_vocabulary_files
 from t5x.data.vocabularies import PassThroughVocabulary, Vocabulary
+from t5x.data.vocabularies.loading import rebuild_vocabulary
 from t5x.decoding import greedy_decode
 from t5x.errors import UserError
 from t5x.models import BaseTransformerModel, DecoderOnlyModel, EncoderDecoderModel
@@ -26,8 +27,8 @@ _CLASSES = ("model", "network", "inputs_bidirectional_attention", "template")
 
 # How the network runs rather than what it is. These may differ between a checkpoint and the run that resumes from it.
 _RUNTIME_FIELDS = {
-    "attention_backend", "dropout_rate", "dtype", "float32_attention_logits", "param_scan_axis", "remat_policy",
-    "scan_layers",
+    "attention_backend", "dropout_rate", "dtype", "float32_attention_logits", "matmul_dtype", "param_scan_axis",
+    "remat_policy", "scan_layers",
 }  # fmt: skip
 
 
@@ -39,7 +40,7 @@ def describe(model: BaseTransformerModel) -> dict[str, Any]:
     description = {
         "model": _name(type(model)),
         "network": _name(type(module)),
-        "config": {k: _plain(v) for k, v in fields.items()},
+        "config": {k: _as_json(v) for k, v in fields.items()},
     }
     if isinstance(model, DecoderOnlyModel):
         description["inputs_bidirectional_attention"] = model.inputs_bidirectional_attention
@@ -57,7 +58,7 @@ def describe_network(
     """Return the description of a model with our network of that configuration."""
     vocabulary = PassThroughVocabulary(config["vocab_size"])
     vocabularies = {"inputs": vocabulary, "targets": vocabulary}
-    model = _model(config, vocabularies, inputs_bidirectional_attention=inputs_bidirectional_attention)
+    model = _build_network(config, vocabularies, inputs_bidirectional_attention=inputs_bidirectional_attention)
     return describe(model) | ({} if template is None else {"template": dict(template)})
 
 
@@ -78,11 +79,11 @@ def load_model(source: Source, dtype: str | None = None) -> BaseTransformerModel
     network = read_description(source.path)["network"]
     if network not in (_name(Transformer), _name(DecoderWrapper)):
         raise UserError(
-            f"{source.path} holds a {network[:200]}, which cannot be rebuilt from its description alone. Give its gin "
-            "file (--gin_file) instead of --model."
+            f"{source.path} has a network of class {network[:200]}, which cannot be rebuilt from its description. Pass "
+            "its gin file (--gin_file) instead of --model."
         )
     layers = {k: v for k, v in (source.config or {}).items() if k in ("scan_layers", "param_scan_axis")}
-    return _rebuilt(source, transfer.config_of(source) | layers, dtype)
+    return _build_model(source, transfer.config_of(source) | layers, dtype)
 
 
 def model_of(source: Source, dtype: str | None = None) -> BaseTransformerModel:
@@ -91,17 +92,17 @@ def model_of(source: Source, dtype: str | None = None) -> BaseTransformerModel:
     Args:
       dtype: dtype of the activations; None is float32.
     """
-    return _rebuilt(source, transfer.config_of(source), dtype)
+    return _build_model(source, transfer.config_of(source), dtype)
 
 
-def _rebuilt(source: Source, config: Mapping[str, Any], dtype: str | None) -> BaseTransformerModel:
+def _build_model(source: Source, config: Mapping[str, Any], dtype: str | None) -> BaseTransformerModel:
     vocabularies = _load_vocabularies(source.path, source.vocabulary_files)
     _check_vocabularies(source.path, vocabularies, config)
     prefix = source.inputs_bidirectional_attention
-    return _model(config, vocabularies, dtype=dtype, inputs_bidirectional_attention=prefix)
+    return _build_network(config, vocabularies, dtype=dtype, inputs_bidirectional_attention=prefix)
 
 
-def _model(
+def _build_network(
     config: Mapping[str, Any],
     vocabularies: Mapping[str, Vocabulary],
     *,
@@ -125,16 +126,11 @@ def _model(
     )
 
 
-def load_vocabularies(path: epath.PathLike) -> dict[str, Vocabulary]:
-    """Return {feature: vocabulary} of one of our checkpoints."""
-    return _load_vocabularies(path, read_vocabulary_files(path))
-
-
 def _load_vocabularies(
     path: epath.PathLike, vocabulary_files: Mapping[str, Mapping[str, bytes]]
 ) -> dict[str, Vocabulary]:
     return {
-        feature: Vocabulary.from_contents(files, f"{path}/vocabulary/{feature}")
+        feature: rebuild_vocabulary(files.__getitem__, f"{path}/vocabulary/{feature}")
         for feature, files in sorted(vocabulary_files.items())
     }
 
@@ -150,17 +146,17 @@ def check_same_model(path: epath.PathLike, model: BaseTransformerModel, *, same_
     if same_classes:
         rows += _differences("", {k: stored.get(k) for k in _CLASSES}, {k: here.get(k) for k in _CLASSES})
     rows += _differences("config.", _identity(stored["config"]), _identity(here["config"]))
-    travelling = {parts[1] for name in manifest.read(path).files if (parts := name.split("/"))[0] == "vocabulary"}
+    included = {parts[1] for name in manifest.read(path).files if (parts := name.split("/"))[0] == "vocabulary"}
     for feature, vocabulary in model.vocabularies.items():
-        if feature in travelling and not _has_vocabulary(path, feature, vocabulary):
+        if feature in included and not _has_vocabulary(path, feature, vocabulary):
             rows.append((f"vocabulary of {feature}", "has another", str(vocabulary)))
     if rows:
         width = max(len(name) for name, *_ in rows)
         table = "\n".join(f"  {name:<{width}}  checkpoint {theirs}, this run {ours}" for name, theirs, ours in rows)
-        mend = "Choose another MODEL_DIR for this run" if same_classes else "Choose another checkpoint"
+        fix = "Choose another MODEL_DIR for this run" if same_classes else "Choose another checkpoint"
         raise UserError(
             f"{path} is a checkpoint of another model; nothing was changed.\n{table}\n"
-            f"{mend}, or the gin file that the checkpoint was made with."
+            f"{fix}, or use the gin file of the run that wrote it."
         )
 
 
@@ -170,21 +166,20 @@ def _check_vocabularies(
     needed = {"targets"} if families.is_decoder_only(config) else {"inputs", "targets"}
     if missing := needed - vocabularies.keys():
         raise UserError(
-            f"{path} holds no vocabulary for {' and '.join(sorted(missing))}, so text cannot be read with it. A "
-            "Hugging Face directory takes spiece.model or tokenizer.json beside the weights; otherwise use gin files "
-            "that name a vocabulary (`t5x infer --gin_file …`), or fine-tune with `t5x train --vocabulary FILE`, which "
-            "keeps it."
+            f"{path} has no vocabulary for {' and '.join(sorted(missing))}, so it cannot process text. In a Hugging "
+            "Face directory, put spiece.model or tokenizer.json beside the weights. Otherwise use gin files with a "
+            "vocabulary (`t5x infer --gin_file …`), or fine-tune with `t5x train --vocabulary FILE`, which stores it."
         )
 
 
 def _has_vocabulary(path: epath.PathLike, feature: str, vocabulary: Vocabulary) -> bool:
     """Return whether the checkpoint has this vocabulary: the same files, or equal once loaded."""
     files = {f"vocabulary/{feature}/{name}": content for name, content in vocabulary.to_files().items()}
-    there = {name for name in manifest.read(path).files if name.startswith(f"vocabulary/{feature}/")}
-    if files.keys() == there and all(manifest.read_file(path, name) == content for name, content in files.items()):
+    stored = {name for name in manifest.read(path).files if name.startswith(f"vocabulary/{feature}/")}
+    if files.keys() == stored and all(manifest.read_file(path, name) == content for name, content in files.items()):
         return True
     try:
-        return load_vocabularies(path).get(feature) == vocabulary
+        return _load_vocabularies(path, read_vocabulary_files(path)).get(feature) == vocabulary
     except UserError:  # a user's own class: only its files can be compared
         return False
 
@@ -202,7 +197,7 @@ def _name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def _plain(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
     if isinstance(value, tuple | list):
-        return [_plain(v) for v in value]
+        return [_as_json(v) for v in value]
     return value if isinstance(value, bool | int | float | str | None) else str(value)

@@ -6,7 +6,6 @@ read directly into their destination.
 """
 
 import re
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -122,22 +121,10 @@ def locate(directory: epath.PathLike) -> dict[str, bytes | Place]:
     return values
 
 
-def open_arrays(directory: epath.PathLike, keys: Mapping[str, str]) -> dict[str, ts.TensorStore]:
-    """Open zarr arrays through TensorStore, for those that cannot be read from their files.
-
-    Args:
-      keys: {name: prefix of the array's keys}.
-
-    Returns:
-      {name: array}.
-    """
-    context = ts.Context(_CONTEXT)
-    database = {"driver": "ocdbt", "base": _files(directory), "cache_pool": "cache_pool#ocdbt"}
-    options = {"fill_missing_data_reads": False, "recheck_cached_metadata": False, "recheck_cached_data": False}
-    opening = {
-        name: ts.open(
-            {"driver": "zarr", "kvstore": {**database, "path": key}, **options}, open=True, read=True, context=context
-        )
-        for name, key in keys.items()
-    }
-    return {name: future.result() for name, future in opening.items()}
+def open_array(directory: epath.PathLike, key: str) -> ts.TensorStore:
+    """Open a zarr array through TensorStore, for those that cannot be read from their files."""
+    spec = {
+        "driver": "zarr", "kvstore": {"driver": "ocdbt", "base": _files(directory), "path": key},
+        "fill_missing_data_reads": False, "recheck_cached_metadata": False, "recheck_cached_data": False,
+    }  # fmt: skip
+    return ts.open(spec, open=True, read=True).result()

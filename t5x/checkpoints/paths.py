@@ -4,7 +4,7 @@ MODEL_DIR/
   .lock                                     held by the training process (see lock.py)
   checkpoint_<step>/                        a complete checkpoint; incomplete ones never have this name
     state/                                  the arrays (see arrays.py)
-    dataset/train-<process>-of-<n>.json     the position in the training data
+    dataset/train-000-of-001.json           the position in the training data
     model.json  vocabulary/…  config.gin    other files that the caller passes
     MANIFEST.json                           size and SHA-256 of all of the above (see manifest.py)
     PINNED                                  optional: protects the checkpoint from retention
@@ -29,6 +29,7 @@ from t5x.files.untrusted import is_plain_relative as is_plain_relative
 STATE = "state"
 MANIFEST = "MANIFEST.json"
 PINNED = "PINNED"
+DATASET_STATE = "dataset/train-000-of-001.json"  # the data position of all rows, for any number of processes
 
 _STEP = r"checkpoint_(0|[1-9][0-9]*)"
 
@@ -38,9 +39,9 @@ def local_path(path: epath.PathLike) -> epath.Path:
     text = os.fspath(path)
     if is_remote(text):
         raise UserError(
-            f"{text}: remote checkpoint directories are not supported here: a run writes to a local (or mounted) "
-            "directory. Give one, and copy finished checkpoint_<step> directories from there. A checkpoint that is "
-            "only read (INITIAL_CHECKPOINT_PATH, `t5x infer --model`, `t5x convert`) may be remote."
+            f"{text}: remote checkpoint directories are not supported here. Choose a local (or mounted) directory, and "
+            "copy finished checkpoint_<step> directories from there. A checkpoint that is only read "
+            "(INITIAL_CHECKPOINT_PATH, `t5x infer --model`, `t5x convert`) may be remote."
         )
     return epath.Path(os.path.abspath(os.path.expanduser(text)))
 
@@ -74,26 +75,12 @@ def is_set_aside(path: epath.PathLike) -> bool:
     return re.fullmatch(_STEP + r"\.damaged-.+", os.path.basename(os.fspath(path))) is not None
 
 
-def dataset_state_name(process_index: int | None = None, process_count: int | None = None) -> str:
-    """Return the name of the sidecar with a process's data state; the default is this process.
-
-    >>> dataset_state_name(0, 1)
-    'dataset/train-000-of-001.json'
-    """
-    if process_index is None or process_count is None:
-        import jax
-
-        process_index = jax.process_index() if process_index is None else process_index
-        process_count = jax.process_count() if process_count is None else process_count
-    return f"dataset/train-{process_index:03d}-of-{process_count:03d}.json"
-
-
 def make_directory(directory: epath.PathLike, name: str) -> epath.Path:
     """Create a directory that the user gave as option `name`; raise a UserError with the reason if that fails."""
     directory = local_path(directory)
     if directory.is_dir():
         if not os.access(directory, os.W_OK | os.X_OK):
-            raise UserError(f"{name} {directory} is not writable. Give yourself write permission or choose another.")
+            raise UserError(f"{name} {directory} is not writable. Change its permissions or choose another.")
         return directory
     if os.path.lexists(directory):
         raise UserError(f"{name} {directory} exists but is not a directory. Move it away or choose another path.")

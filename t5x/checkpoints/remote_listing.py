@@ -6,16 +6,13 @@ A listing is untrusted input: names that could escape their directory are refuse
 import dataclasses
 import json
 import logging
-import posixpath
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from t5x.checkpoints import paths
 from t5x.errors import UserError
-from t5x.files import cache_directory, remote
-
-if TYPE_CHECKING:
-    from fsspec import AbstractFileSystem
+from t5x.files.remote import RemoteFile, RemotePath
+from t5x.files.untrusted import is_plain_relative
 
 log = logging.getLogger(__name__)
 
@@ -32,56 +29,39 @@ class Listing:
     """The files of one remote checkpoint.
 
     Attributes:
-      url: readable URL of the checkpoint.
-      directory: its directory in the file system.
-      files: {path relative to `directory`: (size, version tag)}.
+      directory: the directory of the files.
+      files: {path relative to `directory`: file}.
       wanted: the path to open, relative to `directory`: "" for the directory itself, a file, or a prefix.
     """
 
-    url: str
-    directory: str
-    files: Mapping[str, tuple[int, str]]
+    directory: RemotePath
+    files: Mapping[str, RemoteFile]
     wanted: str = ""
 
     @property
-    def path(self) -> str:
-        return f"{self.directory}/{self.wanted}" if self.wanted else self.directory
+    def path(self) -> RemotePath:
+        return self.directory / self.wanted
 
     @property
-    def size(self) -> int:
-        return sum(size for size, _ in self.files.values())
-
-    @property
-    def place(self) -> str:
-        """A short hash of the location."""
-        return cache_directory.short_hash(self.url)
+    def source(self) -> str:
+        """The URL in the driver's spelling, by which copies are found."""
+        return self.path.fs.unstrip_protocol(self.path.path)
 
     @property
     def version(self) -> str:
-        """A short hash of names, sizes and version tags. It changes if a file is added, removed or changed."""
-        return cache_directory.short_hash(json.dumps([self.wanted, sorted(self.files.items())]))
+        """Names, sizes and versions. It changes if a file is added, removed or changed."""
+        return json.dumps([self.wanted, sorted((name, (file.size, file.version)) for name, file in self.files.items())])
 
 
-def list_checkpoint(fs: "AbstractFileSystem", path: str, url: str) -> Listing:
+def list_checkpoint(path: RemotePath) -> Listing:
     """List the checkpoint at a remote path: itself, the newest of a MODEL_DIR, a Mesh TensorFlow prefix, or a file."""
-    with remote.explained(url):
-        fs.invalidate_cache()
-        if path.endswith(_INDEX):
-            return _prefix(fs, path.removesuffix(_INDEX))
-        try:
-            kind = fs.info(path)["type"]
-        except FileNotFoundError as error:
-            if not remote.is_missing(error):
-                raise
-            return _prefix(fs, path)
-        return _file(fs, path) if kind == "file" else _directory(fs, path)
-
-
-def children(fs: "AbstractFileSystem", path: str) -> dict[str, dict[str, Any]]:
-    """Return {name: info} of the direct children of a remote directory."""
-    names = {info["name"].rstrip("/"): info for info in fs.ls(path, detail=True)}
-    names.pop(path.rstrip("/"), None)  # object stores may list an empty object for the directory
-    return {posixpath.basename(name): info for name, info in names.items()}
+    path.fs.invalidate_cache()
+    if path.name.endswith(_INDEX):
+        return _prefix(path.parent, path.name.removesuffix(_INDEX))
+    info = path.info()
+    if info is None:
+        return _prefix(path.parent, path.name)
+    return _file(path, info) if info["type"] == "file" else _directory(path)
 
 
 def is_checkpoint(names: Mapping[str, Any]) -> bool:
@@ -89,105 +69,86 @@ def is_checkpoint(names: Mapping[str, Any]) -> bool:
     return any(name in names for name in (paths.MANIFEST, HUGGINGFACE, NATIVE, *_ORBAX))
 
 
-def _directory(fs: "AbstractFileSystem", path: str) -> Listing:
-    names = children(fs, path)
+def _directory(path: RemotePath) -> Listing:
+    names = path.children()
     if paths.MANIFEST in names or any(name in names for name in _ORBAX):
-        return _tree(fs, path)
+        return _listing(path, path.descendants())
     if HUGGINGFACE in names:
-        return _huggingface(fs, path, names)
-    if paths.STATE in names and fs.exists(f"{path}/{paths.STATE}/_METADATA"):
-        return _tree(fs, path)
+        return _huggingface(path, names)
+    if paths.STATE in names and (path / paths.STATE / "_METADATA").info() is not None:
+        return _listing(path, path.descendants())
     if steps := sorted(step for name in names if (step := paths.step_of(name)) is not None):
-        return _directory(fs, f"{path}/{_newest(fs, path, steps)}")
+        return _directory(path / _newest(path, steps))
     if prefixes := sorted(name.removesuffix(_INDEX) for name in names if name.endswith(_INDEX)):
-        return _prefix(fs, f"{path}/{_latest_prefix(fs, path, names, prefixes)}")
+        return _prefix(path, _latest_prefix(path, names, prefixes))
     if NATIVE in names:
-        return _tree(fs, path)
+        return _listing(path, path.descendants())
     some = ", ".join(sorted(names)[:8]) or "nothing"
     raise UserError(
-        f"{fs.unstrip_protocol(path)} is no checkpoint that is known here, and no directory of checkpoint_<step>: it "
-        f"holds {some}."
+        f"{path.url} is neither a checkpoint of a supported format nor a directory of checkpoint_<step>: it contains "
+        f"{some}. Check the path."
     )
 
 
-def _newest(fs: "AbstractFileSystem", path: str, steps: list[int]) -> str:
+def _newest(path: RemotePath, steps: list[int]) -> str:
     """Return the newest finished checkpoint of a MODEL_DIR; if none shows that it is finished, the newest."""
     unfinished = []
     for step in reversed(steps):
         name = paths.checkpoint_name(step)
-        if is_checkpoint(children(fs, f"{path}/{name}")):
+        if is_checkpoint((path / name).children()):
             break
         unfinished.append(name)
     else:
         name, unfinished = paths.checkpoint_name(steps[-1]), []
-    url = fs.unstrip_protocol(path)
-    for passed in unfinished:
-        log.warning("Passing over %s/%s: it has no %s, so it was not finished", url, passed, paths.MANIFEST)
-    log.info("%s: taking its newest checkpoint, %s", url, name)
+    for skipped in unfinished:
+        log.warning("Skipping %s/%s: it is unfinished, because it has no %s", path.url, skipped, paths.MANIFEST)
+    log.info("%s: using its newest checkpoint, %s", path.url, name)
     return name
 
 
-def _tree(fs: "AbstractFileSystem", path: str, wanted: str = "") -> Listing:
-    return _listing(fs, path, fs.find(path, detail=True), wanted)
-
-
-def _huggingface(fs: "AbstractFileSystem", path: str, names: Mapping[str, dict[str, Any]]) -> Listing:
+def _huggingface(path: RemotePath, names: Mapping[str, dict[str, Any]]) -> Listing:
     if not any(name.endswith(".safetensors") for name in names):
         raise UserError(
-            f"{fs.unstrip_protocol(path)} is a Hugging Face directory without safetensors; weights as a pickle are not "
-            "read. Save the model again with transformers: save_pretrained(DIRECTORY, safe_serialization=True)."
+            f"{path.url} is a Hugging Face directory without safetensors; weights in pickle files are not read. Save "
+            "the model again with transformers: save_pretrained(DIRECTORY, safe_serialization=True)."
         )
-    return _listing(fs, path, {i["name"]: i for n, i in names.items() if not n.endswith(_UNREAD)})
+    return _listing(path, {name: info for name, info in names.items() if not name.endswith(_UNREAD)})
 
 
-def _file(fs: "AbstractFileSystem", path: str) -> Listing:
+def _file(path: RemotePath, info: dict[str, Any]) -> Listing:
     """List a single file; the msgpack file of a native checkpoint includes the arrays beside it."""
-    parent, name = posixpath.split(path)
-    if name == NATIVE and not any(other.endswith(_INDEX) for other in children(fs, parent)):
-        return _tree(fs, parent, name)
-    return _listing(fs, parent, {path: fs.info(path)}, name)
+    if path.name == NATIVE and not any(other.endswith(_INDEX) for other in path.parent.children()):
+        return _listing(path.parent, path.parent.descendants(), path.name)
+    return _listing(path.parent, {path.name: info}, path.name)
 
 
-def _prefix(fs: "AbstractFileSystem", path: str) -> Listing:
+def _prefix(directory: RemotePath, name: str) -> Listing:
     """List `…/model.ckpt-1000000` of Mesh TensorFlow."""
-    parent, name = posixpath.split(path)
-    try:
-        names = children(fs, parent)
-    except FileNotFoundError:
-        names = {}
+    names = directory.children()
     if name + _INDEX not in names:
-        raise UserError(
-            f"There is no checkpoint {fs.unstrip_protocol(path)}: no such file or directory. Check the path."
-        )
-    own = {i["name"]: i for n, i in names.items() if n == name + _INDEX or n.startswith(f"{name}.data-")}
-    return _listing(fs, parent, own, name)
+        raise UserError(f"There is no checkpoint {(directory / name).url}: no such file or directory. Check the path.")
+    own = {n: info for n, info in names.items() if n == name + _INDEX or n.startswith(f"{name}.data-")}
+    return _listing(directory, own, name)
 
 
-def _latest_prefix(fs: "AbstractFileSystem", path: str, names: Mapping[str, Any], prefixes: list[str]) -> str:
+def _latest_prefix(path: RemotePath, names: Mapping[str, Any], prefixes: list[str]) -> str:
     from t5x.checkpoints.formats import mesh_tensorflow
 
-    url = fs.unstrip_protocol(path)
     if NATIVE not in names:
-        return mesh_tensorflow.newest(url, prefixes)
-    end = min(names[NATIVE]["size"], _MAX_STATE_FILE_BYTES)
-    content = fs.cat_file(f"{path}/{NATIVE}", start=0, end=end)
-    name = mesh_tensorflow.latest_named(content, f"{url}/{NATIVE}")
-    log.info("%s: taking %s, which the file %s names", url, name, NATIVE)
+        return mesh_tensorflow.newest(path.url, prefixes)
+    state = (path / NATIVE).file(names[NATIVE])
+    content = state.read(0, min(state.size, _MAX_STATE_FILE_BYTES))
+    name = mesh_tensorflow.latest_named(content, state.path.url)
+    log.info("%s: using %s, which the file %s names", path.url, name, NATIVE)
     return name
 
 
-def _listing(
-    fs: "AbstractFileSystem", directory: str, found: Mapping[str, dict[str, Any]], wanted: str = ""
-) -> Listing:
-    url = fs.unstrip_protocol(directory)
+def _listing(directory: RemotePath, found: Mapping[str, dict[str, Any]], wanted: str = "") -> Listing:
     files = {}
-    for path, info in found.items():
-        if info["type"] != "file" or path.endswith("/"):
+    for name, info in found.items():
+        if info["type"] != "file" or name.endswith("/"):
             continue
-        name = path.removeprefix(directory.rstrip("/") + "/")
-        if name == path or not paths.is_plain_relative(name):
-            raise UserError(f"{url} lists the name {name!r}, which is not a path inside it; it is not copied.")
-        if not isinstance(info["size"], int):
-            raise UserError(f"{url} does not tell the size of {name}; copy it here by other means and name the copy.")
-        files[name] = (info["size"], cache_directory.version_tag(info))
-    return Listing(f"{url}/{wanted}" if wanted else url, directory.rstrip("/"), files, wanted)
+        if not is_plain_relative(name):
+            raise UserError(f"{directory.url} lists {name!r}, which is not a path inside it. Nothing is copied.")
+        files[name] = (directory / name).file(info)
+    return Listing(directory, files, wanted)

@@ -1,9 +1,12 @@
-"""Upload checkpoints to remote paths (`gs://`, `s3://`, any fsspec URL)."""
+"""Upload checkpoints to remote paths (`gs://`, `s3://`, any fsspec URL).
+
+CACHE/checkpoints/upload-…/    a checkpoint that is being written, before it is uploaded
+"""
 
 import contextlib
+import glob
 import logging
 import os
-import posixpath
 import secrets
 import tempfile
 import threading
@@ -12,13 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 from etils import epath
 
-from t5x.checkpoints import paths, remote_reading
-from t5x.checkpoints.remote_listing import HUGGINGFACE, NATIVE, children, is_checkpoint
+from t5x.checkpoints import paths
+from t5x.checkpoints.remote_listing import HUGGINGFACE, NATIVE, is_checkpoint
 from t5x.errors import UserError
-from t5x.files import atomic, cache_directory, locks, remote
+from t5x.files import atomic, cache_directory, locks
+from t5x.files.disk_space import human_size
+from t5x.files.remote import RemotePath, run_concurrently
+from t5x.files.remote_errors import explained
+from t5x.telemetry import copy_progress
 
 if TYPE_CHECKING:
-    from fsspec import AbstractFileSystem, Callback
+    from fsspec import Callback
 
 log = logging.getLogger(__name__)
 
@@ -32,10 +39,10 @@ def writing(url: str, *, overwrite: bool) -> Iterator[epath.Path]:
 
     The local path does not exist yet. See `publish` for what is replaced, and when.
     """
-    url = url.rstrip("/")
-    _check_destination(*remote.file_system(url), url, overwrite)
+    destination = RemotePath.parse(url)
+    _check_destination(destination, overwrite)
     with _upload_directory() as directory:
-        path = directory / posixpath.basename(url)
+        path = epath.Path(directory) / destination.name
         yield path
         publish(path, url, overwrite=overwrite)
 
@@ -46,105 +53,104 @@ def publish(directory: epath.PathLike, url: str, *, overwrite: bool) -> None:
     The file that makes it valid is copied last, after the sizes of all others are verified. On failure, the copied
     files are removed. An existing checkpoint is removed only when the new one is complete beside it.
     """
-    url = url.rstrip("/")
-    fs, path = remote.file_system(url)
-    exists = _check_destination(fs, path, url, overwrite)
+    destination = RemotePath.parse(url)
+    fs = destination.fs
+    exists = _check_destination(destination, overwrite)
     sizes = {name: status.st_size for name, status in paths.walk(directory)}
-    beside = f"{path}.new-{secrets.token_hex(4)}" if exists else path
-    log.info("copying %d file(s), %s, to %s", len(sizes), paths.human_size(sum(sizes.values())), url)
+    target = destination.parent / f"{destination.name}.new-{secrets.token_hex(4)}" if exists else destination
+    log.info("copying %d file(s), %s, to %s", len(sizes), human_size(sum(sizes.values())), destination.url)
     stopped = threading.Event()
     try:
-        with cache_directory.CopyProgress(sum(sizes.values())) as bar:
-            callback = _watch(bar, stopped)
-            put = lambda name: fs.put_file(os.path.join(directory, name), f"{beside}/{name}", callback=callback)
-            _fill(fs, beside, sizes, put, stopped)
+        with copy_progress(sum(sizes.values())) as advance:
+            callback = _callback(advance, stopped)
+            put = lambda file, name: fs.put_file(os.path.join(directory, name), file.path, callback=callback)
+            _fill(target, sizes, put, stopped)
     except BaseException:
-        _remove(fs, beside)
+        _remove(target)
         raise
     if exists:
         try:
-            with remote.explained(url):
-                fs.rm(path, recursive=True)
-            _fill(fs, path, sizes, lambda name: fs.cp_file(f"{beside}/{name}", f"{path}/{name}"))
+            with explained(destination.url):
+                fs.rm(destination.path, recursive=True)
+            _fill(destination, sizes, lambda file, name: fs.cp_file((target / name).path, file.path))
         except UserError as error:
-            whole = fs.unstrip_protocol(beside)
-            raise UserError(f"{error} The new checkpoint is whole at {whole}: move it.") from error
-        _remove(fs, beside)
-    log.info("wrote %s", url)
+            raise UserError(f"{error} The new checkpoint is complete at {target.url}: move it.") from error
+        _remove(target)
+    log.info("wrote %s", destination.url)
 
 
 def _fill(
-    fs: "AbstractFileSystem",
-    path: str,
+    directory: RemotePath,
     sizes: Mapping[str, int],
-    put: Callable[[str], Any],
+    put: Callable[[RemotePath, str], Any],
     stopped: threading.Event | None = None,
 ) -> None:
     """Put every file into a remote directory, the one that identifies a checkpoint last; verify the sizes."""
-    url = fs.unstrip_protocol(path)
 
     def put_one(name: str) -> None:
-        with remote.explained(f"{url}/{name}"):
-            put(name)
+        file = directory / name
+        with explained(file.url):
+            put(file, name)
 
     last = next((name for name in (paths.MANIFEST, HUGGINGFACE, NATIVE) if name in sizes), None)
     for names in ([name for name in sizes if name != last], [name for name in sizes if name == last]):
-        remote.all_at_once(put_one, [(name,) for name in names], stopped)
-        with remote.explained(url):
-            fs.invalidate_cache()
-            found = {name.removeprefix(f"{path}/"): info["size"] for name, info in fs.find(path, detail=True).items()}
+        run_concurrently(put_one, [(name,) for name in names], stopped)
+        directory.fs.invalidate_cache()
+        found = {name: info["size"] for name, info in directory.descendants().items()}
         if wrong := [name for name in names if found.get(name) != sizes[name]]:
-            raise UserError(f"{url}/{wrong[0]} has {found.get(wrong[0])} bytes, not {sizes[wrong[0]]}. Start again.")
+            raise UserError(
+                f"{(directory / wrong[0]).url} has {found.get(wrong[0])} bytes, not {sizes[wrong[0]]}. Start again."
+            )
 
 
-def _watch(bar: cache_directory.CopyProgress, stopped: threading.Event) -> "Callback":
-    """Return an fsspec callback that advances the bar, and aborts the upload once `stopped` is set."""
+def _callback(advance: Callable[[int], None], stopped: threading.Event) -> "Callback":
+    """Return an fsspec callback that reports progress, and aborts the upload once `stopped` is set."""
     from fsspec import Callback
 
     class Watch(Callback):
         def relative_update(self, inc: int = 1) -> None:
             if stopped.is_set():
                 raise InterruptedError
-            bar.advance(inc)
+            advance(inc)
 
     return Watch()
 
 
-def _check_destination(fs: "AbstractFileSystem", path: str, url: str, overwrite: bool) -> bool:
+def _check_destination(path: RemotePath, overwrite: bool) -> bool:
     """Return whether a checkpoint is to be replaced; raise a UserError if something may not be replaced."""
-    if "/" not in path.strip("/"):
-        raise UserError(f"{url} is a whole bucket. Name a directory in it: {url}/NAME.")
-    with remote.explained(url):
-        fs.invalidate_cache()
-        if fs.isfile(path):
-            raise UserError(f"{url} is a file; choose another destination.")
-        if not fs.find(path):
-            return False
-        if not overwrite:
-            raise UserError(f"{url} exists already; choose another destination, or give --overwrite to replace it.")
-        if not is_checkpoint(children(fs, path)):
-            raise UserError(f"{url} exists and is no checkpoint: it is not replaced. Choose another destination.")
+    if "/" not in path.path.strip("/"):
+        raise UserError(f"{path.url} is an entire bucket. Name a directory in it: {path.url}/NAME.")
+    path.fs.invalidate_cache()
+    info = path.info()
+    if info is not None and info["type"] == "file":
+        raise UserError(f"{path.url} is a file; choose another destination.")
+    if not path.descendants():
+        return False
+    if not overwrite:
+        raise UserError(f"{path.url} exists already; choose another destination, or pass --overwrite to replace it.")
+    if not is_checkpoint(path.children()):
+        raise UserError(f"{path.url} is not a checkpoint, so it is not replaced. Choose another destination.")
     return True
 
 
-def _remove(fs: "AbstractFileSystem", path: str) -> None:
+def _remove(path: RemotePath) -> None:
     try:
-        fs.invalidate_cache()
-        if fs.exists(path):
-            fs.rm(path, recursive=True)
+        path.fs.invalidate_cache()
+        if path.fs.exists(path.path):
+            path.fs.rm(path.path, recursive=True)
     except Exception as error:
-        log.warning("%s could not be removed (%s). Remove it by hand.", fs.unstrip_protocol(path), error)
+        log.warning("%s could not be removed (%s). Remove it by hand.", path.url, error)
 
 
 @contextlib.contextmanager
-def _upload_directory() -> Iterator[epath.Path]:
+def _upload_directory() -> Iterator[str]:
     """Yield a fresh directory in the cache; remove those of killed processes."""
-    home = paths.make_directory(remote_reading.home(), "The cache directory (T5X_CACHE_DIR)")
+    home = cache_directory.make("checkpoints")
     with contextlib.ExitStack() as held:
-        with locks.locked(home / "upload.lock"):
-            for left in home.glob("upload-*"):
+        with locks.locked(os.path.join(home, "upload.lock")):
+            for left in glob.glob(os.path.join(glob.escape(home), "upload-*")):
                 with contextlib.suppress(BlockingIOError), locks.locked(left, wait=False):
                     atomic.remove_tree(left)
             directory = held.enter_context(tempfile.TemporaryDirectory(prefix="upload-", dir=home))
             held.enter_context(locks.locked(directory))
-        yield epath.Path(directory)
+        yield directory

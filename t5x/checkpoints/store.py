@@ -108,25 +108,20 @@ class CheckpointStore:
         sidecars = dict(sidecars)
         needed = sum(map(len, sidecars.values())) + sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(tree))
         failure = self._join()
-        made = distributed.decide(self._topic("save"), lambda: self._prepare(step, sidecars, needed, failure))
-        if made is None:
+        prepare = lambda: self._prepare(step, sidecars, needed, failure)
+        temporary = distributed.decide(self._topic("save"), prepare)
+        if temporary is None:
             return
-        temporary, error = epath.Path(made), None
+        on_host = error = None
         try:
             on_host = array_writer.HostArrays(tree)
         except BaseException as caught:
             error = caught
-        told = distributed.gather(self._topic("on host"), None if error is None else distributed.describe_error(error))
-        try:
-            if error is not None:
-                raise error
-            distributed.raise_first(told)
-        except BaseException as error:
-            self._abandon(temporary)
-            raise self._explained(error, step, needed) from error.__cause__
-        save = _Save(step, temporary, on_host, sidecars, pinned, needed)
-        self._thread = threading.Thread(target=self._finish, args=(save,), name="t5x-checkpoint")
+        save = _Save(step, epath.Path(temporary), on_host, sidecars, pinned, needed)
+        self._thread = threading.Thread(target=self._finish, args=(save, error), name="t5x-checkpoint")
         self._thread.start()
+        if error is not None:
+            self.wait()  # raises it, after all processes know
 
     @property
     def in_flight(self) -> bool:
@@ -176,7 +171,7 @@ class CheckpointStore:
                 _logger.info("Removing %s, left unfinished by an earlier run", path)
                 _remove(path)
 
-    # --- Reading (checkpoint_reader.py has the functions that work on any path)
+    # --- Reading (checkpoint_reader.py works on any path)
 
     def steps(self) -> list[int]:
         """Return the steps of the finished checkpoints, ascending."""
@@ -192,16 +187,8 @@ class CheckpointStore:
 
     def latest_whole(self) -> tuple[epath.Path | None, list[tuple[epath.Path, str]]]:
         """Return the newest checkpoint that verifies (or None), and (path, reason) of the damaged ones skipped."""
-
-        def find() -> tuple[str | None, list[tuple[str, str]]]:
-            newest, damaged = checkpoint_reader.find_latest_whole(self.directory)
-            return newest and str(newest), [(str(path), reason) for path, reason in damaged]
-
-        newest, damaged = distributed.decide(self._topic("latest"), find)
-        if newest is not None:
-            newest = epath.Path(newest)
-            self._whole.add(paths.step_of(newest))
-        return newest, [(epath.Path(path), reason) for path, reason in damaged]
+        path, _, damaged = self.restore_latest(lambda path: None)
+        return path, damaged
 
     def restore_latest(
         self, read: Callable[[epath.Path], T]
@@ -213,40 +200,51 @@ class CheckpointStore:
             to be complete; otherwise the next one is read.
 
         Returns:
-          the path (None if there is no complete checkpoint), the result of `read` for it, and the damaged checkpoints
-          as in `latest_whole`.
+          the path (None if there is no complete checkpoint), the result of `read` for it, and (path, reason) of the
+          damaged checkpoints skipped, newest first.
         """
         damaged: list[tuple[epath.Path, str]] = []
         for step in distributed.decide(self._topic("steps"), lambda: self.steps()[::-1]):
-            result, reason = self._read_verified(self.path(step), read)
+            path, result, error = self.path(step), None, None
+            verification: list[manifest.Verification] = []  # on process 0
+            begin = lambda path=path, begun=verification: begun.append(manifest.Verification(path))
+            reason = self._find_damage("begun", path, begin)
             if reason is None:
+                try:
+                    result = read(path)
+                except Exception as caught:
+                    error = caught
+                reason = self._find_damage("verified", path, lambda begun=verification: begun[0].finish())
+            if reason is None:
+                if error is not None:
+                    raise error
                 self._whole.add(step)
-                return self.path(step), result, damaged
+                return path, result, damaged
             if reason:
-                damaged.append((self.path(step), reason))
+                damaged.append((path, reason))
         return None, None, damaged
 
-    def _read_verified(self, path: epath.Path, read: Callable[[epath.Path], T]) -> tuple[T | None, str | None]:
-        """Return (the result of `read`, None), or (None, the damage: see `checkpoint_reader.damage`)."""
-        begun: list[manifest.Verification] = []
-        begin = lambda: begun.append(manifest.Verification(path))
-        reason = distributed.decide(self._topic("begun"), lambda: checkpoint_reader.damage(path, begin))
-        if reason is not None:
-            return None, reason
-        finish = lambda: checkpoint_reader.damage(path, begun[0].finish)
-        try:
-            result = read(path)
-        except Exception:
-            reason = distributed.decide(self._topic("verified"), finish)
-            if reason is None:
-                raise
-            return None, reason
-        reason = distributed.decide(self._topic("verified"), finish)
-        return (result, None) if reason is None else (None, reason)
+    def _find_damage(self, topic: str, path: epath.Path, verify: Callable[[], object]) -> str | None:
+        """Run `verify` on process 0; log and return the damage on all processes, or None.
+
+        Returns "" if the checkpoint no longer exists, because a trainer's retention has just removed it.
+        """
+
+        def find() -> str | None:
+            try:
+                verify()
+            except DamagedCheckpoint as error:
+                if not path.exists():
+                    return ""
+                _logger.warning("Skipping %s: %s", path, error.reason)
+                return error.reason
+            return None
+
+        return distributed.decide(self._topic(topic), find)
 
     verify = staticmethod(manifest.verify)
     restore = staticmethod(checkpoint_reader.restore)
-    read_sidecar = staticmethod(checkpoint_reader.read_sidecar)
+    read_sidecar = staticmethod(manifest.read_file)
 
     def _topic(self, what: str) -> str:
         """Return the name of a decision that the processes make together."""
@@ -286,7 +284,7 @@ class CheckpointStore:
             (temporary / paths.STATE).mkdir()
         except BaseException as error:
             self._abandon(temporary)
-            raise self._explained(error, step, needed) from error.__cause__
+            raise self._explain(error, step, needed) from error.__cause__
         return str(temporary)
 
     def _make_model_dir(self, step: int) -> None:
@@ -295,36 +293,38 @@ class CheckpointStore:
             if not self.directory.parent.is_dir():
                 raise UserError(
                     f"checkpoint_{step} could not be saved: MODEL_DIR {self.directory} is gone, and so is the "
-                    "directory above it. Was a disk unmounted? Bring it back and start again with the same command."
+                    "directory above it. If a disk was unmounted, mount it again and restart with the same command."
                 )
-            _logger.warning(
-                "MODEL_DIR %s has been removed, with all that was in it. It is made anew for checkpoint_%d",
-                self.directory, step,
-            )  # fmt: skip
+            _logger.warning("MODEL_DIR %s was removed with its contents; creating it for step %d", self.directory, step)
         paths.make_model_dir(self.directory)
         model_dir_lock.renew(self.directory)
         self._was_there = True
 
-    def _explained(self, error: BaseException, step: int, needed: int) -> BaseException:
+    def _explain(self, error: BaseException, step: int, needed: int) -> BaseException:
         return save_errors.explain(error, directory=self.directory, step=step, needed=needed)
 
     # --- The background part of a save
 
-    def _finish(self, save: _Save) -> None:
-        error = None
+    def _finish(self, save: _Save, error: BaseException | None) -> None:
+        """Write and publish a checkpoint, unless a process has an error.
+
+        Args:
+          error: of this process, which could not copy its arrays.
+        """
+        files = {}
         try:
-            mine: dict[str, Any] = {"files": {}, "error": None}
-            try:
-                mine["files"] = self._write_arrays(save)
-            except BaseException as caught:
-                error = caught
-                mine["error"] = distributed.describe_error(error)
-            told = distributed.gather(self._topic("written"), mine)
-            size = distributed.decide(self._topic("published"), lambda: self._complete(save, told, error))
+            if error is None:
+                files = self._write_arrays(save)
+        except BaseException as caught:
+            error = caught
+        described = None if error is None else distributed.describe_error(error)
+        try:
+            reports = distributed.exchange(self._topic("written"), {"files": files, "error": described})
+            size = distributed.decide(self._topic("published"), lambda: self._complete(save, reports, error))
         except BaseException as failure:
             if self._in_flight == save.temporary:  # otherwise it has been abandoned already, or this is not process 0
                 self._abandon(save.temporary)
-            self._failure = error if mine["error"] and mine["error"]["kind"] == "bug" else failure
+            self._failure = error if described and described["kind"] == "bug" else failure
             if distributed.is_leader():
                 _logger.error("%s was not saved: %s", self.path(save.step), self._failure)
             return
@@ -345,25 +345,25 @@ class CheckpointStore:
         atomic.sync_tree(directory, flushed=names)
         return {name: dataclasses.asdict(record) for name, record in records.items()}
 
-    def _complete(self, save: _Save, told: list[dict[str, Any]], error: BaseException | None) -> int:
+    def _complete(self, save: _Save, reports: list[dict[str, Any]], error: BaseException | None) -> int:
         """Finish on process 0 once all processes have written or failed; return the bytes of the checkpoint."""
         try:
             if error is not None:
                 raise error
-            distributed.raise_first([one["error"] for one in told])
-            known = {name: manifest.FileRecord(**record) for one in told for name, record in one["files"].items()}
+            distributed.raise_first([report["error"] for report in reports])
+            hashed = {name: manifest.FileRecord(**record) for one in reports for name, record in one["files"].items()}
             array_writer.join(save.temporary / paths.STATE, save.arrays.shapes)
             for name, content in save.sidecars.items():
                 paths.write_file(save.temporary / name, content)
             replaced = self.path(save.step)  # exists only if it is about to be replaced
             if save.pinned or (replaced / paths.PINNED).exists():
                 paths.write_file(save.temporary / paths.PINNED, b"")
-            files = manifest.write(save.temporary, save.step, known).files
-            atomic.sync_tree(save.temporary, flushed=known)
+            files = manifest.write(save.temporary, save.step, hashed).files
+            atomic.sync_tree(save.temporary, flushed=hashed)
             self._publish(save.temporary, save.step)
         except BaseException as caught:
             self._abandon(save.temporary)
-            raise self._explained(caught, save.step, save.needed) from caught.__cause__
+            raise self._explain(caught, save.step, save.needed) from caught.__cause__
         return sum(record.size for record in files.values())
 
     def _publish(self, temporary: epath.Path, step: int) -> None:
@@ -372,7 +372,7 @@ class CheckpointStore:
         if os.path.lexists(final):
             purpose = "damaged" if (final / paths.MANIFEST).exists() else "foreign"
             aside = self.directory / paths.unique_name(step, purpose)
-            _logger.warning("%s is %s; it is kept as %s", final, purpose, aside.name)
+            _logger.warning("%s is %s; keeping it as %s", final, purpose, aside.name)
             os.rename(final, aside)
         atomic.rename(temporary, final)
 
@@ -412,13 +412,13 @@ class CheckpointStore:
         if not os.path.lexists(path):
             return False
         if not (path / paths.MANIFEST).exists():
-            _logger.warning("%s is not a checkpoint of this program; it is moved aside for step %d", path, step)
+            _logger.warning("%s is not a checkpoint of this program; moving it aside for step %d", path, step)
             return False
         if step not in self._whole:
             try:
                 manifest.verify(path)
             except DamagedCheckpoint as error:
-                _logger.warning("%s is replaced: %s", path, error.reason)
+                _logger.warning("Replacing %s: %s", path, error.reason)
                 return False
             self._whole.add(step)
         _logger.info("%s exists; step %d is not saved again", path, step)
@@ -427,7 +427,7 @@ class CheckpointStore:
 
 def _remove(path: epath.Path, *, quiet_rounds: int = 1) -> None:
     if not atomic.remove_tree(path, quiet_rounds=quiet_rounds):
-        _logger.warning("%s could not be removed; it is of no use and may be deleted", path)
+        _logger.warning("%s could not be removed; it is not needed and may be deleted", path)
 
 
 def _check_sidecars(sidecars: Mapping[str, bytes]) -> None:

@@ -19,7 +19,7 @@ Tree = Any
 Initial = Callable[[Collection[str]], Mapping[str, jax.Array]]
 
 _STEP = "state/step"
-_SHOWN = 5  # names in a log message
+_MAX_LISTED = 5  # names in a log message
 
 
 def canonical_arrays(source: Source) -> dict[str, LazyArray]:
@@ -36,14 +36,14 @@ def config_of(source: Source) -> dict[str, Any]:
     """
     params = {name: array for name, array in canonical_arrays(source).items() if name.startswith(layout.PARAMS)}
     stated = {k: v for k, v in (source.config or {}).items() if k not in ("scan_layers", "param_scan_axis")}
-    shown = families.config_of(params)
-    if rows := families.differences(stated, shown):
+    found = families.config_of(params)
+    if rows := families.differences(stated, found):
         lines = "\n".join(f"  {row}" for row in rows)
         raise UserError(
-            f"{source.path} describes another model than the one it holds:\n{lines}\n"
-            "Take its own configuration file, or another checkpoint."
+            f"The configuration of {source.path} does not match its arrays:\n{lines}\n"
+            "Restore its own configuration file, or use another checkpoint."
         )
-    return shown | stated
+    return found | stated
 
 
 def restore(
@@ -163,7 +163,7 @@ class Fitting:
         nested = tree.nest({name: array if array.shape else array.read() for name, array in state.items()})
         target = tree.nest({n: jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in self._wanted.items()})
         for function in self._rules.state_transformation_fns:
-            log.info("the checkpoint's state passes through %s", getattr(function, "__name__", function))
+            log.info("applying %s to the state of the checkpoint", getattr(function, "__name__", function))
             nested = function(nested, target, is_resuming=self._rules.is_resuming)
             if not isinstance(nested, Mapping):
                 raise UserError(
@@ -174,8 +174,8 @@ class Fitting:
 
     def _within(self, part: Iterable[str]) -> set[str]:
         """Return the canonical names in the sections of these leaves."""
-        sections = {section(name) for name in part}
-        return {name for name in self._wanted if section(name) in sections}
+        sections = {tree.section(name) for name in part}
+        return {name for name in self._wanted if tree.section(name) in sections}
 
     def _arranged(self, names: Collection[str]) -> dict[str, LazyArray]:
         """Return those of `names` that are found or may be initialized, in the network's layout."""
@@ -202,9 +202,9 @@ class Fitting:
             if reason := _bias_reason(missing, surplus):
                 raise self._misfit(f"{reason}\n{table}")
             hints = [
-                "fallback_to_scratch=True would leave what is missing at its initial value." if missing else "",
-                "strict=False would pass over what is unexpected." if surplus else "",
-                "assignment_map can say which name in the checkpoint is which." if missing and surplus else "",
+                "fallback_to_scratch=True keeps the initial values of what is missing." if missing else "",
+                "strict=False ignores what is unexpected." if surplus else "",
+                "assignment_map maps names of the model to names in the checkpoint." if missing and surplus else "",
             ]
             hints = [f"  utils.RestoreCheckpointConfig.{hint}" for hint in hints if hint]
             raise self._misfit("\n".join([table, *hints]))
@@ -223,11 +223,11 @@ class Fitting:
         renamed = [f"{name} <- {old}" for name in found if (old := self._origin[name]) not in (None, name)]
         missing = [name for name in names if name not in self._found and name not in self._left]
         rows = [f"{name} {list(self._wanted[name].shape)}" for name in missing]
-        _say("%d come from other names, as assignment_map says", renamed)
-        _say("%d stay at their initial values, as assignment_map says", [n for n in names if n in self._left])
-        _say("%d are not in the checkpoint and stay at their initial values (fallback_to_scratch)", rows)
+        _log_names("%d are restored from other names (assignment_map)", renamed)
+        _log_names("%d keep their initial values (assignment_map)", [n for n in names if n in self._left])
+        _log_names("%d are not in the checkpoint and keep their initial values (fallback_to_scratch)", rows)
         if what == "parameters":
-            _say("%d of the checkpoint are passed over (strict=False)", list(self._surplus))
+            _log_names("%d of the checkpoint are ignored (strict=False)", list(self._surplus))
 
 
 def _bias_reason(missing: Collection[str], surplus: Collection[str]) -> str:
@@ -237,13 +237,13 @@ def _bias_reason(missing: Collection[str], surplus: Collection[str]) -> str:
         return ""
     if any("layers_" in name for name in missing):
         return (
-            "the checkpoint has one table of relative position biases a tower, the model one in every layer. Set "
+            "the checkpoint has one table of relative position biases per tower, the model one per layer. Set "
             "network.T5Config.per_layer_relative_position_bias=False (T5X's scalable_t5 has True), or copy the table "
             "into every layer: utils.RestoreCheckpointConfig.assignment_map = "
             "[(r'(encoder|decoder)/layers_\\d+/relpos_bias/(.*)', r'\\1/relpos_bias/\\2')]."
         )
     return (
-        "the checkpoint has a table of relative position biases in every layer (as umT5), the model one a tower. Set "
+        "the checkpoint has one table of relative position biases per layer (as umT5), the model one per tower. Set "
         "network.T5Config.per_layer_relative_position_bias=True."
     )
 
@@ -256,11 +256,6 @@ def describe_differences(stated: Mapping[str, Any], config: Any) -> list[str]:
         if theirs is not None and ours is not None and tuple(np.atleast_1d(theirs)) != tuple(np.atleast_1d(ours)):
             rows.append(f"{field}: checkpoint {theirs}, this run {ours}")
     return rows
-
-
-def section(name: str) -> str:
-    """Return the section of the state that an array belongs to: `target`, `state/step` or `state/param_states`."""
-    return "/".join(name.split("/")[: 2 if name.startswith("state/") else 1])
 
 
 def _kin(name: str) -> str:
@@ -286,10 +281,10 @@ def _looks_like(source: Source) -> str:
     try:
         return families.name_of(config_of(source), source.model_type)
     except UserError:
-        return "no T5 encoder-decoder"
+        return "no known T5 model"
 
 
-def _say(text: str, names: list[str]) -> None:
+def _log_names(text: str, names: list[str]) -> None:
     if names:
-        rest = [f"… and {len(names) - _SHOWN} more"] if len(names) > _SHOWN else []
-        log.info(f"{text}:\n  %s", len(names), "\n  ".join(names[:_SHOWN] + rest))
+        rest = [f"… and {len(names) - _MAX_LISTED} more"] if len(names) > _MAX_LISTED else []
+        log.info(f"{text}:\n  %s", len(names), "\n  ".join(names[:_MAX_LISTED] + rest))

@@ -5,7 +5,7 @@ A leaf's name is its path with `/` between the keys, as in T5X: `target/encoder/
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,14 +17,14 @@ from t5x.errors import UserError
 _ROWS = 20  # in a difference table; the rest is only counted
 
 
-def flatten(tree: Any) -> dict[str, Any]:
+def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
     """Return {name: leaf} in the order of jax.tree.leaves.
 
     >>> flatten({"encoder": {"scale": 1}, "step": 2})
     {'encoder/scale': 1, 'step': 2}
     """
     flat: dict[str, Any] = {}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf)[0]:
         keys = [_text(key) for key in path]
         name = "/".join(keys)
         if any(key == "" or "/" in key for key in keys):
@@ -132,17 +132,7 @@ def _variable_lines(tree: Any, axes: Any, specs: Any) -> list[str]:
 
 def _flatten_annotations(tree: Any) -> dict[str, Any]:
     """Flatten trees whose leaves are containers (axis names, PartitionSpecs) or None."""
-    flat: dict[str, Any] = {}
-
-    def visit(prefix: str, node: Any) -> None:
-        if isinstance(node, Mapping):
-            for key, below in node.items():
-                visit(f"{prefix}/{key}" if prefix else str(key), below)
-        else:
-            flat[prefix] = node
-
-    visit("", {} if tree is None else tree)
-    return flat
+    return {} if tree is None else flatten(tree, is_leaf=lambda node: not isinstance(node, Mapping))
 
 
 def _shape_with_axes(name: str, shape: tuple[int, ...], axes: Any) -> str:
@@ -171,6 +161,11 @@ def _align(rows: list[tuple[str, ...]]) -> list[str]:
     """Return each row as a line, cells padded to the width of their column."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def section(name: str) -> str:
+    """Return the section of the state that an array belongs to: `target`, `state/step` or `state/param_states`."""
+    return "/".join(name.split("/")[: 2 if name.startswith("state/") else 1])
 
 
 def as_struct(leaf: Any) -> jax.ShapeDtypeStruct:

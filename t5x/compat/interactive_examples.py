@@ -1,5 +1,6 @@
 """Examples for `t5x.interactive_model`, as sources and batches."""
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -50,27 +51,27 @@ def get_batches_from_seqio(
     rates = {task: rate for task, rate in task_rates(found).items() if split in task.splits}
     if not rates:
         raise UserError(f"{found.name!r} has no split {split!r}; it has {', '.join(map(repr, found.splits))}.")
-    streams = {task: _examples(task, split, sequence_length, shuffle, seed) for task in rates}
+    examples = {task: _examples(task, split, sequence_length, shuffle, seed) for task in rates}
     tasks, shares = list(rates), np.array(list(rates.values())) / sum(rates.values())
     rng = np.random.default_rng(seed)
     taken: list[dict[str, Any]] = []
     for _ in range(batch_size * num_batches):
         task = tasks[rng.choice(len(tasks), p=shares)]
-        example = next(streams[task], None)
+        example = next(examples[task], None)
         if example is None:
             raise UserError(
-                f"{num_batches} batches of {batch_size} are more than split {split!r} of {found.name!r} has: task "
-                f"{task.name!r} came to its end after {len(taken)} examples. Ask for fewer."
+                f"Split {split!r} of {found.name!r} has fewer than {num_batches} batches of {batch_size}: task "
+                f"{task.name!r} ended after {len(taken)} examples. Ask for fewer."
             )
-        shown = _shown(task, example) if get_pretokenized_examples else _ids(example)
-        taken.append({"input": shown["inputs"], "target": shown["targets"]})
+        value = functools.partial(_text if get_pretokenized_examples else _ids, task, example)
+        taken.append({"input": value("inputs"), "target": value("targets")})
     return [taken[i : i + batch_size] for i in range(0, len(taken), batch_size)]
 
 
 def source_of(examples: Batch) -> FunctionDataSource:
     """Return a source of the examples as {"inputs", "targets"}, with the same examples in every split."""
     if isinstance(examples, str | Mapping):
-        raise UserError("examples is one example: give a list of them.")
+        raise UserError("examples is a single example: pass a list.")
     pairs = [_pair(example) for example in examples]
     if not pairs:
         raise UserError("examples is empty: give at least one.")
@@ -81,7 +82,7 @@ def _pair(example: TextExample) -> dict[str, Any]:
     if isinstance(example, str):
         return {"inputs": example, "targets": ""}
     if "input" not in example:
-        raise UserError(f'An example is a text or {{"input": text, "target": text}}; this has {sorted(example)}.')
+        raise UserError(f'An example must be a string or {{"input": text, "target": text}}, not {sorted(example)}.')
     others = {name: value for name, value in example.items() if name not in ("input", "target")}
     return {"inputs": example["input"], "targets": example.get("target", ""), **others}
 
@@ -106,19 +107,16 @@ def joined(batches: Batches) -> list[TextExample]:
 def _examples(task: Task, split: str, lengths: Mapping[str, int] | None, shuffle: bool, seed: int) -> Iterator[Example]:
     pipeline = task.pipeline(split, lengths, seed)
     if pipeline.pieces:
-        raise UserError(f"Task {task.name!r} joins its examples: there are no pairs of texts to be had of it.")
+        raise UserError(f"Task {task.name!r} joins its examples, so it has no pairs of inputs and targets.")
     order = Order(len(pipeline), seed, shuffle)
     for position in range(len(pipeline)):
         yield from pipeline.outputs(*order(position))
 
 
-def _shown(task: Task, example: Example) -> dict[str, Any]:
-    def text(name: str) -> Any:
-        kept = example.get(f"{name}_pretokenized")
-        return task.output_features[name].vocabulary.decode(example[name]) if kept is None else kept
-
-    return {name: text(name) for name in ("inputs", "targets")}
+def _text(task: Task, example: Example, feature: str) -> Any:
+    text = example.get(f"{feature}_pretokenized")
+    return task.output_features[feature].vocabulary.decode(example[feature]) if text is None else text
 
 
-def _ids(example: Example) -> dict[str, Any]:
-    return {name: np.asarray(example[name]).tolist() for name in ("inputs", "targets")}
+def _ids(task: Task, example: Example, feature: str) -> list[int]:
+    return np.asarray(example[feature]).tolist()

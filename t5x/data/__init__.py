@@ -1,7 +1,10 @@
 """Data: vocabularies, sources, tasks, preprocessors, feature converters and the loader, under seqio's names."""
 
-from t5x.data import preprocessors
+# ruff: noqa: F401
+
+from t5x.data import preprocessors, seqio_bridge
 from t5x.data.dataset_config import DatasetConfig, import_task_module
+from t5x.data.evaluator import Evaluator, JSONLogger, PyLoggingLogger, TensorBoardLogger
 from t5x.data.feature_converters import (
     DecoderFeatureConverter,
     EncDecFeatureConverter,
@@ -52,65 +55,3 @@ from t5x.data.vocabularies import (
     Vocabulary,
     load_vocabulary,
 )
-from t5x.lazy_imports import lazy_attributes
-
-# Imported on first use, because evaluation imports this package.
-__getattr__ = lazy_attributes(
-    __name__, "t5x.data.evaluator", ("Evaluator", "JSONLogger", "PyLoggingLogger", "TensorBoardLogger")
-)
-
-__all__ = [
-    "ArrayRecordDataSource",
-    "BadExample",
-    "ByteVocabulary",
-    "CacheDatasetPlaceholder",
-    "CsvDataSource",
-    "DataSource",
-    "DatasetConfig",
-    "DecoderFeatureConverter",
-    "EncDecFeatureConverter",
-    "EncoderFeatureConverter",
-    "EvalBatch",
-    "Evaluator",
-    "Feature",
-    "FeatureConverter",
-    "FileDataSource",
-    "FunctionDataSource",
-    "HuggingFaceDataSource",
-    "HuggingFaceVocabulary",
-    "JSONLogger",
-    "JsonLinesDataSource",
-    "LMFeatureConverter",
-    "Mixture",
-    "MixtureRegistry",
-    "ParquetDataSource",
-    "PassThroughFeatureConverter",
-    "PassThroughVocabulary",
-    "PrePackedEncDecFeatureConverter",
-    "PrefixLMFeatureConverter",
-    "PyLoggingLogger",
-    "SentencePieceVocabulary",
-    "TFExampleDataSource",
-    "Task",
-    "TaskRegistry",
-    "TensorBoardLogger",
-    "TextLineDataSource",
-    "TfdsDataSource",
-    "TrainLoader",
-    "TsvDataSource",
-    "Vocabulary",
-    "eval_batches",
-    "file_task",
-    "get_mixture_or_task",
-    "get_subtasks",
-    "import_task_module",
-    "load_vocabulary",
-    "make_autoregressive_inputs",
-    "map_over_dataset",
-    "measure_lengths",
-    "merge_states",
-    "non_padding_position",
-    "preprocessors",
-    "rate_num_examples",
-    "train_loader",
-]

@@ -12,8 +12,8 @@ Batches are bitwise identical with and without a cache. A cache that is incomple
 read; a warning reports the difference.
 """
 
-import collections
 import contextlib
+import functools
 import importlib.metadata
 import json
 import logging
@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from t5x.data import example_encoding
 from t5x.data.code_hashes import fingerprint
+from t5x.data.data_fingerprint import changed_task, changed_values, describe_features
 from t5x.data.pipeline import count_cacheable, name_of
 from t5x.errors import UserError
 from t5x.files import cache_directory
@@ -44,7 +45,8 @@ FORMAT = 1
 INFO, COMPLETED = "info.json", "COMPLETED"
 _MAX_OPEN_SHARDS = 512
 _BUFFER = 1 << 16  # bytes read at once; an example is small
-_told: set[str] = set()
+_MAX_DIFFERENCES = 5
+_reading = threading.Lock()
 
 
 def directories() -> list[str]:
@@ -60,7 +62,7 @@ def directories() -> list[str]:
 def local_directory(path: str, name: str) -> str:
     """Return the absolute path of the cache directory that `name` sets; raise a UserError for a remote one."""
     if is_remote(path):
-        raise UserError(f"{name}: caches are read from local files; {path} is remote. Name a local directory.")
+        raise UserError(f"{name}: {path} is remote, but caches must be local files. Choose a local directory.")
     return os.path.abspath(os.path.expanduser(path))
 
 
@@ -88,14 +90,14 @@ def find(task: "Task", split: str, *, need_text: bool = True) -> "CachedExamples
             found = CachedExamples(path)
             found.check(task, split)
         except Unusable as error:
-            _tell(f"The cache {path} is not used: {error}. Task {task.name!r} is read from its source.")
+            _warn_once(f"Ignoring the cache {path}: {error}. Task {task.name!r} is read from its source.")
             continue
         if need_text and found.info.get("drop_text", True):
-            _tell(f"The cache {path} is not used here: its texts were dropped (--drop_text), and they are needed.")
+            _warn_once(f"Ignoring the cache {path} here: it has no texts (--drop_text), which are needed.")
             continue
-        logger.info("Split %r of task %r is read from its cache %s", split, task.name, path)
+        logger.info("Reading split %r of task %r from its cache %s", split, task.name, path)
         if found.bad:
-            _tell(
+            _warn_once(
                 f"The cache {path} was written with --skip_bad_examples: {found.bad} bad example(s) of split {split!r} "
                 f"of task {task.name!r} are not in it."
             )
@@ -103,10 +105,9 @@ def find(task: "Task", split: str, *, need_text: bool = True) -> "CachedExamples
     return None
 
 
-def _tell(message: str) -> None:
-    if message not in _told:
-        _told.add(message)
-        logger.warning("%s", message)
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning("%s", message)
 
 
 class Unusable(Exception):
@@ -132,26 +133,26 @@ class CachedExamples:
         if self.info is None:
             raise Unusable(f"it has no {INFO}")
         if self.info.get("format") != FORMAT:
-            raise Unusable(f"it has the format {self.info.get('format')}, and this version reads {FORMAT}")
+            raise Unusable(f"its format is {self.info.get('format')}; this version of t5x reads {FORMAT}")
         completed = read_json(os.path.join(path, COMPLETED))
         if completed is None:
-            raise Unusable("it is not complete (`t5x cache` goes on where it stopped)")
+            raise Unusable("it is not complete (`t5x cache` resumes)")
         with well_formed(INFO):
-            self._per_shard = _count(self.info, "examples_per_shard", low=1)
-            self.num_examples = _count(self.info, "num_examples")
+            self._per_shard = count_in(self.info, "examples_per_shard", low=1)
+            self.num_examples = count_in(self.info, "num_examples")
             self.steps = len(self.info["identity"]["preprocessors"])
         with well_formed(COMPLETED):
-            self._sizes = [_count(shard, "bytes") for shard in completed["shards"]]
-            self.bad = sum(_count(shard, "bad") for shard in completed["shards"])
-            there = [_count(shard, "records") for shard in completed["shards"]]
+            self._sizes = [count_in(shard, "bytes") for shard in completed["shards"]]
+            self.bad = sum(count_in(shard, "bad") for shard in completed["shards"])
+            there = [count_in(shard, "records") for shard in completed["shards"]]
             if there != records_of_shards(self.num_examples, self._per_shard):
-                raise ValueError(f"its shards do not hold the {self.num_examples} examples of {INFO}")
+                raise ValueError(f"its shards do not contain the {self.num_examples} examples of {INFO}")
         for number, size in enumerate(self._sizes):
             file = os.path.join(path, shard_name(number))
             there = os.path.getsize(file) if os.path.isfile(file) else None
             if there != size:
                 state = "is missing" if there is None else f"has {there} bytes instead of {size}"
-                raise Unusable(f"{shard_name(number)} {state} (`t5x cache` makes it again)")
+                raise Unusable(f"{shard_name(number)} {state} (`t5x cache` rewrites it)")
 
     def check(self, task: "Task", split: str) -> None:
         """Raise Unusable if the cache does not match the task."""
@@ -161,7 +162,7 @@ class CachedExamples:
             now = identity(task, split, steps)
         except UserError as error:
             now = identity(task, split, steps, source=written["source"])
-            _tell(f"The cache {self.path} is used, though its source cannot be read here to compare it: {error}")
+            _warn_once(f"Using the cache {self.path} unchecked: its source cannot be read here: {error}")
         with well_formed(INFO):
             differences = describe_differences(written, now)
         if differences:
@@ -172,43 +173,24 @@ class CachedExamples:
         number, record = divmod(index, self._per_shard)
         path = os.path.join(self.path, shard_name(number))
         try:
-            return example_encoding.decode(_open_shards.read(path, record, self._sizes[number]))
+            with _reading:
+                (content,) = _open_shard(path, self._sizes[number]).read([record])
+            return example_encoding.decode(content)
         except (RuntimeError, ValueError, OSError) as error:
             raise UserError(
-                f"{path} is damaged or gone (record {record}: {str(error).splitlines()[0]}). `t5x cache` makes the "
-                "damaged shards again; with T5X_TASK_CACHES= (empty) the task is read from its source."
+                f"{path} is damaged or missing (record {record}: {str(error).splitlines()[0]}). Run `t5x cache`, which "
+                "rewrites damaged shards, or set T5X_TASK_CACHES= (empty) to read the task from its source."
             ) from error
 
 
-class _OpenShards:
-    """The shards that this process has open, least recently used first."""
+@functools.lru_cache(_MAX_OPEN_SHARDS)
+def _open_shard(path: str, size: int) -> Any:
+    from array_record.python import array_record_module
 
-    def __init__(self, limit: int):
-        self._readers: collections.OrderedDict[str, Any] = collections.OrderedDict()
-        self._limit = limit
-        self._lock = threading.Lock()
-
-    def read(self, path: str, record: int, size: int) -> bytes:
-        with self._lock:
-            reader = self._readers.get(path)
-            if reader is None:
-                self._readers[path] = reader = self._open(path, size)
-                if len(self._readers) > self._limit:
-                    self._readers.popitem(last=False)
-            self._readers.move_to_end(path)
-            return reader.read([record])[0]
-
-    @staticmethod
-    def _open(path: str, size: int) -> Any:
-        from array_record.python import array_record_module
-
-        if os.path.getsize(path) != size:
-            raise ValueError("its size has changed")
-        options = "readahead_buffer_size:0,max_parallelism:0"
-        return array_record_module.ArrayRecordReader(path, options, file_reader_buffer_size=_BUFFER)
-
-
-_open_shards = _OpenShards(_MAX_OPEN_SHARDS)
+    if os.path.getsize(path) != size:
+        raise ValueError("its size has changed")
+    options = "readahead_buffer_size:0,max_parallelism:0"
+    return array_record_module.ArrayRecordReader(path, options, file_reader_buffer_size=_BUFFER)
 
 
 def records_of_shards(num_examples: int, per_shard: int) -> list[int]:
@@ -226,7 +208,7 @@ def read_json(path: str) -> dict[str, Any] | None:
         with open_regular(path) as file, well_formed(os.path.basename(path)):
             content = parse_json(file.read())
             if not isinstance(content, dict):
-                raise ValueError(f"it holds {type(content).__name__}, not an object")
+                raise ValueError(f"it contains a {type(content).__name__}, not an object")
             return content
     except FileNotFoundError:
         return None
@@ -241,10 +223,11 @@ def well_formed(name: str) -> Iterator[None]:
         yield
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        raise Unusable(f"{name} is damaged: {what} (`t5x cache` writes it again)") from error
+        raise Unusable(f"{name} is damaged: {what} (`t5x cache` rewrites it)") from error
 
 
-def _count(content: Mapping[str, Any], name: str, low: int = 0) -> int:
+def count_in(content: Mapping[str, Any], name: str, low: int = 0) -> int:
+    """Return the entry `name`; raise a ValueError unless it is a whole number of at least `low`."""
     value = content[name]
     if type(value) is not int or value < low:
         raise ValueError(f"{name!r} is {value!r}")
@@ -269,63 +252,19 @@ def identity(task: "Task", split: str, steps: int, source: Any = None) -> dict[s
         ]
     described = {
         "source": task.source.fingerprint(split) if source is None else source,
-        "features": {
-            name: {
-                "vocabulary": repr(feature.vocabulary),
-                "hash": fingerprint((feature.vocabulary, type(feature.vocabulary).encode)),
-                "add_eos": feature.add_eos,
-                "dtype": feature.dtype,
-                "rank": feature.rank,
-            }
-            for name, feature in task.output_features.items()
-        },
+        "features": describe_features(task.output_features, lambda used: fingerprint((used, type(used).encode))),
         "preprocessors": _preprocessors[task],
-        "versions": _versions(),
+        "versions": {
+            "Python": f"{sys.version_info.major}.{sys.version_info.minor}",  # hashes depend on bytecode
+            "sentencepiece": importlib.metadata.version("sentencepiece"),
+        },
     }
     return json.loads(json.dumps(described))
 
 
-def _versions() -> dict[str, str]:
-    return {
-        "Python": f"{sys.version_info.major}.{sys.version_info.minor}",  # hashes depend on bytecode
-        "sentencepiece": importlib.metadata.version("sentencepiece"),
-    }
-
-
 def describe_differences(written: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return short descriptions of what has changed since a cache was written."""
-    found = []
-    for name in written["versions"] | now["versions"]:
-        if written["versions"].get(name) != now["versions"].get(name):
-            found.append(f"{name} was {written['versions'].get(name)} and is {now['versions'].get(name)}")
-    if found:  # hashes of code cannot be compared then
-        return found
-    before, after = written["preprocessors"], now["preprocessors"]
-    if [step["name"] for step in before] != [step["name"] for step in after]:
-        names = [", ".join(step["name"] for step in steps) or "none" for steps in (before, after)]
-        found.append(f"its preprocessors were {names[0]} and are {names[1]}")
-    else:
-        changed = [step["name"] for step, other in zip(before, after, strict=True) if step != other]
-        found += [f"the preprocessor {name}, its arguments or what it calls has changed" for name in changed]
-    for name in written["features"] | now["features"]:
-        one, other = written["features"].get(name), now["features"].get(name)
-        if one is None or other is None:
-            found.append(f"the feature {name!r} {'is new' if one is None else 'is gone'}")
-        elif one["hash"] != other["hash"]:
-            found.append(
-                f"the vocabulary of {name!r} was {one['vocabulary']} and is {other['vocabulary']}, or has changed"
-            )
-        else:
-            keys = [key for key in ("add_eos", "dtype", "rank") if one[key] != other[key]]
-            found += [f"{key} of the feature {name!r} was {one[key]} and is {other[key]}" for key in keys]
-    return found + _source_differences(written["source"], now["source"])
-
-
-def _source_differences(before: Any, after: Any) -> list[str]:
-    if before == after:
-        return []
-    one, other = ({name: version for name, version in of.get("files", ())} for of in (before, after))
-    if changed := [name for name in one | other if one.get(name) != other.get(name)]:
-        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-        return [f"the source's files have changed ({', '.join(changed[:3])}{more})"]
-    return [f"the source {before.get('class')}, its code or its arguments have changed"]
+    found = list(changed_values("the version of", written["versions"], now["versions"]))
+    if not found:  # else hashes of code cannot be compared
+        found = list(changed_task(written, now))
+    return found if len(found) <= _MAX_DIFFERENCES else [*found[:_MAX_DIFFERENCES], "and more"]

@@ -4,7 +4,9 @@ A shard is written to a temporary file and renamed, then its summary (shard-0000
 finished. After a kill at any moment, finished and intact shards are kept and the others are written.
 """
 
+import concurrent.futures
 import contextlib
+import errno
 import functools
 import json
 import logging
@@ -13,14 +15,13 @@ import queue
 import re
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from t5x.data import cache_reader, example_encoding, worker_process
-from t5x.data.data_fingerprint import or_none
+from t5x.data.data_fingerprint import try_fingerprint
 from t5x.data.pipeline import Example, Pipeline, count_cacheable
 from t5x.data.sources import BadExample
 from t5x.data.tasks import Task
@@ -55,8 +56,6 @@ class Written(NamedTuple):
       seconds: time taken.
     """
 
-    task: str
-    split: str
     path: str
     examples: int
     tokens: int
@@ -127,7 +126,7 @@ def write(
         "examples_per_shard": examples_per_shard or max(EXAMPLES_PER_SHARD, -(-count // _MAX_SHARDS)),
         "drop_text": drop_text,
         "identity": described,
-        "content": or_none(lambda: task.source.content_fingerprint(split)(), task.name),
+        "content": try_fingerprint(lambda: task.source.content_fingerprint(split)(), task.name),
     }
     with _exclusive(path):
         info = _prepare(path, info, overwrite)
@@ -140,10 +139,9 @@ def write(
                 os.remove(os.path.join(path, cache_reader.COMPLETED))
             finished |= _make(work, missing, num_workers, runner)
         _complete(path, {"shards": [finished[n] for n in range(shards)]})
-    total = {
-        name: sum(summary[name] for summary in finished.values()) for name in ("examples", "tokens", "bytes", "bad")
-    }
-    return Written(task.name, split, path, **total, made=len(missing), shards=shards, seconds=time.monotonic() - began)
+    names = ("examples", "tokens", "bytes", "bad")
+    totals = {name: sum(summary[name] for summary in finished.values()) for name in names}
+    return Written(path, **totals, made=len(missing), shards=shards, seconds=time.monotonic() - began)
 
 
 def write_shard(work: Work, number: int, report: Callable[[int], None] = lambda count: None) -> Summary:
@@ -152,37 +150,31 @@ def write_shard(work: Work, number: int, report: Callable[[int], None] = lambda 
     Args:
       report: called now and then with the number of source examples done since the last call.
     """
-    from array_record.python import array_record_module
-
     path = os.path.join(work.path, cache_reader.shard_name(number))
     indices = work.indices(number)
     summary = {"records": len(indices), "examples": 0, "tokens": 0, "bad": 0}
-    reported, told = 0, time.monotonic()
-    try:
+    reported, reported_at = 0, time.monotonic()
+    with _explain_full_disk(work.path):
         with atomic.new_file(path) as file:
-            writer = array_record_module.ArrayRecordWriter(file.name, _WRITER_OPTIONS)
-            for done, index in enumerate(indices, 1):
-                examples = _made(work, index, summary)
-                summary["examples"] += len(examples)
-                summary["tokens"] += sum(_tokens(example, work.pipeline.output_features) for example in examples)
-                writer.write(_encoded(work, examples, index))
-                if time.monotonic() - told > _SECONDS_BETWEEN_REPORTS:
-                    report(done - reported)
-                    reported, told = done, time.monotonic()
-            writer.close()
-            there = array_record_module.ArrayRecordReader(file.name).num_records()
-            if there != len(indices):
-                raise RuntimeError(f"{there} of {len(indices)} records arrived in {file.name}")
+            with example_encoding.open_writer(file.name, _WRITER_OPTIONS) as write_record:
+                for done, index in enumerate(indices, 1):
+                    examples = _preprocess(work, index, summary)
+                    summary["examples"] += len(examples)
+                    summary["tokens"] += sum(_tokens(example, work.pipeline.output_features) for example in examples)
+                    try:
+                        write_record(examples)
+                    except UserError as error:
+                        raise BadExample(f"{work.pipeline.location(index)}: {error}") from error
+                    if time.monotonic() - reported_at > _SECONDS_BETWEEN_REPORTS:
+                        report(done - reported)
+                        reported, reported_at = done, time.monotonic()
             summary |= _measure(file.name)
         _write_json(_summary_path(work.path, number), summary)
-    except (OSError, RuntimeError) as error:
-        _check_disk(work.path, error)
-        raise
     report(len(indices) - reported)
     return summary
 
 
-def _made(work: Work, index: int, summary: Summary) -> list[Example]:
+def _preprocess(work: Work, index: int, summary: Summary) -> list[Example]:
     try:
         examples = work.pipeline.unfinished(0, index)
     except BadExample as error:
@@ -190,18 +182,11 @@ def _made(work: Work, index: int, summary: Summary) -> list[Example]:
             raise
         summary["bad"] += 1
         if summary["bad"] == 1:
-            logger.warning("passed over: %s; further ones of this shard are counted, not reported", error)
+            logger.warning("skipped: %s; further bad examples of this shard are only counted", error)
         return []
     if work.drop_text:
         return [{name: value for name, value in one.items() if not name.endswith("_pretokenized")} for one in examples]
     return examples
-
-
-def _encoded(work: Work, examples: list[Example], index: int) -> bytes:
-    try:
-        return example_encoding.encode(examples)
-    except UserError as error:
-        raise BadExample(f"{work.pipeline.location(index)}: {error}") from error
 
 
 def _tokens(example: Example, features: Iterable[str]) -> int:
@@ -215,7 +200,7 @@ def _tokens(example: Example, features: Iterable[str]) -> int:
 def _default_directory() -> str:
     found = cache_reader.directories()
     if not found:
-        raise UserError("T5X_TASK_CACHES is empty, or T5X_CACHE_DIR is remote. Name a local directory: --output_dir.")
+        raise UserError("T5X_TASK_CACHES is empty, or T5X_CACHE_DIR is remote. Set --output_dir to a local directory.")
     return found[0]
 
 
@@ -229,36 +214,53 @@ def _exclusive(path: str) -> Iterator[None]:
         except BlockingIOError as error:
             raise UserError(f"Another process is writing the cache {path}. Wait until it has ended.") from error
         except OSError as error:
-            raise UserError(f"The cache {path} cannot be written: {error.strerror}. Choose --output_dir.") from error
+            raise UserError(f"Cannot write the cache {path}: {error.strerror}. Choose another --output_dir.") from error
         try:
-            yield
+            with _explain_full_disk(path):
+                yield
         except OSError as error:
-            _check_disk(path, error)
             if os.fspath(error.filename or "").startswith(path):
-                raise UserError(f"{error.filename} cannot be written: {error.strerror}. Remove {path}.") from error
+                raise UserError(f"Cannot write {error.filename}: {error.strerror}. Remove {path}.") from error
             raise
+
+
+@contextlib.contextmanager
+def _explain_full_disk(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        free = free_bytes(path)
+        room = "" if free is None else f" ({human_size(free)} free)"
+        raise UserError(
+            f"The cache does not fit on the disk of {path}{room}. Free some space and run the same command again "
+            "(finished shards are kept), write to another disk (--output_dir), or write less (--drop_text)."
+        ) from error
 
 
 def _prepare(path: str, info: dict[str, Any], overwrite: bool) -> dict[str, Any]:
     """Remove files that do not belong to `info`; return the content of info.json."""
-    there, reason = None, []
+    existing, differences = None, []
     try:
-        there = cache_reader.read_json(os.path.join(path, cache_reader.INFO))
-        with cache_reader.well_formed(cache_reader.INFO):
-            reason = _reasons(there, info) if there is not None else []
+        existing = cache_reader.read_json(os.path.join(path, cache_reader.INFO))
+        if existing is not None:
+            with cache_reader.well_formed(cache_reader.INFO):
+                differences = _describe_differences(existing, info)
     except cache_reader.Unusable as error:
-        logger.warning("%s: %s; the whole cache is made again", path, error)
-        there = None
-    if reason and not overwrite:
+        logger.warning("%s: %s; rewriting the whole cache", path, error)
+        existing = None
+    if differences and not overwrite:
         raise UserError(
-            f"{path} holds a cache of another state of the task: {'; '.join(reason)}. --overwrite replaces it."
+            f"{path} contains a cache of another state of the task: {'; '.join(differences)}. Pass --overwrite to "
+            "replace it."
         )
-    if there is None or reason or overwrite:
+    if existing is None or differences or overwrite:
         _clear(path)
         _write_json(os.path.join(path, cache_reader.INFO), info)
         return info
     _clear(path, only_unfinished=True)
-    return there
+    return existing
 
 
 def _clear(path: str, only_unfinished: bool = False) -> None:
@@ -267,32 +269,32 @@ def _clear(path: str, only_unfinished: bool = False) -> None:
             os.remove(os.path.join(path, name))
 
 
-def _reasons(there: dict[str, Any], info: dict[str, Any]) -> list[str]:
-    if there.get("format") != info["format"]:
-        return [f"its format is {there.get('format')}, not {info['format']}"]
-    found = cache_reader.describe_differences(there["identity"], info["identity"])
-    if there["drop_text"] != info["drop_text"]:
-        found.append("it has no texts (--drop_text)" if there["drop_text"] else "it has texts (no --drop_text)")
-    if there["num_examples"] != info["num_examples"]:
-        found.append(f"it is of {there['num_examples']} source examples, and there are {info['num_examples']}")
-    if type(there["examples_per_shard"]) is not int or there["examples_per_shard"] < 1:
-        raise ValueError(f"'examples_per_shard' is {there['examples_per_shard']!r}")
+def _describe_differences(existing: dict[str, Any], info: dict[str, Any]) -> list[str]:
+    if existing.get("format") != info["format"]:
+        return [f"its format is {existing.get('format')}, not {info['format']}"]
+    found = cache_reader.describe_differences(existing["identity"], info["identity"])
+    if existing["drop_text"] != info["drop_text"]:
+        found.append("it has no texts (--drop_text)" if existing["drop_text"] else "it has texts (no --drop_text)")
+    if existing["num_examples"] != info["num_examples"]:
+        found.append(f"it has {existing['num_examples']} source examples, not {info['num_examples']}")
+    cache_reader.count_in(existing, "examples_per_shard", low=1)
     return found
 
 
 def _finished(work: Work, number: int) -> Summary | None:
     """Return the summary of a shard, or None unless it is finished and intact."""
+    name = cache_reader.shard_name(number)
     try:
         summary = cache_reader.read_json(_summary_path(work.path, number))
         if summary is None:
             return None
-        shard = os.path.join(work.path, cache_reader.shard_name(number))
-        expected = {"records": len(work.indices(number))} | _measure(shard)
+        with cache_reader.well_formed(name):
+            expected = {key: cache_reader.count_in(summary, key) for key in ("examples", "tokens", "bad")}
+        expected |= {"records": len(work.indices(number))} | _measure(os.path.join(work.path, name))
     except (OSError, cache_reader.Unusable):
-        expected = None
-    counted = expected is not None and all(type(summary.get(name)) is int for name in ("examples", "tokens", "bad"))
-    if not counted or any(summary.get(name) != value for name, value in expected.items()):
-        logger.warning("%s in %s is damaged or gone; it is made again", cache_reader.shard_name(number), work.path)
+        summary, expected = {}, None
+    if summary != expected:
+        logger.warning("%s in %s is damaged or missing; rewriting it", name, work.path)
         return None
     return summary
 
@@ -301,12 +303,12 @@ def _complete(path: str, content: dict[str, Any]) -> None:
     """Write COMPLETED, unless it exists and is correct."""
     file = os.path.join(path, cache_reader.COMPLETED)
     try:
-        there = cache_reader.read_json(file)
+        existing = cache_reader.read_json(file)
     except cache_reader.Unusable:
-        there = {}
-    if there is not None and there != content:
-        logger.warning("%s is damaged; it is written again", file)
-    if there != content:
+        existing = {}
+    if existing != content:
+        if existing is not None:
+            logger.warning("%s is damaged; rewriting it", file)
         _write_json(file, content)
 
 
@@ -324,17 +326,6 @@ def _write_json(path: str, content: Any) -> None:
         file.write(json.dumps(content, indent=1).encode())
 
 
-def _check_disk(path: str, error: Exception) -> None:
-    """Raise a UserError if the disk is full, which array_record reports only in its message."""
-    if any(words in str(error) for words in ("No space left", "Disk quota")):
-        free = free_bytes(path)
-        room = "" if free is None else f" ({human_size(free)} free)"
-        raise UserError(
-            f"The cache does not fit on the disk of {path}{room}. Make room and start again, which keeps the finished "
-            "shards; or write to another disk (--output_dir), or less (--drop_text)."
-        ) from error
-
-
 # --- Writing shards ---------------------------------------------------------------------------------------------------
 
 
@@ -345,97 +336,60 @@ def _make(work: Work, missing: Sequence[int], num_workers: int | None, runner: s
     count = min(cores if num_workers is None else num_workers, len(missing))
     total = sum(len(work.indices(number)) for number in missing)
     with Progress(total, unit="example", description=f"{work.pipeline.name} {work.pipeline.split}") as progress:
-        report = _Rate(progress)
+        began, done, reporting = time.monotonic(), 0, threading.Lock()
+
+        def report(count: int) -> None:
+            nonlocal done
+            with reporting:
+                done += count
+                progress.update(done, **{"examples/s": done / max(time.monotonic() - began, 1e-9)})
+
         if count <= 1:
             return {number: write_shard(work, number, report) for number in missing}
         return _make_in_processes(work, missing, count, report)
 
 
-class _Rate:
-    """Counts finished examples and shows their rate."""
-
-    def __init__(self, progress: Progress):
-        self._progress = progress
-        self._began = time.monotonic()
-        self._done = 0
-
-    def __call__(self, count: int) -> None:
-        self._done += count
-        rate = self._done / max(time.monotonic() - self._began, 1e-9)
-        self._progress.update(self._done, **{"examples/s": rate})
-
-
 def _make_in_processes(
     work: Work, missing: Sequence[int], count: int, report: Callable[[int], None]
 ) -> dict[int, Summary]:
-    payload = worker_process.pickled(work, "Give --num_workers=0")
-    waiting = iter(missing)
-    answers: queue.Queue[tuple[int, dict[str, Any] | None]] = queue.Queue()
-    workers = [worker_process.start("t5x.data.cache_writer:serve") for _ in range(count)]
-    finished: dict[int, Summary] = {}
+    content = worker_process.pickled(work, "Set --num_workers=0")
+    fix = "Run the same command again (finished shards are kept); fewer processes (--num_workers) need less memory."
+    workers = [
+        worker_process.Worker("t5x.data.cache_writer:serve", content, f"Cache worker process {number}", fix)
+        for number in range(count)
+    ]
+    idle: queue.SimpleQueue[worker_process.Worker] = queue.SimpleQueue()
+    for worker in workers:
+        idle.put(worker)
 
-    def listen(number: int) -> None:
-        while (content := worker_process.read(workers[number].stdout)) is not None:
-            answers.put((number, json.loads(content)))
-        answers.put((number, None))
+    def make(number: int) -> Summary:
+        worker = idle.get()
+        try:
+            worker.send(number)
+            while "summary" not in (message := worker.receive()[0]):
+                report(message["done"])
+            return message["summary"]
+        finally:
+            idle.put(worker)
 
-    def command(number: int, content: bytes) -> None:
-        with contextlib.suppress(OSError):  # it has died; its other pipe reports it
-            worker_process.write(workers[number].stdin, content)
-            workers[number].stdin.flush()
-
-    def begin(number: int) -> None:
-        command(number, payload)
-        command(number, str(next(waiting)).encode())
-
+    pool = concurrent.futures.ThreadPoolExecutor(count)
     try:
-        for number in range(count):
-            threading.Thread(target=listen, args=(number,), daemon=True).start()
-            begin(number)
-        while len(finished) < len(missing):
-            number, answer = answers.get()
-            if answer is None:
-                fix = "Start again, which keeps the finished shards; fewer processes (--num_workers) need less memory."
-                raise worker_process.unexpected_end(workers[number], "A worker process", fix)
-            if "error" in answer:
-                raise {"bad": BadExample, "user": UserError}.get(answer["kind"], RuntimeError)(answer["error"])
-            report(answer.get("done", 0))
-            if "shard" in answer:
-                finished[answer["shard"]] = answer["summary"]
-                if (following := next(waiting, None)) is not None:
-                    command(number, str(following).encode())
+        futures = {pool.submit(make, number): number for number in missing}
+        return {futures[done]: done.result() for done in concurrent.futures.as_completed(futures)}
     finally:
+        pool.shutdown(wait=False, cancel_futures=True)
         for worker in workers:
-            worker.kill()
-            worker.wait()
-            worker.stdin.close()
+            worker.stop()
         _clear(work.path, only_unfinished=True)
-    return finished
 
 
 def serve() -> None:
     """Run a worker process."""
-    source, output = worker_process.pipes()
-    payload = worker_process.read(source)
-    if payload is None:
-        return
+    worker_process.serve(_send_summary)
 
-    def answer(**content: Any) -> None:
-        worker_process.write(output, json.dumps(content).encode())
-        output.flush()
 
-    commands = worker_process.listen(source)
-    try:
-        work = worker_process.unpickled(payload)
-        while True:
-            number = int(commands.get())
-            answer(shard=number, summary=write_shard(work, number, lambda count: answer(done=count)))
-    except BrokenPipeError:
-        pass
-    except UserError as error:
-        answer(kind="bad" if isinstance(error, BadExample) else "user", error=str(error))
-    except Exception:
-        answer(kind="bug", error=f"in a worker process:\n{traceback.format_exc()}")
+def _send_summary(work: Work, number: int, parent: worker_process.Parent) -> None:
+    parent.send({"summary": write_shard(work, number, lambda count: parent.send({"done": count}))})
 
 
 def _make_with_beam(work: Work, missing: Sequence[int], runner: str) -> dict[int, Summary]:
@@ -445,11 +399,11 @@ def _make_with_beam(work: Work, missing: Sequence[int], runner: str) -> dict[int
     except ImportError as error:
         raise UserError(
             f"--runner needs Apache Beam ({error}). `pip install apache-beam`, or `pip install -e '.[beam]'` in the "
-            "checkout of t5x. Without --runner, processes of this machine do it (--num_workers)."
+            "checkout of t5x. Without --runner, local processes write the cache (--num_workers)."
         ) from error
-    payload = worker_process.pickled(work, "Leave out --runner and give --num_workers=0")
+    payload = worker_process.pickled(work, "Omit --runner and set --num_workers=0")
     options = PipelineOptions(["--runner", runner])
-    logger.info("Beam's %s makes %d shard(s)", runner, len(missing))
+    logger.info("writing %d shard(s) with Beam's %s", len(missing), runner)
     try:
         pipeline = apache_beam.Pipeline(options=options)
     except ValueError as error:
@@ -460,8 +414,8 @@ def _make_with_beam(work: Work, missing: Sequence[int], runner: str) -> dict[int
     finished = {number: found for number in missing if (found := _finished(work, number)) is not None}
     if len(finished) < len(missing):
         raise UserError(
-            f"Beam's {runner} left {len(missing) - len(finished)} shard(s) unwritten in {work.path}. Its workers must "
-            "see that directory."
+            f"Beam's {runner} did not write {len(missing) - len(finished)} shard(s) in {work.path}. Its workers must "
+            "have access to that directory."
         )
     return finished
 

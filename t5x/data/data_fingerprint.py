@@ -18,6 +18,7 @@ from typing import Any
 
 from t5x.data.code_hashes import fingerprint
 from t5x.data.feature_converters import FeatureConverter
+from t5x.data.feature_spec import Feature
 from t5x.data.pipeline import Pipeline, name_of
 
 logger = logging.getLogger(__name__)
@@ -25,8 +26,8 @@ logger = logging.getLogger(__name__)
 Fingerprint = dict[str, Any]
 
 _FORMAT = 1
-_PLAIN = (type(None), bool, int, float, str)
-_SHOWN = 60  # characters of a value shown in a message
+_JSON_TYPES = (type(None), bool, int, float, str)
+_MAX_LENGTH = 60  # characters of a value in a message
 _NOT_OF_A_CONVERTER = ("trimmed", "_apply_length_check")
 _hashes: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
@@ -40,18 +41,18 @@ def start_fingerprint(
         "format": _FORMAT,
         "python": f"{sys.version_info.major}.{sys.version_info.minor}",  # hashes of functions depend on bytecode
         "lengths": dict(lengths),
-        "converter": {"name": type(converter).__name__, "arguments": _plain(settings),
+        "converter": {"name": type(converter).__name__, "arguments": _json_values(settings),
                       "hash": _hash((type(converter), settings))},
         "tasks": {pipeline.name: _describe_task(pipeline) for pipeline in pipelines},
     }  # fmt: skip
-    contents = {pipeline.name: or_none(pipeline.content_fingerprint, pipeline.name) for pipeline in pipelines}
+    contents = {pipeline.name: try_fingerprint(pipeline.content_fingerprint, pipeline.name) for pipeline in pipelines}
     result: Future[Fingerprint] = Future()
 
     def finish() -> None:
         try:
             for name, content in contents.items():
                 as_json = lambda content=content: json.loads(json.dumps(content()))
-                described["tasks"][name]["source"] = or_none(as_json, name) if content else None
+                described["tasks"][name]["source"] = try_fingerprint(as_json, name) if content else None
             result.set_result(json.loads(json.dumps(described)))
         except BaseException as error:
             result.set_exception(error)
@@ -63,11 +64,15 @@ def start_fingerprint(
 def _describe_task(pipeline: Pipeline) -> dict[str, Any]:
     return {
         "preprocessors": [_describe_step(step) for step in pipeline.preprocessors],
-        "features": {
-            name: {"vocabulary": repr(feature.vocabulary), "hash": _hash(feature.vocabulary),
-                   "add_eos": feature.add_eos, "dtype": feature.dtype, "rank": feature.rank}
-            for name, feature in pipeline.output_features.items()
-        },
+        "features": describe_features(pipeline.output_features, _hash),
+    }
+
+
+def describe_features(features: Mapping[str, Feature], hash_vocabulary: Callable[[Any], str]) -> dict[str, Any]:
+    return {
+        name: {"vocabulary": repr(feature.vocabulary), "hash": hash_vocabulary(feature.vocabulary),
+               "add_eos": feature.add_eos, "dtype": feature.dtype, "rank": feature.rank}
+        for name, feature in features.items()
     }  # fmt: skip
 
 
@@ -80,7 +85,7 @@ def _describe_step(step: Any) -> dict[str, Any]:
         digest = _hash(step)
         with contextlib.suppress(TypeError):
             _hashes[step] = digest
-    return {"name": name_of(step), "arguments": _plain(_arguments(step)), "hash": digest}
+    return {"name": name_of(step), "arguments": _json_values(_arguments(step)), "hash": digest}
 
 
 def _arguments(step: Any) -> dict[str, Any]:
@@ -91,27 +96,27 @@ def _arguments(step: Any) -> dict[str, Any]:
     return found
 
 
-def _plain(values: Mapping[Any, Any]) -> dict[str, Any]:
+def _json_values(values: Mapping[Any, Any]) -> dict[str, Any]:
     """Return the values that can be shown in a message and stored as JSON unchanged."""
-    return {str(name): value for name, value in values.items() if type(value) in _PLAIN}
+    return {str(name): value for name, value in values.items() if type(value) in _JSON_TYPES}
 
 
 def _hash(value: Any) -> str:
     try:
         return fingerprint(value, lasting=True)
     except Exception as error:  # user objects may raise anything; fall back to the name
-        logger.info("%s is known by its name: a change of it is not noticed (%s)", name_of(value), error)
+        logger.info("%s is identified by its name only; changes of its code go unnoticed (%s)", name_of(value), error)
         return name_of(value)
 
 
-def or_none(function: Callable[[], Any], task: str) -> Any:
+def try_fingerprint(function: Callable[[], Any], task: str) -> Any:
     """Call a source's fingerprint function; log an error and return None if it fails."""
     try:
         return function()
     except Exception as error:
         logger.warning(
-            "task %r: its source cannot be fingerprinted, so that a change of it is not noticed when the run is "
-            "resumed (%s: %s)", task, type(error).__name__, error,
+            "task %r: cannot fingerprint its source, so changes of it go unnoticed when a run resumes (%s: %s)",
+            task, type(error).__name__, error,
         )  # fmt: skip
         return None
 
@@ -122,31 +127,33 @@ def or_none(function: Callable[[], Any], task: str) -> Any:
 def describe_changes(before: Fingerprint, now: Fingerprint) -> list[str]:
     """Return one line per difference between two fingerprints. Log what cannot be compared."""
     if before["format"] != now["format"]:
-        logger.info("the fingerprint of the data is of another version: whether the data has changed is not checked")
+        logger.info("the data fingerprint has another version: cannot check whether the data has changed")
         return []
     same_python = before["python"] == now["python"]
     if not same_python:
         logger.info(
-            "Python was %s and is %s: whether the code of preprocessors has changed cannot be told, and is not checked",
+            "Python was %s and is %s: cannot check whether the code of preprocessors has changed",
             before["python"], now["python"],
         )  # fmt: skip
-    found = list(_changed_values("the length of", before["lengths"], now["lengths"]))
+    found = list(changed_values("the length of", before["lengths"], now["lengths"]))
     found += _changed_call("feature converter", before["converter"], now["converter"], same_python)
     several = len(now["tasks"]) > 1
     for name in before["tasks"].keys() & now["tasks"].keys():  # the loader reports other names
-        where = f"task {name}: " if several else ""
-        changes = _changed_task(name, before["tasks"][name], now["tasks"][name], same_python)
-        found += [where + change for change in changes]
+        one, other = before["tasks"][name], now["tasks"][name]
+        if one["source"] is None or other["source"] is None:
+            logger.info("task %r: no fingerprint of its source, or of its cache's: cannot check for changes", name)
+        changes = changed_task(one, other, same_python)
+        found += [f"task {name}: {change}" if several else change for change in changes]
     return found
 
 
-def _changed_task(name: str, before: Mapping[str, Any], now: Mapping[str, Any], same_python: bool) -> Iterator[str]:
-    if before["source"] is None or now["source"] is None:
-        logger.info(
-            "task %r: there is no fingerprint of its source, or of what its cache was made of: whether it has changed "
-            "is not checked", name,
-        )  # fmt: skip
-    else:
+def changed_task(before: Mapping[str, Any], now: Mapping[str, Any], same_python: bool = True) -> Iterator[str]:
+    """Describe the changes of a task's source, preprocessors and features.
+
+    Args:
+      same_python: False ignores hashes of code, which depend on the version of Python.
+    """
+    if before["source"] is not None and now["source"] is not None:
         yield from _changed_source(before["source"], now["source"], same_python)
     steps = [[step["name"] for step in task["preprocessors"]] for task in (before, now)]
     if steps[0] != steps[1]:
@@ -157,51 +164,52 @@ def _changed_task(name: str, before: Mapping[str, Any], now: Mapping[str, Any], 
     for feature in dict(before["features"] | now["features"]):
         one, other = before["features"].get(feature), now["features"].get(feature)
         if one is None or other is None:
-            yield f"the feature {feature!r} {'is new' if one is None else 'is gone'}"
+            yield f"the feature {feature!r} {'is new' if one is None else 'was removed'}"
         elif one["hash"] != other["hash"]:
             yield f"the vocabulary of {feature!r} has changed ({one['vocabulary']}, now {other['vocabulary']})"
         else:
-            names = ("add_eos", "dtype", "rank")
-            yield from _changed_values(
-                f"feature {feature!r}:", *({key: of[key] for key in names} for of in (one, other))
-            )
+            one, other = ({key: of[key] for key in ("add_eos", "dtype", "rank")} for of in (one, other))
+            yield from changed_values(f"feature {feature!r}:", one, other)
 
 
 def _changed_source(before: Mapping[str, Any], now: Mapping[str, Any], same_python: bool) -> Iterator[str]:
-    if before.get("class") != now.get("class"):
-        yield f"the source was a {before.get('class')} and is a {now.get('class')}"
+    name = now.get("class")
+    if before.get("class") != name:
+        yield f"the source was a {before.get('class')} and is a {name}"
         return
     if same_python and before.get("settings") != now.get("settings"):
-        yield f"the arguments or functions of the source {now.get('class')} have changed"
+        yield f"the arguments or code of the source {name} have changed"
     files, files_now = before.get("files", []), now.get("files", [])
     if len(files) != len(files_now):
-        yield f"there were {len(files)} files and are {len(files_now)}"
+        yield f"the source had {len(files)} files and has {len(files_now)}"
         return
-    for (_, size, digest), (name, size_now, digest_now) in zip(files, files_now, strict=True):
-        if digest != digest_now:
-            sizes = f"{size:,} bytes as before" if size == size_now else f"{size:,} bytes, now {size_now:,}"
-            yield f"the content of {name} has changed ({sizes})"
-    known = ("class", "settings", "files")
-    if any(before.get(key) != now.get(key) for key in before | now if key not in known):
-        yield f"the examples of the source {now.get('class')} have changed"
+    for (_, *version), (file, *version_now) in zip(files, files_now, strict=True):
+        if version != version_now:
+            sizes = f" ({version[0]:,} bytes, now {version_now[0]:,})" if len(version) > 1 else ""
+            yield f"the content of {file} has changed{sizes}"
+    others = (before | now).keys() - {"class", "settings", "files"}
+    if any(before.get(key) != now.get(key) for key in others):
+        yield f"the examples of the source {name} have changed"
 
 
 def _changed_call(what: str, before: Mapping[str, Any], now: Mapping[str, Any], same_python: bool) -> Iterator[str]:
     if before["name"] != now["name"]:
         yield f"the {what} was {before['name']} and is {now['name']}"
         return
-    changed = list(_changed_values(f"{what} {now['name']}:", before["arguments"], now["arguments"]))
+    arguments = (call.get("arguments", {}) for call in (before, now))
+    changed = list(changed_values(f"{what} {now['name']}:", *arguments))
     if same_python and not changed and before["hash"] != now["hash"]:
-        changed = [f"the {what} {now['name']}, its arguments or what it calls has changed"]
+        changed = [f"the {what} {now['name']}, its arguments or a function it calls has changed"]
     yield from changed
 
 
-def _changed_values(where: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+def changed_values(where: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """Describe each entry that differs; `where` precedes its name."""
     for name in dict(before | now):
-        was, is_now = (repr(of[name]) if name in of else "not given" for of in (before, now))
+        was, is_now = (repr(of[name]) if name in of else "not set" for of in (before, now))
         if was != is_now:
             yield f"{where} {name} was {_shortened(was)} and is {_shortened(is_now)}"
 
 
 def _shortened(text: str) -> str:
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+    return text if len(text) <= _MAX_LENGTH else f"{text[:_MAX_LENGTH]}…"

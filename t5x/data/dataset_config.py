@@ -93,7 +93,7 @@ def import_task_module(name_or_file: str) -> ModuleType:
     """
     path = os.path.realpath(os.path.expanduser(name_or_file)) if name_or_file.endswith(".py") else None
     if path is not None and not os.path.isfile(path):
-        raise UserError(f"There is no file {name_or_file} to import tasks from (looked for {path}).")
+        raise UserError(f"There is no file {name_or_file} to import tasks from ({path}).")
     try:
         if path is None:
             return user_modules.import_module(name_or_file)
@@ -102,21 +102,19 @@ def import_task_module(name_or_file: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if path is None and f"{name_or_file}.".startswith(f"{error.name}."):
             raise UserError(
-                f"There is no module {error.name!r} to import tasks from. Install the package it is in, start from its "
-                "directory, or name the .py file itself."
+                f"There is no module {error.name!r} to import tasks from. Install its package, start t5x in its "
+                "directory, or pass the path of the .py file."
             ) from error
-        seqio = (
-            " Write `from t5x import data as seqio`, or install the real one: `pip install -e '.[tf]'` in our checkout."
-        )
-        raise UserError(
-            f"{name_or_file} imports {error.name!r}, which is not installed.{seqio if error.name == 'seqio' else ''}"
-        ) from error
+        fix = ""
+        if error.name == "seqio":
+            fix = " Write `from t5x import data as seqio`, or run `pip install -e '.[tf]'` in the checkout of t5x."
+        raise UserError(f"{name_or_file} imports {error.name!r}, which is not installed.{fix}") from error
     except UserError:
         raise
     except Exception as error:
         frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
         where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-        raise UserError(f"{name_or_file} cannot be imported: {type(error).__name__}: {error}{where}.") from error
+        raise UserError(f"Importing {name_or_file} failed: {type(error).__name__}: {error}{where}.") from error
 
 
 def _import_file(path: str) -> ModuleType:

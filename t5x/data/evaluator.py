@@ -1,6 +1,7 @@
 """Evaluation of a model on the tasks of a mixture, and loggers for the results, under seqio's names."""
 
 import abc
+import collections
 import dataclasses
 import inspect
 import logging
@@ -13,8 +14,8 @@ import numpy as np
 from t5x.data.dataset_config import DatasetConfig
 from t5x.data.feature_converters import FeatureConverter
 from t5x.data.loader import Batch, EvalBatch, eval_batches, measure_lengths
-from t5x.data.pipeline import Example
-from t5x.data.tasks import Mixture, Task, get_mixture_or_task, get_subtasks
+from t5x.data.pipeline import Example, name_of
+from t5x.data.tasks import Mixture, Task, get_subtasks
 from t5x.errors import UserError
 from t5x.telemetry import EventFile, jsonl
 
@@ -132,8 +133,8 @@ class JSONLogger(Logger):
 
 
 def _result(example: Example, target: Any, inferences: Mapping[str, Any], index: int) -> dict[str, Any]:
-    shown = {name: value for name, value in example.items() if f"{name}_pretokenized" not in example}
-    result = {"input": shown, "target": target}
+    fields = {name: value for name, value in example.items() if f"{name}_pretokenized" not in example}
+    result = {"input": fields, "target": target}
     result |= {kind: inferences[kind][index] for kind in ("prediction", "score") if kind in inferences}
     return result | {f"aux_{name}": values[index] for name, values in inferences.get("aux_value", {}).items()}
 
@@ -142,12 +143,13 @@ def _result(example: Example, target: Any, inferences: Mapping[str, Any], index:
 class _Metric:
     """A metric function of a task and the arguments it takes."""
 
-    task: str
+    name: str
     function: Callable[..., Mapping[str, Any]]
     arguments: tuple[str, ...]
 
     @classmethod
     def of(cls, task: Task, function: Callable[..., Mapping[str, Any]]) -> "_Metric":
+        name = f"The metric function {name_of(function)} of task {task.name!r}"
         required = {
             name
             for name, parameter in inspect.signature(function).parameters.items()
@@ -156,36 +158,25 @@ class _Metric:
         }
         for arguments in _METRIC_ARGUMENTS:
             if required == set(arguments):
-                return cls(task.name, function, arguments)
-        known = ", ".join(f"({', '.join(arguments)})" for arguments in _METRIC_ARGUMENTS)
-        raise UserError(
-            f"Task {task.name!r}: the metric function {_name(function)} takes ({', '.join(sorted(required))}). What a "
-            f"metric is given goes by the names of its parameters, which must be one of {known}."
-        )
+                return cls(name, function, arguments)
+        allowed = ", ".join(f"({', '.join(arguments)})" for arguments in _METRIC_ARGUMENTS)
+        raise UserError(f"{name} has the parameters ({', '.join(sorted(required))}). They must be one of {allowed}.")
 
     def compute(self, values: Mapping[str, Any]) -> dict[str, float]:
         """Return {name: number}; `values` has every argument."""
         try:
             found = self.function(**{argument: values[argument] for argument in self.arguments})
         except Exception as error:
-            raise UserError(
-                f"The metric function {_name(self.function)} of task {self.task!r} failed: {_summary(error)}"
-            ) from error
+            raise UserError(f"{self.name} failed: {_summary(error)}") from error
         if not isinstance(found, Mapping):
-            raise UserError(
-                f"The metric function {_name(self.function)} of task {self.task!r} returned {found!r}; it must return "
-                "{name: number}."
-            )
+            raise UserError(f"{self.name} returned {found!r}; it must return {{name: number}}.")
         return {str(name): self._number(name, value) for name, value in found.items()}
 
     def _number(self, name: str, value: Any) -> float:
         try:
             return float(np.asarray(value).item())
         except (TypeError, ValueError) as error:
-            raise UserError(
-                f"The metric function {_name(self.function)} of task {self.task!r} returned {name!r}: {value!r}, which "
-                "is not one number."
-            ) from error
+            raise UserError(f"{self.name} returned {name!r}: {value!r}, which is not one number.") from error
 
 
 class Evaluator:
@@ -231,18 +222,22 @@ class Evaluator:
         skip_bad_examples: bool = False,
     ):
         if logger_cls and log_dir is None:
-            raise UserError("Evaluator.logger_cls names loggers; they need a directory: give Evaluator.log_dir.")
+            raise UserError("The loggers in Evaluator.logger_cls need a directory. Set Evaluator.log_dir.")
         self._converter = feature_converter
-        self._split = eval_split
-        self._use_cached = use_cached
-        self._seed = seed
         self._num_examples = num_examples
-        self._shuffle = shuffle
         self._target = target_field_name
-        self._batch_size = batch_size
-        self._skip_bad_examples = skip_bad_examples
+        self._cfg = DatasetConfig(
+            mixture_or_task_name,
+            task_feature_lengths=None,
+            split=eval_split,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            use_cached=use_cached,
+            skip_bad_examples=skip_bad_examples,
+        )
         self._loggers = [make(output_dir=os.fspath(log_dir)) for make in logger_cls]
-        self._tasks = _tasks_to_evaluate(get_mixture_or_task(mixture_or_task_name), eval_split)
+        self._tasks = _tasks_to_evaluate(self._cfg.mixture_or_task(), eval_split)
         self._metrics = {task.name: [_Metric.of(task, fn) for fn in task.metric_fns] for task in self._tasks}
         for task in self._tasks:
             if target_field_name not in task.output_features:
@@ -292,8 +287,8 @@ class Evaluator:
         results = {}
         for task in self._tasks:
             metrics = self._metrics[task.name]
-            run = _plan(task.name, metrics, predict_fn, score_fn, predict_with_aux_fn)
-            examples, raw = _collect(self._cache.get(task.name) or self._batches(task, self._lengths), run)
+            batches = self._cache.get(task.name) or self._batches(task, self._lengths)
+            examples, raw = _run_model(task.name, metrics, batches, predict_fn, score_fn, predict_with_aux_fn)
             if not compute_metrics:
                 continue
             targets = [self._target_of(task, example) for example in examples]
@@ -317,16 +312,7 @@ class Evaluator:
         return results
 
     def _batches(self, task: Task, lengths: Mapping[str, int] | None) -> Iterable[EvalBatch]:
-        cfg = DatasetConfig(
-            mixture_or_task_name=task,
-            task_feature_lengths=lengths,
-            split=self._split,
-            batch_size=self._batch_size,
-            shuffle=self._shuffle,
-            seed=self._seed,
-            use_cached=self._use_cached,
-            skip_bad_examples=self._skip_bad_examples,
-        )
+        cfg = dataclasses.replace(self._cfg, mixture_or_task_name=task, task_feature_lengths=lengths)
         return eval_batches(cfg, feature_converter=self._converter, num_examples=self._num_examples)
 
     def _measure(self) -> dict[str, int]:
@@ -362,7 +348,7 @@ def _tasks_to_evaluate(mixture_or_task: Task | Mixture, split: str) -> list[Task
     if not with_split:
         splits = "; ".join(f"{task.name}: {', '.join(task.splits)}" for task in tasks)
         raise UserError(
-            f"{mixture_or_task.name!r} cannot be evaluated on split {split!r}, which it does not have ({splits}). "
+            f"Cannot evaluate {mixture_or_task.name!r} on split {split!r}, which it does not have ({splits}). "
             "Choose one with --gin.infer_eval/utils.DatasetConfig.split=\\'…\\'."
         )
     for task in tasks:
@@ -373,49 +359,44 @@ def _tasks_to_evaluate(mixture_or_task: Task | Mixture, split: str) -> list[Task
     return [task for task in with_split if task.metric_fns]
 
 
-def _plan(
+def _run_model(
     task_name: str,
     metrics: Sequence[_Metric],
+    batches: Iterable[EvalBatch],
     predict_fn: PredictFn | None,
     score_fn: PredictFn | None,
     predict_with_aux_fn: PredictWithAuxFn | None,
-) -> list[Callable[[Batch], dict[str, Any]]]:
-    """Return the calls for each batch, which return {"prediction" | "score": [batch, …], "aux_value": {name: …}}."""
-    needed = {argument for metric in metrics for argument in metric.arguments}
-    calls: list[Callable[[Batch], dict[str, Any]]] = []
-    if "aux_values" in needed or ("predictions" in needed and predict_fn is None):
-        if predict_with_aux_fn is None:
-            missing = "predict_with_aux_fn" if "aux_values" in needed else "predict_fn"
-            raise UserError(f"The metrics of task {task_name!r} need {missing}, which evaluate() was not given.")
-        calls.append(lambda batch: dict(zip(("prediction", "aux_value"), predict_with_aux_fn(batch), strict=True)))
-    elif "predictions" in needed:
-        calls.append(lambda batch: {"prediction": predict_fn(batch)})
-    if "scores" in needed:
-        if score_fn is None:
-            raise UserError(f"The metrics of task {task_name!r} need score_fn, which evaluate() was not given.")
-        calls.append(lambda batch: {"score": score_fn(batch)})
-    return calls
-
-
-def _collect(
-    batches: Iterable[EvalBatch], calls: Sequence[Callable[[Batch], dict[str, Any]]]
 ) -> tuple[list[Example], dict[str, Any]]:
-    """Return the examples of all batches and, aligned with them, the results of the calls."""
+    """Call what the metrics need for all batches.
+
+    Returns:
+      The examples and, aligned with them, "prediction" and "score": [value, …] and "aux_value": {name: [value, …]}.
+    """
+    needed = {argument for metric in metrics for argument in metric.arguments}
+    with_aux = "aux_values" in needed or ("predictions" in needed and predict_fn is None)
+    missing = None
+    if with_aux and predict_with_aux_fn is None:
+        missing = "predict_with_aux_fn" if "aux_values" in needed else "predict_fn"
+    elif "scores" in needed and score_fn is None:
+        missing = "score_fn"
+    if missing:
+        raise UserError(f"The metrics of task {task_name!r} need {missing}. Pass it to evaluate().")
     examples: list[Example] = []
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = collections.defaultdict(list)
+    aux: dict[str, list[Any]] = collections.defaultdict(list)
     for batch, mask, batch_examples in batches:
         examples += batch_examples
-        for call in calls:
-            for kind, output in call(batch).items():
-                if kind == "aux_value":
-                    columns = found.setdefault(kind, {})
-                    for name, values in output.items():
-                        columns.setdefault(name, []).extend(_true_rows(name, values, mask))
-                else:
-                    found.setdefault(kind, []).extend(_true_rows(kind, output, mask))
-    if "score" in found:
-        found["score"] = [float(score) for score in found["score"]]
-    return examples, found
+        if with_aux:
+            predictions, aux_values = predict_with_aux_fn(batch)
+            for name, values in aux_values.items():
+                aux[name] += _true_rows(name, values, mask)
+        elif "predictions" in needed:
+            predictions = predict_fn(batch)
+        if with_aux or "predictions" in needed:
+            found["prediction"] += _true_rows("prediction", predictions, mask)
+        if "scores" in needed:
+            found["score"] += map(float, _true_rows("score", score_fn(batch), mask))
+    return examples, dict(found) | ({"aux_value": dict(aux)} if with_aux else {})
 
 
 def _true_rows(name: str, output: Any, mask: np.ndarray) -> list[Any]:
@@ -443,11 +424,6 @@ def _postprocessed(task: Task, decoded: Any, example: Example, *, is_target: boo
         raise UserError(
             f"postprocess_fn of task {task.name!r} failed on the {what} {decoded!r}: {_summary(error)}"
         ) from error
-
-
-def _name(function: Callable[..., Any]) -> str:
-    function = getattr(function, "func", function)
-    return getattr(function, "__qualname__", None) or repr(function)
 
 
 def _summary(error: Exception) -> str:

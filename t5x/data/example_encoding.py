@@ -1,10 +1,13 @@
-"""Lists of examples as bytes: msgpack, with numpy arrays as raw little-endian bytes. No pickle.
+"""Examples as bytes: msgpack, with numpy arrays as raw little-endian bytes. No pickle.
 
 Values are restored with their exact types. Integer arrays are stored with as few bytes per number as possible.
 """
 
+import contextlib
+import errno
 import functools
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgpack
@@ -29,8 +32,8 @@ def encode(examples: list[Example]) -> bytes:
     except _Impossible as error:
         name = next(name for example in examples for name, value in example.items() if not _is_possible(value))
         raise UserError(
-            f"the field {name!r} holds {error}, which a cache cannot keep. Let a preprocessor before "
-            "CacheDatasetPlaceholder turn it into text, numbers, lists or arrays, or take it out."
+            f"the field {name!r} contains {error}, which a cache cannot store. Convert it to text, numbers, lists or "
+            "arrays in a preprocessor before CacheDatasetPlaceholder, or remove it."
         ) from error
 
 
@@ -39,6 +42,37 @@ def decode(content: bytes) -> list[Example]:
     return msgpack.unpackb(
         content, ext_hook=_from_extension, strict_map_key=False, unicode_errors="surrogatepass", use_list=True
     )
+
+
+@contextlib.contextmanager
+def open_writer(path: str, options: str) -> Iterator[Callable[[list[Example]], int]]:
+    """Yield a function that appends a list of examples to an array_record file and returns its size in bytes.
+
+    Raises:
+      OSError: the disk is full.
+    """
+    from array_record.python import array_record_module
+
+    written = 0
+
+    def write(examples: list[Example]) -> int:
+        nonlocal written
+        content = encode(examples)
+        writer.write(content)
+        written += 1
+        return len(content)
+
+    try:
+        writer = array_record_module.ArrayRecordWriter(path, options)
+        yield write
+        writer.close()
+        found = array_record_module.ArrayRecordReader(path).num_records()
+        if found != written:
+            raise RuntimeError(f"{path} has {found} of the {written} records that were written")
+    except RuntimeError as error:
+        if any(words in str(error) for words in ("No space left", "Disk quota")):  # there is no error code
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path) from error
+        raise
 
 
 class _Impossible(Exception):

@@ -1,6 +1,7 @@
 """The endless order of a source's examples: a new shuffle every epoch, without a table."""
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -11,54 +12,41 @@ _MASK = (1 << 64) - 1
 
 
 def shuffled(index: int, size: int, key: int) -> int:
-    """Return the image of `index` in the permutation of range(size) determined by `key`, without a table.
-
-    A Feistel network over pairs (left, right) with about sqrt(size) values each; results outside range(size) are
-    permuted again. Saved positions depend on it: it must never change.
-    """
-    rows = math.isqrt(size - 1) + 1
-    columns = -(-size // rows)
-    while True:
-        left, right = divmod(index, columns)
-        for at in range(0, _ROUNDS, 2):
-            left = (left + mix(key + at, right)) % rows
-            right = (right + mix(key + at + 1, left)) % columns
-        index = left * columns + right
-        if index < size:
-            return index
-
-
-def mix(key: int, value: int) -> int:
-    """Return a 64-bit hash of two numbers."""
-    mixed = (key + (value + 1) * 0x9E3779B97F4A7C15) & _MASK
-    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
-    return mixed ^ (mixed >> 31)
-
-
-def _mix_all(keys: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return `mix` of many keys and numbers, uint64, which wraps by itself."""
-    mixed = keys + (values + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return mixed ^ (mixed >> np.uint64(31))
+    """Return the image of `index` in the permutation of range(size) determined by `key`, without a table."""
+    while (index := _permuted(index, size, key)) >= size:
+        pass
+    return index
 
 
 def shuffled_all(indices: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
     """Return `shuffled` of many indices at once, each with its own key (uint64), as int64."""
+    found = _permuted(indices.astype(np.uint64), size, keys)
+    while (outside := found >= size).any():
+        found[outside] = _permuted(found[outside], size, keys[outside])
+    return found.astype(np.int64)
+
+
+def _permuted(index: Any, size: int, key: Any) -> Any:
+    """Permute numbers, or arrays of uint64, a little beyond range(size).
+
+    A Feistel network over pairs (left, right) with about sqrt(size) values each; results outside range(size) must be
+    permuted again. Saved positions depend on it: it must never change.
+    """
     rows = math.isqrt(size - 1) + 1
     columns = -(-size // rows)
-    found = indices.astype(np.uint64)
-    pending = np.arange(len(found))
-    while len(pending):
-        left, right = np.divmod(found[pending], np.uint64(columns))
-        for at in range(0, _ROUNDS, 2):
-            left = (left + _mix_all(keys + np.uint64(at), right) % np.uint64(rows)) % np.uint64(rows)
-            right = (right + _mix_all(keys + np.uint64(at + 1), left) % np.uint64(columns)) % np.uint64(columns)
-        found[pending] = left * np.uint64(columns) + right
-        again = found[pending] >= size
-        pending, keys = pending[again], keys[again]
-    return found.astype(np.int64)
+    left, right = divmod(index, columns)
+    for at in range(0, _ROUNDS, 2):
+        left = (left + mix(key + at, right) % rows) % rows
+        right = (right + mix(key + at + 1, left) % columns) % columns
+    return left * columns + right
+
+
+def mix(key: Any, value: Any) -> Any:
+    """Return a 64-bit hash of two numbers, or of two arrays of uint64."""
+    mixed = (key + (value + 1) * 0x9E3779B97F4A7C15) & _MASK
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+    return mixed ^ (mixed >> 31)
 
 
 class Order:

@@ -103,7 +103,7 @@ class FeatureConverter(abc.ABC):
         """Return the number of positions of `capacity` that an example takes."""
         if not self.pack:
             return (1,)
-        return tuple(map(len, self._parts(example, task_feature_lengths, trim, count=False)))
+        return tuple(map(len, self._ids_of(example, task_feature_lengths, trim, count=False)))
 
     def convert_batch(
         self, rows: Sequence[Sequence[Example]], task_feature_lengths: Lengths, *, trim: bool = True
@@ -131,7 +131,16 @@ class FeatureConverter(abc.ABC):
         optional = (feature for feature in self.OPTIONAL_TASK_FEATURES if feature in available)
         return (*optional, *self.TASK_FEATURES)
 
-    def _parts(self, example: Example, lengths: Lengths, trim: bool, count: bool = True) -> tuple[Any, ...]:
+    def _names(self, side: str, *names: str) -> list[str]:
+        packing = ("segment_ids", "positions") if self.pack else ()
+        return [f"{side}_{name}" for name in (*names, *packing)]
+
+    def _place_examples(self, examples: Sequence[Example], lengths: Lengths, trim: bool) -> list["_Placed"]:
+        """Return one row for each of TASK_FEATURES."""
+        ids = [self._ids_of(example, lengths, trim) for example in examples]
+        return self._place(ids, [lengths[feature] for feature in self.TASK_FEATURES])
+
+    def _ids_of(self, example: Example, lengths: Lengths, trim: bool, count: bool = True) -> tuple[Any, ...]:
         """Return the ids of each of TASK_FEATURES that go into the row."""
         return tuple(self._ids(example, feature, lengths[feature], trim, count) for feature in self.TASK_FEATURES)
 
@@ -141,54 +150,43 @@ class FeatureConverter(abc.ABC):
         if len(ids) > length:
             if not trim and self._apply_length_check:
                 raise UserError(
-                    f"{feature!r} has {len(ids)} tokens, more than its length {length}. Raise the length in "
-                    "task_feature_lengths, or let it be cut with trim_output_features=True."
+                    f"{feature!r} has {len(ids)} tokens, more than its length {length}. Increase its length in "
+                    "task_feature_lengths, or truncate it with trim_output_features=True."
                 )
             if count:
-                self._count_trimmed(feature, len(ids), length)
+                if not self.trimmed[feature]:
+                    logger.warning(
+                        "%r of an example has %d tokens and is truncated to %d; further truncations are only counted",
+                        feature, len(ids), length,
+                    )  # fmt: skip
+                self.trimmed[feature] += 1
             ids = ids[:length]
         if self.pack and len(ids) and ids[-1] == 0:
             ids = np.trim_zeros(np.asarray(ids), "b")
         return ids
 
-    def _count_trimmed(self, feature: str, found: int, length: int) -> None:
-        if not self.trimmed[feature]:
-            logger.warning(
-                "%r of an example has %d tokens and is cut to %d; further ones are counted, not reported",
-                feature,
-                found,
-                length,
-            )
-        self.trimmed[feature] += 1
-
-    def _place(self, parts: Sequence[tuple[Any, ...]], lengths: Sequence[int]) -> list["_Placed"]:
+    def _place(self, examples: Sequence[tuple[Any, ...]], lengths: Sequence[int]) -> list["_Placed"]:
         """Concatenate the examples' ids into one row per feature.
 
         Args:
-          parts: for each example, the ids of each feature.
+          examples: for each example, the ids of each feature.
           lengths: row length of each feature.
         """
-        if not self.pack:
-            if len(parts) > 1:
-                raise ValueError(f"{len(parts)} examples for one row, without packing")
-            placed = [_Placed(np.zeros(length, np.int32)) for length in lengths]
-            for ids_of in parts:
-                for row, ids in zip(placed, ids_of, strict=True):
-                    row.tokens[: len(ids)] = ids
-            return placed
-        placed = [_Placed(*np.zeros((3, length), np.int32)) for length in lengths]
-        counting = np.arange(max(lengths), dtype=np.int32)
+        if len(examples) > 1 and not self.pack:
+            raise ValueError(f"{len(examples)} examples for one row, without packing")
+        placed = [_Placed(*np.zeros((3 if self.pack else 1, length), np.int32)) for length in lengths]
         starts = [0] * len(lengths)
         segment = 0
-        for ids_of in parts:
+        for ids_of in examples:
             segment += any(map(len, ids_of))
             for i, (row, ids) in enumerate(zip(placed, ids_of, strict=True)):
                 here = slice(starts[i], starts[i] + len(ids))
                 if here.stop > lengths[i]:
-                    raise ValueError(f"{here.stop} ids for the {lengths[i]} positions of a packed row")
+                    raise ValueError(f"{here.stop} ids for the {lengths[i]} positions of a row")
                 row.tokens[here] = ids
-                row.segment_ids[here] = segment
-                row.positions[here] = counting[: len(ids)]
+                if self.pack:
+                    row.segment_ids[here] = segment
+                    row.positions[here] = np.arange(len(ids))
                 starts[i] = here.stop
         return placed
 
@@ -199,6 +197,19 @@ class _Placed(NamedTuple):
     tokens: np.ndarray
     segment_ids: np.ndarray | None = None
     positions: np.ndarray | None = None
+
+    def packing(self, side: str) -> Row:
+        if self.segment_ids is None:
+            return {}
+        return {f"{side}_segment_ids": self.segment_ids, f"{side}_positions": self.positions}
+
+    def decoder_features(self, bos_id: int) -> Row:
+        return {
+            "decoder_target_tokens": self.tokens,
+            "decoder_input_tokens": make_autoregressive_inputs(self.tokens, self.segment_ids, bos_id),
+            "decoder_loss_weights": non_padding_position(self.tokens),
+            **self.packing("decoder"),
+        }
 
 
 class EncDecFeatureConverter(FeatureConverter):
@@ -220,73 +231,48 @@ class EncDecFeatureConverter(FeatureConverter):
     >>> second = {"inputs": [8, 4, 9, 3, 1], "targets": [4, 1]}
     >>> show(EncDecFeatureConverter(pack=True).convert_row([first, second], lengths))
     encoder_input_tokens   7 8 5 1 8 4 9 3 1 0
+    encoder_segment_ids    1 1 1 1 2 2 2 2 2 0
+    encoder_positions      0 1 2 3 0 1 2 3 4 0
     decoder_target_tokens  3 9 1 4 1 0 0
     decoder_input_tokens   0 3 9 0 4 0 0
     decoder_loss_weights   1 1 1 1 1 0 0
-    encoder_segment_ids    1 1 1 1 2 2 2 2 2 0
     decoder_segment_ids    1 1 1 2 2 0 0
-    encoder_positions      0 1 2 3 0 1 2 3 4 0
     decoder_positions      0 1 2 0 1 0 0
     """
 
     TASK_FEATURES = ("inputs", "targets")
 
     def get_model_feature_lengths(self, task_feature_lengths: Lengths) -> dict[str, int]:
+        encoder = self._names("encoder", "input_tokens")
+        decoder = self._names("decoder", "target_tokens", "input_tokens", "loss_weights")
         inputs, targets = task_feature_lengths["inputs"], task_feature_lengths["targets"]
-        decoder = ("decoder_target_tokens", "decoder_input_tokens", "decoder_loss_weights")
-        lengths = {"encoder_input_tokens": inputs, **dict.fromkeys(decoder, targets)}
-        if self.pack:
-            lengths |= {"encoder_segment_ids": inputs, "decoder_segment_ids": targets}
-            lengths |= {"encoder_positions": inputs, "decoder_positions": targets}
-        return lengths
+        return dict.fromkeys(encoder, inputs) | dict.fromkeys(decoder, targets)
 
     def convert_row(self, examples: Sequence[Example], task_feature_lengths: Lengths, *, trim: bool = True) -> Row:
-        parts = [self._parts(example, task_feature_lengths, trim) for example in examples]
-        inputs, targets = self._place(parts, [task_feature_lengths[feature] for feature in self.TASK_FEATURES])
-        row = {
-            "encoder_input_tokens": inputs.tokens,
-            "decoder_target_tokens": targets.tokens,
-            "decoder_input_tokens": make_autoregressive_inputs(targets.tokens, targets.segment_ids, self.bos_id),
-            "decoder_loss_weights": non_padding_position(targets.tokens),
-        }
-        if self.pack:
-            row |= {"encoder_segment_ids": inputs.segment_ids, "decoder_segment_ids": targets.segment_ids}
-            row |= {"encoder_positions": inputs.positions, "decoder_positions": targets.positions}
-        return row
+        return self._features(*self._place_examples(examples, task_feature_lengths, trim))
+
+    def _features(self, inputs: _Placed, targets: _Placed) -> Row:
+        encoder = {"encoder_input_tokens": inputs.tokens, **inputs.packing("encoder")}
+        return encoder | targets.decoder_features(self.bos_id)
 
 
 class PrePackedEncDecFeatureConverter(EncDecFeatureConverter):
     """`EncDecFeatureConverter` for examples that are already packed, with `*_segment_ids` and `*_positions`."""
 
-    TASK_FEATURES = (
-        "inputs",
-        "targets",
-        "inputs_segment_ids",
-        "targets_segment_ids",
-        "inputs_positions",
-        "targets_positions",
-    )
+    TASK_FEATURES = ("inputs", "inputs_segment_ids", "inputs_positions",
+                     "targets", "targets_segment_ids", "targets_positions")  # fmt: skip
 
     def __init__(self, **kwargs: Any):
         super().__init__(**kwargs)
         if self.pack:
-            raise UserError("PrePackedEncDecFeatureConverter is for examples that are packed already: set pack=False.")
+            raise UserError("PrePackedEncDecFeatureConverter is for examples that are already packed: set pack=False.")
 
     def get_model_feature_lengths(self, task_feature_lengths: Lengths) -> dict[str, int]:
         return EncDecFeatureConverter(pack=True).get_model_feature_lengths(task_feature_lengths)
 
     def convert_row(self, examples: Sequence[Example], task_feature_lengths: Lengths, *, trim: bool = True) -> Row:
-        parts = [self._parts(example, task_feature_lengths, trim) for example in examples]
-        rows = self._place(parts, [task_feature_lengths[feature] for feature in self.TASK_FEATURES])
-        inputs, targets, *packing = (row.tokens for row in rows)
-        names = ("encoder_segment_ids", "decoder_segment_ids", "encoder_positions", "decoder_positions")
-        return {
-            "encoder_input_tokens": inputs,
-            "decoder_target_tokens": targets,
-            "decoder_input_tokens": make_autoregressive_inputs(targets, packing[1], self.bos_id),
-            "decoder_loss_weights": non_padding_position(targets),
-            **dict(zip(names, packing, strict=True)),
-        }
+        rows = [row.tokens for row in self._place_examples(examples, task_feature_lengths, trim)]
+        return self._features(_Placed(*rows[:3]), _Placed(*rows[3:]))
 
 
 class DecoderFeatureConverter(FeatureConverter):
@@ -313,8 +299,7 @@ class DecoderFeatureConverter(FeatureConverter):
         self.loss_on_targets_only = loss_on_targets_only
 
     def get_model_feature_lengths(self, task_feature_lengths: Lengths) -> dict[str, int]:
-        names = ["decoder_target_tokens", "decoder_input_tokens", "decoder_loss_weights"]
-        names += ["decoder_segment_ids", "decoder_positions"] if self.pack else []
+        names = self._names("decoder", "target_tokens", "input_tokens", "loss_weights")
         names += ["decoder_causal_attention"] if "inputs" in task_feature_lengths else []
         return dict.fromkeys(names, _decoder_length(task_feature_lengths))
 
@@ -324,31 +309,25 @@ class DecoderFeatureConverter(FeatureConverter):
     def sizes(self, example: Example, task_feature_lengths: Lengths, trim: bool = True) -> tuple[int, ...]:
         if not self.pack:
             return (1,)
-        return (sum(map(len, self._parts(example, task_feature_lengths, trim, count=False))),)
+        return (sum(map(len, self._ids_of(example, task_feature_lengths, trim, count=False))),)
 
     def check(self, available: Sequence[str], task_feature_lengths: Lengths, task_name: str) -> None:
         super().check(available, task_feature_lengths, task_name)
         if "suffixes" in task_feature_lengths:
             raise UserError(
                 f"Task {task_name!r}: suffixes after the targets (seqio's PrefixSuffixLMFeatureConverter) are not "
-                "available. Append them to the targets, and take them out of task_feature_lengths."
+                "supported. Append them to the targets, and remove 'suffixes' from task_feature_lengths."
             )
 
     def convert_row(self, examples: Sequence[Example], task_feature_lengths: Lengths, *, trim: bool = True) -> Row:
         length = _decoder_length(task_feature_lengths)
-        parts = [self._parts(example, task_feature_lengths, trim) for example in examples]
-        (row,) = self._place([(np.concatenate(ids),) for ids in parts], [length])
-        made = {
-            "decoder_target_tokens": row.tokens,
-            "decoder_input_tokens": make_autoregressive_inputs(row.tokens, row.segment_ids, self.bos_id),
-            "decoder_loss_weights": non_padding_position(row.tokens),
-        }
-        if self.pack:
-            made |= {"decoder_segment_ids": row.segment_ids, "decoder_positions": row.positions}
+        ids_of = [self._ids_of(example, task_feature_lengths, trim) for example in examples]
+        (row,) = self._place([(np.concatenate(ids),) for ids in ids_of], [length])
+        made = row.decoder_features(self.bos_id)
         if "inputs" in task_feature_lengths:
             made["decoder_causal_attention"] = prefix = np.zeros(length, np.int32)
             start = 0
-            for inputs, targets in parts or [((), ())]:
+            for inputs, targets in ids_of or [((), ())]:
                 middle = start + len(inputs)
                 end = middle + len(targets)
                 prefix[start : min(middle + 1, end) if self.pack else middle + 1] = 1
@@ -357,9 +336,9 @@ class DecoderFeatureConverter(FeatureConverter):
                 start = end
         return made
 
-    def _parts(self, example: Example, lengths: Lengths, trim: bool, count: bool = True) -> tuple[Any, ...]:
+    def _ids_of(self, example: Example, lengths: Lengths, trim: bool, count: bool = True) -> tuple[Any, ...]:
         if "inputs" not in lengths:
-            return super()._parts(example, lengths, trim, count)
+            return super()._ids_of(example, lengths, trim, count)
         of_inputs, of_targets = lengths["inputs"], lengths["targets"]
         if trim or self._apply_length_check:
             inputs = self._ids(example, "inputs", of_inputs, trim, count)
@@ -374,15 +353,12 @@ class LMFeatureConverter(DecoderFeatureConverter):
 
     OPTIONAL_TASK_FEATURES = ()
 
-    def __init__(self, **kwargs: Any):
-        super().__init__(**kwargs)
-
     def check(self, available: Sequence[str], task_feature_lengths: Lengths, task_name: str) -> None:
         super().check(available, task_feature_lengths, task_name)
         if "inputs" in task_feature_lengths:
             raise UserError(
                 f"Task {task_name!r}: LMFeatureConverter takes targets alone, but task_feature_lengths has 'inputs'. "
-                "Take it out, or use PrefixLMFeatureConverter."
+                "Remove it, or use PrefixLMFeatureConverter."
             )
 
 
@@ -413,8 +389,7 @@ class EncoderFeatureConverter(FeatureConverter):
         self.mask_id = mask_id
 
     def get_model_feature_lengths(self, task_feature_lengths: Lengths) -> dict[str, int]:
-        names = ["encoder_target_tokens", "encoder_input_tokens", "encoder_loss_weights"]
-        names += ["encoder_segment_ids", "encoder_positions"] if self.pack else []
+        names = self._names("encoder", "input_tokens", "target_tokens", "loss_weights")
         return dict.fromkeys(names, task_feature_lengths["inputs"])
 
     def check(self, available: Sequence[str], task_feature_lengths: Lengths, task_name: str) -> None:
@@ -426,24 +401,21 @@ class EncoderFeatureConverter(FeatureConverter):
             )
 
     def convert_row(self, examples: Sequence[Example], task_feature_lengths: Lengths, *, trim: bool = True) -> Row:
-        parts = [self._parts(example, task_feature_lengths, trim) for example in examples]
-        inputs, targets = self._place(parts, [task_feature_lengths[feature] for feature in self.TASK_FEATURES])
-        row = {
+        inputs, targets = self._place_examples(examples, task_feature_lengths, trim)
+        return {
             "encoder_input_tokens": inputs.tokens,
             "encoder_target_tokens": targets.tokens,
             "encoder_loss_weights": (inputs.tokens == self.mask_id).astype(np.int32),
+            **inputs.packing("encoder"),
         }
-        if self.pack:
-            row |= {"encoder_segment_ids": inputs.segment_ids, "encoder_positions": inputs.positions}
-        return row
 
-    def _parts(self, example: Example, lengths: Lengths, trim: bool, count: bool = True) -> tuple[Any, ...]:
+    def _ids_of(self, example: Example, lengths: Lengths, trim: bool, count: bool = True) -> tuple[Any, ...]:
         found = len(example["inputs"]), len(example["targets"])
         if found[0] != found[1]:
             raise UserError(
                 f"'inputs' has {found[0]} tokens and 'targets' {found[1]}; an encoder needs a target for every input."
             )
-        inputs, _ = super()._parts(example, lengths, trim, count)
+        inputs, _ = super()._ids_of(example, lengths, trim, count)
         return inputs, example["targets"][: len(inputs)]
 
 
@@ -468,7 +440,7 @@ class PassThroughFeatureConverter(FeatureConverter):
             if len(example[feature]) != length:
                 raise UserError(
                     f"{feature!r} has {len(example[feature])} values, not {length}: PassThroughFeatureConverter takes "
-                    "examples that have their length already. Mend the task, or its length in task_feature_lengths."
+                    "examples that already have their length. Fix the task, or the length in task_feature_lengths."
                 )
         return {feature: np.asarray(example[feature]) for feature in task_feature_lengths}
 

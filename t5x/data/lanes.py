@@ -24,7 +24,7 @@ from t5x.errors import UserError
 logger = logging.getLogger(__name__)
 
 Row = dict[str, np.ndarray]
-_TOLD = 5
+_LOGGED = 5
 _BLOCK = 256
 _FRUITLESS_EPOCHS = 10
 
@@ -51,7 +51,7 @@ class Stream:
     Args:
       row, batch_size: the lane's row and the global batch size.
       order, pipeline: order and pipeline of the task.
-      bad: see `Parts`.
+      bad: see `LaneConfig`.
     """
 
     def __init__(
@@ -169,14 +169,12 @@ class Stream:
             if self._bad is not None and not self._pipeline.dropped:
                 raise UserError(f"None of the {size} examples in {label} can be read. The first: {self._bad.first}")
             by = ", ".join(f"{name} ({count})" for name, count in self._pipeline.dropped.most_common())
-            raise UserError(
-                f"No example is left of the {size} in {label}: its preprocessors drop them all. Dropped by: {by}."
-            )
+            raise UserError(f"The preprocessors drop all {size} examples in {label}. Dropped by: {by}.")
         if not self._order.shuffle and (stride := math.gcd(size, self._batch_size)) > 1:
             raise UserError(
-                f"Row {self._row} of the batch has no examples: without shuffling it reads the same {size // stride} "
-                f"of the {size} in {label} again and again, and the preprocessors drop them all. Set shuffle=True, or "
-                "a batch size that has no factor in common with the number of examples."
+                f"Row {self._row} of the batch has no examples: without shuffling it always reads the same "
+                f"{size // stride} of the {size} examples in {label}, and the preprocessors drop these. Set "
+                "shuffle=True, or a batch size that has no factor in common with the number of examples."
             )
 
     def _any_output(self, epoch: int, index: int) -> bool:
@@ -188,7 +186,7 @@ class Stream:
 
 def _tokens(example: Example, feature: str) -> np.ndarray:
     if feature not in example:
-        raise UserError(f"Examples without {feature!r} cannot be joined; this one has {', '.join(example)}.")
+        raise UserError(f"Cannot join an example without {feature!r}; it has {', '.join(example)}.")
     return np.asarray(example[feature])
 
 
@@ -207,19 +205,18 @@ class BadExamples:
     def add(self, error: BadExample) -> None:
         self.count += 1
         self.first = self.first or error
-        if self.count <= _TOLD:
-            more = "; further ones are counted, not reported" if self.count == _TOLD else ""
-            logger.warning("passed over: %s%s", error, more)
+        if self.count <= _LOGGED:
+            more = "; further bad examples are only counted" if self.count == _LOGGED else ""
+            logger.warning("skipped: %s%s", error, more)
 
 
-class Parts(NamedTuple):
+class LaneConfig(NamedTuple):
     """Settings that the lanes of a run share.
 
     Attributes:
       pipelines: pipelines of the tasks.
       rates: positive rate of each task.
       converter, lengths, trim: convert examples to a row.
-      seed: seed for sampling tasks.
       batch_size: rows of the global batch.
       shuffle: use a different order each epoch.
       bad: counter of skipped bad examples; None raises an error for them.
@@ -230,7 +227,6 @@ class Parts(NamedTuple):
     converter: FeatureConverter
     lengths: Mapping[str, int]
     trim: bool
-    seed: int
     batch_size: int
     shuffle: bool
     bad: "BadExamples | None" = None
@@ -253,40 +249,40 @@ class _Taken(NamedTuple):
 class Lane:
     """One row of the global batch, endless."""
 
-    def __init__(self, row: int, parts: Parts, orders: Sequence[Order]):
+    def __init__(self, row: int, config: LaneConfig, orders: Sequence[Order]):
         self.row = row
-        self._parts = parts
+        self._config = config
         self._streams = [
-            Stream(row, parts.batch_size, order, pipeline, parts.bad)
-            for order, pipeline in zip(orders, parts.pipelines, strict=True)
+            Stream(row, config.batch_size, order, pipeline, config.bad)
+            for order, pipeline in zip(orders, config.pipelines, strict=True)
         ]
-        total = sum(parts.rates)
-        self._cumulative = [rate / total for rate in itertools.accumulate(parts.rates)]
-        self._key = derive_seed("mixture", parts.seed, row)
+        total = sum(config.rates)
+        self._cumulative = [rate / total for rate in itertools.accumulate(config.rates)]
+        self._key = derive_seed("mixture", config.pipelines[0].seed, row)
         self._draws = 0
         self._held: _Taken | None = None  # did not fit into the last row
 
     def next_row(self) -> Row:
         """Return the model features of the lane's next row."""
-        parts, converter = self._parts, self._parts.converter
-        room = np.asarray(converter.capacity(parts.lengths)) if converter.pack else None
+        config, converter = self._config, self._config.converter
+        room = np.asarray(converter.capacity(config.lengths)) if converter.pack else None
         taken: list[_Taken] = []
-        passed: dict[int, int] = {}
+        skipped: dict[int, int] = {}
         while True:
             one = self._take()
             try:
                 if room is None:
-                    return converter.convert_row([one.example], parts.lengths, trim=parts.trim)
-                size = converter.sizes(one.example, parts.lengths, trim=parts.trim)
+                    return converter.convert_row([one.example], config.lengths, trim=config.trim)
+                size = converter.sizes(one.example, config.lengths, trim=config.trim)
             except UserError as error:
                 refused = self._located(error, one)
-                if parts.bad is None:
+                if config.bad is None:
                     raise refused from error
-                parts.bad.add(refused)
-                self._pass_over(one, passed, "is refused; the first reasons are above")
+                config.bad.add(refused)
+                self._check_progress(one, skipped, "is invalid; the log above has the first errors")
                 continue
             if not any(size):  # empty: nothing to train on
-                self._pass_over(one, passed, "is empty")
+                self._check_progress(one, skipped, "is empty")
                 continue
             room = room - size
             if taken and (room < 0).any():
@@ -296,18 +292,18 @@ class Lane:
             if not room.all():
                 break
         try:
-            return converter.convert_row([one.example for one in taken], parts.lengths, trim=parts.trim)
+            return converter.convert_row([one.example for one in taken], config.lengths, trim=config.trim)
         except UserError as error:
             raise self._located(error, taken[0]) from error
 
-    def _pass_over(self, one: "_Taken", passed: dict[int, int], why: str) -> None:
+    def _check_progress(self, one: "_Taken", skipped: dict[int, int], why: str) -> None:
         """Raise a UserError if a stream has had nothing but skipped examples for very long.
 
         Args:
-          passed: for each stream, the cursor at the first example skipped for this row.
+          skipped: for each stream, the cursor at the first example skipped for this row.
         """
-        pipeline, cursor = self._parts.pipelines[one.stream], one.before.cursor
-        if cursor - passed.setdefault(one.stream, cursor) > _FRUITLESS_EPOCHS * len(pipeline):
+        pipeline, cursor = self._config.pipelines[one.stream], one.before.cursor
+        if cursor - skipped.setdefault(one.stream, cursor) > _FRUITLESS_EPOCHS * len(pipeline):
             raise UserError(f"Every example of task {pipeline.name!r} {why}.")
 
     def _take(self) -> "_Taken":
@@ -323,7 +319,7 @@ class Lane:
         return _Taken(*self._streams[number].next(), number, before)
 
     def _located(self, error: UserError, taken: "_Taken") -> BadExample:
-        return BadExample(f"{self._parts.pipelines[taken.stream].location(taken.index)}: {error}")
+        return BadExample(f"{self._config.pipelines[taken.stream].location(taken.index)}: {error}")
 
     def state(self) -> list[int]:
         """Return the numbers that `seek` takes: number of draws, then the position in each stream."""
@@ -342,12 +338,8 @@ class Lane:
             stream.seek(Position(*flat[number * width : (number + 1) * width]))
 
 
-def lane_states(lanes: Sequence[Lane]) -> list[list[int]]:
-    """Return [first row, number of rows, *state] of each run of rows with equal state."""
-    return join_states([lane.row, 1, *lane.state()] for lane in lanes)
-
-
 def join_states(runs: Iterable[Sequence[int]]) -> list[list[int]]:
+    """Join [first row, number of rows, *state] of consecutive rows with equal states."""
     joined: list[list[int]] = []
     for row, count, *state in runs:
         if joined and joined[-1][0] + joined[-1][1] == row and joined[-1][2:] == state:
@@ -364,17 +356,11 @@ def states_of_rows(rows: Iterable[int], states: Sequence[Sequence[int]]) -> list
     missing = [row for row in rows if row not in found]
     if missing:
         raise UserError(
-            f"The data state is of other rows of the batch: it does not cover row {missing[0]}"
+            f"The data state lacks row {missing[0]} of the batch"
             f"{f' and {len(missing) - 1} more' if len(missing) > 1 else ''}. Merge the states of all processes that "
             "saved it (t5x.data.merge_states)."
         )
     return [[row, 1, *found[row]] for row in rows]
-
-
-def seek_lanes(lanes: Sequence[Lane], states: Sequence[Sequence[int]]) -> None:
-    """Move the lanes to `states`, which may cover more lanes."""
-    for lane, (_, _, *state) in zip(lanes, states_of_rows([lane.row for lane in lanes], states), strict=True):
-        lane.seek(state)
 
 
 def resized_states(states: Sequence[Sequence[int]], batch_size: int, new_batch_size: int) -> list[list[int]]:
@@ -398,12 +384,14 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the states that several processes saved at the same step into one state of all rows."""
     first = dict(states[0])
     for other in states[1:]:
-        if difference := describe_difference(first | {"lanes": None}, dict(other) | {"lanes": None}):
-            raise UserError(f"These data states are not of one step of one run: {difference}.")
+        if differences := describe_differences(first, other, ignore=["lanes"]):
+            raise UserError(f"These data states are not from one step of one run: {'; '.join(differences)}.")
     return first | {"lanes": join_states(sorted(list(run) for state in states for run in state["lanes"]))}
 
 
-def describe_difference(expected: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+def describe_differences(
+    expected: Mapping[str, Any], found: Mapping[str, Any], ignore: Sequence[str] = ()
+) -> list[str]:
     """Describe each entry that differs, as `name is expected, not found`."""
-    names = [name for name in expected | found if expected.get(name) != found.get(name)]
-    return "; ".join(f"{name} is {expected.get(name)!r}, not {found.get(name)!r}" for name in names)
+    names = [name for name in dict(expected) | dict(found) if expected.get(name) != found.get(name)]
+    return [f"{name} is {expected.get(name)!r}, not {found.get(name)!r}" for name in names if name not in ignore]

@@ -1,11 +1,12 @@
 """Batches: endless and resumable for training, each example exactly once for evaluation."""
 
+import functools
 import itertools
 import logging
 import math
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -18,15 +19,15 @@ from t5x.data.example_order import Order
 from t5x.data.feature_converters import FeatureConverter, stack_rows
 from t5x.data.lanes import (
     BadExamples,
-    Parts,
-    describe_difference,
+    LaneConfig,
+    describe_differences,
     join_states,
     resized_states,
     states_of_rows,
 )
 from t5x.data.pipeline import Example, Pipeline
 from t5x.data.sources import BadExample
-from t5x.data.tasks import Mixture, Task, get_subtasks, task_rates
+from t5x.data.tasks import Mixture, Task, check_split, get_subtasks, task_rates
 from t5x.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -49,11 +50,10 @@ def train_loader(
       rows: rows of the global batch that this process reads; None reads all.
     """
     if cfg.task_feature_lengths is None:
-        raise UserError("Training needs lengths: TASK_FEATURE_LENGTHS = {'inputs': 512, 'targets': 114}.")
+        raise UserError("Training needs lengths. Set TASK_FEATURE_LENGTHS = {'inputs': 512, 'targets': 114}.")
     found = cfg.mixture_or_task()
+    check_split(found, cfg.split)
     rates = {task: rate for task, rate in task_rates(found).items() if cfg.split in task.splits}
-    if not rates:
-        raise UserError(f"{found.name!r} has no split {cfg.split!r}; it has {', '.join(map(repr, found.splits))}.")
     for task in rates:
         feature_converter.check(tuple(task.output_features), cfg.task_feature_lengths, task.name)
     _check_vocabularies(list(rates), feature_converter.task_features(cfg.task_feature_lengths))
@@ -87,8 +87,8 @@ def _check_vocabularies(tasks: Sequence[Task], features: Iterable[str]) -> None:
             first, other = (one.output_features[name].vocabulary for one in (tasks[0], task))
             if first != other:
                 raise UserError(
-                    f"The tasks {tasks[0].name!r} and {task.name!r} cannot be mixed: their vocabularies of {name!r} "
-                    f"differ, {first!r} and {other!r}. Give both the same."
+                    f"Cannot mix the tasks {tasks[0].name!r} and {task.name!r}: their vocabularies of {name!r} differ "
+                    f"({first!r} and {other!r}). Use the same vocabulary in both."
                 )
 
 
@@ -143,21 +143,20 @@ class TrainLoader(Iterator[Batch]):
         }
         if feature_converter.pack or any(pipeline.pieces for pipeline in made):  # positions depend on them
             self._identity |= {"pack": feature_converter.pack, "lengths": dict(task_feature_lengths)}
-        parts = self._parts = Parts(
+        config = self._config = LaneConfig(
             pipelines=made,
             rates=[rate for _, rate in pipelines],
             converter=feature_converter,
             lengths=task_feature_lengths,
             trim=trim,
-            seed=made[0].seed,
             batch_size=batch_size,
             shuffle=shuffle,
             bad=BadExamples() if skip_bad_examples else None,
         )
         count = min(default_workers() if num_workers is None else num_workers, len(rows))
-        local = LocalRows(parts, rows)
+        local = LocalRows(config, rows)
         self._states = local.states()
-        self._source: LocalRows | WorkerRows = WorkerRows(parts, rows, count) if count else local
+        self._source: LocalRows | WorkerRows = WorkerRows(config, rows, count) if count else local
         weakref.finalize(self, self._source.close)
         self._batches = 0
         self._ahead: Ahead | None = None
@@ -187,7 +186,7 @@ class TrainLoader(Iterator[Batch]):
 
     def start_fingerprint(self) -> "Future[dict[str, Any]]":
         """Start computing the fingerprint of the data for `changes`. Call it before the first batch."""
-        return start_fingerprint(self._parts.pipelines, self._parts.converter, self._parts.lengths)
+        return start_fingerprint(self._config.pipelines, self._config.converter, self._config.lengths)
 
     def changes(self, state: Mapping[str, Any], fingerprint: Mapping[str, Any]) -> list[str]:
         """Describe how the data has changed since `state` was saved.
@@ -196,19 +195,13 @@ class TrainLoader(Iterator[Batch]):
           state: a saved state, with its `fingerprint` if known.
           fingerprint: the current fingerprint.
         """
-        expected, found = dict(self._identity), _identity_in(state)
         before = state.get("fingerprint")
         if before is None:
-            logger.info("the position in the data has no fingerprint: whether the data has changed is not checked")
-        else:  # the fingerprint describes these in more detail
-            expected, found = (
-                {k: v for k, v in of.items() if k not in ("pack", "lengths")} for of in (expected, found)
-            )
-        found["batch_size"] = expected["batch_size"]
-        changes = [
-            describe_difference({name: expected.get(name)}, {name: found.get(name)}) for name in expected | found
-        ]
-        return [*filter(None, changes), *(() if before is None else describe_changes(before, fingerprint))]
+            logger.info("the saved data position has no fingerprint: cannot check whether the data has changed")
+            return describe_differences(self._identity, _identity_in(state), ignore=["batch_size"])
+        detailed = ["pack", "lengths"]  # in the fingerprint
+        changes = describe_differences(self._identity, _identity_in(state), ignore=["batch_size", *detailed])
+        return changes + describe_changes(before, fingerprint)
 
     def restore(self, state: Mapping[str, Any], *, changed_data: bool = False) -> None:
         """Resume from `state`, saved by this process or (see `merge_states`) by any number of processes.
@@ -219,26 +212,26 @@ class TrainLoader(Iterator[Batch]):
         found = _identity_in(state)
         if "lanes" not in state:
             raise UserError(
-                "The saved position in the data is of batches of train.get_dataset_fn. Go on with that function, or "
-                "start a run in another MODEL_DIR from the checkpoint."
+                "The saved data position belongs to train.get_dataset_fn. Use that function again, or start a run in "
+                "another MODEL_DIR from the checkpoint."
             )
         lanes, size, saved_size = state["lanes"], self._identity["batch_size"], found.get("batch_size")
-        difference = describe_difference(self._identity, found | {"batch_size": size})
-        if difference and not changed_data:
+        differences = describe_differences(self._identity, found, ignore=["batch_size"])
+        if differences and not changed_data:
             raise UserError(
-                f"The saved position in the data is of other data: here, {difference} as saved. Go on with the data "
-                "of the checkpoint, or start a run in another MODEL_DIR from its parameters "
+                f"The saved data position belongs to other data: {'; '.join(differences)} as saved. Use the data of "
+                "the checkpoint, or start a run in another MODEL_DIR from its parameters "
                 "(utils.RestoreCheckpointConfig.path, INITIAL_CHECKPOINT_PATH in finetune.gin)."
             )
         if found.get("version") != _STATE_VERSION or any(len(run) != len(self._states[0]) for run in lanes):
             raise UserError(
-                "The saved position in the data cannot be taken: it is of another number of tasks. Begin at the "
-                "beginning of the data instead: train.on_changed_data = 'restart'."
+                "The saved data position belongs to another number of tasks. Start at the beginning of the data: "
+                "train.on_changed_data = 'restart'."
             )
         if saved_size != size:
             lanes = resized_states(lanes, saved_size, size)
             logger.warning(
-                "the batch size was %d and is %d now: its rows go on behind the last example that any row had read",
+                "the batch size was %d and is %d: all rows resume after the last example that any row has read",
                 saved_size, size,
             )  # fmt: skip
         rows = [run[0] + i for run in self._states for i in range(run[1])]
@@ -254,9 +247,9 @@ class TrainLoader(Iterator[Batch]):
             self._ahead = None
         counts, self.counts = self.counts, Counts()
         for feature, count in counts.trimmed.items():
-            logger.info("%r was cut to its length %d times", feature, count)
+            logger.info("%r was truncated to its length %d times", feature, count)
         if counts.bad:
-            logger.warning("%d bad example(s) were passed over", counts.bad)
+            logger.warning("skipped %d bad example(s)", counts.bad)
 
     def _stop(self) -> None:
         if self._ahead is not None:
@@ -326,34 +319,33 @@ def eval_batches(
       rows: rows of the global batch that this process reads; None reads all.
       num_examples: stop after N examples; None reads all.
     """
-    cfg = cfg_or_task if isinstance(cfg_or_task, DatasetConfig) else None
-    found = cfg.mixture_or_task() if cfg else cfg_or_task
-    if cfg:
-        split, batch_size = split or cfg.split, batch_size or cfg.batch_size
-        feature_lengths = feature_lengths or cfg.task_feature_lengths
-    if split is None or batch_size is None:
-        raise UserError(f"Evaluating {found.name!r} needs a split and a batch size.")
+    if isinstance(cfg_or_task, DatasetConfig):
+        cfg = cfg_or_task
+    elif split is None or batch_size is None:
+        raise UserError(f"Evaluating {cfg_or_task.name!r} needs a split and a batch size.")
+    else:
+        cfg = DatasetConfig(cfg_or_task, None, split, batch_size, shuffle=False, seed=0)
+    found = cfg.mixture_or_task()
+    split, batch_size = split or cfg.split, batch_size or cfg.batch_size
+    lengths = feature_lengths or cfg.task_feature_lengths
     tasks = [task for task in get_subtasks(found) if split in task.splits] or get_subtasks(found)
-    rows = range(batch_size) if rows is None else rows
-    extra = cfg.runtime_preprocessors if cfg else None
-    seed = _seed(cfg) if cfg else 0
-    use_cached = bool(cfg and cfg.use_cached)
-    pipelines = [task.pipeline(split, feature_lengths, seed, extra, use_cached=use_cached) for task in tasks]
-    bad = BadExamples() if cfg and cfg.skip_bad_examples else None
-    shuffle = bool(cfg and cfg.shuffle)
-    examples: Iterable[_Once] = itertools.chain.from_iterable(read_once(p, shuffle, bad) for p in pipelines)
-    if feature_lengths is None:
+    seed, extra = _seed(cfg), cfg.runtime_preprocessors
+    pipelines = [task.pipeline(split, lengths, seed, extra, use_cached=cfg.use_cached) for task in tasks]
+    bad = BadExamples() if cfg.skip_bad_examples else None
+    examples: Iterable[_Once] = itertools.chain.from_iterable(read_once(p, cfg.shuffle, bad) for p in pipelines)
+    if lengths is None:
         examples = list(itertools.islice(examples, num_examples))
         features = feature_converter.task_features(found.output_features)
-        feature_lengths = measure_lengths([one.example for one in examples], features)
-        logger.info("%s, split %s: lengths measured: %s", found.name, split, feature_lengths)
+        lengths = measure_lengths([one.example for one in examples], features)
+        logger.info("%s, split %s: longest lengths, rounded up: %s", found.name, split, lengths)
     for task in tasks:
-        feature_converter.check(tuple(task.output_features), feature_lengths, task.name)
-    trim = cfg.trim_output_features if cfg else True
+        feature_converter.check(tuple(task.output_features), lengths, task.name)
+    convert = functools.partial(_convert, feature_converter, lengths, cfg.trim_output_features)
     if bad is not None:
-        examples = (one for one in examples if _fits(feature_converter, one, feature_lengths, trim, bad))
-    examples = itertools.islice(examples, num_examples)
-    return _eval_batches(examples, feature_converter, feature_lengths, batch_size, rows, trim)
+        examples = (one for one in examples if _fits(one, convert, bad))
+    rows = range(batch_size) if rows is None else rows
+    padding = feature_converter.convert_row([], lengths)
+    return _eval_batches(itertools.islice(examples, num_examples), convert, padding, batch_size, rows)
 
 
 class _Once(NamedTuple):
@@ -363,19 +355,12 @@ class _Once(NamedTuple):
 
 
 def _eval_batches(
-    examples: Iterable[_Once],
-    converter: FeatureConverter,
-    lengths: Mapping[str, int],
-    batch_size: int,
-    rows: range,
-    trim: bool,
+    examples: Iterator[_Once], convert: Callable[[_Once], Batch], padding: Batch, batch_size: int, rows: range
 ) -> Iterator[EvalBatch]:
-    for group in _groups(examples, batch_size):
+    while group := list(itertools.islice(examples, batch_size)):
         mine = [group[row] for row in rows if row < len(group)]
-        made = [_convert(converter, one, lengths, trim) for one in mine]
-        padding = [converter.convert_row([], lengths)] * (len(rows) - len(mine))
-        mask = np.arange(len(rows)) < len(mine)
-        yield EvalBatch(stack_rows(made + padding), mask, [one.example for one in mine])
+        batch = stack_rows([convert(one) for one in mine] + [padding] * (len(rows) - len(mine)))
+        yield EvalBatch(batch, np.arange(len(rows)) < len(mine), [one.example for one in mine])
 
 
 def read_once(pipeline: Pipeline, shuffle: bool, bad: BadExamples | None) -> Iterator[_Once]:
@@ -387,7 +372,7 @@ def read_once(pipeline: Pipeline, shuffle: bool, bad: BadExamples | None) -> Ite
             count += 1
             yield _Once(example, pipeline, index)
     if not count:
-        raise UserError(f"No example is left in split {pipeline.split!r} of task {pipeline.name!r}: all are dropped.")
+        raise UserError(f"All examples in split {pipeline.split!r} of task {pipeline.name!r} are dropped or skipped.")
 
 
 def _outputs(pipeline: Pipeline, order: Order, bad: BadExamples | None) -> Iterator[tuple[list[Example], int]]:
@@ -416,17 +401,6 @@ def _pieces(pipeline: Pipeline, order: Order, bad: BadExamples | None) -> Iterat
         yield pipeline.piece_outputs(np.concatenate(parts), (made,), index), index
 
 
-def _groups(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
-    group = []
-    for item in items:
-        group.append(item)
-        if len(group) == size:
-            yield group
-            group = []
-    if group:
-        yield group
-
-
 def measure_lengths(examples: Sequence[Example], features: Iterable[str]) -> dict[str, int]:
     """Return the longest length of each feature, rounded up."""
     return {feature: round_up_length(max(len(example[feature]) for example in examples)) for feature in features}
@@ -437,17 +411,17 @@ def round_up_length(length: int) -> int:
     return math.ceil(max(length, 1) / _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
 
 
-def _fits(converter: FeatureConverter, one: _Once, lengths: Mapping[str, int], trim: bool, bad: BadExamples) -> bool:
+def _fits(one: _Once, convert: Callable[[_Once], Batch], bad: BadExamples) -> bool:
     """Return whether an example can be a row. Every process checks all examples, so that all agree on the rows."""
     try:
-        _convert(converter, one, lengths, trim)
+        convert(one)
     except BadExample as error:
         bad.add(error)
         return False
     return True
 
 
-def _convert(converter: FeatureConverter, one: _Once, lengths: Mapping[str, int], trim: bool) -> Batch:
+def _convert(converter: FeatureConverter, lengths: Mapping[str, int], trim: bool, one: _Once) -> Batch:
     try:
         return converter.convert_row([one.example], lengths, trim=trim)
     except UserError as error:
@@ -456,6 +430,6 @@ def _convert(converter: FeatureConverter, one: _Once, lengths: Mapping[str, int]
 
 def _seed(cfg: DatasetConfig) -> int:
     if cfg.seed is None:
-        logger.info("Split %r of %s: no seed given; it is 0", cfg.split, cfg.mixture_or_task_name)
+        logger.info("Split %r of %s: no seed is set; using 0", cfg.split, cfg.mixture_or_task_name)
         return 0
     return int(cfg.seed)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 Example = dict[str, Any]
 Preprocessor = Callable[..., Example | Iterable[Example] | None]
+Place = tuple[int | str, ...]  # what the seeds of an example depend on
 
 # fmt: off
 _TF_DATA_METHODS = {
@@ -26,7 +27,7 @@ _TF_DATA_METHODS = {
     "prefetch", "interleave", "concatenate", "zip",
 }
 # fmt: on
-_BRIDGE = "register the task with the real seqio (pip install -e '.[tf]', docs/seqio.md) and name it"
+_BRIDGE = "register the task in the real seqio (pip install -e '.[tf]', docs/seqio.md)"
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -74,17 +75,17 @@ class Pipeline:
         self.trimmed: collections.Counter[str] = collections.Counter()
         self._source = source
         self.cached = cached
-        self._first = cached.steps if cached else 0
         self.preprocessors = tuple(preprocessors)
-        known = {"output_features": output_features, "sequence_length": sequence_length}
-        steps = list(_expanded(preprocessors, known))
+        available = {"output_features": output_features, "sequence_length": sequence_length}
+        steps = list(_expanded(preprocessors, available))
         joins = [at for at, step in enumerate(steps) if isinstance(step, ConcatenateAndSplit)]
         if len(joins) > 1:
-            raise UserError(f"Task {name!r} joins and splits its examples twice; one such preprocessor is possible.")
+            raise UserError(f"Task {name!r} has {len(joins)} preprocessors that join examples; only one is supported.")
         at = joins[0] if joins else len(steps)
         self.pieces: ConcatenateAndSplit | None = steps[at] if joins else None
-        self._steps = [_Step(function, known) for function in steps[self._first : at]]
-        self._piece_steps = [_Step(function, known) for function in steps[at + 1 :]]
+        numbered = [_Step(function, available, number) for number, function in enumerate(steps[:at])]
+        self._steps = numbered[cached.steps if cached else 0 :]
+        self._piece_steps = [_Step(function, available, number) for number, function in enumerate(steps[at + 1 :])]
         # Truncations must be counted with the batch they belong to.
         self.may_read_ahead = self.pieces is not None and not any(step.trims for step in self._steps)
 
@@ -121,15 +122,15 @@ class Pipeline:
         stay in the processor's caches.
         """
         made = [_or_bad(self._read, index) for _, index in places]
-        for at, step in enumerate(self._steps, self._first):
+        for step in self._steps:
             for i, place in enumerate(places):
                 if made[i] and not isinstance(made[i], BadExample):
-                    made[i] = _or_bad(self._apply, step, at, made[i], place, place[1])
+                    made[i] = _or_bad(self._apply, step, made[i], place, place[1])
         return made
 
     def unfinished(self, epoch: int, index: int) -> list[Example]:
         """Return `outputs` before they are checked against the output features."""
-        return self._run(self._steps, self._read(index), (epoch, index), index, self._first)
+        return self._run(self._steps, self._read(index), (epoch, index), index)
 
     def _read(self, index: int) -> list[Example]:
         if self.cached is None:
@@ -160,36 +161,28 @@ class Pipeline:
         return self._stages(self._piece_steps, lambda: {self.pieces.feature: tokens}, ("piece", *place), index)
 
     def _stages(
-        self, steps: Sequence["_Step"], read: Callable[[], Example], place: tuple[int | str, ...], index: int
+        self, steps: Sequence["_Step"], read: Callable[[], Example], place: Place, index: int
     ) -> list[tuple[str, list[Example]]]:
         names = ["source", *(step.name for step in steps)]
         return [(name, self._run(steps[:at], [read()], place, index)) for at, name in enumerate(names)]
 
-    def _run(
-        self,
-        steps: Sequence["_Step"],
-        examples: list[Example],
-        place: tuple[int | str, ...],
-        index: int,
-        first: int = 0,
-    ) -> list[Example]:
-        for at, step in enumerate(steps, first):
+    def _run(self, steps: Sequence["_Step"], examples: list[Example], place: Place, index: int) -> list[Example]:
+        for step in steps:
             if not examples:
                 break
-            examples = self._apply(step, at, examples, place, index)
+            examples = self._apply(step, examples, place, index)
         return examples
 
-    def _apply(
-        self, step: "_Step", at: int, examples: list[Example], place: tuple[int | str, ...], index: int
-    ) -> list[Example]:
-        """Return what preprocessor number `at` makes of the examples of a place."""
+    def _apply(self, step: "_Step", examples: list[Example], place: Place, index: int) -> list[Example]:
+        """Return what a preprocessor makes of the examples of a place."""
         made: list[Example] = []
         arguments = step.arguments
         for ordinal, example in enumerate(examples):
             if step.wants_seed:
-                arguments = {**arguments, "seed": derive_seed(self.seed, *place, at, ordinal)}
+                arguments = {**arguments, "seed": derive_seed(self.seed, *place, step.number, ordinal)}
             elif step.draws_seed:
-                arguments = {**arguments, "draw_seed": functools.partial(derive_seed, self.seed, *place, at, ordinal)}
+                draw_seed = functools.partial(derive_seed, self.seed, *place, step.number, ordinal)
+                arguments = {**arguments, "draw_seed": draw_seed}
             try:
                 output = step.function(_Fields(example), **arguments)
                 outputs = (output,) if type(output) is dict else step.examples(output)
@@ -216,17 +209,16 @@ class Pipeline:
         """Raise an error that a user can fix; add the location to any other error."""
         if isinstance(error, _MissingField):
             raise BadExample(
-                f"{self.location(index)} has no field {error.args[0]!r}, which {step.name} of task {self.name} asks "
-                f"for. Its fields are {', '.join(example)}."
+                f"{self.location(index)} has no field {error.args[0]!r}, which {step.name} of task {self.name} needs. "
+                f"Its fields: {', '.join(example)}."
             ) from error
         where = f"{self.location(index)} in {step.name} of task {self.name}"
         if isinstance(error, UserError):
             raise BadExample(f"{where}: {error}{_tensor_hint(*example.values())}") from error
         if isinstance(error, AttributeError) and isinstance(error.obj, dict) and error.name in _TF_DATA_METHODS:
             raise UserError(
-                f"The preprocessor {step.name} of task {self.name} is a function of a whole tf.data dataset (it "
-                f"calls its method {error.name}). Here a preprocessor takes one example, a dict: rewrite it so, or "
-                f"{_BRIDGE}."
+                f"The preprocessor {step.name} of task {self.name} takes a whole tf.data dataset (it calls the method "
+                f"{error.name}). Here a preprocessor takes one example, a dict: rewrite it, or {_BRIDGE}."
             ) from error
         error.add_note(where)
 
@@ -237,8 +229,8 @@ class Pipeline:
                 if not feature.required:
                     continue
                 raise BadExample(
-                    f"{self.location(index)}: task {self.name} promises the feature {name!r}, but its preprocessors "
-                    f"made only {', '.join(example) or 'nothing'}. Add rekey, or mend output_features."
+                    f"{self.location(index)}: task {self.name} has the output feature {name!r}, but its preprocessors "
+                    f"returned only {', '.join(example) or 'nothing'}. Add rekey, or fix output_features."
                 )
             try:
                 example[name] = _as_array(example[name], feature)
@@ -271,13 +263,13 @@ def _as_array(value: Any, feature: Feature) -> np.ndarray:
         return array
     if array.dtype.kind in "USO":
         raise ValueError(
-            f"is not ids but {str(value)[:60]!r}. Add seqio.preprocessors.tokenize to its preprocessors."
+            f"has no token ids but {str(value)[:60]!r}. Add seqio.preprocessors.tokenize to its preprocessors."
             f"{_tensor_hint(value)}"
         )
     if array.ndim != feature.rank:
-        raise ValueError(f"has {array.ndim} dimension(s) where {feature.rank} is promised.")
+        raise ValueError(f"has {array.ndim} dimension(s) instead of {feature.rank}.")
     if array.size and not np.can_cast(array.dtype, feature.dtype, casting="same_kind"):
-        raise ValueError(f"is {array.dtype} where {feature.dtype} is promised.")
+        raise ValueError(f"is {array.dtype} instead of {feature.dtype}.")
     made = array.astype(feature.dtype, copy=False)
     if array.dtype.kind in "iu" and made.dtype != array.dtype and not np.array_equal(made, array):
         wrong = array[made != array].flat[0]
@@ -288,19 +280,24 @@ def _as_array(value: Any, feature: Feature) -> np.ndarray:
 def _tensor_hint(*values: Any) -> str:
     if not any(type(value).__module__.startswith("tensorflow") for value in values):
         return ""
-    return f" A preprocessor gives TensorFlow's tensors; use Python's and numpy's values, or {_BRIDGE}."
+    return f" A preprocessor returns TensorFlow tensors; return Python or numpy values, or {_BRIDGE}."
 
 
 class _Step:
-    """A preprocessor with the arguments it asks for."""
+    """A preprocessor with the arguments it takes.
 
-    def __init__(self, function: Preprocessor, known: Mapping[str, Any]):
-        self.name = name_of(function)
+    Args:
+      available: values for its parameters.
+      number: its position among the preprocessors, for seeds.
+    """
+
+    def __init__(self, function: Preprocessor, available: Mapping[str, Any], number: int):
+        self.name, self.number = name_of(function), number
         if not callable(function):
             raise UserError(f"The preprocessor {function!r} is not a function.")
         self.function = function
         wanted = _wanted(function)
-        self.arguments = {name: value for name, value in known.items() if name in wanted}
+        self.arguments = {name: value for name, value in available.items() if name in wanted}
         self.wants_seed, self.draws_seed = "seed" in wanted, "draw_seed" in wanted
         self.trims = getattr(_innermost(function), "appends_eos_after_trim", False)
 
@@ -318,8 +315,7 @@ class _Step:
                 return [dict(one) for one in made]
         raise UserError(
             f"{self.name} returned a {type(made).__name__}. A preprocessor takes one example (a dict) and returns an "
-            "example, None to drop it, or several examples. For a function of a whole tf.data dataset, "
-            f"{_BRIDGE}."
+            f"example, None to drop it, or several examples. For a function of a whole tf.data dataset, {_BRIDGE}."
         )
 
 
@@ -353,14 +349,14 @@ def map_over_dataset(
     return with_pairs
 
 
-def _expanded(preprocessors: Iterable[Any], known: Mapping[str, Any]) -> Iterable[Any]:
+def _expanded(preprocessors: Iterable[Any], available: Mapping[str, Any]) -> Iterable[Any]:
     """Yield the preprocessors, with composites (see `preprocessor_kinds.composite`) replaced by their parts."""
     for function in preprocessors:
         if not _is_composite(function):
             yield function
             continue
-        wanted = [name for name in _wanted(function) if name in known]
-        yield from _expanded(function(**{name: known[name] for name in wanted}), known)
+        wanted = [name for name in _wanted(function) if name in available]
+        yield from _expanded(function(**{name: available[name] for name in wanted}), available)
 
 
 def count_cacheable(preprocessors: Sequence[Any]) -> int:

@@ -16,30 +16,29 @@ One pass over the data is staged and repeated, so random preprocessors give the 
 
 import contextlib
 import copy
-import errno
 import functools
 import importlib.metadata
 import inspect
-import itertools
 import json
 import logging
 import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from t5x.data import cache_reader, example_encoding
 from t5x.data.code_hashes import fingerprint
 from t5x.data.feature_spec import Feature
 from t5x.data.pipeline import Pipeline, Preprocessor, name_of
 from t5x.data.sources import ArrayRecordDataSource, DataSource
-from t5x.data.tasks import Mixture, Task
-from t5x.data.tf_data_values import as_tf_data, plain
+from t5x.data.tasks import Mixture, Task, check_split, other_registries
+from t5x.data.tf_data_values import from_tf_data, to_tf_data
 from t5x.data.vocabularies import as_vocabulary
 from t5x.errors import UserError
 from t5x.files import atomic, cache_directory, locks
 from t5x.files.disk_space import human_size
+from t5x.telemetry import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -80,8 +79,8 @@ def find(name: Any) -> Task | Mixture | None:
         theirs = seqio.get_mixture_or_task(name)
     else:
         return None
-    known, ours = _bridged.get(theirs.name, (None, None))
-    if known is not theirs:
+    bridged, ours = _bridged.get(theirs.name, (None, None))
+    if bridged is not theirs:
         _prepare(seqio)
         ours = SeqioTask(theirs) if isinstance(theirs, seqio.Task) else _mixture(theirs)
         _bridged[theirs.name] = theirs, ours
@@ -101,8 +100,8 @@ def _prepare(seqio: Any) -> None:
         tf.config.set_visible_devices([], "GPU")
     except RuntimeError:
         logger.warning(
-            "TensorFlow has taken GPUs already, and may keep most of their memory from JAX: put "
-            "tf.config.set_visible_devices([], 'GPU') before whatever uses TensorFlow first in your module"
+            "TensorFlow already uses the GPUs and may reserve most of their memory: call "
+            "tf.config.set_visible_devices([], 'GPU') in your module before its first use of TensorFlow"
         )
     if os.environ.get("TFDS_DATA_DIR"):
         seqio.set_tfds_data_dir_override(os.environ["TFDS_DATA_DIR"])
@@ -110,6 +109,15 @@ def _prepare(seqio: Any) -> None:
 
 
 # --- Tasks and mixtures -----------------------------------------------------------------------------------------------
+
+
+class _Request(NamedTuple):
+    """Arguments of seqio's `Task.get_dataset`."""
+
+    split: str
+    sequence_length: Mapping[str, int] | None = None
+    seed: int = 0
+    use_cached: bool = False
 
 
 class SeqioTask(Task):
@@ -139,7 +147,7 @@ class SeqioTask(Task):
         self._sources: dict[str, ArrayRecordDataSource] = {}
         self._newest: dict[str, ArrayRecordDataSource] = {}
         if len(theirs.metric_objs) > len(theirs.metric_fns):
-            logger.warning("Task %s has metric_objs, which are not computed here; its metric_fns are", theirs.name)
+            logger.warning("Task %s: ignoring its metric_objs; only metric_fns are computed", theirs.name)
 
     def num_input_examples(self, split: str) -> int:
         """Return the number of source examples or, if seqio does not know it, of cached or finished ones."""
@@ -165,13 +173,12 @@ class SeqioTask(Task):
         Args:
           use_cached: read seqio's offline cache, if the task supports one.
         """
-        if split not in self.splits:
-            raise UserError(f"Task {self.name!r} has no split {split!r}; it has {', '.join(map(repr, self.splits))}.")
-        source = self.staged(split, sequence_length, seed, use_cached)
+        check_split(self, split)
+        source = self.staged(_Request(split, sequence_length, seed, use_cached and self._theirs.supports_caching))
         steps = runtime_preprocessors or ()
         return Pipeline(self.name, source, split, steps, self.output_features, sequence_length, seed)
 
-    def plain_pipeline(self, split: str, sequence_length: Mapping[str, int] | None, seed: int) -> Pipeline:
+    def uncached_pipeline(self, split: str, sequence_length: Mapping[str, int] | None, seed: int) -> Pipeline:
         """Return examples without lengths if the task allows it, so that one copy serves all lengths."""
         try:
             return self.pipeline(split, None, seed)
@@ -182,45 +189,38 @@ class SeqioTask(Task):
 
     def why_not_cached(self) -> str:
         return (
-            f"{self.name!r} is a task of seqio: there is nothing to cache. Its first run copies its finished examples "
-            "to T5X_CACHE_DIR, and later ones read the copy, so just start the run. (What seqio_cache_tasks of seqio "
-            "has written is read with --seqio_additional_cache_dirs=DIR and use_cached=True.)"
+            f"{self.name!r} is a seqio task and needs no cache: its first run copies its finished examples to "
+            "T5X_CACHE_DIR, and later runs read the copy. Just start the run. (To read a cache that seqio_cache_tasks "
+            "wrote, use --seqio_additional_cache_dirs=DIR and use_cached=True.)"
         )
 
-    def staged(
-        self, split: str, sequence_length: Mapping[str, int] | None, seed: int, use_cached: bool
-    ) -> ArrayRecordDataSource:
+    def staged(self, request: _Request) -> ArrayRecordDataSource:
         """Return the examples of a split; read them through tf.data if they are not staged yet."""
-        use_cached = use_cached and self._theirs.supports_caching
-        if use_cached and not self._theirs.cache_dir:
+        if request.use_cached and not self._theirs.cache_dir:
             raise UserError(
-                f"use_cached=True: seqio finds no cache of task {self.name!r}. Name its directory: "
-                "--seqio_additional_cache_dirs=DIR (where seqio_cache_tasks wrote), or set use_cached=False."
+                f"use_cached=True: seqio finds no cache of task {self.name!r}. Pass the directory that "
+                "seqio_cache_tasks wrote, --seqio_additional_cache_dirs=DIR, or set use_cached=False."
             )
+        split = request.split
         with self._explained(split):
-            identity = self._identity(split, sequence_length, seed, use_cached)
+            identity = self._identity(request)
         digest = cache_directory.short_hash(json.dumps(identity, sort_keys=True))
         entry = cache_reader.place(cache_directory.place("seqio"), self.name, f"{split}-{digest}")
         if entry not in self._sources:
-            _ensure(
-                entry,
-                identity,
-                what=f"seqio task {self.name}, split {split}",
-                examples=lambda: self._examples(split, sequence_length, seed, use_cached),
-            )
+            what = f"seqio task {self.name}, split {split}"
+            _ensure(entry, identity, what=what, examples=lambda: self._examples(request))
             self._sources[entry] = ArrayRecordDataSource({split: os.path.join(entry, _EXAMPLES)}, decode_fn=_decode)
         self._newest[split] = self._sources[entry]
         return self._newest[split]
 
-    def _identity(
-        self, split: str, sequence_length: Mapping[str, int] | None, seed: int, use_cached: bool
-    ) -> dict[str, Any]:
+    def _identity(self, request: _Request) -> dict[str, Any]:
         """Return what the staged examples depend on, as JSON values."""
+        split, lengths, seed, use_cached = request
         wants_length = any("sequence_length" in _parameters(step) for step in self._theirs.preprocessors)
         identity = {
             "task": self.name,
             "split": split,
-            "sequence_length": dict(sequence_length) if sequence_length and wants_length else None,
+            "sequence_length": dict(lengths) if lengths and wants_length else None,
             "seed": seed,
             "source": _described(self._theirs._get_cached_source(split) if use_cached else self._theirs.source, split),
             "cached": use_cached,
@@ -233,28 +233,23 @@ class SeqioTask(Task):
         }
         return json.loads(json.dumps(identity))
 
-    def _examples(
-        self, split: str, sequence_length: Mapping[str, int] | None, seed: int, use_cached: bool
-    ) -> Iterator[Example]:
+    def _examples(self, request: _Request) -> Iterator[Example]:
         import tensorflow as tf
 
-        with self._explained(split):
+        with self._explained(request.split):
             dataset = self._theirs.get_dataset(
-                sequence_length,
-                split=split,
-                use_cached=use_cached,
+                **request._asdict(),
                 shuffle=False,
-                seed=seed,
                 num_epochs=1,
                 trim_output_features=False,  # our feature converters truncate, and count it
                 try_in_mem_cache=False,
             )
             if int(dataset.cardinality()) == _ENDLESS:
-                raise UserError(f"Split {split!r} of seqio task {self.name!r} is endless. {_INSTEAD}")
+                raise UserError(f"Split {request.split!r} of seqio task {self.name!r} is endless. {_INSTEAD}")
             options = tf.data.Options()
             options.deterministic = True
             for example in dataset.with_options(options).as_numpy_iterator():
-                yield {name: plain(value) for name, value in example.items()}
+                yield {name: from_tf_data(value) for name, value in example.items()}
 
     def _explained(self, split: str) -> contextlib.AbstractContextManager[None]:
         return _explained(f"seqio task {self.name!r}, split {split!r}")
@@ -271,7 +266,7 @@ def _explained(what: str) -> Iterator[None]:
         text = str(error).strip()
         text = text if len(text) < 1500 else f"{text[:700]}\n…\n{text[-700:]}"
         raise UserError(
-            f"{what} cannot be read: {type(error).__name__}: {text} (--debug shows the traceback)"
+            f"Reading {what} failed: {type(error).__name__}: {text} (--debug shows the traceback)"
         ) from error
 
 
@@ -297,13 +292,13 @@ class _Staged(DataSource):
 
     def _source(self, split: str) -> ArrayRecordDataSource:
         self.check_split(split)
-        return self._ours.staged(split, None, 0, False)
+        return self._ours.staged(_Request(split))
 
 
 def _mixture(theirs: Any) -> Mixture:
     draw = getattr(theirs._sample_fn, "func", theirs._sample_fn)
     if getattr(draw, "__name__", "") != "sample_from_datasets":
-        logger.warning("Mixture %s: its sample_fn is not used; tasks are drawn by their rates", theirs.name)
+        logger.warning("Mixture %s: ignoring its sample_fn; tasks are sampled by their rates", theirs.name)
     return Mixture(theirs.name, [(find(task), theirs.get_rate(task)) for task in theirs.tasks])
 
 
@@ -320,7 +315,7 @@ def _taking_seed(theirs: Any) -> Any:
 
 def _with_bytes(postprocess_fn: Callable[..., Any]) -> Callable[..., Any]:
     def postprocess(decoded: Any, *, example: Example, **kwargs: Any) -> Any:
-        return postprocess_fn(decoded, example={k: as_tf_data(v) for k, v in example.items()}, **kwargs)
+        return postprocess_fn(decoded, example=to_tf_data(example), **kwargs)
 
     return postprocess
 
@@ -328,21 +323,19 @@ def _with_bytes(postprocess_fn: Callable[..., Any]) -> Callable[..., Any]:
 def _with_numbers(task: str, metric_fn: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a metric function: convert seqio.metrics.Scalar to numbers and drop texts, images and the like."""
 
+    def is_dropped(value: Any) -> bool:
+        return type(value).__module__.partition(".")[0] == "seqio" and not hasattr(value, "value")
+
     @functools.wraps(metric_fn)
     def compute(**values: Any) -> Any:
         found = metric_fn(**values)
         if not isinstance(found, Mapping):
             return found
-        others = [name for name, value in found.items() if _is_metric_value(value) and not hasattr(value, "value")]
-        if others:
-            logger.warning("Task %s: the metrics %s are not numbers, and are left out", task, ", ".join(others))
-        return {name: getattr(value, "value", value) for name, value in found.items() if name not in others}
+        if dropped := [name for name, value in found.items() if is_dropped(value)]:
+            logger.warning("Task %s: ignoring the metrics %s, which are not numbers", task, ", ".join(dropped))
+        return {name: getattr(value, "value", value) for name, value in found.items() if name not in dropped}
 
     return compute
-
-
-def _is_metric_value(value: Any) -> bool:
-    return type(value).__module__.partition(".")[0] == "seqio"
 
 
 # --- Identity of staged examples --------------------------------------------------------------------------------------
@@ -392,8 +385,8 @@ def _parameters(function: Any) -> Iterable[str]:
 # --- Staging ----------------------------------------------------------------------------------------------------------
 
 _INSTEAD = (
-    "A task of seqio is copied before a run. Take a part of it (`ds.take(n)` in its source or a preprocessor), raise "
-    f"{_LIMIT}, or define the task with t5x.data, which reads its source where it lies (`t5x cache` tokenises it once)."
+    "A seqio task is copied before a run. Use a part of it (`ds.take(n)` in its source or a preprocessor), raise "
+    f"{_LIMIT}, or define the task with t5x.data, which reads its source in place (`t5x cache` tokenizes it once)."
 )
 
 
@@ -405,63 +398,49 @@ def _ensure(entry: str, identity: Mapping[str, Any], *, what: str, examples: Cal
         if not os.path.isdir(entry):
             atomic.remove_unfinished(os.path.join(directory, f"{split}-"))
             others = [name for name in os.listdir(directory) if name.startswith(f"{split}-")]
-            _stage(entry, identity, what, examples())
+            try:
+                _stage(entry, identity, what, examples())
+            except OSError as error:
+                raise cache_directory.copy_error(directory, what, error) from error
             if others:
-                logger.info("%s: copies of other states of it are in %s too; rm -r frees them", what, directory)
+                logger.info("%s: %s also has copies of its other states, which you may remove", what, directory)
     try:
         with open(os.path.join(entry, _INFO)) as file:
             count = json.load(file)["num_examples"]
         size = human_size(os.path.getsize(os.path.join(entry, _EXAMPLES)))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{entry} is damaged ({error}). Remove it: {what} is then copied again.") from error
+        raise UserError(f"{entry} is damaged ({error}). Remove it; {what} is then copied again.") from error
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime(os.path.getmtime(entry)))
     logger.info("%s: %d examples, %s, copied %s to %s", what, count, size, when, entry)
 
 
-def _stage(entry: str, identity: Mapping[str, Any], what: str, examples: Iterator[Example]) -> None:
-    from array_record.python import array_record_module
-
-    from t5x.telemetry import Progress
-
-    limit = _limit()
-    logger.info("%s: reading it through tf.data, once (T5X_CACHE_DIR chooses where it is kept)", what)
-    count = size = 0
-    try:
-        with (
-            atomic.new_directory(entry) as part,
-            Progress(None, unit="example", description=what) as progress,
-        ):
-            writer = array_record_module.ArrayRecordWriter(os.path.join(part, _EXAMPLES), "group_size:1,zstd:1")
-            for count in itertools.count():
-                if (example := next(examples, None)) is None:
-                    break
-                content = example_encoding.encode([example])
-                size += len(content)
-                if size > limit * 1e9:
-                    raise UserError(f"{what}: more than {limit:g} GB after {count:,} examples. {_INSTEAD}")
-                writer.write(content)
-                if count % 1000 == 999:
-                    progress.update(count + 1)
-            writer.close()
-            if not count:
-                raise UserError(f"{what}: it has no examples, or its preprocessors drop them all.")
-            with open(os.path.join(part, _INFO), "w") as file:
-                json.dump({"identity": identity, "num_examples": count}, file, indent=1)
-    except (OSError, RuntimeError) as error:
-        if any(words in str(error) for words in ("No space left", "Disk quota")):  # array_record has no error code
-            error = OSError(errno.ENOSPC, str(error))
-        if not isinstance(error, OSError):
-            raise
-        raise cache_directory.fault(os.path.dirname(entry), what, None, error) from error
-
-
-def _limit() -> float:
+def _stage(entry: str, identity: Mapping[str, Any], what: str, examples: Iterable[Example]) -> None:
     text = os.environ.get(_LIMIT) or _DEFAULT_LIMIT
     try:
-        return float(text)
+        limit = float(text)
     except ValueError as error:
         raise UserError(f"{_LIMIT}={text} is not a number of gigabytes.") from error
+    logger.info("%s: reading it through tf.data, once; T5X_CACHE_DIR is where it is kept", what)
+    count = size = 0
+    with (
+        atomic.new_directory(entry) as directory,
+        Progress(None, unit="example", description=what) as progress,
+        example_encoding.open_writer(os.path.join(directory, _EXAMPLES), "group_size:1,zstd:1") as write_record,
+    ):
+        for count, example in enumerate(examples, 1):
+            size += write_record([example])
+            if size > limit * 1e9:
+                raise UserError(f"{what}: more than {limit:g} GB after {count:,} examples. {_INSTEAD}")
+            if count % 1000 == 0:
+                progress.update(count)
+        if not count:
+            raise UserError(f"{what}: it has no examples, or its preprocessors drop them all.")
+        with open(os.path.join(directory, _INFO), "w") as file:
+            json.dump({"identity": identity, "num_examples": count}, file, indent=1)
 
 
 def _decode(content: bytes) -> Example:
     return example_encoding.decode(content)[0]
+
+
+other_registries.append(sys.modules[__name__])

@@ -5,7 +5,7 @@ import logging
 import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from t5x.data import cache_reader
 from t5x.data.feature_spec import Feature
@@ -89,15 +89,14 @@ class Task:
           need_text: False accepts a cache without texts (`inputs_pretokenized`, …).
           use_cached: the user asks for a cache. A cache is used anyway; it matters for tasks of the real seqio.
         """
-        if split not in self.splits:
-            raise UserError(f"Task {self.name!r} has no split {split!r}; it has {', '.join(map(repr, self.splits))}.")
+        check_split(self, split)
         steps = (*self.preprocessors, *(runtime_preprocessors or ()))
         found = cache_reader.find(self, split, need_text=need_text)
         if use_cached and found is None:
-            logger.info("use_cached=True: task %r has no cache (`t5x cache`); its source is read", self.name)
+            logger.info("use_cached=True: task %r has no cache (see `t5x cache`); reading its source", self.name)
         return Pipeline(self.name, self.source, split, steps, self.output_features, sequence_length, seed, found)
 
-    def plain_pipeline(self, split: str, sequence_length: Mapping[str, int] | None, seed: int) -> Pipeline:
+    def uncached_pipeline(self, split: str, sequence_length: Mapping[str, int] | None, seed: int) -> Pipeline:
         """Return `pipeline` without a cache, so that every preprocessor runs."""
         steps = self.preprocessors
         return Pipeline(self.name, self.source, split, steps, self.output_features, sequence_length, seed)
@@ -107,8 +106,8 @@ class Task:
         if count_cacheable(self.preprocessors):
             return None
         return (
-            f"There is nothing to cache of task {self.name!r}: its first preprocessor is random, depends on the "
-            "sequence length, joins examples, or is CacheDatasetPlaceholder. Caches hold the work of those before."
+            f"Task {self.name!r} has nothing to cache: its first preprocessor is random, depends on the sequence "
+            "length, joins examples, or is CacheDatasetPlaceholder. Only preprocessors before such a one are cached."
         )
 
     def __repr__(self) -> str:
@@ -130,9 +129,9 @@ class Mixture:
         for entry in tasks:
             task, rate = (entry, default_rate) if isinstance(entry, str) else entry
             if rate is None:
-                raise UserError(f"Mixture {name!r}: {task!r} has no rate. Write ({task!r}, 1.0) or give default_rate.")
-            if not callable(rate) and not _is_rate(rate):
-                raise UserError(f"Mixture {name!r}: the rate of {task!r} is {rate!r}; rates are positive numbers.")
+                raise UserError(f"Mixture {name!r}: {task!r} has no rate. Write ({task!r}, 1.0) or set default_rate.")
+            if not callable(rate):
+                _check_rate(name, task, rate)
             if task in self.rates:
                 raise UserError(f"Mixture {name!r} names {task!r} twice.")
             get_mixture_or_task(task)
@@ -181,8 +180,8 @@ class _Registry(Generic[_T]):
         """Create and register one; takes the arguments of the class."""
         if name in TaskRegistry.names() or name in MixtureRegistry.names():
             raise UserError(
-                f"There is a task or mixture {name!r} already. Give this one another name, or take the other out "
-                f"first: {self._kind.__name__}Registry.remove({name!r})."
+                f"There already is a task or mixture {name!r}. Choose another name, or first call "
+                f"{self._kind.__name__}Registry.remove({name!r})."
             )
         self._entries[name] = entry = self._kind(name, *args, **kwargs)
         return entry
@@ -208,20 +207,39 @@ TaskRegistry = _Registry(Task)
 MixtureRegistry = _Registry(Mixture)
 
 
+class OtherRegistry(Protocol):
+    """Tasks and mixtures from elsewhere, which are found if no task or mixture of ours has the name."""
+
+    def find(self, name: Any) -> Task | Mixture | None: ...
+
+    def names(self) -> tuple[str, ...]: ...
+
+
+other_registries: list[OtherRegistry] = []
+
+
 def get_mixture_or_task(name: str | Task | Mixture) -> Task | Mixture:
-    """Return the registered task or mixture of this name, or else that of the real seqio."""
+    """Return the registered task or mixture of this name, or else one of `other_registries`."""
     if isinstance(name, Task | Mixture):
         return name
     if name in MixtureRegistry.names():
         return MixtureRegistry.get(name)
     if name in TaskRegistry.names():
         return TaskRegistry.get(name)
-    from t5x.data import seqio_bridge  # imports this module
+    names = TaskRegistry.names() + MixtureRegistry.names()
+    for registry in other_registries:
+        if (found := registry.find(name)) is not None:
+            return found
+        names += registry.names()
+    raise UserError(_unknown(name, "task or mixture", names))
 
-    if (found := seqio_bridge.find(name)) is not None:
-        return found
-    known = TaskRegistry.names() + MixtureRegistry.names() + seqio_bridge.names()
-    raise UserError(_unknown(name, "task or mixture", known))
+
+def check_split(task_or_mixture: Task | Mixture, split: str) -> None:
+    """Raise a UserError if there is no such split."""
+    if split not in task_or_mixture.splits:
+        raise UserError(
+            f"{task_or_mixture.name!r} has no split {split!r}. Splits: {', '.join(map(repr, task_or_mixture.splits))}."
+        )
 
 
 def get_subtasks(task_or_mixture: Task | Mixture) -> list[Task]:
@@ -240,10 +258,7 @@ def task_rates(task_or_mixture: Task | Mixture) -> dict[Task, float]:
     for name, rate in task_or_mixture.rates.items():
         part = get_mixture_or_task(name)
         value = rate(part) if callable(rate) else rate
-        if not _is_rate(value):
-            raise UserError(
-                f"Mixture {task_or_mixture.name!r}: the rate of {name!r} is {value!r}; rates are positive numbers."
-            )
+        _check_rate(task_or_mixture.name, name, value)
         below = task_rates(part)
         total = sum(below.values())
         for task, share in below.items():
@@ -251,8 +266,9 @@ def task_rates(task_or_mixture: Task | Mixture) -> dict[Task, float]:
     return rates
 
 
-def _is_rate(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and 0 < value < math.inf
+def _check_rate(mixture: str, task: str, rate: Any) -> None:
+    if not (isinstance(rate, numbers.Real) and 0 < rate < math.inf):
+        raise UserError(f"Mixture {mixture!r}: the rate of {task!r} is {rate!r}; rates are positive numbers.")
 
 
 def rate_num_examples(
@@ -271,10 +287,10 @@ def rate_num_examples(
     return number ** (1.0 / temperature)
 
 
-def _unknown(name: str, kind: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(str(name), known, n=4, cutoff=0.5) or sorted(known)[:8]
-    hint = f"Near it: {', '.join(near)}." if near else "None is registered."
+def _unknown(name: str, kind: str, names: Sequence[str]) -> str:
+    near = difflib.get_close_matches(str(name), names, n=4, cutoff=0.5) or sorted(names)[:8]
+    hint = f"Similar names: {', '.join(near)}." if near else "None is registered."
     return (
-        f"There is no {kind} {name!r}. {hint} One is registered when the module that adds it to the TaskRegistry is "
-        "imported: name that module with --import, in a gin file (`import my_tasks`) or as MIXTURE_OR_TASK_MODULE."
+        f"There is no {kind} {name!r}. {hint} Import the module that adds it to the TaskRegistry: --import=MODULE, "
+        "`import my_tasks` in a gin file, or MIXTURE_OR_TASK_MODULE."
     )

@@ -6,45 +6,34 @@ from typing import Any
 import numpy as np
 
 
-def plain(value: Any) -> Any:
+def from_tf_data(value: Any) -> Any:
     """Convert a tf.data value to one as in our sources, where texts are str."""
-    if isinstance(value, bytes):
-        return _text(value)
-    if isinstance(value, Mapping):
-        return {name: plain(one) for name, one in value.items()}
+    return _convert(value, _decode)
+
+
+def to_tf_data(value: Any) -> Any:
+    """Undo `from_tf_data`."""
+    return _convert(value, lambda one: one.encode() if isinstance(one, str) else one)
+
+
+def _convert(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Apply `function` to every element of nested mappings, lists and object arrays."""
     if hasattr(value, "to_list"):  # ragged
-        return _each(value.to_list(), _text)
-    if isinstance(value, np.ndarray) and value.dtype.hasobject:
-        return _over(value, _text)
-    return value
-
-
-def as_tf_data(value: Any) -> Any:
-    """Undo `plain`."""
-    if isinstance(value, str):
-        return value.encode()
+        value = value.to_list()
     if isinstance(value, Mapping):
-        return {name: as_tf_data(one) for name, one in value.items()}
+        return {name: _convert(one, function) for name, one in value.items()}
     if isinstance(value, list):
-        return _each(value, as_tf_data)
+        return [_convert(one, function) for one in value]
     if isinstance(value, np.ndarray) and value.dtype.hasobject:
-        return _over(value, as_tf_data)
-    return value
+        converted = np.empty(value.shape, object)
+        for place, one in np.ndenumerate(value):
+            converted[place] = _convert(one, function)
+        return converted
+    return function(value)
 
 
-def _text(value: Any) -> Any:
+def _decode(value: Any) -> Any:
     try:
         return value.decode() if isinstance(value, bytes) else value
     except UnicodeDecodeError:
         return value
-
-
-def _each(value: Any, function: Callable[[Any], Any]) -> Any:
-    return [_each(one, function) for one in value] if isinstance(value, list) else function(value)
-
-
-def _over(array: np.ndarray, function: Callable[[Any], Any]) -> np.ndarray:
-    made = np.empty(array.shape, object)
-    for place, one in np.ndenumerate(array):
-        made[place] = function(one)
-    return made

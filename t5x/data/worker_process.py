@@ -1,5 +1,11 @@
-"""Worker processes: new interpreters that receive work over a pipe. Nothing is forked."""
+"""Worker processes: new interpreters, without JAX, that exchange messages with this process. Nothing is forked.
 
+A message is a JSON object, followed by raw arrays. Only the work, which holds functions of the user, is pickled, from
+the parent to the worker.
+"""
+
+import contextlib
+import json
 import os
 import queue
 import signal
@@ -7,14 +13,20 @@ import struct
 import subprocess
 import sys
 import threading
+import traceback
+from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
+
+import numpy as np
 
 import t5x
 from t5x import user_modules
 from t5x.data.dataset_config import imported_task_modules
+from t5x.data.sources import BadExample
 from t5x.errors import TemporaryError, UserError
 
 _LENGTH = struct.Struct("<Q")
+_ERRORS = {"bad": BadExample, "user": UserError, "bug": RuntimeError}
 # Load the same t5x package as this process, without adding its parent directory to the path.
 _LOAD_T5X = """\
 import importlib.util, os.path, sys
@@ -24,6 +36,8 @@ sys.modules["t5x"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(sys.modules["t5x"])
 """
 
+Arrays = Mapping[str, np.ndarray]
+
 
 def start(call: str) -> subprocess.Popen:
     """Start a process that runs a function of t5x, such as "t5x.data.batch_workers:serve", with pipes to it."""
@@ -32,6 +46,131 @@ def start(call: str) -> subprocess.Popen:
     # Without -P, the working directory would come first on the path, and a user's queue.py would hide Python's.
     command = [sys.executable, "-P", "-c", program]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
+class Worker:
+    """A worker process, seen from its parent.
+
+    Args:
+      call: see `start`; the function must call `serve`.
+      work: what the worker needs, from `pickled`.
+      name: name of the worker in error messages.
+      fix: how to avoid its unexpected end, a sentence.
+    """
+
+    def __init__(self, call: str, work: bytes, name: str, fix: str):
+        self._process = start(call)
+        self._unsent_work: bytes | None = work
+        self._name, self._fix = name, fix
+        self._commands = 0
+
+    def send(self, command: Any) -> None:
+        """Send a JSON value. Waits for the worker to start; if it has died, `receive` raises the error."""
+        self._commands += 1
+        with contextlib.suppress(OSError, ValueError):
+            if self._unsent_work is not None:
+                _write(self._process.stdin, self._unsent_work)
+                self._unsent_work = None
+            _write(self._process.stdin, json.dumps(command).encode())
+            self._process.stdin.flush()
+
+    def receive(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """Return the next (message, arrays) in answer to the last command; raise the worker's error if it had one."""
+        while True:
+            content = _read(self._process.stdout)
+            if content is None:
+                raise self._died()
+            message = json.loads(content)
+            arrays = {name: self._read_array(dtype, shape) for name, dtype, shape in message["arrays"]}
+            if message["command"] != self._commands:
+                continue
+            if "error" in message:
+                raise _ERRORS[message["kind"]](message["error"])
+            return message, arrays
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(OSError):  # unflushed data
+                pipe.close()
+
+    def _read_array(self, dtype: str, shape: list[int]) -> np.ndarray:
+        array = np.empty(shape, np.dtype(dtype))
+        if self._process.stdout.readinto(memoryview(array).cast("B")) != array.nbytes:
+            raise self._died()
+        return array
+
+    def _died(self) -> UserError:
+        code = self._process.wait()
+        if code < 0:
+            return TemporaryError(
+                f"{self._name} was killed by signal {-code} (signal 9 often means that memory ran out). {self._fix}"
+            )
+        return UserError(f"{self._name} ended with exit code {code}; see its output above. {self._fix}")
+
+
+class Parent:
+    """The parent process, seen from a worker, which exits when the parent is gone.
+
+    Attributes:
+      work: argument of `Worker`.
+    """
+
+    def __init__(self):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the parent decides when to stop
+            signal.signal(number, signal.SIG_IGN)
+        self._answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=1 << 20)
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a user's function prints
+        self._received: queue.Queue[bytes] = queue.Queue()
+        self._command = 0
+        threading.Thread(target=self._listen, daemon=True).start()
+        self.work = self._received.get()
+
+    def _listen(self) -> None:
+        # Not sys.stdin itself: an interpreter aborts if it exits while a thread still reads from it.
+        with os.fdopen(os.dup(sys.stdin.fileno()), "rb") as source:
+            while (content := _read(source)) is not None:
+                self._received.put(content)
+        os._exit(0)
+
+    def has_command(self) -> bool:
+        return not self._received.empty()
+
+    def newest_command(self) -> Any:
+        """Wait for a command; return the last one sent."""
+        content = None
+        while content is None or self.has_command():
+            content = self._received.get()
+            self._command += 1
+        return json.loads(content)
+
+    def send(self, message: Mapping[str, Any], arrays: Arrays | None = None) -> None:
+        """Answer the last command."""
+        arrays = arrays or {}
+        described = [[name, array.dtype.str, list(array.shape)] for name, array in arrays.items()]
+        _write(self._answers, json.dumps({**message, "command": self._command, "arrays": described}).encode())
+        for array in arrays.values():
+            self._answers.write(np.ascontiguousarray(array).data)
+        self._answers.flush()
+
+
+def serve(run: Callable[[Any, Any, Parent], None]) -> None:
+    """Run a worker: call `run(work, command, parent)` for each command; it answers with `parent.send`."""
+    parent = Parent()
+    work = None
+    with contextlib.suppress(BrokenPipeError):  # the parent is gone
+        while True:
+            command = parent.newest_command()
+            try:
+                work = unpickled(parent.work) if work is None else work
+                run(work, command, parent)
+            except BrokenPipeError:
+                raise
+            except UserError as error:
+                parent.send({"kind": "bad" if isinstance(error, BadExample) else "user", "error": str(error)})
+            except Exception:
+                parent.send({"kind": "bug", "error": f"in a worker process:\n{traceback.format_exc()}"})
 
 
 def pickled(value: Any, instead: str) -> bytes:
@@ -52,8 +191,8 @@ def pickled(value: Any, instead: str) -> bytes:
         return cloudpickle.dumps((path, user_modules.snapshot(), cloudpickle.dumps(value)))
     except Exception as error:
         raise UserError(
-            f"The task cannot be sent to worker processes ({type(error).__name__}: {error}). {instead}, or take out of "
-            "its preprocessors and source what cannot be pickled."
+            f"The task cannot be sent to worker processes ({type(error).__name__}: {error}). {instead}, or remove what "
+            "cannot be pickled from its preprocessors and source."
         ) from error
     finally:
         for module in modules:
@@ -70,50 +209,13 @@ def unpickled(content: bytes) -> Any:
     return cloudpickle.loads(value)
 
 
-def unexpected_end(process: subprocess.Popen, what: str, fix: str) -> UserError:
-    """Return the error for a worker that has ended by itself, a TemporaryError if a signal killed it.
-
-    Args:
-      what: name of the worker.
-      fix: how to avoid it, a sentence.
-    """
-    code = process.wait()
-    if code < 0:
-        return TemporaryError(f"{what} was killed by signal {-code} (9: often because memory ran out). {fix}")
-    return UserError(f"{what} ended with exit code {code}; see its output above. {fix}")
-
-
-def pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Return a worker's (commands, answers). What a user's function prints goes to standard error from now on."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the parent decides when to stop
-        signal.signal(number, signal.SIG_IGN)
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=1 << 20)
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    # Not sys.stdin itself: an interpreter aborts if it exits while a thread still reads from it.
-    return os.fdopen(os.dup(sys.stdin.fileno()), "rb"), answers
-
-
-def listen(source: BinaryIO) -> "queue.Queue[bytes]":
-    """Return a queue of a worker's commands; the worker exits when the parent is gone."""
-    commands: queue.Queue[bytes] = queue.Queue()
-
-    def read_all() -> None:
-        while (command := read(source)) is not None:
-            commands.put(command)
-        os._exit(0)
-
-    threading.Thread(target=read_all, daemon=True).start()
-    return commands
-
-
-def write(stream: BinaryIO, content: bytes) -> None:
-    """Write a length-prefixed message for `read`."""
+def _write(stream: BinaryIO, content: bytes) -> None:
     stream.write(_LENGTH.pack(len(content)))
     stream.write(content)
 
 
-def read(stream: BinaryIO) -> bytes | None:
-    """Return the next message; None at the end."""
+def _read(stream: BinaryIO) -> bytes | None:
+    """Return what `_write` wrote; None at the end of the stream."""
     head = stream.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         return None

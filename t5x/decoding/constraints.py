@@ -12,16 +12,19 @@ Example:
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from t5x.data.vocabularies import Vocabulary
 from t5x.decoding import limits
 from t5x.decoding.loop import is_row_independent, row_independent
 from t5x.decoding.state import NEG_INF, DecodingState, LogitCallback
 from t5x.errors import UserError
+
+if TYPE_CHECKING:
+    from t5x.data.vocabularies import Vocabulary
 
 PENALTIES = (1e-3, 1e3)  # the smallest and the largest repetition penalty
 
@@ -146,7 +149,7 @@ def choices(sequences: Sequence[Sequence[int]]) -> LogitCallback:
     return process
 
 
-def text_choices(texts: Sequence[str], vocabulary: Vocabulary, max_length: int | None = None) -> LogitCallback:
+def text_choices(texts: Sequence[str], vocabulary: "Vocabulary", max_length: int | None = None) -> LogitCallback:
     """Allow only the given strings.
 
     Args:

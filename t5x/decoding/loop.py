@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from t5x.decoding import rows
 from t5x.decoding.state import DecodingState, LogitCallback, TokensToLogits
-from t5x.partitioning.logical import parts_of
+from t5x.partitioning.logical import shards_of
 
 _SHRINK_FACTOR = 4  # the second loop runs when at most 1 / _SHRINK_FACTOR of the examples are still open
 _MIN_EXAMPLES = 8  # smallest batch that is worth compiling the second loop for
@@ -45,7 +45,7 @@ class PerExampleLogits:
 
 def per_example_logits(function: Callable, inputs: dict[str, Any], axes: dict[str, int]) -> TokensToLogits:
     """Return `PerExampleLogits`, or a plain function if the batch is sharded: rows would move between devices."""
-    return PerExampleLogits(function, inputs, axes) if parts_of("batch") == 1 else functools.partial(function, inputs)
+    return PerExampleLogits(function, inputs, axes) if shards_of("batch") == 1 else functools.partial(function, inputs)
 
 
 def row_independent(callback: LogitCallback) -> LogitCallback:

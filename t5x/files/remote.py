@@ -1,30 +1,30 @@
-"""Remote paths (`gs://bucket/file`, any that fsspec supports): their file systems, and readable errors."""
+"""Remote paths (`gs://bucket/file`, any that fsspec supports): looking up, listing and reading files."""
 
-import contextlib
+import dataclasses
 import logging
 import os
-import re
+import posixpath
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from t5x.errors import UserError
+from t5x.files.remote_errors import TransientError, explained, is_missing, seconds_without_data
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-_AT_ONCE = 8  # requests in flight
-_EXTRAS = {"gcsfs": "gcs", "s3fs": "s3"}  # drivers with an extra in pyproject.toml
-_SIGN_IN = {
-    "gs": "`gcloud auth application-default login`, or GOOGLE_APPLICATION_CREDENTIALS=KEY_FILE",
-    "s3": "`aws configure`, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; FSSPEC_S3_ANON=true for public data",
-    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
-    "hf": "`hf auth login`, or HF_TOKEN",
-}
-_HTTP = ("http", "https")
-_TIMEOUT = "T5X_REMOTE_TIMEOUT"
-_SCHEMES = {"gcs": "gs", "s3a": "s3", "abfs": "az", "abfss": "az"}
+log = logging.getLogger(__name__)
+
+_REQUESTS = 8  # in flight
+_RETRY_DELAYS = (1, 5)  # seconds before a failed read is tried again
+# Fields with which drivers report that a file has changed; the first one present is used.
+_VERSION_FIELDS = (
+    "etag", "ETag", "md5Hash", "crc32c", "content_md5", "checksum", "blob_id", "mtime", "updated", "LastModified",
+    "last_modified", "created",
+)  # fmt: skip
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
@@ -32,39 +32,155 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
     return "://" in os.fspath(path)
 
 
-def file_system(url: str) -> tuple["AbstractFileSystem", str]:
-    """Return the file system of a URL, and the path in it."""
-    import fsspec
+def as_local(path: str | os.PathLike[str]) -> str | None:
+    """Return the local path that `path` or a file:// URL stands for; None if it is remote."""
+    path = os.fspath(path)
+    if not is_remote(path):
+        return path
+    from fsspec.implementations.local import LocalFileSystem
 
-    with explained(url):
-        fs, path = fsspec.core.url_to_fs(url, **_time_limits(url))
-    _quieten(type(fs).__module__.split(".")[0])
-    return fs, path
-
-
-@contextlib.contextmanager
-def explained(url: str) -> Iterator[None]:
-    """Convert errors of fsspec and its drivers inside the block to a UserError that names `url`."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(f"{url}: {_explain(url, error)}") from error
+    remote = RemotePath.parse(path)
+    return remote.path if isinstance(remote.fs, LocalFileSystem) else None
 
 
-def is_missing(error: FileNotFoundError) -> bool:
-    """Return whether a driver's error means that the file does not exist.
+@dataclasses.dataclass(frozen=True)
+class RemotePath:
+    """A path in a remote file system. Errors of its methods name `url` and how to fix them.
 
-    The HTTP driver raises FileNotFoundError for every failure, with the real error as its cause.
+    Attributes:
+      fs: the file system.
+      path: the path in it.
+      url: the URL for messages, as the user gave it.
     """
-    cause = error.__cause__
-    return cause is None or (_status(cause) in (None, 404, 410) and not _is_network(cause))
+
+    fs: "AbstractFileSystem"
+    path: str
+    url: str
+
+    @classmethod
+    def parse(cls, url: str) -> "RemotePath":
+        import fsspec
+
+        with explained(url):
+            fs, path = fsspec.core.url_to_fs(url, **_time_limits(url))
+        _quieten(type(fs).__module__.split(".")[0])
+        return cls(fs, path.rstrip("/") or path, url.rstrip("/"))
+
+    @property
+    def name(self) -> str:
+        return posixpath.basename(self.path)
+
+    @property
+    def parent(self) -> "RemotePath":
+        return RemotePath(self.fs, posixpath.dirname(self.path), posixpath.dirname(self.url))
+
+    def __truediv__(self, name: str) -> "RemotePath":
+        return RemotePath(self.fs, f"{self.path}/{name}", f"{self.url}/{name}") if name else self
+
+    def info(self) -> dict[str, Any] | None:
+        """Return fsspec's description of the file or directory; None if it does not exist."""
+        return self._unless_missing(self.fs.info)  # fsspec's `exists` returns False for every failure
+
+    def children(self) -> dict[str, dict[str, Any]]:
+        """Return {name: info} of the entries of a directory; {} if it does not exist."""
+        listed = self._unless_missing(self.fs.ls, detail=True) or ()
+        found = {info["name"].rstrip("/"): info for info in listed}
+        found.pop(self.path, None)  # object stores may list an empty object for the directory
+        return {posixpath.basename(name): info for name, info in found.items()}
+
+    def descendants(self) -> dict[str, dict[str, Any]]:
+        """Return {path relative to this directory: info} of the files below it.
+
+        The names come from the server: check them with `untrusted.is_plain_relative` before they are used as paths.
+        """
+        with explained(self.url):
+            found = self.fs.find(self.path, detail=True)
+        above = f"{self.path}/"
+        return {name[len(above) :] if name.startswith(above) else f"/{name}": info for name, info in found.items()}
+
+    def glob(self) -> list[str]:
+        """Return the URLs of the files that this path, a pattern, matches."""
+        with explained(self.url):
+            return sorted(self.fs.unstrip_protocol(found) for found in self.fs.glob(self.path))
+
+    def file(self, info: Mapping[str, Any] | None = None) -> "RemoteFile":
+        """Return the file at this path; raise a UserError if it is not a file of known size.
+
+        Args:
+          info: its description, if it has been looked up.
+        """
+        if info is None:
+            with explained(self.url):
+                self.fs.invalidate_cache()
+                info = self.fs.info(self.path)
+        if info["type"] != "file" or not isinstance(info.get("size"), int):
+            raise UserError(f"{self.url} is not a file of known size. Copy it to a local disk and name the copy.")
+        version = next((str(info[field]) for field in _VERSION_FIELDS if info.get(field) is not None), "")
+        return RemoteFile(self, info["size"], version)
+
+    def read_bytes(self) -> bytes:
+        """Return the content of the file."""
+        with explained(self.url):
+            return self.fs.cat_file(self.path)
+
+    def open(self) -> BinaryIO:
+        """Open the file for reading from start to end. Reads raise errors of the driver: see `explained`."""
+        with explained(self.url):
+            return self.fs.open(self.path, "rb")
 
 
-def all_at_once(call: Callable[..., None], arguments: Sequence[tuple], stopped: threading.Event | None = None) -> None:
+    def _unless_missing(self, call: Callable[..., Any], **options: Any) -> Any:
+        with explained(self.url):
+            try:
+                return call(self.path, **options)
+            except FileNotFoundError as error:
+                if not is_missing(error):
+                    raise
+                return None
+
+
+@dataclasses.dataclass(frozen=True)
+class RemoteFile:
+    """A remote file as it was when it was looked up.
+
+    Attributes:
+      path: where it is.
+      size: in bytes.
+      version: changes with the content; "" if the driver reports nothing of that kind.
+    """
+
+    path: RemotePath
+    size: int
+    version: str
+
+    def read(self, start: int, end: int) -> bytes:
+        """Return the bytes from `start` to `end`. Failures of the network or the server are retried twice."""
+        for delay in _RETRY_DELAYS:
+            try:
+                return self._read_once(start, end)
+            except TransientError as error:
+                log.warning("%s Retrying in %d s.", error, delay)
+                time.sleep(delay)
+        return self._read_once(start, end)
+
+    def _read_once(self, start: int, end: int) -> bytes:
+        if end == start:
+            return b""
+        with explained(self.path.url):
+            content = self.path.fs.cat_file(self.path.path, start=start, end=end)
+        if len(content) != end - start:
+            raise TransientError(
+                f"{self.path.url}: {len(content)} bytes arrived instead of {end - start}. The connection was cut, or "
+                "the file has changed. Start again: complete files are not copied again."
+            )
+        return content
+
+
+def run_concurrently(
+    call: Callable[..., None], arguments: Sequence[tuple], stopped: threading.Event | None = None
+) -> None:
     """Call with each of the arguments, several at a time. The first failure cancels the rest and sets `stopped`."""
-    pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="t5x-remote")
+    pool = ThreadPoolExecutor(_REQUESTS, thread_name_prefix="t5x-remote")
     try:
         for future in as_completed([pool.submit(call, *given) for given in arguments]):
             future.result()
@@ -81,7 +197,7 @@ def _time_limits(url: str) -> dict[str, Any]:
 
     aiohttp's default limits the entire transfer to 5 minutes, however fast it is.
     """
-    schemes = {part.split("://")[0] for part in url.split("::")} & set(_HTTP)
+    schemes = {part.split("://")[0] for part in url.split("::")} & {"http", "https"}
     if not schemes:
         return {}
     try:
@@ -90,21 +206,10 @@ def _time_limits(url: str) -> dict[str, Any]:
         return {}  # the driver reports what it needs
     from fsspec.config import conf
 
-    seconds = _timeout()
+    seconds = seconds_without_data()
     limit = aiohttp.ClientTimeout(total=None, sock_connect=seconds, sock_read=seconds)
     of_user = {scheme: conf.get(scheme, {}).get("client_kwargs", {}) for scheme in schemes}
     return {scheme: {"client_kwargs": {"timeout": limit} | of_user[scheme]} for scheme in schemes}
-
-
-def _timeout() -> float:
-    text = os.environ.get(_TIMEOUT) or "60"
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise UserError(f"{_TIMEOUT} is {text!r}: it must be a number of seconds above 0.")
-    return seconds
 
 
 def _quieten(driver: str) -> None:
@@ -112,67 +217,3 @@ def _quieten(driver: str) -> None:
     logger = logging.getLogger(driver)
     if logger.level == logging.NOTSET and not logging.getLogger("t5x").isEnabledFor(logging.DEBUG):
         logger.setLevel(logging.CRITICAL)
-
-
-def _explain(url: str, error: BaseException) -> str:
-    scheme = url.split("://", 1)[0].split("::")[-1]
-    text = (str(error).strip().splitlines() or [""])[0][:300]
-    said = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    if isinstance(error, ImportError):
-        return _missing_driver(scheme, text)
-    if isinstance(error, ValueError) and text.startswith("Protocol not known"):
-        return f"{scheme}:// is not a kind of path that can be opened. Is it misspelt (gs://, s3://, az://, hf://)?"
-    if isinstance(error, FileNotFoundError):
-        if is_missing(error):
-            return "there is no such file, directory or bucket."
-        return _explain(url, error.__cause__)
-    if isinstance(error, TimeoutError) and scheme in _HTTP:
-        return (
-            f"the server has sent nothing for {_timeout():g} s. Start again when it works; {_TIMEOUT}=SECONDS waits "
-            "longer."
-        )
-    if (status := _status(error)) is not None and (status >= 500 or status == 429):
-        said = getattr(error, "message", None) or said
-        return f"the server answered {status} ({said}). It may be overloaded or down: try again later."
-    if _is_network(error):
-        return f"{scheme}:// cannot be reached ({said}). Check the network and the name, and start again."
-    if _is_denied(error, text):
-        hint = _SIGN_IN.get(_SCHEMES.get(scheme, scheme))
-        return f"access is denied ({said}). Sign in with an account that has it{f': {hint}' if hint else ''}."
-    return f"it cannot be accessed ({said}). Check the name, the access rights and the network."
-
-
-def _missing_driver(scheme: str, text: str) -> str:
-    from fsspec.registry import known_implementations
-
-    package = known_implementations.get(scheme, {}).get("class", "fsspec").split(".")[0]
-    if package == "fsspec":  # the driver is part of fsspec and reports what it needs
-        return f"{scheme}:// needs another package: {text}. Install it with `pip install`."
-    extra = f", or `pip install -e '.[{_EXTRAS[package]}]'` in the checkout of t5x" if package in _EXTRAS else ""
-    return f"{scheme}:// needs the package {package}, which is not installed. `pip install {package}`{extra}."
-
-
-def _status(error: BaseException) -> int | None:
-    """Return the status code of an HTTP response, under any attribute name that drivers use."""
-    codes = (getattr(error, name, None) for name in ("status", "status_code", "code"))
-    return next((int(code) for code in codes if str(code).isdigit() and 400 <= int(code) < 600), None)
-
-
-def _is_network(error: BaseException) -> bool:
-    """Return whether this is a network error. Drivers are not imported, so their classes are recognized by name."""
-    if isinstance(error, ConnectionError | TimeoutError):
-        return True
-    return re.search("Connect|Timeout|DNS|gaierror|Transport", type(error).__name__) is not None
-
-
-def _is_denied(error: BaseException, text: str) -> bool:
-    if isinstance(error, PermissionError):
-        return True
-    if _status(error) in (401, 403):
-        return True
-    names = " ".join(cls.__name__ for cls in type(error).__mro__)
-    return bool(
-        re.search("Credential|Auth|Token|Forbidden", names)
-        or re.match("Forbidden|Unauthorized|Invalid Credentials", text)
-        or re.search(r"AccessDenied|Access Denied|\b40[13]\b", text)
-    )

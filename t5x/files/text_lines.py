@@ -1,9 +1,74 @@
-"""Decode user files; errors carry the file and the position."""
+"""Lines of text in files that users name. Errors carry the file and the position."""
 
+import contextlib
+import gzip
+import io
 import json
-from typing import Any
+import os
+import sys
+import zlib
+from collections.abc import Iterator
+from typing import Any, BinaryIO, NamedTuple
 
 from t5x.errors import UserError
+from t5x.files import user_files
+from t5x.files.remote import RemotePath, is_remote
+from t5x.files.remote_errors import explained
+
+_BOM = b"\xef\xbb\xbf"
+
+
+class TextLine(NamedTuple):
+    """A line of a file.
+
+    Attributes:
+      where: its position for messages: `in.txt:3`.
+      number: line number, from 1.
+      raw: the unchanged line.
+      offset: byte offset of `content` in the decompressed file.
+    """
+
+    where: str
+    number: int
+    raw: bytes
+    offset: int
+
+    @property
+    def content(self) -> bytes:
+        """The line without its end and, if it is the first, without a byte order mark."""
+        return (self.raw.removeprefix(_BOM) if self.number == 1 else self.raw).rstrip(b"\r\n")
+
+    def text(self) -> str:
+        return decoded(self.content, self.where)
+
+
+def read_lines(path: str, name: str | None = None) -> Iterator[TextLine]:
+    """Yield the lines of a local or remote file, or of standard input; gzip is decompressed.
+
+    Args:
+      path: the file; - is standard input.
+      name: name of the file in messages; the default is the path.
+    """
+    name = name or ("standard input" if path == "-" else path)
+    with _open(path) as file:
+        offset = 0
+        try:
+            for number, raw in enumerate(file, start=1):
+                skipped = len(_BOM) if number == 1 and raw.startswith(_BOM) else 0
+                yield TextLine(f"{name}:{number}", number, raw, offset + skipped)
+                offset += len(raw)
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise UserError(f"{name} is not a complete gzip file: {error}. Fetch it again.") from error
+        except OSError as error:
+            raise UserError(f"{name} cannot be read: {error.strerror or error}.") from error
+
+
+def can_seek(path: str) -> bool:
+    """Return whether lines can be read again at their offsets: a local file that is not compressed."""
+    if is_remote(path) or not os.path.isfile(path):
+        return False
+    with user_files.open_binary(path) as file:
+        return not _is_gzip(file)
 
 
 def decoded(raw: bytes, where: str) -> str:
@@ -14,16 +79,22 @@ def decoded(raw: bytes, where: str) -> str:
     """
     if b"\0" in raw:
         raise UserError(
-            f"{where} has a NUL byte at column {raw.index(0) + 1}: this is no text. Take it out, or in JSON write it "
-            "as \\u0000."
+            f"{where} has a NUL byte at {_position(raw, raw.index(0))}, so it is not text. Remove it, or write it as "
+            "\\u0000 in JSON."
         )
     try:
         return raw.decode()
     except UnicodeDecodeError as error:
-        raise UserError(
-            f"{where}: byte 0x{raw[error.start]:02x} at column {error.start + 1} is not UTF-8. Convert the file: iconv "
-            "-f latin1 -t utf-8."
-        ) from error
+        raise UserError(f"{where}: {not_utf8(raw, error)}") from error
+
+
+def not_utf8(raw: bytes, error: UnicodeDecodeError) -> str:
+    """Return the message for bytes that could not be decoded."""
+    encoding = "utf-16" if b"\0" in raw else "latin1"
+    return (
+        f"byte {raw[error.start]:#04x} at {_position(raw, error.start)} is not UTF-8. Convert the file, e.g. iconv -f "
+        f"{encoding} -t utf-8."
+    )
 
 
 def parsed(text: str, where: str) -> Any:
@@ -40,6 +111,34 @@ def check_unicode(text: str, where: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise UserError(
-            f"{where} has half of a surrogate pair at character {error.start + 1}, which is no text. Mend the escape "
-            "\\u…."
+            f"{where} has half of a surrogate pair at character {error.start + 1}. Fix the escape \\u…."
         ) from error
+
+
+def _position(raw: bytes, at: int) -> str:
+    line, column = raw.count(b"\n", 0, at), at - raw.rfind(b"\n", 0, at)
+    return f"line {line + 1}, column {column}" if line else f"column {column}"
+
+
+@contextlib.contextmanager
+def _open(path: str) -> Iterator[BinaryIO]:
+    """Open a file and decompress its content."""
+    if path == "-":
+        yield _decompress(sys.stdin.buffer)
+    elif is_remote(path):
+        with explained(path), RemotePath.parse(path).open() as file:
+            yield _decompress(file)
+    elif os.path.isdir(path):
+        raise UserError(f"{path} is a directory. Pass the path of a file.")
+    else:
+        with user_files.open_binary(path) as file:
+            yield _decompress(file)
+
+
+def _decompress(file: BinaryIO) -> BinaryIO:
+    buffered = file if hasattr(file, "peek") else io.BufferedReader(file)
+    return gzip.GzipFile(fileobj=buffered) if _is_gzip(buffered) else buffered
+
+
+def _is_gzip(file: Any) -> bool:
+    return file.peek(2)[:2] == b"\x1f\x8b"

@@ -6,7 +6,7 @@ import os
 from typing import BinaryIO
 
 from t5x.errors import UserError
-from t5x.files.remote import explained, file_system, is_missing, is_remote
+from t5x.files.remote import RemotePath, is_remote
 from t5x.files.untrusted import open_regular
 
 
@@ -19,9 +19,7 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
     """Read a whole local or remote file."""
     path = os.fspath(path)
     if is_remote(path):
-        remote, name = file_system(path)
-        with explained(path):
-            return remote.cat_file(name)
+        return RemotePath.parse(path).read_bytes()
     with open_binary(path) as file:
         return file.read()
 
@@ -55,17 +53,7 @@ def open_binary(path: str | os.PathLike[str]) -> BinaryIO:
 
 def exists(path: str) -> bool:
     """Return whether a local or remote path exists."""
-    if not is_remote(path):
-        return os.path.exists(path)
-    remote, name = file_system(path)
-    with explained(path):
-        try:
-            remote.info(name)  # fsspec's `exists` returns False for every failure
-        except FileNotFoundError as error:
-            if not is_missing(error):
-                raise
-            return False
-    return True
+    return RemotePath.parse(path).info() is not None if is_remote(path) else os.path.exists(path)
 
 
 def expand(pattern: str | os.PathLike[str]) -> list[str]:
@@ -74,7 +62,7 @@ def expand(pattern: str | os.PathLike[str]) -> list[str]:
     if is_remote(pattern):
         if not glob.has_magic(pattern):
             return [pattern]
-        found = _remote_glob(pattern)
+        found = RemotePath.parse(pattern).glob()
     elif os.path.isdir(pattern):
         raise UserError(f"{pattern} is a directory. Name the files in it, e.g. {os.path.join(pattern, '*.jsonl')}")
     elif os.path.exists(pattern):
@@ -88,12 +76,6 @@ def expand(pattern: str | os.PathLike[str]) -> list[str]:
         name = os.path.basename(pattern)
         raise UserError(f"No file matches the pattern {name!r} in {directory}{_entries(directory)}")
     return found
-
-
-def _remote_glob(pattern: str) -> list[str]:
-    remote, name = file_system(pattern)
-    with explained(pattern):
-        return sorted(remote.unstrip_protocol(found) for found in remote.glob(name))
 
 
 def local_problem(path: str, error: OSError) -> str:
@@ -114,5 +96,5 @@ def _entries(directory: str) -> str:
     if not os.path.isdir(directory):
         return ", which does not exist."
     names = sorted(os.listdir(directory))
-    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-    return f", which holds {shown}." if names else ", which is empty."
+    listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    return f", which contains {listed}." if names else ", which is empty."

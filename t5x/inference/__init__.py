@@ -5,8 +5,9 @@
 | `engine.py` | a model on the devices: batches of similar lengths, results in the order of the examples |
 | `buckets.py` | groups examples into batches and chooses padded lengths |
 | `options.py` | decoding options of users, as arguments for the model |
-| `chunks.py` | results on disk in chunks, so that a killed run can resume |
+| `jobs.py` | the loop of `infer`, `answer` and `rerank`: compute, write and resume chunks |
+| `output.py`, `chunks.py` | the output of a job, and its chunks on disk |
 | `loaded.py` | `t5x.load`: a model for strings, in Python |
-| `lines.py`, `files.py` | `t5x infer --model`: plain files |
-| `tasks.py`, `writing.py` | `t5x infer --gin_file`: tasks and their output files |
+| `file_inference.py` | `t5x infer --model`: lines of a file |
+| `task_inference.py`, `task_examples.py`, `task_output.py` | `t5x infer --gin_file`: tasks and their output files |
 """

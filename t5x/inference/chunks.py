@@ -41,8 +41,8 @@ class Chunks:
       directory: directory of the chunks, created if necessary. Only its parent must exist.
       name: name of the output.
       job: what the results depend on, as JSON. Chunks of another job are refused.
-      start_anew: discard chunks of another job instead, with a warning.
-      mend: how the user can start over, for the error message.
+      discard_others: discard chunks of another job instead, with a warning.
+      restart_hint: how the user can start over, for the error message.
 
     Attributes:
       finished: records of the finished chunks, from the first on without a gap.
@@ -50,7 +50,13 @@ class Chunks:
     """
 
     def __init__(
-        self, directory: str, name: str, job: Mapping[str, Any], *, start_anew: bool = False, mend: str = "remove it"
+        self,
+        directory: str,
+        name: str,
+        job: Mapping[str, Any],
+        *,
+        discard_others: bool = False,
+        restart_hint: str = "remove it",
     ):
         self.directory = directory
         self.finished: list[dict[str, Any]] = []
@@ -61,8 +67,8 @@ class Chunks:
         try:
             refuse_foreign(directory, name)
             atomic.make_directories(directory)
-            self._take_lock()
-            self._resume(start_anew, mend)
+            self._acquire_lock()
+            self._resume(discard_others, restart_hint)
         except BaseException as error:
             self.close()
             if isinstance(error, OSError):
@@ -95,7 +101,7 @@ class Chunks:
                 raise jsonl.write_error(path, error) from error
             raise
         record = {**record, **digest}
-        jsonl.replace(path + COMPLETED, [json.dumps(record).encode() + b"\n"])
+        _write_json(path + COMPLETED, record)
         self.finished.append(record)
 
     def merge(self, path: str) -> None:
@@ -116,7 +122,7 @@ class Chunks:
         with contextlib.suppress(OSError), contextlib.closing(self):
             _remove(*self._chunk_files())
             if others := _names(self.directory) - {JOB_FILE, _LOCK_FILE}:
-                log.warning("%s is kept: it has files that were not written here (%s)", self.directory, min(others))
+                log.warning("keeping %s: it contains files that t5x did not write (%s)", self.directory, min(others))
                 return
             temporaries = [name for name in os.listdir(self.directory) if atomic.is_temporary(name)]
             for name in (*temporaries, _LOCK_FILE, JOB_FILE):
@@ -129,67 +135,68 @@ class Chunks:
         locks.release(self._lock)
         self._lock = None
 
-    def claim(self, path: str, *, anew: bool) -> bool:
+    def claim(self, path: str, *, overwrite: bool) -> bool:
         """Return whether the file at `path` is the merged output of these chunks.
 
         This is the case if an earlier run was killed after the merge.
 
         Args:
-          anew: start over instead of raising, also if some of the merged chunks have been removed.
+          overwrite: start over instead of raising, also if some of the merged chunks have been removed.
 
         Raises:
-          UserError: the file has changed since it was merged, and `anew` is False.
+          UserError: the file has changed since it was merged, and `overwrite` is False.
         """
         if self.merged is None:
             return False
-        all_there = all(os.path.exists(self.path(index)) for index in range(len(self.finished)))
+        has_all_chunks = all(os.path.exists(self.path(index)) for index in range(len(self.finished)))
         exists = os.path.exists(path)
-        if exists and digest_of(path) == self.merged and (all_there or not anew):
+        if exists and digest_of(path) == self.merged and (has_all_chunks or not overwrite):
             return True
-        if exists and not anew:
-            raise UserError(changed(path, "give --overwrite to write it again, or move it away"))
+        if exists and not overwrite:
+            raise changed_error(path, "Pass --overwrite to write it again, or move it away.")
         self._write_job(None)
-        if not all_there:
-            self._wipe()
+        if not has_all_chunks:
+            self._remove_chunks()
         return False
 
-    def _take_lock(self) -> None:
+    def _acquire_lock(self) -> None:
         try:
             self._lock = locks.acquire(os.path.join(self.directory, _LOCK_FILE))
         except BlockingIOError as error:
             raise UserError(
-                f"Another process is writing {self._name} (it holds {self.directory}). Wait for it, or choose another "
-                "output."
+                f"Another process is writing {self._name} (it holds the lock of {self.directory}). Wait for it, or "
+                "choose another output."
             ) from error
 
-    def _resume(self, start_anew: bool, mend: str) -> None:
+    def _resume(self, discard_others: bool, restart_hint: str) -> None:
         content = read_json(os.path.join(self.directory, JOB_FILE)) or {}
-        there = content.get("job")
-        if there == self._job:
+        earlier = content.get("job")
+        if earlier == self._job:
             self.merged = content.get("merged")
             self.finished = content["finished"] if self.merged else list(self._read_finished())
             return
-        if there is not None and (content.get("merged") or self._chunk_files()):
-            names = [name for name in sorted({*there, *self._job}) if there.get(name) != self._job.get(name)]
-            differences = (f"{name} was {_short(there.get(name))}, is {_short(self._job.get(name))}" for name in names)
-            what = "; ".join(differences)
-            if not start_anew:
+        if earlier is not None and (content.get("merged") or self._chunk_files()):
+            names = [name for name in sorted({*earlier, *self._job}) if earlier.get(name) != self._job.get(name)]
+            differences = "; ".join(
+                f"{name} was {_short(earlier.get(name))}, is {_short(self._job.get(name))}" for name in names
+            )
+            if not discard_others:
                 raise UserError(
-                    f"{self.directory} holds the finished part of a run that differs: {what}. Start with what it had "
-                    f"to go on with it; to start anew, {mend}."
+                    f"{self.directory} contains the results of a different run: {differences}. To resume that run, use "
+                    f"its options; to start over, {restart_hint}."
                 )
-            log.warning("%s held the finished part of a run that differs (%s): it is discarded", self.directory, what)
-        self._wipe()
+            log.warning("discarding the results of a different run in %s: %s", self.directory, differences)
+        self._remove_chunks()
         self._write_job(None)
 
     def _write_job(self, merged: Digest | None) -> None:
         content = {"format": _FORMAT, "output": self._name, "job": self._job, "merged": merged}
         if merged is not None:
             content["finished"] = self.finished
-        jsonl.replace(os.path.join(self.directory, JOB_FILE), [json.dumps(content).encode() + b"\n"])
+        _write_json(os.path.join(self.directory, JOB_FILE), content)
         self.merged = merged
 
-    def _wipe(self) -> None:
+    def _remove_chunks(self) -> None:
         _remove(*self._chunk_files())
         self.finished = []
 
@@ -204,8 +211,7 @@ class Chunks:
         while (record := read_json(self.path(index) + COMPLETED)) is not None:
             if not is_intact(self.path(index), record):
                 log.warning(
-                    "%s has changed since it was written; it and all chunks behind it are computed again",
-                    self.path(index),
+                    "%s has changed since it was written; computing it and the chunks after it again", self.path(index)
                 )
                 _remove(self.path(index) + COMPLETED)
                 return
@@ -221,13 +227,13 @@ def refuse_foreign(directory: str, name: str) -> None:
     ours = (job.get("format"), job.get("output")) == (_FORMAT, name)
     if not _is_directory(directory) or not (ours or _names(directory) <= {_LOCK_FILE}):
         raise UserError(
-            f"{directory} exists, but it is not a directory of chunks of {name}: it has no valid {JOB_FILE}. Nothing "
-            "in it was changed. Move it away, or choose another output."
+            f"{directory} exists, but is not a directory of chunks of {name}: it has no valid {JOB_FILE}. Nothing in "
+            "it was changed. Move it away, or choose another output."
         )
 
 
-def merge(path: str, parts: Iterable[str], before_rename: Callable[[Digest], None] = lambda digest: None) -> None:
-    """Concatenate the files `parts` into one file. Those that have a `.COMPLETED` file are verified.
+def merge(path: str, chunks: Iterable[str], before_rename: Callable[[Digest], None] = lambda digest: None) -> None:
+    """Concatenate the files `chunks` into one file. Those that have a `.COMPLETED` file are verified.
 
     Args:
       before_rename: called with the digest of the merged file before it gets its final name.
@@ -235,18 +241,15 @@ def merge(path: str, parts: Iterable[str], before_rename: Callable[[Digest], Non
     whole, size = hashlib.sha256(), 0
     try:
         with atomic.new_file(path) as file:
-            for part in parts:
-                record, digest = read_json(part + COMPLETED) or {}, hashlib.sha256()
-                with open(part, "rb") as source:
+            for chunk in chunks:
+                record, digest = read_json(chunk + COMPLETED) or {}, hashlib.sha256()
+                with open(chunk, "rb") as source:
                     while piece := source.read(1 << 20):
                         size += file.write(piece)
                         digest.update(piece)
                         whole.update(piece)
                 if record.get("sha256", digest.hexdigest()) != digest.hexdigest():
-                    raise UserError(
-                        f"{part} has changed since it was written (SHA-256). Start the same command again: it computes "
-                        "this chunk and those behind it again."
-                    )
+                    raise changed_error(chunk, "Run the same command again to recompute it and the chunks after it.")
             before_rename({"size": size, "sha256": whole.hexdigest()})
     except OSError as error:
         raise jsonl.write_error(path, error) from error
@@ -259,9 +262,23 @@ def is_intact(path: str, record: Mapping[str, Any]) -> bool:
     return os.path.exists(path) and digest_of(path) == {name: record.get(name) for name in ("size", "sha256")}
 
 
-def changed(path: str, mend: str) -> str:
-    """Return the message for an output that was changed after it was finished."""
-    return f"{path} has changed since it was written (SHA-256), so it is not the result of this run: {mend}."
+def changed_error(path: str, fix: str) -> UserError:
+    """Return the error for a file that was changed after it was finished."""
+    return UserError(f"{path} has changed since it was written (its SHA-256 differs). {fix}")
+
+
+def read_json(path: str) -> dict[str, Any] | None:
+    """Return the object in a JSON file, or None if the file is missing or damaged."""
+    try:
+        with open(path, "rb") as file:
+            content = json.load(file)
+    except (OSError, ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _write_json(path: str, content: Mapping[str, Any]) -> None:
+    jsonl.replace(path, [json.dumps(content).encode() + b"\n"])
 
 
 def _remove(*paths: str) -> None:
@@ -278,16 +295,6 @@ def _names(directory: str) -> set[str]:
 
 def _is_directory(path: str) -> bool:
     return os.path.isdir(path) and not os.path.islink(path)
-
-
-def read_json(path: str) -> dict[str, Any] | None:
-    """Return the object in a JSON file, or None if the file is missing or damaged."""
-    try:
-        with open(path, "rb") as file:
-            read = json.load(file)
-    except (OSError, ValueError, RecursionError):
-        return None
-    return read if isinstance(read, dict) else None
 
 
 def _short(value: Any) -> str:

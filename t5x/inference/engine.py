@@ -167,9 +167,8 @@ def _check_host_memory(converter: FeatureConverter, rows: int, lengths: Mapping[
     free = host_memory()
     if free is not None and needed > free / 2:
         raise UserError(
-            f"A batch of {rows} row(s) of up to {dict(lengths)} tokens takes {human_size(needed)}, and "
-            f"{human_size(free)} of memory are free. Lower the lengths (--max_length, task_feature_lengths) or the "
-            "batch size."
+            f"A batch of {rows} row(s) of up to {dict(lengths)} tokens needs {human_size(needed)} of memory, but only "
+            f"{human_size(free)} are free. Lower the lengths (--max_length, task_feature_lengths) or the batch size."
         )
 
 

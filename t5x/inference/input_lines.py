@@ -1,14 +1,12 @@
 """Input files of `t5x infer --model`: plain text or JSON lines, read line by line."""
 
-import contextlib
 import os
 import stat
-import sys
 from collections.abc import Iterator
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from t5x.errors import UserError
-from t5x.files import text_lines
+from t5x.files import text_lines, user_files
 
 
 class Line(NamedTuple):
@@ -42,57 +40,45 @@ class Lines:
         self._needs_targets = needs_targets
         self._as_json = path.endswith(".jsonl")
         try:
-            self.is_stream = path == "-" or not stat.S_ISREG(os.stat(path).st_mode)
+            mode = 0 if path == "-" else os.stat(path).st_mode
         except OSError as error:
-            raise UserError(f"--input {path} cannot be read: {error.strerror or error}.") from error
-        if path != "-" and os.path.isdir(path):
-            raise UserError(f"--input {path} is a directory; name a file.")
+            raise UserError(f"--input {path}: {user_files.local_problem(path, error)}") from error
+        if stat.S_ISDIR(mode):
+            raise UserError(f"--input {path} is a directory. Pass the path of a file.")
+        self.is_stream = not stat.S_ISREG(mode)
 
     def count(self) -> int | None:
         """Return the number of examples and check them all; None for a stream, which is checked as it is read."""
         return None if self.is_stream else sum(1 for _ in self)
 
     def __iter__(self) -> Iterator[Line]:
-        with self._open() as file:
-            for number, raw in enumerate(file, start=1):
-                text = _text(self.where(number), number, raw)
-                if self._as_json and not text.strip():
-                    continue
-                as_json = self._as_json or (self.path == "-" and text.startswith("{"))
-                example = self._object(number, text) if as_json else {"inputs": text}
-                if self._needs_targets:
-                    self._check_text(number, example, "targets")
-                yield Line(number, raw, example)
+        for line in text_lines.read_lines(self.path):
+            text = line.text()
+            if self._as_json and not text.strip():
+                continue
+            as_json = self._as_json or (self.path == "-" and text.startswith("{"))
+            example = self._object(line.number, text) if as_json else {"inputs": text}
+            if self._needs_targets:
+                self._check_text(line.number, example, "targets")
+            yield Line(line.number, line.raw, example)
 
     def where(self, number: int) -> str:
         return f"{'standard input' if self.path == '-' else self.path}:{number}"
 
     def _object(self, number: int, text: str) -> dict[str, Any]:
         example = text_lines.parsed(text, self.where(number))
-        if not isinstance(example, dict):
-            raise UserError(f'{self.where(number)} must be an object with a text "inputs".')
-        self._check_text(number, example, "inputs")
+        self._check_text(number, example if isinstance(example, dict) else {}, "inputs")
         return example
 
     def _check_text(self, number: int, example: dict[str, Any], field: str) -> None:
         text = example.get(field)
         if not isinstance(text, str):
-            if field == "inputs":
-                raise UserError(f'{self.where(number)} must be an object with a text "inputs".')
-            raise UserError(f'{self.where(number)} has no "targets" to score; give .jsonl with "inputs" and "targets".')
+            wanted = '"inputs" and "targets"' if self._needs_targets else '"inputs"'
+            raise UserError(
+                f'{self.where(number)}: "{field}" is missing or not a string. Pass a .jsonl file of objects with '
+                f"{wanted}."
+            )
         text_lines.check_unicode(text, f'{self.where(number)}: "{field}"')
-
-    @contextlib.contextmanager
-    def _open(self) -> Iterator[BinaryIO]:
-        if self.path == "-":
-            yield sys.stdin.buffer
-            return
-        try:
-            file = open(self.path, "rb")  # noqa: SIM115
-        except OSError as error:
-            raise UserError(f"--input {self.path} cannot be read: {error.strerror or error}.") from error
-        with file:
-            yield file
 
 
 def read_texts(path: str, option: str) -> list[str]:
@@ -101,17 +87,9 @@ def read_texts(path: str, option: str) -> list[str]:
     Args:
       option: the option that named the file, for messages.
     """
-    try:
-        with open(path, "rb") as file:
-            found = [_text(f"{option} {path}:{number}", number, raw) for number, raw in enumerate(file, start=1)]
-    except OSError as error:
-        raise UserError(f"{option} {path} cannot be read: {error.strerror or error}.") from error
-    if not any(found):
-        raise UserError(f"{option} {path} has no line: give one text a line.")
-    return [text for text in found if text]
-
-
-def _text(where: str, number: int, raw: bytes) -> str:
-    """Return a line without its line end, the first also without a byte order mark."""
-    text = text_lines.decoded(raw, where).rstrip("\r\n")
-    return text.removeprefix("\ufeff") if number == 1 else text
+    if not os.path.exists(path):
+        raise UserError(f"{option} {path}: {user_files.local_problem(path, FileNotFoundError())}")
+    found = [text for line in text_lines.read_lines(path, f"{option} {path}") if (text := line.text())]
+    if not found:
+        raise UserError(f"{option} {path} has no lines. Write one string per line.")
+    return found

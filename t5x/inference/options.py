@@ -45,36 +45,29 @@ class Decoding:
 
     def __post_init__(self):
         if isinstance(self.choices, str):
-            raise UserError(f"choices is the text {self.choices!r}: give a list of texts.")
+            raise UserError(f"choices is the string {self.choices!r}: it must be a list of strings.")
         object.__setattr__(self, "choices", tuple(self.choices))
         for name, low in (("beams", 1), ("num_return", 1), ("min_length", 0), ("no_repeat_ngram", 0), ("top_k", 0)):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < low):
-                raise UserError(f"{name} is {value!r}: it must be a whole number of at least {low}.")
+                raise UserError(f"{name} is {value!r}: it must be an integer of at least {low}.")
         if self.temperature is not None and not 0 <= self.temperature < float("inf"):
-            raise UserError(f"temperature is {self.temperature}: it must be 0 (the likeliest token) or more.")
+            raise UserError(f"temperature is {self.temperature}: it must be at least 0 (0 is greedy).")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise UserError(f"top_p is {self.top_p}: it must be above 0, and at most 1.")
         limits.check_number("repetition_penalty", self.repetition_penalty, *constraints.PENALTIES)
         limits.check_number("length_penalty", self.length_penalty)
         if self.samples and self.beams > 1:
-            raise UserError("beams and sampling (temperature, top_k, top_p) exclude each other: give one of them.")
+            raise UserError("beams and sampling (temperature, top_k, top_p) cannot be combined. Pass one of them.")
         if self.length_penalty is not None and self.beams == 1:
-            raise UserError("length_penalty compares beams of different lengths: give beams, too.")
+            raise UserError("length_penalty needs beams: it compares beams of different lengths.")
         if self.num_return > self.beams and not self.samples:
             raise UserError(
-                f"num_return is {self.num_return}, but beams is {self.beams}: give as many beams, or a temperature to "
-                "sample."
+                f"num_return is {self.num_return}, but beams is {self.beams}. Raise beams, or pass a temperature."
             )
-        for name, given in (
-            ("min_length", self.min_length),
-            ("no_repeat_ngram", self.no_repeat_ngram),
-            ("repetition_penalty", self.repetition_penalty != 1),
-        ):
-            if self.choices and given:
-                raise UserError(
-                    f"choices and {name} exclude each other: choices come out as they are. Give one of them."
-                )
+        for name, default in (("min_length", 0), ("no_repeat_ngram", 0), ("repetition_penalty", 1)):
+            if self.choices and getattr(self, name) != default:
+                raise UserError(f"choices and {name} cannot be combined: choices are generated verbatim.")
 
     @property
     def samples(self) -> bool:
@@ -94,13 +87,13 @@ class Decoding:
         """
         if self.min_length >= max_length:
             raise UserError(
-                f"min_length is {self.min_length}, but max_length is {max_length}, EOS included: raise max_length to "
-                f"{self.min_length + 1} or more, or lower min_length."
+                f"min_length is {self.min_length}, but max_length, EOS included, is {max_length}. Raise max_length to "
+                f"at least {self.min_length + 1}, or lower min_length."
             )
         if self.beams > vocabulary.vocab_size:
             raise UserError(
-                f"beams is {self.beams}, more than the {vocabulary.vocab_size} tokens of the vocabulary, so that the "
-                "first step cannot fill them. Lower it: 4 is common."
+                f"beams is {self.beams}, more than the {vocabulary.vocab_size} tokens of the vocabulary. Lower it; 4 "
+                "is common."
             )
         limits.check_length_exponent("length_penalty", self.length_penalty, max_length)
         callback = {"logit_callback_fn": self._constraints(vocabulary, max_length)}

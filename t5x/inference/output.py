@@ -1,17 +1,14 @@
-"""The output of inference: a file merged from finished chunks, or standard output."""
+"""The output of a job: chunks in `tmp-<name>/` that become one file, or standard output."""
 
 import contextlib
-import hashlib
-import itertools
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from t5x.errors import UserError
 from t5x.inference.chunks import JOB_FILE, Chunks, refuse_foreign
-from t5x.inference.input_lines import Line
 from t5x.partitioning import distributed
 from t5x.telemetry import jsonl
 
@@ -19,9 +16,9 @@ log = logging.getLogger(__name__)
 
 
 class Output:
-    """An output that survives kills: it is written in chunks to `tmp-<name>/`, which are merged at the end.
+    """An output that survives kills, because its chunks do.
 
-        with Output("out.jsonl", overwrite=False) as output:
+        with FileOutput("out.jsonl", overwrite=False) as output:
             finished = output.begin(job)
             output.write(lines, record)
             output.finish()
@@ -29,34 +26,21 @@ class Output:
     All processes call it; the first one writes.
 
     Args:
-      path: path of the file; - is standard output, which does not survive a kill.
-      overwrite: replace an existing file and chunks of another job.
-      also: {flag: path} of files that `finish` makes from the complete output.
-      inputs: {flag: path} of files that the run reads. It must not write to any of them.
+      path: path of the file.
 
     Attributes:
-      merged: an earlier run merged the file and was killed before it could remove the chunks.
       directory: directory of the chunks.
+      overwrite: discard chunks of another job.
+      merged: an earlier run merged the file and was killed before it could remove the chunks.
     """
 
-    def __init__(
-        self,
-        path: str,
-        *,
-        overwrite: bool,
-        also: Mapping[str, str] | None = None,
-        inputs: Mapping[str, str | None] | None = None,
-    ):
+    def __init__(self, path: str, *, overwrite: bool = False):
         self.path = path
         self.overwrite = overwrite
         self.merged = False
         self._chunks: Chunks | None = None
-        parent, name = os.path.split(os.path.abspath(path))
-        self.directory = os.path.join(parent, f"tmp-{name}")
-        self._job_file = os.path.join(self.directory, JOB_FILE)
-        self._also = dict(also or {})
-        if path != "-":
-            distributed.decide("output/check", lambda: self._check({"output": path, **self._also}, inputs or {}))
+        parent, self._name = os.path.split(os.path.abspath(path))
+        self.directory = os.path.join(parent, f"tmp-{self._name}")
 
     def begin(self, job: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the records of the chunks that an earlier run of this job finished.
@@ -64,27 +48,16 @@ class Output:
         Args:
           job: what the results depend on; see `Chunks`.
         """
-        if self.path == "-":
-            return []
+        state = distributed.decide("output/begin", lambda: self._open(job))
+        self.merged = state["merged"]
+        if state["finished"]:
+            log.info("resuming after %d finished chunk(s) in %s", len(state["finished"]), self.directory)
+        return state["finished"][:]
 
-        if self._also:
-            job = {**job, "also": self._also}
-
-        def start() -> dict[str, Any]:
-            self._chunks = chunks = Chunks(
-                self.directory, os.path.basename(self.path), job, start_anew=self.overwrite,
-                mend=f"give --overwrite, or remove {self.directory}",
-            )  # fmt: skip
-            owned = chunks.claim(self.path, anew=self.overwrite)
-            if os.path.exists(self.path) and not owned and not self.overwrite:
-                raise _exists("output", self.path)
-            return {"finished": chunks.finished, "merged": owned}
-
-        told = distributed.decide("output/begin", start)
-        self.merged = told["merged"]
-        if told["finished"]:
-            log.info("going on behind %d finished chunk(s) of %s", len(told["finished"]), self.directory)
-        return told["finished"][:]
+    def write(self, content: Any, record: Mapping[str, Any]) -> None:
+        """Write the next chunk and what a later run needs to know about it."""
+        if self._chunks is not None:
+            self._chunks.write(lambda path: self._write_chunk(path, content), record)
 
     def discard(self, first: int) -> None:
         """Discard chunk `first` and all after it."""
@@ -92,24 +65,11 @@ class Output:
         if self._chunks is not None:
             self._chunks.discard(first)
 
-    def write(self, lines: Iterable[bytes], record: Mapping[str, Any]) -> None:
-        """Write the next chunk and what a later run needs to know about it."""
-        if self._chunks is not None:
-            self._chunks.write(lambda path: _write(path, lines), record)
-        elif self.path == "-" and distributed.is_leader():
-            try:
-                sys.stdout.buffer.writelines(lines)
-                sys.stdout.buffer.flush()
-            except BrokenPipeError:
-                raise
-            except OSError as error:
-                raise jsonl.write_error("standard output", error) from error
-
-    def finish(self, then: Callable[[], None] = lambda: None) -> None:
-        """Merge the chunks, call `then`, which makes other files from the output, and remove the chunks."""
+    def finish(self, after_merge: Callable[[str], None] = lambda path: None) -> None:
+        """Merge the chunks, call `after_merge` with the path of the output, and remove the chunks."""
         if self._chunks is not None:
             self._chunks.merge(self.path)
-            then()
+            after_merge(self.path)
             self._chunks.remove()
             log.info("wrote %s", self.path)
 
@@ -120,77 +80,96 @@ class Output:
         if self._chunks is not None:
             if kind is not None and issubclass(kind, KeyboardInterrupt | SystemExit):
                 log.info(
-                    "%d chunk(s) are finished, in %s: the same command goes on behind them",
+                    "%d chunk(s) are finished in %s; run the same command again to resume after them",
                     len(self._chunks.finished), self.directory,
                 )  # fmt: skip
             self._chunks.close()
 
-    def _check(self, paths: Mapping[str, str], inputs: Mapping[str, str | None]) -> None:
-        """Raise a UserError if a file cannot be written, is an input, or exists and is not of a killed run."""
-        for flag, path in paths.items():
-            for given, source in inputs.items():
-                if source is not None and os.path.exists(source) and _is_same_file(path, source):
-                    raise UserError(f"--{flag} {path} is the file that --{given} {source} reads. Name another file.")
-            parent = os.path.dirname(os.path.abspath(path))
-            if os.path.isdir(path):
-                raise UserError(f"--{flag} {path} is a directory; name a file.")
-            if not os.path.isdir(parent):
-                raise UserError(f"--{flag} {path}: there is no directory {parent}.")
-            if os.path.exists(path) and not self.overwrite and not os.path.exists(self._job_file):
-                with contextlib.suppress(OSError):
-                    os.rmdir(self.directory)  # if empty, it is left from a run that was killed in its last step
-                raise _exists(flag, path)
-        refuse_foreign(self.directory, os.path.basename(self.path))
+    def _open(self, job: Mapping[str, Any]) -> dict[str, Any]:
+        self._chunks = Chunks(
+            self.directory, self._name, job, discard_others=self.overwrite, restart_hint=f"remove {self.directory}"
+        )
+        return {"finished": self._chunks.finished, "merged": False}
+
+    def _write_chunk(self, path: str, content: Any) -> None:
+        raise NotImplementedError
 
 
-def behind_finished(
-    output: Output, path: str, parts: Iterator[list[Line]], finished: Sequence[Mapping[str, Any]], first: int
-) -> tuple[int, Iterator[list[Line]]]:
-    """Return the number of finished chunks that match the input, and the parts of the input after them.
-
-    If not all match, the input has changed: this is a UserError, or with `overwrite` the other chunks are discarded.
+class FileOutput(Output):
+    """Lines in a file, or on standard output.
 
     Args:
-      path: path of the input.
-      finished: what `output.begin` returned; `input` of a record is the `digest` of its part.
-      first: index of the first line.
+      path: path of the file; - is standard output, which does not survive a kill.
+      overwrite: replace an existing file and chunks of another job.
+      also: {flag: path} of files that are made from the complete output.
+      inputs: {flag: path} of files that the run reads. It must not write to any of them.
     """
-    changed, kept = "", len(finished)
-    for number, record in enumerate(finished):
-        part = next(parts, None)
-        if part is None:
-            changed, kept = "it ends before the lines", number
-        elif record["input"] != digest(part, first):
-            changed, kept = f"lines {part[0].number} to {part[-1].number} are not those", number
-            parts = itertools.chain([part], parts)
-        if changed:
-            break
-        first += len(part)
-    if output.merged and not changed and (part := next(parts, None)):
-        changed, parts = "it goes on behind the lines", itertools.chain([part], parts)
-    if changed:
-        changed = f"{path} has changed: {changed} that {output.directory} has results of"
-        if not output.overwrite:
-            raise UserError(f"{changed}. Give --overwrite to start anew.")
-        log.warning("%s; %d of %d finished chunk(s) are discarded", changed, len(finished) - kept, len(finished))
-        output.discard(kept)
-    return kept, parts
 
+    def __init__(
+        self,
+        path: str,
+        *,
+        overwrite: bool,
+        also: Mapping[str, str] | None = None,
+        inputs: Mapping[str, str | None] | None = None,
+    ):
+        super().__init__(path, overwrite=overwrite)
+        self.is_stdout = path == "-"
+        self._also = dict(also or {})
+        if not self.is_stdout:
+            distributed.decide("output/check", lambda: self._check({"output": path, **self._also}, inputs or {}))
 
-def digest(part: Sequence[Line], first: int) -> str:
-    """Return a hash of the lines and of the first one's index, which keys their samples."""
-    return hashlib.sha256(b"".join([b"%d\n" % first, *(line.raw for line in part)])).hexdigest()
+    def begin(self, job: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return [] if self.is_stdout else super().begin({**job, "also": self._also} if self._also else job)
 
+    def write(self, content: Iterable[bytes], record: Mapping[str, Any]) -> None:
+        if not self.is_stdout:
+            super().write(content, record)
+        elif distributed.is_leader():
+            try:
+                sys.stdout.buffer.writelines(content)
+                sys.stdout.buffer.flush()
+            except BrokenPipeError:
+                raise
+            except OSError as error:
+                raise jsonl.write_error("standard output", error) from error
 
-def _exists(flag: str, path: str) -> UserError:
-    return UserError(f"{path} exists already; give another --{flag}, or --overwrite to replace it.")
+    def _open(self, job: Mapping[str, Any]) -> dict[str, Any]:
+        self._chunks = chunks = Chunks(
+            self.directory, self._name, job, discard_others=self.overwrite,
+            restart_hint=f"pass --overwrite, or remove {self.directory}",
+        )  # fmt: skip
+        merged = chunks.claim(self.path, overwrite=self.overwrite)
+        if os.path.exists(self.path) and not merged and not self.overwrite:
+            raise _exists_error("output", self.path)
+        return {"finished": chunks.finished, "merged": merged}
+
+    def _write_chunk(self, path: str, content: Iterable[bytes]) -> None:
+        with open(path, "xb") as file:
+            file.writelines(content)
+
+    def _check(self, paths: Mapping[str, str], inputs: Mapping[str, str | None]) -> None:
+        """Raise a UserError if a file cannot be written, is an input, or exists and is not from a killed run."""
+        for flag, path in paths.items():
+            for input_flag, source in inputs.items():
+                if source is not None and _is_same_file(path, source):
+                    raise UserError(f"--{flag} {path} is the file that --{input_flag} {source} reads. Choose another.")
+            parent = os.path.dirname(os.path.abspath(path))
+            if os.path.isdir(path):
+                raise UserError(f"--{flag} {path} is a directory. Pass the path of a file.")
+            if not os.path.isdir(parent):
+                raise UserError(f"--{flag} {path}: the directory {parent} does not exist.")
+            if os.path.exists(path) and not self.overwrite and not os.path.exists(f"{self.directory}/{JOB_FILE}"):
+                with contextlib.suppress(OSError):
+                    os.rmdir(self.directory)  # if empty, it is left from a run that was killed in its last step
+                raise _exists_error(flag, path)
+        refuse_foreign(self.directory, self._name)
 
 
 def _is_same_file(path: str, source: str) -> bool:
-    """Return whether both paths, links resolved, are the same file."""
-    return os.path.exists(path) and os.path.samefile(path, source)
+    """Return whether both paths, links resolved, are the same existing file."""
+    return os.path.exists(path) and os.path.exists(source) and os.path.samefile(path, source)
 
 
-def _write(path: str, lines: Iterable[bytes]) -> None:
-    with open(path, "xb") as file:
-        file.writelines(lines)
+def _exists_error(flag: str, path: str) -> UserError:
+    return UserError(f"{path} exists already. Pass another --{flag}, or --overwrite to replace it.")

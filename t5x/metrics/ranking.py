@@ -177,7 +177,7 @@ def table(runs: Mapping[str, PerQuery], significance: float = 0.05) -> str:
       UserError: if there is no run, or the measures or queries differ.
     """
     if not runs:
-        raise UserError("There is no run to show.")
+        raise UserError("There are no runs.")
     first, base = next(iter(runs.items()))
 
     def cell(found: PerQuery, measure: str) -> str:
@@ -253,8 +253,8 @@ def _check_values(what: str, query: str, values: Mapping[str, float]) -> None:
 
 
 def _some(queries: Mapping[str, Any]) -> str:
-    shown = ", ".join(repr(query) for query in list(queries)[:3])
-    return f"{shown}, …" if len(queries) > 3 else shown or "none"
+    first = ", ".join(repr(query) for query in list(queries)[:3])
+    return f"{first}, …" if len(queries) > 3 else first or "none"
 
 
 def _t_test(differences: np.ndarray) -> float:

@@ -14,7 +14,7 @@ from t5x import decoding, losses
 from t5x.data.vocabularies import Vocabulary, as_vocabulary
 from t5x.decoding.loop import per_example_logits
 from t5x.metrics.accumulators import Average, AveragePerStep, Metrics, Sum
-from t5x.network import LogitFactors, NetworkConfig, initial_variables, is_ours
+from t5x.network import LogitFactors, NetworkConfig, fp8, initial_variables, is_ours
 from t5x.optimizers import Optimizer
 
 Batch = Mapping[str, jax.Array]
@@ -91,7 +91,7 @@ class BaseTransformerModel(abc.ABC):
 
     def _apply(self, params: Params, batch: Batch, dropout_rng: jax.Array | None, **options: Any) -> Any:
         return self.module.apply(
-            {"params": params},
+            self._variables(params, batch.get("fp8_scales")),
             *(batch[name] for name in self._MODULE_INPUTS),
             **{name: batch.get(name) for name in self._OPTIONAL_INPUTS},
             **self._row_index(batch),
@@ -99,6 +99,17 @@ class BaseTransformerModel(abc.ABC):
             rngs=None if dropout_rng is None else {"dropout": dropout_rng},
             **options,
         )
+
+    def _variables(self, params: Params, fp8_scales: Any = None) -> dict[str, Any]:
+        """Return the variables of the module, with FP8 scales in a training step that has them."""
+        if not fp8_scales:
+            return {"params": params}
+        return {"params": params, fp8.SCALES: fp8.collection(self.module.config, fp8_scales)}
+
+    def initial_fp8_history(self) -> Any:
+        """Return an empty amax history for training in FP8 (see `network.fp8`); {} if the network does not use it."""
+        uses = is_ours(self.module) and self.module.config.matmul_dtype == "fp8"
+        return fp8.initial_history(self.module.config) if uses else {}
 
     @property
     def keys_dropout_by_row(self) -> bool:
@@ -116,7 +127,8 @@ class BaseTransformerModel(abc.ABC):
     def loss_fn(self, params: Params, batch: Batch, dropout_rng: jax.Array | None = None) -> tuple[jax.Array, Metrics]:
         """Return the loss to minimize, and the metrics of the batch.
 
-        A microbatch has `loss_scale` (see `with_loss_scale`), so that it is normalized like the whole batch.
+        A microbatch has `loss_scale` (see `with_loss_scale`), so that it is normalized like the whole batch. With
+        `fp8_scales` (see `network.fp8`), the matmuls of the layers are in FP8.
         """
         scale = self.with_loss_scale(batch)["loss_scale"]
         targets = batch["decoder_target_tokens"]

@@ -125,7 +125,13 @@ class EncoderDecoderModel(BaseTransformerModel):
         return self.first_logits(params, batch["encoder_input_tokens"], batch["decoder_target_tokens"])
 
     def first_logits(
-        self, params: Params, inputs: jax.Array, tokens: jax.Array, dropout_rng: jax.Array | None = None, **options: Any
+        self,
+        params: Params,
+        inputs: jax.Array,
+        tokens: jax.Array,
+        dropout_rng: jax.Array | None = None,
+        fp8_scales: Any = None,
+        **options: Any,
     ) -> jax.Array:
         """Return the logits of `tokens`, int [batch, n], at the first output position, float32 [batch, n].
 
@@ -134,6 +140,7 @@ class EncoderDecoderModel(BaseTransformerModel):
           inputs: int [batch, length].
           tokens: int [batch, n].
           dropout_rng: turns dropout on.
+          fp8_scales: see `loss_fn`.
           options: further arguments of the module's `encode` and `decode`.
         """
         start = jnp.zeros((inputs.shape[0], 1), jnp.int32)
@@ -146,5 +153,5 @@ class EncoderDecoderModel(BaseTransformerModel):
             return module.decode(encoded, inputs, start, jnp.ones_like(start), **options, **wanted)[:, 0]
 
         rngs = None if dropout_rng is None else {"dropout": dropout_rng}
-        logits = self.module.apply({"params": params}, rngs=rngs, method=first_position)
+        logits = self.module.apply(self._variables(params, fp8_scales), rngs=rngs, method=first_position)
         return logits if only else jnp.take_along_axis(logits, tokens, axis=-1)

@@ -9,6 +9,7 @@ from flax.linen import initializers, partitioning
 
 from t5x.network.attention import Mask, attend, attend_cached, attend_folded
 from t5x.network.config import NetworkConfig
+from t5x.network.fp8 import SCALES
 from t5x.network.keys import Keys, Stack, dropout
 from t5x.network.layers import KERNELS, MLP, Kernel, RMSNorm, project
 from t5x.network.relative_position import RelativeBias, RelativePositionBias
@@ -147,6 +148,8 @@ def _mlp(cfg: NetworkConfig) -> MLP:
 class EncoderLayer(nn.Module):
     """An encoder layer. If `bias` is None, the layer has its own bias table."""
 
+    DROPOUT = ("attention/weights", "attention_out", "mlp/hidden", "mlp_out")  # places; see `Stack`
+
     config: NetworkConfig
 
     @nn.compact
@@ -168,6 +171,11 @@ class DecoderLayer(nn.Module):
     Attributes:
       cache: cache of the self-attention while decoding, see `Attention`; None otherwise.
     """
+
+    DROPOUT = (
+        "self_attention/weights", "self_attention_out", "encoder_decoder_attention/weights", "cross_attention_out",
+        "mlp/hidden", "mlp_out",
+    )  # fmt: skip
 
     config: NetworkConfig
     cache: str | None = None
@@ -225,7 +233,7 @@ def run_layers(
     if cfg.scan_layers:
         stack = partitioning.scan_with_axes(
             layer_cls,
-            variable_axes={"params": cfg.param_scan_axis, "intermediates": 0} | dict.fromkeys(CACHES, 0),
+            variable_axes={"params": cfg.param_scan_axis, "intermediates": 0} | dict.fromkeys((*CACHES, SCALES), 0),
             split_rngs={"params": False, "dropout": False},  # `Keys` folds in the layer number instead
             in_axes=(0,) + (nn.broadcast,) * (1 + len(shared)),
             length=num_layers,
@@ -235,7 +243,7 @@ def run_layers(
         x, _ = stack(cfg, name=stack_name, **fields)(x, jnp.arange(num_layers), keys, *shared)
         return x
     if keys.dropout is not None and cfg.remat_policy == "none":
-        keys = keys.alone().replace(stack=Stack(num_layers))
+        keys = keys.alone().replace(stack=Stack(keys, num_layers, getattr(layer_cls, "DROPOUT", ())))
     for i in range(num_layers):
         x, _ = layer_cls(cfg, name=f"layers_{i}", **fields)(x, i, keys, *shared)
     return x

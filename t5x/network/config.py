@@ -12,6 +12,7 @@ from t5x.errors import UserError
 ACTIVATIONS = ("gelu", "linear", "relu", "sigmoid", "silu", "tanh")
 DTYPES = ("float32", "bfloat16", "float16")
 REMAT_POLICIES = ("none", "minimal", "full")
+MATMUL_DTYPES = (None, "fp8")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,8 @@ class NetworkConfig:
       dtype: dtype of the activations. Parameters are always float32. Matmuls, including the logits, use this dtype and
         accumulate in float32; softmax, norms and the loss are float32. With float16 the residual stream is float32
         as well, because T5's activations exceed the range of float16.
+      matmul_dtype: None multiplies in `dtype`. `fp8` trains with the layers' matmuls in 8-bit floating point (NVIDIA
+        Hopper and newer; `network/fp8.py`); logits, attention, evaluation and inference stay in `dtype`.
       emb_dim: width of the residual stream.
       num_heads, head_dim: attention heads and their width; their product need not be `emb_dim`.
       mlp_activations: one name gives a plain MLP, several are multiplied (a gated MLP).
@@ -41,6 +44,7 @@ class NetworkConfig:
 
     vocab_size: int
     dtype: Any = "float32"
+    matmul_dtype: str | None = None
     emb_dim: int = 512
     num_heads: int = 8
     head_dim: int = 64
@@ -70,6 +74,10 @@ class NetworkConfig:
                 object.__setattr__(self, "dtype", jnp.dtype(self.dtype).name)
         if self.dtype not in DTYPES:
             raise UserError(f"{cls}.dtype is {self.dtype!r}: use {', '.join(DTYPES)}.")
+        if self.matmul_dtype not in MATMUL_DTYPES:
+            raise UserError(f"{cls}.matmul_dtype is {self.matmul_dtype!r}: use None or 'fp8'.")
+        if self.matmul_dtype and self.dtype == "float16":
+            raise UserError(f"{cls}.matmul_dtype is 'fp8': set {cls}.dtype to 'bfloat16', not to 'float16'.")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.type is int and field.name != "param_scan_axis" and (type(value) is not int or value < 1):

@@ -48,11 +48,16 @@ def choose_blocks(q_length: int, k_length: int, head_dim: int) -> Blocks:
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """Static arguments: the rules, the blocks, and the largest distance that `values` covers on each side."""
+    """Static arguments: the rules, the blocks, and the largest distance that `values` covers on each side.
+
+    Attributes:
+      same_queries: the codes of queries are the same in every row of the batch.
+    """
 
     rules: Rules
     blocks: Blocks
     extent: int
+    same_queries: bool
     interpret: bool
 
 
@@ -109,7 +114,7 @@ def flash_attention(
     padded = lambda x, more: jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, width_pad))) if more or width_pad else x
     out = _attention(
         padded(query, q_pad), padded(key, k_pad), padded(value, k_pad).astype(query.dtype), values, q_codes, k_codes,
-        _Plan(rules, blocks, extent, interpret),
+        _Plan(rules, blocks, extent, query_segments is None and prefix is None, interpret),
     )  # fmt: skip
     return out[:, :q_length, :, :head_dim].astype(value.dtype)
 
@@ -352,7 +357,9 @@ class _Call:
         self.vector_shape = (self.batch, heads, self.q_length)
         self.codes = q_codes, k_codes
         lengths = (self.q_length, self.k_length)
-        self.ranges = block_ranges(plan.rules, block, lengths, q_codes, k_codes, of_keys=of_keys)
+        # These are constants. XLA evaluates what is computed from them while it compiles, slowly.
+        some_queries = q_codes[:1] if plan.rules.coded and plan.same_queries else q_codes
+        self.ranges = block_ranges(plan.rules, block, lengths, some_queries, k_codes, of_keys=of_keys)
         self.compiler_params = triton.CompilerParams(num_warps=block.warps, num_stages=block.stages)
 
     def __call__(self, kernel, in_specs, arrays, out_specs, out_shape) -> Any:

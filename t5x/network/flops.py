@@ -16,10 +16,14 @@ def encoder_decoder_flops(cfg: T5Config, *, rows: int, inputs: int, targets: int
     Only matmuls count, with two FLOPs per multiply-add. Attention counts all pairs of positions, causal or not.
     Embedding lookups do not count.
     """
-    encoder = _attention(cfg, inputs, inputs) + _mlp(cfg, inputs)
     decoder = _attention(cfg, targets, targets) + _attention(cfg, targets, inputs) + _mlp(cfg, targets)
-    layers = cfg.num_encoder_layers * encoder + cfg.num_decoder_layers * decoder
-    return 2 * rows * (layers + _logits(cfg, targets))
+    decoding = 2 * rows * (cfg.num_decoder_layers * decoder + _logits(cfg, targets))
+    return encoder_flops(cfg, rows=rows, inputs=inputs) + decoding
+
+
+def encoder_flops(cfg: T5Config, *, rows: int, inputs: int) -> int:
+    """Return the FLOPs of the encoder alone; see `encoder_decoder_flops`."""
+    return 2 * rows * cfg.num_encoder_layers * (_attention(cfg, inputs, inputs) + _mlp(cfg, inputs))
 
 
 def generation_flops(cfg: T5Config, *, rows: int, inputs: int, targets: int, beams: int = 1) -> int:

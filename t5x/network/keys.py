@@ -13,6 +13,7 @@ import flax.linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.core.tracers import current_trace
 
 
@@ -77,22 +78,38 @@ class Keys:
         """Return bool [batch, *shape]: the units that dropout keeps."""
         if self.stack is not None:
             return self.stack.keep(self, tuple(shape), rate)
-        key = jax.random.fold_in(self.dropout, zlib.crc32(self.place.encode()))
+        key = jax.random.fold_in(self.dropout, _code(self.place))
         row_keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(self.rows)
-        return jax.vmap(lambda key: jax.random.bernoulli(key, 1.0 - rate, tuple(shape)))(row_keys)
+        return _sample(row_keys, tuple(shape), rate)
+
+
+def _code(place: str) -> int:
+    return zlib.crc32(place.encode())
+
+
+def _sample(row_keys: jax.Array, shape: tuple[int, ...], rate: float) -> jax.Array:
+    return jax.vmap(lambda key: jax.random.bernoulli(key, 1.0 - rate, shape))(row_keys)
 
 
 class Stack:
     """Unrolled layers whose dropout at a given place is sampled for all of them at the first request.
 
     The values are those that each layer would sample by itself (except with `use_hardware_rng`, whose values depend on
-    how many are sampled together). A random generator is hundreds of instructions: one per place and layer made up half
-    of XLA's compilation work.
+    how many are sampled together). A random generator, and each step of deriving a key, is hundreds of instructions:
+    one per place and layer made up half of XLA's compilation work.
+
+    Args:
+      keys: keys of the tower's layers.
+      layers: number of layers.
+      places: names, below that of `keys`, for which keys are derived together; others derive their own.
     """
 
-    def __init__(self, layers: int):
+    def __init__(self, keys: Keys, layers: int, places: Sequence[str] = ()):
+        self._keys = keys.alone()
         self._layers = layers
+        self._places = [f"{keys.place}/{place}" for place in places]
         self._trace = current_trace()
+        self._derived: jax.Array | None = None
         self._drawn: dict[tuple[str, tuple[int, ...], float], jax.Array] = {}
 
     def is_here(self) -> bool:
@@ -105,10 +122,27 @@ class Stack:
             return keys.alone().keep(shape, rate)
         name = (keys.place, shape, rate)
         if name not in self._drawn:
-            own = lambda number: keys.replace(stack=None, number=None).layer(number).keep(shape, rate)
+            row_keys = self._row_keys(keys.place)
             # Otherwise XLA fuses it into its users and recomputes it for every layer.
-            self._drawn[name] = jax.lax.optimization_barrier(jax.vmap(own)(jnp.arange(self._layers)))
+            self._drawn[name] = jax.lax.optimization_barrier(jax.vmap(lambda k: _sample(k, shape, rate))(row_keys))
         return self._drawn[name][keys.number]
+
+    def _row_keys(self, place: str) -> jax.Array:
+        """Return the key of every layer and row at a place, [layers, batch]."""
+        if place not in self._places:
+            return self._derive([place])[0]
+        if self._derived is None:
+            self._derived = jax.lax.optimization_barrier(self._derive(self._places))
+        return self._derived[self._places.index(place)]
+
+    def _derive(self, places: Sequence[str]) -> jax.Array:
+        """Return keys, [places, layers, batch]."""
+        codes = np.array([_code(place) for place in places], np.uint32)
+        numbers, rows = jnp.arange(self._layers), self._keys.rows
+        fold = jax.random.fold_in
+        keys = jax.vmap(lambda number: fold(self._keys.dropout, number))(numbers)
+        keys = jax.vmap(lambda code: jax.vmap(lambda key: fold(key, code))(keys))(codes)
+        return jax.vmap(jax.vmap(lambda key: jax.vmap(lambda row: fold(key, row))(rows)))(keys)
 
 
 def dropout(x: jax.Array, rate: float, keys: Keys, *, broadcast_length: bool = True) -> jax.Array:

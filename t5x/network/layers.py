@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax.linen import initializers
 from flax.linen.partitioning import param_with_axes
 
+from t5x.network import fp8
 from t5x.network.keys import Keys, dropout
 from t5x.partitioning.logical import constrain
 
@@ -65,7 +66,7 @@ def project(
 
     The pass that creates the caches of a decoding loop also prepares the kernels: fused into one on a GPU, where every
     matmul is a kernel launch; transposed on a CPU, for `few_rows`. The parameters may already be fused, see
-    `join_kernels`.
+    `join_kernels`. In a training step with FP8 scales (see `network.fp8`), the matmuls are in FP8.
 
     Args:
       dtype: dtype of the result; None is that of x.
@@ -81,6 +82,10 @@ def project(
         ready = module.get_variable(KERNELS, name)
         return [few_rows(x, kernel, dtype) for kernel in ready] if on_cpu else _joined(x, ready, dtype)
     made = [kernel(x.shape[-1], keys.at(kernel.name)) for kernel in kernels]
+    if module.has_variable(fp8.SCALES, name):
+        scales, fused = module.get_variable(fp8.SCALES, name), joined and len(made) > 1
+        parts = fp8.project(x, [_join(made)] if fused else made, scales, dtype)
+        return [parts[0][..., i, :] for i in range(len(made))] if fused else parts
     creates = (
         in_every_step and module.is_mutable_collection(KERNELS) and not module.is_mutable_collection("params")
     )  # fmt: skip

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import glob
 import ipaddress
 import logging
 import os
@@ -10,7 +9,6 @@ import socket
 from typing import Any
 
 import jax
-from jax._src.clusters import ClusterEnv  # also used by jax.distributed.initialize
 
 from t5x.errors import UserError
 
@@ -65,24 +63,19 @@ def find(
     given = [name for name, value in flags.items() if value is not None]
     if process_count is not None and process_count < 1:
         raise UserError(f"--process_count is {process_count}: it must be at least 1.")
-    if process_index is not None and process_index < 0:
-        raise UserError(f"--process_index is {process_index}: processes are counted from 0.")
+    _check_index(process_index, process_count)
     if process_count == 1:
-        if process_index:
-            raise UserError(f"--process_index is {process_index}, but --process_count is 1: the only process is 0.")
         return None
     if len(given) < len(flags):
-        cluster = _cluster(asked=required or bool(given))
+        cluster = _detect(asked=required or bool(given))
         if cluster is None and not given and not required:
             return None
         if cluster is None:
-            missing = " and ".join(name for name in flags if name not in given)
+            missing = ", ".join(name for name in flags if name not in given)
             raise UserError(
-                f"{missing} {'is' if len(given) == 2 else 'are'} missing"
-                + (f" beside {' and '.join(given)}" if given else " for --multiprocess_gpu")
-                + ", and no cluster was found that would tell (SLURM, Open MPI, Kubernetes, a TPU pod). Start every "
-                "process with --coordinator_address=HOST:PORT of process 0, --process_count=N and its own "
-                "--process_index=0 … N-1."
+                f"Missing: {missing} (given: {', '.join(given) or '--multiprocess_gpu'}), and no cluster was found "
+                "(SLURM, Open MPI, Kubernetes, a TPU pod). Start every process with --coordinator_address=HOST:PORT of "
+                "process 0, --process_count=N and its own --process_index=0 … N-1."
             )
         if process_count is None:
             process_count = cluster.count
@@ -90,22 +83,21 @@ def find(
                 return None
         process_index = cluster.index if process_index is None else process_index
         if coordinator_address is None:
-            coordinator_address = os.environ.get("JAX_COORDINATOR_ADDRESS") or cluster.address(timeout)
-    if process_index >= process_count:
-        raise UserError(
-            f"--process_index is {process_index}, but --process_count is {process_count}: it must be 0 to "
-            f"{process_count - 1}."
-        )
+            coordinator_address = os.environ.get("JAX_COORDINATOR_ADDRESS") or cluster.find_address(timeout)
+    _check_index(process_index, process_count)
     return Place(*_split(coordinator_address), process_count, process_index)
+
+
+def _check_index(index: int | None, count: int | None) -> None:
+    if index is not None and (index < 0 or (count is not None and index >= count)):
+        most = "--process_count - 1" if count is None else count - 1
+        raise UserError(f"--process_index is {index}: it must be 0 to {most}.")
 
 
 def _split(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise UserError(
-            f"--coordinator_address is {address!r}: it must be HOST:PORT, the machine of process 0 and a free port "
-            "there, such as node001:12345."
-        )
+        raise UserError(f"--coordinator_address is {address!r}: it must be HOST:PORT of process 0 (node1:12345).")
     return host.strip("[]"), int(port)
 
 
@@ -113,9 +105,9 @@ def _split(address: str) -> tuple[str, int]:
 class _Cluster:
     count: int
     index: int
-    environment: type[ClusterEnv]
+    environment: Any  # a class of JAX
 
-    def address(self, timeout: int) -> str:
+    def find_address(self, timeout: int) -> str:
         try:
             return self.environment.get_coordinator_address(
                 timeout_secs=timeout, override_coordinator_port=os.environ.get("JAX_COORDINATOR_PORT")
@@ -124,31 +116,34 @@ class _Cluster:
             raise _unclear(self.environment, error) from error
 
 
-def _cluster(*, asked: bool) -> _Cluster | None:
-    """Return what JAX detects; None outside a cluster, and for a single process unless `asked`."""
+def _detect(*, asked: bool) -> _Cluster | None:
+    """Return what JAX detects; None outside a cluster, and for a single process unless `asked`.
+
+    `jax.distributed.initialize` uses the same classes, but reports nothing before it has connected. We need the address
+    and the number of processes before, to authenticate the processes and to name those that are missing.
+    """
+    from jax._src.clusters import ClusterEnv
+
     for environment in ClusterEnv._cluster_types:
-        if environment.opt_in_only_method or not _worth_asking(environment):
+        if environment.opt_in_only_method or not _is_plausible(environment.__name__):
             continue
         try:
             if not environment.is_env_present():
                 continue
             # A step with one task runs alone, whatever SLURM_NTASKS of its allocation is.
-            steps = os.environ.get("SLURM_STEP_NUM_TASKS") if environment.name == "slurm" else None
-            count = int(steps) if steps else environment.get_process_count()
-            if count == 1 and not asked:
-                return None
-            return _Cluster(count, environment.get_process_id(), environment)
+            tasks = os.environ.get("SLURM_STEP_NUM_TASKS") if environment.name == "slurm" else None
+            count = int(tasks) if tasks else environment.get_process_count()
+            return None if count == 1 and not asked else _Cluster(count, environment.get_process_id(), environment)
         except Exception as error:
             if asked:
                 raise _unclear(environment, error) from error
-            log.warning("%s; this process goes on alone", _unclear(environment, error))
+            log.warning("%s This process continues alone.", _unclear(environment, error))
             return None
     return None
 
 
-def _worth_asking(environment: type[ClusterEnv]) -> bool:
+def _is_plausible(name: str) -> bool:
     """Return False for detection methods that would query the network, or warn, on ordinary machines."""
-    name = environment.__name__
     platforms = jax.config.jax_platforms
     if "Tpu" in name and platforms and "tpu" not in platforms:
         return False
@@ -156,18 +151,18 @@ def _worth_asking(environment: type[ClusterEnv]) -> bool:
     return "K8s" not in name or "JOB_COMPLETION_INDEX" in os.environ
 
 
-def _unclear(environment: type[ClusterEnv], error: Exception) -> UserError:
+def _unclear(environment: Any, error: Exception) -> UserError:
     return UserError(
-        f"{environment.__name__.removesuffix('Cluster')} seems to have started this process, but does not say where "
-        f"the others are ({type(error).__name__}: {error}). Give --coordinator_address, --process_count and "
-        "--process_index."
+        f"{environment.__name__.removesuffix('Cluster')} seems to have started this process, but the address of the "
+        f"other processes is unknown ({type(error).__name__}: {error}). Pass --coordinator_address, --process_count "
+        "and --process_index."
     )
 
 
 # --- Who may join -----------------------------------------------------------------------------------------------------
 
 
-def token() -> bytes:
+def read_token() -> bytes:
     """Return the secret that the processes of a run share; empty if there is none."""
     value = os.environ.get(TOKEN, "").strip()
     if value and len(value) < _SHORTEST_TOKEN:
@@ -200,48 +195,3 @@ def local_address(host: str) -> str:
 def is_loopback(address: str) -> bool:
     """Return whether an address can be reached only from this machine; "" means all addresses."""
     return bool(address) and ipaddress.ip_address(address).is_loopback
-
-
-# --- This machine -----------------------------------------------------------------------------------------------------
-
-
-def machine() -> str:
-    """Return a name of this machine that is unique in the run."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read().strip()
-    except OSError:
-        boot = ""
-    return f"{socket.gethostname()} {boot}".strip()
-
-
-def visible_gpus() -> str:
-    """Return the GPUs that this process may use, according to the environment; empty if there are none."""
-    platforms = jax.config.jax_platforms
-    if platforms and not {"cuda", "gpu", "rocm"}.intersection(platforms.split(",")):
-        return ""
-    said = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if said is not None:
-        return said
-    return ",".join(str(n) for n in range(len(glob.glob("/dev/nvidia[0-9]*"))))
-
-
-def own_gpus(index: int, members: list[dict[str, Any]]) -> list[int] | None:
-    """Return the positions of the visible GPUs that this process uses; None for all of them.
-
-    Processes on one machine that see the same GPUs share them out. A process that was given its own GPUs, or is alone
-    on its machine, uses all that it sees.
-    """
-    mine = members[index]
-    same = [n for n, m in enumerate(members) if (m["machine"], m["gpus"]) == (mine["machine"], mine["gpus"])]
-    count = len([gpu for gpu in mine["gpus"].split(",") if gpu])
-    if len(same) == 1 or not count or "JAX_LOCAL_DEVICE_IDS" in os.environ:
-        return None
-    if count % len(same):
-        raise UserError(
-            f"{len(same)} processes on {mine['host']} see the same {count} GPUs and cannot divide them evenly. Start "
-            "as many as divide them, or give each its own with CUDA_VISIBLE_DEVICES."
-        )
-    share = count // len(same)
-    first = same.index(index) * share
-    return list(range(first, first + share))

@@ -38,36 +38,38 @@ def logical_to_mesh_axes(axes: LogicalAxes | None, rules: AxisRules) -> Partitio
             if axis == name and not settled[dim]:
                 if over is None:
                     settled[dim] = True
-                elif taken.isdisjoint(names(over)):
-                    taken.update(names(over))
+                elif taken.isdisjoint(axis_names(over)):
+                    taken.update(axis_names(over))
                     mesh_axes[dim], settled[dim] = over, True
                 break
     return PartitionSpec(*mesh_axes)
 
 
-def names(over: MeshAxes) -> tuple[str, ...]:
+def axis_names(over: MeshAxes) -> tuple[str, ...]:
     """Return the mesh axes of a dimension as a tuple."""
     return () if over is None else (over,) if isinstance(over, str) else tuple(over)
 
 
-def parts(mesh: Mesh, over: MeshAxes) -> int:
+def count_shards(mesh: Mesh, over: MeshAxes) -> int:
     """Return the number of shards of a dimension over these mesh axes."""
-    return math.prod(mesh.shape[name] for name in names(over))
+    return math.prod(mesh.shape[name] for name in axis_names(over))
 
 
-def divided(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
+def drop_uneven(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
     """Return `spec` without the dimensions that their mesh axes do not divide evenly; those are not sharded."""
-    return PartitionSpec(*(over if shape[dim] % parts(mesh, over) == 0 else None for dim, over in enumerate(spec)))
+    return PartitionSpec(
+        *(over if shape[dim] % count_shards(mesh, over) == 0 else None for dim, over in enumerate(spec))
+    )
 
 
-def parts_of(axis: str) -> int:
+def shards_of(axis: str) -> int:
     """Return the number of shards of a logical axis under the active rules; 1 if there are none."""
     active = _active.get()
     if active is None:
         return 1
     mesh, rules = active
     (over,) = logical_to_mesh_axes((axis,), rules)
-    return parts(mesh, over)
+    return count_shards(mesh, over)
 
 
 @contextlib.contextmanager
@@ -86,7 +88,7 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     if active is None:
         return x
     mesh, rules = active
-    spec = divided(x.shape, logical_to_mesh_axes(axes, rules), mesh)
+    spec = drop_uneven(x.shape, logical_to_mesh_axes(axes, rules), mesh)
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
@@ -112,7 +114,7 @@ def on_each_device(
         for argument, names_of in zip(arguments, axes, strict=True)
         for array in jax.tree.leaves(argument)
         for size, axis, over in zip(array.shape, names_of, logical_to_mesh_axes(names_of, rules), strict=True)
-        if size % parts(mesh, over)
+        if size % count_shards(mesh, over)
     }
     spec = lambda names_of: logical_to_mesh_axes(tuple(None if a in uneven else a for a in names_of), rules)
     divide = jax.shard_map(

@@ -13,7 +13,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
 from t5x.errors import UserError
-from t5x.partitioning import distributed
+from t5x.partitioning import multiprocess
 
 AXES = ("data", "model")
 HYBRID_AXES = ("replica", "data", "model")
@@ -42,11 +42,11 @@ def machine_sizes(devices: Sequence[jax.Device]) -> list[int]:
 
 def machine_of_process() -> list[int]:
     """Return, for each process, the first process of its machine; itself if the machines are unknown."""
-    names = distributed.machines()
+    names = multiprocess.machines()
     return [names.index(n) for n in names] if len(names) == jax.process_count() else list(range(jax.process_count()))
 
 
-def plain(model: int, devices: Sequence[jax.Device]) -> Mesh:
+def model_parallel(model: int, devices: Sequence[jax.Device]) -> Mesh:
     """Return a (`data`, `model`) mesh. Only `data` spans several TPU slices: the network between them is slow."""
     if model < 1 or len(devices) % model:
         fitting = ", ".join(str(d) for d in range(1, len(devices) + 1) if len(devices) % d == 0)
@@ -75,15 +75,15 @@ def hybrid(ici: Sequence[int], dcn: Sequence[int] | None, devices: Sequence[jax.
     for name, shape in (("ici_mesh_shape", ici), *([] if dcn is None else [("dcn_mesh_shape", dcn)])):
         if not is_shape(shape) or len(shape) not in lengths:
             raise UserError(
-                f"PjitPartitioner.{name} is {shape!r}: it must be {len(HYBRID_AXES)} positive whole numbers, for "
+                f"PjitPartitioner.{name} is {shape!r}: it must be {len(HYBRID_AXES)} positive integers, for "
                 f"{', '.join(HYBRID_AXES)}" + (f", or 2, for {' and '.join(AXES)}." if dcn is None else ".")
             )
     dcn = (1,) * len(ici) if dcn is None else dcn
     total = math.prod(ici) * math.prod(dcn)
     if total != len(devices):
         raise UserError(
-            f"PjitPartitioner.ici_mesh_shape {tuple(ici)} and dcn_mesh_shape {tuple(dcn)} multiply up to {total} "
-            f"devices, but there are {len(devices)}."
+            f"PjitPartitioner.ici_mesh_shape {tuple(ici)} and dcn_mesh_shape {tuple(dcn)} need {total} devices, but "
+            f"there are {len(devices)}. Change them so that their product is {len(devices)}."
         )
     return _assembled(tuple(ici), tuple(dcn), HYBRID_AXES[-len(ici) :], devices)
 
@@ -107,14 +107,15 @@ def _groups(devices: Sequence[jax.Device], count: int) -> list[list[jax.Device]]
         return slices
     if count > 1 and devices[0].platform == "tpu" and len(slices) > 1:
         raise UserError(
-            f"PjitPartitioner.dcn_mesh_shape multiplies up to {count}, but there are {len(slices)} TPU slices."
+            f"The product of PjitPartitioner.dcn_mesh_shape is {count}, but there are {len(slices)} TPU slices. They "
+            "must be equal."
         )
     groups = [list(devices[i : i + size]) for i in range(0, len(devices), size)]
     local = len(devices) // len({d.process_index for d in devices})
     if count > 1 and size % local and local % size:
         raise UserError(
             f"PjitPartitioner.dcn_mesh_shape divides the devices into {count} groups of {size}, but a process has "
-            f"{local}: a group must be whole processes, or a whole part of one."
+            f"{local}: a group must consist of whole processes, or divide one evenly."
         )
     return groups
 
@@ -131,11 +132,8 @@ def _rows_by_process(array: np.ndarray) -> np.ndarray:
 
     The physical order of a TPU may interleave them. The order of data-parallel shards has no other meaning.
     """
-    flat = array.reshape(-1, *array.shape[-2:])
-    first = lambda part: min((d.process_index for d in part), default=0)
-    ordered = [sorted(block, key=first) for block in flat]
-    result = np.empty_like(flat)
-    for i, block in enumerate(ordered):
-        for j, part in enumerate(block):
-            result[i, j] = part
-    return result.reshape(array.shape)
+    blocks = array.reshape(-1, *array.shape[-2:])
+    for block in blocks:
+        order = np.argsort([min(device.process_index for device in row) for row in block], kind="stable")
+        block[:] = block[order]
+    return blocks.reshape(array.shape)

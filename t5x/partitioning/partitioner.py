@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,17 +11,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from t5x.errors import UserError
-from t5x.partitioning import meshes, presets
-from t5x.partitioning.logical import (
-    AxisRules,
-    LogicalAxes,
-    MeshAxes,
-    axis_rules,
-    divided,
-    logical_to_mesh_axes,
-    names,
-    parts,
-)
+from t5x.partitioning import logical, meshes, presets
+from t5x.partitioning.logical import AxisRules, LogicalAxes, MeshAxes, axis_rules, logical_to_mesh_axes
 from t5x.partitioning.rules import checked, standard_logical_axis_rules
 
 log = logging.getLogger(__name__)
@@ -60,27 +51,26 @@ class PjitPartitioner:
         model = _model_axis(num_partitions, model_parallel_submesh)
         rules = None if logical_axis_rules is None else _own_rules(logical_axis_rules)
         chosen = None if preset is None else presets.named(preset)
-        _check_preset(preset, chosen, model, ici_mesh_shape, dcn_mesh_shape, rules)
+        if chosen is not None:
+            _check_preset(preset, chosen, model, (ici_mesh_shape, dcn_mesh_shape), rules)
         devices = meshes.devices_of(backend)
         if ici_mesh_shape is not None:
             if model > 1:
                 raise UserError(
-                    f"PjitPartitioner: ici_mesh_shape gives the model axis already; num_partitions (or "
-                    f"model_parallel_submesh), which is {model}, must be None."
+                    "PjitPartitioner: ici_mesh_shape determines the model axis: num_partitions and "
+                    "model_parallel_submesh must be None."
                 )
             self.mesh = meshes.hybrid(ici_mesh_shape, dcn_mesh_shape, devices)
         elif dcn_mesh_shape is not None:
-            raise UserError(
-                "PjitPartitioner.dcn_mesh_shape is given without ici_mesh_shape: the mesh is their product."
-            )
+            raise UserError("PjitPartitioner.dcn_mesh_shape is set without ici_mesh_shape. Set both.")
         else:
             if chosen and model == 1:
                 model = presets.model_axis(preset, len(devices), meshes.machine_sizes(devices))
-            self.mesh = meshes.plain(model, devices)
+            self.mesh = meshes.model_parallel(model, devices)
         default = chosen.rules() if chosen else standard_logical_axis_rules()
         self.rules = self._on_mesh(default if rules is None else rules)
         self._param_memory = None if params_on_devices else self._host_memory()
-        self._say_what_is_slow()
+        self._warn_if_slow()
 
     def _on_mesh(self, rules: AxisRules) -> list[tuple[str, MeshAxes]]:
         """Return the rules after checking that the mesh has their axes.
@@ -88,13 +78,13 @@ class PjitPartitioner:
         On a mesh with `replica`, the batch is sharded over that axis too.
         """
         for name, over in rules:
-            for axis in names(over):
+            for axis in logical.axis_names(over):
                 if axis not in self.mesh.axis_names:
                     raise UserError(
-                        f"PjitPartitioner.logical_axis_rules lays {name!r} over {axis!r}; the mesh has only "
-                        f"{', '.join(self.mesh.axis_names)}. Name one of those, or None."
+                        f"PjitPartitioner.logical_axis_rules shards {name!r} over {axis!r}, but the mesh has only the "
+                        f"axes {', '.join(self.mesh.axis_names)}. Use one of those, or None."
                     )
-        if "replica" in self.mesh.axis_names and not any("replica" in names(over) for _, over in rules):
+        if "replica" in self.mesh.axis_names and not any("replica" in logical.axis_names(over) for _, over in rules):
             return [(name, ("replica", "data") if (name, over) == ("batch", "data") else over) for name, over in rules]
         return list(rules)
 
@@ -102,24 +92,20 @@ class PjitPartitioner:
         device = self.mesh.local_devices[0]
         if "pinned_host" not in {memory.kind for memory in device.addressable_memories()}:
             raise UserError(
-                "PjitPartitioner.params_on_devices is False, but JAX cannot keep arrays in the memory of the machine "
-                f"for {device.platform} devices. Leave it True, and divide the parameters: preset='fsdp' or '2d'."
+                "PjitPartitioner.params_on_devices is False, but JAX cannot keep arrays in host memory for "
+                f"{device.platform} devices. Leave it True, and shard the parameters: preset='fsdp' or '2d'."
             )
         return "pinned_host"
 
-    def _say_what_is_slow(self) -> None:
+    def _warn_if_slow(self) -> None:
         if self._param_memory:
-            log.warning(
-                "params_on_devices is False: parameters are kept in the machine's memory and copied to the devices for "
-                "every call. That is slow; preset='fsdp' or '2d' divides them over the devices instead."
-            )
+            log.warning("params_on_devices is False, which is slow; preset='fsdp' or '2d' shards parameters instead")
         copies = self.mesh.size // self.mesh.shape["model"]
         if copies > 1 and not any(name == "batch" for name, _ in self.rules):
             log.warning(
                 "PjitPartitioner.logical_axis_rules has no rule for 'batch': all %d copies of the model compute the "
-                "same rows. Add ('batch', 'data'), or ('batch', None) if you mean it.",
-                copies,
-            )
+                "same rows. Add ('batch', 'data'), or ('batch', None) if that is intended.", copies,
+            )  # fmt: skip
         machines = meshes.machine_of_process()
         groups = self.mesh.devices.reshape(-1, self.mesh.shape["model"])
         across = max(len({machines[device.process_index] for device in group}) for group in groups)
@@ -136,7 +122,7 @@ class PjitPartitioner:
 
     def spec(self, shape: Sequence[int], axes: LogicalAxes | None) -> PartitionSpec:
         """Return the partition spec of an array; dimensions that their mesh axes do not divide are not sharded."""
-        return divided(shape, logical_to_mesh_axes(axes, self.rules), self.mesh)
+        return logical.drop_uneven(shape, logical_to_mesh_axes(axes, self.rules), self.mesh)
 
     def sharding(self, shape: Sequence[int], axes: LogicalAxes | None) -> NamedSharding:
         """Return the sharding of a parameter, or of its optimizer state."""
@@ -145,8 +131,9 @@ class PjitPartitioner:
     def undivided(self, shape: Sequence[int], axes: LogicalAxes | None) -> str | None:
         """Return why a dimension of this array is not sharded though a rule asks for it; None if there is none."""
         for dim, over in enumerate(logical_to_mesh_axes(axes, self.rules)):
-            if shape[dim] % parts(self.mesh, over):
-                return f"{axes[dim]}={shape[dim]} is not a multiple of {'*'.join(names(over))}={parts(self.mesh, over)}"
+            shards = logical.count_shards(self.mesh, over)
+            if shape[dim] % shards:
+                return f"{axes[dim]}={shape[dim]} is not a multiple of {'*'.join(logical.axis_names(over))}={shards}"
         return None
 
     @property
@@ -163,7 +150,7 @@ class PjitPartitioner:
     @property
     def data_parts(self) -> int:
         """Number of data-parallel shards of a batch; the batch size must be a multiple of it."""
-        return parts(self.mesh, logical_to_mesh_axes(("batch",), self.rules)[0])
+        return logical.count_shards(self.mesh, logical_to_mesh_axes(("batch",), self.rules)[0])
 
     def rows(self, batch_size: int) -> range:
         """Return the rows of the global batch that this process must read.
@@ -172,8 +159,8 @@ class PjitPartitioner:
         """
         if batch_size % self.data_parts:
             raise UserError(
-                f"The batch size {batch_size} is not a multiple of the {self.data_parts} data-parallel parts of the "
-                f"mesh ({self}). Set BATCH_SIZE to a multiple of {self.data_parts}, or raise "
+                f"The batch size {batch_size} is not a multiple of the {self.data_parts} data-parallel shards of the "
+                f"mesh ({self}). Set BATCH_SIZE to a multiple of {self.data_parts}, or increase "
                 "PjitPartitioner.num_partitions."
             )
         mine = self._parts_here()
@@ -186,9 +173,9 @@ class PjitPartitioner:
         found = sorted({part for (index,) in indices for part in range(self.data_parts)[index]})
         if found != list(range(found[0], found[-1] + 1)):
             raise UserError(
-                f"The rows of the batch that process {jax.process_index()} needs do not follow each other on this mesh "
-                f"({self}): parts {', '.join(map(str, found))} of {self.data_parts}. Choose a dcn_mesh_shape, "
-                "ici_mesh_shape or num_partitions that divides the devices of each process evenly."
+                f"Process {jax.process_index()} needs rows of the batch that are not consecutive ({self}): "
+                f"shards {', '.join(map(str, found))} of {self.data_parts}. Choose a dcn_mesh_shape, ici_mesh_shape or "
+                "num_partitions that divides the devices of each process evenly."
             )
         return range(found[0], found[-1] + 1)
 
@@ -199,10 +186,9 @@ class PjitPartitioner:
             return jax.device_put(dict(batch), sharding)
         here = self._parts_here()
 
-        def placed(local: np.ndarray) -> jax.Array:
+        def place(local: np.ndarray) -> jax.Array:
             size = len(local) // len(here)
-            shape = (size * self.data_parts, *local.shape[1:])
-            first = here.start * size
+            shape, first = (size * self.data_parts, *local.shape[1:]), here.start * size
 
             def shard(index: tuple[slice, ...]) -> np.ndarray:
                 rows = range(shape[0])[index[0]]
@@ -210,15 +196,13 @@ class PjitPartitioner:
 
             return jax.make_array_from_callback(shape, sharding, shard)
 
-        return {name: placed(local) for name, local in batch.items()}
+        return {name: place(local) for name, local in batch.items()}
 
     # -- functions -----------------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def activate(self) -> Iterator[None]:
+    def activate(self) -> contextlib.AbstractContextManager[None]:
         """Make the network's sharding constraints effective for everything traced inside the block."""
-        with axis_rules(self.mesh, self.rules):
-            yield
+        return axis_rules(self.mesh, self.rules)
 
     def partition(
         self, fn: Callable, *, in_shardings: Any, out_shardings: Any, donate_argnums: tuple[int, ...] = ()
@@ -244,21 +228,21 @@ class PjitPartitioner:
 
 def _model_axis(num_partitions: int | None, submesh: Sequence[int] | None) -> int:
     """Return how many devices share a copy of the model."""
-    if num_partitions is not None and submesh is not None:
+    if submesh is None:
+        if num_partitions is not None and not isinstance(num_partitions, int):
+            raise UserError(f"PjitPartitioner.num_partitions is {num_partitions!r}: it must be an integer.")
+        return 1 if num_partitions is None else num_partitions
+    if num_partitions is not None:
         raise UserError(
-            "PjitPartitioner: give num_partitions or model_parallel_submesh, not both "
+            "PjitPartitioner: set num_partitions or model_parallel_submesh, not both "
             f"(they are {num_partitions!r} and {submesh!r})."
         )
-    if submesh is not None:
-        if not meshes.is_shape(submesh):
-            raise UserError(
-                f"PjitPartitioner.model_parallel_submesh is {submesh!r}: it must be positive whole numbers, as "
-                "(2, 2, 1, 1). One number alone is num_partitions."
-            )
-        return math.prod(submesh)
-    if num_partitions is not None and not isinstance(num_partitions, int):
-        raise UserError(f"PjitPartitioner.num_partitions is {num_partitions!r}: it must be a whole number.")
-    return 1 if num_partitions is None else num_partitions
+    if not meshes.is_shape(submesh):
+        raise UserError(
+            f"PjitPartitioner.model_parallel_submesh is {submesh!r}: it must be positive integers, such as "
+            "(2, 2, 1, 1). For a single number, use num_partitions."
+        )
+    return math.prod(submesh)
 
 
 def _own_rules(rules: AxisRules) -> AxisRules | None:
@@ -266,37 +250,26 @@ def _own_rules(rules: AxisRules) -> AxisRules | None:
     where = "PjitPartitioner.logical_axis_rules"
     found = checked(rules, where)
     if not found:
-        raise UserError(
-            f"{where} is empty: nothing would be divided, and every device would compute the whole batch. "
-            "None stands for the standard rules; if you mean it, say [('batch', None)]."
-        )
+        raise UserError(f"{where} is empty. Use None for the standard rules, or [('batch', None)] to shard nothing.")
     return None if found == standard_logical_axis_rules() else found
 
 
 def _check_preset(
-    name: str | None,
-    preset: presets.Preset | None,
-    model: int,
-    ici: Sequence[int] | None,
-    dcn: Sequence[int] | None,
-    rules: AxisRules | None,
+    name: str, preset: presets.Preset, model: int, shapes: Sequence[Any], rules: AxisRules | None
 ) -> None:
     """Raise a UserError if another argument contradicts the preset."""
-    if preset is None:
-        return
-    if ici is not None or dcn is not None:
-        raise UserError(
-            f"PjitPartitioner.preset {name!r} chooses the mesh: leave out ici_mesh_shape and dcn_mesh_shape, or preset."
-        )
+    where = f"PjitPartitioner.preset {name!r}"
+    if any(shape is not None for shape in shapes):
+        raise UserError(f"{where} determines the mesh: remove ici_mesh_shape and dcn_mesh_shape, or preset.")
     if rules is not None:
         raise UserError(
-            f"PjitPartitioner.preset {name!r} chooses the logical axis rules: set logical_axis_rules to None, or leave "
-            "out preset, set num_partitions, and start your rules with standard_logical_axis_rules("
+            f"{where} determines the logical axis rules: set logical_axis_rules to None; or remove preset, set "
+            "num_partitions, and start your rules with standard_logical_axis_rules("
             f"parameter_partitioning_dims={preset.parameter_dims})."
         )
     if model > 1 and not preset.model_parallel:
         other = "tp" if preset.parameter_dims == 1 else "2d"
         raise UserError(
-            f"PjitPartitioner.preset {name!r} has no model parallelism, but num_partitions (or model_parallel_submesh) "
-            f"is {model}: set it to None, or take preset {other!r}."
+            f"{where} has no model parallelism, but num_partitions (or model_parallel_submesh) is {model}: set it to "
+            f"None, or use preset {other!r}."
         )

@@ -14,13 +14,11 @@ class Preset:
 
     Attributes:
       what: what is sharded.
-      when: when to use it.
       parameter_dims: `parameter_partitioning_dims` of its rules: 2 shards parameters over `data`.
       model_parallel: whether it has a `model` axis, whose size `num_partitions` may set.
     """
 
     what: str
-    when: str
     parameter_dims: int
     model_parallel: bool
 
@@ -29,38 +27,31 @@ class Preset:
 
 
 PRESETS = {
-    "dp": Preset(
-        "Data parallel: each device computes its rows of the batch and holds all parameters and optimizer state.",
-        "When the model with its optimizer fits on one device: nothing is faster.",
-        parameter_dims=1,
-        model_parallel=False,
-    ),
+    # The fastest, if the model with its optimizer fits on one device.
+    "dp": Preset("Data parallel: each device has all parameters and computes its rows of the batch.", 1, False),
+    # For models that do not fit on one device, if the batch has a row for each device: the first thing to try.
     "fsdp": Preset(
-        "Data parallel, with parameters and optimizer state divided over all devices and gathered layer by layer.",
-        "When the model does not fit on one device and the batch has a row for each: the first thing to try.",
-        parameter_dims=2,
-        model_parallel=False,
+        "Data parallel, with parameters and optimizer state sharded over all devices and gathered layer by layer.",
+        parameter_dims=2, model_parallel=False,
     ),
+    # For batches smaller than the number of devices, or low latency with a large model.
     "tp": Preset(
-        "Model parallel inside each machine (heads, MLPs and vocabulary are divided), data parallel between machines.",
-        "When the batch is smaller than the number of devices, or for quick answers from a large model.",
-        parameter_dims=1,
-        model_parallel=True,
+        "Model parallel within each machine (heads, MLPs and vocabulary are sharded), data parallel across machines.",
+        parameter_dims=1, model_parallel=True,
     ),
+    # For so large models, or so many devices, that fsdp alone gathers too much.
     "2d": Preset(
-        "A near-square data x model mesh; parameters and optimizer state are divided over both of its axes.",
-        "When the model is so large, or the devices are so many, that fsdp alone gathers too much.",
-        parameter_dims=2,
-        model_parallel=True,
+        "A near-square data x model mesh; parameters and optimizer state are sharded over both of its axes.",
+        parameter_dims=2, model_parallel=True,
     ),
-}
+}  # fmt: skip
 
 
 def named(name: str) -> Preset:
     """Return the preset with this name."""
     if not isinstance(name, str) or name not in PRESETS:
         lines = "\n".join(f"  {key}: {preset.what}" for key, preset in PRESETS.items())
-        raise UserError(f"PjitPartitioner.preset is {name!r}. There are:\n{lines}")
+        raise UserError(f"PjitPartitioner.preset is {name!r}. Choose one of:\n{lines}")
     return PRESETS[name]
 
 
@@ -76,7 +67,7 @@ def model_axis(name: str, num_devices: int, machine_sizes: list[int]) -> int:
         if len(set(machine_sizes)) > 1:
             raise UserError(
                 "PjitPartitioner.preset 'tp' makes each machine one model-parallel group, but the machines have "
-                f"{', '.join(map(str, machine_sizes))} devices. Say how many share the model with num_partitions."
+                f"{', '.join(map(str, machine_sizes))} devices. Set num_partitions to the size of a group."
             )
         return machine_sizes[0]
     if name == "2d":

@@ -51,9 +51,9 @@ def _pair(rule: Any, where: str, form: str) -> tuple[str, MeshAxes]:
             return name, over
         if isinstance(over, list | tuple) and all(isinstance(axis, str) for axis in over):
             if len(set(over)) < len(over):
-                raise UserError(f"{where} lays {name!r} over {tuple(over)}: name each mesh axis once.")
+                raise UserError(f"{where} shards {name!r} over {tuple(over)}: name each mesh axis once.")
             return name, tuple(over)
     raise UserError(
-        f"{where} has the rule {rule!r}: {form}, each the name of a logical axis and the mesh axes it is laid over, or "
+        f"{where} has the rule {rule!r}: {form}, each the name of a logical axis and the mesh axes that shard it, or "
         "None."
     )

@@ -6,13 +6,13 @@ import os
 import re
 import tempfile
 from collections.abc import Iterable, Sequence
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 from t5x.errors import UserError
 from t5x.files.remote import is_remote
-from t5x.files.text_lines import decoded
+from t5x.files.text_lines import can_seek
 from t5x.files.user_files import expand, open_binary
-from t5x.ranking import records
+from t5x.ranking.record_lines import Line, copying, find_id, find_text, read_lines
 
 log = logging.getLogger(__name__)
 
@@ -25,13 +25,6 @@ _SUFFIXES = (".jsonl", ".json", ".tsv", ".txt")
 # The id where a line begins with it, which saves decoding the passages that nobody asks for.
 _FIRST_ID = re.compile(rb'\s*\{\s*"(_id|id|pid)"\s*:\s*(?:"([^"\\]+)"|(\d+))\s*[,}]')
 _BEFORE = {b"_id": (), b"id": (b'"_id"',), b"pid": (b'"_id"', b'"id"')}  # fields that would be the id instead
-
-
-class _Place(NamedTuple):
-    """The file and offset of a passage's line."""
-
-    file: int
-    offset: int
 
 
 class Collection:
@@ -55,53 +48,49 @@ class Collection:
     def __init__(self, path: str, ids: Iterable[str]):
         self.path = path
         self._wanted = {identifier.encode() for identifier in ids}
-        self._places: dict[str, _Place] = {}
-        self._files: list[BinaryIO] = []
+        self._places: dict[str, tuple[BinaryIO, int]] = {}  # file and offset of a passage's line
         self.empty: list[str] = []
         digest = hashlib.sha256()
         for name in files_of(path, "corpus"):
-            self._find(name, digest)
+            self._index(name, digest)
         self.digest = digest.hexdigest()
         self.missing = sorted(i.decode() for i in self._wanted if i.decode() not in self._places)
         del self._wanted
 
     def text(self, identifier: str) -> str:
         """Return the text of a passage."""
-        place = self._places[identifier]
-        file = self._files[place.file]
-        file.seek(place.offset)
+        file, offset = self._places[identifier]
+        file.seek(offset)
         where = f"{self.path}: passage {identifier!r}"
-        found, text = document_of(file.readline().rstrip(b"\r\n"), where)
+        found, text = _parse_document(Line(where, 0, offset, file.readline().rstrip(b"\r\n")))
         if found != identifier:
-            raise UserError(f"{where} is no longer where it was: the file has changed. Start again.")
+            raise UserError(f"{where} has moved: the file has changed during the run. Run the command again.")
         return text
 
-    def _find(self, name: str, digest: Any) -> None:
+    def _index(self, name: str, digest: Any) -> None:
         size = f", {os.path.getsize(name) / 1e9:.1f} GB" if not is_remote(name) else ""
-        log.info("looking for %d passage(s) in %s%s", len(self._wanted), name, size)
-        in_place = records.can_seek(name)
+        log.info("searching for %d passage(s) in %s%s", len(self._wanted), name, size)
+        in_place = can_seek(name)
         file = open_binary(name) if in_place else tempfile.TemporaryFile()  # noqa: SIM115
-        self._files.append(file)
-        for line in records.lines(name):
+        for line in read_lines(name):
             quick = _quick_id(line.raw)
             if quick is not None and quick not in self._wanted:
                 continue
-            where = f"{name}:{line.number}"
-            identifier, text = document_of(line.raw, where)
+            identifier, text = _parse_document(line)
             if identifier.encode() not in self._wanted:
                 continue
             if identifier in self._places:
-                raise UserError(f"{where}: passage {identifier!r} is there a second time. Keep one of them.")
+                raise UserError(f"{line.where}: passage {identifier!r} occurs a second time. Remove one of them.")
             offset = line.offset
             if not in_place:
                 offset = file.tell()
-                with records.copying(name):
+                with copying(name):
                     file.write(line.raw + b"\n")
-            self._places[identifier] = _Place(len(self._files) - 1, offset)
+            self._places[identifier] = file, offset
             digest.update(line.raw + b"\n")
             if not text.strip():
                 self.empty.append(identifier)
-        with records.copying(name):
+        with copying(name):
             file.flush()
 
 
@@ -111,46 +100,43 @@ def read_topics(path: str) -> dict[str, str]:
     Args:
       path: a file, or a BEIR directory, where `queries.jsonl` is read.
     """
-    found: dict[str, str] = {}
+    topics: dict[str, str] = {}
     for name in files_of(path, "queries"):
-        for line in records.lines(name):
-            where = f"{name}:{line.number}"
-            if line.raw.lstrip().startswith(b"{"):
-                record = records.object_of(line.raw, where)
-                identifier = _needed_id(record, QUERY_IDS, where)
-                text = records.text_in(record, QUERIES, where)
+        for line in read_lines(name):
+            content = line.content()
+            if isinstance(content, dict):
+                identifier, text = _needed_id(content, QUERY_IDS, line.where), find_text(content, QUERIES, line.where)
             else:
-                identifier, tab, text = decoded(line.raw, where).partition("\t")
-                if not tab:
-                    raise UserError(f"{where} is not `id<TAB>query`: {identifier[:60]!r}")
-            if identifier in found:
-                raise UserError(f"{where}: query {identifier!r} is there a second time. Keep one of them.")
-            found[identifier] = text
-    if not found:
+                identifier, text = content[0], "\t".join(content[1:])
+                if len(content) == 1:
+                    raise UserError(f"{line.where} is not `id<TAB>query`: {identifier[:60]!r}")
+            if identifier in topics:
+                raise UserError(f"{line.where}: query {identifier!r} occurs a second time. Remove one of them.")
+            topics[identifier] = text
+    if not topics:
         raise UserError(f"{path} has no query.")
-    return found
+    return topics
 
 
-def document_of(raw: bytes, where: str) -> tuple[str, str]:
+def _parse_document(line: Line) -> tuple[str, str]:
     """Return (id, text) of a line of a collection."""
-    if raw.lstrip().startswith(b"{"):
-        record = records.object_of(raw, where)
-        return _needed_id(record, DOCUMENT_IDS, where), text_with_title(record, where)
-    identifier, tab, rest = decoded(raw, where).partition("\t")
-    if not tab:
-        raise UserError(f"{where} is neither `id<TAB>text` nor a JSON object: {identifier[:60]!r}")
-    fields = rest.split("\t")
+    content = line.content()
+    if isinstance(content, dict):
+        return _needed_id(content, DOCUMENT_IDS, line.where), text_with_title(content, line.where)
+    identifier, *fields = content
+    if not fields:
+        raise UserError(f"{line.where} is neither `id<TAB>text` nor a JSON object: {identifier[:60]!r}")
     if len(fields) == 3 and re.match(r"https?://", fields[0]):
         return identifier, " ".join(field for field in fields[1:] if field)
-    return identifier, rest
+    return identifier, "\t".join(fields)
 
 
 def text_with_title(record: dict[str, Any], where: str) -> str:
     """Return the text of a passage, after its title if that is a separate field."""
-    text = records.text_in(record, TEXTS, where)
+    text = find_text(record, TEXTS, where)
     if any(record.get(name) is not None for name in _UNTITLED) or not record.get("title"):
         return text
-    return f"{records.text_in(record, ('title',), where)} {text}".strip()
+    return f"{find_text(record, ('title',), where)} {text}".strip()
 
 
 def files_of(path: str, beir: str) -> list[str]:
@@ -166,7 +152,7 @@ def files_of(path: str, beir: str) -> list[str]:
         return [os.path.join(path, named[0])]
     found = [name for name in names if name.removesuffix(".gz").endswith(_SUFFIXES)]
     if not found or beir != "corpus":
-        raise UserError(f"{path} is a directory without {beir}.jsonl; it has {', '.join(names[:8]) or 'no file'}.")
+        raise UserError(f"{path} is a directory without {beir}.jsonl; it has {', '.join(names[:8]) or 'no files'}.")
     return [os.path.join(path, name) for name in found]
 
 
@@ -181,6 +167,6 @@ def _quick_id(raw: bytes) -> bytes | None:
 
 
 def _needed_id(record: dict[str, Any], names: Sequence[str], where: str) -> str:
-    if (found := records.id_in(record, names, where)) is None:
-        raise UserError(f"{where} has no id ({', '.join(names)}); its fields are {', '.join(list(record)[:8])}.")
+    if (found := find_id(record, names, where)) is None:
+        raise UserError(f"{where} has no id: one of {', '.join(names)} (fields: {', '.join(list(record)[:8])}).")
     return found

@@ -33,7 +33,7 @@ def report(
     found: dict[str, PerQuery] = {}
     for name, run in [*runs.items(), *((name, read_run(path)) for name, path in paths.items())]:
         if unjudged := sum(query not in qrels for query in run):
-            log.warning("%s: %d of %d queries have no judgments and are left out", name, unjudged, len(run))
+            log.warning("%s: %d of %d queries have no judgments and are ignored", name, unjudged, len(run))
         found[name] = per_query(qrels, run, measures, relevance_level=relevance_level, missing_as_zero=missing_as_zero)
     if per_query_path is not None:
         jsonl.replace(per_query_path, map(jsonl.encode, _by_query(found)))
@@ -42,10 +42,10 @@ def report(
     for name, of_run in others:
         for measure, values in of_run.items():
             if len(values) > 1:
-                said = compare(base[measure], values)
+                result = compare(base[measure], values)
                 lines.append(
-                    f"{name}, {measure}: {said.difference:+.4f}, p = {said.t_test:.2g} (t-test), "
-                    f"{said.randomization:.2g} (randomization)"
+                    f"{name}, {measure}: {result.difference:+.4f}, p = {result.t_test:.2g} (t-test), "
+                    f"{result.randomization:.2g} (randomization)"
                 )
     return "\n".join(lines)
 

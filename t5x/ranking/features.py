@@ -30,7 +30,7 @@ class RankingFeatureConverter(EncDecFeatureConverter):
     def convert_row(self, examples: Sequence[Example], task_feature_lengths: Lengths, *, trim: bool = True) -> Row:
         if "grades" not in task_feature_lengths:
             if any(np.ndim(example["inputs"]) > 1 for example in examples):
-                raise UserError("It is a list of passages: give task_feature_lengths 'grades', as long as 'targets'.")
+                raise UserError("The example is a list of passages: set task_feature_lengths['grades'] too.")
             return super().convert_row(examples, task_feature_lengths, trim=trim)
         if self.pack:
             raise UserError("Lists of passages cannot be packed: set pack=False.")

@@ -11,7 +11,7 @@ from t5x.data.file_tasks import source_of
 from t5x.data.sources import TsvDataSource
 from t5x.errors import UserError
 from t5x.files import user_files
-from t5x.ranking.pairs import ListWork, RunWork, Work
+from t5x.ranking.rerank_inputs import ListWork, RunWork, Work
 from t5x.ranking.trec_files import read_qrels
 
 logger = logging.getLogger(__name__)
@@ -72,55 +72,48 @@ def read_judgments(
         (or .json.gz) with [{"query": …, "hits": [{"qid", "docid", "content"}, …]}, …], or {"run": …, "collection": …,
         "topics": …} as in `t5x rerank`.
     """
-    found: dict[str, Query] = {}
-    again = 0
+    queries: dict[str, Query] = {}
+    duplicates = 0
     for where, record in _records(judged, columns):
-        pair = _Pair.of(where, record, fields or {}, labelled=qrels is None)
-        again += pair.put(found)
+        duplicates += _add(queries, where, *_parse(where, record, fields or {}, labelled=qrels is None))
     if qrels is not None:
-        _judge(found, qrels, judged)
+        _judge(queries, qrels, judged)
     if candidates is not None:
-        _add_candidates(found, candidates)
-    if again:
-        logger.warning("%d pair(s) are in the data more than once; the highest label counts", again)
-    logger.info(
-        "%d queries with %d passages, %d of them judged",
-        len(found), sum(len(query.passages) for query in found.values()),
-        sum(passage.grade is not None for query in found.values() for passage in query.passages.values()),
-    )  # fmt: skip
-    return found
+        _add_candidates(queries, candidates)
+    if duplicates:
+        logger.warning("%d pair(s) are in the data more than once; the highest label counts", duplicates)
+    passages = [passage for query in queries.values() for passage in query.passages.values()]
+    judged_count = sum(passage.grade is not None for passage in passages)
+    logger.info("%d queries with %d passages, %d of them judged", len(queries), len(passages), judged_count)
+    return queries
 
 
-@dataclasses.dataclass(frozen=True)
-class _Pair:
-    where: str
-    query_id: str
-    query: str
-    passage: Passage
+def _parse(
+    where: str, record: Mapping[str, Any], fields: Mapping[str, str], *, labelled: bool
+) -> tuple[str, str, Passage]:
+    """Return (query id, query, passage) of a record."""
+    names = field_names(where, record, fields, [name for name in FIELDS if labelled or name != "label"])
+    query, text = (_text(where, record, names[name]) for name in ("query", "passage"))
+    query_id = _id(where, record, names["query_id"]) if "query_id" in names else query
+    doc_id = _id(where, record, names["doc_id"]) if "doc_id" in names else text
+    grade = grade_of(where, names["label"], record[names["label"]]) if labelled else None
+    return query_id, query, Passage(doc_id, text, grade)
 
-    @classmethod
-    def of(cls, where: str, record: Mapping[str, Any], fields: Mapping[str, str], *, labelled: bool) -> "_Pair":
-        names = field_names(where, record, fields, [name for name in FIELDS if labelled or name != "label"])
-        query, text = (_text(where, record, names[name]) for name in ("query", "passage"))
-        query_id = _id(where, record, names["query_id"]) if "query_id" in names else query
-        doc_id = _id(where, record, names["doc_id"]) if "doc_id" in names else text
-        grade = grade_of(where, names["label"], record[names["label"]]) if labelled else None
-        return cls(where, query_id, query, Passage(doc_id, text, grade))
 
-    def put(self, found: dict[str, Query]) -> bool:
-        """Add a passage. Return whether it was present already."""
-        query = found.setdefault(self.query_id, Query(self.query_id, self.query))
-        if query.text != self.query:
-            raise UserError(
-                f"{self.where}: query {self.query_id!r} is {self.query[:60]!r} here and was {query.text[:60]!r} "
-                "before. Ids must be of one query each."
-            )
-        known = query.passages.setdefault(self.passage.doc_id, self.passage)
-        if known is self.passage:
-            return False
-        grades = [passage.grade for passage in (known, self.passage) if passage.grade is not None]
-        query.passages[known.doc_id] = dataclasses.replace(known, grade=max(grades, default=None))
-        return True
+def _add(queries: dict[str, Query], where: str, query_id: str, text: str, passage: Passage) -> bool:
+    """Add a passage to its query. Return whether it was present already."""
+    query = queries.setdefault(query_id, Query(query_id, text))
+    if query.text != text:
+        raise UserError(
+            f"{where}: query {query_id!r} is {text[:60]!r} here, but {query.text[:60]!r} before. An id must belong to "
+            "one query."
+        )
+    earlier = query.passages.setdefault(passage.doc_id, passage)
+    if earlier is passage:
+        return False
+    grades = [grade for grade in (earlier.grade, passage.grade) if grade is not None]
+    query.passages[passage.doc_id] = dataclasses.replace(earlier, grade=max(grades, default=None))
+    return True
 
 
 def field_names(
@@ -132,7 +125,9 @@ def field_names(
     {'query_id': 'qid', 'query': 'query', 'passage': 'text'}
     """
     if unknown := [name for name in given if name not in wanted]:
-        raise UserError(f"fields has {', '.join(map(repr, unknown))}; there is {', '.join(map(repr, wanted))}.")
+        raise UserError(
+            f"fields contains {', '.join(map(repr, unknown))}; it can have {', '.join(map(repr, wanted))}."
+        )
     names = {}
     for name in wanted:
         usual = (given[name],) if name in given else FIELDS.get(name, (name,))
@@ -140,8 +135,8 @@ def field_names(
             names[name] = found
         elif name in given or name not in _OPTIONAL:
             raise UserError(
-                f"{where} has no field {' or '.join(map(repr, usual))} for the {name}. Its fields are "
-                f"{', '.join(map(str, record))}: say which one it is with fields = {{{name!r}: …}}."
+                f"{where} has no field {' or '.join(map(repr, usual))} for the {name} (fields: "
+                f"{', '.join(map(str, record))}). Set fields = {{{name!r}: …}}."
             )
     return names
 
@@ -154,24 +149,25 @@ def grade_of(where: str, field: str, value: Any) -> int:
         number = math.nan
     if not number.is_integer():
         raise UserError(
-            f"{where}: the label {field!r} is {str(value)[:60]!r}, where a whole number is needed: 0 for an irrelevant "
-            "passage, 1 or a higher grade for a relevant one."
+            f"{where}: the label {field!r} is {str(value)[:60]!r}; it must be an integer: 0 for an irrelevant passage, "
+            "1 or more for a relevant one."
         )
     return int(number)
 
 
-def _add_candidates(found: dict[str, Query], candidates: Any) -> None:
+def _add_candidates(queries: dict[str, Query], candidates: Any) -> None:
     others, added = set(), 0
     for where, record in _records(candidates, columns=None):
-        pair = _Pair.of(where, record, {}, labelled=False)
-        if pair.query_id in found:
-            added += not dataclasses.replace(pair, query=found[pair.query_id].text).put(found)
+        query_id, _, passage = _parse(where, record, {}, labelled=False)
+        if query_id in queries:
+            added += not _add(queries, where, query_id, queries[query_id].text, passage)
         else:
-            others.add(pair.query_id)
+            others.add(query_id)
     if not added:
+        content = f"queries {', '.join(sorted(others)[:3])}, …" if others else "only passages that are there already"
         raise UserError(
-            f"{candidates} adds no passage to the queries {', '.join(list(found)[:3])}, …; it is of "
-            f"{', '.join(sorted(others)[:3]) or 'these, but all are there'}, …: are these the ids of the same queries?"
+            f"{candidates} adds no passage to the queries {', '.join(list(queries)[:3])}, …: it has {content}. Check "
+            "that both use the same ids."
         )
 
 
@@ -190,11 +186,11 @@ def _judge(found: dict[str, Query], qrels: str | os.PathLike[str], judged: Any) 
     if len(missing) == total:
         raise UserError(
             f"None of the {total} judged pairs of {os.fspath(qrels)} ({', '.join(missing[:3])}, …) is in {judged}, "
-            f"whose queries are {', '.join(list(found)[:3])}, …: are these the ids of the same collection?"
+            f"whose queries are {', '.join(list(found)[:3])}, …. Check that both use the same ids."
         )
     if missing:
         logger.warning(
-            "%s: %d of %d judged pairs have no text in %s and are passed over (%s%s)",
+            "%s: %d of %d judged pairs have no text in %s and are skipped (%s%s)",
             os.fspath(qrels), len(missing), total, judged, ", ".join(missing[:3]), ", …" if len(missing) > 3 else "",
         )  # fmt: skip
 
@@ -233,14 +229,14 @@ def _text(where: str, record: Mapping[str, Any], field: str) -> str:
     value = record[field]
     if not isinstance(value, str) or not value.strip():
         what = "empty" if isinstance(value, str) or value is None else f"{str(value)[:60]!r}"
-        raise UserError(f"{where}: the field {field!r} is {what}, where a text is needed.")
+        raise UserError(f"{where}: the field {field!r} is {what}; it must be a string.")
     return value
 
 
 def _id(where: str, record: Mapping[str, Any], field: str) -> str:
     value = record[field]
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
-        raise UserError(f"{where}: the id {field!r} is {str(value)[:60]!r}, where a text or a number is needed.")
+        raise UserError(f"{where}: the id {field!r} is {str(value)[:60]!r}; it must be a string or an integer.")
     return str(value)
 
 

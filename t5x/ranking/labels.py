@@ -12,7 +12,7 @@ def label_ids(vocabulary: Vocabulary, template: Template) -> list[int]:
     words = [word for word in (template.relevant, template.irrelevant) if word is not None]
     ids = [label_id(vocabulary, word) for word in words]
     if len(set(ids)) < len(ids):
-        raise UserError(f"The labels {words[0]!r} and {words[1]!r} are the same token, {ids[0]}: give two --labels.")
+        raise UserError(f"The labels {words[0]!r} and {words[1]!r} are the same token, {ids[0]}. Pass other --labels.")
     return ids
 
 
@@ -23,14 +23,14 @@ def label_id(vocabulary: Vocabulary, label: str) -> int:
         lookup = getattr(tokenizer, "piece_to_id", None) or getattr(tokenizer, "token_to_id", None)
         found = None if lookup is None else lookup(label)
         if found is None or found == vocabulary.unk_id:
-            raise UserError(f"The vocabulary has no piece {label!r} for a label; give others: --labels true,false.")
+            raise UserError(f"The vocabulary has no piece {label!r}. Pass other labels, such as --labels true,false.")
         return int(found)
     ids = vocabulary.encode(label)
     if len(ids) != 1 or ids[0] == vocabulary.unk_id:
         name = getattr(tokenizer, "id_to_piece", None) or getattr(tokenizer, "id_to_token", None)
         pieces = [vocabulary.decode([i]) if name is None else name(i) for i in ids]
         raise UserError(
-            f"The label {label!r} is not a single piece of the vocabulary, but {len(ids)}: {pieces}. Give words that "
+            f"The label {label!r} is not a single piece of the vocabulary, but {len(ids)}: {pieces}. Pass words that "
             "are, or the pieces that the model was trained with: --labels true,false or --labels ▁true,▁"
         )
     return ids[0]

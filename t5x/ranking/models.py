@@ -51,13 +51,13 @@ class RankingModel(EncoderDecoderModel):
         super().__init__(module, input_vocabulary, output_vocabulary, optimizer_def, **options)
         if isinstance(template, str):
             if template not in PRESETS:
-                raise UserError(f"There is no template {template!r}; there is {', '.join(PRESETS)}.")
+                raise UserError(f"template is {template!r}: it must be one of {', '.join(PRESETS)}, or a Template.")
             template = PRESETS[template]
         if loss not in LOSSES:
             raise UserError(f"RankingModel.loss is {loss!r}: it must be {', '.join(LOSSES[:-1])} or {LOSSES[-1]}.")
         if template.irrelevant is None and loss != "listwise":
             raise UserError(
-                f"The loss {loss!r} needs a word for irrelevant passages; the template {template} has none."
+                f"The loss {loss!r} needs a template with a word for irrelevant passages; {template} has none."
             )
         self.template = template
         self.loss = loss
@@ -143,14 +143,14 @@ class RankingModel(EncoderDecoderModel):
             rows = {"row_index": (rows["row_index"][:, None] * passages + jnp.arange(passages)).reshape(-1)}
         inputs = inputs.reshape(-1, inputs.shape[-1])
         labels = jnp.broadcast_to(jnp.array(self._labels, jnp.int32), (inputs.shape[0], len(self._labels)))
-        return self.first_logits(params, inputs, labels, dropout_rng, **rows)
+        return self.first_logits(params, inputs, labels, dropout_rng, batch.get("fp8_scales"), **rows)
 
     def _check(self, batch: Batch, *, lists: bool) -> None:
         if (batch["encoder_input_tokens"].ndim == 3) != lists:
             raise UserError(
-                "The loss 'listwise' takes lists of passages: train on ranking.tasks.lists(), or set loss = 'labels'."
+                "The loss 'listwise' needs lists of passages. Train on ranking.tasks.lists(), or set loss = 'labels'."
                 if lists
-                else "Lists of passages are for the loss 'listwise' alone: take ranking.tasks.pairs() here."
+                else "Lists of passages are only for the loss 'listwise'. Use ranking.tasks.pairs() here."
             )
         if "encoder_segment_ids" in batch and self.loss != "vocabulary":
-            raise UserError(f"Packed rows have no first position: set pack=False for the loss {self.loss!r}.")
+            raise UserError(f"The loss {self.loss!r} cannot be used with packed examples. Set pack=False.")

@@ -12,7 +12,7 @@ from t5x.data.feature_spec import Feature
 from t5x.data.pipeline import derive_seed
 from t5x.data.vocabularies import Vocabulary
 from t5x.errors import UserError
-from t5x.ranking.inputs import Inputs
+from t5x.ranking.input_encoding import Inputs
 from t5x.ranking.judgments import Passage, field_names
 from t5x.ranking.labels import label_id
 from t5x.ranking.templates import Template
@@ -97,8 +97,7 @@ def encode_list(
     size = len(example["passages"]) if sequence_length is None else _list_size(sequence_length)
     if len(example["passages"]) > size:
         raise UserError(
-            f"a list has {len(example['passages'])} passages; task_feature_lengths gives 'targets', the passages of a "
-            f"list, as {size}."
+            f"a list has {len(example['passages'])} passages, more than task_feature_lengths['targets'], {size}."
         )
     vocabulary, words = (output_features[name].vocabulary for name in ("inputs", "targets"))
     made = _inputs(vocabulary, template, _limit(template, sequence_length))
@@ -145,15 +144,15 @@ def _limit(template: Template, sequence_length: Lengths) -> int:
 def _list_size(lengths: Mapping[str, int]) -> int:
     if not {"inputs", "targets", "grades"} <= lengths.keys() or lengths["targets"] != lengths["grades"]:
         raise UserError(
-            "lists of passages need TASK_FEATURE_LENGTHS = {'inputs': 256, 'targets': 8, 'grades': 8}: the tokens of a "
-            f"passage, and twice the passages of a list. It is {dict(lengths)}."
+            f"TASK_FEATURE_LENGTHS is {dict(lengths)}. Lists of passages need {{'inputs': 256, 'targets': 8, 'grades': "
+            "8}: the tokens per passage, and twice the passages per list."
         )
     if lengths["targets"] < 2:
-        raise UserError("a list needs two passages at least: TASK_FEATURE_LENGTHS has 'targets': 1.")
+        raise UserError("TASK_FEATURE_LENGTHS['targets'] is 1: a list needs at least two passages.")
     return lengths["targets"]
 
 
 def _text(example: Example, field: str) -> str:
     if not isinstance(example[field], str) or not example[field].strip():
-        raise UserError(f"the field {field!r} is {str(example[field])[:60]!r}, where a text is needed.")
+        raise UserError(f"the field {field!r} is {str(example[field])[:60]!r}; it must be a non-empty string.")
     return example[field]

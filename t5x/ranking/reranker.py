@@ -2,15 +2,15 @@
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from t5x.errors import UserError
 from t5x.inference.loaded import BATCH_SIZE, LoadedModel
-from t5x.ranking import known
-from t5x.ranking.inputs import Inputs
+from t5x.ranking.checkpoint_templates import template_of, with_changes
+from t5x.ranking.input_encoding import Inputs
 from t5x.ranking.labels import label_ids
 from t5x.ranking.templates import PairTemplate, Template
 
@@ -48,7 +48,10 @@ class Windows:
 
     def __post_init__(self):
         if not 1 <= self.stride <= self.size:
-            raise UserError(f"--window {self.size} --stride {self.stride}: both at least 1, and no words left out.")
+            raise UserError(
+                f"--window is {self.size} and --stride is {self.stride}: the stride must be at least 1 and at most the "
+                "window, so that no word is skipped."
+            )
 
     def of(self, text: str) -> list[str]:
         """
@@ -58,17 +61,9 @@ class Windows:
         words = text.split()
         if len(words) <= self.size:
             return [text]
-        return [" ".join(words[start : start + self.size]) for start in self._starts(len(words))]
+        starts = range(0, len(words) - self.size + self.stride, self.stride)
+        return [" ".join(words[start : start + self.size]) for start in starts]
 
-    def count(self, text: str) -> int:
-        """
-        >>> Windows(3, 2).count("a b c d e f"), Windows(3, 2).count("")
-        (3, 1)
-        """
-        return max(1, len(self._starts(len(text.split()))))
-
-    def _starts(self, words: int) -> range:
-        return range(0, words - self.size + self.stride, self.stride)
 
 
 class Encoded(NamedTuple):
@@ -122,16 +117,16 @@ class Reranker:
             found, text = (template, "as given"), None
         else:
             given = template is not None
-            found = known.template_of(loaded.source, loaded.model, pairwise=pairwise, given=given)
+            found = template_of(loaded.source, loaded.model, pairwise=pairwise, given=given)
             text = template
-        self.template, self.why = known.with_changes(*found, text=text, labels=labels, max_length=max_length)
+        self.template, self.why = with_changes(*found, text=text, labels=labels, max_length=max_length)
         if isinstance(self.template, PairTemplate) != pairwise:
             raise UserError(
-                f"{self.template.text!r} is not a template of {'two passages' if pairwise else 'a passage'}."
+                f"{self.template.text!r} is not a template for {'two passages' if pairwise else 'one passage'}."
             )
         if pairwise and self.template.irrelevant is None:
             raise UserError(
-                "Two passages are compared by the probability of one label against another: give both, "
+                "Two passages are compared by the probability of one label against another: pass both with "
                 "--pairwise_labels true,false."
             )
         self.loaded = loaded
@@ -151,15 +146,11 @@ class Reranker:
         for i, pair in enumerate(pairs):
             if not isinstance(pair, tuple | list) or len(pair) != count or not all(isinstance(t, str) for t in pair):
                 wanted = ", ".join(("query", *self.template.DOCUMENTS))
-                raise UserError(f"Pair {i} is {_short(pair)}, where ({wanted}) is needed, each a text.")
+                raise UserError(f"Pair {i} is {_short(pair)}; it must be ({wanted}), each a string.")
         encoded = self.encode(pairs)
-        if encoded.cut:
-            log.warning(
-                "%d input(s) of %d passage(s) were longer than %d tokens and lost the end of their passage "
-                "(max_length, windows)", encoded.cut, len(pairs), self.template.max_length,
-            )  # fmt: skip
-        if encoded.cut_queries:
-            log.warning("%d input(s) lost the end of their query too (long_query)", encoded.cut_queries)
+        log_truncated(
+            encoded.cut, encoded.cut_queries, len(pairs), self.template.max_length, "max_length, windows"
+        )
         logits = self.logits(encoded)
         check_finite(logits, lambda i: f"Query {_short(pairs[i][0])}, passage {_short(pairs[i][1])}")
         return [
@@ -205,6 +196,35 @@ class Reranker:
         return found[order[np.unique(of_pairs[order], return_index=True)[1]]]
 
 
+class RankMethods:
+    """The methods of a `LoadedModel` that rank passages."""
+
+    def rank(self: LoadedModel, query: str, passages: Sequence[Any], **options: Any) -> list[Ranked]:
+        """Score the relevance of each passage to a query, with a model trained for it, such as monoT5.
+
+            ranked = model.rank("what is a quark?", ["A quark is a particle.", "Quark is a cheese."])
+            best = max(ranked, key=lambda passage: passage.score)
+
+        Args:
+          passages: a list of strings, or of (doc_id, text) pairs.
+          options: options of `Reranker`: `template`, `labels`, `max_length`, `batch_size` and others.
+
+        Returns:
+          A `Ranked` for each passage, in the given order, with `index`, `doc_id`, `score` and the logits.
+        """
+        if not isinstance(query, str) or isinstance(passages, str | Mapping) or not isinstance(passages, Iterable):
+            raise UserError("rank takes a string as its query, and a list of passages: strings, or (doc_id, text).")
+        named = [_with_id(i, passage) for i, passage in enumerate(passages)]
+        found = self.rank_pairs([(query, passage) for _, passage in named], **options)
+        return [ranked._replace(doc_id=doc_id) for ranked, (doc_id, _) in zip(found, named, strict=True)]
+
+    def rank_pairs(self: LoadedModel, pairs: Sequence[tuple[str, str]], **options: Any) -> list[Ranked]:
+        """Like `rank`, for (query, passage) pairs of many queries, which are batched together."""
+        reranker = Reranker(self, **options)
+        self.log_once(f"template: {reranker}")
+        return reranker.rank(pairs)
+
+
 def scores(logits: np.ndarray) -> np.ndarray:
     """Return the log softmax of the first of two logits, or the only logit, float64 [pairs].
 
@@ -217,14 +237,40 @@ def scores(logits: np.ndarray) -> np.ndarray:
         return -np.logaddexp(0.0, wide[:, 1] - wide[:, 0])
 
 
+def log_truncated(inputs: int, queries: int, passages: int, max_length: int, options: str) -> None:
+    """Warn about truncated inputs.
+
+    Args:
+      inputs, queries: numbers of inputs with a truncated passage, and with a truncated query.
+      passages: number of all passages.
+      options: the options to change.
+    """
+    if inputs:
+        log.warning(
+            "%d input(s) of %d passage(s) were longer than %d tokens; the end of the passage was dropped (%s)",
+            inputs, passages, max_length, options,
+        )  # fmt: skip
+    if queries:
+        log.warning("%d input(s) had their query truncated too (long_query)", queries)
+
+
 def check_finite(logits: np.ndarray, name: Callable[[int], str]) -> None:
     """Raise a UserError that names the first row of logits with a non-finite value."""
     bad = np.flatnonzero(~np.isfinite(logits).all(axis=1))
     if len(bad):
         raise UserError(
-            f"{name(bad[0])}: the model gives {', '.join(map(str, logits[bad[0]]))} for its labels, which ranks "
-            "nothing. Are its weights whole, and not float16? `t5x inspect` shows them."
+            f"{name(bad[0])}: the logits of the labels are {', '.join(map(str, logits[bad[0]]))}. Check the weights "
+            "with `t5x inspect`: they may be damaged or float16."
         )
+
+
+def _with_id(index: int, passage: Any) -> tuple[Any, str]:
+    """Return (doc_id, text) of a passage. Without an id, its index is used."""
+    if isinstance(passage, str):
+        return index, passage
+    if isinstance(passage, tuple | list) and len(passage) == 2 and isinstance(passage[1], str):
+        return passage[0], passage[1]
+    raise UserError(f"Passage {index} is {_short(passage)}; it must be a string, or (doc_id, text).")
 
 
 def _short(value: Any) -> str:

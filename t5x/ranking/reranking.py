@@ -3,22 +3,22 @@
 import concurrent.futures
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from t5x.errors import UserError
+from t5x.inference.jobs import Job, JobProgress, Record, Shard, check_counts, run_job
 from t5x.inference.loaded import BATCH_SIZE, load
-from t5x.inference.output import Output
-from t5x.inference.shown import Shown
+from t5x.inference.output import FileOutput, Output
 from t5x.metrics.ranking import ranked
 from t5x.partitioning import distributed
 from t5x.ranking import evaluation, pairwise
 from t5x.ranking.output_lines import FORMATS, ranking_lines
-from t5x.ranking.pairs import ListWork, PairWork, RunWork, Unit, Work
-from t5x.ranking.reranker import Encoded, Reranker, Windows, check_finite, scores
+from t5x.ranking.rerank_inputs import ListWork, PairWork, RunWork, Unit, Work
+from t5x.ranking.reranker import Encoded, Reranker, Windows, check_finite, log_truncated, scores
 from t5x.ranking.trec_files import read_qrels
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class Given:
     """The input: one of `run` (with `collection` and `topics`), `candidates` and `pairs`.
 
     Attributes:
-      run, collection, topics, top, skip_unknown: see `t5x.ranking.pairs.RunWork`.
+      run, collection, topics, top, skip_unknown: see `t5x.ranking.rerank_inputs.RunWork`.
       candidates: see `ListWork`.
       pairs: see `PairWork`.
     """
@@ -49,18 +49,18 @@ class Given:
         flags = [f"--{flag}" for flag, value in self._kinds().items() if value is not None]
         if len(flags) != 1:
             raise UserError(
-                f"{' and '.join(flags)} exclude each other." if flags else
-                "There is nothing to rerank: give --run with --collection and --topics, --candidates, or --input."
+                f"{' and '.join(flags)} cannot be combined. Pass one of them." if flags else
+                "Nothing to rerank. Pass --run with --collection and --topics, --candidates, or --input."
             )  # fmt: skip
         if self.run is not None and self.collection is None:
-            raise UserError("--run needs --collection, where the texts of its passages are.")
+            raise UserError("--run needs --collection, which contains the texts of its passages.")
         belong = {"--collection": self.collection, "--topics": self.topics, "--skip_unknown": self.skip_unknown or None}
         if self.run is None and (odd := [flag for flag, value in belong.items() if value is not None]):
-            raise UserError(f"{', '.join(odd)} goes with --run; {flags[0]} has its texts itself.")
+            raise UserError(f"{', '.join(odd)} can only be used with --run; {flags[0]} contains the texts.")
         if self.top is not None and (self.top < 1 or self.pairs is not None):
             raise UserError(
                 f"--top is {self.top}: it must be at least 1." if self.pairs is None else
-                "--top goes with --run and --candidates, whose passages are ranked; those of --input are not."
+                "--top can only be used with --run and --candidates, whose passages are ranked."
             )  # fmt: skip
 
     def read(self, form: str, check: Callable[[str, str], None]) -> Work:
@@ -130,146 +130,125 @@ def rerank(
       measures, relevance_level: see `t5x.metrics.ranking.per_query`.
     """
     counts = {"batch_size": batch_size, "checkpoint_period": checkpoint_period, "num_shards": num_shards}
-    for name, value in counts.items():
-        if value < 1:
-            raise UserError(f"--{name} is {value}: it must be at least 1.")
-    if not 0 <= shard_id < num_shards:
-        raise UserError(f"--shard_id is {shard_id}: with --num_shards {num_shards} it must be 0 to {num_shards - 1}.")
+    check_counts("--", shard_id=shard_id, **counts)
     if form not in FORMATS:
         raise UserError(f"--format is {form!r}: it must be one of {', '.join(FORMATS)}.")
     if pairwise_dir is not None and (pairwise_top < 2 or form == "jsonl"):
-        raise UserError("--pairwise ranks: it takes --pairwise_top of 2 or more, and --format trec or msmarco.")
+        raise UserError("--pairwise needs a --pairwise_top of at least 2, and --format trec or msmarco.")
     if qrels is not None and (num_shards > 1 or output == "-" or form == "jsonl"):
         raise UserError(
-            "--qrels needs a whole run in a file: --output FILE, --format trec or msmarco, and no --num_shards (join "
-            "the parts, then `t5x rank-eval`)."
+            "--qrels needs a whole run in a file: --output FILE, --format trec or msmarco, and no --num_shards "
+            "(concatenate the shards, then use `t5x rank-eval`)."
         )
     if given.pairs == "-" and (num_shards > 1 or jax.process_count() > 1):
         raise UserError("--input - can be read only once: several shards or processes need a file.")
-    if num_shards > 1 and output != "-":
-        output = f"{output}-{shard_id:05}-of-{num_shards:05}"
-    with Output(output, overwrite=overwrite, inputs={**given.paths(), "qrels": qrels}) as to:
-        judgments = None if qrels is None else read_qrels(qrels)
-        ranker = Reranker(
-            load(model_dir, vocabulary=vocabulary, dtype=dtype), template=template, labels=labels,
-            max_length=max_length, batch_size=batch_size, long_query=long_query, windows=windows,
-        )  # fmt: skip
-        log.info("template: %s", ranker)
-        second = None
-        if pairwise_dir is not None:
-            loaded = load(pairwise_dir, vocabulary=vocabulary, dtype=dtype)
-            try:
-                second = Reranker(
-                    loaded, labels=pairwise_labels, max_length=max_length, batch_size=batch_size,
-                    long_query=long_query, pairwise=True,
-                )  # fmt: skip
-            except UserError as error:
-                raise UserError(str(error).replace("--labels", "--pairwise_labels")) from error
-            log.info("pairwise: the first %d of each query; template: %s", pairwise_top, second)
-        work = given.read(form, _check_of([ranker] if second is None else [ranker, second]))
-        if judgments is not None and not judgments.keys() & work.query_ids:
-            raise UserError(f"No query is judged in {qrels}: are its ids those of this input?")
-        units = len(work.sizes)
-        shard = range(units * shard_id // num_shards, units * (shard_id + 1) // num_shards)
-        pairs = sum(work.sizes[shard.start : shard.stop])
-        log.info("%d passage(s) of %d quer%s", pairs, work.num_queries, "y" if work.num_queries == 1 else "ies")
-        if work.empty:
-            log.warning("%d passage(s) have no text; they are scored as they are", work.empty)
-        run = _Ranking(work, ranker, second, pairwise_top, form, batch_size, pairs)
-        job = run.job() | counts | {"shard_id": shard_id, "vocabulary": vocabulary}
-        _run(run, to, job, shard, checkpoint_period * batch_size)
-    if judgments is not None and distributed.is_leader():
-        runs = {} if work.before is None else {"before": work.before}
-        print(evaluation.report(judgments, runs, {"after": output}, measures, relevance_level=relevance_level))
-
-
-def _run(run: "_Ranking", output: Output, job: Mapping[str, Any], shard: range, size: int) -> None:
-    """Compute the missing chunks and merge all."""
-    finished = output.begin(job)
-    counts = dict.fromkeys(("units", "pairs", "shown", "cut", "cut_queries"), 0)
-    for record in finished:
-        counts = {name: count + record[name] for name, count in counts.items()}
-    total = run.total(shard)
-    first = shard.start + counts["units"]
-    parts = map(run.encode, _cut(run.work.units(first, shard.stop), size, run.inputs_of))
-    with Shown(total, counts["shown"], "pair", "rerank", quiet=total <= run.batch_size) as shown:
-        for part in _ahead(parts):
-            lines, record = run.compute(part, shown)
-            output.write(lines, record)
-            counts = {name: count + record[name] for name, count in counts.items()}
-    output.finish()
-    if distributed.is_leader():
-        limit = run.ranker.template.max_length
-        if counts["cut"]:
-            log.warning(
-                "%d input(s) of %d passage(s) were longer than %d tokens and lost the end of their passage "
-                "(--max_length, --max_p)", counts["cut"], counts["pairs"], limit,
+    shard = Shard(shard_id, num_shards)
+    output = shard.path(output)
+    to = FileOutput(output, overwrite=overwrite, inputs={**given.paths(), "qrels": qrels})
+    judgments = None if qrels is None else read_qrels(qrels)
+    ranker = Reranker(
+        load(model_dir, vocabulary=vocabulary, dtype=dtype), template=template, labels=labels,
+        max_length=max_length, batch_size=batch_size, long_query=long_query, windows=windows,
+    )  # fmt: skip
+    log.info("template: %s", ranker)
+    second = None
+    if pairwise_dir is not None:
+        loaded = load(pairwise_dir, vocabulary=vocabulary, dtype=dtype)
+        try:
+            second = Reranker(
+                loaded, labels=pairwise_labels, max_length=max_length, batch_size=batch_size, long_query=long_query,
+                pairwise=True,
             )  # fmt: skip
-        if counts["cut_queries"]:
-            log.warning("%d input(s) lost the end of their query too (--long_query truncate)", counts["cut_queries"])
+        except UserError as error:
+            raise UserError(str(error).replace("--labels", "--pairwise_labels")) from error
+        log.info("pairwise: the first %d of each query; template: %s", pairwise_top, second)
+    work = given.read(form, _check_of([ranker] if second is None else [ranker, second]))
+    if judgments is not None and not judgments.keys() & work.query_ids:
+        raise UserError(f"No query of the input is judged in {qrels}. Check that both use the same query ids.")
+    job = _Reranking(
+        work=work, units=shard.range(len(work.sizes)), ranker=ranker, second=second, second_top=pairwise_top, form=form,
+        source={**counts, "shard_id": shard_id, "vocabulary": vocabulary},
+    )  # fmt: skip
+    log.info("%d passage(s) of %d quer%s", job.num_pairs, work.num_queries, "y" if work.num_queries == 1 else "ies")
+    if work.empty:
+        log.warning("%d passage(s) have no text; they are scored without it", work.empty)
+    records = run_job(job, to)
+    if distributed.is_leader():
+        count = lambda name: sum(record[name] for record in records)
+        log_truncated(
+            count("cut"), count("cut_queries"), count("pairs"), ranker.template.max_length, "--max_length, --max_p"
+        )
+        if judgments is not None:
+            runs = {} if work.before is None else {"before": work.before}
+            print(evaluation.report(judgments, runs, {"after": output}, measures, relevance_level=relevance_level))
 
 
-class _Part(NamedTuple):
+class _Chunk(NamedTuple):
     """Units that are computed together, and their inputs."""
 
     units: list[Unit]
     encoded: Encoded
 
 
-class _Ranking:
-    """The computation of a part and its output lines."""
+@dataclasses.dataclass(kw_only=True)
+class _Reranking(Job):
+    """Scores units and writes their rankings.
 
-    def __init__(
-        self,
-        work: Work,
-        ranker: Reranker,
-        second: Reranker | None,
-        second_top: int,
-        form: str,
-        batch_size: int,
-        pairs: int,
-    ):
-        self.work = work
-        self.ranker = ranker
-        self.batch_size = batch_size
-        self._second = second
-        self._second_top = second_top
-        self._form = form
-        self._rows = ranker.loaded.rows(pairs, batch_size)
+    Args:
+      units: indices of the units to score.
+      second: a pairwise ranker for the first `second_top` passages of each query.
+      source: further options that the results depend on: `batch_size`, `checkpoint_period`, in batches, and others.
+    """
 
-    def job(self) -> dict[str, Any]:
-        """Return everything that the results depend on."""
+    description: str = "rerank"
+    unit: str = "pair"
+    counted: str = "shown"
+    work: Work
+    units: range
+    ranker: Reranker
+    second: Reranker | None
+    second_top: int
+    form: str
+    source: dict[str, Any]
+
+    def __post_init__(self):
+        sizes = self.work.sizes[self.units.start : self.units.stop]
+        self.num_pairs = sum(sizes)
+        self.total = sum(map(self._comparisons, sizes))
+        self.quiet_up_to = self.source["batch_size"]
+        self._rows = self.ranker.loaded.rows(self.num_pairs, self.source["batch_size"])
+
+    def identity(self) -> dict[str, Any]:
         windows = self.ranker.windows
         made = {
-            **_identity("model", self.ranker), "format": self._form, "input": self.work.digest,
+            **_identity("model", self.ranker), "format": self.form, "input": self.work.digest,
             "windows": None if windows is None else dataclasses.asdict(windows),
         }  # fmt: skip
-        if self._second is not None:
-            made |= {**_identity("pairwise", self._second), "pairwise_top": self._second_top}
-        return made
+        if self.second is not None:
+            made |= {**_identity("pairwise", self.second), "pairwise_top": self.second_top}
+        return {**made, **self.source}
 
-    def total(self, shard: range) -> int:
-        """Return the number of pairs for the progress bar."""
-        return sum(self._of_unit(size) for size in self.work.sizes[shard.start : shard.stop])
+    def resume(self, finished: list[Record], output: Output) -> tuple[list[Record], Iterator["_Chunk"]]:
+        first = self.units.start + sum(record["units"] for record in finished)
+        size = self.source["checkpoint_period"] * self.source["batch_size"]
+        units = _cut(self.work.units(first, self.units.stop), size, self.inputs_of)
+        return finished, _ahead(map(self._encode, units))
 
     def inputs_of(self, unit: Unit) -> int:
         """Return the number of inputs of a unit: its windows and comparisons."""
         windows = self.ranker.windows
-        more = 0 if windows is None else sum(windows.count(text) - 1 for text in unit.texts)
-        return self._of_unit(len(unit.doc_ids)) + more
+        more = 0 if windows is None else sum(len(windows.of(text)) - 1 for text in unit.texts)
+        return self._comparisons(len(unit.doc_ids)) + more
 
-    def encode(self, units: list[Unit]) -> _Part:
-        return _Part(units, self.ranker.encode([(u.query, text) for u in units for text in u.texts]))
+    def _encode(self, units: list[Unit]) -> _Chunk:
+        return _Chunk(units, self.ranker.encode([(u.query, text) for u in units for text in u.texts]))
 
-    def compute(self, part: _Part, shown: Shown) -> tuple[list[bytes], dict[str, int]]:
-        """Return the output lines of the units and the record of their chunk."""
-        units, encoded = part
-        began = shown.done
-        pairs, inputs = sum(len(unit.doc_ids) for unit in units), len(encoded.inputs)
-        # Of a passage's windows the progress counts one.
-        logits = self.ranker.logits(
-            encoded, rows=self._rows, after_batch=lambda done: shown.update(began + done * pairs // inputs)
-        )
+    def compute(self, chunk: _Chunk, progress: JobProgress) -> tuple[list[bytes], Record]:
+        units, encoded = chunk
+        before, pairs = progress.done, sum(len(unit.doc_ids) for unit in units)
+        # The progress counts the windows of a passage as one.
+        after_batch = progress.after_batch(pairs, len(encoded.inputs))
+        logits = self.ranker.logits(encoded, rows=self._rows, after_batch=after_batch)
         found = scores(logits)
         named, start = [], 0
         for unit in units:
@@ -283,31 +262,31 @@ class _Ranking:
             )
             start += len(unit.doc_ids)
         cut, cut_queries = encoded.cut, encoded.cut_queries
-        if self._second is not None:
-            more = self._compare(units, [of_unit for of_unit, _ in named], shown)
+        if self.second is not None:
+            more = self._compare(units, [of_unit for of_unit, _ in named], progress)
             cut, cut_queries = cut + more.cut, cut_queries + more.cut_queries
         lines = []
         for unit, (of_unit, of_labels) in zip(units, named, strict=True):
             lowest = min(of_unit.values(), default=0.0)
             behind = {doc: lowest - 1.0 - i for i, doc in enumerate(unit.rest)}
-            lines += ranking_lines(self._form, unit.query_id, of_unit | behind, of_labels)
+            lines += ranking_lines(self.form, unit.query_id, of_unit | behind, of_labels)
         record = {
-            "units": len(units), "pairs": pairs, "shown": shown.done - began, "cut": cut, "cut_queries": cut_queries,
+            "units": len(units), "pairs": pairs, "shown": progress.done - before, "cut": cut,
+            "cut_queries": cut_queries,
         }  # fmt: skip
         return lines, record
 
-    def _compare(self, units: Sequence[Unit], of_units: Sequence[dict[str, float]], shown: Shown) -> Encoded:
+    def _compare(self, units: Sequence[Unit], of_units: Sequence[dict[str, float]], progress: JobProgress) -> Encoded:
         """Replace the top scores of each unit by those of pairwise comparisons, above all others."""
-        first = [ranked(of_unit)[: self._second_top] for of_unit in of_units]
+        first = [ranked(of_unit)[: self.second_top] for of_unit in of_units]
         asked = []
         for unit, chosen in zip(units, first, strict=True):
             texts = dict(zip(unit.doc_ids, unit.texts, strict=True))
             asked += pairwise.pairs_of(unit.query, [texts[doc] for doc in chosen])
-        began = shown.done
-        encoded = self._second.encode(asked)
+        encoded = self.second.encode(asked)
         found = pairwise.wins(
-            self._second, encoded, [len(chosen) for chosen in first], rows=self._rows,
-            after_batch=lambda done: shown.update(began + done),
+            self.second, encoded, [len(chosen) for chosen in first], rows=self._rows,
+            after_batch=progress.after_batch(),
         )  # fmt: skip
         for unit, of_unit, chosen, of_chosen in zip(units, of_units, first, found, strict=True):
             _check_finite(unit.query_id, chosen, of_chosen[:, None])
@@ -316,8 +295,8 @@ class _Ranking:
             of_unit.update({doc: above + float(score) for doc, score in zip(chosen, of_chosen, strict=True)})
         return encoded
 
-    def _of_unit(self, size: int) -> int:
-        several = 0 if self._second is None else min(size, self._second_top)
+    def _comparisons(self, size: int) -> int:
+        several = 0 if self.second is None else min(size, self.second_top)
         return size + several * max(several - 1, 0)
 
 
@@ -354,10 +333,10 @@ def _cut(units: Iterator[Unit], size: int, inputs_of: Callable[[Unit], int]) -> 
         yield part
 
 
-def _ahead(parts: Iterator[_Part]) -> Iterator[_Part]:
-    """Yield the parts, preparing each while the previous one is computed."""
+def _ahead(chunks: Iterator[_Chunk]) -> Iterator[_Chunk]:
+    """Yield the chunks, preparing each while the previous one is computed."""
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        coming = pool.submit(next, parts, None)
-        while (part := coming.result()) is not None:
-            coming = pool.submit(next, parts, None)
-            yield part
+        coming = pool.submit(next, chunks, None)
+        while (chunk := coming.result()) is not None:
+            coming = pool.submit(next, chunks, None)
+            yield chunk

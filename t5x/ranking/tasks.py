@@ -21,8 +21,8 @@ from t5x.data.tasks import rate_num_examples
 from t5x.errors import UserError
 from t5x.metrics.ranking import reranking
 from t5x.ranking import preprocessors
+from t5x.ranking.judged_source import TRAIN, VALIDATION, JudgedDataSource
 from t5x.ranking.judgments import Paths
-from t5x.ranking.sources import TRAIN, VALIDATION, JudgedDataSource
 from t5x.ranking.templates import MONOT5, Template
 
 MEASURES = ("ndcg@10", "mrr@10")
@@ -58,8 +58,8 @@ def pairs(
       held_out: queries that form the split `validation` instead of being trained on; see `JudgedDataSource`.
       measures: see `t5x.metrics.ranking.per_query`.
     """
-    told = locals() | {"form": "pairs"}
-    source = _judged(told, drawn=() if negatives is None else (TRAIN,), irrelevant_only=True)
+    settings = locals() | {"form": "pairs"}
+    source = _judged(settings, drawn=() if negatives is None else (TRAIN,), irrelevant_only=True)
     draw = functools.partial(preprocessors.draw_pairs, negatives=negatives or 0, relevance_level=relevance_level)
     return _task(
         name,
@@ -68,7 +68,7 @@ def pairs(
         [draw, functools.partial(preprocessors.encode_pair, template=template, relevance_level=relevance_level)],
         postprocess_fn=judgment,
         metric_fns=[functools.partial(reranking, measures=tuple(measures), relevance_level=relevance_level)],
-        source_info=told,
+        source_info=settings,
     )
 
 
@@ -93,10 +93,10 @@ def lists(
 
     Args: see `pairs`.
     """
-    told = locals() | {"form": "lists"}
-    source = _judged(told, drawn=(TRAIN, VALIDATION))
+    settings = locals() | {"form": "lists"}
+    source = _judged(settings, drawn=(TRAIN, VALIDATION))
     draw = functools.partial(preprocessors.draw_list, relevance_level=relevance_level)
-    return _list_task(name, source, vocabulary, template, draw, told)
+    return _list_task(name, source, vocabulary, template, draw, settings)
 
 
 def triples(
@@ -118,18 +118,18 @@ def triples(
       fields: {"query" | "positive" | "negative": its name in the files}, if different.
       columns: column names of tab-separated files without a header, such as ("query", "positive", "negative").
     """
-    told = locals() | {"form": "triples"}
+    settings = locals() | {"form": "triples"}
     source = source_of(files) if columns is None else TsvDataSource(files, columns)
     divide = preprocessors.triple_as_list if as_lists else preprocessors.divide_triple
     divide = functools.partial(divide, fields=dict(fields or {}))
     if as_lists:
-        return _list_task(name, source, vocabulary, template, divide, told)
+        return _list_task(name, source, vocabulary, template, divide, settings)
     return _task(
         name,
         source,
         {"inputs": Feature(vocabulary), "targets": Feature(vocabulary)},
         [divide, functools.partial(preprocessors.encode_pair, template=template, relevance_level=1)],
-        source_info=told,
+        source_info=settings,
     )
 
 
@@ -153,22 +153,22 @@ def judgment(decoded: str, example: Mapping[str, Any], is_target: bool) -> Any:
     return (example["query_id"], example["doc_id"], example["grade"]) if is_target else decoded
 
 
-def _judged(told: Mapping[str, Any], **how: Any) -> DataSource:
+def _judged(settings: Mapping[str, Any], **how: Any) -> DataSource:
     """Return the source of a task."""
-    if isinstance(told["judged"], DataSource):
-        return told["judged"]
+    if isinstance(settings["judged"], DataSource):
+        return settings["judged"]
     names = ("judged", "held_out", "relevance_level", "candidates", "qrels", "fields", "columns")
-    return JudgedDataSource(**{name: told[name] for name in names}, **how)
+    return JudgedDataSource(**{name: settings[name] for name in names}, **how)
 
 
-def _list_task(name: str, source: Any, vocabulary: Vocabulary, template: Template, make: Callable, told: Any) -> Task:
+def _list_task(name: str, source: Any, vocabulary: Vocabulary, template: Template, draw: Callable, info: Any) -> Task:
     features = {
         "inputs": Feature(vocabulary, rank=2),
         "targets": Feature(vocabulary),
         "grades": Feature(PassThroughVocabulary(MAX_GRADE)),
     }
-    steps = [make, functools.partial(preprocessors.encode_list, template=template)]
-    return _task(name, source, features, steps, source_info=told)
+    steps = [draw, functools.partial(preprocessors.encode_list, template=template)]
+    return _task(name, source, features, steps, source_info=info)
 
 
 def _task(name: str, source: Any, features: Mapping[str, Feature], steps: list, *, source_info: Any, **scoring: Any):

@@ -29,7 +29,7 @@ class Template:
     def __post_init__(self):
         for name, value in (("text", self.text), ("relevant", self.relevant), ("irrelevant", self.irrelevant)):
             if not isinstance(value, str) and not (name == "irrelevant" and value is None):
-                raise UserError(f"The template's {name} is {str(value)[:80]!r}, which is not a text.")
+                raise UserError(f"The template's {name} is {str(value)[:80]!r}, which is not a string.")
         _check_fields(self.text, ("query", *self.DOCUMENTS))
         if type(self.max_length) is not int or self.max_length < 1:
             raise UserError(f"The template's max_length is {str(self.max_length)[:80]!r}: it must be at least 1.")

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from t5x.errors import UserError
 from t5x.files.text_lines import decoded
 from t5x.metrics.ranking import Run, ranked
-from t5x.ranking import records
+from t5x.ranking.record_lines import read_lines
 
 Path = str | os.PathLike[str]
 _TREC_RUN = ("query", "Q0", "document", "rank", "score", "tag")
@@ -93,17 +93,16 @@ def msmarco_lines(run: Run) -> Iterator[bytes]:
 def check_id(text: str) -> str:
     """Return `text` if it can be an id in a run, or raise a UserError."""
     if not isinstance(text, str) or not re.fullmatch(r"\S+", text, re.ASCII):
-        raise UserError(f"{text!r} cannot be written as an id: it must be a string without whitespace, and not empty.")
+        raise UserError(f"{text!r} cannot be written as an id: ids must be non-empty strings without whitespace.")
     return text
 
 
 def _read_fields(path: Path) -> Iterator[tuple[str, list[str]]]:
     """Yield the place, as file:line, and the fields of every line that is not blank."""
     line = None
-    for line in records.lines(os.fspath(path)):
-        where = f"{os.fspath(path)}:{line.number}"
-        decoded(line.raw, where)
-        yield where, [field.decode() for field in line.raw.split()]  # ids may contain non-ASCII whitespace
+    for line in read_lines(os.fspath(path)):
+        decoded(line.raw, line.where)
+        yield line.where, [field.decode() for field in line.raw.split()]  # ids may contain non-ASCII whitespace
     if line is None:
         raise UserError(f"{os.fspath(path)} is empty.")
 

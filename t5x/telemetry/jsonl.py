@@ -9,7 +9,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -66,6 +66,12 @@ def replace(path: str | os.PathLike[str], lines: Iterable[bytes]) -> None:
             file.writelines(lines)
     except OSError as error:
         raise write_error(path, error) from error
+
+
+def keep_records(path: str | os.PathLike[str], keep: Callable[[dict[str, Any]], bool]) -> None:
+    """Drop the records of a file for which `keep` returns False. If there are none, the file is not touched."""
+    if not all(keep(record) for record, _ in read(path)):
+        replace(path, (line for record, line in read(path) if keep(record)))
 
 
 def write_error(path: str | os.PathLike[str], error: OSError, fix: str | None = None) -> UserError:

@@ -1,16 +1,17 @@
 """Progress of a long run: a bar on a terminal, occasional lines in a log file."""
 
 import contextlib
-import dataclasses
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TextIO
 
 from tqdm import tqdm
 
 _BAR = "{percentage:3.0f}%|{bar}| {n}/{total}, {remaining} left{postfix}"
+_WORTH_SHOWING = 10**7  # bytes to copy
 
 # A closed pipe (Ctrl-C also ends a `tee` that reads it) must not end the run.
 _IGNORE_CLOSED = contextlib.suppress(OSError, ValueError)
@@ -32,6 +33,7 @@ class Progress(contextlib.AbstractContextManager):
       unit: name of a step.
       description: name of the work.
       stream: where to print; None is standard error.
+      disable: show nothing.
       seconds_between_lines: for streams that are not terminals.
       now: returns the time in seconds.
     """
@@ -44,78 +46,81 @@ class Progress(contextlib.AbstractContextManager):
         description: str = "",
         stream: TextIO | None = None,
         *,
+        disable: bool = False,
         seconds_between_lines: float = 30.0,
         now: Callable[[], float] = time.monotonic,
     ):
-        stream = sys.stderr if stream is None else stream
-        if stream.isatty() and os.environ.get("TERM") != "dumb":
-            self._display = _Bar(total, initial, unit, description, stream)
-        else:
-            head = f"{description}: {unit}" if description else unit
-            self._display = _Lines(total, initial, head, stream, seconds_between_lines, now)
+        self._total, self._initial, self._step = total, initial, initial
+        self._stream = sys.stderr if stream is None else stream
+        self._prefix = f"{description}: {unit}" if description else unit
+        self._interval, self._now, self._disabled = seconds_between_lines, now, disable
+        self._started, self._printed = now(), None
+        self._pending: str | None = None  # metrics that are not printed yet
+        self._bar: tqdm | None = None
+        if not disable and self._stream.isatty() and os.environ.get("TERM") != "dumb":
+            self._bar = tqdm(
+                total=total, initial=initial, unit=unit, desc=description or None, file=self._stream,
+                dynamic_ncols=True, bar_format=None if total is None else ("{desc}: " if description else "") + _BAR,
+            )  # fmt: skip
 
     def update(self, step: int, **metrics: float | str) -> None:
         """Show that `step` is done, and metrics such as `loss=2.5`."""
+        self._step = int(step)
+        if self._disabled:
+            return
+        self._pending = ", ".join(f"{name} {_short(value)}" for name, value in metrics.items())
         with _IGNORE_CLOSED:
-            self._display.update(int(step), ", ".join(f"{name} {_short(value)}" for name, value in metrics.items()))
+            if self._bar is not None:
+                self._bar.set_postfix_str(self._pending, refresh=False)
+                self._bar.update(self._step - self._bar.n)
+            elif self._printed is None or self._now() - self._printed >= self._interval:
+                self._print_line()
+
+    def advance(self) -> None:
+        """Show that one more step is done."""
+        self.update(self._step + 1)
 
     def close(self) -> None:
         """Show the last state; closing twice is allowed."""
         with _IGNORE_CLOSED:
-            self._display.close()
+            if self._bar is not None:
+                self._bar.refresh()
+                self._bar.close()
+            elif self._pending is not None:
+                self._print_line()
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-
-class _Bar:
-    def __init__(self, total: int | None, initial: int, unit: str, description: str, stream: TextIO):
-        bar_format = None if total is None else ("{desc}: " if description else "") + _BAR
-        options = {"file": stream, "dynamic_ncols": True, "bar_format": bar_format}
-        self._bar = tqdm(total=total, initial=initial, unit=unit, desc=description or None, **options)
-
-    def update(self, step: int, metrics: str) -> None:
-        self._bar.set_postfix_str(metrics, refresh=False)
-        self._bar.update(step - self._bar.n)
-
-    def close(self) -> None:
-        self._bar.refresh()
-        self._bar.close()
+    def _print_line(self) -> None:
+        line = f"{self._prefix} {self._step}" + ("" if self._total is None else f"/{self._total}")
+        if self._pending:
+            line += f", {self._pending}"
+        done = self._step - self._initial
+        if self._printed is not None and self._total is not None and done > 0 and self._step < self._total:
+            seconds_left = (self._now() - self._started) / done * (self._total - self._step)
+            line += f", {tqdm.format_interval(seconds_left)} left"
+        print(line, file=self._stream, flush=True)
+        self._printed, self._pending = self._now(), None
 
 
-@dataclasses.dataclass
-class _Lines:
-    total: int | None
-    initial: int
-    head: str
-    stream: TextIO
-    interval: float
-    now: Callable[[], float]
-    printed_at: float | None = None
-    pending: tuple[int, str] | None = None
+@contextlib.contextmanager
+def copy_progress(size: int) -> Iterator[Callable[[int], None]]:
+    """Show the progress of copying `size` bytes, unless they are few.
 
-    def __post_init__(self):
-        self.started_at = self.now()
+    Yields:
+      A function that is called, from any thread, with the number of bytes that have been copied since the last call.
+    """
+    done, lock = 0, threading.Lock()
+    with Progress(-(-size // 10**6), unit="MB", description="copy", disable=size <= _WORTH_SHOWING) as progress:
 
-    def update(self, step: int, metrics: str) -> None:
-        self.pending = (step, metrics)
-        if self.printed_at is None or self.now() - self.printed_at >= self.interval:
-            self.close()
+        def advance(count: int) -> None:
+            nonlocal done
+            with lock:
+                done += count
+                progress.update(-(-done // 10**6))
 
-    def close(self) -> None:
-        """Print the pending line."""
-        if self.pending is None:
-            return
-        (step, metrics), self.pending = self.pending, None
-        line = f"{self.head} {step}" if self.total is None else f"{self.head} {step}/{self.total}"
-        done = step - self.initial
-        if metrics:
-            line += f", {metrics}"
-        if self.printed_at is not None and self.total is not None and done > 0 and step < self.total:
-            left = (self.now() - self.started_at) / done * (self.total - step)
-            line += f", {tqdm.format_interval(left)} left"
-        print(line, file=self.stream, flush=True)
-        self.printed_at = self.now()
+        yield advance
 
 
 def _short(value: float | str) -> str:

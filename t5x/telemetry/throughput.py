@@ -23,40 +23,27 @@ class Throughput:
     data_wait_seconds: float
     input_tokens: int = 0
 
-    @property
-    def steps_per_second(self) -> float:
-        return self._per_second(self.steps)
-
-    @property
-    def target_tokens_per_second(self) -> float:
-        return self._per_second(self.target_tokens)
-
-    @property
-    def input_tokens_per_second(self) -> float:
-        return self._per_second(self.input_tokens)
-
-    @property
-    def data_wait_share(self) -> float:
-        """0: the devices never waited for data. Near 1: they did little else."""
-        return self._per_second(self.data_wait_seconds)
-
     def scalars(self, *, cores: int) -> dict[str, float]:
-        """Return the metrics under T5X's names. `cores`: number of devices of all processes."""
-        sequences_per_second = self._per_second(self.sequences)
+        """Return the metrics under T5X's names; rates of an empty lap are 0.
+
+        Args:
+          cores: number of devices of all processes.
+        """
+
+        def rate(amount: float) -> float:
+            return amount / self.seconds if self.seconds > 0 else 0.0
+
         return {
             "timing/seconds": self.seconds,
             "timing/seqs": self.sequences,
-            "timing/steps_per_second": self.steps_per_second,
-            "timing/seqs_per_second": sequences_per_second,
-            "timing/seqs_per_second_per_core": sequences_per_second / cores,
-            "timing/target_tokens_per_second": self.target_tokens_per_second,
-            "timing/target_tokens_per_second_per_core": self.target_tokens_per_second / cores,
-            "timing/input_tokens_per_second": self.input_tokens_per_second,
-            "timing/data_wait_share": self.data_wait_share,
+            "timing/steps_per_second": rate(self.steps),
+            "timing/seqs_per_second": rate(self.sequences),
+            "timing/seqs_per_second_per_core": rate(self.sequences) / cores,
+            "timing/target_tokens_per_second": rate(self.target_tokens),
+            "timing/target_tokens_per_second_per_core": rate(self.target_tokens) / cores,
+            "timing/input_tokens_per_second": rate(self.input_tokens),
+            "timing/data_wait_share": rate(self.data_wait_seconds),  # near 1: the devices do little but wait
         }
-
-    def _per_second(self, amount: float) -> float:
-        return amount / self.seconds if self.seconds > 0 else 0.0
 
 
 class ThroughputClock:

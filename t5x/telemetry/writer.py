@@ -72,12 +72,13 @@ class MetricWriter(contextlib.AbstractContextManager):
         with self._writing():
             self._open(purge_step)
 
-    def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
+    def write_scalars(self, step: int, scalars: Mapping[str, Any], *, replace: bool = False) -> None:
         """Write the metrics of a step.
 
         Args:
           step: the step.
           scalars: {name: number}; NumPy and JAX scalars are allowed.
+          replace: drop lines of this step that were written earlier.
 
         Raises:
           TypeError: if a value is not one number.
@@ -86,6 +87,10 @@ class MetricWriter(contextlib.AbstractContextManager):
         numbers = {name: _number(name, value) for name, value in scalars.items()}
         with self._writing():
             self._recreate_if_removed()
+            if replace:
+                self._lines.close()
+                jsonl.keep_records(self._path, lambda record: record["step"] != step)
+                self._open_lines()
             self._lines.write(jsonl.encode({"step": step, **numbers}))
             self._events.write_scalars(step, numbers)
         logger.debug("%s step %d: %s", self.collection, step, numbers)
@@ -129,10 +134,13 @@ class MetricWriter(contextlib.AbstractContextManager):
         if os.path.exists(self._path):  # drop damaged lines and those after purge_step
             last = float("inf") if purge_step is None else purge_step
             jsonl.replace(self._path, (line for record, line in jsonl.read(self._path) if record["step"] <= last))
-        # Unbuffered: a line is one write, which a kill cannot lose or truncate.
-        self._lines = open(self._path, "ab", buffering=0)  # noqa: SIM115
+        self._open_lines()
         self._events = EventFile(self.directory, purge_step)
         atomic.sync(self.directory)
+
+    def _open_lines(self) -> None:
+        # Unbuffered: a line is one write, which a kill cannot lose or truncate.
+        self._lines = open(self._path, "ab", buffering=0)  # noqa: SIM115
 
     def _recreate_if_removed(self) -> None:
         files = (self._lines, self._events.file)

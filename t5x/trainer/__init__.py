@@ -2,7 +2,7 @@
 
 from t5x.trainer.actions import ActionMode, BaseAction, EarlyStoppingAction, TerminateOnNanAction
 from t5x.trainer.loop import Timetable, run_loop
-from t5x.trainer.signals import Stopped, StopRequest
+from t5x.trainer.signals import Interrupted, Stopped, StopRequest
 from t5x.trainer.state import StateLayout, TrainState
 from t5x.trainer.trainer import Trainer
 from t5x.trainer.weight_metrics import WeightMetricsComputer
@@ -11,6 +11,7 @@ __all__ = [
     "ActionMode",
     "BaseAction",
     "EarlyStoppingAction",
+    "Interrupted",
     "StateLayout",
     "StopRequest",
     "Stopped",

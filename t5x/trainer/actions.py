@@ -6,13 +6,10 @@ In gin: `train.actions = {'TRAIN_EVAL': [@trainer.EarlyStoppingAction()]}`.
 import abc
 import dataclasses
 import enum
-import json
 import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
-
-import jax
 
 from t5x.errors import UserError
 from t5x.partitioning import distributed
@@ -99,17 +96,17 @@ class EarlyStoppingAction(BaseAction):
         self._history: list[tuple[int, float]] = []
 
     def run(self, train_state: TrainState, metrics_by_task: MetricsByTask) -> bool:
-        value, step = _watched(self, metrics_by_task), int(train_state.step)
+        value, step = _metric_of(self, metrics_by_task), int(train_state.step)
         # A resumed run may see the metrics of the checkpoint's step a second time.
         self._history = [*(entry for entry in self._history if entry[0] < step), (step, value)][-self.patience :]
         values = [value for _, value in self._history]
         if len(values) < self.patience or any(map(self._improved, values[1:], values)):
             return False
-        told = ", ".join(f"{value:.6g} at step {step}" for step, value in self._history)
-        verb = "fallen" if self.mode == "min" else "risen"
-        parts = [f"{self.atol:g}"] * bool(self.atol) + [f"{self.rtol:g} of the value before"] * bool(self.rtol)
-        least = f" by more than {' + '.join(parts)}" if parts else ""
-        self.reason = f"{self.metric} of {self.task} has not {verb}{least} (patience {self.patience}): {told}"
+        history = ", ".join(f"{value:.6g} at step {step}" for step, value in self._history)
+        verb = "decreased" if self.mode == "min" else "increased"
+        terms = [f"{self.atol:g}"] * bool(self.atol) + [f"{self.rtol:g} of the previous value"] * bool(self.rtol)
+        least = f" by more than {' + '.join(terms)}" if terms else ""
+        self.reason = f"{self.metric} of {self.task} has not {verb}{least} (patience {self.patience}): {history}"
         return True
 
     def _improved(self, current: float, previous: float) -> bool:
@@ -145,7 +142,7 @@ class TerminateOnNanAction(BaseAction):
         self.task, self.metric = task, metric
 
     def run(self, train_state: TrainState, metrics_by_task: MetricsByTask) -> bool:
-        value = _watched(self, metrics_by_task)
+        value = _metric_of(self, metrics_by_task)
         self.reason = f"{self.metric} of {self.task} is {value}"
         return not math.isfinite(value)
 
@@ -181,20 +178,17 @@ class Actions:
     """
 
     def __init__(self, actions: Mapping[str | ActionMode, Sequence[BaseAction]] | None):
-        self._actions: dict[ActionMode, list[BaseAction]] = {}
-        for name, listed in (actions or {}).items():
-            if not isinstance(name, ActionMode) and name not in ActionMode.__members__:
-                raise UserError(f"train.actions has {name!r}; its keys are {', '.join(ActionMode.__members__)}.")
-            mode = name if isinstance(name, ActionMode) else ActionMode[name]
-            if isinstance(listed, BaseAction) or not isinstance(listed, Sequence) or isinstance(listed, str):
-                raise UserError(f"train.actions[{mode.name!r}] is {listed!r}: it must be a list of actions.")
-            for action in listed:
-                if not isinstance(action, BaseAction):
-                    raise UserError(
-                        f"train.actions[{mode.name!r}] has {action!r}, which is not an action: give objects of classes "
-                        "derived from trainer.BaseAction, in gin with brackets: [@trainer.TerminateOnNanAction()]."
-                    )
-            self._actions[mode] = list(listed)
+        self._actions: dict[str, list[BaseAction]] = {}
+        for mode, listed in (actions or {}).items():
+            name = getattr(mode, "name", mode)
+            if name not in ActionMode.__members__:
+                raise UserError(f"train.actions has the key {name!r}; use {', '.join(ActionMode.__members__)}.")
+            if not isinstance(listed, Sequence) or not all(isinstance(action, BaseAction) for action in listed):
+                raise UserError(
+                    f"train.actions[{name!r}] is {listed!r}: it must be a list of objects of classes derived from "
+                    "trainer.BaseAction, in gin with brackets: [@trainer.TerminateOnNanAction()]."
+                )
+            self._actions[name] = list(listed)
 
     def check(self, tasks: Mapping[str, Collection[str]]) -> None:
         """Raise a UserError if an action can never run.
@@ -203,29 +197,26 @@ class Actions:
           tasks: {mode: tasks that have metrics in this run}; a mode that is missing or empty never runs.
         """
         for mode, actions in self._actions.items():
-            there = list(tasks.get(mode.name, ()))
+            evaluated = tasks.get(mode, ())
             for action in actions:
-                if not there:
+                if not evaluated:
                     raise UserError(
-                        f"train.actions[{mode.name!r}] has {action}, but this run has no such evaluation. Turn it on "
+                        f"train.actions[{mode!r}] has {action}, but this run has no such evaluation. Turn it on "
                         "(its dataset is train.train_eval_dataset_cfg or train.infer_eval_dataset_cfg), or remove it."
                     )
-                if action.task is not None and action.task not in there:
+                if action.task is not None and action.task not in evaluated:
                     raise UserError(
-                        f"train.actions[{mode.name!r}] has {action}, but there is no task {action.task!r} in that "
-                        f"mode. There: {', '.join(there)}."
+                        f"train.actions[{mode!r}] has {action}, but there is no task {action.task!r} in that mode. It "
+                        f"has {', '.join(evaluated)}."
                     )
-
-    def __bool__(self) -> bool:
-        return any(self._actions.values())
 
     def has(self, mode: str) -> bool:
         """Return whether there are actions of this mode."""
-        return bool(self._actions.get(ActionMode[mode]))
+        return bool(self._actions.get(mode))
 
     def end_on_nan(self, step: int) -> ActionStop | None:
         """Return the stop of mode TRAIN's TerminateOnNanAction, if any, after a non-finite value was found."""
-        for action in self._actions.get(ActionMode.TRAIN, ()):
+        for action in self._actions.get("TRAIN", ()):
             if isinstance(action, TerminateOnNanAction):
                 return ActionStop(step, str(action), "the loss or a gradient is not finite", action.worth_saving)
         return None
@@ -236,30 +227,33 @@ class Actions:
         With several processes, the first one decides: some metrics, such as times, differ between them.
         """
         stop = None
-        for action in self._actions.get(ActionMode[mode], ()):
+        for action in self._actions.get(mode, ()):
             if action.run(train_state, metrics_by_task) and stop is None:
                 stop = ActionStop(int(train_state.step), str(action), action.reason, action.worth_saving)
-        if jax.process_count() > 1 and self.has(mode):
-            mine = None if stop is None else dataclasses.asdict(stop)
-            told = json.loads(distributed.broadcast("actions", json.dumps(mine).encode(), distributed.PATIENCE))
-            stop = None if told is None else ActionStop(**told)
+        if self.has(mode):
+            decided = distributed.broadcast("actions", stop and dataclasses.asdict(stop))
+            stop = decided and ActionStop(**decided)
         return stop
 
     def state(self) -> dict[str, Any]:
         """Return the state of all actions; it is JSON-serializable."""
-        each = lambda action: [str(action), action.state(), action.settings()]
-        return {mode.name: [each(action) for action in actions] for mode, actions in self._actions.items()}
+        return {
+            mode: [[str(action), action.state(), action.settings()] for action in actions]
+            for mode, actions in self._actions.items()
+        }
 
     def same_as(self, state: Mapping[str, Any]) -> bool:
         """Return whether `state` is that of the same actions with the same settings."""
-        what = lambda record: [record[0], *record[2:]]
-        now = self.state()
-        return {mode: [what(r) for r in now[mode]] for mode in now} == {m: [what(r) for r in state[m]] for m in state}
+
+        def settings(saved: Mapping[str, Any]) -> dict[str, Any]:
+            return {mode: [[name, *rest] for name, _, *rest in records] for mode, records in saved.items()}
+
+        return settings(self.state()) == settings(state)
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the actions that `state` includes. Others start over."""
         for mode, actions in self._actions.items():
-            kept = list(state.get(mode.name, ()))
+            kept = list(state.get(mode, ()))
             for action in actions:
                 record = next((record for record in kept if record[0] == str(action)), None)
                 if record is not None:
@@ -267,18 +261,18 @@ class Actions:
                     action.restore(record[1])
 
 
-def _watched(action: Any, metrics_by_task: MetricsByTask) -> float:
+def _metric_of(action: Any, metrics_by_task: MetricsByTask) -> float:
     """Return the value of the action's metric."""
     task, metric = action.task, action.metric
     if task not in metrics_by_task:
-        raise UserError(f"{action}: there is no task {task!r} here. There: {', '.join(metrics_by_task)}.")
-    metrics = metrics_by_task[task]
-    if metric not in metrics:
+        raise UserError(f"{action}: there is no task {task!r}. There is {', '.join(metrics_by_task)}.")
+    if metric not in metrics_by_task[task]:
         raise UserError(
-            f"{action}: task {task!r} has no metric {metric!r}. It has {', '.join(sorted(metrics))}. Mend `metric` of "
-            f"trainer.{type(action).__name__}."
+            f"{action}: task {task!r} has no metric {metric!r}. It has {', '.join(sorted(metrics_by_task[task]))}. Set "
+            f"`metric` of trainer.{type(action).__name__} to one of them."
         )
+    value = metrics_by_task[task][metric]
     try:
-        return float(metrics[metric])
+        return float(value)
     except (TypeError, ValueError):
-        raise UserError(f"{action}: {metric!r} of {task!r} is not a number but {metrics[metric]!r}.") from None
+        raise UserError(f"{action}: {metric!r} of {task!r} is {value!r}, which is not a number.") from None

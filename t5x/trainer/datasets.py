@@ -52,8 +52,8 @@ def get_dataset(
     """
     if num_epochs is not None or not continue_from_last_checkpoint:
         raise UserError(
-            "utils.get_dataset: a run reads its data on and on, from the position in its checkpoint. Leave num_epochs "
-            "and continue_from_last_checkpoint as they are; the number of steps ends a run (TRAIN_STEPS)."
+            "utils.get_dataset: num_epochs must be None and continue_from_last_checkpoint True. Training repeats the "
+            "data, resumes at the position in the checkpoint, and ends after TRAIN_STEPS."
         )
     converter = feature_converter_cls(pack=cfg.pack)
     return train_loader(cfg, feature_converter=converter, rows=shard_info.rows(cfg.batch_size))
@@ -94,8 +94,8 @@ def get_training_eval_datasets(
     if not with_split:
         splits = "; ".join(f"{task.name}: {', '.join(task.splits)}" for task in tasks)
         raise UserError(
-            f"{cfg.mixture_or_task().name!r} cannot be evaluated on split {cfg.split!r}, which it does not have "
-            f"({splits}). Choose one with --gin.train_eval/utils.DatasetConfig.split=\\'…\\'."
+            f"{cfg.mixture_or_task().name!r} has no split {cfg.split!r} to evaluate ({splits}). "
+            "Choose one with --gin.train_eval/utils.DatasetConfig.split=\\'…\\'."
         )
     rows = ShardInfo(shard_id, num_shards).rows(cfg.batch_size)
     converter = feature_converter_cls(pack=False)
@@ -107,7 +107,7 @@ def get_training_eval_datasets(
     }
 
 
-class ForeignBatches(Iterator[Batch]):
+class ExternalBatches(Iterator[Batch]):
     """Batches of a user's own function, with the interface of a loader.
 
     Their position is the number of batches returned so far; a resumed run skips this number of batches.
@@ -130,14 +130,14 @@ class ForeignBatches(Iterator[Batch]):
             batch = self._kept.pop() if self._kept else next(self._iterator)
         except StopIteration:
             raise UserError(
-                f"The batches of train.get_dataset_fn came to an end after {self._taken}, before the run did. Repeat "
-                "them in that function, or lower TRAIN_STEPS."
+                f"train.get_dataset_fn returned only {self._taken} batches. Repeat them in that function, or lower "
+                "TRAIN_STEPS."
             ) from None
         shapes = {name: np.shape(array) for name, array in batch.items()}
         if self._shapes not in (None, shapes):
             raise UserError(
-                f"Batch {self._taken + 1} of train.get_dataset_fn has other shapes, {shapes}, than those before it, "
-                f"{self._shapes}. Pad them all alike, and drop a last one that is smaller."
+                f"Batch {self._taken + 1} of train.get_dataset_fn has the shapes {shapes}, those before it "
+                f"{self._shapes}. Pad all batches to the same shapes and drop a smaller last one."
             )
         self._shapes = shapes
         self._taken += 1
@@ -156,19 +156,13 @@ class ForeignBatches(Iterator[Batch]):
     def restore(self, state: Mapping[str, Any]) -> None:
         if not state.get("own"):
             raise UserError(
-                "The saved position in the data is of t5x's own loader, but the batches are now those of "
-                "train.get_dataset_fn. Go on without it, or start a run in another MODEL_DIR from the checkpoint."
+                "The checkpoint has a data position of t5x's own loader, which train.get_dataset_fn cannot resume. "
+                "Remove train.get_dataset_fn, or start a run in another MODEL_DIR from the checkpoint."
             )
         if state["batches"] > self._taken:
-            log.info("passing over the first %d batches of train.get_dataset_fn", state["batches"] - self._taken)
+            log.info("skipping the first %d batches of train.get_dataset_fn", state["batches"] - self._taken)
         while self._taken < state["batches"]:
             next(self)
-
-    def __enter__(self) -> "ForeignBatches":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
 
 def numpy_batches(batches: Iterable[Mapping[str, Any]]) -> Iterable[Batch]:

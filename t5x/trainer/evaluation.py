@@ -1,52 +1,101 @@
-"""Evaluation of parameters with the tasks' metrics, on decoded outputs or scores."""
+"""The two kinds of evaluation, by the tasks' metrics and under teacher forcing, for `t5x train` and `t5x eval`."""
 
+import abc
 import functools
-import json
+import itertools
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from t5x.data.dataset_config import DatasetConfig
+from t5x.data.tasks import Task, get_subtasks
 from t5x.errors import UserError
-from t5x.models import BaseTransformerModel
 from t5x.network.padding import Program
-from t5x.partitioning import PjitPartitioner, distributed
+from t5x.partitioning import distributed
+from t5x.telemetry import MetricWriter, jsonl
+from t5x.telemetry.writer import METRICS_FILE, Home
+from t5x.trainer.datasets import ShardInfo, numpy_batches
+from t5x.trainer.state import StateLayout
+from t5x.trainer.trainer import Trainer, summarize
 
 log = logging.getLogger(__name__)
 
+TaskMetrics = dict[str, dict[str, float]]
 
-class InferenceEvaluator:
-    """Decodes or scores the examples of tasks and computes the tasks' metrics.
+# T5X's names of directories and of groups of metrics.
+INFERENCE, TRAINING = "inference_eval", "training_eval"
+LONGEST_NAME = 113  # characters of a task's directory, as in T5X
+
+
+class Evaluation(abc.ABC):
+    """One kind of evaluation.
+
+    Attributes:
+      tasks: the tasks that it evaluates.
+      groups: prefixes of the names of its metrics, e.g. `training_eval/<task>`.
+    """
+
+    def __init__(self, kind: str, directory: str, tasks: Sequence[str]):
+        self.tasks = list(tasks)
+        self.groups = [f"{kind}/{task}" for task in tasks]
+        self._files = [metrics_file(directory, kind, task) for task in tasks]
+
+    @abc.abstractmethod
+    def evaluate(self, trainer: Trainer, step: int, before_batch: Callable[[], None]) -> TaskMetrics:
+        """Evaluate the trainer's parameters and write the metrics. The result is the same in all processes.
+
+        Args:
+          before_batch: called before every batch; it may raise to abort the evaluation.
+        """
+
+    def drop_later(self, step: int) -> None:
+        """Drop the metrics of later steps, written by an earlier run that this one repeats from here."""
+        if distributed.is_leader():
+            for path in self._files:
+                jsonl.keep_records(path, lambda record: record.get("step", 0) <= step)
+
+    def done(self, step: int) -> bool:
+        """Return whether all files have the metrics of this step."""
+        there = all(any(record.get("step") == step for record, _ in jsonl.read(path)) for path in self._files)
+        return distributed.broadcast("evaluation done", there)
+
+    def close(self) -> None:  # noqa: B027  (most have no open files)
+        """Close the files."""
+
+
+def metrics_file(directory: str, kind: str, task: str) -> str:
+    """Return the file with the metrics of a task. `directory` is the one of the run."""
+    if kind == INFERENCE:
+        return os.path.join(directory, kind, f"{task}-metrics.jsonl")
+    return os.path.join(directory, kind, task[:LONGEST_NAME], METRICS_FILE)
+
+
+def tasks_with_metrics(cfg: DatasetConfig) -> list[Task]:
+    return [task for task in get_subtasks(cfg.mixture_or_task()) if cfg.split in task.splits and task.metric_fns]
+
+
+class InferenceEvaluation(Evaluation):
+    """The tasks' metrics on decoded outputs or scores. The evaluator's loggers write them.
 
     Args:
       cfg: the data.
       evaluator_cls: `t5x.data.Evaluator`, or a function that takes its arguments.
-      model: the model.
-      partitioner: the mesh.
-      param_shardings: shardings of the parameters that `evaluate` is given.
-      log_dir: directory for the loggers.
+      layout: the model, the mesh and the shardings.
+      directory: directory of the run.
     """
 
-    def __init__(
-        self,
-        cfg: DatasetConfig,
-        evaluator_cls: Callable[..., Any],
-        model: BaseTransformerModel,
-        partitioner: PjitPartitioner,
-        param_shardings: Any,
-        log_dir: str | os.PathLike[str],
-    ):
-        self._rows = partitioner.rows(cfg.batch_size)
+    def __init__(self, cfg: DatasetConfig, evaluator_cls: Callable[..., Any], layout: StateLayout, directory: str):
+        super().__init__(INFERENCE, directory, [task.name for task in tasks_with_metrics(cfg)])
         if cfg.runtime_preprocessors or not cfg.trim_output_features:
             raise UserError(
-                "Evaluation by decoding takes neither runtime_preprocessors nor trim_output_features=False: "
-                "put the preprocessors into the task."
+                "Evaluation by decoding supports neither runtime_preprocessors nor trim_output_features=False. Move "
+                "the preprocessors into the task."
             )
-        self._partitioner = partitioner
+        model = layout.model
         self._evaluator = evaluator_cls(
             mixture_or_task_name=cfg.mixture_or_task_name,
             feature_converter=model.FEATURE_CONVERTER_CLS(pack=False),
@@ -54,51 +103,128 @@ class InferenceEvaluator:
             use_cached=cfg.use_cached,
             seed=cfg.seed,
             sequence_length=cfg.task_feature_lengths,
-            log_dir=os.fspath(log_dir),
+            log_dir=os.path.join(directory, INFERENCE),
             batch_size=cfg.batch_size,
             **({"skip_bad_examples": True} if cfg.skip_bad_examples else {}),  # users' evaluators may not accept it
         )
-        partition = functools.partial(
-            partitioner.partition,
-            in_shardings=(param_shardings, partitioner.batch_sharding),
-            out_shardings=partitioner.replicated,
-        )
         rng = jax.random.key(0)
-        self._predict = Program.of(lambda params, batch: model.predict_batch(params, batch, rng=rng), partition)
-        self._predict_with_aux = Program.of(
-            lambda params, batch: model.predict_batch_with_aux(params, batch, rng=rng), partition
-        )
-        self._score = Program.of(model.score_batch, partition)
-        self._model = model
+        functions = {
+            "predict_fn": functools.partial(model.predict_batch, rng=rng),
+            "predict_with_aux_fn": functools.partial(model.predict_batch_with_aux, rng=rng),
+            "score_fn": model.score_batch,
+        }
+        self._programs = {name: BatchProgram(fn, layout, cfg.batch_size) for name, fn in functions.items()}
 
-    def evaluate(
-        self, params: Any, step: int, before_batch: Callable[[], None] = lambda: None
-    ) -> dict[str, dict[str, float]]:
-        """Return {task: {metric: value}}, which the evaluator's loggers also write.
-
-        With several processes, each computes its rows of every batch; the first one computes the metrics and broadcasts
-        them.
-
-        Args:
-          before_batch: called before every batch; it may raise to abort the evaluation.
-        """
-
-        def with_params(program: Program):
-            def run(batch: Mapping[str, np.ndarray]) -> Any:
-                before_batch()
-                mine = {name: array[self._rows.start : self._rows.stop] for name, array in batch.items()}
-                compiled = program.chosen(self._model, batch)
-                return jax.device_get(compiled(params, self._partitioner.to_devices(mine)))
-
-            return run
+    def evaluate(self, trainer: Trainer, step: int, before_batch: Callable[[], None]) -> TaskMetrics:
+        def run(program: BatchProgram, batch: Mapping[str, np.ndarray]) -> Any:
+            before_batch()
+            return program(trainer.state.params, batch)
 
         results = self._evaluator.evaluate(
             step=step,
-            predict_fn=with_params(self._predict),
-            score_fn=with_params(self._score),
-            predict_with_aux_fn=with_params(self._predict_with_aux),
+            **{name: functools.partial(run, program) for name, program in self._programs.items()},
             **({} if distributed.is_leader() else {"compute_metrics": False}),
         )
-        if jax.process_count() == 1:
-            return results
-        return json.loads(distributed.broadcast("evaluation", json.dumps(results).encode(), distributed.PATIENCE))
+        results = distributed.broadcast("evaluation", results)
+        for task, metrics in results.items():
+            log.info("step %d, %s: %s", step, task, ", ".join(f"{k} {v:.4g}" for k, v in metrics.items()))
+        return results
+
+
+class BatchProgram:
+    """A compiled function of (parameters, batch) for whole batches on the host.
+
+    Each process computes its rows of a batch and receives the results of all rows.
+    """
+
+    def __init__(self, function: Callable[..., Any], layout: StateLayout, batch_size: int):
+        self._model, self._partitioner = layout.model, layout.partitioner
+        self._rows = self._partitioner.rows(batch_size)
+        partition = functools.partial(
+            self._partitioner.partition,
+            in_shardings=(layout.shardings.params, self._partitioner.batch_sharding),
+            out_shardings=self._partitioner.replicated,
+        )
+        self._program = Program.of(function, partition)
+
+    def __call__(self, params: Any, batch: Mapping[str, np.ndarray]) -> Any:
+        mine = {name: array[self._rows.start : self._rows.stop] for name, array in batch.items()}
+        compiled = self._program.chosen(self._model, batch)
+        return jax.device_get(compiled(params, self._partitioner.to_devices(mine)))
+
+
+class TeacherForcedEvaluation(Evaluation):
+    """Loss and accuracy under teacher forcing, of every task of a mixture and of all together.
+
+    Args:
+      cfg: the data.
+      get_datasets: see `t5x.trainer.datasets.get_training_eval_datasets`.
+      layout: the model and the mesh.
+      directory: directory of the run.
+      eval_steps: maximum number of batches per task; None uses every example.
+      start_step: the step at which a training run started or resumed: later metrics are overwritten. None: checkpoints
+        are evaluated in any order, and the metrics of other steps are kept.
+      home: MODEL_DIR, for the files of metrics.
+    """
+
+    def __init__(
+        self,
+        cfg: DatasetConfig,
+        get_datasets: Callable[..., Mapping[str, Iterable[Any]]],
+        layout: StateLayout,
+        directory: str,
+        *,
+        eval_steps: int | None = None,
+        start_step: int | None = None,
+        home: Home | None = None,
+    ):
+        shard = ShardInfo.of(layout.partitioner.rows(cfg.batch_size), cfg.batch_size)
+        self._datasets = dict(
+            get_datasets(
+                cfg, shard_id=shard.index, num_shards=shard.num_shards, eval_steps=eval_steps, model_dir=directory,
+                feature_converter_cls=layout.model.FEATURE_CONVERTER_CLS, start_step=start_step or 0,
+            )
+        )  # fmt: skip
+        name = cfg.mixture_or_task().name
+        self._together = name if len(self._datasets) > 1 and name not in self._datasets else None
+        tasks = [task[:LONGEST_NAME] for task in (*self._datasets, self._together) if task is not None]
+        super().__init__(TRAINING, directory, tasks)
+        self._eval_steps, self._home = eval_steps, home
+        self._in_training = start_step is not None
+        self._writers: dict[str, MetricWriter] = {}
+
+    def check(self) -> None:
+        """Raise a UserError now, rather than at the first evaluation, if a task has no batch."""
+        for task, batches in self._datasets.items():
+            if next(iter(batches), None) is None:
+                raise UserError(f"{task!r} cannot be evaluated: train_eval_get_dataset_fn returned no batch of it.")
+
+    def evaluate(self, trainer: Trainer, step: int, before_batch: Callable[[], None]) -> TaskMetrics:
+        measured = {}
+        for task, batches in self._datasets.items():
+            measured[task] = []
+            for batch in itertools.islice(numpy_batches(batches), self._eval_steps):
+                before_batch()
+                measured[task].append(trainer.measure(batch))
+        if self._together is not None:
+            measured[self._together] = [metrics for found in measured.values() for metrics in found]
+        results = {task[:LONGEST_NAME]: summarize(found) for task, found in measured.items()}
+        for (task, metrics), file in zip(results.items(), self._files, strict=True):
+            if distributed.is_leader():
+                self._write(file, step, metrics)
+            loss, accuracy = metrics["loss_per_nonpadding_target_token"], 100 * metrics["accuracy"]
+            log.info("step %d, %s, teacher forcing: loss %.4g per token, accuracy %.2f %%", step, task, loss, accuracy)
+        return results
+
+    def _write(self, file: str, step: int, metrics: Mapping[str, float]) -> None:
+        if file not in self._writers:
+            purge_step = step - 1 if self._in_training else None  # this step may have been evaluated before
+            self._writers[file] = MetricWriter(
+                os.path.dirname(file), collection=TRAINING, purge_step=purge_step, home=self._home
+            )
+        self._writers[file].write_scalars(step, metrics, replace=not self._in_training)
+        self._writers[file].flush()
+
+    def close(self) -> None:
+        for writer in self._writers.values():
+            writer.close()

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import gc
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,7 +28,7 @@ class Timetable:
     Attributes:
       total_steps: the last step.
       stats_period: steps between lines of metrics.
-      train_eval_period, infer_eval_period: steps between evaluations; 0 evaluates only at the end.
+      eval_periods: {mode of evaluation: steps between evaluations}; 0 evaluates only at the end.
       save_period: steps between checkpoints; None saves only at the end.
       save_steps: additional steps to save at.
       gc_period: steps between garbage collections; 0 leaves them to Python.
@@ -36,33 +36,23 @@ class Timetable:
 
     total_steps: int
     stats_period: int
-    train_eval_period: int
-    infer_eval_period: int
+    eval_periods: Mapping[str, int]
     save_period: int | None
     save_steps: Collection[int] = ()
     gc_period: int = 0
 
     def stats_due(self, step: int) -> bool:
-        return step == self.total_steps or _due(step, self.stats_period)
+        return self._due(step, self.stats_period)
 
-    def train_eval_due(self, step: int) -> bool:
-        return step == self.total_steps or _due(step, self.train_eval_period)
-
-    def infer_eval_due(self, step: int) -> bool:
-        return step == self.total_steps or _due(step, self.infer_eval_period)
-
-    def evaluation_due(self, step: int) -> bool:
-        return self.train_eval_due(step) or self.infer_eval_due(step)
+    def evaluations_due(self, step: int) -> list[str]:
+        """Return the modes to evaluate after this step."""
+        return [mode for mode, period in self.eval_periods.items() if self._due(step, period)]
 
     def save_due(self, step: int) -> bool:
-        return step == self.total_steps or _due(step, self.save_period) or step in self.save_steps
+        return self._due(step, self.save_period) or step in self.save_steps
 
-    def gc_due(self, step: int) -> bool:
-        return _due(step, self.gc_period)
-
-
-def _due(step: int, period: int | None) -> bool:
-    return bool(period) and step % period == 0
+    def _due(self, step: int, period: int | None) -> bool:
+        return step == self.total_steps or (bool(period) and step % period == 0)
 
 
 def run_loop(
@@ -75,7 +65,7 @@ def run_loop(
     lines: MetricLines,
     clock: ThroughputClock,
     save: Callable[[int, Mapping[str, Any], ActionStop | None], None],
-    evaluate: Callable[[int], ActionStop | None],
+    evaluate: Callable[[int, Sequence[str]], ActionStop | None],
     actions: Actions,
     stop: StopRequest,
     show_progress: bool = True,
@@ -87,6 +77,7 @@ def run_loop(
 
     Args:
       save: called with the step, the data position after it and the action that ends the run there.
+      evaluate: called with the step and the modes that are due.
 
     Returns:
       The last step, and the action that ended the run or None.
@@ -95,7 +86,7 @@ def run_loop(
     position = loader.state()
     running, ended = None, None
     watch = _NonFiniteWatch(trainer, actions)
-    progress = Progress(times.total_steps, initial=first_step, description="train") if show_progress else None
+    progress = Progress(times.total_steps, initial=first_step, description="train", disable=not show_progress)
 
     def finish() -> None:
         """Wait for the step in flight, then count it."""
@@ -105,7 +96,7 @@ def run_loop(
             clock.add(sequences=batch_size, target_tokens=0)
             running = None
 
-    with progress or contextlib.nullcontext(), _garbage_collection(times):
+    with progress, _garbage_collection(times):
         clock.start()
         try:
             while step < times.total_steps and ended is None and not stop.here():
@@ -119,7 +110,9 @@ def run_loop(
                 finish()
                 running = metrics
                 if times.stats_due(step):
-                    ended = watch.look(lines, step)  # at the line before: this one is computed while the next steps run
+                    ended = watch.check(
+                        lines, step
+                    )  # at the line before: this one is computed while the next steps run
                     if clock.is_new:
                         finish()
                     others = {f"effective_batch_size/{name}": batch_size for name in ("inputs", "targets")}
@@ -127,35 +120,33 @@ def run_loop(
                     lines.line(step, lap, others | clock.scalars() | clock.notes())
                     if actions.has("TRAIN"):
                         lines.wait()
-                        ended = actions.run("TRAIN", trainer.state, {TRAIN_TASK: lines.figures}) or ended
-                        ended = watch.look(lines, step) or ended
-                if times.gc_due(step):
+                        ended = actions.run("TRAIN", trainer.state, {TRAIN_TASK: lines.metrics}) or ended
+                        ended = watch.check(lines, step) or ended
+                if times.gc_period and step % times.gc_period == 0:
                     gc.collect()
-                if progress is not None:
-                    progress.update(step, **lines.shown)
+                progress.update(step, **lines.summary)
                 if times.save_due(step):
                     finish()
                     with clock.apart("timing/checkpoint_seconds"):
-                        ended = watch.look_well(lines, step) or ended
+                        ended = watch.check_all(lines, step) or ended
                         if ended is None or ended.worth_saving:
                             saved = step
                             save(step, position, ended)
-                if ended is None and not stop and times.evaluation_due(step):
+                if ended is None and not stop and (modes := times.evaluations_due(step)):
                     finish()
                     with clock.apart("timing/evaluate_seconds"):
-                        ended = evaluate(step)
-            ended = watch.look_well(lines, step) or ended
-            if progress is not None:
-                progress.update(step, **lines.shown)
+                        ended = evaluate(step, modes)
+            ended = watch.check_all(lines, step) or ended
+            progress.update(step, **lines.summary)
         except Exception:
             # Bad data, an evaluation without memory … Of several processes this one alone cannot save.
             if step > saved and jax.process_count() == 1:
-                log.info("the run ends at step %d with an error; what was trained is saved first", step)
+                log.info("an error ends the run after step %d; saving first", step)
                 try:
-                    if watch.look_well(lines, step) is None:
+                    if watch.check_all(lines, step) is None:
                         save(step, position, None)
                 except Exception as error:
-                    log.warning("it could not be saved: %s", error)
+                    log.warning("step %d could not be saved: %s", step, error)
             raise
         if step > saved and (ended is None or ended.worth_saving):
             save(step, position, ended)
@@ -170,25 +161,25 @@ class _NonFiniteWatch:
 
     def __init__(self, trainer: Trainer, actions: Actions):
         self._trainer, self._actions = trainer, actions
-        self._told = False
+        self._warned = False
 
-    def look(self, lines: MetricLines, step: int) -> ActionStop | None:
+    def check(self, lines: MetricLines, step: int) -> ActionStop | None:
         """Check the logged losses and gradients. Return the reason to end the run unsaved, or None."""
         found = lines.take_nonfinite()
         if found is None:
             return None
         params = self._trainer.state.params
         diagnosis = diagnose(found.steps, found.last_step, params, trained(self._trainer.model.optimizer_def, params))
-        if not self._told or diagnosis.parameters:
+        if not self._warned or diagnosis.parameters:
             log.warning("%s", diagnosis.message)
-        self._told = True
+        self._warned = True
         end = self._actions.end_on_nan(step)
         return _bad_end(step) if end is None and diagnosis.parameters else end
 
-    def look_well(self, lines: MetricLines, step: int) -> ActionStop | None:
+    def check_all(self, lines: MetricLines, step: int) -> ActionStop | None:
         """Check all steps and the parameters themselves: an update may be bad although its gradient was not."""
         lines.unfinished(step)
-        end = self.look(lines, step)
+        end = self.check(lines, step)
         if end is None and (message := bad_parameters(self._trainer.state.params, step)):
             log.warning("%s", message)
             end = _bad_end(step)

@@ -3,34 +3,48 @@
 import dataclasses
 import functools
 import logging
-import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent import futures
-from typing import Any
+from typing import NamedTuple
 
 import jax
 
 from t5x.metrics.accumulators import Metrics, compute, merge, to_json
 from t5x.network.flops import StepCost
 from t5x.telemetry import Throughput
-from t5x.trainer.nonfinite import FIRST_BAD_GRADIENT
+from t5x.trainer.nonfinite import FIRST_BAD_GRADIENT, is_finite
 from t5x.trainer.trainer import on_host
 
 log = logging.getLogger(__name__)
 
 _SLOW_DATA = 0.1
 _SLOW_DATA_HINT = (
-    "%.0f %% of the time goes into waiting for data. More processes that read it may help "
-    "(utils.DatasetConfig.num_workers), or a cache of its tokens (`t5x cache TASK`)"
+    "training waits for data %.0f %% of the time: read it with more processes (utils.DatasetConfig.num_workers), or "
+    "cache its tokens (`t5x cache TASK`)"
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class NonFinite:
+class NonFinite(NamedTuple):
     """Steps of which at least one has a non-finite loss or gradient, each with its metrics on the host."""
 
     steps: list[Metrics]
     last_step: int
+
+
+@dataclasses.dataclass
+class _Line:
+    """The metrics since the last line.
+
+    Attributes:
+      merged: those of the first steps, combined.
+      tokens: numbers of these steps and of their non-padding tokens, without those of an earlier process.
+      pending: those of each later step, which the devices may still be computing.
+    """
+
+    merged: Metrics | None = None
+    tokens: Counter[str] = dataclasses.field(default_factory=Counter)
+    pending: list[Metrics] = dataclasses.field(default_factory=list)
 
 
 class MetricLines:
@@ -46,8 +60,8 @@ class MetricLines:
       concurrent: compute and write in a thread while the next steps run; otherwise `line` returns after `write`.
 
     Attributes:
-      figures: metrics of the last line.
-      shown: the subset for the progress display.
+      metrics: those of the last line.
+      summary: the subset for the progress display.
     """
 
     def __init__(
@@ -58,19 +72,18 @@ class MetricLines:
         cost: StepCost | None = None,
         concurrent: bool = True,
     ):
-        self._write, self._before, self._cost = write, before, cost
-        self._pending: list[Metrics] = []
+        self._write, self._cost = write, cost
+        self._line = _Line(merged=before)
         self._thread = futures.ThreadPoolExecutor(1, "t5x-metrics") if concurrent else None
         self._job: futures.Future | None = None
-        self._counted = _Tokens()  # tokens of the steps that `unfinished` merged
-        self._found: NonFinite | None = None
-        self._slow_data_told = False
-        self.figures: dict[str, float] = {}
-        self.shown: dict[str, float] = {}
+        self._nonfinite: NonFinite | None = None
+        self._warned = False
+        self.metrics: dict[str, float] = {}
+        self.summary: dict[str, float] = {}
 
     def add(self, metrics: Metrics) -> None:
         """Add the metrics of one step, which the devices may still be computing."""
-        self._pending.append(metrics)
+        self._line.pending.append(metrics)
 
     def line(self, step: int, lap: Throughput, others: Mapping[str, float]) -> None:
         """Write the metrics of all steps since the last line.
@@ -81,8 +94,8 @@ class MetricLines:
           others: additional metrics to write.
         """
         self.wait()
-        job = functools.partial(self._finish, step, self._before, self._pending, self._counted, lap, others)
-        self._pending, self._before, self._counted = [], None, _Tokens()
+        job = functools.partial(self._finish, step, self._line, lap, others)
+        self._line = _Line()
         if self._thread is None:
             job()
         else:
@@ -91,12 +104,8 @@ class MetricLines:
     def unfinished(self, step: int) -> dict[str, list] | None:
         """Return the metrics since the last line, for JSON. Waits for the devices."""
         self.wait()
-        if self._pending:
-            steps = self._on_host(self._pending, step)
-            self._before = _merged(self._before, steps)
-            self._counted += _Tokens.of(steps)
-            self._pending = []
-        return None if self._before is None else to_json(self._before)
+        self._merge(self._line, step)
+        return None if self._line.merged is None else to_json(self._line.merged)
 
     def wait(self) -> None:
         """Wait until the last line is written. Raise its error, if any."""
@@ -107,79 +116,53 @@ class MetricLines:
     def take_nonfinite(self) -> NonFinite | None:
         """Pop the recorded non-finite steps among those written or merged. Identical on every process."""
         self.wait()
-        found, self._found = self._found, None
+        found, self._nonfinite = self._nonfinite, None
         return found
 
     def close(self) -> None:
         if self._thread is not None:
             self._thread.shutdown()
 
-    def _finish(
-        self,
-        step: int,
-        before: Metrics | None,
-        pending: list[Metrics],
-        counted: "_Tokens",
-        lap: Throughput,
-        others: Mapping[str, float],
-    ) -> None:
-        steps = self._on_host(pending, step)
-        counted += _Tokens.of(steps)
-        tokens = lambda count: round(count * lap.steps / counted.steps)
-        lap = dataclasses.replace(lap, target_tokens=tokens(counted.targets), input_tokens=tokens(counted.inputs))
-        figures = compute(_merged(before, steps))
-        for name in ("target_tokens", FIRST_BAD_GRADIENT):
-            figures.pop(name, None)
-        figures |= lap.scalars(cores=jax.device_count()) | dict(others)
-        if steps and "learning_rate" in steps[-1]:
-            figures["learning_rate/current"] = float(steps[-1]["learning_rate"].compute())
-        figures |= self._cost.scalars(lap.steps_per_second) if self._cost is not None else {}
-        self.figures = figures
-        self.shown = {
-            "loss": figures["loss_per_nonpadding_target_token"],
-            "tokens/s": lap.target_tokens_per_second + lap.input_tokens_per_second,
+    def _finish(self, step: int, line: _Line, lap: Throughput, others: Mapping[str, float]) -> None:
+        steps = self._merge(line, step)
+        tokens = {
+            name: round(line.tokens[name] * lap.steps / line.tokens["steps"])
+            for name in ("target_tokens", "input_tokens")
         }
-        if "timing/mfu" in figures:
-            self.shown["MFU %"] = 100 * figures["timing/mfu"]
-        if lap.data_wait_share > _SLOW_DATA:
-            self.shown["waiting for data %"] = 100 * lap.data_wait_share
-            if not self._slow_data_told:
-                log.warning(_SLOW_DATA_HINT, 100 * lap.data_wait_share)
-            self._slow_data_told = True
-        self._write(step, figures)
+        lap = dataclasses.replace(lap, **tokens)
+        metrics = compute(line.merged)
+        for name in ("target_tokens", FIRST_BAD_GRADIENT):
+            metrics.pop(name, None)
+        metrics |= lap.scalars(cores=jax.device_count()) | dict(others)
+        if steps and "learning_rate" in steps[-1]:
+            metrics["learning_rate/current"] = float(steps[-1]["learning_rate"].compute())
+        if self._cost is not None:
+            metrics |= self._cost.scalars(metrics["timing/steps_per_second"])
+        self.metrics = metrics
+        self.summary = {
+            "loss": metrics["loss_per_nonpadding_target_token"],
+            "tokens/s": metrics["timing/target_tokens_per_second"] + metrics["timing/input_tokens_per_second"],
+        }
+        if "timing/mfu" in metrics:
+            self.summary["MFU %"] = 100 * metrics["timing/mfu"]
+        if (waiting := metrics["timing/data_wait_share"]) > _SLOW_DATA:
+            self.summary["waiting for data %"] = 100 * waiting
+            if not self._warned:
+                log.warning(_SLOW_DATA_HINT, 100 * waiting)
+            self._warned = True
+        self._write(step, metrics)
 
-    def _on_host(self, pending: list[Metrics], last_step: int) -> list[Metrics]:
-        steps = on_host(pending)
-        if self._found is None and not all(map(_is_finite, steps)):
-            self._found = NonFinite(steps, last_step)
+    def _merge(self, line: _Line, last_step: int) -> list[Metrics]:
+        """Merge the pending steps of a line, and return them; wait for the devices."""
+        steps, line.pending = on_host(line.pending), []
+        if self._nonfinite is None and not all(map(is_finite, steps)):
+            self._nonfinite = NonFinite(steps, last_step)
+        if steps and line.merged is not None and line.merged.keys() != steps[0].keys():
+            log.warning("the run now computes other metrics than before it was stopped: this line starts here")
+            line.merged = None
+        if steps:
+            line.merged = functools.reduce(merge, steps if line.merged is None else [line.merged, *steps])
+            targets = sum(int(metrics["target_tokens"].total) for metrics in steps)
+            both = sum(int(metrics["non_padding_fraction/overall"].total) for metrics in steps)
+            line.tokens += Counter(steps=len(steps), target_tokens=targets, input_tokens=both - targets)
         return steps
-
-
-@dataclasses.dataclass(frozen=True)
-class _Tokens:
-    """Numbers of non-padding tokens of some steps."""
-
-    steps: int = 0
-    inputs: int = 0
-    targets: int = 0
-
-    @classmethod
-    def of(cls, steps: list[Metrics]) -> "_Tokens":
-        targets = sum(int(metrics["target_tokens"].total) for metrics in steps)
-        everything = sum(int(metrics["non_padding_fraction/overall"].total) for metrics in steps)
-        return cls(len(steps), everything - targets, targets)
-
-    def __add__(self, other: "_Tokens") -> "_Tokens":
-        return _Tokens(self.steps + other.steps, self.inputs + other.inputs, self.targets + other.targets)
-
-
-def _merged(before: Metrics | None, steps: list[Metrics]) -> Metrics:
-    if before is not None and steps and before.keys() != steps[0].keys():
-        log.warning("other metrics are computed than before the run was stopped: this line of them begins there")
-        before = None
-    return functools.reduce(merge, steps if before is None else [before, *steps])
-
-
-def _is_finite(step: Metrics) -> bool:
-    value: Callable[[str], Any] = lambda name: step[name].compute() if name in step else 0.0
-    return all(math.isfinite(value(name)) for name in ("loss", "gradient_norm"))

@@ -25,13 +25,13 @@ _ORDER = (
 _RANK = {name: rank for rank, name in enumerate(_ORDER)}
 
 _REMEDIES = (
-    "Usual remedies: a lower learning rate or a longer warm-up; clipping (adafactor.Adafactor."
-    "global_norm_clip_threshold = 1.0); leaving out such updates (adafactor.Adafactor.skip_nan_updates = True); "
-    "float32 activations (dtype of the network's config)."
+    "Usual remedies: a lower learning rate or a longer warmup; clipping (adafactor.Adafactor."
+    "global_norm_clip_threshold = 1.0); skipping such updates (adafactor.Adafactor.skip_nan_updates = True); float32 "
+    "activations (dtype of the network's config)."
 )
 
 
-def _parts(key: str) -> tuple[str, int]:
+def _split_number(key: str) -> tuple[str, int]:
     name, number = re.fullmatch(r"(.*?)(?:_(\d+))?", key).groups()
     return name, int(number or 0)
 
@@ -45,7 +45,7 @@ def in_network_order(names: Iterable[str]) -> list[str]:
     """
 
     def place(key: str) -> tuple[int, str, int]:
-        name, number = _parts(key)
+        name, number = _split_number(key)
         return _RANK.get(name, len(_RANK)), name, number
 
     return sorted(names, key=lambda name: [place(key) for key in name.split("/")])
@@ -69,6 +69,15 @@ def find_nonfinite(params: Any) -> list[str]:
 @jax.jit
 def _all_finite(tree: Any) -> Any:
     return jax.tree.map(lambda x: jnp.all(jnp.isfinite(x)), tree)
+
+
+def is_finite(step: Metrics) -> bool:
+    """Return whether the loss and the gradient of a step are finite."""
+    return all(math.isfinite(_value(step, name)) for name in ("loss", "gradient_norm"))
+
+
+def _value(step: Metrics, name: str) -> float:
+    return float(step[name].compute()) if name in step else 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,44 +105,43 @@ def diagnose(steps: Sequence[Metrics], last_step: int, params: Any, trained: Any
       trained: the subset of them whose gradients were passed to `gradient_metrics`; None is all.
     """
     steps = jax.device_get(list(steps))
-    value = lambda metrics, name: float(metrics[name].compute()) if name in metrics else 0.0
-    fine = lambda metrics: all(math.isfinite(value(metrics, name)) for name in ("loss", "gradient_norm"))
     names = flatten(params)
-    at = next((i for i, metrics in enumerate(steps) if not fine(metrics)), None)
-    step = None if at is None else last_step - len(steps) + 1 + at
+    first = last_step - len(steps) + 1
+    at = next((i for i, metrics in enumerate(steps) if not is_finite(metrics)), None)
+    step = None if at is None else first + at
     if at is None:
-        told = f"The loss was not finite before step {last_step - len(steps) + 1}."
-    elif not math.isfinite(loss := value(steps[at], "loss")):
-        told = f"The loss is {loss} at step {step}, the first that is not finite"
-        if at > 0:
-            before, norm = value(steps[at - 1], "loss"), value(steps[at - 1], "gradient_norm")
-            told += f"; the step before it had a loss of {before:.6g} and a gradient norm of {norm:.4g}"
-        told += "."
+        cause = f"The loss was not finite before step {first}."
+    elif math.isfinite(loss := _value(steps[at], "loss")):
+        gradient = _describe_gradient(flatten(params if trained is None else trained), steps[at])
+        cause = f"At step {step} the loss was {loss:.6g}, but {gradient} was not finite."
     else:
-        gradient = _gradient(names if trained is None else flatten(trained), int(value(steps[at], FIRST_BAD_GRADIENT)))
-        told = f"At step {step} the loss was {loss:.6g}, but {gradient} was not finite."
+        cause = f"The loss is {loss} at step {step}, the first that is not finite."
+        if at > 0:
+            before, norm = (_value(steps[at - 1], name) for name in ("loss", "gradient_norm"))
+            cause += f" Step {step - 1} had a loss of {before:.6g} and a gradient norm of {norm:.4g}."
     bad = find_nonfinite(params)
-    told += f" {_told_of(bad, len(names), last_step)}" if bad else " All parameters are still finite."
-    return Diagnosis(step, bad, f"{told} {_REMEDIES}")
+    effect = _describe_parameters(bad, len(names), last_step) if bad else "All parameters are still finite."
+    return Diagnosis(step, bad, f"{cause} {effect} {_REMEDIES}")
 
 
 def bad_parameters(params: Any, last_step: int) -> str | None:
     """Return a message about non-finite parameters, or None if all are finite. All processes must call it."""
     bad = find_nonfinite(params)
-    return f"{_told_of(bad, len(flatten(params)), last_step)} {_REMEDIES}" if bad else None
+    return f"{_describe_parameters(bad, len(flatten(params)), last_step)} {_REMEDIES}" if bad else None
 
 
-def _told_of(bad: Sequence[str], count: int, last_step: int) -> str:
+def _describe_parameters(bad: Sequence[str], count: int, last_step: int) -> str:
     if len(bad) == count:
-        return f"By step {last_step} none of the {count} parameters is finite any more."
-    return f"By step {last_step}, {len(bad)} of {count} parameters are not finite; the first is {bad[0]}."
+        return f"After step {last_step}, none of the {count} parameters is finite."
+    return f"After step {last_step}, {len(bad)} of {count} parameters are not finite; the first is {bad[0]}."
 
 
-def _gradient(names: Collection[str], number: int) -> str:
+def _describe_gradient(names: Collection[str], step: Metrics) -> str:
+    number = int(_value(step, FIRST_BAD_GRADIENT))
     if number == 0:
         return "the gradient"
-    known = all(_parts(key)[0] in _RANK for name in names for key in name.split("/")[:-1])
-    nearest = " (of those that were not, the nearest to the loss)" if known else ""
+    is_t5 = all(_split_number(key)[0] in _RANK for name in names for key in name.split("/")[:-1])
+    nearest = " (the nearest to the loss of those that were not)" if is_t5 else ""
     return f"the gradient of {_backwards(names)[number - 1]}{nearest}"
 
 

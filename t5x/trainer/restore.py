@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from t5x import checkpoints
-from t5x.checkpoints import transfer
+from t5x.checkpoints import transfer, tree
 from t5x.checkpoints.assignment import Rules
 from t5x.checkpoints.checkpoint_identity import fingerprint
 from t5x.checkpoints.config import RestoreCheckpointConfig
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 RUN_FILE = "run.json"
 OnChangedData = Literal["refuse", "continue", "restart"]
 _MAX_JSON_BYTES = 2**30  # the file has the position of every row
-DATA_FILE = checkpoints.dataset_state_name(0, 1)  # of all rows, for any number of processes
+DATA_FILE = checkpoints.DATASET_STATE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +67,8 @@ class Run:
     def of(cls, path: Any) -> "Run":
         if not os.path.exists(os.path.join(path, RUN_FILE)):
             raise UserError(
-                f"{path} was converted, not written by a run: it has no position in the data to go on from. Give it as "
-                "the initial checkpoint (utils.RestoreCheckpointConfig.path) of a run with another MODEL_DIR."
+                f"{path} was converted, not written by a run: it cannot be resumed. Use it as the initial checkpoint "
+                "(utils.RestoreCheckpointConfig.path) of a run with another MODEL_DIR."
             )
         record = _read_json(path, RUN_FILE)
         if record is None:
@@ -100,17 +100,17 @@ def position_of_all(
     """
     if "lanes" not in mine:
         return dict(mine)
-    merged = merge_states(distributed.gather("data position", dict(mine)))
+    merged = merge_states(distributed.exchange("data position", dict(mine)))
     rows = sorted({first + i for first, count, *_ in merged["lanes"] for i in range(count)})
     merged |= {"lanes": join_states(states_of_rows(rows, merged["lanes"]))}
     if fingerprint is None:
         return merged
     if not fingerprint.done():
-        log.info("the checkpoint waits until the files of the data are hashed, which is done once")
+        log.info("waiting for the hashes of the data files, which are computed once, to save the checkpoint")
     try:
         return merged | {"fingerprint": fingerprint.result(patience)}
     except TimeoutError:
-        log.warning("the files of the data are not hashed yet: when this checkpoint is resumed, they are not compared")
+        log.warning("the data files are not hashed yet: changes are not detected when this checkpoint is resumed")
         return merged
 
 
@@ -157,7 +157,7 @@ def restore_or_init(
     init_rng: jax.Array,
 ) -> tuple[TrainState, Run]:
     """Return the initial state and what is known about the run. A failure in one process is raised in all."""
-    error, result = None, None
+    result = error = None
     try:
         result = _restore_or_init(store, restore_cfg, model, layout, init_rng)
     except Exception as caught:
@@ -203,26 +203,20 @@ def _restore_or_init(
 
     own, resumed, damaged = store.restore_latest(resume)
     if own is not None:
-        given = (
-            f", before the initial one that was given ({restore_cfg.path})" if restore_cfg and restore_cfg.path else ""
-        )
-        log.info("resuming from %s: MODEL_DIR's newest whole checkpoint comes first%s", own, given)
+        ignored = f"; ignoring the initial checkpoint {restore_cfg.path}" if restore_cfg and restore_cfg.path else ""
+        log.info("resuming from %s, MODEL_DIR's newest complete checkpoint%s", own, ignored)
         return resumed
     if damaged:
         raise UserError(
             f"None of the {len(damaged)} checkpoint(s) in {store.directory} can be used: they are damaged, or not "
-            "written by this program. Choose another MODEL_DIR, or move them away to start anew."
+            "written by t5x. Choose another MODEL_DIR, or move them away to start from scratch."
         )
     if restore_cfg is not None and restore_cfg.path:
         source = open_for_all(restore_cfg.path)
-        log.info(
-            "starting from %s (%s): MODEL_DIR has no checkpoint yet, and this initial one was given",
-            source.path,
-            source.format,
-        )
+        log.info("starting from the initial checkpoint %s (%s)", source.path, source.format)
         state = restore_state(source, restore_cfg, model, layout, init_rng)
         return state, Run(int(state.step), _position(source) if restore_cfg.restore_dataset else None)
-    log.info("starting from scratch: MODEL_DIR has no checkpoint yet, and no initial one was given")
+    log.info("starting from scratch: there is no checkpoint in MODEL_DIR and no initial checkpoint")
     return layout.init(init_rng), Run(0)
 
 
@@ -235,15 +229,13 @@ def restore_state(
       rng: key for the initial values of parameters that the rules exclude.
     """
     _check_same(source, model, cfg.rules)
-    abstract, axes = layout.abstract.tree(), layout.tree_axes()
+    abstract, axes = layout.abstract.replace(flax_mutables={}).tree(), layout.tree_axes()
     fitting = transfer.Fitting(source, abstract, axes, cfg.rules)
     step = 0 if cfg.step == "reset" else fitting.step or 0
     has_state = fitting.has_optimizer_state()
     keep = cfg.optimizer_state == "keep" and has_state
-    reason = (
-        "as the checkpoint has it" if keep else "the checkpoint has none that fits" if not has_state else "as asked"
-    )
-    log.info("step: %d; optimizer state: %s, %s", step, "kept" if keep else "reset", reason)
+    reset = "reset as configured" if has_state else "reset, because the checkpoint has none that fits"
+    log.info("step: %d; optimizer state: %s", step, "kept" if keep else reset)
 
     def read(part: Any) -> Any:
         if not cfg.rules and source.format == "t5x" and _same_names(source.arrays, part):
@@ -255,7 +247,19 @@ def restore_state(
     if not keep or not jax.tree.leaves(states):
         return layout.with_fresh_optimizer(params, step)
     states = read({"state": {"param_states": states}})["state"]["param_states"]
-    return TrainState(layout.step_array(step), params, states)
+    mutables = _restore_mutables(source.path, layout) if source.format == "t5x" else layout.fresh_mutables()
+    return TrainState(layout.step_array(step), params, states, mutables)
+
+
+def _restore_mutables(path: Any, layout: StateLayout) -> Any:
+    """Return the `flax_mutables` of our checkpoint; initial ones if the run did not train in FP8 before."""
+    wanted = {"flax_mutables": layout.abstract.flax_mutables}
+    if not layout.abstract.flax_mutables:
+        return {}
+    if _same_names(checkpoints.read_names(path), wanted):
+        return checkpoints.restore(path, wanted, verify=False)["flax_mutables"]
+    log.info("%s has no amax history: the first FP8 step uses default scales", path)
+    return layout.fresh_mutables()
 
 
 def restore_params(
@@ -284,21 +288,23 @@ def restore_params(
 
 def _resume(path: Any, cfg: RestoreCheckpointConfig | None, layout: StateLayout) -> TrainState:
     """Return the state of a run's own checkpoint. Layers may be stacked in one and not in the other."""
-    abstract = layout.abstract.tree()
+    abstract = layout.abstract.replace(flax_mutables={}).tree()
     functions = () if cfg is None else cfg.rules.state_transformation_fns
     if not functions and _same_names(checkpoints.read_names(path), abstract):
-        return TrainState.from_tree(checkpoints.restore(path, abstract, verify=False))
+        state = TrainState.from_tree(checkpoints.restore(path, abstract, verify=False))
+        return state.replace(flax_mutables=_restore_mutables(path, layout))
     if not functions:
-        log.info("%s: its layers are stacked and this network's are not, or the other way round: rearranged", path)
+        log.info("rearranging %s: its layers are stacked and this network's are not, or vice versa", path)
     rules = Rules(state_transformation_fns=functions, is_resuming=True)
-    return TrainState.from_tree(transfer.restore(read_own_checkpoint(path), abstract, layout.tree_axes(), rules=rules))
+    state = TrainState.from_tree(transfer.restore(read_own_checkpoint(path), abstract, layout.tree_axes(), rules=rules))
+    return state.replace(flax_mutables=_restore_mutables(path, layout))
 
 
 def _same_names(found: Iterable[str], abstract: Any) -> bool:
     """Return whether our checkpoint's arrays have the network's names, so that it can be read shard by shard."""
     wanted = checkpoints.tree.flatten(abstract)
-    sections = {transfer.section(name) for name in wanted}
-    return {name for name in found if transfer.section(name) in sections} == wanted.keys()
+    sections = {tree.section(name) for name in wanted}
+    return {name for name in found if tree.section(name) in sections} == wanted.keys()
 
 
 def _check_same(source: Source, model: BaseTransformerModel, rules: Rules) -> None:
@@ -311,7 +317,7 @@ def _check_same(source: Source, model: BaseTransformerModel, rules: Rules) -> No
     except UserError as error:
         if not rules:
             raise
-        log.warning("%s\nIt is taken all the same: there are rules for what differs.", error)
+        log.warning("%s\nUsing it all the same, because there are restore rules.", error)
 
 
 def _initial_values(layout: StateLayout, rng: jax.Array) -> transfer.Initial:
@@ -333,8 +339,8 @@ def _position(source: Source) -> dict[str, Any]:
     """Return the data position of a run's checkpoint."""
     if source.format != "t5x" or not os.path.exists(os.path.join(source.path, DATA_FILE)):
         raise UserError(
-            f"utils.RestoreCheckpointConfig.restore_dataset: {source.path} has no position in the data that could be "
-            "gone on from. Set it to False to read the data from its beginning."
+            f"{source.path} has no data position to resume. Set utils.RestoreCheckpointConfig.restore_dataset = False "
+            "to read the data from its beginning."
         )
     return _read_json(source.path, DATA_FILE)
 

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+from concurrent import futures
 from types import FrameType, TracebackType
 
 import jax
@@ -30,6 +31,10 @@ class Stopped(Exception):
         self.exit_code = EXIT_CODES[signal.Signals(signum)]
 
 
+class Interrupted(Exception):
+    """Raised between two batches of an evaluation if the run is to stop."""
+
+
 class StopRequest:
     """Context manager that records the first signal, once there is something to save. A second SIGINT exits at once.
 
@@ -47,17 +52,22 @@ class StopRequest:
         self.signum: int | None = None
         self.something_to_save = False
         self._previous: dict[int, object] = {}
-        self._agreement = _Agreement() if jax.process_count() > 1 else None
+        self._common = _CommonStop() if jax.process_count() > 1 else None
 
     def __bool__(self) -> bool:
         """Return whether the run is to stop. All processes return the same at the same point."""
-        return self.signum is not None if self._agreement is None else self._agreement.reached
+        return self.signum is not None if self._common is None else self._common.reached
 
     def here(self) -> bool:
         """Return whether to stop here. All processes call it before every step and every batch of an evaluation."""
-        if self._agreement is not None and self._agreement.stops_here():
-            self.signum = self._agreement.signum
+        if self._common is not None and self._common.stops_here():
+            self.signum = self._common.signum
         return bool(self)
+
+    def check(self) -> None:
+        """Raise Interrupted if the run is to stop here."""
+        if self.here():
+            raise Interrupted
 
     def __enter__(self) -> "StopRequest":
         # Python delivers signals to the main thread only; a run in another thread is stopped by its caller.
@@ -65,48 +75,46 @@ class StopRequest:
             # Ignored signals stay ignored: a run under `nohup` must survive the end of its terminal.
             ours = [s for s in EXIT_CODES if signal.getsignal(s) is not signal.SIG_IGN]
             self._previous = {s: signal.signal(s, self._handle) for s in ours}
-        if self._agreement is not None:
-            self._agreement.start()
+        if self._common is not None:
+            self._common.start()
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
-        if self._agreement is not None:
-            self._agreement.close()
+        if self._common is not None:
+            self._common.close()
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         if not self.something_to_save:
-            _say(f"{signal.Signals(signum).name}: stopped before the first step; there was nothing to save")
+            _print(f"{signal.Signals(signum).name}: stopped before the first step; there was nothing to save")
             os._exit(EXIT_CODES[signal.Signals(signum)])
         if self.signum is not None and signum == signal.SIGINT:
-            _say("stopped at once; nothing was saved after the last checkpoint")
+            _print("stopped at once; nothing was saved after the last checkpoint")
             os._exit(EXIT_CODES[signal.SIGINT])
         if self.signum is None:
             self.signum = signum
-            _say(f"{signal.Signals(signum).name}: finishing this step and saving (Ctrl-C again: stop at once)")
-            if self._agreement is not None:
-                self._agreement.signum = signum
+            _print(f"{signal.Signals(signum).name}: finishing this step and saving (Ctrl-C again: stop at once)")
+            if self._common is not None:
+                self._common.signum = signum
 
 
-class _Agreement:
+class _CommonStop:
     """Finds the point at which several processes stop; they count the steps and batches that they start.
 
     Attributes:
-      signum: set by the signal handler to request a stop; after the agreement, the signal that one of the processes
-        got.
+      signum: set by the signal handler to request a stop; later, the signal that one of the processes received.
       reached: whether the point has been reached.
     """
 
     def __init__(self) -> None:
         self.signum: int | None = None
         self.reached = False
-        self._begun = 0  # steps and batches that this process has started
-        self._promised = False
-        self._last: int | None = None
-        self._failure: Exception | None = None
+        self._started = 0  # steps and batches that this process has started
+        self._published = False
+        self._last: futures.Future[int] = futures.Future()
         self._key = f"stop {next(_numbers)}"
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="t5x-stop", daemon=True)
 
@@ -117,42 +125,33 @@ class _Agreement:
         self._closed.set()
 
     def stops_here(self) -> bool:
-        with self._changed:
-            if self._promised:
-                self._changed.wait_for(lambda: self._last is not None or self._failure is not None)
-                if self._failure is not None:
-                    raise self._failure
-                self.reached = self._begun >= self._last
-            if not self.reached:
-                self._begun += 1
-            return self.reached
+        with self._lock:
+            if not self._published:
+                self._started += 1
+                return False
+        self.reached = self._started >= self._last.result()
+        self._started += not self.reached
+        return self.reached
 
     def _watch(self) -> None:
         try:
-            self._agree()
+            while (requested := distributed.poll(self._key)) is None:
+                if self._closed.wait(_POLL_SECONDS):
+                    return
+                if self.signum is not None:
+                    distributed.put(self._key, int(self.signum))
+            with self._lock:
+                self._published, started = True, self._started
+            last = max(distributed.exchange("last begun", started))
+            self.signum = requested
+            self._last.set_result(last)
         except Exception as error:
-            with self._changed:
-                self._promised, self._failure = True, error
-                self._changed.notify_all()
-
-    def _agree(self) -> None:
-        while not self._closed.wait(_POLL_SECONDS):
-            if self.signum is not None:
-                distributed.put(self._key, str(int(self.signum)).encode())
-            asked = distributed.poll(self._key)
-            if asked is None:
-                continue
-            with self._changed:
-                self._promised = True
-                begun = self._begun
-            last = max(int(promise) for promise in distributed.exchange("last begun", str(begun).encode()))
-            with self._changed:
-                self.signum, self._last = int(asked), last
-                self._changed.notify_all()
-            return
+            with self._lock:
+                self._published = True
+            self._last.set_exception(error)
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     """Write to standard error. A closed pipe (Ctrl-C also ends `tee` in `2>&1 | tee log`) must not prevent the save."""
     with contextlib.suppress(OSError, ValueError):
         os.write(sys.stderr.fileno(), f"\n{text}\n".encode())

@@ -2,6 +2,8 @@
 
 import dataclasses
 import logging
+import os
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,9 +11,11 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from t5x.checkpoints.tree import parameter_table
 from t5x.models import BaseTransformerModel
 from t5x.network import logical_axes
 from t5x.partitioning import PjitPartitioner
+from t5x.telemetry import jsonl
 
 log = logging.getLogger(__name__)
 
@@ -20,19 +24,27 @@ Tree = Any
 
 @flax.struct.dataclass
 class TrainState:
-    """Parameters, optimizer state and the number of steps taken."""
+    """Parameters, optimizer state and the number of steps taken.
+
+    Attributes:
+      flax_mutables: other state of the network: `fp8`, the amax history of training in FP8; {} without it.
+    """
 
     step: jax.Array
     params: Tree
     param_states: Tree
+    flax_mutables: Tree = flax.struct.field(default_factory=dict)
 
     def tree(self) -> dict[str, Any]:
         """Return the tree as stored in a checkpoint, with T5X's names."""
-        return {"target": self.params, "state": {"step": self.step, "param_states": self.param_states}}
+        tree = {"target": self.params, "state": {"step": self.step, "param_states": self.param_states}}
+        return tree | ({"flax_mutables": self.flax_mutables} if self.flax_mutables else {})
 
     @classmethod
     def from_tree(cls, tree: Mapping[str, Any]) -> "TrainState":
-        return cls(tree["state"]["step"], tree["target"], tree["state"]["param_states"])
+        return cls(
+            tree["state"]["step"], tree["target"], tree["state"]["param_states"], tree.get("flax_mutables", {})
+        )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,19 +81,19 @@ class StateLayout:
             step=jax.ShapeDtypeStruct((), jnp.int32, sharding=partitioner.replicated),
             params=jax.tree.map(placed, params, axes),
             param_states=jax.tree.map(placed, states, state_axes),
+            flax_mutables=jax.tree.map(lambda x: placed(x, None), jax.eval_shape(lambda: _mutables(model))),
         )
         layout = cls(model, partitioner, input_shapes, abstract, axes, state_axes)
-        layout._say_what_stays_whole()
+        layout._log_undivided()
         return layout
 
-    def _say_what_stays_whole(self) -> None:
-        reasons: dict[str, int] = {}
+    def _log_undivided(self) -> None:
         leaves, treedef = jax.tree.flatten(self.abstract.params)
-        for leaf, axes in zip(leaves, treedef.flatten_up_to(self.axes), strict=True):
-            if reason := self.partitioner.undivided(leaf.shape, axes):
-                reasons[reason] = reasons.get(reason, 0) + 1
+        axes = treedef.flatten_up_to(self.axes)
+        reasons = Counter(self.partitioner.undivided(x.shape, a) for x, a in zip(leaves, axes, strict=True))
         for reason, count in reasons.items():
-            log.warning("%d parameter(s) are not divided over that mesh axis: %s", count, reason)
+            if reason:
+                log.warning("%d parameter(s) are not divided over that mesh axis: %s", count, reason)
 
     @property
     def shardings(self) -> TrainState:
@@ -100,23 +112,45 @@ class StateLayout:
 
     def with_fresh_optimizer(self, params: Tree, step: int) -> TrainState:
         """Return a state with the given parameters and a fresh optimizer state."""
-        optimizer = self.model.optimizer_def
         fresh = self.partitioner.partition(
-            lambda p: {} if optimizer is None else optimizer.init(p, self.axes),
+            self._init_optimizer,
             in_shardings=(self.shardings.params,),
             out_shardings=self.shardings.param_states,
         )
-        return TrainState(self.step_array(step), params, fresh(params))
+        return TrainState(self.step_array(step), params, fresh(params), self.fresh_mutables())
+
+    def fresh_mutables(self) -> Tree:
+        """Return the initial `flax_mutables`, created on their devices."""
+        shardings = self.shardings.flax_mutables
+        return self.partitioner.partition(lambda: _mutables(self.model), in_shardings=(), out_shardings=shardings)()
 
     def init(self, rng: jax.Array) -> TrainState:
         """Return fresh parameters and optimizer state, created on their devices."""
 
         def fresh(rng):
             params = self.model.get_initial_variables(rng, self.input_shapes)["params"]
-            optimizer = self.model.optimizer_def
-            states = {} if optimizer is None else optimizer.init(params, self.axes)
-            return TrainState(jnp.zeros((), jnp.int32), params, states)
+            return TrainState(jnp.zeros((), jnp.int32), params, self._init_optimizer(params), _mutables(self.model))
 
         return self.partitioner.partition(
             fresh, in_shardings=self.partitioner.replicated, out_shardings=self.shardings
         )(rng)
+
+    def _init_optimizer(self, params: Tree) -> Tree:
+        optimizer = self.model.optimizer_def
+        return {} if optimizer is None else optimizer.init(params, self.axes)
+
+
+def _mutables(model: BaseTransformerModel) -> Tree:
+    history = {} if model.optimizer_def is None else model.initial_fp8_history()
+    return {"fp8": history} if history else {}
+
+
+def write_model_info(directory: str, layout: StateLayout) -> None:
+    """Write model-info.txt: the parameters, the optimizer state if there is one, and how they are sharded."""
+    shardings = layout.shardings
+    lines = parameter_table(
+        layout.abstract.params, layout.axes, shardings.params, optimizer_state=layout.abstract.param_states or None,
+        optimizer_axes=layout.state_axes, optimizer_specs=shardings.param_states,
+    )  # fmt: skip
+    text = "\n".join([f"Mesh: {layout.partitioner}", "", *lines]) + "\n"
+    jsonl.replace(os.path.join(directory, "model-info.txt"), [text.encode()])

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from t5x.errors import UserError
 from t5x.metrics.accumulators import AveragePerStep, Metrics, as_one_step, merge
 from t5x.models import BaseTransformerModel
+from t5x.network import fp8
 from t5x.optimizers import trained
 from t5x.optimizers.schedules import Schedule
 from t5x.trainer.nonfinite import gradient_metrics
@@ -47,12 +48,16 @@ def train_step(
     dropout_rng = jax.random.fold_in(rng, state.step)
     rows = batch["decoder_target_tokens"].shape[0]
     batch = {**model.with_loss_scale(batch), "row_index": jnp.arange(rows, dtype=jnp.int32)}
-    grads, metrics = accumulate_gradients(model, state.params, batch, dropout_rng, num_microbatches)
+    history = state.flax_mutables.get("fp8", {})
+    (grads, amax), metrics = accumulate_gradients(
+        model, state.params, batch, dropout_rng, num_microbatches, fp8.scales(history)
+    )
     optimizer = model.optimizer_def
     params, param_states = optimizer.update(
         grads, state.param_states, state.params, axes, step=state.step, learning_rate=learning_rate_fn(state.step)
     )
-    new_state = TrainState(state.step + 1, params, param_states)
+    mutables = {"fp8": fp8.next_history(history, amax)} if history else {}
+    new_state = TrainState(state.step + 1, params, param_states, mutables)
     logged = (logged_rate_fn or learning_rate_fn)(state.step)
     metrics |= {"learning_rate": AveragePerStep(logged), **gradient_metrics(trained(optimizer, grads))}
     if weight_metrics is not None:
@@ -61,12 +66,25 @@ def train_step(
 
 
 def accumulate_gradients(
-    model: BaseTransformerModel, params: Any, batch: Batch, dropout_rng: jax.Array, num_microbatches: int
-) -> tuple[Any, Metrics]:
-    """Return float32 gradients and metrics of the batch, accumulated over `num_microbatches` microbatches."""
-    gradient = jax.grad(model.loss_fn, has_aux=True)
+    model: BaseTransformerModel,
+    params: Any,
+    batch: Batch,
+    dropout_rng: jax.Array,
+    num_microbatches: int,
+    fp8_scales: Any,
+) -> tuple[tuple[Any, Any], Metrics]:
+    """Return the gradients, float32, and the metrics of the batch, accumulated over `num_microbatches` microbatches.
+
+    The gradients are a pair: those of the parameters, and the amax in place of those of `fp8_scales` (see
+    `network.fp8`).
+    """
+
+    def loss(params, fp8_scales, batch, rng):
+        return model.loss_fn(params, {**batch, "fp8_scales": fp8_scales} if fp8_scales else batch, rng)
+
+    gradient = jax.grad(loss, argnums=(0, 1), has_aux=True)
     if num_microbatches == 1:
-        return gradient(params, batch, dropout_rng)
+        return gradient(params, fp8_scales, batch, dropout_rng)
     rows = batch["decoder_target_tokens"].shape[0]
     if rows % num_microbatches:
         raise UserError(
@@ -81,11 +99,11 @@ def accumulate_gradients(
         rngs = jax.random.split(dropout_rng, num_microbatches)
 
     def add(total, part_and_rng):
-        grads, metrics = gradient(params, *part_and_rng)
-        return jax.tree.map(jnp.add, total, grads), metrics
+        (grads, amax), metrics = gradient(params, fp8_scales, *part_and_rng)
+        return (jax.tree.map(jnp.add, total[0], grads), jax.tree.map(jnp.maximum, total[1], amax)), metrics
 
     # The loop starts from zeros, so that the gradient is compiled once.
-    grads, each = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), (parts, rngs))
+    grads, each = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, (params, fp8_scales)), (parts, rngs))
     first, rest = (jax.tree.map(at, each) for at in (lambda x: x[0], lambda x: x[1:]))
     metrics, _ = jax.lax.scan(lambda total, one: (merge(total, one), None), first, rest)
     return grads, as_one_step(metrics)

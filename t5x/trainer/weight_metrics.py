@@ -31,7 +31,7 @@ class WeightMetricsComputer:
         update = {name: new[name] - old[name] for name in old}
         relative = {name: _relative_rms(update[name], old[name]) for name in old}
         squares = sum(jnp.sum(jnp.square(gradient)) for gradient in gradients.values())
-        figures = {
+        metrics = {
             **_each("weight_rms", _rms, new),
             **_each("weight_gradient_rms", _rms, gradients),
             "weight_gradient_norm": jnp.sqrt(squares),
@@ -39,11 +39,11 @@ class WeightMetricsComputer:
             **_each("weight_update_divided_by_weight_rms", lambda x: x, relative),
             **_each("weight_max", lambda x: jnp.max(jnp.abs(x)), new),
         }
-        return {name: AveragePerStep(value) for name, value in figures.items()}
+        return {name: AveragePerStep(value) for name, value in metrics.items()}
 
 
-def _each(prefix: str, figure: Any, flat: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    return {f"{prefix}/{name}": figure(value) for name, value in flat.items()}
+def _each(prefix: str, function: Any, flat: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return {f"{prefix}/{name}": function(value) for name, value in flat.items()}
 
 
 def _rms(x: jax.Array) -> jax.Array:

@@ -2,91 +2,77 @@
 
 import argparse
 import json
-import signal
-import textwrap
 from typing import Any
 
 from t5x.errors import UserError
-from t5x.verbs.arguments import (
-    add_import,
-    add_model,
-    add_processes,
-    import_modules,
-    leave_in_order,
-    processes,
-    work_begins,
-)
+from t5x.verbs.arguments import add_import, add_model, add_processes
+from t5x.verbs.job_options import add_batches, add_output, flags, given_options, job_process, set_help
 
 _OPTIONS = ("no_answer", "beams", "max_length", "max_input_length", "stride", "batch_size")
-_FILE = ("output", "squad_predictions", "squad_na_probs", "checkpoint_period", "overwrite")
+_FILE_OPTIONS = ("output", "squad_predictions", "squad_na_probs", "checkpoint_period", "overwrite")
 
 
 def define(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="DIR", required=True, help="a checkpoint, or a MODEL_DIR")
     one = parser.add_argument_group("one question")
     one.add_argument("--question", metavar="TEXT")
-    one.add_argument("--context", metavar="TEXT", help="in which the answer is looked for")
-    one.add_argument("--json", action="store_true", default=None, help="print all that is known of the answer")
-    file = parser.add_argument_group("or a file of them")
-    file.add_argument("--input", metavar="FILE", help='JSON lines with "question", "context" and perhaps "id" (- is '
+    one.add_argument("--context", metavar="TEXT", help="the text that contains the answer")
+    one.add_argument("--json", action="store_true", default=None, help="print the score and position of the answer too")
+    file = parser.add_argument_group("or a file of questions")
+    file.add_argument("--input", metavar="FILE", help='JSON lines with "question", "context" and optionally "id" (- is '
                       "standard input), or SQuAD's official .json, whose answers are then scored")  # fmt: skip
-    file.add_argument("--output", metavar="FILE", help="JSON lines; - is standard output (default)")
+    add_output(file, "JSON lines")
     file.add_argument("--squad_predictions", metavar="FILE", help="also write {id: answer}, as SQuAD's scripts read it")
     file.add_argument("--squad_na_probs", metavar="FILE", help="also write {id: probability that there is no answer}")
-    file.add_argument("--checkpoint_period", type=int, metavar="N", help="batches after which results are kept (16)")
-    file.add_argument("--overwrite", action="store_true", default=None, help="replace an output file that exists")
-    how = parser.add_argument_group("how")
-    how.add_argument("--no_answer", metavar="TEXT", help="what the model was trained to write where there is no answer")
+    how = parser.add_argument_group("model")
+    how.add_argument("--no_answer", metavar="TEXT", help="what the model was trained to generate without an answer")
     how.add_argument("--beams", type=int, metavar="N", help="beam search (1, greedy)")
-    how.add_argument("--max_length", type=int, metavar="N", help="tokens of an answer at most (64)")
-    how.add_argument("--max_input_length", type=int, metavar="N", help="tokens of question and context (512); longer "
-                     "contexts are read in windows, and the best answer is taken")  # fmt: skip
+    how.add_argument("--max_length", type=int, metavar="N", help="maximum tokens of an answer (64)")
+    how.add_argument("--max_input_length", type=int, metavar="N", help="maximum tokens of question and context (512); "
+                     "longer contexts are read in windows, and the best answer is used")  # fmt: skip
     how.add_argument("--stride", type=int, metavar="N", help="tokens that two consecutive windows share (128)")
-    how.add_argument("--batch_size", type=int, metavar="N", help="windows computed together (32)")
+    add_batches(how, "windows", checkpoint_period=16)
     add_model(how)
     add_import(parser)
     add_processes(parser)
-    parser.description = (
-        'Answer questions about texts, by a model that was trained on "question: … context: …": each answer with its '
-        "place in the text and its log probability. Stopped and started again, a file goes on."
-    )
-    examples = """
+    set_help(
+        parser,
+        'Answer questions about texts, with a model that was trained on "question: … context: …". Answers come with '
+        "their position in the text and their log probability. A run that was interrupted resumes.",
+        """
         t5x answer --model runs/squad --question "Who wrote it?" --context "Effi Briest was written by Theodor Fontane."
         t5x answer --model runs/squad --input questions.jsonl --output answers.jsonl --beams 4
         t5x answer --model runs/squad2 --input dev-v2.0.json --output answers.jsonl --no_answer unanswerable \\
             --squad_predictions predictions.json --squad_na_probs na_probs.json
-        """
-    parser.epilog = "examples:\n" + textwrap.indent(textwrap.dedent(examples).strip(), "  ")
+        """,
+    )
 
 
 def run(args: argparse.Namespace) -> None:
-    given = {name: getattr(args, name) for name in _OPTIONS if getattr(args, name) is not None}
-    of_file = {name: getattr(args, name) for name in _FILE if getattr(args, name) is not None}
+    options, file_options = given_options(args, _OPTIONS), given_options(args, _FILE_OPTIONS)
     if args.input is None:
         if args.question is None or args.context is None:
-            raise UserError("Give --question and --context, or --input: a file of questions.")
-        if of_file:
-            raise UserError(f"{', '.join(f'--{name}' for name in of_file)} goes with --input, a file of questions.")
-    elif single := [f"--{name}" for name in ("question", "context", "json") if getattr(args, name) is not None]:
-        raise UserError(f"{', '.join(single)} goes without --input: give one question, or a file of them.")
-    import_modules(args)  # they may define classes, such as a vocabulary
-    work_begins()
-    signal.signal(signal.SIGTERM, leave_in_order)
-    with processes(args):
+            raise UserError("Pass --question and --context, or --input, a file of questions.")
+        if file_options:
+            raise UserError(f"{flags(file_options)} can only be used with --input, a file of questions.")
+    elif single := given_options(args, ("question", "context", "json")):
+        raise UserError(f"{flags(single)} cannot be used with --input: pass one question, or a file of questions.")
+    with job_process(args):
         if args.input is None:
-            _answer_one(args, given)
+            _answer_one(args, options)
         else:
-            from t5x.answering.files import answer_file
+            from t5x.answering.file_answering import answer_file
 
-            answer_file(args.model, args.input, vocabulary=args.vocabulary, dtype=args.dtype, **of_file, **given)
+            model = given_options(args, ("vocabulary", "dtype"))
+            answer_file(args.model, args.input, **model, **file_options, **options)
 
 
-def _answer_one(args: argparse.Namespace, given: dict[str, Any]) -> None:
+def _answer_one(args: argparse.Namespace, options: dict[str, Any]) -> None:
     import t5x
-    from t5x.answering.files import as_record
+    from t5x.answering.file_answering import as_record
     from t5x.partitioning import distributed
 
     model = t5x.load(args.model, vocabulary=args.vocabulary, dtype=args.dtype)
-    found = model.answer(args.question, args.context, **given)
+    found = model.answer(args.question, args.context, **options)
     if distributed.is_leader():
         print(json.dumps(as_record(found), ensure_ascii=False) if args.json else found.text, flush=True)

@@ -19,12 +19,12 @@ DTYPE = {"choices": ("float32", "bfloat16"), "help": "dtype of the activations (
 
 GIN_HELP = """\
 configuration:
-  --gin_file FILE            a gin file; give it several times, later ones win. It is looked for in the search paths, in
-                             the directory of the file that includes it, and in the directory above the t5x package
-  --gin.NAME=VALUE           sets a macro or a parameter after all files: --gin.TRAIN_STEPS=1000,
-                             --gin.train/utils.DatasetConfig.batch_size=64. What is not gin is taken as a string
-  --gin_bindings 'N = VALUE' the same in gin's own words
-  --gin_search_paths A,B     where gin files are looked for (default: .)
+  --gin_file FILE            a gin file; may be repeated, later files override earlier ones. Searched in the search
+                             paths, next to the file that includes it, and in the directory above the t5x package
+  --gin.NAME=VALUE           set a macro or a parameter after all files: --gin.TRAIN_STEPS=1000,
+                             --gin.train/utils.DatasetConfig.batch_size=64. A value that is not gin is a string
+  --gin_bindings 'N = VALUE' the same as a gin statement
+  --gin_search_paths A,B     directories of gin files (default: .)
 """
 
 
@@ -93,7 +93,7 @@ def _comes_again(otherwise: Callable[[Any], object], dropped: Any) -> None:
 
 def add_model(group: Any) -> None:
     """Add the options for the vocabulary and dtype of --model."""
-    group.add_argument("--vocabulary", metavar="FILE", help="where the model has none: spiece.model, or bytes")
+    group.add_argument("--vocabulary", metavar="FILE", help="for a model without one: spiece.model, or bytes")
     group.add_argument("--dtype", **DTYPE)
 
 
@@ -102,7 +102,7 @@ def parser_of(verb: str) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog=f"t5x {verb}", formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    made.add_argument("--debug", action="store_true", help="tracebacks, and more in the log")
+    made.add_argument("--debug", action="store_true", help="show tracebacks and log more")
     return made
 
 
@@ -111,39 +111,37 @@ def add_gin(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gin_file", action="append", default=[], metavar="FILE", **hide)
     parser.add_argument("--gin_bindings", action="append", default=[], metavar="BINDING", **hide)
     parser.add_argument("--gin_search_paths", default=".", metavar="DIRS", **hide)
-    parser.add_argument("--tfds_data_dir", metavar="DIR", help="where TensorFlow Datasets keeps its data")
+    parser.add_argument("--tfds_data_dir", metavar="DIR", help="directory of TensorFlow Datasets")
     parser.add_argument(
-        "--seqio_additional_cache_dirs", default="", metavar="DIR,DIR", help="offline caches of tasks of the real seqio"
+        "--seqio_additional_cache_dirs", default="", metavar="DIR,DIR", help="task caches of the real seqio"
     )
-    parser.add_argument("--dry_run", action="store_true", help="print the whole configuration and run nothing")
+    parser.add_argument("--dry_run", action="store_true", help="print the configuration and run nothing")
     parser.add_argument("--strict", action="store_true", help="treat warnings about the configuration as errors")
     add_import(parser)
     add_processes(parser)
 
 
 def add_processes(parser: argparse.ArgumentParser) -> None:
-    processes = parser.add_argument_group(
-        "several processes", "SLURM, Open MPI, Kubernetes and TPU pods are found by themselves"
-    )
-    processes.add_argument("--coordinator_address", metavar="HOST:PORT", help="of process 0")
-    processes.add_argument("--process_count", type=int, metavar="N", help="how many there are")
-    processes.add_argument("--process_index", type=int, metavar="I", help="which of them this one is, from 0")
+    processes = parser.add_argument_group("several processes", "SLURM, Open MPI, Kubernetes and TPU pods are detected")
+    processes.add_argument("--coordinator_address", metavar="HOST:PORT", help="address of process 0")
+    processes.add_argument("--process_count", type=int, metavar="N", help="number of processes")
+    processes.add_argument("--process_index", type=int, metavar="I", help="index of this process, from 0")
     processes.add_argument(
-        "--initialization_timeout", type=int, default=300, metavar="SECONDS", help="to wait for the others (300)"
+        "--initialization_timeout", type=int, default=300, metavar="SECONDS", help="wait for the other processes (300)"
     )
-    processes.add_argument("--multiprocess_gpu", action="store_true", help="there must be several processes")
+    processes.add_argument("--multiprocess_gpu", action="store_true", help="fail unless there are several processes")
 
 
 @contextlib.contextmanager
 def processes(args: argparse.Namespace) -> Iterator[None]:
     """Connect the processes of a run, if there are several, while the context is active."""
     from t5x import run_identity, startup
-    from t5x.partitioning import consistency, distributed
+    from t5x.partitioning import consistency, multiprocess
 
     names = ("coordinator_address", "process_count", "process_index", "initialization_timeout", "multiprocess_gpu")
     startup.enable_compilation_cache()
-    distributed.keep_stdout_clean()
-    with distributed.run(**{name: getattr(args, name) for name in names}):
+    multiprocess.keep_stdout_clean()
+    with multiprocess.run(**{name: getattr(args, name) for name in names}):
         startup.name_process()
         consistency.require_same("configuration", lambda: run_identity.describe_command(args))
         yield
@@ -178,7 +176,7 @@ def run_gin(args: argparse.Namespace, entry: Callable) -> Any:
 
         seqio_bridge.add_cache_directories(filter(None, args.seqio_additional_cache_dirs.split(",")))
     if not args.gin_file and not args.gin_bindings:
-        raise UserError("there is nothing to run: give --gin_file=FILE. `--help` shows examples.")
+        raise UserError("No configuration: pass --gin_file=FILE. `--help` shows examples.")
     import_modules(args)
     configuration.parse(
         gin_files=args.gin_file,

@@ -10,12 +10,13 @@ from typing import Any
 from t5x.errors import UserError
 from t5x.verbs.arguments import add_import, import_modules, leave_in_order, work_begins
 
-_SIZES = ("tiny", "small", "base", "large", "xl")  # as in `t5x.bench.workload`, which imports JAX
+_SIZES = ("tiny", "small", "base", "large", "xl", "xxl")  # as in `t5x.bench.workload`, which imports JAX
 _MODEL = ("size", "batch", "attention", "dtype", "scan", "steps")
 _OPTIONS = {
-    "train": (*_MODEL, "inputs", "targets", "dropout", "packed"),
+    "train": (*_MODEL, "inputs", "targets", "dropout", "packed", "matmul", "remat", "microbatches"),
     "generate": (*_MODEL, "inputs", "targets", "beams"),
     "score": (*_MODEL, "inputs"),
+    "encode": (*_MODEL, "inputs"),
     "data": ("batch", "inputs", "targets", "packed", "steps", "task", "data", "vocabulary", "split", "workers"),
     "checkpoint": (*_MODEL, "inputs", "targets", "directory"),
 }
@@ -23,36 +24,39 @@ _OPTIONS = {
 
 def define(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Measure this program on this machine, by the paths that its verbs take: T5 1.1 shapes, random weights and "
-        "tokens, full rows."
+        "Measure the code paths of the other verbs on this machine: T5 1.1 shapes, random weights and tokens, no "
+        "padding."
     )
     parser.add_argument("work", choices=_OPTIONS, metavar="WORK", help=", ".join(_OPTIONS))
-    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
-    parser.add_argument("--batch", type=int, metavar="N", help="rows of a step")
-    parser.add_argument("--inputs", type=int, metavar="N", help="tokens of a row (512; checkpoint: 64)")
-    parser.add_argument("--targets", type=int, metavar="N", help="tokens of a target (128; checkpoint: 64)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--batch", type=int, metavar="N", help="rows per step")
+    parser.add_argument("--inputs", type=int, metavar="N", help="input tokens per row (512; checkpoint: 64)")
+    parser.add_argument("--targets", type=int, metavar="N", help="target tokens per row (128; checkpoint: 64)")
     parser.add_argument(
-        "--steps", type=int, metavar="N", help="to measure (about ten seconds of them; checkpoint: 3 saves)"
+        "--steps", type=int, metavar="N", help="steps to measure (about ten seconds; checkpoint: 3 saves)"
     )
     parser.add_argument(
         "--packed", type=int, nargs="?", const=4, metavar="N", help="examples in a row (4; train, and data as they fit)"
     )
     model = parser.add_argument_group("the model")
-    model.add_argument("--size", choices=_SIZES, help="small unless said; tiny is for a quick look")
+    model.add_argument("--size", choices=_SIZES, help="model size (small); tiny is for a quick test")
     model.add_argument("--dtype", choices=("float32", "bfloat16"), help="float32 on CPUs, else bfloat16")
-    model.add_argument("--attention", metavar="NAME", help="the back end (auto)")
+    model.add_argument("--matmul", choices=("fp8",), help="dtype of the layers' matmuls (that of --dtype; train)")
+    model.add_argument("--remat", choices=("minimal", "full"), help="recompute in the backward pass (nothing; train)")
+    model.add_argument("--microbatches", type=int, metavar="N", help="microbatches of a step (1; train)")
+    model.add_argument("--attention", metavar="NAME", help="attention backend (auto)")
     model.add_argument("--scan", action="store_true", default=None, help="scan over stacked layers")
     model.add_argument("--dropout", type=float, metavar="X", help="rate (0; train)")
     model.add_argument("--beams", type=int, metavar="N", help="1 is greedy (1; generate)")
-    data = parser.add_argument_group("data, made up unless one of these is given")
-    data.add_argument("--data", metavar="FILE", help="with fields inputs and targets; needs --vocabulary")
+    data = parser.add_argument_group("data (default: synthetic)")
+    data.add_argument("--data", metavar="FILE", help="file with fields inputs and targets; needs --vocabulary")
     data.add_argument("--vocabulary", metavar="FILE", help="a SentencePiece model, a tokenizer.json, or bytes")
     data.add_argument("--task", metavar="NAME", help="a registered task or mixture")
-    data.add_argument("--split", metavar="NAME", help="of it (train)")
-    data.add_argument("--workers", type=int, metavar="N", help="processes that make rows (by the number of cores)")
+    data.add_argument("--split", metavar="NAME", help="split of the task or file (train)")
+    data.add_argument("--workers", type=int, metavar="N", help="worker processes (default: by the number of cores)")
     add_import(data)
     parser.add_argument_group("checkpoint").add_argument(
-        "--directory", metavar="DIR", help="on the disk to measure (the temporary directory)"
+        "--directory", metavar="DIR", help="directory on the disk to measure (the temporary directory)"
     )
     parser.epilog = "examples:\n" + textwrap.indent(textwrap.dedent(_EXAMPLES).strip(), "  ")
 
@@ -61,6 +65,8 @@ _EXAMPLES = """
 t5x bench train --size base --batch 128
 t5x bench generate --size base --batch 64 --beams 4 --json
 t5x bench score --size large --attention xla
+t5x bench train --size large --matmul fp8
+t5x bench encode --size xxl --batch 1
 t5x bench data --data train.jsonl --vocabulary spiece.model --packed
 t5x bench checkpoint --size large --directory /mnt/disk
 """
@@ -86,10 +92,10 @@ def _check(work: str, given: dict[str, Any]) -> None:
     for name in dict.fromkeys(name for names in _OPTIONS.values() for name in names):
         if name in given and name not in _OPTIONS[work]:
             others = ", ".join(f"`t5x bench {other}`" for other in _OPTIONS if name in _OPTIONS[other])
-            raise UserError(f"--{name} goes with {others}, not with `t5x bench {work}`.")
+            raise UserError(f"--{name} is an option of {others}, not of `t5x bench {work}`.")
     if work != "data" and given["modules"]:
-        raise UserError("--import goes with `t5x bench data`.")
-    for name, least in (("batch", 1), ("steps", 1), ("beams", 1), ("inputs", 2), ("targets", 2)):
+        raise UserError("--import is an option of `t5x bench data`.")
+    for name, least in (("batch", 1), ("steps", 1), ("beams", 1), ("inputs", 2), ("targets", 2), ("microbatches", 1)):
         if given.get(name, least) < least:
             raise UserError(f"--{name} is {given[name]}: it must be at least {least}.")
 
@@ -112,4 +118,4 @@ def _measure(work: str, options: dict[str, Any]) -> dict[str, Any]:
     print(f"{work}: T5 1.1 {made.size}, batch {made.batch}, {made.dtype} …", file=sys.stderr, flush=True)
     if work == "checkpoint":
         return checkpoint.measure(made, rounds=own.pop("steps", 3), **own)
-    return {"train": compute.train, "generate": compute.generate, "score": compute.score}[work](made, **own)
+    return getattr(compute, work)(made, **own)

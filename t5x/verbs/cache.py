@@ -67,11 +67,11 @@ def cache_tasks(
       options: arguments of `cache_writer.write`.
     """
     from t5x.data import cache_reader, cache_writer
-    from t5x.data.tasks import get_mixture_or_task, get_subtasks
+    from t5x.data.tasks import check_split, get_mixture_or_task, get_subtasks
 
     found = get_mixture_or_task(name)
-    if unknown := [split for split in splits or () if split not in found.splits]:
-        raise UserError(f"{found.name!r} has no split {unknown[0]!r}. Splits: {', '.join(map(repr, found.splits))}.")
+    for split in splits or ():
+        check_split(found, split)
     tasks = get_subtasks(found)
     reasons = {task.name: task.why_not_cached() for task in tasks}
     if all(reasons.values()):

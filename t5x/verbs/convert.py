@@ -9,13 +9,13 @@ from t5x.verbs.arguments import leave_in_order, work_begins
 def define(parser: argparse.ArgumentParser) -> None:
     parser.description = "Convert a checkpoint of any format to ours (t5x), native T5X (native) or Hugging Face (hf)."
     parser.add_argument("source", metavar="SRC", help="a checkpoint, or a MODEL_DIR")
-    parser.add_argument("destination", metavar="DST", help="the directory to make")
+    parser.add_argument("destination", metavar="DST", help="the directory to create, local or remote")
     parser.add_argument("--to", required=True, choices=("t5x", "native", "hf"), help="the format to write")
     parser.add_argument(
-        "--layers", choices=("unrolled", "scanned"), default="unrolled", help="one array a layer (default), or stacked"
+        "--layers", choices=("unrolled", "scanned"), default="unrolled", help="one array per layer, or stacked"
     )
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of the parameters (default: as they are)")
-    parser.add_argument("--overwrite", action="store_true", help="replace a destination that exists")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="dtype of the parameters (default: unchanged)")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing destination")
     parser.epilog = "example:\n  t5x convert runs/demo demo_hf --to hf"
 
 

@@ -26,7 +26,7 @@ def define(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lengths", metavar="L", help="feature lengths of training: inputs=512,targets=114")
     parser.add_argument("--pack", action="store_true", help="show a packed row")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the order and of preprocessors (0)")
-    file_options.add_file(parser, "data file (without a task)")
+    file_options.add(parser, "data file (without a task)")
     parser.epilog = (
         "examples:\n  t5x data my_task --import my_tasks.py --lengths inputs=512,targets=64 --pack\n"
         "  t5x data --data train.jsonl --inputs question --targets answer --vocabulary spiece.model"
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> None:
     from t5x.verbs.data_report import DataReport
     from t5x.verbs.text_page import Page
 
-    options = {name: value for name, value in file_options.given(args).items() if name != "seed"}
+    options = file_options.given(args, file_options.FileOptions)
     if (args.name is None) == ("data" not in options):
         raise UserError(
             "Pass a task, `t5x data my_task --import my_tasks.py`, or a file, `t5x data --data train.jsonl`."

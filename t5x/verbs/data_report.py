@@ -90,12 +90,12 @@ class DataReport:
 
     def _open_pipelines(self) -> list[Pipeline]:
         try:
-            return [task.plain_pipeline(self._split, self._lengths, self._seed) for task in self._tasks]
+            return [task.uncached_pipeline(self._split, self._lengths, self._seed) for task in self._tasks]
         except UserError as error:
             if self._lengths is not None:
                 raise
             try:
-                pipelines = [task.plain_pipeline(self._split, _T5_LENGTHS, self._seed) for task in self._tasks]
+                pipelines = [task.uncached_pipeline(self._split, _T5_LENGTHS, self._seed) for task in self._tasks]
             except UserError:
                 raise error from None
         self._lengths = _T5_LENGTHS
@@ -224,7 +224,6 @@ class DataReport:
                 self._write_lengths(name, numbers, (lengths or {}).get(name))
         if empty := sum(len(example["targets"]) <= 1 for example in examples if "targets" in example):
             page.line(f"{count_examples(empty)} with an empty target (EOS alone)")
-            page.line()
         unknown = [task.name for task, whole in zip(self._tasks, untrimmed, strict=True) if whole is None]
         if lengths and unknown:
             page.wrapped(f"The preprocessors of {', '.join(unknown)} need lengths; what they truncate is not counted.")
@@ -241,7 +240,7 @@ class DataReport:
 
     def _without_lengths(self, task: Task) -> Pipeline | None:
         try:
-            return task.plain_pipeline(self._split, None, self._seed)
+            return task.uncached_pipeline(self._split, None, self._seed)
         except UserError:
             return None
 
@@ -275,7 +274,6 @@ class DataReport:
             shares = 100 * len(over) / len(numbers), 100 * lost / max(1, numbers.sum())
             text = f"{count_examples(len(over))} ({shares[0]:.1f} %) lose {lost:,} tokens ({shares[1]:.1f} %)"
             page.line(f"  truncated to {limit}: {text if len(over) else 'none is longer'}")
-        page.line()
 
 
 class _Piece(NamedTuple):

@@ -1,22 +1,28 @@
-"""`t5x eval --model DIR --data test.jsonl …`: score a model on a plain file, without Python or gin."""
+"""`t5x eval --model DIR --data test.jsonl …`: score a model on a data file, without Python or gin."""
 
 import contextlib
 import copy
-import dataclasses
 import functools
 import logging
 import os
 import tempfile
-from collections.abc import Sequence
 from typing import Any
 
+from t5x.checkpoints.config import RestoreCheckpointConfig
 from t5x.data import Evaluator, JSONLogger, TensorBoardLogger
 from t5x.data.dataset_config import DatasetConfig
 from t5x.data.file_tasks import check_examples, file_task
 from t5x.data.loader import round_up_length
 from t5x.data.tasks import Task
 from t5x.errors import UserError
+from t5x.eval import evaluate
 from t5x.files.user_files import absolute_path
+from t5x.inference.loaded import open_model
+from t5x.inference.options import Decoding
+from t5x.models import DecoderOnlyModel
+from t5x.partitioning import PjitPartitioner
+from t5x.telemetry import jsonl
+from t5x.verbs.file_options import FileEvaluation
 
 log = logging.getLogger(__name__)
 
@@ -25,58 +31,12 @@ SPLIT = "test"
 COMMAND_FILE = "command.txt"
 
 
-@dataclasses.dataclass(kw_only=True)
-class FileEvaluation:
-    """The options of `t5x eval --model`.
-
-    Attributes:
-      model: a checkpoint of any format, or a MODEL_DIR, whose newest complete checkpoint is used.
-      data, inputs, targets, prefix, metric: see `t5x.data.file_task`.
-      all: evaluate every checkpoint of the MODEL_DIR.
-      vocabulary: a file, or `bytes`; None uses the checkpoint's.
-      dtype: dtype of the activations; None is float32 on CPUs, bfloat16 elsewhere.
-      beams: beam size; 1 is greedy.
-      max_length: maximum number of generated tokens.
-      max_input_length: longer inputs are truncated.
-      output: a directory for metrics and predictions; None writes nothing.
-      skip_bad_examples: skip lines that cannot be read.
-    """
-
-    model: str
-    data: str
-    inputs: str = "inputs"
-    targets: str = "targets"
-    prefix: str = ""
-    metric: Sequence[str] = ("exact_match",)
-    all: bool = False
-    vocabulary: str | None = None
-    dtype: str | None = None
-    beams: int = 1
-    max_length: int = 128
-    max_input_length: int = 512
-    batch_size: int = 32
-    output: str | None = None
-    skip_bad_examples: bool = False
-
-    def __post_init__(self):
-        for name in ("beams", "max_length", "max_input_length", "batch_size"):
-            if getattr(self, name) < 1:
-                raise UserError(f"--{name} is {getattr(self, name)}: it must be at least 1.")
-
-
 def evaluate_file(run: FileEvaluation, *, command: str = "") -> dict[int, dict[str, dict[str, float]]]:
     """Return {step: {task: {metric: value}}} of the checkpoint, or of all checkpoints.
 
     Args:
       command: the command line, to be stored in the output directory.
     """
-    from t5x.checkpoints.config import RestoreCheckpointConfig
-    from t5x.eval import evaluate
-    from t5x.inference.loaded import open_model
-    from t5x.inference.options import Decoding
-    from t5x.models import DecoderOnlyModel
-    from t5x.partitioning import PjitPartitioner
-
     if run.all and run.output:
         _check_same_command(os.path.join(run.output, COMMAND_FILE), command)
 
@@ -137,7 +97,7 @@ def _check_names(task: Task, target: str) -> None:
         for name in found:
             if other := names.get(name):
                 raise UserError(
-                    f"The metrics {other} and {metric.__name__} both have a figure {name!r}: give one of them."
+                    f"The metrics {other} and {metric.__name__} both report {name!r}. Pass only one of them."
                 )
             names[name] = metric.__name__
 
@@ -150,12 +110,10 @@ def _check_same_command(path: str, command: str) -> None:
         before = file.read().split("\n", 1)[1].strip()
     if before != command:
         raise UserError(
-            f"{os.path.dirname(path)} has the results of another command:\n  {before}\nGive this one another --output."
+            f"{os.path.dirname(path)} has the results of another command:\n  {before}\nPass another --output."
         )
 
 
 def _write_command(output_dir: str, summary_writer: Any, step: int, command: str) -> None:
-    from t5x.telemetry import jsonl
-
     if command:
         jsonl.replace(os.path.join(output_dir, COMMAND_FILE), [f"# in {os.getcwd()}\n{command}\n".encode()])

@@ -7,14 +7,13 @@ import argparse
 import dataclasses
 import os
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from t5x.errors import UserError
 from t5x.verbs.arguments import DTYPE
 
 _REQUIRED = dataclasses.MISSING
-_FILE = ("data", "inputs", "targets", "prefix", "vocabulary")
 
 
 def _option(metavar: str, help_: str, default: Any = None) -> Any:
@@ -23,12 +22,13 @@ def _option(metavar: str, help_: str, default: Any = None) -> Any:
     return dataclasses.field(default=default, metadata=settings)
 
 
-@dataclasses.dataclass(kw_only=True)
-class FileTraining:
-    """The options of `t5x train --data`.
+def _flag(help_: str) -> Any:
+    return dataclasses.field(default=False, metadata={"action": "store_true", "help": help_})
 
-    Steps are counted from the start of this run, whatever the model's own step. The learning rate is constant.
-    """
+
+@dataclasses.dataclass(kw_only=True)
+class FileOptions:
+    """The options that describe a data file."""
 
     data: str = _option("FILE", ".jsonl, .tsv, .csv (names in the first line) or .parquet; also .gz", _REQUIRED)
     inputs: str = _option("FIELD", "field with the inputs (inputs)", "inputs")
@@ -37,6 +37,20 @@ class FileTraining:
     vocabulary: str | None = _option(
         "FILE", "a SentencePiece model (*.model), a tokenizer.json, or bytes (default: the checkpoint's)"
     )
+
+    def _check_positive(self, *names: str) -> None:
+        for name in names:
+            if getattr(self, name) < 1:
+                raise UserError(f"--{name} is {getattr(self, name)}: it must be at least 1.")
+
+
+@dataclasses.dataclass(kw_only=True)
+class FileTraining(FileOptions):
+    """The options of `t5x train --data`.
+
+    Steps are counted from the start of this run, whatever the model's own step. The learning rate is constant.
+    """
+
     valid: str | None = _option("FILE", "held-out file of the same kind; its loss and metric are reported")
     model: str | None = _option("CHECKPOINT", "fine-tune it; any format that `t5x inspect` reads")
     size: str | None = _option("SIZE", "or train from scratch: small, base, large, xl, xxl")
@@ -52,14 +66,10 @@ class FileTraining:
     metric: str = _option("NAME", "exact_match (default), accuracy, … of t5x.metrics, or none", "exact_match")
     seed: int = _option("N", "seed of initial parameters, data order and dropout (0)", 0)
     dtype: str | None = dataclasses.field(default=None, metadata=DTYPE)
-    skip_bad_examples: bool = dataclasses.field(
-        default=False, metadata={"action": "store_true", "help": "skip lines that cannot be read"}
-    )
+    skip_bad_examples: bool = _flag("skip lines that cannot be read")
 
     def __post_init__(self):
-        for name in ("steps", "batch_size", "max_input_length", "max_target_length", "eval_every", "save_every"):
-            if getattr(self, name) < 1:
-                raise UserError(f"--{name} is {getattr(self, name)}: it must be at least 1.")
+        self._check_positive("steps", "batch_size", "max_input_length", "max_target_length", "eval_every", "save_every")
         if self.learning_rate is not None and not self.learning_rate > 0:
             raise UserError(f"--learning_rate is {self.learning_rate}: it must be above 0.")
         if (self.model is None) == (self.size is None):
@@ -68,30 +78,48 @@ class FileTraining:
             raise UserError(f"--model_dir {self.model_dir} is a file. Pass a directory, new or of this run.")
 
 
-_OPTIONS = {field.name: field.metadata for field in dataclasses.fields(FileTraining)}
+@dataclasses.dataclass(kw_only=True)
+class FileEvaluation(FileOptions):
+    """The options of `t5x eval --model`."""
+
+    model: str = _option("DIR", "a checkpoint of any format, or a MODEL_DIR, whose newest is used", _REQUIRED)
+    all: bool = _flag("evaluate every checkpoint of the MODEL_DIR")
+    metric: Sequence[str] = dataclasses.field(
+        default=("exact_match",),
+        metadata={
+            "action": "append",
+            "metavar": "NAME",
+            "help": "bleu, chrf, rouge, squad, accuracy, … of t5x.metrics; may be repeated (exact_match)",
+        },
+    )
+    beams: int = _option("N", "beam size (1, greedy)", 1)
+    max_length: int = _option("N", "maximum number of generated tokens (128)", 128)
+    max_input_length: int = _option("N", "truncate longer inputs (512 tokens)", 512)
+    batch_size: int = _option("N", "examples per batch (32)", 32)
+    dtype: str | None = dataclasses.field(default=None, metadata=DTYPE)
+    output: str | None = _option("DIR", "directory for predictions and metrics (default: only print the metrics)")
+    skip_bad_examples: bool = _flag("skip lines that cannot be read")
+
+    def __post_init__(self):
+        self._check_positive("beams", "max_length", "max_input_length", "batch_size")
 
 
-def add_file(parser: argparse.ArgumentParser, title: str, names: Iterable[str] = _FILE) -> None:
-    """Add a group with options of `FileTraining`; by default those that describe a file."""
+def add(parser: argparse.ArgumentParser, title: str, options: type[FileOptions] = FileOptions) -> None:
+    """Add a group with these options."""
     group = parser.add_argument_group(title)
-    for name in names:
-        group.add_argument(f"--{name}", default=None, **_OPTIONS[name])
+    for field in dataclasses.fields(options):
+        group.add_argument(f"--{field.name}", default=None, **field.metadata)
 
 
-def add_train(parser: argparse.ArgumentParser) -> None:
-    """Add all options of `t5x train --data`."""
-    add_file(parser, "data file (no gin, no Python)", _OPTIONS)
-
-
-def given(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of `FileTraining` that were given."""
-    found = {name: getattr(args, name, None) for name in _OPTIONS}
+def given(args: argparse.Namespace, options: type[FileOptions]) -> dict[str, Any]:
+    """Return those of the options that were given."""
+    found = {field.name: getattr(args, field.name, None) for field in dataclasses.fields(options)}
     return {name: value for name, value in found.items() if value is not None}
 
 
 def check(args: argparse.Namespace) -> FileTraining:
     """Return the options of `t5x train --data`. Raise a UserError if they are incomplete or mixed with gin files."""
-    options = given(args)
+    options = given(args, FileTraining)
     if "data" not in options:
         raise UserError(f"{_flags(options)} needs --data. A run with gin files sets gin parameters instead.")
     if args.gin_file or args.modules:
@@ -102,12 +130,13 @@ def check(args: argparse.Namespace) -> FileTraining:
     return FileTraining(**options)
 
 
-def command(args: argparse.Namespace) -> str:
-    """Return the command line, quoted for a shell."""
-    words = []
-    for name, value in given(args).items():
-        words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
-    return shlex.join(["t5x", "train", *words, *(f"--gin_bindings={binding}" for binding in args.gin_bindings)])
+def command(verb: str, options: Mapping[str, Any], bindings: Iterable[str] = ()) -> str:
+    """Return the command line with the given options, quoted for a shell."""
+    words = ["t5x", verb]
+    for name, value in options.items():
+        for one in value if isinstance(value, list) else [value]:
+            words += [f"--{name}"] if one is True else [f"--{name}", str(one)]
+    return shlex.join([*words, *(f"--gin_bindings={binding}" for binding in bindings)])
 
 
 def _flags(names: Iterable[str]) -> str:

@@ -2,30 +2,26 @@
 
 import argparse
 import os
-import textwrap
 
 from t5x.errors import UserError
 from t5x.verbs.arguments import work_begins
+from t5x.verbs.job_options import given_options, set_help
 
 
 def define(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="TREC's or MS MARCO's; the first is compared with")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="TREC or MS MARCO runs; the first is the baseline")
     parser.add_argument("--qrels", metavar="FILE", required=True, help="the judgments")
     add_measures(parser)
-    parser.add_argument(
-        "--missing_as_zero", action="store_true", help="queries that are judged and not in a run count, as 0"
-    )
+    parser.add_argument("--missing_as_zero", action="store_true", help="count judged queries that a run lacks as 0")
     parser.add_argument("--per_query", metavar="FILE", help="write the values of every query, as JSON lines")
-    parser.description = (
-        "Score runs with judgments, as trec_eval does, and say whether they differ by more than chance."
+    set_help(
+        parser,
+        "Score runs with judgments, as trec_eval does, and test whether they differ significantly.",
+        """
+        t5x rank-eval --qrels qrels.dl19-passage.txt bm25.trec monot5.trec
+        t5x rank-eval --qrels qrels.txt --measures mrr@10,recall@1000 --relevance_level 2 run.trec
+        """,
     )
-    parser.epilog = "examples:\n" + textwrap.indent(textwrap.dedent(_EXAMPLES).strip(), "  ")
-
-
-_EXAMPLES = """
-t5x rank-eval --qrels qrels.dl19-passage.txt bm25.trec monot5.trec
-t5x rank-eval --qrels qrels.txt --measures mrr@10,recall@1000 --relevance_level 2 run.trec
-"""
 
 
 def add_measures(parser: "argparse.ArgumentParser | argparse._ArgumentGroup") -> None:
@@ -33,9 +29,7 @@ def add_measures(parser: "argparse.ArgumentParser | argparse._ArgumentGroup") ->
         "--measures", metavar="A,B", type=lambda text: tuple(text.split(",")),
         help="ndcg@k, mrr@k, map@k, recall@k, precision@k (mrr@10,ndcg@10,recall@100,map)",
     )  # fmt: skip
-    parser.add_argument(
-        "--relevance_level", type=int, metavar="N", help="the grade from which a passage is relevant (1)"
-    )
+    parser.add_argument("--relevance_level", type=int, metavar="N", help="lowest grade of a relevant passage (1)")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -47,10 +41,9 @@ def run(args: argparse.Namespace) -> None:
     if len(set(names)) < len(names):
         names = args.runs
     if len(set(names)) < len(names):
-        raise UserError("A run is named twice.")
-    given = {name: getattr(args, name) for name in ("measures", "relevance_level") if getattr(args, name) is not None}
-    found = evaluation.report(
+        raise UserError("A run is given twice. Remove one of them.")
+    report = evaluation.report(
         read_qrels(args.qrels), {}, dict(zip(names, args.runs, strict=True)), missing_as_zero=args.missing_as_zero,
-        per_query_path=args.per_query, **given,
+        per_query_path=args.per_query, **given_options(args, ("measures", "relevance_level")),
     )  # fmt: skip
-    print(found)
+    print(report)

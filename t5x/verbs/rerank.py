@@ -1,27 +1,17 @@
 """`t5x rerank`: its arguments and the call of its entry point."""
 
 import argparse
-import signal
-import textwrap
-from typing import Any
 
 from t5x.errors import UserError
-from t5x.verbs.arguments import (
-    add_import,
-    add_model,
-    add_processes,
-    import_modules,
-    leave_in_order,
-    processes,
-    work_begins,
-)
+from t5x.verbs.arguments import add_import, add_model, add_processes
+from t5x.verbs.job_options import add_batches, add_output, add_shards, flags, given_options, job_process, set_help
 from t5x.verbs.rank_eval import add_measures
 
 
 def define(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="DIR", required=True, help="a ranker: a checkpoint, or a MODEL_DIR")
-    what = parser.add_argument_group("what is reranked, one of")
-    what.add_argument("--run", metavar="FILE", help="a run, TREC's or MS MARCO's; needs --collection and --topics")
+    what = parser.add_argument_group("input, one of")
+    what.add_argument("--run", metavar="FILE", help="a TREC or MS MARCO run; needs --collection and --topics")
     what.add_argument("--candidates", metavar="FILE", help="JSON lists of queries with their passages")
     what.add_argument(
         "--input", metavar="FILE",
@@ -30,79 +20,75 @@ def define(parser: argparse.ArgumentParser) -> None:
     run = parser.add_argument_group("with --run (and --top with --candidates)")
     run.add_argument("--collection", metavar="FILE", help="passages: id<TAB>text, or JSON lines; or a BEIR directory")
     run.add_argument("--topics", metavar="FILE", help="queries: id<TAB>query, or JSON lines; or a BEIR directory")
-    run.add_argument(
-        "--skip_unknown", action="store_true", help="leave out ids whose text is not there, and count them"
-    )
-    run.add_argument(
-        "--top", type=int, metavar="N", help="rerank the first N of each query; the rest stays behind them"
-    )
+    run.add_argument("--skip_unknown", action="store_true", help="skip and count ids without a text")
+    run.add_argument("--top", type=int, metavar="N", help="rerank the first N of each query; the others stay below")
     out = parser.add_argument_group("output")
-    out.add_argument("--output", metavar="FILE", help="the new run; - is standard output (default)")
-    out.add_argument("--format", choices=("trec", "msmarco", "jsonl"), help="jsonl: in the input's order, with logits")
-    out.add_argument("--overwrite", action="store_true", default=None, help="replace an output file that exists")
+    add_output(out, "the new run")
+    out.add_argument("--format", choices=("trec", "msmarco", "jsonl"), help="jsonl: in input order, with logits")
     out.add_argument("--qrels", metavar="FILE", help="judgments: print measures before and after")
     add_measures(out)
-    model = parser.add_argument_group("how the model reads", "found from the checkpoint where it is known")
+    model = parser.add_argument_group("model", "taken from the checkpoint if it is a known ranker")
     model.add_argument(
         "--template", metavar="T", help="monot5, mt5, ptt5, monoptt5, or a text with {query} and {document}"
     )
-    model.add_argument("--labels", metavar="A,B", help="the words that say relevant and not: true,false")
-    model.add_argument("--max_length", type=int, metavar="N", help="tokens of an input; longer passages are cut (512)")
-    model.add_argument("--long_query", choices=("error", "truncate"), help="that leaves a passage no room (error)")
+    model.add_argument("--labels", metavar="A,B", help="the words for relevant and irrelevant: true,false")
+    model.add_argument("--max_length", type=int, metavar="N", help="tokens per input; longer passages are cut (512)")
+    model.add_argument(
+        "--long_query", choices=("error", "truncate"), help="what to do if a query leaves no room for a passage (error)"
+    )
     model.add_argument("--max_p", action="store_true", help="score a long passage by its best window")
     model.add_argument("--window", type=int, metavar="N", help="words of a window (150)")
     model.add_argument("--stride", type=int, metavar="N", help="words from one window to the next (75)")
-    model.add_argument("--pairwise", metavar="DIR", help="a duoT5 that compares the first passages two by two")
-    model.add_argument("--pairwise_top", type=int, metavar="K", help="how many of each query (50)")
-    model.add_argument("--pairwise_labels", metavar="A,B", help="its words, where they are not true,false")
+    model.add_argument("--pairwise", metavar="DIR", help="a duoT5 that compares pairs of the top passages")
+    model.add_argument("--pairwise_top", type=int, metavar="K", help="number of passages to compare per query (50)")
+    model.add_argument("--pairwise_labels", metavar="A,B", help="its words, if they are not true,false")
     add_model(model)
-    model.add_argument("--batch_size", type=int, metavar="N", help="pairs computed together (32)")
-    model.add_argument("--checkpoint_period", type=int, metavar="N", help="batches after which results are kept (32)")
-    shards = parser.add_argument_group("parts of the input, each by a program of its own")
-    shards.add_argument("--num_shards", type=int, metavar="N", help="how many (1)")
-    shards.add_argument("--shard_id", type=int, metavar="I", help="which of them this one does, from 0")
+    add_batches(model, "pairs", checkpoint_period=32)
+    add_shards(parser)
     add_import(parser)
     add_processes(parser)
-    parser.description = "Order passages by how relevant a model says they are. Stopped and started again, it goes on."
-    parser.epilog = "examples:\n" + textwrap.indent(textwrap.dedent(_EXAMPLES).strip(), "  ")
+    set_help(
+        parser,
+        "Rank passages by their relevance to queries. A run that was interrupted resumes.",
+        """
+        t5x rerank --model castorini/monot5-base-msmarco --run bm25.trec --collection collection.tsv \\
+            --topics topics.tsv --output monot5.trec --qrels qrels.txt
+        t5x rerank --model DIR --candidates bm25_top100.json.gz --top 50 --output run.trec
+        t5x rerank --model DIR --run bm25.trec --collection beir/scifact --output run.trec --pairwise DUO \\
+            --pairwise_top 20
+        printf 'what is a quark?\\tA quark is a particle.\\n' | t5x rerank --model DIR --input - --format jsonl
+        """,
+    )
 
-
-_EXAMPLES = """
-t5x rerank --model castorini/monot5-base-msmarco --run bm25.trec --collection collection.tsv --topics topics.tsv \\
-    --output monot5.trec --qrels qrels.txt
-t5x rerank --model DIR --candidates bm25_top100.json.gz --top 50 --output run.trec
-t5x rerank --model DIR --run bm25.trec --collection beir/scifact --output run.trec --pairwise DUO --pairwise_top 20
-printf 'what is a quark?\\tA quark is a particle.\\n' | t5x rerank --model DIR --input - --format jsonl
-"""
 
 _OPTIONS = (
     "output", "template", "labels", "max_length", "long_query", "pairwise_top", "pairwise_labels",
     "batch_size", "checkpoint_period", "num_shards", "shard_id", "overwrite", "vocabulary", "dtype", "qrels",
     "measures", "relevance_level",
 )  # fmt: skip
+_NEEDS = {
+    "max_p": ("window", "stride"),
+    "pairwise": ("pairwise_top", "pairwise_labels"),
+    "qrels": ("measures", "relevance_level"),
+}
 
 
 def run(args: argparse.Namespace) -> None:
-    given: dict[str, Any] = {name: getattr(args, name) for name in _OPTIONS if getattr(args, name) is not None}
-    for needed, names in {"max_p": ("window", "stride"), "pairwise": ("pairwise_top", "pairwise_labels")}.items():
-        if not getattr(args, needed) and (odd := [n for n in names if getattr(args, n) is not None]):
-            raise UserError(f"--{', --'.join(odd)} goes with --{needed}.")
-    if args.qrels is None and (odd := [n for n in ("measures", "relevance_level") if n in given]):
-        raise UserError(f"--{', --'.join(odd)} goes with --qrels.")
-    import_modules(args)  # they may define classes, such as a vocabulary
-    work_begins()
-    signal.signal(signal.SIGTERM, leave_in_order)
-    with processes(args):
+    for needed, names in _NEEDS.items():
+        if not getattr(args, needed) and (given := given_options(args, names)):
+            raise UserError(f"{flags(given)} can only be used with --{needed}.")
+    options = given_options(args, _OPTIONS)
+    with job_process(args):
         from t5x.ranking.reranker import Windows
         from t5x.ranking.reranking import Given, rerank
 
         if args.max_p:
             sizes = {"size": args.window, "stride": args.stride}
-            given["windows"] = Windows(**{name: value for name, value in sizes.items() if value is not None})
+            options["windows"] = Windows(**{name: value for name, value in sizes.items() if value is not None})
         what = Given(
             run=args.run, collection=args.collection, topics=args.topics, candidates=args.candidates, pairs=args.input,
             top=args.top, skip_unknown=args.skip_unknown,
         )  # fmt: skip
         if args.format is not None:
-            given["form"] = args.format
-        rerank(args.model, what, pairwise_dir=args.pairwise, **given)
+            options["form"] = args.format
+        rerank(args.model, what, pairwise_dir=args.pairwise, **options)

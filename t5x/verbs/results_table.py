@@ -57,36 +57,30 @@ def table(results: Results, *, width: int | None = None, bold: bool = False) -> 
       width: maximum width of a line; further columns are put below. None is unlimited.
       bold: also print the best values in bold, for terminals.
     """
-    columns = {
-        f"{task}/{metric}": (task, metric)
+    names = dict.fromkeys(
+        (task, metric)
         for of_step in results.values()
         for task, metrics in of_step.items()
         for metric in metrics
         if not task.startswith("training_eval/") or metric in _OF_TRAINING
-    }
-    steps = ["step", *map(str, results)]
-    drawn = [_column(name, [results[step].get(task, {}).get(metric) for step in results])
-             for name, (task, metric) in columns.items()]  # fmt: skip
-    first = _aligned(steps)
+    )
+    first = _align(["step", *map(str, results)])
     blocks: list[list[list[str]]] = [[first]]
-    for column in drawn:
+    for task, metric in names:
+        column = _column(f"{task}/{metric}", [of_step.get(task, {}).get(metric) for of_step in results.values()])
         used = sum(len(other[0]) + len(_GAP) for other in blocks[-1])
         if width is not None and len(blocks[-1]) > 1 and used + len(column[0]) > width:
             blocks.append([first])
         blocks[-1].append(column)
-    drawn_blocks = ["".join(f"{_GAP.join(row).rstrip()}\n" for row in zip(*block, strict=True)) for block in blocks]
-    text = "\n".join(drawn_blocks)
+    text = "\n".join("".join(f"{_GAP.join(row).rstrip()}\n" for row in zip(*block, strict=True)) for block in blocks)
     return re.sub(r"[^\s]+\*(?=\s)", lambda found: f"\033[1m{found[0]}\033[0m", text) if bold else text
 
 
 def _column(name: str, values: list[float | None]) -> list[str]:
-    there = [value for value in values if value is not None and not math.isnan(value)]
-    best = None
-    if len(values) > 1 and len(set(there)) > 1:
-        best = (min if _lower_is_better(name) else max)(there)
-    cells = ["" if value is None else f"{value:.5g}{_BEST if value == best else ' ' * (best is not None)}"
-             for value in values]  # fmt: skip
-    return _aligned([name, *cells])
+    numbers = {value for value in values if value is not None and not math.isnan(value)}
+    best = (min if _lower_is_better(name) else max)(numbers) if len(numbers) > 1 else None
+    mark = lambda value: "" if best is None else _BEST if value == best else " "
+    return _align([name, *("" if value is None else f"{value:.5g}{mark(value)}" for value in values)])
 
 
 def _lower_is_better(name: str) -> bool:
@@ -94,6 +88,6 @@ def _lower_is_better(name: str) -> bool:
     return not _LOWER_IS_BETTER.isdisjoint(re.split(r"[^a-z]+", metric))
 
 
-def _aligned(cells: list[str]) -> list[str]:
+def _align(cells: list[str]) -> list[str]:
     width = max(map(len, cells))
     return [cell.rjust(width) for cell in cells]

@@ -4,10 +4,11 @@ import argparse
 
 from t5x.verbs import file_options
 from t5x.verbs.arguments import add_gin, describe, processes, run_gin, work_begins
+from t5x.verbs.file_options import FileTraining
 
 
 def define(parser: argparse.ArgumentParser) -> None:
-    file_options.add_train(parser)
+    file_options.add(parser, "data file (no gin, no Python)", FileTraining)
     add_gin(parser)
     describe(
         parser,
@@ -26,7 +27,8 @@ def define(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    if not file_options.given(args):
+    given = file_options.given(args, FileTraining)
+    if not given:
         from t5x.train import train
 
         run_gin(args, train)
@@ -40,6 +42,6 @@ def run(args: argparse.Namespace) -> None:
         bindings=args.gin_bindings,
         dry_run=args.dry_run,
         strict=args.strict,
-        command=file_options.command(args),
+        command=file_options.command("train", given, args.gin_bindings),
         processes=processes(args),
     )

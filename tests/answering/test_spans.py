@@ -120,7 +120,7 @@ def test_what_was_taken_out_is_found(text, data):
 def test_answers_of_squad_are_found_after_the_vocabulary():
     """What T5's vocabulary makes of them, and T5's spaces around punctuation, still stands where it stood."""
     from t5x.data import SentencePieceVocabulary
-    from t5x.data.preprocessors.tasks import _spaced
+    from t5x.data.preprocessors.text_to_text import _spaced
 
     vocabulary = SentencePieceVocabulary(str(SPIECE), extra_ids=100)
     with zipfile.ZipFile(SQUAD) as archive, archive.open("dev-v1.1.json") as file:

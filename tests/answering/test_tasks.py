@@ -92,7 +92,7 @@ def test_articles_are_parted_by_their_titles(tmp_path):
     assert source.fingerprint("train") != answering.SquadDataSource({"train": str(path)}).fingerprint("train")
     titles = {"train": "[A-M]", "validation": "[^A-M]"}
     assert answering.SquadDataSource({"validation": str(path)}, titles).num_examples("validation") == 1
-    with pytest.raises(UserError, match=r"all.json.gz: no title begins with 'X'. There is Effi_Briest, Rhine\."):
+    with pytest.raises(UserError, match=r"all.json.gz: no title begins with 'X'. The titles are Effi_Briest, Rhine\."):
         answering.SquadDataSource({"train": str(path)}, {"train": "X"}).num_examples("train")
 
 
@@ -120,7 +120,7 @@ def test_a_question_without_an_answer_needs_a_text_for_it(version_2):
 def test_a_text_for_it_that_the_vocabulary_does_not_keep_is_refused(version_2):
     vocabulary = data.SentencePieceVocabulary(str(SPIECE), extra_ids=100)
     for text in ("<no answer>", "{none}", "~none"):
-        with pytest.raises(UserError, match="which a model cannot write: its vocabulary makes ' \u2047 no"):
+        with pytest.raises(UserError, match=r"which the model cannot generate: .*' \u2047 no"):
             answering.squad_task({"validation": version_2}, vocabulary, no_answer=text)
     answering.squad_task({"validation": version_2}, vocabulary, no_answer=" No  answer ")
 
@@ -133,18 +133,18 @@ def changed(change):
 
 
 BAD = {
-    "broken JSON": ('{"data": [\n  {"title": "A" "x"}]}', r"dev\.json:2: this is not JSON: .* column"),
-    "JSON lines": ('{"question": "a"}\n{"question": "b"}\n', "Extra data .* name it .jsonl"),
+    "broken JSON": ('{"data": [\n  {"title": "A" "x"}]}', r"dev\.json:2: not JSON: .* column"),
+    "JSON lines": ('{"question": "a"}\n{"question": "b"}\n', "Extra data .* rename it to .jsonl"),
     "something else": ([1, 2], "the file has no list 'data'"),
     "a number of many digits": ('{"data": [' + "1" * 5000 + "]}", r"dev\.json is not SQuAD's JSON: .*4300 digits"),
     "half a character": (
-        changed(lambda p, qas: qas[1].update(id="q\ud800")), r"qas\[1\], 'id', has half of a surrogate pair .* 2,"
+        changed(lambda p, qas: qas[1].update(id="q\ud800")), r"qas\[1\], 'id', has half of a surrogate pair .* 2"
     ),
     "no paragraphs": ({"data": [{"title": "A"}]}, r"data\[0\] has no list 'paragraphs'"),
-    "no context": (changed(lambda p, qas: p.pop("context")), r"data\[0\].paragraphs\[0\] has no text 'context'"),
-    "no question": (changed(lambda p, qas: qas[1].pop("question")), r"paragraphs\[0\].qas\[1\] has no text 'question'"),
+    "no context": (changed(lambda p, qas: p.pop("context")), r"data\[0\].paragraphs\[0\] has no string 'context'"),
+    "no question": (changed(lambda p, qas: qas[1].pop("question")), r"\.qas\[1\] has no string 'question'"),
     "an empty question": (changed(lambda p, qas: qas[1].update(question=" ")), r"qas\[1\] has an empty 'question'"),
-    "no id": (changed(lambda p, qas: qas[0].pop("id")), r"qas\[0\] has no text 'id'"),
+    "no id": (changed(lambda p, qas: qas[0].pop("id")), r"qas\[0\] has no string 'id'"),
     "an id twice": (changed(lambda p, qas: qas[1].update(id="q0")), r"qas\[0\] and .*qas\[1\] have the same id, 'q0'"),
     "a wrong place": (
         changed(lambda p, qas: qas[1]["answers"][0].update(answer_start=3)),
@@ -155,7 +155,7 @@ BAD = {
         r"answers\[0\] is '1895' at answer_start '3'",
     ),
     "an answer without text": (
-        changed(lambda p, qas: qas[1]["answers"][0].pop("text")), r"answers\[0\] has no text 'text'"
+        changed(lambda p, qas: qas[1]["answers"][0].pop("text")), r"answers\[0\] has no string 'text'"
     ),
 }  # fmt: skip
 
@@ -182,7 +182,7 @@ def test_closed_book(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [('{"question": "q"}', '"answer" must be a list'), ('{"question": "q", "answer": []}', '"answer" must be a list'),
-     ('{"answer": ["a"]}', 'no text "question"')],
+     ('{"answer": ["a"]}', '"question" must be')],
 )  # fmt: skip
 def test_closed_book_lines_that_cannot_be_used(line, message, tmp_path):
     path = tmp_path / "nq.jsonl"

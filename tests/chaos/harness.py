@@ -183,7 +183,7 @@ def _wait_for_evaluation(log: Path, processes: list[subprocess.Popen], rng: rand
     """Return after the first half of the next evaluation, which is in the log, or when the run has ended."""
     before = log.stat().st_size
     while all(process.poll() is None for process in processes):
-        if b", held out: " in log.read_bytes()[before:]:
+        if b", teacher forcing: " in log.read_bytes()[before:]:
             time.sleep(rng.uniform(0, 0.3))
             return
         time.sleep(0.005)

@@ -175,7 +175,7 @@ def test_a_config_of_other_sizes_is_refused_before_anything_is_written(copy, tmp
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"d_ff": 7}))
     result = run(capsys, "convert", path, tmp_path / "out", "--to", "native")
-    result.refused("DenseReluDense.wi.weight is [6, 4], not [7, 4]")
+    result.refused("DenseReluDense.wi.weight", "[7, 4]", "[6, 4]")
     assert os.listdir(tmp_path) == ["copy"]
 
 
@@ -185,7 +185,7 @@ def test_a_config_of_other_sizes_is_refused_before_anything_is_written(copy, tmp
 def test_weights_changed_on_purpose(copy):
     path = copy("hf")
     models.write_safetensors(path / "model.safetensors", models.tiny_tensors())
-    with pytest.raises(UserError, match=r"if the weights were changed on purpose, delete t5x_checksums\.json"):
+    with pytest.raises(UserError, match=r"delete t5x_checksums\.json"):
         open_checkpoint(path)
     (path / "t5x_checksums.json").unlink()
     assert read_all(path)

@@ -218,6 +218,9 @@ def test_chunks_that_are_fill_value_may_be_missing(copy):
     path = copy("Orbax zarr")
     edit(path / "target.encoder.encoder_norm.scale/.zarray", fill_value=2.5)
     (path / "target.encoder.encoder_norm.scale/0").unlink()
+    with pytest.raises(UserError, match="encoder_norm/scale"):  # Orbax states that it stored all of them
+        open_checkpoint(path).arrays["target/encoder/encoder_norm/scale"].read()
+    edit(path / "_METADATA", store_array_data_equal_to_fill_value=False)
     array = open_checkpoint(path).arrays["target/encoder/encoder_norm/scale"].read()
     np.testing.assert_array_equal(array, np.full(8, 2.5, np.float32))
 
@@ -235,29 +238,23 @@ def test_a_chunk_larger_than_its_array(copy):
     path = copy("native")
     file = path / "target.encoder.encoder_norm.scale/.zarray"
     edit(file, chunks=[2**32])
-    with pytest.raises(UserError, match=r"chunks .* are larger than itself"):
+    with pytest.raises(UserError, match=r"encoder_norm/scale: chunks .*4294967296"):
         open_checkpoint(path)
 
 
-def test_millions_of_chunks_of_fill_value(copy):
+@pytest.mark.parametrize("format", ["Orbax zarr", "Orbax zarr3"])
+def test_millions_of_chunks_of_fill_value(copy, format):
     """They take no room, but TensorStore would look for each of them."""
-    path = copy("Orbax zarr3")
-    file = path / "target.encoder.encoder_norm.scale/zarr.json"
+    path = copy(format)
+    if format == "Orbax zarr":
+        file, changes = ".zarray", {"chunks": [1]}
+    else:
+        file, changes = "zarr.json", {"chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [1]}}}
+    file = path / "target.encoder.encoder_norm.scale" / file
     claim(file)
-    grid = {"name": "regular", "configuration": {"chunk_shape": [1]}}
-    edit(file, shape=[10**7], chunk_grid=grid)
-    with pytest.raises(UserError, match=r"claims .* chunks, which its files cannot hold"):
+    edit(file, shape=[10**7], **changes)
+    with pytest.raises(UserError, match=r"encoder_norm/scale: .* chunks"):
         open_checkpoint(path)
-
-
-def test_a_million_chunks_of_fill_value_are_read_at_once(copy):
-    path = copy("Orbax zarr")  # compressed with zstd, which TensorStore reads
-    file = path / "target.decoder.decoder_norm.scale/.zarray"
-    assert json.loads(file.read_text())["compressor"]["id"] == "zstd"
-    claim(file)
-    edit(file, shape=[2**20], chunks=[1])
-    array = open_checkpoint(path).arrays["target/decoder/decoder_norm/scale"]
-    np.testing.assert_array_equal(array.read(), np.zeros(2**20, np.float32))
 
 
 def test_metadata_with_a_hole_of_a_terabyte(copy):
@@ -354,8 +351,6 @@ def test_a_configuration_of_another_model(copy, changes, named, vocabulary):
         ({"config": [1]}, "'config' is"),
         ({"config": None}, "no field 'config'"),
         ({"template": "x"}, "'template' is"),
-        ({"template": {"text": 3}}, "text is '3'"),
-        ({"template": {"max_length": "x"}}, "max_length is 'x'"),
         ({"inputs_bidirectional_attention": "no"}, "'inputs_bidirectional_attention' is"),
         (b"[]", "not a JSON object"),
         (b"{", "model.json"),
@@ -383,7 +378,7 @@ def test_a_model_json_that_describes_no_model(copy, capsys, content, reason):
     [
         ({"extra_ids": 10**9}, "extra_ids is '1000000000'"),
         ({"extra_ids": []}, "extra_ids"),
-        ({"class": ["x"]}, "vocabulary class"),
+        ({"class": ["x"]}, "class"),
         ({"sentencepiece_model_file": "/etc/passwd"}, "multiple values"),
         ({"normalizer_spec_overrides": {"name": []}}, "normalizer_spec_overrides"),
         ({"x": 1}, "unexpected keyword"),

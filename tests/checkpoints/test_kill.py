@@ -7,7 +7,7 @@ from t5x.checkpoints import CheckpointStore
 
 from .helpers import assert_same, make_tree, names, start_program
 
-KILLS = 12
+KILLS = 8
 
 
 def test_a_kill_at_any_moment_leaves_whole_checkpoints_only(tmp_path):

@@ -33,7 +33,6 @@ def store(tmp_path):
 )
 def test_a_model_dir_with_another_vocabulary_is_refused(store, inputs, targets, named):
     check_same_model(store.path(3), model(ByteVocabulary(), PassThroughVocabulary(31)), same_classes=True)
-    with pytest.raises(UserError, match=f"vocabulary of {named} +checkpoint has another, this run") as error:
+    with pytest.raises(UserError, match=f"vocabulary of {named} +checkpoint") as error:
         restore_or_init(store, None, model(inputs, targets), None, None)
-    assert f"{store.path(3)} is a checkpoint of another model; nothing was changed" in str(error.value)
-    assert "Choose another MODEL_DIR" in str(error.value)
+    assert str(store.path(3)) in str(error.value) and "MODEL_DIR" in str(error.value)

@@ -4,6 +4,7 @@ import errno
 import filecmp
 import logging
 import os
+import re
 import subprocess
 import sys
 
@@ -13,13 +14,13 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from t5x import convert
-from t5x.checkpoints import checkpoint_reader, paths, remote_reading, remote_writing, save_errors
+from t5x.checkpoints import checkpoint_reader, paths, remote_reading, remote_writing
 from t5x.checkpoints.formats import open_checkpoint
 from t5x.checkpoints.formats.native_t5x import write_native
 from t5x.checkpoints.streaming import write_checkpoint
 from t5x.errors import UserError
-from t5x.files import atomic, remote
-from t5x.files import cache_directory as cache_module
+from t5x.files import atomic, cache_directory, downloads, remote
+from t5x.files.remote_errors import explained
 from t5x.verbs.inspect import inspect
 from tests.checkpoints.formats import huggingface_models as models
 from tests.checkpoints.formats.bundle_writer import write_bundle
@@ -39,6 +40,7 @@ def fs():
 def cache(tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     monkeypatch.setenv("T5X_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(remote, "_RETRY_DELAYS", ())
     return tmp_path / "cache" / "checkpoints"
 
 
@@ -91,7 +93,7 @@ def published(fs, path):
 
 
 def test_a_checkpoint_is_copied_once_and_read(fs, tmp_path, cache, requests, caplog, monkeypatch):
-    monkeypatch.setattr(remote_reading, "_PIECE", 1000)  # the arrays come in several pieces
+    monkeypatch.setattr(downloads, "_CHUNK", 1000)  # the arrays come in several pieces
     local = save(tmp_path, 7)
     upload(fs, local, "/bucket/run/checkpoint_7")
     staged = remote_reading.stage(f"{RUN}/checkpoint_7/")
@@ -99,7 +101,7 @@ def test_a_checkpoint_is_copied_once_and_read(fs, tmp_path, cache, requests, cap
     assert_same_files(local, staged)
     assert len(requests) > len(files(local))
     np.testing.assert_array_equal(
-        checkpoint_reader.restore(checkpoint_reader.resolve_verified(f"{RUN}/checkpoint_7"))["target"]["a"],
+        checkpoint_reader.restore(open_checkpoint(f"{RUN}/checkpoint_7").path)["target"]["a"],
         checkpoint_reader.restore(local)["target"]["a"],
     )
     assert f"rm -r {staged.parent}" in caplog.text
@@ -119,8 +121,7 @@ def test_the_newest_finished_checkpoint_of_a_model_dir(fs, tmp_path, caplog):
     fs.pipe_file("/bucket/run/checkpoint_12.tmp-1/MANIFEST.json", b"{}")
     source = open_checkpoint(RUN)
     assert (source.format, source.step) == ("t5x", 10)
-    assert "checkpoint_11: it has no MANIFEST.json" in caplog.text
-    assert checkpoint_reader.resolve(RUN).name == "checkpoint_10"
+    assert re.search("checkpoint_11: .*MANIFEST.json", caplog.text)
 
 
 def test_a_renamed_checkpoint_is_not_taken_for_the_newest(fs, tmp_path):
@@ -197,8 +198,8 @@ def test_a_copy_cut_half_way_goes_on_where_it_was(fs, tmp_path, cache, monkeypat
         fs.pipe_file(f"/bucket/native/{number}", bytes([number]) * 1500)
     fs.pipe_file("/bucket/native/checkpoint", b"")
     original, read = MemoryFileSystem.cat_file, []
-    monkeypatch.setattr(remote_reading, "_PIECE", 1000)
-    monkeypatch.setattr(remote, "_AT_ONCE", 1)
+    monkeypatch.setattr(downloads, "_CHUNK", 1000)
+    monkeypatch.setattr(remote, "_REQUESTS", 1)
 
     def cat_file(self, path, *args, **kwargs):
         read.append(path)
@@ -207,12 +208,12 @@ def test_a_copy_cut_half_way_goes_on_where_it_was(fs, tmp_path, cache, monkeypat
         return original(self, path, *args, **kwargs)
 
     monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
-    with pytest.raises(UserError, match=r"bucket/native/3: memory:// cannot be reached \(.*the line is dead"):
+    with pytest.raises(UserError, match=r"bucket/native/3: .*the line is dead"):
         remote_reading.stage("memory://bucket/native")
     (leftover,) = cache.glob("*.part")
     there = files(leftover)
     assert {"native/0", "native/1", "native/2"} <= there and "native/3" not in there
-    assert not list(cache.glob("*.pieces"))
+    assert not [name for name in there if atomic.is_temporary(name)]
 
     del read[:]
     read += [None] * 8  # the line works again
@@ -224,11 +225,27 @@ def test_a_copy_cut_half_way_goes_on_where_it_was(fs, tmp_path, cache, monkeypat
     assert not leftover.exists()
 
 
+def test_a_read_that_fails_once_is_tried_again(fs, monkeypatch, caplog):
+    monkeypatch.setattr(remote, "_RETRY_DELAYS", (0,))
+    fs.pipe_file("/bucket/native/checkpoint", b"content")
+    original, answers = MemoryFileSystem.cat_file, [b"cut"]
+
+    def cat_file(self, path, *args, **kwargs):
+        if answers:
+            return answers.pop()
+        return original(self, path, *args, **kwargs)
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
+    staged = remote_reading.stage("memory://bucket/native")
+    assert (staged / "checkpoint").read_bytes() == b"content"
+    assert "Retrying" in caplog.text
+
+
 def test_leftovers_of_another_version_are_removed(fs, hf, cache, monkeypatch):
     upload(fs, hf, "/bucket/hf")
     with monkeypatch.context() as patch:
         patch.setattr(MemoryFileSystem, "cat_file", lambda *args, **kwargs: b"short")
-        with pytest.raises(UserError, match=r"5 bytes came instead of \d+"):
+        with pytest.raises(UserError, match=r"5 bytes arrived instead of \d+"):
             remote_reading.stage("memory://bucket/hf")
     assert len(list(cache.glob("*.part"))) == 1
     fs.pipe_file("/bucket/hf/spiece.model", b"new")
@@ -246,7 +263,7 @@ def test_a_file_that_changes_during_the_copy(fs, hf, monkeypatch):
         return content
 
     monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
-    with pytest.raises(UserError, match="was changed while it was being copied"):
+    with pytest.raises(UserError, match="bucket/hf was changed"):
         remote_reading.stage("memory://bucket/hf")
 
 
@@ -254,7 +271,7 @@ def test_a_file_that_changes_during_the_copy(fs, hf, monkeypatch):
 def test_names_that_leave_the_directory_are_refused(fs, tmp_path, cache, name):
     fs.pipe_file("/bucket/native/checkpoint", b"x")
     fs.store[f"/bucket/native/{name}"] = fs.store["/bucket/native/checkpoint"]
-    with pytest.raises(UserError, match="which is not a path inside it; it is not copied"):
+    with pytest.raises(UserError, match=re.escape(repr(name))):
         remote_reading.stage("memory://bucket/native")
     assert not cache.exists()
     assert not list(tmp_path.rglob("evil"))
@@ -262,10 +279,10 @@ def test_names_that_leave_the_directory_are_refused(fs, tmp_path, cache, name):
 
 def test_what_is_no_checkpoint(fs):
     fs.pipe_file("/bucket/other/notes.txt", b"x")
-    with pytest.raises(UserError, match=r"bucket/other is no checkpoint that is known here.*holds notes\.txt"):
+    with pytest.raises(UserError, match=r"bucket/other is .*notes\.txt"):
         open_checkpoint("memory://bucket/other")
     for path in ("memory://bucket/absent", "memory://nowhere/at/all", "memory://bucket/absent.index"):
-        with pytest.raises(UserError, match=r"There is no checkpoint .*no such file or directory"):
+        with pytest.raises(UserError, match=f"{path.removesuffix('.index')}: no such file"):
             open_checkpoint(path)
     fs.pipe_file("/bucket/pickled/config.json", b"{}")
     fs.pipe_file("/bucket/pickled/pytorch_model.bin", b"x")
@@ -276,25 +293,25 @@ def test_what_is_no_checkpoint(fs):
 def test_a_cache_directory_that_cannot_be_used(fs, hf, tmp_path, monkeypatch):
     upload(fs, hf, "/bucket/hf")
     monkeypatch.setenv("T5X_CACHE_DIR", "/proc/t5x")
-    with pytest.raises(UserError, match=r"cache directory \(T5X_CACHE_DIR\) /proc/t5x/checkpoints cannot be created"):
+    with pytest.raises(UserError, match=r"\(T5X_CACHE_DIR\) /proc/t5x/checkpoints "):
         remote_reading.stage("memory://bucket/hf")
     monkeypatch.setenv("T5X_CACHE_DIR", "gs://bucket/cache")
-    with pytest.raises(UserError, match="gs://bucket/cache: remote"):
+    with pytest.raises(UserError, match=r"\(T5X_CACHE_DIR\) gs://bucket/cache is remote"):
         remote_reading.stage("memory://bucket/hf")
 
 
 def test_a_copy_is_read_from_a_cache_that_cannot_be_written(fs, hf, monkeypatch):
     upload(fs, hf, "/bucket/hf")
     staged = remote_reading.stage("memory://bucket/hf")
-    monkeypatch.setattr(paths, "make_directory", lambda *_: pytest.fail("it is not to be written"))
+    monkeypatch.setattr(cache_directory, "make", lambda *_: pytest.fail("it is not to be written"))
     assert remote_reading.stage("memory://bucket/hf") == staged
 
 
 def test_a_full_disk(fs, hf, cache, monkeypatch):
     upload(fs, hf, "/bucket/hf")
-    for module in (cache_module, save_errors):
+    for module in (cache_directory, downloads):
         monkeypatch.setattr(module, "free_bytes", lambda _: 1234)
-    with pytest.raises(UserError, match=r"does not fit on the disk of .*1\.2 kB are free.*T5X_CACHE_DIR"):
+    with pytest.raises(UserError, match=rf"bucket/hf .*{cache} .*kB needed, 1\.2 kB free.*T5X_CACHE_DIR"):
         remote_reading.stage("memory://bucket/hf")
     assert not any(path.endswith("safetensors") for path in files(cache))
 
@@ -390,12 +407,12 @@ def test_what_a_driver_raises_is_one_clear_message(fault, fs, monkeypatch):
 
 def test_sign_in_hints_and_missing_drivers(monkeypatch):
     hint = r"gs://b/x: access is denied.*gcloud auth application-default login"
-    with pytest.raises(UserError, match=hint), remote.explained("gs://b/x"):
+    with pytest.raises(UserError, match=hint), explained("gs://b/x"):
         raise PermissionError("no")
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     with pytest.raises(UserError, match=r"^gs://x/y: gs:// needs the package gcsfs.*`pip install gcsfs`.*'\.\[gcs\]'"):
         remote_reading.stage("gs://x/y")
-    with pytest.raises(UserError, match=r"nosuch:// is not a kind of path"):
+    with pytest.raises(UserError, match=r"nosuch:// .*gs://"):
         remote_reading.stage("nosuch://x/y")
 
 
@@ -422,7 +439,7 @@ def test_conversion_to_a_remote_path(fs, hf, cache, uploads, to, last, capsys):
     assert not list(cache.glob("upload-*"))
     expected = inspect(str(hf), as_json=True)["params_sha256"]
     assert inspect(f"memory://bucket/{to}", as_json=True)["params_sha256"] == expected
-    with pytest.raises(UserError, match=f"memory://bucket/{to} exists already.*--overwrite"):
+    with pytest.raises(UserError, match=f"memory://bucket/{to} .*--overwrite"):
         convert.convert(str(hf), f"memory://bucket/{to}", to=to)
 
 
@@ -471,9 +488,9 @@ def test_destinations_that_are_refused(fs, hf, cache):
     fs.pipe_file("/bucket/notes/a.txt", b"x")
     fs.pipe_file("/bucket/file", b"x")
     for path, message in {
-        "memory://bucket": "is a whole bucket",
-        "memory://bucket/notes": "is no checkpoint: it is not replaced",
-        "memory://bucket/file": "is a file",
+        "memory://bucket": "memory://bucket is an entire bucket",
+        "memory://bucket/notes": "memory://bucket/notes is not a checkpoint",
+        "memory://bucket/file": "memory://bucket/file is a file",
     }.items():
         with pytest.raises(UserError, match=message):
             convert.convert(str(hf), path, to="hf", overwrite=True)

@@ -9,7 +9,8 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from t5x import checkpoints
-from t5x.checkpoints import CheckpointStore, DamagedCheckpoint, array_reader, resolve, restore
+from t5x.checkpoints import CheckpointStore, DamagedCheckpoint, array_reader, restore
+from t5x.checkpoints.formats import open_checkpoint
 from t5x.errors import UserError
 
 from .helpers import SIDECARS, abstract, assert_same, make_tree, start_program
@@ -81,7 +82,7 @@ def test_dtypes_are_cast_as_asked_and_it_is_said(checkpoint, caplog):
         caplog.clear()
         with caplog.at_level(logging.INFO, "t5x"):
             assert_same(wanted, restore(checkpoint, abstract(wanted, sharding)))
-        assert "float32 arrays are cast to bfloat16" in caplog.text
+        assert "float32 arrays to bfloat16" in caplog.text
 
 
 def test_a_tree_that_does_not_fit_is_refused_with_a_table(checkpoint):
@@ -119,30 +120,27 @@ def test_missing_array_data_is_an_error_even_unverified(tmp_path):
         restore(store.path(1), verify=False)
 
 
-def test_resolve_takes_a_checkpoint_or_the_newest_whole_one_of_a_model_dir(checkpoint, caplog):
-    model_dir = checkpoint.parent
+def test_a_checkpoint_or_the_newest_whole_one_of_a_model_dir_is_opened(tmp_path, caplog):
+    model_dir = tmp_path / "run"
     with CheckpointStore(model_dir) as store:
-        store.save(12, make_tree(12), sidecars={})
-    assert resolve(checkpoint) == checkpoint
+        for step in (3, 12):
+            store.save(step, make_tree(step), sidecars={})
+    checkpoint = store.path(3)
+    assert open_checkpoint(checkpoint).path == str(checkpoint)
     with caplog.at_level(logging.INFO, "t5x"):
-        assert resolve(str(model_dir)) == store.path(12)
-        assert "taking its newest whole checkpoint, checkpoint_12" in caplog.text
+        assert open_checkpoint(str(model_dir)).path == str(store.path(12))
+        assert "checkpoint_12" in caplog.text
         damage(store.path(12))
-        assert resolve(model_dir) == checkpoint
-        assert "Passing over" in caplog.text
-    renamed = checkpoint.rename(model_dir.parent / "best")
-    assert resolve(renamed) == renamed
+        assert open_checkpoint(model_dir).path == str(checkpoint)
+    renamed = checkpoint.rename(tmp_path / "best")
+    assert open_checkpoint(renamed).path == str(renamed)
     assert_same(make_tree(3), restore(renamed))
 
 
-def test_resolve_says_why_nothing_can_be_taken(checkpoint, tmp_path):
-    with pytest.raises(UserError, match="There is no directory"):
-        resolve(tmp_path / "absent")
-    with pytest.raises(UserError, match="no checkpoint_<step> directory"):
-        resolve(tmp_path)
+def test_a_model_dir_without_a_whole_checkpoint_is_an_error_that_names_the_damage(checkpoint):
     damage(checkpoint)
-    with pytest.raises(UserError, match=r"none of its checkpoints is whole \(checkpoint_3: state/_METADATA"):
-        resolve(checkpoint.parent)
+    with pytest.raises(UserError, match=r"(?s)whole.*checkpoint_3: state/_METADATA"):
+        open_checkpoint(checkpoint.parent)
 
 
 def test_the_state_directory_is_plain_orbax(checkpoint):

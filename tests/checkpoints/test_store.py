@@ -14,7 +14,6 @@ from t5x.checkpoints import (
     DamagedCheckpoint,
     ModelDirLock,
     array_writer,
-    dataset_state_name,
     paths,
     save_errors,
 )
@@ -100,7 +99,7 @@ def test_what_is_not_numbers_is_refused(store, tmp_path, leaf):
 
 
 def test_names_that_would_overwrite_each_other_are_refused(store):
-    with pytest.raises(UserError, match="cannot both be saved"):
+    with pytest.raises(UserError, match="Rename"):
         store.save(1, {"a.b": jnp.ones(1), "a": {"b": jnp.ones(1)}}, sidecars={})
 
 
@@ -111,7 +110,7 @@ def test_an_existing_checkpoint_is_not_written_again(store, caplog):
     with caplog.at_level(logging.INFO, "t5x"):
         fresh.save(5, make_tree(6), sidecars={})
         fresh.wait()
-    assert "checkpoint_5 exists; step 5 is not saved again" in caplog.text
+    assert "checkpoint_5 exists" in caplog.text
     assert (store.path(5) / "MANIFEST.json").stat() == before
     assert_same(make_tree(5), store.restore(store.path(5)))
 
@@ -185,7 +184,7 @@ def test_what_is_read_of_a_damaged_checkpoint_is_not_returned(store, caplog):
     assert newest == store.path(1)
     assert_same(make_tree(1), tree)
     assert damaged == store.latest_whole()[1] and "has changed (SHA-256)" in damaged[0][1]
-    assert f"Passing over {store.path(2)}: {damaged[0][1]}" in caplog.text
+    assert f"{store.path(2)}: {damaged[0][1]}" in caplog.text
     with pytest.raises(DamagedCheckpoint, match="has changed"):
         store.restore(store.path(2))
 
@@ -310,11 +309,6 @@ def test_the_error_that_ends_a_block_is_not_hidden_by_that_of_a_save(tmp_path):
     assert store.steps() == [1]
 
 
-def test_dataset_state_is_named_after_the_process():
-    assert dataset_state_name() == "dataset/train-000-of-001.json"
-    assert dataset_state_name(3, 16) == "dataset/train-003-of-016.json"
-
-
 def test_orbax_is_quiet_below_warnings(store, caplog):
     verbosity = absl.logging.get_verbosity()
     absl.logging.set_verbosity(absl.logging.INFO)
@@ -350,7 +344,7 @@ def test_a_model_dir_removed_between_saves_is_made_anew_with_a_warning_and_locke
         save(store, 1)
         shutil.rmtree(run)
         save(store, 2)
-        assert f"MODEL_DIR {run} has been removed" in caplog.text
+        assert f"MODEL_DIR {run} was removed" in caplog.text
         assert names(run) == {".lock", "checkpoint_2"}
         assert_same(make_tree(2), store.restore(store.path(2)))
         with pytest.raises(UserError, match="in use"):
@@ -363,7 +357,7 @@ def test_a_model_dir_removed_with_the_directory_above_is_not_made_anew(tmp_path)
     with CheckpointStore(run) as store:
         save(store, 1)
         shutil.rmtree(tmp_path / "disk")
-        with pytest.raises(UserError, match=f"checkpoint_2 could not be saved: MODEL_DIR {run} is gone.*unmounted"):
+        with pytest.raises(UserError, match=f"checkpoint_2 .*{run} .*unmounted"):
             store.save(2, make_tree(2), sidecars={})
     assert names(tmp_path) == set()
 

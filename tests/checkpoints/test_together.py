@@ -165,7 +165,7 @@ def test_the_position_of_all_rows_is_that_of_every_process_once(monkeypatch, cas
     from t5x.trainer.restore import position_of_all
 
     states = [{"seed": 1, "batches": 3, "lanes": lanes} for lanes in ROWS[case]]
-    monkeypatch.setattr(distributed, "gather", lambda name, mine: states)
+    monkeypatch.setattr(distributed, "exchange", lambda name, mine: states)
     merged = position_of_all(states[0])
     assert merged["batches"] == 3
     everyone = [run for lanes in ROWS[case] for run in lanes]

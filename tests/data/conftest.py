@@ -70,7 +70,7 @@ def make_task(examples, preprocessors=(data.preprocessors.tokenize, data.preproc
 def caches(tmp_path, monkeypatch):
     """The directory of the caches of tasks."""
     monkeypatch.setenv("T5X_TASK_CACHES", str(tmp_path / "caches"))
-    monkeypatch.setattr(cache_reader, "_told", set())
+    cache_reader._warn_once.cache_clear()
     return tmp_path / "caches"
 
 

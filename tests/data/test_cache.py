@@ -118,7 +118,7 @@ def test_what_is_cached_ends_before_the_first_step_that_may_differ():
 
 
 def test_a_task_that_begins_with_a_random_step_has_nothing_to_cache(lines):
-    with pytest.raises(UserError, match="nothing to cache of task 'task'"):
+    with pytest.raises(UserError, match=r"'task'.*CacheDatasetPlaceholder"):
         write_cache(make_task(lines, [shuffle_tokens]))
 
 
@@ -153,13 +153,13 @@ def features(**kwargs):
 
 
 CHANGES = {
-    "vocabulary": ({}, {"features": features(vocabulary=data.ByteVocabulary(extra_ids=5))}, "vocabulary of 'inputs'"),
-    "add_eos": ({}, {"features": features(add_eos=False)}, "add_eos of the feature 'inputs' was True and is False"),
-    "features": ({}, {"features": features() | {"more": data.Feature(data.ByteVocabulary())}}, "'more' is new"),
-    "order": ({"steps": [PREFIX, TOKENIZE]}, {"steps": [TOKENIZE, PREFIX]}, "were rekey, tokenize and are tokenize,"),
-    "argument": ({"steps": [PREFIX, TOKENIZE]}, {"steps": [SWAP, TOKENIZE]}, "preprocessor rekey, its arguments"),
+    "vocabulary": ({}, {"features": features(vocabulary=data.ByteVocabulary(extra_ids=5))}, "'inputs'"),
+    "add_eos": ({}, {"features": features(add_eos=False)}, "'inputs': add_eos was True and is False"),
+    "features": ({}, {"features": features() | {"more": data.Feature(data.ByteVocabulary())}}, "'more'"),
+    "order": ({"steps": [PREFIX, TOKENIZE]}, {"steps": [TOKENIZE, PREFIX]}, "rekey, tokenize and are tokenize, rekey"),
+    "argument": ({"steps": [PREFIX, TOKENIZE]}, {"steps": [SWAP, TOKENIZE]}, "preprocessor rekey"),
     "closure": ({"steps": [prefixed("a"), TOKENIZE]}, {"steps": [prefixed("b"), TOKENIZE]}, "preprocessor <lambda>"),
-    "function": ({"source": FUNCTION_1}, {"source": FUNCTION_2}, "source FunctionDataSource, its code"),
+    "function": ({"source": FUNCTION_1}, {"source": FUNCTION_2}, "FunctionDataSource"),
 }
 
 
@@ -170,8 +170,8 @@ def test_a_cache_of_another_state_of_the_task_is_refused(lines, caplog, before, 
     changed = make_task(lines, **after)
     assert not is_cached(changed) and not is_cached(changed)
     warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert len(warnings) == 1 and words in warnings[0] and "read from its source" in warnings[0]
-    with pytest.raises(UserError, match="--overwrite replaces it"):
+    assert len(warnings) == 1 and words in warnings[0] and "task/train" in warnings[0]
+    with pytest.raises(UserError, match="--overwrite"):
         write_cache(changed)
     write_cache(changed, overwrite=True)
     assert is_cached(changed)
@@ -196,7 +196,7 @@ def test_a_change_of_the_files_is_noticed(lines, write, caplog, change):
     else:
         write("more.jsonl", [{"inputs": "a", "targets": "1"}])
     assert not is_cached(make_task(pattern))
-    assert f"files have changed ({'more' if change == 'another file' else 'train'}.jsonl)" in caplog.text
+    assert ("1 files and has 2" if change == "another file" else "train.jsonl") in caplog.text
 
 
 def test_another_python_is_refused(lines, caches, caplog):
@@ -204,7 +204,7 @@ def test_another_python_is_refused(lines, caches, caplog):
     info = caches / "task/train/info.json"
     info.write_text(info.read_text().replace('"Python": "3.', '"Python": "2.'))
     assert not is_cached(make_task(lines))
-    assert f"Python was 2.{sys.version_info.minor} and is 3.{sys.version_info.minor}" in caplog.text
+    assert f"Python was '2.{sys.version_info.minor}' and is '3.{sys.version_info.minor}'" in caplog.text
 
 
 def test_docstrings_do_not_matter_but_other_strings_do():
@@ -253,20 +253,20 @@ def test_without_the_source_the_cache_is_used_as_it_is(lines, caplog):
     os.remove(lines)
     task = make_task(lines)
     assert batches(task, count=1)
-    assert "source cannot be read here" in caplog.text
+    assert "task/train" in caplog.text and "train.jsonl" in caplog.text
 
 
 def test_no_directory_or_an_empty_one_is_no_cache(lines, caches, caplog):
     assert not is_cached(make_task(lines))
     (caches / "task/train").mkdir(parents=True)
     assert not is_cached(make_task(lines))
-    assert "it has no info.json" in caplog.text
+    assert "no info.json" in caplog.text
 
 
 def test_use_cached_without_a_cache_is_said_and_goes_on(lines, caplog):
     caplog.set_level("INFO")
     assert batches(make_task(lines), count=1, use_cached=True)
-    assert "use_cached=True: task 'task' has no cache" in caplog.text
+    assert "use_cached=True" in caplog.text and "'task'" in caplog.text
 
 
 def test_without_texts_a_cache_serves_training_only(lines, monkeypatch, caplog):
@@ -274,9 +274,9 @@ def test_without_texts_a_cache_serves_training_only(lines, monkeypatch, caplog):
     small = write_cache(make_task(lines), drop_text=True)
     task = make_task(lines)
     assert is_cached(task) and task.pipeline("train", LENGTHS).cached is None
-    assert "texts were dropped" in caplog.text
+    assert "--drop_text" in caplog.text
     assert batches(task) == expected
-    with pytest.raises(UserError, match="it has no texts"):
+    with pytest.raises(UserError, match="--drop_text"):
         write_cache(make_task(lines))
     assert small.tokens == write_cache(make_task(lines), overwrite=True).tokens
 
@@ -300,7 +300,7 @@ def test_after_a_stop_finished_shards_are_kept(lines, caches, caplog, monkeypatc
     directory = caches / "task/train"
     assert sorted(path.name for path in directory.glob("*record")) == [*map(cache_reader.shard_name, range(2))]
     assert not list(directory.glob("*.tmp-*"))
-    assert not is_cached(task) and "it is not complete" in caplog.text
+    assert not is_cached(task) and "`t5x cache` resumes" in caplog.text
     assert batches(task) == expected  # from the source
 
     kept = (directory / cache_reader.shard_name(1)).stat().st_ino
@@ -334,11 +334,11 @@ def test_damage_inside_a_shard_is_found(lines, caches, caplog):
     content[place] ^= 1
     shard.write_bytes(content)
     pipeline = make_task(lines).pipeline("train", LENGTHS)
-    with pytest.raises(UserError, match=r"shard-00001.array_record is damaged or gone .*`t5x cache` makes"):
+    with pytest.raises(UserError, match=r"shard-00001.array_record .*`t5x cache`"):
         for index in range(50):
             pipeline.outputs(0, index)
     assert write_cache(make_task(lines)).made == 1
-    assert "shard-00001.array_record in" in caplog.text and "is damaged or gone; it is made again" in caplog.text
+    assert "shard-00001.array_record" in caplog.text
     assert write_cache(make_task(lines)).made == 0
 
 
@@ -353,7 +353,7 @@ def test_a_cache_from_anywhere_is_not_used(lines, caches, caplog, name, content)
     else:
         file.write_bytes(content)
     assert not is_cached(make_task(lines))
-    assert f"{caches}/task/train is not used" in caplog.text
+    assert f"{caches}/task/train" in caplog.text
 
 
 def test_processes_write_the_same_shards(lines, caches):
@@ -389,7 +389,7 @@ def test_bad_examples_are_errors_or_are_counted(write, monkeypatch, num_workers,
 
 
 def test_what_has_no_place_in_a_file_is_said(lines):
-    with pytest.raises(UserError, match=r"train\.jsonl:1: the field 'odd' holds a set .* a cache cannot keep"):
+    with pytest.raises(UserError, match=r"train\.jsonl:1: .*'odd' contains a set"):
         write_cache(make_task(lines, [lambda example: example | {"odd": {1}}]))
 
 
@@ -401,7 +401,7 @@ def test_a_full_disk_is_said(lines, caches, monkeypatch):
     real = array_record_module.ArrayRecordWriter
     with monkeypatch.context() as patch:
         patch.setattr(array_record_module, "ArrayRecordWriter", lambda path, options: real("/dev/full", options))
-        with pytest.raises(UserError, match=r"does not fit on the disk of .* free\).*--output_dir"):
+        with pytest.raises(UserError, match=r"task/train \(.* free\).*--output_dir"):
             write_cache(make_task(lines))
     assert write_cache(make_task(lines)).made == 3
 

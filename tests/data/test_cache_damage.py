@@ -43,7 +43,7 @@ def test_a_damaged_completed_file_is_reported_and_written_again(damage, lines, c
     whole = completed.read_bytes()
     damage_file(completed, (DAMAGED | DAMAGED_COMPLETED)[damage])
     assert not is_cached(make_task(lines))
-    assert "COMPLETED is damaged" in caplog.text and "`t5x cache` writes it again" in caplog.text
+    assert "COMPLETED is damaged" in caplog.text and "`t5x cache` rewrites it" in caplog.text
     assert write_cache(make_task(lines)).made == 0  # the shards are whole
     assert completed.read_bytes() == whole and is_cached(make_task(lines))
 
@@ -55,7 +55,7 @@ def test_a_damaged_info_file_is_reported_and_the_cache_is_made_again(damage, lin
     whole = info.read_bytes()
     damage_file(info, (DAMAGED | DAMAGED_INFO)[damage])
     assert not is_cached(make_task(lines))
-    assert "info.json is damaged" in caplog.text and "`t5x cache` writes it again" in caplog.text
+    assert "info.json is damaged" in caplog.text and "`t5x cache` rewrites it" in caplog.text
     assert write_cache(make_task(lines)).made == 3  # of what state of the task the shards are is not known
     assert info.read_bytes() == whole and is_cached(make_task(lines))
 
@@ -64,7 +64,7 @@ def test_a_damaged_info_file_is_reported_and_the_cache_is_made_again(damage, lin
 def test_files_that_contradict_each_other_are_not_read(changed, lines, caches, caplog):
     write_cache(make_task(lines))
     damage_file(caches / "task/train/info.json", lambda content: json.dumps(content | changed))
-    assert not is_cached(make_task(lines)) and "do not hold the" in caplog.text
+    assert not is_cached(make_task(lines)) and "examples of info.json" in caplog.text
 
 
 def test_a_damaged_summary_of_a_shard_makes_the_shard_again(lines, caches):
@@ -78,6 +78,6 @@ def test_a_directory_in_the_place_of_a_file_is_reported(lines, caches, caplog):
     write_cache(make_task(lines))
     (caches / "task/train/info.json").unlink()
     (caches / "task/train/info.json").mkdir()
-    assert not is_cached(make_task(lines)) and "info.json cannot be read" in caplog.text
-    with pytest.raises(UserError, match=r"info\.json cannot be written: Is a directory"):
+    assert not is_cached(make_task(lines)) and "info.json" in caplog.text
+    with pytest.raises(UserError, match=r"info\.json: Is a directory"):
         write_cache(make_task(lines))

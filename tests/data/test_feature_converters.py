@@ -94,7 +94,7 @@ def test_trimming_is_counted_and_reported_once(caplog):
             converter.convert_row([{"inputs": [1, 2, 3], "targets": [1]}], {"inputs": 2, "targets": 2})
     assert converter.trimmed == {"inputs": 3}
     assert len(caplog.records) == 1
-    assert "3 tokens and is cut to 2" in caplog.text
+    assert "3 tokens and is truncated to 2" in caplog.text
 
 
 def test_without_trimming_too_long_is_an_error():

@@ -136,7 +136,7 @@ def test_a_state_of_another_task_or_of_changed_data_is_refused():
 def test_a_state_of_too_few_rows_is_refused():
     task = make_task(numbered(9))
     half = data.train_loader(config(task), feature_converter=CONVERTER(), rows=range(2))
-    with pytest.raises(UserError, match="does not cover row 2 and 1 more"):
+    with pytest.raises(UserError, match=r"row 2 .* 1 more.*merge_states"):
         train(task).restore(half.state())
 
 
@@ -151,7 +151,7 @@ def test_states_of_different_steps_do_not_merge():
 
 @pytest.mark.parametrize("rows", [range(0), range(3, 5), range(-1, 2)])
 def test_rows_must_be_of_the_batch(rows):
-    with pytest.raises(UserError, match="not rows of a batch of 4"):
+    with pytest.raises(UserError, match="batch of 4"):
         data.train_loader(config(make_task(numbered(9))), feature_converter=CONVERTER(), rows=rows)
 
 
@@ -175,7 +175,7 @@ def test_a_task_that_drops_everything(shuffle):
 
     with (
         train(make_task(numbered(7), [preprocessors.tokenize, too_short]), shuffle=shuffle) as loader,
-        pytest.raises(UserError, match=r"No example is left of the 7 .* Dropped by: too_short \(\d+\)"),
+        pytest.raises(UserError, match=r"all 7 .*too_short \(\d+\)"),
     ):
         next(loader)
 
@@ -197,7 +197,7 @@ def test_trimming_off_names_the_example():
     task = make_task([{"inputs": "too long", "targets": "x"}])
     with (
         train(task, trim_output_features=False) as loader,
-        pytest.raises(UserError, match=r"example 0 of .*'inputs' has 9 tokens, more than its length 4"),
+        pytest.raises(UserError, match=r"example 0 of .*'inputs' has 9 tokens.* 4\."),
     ):
         next(loader)
 
@@ -225,7 +225,7 @@ def test_examples_that_are_all_refused_are_an_error(pack):
     cfg = config(task, trim_output_features=False, skip_bad_examples=True)
     with (
         data.train_loader(cfg, feature_converter=CONVERTER(pack=pack)) as loader,
-        pytest.raises(UserError, match="Every example of task 'task' is refused; the first reasons are above"),
+        pytest.raises(UserError, match="Every example of task 'task' is invalid"),
     ):
         next(loader)
 
@@ -246,7 +246,7 @@ def test_a_missing_seed_is_zero_and_said(caplog):
     task = make_task(numbered(20))
     with caplog.at_level(logging.INFO, "t5x"), train(task, seed=None) as loader, train(task, seed=0) as zero:
         np.testing.assert_array_equal(next(loader)["encoder_input_tokens"], next(zero)["encoder_input_tokens"])
-    assert "no seed given; it is 0" in caplog.text
+    assert "seed" in caplog.text and "using 0" in caplog.text
 
 
 def evaluate(task, **kwargs):
@@ -306,7 +306,7 @@ def test_evaluation_by_configuration():
 
 
 def test_evaluation_of_nothing():
-    with pytest.raises(UserError, match="all are dropped"):
+    with pytest.raises(UserError, match="dropped or skipped"):
         evaluate(make_task(numbered(3), [lambda e: None]), split="train", feature_lengths=LENGTHS, batch_size=2)
     with pytest.raises(UserError, match="no split 'test'"):
         data.eval_batches(make_task(numbered(3)), feature_converter=CONVERTER(), split="test", batch_size=2)
@@ -354,4 +354,4 @@ def test_what_append_eos_after_trim_cuts_is_counted(caplog):
         next(loader)
         length = LENGTHS["inputs"]
         assert loader.counts.trimmed == {"inputs": sum(len(text["inputs"]) >= length for text in texts)}
-    assert "'inputs' was cut to its length" in caplog.text
+    assert "'inputs' was truncated" in caplog.text

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 
 from t5x.data import import_task_module
 from t5x.errors import UserError
-from tests.programs import REPO, SMALL, losses, once_for_all_workers, reference_python, t5x
+from tests.programs import REPO, SMALL, losses, once_for_all_workers, reference_python
 
 PROGRAMS = Path(__file__).parent / "programs"
 SMALL_EVALUATED = [option for option in SMALL if "eval_dataset_cfg" not in option]
@@ -57,28 +56,25 @@ def runs(tmp_path_factory):
 
 
 def make_runs(python, directory):
-    """A run to its end, and what programs/seqio_runs.py says, which goes on with a copy of it from the middle."""
+    """Write the results of programs/seqio_runs.py: a run, a copy of it resumed from the middle, and predictions."""
     lines = "".join(f"line {i} of a text, häufig\n" for i in range(30))
     (directory / "lines.txt").write_text(lines, encoding="utf-8")
-    first = t5x("train", *train("whole"), cwd=directory, env=environment(directory), python=python)
-    assert first.returncode == 0, first.stderr[-3000:]
-
-    shutil.copytree(directory / "whole", directory / "cut")
-    shutil.rmtree(directory / "cut/checkpoint_4")
     infer = [*INFER, "--seqio_additional_cache_dirs=offline", "--gin.CHECKPOINT_PATH=whole/checkpoint_4",
              "--gin.INFER_OUTPUT_DIR=predictions"]  # fmt: skip
     workers = "--gin.train/utils.DatasetConfig.num_workers=1"
-    job = {"cache": "offline", "runs": [["train", [*train("cut"), workers]], ["infer", infer]]}
+    runs = [["train", train("whole")], ["train", [*train("cut"), workers]], ["infer", infer]]
+    job = {"cache": "offline", "runs": runs, "copies": {"whole": "cut"}, "without": "checkpoint_4"}
     (directory / "job.json").write_text(json.dumps(job))
-    second = subprocess.run(
+    done = subprocess.run(
         [python, PROGRAMS / "seqio_runs.py", "job.json", "results.json"],
         cwd=directory,
         env=os.environ | environment(directory),
         capture_output=True,
         text=True,
     )
-    assert second.returncode == 0, second.stderr[-3000:]
-    results = json.loads((directory / "results.json").read_text()) | {"first": first.stderr, "second": second.stderr}
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, second, _ = done.stderr.split("=== end of run ===")[:3]
+    results = json.loads((directory / "results.json").read_text()) | {"first": first, "second": second}
     (directory / "results.json").write_text(json.dumps(results))
 
 
@@ -87,7 +83,7 @@ def test_a_mixture_trains_and_is_evaluated(runs):
     assert "mixture both: lines 16.7 %, questions 83.3 %" in runs.first
     (line,) = (runs.directory / "whole/inference_eval/questions-metrics.jsonl").read_text().splitlines()
     assert {"step", "found", "mean_score"} == set(json.loads(line))
-    assert "the metrics note are not numbers" in runs.first
+    assert "ignoring the metrics note" in runs.first
 
 
 def test_rates_are_those_of_seqio(runs):
@@ -96,16 +92,15 @@ def test_rates_are_those_of_seqio(runs):
 
 
 def test_an_interrupted_run_goes_on_exactly(runs):
-    assert runs.codes == [0, 0], runs.second[-2000:]
+    assert runs.codes == [0, 0, 0], runs.second[-2000:]
     assert "checkpoint_2" in runs.second.split("compiled")[0]
     assert losses(runs.directory / "cut") == losses(runs.directory / "whole")
 
 
 def test_examples_are_staged_once(runs):
     assert runs.first.count("reading it through tf.data") == 3
-    before_inference = runs.second.split("only_cached")[0]
-    assert "reading it through tf.data" not in before_inference
-    assert "seqio task lines, split train: 30 examples" in before_inference
+    assert "reading it through tf.data" not in runs.second
+    assert "seqio task lines, split train: 30 examples" in runs.second
 
 
 def test_examples_are_those_of_seqio(runs):
@@ -129,14 +124,14 @@ def test_prediction_reads_the_offline_cache(runs):
 
 
 def test_messages(runs):
-    assert "There is no task or mixture 'qestions'. Near it: questions" in runs.unknown
-    assert "Split 'train' of seqio task 'endless' is endless. A task of seqio is copied before a run." in runs.endless
+    assert "'qestions'" in runs.unknown and "questions" in runs.unknown
+    assert "Split 'train' of seqio task 'endless' is endless" in runs.endless and "ds.take(n)" in runs.endless
 
 
 def test_there_is_nothing_to_cache_of_a_task_of_seqio(runs):
     task, mixture = runs.cache
-    assert task.startswith("'lines' is a task of seqio: there is nothing to cache. Its first run copies")
-    assert task in mixture and "'questions' is a task of seqio" in mixture
+    assert "'lines'" in task and "T5X_CACHE_DIR" in task
+    assert task in mixture and "'questions'" in mixture
 
 
 def test_a_task_that_needs_lengths_is_shown(runs):
@@ -153,7 +148,7 @@ def test_models_take_over_vocabularies_of_seqio(runs):
 def test_without_seqio_the_message_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "seqio", None)
     (tmp_path / "needs_seqio.py").write_text("import seqio\n")
-    with pytest.raises(UserError, match=r"'seqio', which is not installed. Write `from t5x import data as seqio`, or"):
+    with pytest.raises(UserError, match=r"'seqio'.*`from t5x import data as seqio`"):
         import_task_module(str(tmp_path / "needs_seqio.py"))
 
 

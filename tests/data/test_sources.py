@@ -139,23 +139,23 @@ def test_tsv_with_named_columns(write):
 def test_a_row_with_another_number_of_fields(write):
     path = write("x.tsv", "a\tb\n1\t2\n3\n")
     source = TsvDataSource({"train": path})
-    with pytest.raises(UserError, match=rf"{path}:3: 1 fields where 2 are expected \(a, b\)"):
+    with pytest.raises(UserError, match=rf"{path}:3: .*2 .*\(a, b\).* 1\b"):
         source.example("train", 1)
 
 
 def test_an_unclosed_quote_is_found(write):
     path = write("x.csv", 'a,b\n1,"two\n3,4\n')
-    with pytest.raises(UserError, match=rf"{path}: .* line 2 is never closed"):
+    with pytest.raises(UserError, match=rf"{path}: .*line 2\b"):
         CsvDataSource({"train": path}).num_examples("train")
 
 
 @pytest.mark.parametrize(
     ("name", "content", "complaint"),
     [
-        ("x.csv", b"a,b\r1,2\r3,4\r", "carriage returns alone"),
-        ("x.tsv", b"a\tb\r1\t2\r", "carriage returns alone"),
-        ("x.csv", b"a,b,a\n1,2,3\n", "more than one column has the name 'a'"),
-        ("x.tsv", b"a\tb\xff\n1\t2\n", "byte 0xff at column 4 is not UTF-8"),
+        ("x.csv", b"a,b\r1,2\r3,4\r", "tr .*FILE"),
+        ("x.tsv", b"a\tb\r1\t2\r", "tr .*FILE"),
+        ("x.csv", b"a,b,a\n1,2,3\n", "'a'"),
+        ("x.tsv", b"a\tb\xff\n1\t2\n", "0xff .*4.*UTF-8"),
         ("x.csv", b'a,"b"c\n1,2\n', "expected"),
     ],
 )
@@ -216,13 +216,13 @@ def test_a_file_that_changes_under_a_run_is_noticed(write, monkeypatch, change, 
 
 @pytest.mark.parametrize(
     ("line", "complaint"),
-    [('{"x": 1', "not JSON"), ("[1, 2]", "a JSON object"), ("   x", "not JSON"), ('"text"', "a JSON object")],
+    [('{"x": 1', "not JSON"), ("[1, 2]", "JSON object"), ("   x", "not JSON"), ('"text"', "JSON object")],
 )
 def test_a_broken_json_line_is_named(write, line, complaint):
     path = write("x.jsonl", f'{{"x": 0}}\n{line}\n')
     source = JsonLinesDataSource({"train": path})
     assert source.example("train", 0) == {"x": 0}
-    with pytest.raises(sources.BadExample, match=rf"{path}:2: {complaint}"):
+    with pytest.raises(sources.BadExample, match=rf"{path}:2: .*{complaint}"):
         source.example("train", 1)
 
 
@@ -234,7 +234,7 @@ def test_json_lines_of_spaces_are_passed_over(write):
 
 def test_invalid_utf8_is_named(write):
     path = write("x.txt", b"good\nna\xefve\n")
-    with pytest.raises(sources.BadExample, match=rf"{path}:2: byte 0xef at column 3 is not UTF-8"):
+    with pytest.raises(sources.BadExample, match=rf"{path}:2: .*0xef .*3.*UTF-8"):
         TextLineDataSource({"train": path}).example("train", 1)
 
 
@@ -259,7 +259,7 @@ def test_a_file_that_the_system_does_not_let_read(write, monkeypatch):
 
 def test_an_encoding_that_is_not_utf8_is_guessed(write):
     path = write("x.txt", "zwölf\n".encode("utf-16"))
-    with pytest.raises(sources.BadExample, match=rf"{path}:1: byte 0xff at column 1 .* iconv -f utf-16"):
+    with pytest.raises(sources.BadExample, match=rf"{path}:1: .*0xff .*1.*iconv -f utf-16"):
         TextLineDataSource({"train": path}).example("train", 0)
 
 
@@ -272,7 +272,7 @@ def test_json_that_is_nested_too_deeply(write):
 @pytest.mark.parametrize("name", ["x.jsonl", "x.jsonl.gz"])
 def test_an_empty_file(write, name):
     path = write(name, "")
-    with pytest.raises(UserError, match=rf"'train' has no examples: {path} is empty"):
+    with pytest.raises(UserError, match=rf"'train'.*{path}.*empty"):
         JsonLinesDataSource({"train": path}).num_examples("train")
 
 
@@ -291,7 +291,7 @@ def test_a_missing_directory(tmp_path):
 
 def test_a_pattern_that_matches_nothing_says_where_it_looked(write, tmp_path):
     write("data.csv", "")
-    with pytest.raises(UserError, match=rf"pattern '\*\.jsonl' in {tmp_path}, which holds data\.csv"):
+    with pytest.raises(UserError, match=rf"pattern '\*\.jsonl' in {tmp_path}, .*data\.csv"):
         JsonLinesDataSource({"train": str(tmp_path / "*.jsonl")}).num_examples("train")
 
 
@@ -319,18 +319,18 @@ def test_remote_paths_without_their_driver(path, monkeypatch):
 
 
 def test_an_unknown_kind_of_remote_path():
-    with pytest.raises(UserError, match=r"nosuch://x/y\.txt: nosuch:// is not a kind of path"):
+    with pytest.raises(UserError, match=r"nosuch://x/y\.txt: .*gs://"):
         TextLineDataSource({"train": "nosuch://x/y.txt"}).num_examples("train")
 
 
 def test_patterns_without_splits_are_refused():
-    with pytest.raises(UserError, match="mapping from split"):
+    with pytest.raises(UserError, match=r"JsonLinesDataSource.*'train\.jsonl'.*\{'train'"):
         JsonLinesDataSource("train.jsonl")
 
 
 def test_an_unknown_split_lists_those_there_are(write):
     source = TextLineDataSource({"train": write("x.txt", "1\n"), "test": write("y.txt", "1\n")})
-    with pytest.raises(UserError, match=r"no split 'validation'\. There is 'train', 'test'"):
+    with pytest.raises(UserError, match=r"'validation'.*'train', 'test'"):
         source.num_examples("validation")
 
 
@@ -350,7 +350,7 @@ def test_function_source_calls_once_and_hands_out_copies():
 
 
 @pytest.mark.parametrize(
-    ("returned", "complaint"), [(iter([{}]), "list_iterator"), ([], "no examples"), ([3], "examples are dicts")]
+    ("returned", "complaint"), [(iter([{}]), "list_iterator"), ([], "no examples"), ([3], "int.*dict")]
 )
 def test_function_source_that_returns_something_else(returned, complaint):
     with pytest.raises(UserError, match=complaint):
@@ -372,7 +372,7 @@ def test_a_file_source_of_a_users_function(write, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("returned", "complaint"), [(iter([{}]), "a sequence of dicts"), ([], "no examples"), ([3], "record 1 is a int")]
+    ("returned", "complaint"), [(iter([{}]), "list_iterator.*list"), ([], "no examples"), ([3], "record 1 .*int")]
 )
 def test_a_file_source_whose_function_returns_something_else(write, returned, complaint):
     with pytest.raises(UserError, match=complaint):

@@ -77,28 +77,28 @@ def test_row_groups_are_decoded_once_while_they_are_kept(tmp_path, monkeypatch):
 def test_columns_of_parquet(tmp_path):
     path = write_parquet(tmp_path / "x.parquet")
     assert ParquetDataSource({"train": path}, columns=["label"]).example("train", 9) == {"label": 9}
-    with pytest.raises(UserError, match=f"{path} has no column 'targets'. Its columns are text, ids"):
+    with pytest.raises(UserError, match=f"{path} .*'targets'.*text, ids"):
         ParquetDataSource({"train": path}, columns=["targets"]).num_examples("train")
 
 
 def test_two_columns_of_the_same_name_are_refused(tmp_path):
     table = pa.Table.from_arrays([pa.array(["question"]), pa.array(["one"]), pa.array(["two"])], names=list("qaa"))
     pq.write_table(table, tmp_path / "a.parquet")
-    with pytest.raises(UserError, match=r"a\.parquet has 2 columns named 'a'.*distinct names"):
+    with pytest.raises(UserError, match=r"a\.parquet .*2.*'a'.*rename_columns"):
         ParquetDataSource({"train": tmp_path / "a.parquet"}).num_examples("train")
     assert everything(ParquetDataSource({"train": tmp_path / "a.parquet"}, columns=["q"])) == [{"q": "question"}]
     (tmp_path / "saved").mkdir()
     (tmp_path / "saved/state.json").write_text('{"_data_files": [{"filename": "data.arrow"}]}')
     with pa.OSFile(str(tmp_path / "saved/data.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
         stream.write_table(table)
-    with pytest.raises(UserError, match=r"data\.arrow has 2 columns named 'a'"):
+    with pytest.raises(UserError, match=r"data\.arrow .*2.*'a'"):
         HuggingFaceDataSource(tmp_path / "saved").num_examples("train")
 
 
 def test_two_fields_of_the_same_name_in_a_structure_are_a_bad_example(tmp_path):
     twice = pa.StructArray.from_arrays([pa.array(["one"]), pa.array(["two"])], names=["a", "a"])
     pq.write_table(pa.Table.from_arrays([twice], names=["nested"]), tmp_path / "a.parquet")
-    with pytest.raises(BadExample, match=r"a\.parquet, record 1: column 'nested' cannot be read .*duplicate field"):
+    with pytest.raises(BadExample, match=r"a\.parquet, record 1: .*'nested'.*duplicate field"):
         everything(ParquetDataSource({"train": tmp_path / "a.parquet"}))
 
 
@@ -108,7 +108,7 @@ def test_large_row_groups_are_called_slow(tmp_path, monkeypatch, caplog):
     ParquetDataSource({"train": write_parquet(tmp_path / "small.parquet")}).num_examples("train")
     assert not caplog.records
     ParquetDataSource({"train": write_parquet(tmp_path / "large.parquet", group=30)}).num_examples("train")
-    assert "up to 30 rows are decoded" in caplog.text and "row_group_size=" in caplog.text
+    assert "30 rows" in caplog.text and "row_group_size=" in caplog.text
 
 
 def test_parquet_files_that_are_damaged(tmp_path):
@@ -117,14 +117,14 @@ def test_parquet_files_that_are_damaged(tmp_path):
     whole = path.read_bytes()
     for content in (whole[: len(whole) // 2], b"plain text", whole[:-4]):
         path.write_bytes(content)
-        with pytest.raises(UserError, match=f"{path} is no Parquet file, or is cut short"):
+        with pytest.raises(UserError, match=f"{path} .*Parquet"):
             ParquetDataSource({"train": path}).num_examples("train")
     path.write_bytes(b"")
-    with pytest.raises(UserError, match=f"{path} is empty"):
+    with pytest.raises(UserError, match=f"{path} .*empty"):
         ParquetDataSource({"train": path}).num_examples("train")
     path.write_bytes(whole[:4] + b"\xff" * 200 + whole[204:])
     source = ParquetDataSource({"train": path})
-    with pytest.raises(BadExample, match=f"{path}, record 1: row group 0 cannot be read"):
+    with pytest.raises(BadExample, match=f"{path}, record 1: .*row group 0"):
         source.example("train", 0)
 
 
@@ -132,7 +132,7 @@ def test_a_parquet_file_that_changes_is_noticed(tmp_path):
     source = ParquetDataSource({"train": write_parquet(tmp_path / "x.parquet")})
     source.example("train", 0)
     write_parquet(tmp_path / "x.parquet", ROWS[:10])
-    with pytest.raises(UserError, match="has changed while it was in use"):
+    with pytest.raises(UserError, match=r"x\.parquet has changed"):
         source.example("train", 20)
 
 
@@ -140,7 +140,7 @@ def test_without_pyarrow(tmp_path, monkeypatch):
     path = write_parquet(tmp_path / "x.parquet")
     for module in ("pyarrow", "pyarrow.parquet"):
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(UserError, match=r"needs the package pyarrow .*pip install pyarrow.*\.\[parquet\]"):
+    with pytest.raises(UserError, match=r"pip install pyarrow.*\.\[parquet\]"):
         ParquetDataSource({"train": path}).num_examples("train")
 
 
@@ -176,7 +176,7 @@ def test_a_saved_dictionary_of_data_sets(saved):
         assert [plain(example) for example in everything(one) + everything(one, "test")] == ROWS
     assert source.location("train", 12) == f"{saved}/train/data-00001-of-00002.arrow, record 1"
     assert HuggingFaceDataSource(saved, splits=["test"]).splits == ("test",)
-    with pytest.raises(UserError, match=f"{saved} has no split 'dev'. It has 'train', 'test'"):
+    with pytest.raises(UserError, match=f"{saved} .*'dev'.*'train', 'test'"):
         HuggingFaceDataSource(saved, splits=["dev"])
 
 
@@ -203,24 +203,24 @@ def test_a_saved_data_set_at_a_remote_path(saved, caplog):
 
 def test_saved_data_sets_that_are_not_whole(saved, tmp_path):
     (saved / "train/data-00001-of-00002.arrow").write_bytes(b"plain text")
-    with pytest.raises(UserError, match=r"data-00001-of-00002\.arrow is no Arrow stream, or is cut short"):
+    with pytest.raises(UserError, match=r"data-00001-of-00002\.arrow .*Arrow"):
         HuggingFaceDataSource(saved).num_examples("train")
     whole = (saved / "test/data-00000-of-00001.arrow").read_bytes()
     (saved / "test/data-00000-of-00001.arrow").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(UserError, match=r"data-00000-of-00001\.arrow is no Arrow stream, or is cut short"):
+    with pytest.raises(UserError, match=r"data-00000-of-00001\.arrow .*Arrow"):
         HuggingFaceDataSource(saved).num_examples("test")
     (saved / "test/state.json").unlink()
-    with pytest.raises(UserError, match=r"has no state.json: the data set is not whole"):
+    with pytest.raises(UserError, match=r"state\.json"):
         HuggingFaceDataSource(saved).num_examples("test")
     (saved / "dataset_dict.json").unlink()
-    with pytest.raises(UserError, match=r"is no data set that `save_to_disk` .* has written"):
+    with pytest.raises(UserError, match=r"`save_to_disk`"):
         HuggingFaceDataSource(saved)
-    with pytest.raises(UserError, match=r"There is no directory .*/nowhere"):
+    with pytest.raises(UserError, match=r"/nowhere.*`save_to_disk`"):
         HuggingFaceDataSource(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("name", ["../secret.arrow", "/etc/passwd", "", None])
 def test_names_that_lead_out_of_the_directory(tmp_path, name):
     save(tmp_path / "ds", ROWS, _data_files=[{"filename": name}])
-    with pytest.raises(UserError, match="names no files of its own"):
+    with pytest.raises(UserError, match=r"state\.json"):
         HuggingFaceDataSource(tmp_path / "ds").num_examples("train")

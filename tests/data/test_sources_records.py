@@ -125,12 +125,12 @@ def test_descriptions_of_tensorflow(written_by_tensorflow):
 @pytest.mark.parametrize(
     ("described", "complaint"),
     [
-        ({"text": "text"}, r"there is no feature 'text'\. Its features are answers, empty, image, inputs, label"),
-        ({"targets": "int"}, r"'targets' has 3 values where one is described; \['int'\] takes any number"),
-        ({"inputs": "int"}, r"'inputs' holds bytes, but is described as int"),
-        ({"image": "text"}, r"'image' is not UTF-8 .*Describe it as 'bytes'"),
-        ({"targets": np.int32}, r"'targets' has values that int32 cannot hold"),
-        ({"weights": Described(np.float32, shape=[3])}, r"'weights' has 2 values where the shape \(3,\) is described"),
+        ({"text": "text"}, r"'text'.*answers, empty, image, inputs, label"),
+        ({"targets": "int"}, r"'targets' .*3 .*\['int'\]"),
+        ({"inputs": "int"}, r"'inputs' .*bytes.*int"),
+        ({"image": "text"}, r"'image' .*UTF-8.*'bytes'"),
+        ({"targets": np.int32}, r"'targets' .*int32"),
+        ({"weights": Described(np.float32, shape=[3])}, r"'weights' .*2 .*\(3,\)"),
     ],
 )
 def test_features_that_are_not_as_described(written_by_tensorflow, described, complaint):
@@ -141,7 +141,7 @@ def test_features_that_are_not_as_described(written_by_tensorflow, described, co
 
 @pytest.mark.parametrize("described", ["string", None, [], ["int", "int"], dict])
 def test_a_description_that_means_nothing(described):
-    with pytest.raises(UserError, match=r"feature_description: 'x' is .* Describe it as 'text'"):
+    with pytest.raises(UserError, match=r"feature_description: 'x' .*'text'"):
         TFExampleDataSource({"train": "x"}, {"x": described})
 
 
@@ -205,8 +205,7 @@ def test_a_file_that_is_cut_or_damaged_anywhere_is_noticed(tmp_path_factory, dat
         assert len(record_file(path)) == ends.index(cut)
     else:
         index = sum(end < cut for end in ends) - 1
-        begins = rf"is cut short: it ends inside record {index + 1}, which begins at byte {ends[index]} of {cut}"
-        with pytest.raises(UserError, match=begins):
+        with pytest.raises(UserError, match=rf"record {index + 1}, .*byte {ends[index]} of {cut}\b"):
             record_file(path)
 
     at, bit = data.draw(st.integers(0, len(whole) - 1)), data.draw(st.integers(0, 7))
@@ -216,7 +215,7 @@ def test_a_file_that_is_cut_or_damaged_anywhere_is_noticed(tmp_path_factory, dat
     index = sum(end <= at for end in ends) - 1
     source = TFExampleDataSource({"train": str(path)}, {"x": "int"})
     with pytest.raises(
-        UserError, match=f"record {index + 1}|is no TFRecord file" if index == 0 else f"record {index + 1}"
+        UserError, match=f"record {index + 1}|TFRecord" if index == 0 else f"record {index + 1}"
     ):
         source.example("train", index)
 
@@ -224,17 +223,17 @@ def test_a_file_that_is_cut_or_damaged_anywhere_is_noticed(tmp_path_factory, dat
 def test_records_that_are_no_examples(tmp_path):
     path = tmp_path / "x.tfrecord"
     path.write_bytes(record(b"plain text"))
-    with pytest.raises(BadExample, match=rf"{path}, record 1: it is no tf\.train\.Example"):
+    with pytest.raises(BadExample, match=rf"{path}, record 1: .*tf\.train\.Example"):
         TFExampleDataSource({"train": path}).example("train", 0)
 
 
 def test_another_kind_of_file(tmp_path):
     path = tmp_path / "x.tfrecord"
     path.write_text("some text that is long enough to hold a header")
-    with pytest.raises(UserError, match=rf"{path} is no TFRecord file"):
+    with pytest.raises(UserError, match=rf"{path} .*TFRecord"):
         TFExampleDataSource({"train": path}).num_examples("train")
     path.write_bytes(gzip.compress(record(b"x") * 50))
-    with pytest.raises(UserError, match=rf"{path} is no TFRecord file"):
+    with pytest.raises(UserError, match=rf"{path} .*TFRecord"):
         TFExampleDataSource({"train": path}).num_examples("train")
 
 
@@ -276,7 +275,7 @@ def test_array_records_of_tf_examples_and_of_a_users_function(tmp_path):
     assert ArrayRecordDataSource({"train": path}, feature_description={"x": "int"}).example("train", 0) == {"x": 3}
     path = write_array_record(tmp_path / "y", [b"a"])
     assert ArrayRecordDataSource({"train": path}, decode_fn=upper).example("train", 0) == {"text": "A"}
-    with pytest.raises(UserError, match="decode_fn='yaml' is neither one of tf_example, json, msgpack nor"):
+    with pytest.raises(UserError, match=r"decode_fn='yaml'.*tf_example, json, msgpack"):
         ArrayRecordDataSource({"train": path}, decode_fn="yaml")
 
 
@@ -284,11 +283,11 @@ def test_array_records_of_tf_examples_and_of_a_users_function(tmp_path):
     ("decode_fn", "content", "complaint"),
     [
         ("json", b'{"x": ', "not JSON"),
-        ("json", b"\xff", "byte 0xff at column 1 is not UTF-8"),
+        ("json", b"\xff", "0xff .*1.*UTF-8"),
         ("msgpack", b"\xc1", "not msgpack"),
         ("msgpack", b"\x93\x01", "not msgpack"),
-        ("msgpack", b"\x05", "a msgpack map is needed, not a int"),
-        ("tf_example", b"plain text", r"no tf\.train\.Example"),
+        ("msgpack", b"\x05", "msgpack map.*int"),
+        ("tf_example", b"plain text", r"tf\.train\.Example"),
     ],
 )
 def test_array_records_that_are_malformed(tmp_path, decode_fn, content, complaint):
@@ -303,12 +302,12 @@ def test_array_record_files_that_are_damaged(tmp_path):
         content = file.read()
         file.truncate(len(content) // 2)
     source = ArrayRecordDataSource({"train": path}, "json")
-    with pytest.raises(UserError, match=f"{path} is no array_record file, or is cut short"):
+    with pytest.raises(UserError, match=f"{path} .*array_record"):
         source.num_examples("train")
     with open(path, "wb") as file:
         file.write(b"plain text" * 1000)
-    with pytest.raises(UserError, match=f"{path} is no array_record file, or is cut short"):
+    with pytest.raises(UserError, match=f"{path} .*array_record"):
         source.num_examples("train")
     open(path, "wb").close()
-    with pytest.raises(UserError, match=f"'train' has no examples: {path} is empty"):
+    with pytest.raises(UserError, match=f"'train'.*{path} is empty"):
         ArrayRecordDataSource({"train": path}, "json").num_examples("train")

@@ -50,11 +50,11 @@ def test_examples_know_where_they_are(results):
 
 def test_data_sets_that_cannot_be_used(results):
     refused = results["found"]["refused"]
-    assert refused["name"].startswith("The TFDS data set other cannot be opened: Dataset other not found.")
+    assert "Dataset other not found." in refused["name"]
     assert "`tfds build other`" in refused["name"]
-    assert "has not been prepared in" in refused["unprepared"] and "`tfds build ag_news_subset" in refused["unprepared"]
-    assert refused["split"] == "The TFDS data set letters has no split 'dev'. It has train, test."
-    assert "is stored as riegeli, which is not read here" in refused["format"]
+    assert "`tfds build ag_news_subset" in refused["unprepared"]
+    assert all(word in refused["split"] for word in ("letters", "'dev'", "train, test"))
+    assert "riegeli" in refused["format"]
     assert "--file_format=array_record" in refused["format"]
 
 

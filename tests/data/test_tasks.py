@@ -38,9 +38,9 @@ def test_a_registered_task_is_found(registries):
 
 def test_a_name_is_taken_once(registries):
     add("sum")
-    with pytest.raises(UserError, match="task or mixture 'sum' already"):
+    with pytest.raises(UserError, match=r"'sum'.*TaskRegistry\.remove"):
         add("sum")
-    with pytest.raises(UserError, match="'sum' already"):
+    with pytest.raises(UserError, match="'sum'"):
         data.MixtureRegistry.add("sum", ["sum"], default_rate=1)
 
 
@@ -77,7 +77,7 @@ def test_mixtures(registries):
         ([("a", 0.0)], None, "rates are positive"),
         ([("a", -1)], None, "rates are positive"),
         ([("a", float("nan"))], None, "rates are positive"),
-        ([("a", "2")], None, "the rate of 'a' is '2'; rates are positive numbers"),
+        ([("a", "2")], None, "the rate of 'a' is '2'"),
         (["a", "a"], 1, "twice"),
         ([], 1, "no tasks"),
         (["nowhere"], 1, "no task or mixture 'nowhere'"),
@@ -189,11 +189,11 @@ def test_a_key_error_of_the_preprocessors_own_is_left_alone_with_a_note():
 @pytest.mark.parametrize(
     ("made", "complaint"),
     [
-        ({"inputs": [1]}, "promises the feature 'targets', but its preprocessors made only inputs"),
-        ({"inputs": [1], "targets": "text"}, "'targets' of task task is not ids but 'text'. Add seqio"),
+        ({"inputs": [1]}, "task task .*'targets'.* only inputs.*rekey"),
+        ({"inputs": [1], "targets": "text"}, "'targets' of task task .*'text'.*tokenize"),
         ({"inputs": [1], "targets": [[1]]}, "has 2 dimension"),
-        ({"inputs": [1], "targets": [1.5]}, "is float64 where int32"),
-        ({"inputs": [1], "targets": [7, 2**33]}, "the id 8589934592, which does not fit int32"),
+        ({"inputs": [1], "targets": [1.5]}, "float64 .*int32"),
+        ({"inputs": [1], "targets": [7, 2**33]}, "8589934592.* int32"),
         ({"inputs": [1], "targets": [[1], [2, 3]]}, "feature 'targets'"),
         (True, "returned a bool"),
         ("text", "returned a str"),
@@ -210,7 +210,7 @@ def test_a_function_of_a_tf_data_dataset_is_told_what_to_do():
     def lower(dataset):
         return dataset.map(lambda example: example)
 
-    with pytest.raises(UserError, match=r"lower of task task is a function of a whole tf\.data dataset") as error:
+    with pytest.raises(UserError, match=r"lower of task task .*method map") as error:
         outputs(make_task([{"inputs": "A"}], [lower]))
     assert "docs/seqio.md" in str(error.value) and not isinstance(error.value, data.BadExample)
 
@@ -257,14 +257,14 @@ def test_features_that_need_not_be_there():
 
 
 def test_an_unknown_split_is_named(registries):
-    with pytest.raises(UserError, match="'sum' has no split 'test'; it has 'train'"):
+    with pytest.raises(UserError, match=r"'sum' has no split 'test'.*'train'"):
         add("sum").pipeline("test")
 
 
 def test_a_missing_vocabulary_is_no_fault_of_the_data(tmp_path):
     features = {"inputs": data.Feature(data.SentencePieceVocabulary(str(tmp_path / "none.model")))}
     source = data.FunctionDataSource(lambda split: [{"inputs": "a"}], ("train",))
-    with pytest.raises(UserError, match="vocabulary file") as error:
+    with pytest.raises(UserError, match=r"none\.model") as error:
         data.Task("task", source, features, [preprocessors.tokenize]).pipeline("train")
     assert not isinstance(error.value, data.BadExample)
 
@@ -316,11 +316,11 @@ def test_tasks_from_a_module_here(write, imports, tmp_path, monkeypatch):
 def test_task_modules_that_cannot_be_imported(write, imports, tmp_path):
     with pytest.raises(UserError, match="no module 'no_such_module'"):
         data.import_task_module("no_such_module.tasks")
-    with pytest.raises(UserError, match="There is no file"):
+    with pytest.raises(UserError, match=r"no file .*\.py"):
         data.import_task_module(str(tmp_path / "none.py"))
     with pytest.raises(UserError, match="imports 'no_such_package', which is not installed"):
         data.import_task_module(write("needs.py", "import no_such_package"))
-    with pytest.raises(UserError, match=r"fails.py cannot be imported: ZeroDivisionError: .*fails.py:1"):
+    with pytest.raises(UserError, match=r"fails.py .*ZeroDivisionError: .*fails.py:1"):
         data.import_task_module(write("fails.py", "1 / 0"))
 
 

@@ -14,9 +14,9 @@ from t5x.data.vocabularies import (
     HuggingFaceVocabulary,
     PassThroughVocabulary,
     SentencePieceVocabulary,
-    Vocabulary,
     load_vocabulary,
 )
+from t5x.data.vocabularies.loading import rebuild_vocabulary
 from t5x.errors import UserError
 
 # folder: (pieces, unknown id, has extra ids)
@@ -282,7 +282,8 @@ def test_files_rebuild_every_kind(t5_model_file, t5_tokenizer_file, tmp_path):
     for i, vocabulary in enumerate(kinds):
         directory = written(vocabulary, tmp_path / str(i))
         assert load_vocabulary(directory) == vocabulary
-        assert Vocabulary.from_files(str(directory)).vocab_size == vocabulary.vocab_size
+        rebuilt = rebuild_vocabulary(vocabulary.to_files().__getitem__, "nowhere")
+        assert rebuilt == vocabulary and rebuilt.vocab_size == vocabulary.vocab_size
 
 
 def test_damaged_vocabulary_files(tmp_path):

@@ -60,7 +60,7 @@ def test_what_rankers_are_trained_on(directory):
     assert said["0"] in {f"Query: Question 1b? Document: Paragraph {i}. Relevant:" for i in (0, 2)}
     lists = ranking.lists(directory, VOCABULARY, TEMPLATE, parts=("dl21", "squad"))
     assert [task.name for task in lists.tasks] == ["dl21_lists", "squad_lists"]
-    with pytest.raises(UserError, match="There is no part 'dl19'; there is 'dl21'"):
+    with pytest.raises(UserError, match=r"'dl19'.*'dl21'"):
         ranking.pairs(directory, VOCABULARY, TEMPLATE, parts=("dl19",))
 
 

@@ -126,7 +126,7 @@ def test_multi30k_the_other_way_round(tmp_path):
         {code: {"validation": str(tmp_path / f"val.{code}")} for code in ("en", "de")}
     )
     assert short.fingerprint("validation")["en"] != before["en"]
-    with pytest.raises(UserError, match="'validation' do not have the same number of lines: 1 in en, 2 in de"):
+    with pytest.raises(UserError, match=r"'validation'.*1 in en, 2 in de"):
         short.num_examples("validation")
 
 
@@ -137,7 +137,7 @@ def test_a_file_that_is_there_twice_is_refused(tmp_path):
     task = tasks.aeslc(str(tmp_path), VOCABULARY)
     assert len(texts(task)) == 1
     (tmp_path / "train.jsonl").write_bytes(content)
-    with pytest.raises(UserError, match=r"'train' is there more than once: .*train\.jsonl, .*train\.jsonl\.gz\. Leave"):
+    with pytest.raises(UserError, match=r"'train'.*train\.jsonl, .*train\.jsonl\.gz"):
         texts(task, "train")
     (tmp_path / "test.jsonl.gz").unlink()
     with pytest.raises(UserError, match=r"There is no file test\.jsonl in"):

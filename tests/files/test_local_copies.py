@@ -19,8 +19,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from t5x.data import JsonLinesDataSource, TextLineDataSource
 from t5x.errors import UserError
-from t5x.files import cache_directory as cache_module
-from t5x.files import local_copies, locks, random_access
+from t5x.files import cache_directory, downloads, local_copies, locks, random_access, remote
 from t5x.files.digests import digest_of
 from t5x.files.disk_space import human_size
 
@@ -29,6 +28,7 @@ from t5x.files.disk_space import human_size
 def cache(tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     monkeypatch.setenv("T5X_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(remote, "_RETRY_DELAYS", ())
     return tmp_path / "cache/data"
 
 
@@ -74,7 +74,7 @@ def test_a_compressed_file_is_decompressed_once(tmp_path, cache, caplog, monkeyp
     said = caplog.text
     assert f"{path}: copying" in said and f"to {cache}" in said and human_size(len(CONTENT)) in said
 
-    monkeypatch.setattr(local_copies, "_make", lambda *_: pytest.fail("it is there already"))
+    monkeypatch.setattr(local_copies._Plan, "make", lambda *_: pytest.fail("it is there already"))
     assert texts(TextLineDataSource({"train": path})) == LINES
 
 
@@ -116,9 +116,8 @@ def test_a_copy_that_has_changed_is_made_again(tmp_path, memory, cache, caplog, 
         (copy,) = cache.glob(f"*/{name}")
         flip(copy)
         assert texts(TextLineDataSource({"train": source})) == LINES
-        assert [r.message for r in caplog.records if "is not as it was written" in r.message] == [
-            f"{source}: the copy in {copy.parent} is not as it was written; it is made again"
-        ]
+        (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+        assert str(source) in warning and str(copy.parent) in warning
 
 
 def in_another_process(monkeypatch, hashed):
@@ -171,13 +170,13 @@ def test_a_damaged_file_leaves_nothing_behind(tmp_path, cache, suffix):
 
 def test_a_compression_that_is_not_read(tmp_path):
     (tmp_path / "x.jsonl.zst").write_bytes(b"")
-    with pytest.raises(UserError, match=r"x\.jsonl\.zst: this compression is not read here"):
+    with pytest.raises(UserError, match=r"x\.jsonl\.zst: .*gzip"):
         JsonLinesDataSource({"train": tmp_path / "x.jsonl.zst"}).num_examples("train")
 
 
 @pytest.mark.parametrize("piece", [1000, 2**20])
 def test_remote_files_are_copied_once(memory, cache, requests, monkeypatch, piece):
-    monkeypatch.setattr(local_copies, "_PIECE", piece)
+    monkeypatch.setattr(downloads, "_CHUNK", piece)
     memory.pipe("/bucket/a.txt", CONTENT)
     memory.pipe("/bucket/b.txt.gz", gzip.compress(b"last\n"))
     source = TextLineDataSource({"train": "memory://bucket/*.txt*"})
@@ -205,7 +204,7 @@ def test_a_connection_that_breaks(memory, cache, monkeypatch):
     def short(self, path, start=None, end=None, **_):
         return CONTENT[start : end - 1]
 
-    for read, complaint in ((broken, "cannot be reached"), (short, "bytes came instead of")):
+    for read, complaint in ((broken, "cannot be reached"), (short, "bytes arrived instead of")):
         monkeypatch.setattr(MemoryFileSystem, "cat_file", read)
         with pytest.raises(UserError, match=f"memory://bucket/a.txt: .*{complaint}"):
             TextLineDataSource({"train": "memory://bucket/a.txt"}).num_examples("train")
@@ -216,7 +215,7 @@ def test_a_cache_directory_that_cannot_be_used(tmp_path, monkeypatch):
     path = tmp_path / "x.txt.gz"
     path.write_bytes(gzip.compress(CONTENT))
     monkeypatch.setenv("T5X_CACHE_DIR", "/proc/t5x")
-    with pytest.raises(UserError, match=r"cache directory \(T5X_CACHE_DIR\) /proc/t5x/data cannot be created"):
+    with pytest.raises(UserError, match=r"\(T5X_CACHE_DIR\) /proc/t5x/data "):
         TextLineDataSource({"train": path}).num_examples("train")
     monkeypatch.setenv("T5X_CACHE_DIR", "gs://bucket/cache")
     with pytest.raises(UserError, match=r"gs://bucket/cache is remote"):
@@ -230,10 +229,10 @@ def test_a_full_disk(tmp_path, cache, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    cache_module.make("data")
+    cache_directory.make("data")
     monkeypatch.setattr(os, "fsync", full)
-    monkeypatch.setattr(cache_module, "free_bytes", lambda _: 1234)
-    with pytest.raises(UserError, match=rf"{path} does not fit on the disk of {cache}: 1\.2 kB are free"):
+    monkeypatch.setattr(cache_directory, "free_bytes", lambda _: 1234)
+    with pytest.raises(UserError, match=rf"{path} .*{cache} .*1\.2 kB free.*T5X_CACHE_DIR"):
         TextLineDataSource({"train": path}).num_examples("train")
     assert copies(cache) == []
 
@@ -246,8 +245,8 @@ def test_another_process_that_copies_is_waited_for(tmp_path, cache, caplog):
         "from t5x.data import TextLineDataSource\n"
         f"print(TextLineDataSource({{'train': {str(path)!r}}}).num_examples('train'))"
     )
-    lock = local_copies._plan(str(path)).lock
-    cache_module.make("data")
+    lock = local_copies._plan(str(path)).entry.lock
+    cache_directory.make("data")
     with locks.locked(lock):
         process = subprocess.Popen([sys.executable, "-c", code], stdout=-1, stderr=-1, text=True)
         for line in process.stderr:
@@ -313,7 +312,7 @@ def test_a_pickled_source_notices_that_its_files_have_changed(tmp_path):
     source.num_examples("train")
     pickled = pickle.dumps(source)
     path.write_text("three\n")
-    with pytest.raises(UserError, match=rf"are not those that the run began with \({path} changed"):
+    with pytest.raises(UserError, match=rf"'train'.*{path}"):
         pickle.loads(pickled).num_examples("train")
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from t5x.data import HuggingFaceDataSource, JsonLinesDataSource
 from t5x.errors import UserError
-from t5x.files import user_files
+from t5x.files import remote, user_files
 
 pytest.importorskip("aiohttp")
 pytest.importorskip("requests")
@@ -51,6 +51,7 @@ def server():
 @pytest.fixture(autouse=True)
 def settings(tmp_path, monkeypatch):
     monkeypatch.setenv("T5X_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(remote, "_RETRY_DELAYS", ())
 
 
 def read(url):

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from t5x.answering import files as answering_files
-from t5x.inference import files, loaded
+from t5x.answering import file_answering
+from t5x.inference import file_inference, loaded
 from t5x.ranking import reranking
 from tests import commands
 from tests.inference.models import byte_model, texts
 
 # Six inputs of about one length, in chunks of two.
 VERBS = {
-    "infer": (files, "in.txt", ["--max_length=4", "--max_input_length=40"]),
-    "answer": (answering_files, "questions.jsonl", ["--max_length=4", "--max_input_length=40", "--stride=1"]),
+    "infer": (file_inference, "in.txt", ["--max_length=4", "--max_input_length=40"]),
+    "answer": (file_answering, "questions.jsonl", ["--max_length=4", "--max_input_length=40", "--stride=1"]),
     "rerank": (
         reranking,
         "pairs.tsv",

@@ -81,7 +81,7 @@ def test_chunks_of_another_job_are_refused_or_thrown_away(tmp_path):
     with pytest.raises(UserError, match="batch_size was 4, is 8"):
         Chunks(str(tmp_path / "tmp"), "out", JOB | {"batch_size": 8})
     assert finished(tmp_path / "tmp") == 1
-    anew = Chunks(str(tmp_path / "tmp"), "out", JOB | {"batch_size": 8}, start_anew=True)
+    anew = Chunks(str(tmp_path / "tmp"), "out", JOB | {"batch_size": 8}, discard_others=True)
     assert anew.finished == [] and not os.path.exists(anew.path(0))
 
 

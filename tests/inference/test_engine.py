@@ -7,8 +7,9 @@ import pytest
 import t5x
 from t5x import data
 from t5x.data.dataset_config import DatasetConfig
-from t5x.inference.task_runs import TaskRun
-from t5x.inference.tasks import Placed
+from t5x.inference.jobs import JobProgress
+from t5x.inference.task_examples import Placed, TaskExamples
+from t5x.inference.task_inference import TaskJob
 from tests.inference.models import byte_model
 
 ROWS = 4
@@ -48,7 +49,11 @@ def test_a_task_gets_what_was_sown_for_each_of_its_examples(engine):
     features = {name: data.Feature(engine.model.output_vocabulary) for name in LENGTHS}
     task = data.Task("sown", data.FunctionDataSource(lambda split: EXAMPLES, ("test",)), features, [])
     cfg = DatasetConfig(task, LENGTHS, "test", ROWS, shuffle=False, seed=0)
-    run = TaskRun(engine, engine.program(sown), cfg, LENGTHS, "score", keep_aux_as_numpy=True)
-    numbers, aux = run([Placed(example, i, None) for i, example in enumerate(EXAMPLES)], lambda done: None)
+    job = TaskJob(
+        description="score", engine=engine, program=engine.program(sown), cfg=cfg, lengths=LENGTHS, mode="score",
+        examples=TaskExamples(task, cfg, LENGTHS), job={}, chunk_size=6, keep_aux_as_numpy=True, keep_position=True,
+    )  # fmt: skip
+    placed = [Placed(example, i, None) for i, example in enumerate(EXAMPLES)]
+    ((numbers, aux), _), _ = job.compute(placed, JobProgress(job, quiet=True))
     assert numbers == list(range(3, 9))
     np.testing.assert_array_equal(aux["layers"][:, 2, 0], 200 + np.arange(3, 9))

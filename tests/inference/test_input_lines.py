@@ -37,9 +37,9 @@ BAD = {
     "not UTF-8": ("in.txt", b"a\ncaf\xe9\n", False, r"in.txt:2: byte 0xe9 at column 4 is not UTF-8"),
     "a NUL": ("in.txt", b"a\nb\n\0c\n", False, r"in.txt:3 has a NUL byte at column 1"),
     "not JSON": ("in.jsonl", b'{"inputs": "a"}\n{"inputs": "b"\n', False, r"in.jsonl:2 is not JSON"),
-    "no object": ("in.jsonl", b'"a"\n', False, r'in.jsonl:1 must be an object with a text "inputs"'),
-    "no text": ("in.jsonl", b'{"inputs": 3}\n', False, r'in.jsonl:1 must be an object with a text "inputs"'),
-    "no targets": ("in.jsonl", b'{"inputs": "a"}\n', True, r'in.jsonl:1 has no "targets" to score'),
+    "no object": ("in.jsonl", b'"a"\n', False, r'in.jsonl:1: "inputs"'),
+    "no text": ("in.jsonl", b'{"inputs": 3}\n', False, r'in.jsonl:1: "inputs"'),
+    "no targets": ("in.jsonl", b'{"inputs": "a"}\n', True, r'in.jsonl:1: "targets"'),
     "half a pair": ("in.jsonl", b'{"inputs": "ab\\ud800"}\n', False, r"in.jsonl:1.*surrogate pair at character 3"),
 }
 
@@ -52,9 +52,9 @@ def test_what_is_wrong_is_told_by_line(case, tmp_path):
 
 
 def test_a_file_that_is_not_there_and_a_directory(tmp_path):
-    with pytest.raises(UserError, match="cannot be read: No such file"):
+    with pytest.raises(UserError, match=r"--input .*nowhere"):
         Lines(str(tmp_path / "nowhere"), needs_targets=False)
-    with pytest.raises(UserError, match="is a directory"):
+    with pytest.raises(UserError, match=r"--input .* is a directory"):
         Lines(str(tmp_path), needs_targets=False)
 
 
@@ -62,9 +62,9 @@ def test_texts_of_an_option(tmp_path):
     path = tmp_path / "choices.txt"
     path.write_bytes("\ufeffja\r\n\n n\u00e9 \n".encode())
     assert read_texts(str(path), "--choices") == ["ja", " n\u00e9 "]
-    for content, message in {b"\n\n": "has no line", b"a\n\xe9\n": ":2: byte 0xe9 at column 1 is not UTF-8"}.items():
+    for content, message in {b"\n\n": "has no lines", b"a\n\xe9\n": ":2: byte 0xe9 at column 1 is not UTF-8"}.items():
         path.write_bytes(content)
         with pytest.raises(UserError, match=rf"--choices .*choices.txt ?{message}"):
             read_texts(str(path), "--choices")
-    with pytest.raises(UserError, match=r"--choices .*nowhere cannot be read: No such file"):
+    with pytest.raises(UserError, match=r"--choices .*nowhere"):
         read_texts(str(tmp_path / "nowhere"), "--choices")

@@ -36,6 +36,6 @@ def test_asked_to_stop_it_leaves_what_is_finished_and_goes_on(place):
         wait_for(chunk.exists, process, f"chunk {number}")
         process.send_signal(signum)
         assert process.wait(timeout=120) == code
-        assert "chunk(s) are finished, in" in (place / "log-0").read_text()
+        assert "chunk(s) are finished in" in (place / "log-0").read_text()
     assert kills.start(place, 0, output, BATCH_SIZE).wait() == 0
     assert (place / "asked" / name).read_bytes() == kills.contents(place / "undisturbed" / "out.jsonl")[0]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from t5x.inference.chunks import Chunks
-from t5x.inference.output import Output
+from t5x.inference.output import FileOutput
 from tests import commands
 from tests.files.disk import contents
 from tests.inference.conftest import VERBS
@@ -28,7 +28,7 @@ def flip(path: Path) -> None:
 @pytest.fixture
 def killed(run_verb, tmp_path, monkeypatch):
     """`killed(verb)` runs to `tmp_path/out`, is killed when so many chunks are written, and returns their directory."""
-    write = Output.write
+    write = FileOutput.write
 
     def kill(verb: str, after: int = 2) -> Path:
         def kills(self, *args):
@@ -37,7 +37,7 @@ def killed(run_verb, tmp_path, monkeypatch):
             write(self, *args)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Output, "write", kills)
+            patch.setattr(FileOutput, "write", kills)
             assert run_verb(verb, tmp_path / "out").code == 130
         return tmp_path / "tmp-out"
 
@@ -148,22 +148,22 @@ def test_a_chunk_that_has_changed_is_computed_again(verb, killed, run_verb, tmp_
     flip(directory / "out-chunk00001")
     done = run_verb(verb, tmp_path / "out")
     assert done.code == 0 and done.err.count("out-chunk00001 has changed since it was written") == 1
-    assert "going on behind 1 finished chunk(s)" in done.err
+    assert "resuming after 1 finished chunk(s)" in done.err
     assert contents(tmp_path) == {name: (tmp_path / "expected").read_bytes() for name in ("expected", "out")}
 
 
 def test_a_chunk_that_changes_before_it_is_merged_is_not_merged(run_verb, tmp_path, monkeypatch):
     assert run_verb("infer", tmp_path / "expected").code == 0
-    finish = Output.finish
+    finish = FileOutput.finish
 
     def changes_one(self, *args):
         flip(tmp_path / "tmp-out" / "out-chunk00001")
         finish(self, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Output, "finish", changes_one)
+        patch.setattr(FileOutput, "finish", changes_one)
         damaged = run_verb("infer", tmp_path / "out")
-    damaged.refused("out-chunk00001 has changed since it was written", "Start the same command again")
+    damaged.refused("out-chunk00001 has changed since it was written", "same command again")
     assert not (tmp_path / "out").exists()
     assert run_verb("infer", tmp_path / "out").code == 0
     assert (tmp_path / "out").read_bytes() == (tmp_path / "expected").read_bytes()

@@ -10,16 +10,17 @@ import sys
 from pathlib import Path
 
 from t5x import data, startup
-from t5x.answering.files import answer_file
+from t5x.answering.file_answering import answer_file
 from t5x.checkpoints import checkpoint_reader
 from t5x.checkpoints.config import RestoreCheckpointConfig
 from t5x.data.dataset_config import DatasetConfig
 from t5x.infer import infer
-from t5x.inference.files import infer_file
+from t5x.inference.file_inference import infer_file
 from t5x.inference.loaded import open_model
-from t5x.partitioning import PjitPartitioner, distributed
+from t5x.partitioning import PjitPartitioner, multiprocess
 from t5x.ranking.reranking import Given, rerank
-from t5x.verbs.eval_from_files import FileEvaluation, evaluate_file
+from t5x.verbs.eval_from_files import evaluate_file
+from t5x.verbs.file_options import FileEvaluation
 
 
 def work(directory: Path, output: Path) -> None:
@@ -68,7 +69,7 @@ def main() -> None:
         checkpoint_reader.list_steps = lambda model_dir: list_steps(model_dir)[:-1]
     startup.configure_logging(debug=False)
     startup.enable_compilation_cache()
-    with distributed.run(coordinator_address=f"127.0.0.1:{port}", process_count=count, process_index=index):
+    with multiprocess.run(coordinator_address=f"127.0.0.1:{port}", process_count=count, process_index=index):
         work(directory, directory / f"of-{count}")
 
 

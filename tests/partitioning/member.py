@@ -16,28 +16,39 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from t5x.errors import UserError
-from t5x.partitioning import PjitPartitioner, consistency, distributed, watch
+from t5x.partitioning import PjitPartitioner, consistency, distributed, multiprocess, watch
 
 INDEX, COUNT = int(sys.argv[1]), int(sys.argv[2])
 VICTIM = COUNT - 1
 
 
+JAX_ADDRESS = []  # at which this process reaches JAX's service
+
+
+def initialize(**options: object) -> None:
+    JAX_ADDRESS.append(options["coordinator_address"])
+    INITIALIZE(**options)
+
+
+INITIALIZE, jax.distributed.initialize = jax.distributed.initialize, initialize
+
+
 def tell() -> dict:
     """What processes tell each other."""
-    rounds = [distributed.exchange("of one name", f"{INDEX} {n}".encode()) for n in range(3)]
-    shared = [distributed.broadcast("word", f"{n}".encode() if distributed.is_leader() else None) for n in range(3)]
+    rounds = [distributed.exchange("of one name", f"{INDEX} {n}") for n in range(3)]
+    shared = [distributed.broadcast("word", n if distributed.is_leader() else None) for n in range(3)]
     before = distributed.poll("note")
     distributed.barrier("all have looked")
     if INDEX == 1:
-        distributed.put("note", b"first")
-        distributed.put("note", b"last")
+        distributed.put("note", "first")
+        distributed.put("note", ["last"])
     distributed.barrier("a/b")
     distributed.barrier("a/b")
-    keys = [key for key, _ in distributed._store()[0].key_value_dir_get("t5x/exchange/of one name")]
+    keys = [key for key, _ in distributed._key_value_store().key_value_dir_get("t5x/exchange/of one name")]
     return {
-        "rounds": [[x.decode() for x in everybody] for everybody in rounds],
-        "shared": [x.decode() for x in shared],
-        "notes": [before, distributed.poll("note").decode()],
+        "rounds": rounds,
+        "shared": shared,
+        "notes": [before, distributed.poll("note")],
         "keys": len(keys),
     }
 
@@ -60,8 +71,7 @@ def place(**options: object) -> dict:
 
 def bound() -> None:
     """Looks whether JAX's service listens at another address than the coordinator's; process 0 knows its port."""
-    _, _, port = distributed.runtime.global_state.coordinator_address.rpartition(":")
-    port = int(distributed.broadcast("port", port.encode() if INDEX == 0 else None))
+    port = int(distributed.broadcast("address of JAX's service", JAX_ADDRESS[0]).rpartition(":")[2])
     try:
         socket.create_connection(("127.0.0.2", port)).close()
         is_open = True
@@ -174,7 +184,7 @@ if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")
     flags = {"process_count": COUNT, "process_index": INDEX, "initialization_timeout": 60}
     try:
-        with distributed.run(coordinator_address=f"127.0.0.1:{sys.argv[3]}", **flags):
+        with multiprocess.run(coordinator_address=f"127.0.0.1:{sys.argv[3]}", **flags):
             afterwards = globals()[sys.argv[4]]()
         if afterwards:
             afterwards()

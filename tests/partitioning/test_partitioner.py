@@ -13,9 +13,9 @@ import pytest
 from t5x.errors import UserError
 from t5x.partitioning import (
     PjitPartitioner,
-    distributed,
     logical_to_mesh_axes,
     meshes,
+    multiprocess,
     presets,
     standard_logical_axis_rules,
 )
@@ -67,28 +67,28 @@ FOUND = [
     ({"logical_axis_rules": [["batch", None]]}, {"data": 8, "model": 1}, [None, None], [None, None, None]),
 ]  # fmt: skip
 REFUSED = [
-    ({"preset": "zero"}, "preset is 'zero'. There are:\n  dp: "),
-    ({"preset": "dp", "num_partitions": 2}, "set it to None, or take preset 'tp'"),
-    ({"preset": "fsdp", "model_parallel_submesh": [2, 1]}, "set it to None, or take preset '2d'"),
-    ({"preset": "2d", "ici_mesh_shape": [4, 2]}, "leave out ici_mesh_shape"),
+    ({"preset": "zero"}, "preset is 'zero'. Choose one of:\n  dp: "),
+    ({"preset": "dp", "num_partitions": 2}, "set it to None, or use preset 'tp'"),
+    ({"preset": "fsdp", "model_parallel_submesh": [2, 1]}, "set it to None, or use preset '2d'"),
+    ({"preset": "2d", "ici_mesh_shape": [4, 2]}, "remove ici_mesh_shape"),
     ({"preset": "fsdp", "logical_axis_rules": RULES}, "set logical_axis_rules to None"),
     ({"preset": "tp", "num_partitions": 3}, "num_partitions is 3, but there are 8 devices"),
     ({"num_partitions": 2, "ici_mesh_shape": [4, 2]}, "must be None"),
     ({"dcn_mesh_shape": [2, 1, 1]}, "without ici_mesh_shape"),
-    ({"ici_mesh_shape": [1, 2, 2], "dcn_mesh_shape": [4, 1, 1]}, "multiply up to 16 devices, but there are 8"),
+    ({"ici_mesh_shape": [1, 2, 2], "dcn_mesh_shape": [4, 1, 1]}, "need 16 devices, but there are 8"),
     ({"ici_mesh_shape": [2, 2], "dcn_mesh_shape": [2, 1, 1]}, "ici_mesh_shape is [2, 2]: it must be 3"),
-    ({"ici_mesh_shape": 4}, "ici_mesh_shape is 4: it must be 3 positive whole numbers, for replica, data, model, or 2"),
-    ({"ici_mesh_shape": [1, 4, 2], "dcn_mesh_shape": 1}, "dcn_mesh_shape is 1: it must be 3 positive whole numbers"),
-    ({"model_parallel_submesh": 4}, "model_parallel_submesh is 4: it must be positive whole numbers"),
-    ({"model_parallel_submesh": []}, "model_parallel_submesh is []: it must be positive whole numbers"),
+    ({"ici_mesh_shape": 4}, "ici_mesh_shape is 4: it must be 3 positive integers, for replica, data, model, or 2"),
+    ({"ici_mesh_shape": [1, 4, 2], "dcn_mesh_shape": 1}, "dcn_mesh_shape is 1: it must be 3 positive integers"),
+    ({"model_parallel_submesh": 4}, "model_parallel_submesh is 4: it must be positive integers"),
+    ({"model_parallel_submesh": []}, "model_parallel_submesh is []: it must be positive integers"),
     ({"model_parallel_submesh": 4, "num_partitions": 4}, "not both (they are 4 and 4)"),
-    ({"preset": ["dp"]}, "preset is ['dp']. There are:"),
+    ({"preset": ["dp"]}, "preset is ['dp']. Choose one of:"),
     ({"logical_axis_rules": [["batch"]]}, "logical_axis_rules has the rule ['batch']: rules are a list of pairs"),
     ({"logical_axis_rules": [["batch", 1]]}, "logical_axis_rules has the rule ['batch', 1]: rules are a list of pairs"),
     ({"logical_axis_rules": {"batch": "data"}}, "logical_axis_rules is {'batch': 'data'}: rules are a list of pairs"),
     ({"logical_axis_rules": [["batch", ["data", "data"]]]}, "over ('data', 'data'): name each mesh axis once"),
-    ({"logical_axis_rules": []}, "logical_axis_rules is empty: nothing would be divided"),
-    ({"num_partitions": "2"}, "must be a whole number"),
+    ({"logical_axis_rules": []}, "logical_axis_rules is empty"),
+    ({"num_partitions": "2"}, "must be an integer"),
     ({"num_partitions": 0}, "it must divide them (1, 2, 4, 8)"),
 ]
 
@@ -118,10 +118,8 @@ def test_contradictions_say_what_to_do(looked, case):
 
 
 def test_a_batch_that_no_rule_divides_is_told(looked):
-    assert [line for line in looked[1] if "'batch'" in line] == [
-        "PjitPartitioner.logical_axis_rules has no rule for 'batch': all 8 copies of the model compute the same rows. "
-        "Add ('batch', 'data'), or ('batch', None) if you mean it."
-    ]
+    (line,) = [line for line in looked[1] if "'batch'" in line]
+    assert "all 8 copies" in line and "('batch', 'data')" in line
 
 
 def test_machines_of_different_size_are_no_tensor_parallel_groups():
@@ -148,7 +146,7 @@ def test_rows_of_a_process_follow_each_other():
 def test_processes_of_a_machine_stand_together(monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda backend: [Device(n, n) for n in range(4)])
     monkeypatch.setattr(jax, "process_count", lambda: 4)
-    monkeypatch.setattr(distributed, "machines", lambda: ["a", "b", "a", "b"])  # a scheduler deals them out in turns
+    monkeypatch.setattr(multiprocess, "machines", lambda: ["a", "b", "a", "b"])  # a scheduler deals them out in turns
     devices = meshes.devices_of(None)
     assert [d.process_index for d in devices] == [0, 2, 1, 3]
     assert meshes.machine_sizes(devices) == [2, 2]
@@ -165,7 +163,7 @@ def test_rules_of_t5x():
     assert tuple(logical_to_mesh_axes(("tower",), rules(additional_rules=[("tower", "data")]))) == ("data",)
     with pytest.raises(UserError, match="parameter_partitioning_dims is 3"):
         rules(1, 3)
-    with pytest.raises(UserError, match=r"additional_rules has the rule \('tower',\): rules are a list of pairs"):
+    with pytest.raises(UserError, match=r"additional_rules has the rule \('tower',\)"):
         rules(additional_rules=[("tower",)])
 
 
@@ -181,7 +179,7 @@ def test_contradictions_are_errors():
         PjitPartitioner(num_partitions=1, model_parallel_submesh=(1, 1, 1, 1))
     with pytest.raises(UserError, match="num_partitions is 5, but there are 1 devices"):
         PjitPartitioner(num_partitions=5)
-    with pytest.raises(UserError, match="'batch' over 'rows'; the mesh has only data, model"):
+    with pytest.raises(UserError, match=r"'batch' over 'rows'.* data, model"):
         PjitPartitioner(logical_axis_rules=[("batch", "rows")])
 
 

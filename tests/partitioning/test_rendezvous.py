@@ -12,10 +12,10 @@ from collections.abc import Iterator
 import pytest
 
 from t5x.errors import UserError
-from t5x.partitioning import cluster, distributed, watch
+from t5x.partitioning import cluster, multiprocess, rendezvous
 from t5x.partitioning.cluster import Place
 from t5x.partitioning.link import Link
-from t5x.partitioning.watch import Member
+from t5x.partitioning.rendezvous import Member
 from tests.partitioning.test_distributed import begin, finish
 from tests.programs import free_port
 
@@ -38,7 +38,7 @@ class Gathering(threading.Thread):
 
     def run(self) -> None:
         try:
-            self.result = watch.gather(self.place, member(0), self.timeout, 5, address="127.0.0.1", token=TOKEN)
+            self.result = rendezvous.gather(self.place, member(0), self.timeout, 5, address="127.0.0.1", token=TOKEN)
         except UserError as error:
             self.error = error
 
@@ -46,7 +46,7 @@ class Gathering(threading.Thread):
         return connect(self.place.port)
 
     def join(self, index: int = 1, count: int = 2, token: bytes = TOKEN) -> list[Member]:
-        members, link, port = watch.join(self.place, member(index, count), 30, token=token)
+        members, link, port = rendezvous.join(self.place, member(index, count), 30, token=token)
         assert port == 5
         link.close()
         return members
@@ -105,13 +105,13 @@ def test_who_does_not_fit_is_dropped(gathering, introduction):
 
 
 def test_a_silent_stranger_is_dropped(gathering, monkeypatch):
-    monkeypatch.setattr(watch, "HANDSHAKE", 0.1)
+    monkeypatch.setattr(rendezvous, "HANDSHAKE", 0.1)
     assert is_closed(gathering.connect())
     assert gathering.join() == gathering.finish()
 
 
 def test_many_strangers_leave_room(gathering, monkeypatch):
-    monkeypatch.setattr(watch, "_STRANGERS", 3)
+    monkeypatch.setattr(rendezvous, "_MAX_STRANGERS", 3)
     strangers = [gathering.connect() for _ in range(20)]
     assert all(is_closed(stranger) for stranger in strangers[:10])
     assert gathering.join() == gathering.finish()
@@ -149,7 +149,7 @@ def test_address_of_this_machine(host, address):
 def test_a_short_token_is_refused(monkeypatch):
     monkeypatch.setenv(cluster.TOKEN, "secret")
     with pytest.raises(UserError, match=f"{cluster.TOKEN} has 6 characters"):
-        cluster.token()
+        cluster.read_token()
 
 
 @pytest.mark.parametrize(
@@ -159,8 +159,8 @@ def test_a_short_token_is_refused(monkeypatch):
 def test_a_run_that_others_can_reach_is_warned_without_a_token(host, token, warned, monkeypatch, caplog):
     monkeypatch.setattr(logging.getLogger("t5x"), "propagate", True)
     monkeypatch.setenv(cluster.TOKEN, token)
-    with pytest.raises(UserError, match="did not come"):
-        distributed.start(
+    with pytest.raises(UserError, match="1 of 2 processes"):
+        multiprocess.start(
             coordinator_address=f"{host}:{free_port()}", process_count=2, process_index=0, initialization_timeout=1
         )
     assert (f"{cluster.TOKEN} is not set" in caplog.text) == warned

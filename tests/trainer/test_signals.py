@@ -37,7 +37,7 @@ def test_an_evaluation_of_several_processes_is_cut_off_and_made_up_for(tmp_path)
         assert interrupt(other, signal.SIGTERM) == 75, (tmp_path / "log.1").read_text()
         assert leader.wait(60) == 75
     said = (tmp_path / "log.0").read_text()
-    assert f"the evaluation of step {EVAL_PERIOD} was cut off" in said
+    assert f"evaluation of step {EVAL_PERIOD} was interrupted" in said
     assert f"stopped after step {EVAL_PERIOD}; saved {run}/checkpoint_{EVAL_PERIOD}" in said
 
     with started(run, tmp_path, batches=3) as processes:

@@ -8,7 +8,7 @@ import os
 
 from etils import epath
 
-from t5x.checkpoints import paths, remote_reading
+from t5x.checkpoints import manifest, paths, remote_reading
 from t5x.checkpoints.formats.safety import check_links
 from t5x.checkpoints.formats.source import LazyArray, Source
 from t5x.checkpoints.manifest import DamagedCheckpoint
@@ -47,7 +47,7 @@ def open_checkpoint(path: epath.PathLike, *, verify: bool = True) -> Source:
     chosen = is_remote(given) and paths.step_of(path) is not None and paths.step_of(given.rstrip("/")) is None
     if chosen and (problem := _misnamed(path, source)):
         raise UserError(
-            f"{given}: {path.name} is the newest by its name, but {problem}. Give the URL of the one you mean."
+            f"{given}: {path.name} is the newest by its name, but {problem}. Give the URL of the checkpoint itself."
         )
     return source
 
@@ -72,7 +72,7 @@ def _open_newest(directory: epath.Path, steps: list[int], verify: bool) -> Sourc
 
     Logs which one is used and which are skipped. One without a step in its content is used only if there is no other.
     """
-    passed = []
+    skipped = []
     without_step = None
     for step in reversed(steps):
         path = directory / paths.checkpoint_name(step)
@@ -80,35 +80,32 @@ def _open_newest(directory: epath.Path, steps: list[int], verify: bool) -> Sourc
             check_links(str(directory), [path.name], [os.path.realpath(directory)])
             source = _open(path, verify)
             reason = _misnamed(path, source)
+            if reason is None:
+                log.info("%s: using its newest complete checkpoint, %s", directory, path.name)
+                return source
+            if source.step is None:
+                without_step = without_step or source
         except UserError as error:
             if not path.exists():  # a trainer's retention has just removed it
                 continue
-            source, reason = None, error.reason if isinstance(error, DamagedCheckpoint) else str(error)
-        if reason is None:
-            log.info("%s: taking its newest whole checkpoint, %s", directory, path.name)
-            return source
-        if without_step is None and source is not None and source.step is None:
-            without_step = source
-        passed.append(f"  {path.name}: {reason}")
-        log.warning("Passing over %s: %s", path, reason)
+            reason = error.reason if isinstance(error, DamagedCheckpoint) else str(error)
+        skipped.append(f"  {path.name}: {reason}")
+        log.warning("Skipping %s: %s", path, reason)
     if without_step is not None:
-        log.warning("%s: taking %s, as there is no other", directory, os.path.basename(without_step.path))
+        log.warning("%s: using %s, as there is no other", directory, os.path.basename(without_step.path))
         return without_step
-    reasons = "\n".join(passed)
+    reasons = "\n".join(skipped)
     raise UserError(
-        f"{directory} is neither a checkpoint nor a MODEL_DIR to take one from: none of its checkpoints is whole.\n"
-        f"{reasons}"
+        f"{directory} is not a checkpoint, and none of the checkpoints in it can be used:\n{reasons}\n"
+        "Give another checkpoint or MODEL_DIR."
     )
 
 
 def _misnamed(path: epath.Path, source: Source) -> str | None:
     """Return why a `checkpoint_<step>` may not be of that step, or None if it is."""
-    named = paths.step_of(path)
     if source.step is None:
-        return f"its content ({source.format}) has no step, so that it may be older than its name says"
-    if source.step != named:
-        return paths.renamed(source.step)
-    return None
+        return f"its content ({source.format}) has no step, so it may be older than its name says"
+    return None if source.step == paths.step_of(path) else paths.renamed(source.step)
 
 
 def _open(path: epath.Path, verify: bool) -> Source:
@@ -117,14 +114,15 @@ def _open(path: epath.Path, verify: bool) -> Source:
 
         return read_mesh_tensorflow(path)
     if path.is_file():
-        return _open_file(path)
+        return _open_msgpack_file(path)
     if not path.is_dir():
-        raise UserError(f"There is no checkpoint {path}: no such file or directory.")
+        raise UserError(f"There is no checkpoint at {path}: no such file or directory. Check the path.")
     if _has(path, paths.MANIFEST):
-        from t5x.checkpoints import checkpoint_reader
         from t5x.checkpoints.formats.own_checkpoint import read_own_checkpoint
 
-        return read_own_checkpoint(checkpoint_reader.resolve_verified(path) if verify else path)
+        if verify:
+            manifest.verify(path)
+        return read_own_checkpoint(path)
     if _has(path, _HUGGINGFACE):
         from t5x.checkpoints.formats.huggingface import read_huggingface
 
@@ -153,18 +151,18 @@ def _is_early_orbax(directory: epath.Path) -> bool:
         raise DamagedCheckpoint(directory, f"{_NATIVE} cannot be read: {error.strerror}") from error
 
 
-def _open_file(path: epath.Path) -> Source:
+def _open_msgpack_file(path: epath.Path) -> Source:
     """Open the msgpack file of a native checkpoint, the only format with a single file."""
     from t5x.checkpoints.formats import lazy_msgpack
     from t5x.checkpoints.formats.native_t5x import read_native
 
     try:
         with open_regular(path) as file:
-            known = file.read(len(_TENSORFLOW_STATE)) == _TENSORFLOW_STATE or lazy_msgpack.is_tree(path)
+            is_tensorflow = file.read(len(_TENSORFLOW_STATE)) == _TENSORFLOW_STATE
+        if not is_tensorflow and not lazy_msgpack.is_tree(path):
+            raise _unknown(path)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}.") from error
-    if not known:
-        raise _unknown(path)
     return read_native(path)
 
 
@@ -175,6 +173,6 @@ def _has(directory: epath.Path, *names: str) -> bool:
 def _unknown(path: epath.Path) -> UserError:
     hint = " If it belongs to a checkpoint, give the directory." if path.is_file() else ""
     return UserError(
-        f"{path} is no checkpoint that is known here: not ours (MANIFEST.json), native T5X (a file `checkpoint`), "
+        f"{path} is not a checkpoint of a supported format: ours (MANIFEST.json), native T5X (a file `checkpoint`), "
         f"T5X's Orbax (_METADATA), Mesh TensorFlow (*.index) or Hugging Face (config.json).{hint}"
     )

@@ -1,15 +1,15 @@
 """Lazy reader of Flax's msgpack files: the structure is parsed once, arrays stay in the file until they are read.
 
-The file is untrusted input. Lengths are checked against the file, nesting and the number of values are limited, and
-only plain values and Flax's arrays are accepted. The format has no checksum.
+The file is untrusted input. Nesting, strings and the number of values are limited, and only plain values and Flax's
+arrays are accepted. The format has no checksum.
 """
 
-import dataclasses
 import math
 import mmap
-import struct
-from typing import Any
+from collections.abc import Callable
+from typing import Any, BinaryIO
 
+import msgpack
 import numpy as np
 from etils import epath
 
@@ -24,32 +24,15 @@ ARRAY, SCALAR = 1, 3  # Flax's extension types
 _CHUNKED = "__msgpack_chunked_array__"
 _MAX_DEPTH = 64
 _MAX_VALUES = 1_000_000
-_MAX_TEXT = 2**16
+_MAX_STRING_BYTES = 2**16
+_MAX_ARRAY_HEADER_BYTES = 1024
 
-# First byte of a value -> the struct format of its length, or of the number itself.
-_NUMBERS = {0xCA: ">f", 0xCB: ">d", 0xCC: ">B", 0xCD: ">H", 0xCE: ">I", 0xCF: ">Q"} | {
-    0xD0: ">b", 0xD1: ">h", 0xD2: ">i", 0xD3: ">q"
-}  # fmt: skip
-_CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
-_TEXT = {0xD9: ">B", 0xDA: ">H", 0xDB: ">I"}
-_BYTES = {0xC4: ">B", 0xC5: ">H", 0xC6: ">I"}
-_LISTS = {0xDC: ">H", 0xDD: ">I"}
-_MAPS = {0xDE: ">H", 0xDF: ">I"}
-_EXTENSIONS = {0xC7: ">B", 0xC8: ">H", 0xC9: ">I"}
-_FIXED_EXTENSIONS = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
-
-
-@dataclasses.dataclass(frozen=True)
-class _Span:
-    """A byte range of the file; `code` is the type of an extension, None for plain bytes."""
-
-    start: int
-    end: int
-    code: int | None = None
-
-
-class _Malformed(Exception):
-    pass
+# First byte of a value. An extension's content starts after its header, whose last byte is the extension type.
+_MAPS = (*range(0x80, 0x90), 0xDE, 0xDF)
+_LISTS = (*range(0x90, 0xA0), 0xDC, 0xDD)
+_STRINGS = (*range(0xA0, 0xC0), 0xD9, 0xDA, 0xDB)
+_BYTES_HEADER = {0xC4: 2, 0xC5: 3, 0xC6: 5}
+_EXTENSION_HEADER = {0xC7: 3, 0xC8: 4, 0xC9: 6} | dict.fromkeys(range(0xD4, 0xD9), 2)
 
 
 def read_tree(directory: epath.PathLike, name: str) -> dict[str, Any]:
@@ -65,14 +48,28 @@ def read_tree(directory: epath.PathLike, name: str) -> dict[str, Any]:
     with open_inside(directory, name) as file:
         try:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                tree = _Parser(data, 0, len(data)).whole()
-                if not isinstance(tree, dict):
-                    raise _Malformed("is not a dictionary")
-                return _with_arrays(tree, data, directory, name)
-        except _Malformed as error:
-            raise DamagedCheckpoint(directory, f"{name} {error}") from None
-        except ValueError as error:  # from mmap
-            raise DamagedCheckpoint(directory, f"{name} is empty") from error
+                return _Parser(directory, name, file, data).read_dictionary()
+        except (ValueError, IndexError, msgpack.UnpackException) as error:
+            problem = str(error) or type(error).__name__
+            raise DamagedCheckpoint(directory, f"{name} is not a msgpack file of Flax: {problem}") from error
+
+
+def flatten(tree: dict[str, Any], is_leaf: Callable[[dict[str, Any]], bool] = lambda node: False) -> dict[str, Any]:
+    """Return {names of all levels joined by `/`: leaf}, with numbers as zero-dimensional arrays and without None.
+
+    Args:
+      is_leaf: whether a dictionary is itself a leaf.
+    """
+    found: dict[str, Any] = {}
+    for key, node in tree.items():
+        if isinstance(node, dict) and not is_leaf(node):
+            found |= {f"{key}/{name}": leaf for name, leaf in flatten(node, is_leaf).items()}
+        elif isinstance(node, int | float):
+            array = np.asarray(node, np.int32 if type(node) is int and -(2**31) <= node < 2**31 else None)
+            found[key] = LazyArray((), array.dtype, array.copy)
+        elif node is not None:
+            found[key] = node
+    return found
 
 
 def is_tree(path: epath.PathLike) -> bool:
@@ -83,184 +80,112 @@ def is_tree(path: epath.PathLike) -> bool:
     """
     with open_regular(path) as file:
         start = file.read(6)
-    skipped = {0xDE: 3, 0xDF: 5}.get(start[0], 1) if start else 0
-    is_map = bool(start) and (start[0] in _MAPS or 0x81 <= start[0] <= 0x8F)
-    return is_map and len(start) > skipped and (start[skipped] in _TEXT or 0xA0 <= start[skipped] <= 0xBF)
+    key = start[{0xDE: 3, 0xDF: 5}.get(start[0], 1) :] if start else b""
+    return bool(key) and start[0] in _MAPS and start[0] != 0x80 and key[0] in _STRINGS
 
 
 class _Parser:
-    """A parser of the value in data[position:end]."""
+    """Walks the file with msgpack's Unpacker, which reads it, and looks ahead in `data`, the same file."""
 
-    def __init__(self, data: mmap.mmap, position: int, end: int):
-        self._data = data
-        self._position = position
-        self._end = end
+    def __init__(self, directory: epath.PathLike, name: str, file: BinaryIO, data: mmap.mmap):
+        self._directory, self._name, self._data = directory, name, data
+        self._unpacker = msgpack.Unpacker(file, max_buffer_size=0, max_str_len=_MAX_STRING_BYTES)
         self._values = 0
 
-    def whole(self) -> Any:
-        value = self._value(0)
-        if self._position != self._end:
-            raise _Malformed(f"goes on after its end, at byte {self._position}")
-        return value
+    def read_dictionary(self) -> dict[str, Any]:
+        tree = self._read(0)
+        if not isinstance(tree, dict):
+            raise ValueError("it is not a dictionary")
+        if self._unpacker.tell() != len(self._data):
+            raise ValueError(f"it continues after its end, at byte {self._unpacker.tell()}")
+        return tree
 
-    def _value(self, depth: int) -> Any:
+    def _read(self, depth: int) -> Any:
         self._values += 1
-        if self._values > _MAX_VALUES:
-            raise _Malformed(f"has more than {_MAX_VALUES} values")
-        if depth > _MAX_DEPTH:
-            raise _Malformed(f"is nested more than {_MAX_DEPTH} deep")
-        tag = self._number(">B")
-        if tag <= 0x7F:
-            return tag
-        if tag >= 0xE0:
-            return tag - 256
-        if tag <= 0x8F:
-            return self._map(tag & 0x0F, depth)
-        if tag <= 0x9F:
-            return self._list(tag & 0x0F, depth)
-        if tag <= 0xBF:
-            return self._text(tag & 0x1F)
-        if tag in _CONSTANTS:
-            return _CONSTANTS[tag]
-        if tag in _NUMBERS:
-            return self._number(_NUMBERS[tag])
-        if tag in _TEXT:
-            return self._text(self._number(_TEXT[tag]))
-        if tag in _BYTES:
-            return self._span(self._number(_BYTES[tag]))
-        if tag in _LISTS:
-            return self._list(self._number(_LISTS[tag]), depth)
+        if self._values > _MAX_VALUES or depth > _MAX_DEPTH:
+            raise ValueError(f"it has more than {_MAX_VALUES} values, or is nested more than {_MAX_DEPTH} deep")
+        position = self._unpacker.tell()
+        tag = self._data[position]
         if tag in _MAPS:
-            return self._map(self._number(_MAPS[tag]), depth)
-        if tag in _EXTENSIONS:
-            return self._extension(self._number(_EXTENSIONS[tag]))
-        if tag in _FIXED_EXTENSIONS:
-            return self._extension(_FIXED_EXTENSIONS[tag])
-        raise _Malformed(f"is not msgpack: byte {self._position - 1} is {tag:#x}")
+            return self._read_map(depth)
+        if tag in _LISTS:
+            return [self._read(depth + 1) for _ in range(self._unpacker.read_array_header())]
+        if tag in _BYTES_HEADER:
+            raise ValueError(f"there are plain bytes at byte {position}, where an array belongs")
+        if tag not in _EXTENSION_HEADER:
+            return self._unpacker.unpack()
+        self._unpacker.skip()
+        return self._array(position + _EXTENSION_HEADER[tag], self._unpacker.tell())
 
-    def _skip(self, length: int) -> int:
-        """Skip `length` bytes and return where they start."""
-        start = self._position
-        if length > self._end - start:
-            raise _Malformed(f"is cut off: {length} bytes should follow byte {start}, {self._end - start} do")
-        self._position += length
-        return start
-
-    def _number(self, layout: str) -> Any:
-        return struct.unpack_from(layout, self._data, self._skip(struct.calcsize(layout)))[0]
-
-    def _span(self, length: int, code: int | None = None) -> _Span:
-        return _Span(self._skip(length), self._position, code)
-
-    def _text(self, length: int) -> str:
-        if length > _MAX_TEXT:
-            raise _Malformed(f"has a text of {length} bytes at byte {self._position}")
-        start = self._skip(length)
-        try:
-            return self._data[start : start + length].decode()
-        except UnicodeDecodeError:
-            raise _Malformed(f"has a text that is not UTF-8 at byte {start}") from None
-
-    def _extension(self, length: int) -> _Span:
-        code = self._number(">b")
-        if code not in (ARRAY, SCALAR):
-            raise _Malformed(f"has a value of the unknown extension type {code} at byte {self._position}")
-        return self._span(length, code)
-
-    def _list(self, count: int, depth: int) -> list[Any]:
-        self._check_count(count)
-        return [self._value(depth + 1) for _ in range(count)]
-
-    def _map(self, count: int, depth: int) -> dict[str, Any]:
-        self._check_count(2 * count)
+    def _read_map(self, depth: int) -> Any:
         result = {}
-        for _ in range(count):
-            at = self._position
-            key = self._value(depth + 1)
+        for _ in range(self._unpacker.read_map_header()):
+            position = self._unpacker.tell()
+            key = self._read(depth + 1)
             if not isinstance(key, str) or "/" in key or not paths.is_plain_relative(key):
-                raise _Malformed(f"has a key at byte {at} that is not the name of a parameter")
+                raise ValueError(f"the key at byte {position} is not the name of a parameter")
             if key in result:
-                raise _Malformed(f"has the key {key!r} twice")
-            result[key] = self._value(depth + 1)
+                raise ValueError(f"the key {key!r} occurs twice")
+            result[key] = self._read(depth + 1)
+        if _CHUNKED in result:
+            return _join(_in_order(result.get("chunks")), check_shape(_in_order(result.get("shape"))))
         return result
 
-    def _check_count(self, count: int) -> None:
-        if count > self._end - self._position:
-            raise _Malformed(f"is cut off: {count} values should follow byte {self._position}")
+    def _array(self, start: int, end: int) -> LazyArray:
+        """Return the array in the extension between two bytes: (shape, name of the dtype, elements)."""
+        if self._data[start - 1] not in (ARRAY, SCALAR):
+            raise ValueError(f"the extension at byte {start} has the unknown type {self._data[start - 1]}")
+        header = msgpack.Unpacker()
+        header.feed(self._data[start : min(end, start + _MAX_ARRAY_HEADER_BYTES)])
+        if header.read_array_header() != 3:
+            raise ValueError(f"the extension at byte {start} is not an array")
+        shape, name = check_shape(header.unpack()), header.unpack()
+        if not isinstance(name, str) or name not in DTYPES:
+            raise ValueError(f"the array at byte {start} has dtype {str(name)[:40]!r}; supported: {', '.join(DTYPES)}")
+        bytes_at = start + header.tell()
+        elements = bytes_at + _BYTES_HEADER.get(self._data[bytes_at], 0)
+        size = math.prod(shape) * DTYPES[name].itemsize
+        stated = int.from_bytes(self._data[bytes_at + 1 : elements], "big")
+        if elements == bytes_at or not size == stated == end - elements:
+            raise ValueError(
+                f"the array at byte {start}, {name} {list(shape)}, has {end - elements} bytes instead of {size}"
+            )
+        place = (self._directory, self._name, elements, shape, DTYPES[name])
+        return LazyArray(shape, DTYPES[name], lambda: _read_array(*place))
 
 
-def _with_arrays(node: Any, data: mmap.mmap, directory: epath.PathLike, name: str) -> Any:
-    """Replace the byte ranges of arrays in `node` by LazyArrays."""
-    if isinstance(node, _Span):
-        return _lazy([node], None, data, directory, name)
-    if isinstance(node, list):
-        return [_with_arrays(child, data, directory, name) for child in node]
-    if not isinstance(node, dict):
-        return node
-    if _CHUNKED not in node:
-        return {key: _with_arrays(child, data, directory, name) for key, child in node.items()}
-    return _lazy(_in_order(node.get("chunks")), _in_order(node.get("shape")), data, directory, name)
+def _read_array(
+    directory: epath.PathLike, name: str, start: int, shape: tuple[int, ...], dtype: np.dtype
+) -> np.ndarray:
+    try:
+        with open_inside(directory, name) as file:
+            elements = np.fromfile(file, dtype, math.prod(shape), offset=start)
+        return elements.reshape(shape)
+    except OSError as error:
+        raise DamagedCheckpoint(directory, f"{name} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise DamagedCheckpoint(directory, f"{name} has become shorter since it was opened") from error
 
 
 def _in_order(numbered: Any) -> list[Any]:
     """Return the values of {"0": …, "1": …}, which is how Flax writes tuples."""
     if not isinstance(numbered, dict) or set(numbered) != {str(i) for i in range(len(numbered))}:
-        raise _Malformed("has a chunked array without its shape and chunks")
+        raise ValueError("a chunked array lacks its shape or chunks")
     return [numbered[str(i)] for i in range(len(numbered))]
 
 
-def _lazy(
-    pieces: list[Any], shape: list[Any] | None, data: mmap.mmap, directory: epath.PathLike, name: str
-) -> LazyArray:
-    """Return an array whose elements are stored in consecutive `pieces`; `shape` None: that of the only piece."""
-    contents = [_array_header(data, piece) for piece in pieces]
-    if not contents or len({dtype for _, dtype, _ in contents}) != 1:
-        raise _Malformed("has a chunked array without chunks, or with chunks of several dtypes")
-    dtype = contents[0][1]
-    try:
-        shape = contents[0][0] if shape is None else check_shape(shape)
-    except ValueError as error:
-        raise _Malformed(f"has a chunked array of which {error}") from None
-    spans = [span for _, _, span in contents]
-    size, there = math.prod(shape) * dtype.itemsize, sum(span.end - span.start for span in spans)
-    if size != there:
-        raise _Malformed(f"has a {dtype} array of shape {list(shape)} with {there} bytes instead of {size}")
-    return LazyArray(shape, dtype, lambda: _read(directory, name, spans, size).view(dtype).reshape(shape))
+def _join(chunks: list[Any], shape: tuple[int, ...]) -> LazyArray:
+    """Return the array whose elements are stored in consecutive chunks."""
+    if not all(isinstance(chunk, LazyArray) for chunk in chunks) or len({chunk.dtype for chunk in chunks}) != 1:
+        raise ValueError("a chunked array has no chunks, or chunks of several dtypes")
+    if (size := math.prod(shape)) != (stored := sum(chunk.size for chunk in chunks)):
+        raise ValueError(f"a chunked array of shape {list(shape)} has {stored} elements instead of {size}")
 
+    def read() -> np.ndarray:
+        result, done = np.empty(size, chunks[0].dtype), 0
+        for chunk in chunks:
+            result[done : done + chunk.size] = chunk.read().reshape(-1)
+            done += chunk.size
+        return result.reshape(shape)
 
-def _array_header(data: mmap.mmap, piece: Any) -> tuple[tuple[int, ...], np.dtype, _Span]:
-    """Return shape, dtype and the byte range of the elements of an unchunked array."""
-    if not isinstance(piece, _Span) or piece.code is None:
-        raise _Malformed("has plain bytes, or something else, where an array belongs")
-    content = _Parser(data, piece.start, piece.end).whole()
-    if not isinstance(content, list) or len(content) != 3:
-        raise _Malformed(f"has no array in its extension at byte {piece.start}")
-    shape, dtype, elements = content
-    try:
-        shape = check_shape(shape)
-    except ValueError as error:
-        raise _Malformed(f"has an array at byte {piece.start} of which {error}") from None
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise _Malformed(f"has an array of dtype {str(dtype)[:40]!r} at byte {piece.start}; known: {', '.join(DTYPES)}")
-    if not isinstance(elements, _Span) or elements.code is not None:
-        raise _Malformed(f"has an array without elements at byte {piece.start}")
-    size, there = math.prod(shape) * DTYPES[dtype].itemsize, elements.end - elements.start
-    if size != there:
-        raise _Malformed(f"has a {dtype} array of shape {list(shape)} with {there} bytes instead of {size}")
-    return shape, DTYPES[dtype], elements
-
-
-def _read(directory: epath.PathLike, name: str, spans: list[_Span], size: int) -> np.ndarray:
-    """Return the concatenated bytes of `spans` as a uint8 array."""
-    result = np.empty(size, np.uint8)
-    done = 0
-    try:
-        with open_inside(directory, name) as file:
-            for span in spans:
-                file.seek(span.start)
-                done += file.readinto(memoryview(result)[done : done + span.end - span.start])
-    except OSError as error:
-        raise DamagedCheckpoint(directory, f"{name} cannot be read: {error.strerror}") from error
-    if done != size:
-        raise DamagedCheckpoint(directory, f"{name} has become shorter since it was opened")
-    return result
+    return LazyArray(shape, chunks[0].dtype, read)

@@ -5,18 +5,19 @@ dropped silently.
 """
 
 import functools
+import glob
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 from etils import epath
 
+from t5x.checkpoints.formats.native_t5x import read_step
 from t5x.checkpoints.formats.source import LazyArray, Source
 from t5x.checkpoints.formats.tensor_bundle import read_bundle
 from t5x.errors import UserError
-from t5x.files.remote import is_remote
 from t5x.files.untrusted import open_inside
 
 _logger = logging.getLogger(__name__)
@@ -67,8 +68,8 @@ def read_mesh_tensorflow(path: epath.PathLike) -> Source:
         name = translate(variable)
         if name is None:
             raise UserError(
-                f"{prefix}: no T5 model has the variable {variable!r}. If this is a T5 with additions, save it again "
-                "in Mesh TensorFlow without them; other models cannot be read."
+                f"{prefix}: variable {variable!r} is not part of a T5. If this is a T5 with additions, save it in Mesh "
+                "TensorFlow without them; other models cannot be read."
             )
         if name in arrays:
             raise UserError(f"{prefix}: the variables {origin[name]!r} and {variable!r} would both become {name}.")
@@ -76,59 +77,12 @@ def read_mesh_tensorflow(path: epath.PathLike) -> Source:
     _add_missing_slots(prefix, arrays)
     step = None
     if _STEP_VARIABLE in variables:
-        step = _read_step(prefix, variables[_STEP_VARIABLE])
+        step = read_step(prefix, variables[_STEP_VARIABLE], _STEP_VARIABLE)
         arrays["state/step"] = LazyArray((), np.dtype(np.int32), functools.partial(np.array, step, np.int32))
-    return Source("Mesh TensorFlow", str(prefix), step, _name_shared_biases(arrays))
+    return Source("Mesh TensorFlow", prefix, step, _name_shared_biases(arrays))
 
 
 # Names.
-
-_TOWER = "(?P<tower>encoder|decoder|transformer)"
-_BLOCK = _TOWER + "/block_(?P<block>[0-9]{1,4})"
-
-
-def _in_layer(match: re.Match, rest: str) -> str:
-    return f"{_tower(match)}/layers_{int(match['block'])}/{rest}"
-
-
-def _tower(match: re.Match) -> str:
-    return "decoder" if match["tower"] == "transformer" else match["tower"]
-
-
-def _attention(match: re.Match) -> str:
-    if match["kind"] == "EncDecAttention":
-        module = "encoder_decoder_attention"
-    else:
-        module = "attention" if match["tower"] == "encoder" else "self_attention"
-    return _in_layer(match, f"{module}/{_PROJECTIONS[match['projection']]}/kernel")
-
-
-def _block_norm(match: re.Match) -> str | None:
-    norm = _NORMS[match["tower"]].get(match["layer"])
-    return norm and _in_layer(match, f"{norm}/scale")
-
-
-_RULES: list[tuple[str, Callable[[re.Match], str | None]]] = [
-    ("shared/embedding", lambda match: "token_embedder/embedding"),
-    (f"{_TOWER}/embedding", lambda match: f"{_tower(match)}/token_embedder/embedding"),
-    (
-        f"{_BLOCK}/layer_000/SelfAttention/relative_attention_bias",
-        lambda match: _in_layer(match, "relpos_bias/rel_embedding"),
-    ),
-    (f"{_BLOCK}/layer_[0-9]+/(?P<kind>SelfAttention)/(?P<projection>[qkvo])", _attention),
-    (
-        "(?P<tower>decoder|transformer)/block_(?P<block>[0-9]{1,4})/layer_[0-9]+/(?P<kind>EncDecAttention)"
-        "/(?P<projection>[qkvo])",
-        _attention,
-    ),
-    (
-        f"{_BLOCK}/layer_[0-9]+/DenseReluDense/(?P<dense>wi|wi_[0-9]+|wo)/kernel",
-        lambda match: _in_layer(match, f"mlp/{match['dense']}/kernel"),
-    ),
-    (f"{_BLOCK}/layer_(?P<layer>00[0-2])/(layer|rms)_norm/scale", _block_norm),
-    (f"{_TOWER}/(final_layer|rms)_norm/scale", lambda match: f"{_tower(match)}/{_tower(match)}_norm/scale"),
-    ("(decoder|transformer)/logits/kernel", lambda match: "decoder/logits_dense/kernel"),
-]
 
 
 def translate(variable: str) -> str | None:
@@ -140,12 +94,42 @@ def translate(variable: str) -> str | None:
     'state/param_states/encoder/layers_3/attention/query/kernel/v_row'
     """
     base, slot = re.fullmatch(r"(.*?)(?:_slot_(v|vr|vc))?", variable, re.DOTALL).groups()
-    for pattern, rewrite in _RULES:
-        if match := re.fullmatch(pattern, base):
-            name = rewrite(match)
-            if name is None:
-                return None
-            return f"state/param_states/{name}/{_SLOTS[slot]}" if slot else f"target/{name}"
+    name = _parameter_name(base)
+    if name is None:
+        return None
+    return f"state/param_states/{name}/{_SLOTS[slot]}" if slot else f"target/{name}"
+
+
+def _parameter_name(variable: str) -> str | None:
+    if variable == "shared/embedding":
+        return "token_embedder/embedding"
+    found = re.fullmatch(r"(encoder|decoder|transformer)/(?:block_([0-9]{1,4})/layer_([0-9]+)/)?(.+)", variable)
+    if found is None:
+        return None
+    stack, block, layer, rest = found.groups()
+    tower = "encoder" if stack == "encoder" else "decoder"
+    if block is None:
+        match rest:
+            case "embedding":
+                return f"{tower}/token_embedder/embedding"
+            case "final_layer_norm/scale" | "rms_norm/scale":
+                return f"{tower}/{tower}_norm/scale"
+            case "logits/kernel" if tower == "decoder":
+                return "decoder/logits_dense/kernel"
+        return None
+    name = f"{tower}/layers_{int(block)}"
+    match rest.split("/"):
+        case ["SelfAttention", "relative_attention_bias"] if layer == "000":
+            return f"{name}/relpos_bias/rel_embedding"
+        case ["SelfAttention", letter] if letter in _PROJECTIONS:
+            attention = "attention" if tower == "encoder" else "self_attention"
+            return f"{name}/{attention}/{_PROJECTIONS[letter]}/kernel"
+        case ["EncDecAttention", letter] if letter in _PROJECTIONS and tower == "decoder":
+            return f"{name}/encoder_decoder_attention/{_PROJECTIONS[letter]}/kernel"
+        case ["DenseReluDense", dense, "kernel"] if re.fullmatch("wi|wi_[0-9]+|wo", dense):
+            return f"{name}/mlp/{dense}/kernel"
+        case ["layer_norm" | "rms_norm", "scale"] if layer in _NORMS[stack]:
+            return f"{name}/{_NORMS[stack][layer]}/scale"
     return None
 
 
@@ -161,7 +145,7 @@ def _name_shared_biases(arrays: Mapping[str, LazyArray]) -> dict[str, LazyArray]
     return renamed
 
 
-def _add_missing_slots(prefix: epath.Path, arrays: dict[str, LazyArray]) -> None:
+def _add_missing_slots(prefix: str, arrays: dict[str, LazyArray]) -> None:
     """Add Adafactor's unused slots as zeros of shape (1,): it has four per parameter."""
     slots: dict[str, set[str]] = {}
     for name in arrays:
@@ -179,68 +163,53 @@ def _add_missing_slots(prefix: epath.Path, arrays: dict[str, LazyArray]) -> None
             arrays[f"{parameter}/{slot}"] = unused
 
 
-def _read_step(prefix: epath.Path, array: LazyArray) -> int:
-    if array.shape != () or array.dtype.kind != "i":
-        raise UserError(f"{prefix}: {_STEP_VARIABLE} is {array.dtype}{list(array.shape)}, not one whole number.")
-    step = int(array.read())
-    if not 0 <= step < 2**31:
-        raise UserError(f"{prefix}: {_STEP_VARIABLE} is {step}, which is no number of steps.")
-    return step
-
-
 # Files.
 
 
-def find_prefix(path: epath.PathLike) -> epath.Path:
+def find_prefix(path: epath.PathLike) -> str:
     """Return the `…/model.ckpt-<step>` that a path refers to (see read_mesh_tensorflow); its `.index` exists."""
-    path = epath.Path(path).expanduser()
-    if path.name.endswith(".index"):
-        path = path.parent / path.name.removesuffix(".index")
-    if _index_file(path).is_file():
-        if os.path.islink(_index_file(path)):  # a link given by the user may point anywhere
-            return epath.Path(os.path.realpath(_index_file(path)).removesuffix(".index"))
-        return path
-    if not path.is_dir():
+    path = os.path.expanduser(os.fspath(path))
+    prefix = path.removesuffix(".index")
+    index = f"{prefix}.index"
+    if os.path.isfile(index):  # a link given by the user may point anywhere
+        return os.path.realpath(index).removesuffix(".index") if os.path.islink(index) else prefix
+    if not os.path.isdir(path):
         raise UserError(
-            f"{path}: there is no {_index_file(path).name} and no such directory. Give the path of a Mesh TensorFlow "
-            "checkpoint, such as DIRECTORY/model.ckpt-1000000, or its directory."
+            f"{path}: there is neither a file {index} nor a directory. Give a Mesh TensorFlow checkpoint, such as "
+            "DIRECTORY/model.ckpt-1000000, or its directory."
         )
-    found = sorted(file.name.removesuffix(".index") for file in path.glob("*.index") if file.is_file())
-    state_file = path / _STATE_FILE
-    if state_file.is_file():
-        name = latest_named(_read_state_file(state_file), state_file)
-        if name not in found:
-            raise UserError(
-                f"{state_file} names {name}, but {name}.index is not there (only: {', '.join(found) or 'none'}). "
-                "Copy its files, or give the path of the checkpoint that you mean."
-            )
-        _logger.info("%s: taking %s, which the file %s names.", path, name, _STATE_FILE)
-        return path / name
-    return path / newest(path, found)
-
-
-def _index_file(prefix: epath.Path) -> epath.Path:
-    return prefix.parent / f"{prefix.name}.index"
-
-
-def _read_state_file(path: epath.Path) -> bytes:
+    found = sorted(
+        os.path.basename(file).removesuffix(".index")
+        for file in glob.glob(f"{glob.escape(path)}/*.index")
+        if os.path.isfile(file)
+    )
+    state_file = f"{path}/{_STATE_FILE}"
+    if not os.path.isfile(state_file):
+        return f"{path}/{newest(path, found)}"
     try:
-        with path.open("rb") if is_remote(path) else open_inside(path.parent, path.name) as file:
-            return file.read(_MAX_STATE_FILE_BYTES)
+        with open_inside(path, _STATE_FILE) as file:
+            name = latest_named(file.read(_MAX_STATE_FILE_BYTES), state_file)
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror or error}. Is it a link? Copy the file.") from error
+        raise UserError(f"{state_file} cannot be read: {error.strerror}. If it is a link, copy the file.") from error
+    if name not in found:
+        raise UserError(
+            f"{state_file} names {name}, but there is no {name}.index (found: {', '.join(found) or 'none'}). Copy its "
+            "files, or give the path of another checkpoint."
+        )
+    _logger.info("%s: using %s, which the file %s names", path, name, _STATE_FILE)
+    return f"{path}/{name}"
 
 
 def latest_named(content: bytes, path: epath.PathLike) -> str:
     """Return the latest checkpoint named in `content`, that of TensorFlow's state file at `path`."""
     if not content.startswith(_STATE_FILE_START):
-        raise UserError(f"{path} is not a state file of TensorFlow. Give the path of the checkpoint: …/model.ckpt-N.")
+        raise UserError(f"{path} is not a TensorFlow state file. Give the path of a checkpoint: DIR/model.ckpt-N.")
     match = re.match(_STATE_FILE_START + rb'\s*:\s*"([^"\\\r\n]*)"', content)
     name = match[1].decode(errors="replace") if match else ""
     if not re.fullmatch(r"[\w=+-][\w.=+-]*", name, re.ASCII):
         raise UserError(
-            f"{path} does not name a checkpoint of its own directory: {name!r}. Give the path of the checkpoint "
-            "itself, such as DIRECTORY/model.ckpt-1000000."
+            f"{path} names {name!r}, which is not a checkpoint in its own directory. Give the path of the checkpoint, "
+            "such as DIRECTORY/model.ckpt-1000000."
         )
     return name
 
@@ -250,14 +219,13 @@ def newest(directory: epath.PathLike, found: list[str]) -> str:
     if not found:
         raise UserError(f"{directory} has no Mesh TensorFlow checkpoint: there is no *.index file in it.")
     if len(found) == 1:
-        _logger.info("%s: taking %s.", directory, found[0])
         return found[0]
     steps = {name: int(match[1]) for name in found if (match := re.fullmatch(r".*-([0-9]{1,15})", name))}
     highest = [name for name, step in steps.items() if step == max(steps.values())]
     if len(highest) != 1:
         raise UserError(
-            f"{directory} has several checkpoints ({', '.join(found)}), and their names do not say which is the "
-            "newest. Give the path of the one that you mean."
+            f"{directory} has several checkpoints ({', '.join(found)}), and their names do not show which is the "
+            "newest. Give the path of one of them."
         )
-    _logger.info("%s: taking %s, the newest of %d checkpoints.", directory, highest[0], len(found))
+    _logger.info("%s: using %s, the newest of %d checkpoints", directory, highest[0], len(found))
     return highest[0]

@@ -23,7 +23,7 @@ from etils import epath
 
 from t5x.checkpoints import paths
 from t5x.checkpoints.formats import lazy_msgpack, zarr_arrays
-from t5x.checkpoints.formats.safety import DTYPES, check_expansion
+from t5x.checkpoints.formats.safety import DTYPES, check_expansion, check_files
 from t5x.checkpoints.formats.source import LazyArray, Source
 from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.errors import UserError
@@ -31,20 +31,23 @@ from t5x.files import atomic
 from t5x.files.system_errors import first_line
 from t5x.files.untrusted import open_inside
 
-VERSION = 3
 FILE = "checkpoint"
-CHECKSUM = "checkpoint.sha256"
-STEP = "state/step"
 PLACEHOLDER = "PLACEHOLDER://"  # leaves of early Orbax checkpoints, whose msgpack file has the same name
+SECTIONS = ("target", "state", "flax_mutables")
 
+_VERSION = 3
+_CHECKSUM = "checkpoint.sha256"
+_STEP = "state/step"
 _KVSTORES = ("file", "gfile", "gcs")  # paths in all of these are relative to the checkpoint
 _SPEC_KEYS = {"driver", "kvstore", "metadata"}
-SECTIONS = ("target", "state", "flax_mutables")
 _TENSORFLOW = b"model_checkpoint_path"
 _MAX_INLINE_BYTES = 64 * 2**20
 _MAX_FILE_NAME = 255
 
 _logger = logging.getLogger(__name__)
+
+
+# --- Reading
 
 
 def read_native(path: epath.PathLike) -> Source:
@@ -60,30 +63,40 @@ def read_native(path: epath.PathLike) -> Source:
     directory, name = _locate(path)
     try:
         with open_inside(directory, name) as file:
-            start = file.read(len(_TENSORFLOW))
-        if start == _TENSORFLOW:
-            raise UserError(f"{directory} is a TensorFlow checkpoint, not a native T5X one. Read it as such.")
+            file_bytes = os.fstat(file.fileno()).st_size
+            if file.read(len(_TENSORFLOW)) == _TENSORFLOW:
+                raise UserError(f"{directory} is a TensorFlow checkpoint, not a native T5X one. Give its model.ckpt-N.")
         if name == FILE:
             _verify_checksum(directory)
         content = lazy_msgpack.read_tree(directory, name)
     except OSError as error:
         raise DamagedCheckpoint(directory, f"{name} cannot be read: {error.strerror}") from error
-    arrays: dict[str, LazyArray] = {}
-    stored = {name}
-    for section, node in _optimizer(content, directory, name).items():
-        _collect(section, node, directory, arrays, stored)
-    check_expansion(directory, arrays.values(), sum(_file_bytes(directory / part) for part in stored))
-    return Source(f"native T5X (version {VERSION})", os.fspath(path), training_step(directory, arrays), arrays)
+    leaves = lazy_msgpack.flatten(_optimizer(content, directory / name), lambda node: node.keys() >= _SPEC_KEYS)
+    stored = {
+        name: _array_directory(name, leaf, directory)
+        for name, leaf in leaves.items()
+        if not isinstance(leaf, LazyArray)
+    }
+    try:
+        file_bytes += sum(check_files(directory, place) for place in set(stored.values()))
+    except OSError as error:
+        missing = os.path.relpath(error.filename, directory)
+        raise DamagedCheckpoint(directory, f"array {missing} cannot be read: {error.strerror}") from error
+    opened = zarr_arrays.open_arrays(directory, stored, file_bytes=file_bytes)
+    for name, array in opened.items():
+        _check_stated(name, leaves[name], array, directory)
+    arrays = {name: opened.get(name, leaf) for name, leaf in leaves.items()}
+    check_expansion(directory, arrays.values(), file_bytes)
+    return Source(f"native T5X (version {_VERSION})", os.fspath(path), read_step(directory, arrays.get(_STEP)), arrays)
 
 
-def training_step(directory: epath.PathLike, arrays: Mapping[str, LazyArray]) -> int | None:
-    """Return the validated number in `state/step`, or None if there is none."""
-    if STEP not in arrays:
+def read_step(path: epath.PathLike, step: LazyArray | None, name: str = _STEP) -> int | None:
+    """Return the validated training step in the array `name`; None if there is none."""
+    if step is None:
         return None
-    step = arrays[STEP]
     if step.size != 1 or step.dtype.kind not in "iu":
-        raise DamagedCheckpoint(directory, f"{STEP} is {step.dtype} {list(step.shape)}, not one integer")
-    return check_step(directory, int(step.read().item()))
+        raise DamagedCheckpoint(path, f"{name} is {step.dtype} {list(step.shape)}, not one integer")
+    return check_step(path, int(step.read().item()))
 
 
 def check_step(directory: epath.PathLike, step: int) -> int:
@@ -91,12 +104,6 @@ def check_step(directory: epath.PathLike, step: int) -> int:
     if not 0 <= step < 2**31:
         raise DamagedCheckpoint(directory, f"its step is {step}, which is not between 0 and 2**31 - 1")
     return step
-
-
-def number(value: int | float) -> LazyArray:
-    """Return a plain number of a msgpack file as a zero-dimensional array."""
-    array = np.asarray(value, np.int32 if type(value) is int and -(2**31) <= value < 2**31 else None)
-    return LazyArray((), array.dtype, array.copy)
 
 
 def _locate(path: epath.PathLike) -> tuple[epath.Path, str]:
@@ -113,86 +120,66 @@ def _locate(path: epath.PathLike) -> tuple[epath.Path, str]:
 
 
 def _verify_checksum(directory: epath.Path) -> None:
-    if not os.path.lexists(directory / CHECKSUM):
+    if not os.path.lexists(directory / _CHECKSUM):
         return
-    with open_inside(directory, CHECKSUM) as file:
+    with open_inside(directory, _CHECKSUM) as file:
         line = file.read(200)
     with open_inside(directory, FILE) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if line != checksum_line(digest):
-        raise DamagedCheckpoint(directory, f"{FILE} or {CHECKSUM} has changed (SHA-256)")
+    if line != _checksum_line(digest):
+        raise DamagedCheckpoint(directory, f"{FILE} or {_CHECKSUM} has changed (SHA-256)")
 
 
-def checksum_line(digest: str) -> bytes:
-    """Return the content of checkpoint.sha256."""
+def _checksum_line(digest: str) -> bytes:
     return f"{digest}  {FILE}\n".encode()
 
 
-def _optimizer(content: Mapping[str, Any], directory: epath.Path, name: str) -> dict[str, Any]:
+def _optimizer(content: Mapping[str, Any], file: epath.Path) -> dict[str, Any]:
     """Check the version; return the content of `optimizer`."""
-    version = content.get("version")
+    version, optimizer = content.get("version"), content.get("optimizer")
     if version is None:
         raise UserError(
-            f"{directory / name} states no version: it is a plain Flax checkpoint, or an early Orbax one, and not a "
-            "native one of T5X. Of T5X's own, read those of version 3, or Orbax ones."
+            f"{file} states no version, so it is a plain Flax or an early Orbax checkpoint. Native T5X checkpoints of "
+            f"version {_VERSION} and Orbax checkpoints of T5X can be read."
         )
-    if version != VERSION:
+    if version != _VERSION:
         raise UserError(
-            f"{directory / name} is a T5X checkpoint of version {str(version)[:20]}; only version {VERSION} is read "
-            "here (version 2 kept bfloat16 as integers). Restore and save it with a T5X of that time first."
+            f"{file} is a T5X checkpoint of version {str(version)[:20]}; only version {_VERSION} can be read. Restore "
+            "it with the T5X version that wrote it, and save it with a newer one."
         )
-    optimizer = content.get("optimizer")
     if not isinstance(optimizer, dict) or not set(optimizer) <= set(SECTIONS):
-        raise DamagedCheckpoint(directory, f"{name} does not have {', '.join(SECTIONS)} under `optimizer`")
+        raise DamagedCheckpoint(file.parent, f"`optimizer` in {file.name} has other keys than {', '.join(SECTIONS)}")
     return optimizer
 
 
-def _collect(name: str, node: Any, directory: epath.Path, arrays: dict[str, LazyArray], stored: set[str]) -> None:
-    """Add the arrays at and below `node` to `arrays`, and the directories they are stored in to `stored`."""
-    if isinstance(node, LazyArray):
-        arrays[name] = node
-    elif isinstance(node, dict) and node.keys() >= _SPEC_KEYS:
-        place = _array_directory(name, node, directory)
-        arrays[name] = zarr_arrays.open_array(directory, place, node)
-        stored.add(place)
-    elif isinstance(node, dict):
-        for key, child in node.items():
-            _collect(f"{name}/{key}", child, directory, arrays, stored)
-    elif isinstance(node, str) and node.startswith(PLACEHOLDER):
-        raise UserError(f"{directory} is an early Orbax checkpoint, not a native T5X one. Read it as Orbax.")
-    elif isinstance(node, int | float):
-        arrays[name] = number(node)
-    elif node is not None:
-        raise DamagedCheckpoint(directory, f"{name} is a {type(node).__name__}, not an array")
-
-
-def _file_bytes(path: epath.Path) -> int:
-    return paths.tree_size(path) if path.is_dir() else os.path.getsize(path)
-
-
-def _array_directory(name: str, spec: Mapping[str, Any], directory: epath.Path) -> str:
+def _array_directory(name: str, spec: Any, directory: epath.Path) -> str:
     """Return the directory of the array of a TensorStore spec, relative to the checkpoint."""
+    if isinstance(spec, str) and spec.startswith(PLACEHOLDER):
+        raise UserError(f"{directory} is an early Orbax checkpoint, not a native T5X one. Read it as Orbax.")
+    if not isinstance(spec, dict):
+        raise DamagedCheckpoint(directory, f"{name} is a {type(spec).__name__}, not an array")
     kvstore = spec["kvstore"]
     if spec["driver"] != "zarr" or not isinstance(kvstore, dict) or kvstore.get("driver") not in _KVSTORES:
-        raise DamagedCheckpoint(
-            directory, f"the array {name} is not zarr in a store of one of the kinds {', '.join(_KVSTORES)}"
-        )
+        raise DamagedCheckpoint(directory, f"array {name} is not zarr in a store of kind {', '.join(_KVSTORES)}")
     relative = kvstore.get("path", spec.get("path"))
-    if not isinstance(relative, str):
-        raise DamagedCheckpoint(directory, f"the array {name} does not say in which directory it lies")
+    if not isinstance(relative, str) or not paths.is_plain_relative(relative.removesuffix("/")):
+        raise DamagedCheckpoint(directory, f"array {name} is at {str(relative)[:200]!r}, not a path inside it")
     return relative.removesuffix("/")
+
+
+def _check_stated(name: str, spec: Mapping[str, Any], array: LazyArray, directory: epath.Path) -> None:
+    """Raise DamagedCheckpoint unless the array has the shape and dtype that the msgpack file states."""
+    dtype, metadata = spec.get("dtype"), spec["metadata"]
+    shape = metadata.get("shape") if isinstance(metadata, dict) else None
+    if dtype != array.dtype.name or not isinstance(shape, list) or tuple(shape) != array.shape:
+        found, stated = f"{array.dtype} {list(array.shape)}", f"{dtype} {shape}"[:200]
+        raise DamagedCheckpoint(directory, f"array {name} is {found}, but {FILE} states {stated}")
 
 
 # --- Writing
 
 
-def write_native(
-    path: epath.PathLike,
-    step: int,
-    arrays: Iterable[tuple[str, np.ndarray]],
-    *,
-    dtype: str | np.dtype | None = None,
-) -> None:
+def write_native(path: epath.PathLike, step: int, arrays: Iterable[tuple[str, np.ndarray]]) -> None:
     """Write a native T5X checkpoint of version 3.
 
         source = read_orbax("run/checkpoint_1000")
@@ -203,7 +190,6 @@ def write_native(
       step: the training step.
       arrays: (T5X's name, array): `target/…`, `state/param_states/…`, `flax_mutables/…`, and optionally `state/step`,
         which must equal `step`. They are consumed one at a time and not kept.
-      dtype: float32 or bfloat16, to cast the floating-point arrays of `target`; None keeps theirs.
 
     Raises:
       UserError: the path exists, an array cannot be stored, or the disk is full. Nothing is left behind.
@@ -211,55 +197,36 @@ def write_native(
     path = paths.local_path(path)
     step = operator.index(step)
     if not 0 <= step < 2**31:
-        raise UserError(f"Step {step} cannot be written: T5X keeps it in an int32.")
-    cast = _cast_dtype(dtype)
-    _check_free(path)
+        raise UserError(f"Step {step} cannot be written: T5X stores it as an int32.")
+    if os.path.lexists(path):
+        raise UserError(f"{path} exists already. Choose another path, or move it away.")
     try:
         with atomic.new_directory(path) as temporary:
             temporary = epath.Path(temporary)
             tree: dict[str, Any] = {section: {} for section in SECTIONS}
             for name, array in arrays:
-                _write(temporary, step, name, array, cast, tree)
+                _write(temporary, step, name, array, tree)
                 del array  # before the next one is read
             _write_msgpack(temporary, step, tree)
     except OSError as error:
         raise UserError(
-            f"{path} could not be written: {first_line(error)}. What was written of it has been removed. "
-            "See that the disk has space and that you may write there, or choose another place."
+            f"{path} could not be written: {first_line(error)}. The incomplete copy was removed. Check that the "
+            "disk has space and that you may write there, or choose another destination."
         ) from error
-    _logger.info("%s: written as a native T5X checkpoint of step %d", path, step)
+    _logger.info("wrote %s, a native T5X checkpoint of step %d", path, step)
 
 
-def _cast_dtype(dtype: str | np.dtype | None) -> np.dtype | None:
-    if dtype is None:
-        return None
-    try:
-        cast = np.dtype(dtype)
-    except TypeError:
-        cast = None
-    if cast not in (DTYPES["float32"], DTYPES["bfloat16"]):
-        raise UserError(f"dtype={dtype}: a native checkpoint is written in float32, bfloat16, or None (as it is).")
-    return cast
-
-
-def _check_free(path: epath.Path) -> None:
-    if os.path.lexists(path):
-        raise UserError(f"{path} exists already and is not overwritten. Choose another path, or move it away.")
-
-
-def _write(
-    directory: epath.Path, step: int, name: str, array: np.ndarray, cast: np.dtype | None, tree: dict[str, Any]
-) -> None:
+def _write(directory: epath.Path, step: int, name: str, array: np.ndarray, tree: dict[str, Any]) -> None:
     """Write one array, and add its entry in the msgpack file to `tree`: itself, or the spec of its directory."""
     stored_name = name.replace("/", ".")
     section, *keys = name.split("/")
     if section not in SECTIONS or not keys or not paths.is_plain_relative(name) or len(stored_name) > _MAX_FILE_NAME:
-        raise UserError(f"{name!r} is not the name of an array that T5X keeps: those start with {', '.join(SECTIONS)}.")
+        raise UserError(f"{name!r} is not a name of T5X's arrays, which start with {', '.join(SECTIONS)}.")
     if array.dtype not in DTYPES.values():
-        raise UserError(f"{name}: arrays of dtype {array.dtype} cannot be written; cast it first.")
-    if name == STEP:
+        raise UserError(f"{name} has dtype {array.dtype}, which cannot be written. Cast it first.")
+    if name == _STEP:
         if array.size != 1 or array.item() != step:
-            raise UserError(f"{STEP} is {array}, but the checkpoint is to be written for step {step}.")
+            raise UserError(f"{_STEP} is {array}, but the checkpoint is written for step {step}.")
         return
     parent = tree[section]
     for key in keys[:-1]:
@@ -268,10 +235,8 @@ def _write(
             break
     if _is_leaf(parent) or keys[-1] in parent or os.path.lexists(directory / stored_name):
         raise UserError(f"{name}: another array has this name, or a name that is stored as the same. Rename one.")
-    if cast is not None and section == "target" and (array.dtype.kind == "f" or array.dtype.name == "bfloat16"):
-        array = array.astype(cast, copy=False)
     if _is_inline(section, keys[-1], array):
-        parent[keys[-1]] = msgpack.ExtType(lazy_msgpack.ARRAY, _pack_array(array))
+        parent[keys[-1]] = _pack_array(array)
     else:
         parent[keys[-1]] = _Spec(
             driver="zarr",
@@ -297,19 +262,15 @@ def _is_inline(section: str, key: str, array: np.ndarray) -> bool:
     return section != "target" and small and array.nbytes <= _MAX_INLINE_BYTES
 
 
-def _pack_array(array: np.ndarray) -> bytes:
-    return msgpack.packb((array.shape, array.dtype.name, array.tobytes()))
+def _pack_array(array: np.ndarray) -> msgpack.ExtType:
+    return msgpack.ExtType(lazy_msgpack.ARRAY, msgpack.packb((array.shape, array.dtype.name, array.tobytes())))
 
 
 def _write_msgpack(directory: epath.Path, step: int, tree: Mapping[str, Any]) -> None:
-    state = {
-        "param_states": {},
-        **tree["state"],
-        "step": msgpack.ExtType(lazy_msgpack.ARRAY, _pack_array(np.asarray(step, np.int32))),
-    }
+    state = {"param_states": {}, **tree["state"], "step": _pack_array(np.asarray(step, np.int32))}
     optimizer = {"state": state, "target": tree["target"]}
     if tree["flax_mutables"]:
         optimizer["flax_mutables"] = tree["flax_mutables"]
-    content = msgpack.packb({"version": VERSION, "optimizer": optimizer})
-    paths.write_file(directory / CHECKSUM, checksum_line(hashlib.sha256(content).hexdigest()))
+    content = msgpack.packb({"version": _VERSION, "optimizer": optimizer})
+    paths.write_file(directory / _CHECKSUM, _checksum_line(hashlib.sha256(content).hexdigest()))
     paths.write_file(directory / FILE, content)

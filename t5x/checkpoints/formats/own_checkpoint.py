@@ -1,15 +1,12 @@
 """Our own checkpoints as a `Source`."""
 
-import functools
 from typing import Any
 
-import numpy as np
 from etils import epath
 
 from t5x.checkpoints import array_reader, manifest, paths
 from t5x.checkpoints.formats.native_t5x import check_step
-from t5x.checkpoints.formats.orbax import read_orbax
-from t5x.checkpoints.formats.source import LazyArray, Source
+from t5x.checkpoints.formats.source import Source
 from t5x.files.untrusted import parse_json
 
 MODEL_FILE = "model.json"
@@ -26,7 +23,7 @@ def read_own_checkpoint(path: epath.PathLike) -> Source:
         format="t5x",
         path=str(path),
         step=check_step(path, content.step),
-        arrays={**read_orbax(path).arrays, **_empty_arrays(path / paths.STATE)},
+        arrays=array_reader.StoredArrays(path / paths.STATE).lazy_arrays(),
         config=description.get("config"),
         vocabulary_files=read_vocabulary_files(path),
         inputs_bidirectional_attention=bool(description.get("inputs_bidirectional_attention")),
@@ -64,11 +61,3 @@ def read_description(path: epath.PathLike) -> dict[str, Any]:
     except ValueError as error:
         raise manifest.DamagedCheckpoint(path, f"{MODEL_FILE} does not describe a network: {error}") from error
     return description
-
-
-def _empty_arrays(state: epath.Path) -> dict[str, LazyArray]:
-    """Return the arrays without elements, which are stored only in the metadata."""
-    return {
-        name: LazyArray(leaf.shape, leaf.dtype, functools.partial(np.zeros, leaf.shape, leaf.dtype))
-        for name, leaf in array_reader.read_empty_arrays(state).items()
-    }

@@ -33,9 +33,9 @@ def read_table(content: bytes) -> Iterator[tuple[bytes, bytes]]:
       Malformed: it is not a table, or a damaged one.
     """
     if len(content) < _FOOTER:
-        raise Malformed(f"it has {len(content)} bytes, fewer than the footer of a table alone")
+        raise Malformed(f"it has {len(content)} bytes, fewer than the footer of a table")
     if not content.endswith(_MAGIC):
-        raise Malformed("it does not end with the magic number of a table (cut short, or another kind of file)")
+        raise Malformed("it does not end with the magic number of a table (truncated, or another kind of file)")
     footer = Cursor(content[-_FOOTER : -len(_MAGIC)])
     _ = footer.varint(), footer.varint()  # skip the metaindex: filters, which TensorFlow does not write
     index = _read_block(content, footer.varint(), footer.varint())
@@ -71,7 +71,7 @@ class Cursor:
     def take(self, size: int) -> bytes:
         end = self._position + size
         if end > len(self._data):
-            raise Malformed(f"a length of {size} bytes leads out of the {len(self._data)} bytes it is in")
+            raise Malformed(f"a length of {size} bytes exceeds the {len(self._data)} bytes it is in")
         taken = self._data[self._position : end]
         self._position = end
         return taken
@@ -92,7 +92,7 @@ class Cursor:
 
 def _read_block(content: bytes, offset: int, size: int) -> bytes:
     if offset + size + _TRAILER > len(content) - _FOOTER:
-        raise Malformed(f"a block of {size} bytes at byte {offset} leads out of the {len(content)} bytes of the file")
+        raise Malformed(f"a block of {size} bytes at byte {offset} exceeds the {len(content)} bytes of the file")
     end = offset + size + 1
     if masked_crc32c(content[offset:end]) != int.from_bytes(content[end : end + 4], "little"):
         raise Malformed(f"the checksum of the block at byte {offset} does not match")
@@ -114,7 +114,7 @@ def _entries(block: bytes) -> Iterator[tuple[bytes, bytes]]:
     while cursor:
         shared, added, size = cursor.varint(), cursor.varint(), cursor.varint()
         if shared > len(key) or shared + added > _MAX_KEY:
-            raise Malformed(f"a key takes {shared} bytes from a key of {len(key)} and adds {added}")
+            raise Malformed(f"a key shares {shared} bytes with a key of {len(key)} and adds {added}")
         key = key[:shared] + cursor.take(added)
         yield key, cursor.take(size)
 

@@ -19,6 +19,14 @@ class LazyArray:
     def size(self) -> int:
         return int(np.prod(self.shape, dtype=np.int64))
 
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+    @property
+    def T(self) -> "LazyArray":
+        return LazyArray(self.shape[::-1], self.dtype, lambda: self.read().T)
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """Read the array, for `np.asarray(array)`."""
         return np.asarray(self.read(), dtype)

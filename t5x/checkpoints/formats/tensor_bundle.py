@@ -23,7 +23,6 @@ from t5x.checkpoints.formats.source import LazyArray
 from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.errors import UserError
 from t5x.files.digests import masked_crc32c
-from t5x.files.remote import is_remote
 from t5x.files.untrusted import open_regular
 
 _DTYPES = {1: np.float32, 2: np.float64, 3: np.int32, 9: np.int64, 14: ml_dtypes.bfloat16, 19: np.float16}
@@ -65,38 +64,30 @@ def read_bundle(prefix: epath.PathLike) -> dict[str, LazyArray]:
     Raises:
       UserError: it is damaged, a data file is missing or too short, or something in it is not supported.
     """
-    prefix = epath.Path(prefix)
-    _check_link(epath.Path(f"{prefix}.index"))
     index = read_index(f"{prefix}.index")
-    files = {}
+    paths, sizes, arrays = {}, {}, {}
+    for shard in {entry.shard for entry in index.entries.values()}:
+        paths[shard] = f"{prefix}.data-{shard:05d}-of-{index.num_shards:05d}"
+        sizes[shard] = _check_file(paths[shard])
     for name, entry in index.entries.items():
-        if entry.shard not in files:
-            path = epath.Path(f"{prefix}.data-{entry.shard:05d}-of-{index.num_shards:05d}")
-            _check_link(path)
-            files[entry.shard] = path, _file_size(path)
-        path, size = files[entry.shard]
-        if entry.offset + entry.size > size:
-            raise DamagedCheckpoint(
-                path, f"it has {size} bytes, but {name} ends at byte {entry.offset + entry.size} (cut short?)"
-            )
-    return {
-        name: LazyArray(entry.shape, entry.dtype, functools.partial(_read_tensor, files[entry.shard][0], name, entry))
-        for name, entry in index.entries.items()
-    }
+        path, end = paths[entry.shard], entry.offset + entry.size
+        if end > sizes[entry.shard]:
+            raise DamagedCheckpoint(path, f"it has {sizes[entry.shard]} bytes, but {name} ends at byte {end}")
+        arrays[name] = LazyArray(entry.shape, entry.dtype, functools.partial(_read_tensor, path, name, entry))
+    return arrays
 
 
-def read_index(path: epath.PathLike) -> Index:
+def read_index(path: str) -> Index:
     """Read a `.index` file.
 
     Raises:
       UserError: it is missing, damaged, or lists something unsupported (partitioned variables, strings).
     """
-    path = epath.Path(path)
-    size = _file_size(path)
+    size = _check_file(path)
     if size > _MAX_INDEX_BYTES:
         raise DamagedCheckpoint(path, f"it has {size} bytes; the index of a checkpoint has at most {_MAX_INDEX_BYTES}")
     try:
-        with path.open("rb") if is_remote(path) else open_regular(path) as file:
+        with open_regular(path) as file:
             return _parse_index(file.read(size))
     except Malformed as error:
         raise DamagedCheckpoint(path, str(error)) from error
@@ -228,36 +219,23 @@ def _all_data(fields: Mapping[int, list[int | bytes]], number: int) -> list[byte
 # Files.
 
 
-def _check_link(path: epath.Path) -> None:
-    if not is_remote(path):
-        check_links(str(path.parent), [path.name], [os.path.realpath(path.parent)])
-
-
-def _file_size(path: epath.Path) -> int:
-    if not path.exists():
+def _check_file(path: str) -> int:
+    """Return the size of a file of the checkpoint, after checking that it is a regular file inside its directory."""
+    directory, name = os.path.split(path)
+    check_links(directory, [name], [os.path.realpath(directory)])
+    if not os.path.exists(path):
         raise UserError(f"{path} is missing. Copy all files of the checkpoint (.index and every .data-*) together.")
-    if not is_remote(path) and not os.path.isfile(path):
+    if not os.path.isfile(path):
         raise DamagedCheckpoint(path, "it is not a regular file")
-    return path.stat().length
+    return os.path.getsize(path)
 
 
-def _read_tensor(path: epath.Path, name: str, entry: Entry) -> np.ndarray:
-    data = _read_bytes(path, entry.offset, entry.size)
-    if masked_crc32c(data) != entry.crc:
-        raise DamagedCheckpoint(path, f"the checksum of {name} does not match")
-    array = data.view(entry.dtype).reshape(entry.shape)
-    return array if array.flags.aligned else array.copy()
-
-
-def _read_bytes(path: epath.Path, offset: int, size: int) -> np.ndarray:
-    """Return [size] uint8, read-only; memory-mapped if the file is local."""
-    if size == 0:
-        return np.frombuffer(b"", np.uint8)
+def _read_tensor(path: str, name: str, entry: Entry) -> np.ndarray:
     try:
-        if not is_remote(path):
-            return np.asarray(np.memmap(path, np.uint8, mode="r", offset=offset, shape=(size,)))
-        with path.open("rb") as file:
-            file.seek(offset)
-            return np.frombuffer(file.read(size), np.uint8)
+        data = np.memmap(path, np.uint8, mode="r", offset=entry.offset, shape=(entry.size,)) if entry.size else b""
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}. Has it changed since the checkpoint was opened?") from error
+    if masked_crc32c(data) != entry.crc:
+        raise DamagedCheckpoint(path, f"the checksum of {name} does not match")
+    array = np.frombuffer(data, np.uint8).view(entry.dtype).reshape(entry.shape)
+    return array if array.flags.aligned else array.copy()

@@ -18,6 +18,8 @@ Pre-training on text, as for T5:
     ]
 """
 
+# ruff: noqa: F401
+
 from t5x.data.preprocessors.denoiser_mixture import UL2_DENOISERS, UL2_MODE_TOKENS, Denoiser, ul2
 from t5x.data.preprocessors.denoising import (
     iid_denoising,
@@ -27,7 +29,7 @@ from t5x.data.preprocessors.denoising import (
     span_corruption,
     split_tokens,
 )
-from t5x.data.preprocessors.tasks import (
+from t5x.data.preprocessors.text_to_text import (
     filter_by_string_length,
     glue,
     lower_text,
@@ -39,7 +41,7 @@ from t5x.data.preprocessors.tasks import (
     summarize,
     translate,
 )
-from t5x.data.preprocessors.text import (
+from t5x.data.preprocessors.tokenization import (
     append_eos,
     append_eos_after_trim,
     rekey,
@@ -47,32 +49,3 @@ from t5x.data.preprocessors.text import (
     tokenize_and_append_eos,
     truncate_inputs_left,
 )
-
-__all__ = [
-    "UL2_DENOISERS",
-    "UL2_MODE_TOKENS",
-    "Denoiser",
-    "append_eos",
-    "append_eos_after_trim",
-    "filter_by_string_length",
-    "glue",
-    "iid_denoising",
-    "lower_text",
-    "monot5",
-    "parse_tsv",
-    "prefix_lm",
-    "preprocess_tsv",
-    "random_spans_helper",
-    "rekey",
-    "select_random_chunk",
-    "span_corruption",
-    "split_tokens",
-    "squad",
-    "stsb",
-    "summarize",
-    "tokenize",
-    "tokenize_and_append_eos",
-    "translate",
-    "truncate_inputs_left",
-    "ul2",
-]

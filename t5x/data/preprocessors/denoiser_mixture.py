@@ -69,7 +69,7 @@ def ul2(
       merge_examples_to_reduce_padding: False splits every document separately.
     """
     if not denoisers:
-        raise UserError("ul2 has no denoisers to mix.")
+        raise UserError("ul2: the list of denoisers is empty.")
     lengths = [denoising.length_of(feature, sequence_length, "ul2") for feature in ("inputs", denoising.TOKENS)]
     vocabulary = denoising.shared_vocabulary(output_features, "inputs", "ul2")
     dtype = output_features["inputs"].dtype
@@ -133,8 +133,8 @@ def _largest(denoiser: Denoiser, inputs_length: int, targets_length: int) -> int
 
     if not fits(2):
         raise UserError(
-            f"ul2: the inputs have room for {inputs_length} token(s) besides a mode token and the targets for "
-            f"{targets_length}, which is too little for {denoiser}."
+            f"ul2: {inputs_length} token(s) of inputs besides a mode token and {targets_length} of targets are too few "
+            f"for {denoiser}. Increase the lengths."
         )
     length = 2
     while fits(length + 1):
@@ -152,7 +152,7 @@ def _lengths(denoiser: Denoiser, length: int) -> tuple[int, int]:
 
 def _check(denoiser: Denoiser, mode_tokens: Mapping[str, str] | None) -> None:
     if mode_tokens and denoiser.mode not in mode_tokens:
-        raise UserError(f"ul2: {denoiser} has no mode token; there are {', '.join(mode_tokens)}.")
+        raise UserError(f"ul2: {denoiser} has no mode token; mode_tokens has {', '.join(mode_tokens)}.")
     if not denoiser.rate > 0:
         raise UserError(f"ul2: the rate of {denoiser} must be positive.")
     if denoiser.mean_span_length is None:

@@ -51,12 +51,12 @@ def span_corruption(
     given = length_of(TOKENS, sequence_length, "span_corruption")
     check_noise(noise_density, mean_noise_span_length, "span_corruption")
     if inputs_length < 4:
-        raise UserError(f"span_corruption has {inputs_length} token(s) for the inputs. Give them a greater length.")
+        raise UserError(f"span_corruption has only {inputs_length} token(s) for the inputs. Increase their length.")
     length, targets_length = random_spans_helper(inputs_length, noise_density, mean_noise_span_length)
     if given < targets_length:
         raise UserError(
             f"span_corruption makes targets of {targets_length} tokens from inputs of {inputs_length}, but the length "
-            f"of the targets is {given}. Give them {targets_length}, or shorten the inputs."
+            f"of the targets is {given}. Set it to {targets_length}, or shorten the inputs."
         )
     vocabulary = shared_vocabulary(output_features, input_feature_key, "span_corruption")
     check_sentinels(vocabulary, noise_counts(length, noise_density, mean_noise_span_length)[1], "span_corruption")
@@ -269,13 +269,9 @@ def check_sentinels(vocabulary: Vocabulary, spans: int, name: str) -> None:
         )
     if spans > vocabulary.extra_ids:
         logger.warning(
-            "%s takes %d sentinels, and the vocabulary has %d extra ids: the last %d of its ordinary ids serve as "
-            "sentinels too.",
-            name,
-            spans,
-            vocabulary.extra_ids,
-            spans - vocabulary.extra_ids,
-        )
+            "%s needs %d sentinels, but the vocabulary has only %d extra ids: its last %d ordinary ids are used too",
+            name, spans, vocabulary.extra_ids, spans - vocabulary.extra_ids,
+        )  # fmt: skip
 
 
 def shared_vocabulary(output_features: Mapping[str, Feature], input_feature_key: str, name: str) -> Vocabulary:
@@ -283,7 +279,7 @@ def shared_vocabulary(output_features: Mapping[str, Feature], input_feature_key:
     if input_feature_key in output_features and output_features[input_feature_key].vocabulary != vocabulary:
         raise UserError(
             f"{name} makes {input_feature_key!r} from the tokens of {TOKENS!r}, but their features have different "
-            "vocabularies. Give both the same."
+            "vocabularies. Use the same vocabulary in both."
         )
     return vocabulary
 
@@ -292,14 +288,14 @@ def _room(output_features: Mapping[str, Feature], sequence_length: Mapping[str, 
     """Return the number of tokens in `inputs` besides EOS."""
     length = length_of("inputs", sequence_length, name) - int(output_features["inputs"].add_eos)
     if length < 2:
-        raise UserError(f"{name} has {length} token(s) for the inputs. Give them a greater length.")
+        raise UserError(f"{name} has only {length} token(s) for the inputs. Increase their length.")
     return length
 
 
 def length_of(feature: str, sequence_length: Mapping[str, int] | None, name: str) -> int:
     length = (sequence_length or {}).get(feature)
     if length is None:
-        raise UserError(f"{name} needs the length of {feature!r}: give it in task_feature_lengths.")
+        raise UserError(f"{name} needs the length of {feature!r}. Set it in task_feature_lengths.")
     return length
 
 

@@ -5,8 +5,8 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from t5x.data.sources.base import Malformed, optional_package
-from t5x.data.sources.files import DecodedRecords, FilesDataSource, Patterns
+from t5x.data.sources.base import Malformed, first_line, optional_package
+from t5x.data.sources.files import FileExamples, FilesDataSource, Patterns
 from t5x.data.sources.lines import decoded, json_object
 from t5x.data.sources.tf_examples import ExampleParser
 from t5x.errors import UserError
@@ -34,11 +34,12 @@ class ArrayRecordDataSource(FilesDataSource):
         super().__init__(split_to_filepattern)
         formats = {"tf_example": ExampleParser(feature_description), "json": _json_object, "msgpack": _msgpack_map}
         if not callable(decode_fn) and decode_fn not in formats:
-            raise UserError(f"decode_fn={decode_fn!r} is neither one of {', '.join(formats)} nor a function.")
+            raise UserError(f"decode_fn={decode_fn!r} must be a function or one of {', '.join(formats)}.")
         self._decode = decode_fn if callable(decode_fn) else formats[decode_fn]
 
-    def _open_file(self, copy: LocalCopy) -> DecodedRecords:
-        return DecodedRecords(ArrayRecordFile(copy), self._decode)
+    def _open_file(self, copy: LocalCopy) -> FileExamples:
+        records = ArrayRecordFile(copy)
+        return FileExamples(copy.name, len(records), lambda index: self._decode(records[index]))
 
 
 class ArrayRecordFile:
@@ -61,9 +62,7 @@ class ArrayRecordFile:
             with self._lock:
                 return self._reader().read([index])[0]
         except (ValueError, IndexError, RuntimeError) as error:
-            raise Malformed(
-                f"it cannot be read: the file is damaged ({_first_line(error)}). Fetch it again."
-            ) from error
+            raise Malformed(f"the file is damaged ({first_line(error)}). Download it again.") from error
 
     def _reader(self) -> Any:
         if self._process == os.getpid():
@@ -74,16 +73,14 @@ class ArrayRecordFile:
         try:
             # Read-ahead is useless for random access.
             self._opened = module.ArrayRecordReader(self._path, "readahead_buffer_size:0,max_parallelism:0")
-            is_whole = self._opened.ok()
+            if not self._opened.ok():
+                raise ValueError("its end is missing")
         except (ValueError, RuntimeError) as error:
-            raise self._damaged(_first_line(error)) from error
-        if not is_whole:
-            raise self._damaged("its end is missing")
+            raise UserError(
+                f"{self.name} is not an array_record file, or is truncated ({first_line(error)}). Download it again."
+            ) from error
         self._process = os.getpid()
         return self._opened
-
-    def _damaged(self, what: str) -> UserError:
-        return UserError(f"{self.name} is no array_record file, or is cut short ({what}). Fetch it again.")
 
 
 def _json_object(content: bytes) -> dict[str, Any]:
@@ -98,9 +95,5 @@ def _msgpack_map(content: bytes) -> dict[str, Any]:
     except (ValueError, msgpack.UnpackException) as error:
         raise Malformed(f"not msgpack: {error or type(error).__name__}") from error
     if not isinstance(example, dict):
-        raise Malformed(f"a msgpack map is needed, not a {type(example).__name__}.")
+        raise Malformed(f"expected a msgpack map, got a {type(example).__name__}.")
     return example
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]

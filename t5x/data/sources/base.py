@@ -87,7 +87,7 @@ class DataSource(abc.ABC):
 
     def check_split(self, split: str) -> None:
         if split not in self.splits:
-            raise UserError(f"There is no split {split!r}. There is {', '.join(map(repr, self.splits))}.")
+            raise UserError(f"There is no split {split!r} (splits: {', '.join(map(repr, self.splits))}).")
 
 
 class OpenedSplits(abc.ABC):
@@ -149,7 +149,7 @@ class FunctionDataSource(OpenedSplits, DataSource):
         return len(self.opened(split))
 
     def example(self, split: str, index: int) -> dict[str, Any]:
-        return as_example(unshared(self.opened(split)[index]), lambda: self.location(split, index))
+        return as_example(copy_mutable(self.opened(split)[index]), lambda: self.location(split, index))
 
     def location(self, split: str, index: int) -> str:
         return f"example {index} of {name_of(self._function)}({split!r})"
@@ -173,23 +173,23 @@ class FunctionDataSource(OpenedSplits, DataSource):
 def as_example(example: Any, location: Callable[[], str]) -> dict[str, Any]:
     """Return a new dict of a user function's example; raise BadExample if it is not a mapping."""
     if not isinstance(example, Mapping):
-        raise BadExample(f"{location()} is a {type(example).__name__}; examples are dicts.")
+        raise BadExample(f"{location()} is a {type(example).__name__}. Examples must be dicts.")
     return dict(example)
 
 
-def unshared(example: Any) -> Any:
+def copy_mutable(example: Any) -> Any:
     """Return an example of a user's sequence with copies of its mutable values."""
     if not isinstance(example, Mapping):
         return example
-    changeable = list | dict | np.ndarray
-    return {name: copy.deepcopy(one) if isinstance(one, changeable) else one for name, one in example.items()}
+    mutable = list | dict | np.ndarray
+    return {name: copy.deepcopy(value) if isinstance(value, mutable) else value for name, value in example.items()}
 
 
 def check_sequence(sequence: Any, call: str) -> None:
     if not (hasattr(sequence, "__len__") and hasattr(sequence, "__getitem__")):
         raise UserError(
-            f"{call} returned a {type(sequence).__name__}. Return a sequence of dicts, with len() and indexing, so "
-            "that training can resume anywhere: e.g. list(...)."
+            f"{call} returned a {type(sequence).__name__}. Return a sequence of dicts with len() and indexing, such as "
+            "a list, so that training can resume anywhere."
         )
 
 
@@ -210,3 +210,8 @@ def optional_package(module: str, package: str, purpose: str, extra: str | None 
 
 def excerpt(text: str) -> str:
     return repr(text if len(text) <= 80 else text[:80] + "…")
+
+
+def first_line(error: Exception) -> str:
+    """Return the start of an error of a library, for a message in one line."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -1,12 +1,12 @@
 """File sources: splits are lists of paths and glob patterns."""
 
-import abc
 import bisect
+import dataclasses
 import itertools
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from t5x.data import file_digests
 from t5x.data.code_hashes import fingerprint
@@ -17,31 +17,46 @@ from t5x.data.sources.base import (
     OpenedSplits,
     as_example,
     check_sequence,
+    copy_mutable,
     name_of,
-    unshared,
 )
 from t5x.errors import UserError
 from t5x.files import local_copies, user_files
 from t5x.files.local_copies import LocalCopy
+from t5x.telemetry import copy_progress
 
 logger = logging.getLogger(__name__)
 
 Patterns = str | os.PathLike | Sequence[str | os.PathLike]
 
 
-class Examples(Protocol):
-    """The examples of one file, new objects each time. `[]` raises `Malformed` for what it cannot read."""
+@dataclasses.dataclass
+class FileExamples:
+    """The examples of one file.
 
-    def __len__(self) -> int: ...
+    Attributes:
+      name: name of the file, for messages.
+      size: number of examples.
+      read: `read(index)` returns a new example; it raises `Malformed` for one that it cannot read.
+      locate: `locate(index)` returns where an example is; None gives the number of the record, from 1.
+    """
 
-    def __getitem__(self, index: int) -> Mapping[str, Any]: ...
+    name: str
+    size: int
+    read: Callable[[int], Mapping[str, Any]]
+    locate: Callable[[int], str] | None = None
 
     def location(self, index: int) -> str:
-        """Return where an example is: the file, and the line or record in it."""
+        return record_location(self.name, index) if self.locate is None else self.locate(index)
+
+
+def record_location(name: str, index: int) -> str:
+    """Return the position of a record in a file without lines. Records count from 1, like lines."""
+    return f"{name}, record {index + 1}"
 
 
 class _Split(NamedTuple):
-    files: list[Examples]
+    files: list[FileExamples]
     ends: list[int]  # examples up to and including each file
     copies: Sequence[LocalCopy]
 
@@ -63,8 +78,8 @@ class FilesDataSource(OpenedSplits, DataSource):
         super().__init__()
         if not isinstance(split_to_filepattern, Mapping) or not split_to_filepattern:
             raise UserError(
-                f"{type(self).__name__} needs a mapping from split to file pattern, such as "
-                f"{{'train': 'data/train*.jsonl'}}, not {split_to_filepattern!r}."
+                f"{type(self).__name__}: split_to_filepattern is {split_to_filepattern!r}. Pass a mapping such as "
+                "{'train': 'data/train*.jsonl'}."
             )
         self._patterns = dict(split_to_filepattern)
         self._versions: dict[str, dict[str, str]] = {}
@@ -79,7 +94,7 @@ class FilesDataSource(OpenedSplits, DataSource):
     def example(self, split: str, index: int) -> dict[str, Any]:
         file, at = self._find(split, index)
         try:
-            example = file[at]
+            example = file.read(at)
             return example if type(example) is dict else as_example(example, lambda: file.location(at))
         except Malformed as error:
             raise BadExample(f"{file.location(at)}: {error}") from error
@@ -105,41 +120,36 @@ class FilesDataSource(OpenedSplits, DataSource):
         """Return what the examples depend on besides the content of the files."""
         return {name: value for name, value in self.__getstate__().items() if name not in self.places}
 
-    @abc.abstractmethod
-    def _open_file(self, copy: LocalCopy) -> Examples: ...
+    def _open_files(self, split: str, copies: Sequence[LocalCopy]) -> list[FileExamples]:
+        return [self._open_file(copy) for copy in copies]
 
-    def _find(self, split: str, index: int) -> tuple[Examples, int]:
+    def _open_file(self, copy: LocalCopy) -> FileExamples:
+        raise NotImplementedError
+
+    def _find(self, split: str, index: int) -> tuple[FileExamples, int]:
         opened, ends, _ = self.opened(split)
         if not 0 <= index < ends[-1]:
             raise IndexError(f"example {index} of {ends[-1]} in split {split!r}")
-        if len(opened) == 1:
-            return opened[0], index
         at = bisect.bisect_right(ends, index)
         return opened[at], index - (ends[at - 1] if at else 0)
 
     def _open(self, split: str) -> _Split:
-        copies = self._staged(split, self._paths(split))
-        return self._joined(split, copies, [self._open_file(copy) for copy in copies])
-
-    def _staged(self, split: str, paths: Sequence[str]) -> list[LocalCopy]:
-        """Return local copies; after unpickling, raise a UserError if the files have changed since."""
-        copies = local_copies.stage(paths, verify=split not in self._versions)  # else verified before pickling
-        now = _versions(copies)
+        # Copies whose versions are known were verified before pickling.
+        copies = local_copies.stage(self._paths(split), copy_progress, verify=split not in self._versions)
+        now = {copy.name: copy.version for copy in copies}
         before = self._versions.get(split, now)
         if changed := [name for name in before | now if before.get(name) != now.get(name)]:
             raise UserError(
-                f"The files of split {split!r} are not those that the run began with ({', '.join(changed[:3])} "
-                "changed, came or went). Do not change data under a run: start again."
+                f"The files of split {split!r} have changed since the run started: {', '.join(changed[:3])}. Do not "
+                "change the data of a run; restart it."
             )
-        return copies
-
-    def _joined(self, split: str, copies: Sequence[LocalCopy], opened: list[Examples]) -> _Split:
-        ends = list(itertools.accumulate(len(file) for file in opened))
+        opened = self._open_files(split, copies)
+        ends = list(itertools.accumulate(file.size for file in opened))
         if not ends or not ends[-1]:
             names = ", ".join(copy.name for copy in copies[:5]) or "its list of files"
             raise UserError(f"Split {split!r} has no examples: {names} is empty.")
         logger.info("Split %r: %d examples in %d file(s)", split, ends[-1], len(opened))
-        self._versions[split] = _versions(copies)
+        self._versions[split] = now
         return _Split(opened, ends, copies)
 
     def _paths(self, split: str) -> list[str]:
@@ -147,10 +157,6 @@ class FilesDataSource(OpenedSplits, DataSource):
         if isinstance(patterns, str | os.PathLike):
             patterns = [patterns]
         return [path for pattern in patterns for path in user_files.expand(pattern)]
-
-
-def _versions(copies: Sequence[LocalCopy]) -> dict[str, str]:
-    return {copy.name: copy.version for copy in copies}
 
 
 class FileDataSource(FilesDataSource):
@@ -172,56 +178,7 @@ class FileDataSource(FilesDataSource):
         super().__init__(split_to_filepattern)
         self._function = read_file_fn
 
-    def _open_file(self, copy: LocalCopy) -> Examples:
+    def _open_file(self, copy: LocalCopy) -> FileExamples:
         sequence = self._function(copy.path)
         check_sequence(sequence, f"{name_of(self._function)}({copy.name!r})")
-        return _OfFunction(sequence, copy.name)
-
-
-class _OfFunction:
-    """The examples that a user's function has read from a file."""
-
-    def __init__(self, sequence: Sequence[Mapping[str, Any]], name: str):
-        self._sequence = sequence
-        self._name = name
-
-    def __len__(self) -> int:
-        return len(self._sequence)
-
-    def __getitem__(self, index: int) -> Mapping[str, Any]:
-        return unshared(self._sequence[index])
-
-    def location(self, index: int) -> str:
-        return record_location(self._name, index)
-
-
-class Records(Protocol):
-    """The records of one file as bytes. `[]` raises `Malformed` for what it cannot read."""
-
-    name: str
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> bytes: ...
-
-
-class DecodedRecords:
-    """Records decoded to examples."""
-
-    def __init__(self, records: Records, decode: Callable[[bytes], Mapping[str, Any]]):
-        self._records = records
-        self._decode = decode
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    def __getitem__(self, index: int) -> Mapping[str, Any]:
-        return self._decode(self._records[index])
-
-    def location(self, index: int) -> str:
-        return record_location(self._records.name, index)
-
-
-def record_location(name: str, index: int) -> str:
-    """Return the position of a record in a file without lines. Records count from 1, like lines."""
-    return f"{name}, record {index + 1}"
+        return FileExamples(copy.name, len(sequence), lambda index: copy_mutable(sequence[index]))

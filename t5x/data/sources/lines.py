@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from t5x.data.sources.base import Malformed, excerpt
-from t5x.data.sources.files import FilesDataSource, Patterns
+from t5x.data.sources.files import FileExamples, FilesDataSource, Patterns
 from t5x.errors import UserError
 from t5x.files.indexed_lines import LineFile
 from t5x.files.local_copies import LocalCopy
+from t5x.files.text_lines import not_utf8
 
 _Parse = Callable[[str], dict[str, Any]]
 _RETURNS = "lines end with carriage returns alone. Convert the file: tr '\\r' '\\n' < FILE > NEW_FILE."
@@ -25,30 +26,15 @@ class _LinesDataSource(FilesDataSource):
         super().__init__(split_to_filepattern)
         self._skip = skip_header_lines
 
-    def _open_file(self, copy: LocalCopy) -> "_Lines":
+    def _open_file(self, copy: LocalCopy) -> FileExamples:
         lines = LineFile(copy, skip=self._skip, blank=self.blank, quote=self.quote)
-        return _Lines(lines, self._parser(lines))
+        parse = self._parser(lines)  # may take the first line
+        locate = lambda index: f"{lines.name}:{lines.line_number(index)}"
+        return FileExamples(lines.name, len(lines), lambda index: parse(decoded(lines[index])), locate)
 
     @abc.abstractmethod
     def _parser(self, lines: LineFile) -> _Parse:
         """Return the function that parses a line of this file."""
-
-
-class _Lines:
-    """The lines of a file as examples."""
-
-    def __init__(self, lines: LineFile, parse: _Parse):
-        self._lines = lines
-        self._parse = parse
-
-    def __len__(self) -> int:
-        return len(self._lines)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self._parse(decoded(self._lines[index]))
-
-    def location(self, index: int) -> str:
-        return f"{self._lines.name}:{self._lines.line_number(index)}"
 
 
 class TextLineDataSource(_LinesDataSource):
@@ -126,18 +112,13 @@ class TsvDataSource(_LinesDataSource):
         except Malformed as error:
             raise UserError(f"{where}: {_RETURNS if returns else error}") from error
         if twice := [name for name in dict.fromkeys(names) if name and names.count(name) > 1]:
-            raise UserError(
-                f"{where}: more than one column has the name {', '.join(map(repr, twice))}. Rename them in this line, "
-                "which names the columns."
-            )
+            raise UserError(f"{where}: several columns are named {', '.join(map(repr, twice))}. Rename them.")
         return functools.partial(self._fields, names)
 
     def _fields(self, names: tuple[str, ...], text: str) -> dict[str, str]:
         values = self._split(text)
         if len(values) != len(names):
-            raise Malformed(
-                f"{len(values)} fields where {len(names)} are expected ({', '.join(names)}): {excerpt(text)}"
-            )
+            raise Malformed(f"expected {len(names)} fields ({', '.join(names)}), got {len(values)}: {excerpt(text)}")
         return dict(zip(names, values, strict=True))
 
     def _split(self, text: str) -> list[str]:
@@ -171,7 +152,7 @@ def json_object(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise Malformed(f"not JSON: {error}: {excerpt(text)}") from error
     if not isinstance(example, dict):
-        raise Malformed(f'a JSON object such as {{"inputs": …}} is needed, not {excerpt(text)}')
+        raise Malformed(f'expected a JSON object such as {{"inputs": …}}, got {excerpt(text)}')
     return example
 
 
@@ -184,8 +165,4 @@ def decoded(content: bytes) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        encoding = "utf-16" if b"\0" in content else "latin1"
-        raise Malformed(
-            f"byte {content[error.start]:#04x} at column {error.start + 1} is not UTF-8. Convert the file, e.g. iconv "
-            f"-f {encoding} -t utf-8."
-        ) from error
+        raise Malformed(not_utf8(content, error)) from error

@@ -44,7 +44,7 @@ class ExampleParser:
         try:
             features = _message_class().FromString(content).features.feature
         except DecodeError as error:
-            raise Malformed("it is no tf.train.Example (its protocol buffer cannot be parsed).") from error
+            raise Malformed("it is not a tf.train.Example (its protocol buffer cannot be parsed).") from error
         if not self._features:
             return {name: _as_stored(features[name]) for name in sorted(features)}
         return {name: feature(features) for name, feature in self._features.items()}
@@ -90,20 +90,16 @@ class _Feature:
         if self._name not in features:  # indexing a protobuf map would add it
             if self._default is not None:
                 return self._default
-            there = ", ".join(sorted(features)) or "none"
-            raise Malformed(f"there is no feature {self._name!r}. Its features are {there}.")
+            raise Malformed(f"there is no feature {self._name!r} (features: {', '.join(sorted(features)) or 'none'}).")
         feature = features[self._name]
         stored = feature.WhichOneof("kind") or _LISTS[self._kind]
         if stored != _LISTS[self._kind]:
-            raise Malformed(f"feature {self._name!r} holds {_STORED[stored]}, but is described as {self._kind}.")
+            raise Malformed(f"feature {self._name!r} contains {_STORED[stored]}, but is described as {self._kind}.")
         values = self._converted(getattr(feature, stored).value)
         if self._many:
             return values if self._shape is None else self._reshaped(values)
         if len(values) != 1:
-            raise Malformed(
-                f"feature {self._name!r} has {len(values)} values where one is described; [{self._kind!r}] takes any "
-                "number."
-            )
+            raise Malformed(f"feature {self._name!r} has {len(values)} values, not one. Use [{self._kind!r}].")
         return values[0] if self._dtype is not None or isinstance(values, list) else values[0].item()
 
     def _converted(self, values: Any) -> list | np.ndarray:
@@ -119,14 +115,12 @@ class _Feature:
             return array
         cast = array.astype(self._dtype)
         if self._kind == "int" and not np.array_equal(cast, array):
-            raise Malformed(f"feature {self._name!r} has values that {self._dtype} cannot hold.")
+            raise Malformed(f"feature {self._name!r} has values outside the range of {self._dtype}.")
         return cast
 
     def _reshaped(self, values: list | np.ndarray) -> list | np.ndarray:
         if np.prod(self._shape) != len(values):
-            raise Malformed(
-                f"feature {self._name!r} has {len(values)} values where the shape {self._shape} is described."
-            )
+            raise Malformed(f"feature {self._name!r} has {len(values)} values, which do not fit shape {self._shape}.")
         if isinstance(values, np.ndarray):
             return values.reshape(self._shape)
         return np.array(values, object).reshape(self._shape).tolist()

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from t5x.data.sources.array_record import ArrayRecordFile
-from t5x.data.sources.base import optional_package
-from t5x.data.sources.files import FilesDataSource, Records, record_location
+from t5x.data.sources.base import first_line, optional_package
+from t5x.data.sources.files import FileExamples, FilesDataSource, record_location
 from t5x.data.sources.tfrecord import RecordFile
 from t5x.errors import UserError
 from t5x.files.local_copies import LocalCopy
@@ -48,19 +48,18 @@ class TfdsDataSource(FilesDataSource):
         self._builder = self._find_builder()
 
     def _find_builder(self) -> Any:
-        tfds = optional_package("tensorflow_datasets", "tensorflow-datasets", "Reading TFDS data sets", extra="tfds")
+        tfds = optional_package("tensorflow_datasets", "tensorflow-datasets", "Reading TFDS datasets", extra="tfds")
         try:
             builder = tfds.builder(self._name, data_dir=self._data_dir)
             found = bool(builder.info.splits)
         except Exception as error:  # TFDS raises many classes for wrong names and broken directories
-            message = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
             raise UserError(
-                f"The TFDS data set {self._name} cannot be opened: {message} Is the name right, and has it "
-                f"been prepared (`tfds build {self._name}`) in {self._data_dir or 'the directory of TFDS'}?"
+                f"The TFDS dataset {self._name} cannot be opened: {first_line(error)} Check the name, and prepare it "
+                f"with `tfds build {self._name}` in {self._data_dir or 'the default directory of TFDS'}."
             ) from error
         if not found:
             raise UserError(
-                f"The TFDS data set {self._name} has not been prepared in {builder.data_dir}. Prepare it: "
+                f"The TFDS dataset {self._name} has not been prepared in {builder.data_dir}. Run "
                 f"`tfds build {self._name} --file_format=array_record`."
             )
         return builder
@@ -79,46 +78,33 @@ class TfdsDataSource(FilesDataSource):
         try:
             return splits[wanted].file_instructions
         except (KeyError, ValueError) as error:
-            there = ", ".join(splits)
-            raise UserError(f"The TFDS data set {self._name} has no split {wanted!r}. It has {there}.") from error
+            raise UserError(
+                f"The TFDS dataset {self._name} has no split {wanted!r} (splits: {', '.join(splits)})."
+            ) from error
 
-    def _open(self, split: str) -> Any:
-        info, instructions = self._builder.info, self._instructions(split)
-        copies = self._staged(split, self._paths(split))
-        parts = []
-        for copy, instruction in zip(copies, instructions, strict=True):
-            records = self._open_file(copy)
+    def _open_files(self, split: str, copies: Sequence[LocalCopy]) -> list[FileExamples]:
+        features = self._builder.info.features
+        opened = []
+        for copy, instruction in zip(copies, self._instructions(split), strict=True):
+            records = self._open_records(copy)
             size = len(records) - instruction.skip if instruction.take < 0 else instruction.take
-            parts.append(_Part(records, range(instruction.skip, instruction.skip + size), info.features))
-        return self._joined(split, copies, parts)
+            opened.append(_slice(records, range(instruction.skip, instruction.skip + size), features))
+        return opened
 
-    def _open_file(self, copy: LocalCopy) -> Records:
+    def _open_records(self, copy: LocalCopy) -> RecordFile | ArrayRecordFile:
         kind = self._builder.info.file_format.value
         if kind not in _READERS:
             raise UserError(
-                f"The TFDS data set {self._name} is stored as {kind}, which is not read here. Prepare it in another "
+                f"The TFDS dataset {self._name} is stored as {kind}, which cannot be read. Prepare it in another "
                 f"directory: `tfds build {self._name} --file_format=array_record`."
             )
         return _READERS[kind](copy)
 
 
-class _Part:
-    """A range of the records of a file, as examples."""
-
-    def __init__(self, records: Records, indices: range, features: Any):
-        self._records = records
-        self._indices = indices
-        self._features = features
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        example = self._features.deserialize_example_np(self._records[self._indices[index]])
-        return _with_text(example, self._features)
-
-    def location(self, index: int) -> str:
-        return record_location(self._records.name, self._indices[index])
+def _slice(records: RecordFile | ArrayRecordFile, indices: range, features: Any) -> FileExamples:
+    """Return a range of the records of a file, as examples."""
+    read = lambda index: _with_text(features.deserialize_example_np(records[indices[index]]), features)
+    return FileExamples(records.name, len(indices), read, lambda index: record_location(records.name, indices[index]))
 
 
 def _with_text(value: Any, feature: Any) -> Any:

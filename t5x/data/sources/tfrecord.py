@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from t5x.data.sources.base import Malformed
-from t5x.data.sources.files import DecodedRecords, FilesDataSource, Patterns
+from t5x.data.sources.files import FileExamples, FilesDataSource, Patterns
 from t5x.data.sources.tf_examples import ExampleParser
 from t5x.errors import UserError
 from t5x.files import random_access
@@ -45,8 +45,9 @@ class TFExampleDataSource(FilesDataSource):
         super().__init__(split_to_filepattern)
         self._parse = ExampleParser(feature_description)
 
-    def _open_file(self, copy: LocalCopy) -> DecodedRecords:
-        return DecodedRecords(RecordFile(copy), self._parse)
+    def _open_file(self, copy: LocalCopy) -> FileExamples:
+        records = RecordFile(copy)
+        return FileExamples(copy.name, len(records), lambda index: self._parse(records[index]))
 
 
 class RecordFile:
@@ -64,7 +65,7 @@ class RecordFile:
         record = self._file.read(int(self._offsets[index]), int(self._offsets[index + 1]))
         data = record[_HEADER.size : -_CRC]
         if masked_crc32c(data) != int.from_bytes(record[-_CRC:], "little"):
-            raise Malformed("its checksum does not match: the file is damaged. Fetch it again.")
+            raise Malformed("the checksum does not match: the file is damaged. Download it again.")
         return data
 
     def _index(self) -> np.ndarray:
@@ -88,8 +89,8 @@ class RecordFile:
             if offsets[-1] > size or len(offsets) - 1 == first:
                 whole = len(offsets) - (2 if offsets[-1] > size else 1)
                 raise UserError(
-                    f"{self.name} is cut short: it ends inside record {whole + 1}, which begins at byte "
-                    f"{offsets[whole]} of {size}. Fetch it again."
+                    f"{self.name} is truncated: it ends inside record {whole + 1}, which starts at byte "
+                    f"{offsets[whole]} of {size}. Download it again."
                 )
         return np.array(offsets, np.int64)
 
@@ -98,8 +99,8 @@ class RecordFile:
         wrong = np.flatnonzero(_masked_crcs(found["length"]) != found["crc"])
         if wrong.size:
             index = first + int(wrong[0])
-            what = "is no TFRecord file" if index == 0 else f"is damaged at record {index + 1}"
-            raise UserError(f"{self.name} {what} (the checksum of a length does not match). Fetch it again.")
+            what = "is not a TFRecord file" if index == 0 else f"is damaged at record {index + 1}"
+            raise UserError(f"{self.name} {what} (the checksum of a length does not match). Download it again.")
 
 
 def _masked_crcs(lengths: np.ndarray) -> np.ndarray:

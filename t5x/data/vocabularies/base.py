@@ -2,9 +2,8 @@
 
 import abc
 import json
-import os
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Protocol, Self
 
 from t5x.errors import UserError
 
@@ -16,19 +15,13 @@ DESCRIPTION_FILE = "vocabulary.json"
 class Vocabulary(abc.ABC):
     """Base class. Instances are immutable; copying one returns the same object."""
 
+    pad_id: int = PAD_ID
+    bos_id: int | None = None
     extra_ids: int = 0
-
-    @property
-    def pad_id(self) -> int:
-        return PAD_ID
 
     @property
     @abc.abstractmethod
     def eos_id(self) -> int | None: ...
-
-    @property
-    def bos_id(self) -> int | None:
-        return None
 
     @property
     @abc.abstractmethod
@@ -51,9 +44,9 @@ class Vocabulary(abc.ABC):
         """Return what `load_vocabulary` needs besides files, JSON-serializable."""
 
     @property
-    @abc.abstractmethod
     def fingerprint(self) -> str:
         """Equal for equal content."""
+        return repr(self)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids` up to the first EOS. Ids outside the vocabulary count as unknown."""
@@ -67,24 +60,6 @@ class Vocabulary(abc.ABC):
     def to_files(self) -> dict[str, bytes]:
         """Return the files from which `load_vocabulary` rebuilds this vocabulary: {relative name: content}."""
         return {DESCRIPTION_FILE: (json.dumps(self.description(), indent=2, sort_keys=True) + "\n").encode()}
-
-    @staticmethod
-    def from_files(directory: str | os.PathLike[str]) -> "Vocabulary":
-        """Load the vocabulary whose `to_files()` were written to `directory`."""
-        from t5x.data.vocabularies.loading import load_vocabulary  # imports this module
-
-        return load_vocabulary(directory)
-
-    @staticmethod
-    def from_contents(contents: Mapping[str, bytes], where: str) -> "Vocabulary":
-        """Rebuild the vocabulary whose `to_files()` returned `contents`, without reading any file.
-
-        Args:
-          where: origin of the contents, for messages.
-        """
-        from t5x.data.vocabularies.loading import rebuild
-
-        return rebuild(contents.__getitem__, where)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Vocabulary):
@@ -105,13 +80,86 @@ class Vocabulary(abc.ABC):
         return f"{type(self).__name__}({arguments})"
 
 
+class Tokenizer(Protocol):
+    """A tokenizer that was read from a file."""
+
+    tokenizer: Any  # the object of the library
+    content: bytes  # the unmodified file
+    size: int  # number of ids
+    eos_id: int | None
+    bos_id: int | None
+    unk_id: int | None
+    fingerprint: str
+
+
+class FileVocabulary(Vocabulary):
+    """A vocabulary in a file, which is read on first use.
+
+    Attributes:
+      stored_name: name of the file among those of a checkpoint.
+    """
+
+    stored_name: str
+
+    def __init__(self):
+        self._content: bytes | None = None
+        self._loaded: Tokenizer | None = None
+
+    @abc.abstractmethod
+    def _load(self) -> Tokenizer:
+        """Load `_content`, or the file if it is None."""
+
+    @property
+    def _model(self) -> Tokenizer:
+        if self._loaded is None:
+            self._loaded = self._load()
+        return self._loaded
+
+    def with_content(self, content: bytes) -> Self:
+        """Return this vocabulary with the given content instead of its file's."""
+        made = type(self).__new__(type(self))
+        made.__dict__ |= self.__dict__ | {"_content": content, "_loaded": None}
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_loaded": None}
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the library: a SentencePieceProcessor, extra ids included, or a tokenizers.Tokenizer."""
+        return self._model.tokenizer
+
+    @property
+    def eos_id(self) -> int | None:
+        return self._model.eos_id
+
+    @property
+    def bos_id(self) -> int | None:
+        return self._model.bos_id
+
+    @property
+    def unk_id(self) -> int | None:
+        return self._model.unk_id
+
+    @property
+    def vocab_size(self) -> int:
+        return self._model.size
+
+    @property
+    def fingerprint(self) -> str:
+        return self._model.fingerprint
+
+    def to_files(self) -> dict[str, bytes]:
+        return super().to_files() | {self.stored_name: self._model.content}
+
+
 def check_extra_ids(extra_ids: int | None) -> int:
     """Return `extra_ids`, 0 for None; raise a UserError unless it is a valid number."""
     if extra_ids is None:
         return 0
     if type(extra_ids) is not int or not 0 <= extra_ids <= MAX_EXTRA_IDS:
         raise UserError(
-            f"extra_ids is {str(extra_ids)[:80]!r}: it must be a whole number from 0 to {MAX_EXTRA_IDS:,}. T5 has 100."
+            f"extra_ids is {str(extra_ids)[:80]!r}: it must be an integer from 0 to {MAX_EXTRA_IDS:,} (T5 has 100)."
         )
     return extra_ids
 
@@ -119,7 +167,7 @@ def check_extra_ids(extra_ids: int | None) -> int:
 def utf8(text: str | bytes) -> bytes:
     """Return `text` as UTF-8; raise a UserError if it is not text or not valid Unicode."""
     if not isinstance(text, str | bytes):
-        raise UserError(f"only text can be tokenised, not {text!r} ({type(text).__name__}).")
+        raise UserError(f"only text can be tokenized, not {text!r} ({type(text).__name__}).")
     try:
         return text.encode() if isinstance(text, str) else text.decode().encode()
     except UnicodeError as error:

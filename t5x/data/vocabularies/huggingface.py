@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from t5x.data.vocabularies.base import PAD_ID, Vocabulary, utf8
+from t5x.data.vocabularies.base import PAD_ID, FileVocabulary, utf8
 from t5x.data.vocabularies.tokenizer_limits import MAX_TOKEN_LENGTH, check_tokenizer
 from t5x.errors import UserError
 from t5x.files import user_files
@@ -27,7 +27,7 @@ _UNK = ("<unk>", "[UNK]", "<|unk|>")
 _EXTRA_ID = re.compile(r"▁?<extra_id_\d+>")
 
 
-class HuggingFaceVocabulary(Vocabulary):
+class HuggingFaceVocabulary(FileVocabulary):
     """A `tokenizer.json` of Hugging Face, loaded with the `tokenizers` library on first use.
 
     The file is used as it is: sentinels are those in it (T5's already has `<extra_id_0>` …), and special tokens are
@@ -41,71 +41,32 @@ class HuggingFaceVocabulary(Vocabulary):
       tokenizer_file: local or remote path of the file.
     """
 
+    stored_name = TOKENIZER_FILE
+
     def __init__(self, tokenizer_file: str):
+        super().__init__()
         self.tokenizer_file = os.fspath(tokenizer_file)
-        self._content: bytes | None = None
-        self._loaded = None
 
-    def with_content(self, content: bytes) -> "HuggingFaceVocabulary":
-        """Return this vocabulary with the given tokenizer.json content instead of its file's."""
-        made = type(self)(self.tokenizer_file)
-        made._content = content
-        return made
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_loaded": None}
-
-    @property
-    def _tokenizer(self) -> "_Tokenizer":
-        if self._loaded is None:
-            self._loaded = _Tokenizer(self.tokenizer_file, self._content)
-        return self._loaded
-
-    @property
-    def tokenizer(self) -> Any:
-        """The tokenizers.Tokenizer."""
-        return self._tokenizer.tokenizer
+    def _load(self) -> "_Tokenizer":
+        return _Tokenizer(self.tokenizer_file, self._content)
 
     @property
     def extra_ids(self) -> int:
         """Number of sentinels in the file."""
-        return self._tokenizer.extra_ids
-
-    @property
-    def eos_id(self) -> int | None:
-        return self._tokenizer.eos_id
-
-    @property
-    def bos_id(self) -> int | None:
-        return self._tokenizer.bos_id
-
-    @property
-    def unk_id(self) -> int | None:
-        return self._tokenizer.unk_id
-
-    @property
-    def vocab_size(self) -> int:
-        return self._tokenizer.size
+        return self._model.extra_ids
 
     def encode(self, text: str) -> list[int]:
         text = utf8(text).decode()
-        with _explained(f"{self.tokenizer_file} cannot tokenise {text[:60]!r}"):
+        with _explained(f"{self.tokenizer_file} cannot tokenize {text[:60]!r}"):
             return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def _decode(self, ids: list[int]) -> str:
-        shown = [i for i in ids if i not in (self.pad_id, self.eos_id)]
-        with _explained(f"{self.tokenizer_file} cannot decode the ids {str(shown[:20])[1:-1]}"):
-            return self.tokenizer.decode(shown, skip_special_tokens=False)
+        kept = [i for i in ids if i not in (self.pad_id, self.eos_id)]
+        with _explained(f"{self.tokenizer_file} cannot decode the ids {str(kept[:20])[1:-1]}"):
+            return self.tokenizer.decode(kept, skip_special_tokens=False)
 
     def description(self) -> dict[str, Any]:
         return {"class": "HuggingFaceVocabulary"}
-
-    def to_files(self) -> dict[str, bytes]:
-        return super().to_files() | {TOKENIZER_FILE: self._tokenizer.content}
-
-    @property
-    def fingerprint(self) -> str:
-        return self._tokenizer.fingerprint
 
     def __repr__(self) -> str:
         return f"HuggingFaceVocabulary({self.tokenizer_file!r})"
@@ -119,7 +80,7 @@ class _Tokenizer:
             import tokenizers
         except ImportError as error:
             raise UserError(
-                f"Reading {path} needs the package tokenizers, which is not installed. `pip install tokenizers`, or "
+                f"Reading {path} needs the package tokenizers. Run `pip install tokenizers`, or "
                 "`pip install -e '.[hf]'` in the checkout of t5x."
             ) from error
         self.content = user_files.read_regular(path, max_bytes=_MAX_BYTES) if content is None else content
@@ -128,7 +89,7 @@ class _Tokenizer:
         ):
             described = parse_json(self.content, max_bytes=_MAX_BYTES)
             if not isinstance(described, dict):
-                raise ValueError("it holds no JSON object")
+                raise ValueError("it is not a JSON object")
             check_tokenizer(described)
             self.tokenizer = tokenizers.Tokenizer.from_buffer(self.content)
             if not self.tokenizer.get_vocab_size():
@@ -145,7 +106,7 @@ class _Tokenizer:
         )
         if pad_id != PAD_ID:
             logger.warning(
-                "%s has %s; padding is 0 here, which is its token %r.",
+                "%s has %s, but padding is always id 0, its token %r.",
                 path,
                 "no padding token" if pad_id is None else f"pad id {pad_id}",
                 self.tokenizer.id_to_token(PAD_ID),

@@ -15,26 +15,16 @@ class PassThroughVocabulary(Vocabulary):
       eos_id: id at which decoding stops, or None.
     """
 
+    eos_id = unk_id = vocab_size = None
+
     def __init__(self, size: int, eos_id: int | None = None):
         for name, value in (("size", size), ("eos_id", 0 if eos_id is None else eos_id)):
             if not isinstance(value, int):
                 raise UserError(f"PassThroughVocabulary: {name} is {str(value)[:80]!r}; it must be an integer.")
         if size < 0:
             raise UserError(f"PassThroughVocabulary: size is {size}; it must not be negative.")
-        self.size = size
-        self._eos_id = eos_id
-
-    @property
-    def eos_id(self) -> int | None:
-        return self._eos_id
-
-    @property
-    def unk_id(self) -> None:
-        return None
-
-    @property
-    def vocab_size(self) -> int:
-        return self.size
+        self.size = self.vocab_size = size
+        self.eos_id = eos_id
 
     def encode(self, text: Sequence[int]) -> Sequence[int]:
         return text
@@ -44,10 +34,6 @@ class PassThroughVocabulary(Vocabulary):
 
     def description(self) -> dict[str, Any]:
         return {"class": "PassThroughVocabulary", "size": self.size, "eos_id": self.eos_id}
-
-    @property
-    def fingerprint(self) -> str:
-        return repr(self)
 
 
 class ByteVocabulary(Vocabulary):
@@ -62,16 +48,11 @@ class ByteVocabulary(Vocabulary):
       extra_ids: ids appended at the end, for sentinels.
     """
 
+    eos_id = 1
+    unk_id = 2
+
     def __init__(self, extra_ids: int = 0):
         self.extra_ids = check_extra_ids(extra_ids)
-
-    @property
-    def eos_id(self) -> int:
-        return 1
-
-    @property
-    def unk_id(self) -> int:
-        return 2
 
     @property
     def vocab_size(self) -> int:
@@ -85,7 +66,3 @@ class ByteVocabulary(Vocabulary):
 
     def description(self) -> dict[str, Any]:
         return {"class": "ByteVocabulary", "extra_ids": self.extra_ids}
-
-    @property
-    def fingerprint(self) -> str:
-        return repr(self)

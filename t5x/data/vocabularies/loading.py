@@ -5,8 +5,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from t5x.data.vocabularies import huggingface, sentence_piece
-from t5x.data.vocabularies.base import DESCRIPTION_FILE, Vocabulary
+from t5x.data.vocabularies.base import DESCRIPTION_FILE, FileVocabulary, Vocabulary
 from t5x.data.vocabularies.huggingface import HuggingFaceVocabulary
 from t5x.data.vocabularies.ids import ByteVocabulary, PassThroughVocabulary
 from t5x.data.vocabularies.sentence_piece import SentencePieceVocabulary
@@ -15,22 +14,19 @@ from t5x.files import user_files
 from t5x.files.remote import is_remote
 from t5x.files.untrusted import open_inside, parse_json
 
-# {class: (parameter for the path of its file, file name)}
-_KINDS: dict[type[Vocabulary], tuple[str, str] | None] = {
-    PassThroughVocabulary: None,
-    ByteVocabulary: None,
-    SentencePieceVocabulary: ("sentencepiece_model_file", sentence_piece.MODEL_FILE),
-    HuggingFaceVocabulary: ("tokenizer_file", huggingface.TOKENIZER_FILE),
+_CLASSES: dict[str, type[Vocabulary]] = {
+    kind.__name__: kind
+    for kind in (PassThroughVocabulary, ByteVocabulary, SentencePieceVocabulary, HuggingFaceVocabulary)
 }
 
 
 def load_vocabulary(directory: str | os.PathLike[str]) -> Vocabulary:
     """Rebuild the vocabulary whose `to_files()` were written to `directory`. Symbolic links are not followed."""
     directory = os.fspath(directory)
-    return rebuild(functools.partial(_read, directory), directory)
+    return rebuild_vocabulary(functools.partial(_read, directory), directory)
 
 
-def rebuild(read: Callable[[str], bytes], where: str) -> Vocabulary:
+def rebuild_vocabulary(read: Callable[[str], bytes], where: str) -> Vocabulary:
     """Rebuild a vocabulary from what `read` returns for the names of its files.
 
     Args:
@@ -43,20 +39,17 @@ def rebuild(read: Callable[[str], bytes], where: str) -> Vocabulary:
         name = description.pop("class")
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise UserError(f"{path} does not describe a vocabulary: {error!r}. It is damaged.") from error
-    for kind, stored in _KINDS.items():
-        if kind.__name__ == name:
-            try:
-                if stored is None:
-                    return kind(**description)
-                parameter, file = stored
-                return kind(**description, **{parameter: f"{where}/{file}"}).with_content(read(file))
-            except TypeError as error:
-                raise UserError(f"{path} does not describe a {name}: {error}. It is damaged.") from error
-            except KeyError as error:
-                raise UserError(f"{where} lacks {error}, the file of its {name}. It is damaged.") from error
-    raise UserError(
-        f"{path} names the vocabulary class {str(name)[:80]!r}; known are {', '.join(k.__name__ for k in _KINDS)}."
-    )
+    if not isinstance(name, str) or name not in _CLASSES:
+        raise UserError(f"{path}: the class {str(name)[:80]!r} is not one of {', '.join(_CLASSES)}.")
+    kind = _CLASSES[name]
+    try:
+        if not issubclass(kind, FileVocabulary):
+            return kind(**description)
+        return kind(f"{where}/{kind.stored_name}", **description).with_content(read(kind.stored_name))
+    except TypeError as error:
+        raise UserError(f"{path} does not describe a {name}: {error}. It is damaged.") from error
+    except KeyError as error:
+        raise UserError(f"{where} lacks {error}, the file of its {name}. It is damaged.") from error
 
 
 def _read(directory: str, name: str) -> bytes:

@@ -202,8 +202,7 @@ class Dates(Sequence):
 
     def __init__(self, split: str, seed: int = 0):
         if split not in SPLIT_SIZES:
-            known = ", ".join(SPLIT_SIZES)
-            raise UserError(f"The demo data t5x.examples.demo.dates has no split {split!r}; it has {known}.")
+            raise UserError(f"The task dates has no split {split!r} (splits: {', '.join(SPLIT_SIZES)}).")
         self.split = split
         self.seed = seed
 
@@ -211,10 +210,8 @@ class Dates(Sequence):
         return SPLIT_SIZES[self.split]
 
     def __getitem__(self, index: int) -> dict[str, str]:
-        index = operator.index(index)
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"example {index} of {len(self)} in split {self.split!r}")
-        chance = Chance(f"{self.seed}/{self.split}/{index % len(self)}")
+        index = range(len(self))[operator.index(index)]  # also negative ones; raises IndexError
+        chance = Chance(f"{self.seed}/{self.split}/{index}")
         date = chance.one_of(dates_of(self.split))
         return {"inputs": write(date, chance), "targets": date.isoformat()}
 

@@ -48,7 +48,7 @@ def lists(
 
 def _mixture(form: str, make: Any, directory: str, vocabulary: Vocabulary, template: Template, parts: Any) -> Mixture:
     if unknown := [part for part in parts if part not in PARTS]:
-        raise UserError(f"There is no part {', '.join(map(repr, unknown))}; there is {', '.join(map(repr, PARTS))}.")
+        raise UserError(f"There is no part {unknown[0]!r} (parts: {', '.join(map(repr, PARTS))}).")
     place = functools.partial(os.path.join, directory)
     given: dict[str, dict[str, Any]] = {
         "dl21": {

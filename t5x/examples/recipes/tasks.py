@@ -102,7 +102,7 @@ class _PerhapsCompressed:
         path = os.path.expanduser(self._patterns[split])
         found = [name for name in (path, *(path + ending for ending in _COMPRESSED)) if data_files.exists(name)]
         if len(found) > 1:
-            raise UserError(f"Split {split!r} is there more than once: {', '.join(found)}. Leave one of them.")
+            raise UserError(f"Split {split!r} has several files: {', '.join(found)}. Keep one of them.")
         return data_files.expand(*found or [path])
 
 
@@ -131,8 +131,8 @@ class ParallelLinesDataSource(DataSource):
     def num_examples(self, split: str) -> int:
         found = {language: source.num_examples(split) for language, source in self._sources.items()}
         if len({*found.values()}) > 1:
-            told = ", ".join(f"{number} in {language}" for language, number in found.items())
-            raise UserError(f"The files of split {split!r} do not have the same number of lines: {told}.")
+            counts = ", ".join(f"{number} in {language}" for language, number in found.items())
+            raise UserError(f"The files of split {split!r} have different numbers of lines: {counts}.")
         return next(iter(found.values()))
 
     def example(self, split: str, index: int) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """T5X's building blocks under T5X's names, for networks that use `from t5x.examples.t5 import layers`.
 
-They are plain Linen: masks and biases are arrays, and keys come from the streams `params` and `dropout`. Parameters are
-float32, with the same names, shapes and logical axes as in `t5x.network`, so the same checkpoints load. New networks
-should start from `t5x.network`, whose attention need not materialize a [batch, heads, q, k] array.
+They are ordinary Linen modules: masks and biases are arrays, and keys come from the streams `params` and `dropout`.
+Parameters are float32, with the same names, shapes and logical axes as in `t5x.network`, so the same checkpoints load.
+New networks should start from `t5x.network`, whose attention need not materialize a [batch, heads, q, k] array.
 
 Activations are [batch, length, features]; `dtype` is always that of the computation.
 """
@@ -14,7 +14,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.linen import initializers
+from flax.linen import initializers, make_attention_mask, make_causal_mask
 from flax.linen.partitioning import param_with_axes
 
 from t5x.errors import UserError
@@ -180,8 +180,8 @@ def _activation(name: str | Callable) -> Callable:
     function = name if callable(name) else ACTIVATIONS.get(name, getattr(nn, name, None))
     if not callable(function):
         raise UserError(
-            f"MlpBlock.activations names {name!r}, which is no function of flax.linen; "
-            f"known are, among others, {', '.join(ACTIVATIONS)}."
+            f"MlpBlock.activations: {name!r} is not a function of flax.linen. Use one of its functions, or of "
+            f"{', '.join(ACTIVATIONS)}."
         )
     return function
 
@@ -341,30 +341,6 @@ class MultiHeadDotProductAttention(nn.Module):
 
 
 # -- masks -------------------------------------------------------------------------------------------------------------
-
-
-def make_attention_mask(
-    query_input: jax.Array,
-    key_input: jax.Array,
-    pairwise_fn: Callable = jnp.multiply,
-    extra_batch_dims: int = 0,
-    dtype: Any = jnp.float32,
-) -> jax.Array:
-    """Return pairwise_fn(query, key) of [batch, q] and [batch, k] as a mask of 1 or 0, [batch, 1, q, k].
-
-    Args:
-      pairwise_fn: `jnp.multiply` for masks of real tokens, `jnp.equal` for segment ids …
-      extra_batch_dims: number of leading dimensions of size 1 to add.
-    """
-    mask = pairwise_fn(jnp.expand_dims(query_input, -1), jnp.expand_dims(key_input, -2))
-    mask = jnp.expand_dims(mask, -3)
-    return jnp.expand_dims(mask, tuple(range(extra_batch_dims))).astype(dtype)
-
-
-def make_causal_mask(x: jax.Array, extra_batch_dims: int = 0, dtype: Any = jnp.float32) -> jax.Array:
-    """Return a causal mask [batch, 1, length, length], for the shape of x [batch, length]."""
-    positions = jnp.broadcast_to(jnp.arange(x.shape[-1], dtype=jnp.int32), x.shape)
-    return make_attention_mask(positions, positions, jnp.greater_equal, extra_batch_dims, dtype)
 
 
 def combine_masks(*masks: jax.Array | None, dtype: Any = jnp.float32) -> jax.Array | None:

@@ -143,7 +143,7 @@ def test_sharded_both_ways(transformers, tmp_path):
         np.testing.assert_array_equal(array.read(), source.arrays[name].read())
 
 
-def test_bfloat16_is_kept_and_made(transformers, tmp_path):
+def test_bfloat16_is_kept(transformers, tmp_path):
     import torch
 
     made = models.model("T5 1.1")
@@ -153,20 +153,11 @@ def test_bfloat16_is_kept_and_made(transformers, tmp_path):
     assert kernel.dtype == ml_dtypes.bfloat16
     theirs = made.state_dict()["encoder.block.1.layer.1.DenseReluDense.wo.weight"].float().numpy().T
     np.testing.assert_array_equal(kernel.read().astype(np.float32), theirs)
-    for dtype, stated in ((None, torch.bfloat16), ("float32", torch.float32)):
-        write_huggingface(tmp_path / str(dtype), source.config, source.arrays, dtype=dtype)
-        loaded = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / str(dtype))
-        assert loaded.dtype == stated
-        for name, value in made.state_dict().items():
-            assert torch.equal(value.float(), loaded.state_dict()[name].float())
-
-    made = models.model("T5 1.1")
-    made.save_pretrained(tmp_path / "whole")
-    source = read_huggingface(tmp_path / "whole")
-    write_huggingface(tmp_path / "rounded", source.config, source.arrays, dtype="bfloat16")
-    loaded = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "rounded")
+    write_huggingface(tmp_path / "again", source.config, source.arrays)
+    loaded = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "again")
+    assert loaded.dtype == torch.bfloat16
     for name, value in made.state_dict().items():
-        assert torch.equal(value.to(torch.bfloat16), loaded.state_dict()[name])
+        assert torch.equal(value, loaded.state_dict()[name])
 
 
 @pytest.mark.parametrize("family", ["T5 1.0", "T5 1.1", "mT5", "umT5"])
@@ -283,7 +274,7 @@ def test_without_a_tokenizer_for_it_the_log_says_so(tmp_path, caplog, kind):
     files = {feature: vocabulary.to_files() for feature, vocabulary in vocabularies.items()}
     caplog.clear()
     write_huggingface(tmp_path / "new", source.config, source.arrays, vocabulary_files=files)
-    assert "no tokenizer files are written" in caplog.text.replace("so that ", "")
+    assert "no tokenizer files" in caplog.text
     assert sorted(p.name for p in (tmp_path / "new").iterdir()) == [
         "config.json",
         "generation_config.json",

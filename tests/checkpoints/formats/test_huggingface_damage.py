@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import struct
 
 import hypothesis
@@ -42,47 +43,55 @@ def f32(shape, start, end, dtype="F32"):
 
 
 @pytest.mark.parametrize(
-    "content, pattern",
+    "content",
     [
-        (b"", "no safetensors file"),
-        (b"\xff" * 8, "announces a header"),
-        (b"\xff" * 16, "announces a header"),
-        (struct.pack("<Q", 2**40) + b"{}", "announces a header"),
-        (struct.pack("<Q", 3) + b"{}", "announces a header"),
-        (struct.pack("<Q", 2) + b"[]", "not a JSON object"),
-        (struct.pack("<Q", 2) + b"{}" + b"trailing", "belong to no tensor"),
-        (struct.pack("<Q", 40_000) + b"[" * 40_000, "not JSON"),
+        b"",
+        b"\xff" * 8,
+        b"\xff" * 16,
+        struct.pack("<Q", 2**40) + b"{}",
+        struct.pack("<Q", 3) + b"{}",
+        struct.pack("<Q", 2) + b"[]",
+        struct.pack("<Q", 2) + b"{}" + b"trailing",
+        struct.pack("<Q", 40_000) + b"[" * 40_000,
     ],
 )
-def test_files_that_are_not_safetensors(directory, content, pattern):
+def test_files_that_are_not_safetensors(directory, content):
     (directory / "model.safetensors").write_bytes(content)
-    refused(directory, pattern)
+    refused(directory, r"model\.safetensors")
+
+
+def test_a_header_that_is_too_large(directory):
+    with open(directory / "model.safetensors", "wb") as file:
+        file.write(struct.pack("<Q", 2**26))
+        file.truncate(2**27)
+    refused(directory, r"model\.safetensors .*67,108,864")
 
 
 @pytest.mark.parametrize(
-    "entries, pattern",
+    "entries",
     [
-        ({"a": f32([2], 0, 8), "b": f32([2], 4, 12)}, "overlaps"),
-        ({"a": f32([2], 0, 8), "b": f32([2], 12, 20)}, "hole"),
-        ({"a": f32([2], 0, 8), "b": f32([100], 8, 408)}, "cut short"),
-        ({"a": f32([3], 0, 8)}, "takes 12 bytes"),
-        ({"a": f32([2], 8, 0)}, "takes 8 bytes"),
-        ({"a": f32([-2], -8, 0)}, "out of range"),
-        ({"a": f32([2.0], 0, 8)}, "out of range"),
-        ({"a": f32([10**18] * 8, 0, 8)}, "bytes"),
-        ({"a": f32([10**4000], 0, 8)}, "out of range"),
-        ({"a": f32([1] * 100, 0, 4)}, "dimensions"),
-        ({"a": f32([2], 0, 8, dtype="X7")}, "X7"),
-        ({"a": f32([2], 0, 8, dtype=["F32"])}, "damaged"),
-        ({"a": {"dtype": "F32", "shape": [2]}}, "data_offsets"),
-        ({"a": {"dtype": "F32", "shape": 2, "data_offsets": [0, 8]}}, "damaged"),
-        ({"a": [1, 2]}, "damaged"),
-        ({"a": None}, "damaged"),
+        {"a": f32([2], 0, 8), "b": f32([2], 4, 12)},
+        {"a": f32([2], 0, 8), "b": f32([2], 12, 20)},
+        {"a": f32([2], 0, 8), "b": f32([100], 8, 408)},
+        {"a": f32([3], 0, 8)},
+        {"a": f32([2], 8, 0)},
+        {"a": f32([-2], -8, 0)},
+        {"a": f32([2.0], 0, 8)},
+        {"a": f32([10**18] * 8, 0, 8)},
+        {"a": f32([10**4000], 0, 8)},
+        {"a": f32([1] * 100, 0, 4), "b": f32([4], 4, 20)},
+        {"a": f32([2**62, 2**62, 0], 0, 0), "b": f32([5], 0, 20)},
+        {"a": f32([2], 0, 8, dtype="X7")},
+        {"a": f32([2], 0, 8, dtype=["F32"])},
+        {"a": {"dtype": "F32", "shape": [2]}},
+        {"a": {"dtype": "F32", "shape": 2, "data_offsets": [0, 8]}},
+        {"a": [1, 2]},
+        {"a": None},
     ],
 )
-def test_headers_that_lie(directory, entries, pattern):
+def test_headers_that_lie(directory, entries):
     models.write_safetensors(directory / "model.safetensors", {"x": np.zeros(5)}, header=header(entries))
-    refused(directory, pattern)
+    refused(directory, r"model\.safetensors is damaged")
 
 
 def test_a_name_that_occurs_twice(directory):
@@ -112,7 +121,7 @@ def test_no_damage_to_a_file_gives_anything_but_a_message(tmp_path_factory, at, 
 def test_a_file_that_shrinks_after_it_was_opened(directory):
     source = read_huggingface(directory)
     os.truncate(directory / "model.safetensors", 5000)
-    with pytest.raises(UserError, match="shorter"):
+    with pytest.raises(UserError, match=r"model\.safetensors is damaged"):
         for array in source.arrays.values():
             array.read()
 
@@ -148,36 +157,36 @@ def test_shards_missing_mixed_up_and_elsewhere(directory):
         "a\\b",
     ):
         write_index(directory, placed | {"shared.weight": elsewhere})
-        refused(directory, "only files of its own directory")
+        refused(directory, re.escape(repr(elsewhere)))
 
     write_index(directory, placed | {"shared.weight": "part1.safetensors"})
-    refused(directory, "disagree about shared.weight")
+    refused(directory, r"part\d\.safetensors and .* shared\.weight")
     for damaged in ([], {"shared.weight": 3}, None):
         write_index(directory, damaged)
         refused(directory, "weight_map")
     write_index(directory, placed)
     (directory / "part1.safetensors").unlink()
-    refused(directory, "part1.safetensors, which .* names, is missing")
+    refused(directory, "part1.safetensors")
 
 
 @pytest.mark.parametrize(
     "changes, pattern",
     [
-        ({"d_ff": 7}, r"DenseReluDense.wi.weight is \[6, 4\], not \[7, 4\]"),
-        ({"vocab_size": 11}, r"shared.weight is \[10, 4\], not \[11, 4\]"),
-        ({"num_layers": 2}, "missing encoder.block.1"),
-        ({"num_layers": 10**12}, "more layers than"),
+        ({"d_ff": 7}, r"DenseReluDense.wi.weight +\[7, 4\] +\[6, 4\]"),
+        ({"vocab_size": 11}, r"shared.weight +\[11, 4\] +\[10, 4\]"),
+        ({"num_layers": 2}, r"missing +encoder\.block\.1"),
+        ({"num_layers": 10**12}, "config.json states more layers"),
         ({"num_layers": "1"}, "num_layers is '1'"),
         ({"num_heads": True}, "num_heads is True"),
         ({"d_model": 0}, "d_model is 0"),
         ({"d_kv": None}, "d_kv is None"),
         ({"dropout_rate": 1.5}, "dropout_rate"),
-        ({"model_type": "bart"}, "no model of the T5 family"),
-        ({"model_type": []}, "no model of the T5 family"),
+        ({"model_type": "bart"}, "model_type"),
+        ({"model_type": []}, "model_type"),
         ({"feed_forward_proj": "gated-gelu"}, "wi_0.weight"),
-        ({"feed_forward_proj": "gelu"}, "not known here"),
-        ({"feed_forward_proj": "a-b-c"}, "not known here"),
-        ({"dense_act_fn": []}, "not known here"),
+        ({"feed_forward_proj": "gelu"}, "feed_forward_proj"),
+        ({"feed_forward_proj": "a-b-c"}, "feed_forward_proj"),
+        ({"dense_act_fn": []}, "feed_forward_proj"),
         ({"relative_attention_num_buckets": 64}, "relative_attention_num_buckets is 64, not 32"),
         ({"relative_attention_max_distance": 256}, "relative_attention_max_distance is 256, not 128"),
         ({"layer_norm_epsilon": 1e-5}, "layer_norm_epsilon is 1e-05, not 1e-06"),
@@ -212,8 +221,8 @@ def test_a_missing_file(directory, missing, pattern):
     "changes, pattern",
     [
         ({"shared.weight": None}, "no tensor shared.weight"),
-        ({"decoder.final_layer_norm.weight": None}, "missing decoder.final_layer_norm.weight"),
-        ({"adapter.weight": np.zeros(3)}, "unexpected adapter.weight"),
+        ({"decoder.final_layer_norm.weight": None}, r"missing +decoder\.final_layer_norm\.weight"),
+        ({"adapter.weight": np.zeros(3)}, r"unexpected +adapter\.weight"),
         ({"decoder.embed_tokens.weight": np.ones((10, 4))}, "decoder.embed_tokens.weight differs"),
         ({"lm_head.weight": np.ones((10, 4))}, '"tie_word_embeddings": false'),
     ],
@@ -227,7 +236,7 @@ def test_tensors_that_do_not_fit(directory, changes, pattern):
 def test_an_encoder_alone_is_named_so(directory):
     tensors = {n: v for n, v in models.tiny_tensors().items() if not n.startswith("decoder")}
     models.write_safetensors(directory / "model.safetensors", tensors)
-    refused(directory, "an encoder alone")
+    refused(directory, "encoder alone")
 
 
 def test_quantised_tensors_are_named_so(directory):
@@ -239,7 +248,7 @@ def test_quantised_tensors_are_named_so(directory):
         entry["dtype"] = "I32"
     text = json.dumps(entries).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :])
-    refused(directory, "quantised")
+    refused(directory, "I32.*quantised")
 
 
 def test_a_vocabulary_larger_than_the_embedding(directory):
@@ -277,24 +286,23 @@ def test_a_failure_leaves_nothing_behind(directory):
 
 
 @pytest.mark.parametrize(
-    "config, arrays, dtype, pattern",
+    "config, arrays, pattern",
     [
-        ({}, {"target/encoder/encoder_norm/scale": None}, None, "encoder_norm/scale is missing"),
-        ({}, {"target/adapter/kernel": (2, 2)}, None, "target/adapter/kernel has no place"),
-        ({}, {"target/encoder/encoder_norm/scale": (5,)}, None, r"has the shape \(5,\), not \(4,\)"),
-        ({"logits_via_embedding": False}, {}, None, "logits_dense/kernel is missing"),
-        ({"mlp_activations": ("relu", "gelu")}, {}, None, "mlp_activations"),
-        ({}, {}, "int8", "dtype 'int8' is not known"),
+        ({}, {"target/encoder/encoder_norm/scale": None}, r"missing +target/encoder/encoder_norm/scale"),
+        ({}, {"target/adapter/kernel": (2, 2)}, r"unexpected +target/adapter/kernel"),
+        ({}, {"target/encoder/encoder_norm/scale": (5,)}, r"encoder_norm/scale +\[4\] +\[5\]"),
+        ({"logits_via_embedding": False}, {}, r"missing +target/decoder/logits_dense/kernel"),
+        ({"mlp_activations": ("relu", "gelu")}, {}, "mlp_activations"),
     ],
 )
-def test_what_cannot_be_written(directory, config, arrays, dtype, pattern):
+def test_what_cannot_be_written(directory, config, arrays, pattern):
     source = read_huggingface(directory)
     changed = {
         n: s and LazyArray(s, np.dtype(np.float32), lambda s=s: np.zeros(s, np.float32)) for n, s in arrays.items()
     }
     arrays = {n: a for n, a in (dict(source.arrays) | changed).items() if a is not None}
     with pytest.raises(UserError, match=pattern):
-        write_huggingface(directory.parent / "new", dict(source.config) | config, arrays, dtype=dtype)
+        write_huggingface(directory.parent / "new", dict(source.config) | config, arrays)
     assert list(directory.parent.iterdir()) == [directory]
 
 
@@ -312,8 +320,9 @@ def test_a_configuration_without_sizes_and_a_remote_destination(directory):
 def test_the_container_keeps_values_of_every_type(tmp_path, shape, dtype):
     numpy_dtype = next(known for known in safetensors_files.DTYPES.values() if known.name == dtype)
     value = np.random.default_rng(0).standard_normal(shape[::-1]).astype(numpy_dtype).T
-    plans = [safetensors_files.Plan("a", numpy_dtype, shape), safetensors_files.Plan("b", numpy_dtype, (1,))]
-    safetensors_files.write(tmp_path / "x.safetensors", plans, iter([value, np.ones(1, numpy_dtype)]))
+    arrays = {"a": value, "b": np.ones(1, numpy_dtype)}
+    lazy = {name: LazyArray(array.shape, array.dtype, array.view) for name, array in arrays.items()}
+    safetensors_files.write(tmp_path / "x.safetensors", lazy)
     tensors = safetensors_files.read_header(str(tmp_path / "x.safetensors"))
     assert tensors["a"].dtype == numpy_dtype and tensors["a"].read().tobytes() == value.tobytes()
     assert tensors["a"].same_content(tensors["a"]) and not tensors["a"].same_content(tensors["b"])
@@ -323,5 +332,5 @@ def test_the_library_reads_the_container(tmp_path):
     from safetensors.numpy import load_file
 
     value = np.arange(12, dtype=np.float32).reshape(3, 4)
-    safetensors_files.write(tmp_path / "x.safetensors", [safetensors_files.Plan("a", value.dtype, (4, 3))], [value.T])
+    safetensors_files.write(tmp_path / "x.safetensors", {"a": LazyArray((4, 3), value.dtype, lambda: value.T)})
     np.testing.assert_array_equal(load_file(tmp_path / "x.safetensors")["a"], value.T)

@@ -169,7 +169,7 @@ def test_a_file_too_large_for_a_tokenizer_is_not_read(tmp_path):
 
 def test_a_tokenizer_of_more_ids_than_the_model(tmp_path):
     hf = directory(tmp_path / "hf", small_tokenizer(), rows=9)
-    with pytest.raises(UserError, match="10 ids, the model's embedding 9 rows"):
+    with pytest.raises(UserError, match=r"10 ids, .* 9 rows"):
         read_huggingface(hf)
 
 

@@ -276,10 +276,10 @@ ONE = np.ones(1, np.float32)
         ({"decoder/embedding": ONE, "transformer/embedding": ONE}, "both become"),
         ({"shared/embedding_slot_vr": ONE}, "has the slots v_row;"),
         ({"shared/embedding_slot_v": ONE, "shared/embedding_slot_vc": ONE}, "has the slots v, v_col;"),
-        ({"global_step": np.ones(2, np.int64)}, r"global_step is int64\[2\]"),
-        ({"global_step": np.float32(1)}, r"global_step is float32\[\]"),
-        ({"global_step": np.int64(-1)}, "global_step is -1"),
-        ({"global_step": np.int64(2**31)}, "global_step is 2147483648"),
+        ({"global_step": np.ones(2, np.int64)}, r"global_step is int64 \[2\]"),
+        ({"global_step": np.float32(1)}, r"global_step is float32 \[\]"),
+        ({"global_step": np.int64(-1)}, "step is -1"),
+        ({"global_step": np.int64(2**31)}, "step is 2147483648"),
     ],
 )
 def test_what_is_no_t5_is_refused(tmp_path, variables, message):
@@ -301,23 +301,23 @@ def test_paths(several, caplog):
     assert read_mesh_tensorflow(str(several / "model.ckpt-20.index")).step == 20
     assert not caplog.messages
     assert read_mesh_tensorflow(several).step == 1000
-    assert "taking model.ckpt-1000, the newest of 3" in caplog.text
+    assert "using model.ckpt-1000, the newest of 3" in caplog.text
     (several / "checkpoint").write_text('model_checkpoint_path: "model.ckpt-900"\n')
     source = read_mesh_tensorflow(several)
     assert (source.step, source.path) == (900, str(several / "model.ckpt-900"))
-    assert "taking model.ckpt-900, which the file checkpoint names" in caplog.text
+    assert "using model.ckpt-900, which the file checkpoint names" in caplog.text
 
 
 @pytest.mark.parametrize(
     "content, message",
     [
-        ('model_checkpoint_path: "model.ckpt-7"', r"names model.ckpt-7, but .*\(only: model.ckpt-1000"),
-        ('model_checkpoint_path: "../model.ckpt-900"', "not name a checkpoint of its own directory: '../model"),
-        ('model_checkpoint_path: "/model.ckpt-900"', "not name a checkpoint of its own directory"),
-        ('model_checkpoint_path: ".."', "not name a checkpoint of its own directory"),
-        ('model_checkpoint_path: "\\056./x"', "not name a checkpoint of its own directory"),
-        ("model_checkpoint_path", "not name a checkpoint of its own directory"),
-        ("\x82\xa7version\x03", "is not a state file"),
+        ('model_checkpoint_path: "model.ckpt-7"', r"names model.ckpt-7, but .*found: model.ckpt-1000"),
+        ('model_checkpoint_path: "../model.ckpt-900"', "names '../model"),
+        ('model_checkpoint_path: "/model.ckpt-900"', "names '/model"),
+        ('model_checkpoint_path: ".."', "checkpoint names '"),
+        ('model_checkpoint_path: "\\056./x"', "checkpoint names '"),
+        ("model_checkpoint_path", "checkpoint names '"),
+        ("\x82\xa7version\x03", "TensorFlow state file"),
     ],
 )
 def test_state_files_that_lead_elsewhere(several, content, message):
@@ -328,7 +328,7 @@ def test_state_files_that_lead_elsewhere(several, content, message):
 
 
 def test_paths_that_are_no_checkpoint(several):
-    with pytest.raises(UserError, match=r"there is no model.ckpt-7.index and no such directory"):
+    with pytest.raises(UserError, match=r"model\.ckpt-7\.index"):
         read_mesh_tensorflow(several / "model.ckpt-7")
     (several / "empty").mkdir()
     with pytest.raises(UserError, match=r"no \*.index file"):

@@ -34,7 +34,7 @@ def flip(path: Path) -> None:
 DAMAGE = {
     "ours without manifest": (ours, lambda path: (path / "MANIFEST.json").unlink(), "MANIFEST.json is missing"),
     "ours changed": (ours, lambda path: flip(path / "state" / "_METADATA"), "state/_METADATA has changed"),
-    "native without its file": (native, lambda path: (path / "checkpoint").unlink(), "no checkpoint that is known"),
+    "native without its file": (native, lambda path: (path / "checkpoint").unlink(), "not a checkpoint of a supp"),
     "native changed": (native, lambda path: flip(path / "checkpoint"), "has changed (SHA-256)"),
 }
 
@@ -50,7 +50,7 @@ def test_the_newest_that_opens_is_taken(case, tmp_path, caplog):
     assert (source.step, source.path) == (20, str(tmp_path / "checkpoint_20"))
     (passed,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
     assert str(tmp_path / "checkpoint_100") in passed and reason in passed
-    assert "taking its newest whole checkpoint, checkpoint_20" in caplog.text
+    assert "using its newest complete checkpoint, checkpoint_20" in caplog.text
     with pytest.raises(UserError) as refusal:  # named itself, it is meant
         open_checkpoint(tmp_path / "checkpoint_100")
     assert reason in str(refusal.value)
@@ -61,7 +61,7 @@ def test_when_none_opens_each_is_named_with_its_reason(tmp_path):
     native(tmp_path / "checkpoint_20", 20)
     (tmp_path / "checkpoint_3" / "MANIFEST.json").unlink()
     (tmp_path / "checkpoint_20" / "checkpoint").unlink()
-    with pytest.raises(UserError, match=r"none of its checkpoints is whole(?s:.*)checkpoint_20: (?s:.*)checkpoint_3: "):
+    with pytest.raises(UserError, match=r"none of the checkpoints in it(?s:.*)checkpoint_20: (?s:.*)checkpoint_3: "):
         open_checkpoint(tmp_path)
 
 
@@ -78,7 +78,7 @@ FOREIGN = {
     "ours, renamed": (lambda path, step: _renamed(ours, path), "its content is of step 3"),
     "native, renamed": (lambda path, step: _renamed(native, path), "its content is of step 3"),
     "without a step": (huggingface, "has no step"),
-    "no checkpoint": (notes, "no checkpoint that is known"),
+    "no checkpoint": (notes, "not a checkpoint of a supported format"),
 }
 
 
@@ -93,7 +93,7 @@ def test_a_renamed_or_foreign_directory_is_not_the_newest_checkpoint(case, tmp_p
     write(tmp_path / "checkpoint_600", 600)
     native(tmp_path / "checkpoint_20", 20)
     assert open_checkpoint(tmp_path).step == 20
-    (passed,) = (message for message in caplog.messages if message.startswith("Passing over"))
+    (passed,) = (message for message in caplog.messages if message.startswith("Skipping"))
     assert str(tmp_path / "checkpoint_600") in passed and reason in passed
 
 
@@ -107,7 +107,7 @@ def test_a_renamed_checkpoint_alone_is_not_taken(write, tmp_path):
 def test_a_checkpoint_without_a_step_is_taken_where_there_is_no_other(tmp_path, caplog):
     huggingface(tmp_path / "checkpoint_600", 600)
     assert open_checkpoint(tmp_path).path == str(tmp_path / "checkpoint_600")
-    assert "taking checkpoint_600, as there is no other" in caplog.text
+    assert "using checkpoint_600, as there is no other" in caplog.text
 
 
 @pytest.mark.parametrize("step", [2**31, 2**33, -5, -(2**63)])
@@ -134,7 +134,7 @@ def test_a_step_of_ours_that_is_none(tmp_path):
 @pytest.mark.parametrize("content", [b"", b"root:x:0:0:root:/root:/bin/sh\n", b"\x81\x01\x02", b"\xde", b"{}"])
 def test_files_that_are_no_checkpoint(tmp_path, content):
     (tmp_path / "file").write_bytes(content)
-    with pytest.raises(UserError, match=r"file is no checkpoint that is known here"):
+    with pytest.raises(UserError, match="file is not a checkpoint of a supported format"):
         open_checkpoint(tmp_path / "file")
 
 

@@ -132,7 +132,7 @@ def test_opening_reads_no_array(tmp_path):
     source = read_orbax(path)
     name = "target/encoder/layers_0/mlp/wi_0/kernel"
     assert source.arrays[name].shape == (16, 8)
-    with pytest.raises(DamagedCheckpoint, match="lacks its chunk"):
+    with pytest.raises(DamagedCheckpoint, match=name):
         source.arrays[name].read()
 
 
@@ -189,7 +189,7 @@ def test_a_missing_chunk_is_found_in_zarr3(tmp_path):
     path = save(tmp_path / "out", train_state(), use_ocdbt=False, use_zarr3=True)
     name = "target/encoder/layers_0/mlp/wi_0/kernel"
     (path / name.replace("/", ".") / "c/0/0").unlink()
-    with pytest.raises(DamagedCheckpoint, match="0 chunks instead of 1"):
+    with pytest.raises(DamagedCheckpoint, match=name):
         read_orbax(path).arrays[name].read()
 
 
@@ -235,7 +235,7 @@ def entry(*keys, kind="np.ndarray"):
         ({"x": entry("target", "../../secret")}, "not names"),
         ({"x": entry("..")}, "not a path inside it"),
         ({"x": entry("target", "a\n")}, "not a path inside it"),
-        ({"x": entry("target", "a")}, r"target\.a is missing"),
+        ({"x": entry("target", "a")}, "target/a"),
     ],
 )
 def test_hostile_metadata(content, message, tmp_path):

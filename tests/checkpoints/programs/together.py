@@ -19,12 +19,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from t5x.checkpoints import CheckpointStore, ModelDirLock, array_writer, save_errors
 from t5x.checkpoints.paths import step_of
 from t5x.errors import UserError
-from t5x.partitioning import distributed
+from t5x.partitioning import multiprocess
 from tests.checkpoints.helpers import make_tree
 
 
 def main(directory: str, port: str, index: str, count: str, what: str, *more: str) -> None:
-    distributed.start(coordinator_address=f"localhost:{port}", process_count=int(count), process_index=int(index))
+    multiprocess.start(coordinator_address=f"localhost:{port}", process_count=int(count), process_index=int(index))
     assert jax.process_count() == int(count)
     if what == "resume":
         resume(directory)

@@ -1,12 +1,14 @@
-"""Goes on with a run on seqio's tasks, predicts from seqio's offline cache, and asks seqio for its own numbers.
+"""Trains on seqio's tasks, resumes a copy of the run, predicts from seqio's offline cache, and asks seqio itself.
 
     python seqio_runs.py JOB.json RESULTS.json
 
-JOB is {"runs": [[verb, arguments], …] of t5x, "cache": directory for the offline cache}.
+JOB is {"runs": [[verb, arguments], …] of t5x, "cache": directory for the offline cache, "copies": {model directory: its
+copy} made after the first run, "without": a file or directory that the copies lack}.
 """
 
 import json
 import os
+import shutil
 import sys
 
 import numpy as np
@@ -15,6 +17,7 @@ import seqio_tasks  # noqa: F401
 import tensorflow as tf
 
 from t5x import cli, configuration, data, models
+from t5x.data import seqio_bridge
 from t5x.errors import UserError
 from t5x.verbs.cache import cache_tasks
 from t5x.verbs.data_report import DataReport
@@ -111,7 +114,12 @@ def main(job_file, results_file):
     codes = []
     for verb, arguments in job["runs"]:
         configuration.clear()
+        seqio_bridge._bridged.clear()  # as a new process: examples are found where they are staged
         codes.append(cli.run_verb(verb, arguments))
+        print("=== end of run ===", file=sys.stderr)
+        for source, copy in job["copies"].items():
+            if not os.path.isdir(copy):
+                shutil.copytree(source, copy, ignore=shutil.ignore_patterns(job["without"]))
     rates = {task.name: rate for task, rate in data.tasks.task_rates(data.get_mixture_or_task("both")).items()}
     both = seqio.get_mixture_or_task("both")
     model = models.EncoderDecoderModel(None, seqio.ByteVocabulary(), seqio.ByteVocabulary(3), optimizer_def=None)

@@ -8,6 +8,8 @@ import numpy as np
 
 from t5x.checkpoints.formats.huggingface.tensor_names import BUCKETS, PER_LAYER_BIAS
 from t5x.errors import UserError
+from t5x.files.untrusted import MAX_JSON_BYTES, parse_json
+from t5x.files.user_files import read_regular
 
 TEMPLATE = "ranking_template"  # our own field, which transformers keeps but does not use
 _SIZES = {  # config.json: T5Config
@@ -44,6 +46,17 @@ _CLASSES = {
 _MT5_VOCABULARY = 250112
 
 
+def read_json(path: str) -> dict[str, Any]:
+    """Return the JSON object in a file of a Hugging Face directory."""
+    try:
+        content = parse_json(read_regular(path, max_bytes=MAX_JSON_BYTES))
+        if not isinstance(content, dict):
+            raise ValueError("it is not a JSON object")
+    except ValueError as error:
+        raise UserError(f"{path} is damaged: {error}. Download it again.") from error
+    return content
+
+
 def read_template(stated: Mapping[str, Any], path: str) -> Mapping[str, Any] | None:
     """Return the fields of a ranker's template; None if there is none."""
     template = stated.get(TEMPLATE) or None
@@ -57,8 +70,8 @@ def model_type(stated: Mapping[str, Any], path: str) -> str:
     kind = stated.get("model_type", "t5")
     if not isinstance(kind, str) or kind not in _CLASSES:
         raise UserError(
-            f"{path} says model_type {kind!r}: that is no model of the T5 family ({', '.join(_CLASSES)}). "
-            "T5, T5 1.1, Flan-T5, ByT5, mT5 and umT5 can be read."
+            f"{path}: model_type {kind!r} is not supported (supported: {', '.join(_CLASSES)}). T5, T5 1.1, Flan-T5, "
+            "ByT5, mT5 and umT5 can be read."
         )
     return kind
 
@@ -73,15 +86,15 @@ def read_config(stated: Mapping[str, Any], path: str) -> dict[str, Any]:
     kind = model_type(stated, path)
     differing = [f"{k} is {stated[k]!r}, not {v!r}" for k, v in _FIXED.items() if stated.get(k, v) != v]
     if differing:
-        raise UserError(f"{path} describes another network than T5's, which cannot be read: {'; '.join(differing)}.")
+        raise UserError(f"{path} describes a network that is not supported: {'; '.join(differing)}.")
     sizes = {"num_decoder_layers": stated.get("num_layers")}
     sizes |= {key: stated[key] for key in _SIZES if stated.get(key) is not None}
     for key in _SIZES:
         if type(value := sizes.get(key)) is not int or value < 1:
-            raise UserError(f"{path} is damaged: {key} is {value!r}; it must be a whole number of at least 1.")
+            raise UserError(f"{path}: {key} is {value!r}; it must be an integer of at least 1.")
     rate = stated.get("dropout_rate", 0.1)
     if type(rate) not in (int, float) or not 0 <= rate < 1:
-        raise UserError(f"{path}: dropout_rate is {rate!r}; it must be a number of at least 0 and below 1.")
+        raise UserError(f"{path}: dropout_rate is {rate!r}; it must be at least 0 and less than 1.")
     return {ours: sizes[theirs] for theirs, ours in _SIZES.items()} | {
         "mlp_activations": _activations(stated, kind, path),
         "dropout_rate": float(rate),
@@ -99,8 +112,8 @@ def _activations(stated: Mapping[str, Any], kind: str, path: str) -> tuple[str, 
     is_gated = stated.get("is_gated_act", gated == "gated")
     if gated not in ("", "gated") or function not in _ACTIVATIONS:
         raise UserError(
-            f"{path}: feed_forward_proj {project!r} (dense_act_fn {function!r}) is not known here; T5 1.0 has 'relu', "
-            "T5 1.1 and later 'gated-gelu'."
+            f"{path}: feed_forward_proj {project!r} (dense_act_fn {function!r}) is not supported; T5 1.0 has 'relu', "
+            "T5 1.1 and later have 'gated-gelu'."
         )
     return (_ACTIVATIONS[function], "linear") if is_gated else (_ACTIVATIONS[function],)
 
@@ -136,9 +149,7 @@ def written_by_version_5(stated: Mapping[str, Any]) -> bool:
 def write_config(config: Mapping[str, Any], dtype: np.dtype, eos_id: int) -> dict[str, Any]:
     """Return the content of config.json for fields of T5Config."""
     if missing := sorted({*_SIZES.values(), "mlp_activations", "logits_via_embedding"} - config.keys()):
-        raise UserError(
-            f"The model configuration lacks {', '.join(missing)}, so that no Hugging Face config.json can be written."
-        )
+        raise UserError(f"The model configuration lacks {', '.join(missing)}, which Hugging Face's config.json needs.")
     tied = bool(config["logits_via_embedding"])
     if config.get(PER_LAYER_BIAS, False):
         kind = "umt5"
@@ -164,14 +175,15 @@ def write_config(config: Mapping[str, Any], dtype: np.dtype, eos_id: int) -> dic
 
 
 def _feed_forward(activations: tuple[str, ...]) -> str:
-    if activations == ("gelu", "linear"):
-        return "gated-gelu"
     names = {ours: theirs for theirs, ours in reversed(_ACTIVATIONS.items())}
-    if len(activations) == 1 and activations[0] in names:
-        return names[activations[0]]
-    if len(activations) == 2 and activations[1] == "linear" and activations[0] in names:
-        return f"gated-{names[activations[0]]}"
+    match activations:
+        case ("gelu", "linear"):
+            return "gated-gelu"
+        case (activation,) if activation in names:
+            return names[activation]
+        case (activation, "linear") if activation in names:
+            return f"gated-{names[activation]}"
     raise UserError(
-        f"mlp_activations {activations} cannot be written for Hugging Face: its T5 has one activation, or one and "
-        '"linear" (a gated MLP), such as ("gelu", "linear").'
+        f"mlp_activations {activations} cannot be stored in a Hugging Face checkpoint: its T5 has one activation, or "
+        'one and "linear" (a gated MLP), such as ("gelu", "linear").'
     )

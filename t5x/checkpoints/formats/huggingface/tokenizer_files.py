@@ -3,11 +3,11 @@
 import base64
 import json
 import logging
+import os
 from collections.abc import Mapping
 from typing import Any
 
-from etils import epath
-
+from t5x.checkpoints.formats.huggingface.config_json import read_json
 from t5x.data.vocabularies import (
     ByteVocabulary,
     HuggingFaceVocabulary,
@@ -15,15 +15,15 @@ from t5x.data.vocabularies import (
     Vocabulary,
 )
 from t5x.data.vocabularies.base import MAX_EXTRA_IDS
+from t5x.data.vocabularies.loading import rebuild_vocabulary
 from t5x.errors import UserError
-from t5x.files import user_files
-from t5x.files.untrusted import MAX_JSON_BYTES, parse_json
 
 logger = logging.getLogger(__name__)
 
 MODEL = "spiece.model"
 TOKENIZER = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
+FILES = (MODEL, TOKENIZER, SETTINGS)
 _SPECIAL = "special_tokens_map.json"
 _FEATURES = ("inputs", "targets")
 _SPACE = "\u2581"  # SentencePiece's symbol for a space
@@ -39,19 +39,19 @@ def read_vocabulary(path: str, vocab_size: int, tokenizer_class: Any) -> dict[st
       vocab_size: number of rows of the model's embedding.
       tokenizer_class: the class named in config.json, or None.
     """
-    settings = _settings(path)
+    settings = read_json(f"{path}/{SETTINGS}") if os.path.lexists(f"{path}/{SETTINGS}") else {}
     if "ByT5Tokenizer" in (settings.get("tokenizer_class"), tokenizer_class):
         stated = _stated_extra_ids(settings)
         vocabulary: Vocabulary = ByteVocabulary(extra_ids=125 if stated is None else stated)
-    elif epath.Path(f"{path}/{MODEL}").exists():
+    elif os.path.exists(f"{path}/{MODEL}"):
         vocabulary = _sentencepiece(f"{path}/{MODEL}", vocab_size, _stated_extra_ids(settings))
-    elif epath.Path(f"{path}/{TOKENIZER}").exists():
+    elif os.path.exists(f"{path}/{TOKENIZER}"):
         try:
             import tokenizers  # noqa: F401
         except ImportError:
             logger.warning(
-                "Reading %s/%s needs the package tokenizers, which is not installed, so the model comes without its "
-                "vocabulary. `pip install tokenizers`, or `pip install -e '.[hf]'` in the checkout of t5x.",
+                "Loading %s/%s without its vocabulary: the package tokenizers is not installed. Run `pip install "
+                "tokenizers`, or `pip install -e '.[hf]'` in the checkout of t5x.",
                 path,
                 TOKENIZER,
             )
@@ -59,8 +59,8 @@ def read_vocabulary(path: str, vocab_size: int, tokenizer_class: Any) -> dict[st
         vocabulary = HuggingFaceVocabulary(f"{path}/{TOKENIZER}")
     else:
         logger.warning(
-            "%s has neither %s nor %s, so the model comes without its vocabulary. Copy the file of the model it was "
-            "made from into the directory, or name a vocabulary in the gin configuration.",
+            "%s has neither %s nor %s, so the model is loaded without a vocabulary. Copy the file of the model it was "
+            "trained from into the directory, or set a vocabulary in the gin configuration.",
             path,
             MODEL,
             TOKENIZER,
@@ -68,21 +68,10 @@ def read_vocabulary(path: str, vocab_size: int, tokenizer_class: Any) -> dict[st
         return {}
     if vocabulary.vocab_size > vocab_size:
         raise UserError(
-            f"The vocabulary in {path} has {vocabulary.vocab_size} ids, the model's embedding {vocab_size} rows: they "
-            "do not belong together. Take the tokenizer files of this model."
+            f"{path}: the vocabulary has {vocabulary.vocab_size} ids, but the model's embedding has {vocab_size} rows. "
+            "Use the tokenizer files of this model."
         )
     return {feature: vocabulary.to_files() for feature in _FEATURES}
-
-
-def _settings(path: str) -> dict[str, Any]:
-    path = f"{path}/{SETTINGS}"
-    if not epath.Path(path).exists():
-        return {}
-    try:
-        settings = parse_json(user_files.read_regular(path, max_bytes=MAX_JSON_BYTES))
-    except ValueError as error:
-        raise UserError(f"{path} is damaged: it is not JSON ({error}). Fetch it again.") from error
-    return settings if isinstance(settings, dict) else {}
 
 
 def _stated_extra_ids(settings: Mapping[str, Any]) -> int | None:
@@ -97,29 +86,31 @@ def _stated_extra_ids(settings: Mapping[str, Any]) -> int | None:
 
 def _sentencepiece(path: str, vocab_size: int, extra_ids: int | None) -> SentencePieceVocabulary:
     """Load the model; if it has no sentinels (mT5's has), add the stated number, or else 100 if they fit."""
-    plain = SentencePieceVocabulary(path)
-    has_sentinels = plain.tokenizer.piece_to_id(f"{_SPACE}<extra_id_0>") != plain.unk_id
+    vocabulary = SentencePieceVocabulary(path)
+    has_sentinels = vocabulary.tokenizer.piece_to_id(f"{_SPACE}<extra_id_0>") != vocabulary.unk_id
     if extra_ids is None:
-        extra_ids = 100 if plain.vocab_size + 100 <= vocab_size else 0
-    return plain if has_sentinels or not extra_ids else SentencePieceVocabulary(path, extra_ids=extra_ids)
+        extra_ids = 100 if vocabulary.vocab_size + 100 <= vocab_size else 0
+    return vocabulary if has_sentinels or not extra_ids else SentencePieceVocabulary(path, extra_ids=extra_ids)
 
 
 def single_vocabulary(vocabulary_files: Mapping[str, Mapping[str, bytes]]) -> Vocabulary | None:
     """Return the vocabulary of all features; None and a warning if Hugging Face has no tokenizer for it."""
     if not vocabulary_files:
-        logger.warning("No vocabulary travels with this model: it is written without tokenizer files.")
+        logger.warning("Writing no tokenizer files: the source has no vocabulary.")
         return None
-    found = {f: Vocabulary.from_contents(files, f"the vocabulary of {f}") for f, files in vocabulary_files.items()}
+    found = {
+        f: rebuild_vocabulary(files.__getitem__, f"the vocabulary of {f}") for f, files in vocabulary_files.items()
+    }
     first = next(iter(found.values()))
     if any(vocabulary != first for vocabulary in found.values()):
         logger.warning(
-            "The features %s have different vocabularies; Hugging Face has one tokenizer for all, so that no tokenizer "
-            "files are written.",
+            "Writing no tokenizer files: the features %s have different vocabularies, and Hugging Face has one "
+            "tokenizer for all.",
             ", ".join(found),
         )
         return None
     if not isinstance(first, ByteVocabulary | SentencePieceVocabulary | HuggingFaceVocabulary):
-        logger.warning("Hugging Face has no tokenizer for %r: no tokenizer files are written.", first)
+        logger.warning("Writing no tokenizer files: Hugging Face has no tokenizer for %r.", first)
         return None
     return first
 
@@ -147,8 +138,8 @@ def tokenizer_files(vocabulary: Vocabulary) -> dict[str, bytes]:
         return {MODEL: spiece} | _settings_files("T5Tokenizer", vocabulary.extra_ids, "</s>", "<unk>", "<pad>")
     if model.trainer_spec.model_type != model.trainer_spec.UNIGRAM or vocabulary.eos_id is None:
         logger.warning(
-            "This SentencePiece model is no unigram model with an EOS piece, of which Hugging Face's T5 tokenizers are "
-            "made: only %s is written.",
+            "Writing only %s: Hugging Face's T5 tokenizers need a unigram model with an EOS piece, which this "
+            "SentencePiece model is not.",
             MODEL,
         )
         return {MODEL: whole}

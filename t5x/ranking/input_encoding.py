@@ -70,7 +70,7 @@ class Inputs:
 
     def _around_documents(self, query: str) -> "_Around":
         if not query.strip():
-            raise UserError("A query is empty: there is nothing to rank by.")
+            raise UserError("The query is empty.")
         found = self._pieces(query)
         if self._fits(found, self.template.max_length):
             return _Around(query, found)
@@ -78,8 +78,7 @@ class Inputs:
         if self._long_query == "error":
             raise UserError(
                 f"The query {_short(query)} leaves no room for a passage: with the template it takes {taken} of "
-                f"{self.template.max_length} tokens. Shorten it, raise --max_length, or let it be cut: --long_query "
-                "truncate."
+                f"{self.template.max_length} tokens. Shorten it, raise --max_length, or pass --long_query truncate."
             )
         half = self.template.max_length // 2
         low, high = 0, len(query)  # of what fits, and of what does not

@@ -48,13 +48,13 @@ def squad_task(
       name: name under which the task is registered and its evaluations are written.
     """
     if no_answer is not None and not no_answer.strip():
-        raise UserError("no_answer is empty: give a text, such as 'unanswerable'.")
+        raise UserError("no_answer is empty. Set it to a text, such as 'unanswerable'.")
     if no_answer is not None:
         check_no_answer(no_answer, vocabulary)
-    told = {"files": dict(files), "vocabulary": vocabulary, "no_answer": no_answer, "titles": dict(titles or {})}
+    settings = {"files": dict(files), "vocabulary": vocabulary, "no_answer": no_answer, "titles": dict(titles or {})}
     return text_task(
         name,
-        told,
+        settings,
         functools.partial(SquadDataSource, files, titles),
         [functools.partial(question_in_context, no_answer=no_answer)],
         [metrics.squad if no_answer is None else metrics.squad_v2],
@@ -79,10 +79,9 @@ def closed_book_task(
       prefix: put before every question, unchanged.
       name: name under which the task is registered and its evaluations are written.
     """
-    told = {"files": dict(files), "vocabulary": vocabulary, "prefix": prefix}
     return text_task(
         name,
-        told,
+        {"files": dict(files), "vocabulary": vocabulary, "prefix": prefix},
         functools.partial(JsonLinesDataSource, files),
         [functools.partial(question_alone, prefix=prefix)],
         [metrics.trivia_qa],
@@ -94,7 +93,7 @@ def question_in_context(example: Example, no_answer: str | None = None) -> Examp
     """Return a question of `read_squad` as `inputs` and `targets`, with its `id` and `answers`."""
     if not example["answers"] and no_answer is None:
         raise UserError(
-            "the question has no answer, as some of SQuAD 2.0. Say what to learn for such questions: "
+            "the question has no answer, as some in SQuAD 2.0. Set the target of such questions: "
             "no_answer='unanswerable' (--gin.answering.squad_task.no_answer=unanswerable)."
         )
     return {
@@ -113,9 +112,9 @@ def question_alone(example: Example, prefix: str) -> Example:
     """
     question, answers = example.get("question"), example.get("answer")
     if not isinstance(question, str) or not question.strip():
-        raise UserError('it has no text "question".')
+        raise UserError('"question" must be a non-empty string.')
     if not isinstance(answers, list) or not answers or not all(isinstance(a, str) and a.strip() for a in answers):
-        raise UserError('its "answer" must be a list of one text or more.')
+        raise UserError('"answer" must be a list of at least one non-empty string.')
     return {"inputs": prefix + question.strip(), "targets": answers[0], "answers": answers}
 
 
@@ -130,8 +129,8 @@ def check_no_answer(no_answer: str, vocabulary: Vocabulary) -> None:
     made = vocabulary.decode(vocabulary.encode(no_answer))
     if not is_no_answer(made, no_answer):
         raise UserError(
-            f"no_answer is {no_answer!r}, which a model cannot write: its vocabulary makes {made!r} of it. Give a text "
-            "that it keeps, such as 'unanswerable'."
+            f"no_answer is {no_answer!r}, which the model cannot generate: its vocabulary decodes it as {made!r}. "
+            "Choose another text, such as 'unanswerable'."
         )
 
 

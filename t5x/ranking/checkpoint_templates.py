@@ -33,9 +33,9 @@ def template_of(source: Source, model: Any, *, pairwise: bool = False, given: bo
     """
     kind = PairTemplate if pairwise else Template
     wrong = UserError(
-        f"{source.path} is a pairwise ranker: name it with --pairwise, beside a pointwise --model."
+        f"{source.path} is a pairwise ranker. Pass it as --pairwise, together with a pointwise --model."
         if not pairwise
-        else f"--pairwise {source.path} is a pointwise ranker; one that compares two passages is needed, as duoT5 is."
+        else f"--pairwise {source.path} is a pointwise ranker. Pass one that compares two passages, such as duoT5."
     )
     own = getattr(model, "template", None)
     if source.template is not None:
@@ -47,8 +47,8 @@ def template_of(source: Source, model: Any, *, pairwise: bool = False, given: bo
         if not given:
             raise wrong
     if pairwise:
-        return DUOT5, "duoT5's, as nothing says otherwise"
-    return MONOT5, "monoT5's, as nothing says otherwise"
+        return DUOT5, "duoT5's, the default"
+    return MONOT5, "monoT5's, the default"
 
 
 def with_changes(
@@ -64,7 +64,9 @@ def with_changes(
     if labels is not None:
         words = labels.split(",")
         if not 1 <= len(words) <= 2 or not all(words):
-            raise UserError(f"--labels is {labels!r}: give two words, as true,false, or one whose logit is the score.")
+            raise UserError(
+                f"--labels is {labels!r}: it must be two words, such as true,false, or one whose logit is the score."
+            )
         changes |= {"relevant": words[0], "irrelevant": words[1] if len(words) > 1 else None}
         why += "; --labels"
     if max_length is not None:

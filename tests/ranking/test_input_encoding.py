@@ -10,7 +10,7 @@ import pytest
 
 from t5x.data import ByteVocabulary, SentencePieceVocabulary
 from t5x.errors import UserError
-from t5x.ranking.inputs import Inputs
+from t5x.ranking.input_encoding import Inputs
 from t5x.ranking.labels import label_ids
 from t5x.ranking.templates import DUOT5, MONOT5, PRESETS, PairTemplate, Template
 

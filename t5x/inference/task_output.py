@@ -65,7 +65,7 @@ def merge_chunks_to_file(output_dir: str, output_fname: str, tmp_dir: str, step:
     names = [name for name in os.listdir(tmp_dir) if name.startswith(start) and name[len(start) :].isdigit()]
     names.sort(key=lambda name: int(name[len(start) :]))
     if names != [f"{start}{i:05}" for i in range(len(names))]:
-        raise UserError(f"{tmp_dir} lacks a chunk: it has {', '.join(names)}. Remove it to start anew.")
+        raise UserError(f"{tmp_dir} lacks a chunk: it has {', '.join(names)}. Remove the directory to start over.")
     chunks.merge(os.path.join(output_dir, output_fname), [os.path.join(tmp_dir, name) for name in names])
 
 
@@ -73,7 +73,7 @@ def _inputs(example: Mapping[str, Any], every: bool, fields: Sequence[str] | Non
     if fields is not None:
         if missing := [field for field in fields if field not in example]:
             raise UserError(
-                f"write_inferences_to_file.input_fields_to_include names {missing[0]!r}; the examples have "
+                f"write_inferences_to_file.input_fields_to_include has {missing[0]!r}; the fields of the examples are "
                 f"{', '.join(sorted(example))}."
             )
         return {field: example[field] for field in fields}

@@ -13,6 +13,7 @@ from t5x.data.sources.base import OpenedSplits
 from t5x.errors import UserError
 from t5x.files import local_copies, user_files
 from t5x.ranking.judgments import Passage, Paths, Query, as_list, read_judgments
+from t5x.telemetry import copy_progress
 
 logger = logging.getLogger(__name__)
 
@@ -49,16 +50,14 @@ class JudgedDataSource(OpenedSplits, DataSource):
     ):
         super().__init__()
         if not isinstance(judged, Mapping) or not judged:
-            raise UserError(f"Judged passages are given as {{'train': FILES}}, not as {judged!r}.")
+            raise UserError(f"judged is {judged!r}: it must be {{'train': FILES}}.")
         if relevance_level < 1:
-            raise UserError(
-                f"relevance_level is {relevance_level}: a passage of grade 0 is not relevant. Give 1 or more."
-            )
+            raise UserError(f"relevance_level is {relevance_level}: it must be at least 1, as grade 0 is irrelevant.")
         self._judged, self._held_out, self._level = dict(judged), held_out, relevance_level
         self._drawn, self._irrelevant_only, self._reading = tuple(drawn), irrelevant_only, reading
         self._divides = bool(held_out) and TRAIN in judged and VALIDATION not in judged
         if self._divides and isinstance(held_out, int | float) and not 0 < held_out < 1:
-            raise UserError(f"held_out is {held_out}: give the share of the queries, below 1, or a list of their ids.")
+            raise UserError(f"held_out is {held_out}: it must be a share of the queries, below 1, or a list of ids.")
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -81,7 +80,8 @@ class JudgedDataSource(OpenedSplits, DataSource):
 
     def content_fingerprint(self, split: str) -> Callable[[], dict[str, Any]]:
         described = {"class": type(self).__qualname__, "settings": fingerprint(self._settings(split), lasting=True)}
-        return lambda: described | {"files": file_digests.describe_files(local_copies.stage(self._files(split)))}
+        stage = lambda: local_copies.stage(self._files(split), copy_progress)
+        return lambda: described | {"files": file_digests.describe_files(stage())}
 
     def _files(self, split: str) -> list[str]:
         others = [self._reading.get("candidates"), self._reading.get("qrels")]
@@ -106,9 +106,9 @@ class JudgedDataSource(OpenedSplits, DataSource):
         if not usable:
             raise UserError(
                 f"Split {split!r}: none of its {len(found)} queries has a passage of grade {self._level} or more. "
-                "Lower relevance_level, or mend the labels."
+                "Lower relevance_level, or fix the labels."
             )
-        _tell(split, found.keys() - usable.keys(), f"without a passage of grade {self._level} or more")
+        _log_skipped(split, found.keys() - usable.keys(), f"without a passage of grade {self._level} or more")
         if split not in self._drawn:
             return [_pair(query, passage) for query in usable.values() for passage in query.passages.values()]
         examples, bare, alone = [], set(), 0
@@ -123,12 +123,13 @@ class JudgedDataSource(OpenedSplits, DataSource):
             than = f"grade {self._level}" if self._irrelevant_only else "another"
             raise UserError(
                 f"Split {split!r}: no query has a passage that is less relevant than {than}, so there is nothing to "
-                "learn from. Add irrelevant passages, or name a file of candidates."
+                "learn. Add irrelevant passages, or a file of candidates."
             )
-        _tell(split, bare, f"whose passages are all {'' if self._irrelevant_only else 'equally '}relevant")
+        _log_skipped(split, bare, f"whose passages are all {'' if self._irrelevant_only else 'equally '}relevant")
         if alone:
-            logger.warning("split %r: for %d relevant passages their query has no less relevant ones, and they are "
-                           "left out", split, alone)  # fmt: skip
+            logger.warning(
+                "split %r: skipping %d relevant passages whose query has no less relevant ones", split, alone
+            )
         return examples
 
     def _held_out_of(self, found: Mapping[str, Query]) -> set[str]:
@@ -144,8 +145,8 @@ class JudgedDataSource(OpenedSplits, DataSource):
         names = {str(name) for name in self._held_out}
         if unknown := sorted(names - found.keys()):
             raise UserError(
-                f"held_out names {len(unknown)} queries that are not in the data ({', '.join(unknown[:3])}). Its ids "
-                f"are {', '.join(list(found)[:3])}, …"
+                f"held_out has {len(unknown)} query ids that are not in the data ({', '.join(unknown[:3])}); its ids "
+                f"are {', '.join(list(found)[:3])}, …."
             )
         return names
 
@@ -176,8 +177,7 @@ def _pair(query: Query, passage: Passage) -> dict[str, Any]:
     }
 
 
-def _tell(split: str, names: set[str], why: str) -> None:
+def _log_skipped(split: str, names: set[str], why: str) -> None:
     if names:
-        shown = ", ".join(name[:40] for name in sorted(names)[:3])
-        logger.warning("split %r: %d queries %s are left out (%s%s)", split, len(names), why, shown,
-                       ", …" if len(names) > 3 else "")  # fmt: skip
+        examples = ", ".join([name[:40] for name in sorted(names)[:3]] + ["…"] * (len(names) > 3))
+        logger.warning("split %r: skipping %d queries %s (%s)", split, len(names), why, examples)

@@ -312,7 +312,7 @@ def test_what_can_be_wrong_with_metrics_is_said_with_task_and_function(add_task)
     check([divides], r"divides of task 'capitals' failed: ZeroDivisionError: division by zero")
     check([lists], r"lists of task 'capitals' returned 'all': \[1, 2\], which is not one number")
     check([forgets], r"forgets of task 'capitals' returned None; it must return {name: number}")
-    check([strange], r"'capitals': the metric function .*strange takes \(labels, predictions\).*\(targets, scores\)")
+    check([strange], r"strange of task 'capitals' .*\(labels, predictions\).*\(targets, scores\)")
     check([exact_match, exact_match], r"Two metric functions of task 'capitals' return \['exact_match'\]")
 
 

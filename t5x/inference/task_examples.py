@@ -3,7 +3,6 @@
 import functools
 import hashlib
 import json
-import logging
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,8 +17,7 @@ from t5x.data.pipeline import Example, count_cacheable, name_of
 from t5x.data.sources import BadExample, TFExampleDataSource
 from t5x.data.tasks import Task, TaskRegistry
 from t5x.errors import UserError
-
-log = logging.getLogger(__name__)
+from t5x.inference.jobs import WHOLE, Shard
 
 _LENGTH_MULTIPLE = 8
 
@@ -67,21 +65,18 @@ class TaskExamples:
       lengths: {feature: length}, for preprocessors that truncate.
     """
 
-    def __init__(
-        self, task: Task, cfg: DatasetConfig, lengths: Mapping[str, int] | None, shard_id: int = 0, num_shards: int = 1
-    ):
+    def __init__(self, task: Task, cfg: DatasetConfig, lengths: Mapping[str, int] | None, shard: Shard = WHOLE):
         self._pipeline = task.pipeline(
             cfg.split, lengths, int(cfg.seed or 0), cfg.runtime_preprocessors, use_cached=cfg.use_cached
         )
         self._bad = BadExamples() if cfg.skip_bad_examples else None
         self._shuffle = cfg.shuffle
-        if self._pipeline.pieces and num_shards > 1:
+        if self._pipeline.pieces and shard.count > 1:
             raise UserError(
-                f"Task {task.name!r} joins documents into pieces, which depend on all before them: it cannot be read "
+                f"Task {task.name!r} joins documents, so that each example depends on all before it: it cannot be read "
                 "in shards. Set infer.num_shards = 1, or shard its files."
             )
-        size = len(self._pipeline)
-        self._range = range(size * shard_id // num_shards, size * (shard_id + 1) // num_shards)
+        self._range = shard.range(len(self._pipeline))
 
     def __len__(self) -> int:
         """Number of source examples; preprocessing may make more or fewer of them."""
@@ -145,7 +140,7 @@ def create_task_from_tfexample_file(
       The name of the task, `infer_<task_id>`. Its split is `infer`.
     """
     if file_type != "tfrecord":
-        raise UserError(f"create_task_from_tfexample_file.file_type is {file_type!r}: only 'tfrecord' can be read.")
+        raise UserError(f"create_task_from_tfexample_file.file_type is {file_type!r}: it must be 'tfrecord'.")
     paths = [paths] if isinstance(paths, str) else list(paths)
     if task_id is None:
         task_id = hashlib.md5(":".join([*paths, inputs_key, targets_key or ""]).encode()).hexdigest()[:10]

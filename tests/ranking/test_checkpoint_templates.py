@@ -1,12 +1,13 @@
 """Which template a checkpoint is read with, and that it is said why."""
 
+import dataclasses
 import json
 
 import pytest
 
 from t5x.checkpoints.formats import Source
 from t5x.errors import UserError
-from t5x.ranking import known
+from t5x.ranking.checkpoint_templates import template_of, with_changes
 from t5x.ranking.templates import DUOT5, MONOT5, Template
 
 RANKERS = {
@@ -37,39 +38,49 @@ def test_public_rankers_are_known_by_their_names(name, place, tmp_path):
     (tmp_path / inside).mkdir(parents=True)
     config = {"_name_or_path": name} if place == "config" else {}
     (tmp_path / inside / "config.json").write_text(json.dumps(config))
-    template, why = known.template_of(source(tmp_path / inside), object())
+    template, why = template_of(source(tmp_path / inside), object())
     assert (template.relevant, template.irrelevant) == RANKERS[name]
     text = TEXTS.get(name, "Query: {query} Document: {document} Relevant:")
     assert (template.text, template.max_length) == (text, 512)
-    assert (short in why) == (owner != "google") and ("nothing says otherwise" in why) == (owner == "google")
+    assert (short in why) == (owner != "google") and ("the default" in why) == (owner == "google")
 
 
 def test_the_checkpoints_own_template_comes_first(tmp_path):
     class Model:
         template = Template("{query} {document}", relevant="a", irrelevant=None)
 
-    found = known.template_of(source(tmp_path / "monot5"), Model())
+    found = template_of(source(tmp_path / "monot5"), Model())
     assert found == (Model.template, "the checkpoint's own")
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [({"text": 3}, "text is '3'"), ({"max_length": "x"}, "max_length is 'x'"), ({"x": 1}, "{'x': 1}")],
+)
+def test_a_stored_template_that_is_none_is_an_error_with_its_path(tmp_path, fields, words):
+    with pytest.raises(UserError, match=words) as error:
+        template_of(dataclasses.replace(source(tmp_path), template=fields), object())
+    assert str(tmp_path) in str(error.value)
 
 
 def test_pairwise_and_pointwise_rankers_are_told_apart(tmp_path):
     (tmp_path / "duot5-base-msmarco").mkdir()
     (tmp_path / "monot5-base-msmarco").mkdir()
-    assert known.template_of(source(tmp_path / "duot5-base-msmarco"), object(), pairwise=True)[0] == DUOT5
-    with pytest.raises(UserError, match="is a pairwise ranker: name it with --pairwise"):
-        known.template_of(source(tmp_path / "duot5-base-msmarco"), object())
+    assert template_of(source(tmp_path / "duot5-base-msmarco"), object(), pairwise=True)[0] == DUOT5
+    with pytest.raises(UserError, match=r"is a pairwise ranker\. Pass it as --pairwise"):
+        template_of(source(tmp_path / "duot5-base-msmarco"), object())
     with pytest.raises(UserError, match="is a pointwise ranker"):
-        known.template_of(source(tmp_path / "monot5-base-msmarco"), object(), pairwise=True)
+        template_of(source(tmp_path / "monot5-base-msmarco"), object(), pairwise=True)
 
 
 def test_a_name_does_not_contradict_a_template_that_is_given(tmp_path):
-    template, why = known.template_of(source(tmp_path / "against-duot5"), object(), given=True)
-    assert template == MONOT5 and "nothing says otherwise" in why
-    assert known.template_of(source(tmp_path / "mt5-mmarco"), object(), given=True)[0].relevant == "yes"
+    template, why = template_of(source(tmp_path / "against-duot5"), object(), given=True)
+    assert template == MONOT5 and "the default" in why
+    assert template_of(source(tmp_path / "mt5-mmarco"), object(), given=True)[0].relevant == "yes"
 
 
 def test_what_the_user_says_comes_before_what_was_found():
-    change = lambda **given: known.with_changes(
+    change = lambda **given: with_changes(
         MONOT5, "why", **{"text": None, "labels": None, "max_length": None} | given
     )
     assert change() == (MONOT5, "why")

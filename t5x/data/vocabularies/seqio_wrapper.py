@@ -83,10 +83,6 @@ class WrappedVocabulary(Vocabulary):
             "extra_ids": self.extra_ids,
         }
 
-    @property
-    def fingerprint(self) -> str:
-        return repr(self)
-
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, WrappedVocabulary):
             return NotImplemented

@@ -1,0 +1,141 @@
+"""`t5x answer --input`: answers to the questions of a file, given only a model directory."""
+
+import dataclasses
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from t5x import metrics
+from t5x.answering.answers import FIELDS, Answer, Answering, answer, windows_of
+from t5x.answering.questions import SquadQuestions, open_questions
+from t5x.errors import UserError
+from t5x.inference.jobs import JobProgress, LineChunk, LineJob, LineShard, Record, check_counts, run_job
+from t5x.inference.loaded import LoadedModel, load
+from t5x.inference.output import FileOutput
+from t5x.telemetry import jsonl
+
+log = logging.getLogger(__name__)
+
+BATCHES_A_CHUNK = 16
+
+
+def answer_file(
+    model_dir: str,
+    input_path: str,
+    output: str = "-",
+    *,
+    squad_predictions: str | None = None,
+    squad_na_probs: str | None = None,
+    checkpoint_period: int = BATCHES_A_CHUNK,
+    overwrite: bool = False,
+    vocabulary: str | None = None,
+    dtype: str | None = None,
+    **options: Any,
+) -> None:
+    """Answer the questions of a file with the model of a checkpoint directory.
+
+    An output line has the fields of its question, and `answer`, `score`, `start`, `end`, `no_answer` and, if the
+    `no_answer` option is given, `no_answer_probability`; see `t5x.answering.answers.Answer`. If the run is killed, the
+    same command resumes after the last finished chunk, in `tmp-<output>/`; the output is the same.
+
+    Args:
+      model_dir: a checkpoint, or a MODEL_DIR.
+      input_path: JSON lines with `question`, `context` and optionally `id`; - is stdin; or SQuAD's official .json,
+        whose answers are then scored.
+      output: JSON lines, in the order of the input; - is stdout.
+      squad_predictions: also write {id: answer} to this file, as SQuAD's evaluation scripts read it.
+      squad_na_probs: also write {id: no_answer_probability} to this file.
+      checkpoint_period: number of batches of questions per chunk.
+      overwrite: replace an existing output, and discard finished chunks of other runs.
+      vocabulary, dtype: see `t5x.load`.
+      options: see `t5x.answering.answers.Answering`.
+    """
+    how = Answering(**options)
+    check_counts("--", checkpoint_period=checkpoint_period)
+    extra = {"squad_predictions": squad_predictions, "squad_na_probs": squad_na_probs}
+    extra = {name: path for name, path in extra.items() if path is not None}
+    _check_extra(extra, output, how)
+    to = FileOutput(output, overwrite=overwrite, also=extra, inputs={"input": input_path})
+    questions = LineShard(open_questions(input_path, needs_id=bool(extra)), unit="question")
+    loaded = load(model_dir, vocabulary=vocabulary, dtype=dtype)
+    source = {"checkpoint_period": checkpoint_period, "input": input_path, "vocabulary": vocabulary}
+    job = _FileAnswering(
+        lines=questions, batch_size=how.batch_size, source=source, loaded=loaded, how=how, extra_files=extra
+    )
+    run_job(job, to)
+
+
+def _check_extra(extra: Mapping[str, str], output: str, how: Answering) -> None:
+    """Raise a UserError if the options for SQuAD's files do not fit the other options."""
+    if extra and output == "-":
+        raise UserError(f"--{next(iter(extra))} needs --output FILE too: it is made from that file.")
+    if "squad_na_probs" in extra and how.no_answer is None:
+        raise UserError("--squad_na_probs needs --no_answer, the text that the model generates if there is no answer.")
+    paths = [os.path.abspath(path) for path in (output, *extra.values())]
+    if len({*paths}) < len(paths):
+        raise UserError("--output, --squad_predictions and --squad_na_probs must be different files.")
+
+
+@dataclasses.dataclass(kw_only=True)
+class _FileAnswering(LineJob):
+    """Answers the questions of a file.
+
+    Args:
+      extra_files: {option: path} of SQuAD's files.
+    """
+
+    description: str = "answer"
+    unit: str = "question"
+    counted: str = "questions"
+    loaded: LoadedModel
+    how: Answering
+    extra_files: dict[str, str]
+
+    def identity(self) -> dict[str, Any]:
+        return {**self.loaded.identity(), "mode": "answer", **dataclasses.asdict(self.how), **self.source}
+
+    def compute_lines(self, chunk: LineChunk, progress: JobProgress) -> tuple[list[Record], Record]:
+        pairs = [(line.example["question"], line.example["context"]) for line in chunk.lines]
+        spans = []
+        for line, pair in zip(chunk.lines, pairs, strict=True):
+            try:
+                spans.append(windows_of(self.loaded, *pair, self.how))
+            except UserError as error:
+                raise UserError(f"{self.lines.file.where(line.number)}: {error}") from error
+        windows = sum(map(len, spans))
+        rows = self.loaded.rows(windows if chunk.is_first else self.batch_size, self.batch_size)
+        after_batch = progress.after_batch(len(pairs), windows)
+        found = answer(self.loaded, pairs, spans, self.how, rows=rows, after_batch=after_batch)
+        return [{**line.example, **as_record(one)} for line, one in zip(chunk.lines, found, strict=True)], {}
+
+    def after_merge(self, path: str) -> None:
+        """Write SQuAD's files from the complete output, and log scores if the correct answers are known."""
+        for name, field in (("squad_predictions", "answer"), ("squad_na_probs", "no_answer_probability")):
+            if name in self.extra_files:
+                found = {str(record["id"]): record[field] for record, _ in jsonl.read(path)}
+                jsonl.replace(self.extra_files[name], [json.dumps(found, ensure_ascii=False, indent=0).encode(), b"\n"])
+                log.info("wrote %s", self.extra_files[name])
+        if isinstance(self.lines.file, SquadQuestions):
+            records = [record for record, _ in jsonl.read(path)]
+            if any(record["answers"] for record in records):
+                scores = ", ".join(f"{name} {value:.4g}" for name, value in _scores(records).items())
+                log.info("%s (%d questions)", scores, len(records))
+
+
+def as_record(found: Answer) -> dict[str, Any]:
+    """Return an answer in the form in which it is written."""
+    record = dict(zip(FIELDS, found, strict=True))
+    if found.no_answer_probability is None:
+        del record["no_answer_probability"]
+    return record
+
+
+def _scores(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return SQuAD's metrics of the output lines; those of 2.0 if some questions have no answer."""
+    golds, texts = ([record[field] for record in records] for field in ("answers", "answer"))
+    if all(golds):
+        return metrics.squad(golds, texts)
+    probabilities = [record.get("no_answer_probability") for record in records]
+    return metrics.squad_v2(golds, texts, None if None in probabilities else probabilities)

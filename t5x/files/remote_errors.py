@@ -1,0 +1,116 @@
+"""Readable errors of remote file systems: fsspec's drivers raise their own classes with their own messages."""
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+
+from t5x.errors import UserError
+
+TIMEOUT = "T5X_REMOTE_TIMEOUT"
+
+_EXTRAS = {"gcsfs": "gcs", "s3fs": "s3"}  # drivers with an extra in pyproject.toml
+_SIGN_IN = {
+    "gs": "`gcloud auth application-default login`, or GOOGLE_APPLICATION_CREDENTIALS=KEY_FILE",
+    "s3": "`aws configure`, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; FSSPEC_S3_ANON=true for public data",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+    "hf": "`hf auth login`, or HF_TOKEN",
+}
+_SCHEMES = {"gcs": "gs", "s3a": "s3", "abfs": "az", "abfss": "az"}
+
+
+class TransientError(UserError):
+    """A failure of the network or the server; the same request may succeed later."""
+
+
+@contextlib.contextmanager
+def explained(url: str) -> Iterator[None]:
+    """Convert errors of fsspec and its drivers inside the block to a UserError that names `url`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        kind, problem = _diagnose(url, error)
+        raise kind(f"{url}: {problem}") from error
+
+
+def is_missing(error: FileNotFoundError) -> bool:
+    """Return whether a driver's error means that the file does not exist.
+
+    The HTTP driver raises FileNotFoundError for every failure, with the real error as its cause.
+    """
+    cause = error.__cause__
+    return cause is None or (_status(cause) in (None, 404, 410) and not _is_network(cause))
+
+
+def seconds_without_data() -> float:
+    """Return T5X_REMOTE_TIMEOUT: after how many seconds without data a connection is given up."""
+    text = os.environ.get(TIMEOUT) or "60"
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise UserError(f"{TIMEOUT} is {text!r}: it must be a number of seconds above 0.")
+    return seconds
+
+
+def _diagnose(url: str, error: BaseException) -> tuple[type[UserError], str]:
+    if isinstance(error, FileNotFoundError):
+        if is_missing(error):
+            return UserError, "there is no such file, directory or bucket."
+        return _diagnose(url, error.__cause__)
+    scheme = url.split("://", 1)[0].split("::")[-1]
+    text = (str(error).strip().splitlines() or [""])[0][:300]
+    reason = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    if isinstance(error, ImportError):
+        return UserError, _missing_driver(scheme, text)
+    if isinstance(error, ValueError) and text.startswith("Protocol not known"):
+        return UserError, f"{scheme}:// is not a supported kind of path. Did you mean gs://, s3://, az:// or hf://?"
+    if isinstance(error, TimeoutError) and scheme in ("http", "https"):
+        seconds = seconds_without_data()
+        return TransientError, f"the server has sent nothing for {seconds:g} s. Set {TIMEOUT}=SECONDS to wait longer."
+    if (status := _status(error)) is not None and (status >= 500 or status == 429):
+        reason = getattr(error, "message", None) or reason
+        return TransientError, f"the server answered {status} ({reason}). It may be overloaded: try again later."
+    if _is_network(error):
+        return TransientError, f"{scheme}:// cannot be reached ({reason}). Check the network and the name."
+    if _is_denied(error, text):
+        how = _SIGN_IN.get(_SCHEMES.get(scheme, scheme), "an account that has access")
+        return UserError, f"access is denied ({reason}). Sign in with {how}."
+    return UserError, f"it cannot be accessed ({reason}). Check the name, the access rights and the network."
+
+
+def _missing_driver(scheme: str, text: str) -> str:
+    from fsspec.registry import known_implementations
+
+    package = known_implementations.get(scheme, {}).get("class", "fsspec").split(".")[0]
+    if package == "fsspec":  # the driver is part of fsspec and reports what it needs
+        return f"{scheme}:// needs another package: {text}. Install it with `pip install`."
+    extra = f", or `pip install -e '.[{_EXTRAS[package]}]'` in the checkout of t5x" if package in _EXTRAS else ""
+    return f"{scheme}:// needs the package {package}, which is not installed. `pip install {package}`{extra}."
+
+
+def _status(error: BaseException) -> int | None:
+    """Return the status code of an HTTP response, under any attribute name that drivers use."""
+    codes = (getattr(error, name, None) for name in ("status", "status_code", "code"))
+    return next((int(code) for code in codes if str(code).isdigit() and 400 <= int(code) < 600), None)
+
+
+def _is_network(error: BaseException) -> bool:
+    """Return whether this is a network error. Drivers are not imported, so their classes are recognized by name."""
+    if isinstance(error, ConnectionError | TimeoutError):
+        return True
+    return re.search("Connect|Timeout|DNS|gaierror|Transport", type(error).__name__) is not None
+
+
+def _is_denied(error: BaseException, text: str) -> bool:
+    if isinstance(error, PermissionError) or _status(error) in (401, 403):
+        return True
+    names = " ".join(cls.__name__ for cls in type(error).__mro__)
+    return bool(
+        re.search("Credential|Auth|Token|Forbidden", names)
+        or re.match("Forbidden|Unauthorized|Invalid Credentials", text)
+        or re.search(r"AccessDenied|Access Denied|\b40[13]\b", text)
+    )

@@ -1,0 +1,199 @@
+"""Inference over a task: a job whose chunks are written and merged by functions with T5X's signatures."""
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from t5x.data.dataset_config import DatasetConfig
+from t5x.data.feature_converters import EncDecFeatureConverter
+from t5x.errors import UserError
+from t5x.files.digests import digest_of
+from t5x.inference.chunks import COMPLETED, JOB_FILE, Chunks, changed_error, is_intact, read_json, refuse_foreign
+from t5x.inference.engine import Engine
+from t5x.inference.jobs import Job, JobProgress, Record
+from t5x.inference.output import Output
+from t5x.inference.task_examples import Placed, TaskExamples
+from t5x.models import BaseTransformerModel
+from t5x.network.padding import Program
+from t5x.telemetry import jsonl
+
+log = logging.getLogger(__name__)
+
+_WRITTEN = "written"  # key in the .COMPLETED file: digest that shows whether the results were changed later
+
+
+def batch_function(model: BaseTransformerModel, mode: str) -> Callable[..., tuple[Any, dict[str, Any]]]:
+    """Return the function of a batch: (predictions or scores, {name: auxiliary output})."""
+
+    def score(params: Any, batch: Mapping[str, jax.Array], rng: jax.Array) -> tuple[Any, dict[str, Any]]:
+        scores = model.score_batch(params, batch)
+        return (scores[0], dict(scores[1])) if isinstance(scores, tuple) else (scores, {})
+
+    def predict(params: Any, batch: Mapping[str, jax.Array], rng: jax.Array) -> tuple[Any, dict[str, Any]]:
+        if mode == "predict" and type(model).predict_batch is not BaseTransformerModel.predict_batch:
+            return model.predict_batch(params, batch, rng=rng), {}
+        tokens, aux = model.predict_batch_with_aux(params, batch, rng=rng)
+        return tokens, {name: value for name, value in aux.items() if name == "scores" or mode == "predict_with_aux"}
+
+    return score if mode == "score" else predict
+
+
+@dataclasses.dataclass(kw_only=True)
+class TaskJob(Job):
+    """Inference over the examples of a task.
+
+    Features are padded only as far as a batch needs if nothing else depends on the padding: with our own
+    encoder-decoder features, and if the model returns nothing but a score for each example.
+
+    Args:
+      program: the compiled `batch_function`.
+      cfg: the dataset, of one task.
+      lengths: {feature: length}.
+      examples: the examples of the task, or of a shard.
+      job: what the results depend on.
+      chunk_size: examples per chunk.
+      keep_aux_as_numpy: return auxiliary outputs as arrays, not lists.
+      keep_position: store the data position with each chunk; otherwise a resumed run reads the data before it again.
+    """
+
+    description: str
+    engine: Engine
+    program: Program
+    cfg: DatasetConfig
+    lengths: Mapping[str, int]
+    mode: str
+    examples: TaskExamples
+    job: dict[str, Any]
+    chunk_size: int
+    keep_aux_as_numpy: bool
+    keep_position: bool
+
+    def __post_init__(self):
+        self.total = len(self.examples)
+        converter = self.engine.model.FEATURE_CONVERTER_CLS(pack=False)
+        task = self.cfg.mixture_or_task()
+        converter.check(tuple(task.output_features), self.lengths, task.name)
+        self.lengths = {feature: self.lengths[feature] for feature in converter.task_features(self.lengths)}
+        # Outputs of an example besides its score, such as values for each of its tokens.
+        batch = self.program, self.lengths, self.cfg.batch_size
+        more = set(self.engine.shapes(*batch)[1]) - {"scores"}
+        self._row_axes = self.engine.row_axes(*batch) if more else None
+        self._bucketed: tuple[str, ...] = ()
+        if type(converter) is EncDecFeatureConverter and not more:
+            self._bucketed = ("inputs", "targets") if self.mode == "score" else ("inputs",)
+
+    def identity(self) -> dict[str, Any]:
+        return self.job
+
+    def resume(self, finished: list[Record], output: Output) -> tuple[list[Record], Iterator[list[Placed]]]:
+        return finished, self._chunks(finished)
+
+    def compute(self, chunk: list[Placed], progress: JobProgress) -> tuple[Any, Record]:
+        """See `Job`. The content is ((predictions or scores, {name: a value for each example}), examples)."""
+        examples = [placed.example for placed in chunk]
+        results = self.engine.run(
+            self.program,
+            examples,
+            self.lengths,
+            rows=self.cfg.batch_size,
+            bucketed=self._bucketed,
+            indices=[placed.index for placed in chunk],
+            trim=self.cfg.trim_output_features,
+            row_axes=self._row_axes,
+            after_batch=progress.after_batch(),
+        )
+        leaf = np.stack if self.keep_aux_as_numpy else lambda rows: [row.tolist() for row in rows]
+        aux = jax.tree.map(lambda *rows: leaf(rows), *(aux for _, aux in results))
+        record = {"examples": len(chunk), "after": chunk[-1].after if self.keep_position else None}
+        return (([tokens for tokens, _ in results], aux), examples), record
+
+    def _chunks(self, finished: Sequence[Record]) -> Iterator[list[Placed]]:
+        done = sum(record["examples"] for record in finished)
+        if finished and finished[-1]["after"] is not None:
+            placed = self.examples.read(finished[-1]["after"])
+        else:
+            placed = itertools.islice(self.examples.read(), done, None)
+        while chunk := list(itertools.islice(placed, self.chunk_size)):
+            yield chunk
+            done += len(chunk)
+        if not done and self.total:
+            raise UserError(f"{self.description}: no examples are left; the preprocessors of the task drop them.")
+
+
+class TaskOutput(Output):
+    """The output file of a task, with a `.COMPLETED` file beside it.
+
+    Args:
+      path: path of the file.
+      write: `write(path, results, examples)` writes a chunk.
+      merge: `merge(output_dir, name, chunk_dir)` merges the chunks; None keeps them.
+      merges_to_path: whether `merge` is our own function, so that `path` must exist in the end. A custom function may
+        write the results anywhere.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        job: Mapping[str, Any],
+        write: Callable[[str, Any, list[Any]], None],
+        merge: Callable[[str, str, str], None] | None,
+        *,
+        merges_to_path: bool,
+    ):
+        super().__init__(path)
+        self._job = json.loads(json.dumps(job))
+        self._write = write
+        self._merge = merge
+        self._merges_to_path = merge is not None and merges_to_path
+
+    def is_complete(self) -> bool:
+        """Return whether the results exist. If so, remove chunks that a killed run left behind.
+
+        Raises:
+          UserError: the results belong to another job or have changed since they were written, or the directory for
+            the chunks was not made by us.
+        """
+        path, completed = self.path, self.path + COMPLETED
+        if not os.path.exists(completed) or (self._merges_to_path and not os.path.exists(path)):
+            refuse_foreign(self.directory, self._name)
+            return False
+        if (earlier := read_json(completed)) is None:
+            raise UserError(f"{completed} is damaged. Remove it and {path}; the next run writes both again.")
+        written = earlier.pop(_WRITTEN, {})
+        if earlier != self._job:
+            names = [name for name in self._job if earlier.get(name) != self._job[name]]
+            raise UserError(
+                f"{path} contains the results of a different run ({', '.join(names)} differ). Choose another "
+                f"INFER_OUTPUT_DIR, or remove the file and its {COMPLETED} file."
+            )
+        if os.path.isfile(path) and not is_intact(path, written):
+            raise changed_error(path, f"To compute it again, move it and its {COMPLETED} file away.")
+        if os.path.exists(os.path.join(self.directory, JOB_FILE)):
+            with contextlib.closing(Chunks(self.directory, self._name, self._job)) as chunks:
+                if self._merge is not None:
+                    chunks.remove()
+                elif len(chunks.finished) < written.get("chunks", 0):
+                    return False
+        return True
+
+    def finish(self, after_merge: Callable[[str], None] = lambda path: None) -> None:
+        if self._chunks is None:
+            return
+        if self._merge is not None:
+            self._merge(os.path.dirname(self.path), self._name, self.directory)
+            log.info("wrote %s", self.path)
+        written = digest_of(self.path) if os.path.isfile(self.path) else {"chunks": len(self._chunks.finished)}
+        jsonl.replace(self.path + COMPLETED, [json.dumps({**self._job, _WRITTEN: written}).encode()])
+        if self._merge is not None:
+            self._chunks.remove()
+
+    def _write_chunk(self, path: str, content: tuple[Any, list[Any]]) -> None:
+        self._write(path, *content)

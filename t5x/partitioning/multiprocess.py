@@ -1,0 +1,263 @@
+"""Start and end of runs with several processes.
+
+`start` connects the processes through `jax.distributed`. From then on, a process that dies ends all others with one
+line that names it, and a process that fails makes the others exit soon. In a single process all of this does nothing.
+"""
+
+import atexit
+import contextlib
+import io
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from t5x.errors import UserError
+from t5x.partitioning import cluster, rendezvous
+from t5x.partitioning.cluster import Place
+from t5x.partitioning.relay import Relay
+from t5x.partitioning.rendezvous import Member
+from t5x.partitioning.watch import CAUSE, STOP, Watch
+
+log = logging.getLogger(__name__)
+
+_members: list[Member] = []
+_watch: Watch | None = None
+_ended: tuple[Watch, int] | None = None  # set with the exit code when this process ends with an error
+
+
+def start(
+    *,
+    coordinator_address: str | None = None,
+    process_count: int | None = None,
+    process_index: int | None = None,
+    initialization_timeout: int = 300,
+    multiprocess_gpu: bool = False,
+) -> None:
+    """Join the processes of a run, before JAX touches a device. Does nothing in a single process.
+
+    Arguments that are None are taken from SLURM, Open MPI, Kubernetes (an indexed Job) or a TPU pod.
+
+    Args:
+      coordinator_address: HOST:PORT of process 0; this port and others must be open between the machines.
+      process_count: number of processes.
+      process_index: index of this process, from 0.
+      initialization_timeout: seconds to wait for the others.
+      multiprocess_gpu: T5X's flag: there must be several processes, even if nothing else is given.
+    """
+    global _members, _watch
+    if jax.distributed.is_initialized():
+        return
+    if initialization_timeout <= 0:
+        raise UserError(f"--initialization_timeout is {initialization_timeout}: it must be more than 0 seconds.")
+    place = cluster.find(
+        coordinator_address, process_count, process_index, required=multiprocess_gpu, timeout=initialization_timeout
+    )
+    if place is None:
+        return
+    token, me = cluster.read_token(), Member.here(place)
+    with contextlib.ExitStack() as until_jax_listens:
+        if place.index == 0:
+            here = cluster.local_address(place.host)
+            port = until_jax_listens.enter_context(_hold_port(here)).getsockname()[1]
+            log.info("process 0 of %d waits for the others at %s", place.count, place.address)
+            if not token and not cluster.is_loopback(here):
+                log.warning(
+                    "%s is not set: whoever reaches %s can join this run, or end it. Set it to one secret for all "
+                    "processes (`openssl rand -hex 16` makes one).", cluster.TOKEN, place.address,
+                )  # fmt: skip
+            _members, links = rendezvous.gather(place, me, initialization_timeout, port, address=here, token=token)
+            address, bind_address = f"{_bracketed(here or '127.0.0.1')}:{port}", f"{_bracketed(here or '::')}:{port}"
+        else:
+            _members, link, port = rendezvous.join(place, me, initialization_timeout, token=token)
+            links = {0: link}
+            address, bind_address = f"127.0.0.1:{Relay(place.host, port).port}", None
+        _watch = Watch(place.index, _members, links)
+        _watch.start()
+        atexit.register(at_exit)
+        keep_stdout_clean()
+        _initialize(address, bind_address, place, rendezvous.own_gpus(me, _members))
+    log.info("process %d of %d has started on %d machine(s)", place.index, place.count, len(set(machines())))
+
+
+def machines() -> list[str]:
+    """Return the machine of each process; empty if unknown."""
+    return [member.machine for member in _members]
+
+
+def _initialize(address: str, bind_address: str | None, place: Place, gpus: list[int] | None) -> None:
+    # gRPC would use a proxy from the environment even for this machine.
+    variable = "no_grpc_proxy"
+    exempt = os.environ.get(variable) or os.environ.get("no_proxy")
+    os.environ[variable] = ",".join(filter(None, [exempt, address.rpartition(":")[0].strip("[]")]))
+    jax.config.update("jax_check_proxy_envs", False)
+    # It would replace our SIGTERM handler, which saves a checkpoint.
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.distributed.initialize(
+        coordinator_address=address,
+        coordinator_bind_address=bind_address,
+        num_processes=place.count,
+        process_id=place.index,
+        local_device_ids=gpus,
+        cluster_detection_method="deactivate",
+    )
+    if jax.default_backend() == "cpu":
+        # Programs that XLA loads from the cache lose the order of their collectives, and processes mismatch them.
+        jax.config.update("jax_enable_compilation_cache", False)
+
+
+def _hold_port(address: str) -> socket.socket:
+    """Return a socket that reserves a port for JAX's service.
+
+    The port is announced to the others long before the service starts, and JAX crashes if it has been taken meanwhile.
+
+    Args:
+      address: of this machine; "" is all of its addresses.
+    """
+    everywhere = not address and socket.has_dualstack_ipv6()
+    sock = socket.socket(socket.AF_INET6 if everywhere or ":" in address else socket.AF_INET)
+    if everywhere:
+        sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # gRPC sets it too, so both can bind the port
+    sock.bind((address or ("::" if everywhere else ""), 0))
+    return sock
+
+
+def _bracketed(address: str) -> str:
+    return f"[{address}]" if ":" in address else address
+
+
+# --- The end ----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def run(**flags: Any) -> Iterator[None]:
+    """Call `start` and `stop` around a block."""
+    try:
+        start(**flags)
+        yield
+    except BaseException as error:
+        stop(None if isinstance(error, SystemExit) and not error.code else error)
+        raise
+    stop()
+
+
+def stop(error: BaseException | None = None) -> None:
+    """Leave the run. Does nothing in a single process, or a second time.
+
+    Call it before the error is shown: if the error was caused by the death of another process, that is reported
+    instead, and this does not return.
+
+    Args:
+      error: what ends this process. The others are notified and end too. None: wait for the others, which may still be
+        working. For an orderly stop of all processes (an exception with an `exit_code` that is not a UserError), wait
+        up to a minute for the others to stop too.
+    """
+    _stop(error, None if error is None else STOP)
+
+
+def _stop(error: BaseException | None, patience: float | None) -> None:
+    global _watch
+    watch, _watch = _watch, None
+    if watch is None:
+        return
+    own = isinstance(error, UserError | KeyboardInterrupt | SystemExit)  # not caused by another process
+    in_order = error is None or (not own and hasattr(error, "exit_code"))
+    try:
+        if in_order and _wait_for_devices(patience) and watch.wait_for_all(patience):
+            jax.distributed.shutdown()
+            return
+        if not own and not in_order:
+            time.sleep(CAUSE)
+    except (KeyboardInterrupt, SystemExit) as signalled:
+        _report_end(watch, signalled)
+        raise
+    _report_end(watch, error)
+
+
+def _report_end(watch: Watch, error: BaseException | None) -> None:
+    """Notify the others that this process ends with an error, or without one before they have finished."""
+    global _ended
+    if error is None:
+        reason = "it left while others were still working"
+    else:
+        reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}".strip(": ")
+    _ended = watch, _exit_code(error)
+    watch.report_failure(reason, _exit_code(error))
+
+
+def _exit_code(error: BaseException | None) -> int:
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else 1
+    return getattr(error, "exit_code", 130 if isinstance(error, KeyboardInterrupt) else 1)
+
+
+def _wait_for_devices(patience: float | None) -> bool:
+    """Wait until the devices of this process have finished all work; return whether they have within `patience`.
+
+    Reading a value shows only that its own device has finished. If a device starts a collective after the end of JAX's
+    runtime, it does not find the other processes, and they or this one hang.
+    """
+    # A GPU or TPU starts a program only after all earlier ones. CPUs order the programs of one device and those of all
+    # devices separately.
+    devices = jax.local_devices()
+    shardings = [NamedSharding(Mesh(devices, "device"), PartitionSpec("device")), *map(SingleDeviceSharding, devices)]
+    last = [jax.jit(lambda: jnp.zeros(len(devices)), out_shardings=sharding)() for sharding in shardings]
+
+    def wait() -> None:
+        for array in last:
+            try:
+                array.block_until_ready()
+            except jax.errors.JaxRuntimeError as error:
+                log.warning("a device did not finish its work: %s", error)
+
+    waiting = threading.Thread(target=wait, daemon=True)  # signals interrupt the join
+    try:
+        waiting.start()
+    except RuntimeError:  # Python 3.12 starts no threads at exit; the watch still notices deaths
+        wait()
+        return True
+    waiting.join(patience)
+    return not waiting.is_alive()
+
+
+def at_exit() -> None:
+    """End a run that was not stopped. After an error, skip JAX's own shutdown, which would wait for the others."""
+    _stop(getattr(sys, "last_value", None), patience=10 * STOP)  # an error that was not reported
+    if _ended is not None:
+        watch, code = _ended
+        watch.linger()
+        logging.shutdown()
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def keep_stdout_clean() -> None:
+    """Redirect what libraries write to standard output (gloo, NCCL with NCCL_DEBUG) to standard error.
+
+    Python's own output stays where it was, with the same buffering. A second call does nothing.
+    """
+    old = sys.stdout
+    try:
+        if old.fileno() != 1:
+            return
+        old.flush()
+        real = os.dup(1)
+        os.dup2(2, 1)
+    except (OSError, ValueError, AttributeError):
+        return  # closed, or not a file
+    unbuffered = getattr(old, "write_through", False)
+    sys.stdout = io.TextIOWrapper(
+        os.fdopen(real, "wb", buffering=0 if unbuffered else -1), encoding=old.encoding, errors=old.errors,
+        line_buffering=os.isatty(real), write_through=unbuffered,
+    )  # fmt: skip

@@ -1,0 +1,79 @@
+"""Lines of JSON objects or tab-separated fields, in files that may be remote or compressed with gzip.
+
+Files are read as streams: a collection of passages may be too large for a decompressed copy.
+"""
+
+import contextlib
+import tempfile
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from t5x.errors import UserError
+from t5x.files import text_lines
+
+
+class Line(NamedTuple):
+    """A non-blank line.
+
+    Attributes:
+      where: its position, as file:line.
+      number: line number, from 1.
+      offset: byte offset in the decompressed content.
+      raw: the bytes without the line end.
+    """
+
+    where: str
+    number: int
+    offset: int
+    raw: bytes
+
+    def content(self) -> dict[str, Any] | list[str]:
+        """Return the JSON object of the line or, if it does not begin with {, its tab-separated fields."""
+        text = text_lines.decoded(self.raw, self.where)
+        return text_lines.parsed(text, self.where) if text.lstrip().startswith("{") else text.split("\t")
+
+
+def read_lines(path: str, name: str | None = None) -> Iterator[Line]:
+    """Yield the non-blank lines of a file.
+
+    Args:
+      name: name of the file in messages; None is the path.
+    """
+    for line in text_lines.read_lines(path, name):
+        raw = line.content
+        if raw and not raw.isspace():
+            yield Line(line.where, line.number, line.offset, raw)
+
+
+def find_id(record: dict[str, Any], names: Sequence[str], where: str) -> str | None:
+    """Return the first of these fields that is present, as an id: a string or an integer."""
+    for name in names:
+        if (value := record.get(name)) is not None:
+            if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+                raise UserError(f'{where}: "{name}" is {value!r}; an id must be a string or an integer.')
+            text_lines.check_unicode(str(value), f'{where}: "{name}"')
+            return str(value)
+    return None
+
+
+def find_text(record: dict[str, Any], names: Sequence[str], where: str) -> str:
+    """Return the first of these fields that is present, which must be a string."""
+    for name in names:
+        if (value := record.get(name)) is not None:
+            if not isinstance(value, str):
+                raise UserError(f'{where}: "{name}" is {str(value)[:60]!r}; it must be a string.')
+            text_lines.check_unicode(value, f'{where}: "{name}"')
+            return value
+    raise UserError(f"{where} has no {' or '.join(names[:2])} (fields: {', '.join(list(record)[:8]) or 'none'}).")
+
+
+@contextlib.contextmanager
+def copying(name: str) -> Iterator[None]:
+    """Report a full disk while a temporary copy of a file is written."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"A copy of {name} cannot be written to {tempfile.gettempdir()}: {error.strerror or error}. Free disk "
+            "space there, or set TMPDIR to another directory."
+        ) from error

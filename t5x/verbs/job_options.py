@@ -1,0 +1,54 @@
+"""Code shared by the verbs that run jobs from files: `infer --model`, `rerank` and `answer`."""
+
+import argparse
+import contextlib
+import signal
+import textwrap
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from t5x.verbs.arguments import import_modules, leave_in_order, processes, work_begins
+
+
+def add_output(group: Any, content: str) -> None:
+    group.add_argument("--output", metavar="FILE", help=f"{content}; - is standard output (default)")
+    group.add_argument(
+        "--overwrite", action="store_true", default=None, help="replace an existing output, and chunks of another run"
+    )
+
+
+def add_batches(group: Any, unit: str, checkpoint_period: int) -> None:
+    group.add_argument("--batch_size", type=int, metavar="N", help=f"{unit} per batch (32)")
+    group.add_argument(
+        "--checkpoint_period", type=int, metavar="N", help=f"save results every N batches ({checkpoint_period})"
+    )
+
+
+def add_shards(parser: argparse.ArgumentParser) -> None:
+    shards = parser.add_argument_group("shards: parts of the input, each processed by a separate command")
+    shards.add_argument("--num_shards", type=int, metavar="N", help="number of shards (1)")
+    shards.add_argument("--shard_id", type=int, metavar="I", help="index of this shard, from 0")
+
+
+def set_help(parser: argparse.ArgumentParser, description: str, examples: str) -> None:
+    parser.description = description
+    parser.epilog = "examples:\n" + textwrap.indent(textwrap.dedent(examples).strip(), "  ")
+
+
+def given_options(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """Return the options that the user passed."""
+    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+
+
+def flags(names: Iterable[str]) -> str:
+    return ", ".join(f"--{name}" for name in names)
+
+
+@contextlib.contextmanager
+def job_process(args: argparse.Namespace) -> Iterator[None]:
+    """Connect the processes of a job; SIGTERM and Ctrl-C end it in order."""
+    import_modules(args)  # they may define classes, such as a vocabulary
+    work_begins()
+    signal.signal(signal.SIGTERM, leave_in_order)
+    with processes(args):
+        yield
