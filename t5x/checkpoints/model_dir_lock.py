@@ -50,17 +50,24 @@ class ModelDirLock:
     def _take(self) -> dict[str, Any]:
         """Take the lock, on process 0; return the content of the lock file."""
         paths.make_model_dir(self.directory)
-        path = self.directory / LOCK_FILE
+        since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
         try:
-            self._descriptor = descriptor = locks.acquire(path)
-            since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-            owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps(owner).encode(), 0)
-            os.fsync(descriptor)  # other hosts read it
+            self._descriptor = locks.acquire(self.directory / LOCK_FILE)
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, json.dumps(owner).encode(), 0)
+            os.fsync(self._descriptor)  # other hosts read it
+        except BlockingIOError as error:
+            raise UserError(
+                f"MODEL_DIR {self.directory} is in use by {describe_owner(self.directory)}. Stop that run, or choose "
+                "another MODEL_DIR for this one."
+            ) from error
         except OSError as error:
             self.release()
-            raise UserError(self._explain(error)) from error
+            raise UserError(
+                f"MODEL_DIR {self.directory} cannot be locked: {error.strerror}. Choose one on a disk with free space "
+                "and with support for flock: without a lock, two runs could overwrite each other."
+            ) from error
         _taken.add(self)
         return owner
 
@@ -71,8 +78,8 @@ class ModelDirLock:
                 return None
             time.sleep(1)
         return UserError(
-            f"MODEL_DIR {self.directory} is not the same directory on {socket.gethostname()} and on {owner['host']}: "
-            "processes that train together need one on a file system that they share."
+            f"MODEL_DIR {self.directory} is not the same directory on {socket.gethostname()} and on {owner['host']}. "
+            "Choose one on a file system that all processes of the run share."
         )
 
     def release(self) -> None:
@@ -98,23 +105,13 @@ class ModelDirLock:
     def __exit__(self, *_) -> None:
         self.release()
 
-    def _explain(self, error: OSError) -> str:
-        if isinstance(error, BlockingIOError):
-            return (
-                f"MODEL_DIR {self.directory} is in use by {describe_owner(self.directory)}. "
-                "Stop that run, or choose another MODEL_DIR for this one."
-            )
-        return (
-            f"MODEL_DIR {self.directory} cannot be locked: {error.strerror}. Fix that, or choose one on a disk "
-            "with space left and with flock: without a lock two runs could overwrite each other."
-        )
-
 
 def renew(directory: epath.PathLike) -> None:
     """Take the lock of MODEL_DIR again if we hold it and its file was removed, with or without MODEL_DIR."""
+    path = paths.local_path(directory)
     with _renewal:
-        for held in [held for held in _taken if held.directory == paths.local_path(directory)]:
-            if locks.is_held(held._descriptor) and not locks.is_at(held._descriptor, held.directory / LOCK_FILE):
+        for held in [held for held in _taken if held.directory == path]:
+            if locks.is_held(held._descriptor) and not locks.is_at(held._descriptor, path / LOCK_FILE):
                 held.release()
                 held._take()
 

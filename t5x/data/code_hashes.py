@@ -28,7 +28,7 @@ import numpy as np
 _HAS_DOCSTRING = 0x4000000  # of co_flags, from Python 3.13 on
 _COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis))
+_SCALARS = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis))
 _NOT_OF_A_CLASS = frozenset(
     (
         "__dict__",
@@ -72,14 +72,14 @@ class _Walk:
         self._own = {"t5x", "__main__", own_package} - set(sys.stdlib_module_names - {"__main__"})
         self._own -= {"t5x"} if lasting else set()
         self._lasting = lasting
-        self._known: dict[int, bytes] = {}  # functions and classes only: they outlive the walk, so ids stay valid
+        self._hashed: dict[int, bytes] = {}  # functions and classes only: they outlive the walk, so ids stay valid
         self._above: set[int] = set()
 
     def __call__(self, value: Any) -> bytes:
-        if type(value) in _PLAIN:
+        if type(value) in _SCALARS:
             return _hash(type(value).__name__, repr(value))
-        if id(value) in self._known:
-            return self._known[id(value)]
+        if id(value) in self._hashed:
+            return self._hashed[id(value)]
         if id(value) in self._above:
             return _hash("itself")
         self._above.add(id(value))
@@ -88,7 +88,7 @@ class _Walk:
         finally:
             self._above.remove(id(value))
         if isinstance(value, types.FunctionType | type):
-            self._known[id(value)] = digest
+            self._hashed[id(value)] = digest
         return digest
 
     def _all(self, kind: str, values: Iterable[Any]) -> bytes:

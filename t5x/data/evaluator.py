@@ -133,8 +133,8 @@ class JSONLogger(Logger):
 
 
 def _result(example: Example, target: Any, inferences: Mapping[str, Any], index: int) -> dict[str, Any]:
-    shown = {name: value for name, value in example.items() if f"{name}_pretokenized" not in example}
-    result = {"input": shown, "target": target}
+    fields = {name: value for name, value in example.items() if f"{name}_pretokenized" not in example}
+    result = {"input": fields, "target": target}
     result |= {kind: inferences[kind][index] for kind in ("prediction", "score") if kind in inferences}
     return result | {f"aux_{name}": values[index] for name, values in inferences.get("aux_value", {}).items()}
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any, BinaryIO
 
 from t5x.errors import UserError
-from t5x.files import cache_directory
+from t5x.files import atomic, cache_directory
 from t5x.files.local_copies import LocalCopy
 
 _ALWAYS_WHOLE = 64 * 2**20
@@ -48,8 +48,8 @@ def _digest(path: str, whole: bool) -> str:
         # Writing changes the ctime, even if the mtime is reset.
         stamp = [path, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns, whole]
         keep = status.st_size >= _WORTH_KEEPING and time.time_ns() - status.st_ctime_ns > _SETTLED
-        if keep and (known := _load(stamp)) is not None:
-            return known
+        if keep and (saved := _load(stamp)) is not None:
+            return saved
         digest = hashlib.file_digest(file, _Hash) if whole else _sampled(file, status.st_size)
     if keep:
         _save(stamp, digest.hexdigest())
@@ -81,7 +81,5 @@ def _save(stamp: list[Any], digest: str) -> None:
     with contextlib.suppress(OSError, UserError):  # it will be computed again
         place = _place(stamp)
         os.makedirs(os.path.dirname(place), exist_ok=True)
-        temporary = f"{place}.{os.getpid()}.part"
-        with open(temporary, "w") as file:
-            json.dump({"stamp": stamp, "digest": digest}, file)
-        os.replace(temporary, place)
+        with atomic.new_file(place) as file:
+            file.write(json.dumps({"stamp": stamp, "digest": digest}).encode())

@@ -217,7 +217,6 @@ class LaneConfig(NamedTuple):
       pipelines: pipelines of the tasks.
       rates: positive rate of each task.
       converter, lengths, trim: convert examples to a row.
-      seed: seed for sampling tasks.
       batch_size: rows of the global batch.
       shuffle: use a different order each epoch.
       bad: counter of skipped bad examples; None raises an error for them.
@@ -228,7 +227,6 @@ class LaneConfig(NamedTuple):
     converter: FeatureConverter
     lengths: Mapping[str, int]
     trim: bool
-    seed: int
     batch_size: int
     shuffle: bool
     bad: "BadExamples | None" = None
@@ -260,7 +258,7 @@ class Lane:
         ]
         total = sum(config.rates)
         self._cumulative = [rate / total for rate in itertools.accumulate(config.rates)]
-        self._key = derive_seed("mixture", config.seed, row)
+        self._key = derive_seed("mixture", config.pipelines[0].seed, row)
         self._draws = 0
         self._held: _Taken | None = None  # did not fit into the last row
 

@@ -149,7 +149,6 @@ class TrainLoader(Iterator[Batch]):
             converter=feature_converter,
             lengths=task_feature_lengths,
             trim=trim,
-            seed=made[0].seed,
             batch_size=batch_size,
             shuffle=shuffle,
             bad=BadExamples() if skip_bad_examples else None,

@@ -76,16 +76,16 @@ class Pipeline:
         self._source = source
         self.cached = cached
         self.preprocessors = tuple(preprocessors)
-        known = {"output_features": output_features, "sequence_length": sequence_length}
-        steps = list(_expanded(preprocessors, known))
+        available = {"output_features": output_features, "sequence_length": sequence_length}
+        steps = list(_expanded(preprocessors, available))
         joins = [at for at, step in enumerate(steps) if isinstance(step, ConcatenateAndSplit)]
         if len(joins) > 1:
             raise UserError(f"Task {name!r} has {len(joins)} preprocessors that join examples; only one is supported.")
         at = joins[0] if joins else len(steps)
         self.pieces: ConcatenateAndSplit | None = steps[at] if joins else None
-        numbered = [_Step(function, known, number) for number, function in enumerate(steps[:at])]
+        numbered = [_Step(function, available, number) for number, function in enumerate(steps[:at])]
         self._steps = numbered[cached.steps if cached else 0 :]
-        self._piece_steps = [_Step(function, known, number) for number, function in enumerate(steps[at + 1 :])]
+        self._piece_steps = [_Step(function, available, number) for number, function in enumerate(steps[at + 1 :])]
         # Truncations must be counted with the batch they belong to.
         self.may_read_ahead = self.pieces is not None and not any(step.trims for step in self._steps)
 
@@ -287,17 +287,17 @@ class _Step:
     """A preprocessor with the arguments it takes.
 
     Args:
-      known: values for its parameters.
+      available: values for its parameters.
       number: its position among the preprocessors, for seeds.
     """
 
-    def __init__(self, function: Preprocessor, known: Mapping[str, Any], number: int):
+    def __init__(self, function: Preprocessor, available: Mapping[str, Any], number: int):
         self.name, self.number = name_of(function), number
         if not callable(function):
             raise UserError(f"The preprocessor {function!r} is not a function.")
         self.function = function
         wanted = _wanted(function)
-        self.arguments = {name: value for name, value in known.items() if name in wanted}
+        self.arguments = {name: value for name, value in available.items() if name in wanted}
         self.wants_seed, self.draws_seed = "seed" in wanted, "draw_seed" in wanted
         self.trims = getattr(_innermost(function), "appends_eos_after_trim", False)
 
@@ -349,14 +349,14 @@ def map_over_dataset(
     return with_pairs
 
 
-def _expanded(preprocessors: Iterable[Any], known: Mapping[str, Any]) -> Iterable[Any]:
+def _expanded(preprocessors: Iterable[Any], available: Mapping[str, Any]) -> Iterable[Any]:
     """Yield the preprocessors, with composites (see `preprocessor_kinds.composite`) replaced by their parts."""
     for function in preprocessors:
         if not _is_composite(function):
             yield function
             continue
-        wanted = [name for name in _wanted(function) if name in known]
-        yield from _expanded(function(**{name: known[name] for name in wanted}), known)
+        wanted = [name for name in _wanted(function) if name in available]
+        yield from _expanded(function(**{name: available[name] for name in wanted}), available)
 
 
 def count_cacheable(preprocessors: Sequence[Any]) -> int:

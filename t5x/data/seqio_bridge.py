@@ -79,8 +79,8 @@ def find(name: Any) -> Task | Mixture | None:
         theirs = seqio.get_mixture_or_task(name)
     else:
         return None
-    known, ours = _bridged.get(theirs.name, (None, None))
-    if known is not theirs:
+    bridged, ours = _bridged.get(theirs.name, (None, None))
+    if bridged is not theirs:
         _prepare(seqio)
         ours = SeqioTask(theirs) if isinstance(theirs, seqio.Task) else _mixture(theirs)
         _bridged[theirs.name] = theirs, ours

@@ -159,17 +159,18 @@ def serve(run: Callable[[Any, Any, Parent], None]) -> None:
     """Run a worker: call `run(work, command, parent)` for each command; it answers with `parent.send`."""
     parent = Parent()
     work = None
-    while True:
-        command = parent.newest_command()
-        try:
-            work = unpickled(parent.work) if work is None else work
-            run(work, command, parent)
-        except BrokenPipeError:
-            return
-        except UserError as error:
-            parent.send({"kind": "bad" if isinstance(error, BadExample) else "user", "error": str(error)})
-        except Exception:
-            parent.send({"kind": "bug", "error": f"in a worker process:\n{traceback.format_exc()}"})
+    with contextlib.suppress(BrokenPipeError):  # the parent is gone
+        while True:
+            command = parent.newest_command()
+            try:
+                work = unpickled(parent.work) if work is None else work
+                run(work, command, parent)
+            except BrokenPipeError:
+                raise
+            except UserError as error:
+                parent.send({"kind": "bad" if isinstance(error, BadExample) else "user", "error": str(error)})
+            except Exception:
+                parent.send({"kind": "bug", "error": f"in a worker process:\n{traceback.format_exc()}"})
 
 
 def pickled(value: Any, instead: str) -> bytes:

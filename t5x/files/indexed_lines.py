@@ -75,8 +75,8 @@ class LineFile:
         if quotes:
             raise UserError(
                 f"{self.name}: a quote {quote} in or after line {1 + self._count_line_ends(start)} is never closed. "
-                "Close it. Where quotes are plain characters of the text, write the data as .tsv or .jsonl, or read it "
-                "with quote=None in a task of your own."
+                "Close it. If quotes are ordinary characters, write the data as .tsv or .jsonl, or define a "
+                "task that reads it with quote=None."
             )
         if start < file.size and not skip and not (self._blank and self._is_blank(start, file.size)):
             found.append(np.array([start]))

@@ -49,16 +49,14 @@ class LocalFile:
         """Return the bytes from `start` to `end`; raise a UserError if the file has changed."""
         descriptor = self._open() if self._descriptor is None else self._descriptor
         try:
-            content = os.pread(descriptor, end - start, start)
-            while len(content) < end - start and (
-                more := os.pread(descriptor, end - start - len(content), len(content) + start)
-            ):
+            content, size = b"", end - start
+            while len(content) < size and (more := os.pread(descriptor, size - len(content), start + len(content))):
                 content += more
             status = os.fstat(descriptor)
         finally:
             if self._descriptor is None:
                 os.close(descriptor)
-        if (status.st_size, status.st_mtime_ns) != self._stamp or len(content) != end - start:
+        if (status.st_size, status.st_mtime_ns) != self._stamp or len(content) != size:
             raise self._changed(status.st_size)
         return content
 
@@ -90,7 +88,7 @@ class LocalFile:
         path = os.path.join(cache_directory.place("data/offsets"), name)
         if (kept := self._load(path)) is not None:
             return kept
-        logger.info("%s: looking for its records (%s)", self.name, human_size(self.size))
+        logger.info("%s: indexing its records (%s)", self.name, human_size(self.size))
         offsets = build()
         _save(path, offsets)
         return offsets
@@ -112,8 +110,8 @@ class LocalFile:
     def _changed(self, size: int) -> UserError:
         how = f"from {self.size} to {size} bytes" if size != self.size else "but not in size"
         return UserError(
-            f"{self.name} has changed while it was in use ({how}). Do not change data under a run: put it back, or "
-            "start again."
+            f"{self.name} has changed while it was in use ({how}). Do not change the data of a run: restore the file, "
+            "or start again."
         )
 
 
@@ -139,4 +137,4 @@ def _save(path: str, offsets: np.ndarray) -> None:
         with atomic.new_file(path) as file:
             np.save(file, offsets)
     except OSError as error:
-        logger.info("The offsets are not kept for the next start: %s", error)
+        logger.info("The index is not kept for the next start: %s", error)

@@ -31,7 +31,8 @@ def explained(url: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        raise _explain(url, error) from error
+        kind, problem = _diagnose(url, error)
+        raise kind(f"{url}: {problem}") from error
 
 
 def is_missing(error: FileNotFoundError) -> bool:
@@ -55,38 +56,30 @@ def seconds_without_data() -> float:
     return seconds
 
 
-def _explain(url: str, error: BaseException) -> UserError:
+def _diagnose(url: str, error: BaseException) -> tuple[type[UserError], str]:
     if isinstance(error, FileNotFoundError):
         if is_missing(error):
-            return UserError(f"{url}: there is no such file, directory or bucket.")
-        return _explain(url, error.__cause__)
+            return UserError, "there is no such file, directory or bucket."
+        return _diagnose(url, error.__cause__)
     scheme = url.split("://", 1)[0].split("::")[-1]
     text = (str(error).strip().splitlines() or [""])[0][:300]
     reason = f"{type(error).__name__}: {text}" if text else type(error).__name__
     if isinstance(error, ImportError):
-        return UserError(f"{url}: {_missing_driver(scheme, text)}")
+        return UserError, _missing_driver(scheme, text)
     if isinstance(error, ValueError) and text.startswith("Protocol not known"):
-        return UserError(f"{url}: {scheme}:// is not a supported kind of path. Did you mean gs://, s3://, az:// or hf://?")
+        return UserError, f"{scheme}:// is not a supported kind of path. Did you mean gs://, s3://, az:// or hf://?"
     if isinstance(error, TimeoutError) and scheme in ("http", "https"):
-        return TransientError(
-            f"{url}: the server has sent nothing for {seconds_without_data():g} s. Try again later; {TIMEOUT}=SECONDS "
-            "waits longer."
-        )
+        seconds = seconds_without_data()
+        return TransientError, f"the server has sent nothing for {seconds:g} s. Set {TIMEOUT}=SECONDS to wait longer."
     if (status := _status(error)) is not None and (status >= 500 or status == 429):
         reason = getattr(error, "message", None) or reason
-        return TransientError(
-            f"{url}: the server answered {status} ({reason}). It may be overloaded or down: try again later."
-        )
+        return TransientError, f"the server answered {status} ({reason}). It may be overloaded: try again later."
     if _is_network(error):
-        return TransientError(
-            f"{url}: {scheme}:// cannot be reached ({reason}). Check the network and the name, and start again."
-        )
+        return TransientError, f"{scheme}:// cannot be reached ({reason}). Check the network and the name."
     if _is_denied(error, text):
-        hint = _SIGN_IN.get(_SCHEMES.get(scheme, scheme))
-        return UserError(
-            f"{url}: access is denied ({reason}). Sign in with an account that has access{f': {hint}' if hint else ''}."
-        )
-    return UserError(f"{url}: it cannot be accessed ({reason}). Check the name, the access rights and the network.")
+        how = _SIGN_IN.get(_SCHEMES.get(scheme, scheme), "an account that has access")
+        return UserError, f"access is denied ({reason}). Sign in with {how}."
+    return UserError, f"it cannot be accessed ({reason}). Check the name, the access rights and the network."
 
 
 def _missing_driver(scheme: str, text: str) -> str:
@@ -113,9 +106,7 @@ def _is_network(error: BaseException) -> bool:
 
 
 def _is_denied(error: BaseException, text: str) -> bool:
-    if isinstance(error, PermissionError):
-        return True
-    if _status(error) in (401, 403):
+    if isinstance(error, PermissionError) or _status(error) in (401, 403):
         return True
     names = " ".join(cls.__name__ for cls in type(error).__mro__)
     return bool(

@@ -96,5 +96,5 @@ def _entries(directory: str) -> str:
     if not os.path.isdir(directory):
         return ", which does not exist."
     names = sorted(os.listdir(directory))
-    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-    return f", which holds {shown}." if names else ", which is empty."
+    listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    return f", which contains {listed}." if names else ", which is empty."

@@ -10,8 +10,9 @@ from typing import Any, BinaryIO
 
 from t5x.errors import UserError
 from t5x.files.remote import is_remote
+from t5x.files.text_lines import can_seek
 from t5x.files.user_files import expand, open_binary
-from t5x.ranking.record_lines import Line, can_seek, copying, find_id, find_text, read_lines
+from t5x.ranking.record_lines import Line, copying, find_id, find_text, read_lines
 
 log = logging.getLogger(__name__)
 

@@ -4,21 +4,12 @@ Files are read as streams: a collection of passages may be too large for a decom
 """
 
 import contextlib
-import gzip
-import io
-import os
 import tempfile
-import zlib
 from collections.abc import Iterator, Sequence
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from t5x.errors import UserError
 from t5x.files import text_lines
-from t5x.files.remote import RemotePath, is_remote
-from t5x.files.remote_errors import explained
-from t5x.files.user_files import open_binary
-
-_BOM = b"\xef\xbb\xbf"
 
 
 class Line(NamedTuple):
@@ -48,29 +39,10 @@ def read_lines(path: str, name: str | None = None) -> Iterator[Line]:
     Args:
       name: name of the file in messages; None is the path.
     """
-    name = name or path
-    with _open(path) as file:
-        offset = 0
-        try:
-            for number, raw in enumerate(file, start=1):
-                start, offset = offset, offset + len(raw)
-                if number == 1 and raw.startswith(_BOM):
-                    raw, start = raw[len(_BOM) :], start + len(_BOM)
-                raw = raw.rstrip(b"\r\n")
-                if raw and not raw.isspace():
-                    yield Line(f"{name}:{number}", number, start, raw)
-        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise UserError(f"{name} is not a complete gzip file: {error}.") from error
-        except OSError as error:
-            raise UserError(f"{name} cannot be read: {error.strerror or error}.") from error
-
-
-def can_seek(path: str) -> bool:
-    """Return whether lines can be read again at their offsets: a local file that is not compressed."""
-    if is_remote(path) or not os.path.isfile(path):
-        return False
-    with open_binary(path) as file:
-        return not _is_gzip(file)
+    for line in text_lines.read_lines(path, name):
+        raw = line.content
+        if raw and not raw.isspace():
+            yield Line(line.where, line.number, line.offset, raw)
 
 
 def find_id(record: dict[str, Any], names: Sequence[str], where: str) -> str | None:
@@ -105,25 +77,3 @@ def copying(name: str) -> Iterator[None]:
             f"A copy of {name} cannot be written to {tempfile.gettempdir()}: {error.strerror or error}. Free disk "
             "space there, or set TMPDIR to another directory."
         ) from error
-
-
-@contextlib.contextmanager
-def _open(path: str) -> Iterator[BinaryIO]:
-    """Open a file and decompress its content."""
-    if is_remote(path):
-        with explained(path), RemotePath.parse(path).open() as file:
-            yield _decompress(file)
-    else:
-        if os.path.isdir(path):
-            raise UserError(f"{path} is a directory. Pass the path of a file.")
-        with open_binary(path) as file:
-            yield _decompress(file)
-
-
-def _decompress(file: BinaryIO) -> BinaryIO:
-    buffered = file if hasattr(file, "peek") else io.BufferedReader(file)
-    return gzip.GzipFile(fileobj=buffered) if _is_gzip(buffered) else buffered
-
-
-def _is_gzip(file: Any) -> bool:
-    return file.peek(2)[:2] == b"\x1f\x8b"

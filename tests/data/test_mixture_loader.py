@@ -56,13 +56,13 @@ def test_the_same_batches_on_any_number_of_processes(mixture, pack):
         assert joined(parts) == expected
 
 
-def test_killed_processes_go_on_exactly(mixture):
-    """Ten processes, one after the other, each killed (SIGKILL) while it makes batches; the next goes on where the last
-    state that was written down says."""
+@pytest.mark.parametrize("count", [3, pytest.param(10, marks=pytest.mark.slow)])
+def test_killed_processes_resume_exactly(mixture, count):
+    """Each process is killed (SIGKILL) while it makes batches; the next resumes from the last state written."""
     rng = random.Random(1)
     found, state = [], None
-    for number in range(10):
-        command = [sys.executable, PROGRAM, str(2 * (number % 5 == 4))]  # workers, now and then
+    for number in range(count):
+        command = [sys.executable, PROGRAM, str(2 * (number % 5 == 1))]  # workers, now and then
         with subprocess.Popen(
             command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         ) as process:
@@ -77,15 +77,17 @@ def test_killed_processes_go_on_exactly(mixture):
         assert state == json.loads(json.dumps(whole.state()))
 
 
-def test_fifty_interruptions_with_other_numbers_of_processes_and_workers(mixture):
-    """200 batches; at 50 random places the state goes through JSON into a loader that is divided otherwise."""
+@pytest.mark.parametrize("count", [10, pytest.param(50, marks=pytest.mark.slow)])
+def test_interruptions_with_other_numbers_of_processes_and_workers(mixture, count):
+    """At random places the state goes through JSON into a loader with other numbers of processes and workers."""
+    batches = 4 * count
     with loader() as whole:
-        expected = take(whole, 200)
+        expected = take(whole, batches)
         final = whole.state()
     rng = random.Random(0)
-    places = sorted(rng.sample(range(1, 200), 50))
+    places = sorted(rng.sample(range(1, batches), count))
     state, done = None, 0
-    for stop in [*places, 200]:
+    for stop in [*places, batches]:
         processes = rng.choice([1, 2, 4])
         size = BATCH // processes
         parts, states = [], []

@@ -291,7 +291,7 @@ def test_a_missing_directory(tmp_path):
 
 def test_a_pattern_that_matches_nothing_says_where_it_looked(write, tmp_path):
     write("data.csv", "")
-    with pytest.raises(UserError, match=rf"pattern '\*\.jsonl' in {tmp_path}, which holds data\.csv"):
+    with pytest.raises(UserError, match=rf"pattern '\*\.jsonl' in {tmp_path}, .*data\.csv"):
         JsonLinesDataSource({"train": str(tmp_path / "*.jsonl")}).num_examples("train")
 
 
