@@ -40,8 +40,8 @@ def test_parameters_are_random_and_norms_scale_by_one():
 
 
 def test_sizes_are_those_of_t5_1_1():
-    # Published: 77, 248, 783 and 2,850 million.
-    for size, millions in {"small": 77, "base": 248, "large": 783, "xl": 2850}.items():
+    # Published: 77, 248, 783 and 2,850 million, and 11 billion.
+    for size, millions in {"small": 77, "base": 248, "large": 783, "xl": 2850, "xxl": 11135}.items():
         count = Workload(size, batch=8, scan=True).layout.num_params
         assert count / 1e6 == pytest.approx(millions, rel=0.005)
-    assert set(SIZES) == {"tiny", "small", "base", "large", "xl"}
+    assert set(SIZES) == {"tiny", "small", "base", "large", "xl", "xxl"}

@@ -89,7 +89,7 @@ def test_what_has_no_irrelevant_passage_beside_it_is_left_out_and_told(tmp_path,
     # Of a list, the passage of grade 2 is the less relevant one.
     found = outputs(tasks.lists({"train": path}, VOCABULARY, TEMPLATE, **options).pipeline("train", LISTS, 0))
     assert [e["grades"].tolist() for e in found if e["query_id"] == "77"] == [[3, 2, 0]]
-    assert "for 1 relevant passages their query has no less relevant ones" in caplog.text
+    assert "1 relevant passages whose query has no less relevant ones" in caplog.text
 
 
 def test_other_columns_are_other_data(tmp_path):
