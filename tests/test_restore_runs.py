@@ -92,7 +92,7 @@ def test_a_run_from_a_checkpoint_with_a_renamed_module_keeps_its_best(renamed, t
     assert first.code == 0, first.err
     assert "target/decoder/logits_dense/kernel <- target/decoder/lm_head/kernel" in first.err
     assert "optimizer state: kept" in first.err
-    assert "the best checkpoint by training_eval/dates/loss is now that of step 1" in first.err
+    assert "best checkpoint by training_eval/dates/loss: step 1" in first.err
 
     again = run_here(*arguments, "--gin.TRAIN_STEPS=4")  # resumed: the map is for the initial checkpoint
     assert again.code == 0, again.err

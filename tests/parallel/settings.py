@@ -35,13 +35,14 @@ REFERENCE = Setting(preset=None, scanned=False, microbatches=1, processes=1, dev
 
 ALL = [Setting(*each) for each in itertools.product(("dp", "fsdp", "tp", "2d"), (False, True), (1, 2, 4), (1, 2, 4))]
 
-# Every preset, layout and number of microbatches saves and loads; four processes save, two load. It is starting and
-# compiling that costs, and every process does it for itself: few settings, most of one process, in many pairings.
+# SOME: every preset, layout and number of microbatches saves and loads; four processes save, two load. Starting and
+# compiling cost most, and every process does both: few settings, most of them in one process, in many pairings.
 _DP, _FSDP, _TP = Setting("dp", False, 2, 1), Setting("fsdp", False, 1, 1), Setting("tp", True, 4, 1)
 _TWO, _FOUR = Setting("2d", True, 2, 2), Setting("2d", True, 1, 4)
 SOME = [
     (_DP, _TP), (_FSDP, _DP), (_FSDP, _TWO), (_TP, _FSDP), (_FOUR, _DP), (_FOUR, _TP),
 ]  # fmt: skip
+QUICK = [(_FSDP, _TP), (_TP, _TWO)]
 
 
 def pairings(cycle: list[Setting]) -> list[tuple[Setting, Setting]]:
