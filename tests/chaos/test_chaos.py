@@ -10,8 +10,10 @@ from tests.chaos.harness import Setting, run_through_kills, run_undisturbed
 
 @pytest.mark.parametrize(
     ("setting", "kills"),
-    [(Setting(steps=12), 2), (Setting(processes=2, steps=6, decodes=False), 1)],
-    ids=["alone", "two_processes"],
+    [
+        pytest.param(Setting(steps=12), 2, id="alone"),
+        pytest.param(Setting(processes=2, steps=6, decodes=False), 1, id="two_processes", marks=pytest.mark.slow),
+    ],
 )
 def test_a_killed_run_ends_as_if_nothing_had_happened(setting, kills, tmp_path):
     began = time.monotonic()

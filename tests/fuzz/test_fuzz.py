@@ -4,14 +4,17 @@
 """
 
 import json
-import os
 
 import pytest
 
 from tests.fuzz.harness import Worker, cases
 from tests.fuzz.originals import FORMATS, write_originals
 
-CASES = int(os.environ.get("T5X_FUZZ_CASES", "500"))
+# Both outcomes are certain to occur only among many.
+COUNTS = [
+    pytest.param(150, {"refused"}, id="few"),
+    pytest.param(500, {"loaded", "refused"}, id="many", marks=pytest.mark.slow),
+]
 
 
 @pytest.fixture(scope="module")
@@ -23,10 +26,11 @@ def worker(tmp_path_factory):
     worker.close()
 
 
+@pytest.mark.parametrize(("count", "expected"), COUNTS)
 @pytest.mark.parametrize("format", FORMATS)
-def test_hostile_checkpoints_are_loaded_or_refused(worker, format):
+def test_hostile_checkpoints_are_loaded_or_refused(worker, format, count, expected):
     outcomes = set()
-    for of, seed in cases(CASES):
+    for of, seed in cases(count):
         if of == format:
             result = worker.run(format, seed)
             assert result["outcome"] != "failed", (
@@ -34,4 +38,4 @@ def test_hostile_checkpoints_are_loaded_or_refused(worker, format):
                 f"--format {format!r} --seed {seed}"
             )
             outcomes.add(result["outcome"])
-    assert outcomes == {"loaded", "refused"}
+    assert outcomes >= expected
