@@ -62,7 +62,7 @@ class RemotePath:
         import fsspec
 
         with explained(url):
-            fs, path = fsspec.core.url_to_fs(url, **_time_limits(url))
+            fs, path = fsspec.core.url_to_fs(url, **_time_limits(url), **_emulator(url))
         _quieten(type(fs).__module__.split(".")[0])
         return cls(fs, path.rstrip("/") or path, url.rstrip("/"))
 
@@ -127,7 +127,6 @@ class RemotePath:
         """Open the file for reading from start to end. Reads raise errors of the driver: see `explained`."""
         with explained(self.url):
             return self.fs.open(self.path, "rb")
-
 
     def _unless_missing(self, call: Callable[..., Any], **options: Any) -> Any:
         with explained(self.url):
@@ -210,6 +209,16 @@ def _time_limits(url: str) -> dict[str, Any]:
     limit = aiohttp.ClientTimeout(total=None, sock_connect=seconds, sock_read=seconds)
     of_user = {scheme: conf.get(scheme, {}).get("client_kwargs", {}) for scheme in schemes}
     return {scheme: {"client_kwargs": {"timeout": limit} | of_user[scheme]} for scheme in schemes}
+
+
+def _emulator(url: str) -> dict[str, Any]:
+    """Return options of `fsspec.core.url_to_fs` for a GCS emulator; s3fs finds AWS_ENDPOINT_URL by itself."""
+    scheme = url.split("::")[-1].split("://")[0]
+    if scheme not in ("gs", "gcs") or not os.environ.get("STORAGE_EMULATOR_HOST"):
+        return {}
+    # Otherwise gcsfs asks Google's own servers for the kind of the bucket. Read when it is imported.
+    os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+    return {scheme: {"token": "anon"}}
 
 
 def _quieten(driver: str) -> None:

@@ -139,7 +139,7 @@ def test_a_checkpoint_or_the_newest_whole_one_of_a_model_dir_is_opened(tmp_path,
 
 def test_a_model_dir_without_a_whole_checkpoint_is_an_error_that_names_the_damage(checkpoint):
     damage(checkpoint)
-    with pytest.raises(UserError, match=r"(?s)whole.*checkpoint_3: state/_METADATA"):
+    with pytest.raises(UserError, match="checkpoint_3: state/_METADATA"):
         open_checkpoint(checkpoint.parent)
 
 

@@ -142,7 +142,7 @@ def damaged(**changes):
     [
         (lambda: b"", "can read"),
         (lambda: b"[" * 100_000, "can read"),
-        (lambda: b"[]", "no JSON object"),
+        (lambda: b"[]", "JSON object"),
         (lambda: b"{}", "[Mm]odel"),
         (damaged(model={"type": "Unigram", "unk_id": None, "vocab": []}, added_tokens=[]), "empty"),
         (damaged(model={"type": "Unigram", "unk_id": 5, "vocab": [["a", 0.0]]}), "can read"),

@@ -280,7 +280,7 @@ def test_more_chunks_than_any_array_has(tmp_path):
 def test_a_small_file_cannot_claim_a_huge_array(tmp_path):
     zarr_arrays.write_array(tmp_path, "target.a", np.ones((2, 3), np.float32))
     file = tmp_path / "target.a/.zarray"
-    for huge, message in (([2**40, 2**10], "its files of .* cannot hold"), ([2**12, 2**11], "cannot be read")):
+    for huge, message in (([2**40, 2**10], "its files of .* cannot hold"), ([2**12, 2**11], "target.a")):
         for compressor in (None, {"id": "gzip"}, {"id": "zstd"}):
             changes = {"shape": huge, "chunks": huge, "compressor": compressor}
             file.write_text(json.dumps(json.loads(file.read_text()) | changes))

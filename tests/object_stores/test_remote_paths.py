@@ -1,0 +1,83 @@
+"""Checkpoints and data on real S3 and GCS servers, which drop, delay and refuse some of the requests."""
+
+import json
+import urllib.error
+import urllib.parse
+import urllib.request
+
+import fsspec
+import numpy as np
+import pytest
+
+from t5x import convert
+from t5x.checkpoints.formats import open_checkpoint
+from t5x.files.remote import RemotePath
+from tests.checkpoints.formats import huggingface_models as models
+from tests.object_stores import proxy, servers
+
+pytest.importorskip("moto")
+pytest.importorskip("gcp_storage_emulator")
+
+
+@pytest.fixture(scope="module", params=[servers.s3, servers.gcs], ids=["s3", "gcs"])
+def server(request, tmp_path_factory):
+    with request.param(tmp_path_factory.mktemp("server")) as running:
+        yield running
+
+
+@pytest.fixture
+def store(server, tmp_path, monkeypatch):
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("T5X_CACHE_DIR", str(tmp_path / "cache"))
+    yield server
+    server.proxy.rate = 0.0
+    for driver in ("s3", "gs"):
+        fsspec.get_filesystem_class(driver).clear_instance_cache()
+
+
+def values(path) -> dict[str, np.ndarray]:
+    return {name: array.read() for name, array in open_checkpoint(path).arrays.items()}
+
+
+@pytest.mark.parametrize("format", ["t5x", "native", "hf"])
+def test_checkpoints_are_written_and_read_in_spite_of_faults(store, tmp_path, format):
+    hf = models.write_directory(tmp_path / "hf", models.tiny_tensors(), models.tiny_config())
+    url = f"{store.url}/{format}"
+    store.proxy.rate, store.proxy.faults = 0.05, tuple(set(proxy.FAULTS) - {"delay"})
+    convert.convert(hf, url, to=format)
+    found, expected = values(url), values(hf)
+    assert found.keys() >= expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_array_equal(found[name], array)
+    assert store.proxy.injected
+
+
+def test_a_data_file_is_read(store, run_here):
+    file = RemotePath.parse(f"{store.url}/train.jsonl")
+    lines = [json.dumps({"inputs": f"line {n}", "targets": "a"}) for n in range(3)]
+    file.fs.pipe_file(file.path, "\n".join(lines).encode())
+    shown = run_here("data", "--data", file.url, "--vocabulary", "bytes", "-n", 2)
+    assert shown.code == 0, shown.err
+    assert "line 1" in shown.out
+
+
+def test_what_is_missing_is_named(store, run_here):
+    for url in (f"{store.url}/nothing", store.url.replace(servers.BUCKET, "no-such-bucket") + "/model"):
+        run_here("inspect", url).refused(url)
+
+
+def test_generations_protect_gcs_objects(server):
+    if not server.url.startswith("gs"):
+        pytest.skip("S3 servers check preconditions themselves")
+
+    def upload(**query: str) -> int:
+        query = urllib.parse.urlencode({"uploadType": "media", "name": "lease", **query})
+        address = f"{server.proxy.url}/upload/storage/v1/b/{servers.BUCKET}/o?{query}"
+        try:
+            with urllib.request.urlopen(urllib.request.Request(address, b"mine", method="POST")) as response:
+                return response.status
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    assert [upload(ifGenerationMatch="0"), upload(ifGenerationMatch="0")] == [200, 412]
