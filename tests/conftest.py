@@ -24,9 +24,14 @@ os.environ["T5X_CACHE_DIR"] = str(Path(__file__).parents[1] / ".pytest_cache" / 
 import t5x.examples.demo.dates  # noqa: F401  registers its task; a test that puts registries back must find it there
 from t5x import user_modules
 from t5x.startup import enable_compilation_cache
-from tests import commands, disks
+from tests import commands, disks, slow_variants
 
 enable_compilation_cache()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    slow_variants.mark(items, whole_files=not any("::" in arg for arg in config.args))
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from t5x.checkpoints.remote_listing import HUGGINGFACE, NATIVE, is_checkpoint
 from t5x.errors import UserError
 from t5x.files import atomic, cache_directory, locks
 from t5x.files.disk_space import human_size
-from t5x.files.remote import RemotePath, run_concurrently
+from t5x.files.remote import RemotePath, retried, run_concurrently
 from t5x.files.remote_errors import explained
 from t5x.telemetry import copy_progress
 
@@ -89,8 +89,12 @@ def _fill(
 
     def put_one(name: str) -> None:
         file = directory / name
-        with explained(file.url):
-            put(file, name)
+
+        def put_once() -> None:
+            with explained(file.url):
+                put(file, name)
+
+        retried(put_once)
 
     last = next((name for name in (paths.MANIFEST, HUGGINGFACE, NATIVE) if name in sizes), None)
     for names in ([name for name in sizes if name != last], [name for name in sizes if name == last]):

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 from t5x.errors import UserError
 from t5x.files.remote_errors import TransientError, explained, is_missing, seconds_without_data
@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 _REQUESTS = 8  # in flight
-_RETRY_DELAYS = (1, 5)  # seconds before a failed read is tried again
+_RETRY_DELAYS = (1, 5)  # seconds before a failed request is repeated
 # Fields with which drivers report that a file has changed; the first one present is used.
 _VERSION_FIELDS = (
     "etag", "ETag", "md5Hash", "crc32c", "content_md5", "checksum", "blob_id", "mtime", "updated", "LastModified",
@@ -93,15 +95,13 @@ class RemotePath:
 
         The names come from the server: check them with `untrusted.is_plain_relative` before they are used as paths.
         """
-        with explained(self.url):
-            found = self.fs.find(self.path, detail=True)
+        found = self._call(self.fs.find, detail=True)
         above = f"{self.path}/"
         return {name[len(above) :] if name.startswith(above) else f"/{name}": info for name, info in found.items()}
 
     def glob(self) -> list[str]:
         """Return the URLs of the files that this path, a pattern, matches."""
-        with explained(self.url):
-            return sorted(self.fs.unstrip_protocol(found) for found in self.fs.glob(self.path))
+        return sorted(self.fs.unstrip_protocol(found) for found in self._call(self.fs.glob))
 
     def file(self, info: Mapping[str, Any] | None = None) -> "RemoteFile":
         """Return the file at this path; raise a UserError if it is not a file of known size.
@@ -110,9 +110,8 @@ class RemotePath:
           info: its description, if it has been looked up.
         """
         if info is None:
-            with explained(self.url):
-                self.fs.invalidate_cache()
-                info = self.fs.info(self.path)
+            self.fs.invalidate_cache()
+            info = self._call(self.fs.info)
         if info["type"] != "file" or not isinstance(info.get("size"), int):
             raise UserError(f"{self.url} is not a file of known size. Copy it to a local disk and name the copy.")
         version = next((str(info[field]) for field in _VERSION_FIELDS if info.get(field) is not None), "")
@@ -120,22 +119,32 @@ class RemotePath:
 
     def read_bytes(self) -> bytes:
         """Return the content of the file."""
-        with explained(self.url):
-            return self.fs.cat_file(self.path)
+        return self._call(self.fs.cat_file)
 
     def open(self) -> BinaryIO:
         """Open the file for reading from start to end. Reads raise errors of the driver: see `explained`."""
         with explained(self.url):
             return self.fs.open(self.path, "rb")
 
-    def _unless_missing(self, call: Callable[..., Any], **options: Any) -> Any:
-        with explained(self.url):
+    def _unless_missing(self, call: Callable[..., T], **options: Any) -> T | None:
+        def unless_missing(path: str) -> T | None:
             try:
-                return call(self.path, **options)
+                return call(path, **options)
             except FileNotFoundError as error:
                 if not is_missing(error):
                     raise
                 return None
+
+        return self._call(unless_missing)
+
+    def _call(self, call: Callable[..., T], **options: Any) -> T:
+        """Call a method of the file system that only reads."""
+
+        def once() -> T:
+            with explained(self.url):
+                return call(self.path, **options)
+
+        return retried(once)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,14 +162,8 @@ class RemoteFile:
     version: str
 
     def read(self, start: int, end: int) -> bytes:
-        """Return the bytes from `start` to `end`. Failures of the network or the server are retried twice."""
-        for delay in _RETRY_DELAYS:
-            try:
-                return self._read_once(start, end)
-            except TransientError as error:
-                log.warning("%s Retrying in %d s.", error, delay)
-                time.sleep(delay)
-        return self._read_once(start, end)
+        """Return the bytes from `start` to `end`."""
+        return retried(lambda: self._read_once(start, end))
 
     def _read_once(self, start: int, end: int) -> bytes:
         if end == start:
@@ -173,6 +176,17 @@ class RemoteFile:
                 "the file has changed. Start again: complete files are not copied again."
             )
         return content
+
+
+def retried(call: Callable[[], T]) -> T:
+    """Return the result of `call`, which may be repeated: after failures of the network or the server, twice."""
+    for delay in _RETRY_DELAYS:
+        try:
+            return call()
+        except TransientError as error:
+            log.warning("%s Retrying in %d s.", error, delay)
+            time.sleep(delay)
+    return call()
 
 
 def run_concurrently(

@@ -102,7 +102,8 @@ def _is_network(error: BaseException) -> bool:
     """Return whether this is a network error. Drivers are not imported, so their classes are recognized by name."""
     if isinstance(error, ConnectionError | TimeoutError):
         return True
-    return re.search("Connect|Timeout|DNS|gaierror|Transport", type(error).__name__) is not None
+    names = " ".join(cls.__name__ for cls in type(error).__mro__)
+    return re.search("Connect|Timeout|DNS|gaierror|Transport|PayloadError|IncompleteRead", names) is not None
 
 
 def _is_denied(error: BaseException, text: str) -> bool:

@@ -12,6 +12,7 @@ import fsspec
 import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.registry import _registry
 
 from t5x import convert
 from t5x.checkpoints import checkpoint_reader, paths, remote_reading, remote_writing
@@ -410,6 +411,8 @@ def test_sign_in_hints_and_missing_drivers(monkeypatch):
     with pytest.raises(UserError, match=hint), explained("gs://b/x"):
         raise PermissionError("no")
     monkeypatch.setitem(sys.modules, "gcsfs", None)
+    for name in ("gs", "gcs"):  # even if the driver is loaded already
+        monkeypatch.delitem(_registry, name, raising=False)
     with pytest.raises(UserError, match=r"^gs://x/y: gs:// needs the package gcsfs.*`pip install gcsfs`.*'\.\[gcs\]'"):
         remote_reading.stage("gs://x/y")
     with pytest.raises(UserError, match=r"nosuch:// .*gs://"):

@@ -10,6 +10,7 @@ import http.client
 import http.server
 import json
 import random
+import re
 import socket
 import struct
 import threading
@@ -25,7 +26,7 @@ class Proxy(http.server.ThreadingHTTPServer):
     """Forwards requests to `upstream`.
 
     Attributes:
-      rate: share of the requests that get a fault.
+      rate: share of the requests that get a fault: at 0.1, every tenth.
       faults: kinds of faults, sampled uniformly.
       latency: seconds added to every request.
       injected: how often each fault occurred.
@@ -45,6 +46,7 @@ class Proxy(http.server.ThreadingHTTPServer):
         self.injected: collections.Counter[str] = collections.Counter()
         self.requests: collections.Counter[str] = collections.Counter()
         self._random = random.Random(seed)
+        self._due = 0.0  # faults that are to be injected
         self._lock = threading.Lock()
         self._object_locks: dict[str, threading.Lock] = collections.defaultdict(threading.Lock)
 
@@ -59,8 +61,10 @@ class Proxy(http.server.ThreadingHTTPServer):
     def sample_fault(self, method: str) -> str | None:
         with self._lock:
             self.requests[method] += 1
-            if self._random.random() >= self.rate:
+            self._due += self.rate
+            if self._due < 1:
                 return None
+            self._due -= 1
             fault = self._random.choice(self.faults)
             self.injected[fault] += 1
             return fault
@@ -116,7 +120,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         download = query.get("alt") == "media"
         if not self.server.completes_gcs or (expected is None and not download):
             return self._ask(self.command, self.path, body)
-        name = self._object_path(query)
+        name = self._object_path(query, body)
         with self.server.object_lock(name):
             status, _, content = self._ask("GET", name, b"", headers={})
             generation = str(json.loads(content)["generation"]) if status == 200 else "0"
@@ -126,11 +130,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             status, headers, content = self._ask(self.command, self.path, body)
             return status, {**headers, "x-goog-generation": generation} if download else headers, content
 
-    def _object_path(self, query: Mapping[str, str]) -> str:
+    def _object_path(self, query: Mapping[str, str], body: bytes) -> str:
+        """Return the path of the object's metadata."""
         path = urllib.parse.urlsplit(self.path).path
-        if path.startswith("/upload/"):
-            return path.removeprefix("/upload") + "/" + urllib.parse.quote(query["name"], safe="")
-        return path
+        if not path.startswith("/upload/"):
+            return path.removeprefix("/download")
+        name = query.get("name") or json.loads(re.search(rb"{[^}]*}", body)[0])["name"]
+        return path.removeprefix("/upload") + "/" + urllib.parse.quote(name, safe="")
 
     def _ask(
         self, method: str, path: str, body: bytes, headers: Mapping[str, str] | None = None
