@@ -67,14 +67,14 @@ def test_a_name_with_another_step_is_refused(tmp_path, capsys, overwrite):
     before = sorted(os.listdir(out))
     flags = ["--overwrite"] if overwrite else []
     result = run(capsys, "convert", source, out / "checkpoint_10", "--to", "t5x", *flags)
-    result.refused("the step is 7", f"Call it {out / 'checkpoint_7'}")
+    result.refused("the step is 7", str(out / "checkpoint_7"))
     assert sorted(os.listdir(out)) == before
     assert run(capsys, "convert", source, out / "checkpoint_7", "--to", "t5x").code == 0
     assert open_checkpoint(out / "checkpoint_7").step == 7
 
 
 def test_write_checkpoint_refuses_it_too(tmp_path):
-    with pytest.raises(UserError, match=r"Call it .*checkpoint_3\b"):
+    with pytest.raises(UserError, match=r"checkpoint_3\b"):
         write_checkpoint(tmp_path / "checkpoint_4", 3, params().items(), sidecars={})
     assert os.listdir(tmp_path) == []
 

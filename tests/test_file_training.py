@@ -234,7 +234,7 @@ BAD = {
     "a null": ("x.jsonl", b'{"inputs": null, "targets": "b"}\n', r"x\.jsonl:1.*'inputs'.*null"),
     "a list": ("x.jsonl", b'{"inputs": ["a"], "targets": "b"}\n', r"x\.jsonl:1.*'inputs'.*number"),
     "bytes that are not UTF-8": ("x.jsonl", GOOD + b'{"inputs": "\xff"}\n', r"x\.jsonl:2.*0xff.*UTF-8"),
-    "a line with a field too many": ("x.tsv", b"inputs\ttargets\na\tb\tc\n", r"x\.tsv:2.*3.*2"),
+    "a line with a field too many": ("x.tsv", b"inputs\ttargets\na\tb\tc\n", r"x\.tsv:2.*2.*3"),
     "text without pairs": ("x.txt", b"a\n", r"x\.txt.*\.jsonl"),
     "an unknown ending": ("x.xml", b"a\n", r"x\.xml.*\.parquet"),
     "one JSON document": ("x.json", b"[]\n", r"x\.json.*\.jsonl"),

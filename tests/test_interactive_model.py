@@ -288,7 +288,7 @@ def test_a_model_without_an_optimizer_does_not_train(interactive, monkeypatch):
         ({"input_types": {"encoder_input_tokens": np.float32}}, "encoder_input_tokens.*float32"),
         ({"input_shapes": {"encoder_input_tokens": (4, 8)}}, "no decoder_input_tokens"),
         ({"checkpoint_path": "nowhere"}, "There is no checkpoint"),
-        ({"dtype": "float16"}, "'float32' or 'bfloat16'"),
+        ({"dtype": "float16"}, "'float32', 'bfloat16'"),
     ],
 )
 def test_wrong_arguments_are_told(options, words, tmp_path):

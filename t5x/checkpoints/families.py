@@ -66,7 +66,7 @@ def config_of(params: Mapping[str, Any]) -> dict[str, Any]:
         mlp_dim = shape[f"{tower}/layers_0/mlp/{'wi_0' if gated else 'wi'}/kernel"][1]
         head_dim = width // num_heads
     except (KeyError, ValueError, IndexError, ZeroDivisionError) as error:
-        raise UserError(f"These are not the parameters of a T5: {error} is missing or has a wrong shape.") from None
+        raise UserError(f"its arrays are not those of a T5: {error} is missing or has a wrong shape.") from None
     depths = {"num_encoder_layers": layers["encoder"], "num_decoder_layers": layers["decoder"]}
     return {
         "vocab_size": vocab_size,
@@ -145,5 +145,5 @@ def name_of(config: Mapping[str, Any], model_type: str | None = None) -> str:
 def _count_layers(names: Mapping[str, Any], tower: str) -> int:
     found = {int(m.group(1)) for name in names if (m := re.match(rf"{tower}/layers_(\d{{1,6}})/", name))}
     if gaps := [number for number in range(len(found)) if number not in found]:
-        raise UserError(f"These are not all parameters of a T5: {tower}/layers_{gaps[0]} is missing.")
+        raise UserError(f"its arrays are not all of a T5: {tower}/layers_{gaps[0]} is missing.")
     return len(found)

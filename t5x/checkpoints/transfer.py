@@ -36,7 +36,10 @@ def config_of(source: Source) -> dict[str, Any]:
     """
     params = {name: array for name, array in canonical_arrays(source).items() if name.startswith(layout.PARAMS)}
     stated = {k: v for k, v in (source.config or {}).items() if k not in ("scan_layers", "param_scan_axis")}
-    found = families.config_of(params)
+    try:
+        found = families.config_of(params)
+    except UserError as error:
+        raise UserError(f"{source.path} cannot be used: {error}") from error
     if rows := families.differences(stated, found):
         lines = "\n".join(f"  {row}" for row in rows)
         raise UserError(

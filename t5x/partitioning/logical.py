@@ -25,8 +25,8 @@ def logical_to_mesh_axes(axes: LogicalAxes | None, rules: AxisRules) -> Partitio
     """Map logical axes to mesh axes: the first rule of a name whose mesh axes are still unused in this array wins.
 
     Example:
-      >>> logical_to_mesh_axes(("embed", "mlp"), [("embed", "data"), ("mlp", "model")])
-      PartitionSpec('data', 'model')
+      >>> tuple(logical_to_mesh_axes(("embed", "mlp"), [("embed", "data"), ("mlp", "model")]))
+      ('data', 'model')
     """
     if axes is None:
         return PartitionSpec()
