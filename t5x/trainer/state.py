@@ -141,7 +141,8 @@ class StateLayout:
 
 
 def _mutables(model: BaseTransformerModel) -> Tree:
-    history = {} if model.optimizer_def is None else model.initial_fp8_history()
+    initial_history = getattr(model, "initial_fp8_history", dict)  # a model need not derive from ours
+    history = {} if model.optimizer_def is None else initial_history()
     return {"fp8": history} if history else {}
 
 
