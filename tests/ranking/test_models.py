@@ -215,7 +215,7 @@ def test_the_template_travels_in_the_description():
     [
         ({"loss": "pairwise"}, "vocabulary, labels or listwise"),
         ({"template": "duo"}, "template is 'duo': it must be one of monot5, mt5, ptt5"),
-        ({"template": Template(irrelevant=None)}, "needs a word for irrelevant passages"),
+        ({"template": Template(irrelevant=None)}, "word for irrelevant passages"),
     ],
 )
 def test_what_is_refused(options, words):
