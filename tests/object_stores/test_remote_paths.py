@@ -17,8 +17,8 @@ from t5x.files.remote import RemotePath
 from tests.checkpoints.formats import huggingface_models as models
 from tests.object_stores import proxy, servers
 
-pytest.importorskip("moto")
-pytest.importorskip("gcp_storage_emulator")
+for package in ("moto", "gcp_storage_emulator", "s3fs", "gcsfs"):
+    pytest.importorskip(package, reason="pip install -e '.[stores]'")
 
 
 @pytest.fixture(scope="module", params=[servers.s3, servers.gcs], ids=["s3", "gcs"])
