@@ -1,6 +1,5 @@
 """Checkpoints at remote paths, on fsspec's file system in memory; faults are put into it."""
 
-import errno
 import filecmp
 import logging
 import os
@@ -12,7 +11,6 @@ import fsspec
 import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from fsspec.registry import _registry
 
 from t5x import convert
 from t5x.checkpoints import checkpoint_reader, paths, remote_reading, remote_writing
@@ -21,7 +19,6 @@ from t5x.checkpoints.formats.native_t5x import write_native
 from t5x.checkpoints.streaming import write_checkpoint
 from t5x.errors import UserError
 from t5x.files import atomic, cache_directory, downloads, remote
-from t5x.files.remote_errors import explained
 from t5x.verbs.inspect import inspect
 from tests.checkpoints.formats import huggingface_models as models
 from tests.checkpoints.formats.bundle_writer import write_bundle
@@ -346,77 +343,6 @@ def test_one_process_copies_while_others_wait(fs, hf, cache, caplog, requests):
     finally:
         holder.kill()
         holder.wait()
-
-
-# --- What drivers raise -----------------------------------------------------------------------------------------------
-
-
-class NoCredentialsError(Exception):  # as botocore names it
-    pass
-
-
-class EndpointConnectionError(Exception):
-    pass
-
-
-class HttpError(Exception):  # as gcsfs has it
-    def __init__(self, message, code=403):
-        super().__init__(message)
-        self.code = code
-
-
-def caused_by(error):
-    """What the driver of HTTP raises for every failure."""
-    missing = FileNotFoundError("http://server/file")
-    missing.__cause__ = error
-    return missing
-
-
-FAULTS = {
-    "no credentials": (NoCredentialsError("Unable to locate credentials"), "access is denied .*Unable to locate"),
-    "denied": (PermissionError("Access Denied"), "access is denied"),
-    "denied by a code": (HttpError("no"), "access is denied"),
-    "denied in words": (OSError("Forbidden: https://storage"), "access is denied"),
-    "no bucket": (FileNotFoundError("The specified bucket does not exist"), "There is no checkpoint"),
-    "no file, by a code": (caused_by(HttpError("Not Found", 404)), "There is no checkpoint"),
-    "no file, in words": (caused_by(OSError("NoSuchKey")), "There is no checkpoint"),
-    "a broken server": (HttpError("Oops", 500), r"the server answered 500 \(HttpError: Oops\)"),
-    "a broken server behind it": (caused_by(HttpError("Oops", 503)), "the server answered 503"),
-    "too many requests": (caused_by(HttpError("Slow down", 429)), "the server answered 429"),
-    "denied behind it": (caused_by(HttpError("no")), "access is denied"),
-    "no answer behind it": (caused_by(TimeoutError()), "cannot be reached"),
-    "no network": (EndpointConnectionError("Could not connect"), "cannot be reached"),
-    "no answer": (TimeoutError(), r"cannot be reached \(TimeoutError\)"),
-    "anything else": (OSError(errno.EIO, "odd"), "cannot be accessed .*odd"),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_what_a_driver_raises_is_one_clear_message(fault, fs, monkeypatch):
-    error, message = FAULTS[fault]
-
-    def fail(*args, **kwargs):
-        raise error
-
-    monkeypatch.setattr(MemoryFileSystem, "info", fail)
-    monkeypatch.setattr(MemoryFileSystem, "ls", fail)
-    with pytest.raises(UserError, match=message) as raised:
-        remote_reading.stage("memory://bucket/run")
-    assert "bucket/run" in str(raised.value)
-    assert "\n" not in str(raised.value)
-
-
-def test_sign_in_hints_and_missing_drivers(monkeypatch):
-    hint = r"gs://b/x: access is denied.*gcloud auth application-default login"
-    with pytest.raises(UserError, match=hint), explained("gs://b/x"):
-        raise PermissionError("no")
-    monkeypatch.setitem(sys.modules, "gcsfs", None)
-    for name in ("gs", "gcs"):  # even if the driver is loaded already
-        monkeypatch.delitem(_registry, name, raising=False)
-    with pytest.raises(UserError, match=r"^gs://x/y: gs:// needs the package gcsfs.*`pip install gcsfs`.*'\.\[gcs\]'"):
-        remote_reading.stage("gs://x/y")
-    with pytest.raises(UserError, match=r"nosuch:// .*gs://"):
-        remote_reading.stage("nosuch://x/y")
 
 
 # --- Writing ----------------------------------------------------------------------------------------------------------
