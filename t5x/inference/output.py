@@ -1,5 +1,6 @@
 """The output of a job: chunks in `tmp-<name>/` that become one file, or standard output."""
 
+import abc
 import contextlib
 import logging
 import os
@@ -15,7 +16,7 @@ from t5x.telemetry import jsonl
 log = logging.getLogger(__name__)
 
 
-class Output:
+class Output(abc.ABC):
     """An output that survives kills, because its chunks do.
 
         with FileOutput("out.jsonl", overwrite=False) as output:
@@ -91,8 +92,9 @@ class Output:
         )
         return {"finished": self._chunks.finished, "merged": False}
 
+    @abc.abstractmethod
     def _write_chunk(self, path: str, content: Any) -> None:
-        raise NotImplementedError
+        """Write the content of a chunk to `path`."""
 
 
 class FileOutput(Output):

@@ -124,6 +124,7 @@ class FilesDataSource(OpenedSplits, DataSource):
         return [self._open_file(copy) for copy in copies]
 
     def _open_file(self, copy: LocalCopy) -> FileExamples:
+        """Open one file. A source that overrides `_open_files` does not need it."""
         raise NotImplementedError
 
     def _find(self, split: str, index: int) -> tuple[FileExamples, int]:
