@@ -26,7 +26,7 @@ from t5x.files.digests import digest_of
 from t5x.files.downloads import download
 from t5x.files.remote import RemoteFile, RemotePath, as_local, run_concurrently
 
-_LOCK_FILE = ".lock"
+LOCK_FILE = ".lock"
 
 
 class Directory(abc.ABC):
@@ -75,8 +75,8 @@ class Directory(abc.ABC):
         """Yield a local path for `name`, to be written by others, which may also write files beside it."""
 
     @abc.abstractmethod
-    def reading(self) -> AbstractContextManager[str]:
-        """Yield a local path with the files of this directory."""
+    def reading(self, *names: str) -> AbstractContextManager[str]:
+        """Yield a local directory with these files, of those that exist."""
 
     @abc.abstractmethod
     def remove(self, *names: str) -> None:
@@ -154,7 +154,7 @@ class LocalDirectory(Directory):
 
     def check_writable(self) -> None:
         if not os.path.isdir(self._path):
-            raise UserError(f"The directory {self} does not exist.")
+            raise UserError(f"the directory {self} does not exist.")
 
     def names(self) -> set[str]:
         try:
@@ -177,12 +177,18 @@ class LocalDirectory(Directory):
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator[str]:
         path = self.path(name)
-        yield path
-        if os.path.isfile(path):
-            atomic.sync(path)
+        existed = os.path.lexists(path)
+        try:
+            yield path
+            if os.path.isfile(path):
+                atomic.sync(path)
+        except BaseException:
+            if not existed:
+                self.remove(name)
+            raise
 
     @contextlib.contextmanager
-    def reading(self) -> Iterator[str]:
+    def reading(self, *names: str) -> Iterator[str]:
         yield self._path
 
     def remove(self, *names: str) -> None:
@@ -191,8 +197,8 @@ class LocalDirectory(Directory):
                 os.unlink(path)
 
     def remove_itself(self) -> None:
-        self.remove(*(name for name in os.listdir(self._path) if atomic.is_temporary(name)))
         with contextlib.suppress(OSError):
+            self.remove(*(name for name in os.listdir(self._path) if atomic.is_temporary(name)))
             os.rmdir(self._path)
 
     def is_intact(self, name: str, digest: Mapping[str, Any]) -> bool:
@@ -200,12 +206,11 @@ class LocalDirectory(Directory):
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        lock = locks.acquire(self.path(_LOCK_FILE))
-        try:
-            yield
-        finally:
-            self.remove(_LOCK_FILE)
-            locks.release(lock)
+        with locks.locked(self.path(LOCK_FILE), wait=False):
+            try:
+                yield
+            finally:
+                self.remove(LOCK_FILE)
 
 
 class RemoteDirectory(Directory):
@@ -257,9 +262,13 @@ class RemoteDirectory(Directory):
                 (self._remote / other).upload(os.path.join(scratch, other))
 
     @contextlib.contextmanager
-    def reading(self) -> Iterator[str]:
+    def reading(self, *names: str) -> Iterator[str]:
+        self._remote.fs.invalidate_cache()
+        there = self._remote.children()
         with self._scratch() as scratch:
-            files = {os.path.join(scratch, name): self._file(name) for name in self.names()}
+            files = {
+                os.path.join(scratch, name): (self._remote / name).file(there[name]) for name in names if name in there
+            }
             download(files, lambda count: None)
             yield scratch
 
