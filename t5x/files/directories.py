@@ -16,7 +16,7 @@ import errno
 import glob
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, BinaryIO
 
@@ -47,7 +47,7 @@ class Directory(abc.ABC):
 
     @abc.abstractmethod
     def check_writable(self) -> None:
-        """Raise a UserError if new files cannot be written because the directory or bucket is missing."""
+        """Raise a UserError unless the directory or bucket exists and new files can be written."""
 
     @abc.abstractmethod
     def names(self) -> set[str]:
@@ -91,11 +91,12 @@ class Directory(abc.ABC):
         """Return whether a file has this `size` and `sha256`. Of a remote file only the size is compared."""
 
     @abc.abstractmethod
-    def locked(self) -> AbstractContextManager[None]:
-        """Hold the lock of the directory, which must exist.
+    def locked(self) -> AbstractContextManager[Callable[[], None]]:
+        """Hold the lock of the directory, which must exist. Yield a function that raises a UserError if it is lost.
 
         Raises:
-          BlockingIOError: another process holds it.
+          BlockingIOError: another process holds the lock of a local directory.
+          UserError: another process holds the lease of a remote directory.
         """
 
     def path(self, name: str) -> str:
@@ -121,6 +122,23 @@ def open_directory(path: str | os.PathLike[str]) -> Directory:
     if (local := as_local(path)) is not None:
         return LocalDirectory(os.path.abspath(os.path.expanduser(local)))
     return RemoteDirectory(RemotePath.parse(os.fspath(path)))
+
+
+def make_directory(path: str | os.PathLike[str], option: str) -> str:
+    """Create the directory that the user gave as `option`. Return its absolute path, or its URL.
+
+    Raises:
+      UserError: it cannot be created, or files cannot be written there.
+    """
+    directory = open_directory(path)
+    try:
+        directory.make()
+        directory.check_writable()
+    except OSError as error:
+        raise UserError(f"{option} {directory} cannot be created: {error.strerror}. Choose another path.") from error
+    except UserError as error:
+        raise UserError(f"{option} {error}") from error
+    return str(directory)
 
 
 def split(path: str | os.PathLike[str]) -> tuple[Directory, str]:
@@ -155,6 +173,8 @@ class LocalDirectory(Directory):
     def check_writable(self) -> None:
         if not os.path.isdir(self._path):
             raise UserError(f"the directory {self} does not exist.")
+        if not os.access(self._path, os.W_OK | os.X_OK):
+            raise UserError(f"{self} is not writable. Change its permissions or choose another.")
 
     def names(self) -> set[str]:
         try:
@@ -205,10 +225,10 @@ class LocalDirectory(Directory):
         return self.exists(name) and digest_of(self.path(name)) == {key: digest.get(key) for key in ("size", "sha256")}
 
     @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> Iterator[Callable[[], None]]:
         with locks.locked(self.path(LOCK_FILE), wait=False):
             try:
-                yield
+                yield lambda: None
             finally:
                 self.remove(LOCK_FILE)
 
@@ -289,8 +309,11 @@ class RemoteDirectory(Directory):
         return info is not None and info["size"] == digest.get("size")
 
     @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        yield
+    def locked(self) -> Iterator[Callable[[], None]]:
+        from t5x.files.lease import Lease  # imports TensorStore, which takes a while
+
+        with Lease.acquire(self.path(LOCK_FILE), str(self)) as lease:
+            yield lease.check
 
     def _info(self, name: str) -> dict[str, Any] | None:
         self._remote.fs.invalidate_cache()

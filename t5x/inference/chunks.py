@@ -99,12 +99,14 @@ class Chunks:
         except OSError as error:
             raise jsonl.write_error(self._files.path(name), error) from error
         record = {**record, **digest}
+        self._check_lock()
         self._write_json(name + COMPLETED, record)
         self.finished.append(record)
 
     def merge(self, path: str) -> None:
         """Merge the chunks into the file `path`, unless this has been done."""
         if self.merged is None:
+            self._check_lock()
             merge(path, self._files, [self._chunk(index) for index in range(len(self.finished))], self._write_job)
 
     def discard(self, first: int) -> None:
@@ -164,7 +166,7 @@ class Chunks:
 
     def _acquire_lock(self) -> None:
         try:
-            self._lock.enter_context(self._files.locked())
+            self._check_lock = self._lock.enter_context(self._files.locked())
         except BlockingIOError as error:
             raise UserError(
                 f"Another process is writing {self._name} (it holds the lock of {self.directory}). Wait for it, or "

@@ -1,4 +1,4 @@
-"""Input files of `t5x infer --model`: plain text or JSON lines, read line by line."""
+"""Input files of `t5x infer --model`, local or remote: plain text or JSON lines, read line by line."""
 
 import os
 import stat
@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from t5x.errors import UserError
 from t5x.files import text_lines, user_files
+from t5x.files.remote import RemotePath, is_remote
 
 
 class Line(NamedTuple):
@@ -39,13 +40,7 @@ class Lines:
         self.path = path
         self._needs_targets = needs_targets
         self._as_json = path.endswith(".jsonl")
-        try:
-            mode = 0 if path == "-" else os.stat(path).st_mode
-        except OSError as error:
-            raise UserError(f"--input {path}: {user_files.local_problem(path, error)}") from error
-        if stat.S_ISDIR(mode):
-            raise UserError(f"--input {path} is a directory. Pass the path of a file.")
-        self.is_stream = not stat.S_ISREG(mode)
+        self.is_stream = _is_stream(path)
 
     def count(self) -> int | None:
         """Return the number of examples and check them all; None for a stream, which is checked as it is read."""
@@ -81,13 +76,28 @@ class Lines:
         text_lines.check_unicode(text, f'{self.where(number)}: "{field}"')
 
 
+def _is_stream(path: str) -> bool:
+    if path == "-":
+        return True
+    if is_remote(path):
+        RemotePath.parse(path).file()  # fails if it is missing or a directory
+        return False
+    try:
+        mode = os.stat(path).st_mode
+    except OSError as error:
+        raise UserError(f"--input {path}: {user_files.local_problem(path, error)}") from error
+    if stat.S_ISDIR(mode):
+        raise UserError(f"--input {path} is a directory. Pass the path of a file.")
+    return not stat.S_ISREG(mode)
+
+
 def read_texts(path: str, option: str) -> list[str]:
     """Return the lines of a file. Empty lines are skipped.
 
     Args:
       option: the option that named the file, for messages.
     """
-    if not os.path.exists(path):
+    if not is_remote(path) and not os.path.exists(path):
         raise UserError(f"{option} {path}: {user_files.local_problem(path, FileNotFoundError())}")
     found = [text for line in text_lines.read_lines(path, f"{option} {path}") if (text := line.text())]
     if not found:
