@@ -21,6 +21,7 @@ from t5x.data.sources import BadExample
 from t5x.data.tasks import Task
 from t5x.data.vocabularies.loading import NamedVocabulary, vocabulary_named
 from t5x.errors import UserError
+from t5x.files import hub
 from t5x.files.remote import is_remote
 from t5x.files.user_files import absolute_path
 from t5x.verbs.file_options import FileTraining
@@ -155,7 +156,7 @@ def _from_scratch(options: FileTraining) -> tuple[str, list[str], NamedVocabular
 
 def _from_checkpoint(options: FileTraining) -> tuple[str, list[str], NamedVocabulary]:
     """Return a gin file, the bindings that make it the checkpoint's model, and the vocabulary."""
-    from t5x.checkpoints import families, transfer
+    from t5x.checkpoints import families, names, transfer
     from t5x.checkpoints.formats import open_checkpoint
     from t5x.network import T5Config
 
@@ -164,13 +165,17 @@ def _from_checkpoint(options: FileTraining) -> tuple[str, list[str], NamedVocabu
     if families.is_decoder_only(config):
         raise UserError(f"{source.path} is a decoder-only model, which --data cannot train. Use gin files.")
     log.info("%s is a %s (%s)", source.path, families.name_of(config, source.model_type), source.format)
-    if options.vocabulary is None:
-        vocabulary = _vocabulary_of(source)
+    if named := options.vocabulary or names.public_vocabulary(options.model):
+        vocabulary = vocabulary_named(named, config["vocab_size"])
     else:
-        vocabulary = vocabulary_named(options.vocabulary, config["vocab_size"])
+        vocabulary = _vocabulary_of(source)
     fields = {field.name for field in dataclasses.fields(T5Config)} - {"dropout_rate", "dtype"}
     network = [f"network.T5Config.{name} = {value!r}" for name, value in config.items() if name in fields]
-    path = options.model if is_remote(options.model) else source.path
+    path = names.resolve(options.model)
+    if hub.is_hub_url(path):
+        path = hub.pinned(path, source.path)
+    elif not is_remote(path):
+        path = source.path
     bindings = [f"INITIAL_CHECKPOINT_PATH = {path!r}", *network]
     return MODEL_FILE.format(family="t5_1_1", size="base"), bindings, vocabulary
 
