@@ -1,5 +1,6 @@
 """Outputs of jobs on real S3 and GCS servers: those of a local run, whatever happens."""
 
+import re
 import shutil
 
 import pytest
@@ -14,7 +15,8 @@ from tests.object_stores import proxy, servers
 @pytest.fixture
 def place(store, request):
     """A directory of its own for every test."""
-    return open_directory(f"{store.url}/{request.node.name}")
+    name = re.sub(r"\W", "-", request.node.name)
+    return open_directory(f"{store.url}/{name}")
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -54,4 +56,4 @@ def test_a_bucket_that_cannot_be_written_is_reported_before_the_model_is_loaded(
     missing = store.url.replace(servers.BUCKET, "no-such-bucket")
     run_verb("infer", f"{missing}/out").refused(f"--output {missing}/out", "bucket")
     store.proxy.rate, store.proxy.faults = 1.0, ("403",)
-    run_verb("infer", f"{store.url}/out").refused(f"--output {store.url}/out", "access is denied", "Sign in")
+    run_verb("infer", f"{store.url}/out").refused(f"{store.url}/out", "access is denied", "Sign in")
