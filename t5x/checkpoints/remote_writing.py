@@ -1,14 +1,9 @@
-"""Upload checkpoints to remote paths (`gs://`, `s3://`, any fsspec URL).
-
-CACHE/checkpoints/upload-…/    a checkpoint that is being written, before it is uploaded
-"""
+"""Upload checkpoints to remote paths (`gs://`, `s3://`, any fsspec URL)."""
 
 import contextlib
-import glob
 import logging
 import os
 import secrets
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -18,7 +13,7 @@ from etils import epath
 from t5x.checkpoints import paths
 from t5x.checkpoints.remote_listing import HUGGINGFACE, NATIVE, is_checkpoint
 from t5x.errors import UserError
-from t5x.files import atomic, cache_directory, locks
+from t5x.files.directories import upload_directory
 from t5x.files.disk_space import human_size
 from t5x.files.remote import RemotePath, retried, run_concurrently
 from t5x.files.remote_errors import explained
@@ -41,7 +36,7 @@ def writing(url: str, *, overwrite: bool) -> Iterator[epath.Path]:
     """
     destination = RemotePath.parse(url)
     _check_destination(destination, overwrite)
-    with _upload_directory() as directory:
+    with upload_directory() as directory:
         path = epath.Path(directory) / destination.name
         yield path
         publish(path, url, overwrite=overwrite)
@@ -144,17 +139,3 @@ def _remove(path: RemotePath) -> None:
             path.fs.rm(path.path, recursive=True)
     except Exception as error:
         log.warning("%s could not be removed (%s). Remove it by hand.", path.url, error)
-
-
-@contextlib.contextmanager
-def _upload_directory() -> Iterator[str]:
-    """Yield a fresh directory in the cache; remove those of killed processes."""
-    home = cache_directory.make("checkpoints")
-    with contextlib.ExitStack() as held:
-        with locks.locked(os.path.join(home, "upload.lock")):
-            for left in glob.glob(os.path.join(glob.escape(home), "upload-*")):
-                with contextlib.suppress(BlockingIOError), locks.locked(left, wait=False):
-                    atomic.remove_tree(left)
-            directory = held.enter_context(tempfile.TemporaryDirectory(prefix="upload-", dir=home))
-            held.enter_context(locks.locked(directory))
-        yield directory

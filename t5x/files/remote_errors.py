@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 from t5x.errors import UserError
+from t5x.files.system_errors import first_line, tensorstore_status
 
 TIMEOUT = "T5X_REMOTE_TIMEOUT"
 
@@ -17,6 +18,8 @@ _SIGN_IN = {
     "hf": "`hf auth login`, or HF_TOKEN",
 }
 _SCHEMES = {"gcs": "gs", "s3a": "s3", "abfs": "az", "abfss": "az"}
+# Statuses with which TensorStore gives up after it has repeated a request.
+_TRANSIENT = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "RESOURCE_EXHAUSTED", "INTERNAL", "UNKNOWN")
 
 
 class TransientError(UserError):
@@ -62,6 +65,8 @@ def _diagnose(url: str, error: BaseException) -> tuple[type[UserError], str]:
             return UserError, "there is no such file, directory or bucket."
         return _diagnose(url, error.__cause__)
     scheme = url.split("://", 1)[0].split("::")[-1]
+    if isinstance(error, ValueError) and (status := tensorstore_status(error)) is not None:
+        return _diagnose_tensorstore(scheme, status, error)
     text = (str(error).strip().splitlines() or [""])[0][:300]
     reason = f"{type(error).__name__}: {text}" if text else type(error).__name__
     if isinstance(error, ImportError):
@@ -77,9 +82,24 @@ def _diagnose(url: str, error: BaseException) -> tuple[type[UserError], str]:
     if _is_network(error):
         return TransientError, f"{scheme}:// cannot be reached ({reason}). Check the network and the name."
     if _is_denied(error, text):
-        how = _SIGN_IN.get(_SCHEMES.get(scheme, scheme), "an account that has access")
-        return UserError, f"access is denied ({reason}). Sign in with {how}."
+        return UserError, _denied(scheme, reason)
     return UserError, f"it cannot be accessed ({reason}). Check the name, the access rights and the network."
+
+
+def _diagnose_tensorstore(scheme: str, status: str, error: ValueError) -> tuple[type[UserError], str]:
+    reason = first_line(error).split(" [")[0]
+    if status in ("PERMISSION_DENIED", "UNAUTHENTICATED"):
+        return UserError, _denied(scheme, reason)
+    if status == "NOT_FOUND":
+        return UserError, f"there is no such file, directory or bucket ({reason}). Check the name."
+    if status in _TRANSIENT:
+        return TransientError, f"requests to {scheme}:// keep failing ({reason}). Check the network; try again later."
+    return UserError, f"it cannot be accessed ({reason}). Check the name, the access rights and the network."
+
+
+def _denied(scheme: str, reason: str) -> str:
+    how = _SIGN_IN.get(_SCHEMES.get(scheme, scheme), "an account that has access")
+    return f"access is denied ({reason}). Sign in with {how}."
 
 
 def _missing_driver(scheme: str, text: str) -> str:

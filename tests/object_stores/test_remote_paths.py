@@ -5,37 +5,15 @@ import urllib.error
 import urllib.parse
 import urllib.request
 
-import fsspec
 import numpy as np
 import pytest
 
 from t5x import convert
 from t5x.checkpoints.formats import open_checkpoint
 from t5x.data import TaskRegistry
-from t5x.files import remote
 from t5x.files.remote import RemotePath
 from tests.checkpoints.formats import huggingface_models as models
 from tests.object_stores import proxy, servers
-
-for package in ("moto", "gcp_storage_emulator", "s3fs", "gcsfs"):
-    pytest.importorskip(package, reason="pip install -e '.[stores]'")
-
-
-@pytest.fixture(scope="module", params=[servers.s3, servers.gcs], ids=["s3", "gcs"])
-def server(request, tmp_path_factory):
-    with request.param(tmp_path_factory.mktemp("server")) as running:
-        yield running
-
-
-@pytest.fixture
-def store(server, tmp_path, monkeypatch):
-    for name, value in server.environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("T5X_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(remote, "_RETRY_DELAYS", (0.1, 0.2, 0.4))
-    yield server
-    server.proxy.rate = 0.0
-    fsspec.get_filesystem_class(server.url.split(":")[0]).clear_instance_cache()
 
 
 def values(path) -> dict[str, np.ndarray]:
