@@ -25,6 +25,7 @@ from t5x.files import atomic, cache_directory, locks
 from t5x.files.digests import digest_of
 from t5x.files.downloads import download
 from t5x.files.remote import RemoteFile, RemotePath, as_local, run_concurrently
+from t5x.files.untrusted import open_regular
 
 LOCK_FILE = ".lock"
 
@@ -81,6 +82,10 @@ class Directory(abc.ABC):
     @abc.abstractmethod
     def remove(self, *names: str) -> None:
         """Remove existing files. Directories are kept."""
+
+    @abc.abstractmethod
+    def remove_temporaries(self) -> None:
+        """Remove what writers that were killed left. The caller must hold the lock of all writers."""
 
     @abc.abstractmethod
     def remove_itself(self) -> None:
@@ -189,7 +194,7 @@ class LocalDirectory(Directory):
         return os.path.isdir(self.path(name))
 
     def open(self, name: str) -> BinaryIO:
-        return open(self.path(name), "rb")
+        return open_regular(self.path(name))
 
     def new_file(self, name: str) -> AbstractContextManager[BinaryIO]:
         return atomic.new_file(self.path(name))
@@ -216,9 +221,12 @@ class LocalDirectory(Directory):
             if os.path.lexists(path) and (os.path.islink(path) or not os.path.isdir(path)):
                 os.unlink(path)
 
+    def remove_temporaries(self) -> None:
+        self.remove(*filter(atomic.is_temporary, os.listdir(self._path)))
+
     def remove_itself(self) -> None:
         with contextlib.suppress(OSError):
-            self.remove(*(name for name in os.listdir(self._path) if atomic.is_temporary(name)))
+            self.remove_temporaries()
             os.rmdir(self._path)
 
     def is_intact(self, name: str, digest: Mapping[str, Any]) -> bool:
@@ -300,6 +308,9 @@ class RemoteDirectory(Directory):
 
     def remove(self, *names: str) -> None:
         run_concurrently(lambda name: (self._remote / name).remove(), [(name,) for name in names])
+
+    def remove_temporaries(self) -> None:
+        """Do nothing: remote directories have no temporary files."""
 
     def remove_itself(self) -> None:
         """Do nothing: object stores have no directories."""
