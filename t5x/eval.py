@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from t5x import checkpoints, gin_utils
+from t5x.checkpoints import names
 from t5x.checkpoints.config import RestoreCheckpointConfig
 from t5x.checkpoints.formats import open_checkpoint
 from t5x.checkpoints.paths import step_of
@@ -21,7 +22,7 @@ from t5x.data.dataset_config import DatasetConfig
 from t5x.data.loader import eval_batches
 from t5x.data.tasks import Task, get_subtasks
 from t5x.errors import UserError
-from t5x.files.remote import is_remote
+from t5x.files.directories import make_directory
 from t5x.metrics import translation
 from t5x.models import BaseTransformerModel
 from t5x.partitioning import PjitPartitioner, distributed
@@ -96,7 +97,7 @@ def evaluate(
             f"{name!r} has no metrics. Give the task metric_fns, or measure the loss: "
             "evaluate.training_evaluator_cls = @trainer.Trainer."
         )
-    output_dir = str(checkpoints.make_directory(output_dir, "EVAL_OUTPUT_DIR"))
+    output_dir = make_directory(output_dir, "EVAL_OUTPUT_DIR")
     done_file = os.path.join(output_dir, f"eval.{name}.ckpt")
     paths = distributed.decide("eval/checkpoints", lambda: _checkpoints(restore_checkpoint_cfg))
     resumable = len(paths) > 1 or restore_checkpoint_cfg.mode == "all"
@@ -180,7 +181,7 @@ def _checkpoints(cfg: RestoreCheckpointConfig) -> list[str]:
     given = [cfg.path] if isinstance(cfg.path, str) else list(cfg.path)
     if not given:
         raise UserError("utils.RestoreCheckpointConfig.path is empty: give a checkpoint or a MODEL_DIR to evaluate.")
-    given = [path if is_remote(path) else str(checkpoints.local_path(path)) for path in given]
+    given = [names.resolve(path) for path in given]
     paths = given if cfg.mode != "all" else [checkpoint for path in given for checkpoint in _all_in(path)]
     of_step: dict[int, str] = {}
     for path in paths:

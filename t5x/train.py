@@ -16,6 +16,7 @@ from t5x.checkpoints.config import CheckpointConfig, RestoreCheckpointConfig, Sa
 from t5x.checkpoints.model_description import sidecars
 from t5x.data import Evaluator
 from t5x.data.dataset_config import DatasetConfig
+from t5x.data.file_tasks import describe_data
 from t5x.errors import UserError
 from t5x.files.mirror import mirrored
 from t5x.files.remote import is_remote
@@ -182,7 +183,8 @@ def train(
 
             describe()
             writer.on_recreate = describe  # if MODEL_DIR is removed during the run
-        files = sidecars(model, _read_if_exists(os.path.join(files_dir, "config.gin")))
+        data = describe_data(train_dataset_cfg.mixture_or_task_name, train_dataset_cfg.task_feature_lengths)
+        files = sidecars(model, _read_if_exists(os.path.join(files_dir, "config.gin")), data)
 
         # --- Training, evaluation, saving -----------------------------------------------------------------------------
         trainer = trainer_cls(model=model, train_state=state, partitioner=partitioner, layout=layout, rng=dropout_rng)

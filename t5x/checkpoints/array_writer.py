@@ -105,7 +105,8 @@ def _complete(directory: epath.PathLike, shapes: Mapping[str, jax.ShapeDtypeStru
         keys = tuple(name.split("/"))
         tree[str(keys)] = {
             "key_metadata": [{"key": key, "key_type": 2} for key in keys],
-            "value_metadata": {"value_type": "jax.Array", "skip_deserialize": False},
+            # For a jax.Array, Orbax also demands a sharding.
+            "value_metadata": {"value_type": "np.ndarray", "skip_deserialize": False},
         }
     empty = {
         name: {"shape": list(leaf.shape), "dtype": leaf.dtype.name}

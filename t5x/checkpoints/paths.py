@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from etils import epath
 
 from t5x.errors import UserError
-from t5x.files import atomic
+from t5x.files import atomic, directories
 from t5x.files.disk_space import human_size as human_size
 from t5x.files.remote import is_remote
 from t5x.files.untrusted import is_plain_relative as is_plain_relative
@@ -94,19 +94,8 @@ def is_set_aside(path: epath.PathLike) -> bool:
 
 
 def make_directory(directory: epath.PathLike, name: str) -> epath.Path:
-    """Create a directory that the user gave as option `name`; raise a UserError with the reason if that fails."""
-    directory = local_path(directory)
-    if directory.is_dir():
-        if not os.access(directory, os.W_OK | os.X_OK):
-            raise UserError(f"{name} {directory} is not writable. Change its permissions or choose another.")
-        return directory
-    if os.path.lexists(directory):
-        raise UserError(f"{name} {directory} exists but is not a directory. Move it away or choose another path.")
-    try:
-        atomic.make_directories(directory)
-    except OSError as error:
-        raise UserError(f"{name} {directory} cannot be created: {error.strerror}. Choose another path.") from error
-    return directory
+    """Create a local directory that the user gave as option `name`; raise a UserError with the reason if that fails."""
+    return epath.Path(directories.make_directory(local_path(directory), name))
 
 
 def make_model_dir(directory: epath.PathLike) -> epath.Path:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from t5x.checkpoints import transfer
+from t5x.checkpoints import names, transfer
 from t5x.checkpoints.checkpoint_identity import fingerprint
 from t5x.checkpoints.formats import Source
 from t5x.checkpoints.model_description import load_model, model_of
@@ -76,6 +76,8 @@ def open_model(
     source = open_for_all(model_dir)
     dtype = dtype or default_dtype()
     log.info("%s is a %s checkpoint; activations are %s", source.path, source.format, dtype)
+    if vocabulary is None and not source.vocabulary_files:
+        vocabulary = names.public_vocabulary(model_dir)
     if vocabulary is not None:
         files = vocabulary_named(vocabulary, transfer.config_of(source)["vocab_size"]).load().to_files()
         source = dataclasses.replace(source, vocabulary_files={"inputs": files, "targets": files})

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from t5x import checkpoints
-from t5x.checkpoints import transfer, tree
+from t5x.checkpoints import names, transfer, tree
 from t5x.checkpoints.assignment import Rules
 from t5x.checkpoints.checkpoint_files import open_files
 from t5x.checkpoints.checkpoint_identity import fingerprint
@@ -174,7 +174,7 @@ def open_for_all(path: str) -> Source:
     Raises:
       UserError: the processes find different checkpoints.
     """
-    source = open_checkpoint(path) if is_remote(path) else _open_chosen(path)
+    source = open_checkpoint(path) if is_remote(names.resolve(path)) else _open_chosen(path)
     consistency.require_same("checkpoint", lambda: {path: f"step {source.step}, {fingerprint(source, content=True)}"})
     return source
 

@@ -49,20 +49,25 @@ def evaluate_file(run: FileEvaluation, *, command: str = "") -> dict[int, dict[s
         raise UserError(f"{source.path} has different vocabularies for inputs and targets. Use gin files for it.")
     metrics = list(dict.fromkeys(run.metric))
     files = {SPLIT: absolute_path(run.data)}
-    task = file_task(files, vocabulary, run.inputs, run.targets, run.prefix, metric=metrics, name=TASK)
-    limits = {"inputs": ("--max_input_length", run.max_input_length), "targets": ("--max_length", run.max_length)}
+    data = run.description(source.data, source.path)
+    task = file_task(files, vocabulary, data.inputs, data.targets, data.prefix, metrics, TASK, data.columns)
+    limits = {
+        "inputs": ("--max_input_length", data.max_input_length),
+        "targets": ("--max_target_length", data.max_target_length),
+    }
     found = check_examples(task, SPLIT, limits, skip_bad_examples=run.skip_bad_examples)
     _check_names(task, found.first["targets"])
     lengths = {
-        "inputs": min(round_up_length(found.longest["inputs"]), run.max_input_length),
-        "targets": run.max_length,
+        "inputs": min(round_up_length(found.longest["inputs"]), data.max_input_length),
+        "targets": data.max_target_length,
     }
 
     # --- Decoding -----------------------------------------------------------------------------------------------------
     model = copy.copy(model)
-    model.decode_fn = Decoding(beams=run.beams).decode_fn(vocabulary, run.max_length)
+    model.decode_fn = Decoding(beams=run.beams).decode_fn(vocabulary, data.max_target_length)
     model.default_decoder_params = {"num_decodes": run.beams}
-    log.info("decoding: %s, at most %d tokens", f"{run.beams} beams" if run.beams > 1 else "greedy", run.max_length)
+    how = f"{run.beams} beams" if run.beams > 1 else "greedy"
+    log.info("decoding: %s, at most %d tokens", how, data.max_target_length)
 
     # --- Evaluation ---------------------------------------------------------------------------------------------------
     with contextlib.ExitStack() as closing:

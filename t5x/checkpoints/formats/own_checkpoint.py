@@ -10,7 +10,7 @@ from t5x.checkpoints.formats.source import Source
 from t5x.files.untrusted import parse_json
 
 MODEL_FILE = "model.json"
-_OPTIONAL = {"inputs_bidirectional_attention": bool, "template": dict}
+_OPTIONAL = {"inputs_bidirectional_attention": bool, "template": dict, "data": dict}
 _FIELDS = {"model": str, "network": str, "config": dict} | _OPTIONAL
 
 
@@ -28,6 +28,7 @@ def read_own_checkpoint(path: epath.PathLike) -> Source:
         vocabulary_files=read_vocabulary_files(path),
         inputs_bidirectional_attention=bool(description.get("inputs_bidirectional_attention")),
         template=description.get("template") or None,
+        data=description.get("data") or None,
     )
 
 

@@ -46,16 +46,6 @@ def read_vocabulary(path: str, vocab_size: int, tokenizer_class: Any) -> dict[st
     elif os.path.exists(f"{path}/{MODEL}"):
         vocabulary = _sentencepiece(f"{path}/{MODEL}", vocab_size, _stated_extra_ids(settings))
     elif os.path.exists(f"{path}/{TOKENIZER}"):
-        try:
-            import tokenizers  # noqa: F401
-        except ImportError:
-            logger.warning(
-                "Loading %s/%s without its vocabulary: the package tokenizers is not installed. Run `pip install "
-                "tokenizers`, or `pip install -e '.[hf]'` in the checkout of t5x.",
-                path,
-                TOKENIZER,
-            )
-            return {}
         vocabulary = HuggingFaceVocabulary(f"{path}/{TOKENIZER}")
     else:
         logger.warning(
