@@ -1,13 +1,15 @@
 """Names inside MODEL_DIR, and walks over its files.
 
 MODEL_DIR/
-  .lock                                     held by the training process (see lock.py)
+  .lock                                     held by the training process (see model_dir_lock.py)
   checkpoint_<step>/                        a complete checkpoint; incomplete ones never have this name
-    state/                                  the arrays (see arrays.py)
+    state/                                  the arrays (see array_reader.py)
     dataset/train-000-of-001.json           the position in the training data
     model.json  vocabulary/…  config.gin    other files that the caller passes
     MANIFEST.json                           size and SHA-256 of all of the above (see manifest.py)
     PINNED                                  optional: protects the checkpoint from retention
+    UNFINISHED                              in object stores, which cannot rename: without MANIFEST.json beside it, the
+                                            checkpoint is being written or removed
   checkpoint_<step>.tmp-<unique>/           being written or removed; not to be read
   checkpoint_<step>.damaged-<unique>/       moved aside because a complete one took its place
   checkpoint_<step>.foreign-<unique>/       the same, for a directory that is not a checkpoint of this program
@@ -29,9 +31,16 @@ from t5x.files.untrusted import is_plain_relative as is_plain_relative
 STATE = "state"
 MANIFEST = "MANIFEST.json"
 PINNED = "PINNED"
+UNFINISHED = "UNFINISHED"
 DATASET_STATE = "dataset/train-000-of-001.json"  # the data position of all rows, for any number of processes
 
 _STEP = r"checkpoint_(0|[1-9][0-9]*)"
+
+
+def location(path: epath.PathLike) -> str:
+    """Return `path` as an absolute local path or, if it is remote, as the URL."""
+    text = os.fspath(path)
+    return text.rstrip("/") if is_remote(text) else str(local_path(text))
 
 
 def local_path(path: epath.PathLike) -> epath.Path:
@@ -64,6 +73,15 @@ def step_of(path: epath.PathLike) -> int | None:
     """Return the step in the name of a finished checkpoint, or None for any other name."""
     match = re.fullmatch(_STEP, os.path.basename(os.fspath(path)))
     return int(match[1]) if match else None
+
+
+def list_steps(directory: epath.PathLike) -> list[int]:
+    """Return the steps of the finished checkpoints in a local MODEL_DIR, ascending; empty if it does not exist."""
+    if not os.path.isdir(directory):
+        return []
+    with os.scandir(directory) as entries:
+        steps = [step_of(entry.name) for entry in entries if entry.is_dir()]
+    return sorted(step for step in steps if step is not None)
 
 
 def is_temporary(path: epath.PathLike) -> bool:
