@@ -22,6 +22,7 @@ from t5x.data.dataset_config import DatasetConfig
 from t5x.data.loader import eval_batches
 from t5x.data.tasks import Task, get_subtasks
 from t5x.errors import UserError
+from t5x.files.directories import make_directory
 from t5x.metrics import translation
 from t5x.models import BaseTransformerModel
 from t5x.partitioning import PjitPartitioner, distributed
@@ -96,7 +97,7 @@ def evaluate(
             f"{name!r} has no metrics. Give the task metric_fns, or measure the loss: "
             "evaluate.training_evaluator_cls = @trainer.Trainer."
         )
-    output_dir = str(checkpoints.make_directory(output_dir, "EVAL_OUTPUT_DIR"))
+    output_dir = make_directory(output_dir, "EVAL_OUTPUT_DIR")
     done_file = os.path.join(output_dir, f"eval.{name}.ckpt")
     paths = distributed.decide("eval/checkpoints", lambda: _checkpoints(restore_checkpoint_cfg))
     resumable = len(paths) > 1 or restore_checkpoint_cfg.mode == "all"

@@ -54,12 +54,8 @@ def publish(directory: epath.PathLike, url: str, *, overwrite: bool) -> None:
     sizes = {name: status.st_size for name, status in paths.walk(directory)}
     target = destination.parent / f"{destination.name}.new-{secrets.token_hex(4)}" if exists else destination
     log.info("copying %d file(s), %s, to %s", len(sizes), human_size(sum(sizes.values())), destination.url)
-    stopped = threading.Event()
     try:
-        with copy_progress(sum(sizes.values())) as advance:
-            callback = _callback(advance, stopped)
-            put = lambda file, name: fs.put_file(os.path.join(directory, name), file.path, callback=callback)
-            _fill(target, sizes, put, stopped)
+        upload(directory, target)
     except BaseException:
         _remove(target)
         raise
@@ -72,6 +68,16 @@ def publish(directory: epath.PathLike, url: str, *, overwrite: bool) -> None:
             raise UserError(f"{error} The new checkpoint is complete at {target.url}: move it.") from error
         _remove(target)
     log.info("wrote %s", destination.url)
+
+
+def upload(directory: epath.PathLike, destination: RemotePath) -> None:
+    """Copy a local checkpoint to a remote directory, the file that makes it valid last."""
+    sizes = {name: status.st_size for name, status in paths.walk(directory)}
+    stopped = threading.Event()
+    with copy_progress(sum(sizes.values())) as advance:
+        callback = _callback(advance, stopped)
+        put = lambda file, name: file.fs.put_file(os.path.join(directory, name), file.path, callback=callback)
+        _fill(destination, sizes, put, stopped)
 
 
 def _fill(

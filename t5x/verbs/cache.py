@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from t5x.errors import UserError
+from t5x.files import user_files
 from t5x.verbs.arguments import leave_in_order, work_begins
 from t5x.verbs.verb_parser import VerbParser
 
@@ -29,8 +30,8 @@ def define(parser: VerbParser) -> None:
     parser.add_argument(
         "--output_dir",
         metavar="DIR",
-        help="default: the first directory in T5X_TASK_CACHES, a list separated by ':' that is searched for caches. If "
-        "unset, it is `tasks` in T5X_CACHE_DIR or ~/.cache/t5x; if empty, no cache is used",
+        help="local or remote; default: the first directory in T5X_TASK_CACHES, a list separated by ':' that is "
+        "searched for caches. If unset, it is `tasks` in T5X_CACHE_DIR or ~/.cache/t5x; if empty, no cache is used",
     )
     parser.add_argument("--num_workers", type=int, metavar="N", help="processes (default: one per core)")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing cache")
@@ -67,7 +68,7 @@ def cache_tasks(
       output_dir: directory of the caches; None is where they are looked up.
       options: arguments of `cache_writer.write`.
     """
-    from t5x.data import cache_reader, cache_writer
+    from t5x.data import cache_writer
     from t5x.data.tasks import check_split, get_mixture_or_task, get_subtasks
 
     found = get_mixture_or_task(name)
@@ -78,7 +79,7 @@ def cache_tasks(
     if all(reasons.values()):
         raise UserError("\n".join(reasons.values()))
     if output_dir is not None:
-        output_dir = cache_reader.local_directory(output_dir, "--output_dir")
+        output_dir = user_files.absolute_path(output_dir)
     rows = [("task", "split", "examples", "tokens", "bytes", "seconds")]
     for task in tasks:
         if reasons[task.name]:
