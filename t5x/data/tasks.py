@@ -296,7 +296,8 @@ _OF_T5 = re.compile(r"(^|_)v\d{3}(_|$)|^(c4|mc4|glue|super_glue|wmt)_")  # names
 def _unknown(name: str, kind: str, names: Sequence[str]) -> str:
     near = difflib.get_close_matches(str(name), names, n=4, cutoff=0.5) or sorted(names)[:8]
     hint = f"Similar names: {', '.join(near)}." if near else "None is registered."
-    if _OF_T5.search(str(name)) and "t5" not in sys.modules:
+    is_typo = difflib.get_close_matches(str(name), names, cutoff=0.8)
+    if _OF_T5.search(str(name)) and "t5" not in sys.modules and not is_typo:
         return (
             f"There is no {kind} {name!r}. It looks like one of the package t5: pass --import=t5.data.tasks, or bind "
             f"MIXTURE_OR_TASK_MODULE = 't5.data.tasks'. {user_modules.INSTALL_T5}"
