@@ -122,7 +122,7 @@ def train(
 
         # --- Random numbers -------------------------------------------------------------------------------------------
         seed = 0 if random_seed is None else random_seed
-        log.info("random seed: %d%s", seed, " (default)" if random_seed is None else "")
+        log.debug("random seed: %d%s", seed, " (default)" if random_seed is None else "")
         init_rng, dropout_rng = jax.random.split(jax.random.key(seed))
         if use_hardware_rng:
             log.warning(
@@ -256,7 +256,7 @@ def train(
                 log.info("compiled the train step in %.1f s", trainer.compile(batch))
                 distributed.barrier("compiled")  # collectives time out if a process is late
             cost = StepCost.of(model.module, batch, rows=batch_size, devices=partitioner.mesh.devices.flatten())
-            log.info("%s", cost)
+            log.log(logging.DEBUG if cost.peak is None else logging.INFO, "%s", cost)
             lines = MetricLines(
                 writer.write_scalars if writer is not None else lambda step, metrics: None,
                 before=run.metrics,
@@ -279,6 +279,7 @@ def train(
             last_step, ended = trainer_lib.run_loop(
                 trainer, loader, times, first_step=first_step, batch_size=batch_size, lines=lines, clock=clock,
                 save=save, evaluate=evaluate, actions=actions, stop=stop, show_progress=leader,
+                counted_from=0 if relative_steps is None else run.first_step,
             )  # fmt: skip
             lines.wait()
         store.wait()
