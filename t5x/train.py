@@ -3,8 +3,7 @@
 import contextlib
 import logging
 import os
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,8 +17,7 @@ from t5x.data import Evaluator
 from t5x.data.dataset_config import DatasetConfig
 from t5x.data.file_tasks import describe_data
 from t5x.errors import UserError
-from t5x.files.mirror import mirrored
-from t5x.files.remote import is_remote
+from t5x.files.mirror import local_files
 from t5x.models import BaseTransformerModel
 from t5x.network.flops import StepCost
 from t5x.partitioning import PjitPartitioner, distributed
@@ -116,7 +114,7 @@ def train(
     with (
         checkpoints.ModelDirLock(model_dir) as home,
         trainer_lib.StopRequest() as stop,
-        _files(model_dir, leader) as (files_dir, upload_files),
+        local_files(model_dir, writes=leader, unread=_is_not_read) as (files_dir, upload_files),
         _store(model_dir, files_dir, save_cfg, upload_files) as store,
         contextlib.ExitStack() as closing,
     ):
@@ -124,7 +122,7 @@ def train(
 
         # --- Random numbers -------------------------------------------------------------------------------------------
         seed = 0 if random_seed is None else random_seed
-        log.info("random seed: %d%s", seed, " (default)" if random_seed is None else "")
+        log.debug("random seed: %d%s", seed, " (default)" if random_seed is None else "")
         init_rng, dropout_rng = jax.random.split(jax.random.key(seed))
         if use_hardware_rng:
             log.warning(
@@ -258,7 +256,7 @@ def train(
                 log.info("compiled the train step in %.1f s", trainer.compile(batch))
                 distributed.barrier("compiled")  # collectives time out if a process is late
             cost = StepCost.of(model.module, batch, rows=batch_size, devices=partitioner.mesh.devices.flatten())
-            log.info("%s", cost)
+            log.log(logging.DEBUG if cost.peak is None else logging.INFO, "%s", cost)
             lines = MetricLines(
                 writer.write_scalars if writer is not None else lambda step, metrics: None,
                 before=run.metrics,
@@ -281,6 +279,7 @@ def train(
             last_step, ended = trainer_lib.run_loop(
                 trainer, loader, times, first_step=first_step, batch_size=batch_size, lines=lines, clock=clock,
                 save=save, evaluate=evaluate, actions=actions, stop=stop, show_progress=leader,
+                counted_from=0 if relative_steps is None else run.first_step,
             )  # fmt: skip
             lines.wait()
         store.wait()
@@ -332,19 +331,6 @@ def _check(
             raise UserError(
                 f"utils.RestoreCheckpointConfig.dtype is {restore_cfg.dtype!r}, but parameters are trained in float32."
             )
-
-
-@contextlib.contextmanager
-def _files(model_dir: str, leader: bool) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Yield the local directory for all files of the run except checkpoints, and a function that uploads them."""
-    if not is_remote(model_dir):
-        yield model_dir, lambda: None
-    elif leader:
-        with mirrored(model_dir, unread=_is_not_read) as mirror:
-            yield mirror.directory, mirror.upload
-    else:
-        with tempfile.TemporaryDirectory() as directory:
-            yield directory, lambda: None
 
 
 def _is_not_read(name: str) -> bool:

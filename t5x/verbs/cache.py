@@ -9,15 +9,12 @@ from typing import Any
 from t5x.errors import UserError
 from t5x.files import user_files
 from t5x.verbs.arguments import leave_in_order, work_begins
+from t5x.verbs.verb_parser import VerbParser
 
 logger = logging.getLogger(__name__)
 
 
-def define(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Tokenize the examples of a task, or of all tasks of a mixture, once. Training finds the cache by itself, and "
-        "its batches stay the same. If interrupted, run the same command again: it resumes."
-    )
+def define(parser: VerbParser) -> None:
     parser.add_argument("name", metavar="TASK", help="a registered task or mixture")
     parser.add_argument(
         "--import",
@@ -41,7 +38,11 @@ def define(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--drop_text", action="store_true", help="omit *_pretokenized: smaller, for training only")
     parser.add_argument("--skip_bad_examples", action="store_true", help="skip and count examples that cannot be read")
     parser.add_argument("--runner", metavar="RUNNER", help="Apache Beam runner, such as DirectRunner (default: none)")
-    parser.epilog = "example:\n  t5x cache --import my_tasks.py my_task --split train"
+    parser.set_help(
+        "Tokenize the examples of a task, or of all tasks of a mixture, once. Training finds the cache by itself, and "
+        "its batches stay the same. If interrupted, run the same command again: it resumes.",
+        "t5x cache dates --import t5x.examples.demo.dates --split test",
+    )
 
 
 _OPTIONS = ("splits", "output_dir", "num_workers", "overwrite", "drop_text", "skip_bad_examples", "runner")

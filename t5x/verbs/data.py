@@ -10,16 +10,13 @@ from t5x.errors import UserError
 from t5x.verbs import file_options
 from t5x.verbs.arguments import add_import, import_modules, work_begins
 from t5x.verbs.file_options import FileReport
+from t5x.verbs.verb_parser import VerbParser
 
 if TYPE_CHECKING:
     from t5x.data.tasks import Task
 
 
-def define(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Show the examples of a task, a mixture or a data file: the result of each preprocessor, tokens, a row of a "
-        "batch, lengths, padding and truncation."
-    )
+def define(parser: VerbParser) -> None:
     parser.add_argument("name", metavar="TASK", nargs="?", help="a registered task or mixture, unless --data is given")
     add_import(parser)
     parser.add_argument("--split", default="train", help="default: train")
@@ -28,10 +25,14 @@ def define(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pack", action="store_true", help="show a packed row")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the order and of preprocessors (0)")
     file_options.add(parser, "data file (without a task)", FileReport)
-    parser.epilog = (
-        "examples:\n  t5x data my_task --import my_tasks.py --lengths inputs=512,targets=64 --pack\n"
-        "  t5x data --data train.jsonl --inputs question --targets answer --vocabulary spiece.model\n"
-        "  t5x data --data test.tsv --model runs/mine"
+    parser.set_help(
+        "Show the examples of a task, a mixture or a data file: the result of each preprocessor, tokens, a row of a "
+        "batch, lengths, padding and truncation.",
+        """
+        t5x data --data train.tsv --inputs question --targets answer --model google/flan-t5-small
+        t5x data --data test.tsv --model runs/mine
+        t5x data dates --import t5x.examples.demo.dates --lengths inputs=64,targets=16 --pack
+        """,
     )
 
 

@@ -42,7 +42,7 @@ class DataOptions:
         metadata={
             "metavar": "A,B",
             "type": lambda text: text.split(","),
-            "help": "names of the columns of a .tsv or .csv file without a header",
+            "help": "names of the columns of a file without a header",
         },
     )
     max_input_length: int | None = _option("N", "tokens of an input; longer ones are truncated (512)")
@@ -72,7 +72,7 @@ class DataOptions:
 class FileOptions(DataOptions):
     """The options that describe a data file."""
 
-    data: str = _option("FILE", ".jsonl, .tsv, .csv or .parquet; also compressed (.gz, .bz2, .xz)", _REQUIRED)
+    data: str = _option("FILE", ".jsonl, .tsv, .csv or .parquet; also compressed", _REQUIRED)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -92,19 +92,19 @@ class FileTraining(FileOptions):
     Steps are counted from the start of this run, whatever the model's own step. The learning rate is constant.
     """
 
-    valid: str | None = _option("FILE", "held-out file of the same kind; its loss and metric are reported")
+    valid: str | None = _option("FILE", "held-out file, whose loss and metric are reported")
     model: str | None = _option("CHECKPOINT", "fine-tune it; any format that `t5x inspect` reads")
     size: str | None = _option("SIZE", "or train from scratch: small, base, large, xl, xxl")
     family: str = _option("FAMILY", "of --size: t5_1_1 (default), t5_1_0, mt5, byt5", "t5_1_1")
-    model_dir: str = _option("DIR", "directory of the run; a run in the same directory resumes", _REQUIRED)
+    model_dir: str = _option("DIR", "directory of the run, where it resumes", _REQUIRED)
     steps: int = _option("N", "training steps, counted from the start of this run", _REQUIRED)
     batch_size: int = _option("N", "examples per step (32)", 32)
     optimizer: str = dataclasses.field(
         default="adafactor", metadata={"choices": OPTIMIZERS, "help": "default: adafactor", "metavar": "NAME"}
     )
-    learning_rate: float | None = _option("X", "constant (0.001; from scratch 0.01); needed with --optimizer")
-    eval_every: int = _option("N", "steps between evaluations (1000); the last step is always evaluated", 1000)
-    save_every: int = _option("N", "steps between checkpoints (1000); the newest 3 are kept", 1000)
+    learning_rate: float | None = _option("X", "constant (0.001; from scratch 0.01)")
+    eval_every: int = _option("N", "steps between evaluations (1000)", 1000)
+    save_every: int = _option("N", "steps between checkpoints (1000); keeps 3", 1000)
     metric: str = _option(
         "NAME", "exact_match (default), accuracy, … of t5x.metrics, your own module:function, or none", "exact_match"
     )
@@ -151,7 +151,7 @@ class FileEvaluation(FileOptions):
 def add(parser: argparse.ArgumentParser, title: str, options: type[DataOptions] = FileOptions) -> Any:
     """Add a group with these options, and return it."""
     group = parser.add_argument_group(title)
-    for field in dataclasses.fields(options):
+    for field in sorted(dataclasses.fields(options), key=lambda field: field.name not in ("data", "model", "valid")):
         settings = dict(field.metadata)
         names = [f"--{field.name}", *settings.pop("also", ())]
         group.add_argument(*names, dest=field.name, default=None, **settings)

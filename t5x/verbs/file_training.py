@@ -204,7 +204,6 @@ def _run_bindings(options: FileTraining, data: DataDescription, task_arguments: 
     from t5x.network import default_dtype
 
     dtype = options.dtype or default_dtype()
-    log.info("activations are %s (set with --dtype)", dtype)
     values = {
         "MODEL_DIR": absolute_path(options.model_dir),
         "TRAIN_STEPS": 0,

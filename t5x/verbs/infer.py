@@ -4,12 +4,16 @@ import argparse
 
 from t5x.errors import UserError
 from t5x.verbs import file_options
-from t5x.verbs.arguments import DTYPE, add_gin, describe, run_gin
+from t5x.verbs.arguments import DTYPE, add_gin, run_gin
 from t5x.verbs.file_options import DataOptions
 from t5x.verbs.job_options import add_batches, add_output, add_shards, flags, given_options, job_process
+from t5x.verbs.verb_parser import VerbParser
+
+_FROM_FILE = "--model runs/demo --input -"
+_FROM_GIN = "--gin_file=t5x/configs/runs/infer.gin --gin_file=my_model.gin --gin.CHECKPOINT_PATH=runs/mine"
 
 
-def define(parser: argparse.ArgumentParser) -> None:
+def define(parser: VerbParser) -> None:
     file = parser.add_argument_group("a file, with only a model directory")
     file.add_argument("--model", metavar="DIR", help="a checkpoint, or a MODEL_DIR (its newest complete checkpoint)")
     file.add_argument(
@@ -23,7 +27,7 @@ def define(parser: argparse.ArgumentParser) -> None:
     file.add_argument("--output_ids", action="store_true", default=None, help="also write prediction_tokens")
     file.add_argument("--dtype", **DTYPE)
     file_options.add(parser, "how the file is read (default: as the model was trained)", DataOptions)
-    decoding = parser.add_argument_group("decoding, with --model", "greedy by default")
+    decoding = parser.add_topic("decoding", "decoding, with --model", "Greedy by default.")
     decoding.add_argument(
         "--beams", type=int, metavar="N",
         help="beam search (1, greedy); scores are divided by T5X's ((5 + length) / 6) ** 0.6",
@@ -44,15 +48,13 @@ def define(parser: argparse.ArgumentParser) -> None:
     decoding.add_argument("--choices", metavar="FILE", help="the only possible outputs, one per line")
     add_shards(parser)
     add_gin(parser)
-    describe(
-        parser,
+    parser.set_help(
         "Write a model's predictions or scores: for a file with --model and --input, or for a task with gin files. A "
         "run that was interrupted resumes.",
-        """
-        t5x infer --model runs/demo --input dates.txt --output predictions.jsonl
-        t5x infer --model google/flan-t5-small --input in.jsonl --output out.jsonl --beams 4 --max_length 64
-        echo "the third of March '97" | t5x infer --model runs/demo --input -
-        t5x infer --gin_file=t5x/configs/runs/infer.gin --gin_file=my_model.gin --gin.CHECKPOINT_PATH=… …
+        f"""
+        echo "the third of March '97" | t5x infer {_FROM_FILE}
+        t5x infer --model google/flan-t5-small --input test.tsv --output predictions.jsonl --beams 4
+        t5x infer {_FROM_GIN}
         """,
     )
 
@@ -78,7 +80,7 @@ def run(args: argparse.Namespace) -> None:
 
         if args.gin_file or args.gin_bindings:
             args.gin_bindings += [f"infer.{name} = {value}" for name, value in shard.items()]
-        return run_gin(args, infer)
+        return run_gin(args, infer, (_FROM_FILE, _FROM_GIN))
     if args.gin_file or args.gin_bindings or args.dry_run:
         raise UserError("--gin_file, --gin.… and --dry_run cannot be used with --model, which reads the checkpoint's.")
     if args.tfds_data_dir or args.seqio_additional_cache_dirs:
