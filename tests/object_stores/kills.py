@@ -57,7 +57,8 @@ def arguments(verb: str, place: Path, output: str) -> list[str]:
         "infer": [model, f"--input={place / 'in.txt'}", f"--output={output}/out.jsonl", *small, *short],
         "answer": [
             model, f"--input={place / 'questions.jsonl'}", f"--output={output}/out.jsonl",
-            f"--squad_predictions={output}/predictions.json", "--stride=1", "--max_length=4", "--max_input_length=40", *small,
+            f"--squad_predictions={output}/predictions.json", "--stride=1", "--max_length=4", "--max_input_length=40",
+            *small,
         ],
         "rerank": [
             model, f"--input={place / 'query.tsv'}", f"--output={output}/out.jsonl", "--format=jsonl", "--labels=a,b",
