@@ -4,9 +4,10 @@
     python benchmarks/checkpoint_stores.py --directory gs --latency 0.01     # a server on this machine; also s3
     python benchmarks/checkpoint_stores.py --directory gs://bucket/benchmark --stores t5x,orbax
 
-The stores take turns, `--rounds` times. A turn is a job of its own, on CPUs unless JAX_PLATFORMS is set; its processes
-share the state as `fsdp` shards it. It saves twice and counts the second save, since a run saves many times. Then it
-drops the state and the page cache, restores once, as a resumed run does, and compares checksums of the arrays.
+Each store has a job of its own, on CPUs unless JAX_PLATFORMS is set. Its processes share the state as `fsdp` shards it.
+The jobs start together and then take turns: while one saves and restores, the others wait. Every job's first turn is a
+warm-up; `--rounds` more count. Before it restores, a job drops the state and the page cache; then it compares checksums
+of the arrays.
 
     t5x                 CheckpointStore: flushed, with a manifest of SHA-256 hashes that the restore verifies
     orbax               AsyncCheckpointer with PyTreeCheckpointHandler and its defaults, which compress (zstd)
@@ -30,10 +31,12 @@ import contextlib
 import ctypes
 import functools
 import gc
+import itertools
 import json
 import os
 import pathlib
 import shutil
+import signal
 import socket
 import statistics
 import subprocess
@@ -111,11 +114,16 @@ def compare(
     size: str, processes: int, stores: list[str], count: int, directory: str, environment: Mapping[str, str]
 ) -> None:
     """Print a row for each store."""
-    turns = {store: functools.partial(run_job, store, size, processes, directory, environment) for store in stores}
     results = defaultdict(list)
-    for store, result in rounds.in_turns(turns, count, may_fail=stores):
-        print(json.dumps({"store": store, "size": size, "processes": processes, **result}), file=sys.stderr, flush=True)
-        results[store].append(result)
+    with contextlib.ExitStack() as jobs:
+        turns = {
+            store: jobs.enter_context(Job(store, size, processes, directory, environment)).take_turn for store in stores
+        }
+        for store, result in rounds.in_turns(turns, 1 + count, may_fail=stores):
+            described = {"store": store, "size": size, "processes": processes, **result}
+            print(json.dumps(described), file=sys.stderr, flush=True)
+            results[store].append(result)
+    results = {store: turns[1:] for store, turns in results.items() if turns[1:]}
     medians = {
         store: {name: statistics.median(turn[name] for turn in turns) for name in (*METRICS, "others")}
         for store, turns in results.items()
@@ -129,21 +137,42 @@ def compare(
         print(f"| {state} | {processes} | {store} | {' | '.join(cells)} | {median['others']:.1f} |", flush=True)
 
 
-def run_job(store: str, size: str, processes: int, directory: str, environment: Mapping[str, str]) -> dict[str, float]:
-    """Run one turn."""
-    others = busy_cores()
-    place = os.path.join(directory, f"checkpoint-stores-{uuid.uuid4().hex[:8]}")
-    turn = {"store": store, "size": size, "processes": processes, "port": free_port(), "directory": place}
-    platform = os.environ.get("JAX_PLATFORMS", "cpu")
-    try:
-        return rounds.run(worker_command(turn), JAX_PLATFORMS=platform, **environment) | {"others": others}
-    finally:
-        if "://" not in place:
-            shutil.rmtree(place, ignore_errors=True)
+class Job:
+    """The processes of one store, which wait for their turns."""
+
+    def __init__(self, store: str, size: str, processes: int, directory: str, environment: Mapping[str, str]):
+        self._directory = os.path.join(directory, f"checkpoint-stores-{uuid.uuid4().hex[:8]}")
+        job = {"store": store, "size": size, "processes": processes, "port": free_port(), "directory": self._directory}
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
+        self._process = subprocess.Popen(
+            worker_command(job), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
+            env={"JAX_PLATFORMS": "cpu", **os.environ, **environment}, start_new_session=True,
+        )  # fmt: skip
+
+    def take_turn(self) -> dict[str, float]:
+        others = busy_cores()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(b"\n")
+            self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.startswith(b"{"):
+                return {**json.loads(line), "others": others}
+        self._errors.seek(0)
+        raise rounds.Failed(self._errors.read().decode(errors="replace")[-3000:])
+
+    def __enter__(self) -> "Job":
+        return self
+
+    def __exit__(self, *_) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        if "://" not in self._directory:
+            shutil.rmtree(self._directory, ignore_errors=True)
 
 
-def worker_command(turn: Mapping[str, Any], index: int = 0) -> list[str]:
-    return [sys.executable, __file__, "--worker", json.dumps({**turn, "index": index})]
+def worker_command(job: Mapping[str, Any], index: int = 0) -> list[str]:
+    return [sys.executable, __file__, "--worker", json.dumps({**job, "index": index})]
 
 
 def busy_cores() -> float:
@@ -227,65 +256,61 @@ def open_store(store: str, directory: str) -> OurStore | OrbaxStore:
 
 
 def work(store: str, size: str, processes: int, port: int, directory: str, index: int) -> None:
-    """Take a turn as one of its processes. Process 0 starts the others and prints the maximum of each metric."""
-    started = []
+    """Take turns as one process of a job. Process 0 starts the others and prints the maximum of each metric."""
     if processes > 1:
-        turn = {"store": store, "size": size, "processes": processes, "port": port, "directory": directory}
-        if index == 0:
-            started = [subprocess.Popen(worker_command(turn, other)) for other in range(1, processes)]
+        job = {"store": store, "size": size, "processes": processes, "port": port, "directory": directory}
+        for other in range(1, processes) if index == 0 else ():
+            subprocess.Popen(worker_command(job, other), stdin=subprocess.DEVNULL)
         jax.distributed.initialize(f"127.0.0.1:{port}", processes, index)
-    results = distributed.exchange("metrics", measure(store, size, directory))
-    if index == 0:
-        print(json.dumps({name: max(result[name] for result in results) for name in results[0]}))
-    if processes > 1:
-        jax.distributed.shutdown()  # waits for the others, so before the end of their processes
-    for process in started:
-        process.wait()
-
-
-def measure(store: str, size: str, directory: str) -> dict[str, float]:
-    """Save and restore; return the metrics of this process."""
-    workload = ShardedWorkload(size, batch=jax.process_count(), inputs=32, targets=8)
+    workload = ShardedWorkload(size, batch=processes, inputs=32, targets=8)
     tree, abstract = workload.state().tree(), workload.layout.abstract.tree()
-    jax.block_until_ready(tree)
-    state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
-    own_bytes = sum(shard.data.nbytes for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards)
-    is_local = "://" not in directory
-    if is_local:
-        os.makedirs(directory, exist_ok=True)
-    opened = open_store(store, directory)
-
-    for step in (1, 2):
-        distributed.barrier("save")
-        before = start_peak()
-        began, began_cpu = time.perf_counter(), time.process_time()
-        opened.save(step, tree)
-        blocking = time.perf_counter() - began
-        opened.wait()
-        done, save_cpu = time.perf_counter() - began, time.process_time() - began_cpu
-        save_peak = peak() - before
-
     expected = checksum(tree)
-    del tree
-    if is_local and distributed.is_leader():
-        drop_from_cache(directory)
-    distributed.barrier("restore")
-    before = start_peak()
+    for turn in itertools.count():
+        if index == 0 and not sys.stdin.readline():
+            return
+        place = f"{directory}/{turn}"
+        opened = open_store(store, place)
+        saved = measure_save(opened, tree)
+        del tree
+        if index == 0 and "://" not in place:
+            drop_from_cache(place)
+        tree, restored = measure_restore(opened, abstract)
+        if checksum(tree) != expected:
+            raise SystemExit(f"{store} restored something else than it saved")
+        results = distributed.exchange("metrics", {**saved, **restored})
+        if index == 0:
+            epath.Path(place).rmtree()
+            print(json.dumps({name: max(result[name] for result in results) for name in results[0]}), flush=True)
+
+
+def measure_save(opened: OurStore | OrbaxStore, tree: Any) -> dict[str, float]:
+    distributed.barrier("save")
+    memory_before = start_peak()
     began, began_cpu = time.perf_counter(), time.process_time()
-    tree = opened.restore(2, abstract)
-    jax.block_until_ready(tree)
-    restore, restore_cpu = time.perf_counter() - began, time.process_time() - began_cpu
-    restore_peak = peak() - before - own_bytes
-    if checksum(tree) != expected:
-        raise SystemExit(f"{store} restored something else than it saved")
-    distributed.barrier("end")
-    if not is_local and distributed.is_leader():
-        epath.Path(directory).rmtree()
+    opened.save(1, tree)
+    blocking = time.perf_counter() - began
+    opened.wait()
     return {
-        "state_gb": state_bytes / 1e9, "blocking_s": blocking, "done_s": done, "restore_s": restore,
-        "save_cpu_s": save_cpu, "restore_cpu_s": restore_cpu,
-        "save_mb": save_peak / 1e6, "restore_mb": restore_peak / 1e6,
-    }  # fmt: skip
+        "state_gb": sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) / 1e9,
+        "blocking_s": blocking,
+        "done_s": time.perf_counter() - began,
+        "save_cpu_s": time.process_time() - began_cpu,
+        "save_mb": (peak() - memory_before) / 1e6,
+    }
+
+
+def measure_restore(opened: OurStore | OrbaxStore, abstract: Any) -> tuple[Any, dict[str, float]]:
+    distributed.barrier("restore")
+    memory_before = start_peak()
+    began, began_cpu = time.perf_counter(), time.process_time()
+    tree = jax.block_until_ready(opened.restore(1, abstract))
+    seconds, cpu_seconds, most = time.perf_counter() - began, time.process_time() - began_cpu, peak()
+    own_bytes = sum(shard.data.nbytes for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards)
+    return tree, {
+        "restore_s": seconds,
+        "restore_cpu_s": cpu_seconds,
+        "restore_mb": (most - memory_before - own_bytes) / 1e6,
+    }
 
 
 def start_peak() -> int:

@@ -3,8 +3,7 @@
 import contextlib
 import logging
 import os
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,8 +17,7 @@ from t5x.data import Evaluator
 from t5x.data.dataset_config import DatasetConfig
 from t5x.data.file_tasks import describe_data
 from t5x.errors import UserError
-from t5x.files.mirror import mirrored
-from t5x.files.remote import is_remote
+from t5x.files.mirror import local_files
 from t5x.models import BaseTransformerModel
 from t5x.network.flops import StepCost
 from t5x.partitioning import PjitPartitioner, distributed
@@ -116,7 +114,7 @@ def train(
     with (
         checkpoints.ModelDirLock(model_dir) as home,
         trainer_lib.StopRequest() as stop,
-        _files(model_dir, leader) as (files_dir, upload_files),
+        local_files(model_dir, writes=leader, unread=_is_not_read) as (files_dir, upload_files),
         _store(model_dir, files_dir, save_cfg, upload_files) as store,
         contextlib.ExitStack() as closing,
     ):
@@ -333,19 +331,6 @@ def _check(
             raise UserError(
                 f"utils.RestoreCheckpointConfig.dtype is {restore_cfg.dtype!r}, but parameters are trained in float32."
             )
-
-
-@contextlib.contextmanager
-def _files(model_dir: str, leader: bool) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Yield the local directory for all files of the run except checkpoints, and a function that uploads them."""
-    if not is_remote(model_dir):
-        yield model_dir, lambda: None
-    elif leader:
-        with mirrored(model_dir, unread=_is_not_read) as mirror:
-            yield mirror.directory, mirror.upload
-    else:
-        with tempfile.TemporaryDirectory() as directory:
-            yield directory, lambda: None
 
 
 def _is_not_read(name: str) -> bool:

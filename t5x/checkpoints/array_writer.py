@@ -24,8 +24,10 @@ from t5x.checkpoints.formats.zarr_arrays import choose_chunks
 from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.checkpoints.save_errors import VanishedFiles
 from t5x.errors import UserError
+from t5x.files.remote import is_remote
 from t5x.files.system_errors import first_line
 
+_COMMITTED = "commit_success.txt"  # without it, Orbax takes a directory in GCS for unfinished
 _COMMIT_BYTES = 64 * 2**20  # each commit is slow and leaves an old version of the index behind
 
 
@@ -119,6 +121,8 @@ def _complete(directory: epath.PathLike, shapes: Mapping[str, jax.ShapeDtypeStru
     }  # fmt: skip
     files = open_files(directory)
     files.write(METADATA, json.dumps(content).encode())
+    if is_remote(directory):
+        files.write(_COMMITTED, b"")
     try:
         if missing := shapes.keys() - array_reader.read_shapes(directory).keys():
             raise ValueError(f"{min(missing)} is missing")

@@ -7,6 +7,7 @@ changed: every minute, and whenever `upload` is called. A program that starts ag
 import contextlib
 import logging
 import os
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 
@@ -14,7 +15,7 @@ from t5x.errors import UserError
 from t5x.files import atomic
 from t5x.files.directories import upload_directory
 from t5x.files.downloads import download
-from t5x.files.remote import RemotePath, run_concurrently
+from t5x.files.remote import RemotePath, is_remote, run_concurrently
 from t5x.files.untrusted import is_plain_relative
 
 log = logging.getLogger(__name__)
@@ -132,3 +133,24 @@ def mirrored(url: str, *, unread: Callable[[str], bool]) -> Iterator[Mirror]:
             mirror.close()
         except UserError as error:
             raise UserError(f"{error} The same command writes the files of {url} that are missing.") from error
+
+
+@contextlib.contextmanager
+def local_files(
+    directory: str, *, writes: bool, unread: Callable[[str], bool]
+) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Yield a local directory for the files of a local or remote one, and a function that uploads them.
+
+    Args:
+      directory: a local directory, which is used itself, or a URL.
+      writes: whether this process writes the files; what other processes write is dropped.
+      unread: see `mirrored`.
+    """
+    if not is_remote(directory):
+        yield directory, lambda: None
+    elif writes:
+        with mirrored(directory, unread=unread) as mirror:
+            yield mirror.directory, mirror.upload
+    else:
+        with tempfile.TemporaryDirectory() as scratch:
+            yield scratch, lambda: None

@@ -16,6 +16,7 @@ from t5x.data.loader import round_up_length
 from t5x.data.tasks import Task
 from t5x.errors import UserError
 from t5x.eval import evaluate
+from t5x.files.directories import open_directory
 from t5x.files.user_files import absolute_path
 from t5x.inference.loaded import open_model
 from t5x.inference.options import Decoding
@@ -38,7 +39,7 @@ def evaluate_file(run: FileEvaluation, *, command: str = "") -> dict[int, dict[s
       command: the command line, to be stored in the output directory.
     """
     if run.all and run.output:
-        _check_same_command(os.path.join(run.output, COMMAND_FILE), command)
+        _check_same_command(run.output, command)
 
     # --- Model and data -----------------------------------------------------------------------------------------------
     source, model = open_model(run.model, run.vocabulary, run.dtype)
@@ -107,16 +108,14 @@ def _check_names(task: Task, target: str) -> None:
             names[name] = metric.__name__
 
 
-def _check_same_command(path: str, command: str) -> None:
+def _check_same_command(output: str, command: str) -> None:
     """Raise a UserError if the checkpoints already evaluated, which are skipped, had another command."""
-    if not os.path.exists(path):
+    content = open_directory(output).read_bytes(COMMAND_FILE)
+    if content is None:
         return
-    with open(path, encoding="utf-8") as file:
-        before = file.read().split("\n", 1)[1].strip()
+    before = content.decode().split("\n", 1)[1].strip()
     if before != command:
-        raise UserError(
-            f"{os.path.dirname(path)} has the results of another command:\n  {before}\nPass another --output."
-        )
+        raise UserError(f"{output} has the results of another command:\n  {before}\nPass another --output.")
 
 
 def _write_command(output_dir: str, summary_writer: Any, step: int, command: str) -> None:
