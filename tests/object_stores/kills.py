@@ -88,7 +88,7 @@ def run(verb: str, place: Path, store: servers.Store, kills: int, rng: random.Ra
     local, log = place / verb, place / f"{verb}.log"
     local.mkdir()
     began = time.monotonic()
-    process = start(verb, arguments(verb, place, str(local)), log, T5X_CACHE_DIR=str(place / "cache"))
+    process = start(verb, arguments(verb, place, str(local)), log, T5X_CACHE_DIR=str(place / "local-cache"))
     assert process.wait() == 0, log.read_text()
     seconds = time.monotonic() - began
     remote = RemotePath.parse(f"{store.url}/{verb}")
