@@ -14,9 +14,11 @@ if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)].removeprefix("-m").p
 
 import functools
 import os
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # without the import of `typing`: until the program handles signals, Ctrl-C shows a traceback
 if TYPE_CHECKING:
+    from typing import Any
+
     from t5x.inference.loaded import LoadedModel
 
 __version__ = "0.1.0"
@@ -34,7 +36,10 @@ def load(model_dir: str, **options: Any) -> LoadedModel:
     Args:
       options: `vocabulary`, `dtype` and `partitioner`, see `t5x.inference.loaded.load`.
     """
-    from t5x.inference import loaded
+    from t5x.lazy_imports import delay_interrupts
+
+    with delay_interrupts():
+        from t5x.inference import loaded
 
     return loaded.load(model_dir, **options, model_class=_model_class())
 

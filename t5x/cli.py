@@ -48,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
     The exit code is 0, 2 for errors that the user can fix, 130 after Ctrl-C, or 75 (retry) after SIGTERM.
     """
+    signal.signal(signal.SIGINT, _leave_at_once)
     _search_working_directory_last()
     argv = list(sys.argv[1:] if argv is None else argv)
     verb = argv[0] if argv else None
@@ -98,8 +99,8 @@ def run_verb(verb: str, argv: Sequence[str], end: Callable[[int], int] = int) ->
     Args:
       end: called with the exit code after Ctrl-C or SIGTERM, while the exception is still alive.
     """
-    signal.signal(signal.SIGTERM, _leave_at_once)
     signal.signal(signal.SIGINT, _leave_at_once)
+    signal.signal(signal.SIGTERM, _leave_at_once)
     from t5x import configuration, startup
     from t5x.verbs.arguments import Terminated
     from t5x.verbs.verb_parser import VerbParser

@@ -30,19 +30,21 @@ def _outside_imports(handler: Handler) -> Handler:
     """Wrap a signal handler that raises, so that it does not raise while a module is imported.
 
     Extension modules run Python code when they are initialised, and abort or swallow what is raised there. The signal
-    is sent again until the import has ended. A second signal meanwhile is handled at once.
+    is sent again until the import has ended. A second signal meanwhile ends the process at once.
     """
 
     @functools.wraps(handler)
     def handle(signum: int, frame: FrameType | None) -> None:
         is_second = signum in _deferred and signum not in _resent
         _resent.discard(signum)
-        if _is_importing(frame) and not is_second:
-            _deferred.add(signum)
-            threading.Timer(_RESEND_SECONDS, _send_again, (signum,)).start()
-        else:
+        if not _is_importing(frame):
             _deferred.discard(signum)
             handler(signum, frame)
+        elif is_second:
+            os._exit(130 if signum == signal.SIGINT else 75)
+        else:
+            _deferred.add(signum)
+            threading.Timer(_RESEND_SECONDS, _send_again, (signum,)).start()
 
     return handle
 

@@ -57,7 +57,8 @@ def arguments(verb: str, place: Path, output: str) -> list[str]:
         "infer": [model, f"--input={place / 'in.txt'}", f"--output={output}/out.jsonl", *small, *short],
         "answer": [
             model, f"--input={place / 'questions.jsonl'}", f"--output={output}/out.jsonl",
-            f"--squad_predictions={output}/predictions.json", *small, *short,
+            f"--squad_predictions={output}/predictions.json", "--stride=1", "--max_length=4", "--max_input_length=40",
+            *small,
         ],
         "rerank": [
             model, f"--input={place / 'query.tsv'}", f"--output={output}/out.jsonl", "--format=jsonl", "--labels=a,b",
@@ -87,7 +88,7 @@ def run(verb: str, place: Path, store: servers.Store, kills: int, rng: random.Ra
     local, log = place / verb, place / f"{verb}.log"
     local.mkdir()
     began = time.monotonic()
-    process = start(verb, arguments(verb, place, str(local)), log, T5X_CACHE_DIR=str(place / "cache"))
+    process = start(verb, arguments(verb, place, str(local)), log, T5X_CACHE_DIR=str(place / "local-cache"))
     assert process.wait() == 0, log.read_text()
     seconds = time.monotonic() - began
     remote = RemotePath.parse(f"{store.url}/{verb}")
@@ -96,14 +97,12 @@ def run(verb: str, place: Path, store: servers.Store, kills: int, rng: random.Ra
     for number in range(kills + 1):
         cache = place / f"cache-{number}"  # as on another machine
         process = start(verb, given, log, T5X_CACHE_DIR=str(cache), **store.environment)
-        try:
-            code = process.wait(None if number == kills else rng.uniform(0.2, 1.1) * seconds)
+        if number < kills and _kill_at_some_moment(process, store, rng, seconds if number % 2 else None):
+            done += 1
+        else:
+            code = process.wait()
             assert code == 0 or (code == 2 and "exists already" in log.read_text()), log.read_text()
             break
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            done += 1
         shutil.rmtree(cache, ignore_errors=True)
     store.proxy.rate = 0.0
     remote.fs.invalidate_cache()
@@ -111,6 +110,22 @@ def run(verb: str, place: Path, store: servers.Store, kills: int, rng: random.Ra
     files = {str(path.relative_to(local)): path.read_bytes() for path in local.rglob("*") if path.is_file()}
     assert _comparable(found) == _comparable(files), sorted({*found} ^ {*files})
     print(f"{store.url} {verb}: killed {done} times, {len(files)} file(s) are the same", flush=True)
+
+
+def _kill_at_some_moment(
+    process: subprocess.Popen, store: servers.Store, rng: random.Random, seconds: float | None
+) -> bool:
+    """Kill a process after up to so many seconds; or, with None, after some of its writes. False if it ended before."""
+    count = lambda: store.proxy.requests["PUT"] + store.proxy.requests["POST"]
+    writes = count() + rng.randint(1, 12)
+    end = time.monotonic() + rng.uniform(0.2, 1.0) * (seconds or 0)
+    while process.poll() is None:
+        if time.monotonic() > end if seconds is not None else count() >= writes:
+            process.kill()
+            process.wait()
+            return True
+        time.sleep(0.002)
+    return False
 
 
 def _comparable(files: dict[str, bytes]) -> dict[str, bytes]:
