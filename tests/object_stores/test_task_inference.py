@@ -8,7 +8,7 @@ from tests.object_stores import proxy
 
 
 def test_a_run_that_ended_continues_and_a_complete_one_stays(store, place, model, expected, monkeypatch):  # noqa: F811
-    store.proxy.rate, store.proxy.faults = 0.03, tuple(set(proxy.FAULTS) - {"delay"})
+    store.proxy.rate, store.proxy.faults = 0.01, tuple(set(proxy.FAULTS) - {"delay"})
     output = open_directory(f"{store.url}/task-inference")
     with pytest.raises(KeyboardInterrupt):
         run(place, model, output, write_fn=ends_after(1))
