@@ -92,8 +92,9 @@ class Writer:
 def merge(directory: epath.PathLike, parts: Iterable[epath.PathLike]) -> None:
     """Merge databases in subdirectories of `directory` into one in `directory`, which refers to their files."""
     context, transaction = ts.Context(_CONTEXT), ts.Transaction(atomic=True)
+    options = {"driver": "ocdbt", "config": {"max_inline_value_bytes": INLINE_BYTES}}
     whole, *others = [
-        ts.KvStore.open({"driver": "ocdbt", "base": object_stores.spec(path)}, context=context).result()
+        ts.KvStore.open({**options, "base": object_stores.spec(path)}, context=context).result()
         for path in (directory, *parts)
     ]
     for other in others:
@@ -132,7 +133,7 @@ def locate(directory: epath.PathLike) -> dict[str, bytes | Place]:
 
 def open_arrays(directory: epath.PathLike, keys: Iterable[str]) -> list[ts.TensorStore]:
     """Open zarr arrays through TensorStore, for those that cannot be read from their files."""
-    database = {"driver": "ocdbt", "base": object_stores.spec(directory)}
+    database = {"driver": "ocdbt", "base": object_stores.spec(directory), "cache_pool": "cache_pool#ocdbt"}
     once = {"fill_missing_data_reads": False, "recheck_cached_metadata": False, "recheck_cached_data": False}
     context = ts.Context(_CONTEXT)
     opened = [
