@@ -38,8 +38,14 @@ class Engine:
         self.partitioner = partitioner
         self.params = compute_params(model.module, params)
 
-    def program(self, function: Callable[[Any, Mapping[str, jax.Array], jax.Array], Any]) -> Program:
-        """Return a program of (params, batch, rng) -> tree of arrays, compiled for every new shape of a batch."""
+    def program(
+        self, function: Callable[[Any, Mapping[str, jax.Array], jax.Array], Any], *, decodes: bool = False
+    ) -> Program:
+        """Return a program of (params, batch, rng) -> tree of arrays, compiled for every new shape of a batch.
+
+        Args:
+          decodes: most of the time goes to decoding steps, whose matmuls have few rows.
+        """
         partitioner = self.partitioner
         shardings = (
             jax.tree.map(lambda x: x.sharding, self.params), partitioner.batch_sharding, partitioner.replicated
@@ -47,8 +53,11 @@ class Engine:
 
         return Program.of(
             lambda params, batch, seed: function(params, batch, jax.random.key(seed)),
-            functools.partial(partitioner.partition, in_shardings=shardings, out_shardings=partitioner.replicated),
-        )
+            functools.partial(
+                partitioner.partition, in_shardings=shardings, out_shardings=partitioner.replicated,
+                large_matmuls=not decodes,
+            ),
+        )  # fmt: skip
 
     def shapes(self, program: Program, lengths: Mapping[str, int], rows: int) -> Any:
         """Return the shapes of the program's outputs for a batch with this number of rows."""

@@ -243,7 +243,7 @@ class LoadedModel:
             )
 
         found = self._run(
-            self._program((decoding, max_length), predict),
+            self._program((decoding, max_length), predict, decodes=True),
             [{"inputs": ids, "targets": []} for ids in inputs],
             {"inputs": max_input_length, "targets": max_length},
             bucketed=["inputs"],
@@ -296,9 +296,9 @@ class LoadedModel:
         """Return the number of rows of the batches for this number of examples."""
         return buckets.rows(examples, batch_size, self._partitioner.data_parts)
 
-    def _program(self, key: Any, function: Callable[..., Any]) -> Program:
+    def _program(self, key: Any, function: Callable[..., Any], *, decodes: bool = False) -> Program:
         if key not in self._programs:
-            self._programs[key] = self.engine.program(function)
+            self._programs[key] = self.engine.program(function, decodes=decodes)
         return self._programs[key]
 
     def _run(

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from t5x.errors import UserError
+from t5x.network.devices import on_nvidia_gpu
 from t5x.network.keys import Keys
 from t5x.network.relative_position import RelativeBias
 from t5x.partitioning.logical import constrain, on_each_device
@@ -162,7 +163,7 @@ def _compute_capability() -> float:
 
 def _gpu_refuses(query: jax.Array, mask: Mask) -> str | None:
     """Return why no fused backend can compute this attention; None if they may."""
-    if jax.default_backend() != "gpu" or "cuda" not in jax.devices()[0].client.platform_version:
+    if not on_nvidia_gpu():
         return f"the device is {jax.devices()[0].device_kind}, no NVIDIA GPU"
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"queries and keys are {query.dtype.name} (fused attention takes bfloat16 and float16)"
