@@ -233,7 +233,7 @@ def beam_search(
 
 
 def _with_row_offsets(cache: Any, length: int) -> Any:
-    """Fill the network's empty entry `row_offsets` [rows, 0], if there is one, with zeros [rows, length]."""
+    """Replace the network's entry `row_offsets` [rows, 1], if there is one, by zeros [rows, length]."""
     fill = lambda path, x: jnp.zeros((x.shape[0], length), x.dtype) if _name(path) == _ROW_OFFSETS else x
     return jax.tree_util.tree_map_with_path(fill, cache)
 

@@ -15,15 +15,17 @@ from jax.experimental.pallas import triton
 
 from t5x.network.flash_kernels import LOG2E, MASKED
 
+_PROGRAMS = 128  # below, a GPU is not filled, and XLA is faster
 _QUERIES = 16  # the least number of rows that a GPU's matrix units multiply
 _KEYS = 64
 
 
 def fits(query: jax.Array, key: jax.Array) -> bool:
-    """Return whether the kernel takes these arrays; see `attend_step`."""
+    """Return whether the kernel takes these arrays, and is faster; see `attend_step`."""
     head_dim = query.shape[-1]
     return (
         query.dtype == key.dtype in (jnp.bfloat16, jnp.float16)
+        and key.shape[0] * key.shape[1] >= _PROGRAMS
         and query.shape[1] <= _QUERIES
         and key.shape[2] % 16 == 0
         and 16 <= head_dim <= 128

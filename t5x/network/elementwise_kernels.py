@@ -21,8 +21,12 @@ _LEAST = 16  # rows and columns of a block
 
 
 def _gelu(x: jax.Array) -> jax.Array:
-    """Return nn.gelu(x): 0.5 (1 + tanh y) is sigmoid(2 y), which needs fewer instructions."""
-    return x / (1.0 + jnp.exp2(-2.3022082 * (x + 0.044715 * x * x * x)))  # 2 sqrt(2 / pi) / ln 2
+    """Return nn.gelu(x): 0.5 (1 + tanh y) is sigmoid(2 y), which needs fewer instructions.
+
+    The limit keeps the gradient from becoming infinity times 0.
+    """
+    exponent = -2.3022082 * (x + 0.044715 * x * x * x)  # the factor is 2 sqrt(2 / pi) / ln 2
+    return x / (1.0 + jnp.exp2(jnp.minimum(exponent, 100.0)))
 
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {

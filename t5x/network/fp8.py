@@ -71,7 +71,8 @@ def scales(history: Tree) -> Tree:
 
 def next_history(history: Tree, amax: Tree) -> Tree:
     """Return the history with this step's amax in place of its oldest entry; one that is not finite counts as 0."""
-    finite = jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 0.0), amax)
+    # Otherwise XLA computes the amax of all layers for each entry of the history.
+    finite = jax.lax.optimization_barrier(jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 0.0), amax))
     return jax.tree.map(lambda old, new: jnp.concatenate([new[..., None], old[..., :-1]], axis=-1), history, finite)
 
 

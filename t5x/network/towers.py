@@ -81,8 +81,8 @@ class Decoder(nn.Module):
         x = dropout(embed(table, tokens, cfg.residual_dtype), cfg.dropout_rate, keys.at("embedded"))
         if cache == "self" and on_nvidia_gpu() and not cfg.scan_layers:
             # A beam search fills it, and then moves these numbers instead of keys and values.
-            offsets = self.variable("cache", ROW_OFFSETS, jnp.zeros, (x.shape[0], 0), jnp.int32).value
-            mask = mask.replace(row_offsets=offsets if offsets.shape[1] else None)
+            offsets = self.variable("cache", ROW_OFFSETS, jnp.zeros, (x.shape[0], 1), jnp.int32).value
+            mask = mask.replace(row_offsets=offsets if offsets.shape[1] > 1 else None)
         shared = (bias, mask, encoded, cross_mask, prefill_lengths)
         x = run_layers(DecoderLayer, cfg, "decoder", self.num_layers, x, keys.at("layers"), *shared, cache=cache)
         x = RMSNorm(cfg.dtype, name="decoder_norm")(x)

@@ -62,16 +62,17 @@ def test_offsets_choose_the_rows_before_the_position():
     assert error(made, expected(query, gather(key), gather(value), Mask(position=jnp.int32(position)))) < 0.01
 
 
-def test_a_beam_search_with_row_offsets_is_that_with_moved_keys_and_values(monkeypatch):
+@pytest.mark.parametrize(("decode", "decodes"), [(decoding.beam_search, 3), (decoding.greedy_decode, 1)])
+def test_row_offsets_do_not_change_what_is_decoded(monkeypatch, decode, decodes):
     """40 rows that end at different times, the last in a smaller loop."""
     config = dataclasses.replace(tiny.T5_1_1, num_decoder_layers=2)
-    model = tiny.model(config, decode_fn=decoding.beam_search)
+    model = tiny.model(config, decode_fn=decode)
     params = tiny.initial_params(config, seed=3)
     batch = tiny.batch(1, 40, 9, 16)
     found = []
     for offsets in (False, True):
         monkeypatch.setattr(towers, "on_nvidia_gpu", lambda offsets=offsets: offsets)
-        predict = functools.partial(model.predict_batch_with_aux, num_decodes=3, return_all_decodes=True)
+        predict = functools.partial(model.predict_batch_with_aux, num_decodes=decodes, return_all_decodes=True)
         found.append(jax.jit(lambda params, batch, predict=predict: predict(params, batch))(params, batch))
     (tokens, aux), (other_tokens, other_aux) = found
     assert len(np.unique(np.asarray(tokens))) > 5
