@@ -19,7 +19,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from t5x.inference.loaded import LoadedModel
 
+from t5x.lazy_imports import lazy_attributes
+
 __version__ = "0.1.0"
+__getattr__ = lazy_attributes(__name__, "t5x.inference.loaded", ["Generation"])
 
 # Remote paths are opened with fsspec. Where TensorFlow happens to be installed, etils would import all of it for them.
 os.environ.setdefault("EPATH_USE_TF", "false")
@@ -34,8 +37,10 @@ def load(model_dir: str, **options: Any) -> LoadedModel:
     Args:
       options: `vocabulary`, `dtype` and `partitioner`, see `t5x.inference.loaded.load`.
     """
+    from t5x import startup
     from t5x.inference import loaded
 
+    startup.enable_compilation_cache()
     return loaded.load(model_dir, **options, model_class=_model_class())
 
 

@@ -87,7 +87,7 @@ def infer_file(
     options, shard = Decoding(**decoding), Shard(shard_id, num_shards)
     max_length = MAX_LENGTH if max_length is None else max_length
     to = FileOutput(shard.path(output), overwrite=overwrite, inputs={"input": input_path})
-    lines = LineShard(Lines(input_path, needs_targets=mode == "score"), shard)
+    lines = LineShard(Lines(input_path, needs_targets=mode == "score", live=to.is_stdout), shard)
     loaded = load(model_dir, vocabulary=vocabulary, dtype=dtype)
     if mode == "predict":
         options.decode_fn(loaded.model.output_vocabulary, max_length)  # fails on invalid options
@@ -142,9 +142,10 @@ class _FileInference(LineJob):
         inputs = [self._ids(line, "inputs", problems) for line in chunk.lines]
         common = {
             "max_input_length": self.max_input_length, "batch_size": self.batch_size,
-            "rows": self.loaded.rows(count if chunk.is_first else self.batch_size, self.batch_size),
             "after_batch": progress.after_batch(),
         }  # fmt: skip
+        if not self.lines.file.live:
+            common["rows"] = self.loaded.rows(count if chunk.is_first else self.batch_size, self.batch_size)
         if self.mode == "score":
             targets = [self._ids(line, "targets", problems) for line in chunk.lines]
             results = [{"score": score} for score in self.loaded.scores(inputs, targets, **common)]

@@ -2,11 +2,14 @@
 
 import os
 import stat
+import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from t5x.errors import UserError
 from t5x.files import text_lines, user_files
+
+_PAUSE = 0.05  # seconds
 
 
 class Line(NamedTuple):
@@ -30,13 +33,16 @@ class Lines:
       path: text, one input per line, or .jsonl, objects with `inputs`, where empty lines are skipped; - is standard
         input, where lines that begin with { are objects.
       needs_targets: every example must have `targets` too.
+      live: someone waits for the result of each line: yield None when standard input pauses, and show a prompt if it is
+        a terminal.
 
     Attributes:
       is_stream: whether it can be read only once.
     """
 
-    def __init__(self, path: str, *, needs_targets: bool):
+    def __init__(self, path: str, *, needs_targets: bool, live: bool = False):
         self.path = path
+        self.live = live and path == "-"
         self._needs_targets = needs_targets
         self._as_json = path.endswith(".jsonl")
         try:
@@ -51,8 +57,16 @@ class Lines:
         """Return the number of examples and check them all; None for a stream, which is checked as it is read."""
         return None if self.is_stream else sum(1 for _ in self)
 
-    def __iter__(self) -> Iterator[Line]:
-        for line in text_lines.read_lines(self.path):
+    def __iter__(self) -> Iterator[Line | None]:
+        prompt = self.live and sys.stdin.buffer.isatty()
+        if prompt:
+            print("Type an input and press Enter; Ctrl-D ends.\n> ", end="", file=sys.stderr, flush=True)
+        for line in text_lines.read_lines(self.path, wait=_PAUSE if self.live else None):
+            if line is None:
+                yield None
+                if prompt:
+                    print("> ", end="", file=sys.stderr, flush=True)
+                continue
             text = line.text()
             if self._as_json and not text.strip():
                 continue

@@ -30,6 +30,7 @@ from t5x.trainer.state import StateLayout
 log = logging.getLogger(__name__)
 
 MAX_LENGTH, MAX_INPUT_LENGTH, BATCH_SIZE = 128, 512, 32
+_LIMIT = "max_decode_steps"  # in a batch: the maximum number of generated tokens
 DTYPES = ("float32", "bfloat16")
 
 
@@ -238,17 +239,23 @@ class LoadedModel:
             raise UserError(f"max_length is {max_length}: it must be at least 1.")
         model = copy.copy(self.model)
         model.decode_fn = decoding.decode_fn(model.output_vocabulary, max_length)
+        length, limits = max_length, {}
+        if self._are_few(inputs, **batching):  # one program for many values of max_length
+            length, limits = buckets.coarse_bucket(max_length), {_LIMIT: max_length}
 
         def predict(params: Any, batch: Mapping[str, jax.Array], rng: jax.Array) -> Any:
+            batch = dict(batch)
+            limit = {} if not limits else {decoding.limit_name: batch.pop(_LIMIT)[0]}
             return model.predict_batch_with_aux(
-                params, batch, rng=rng, num_decodes=decoding.num_decodes, return_all_decodes=True
+                params, batch, rng, limit, num_decodes=decoding.num_decodes, return_all_decodes=True
             )
 
         found = self._run(
-            self._program((decoding, max_length), predict),
+            self._program((decoding, length, bool(limits)), predict),
             [{"inputs": ids, "targets": []} for ids in inputs],
-            {"inputs": max_input_length, "targets": max_length},
+            {"inputs": max_input_length, "targets": length},
             bucketed=["inputs"],
+            row_values=limits,
             **batching,
         )
         decode = model.output_vocabulary.decode
@@ -311,12 +318,22 @@ class LoadedModel:
         *,
         batch_size: int,
         rows: int | None = None,
+        bucketed: Sequence[str] = (),
         **options: Any,
     ) -> list[Any]:
         if batch_size < 1:
             raise UserError(f"batch_size is {batch_size}: it must be at least 1.")
+        if self._are_few(examples, batch_size, rows):
+            sizes = {name: [len(example[name]) for example in examples] for name in bucketed}
+            rows, lengths = buckets.coarse_shape(sizes, lengths, self._partitioner.data_parts)
+            bucketed = ()
+            self.log_once(f"compiling for {rows}x{lengths['inputs']} tokens, once")
         rows = self.rows(len(examples), batch_size) if rows is None else rows
-        return self.engine.run(program, examples, lengths, rows=rows, **options)
+        return self.engine.run(program, examples, lengths, rows=rows, bucketed=bucketed, **options)
+
+    def _are_few(self, examples: Sequence[Any], batch_size: int, rows: int | None = None, **_: Any) -> bool:
+        """Return whether the examples are computed in one batch of a coarse shape, as in interactive use."""
+        return rows is None and 0 < len(examples) <= min(buckets.FEW, batch_size)
 
 
 def without_padding(ids: np.ndarray) -> list[int]:

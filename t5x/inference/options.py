@@ -79,6 +79,11 @@ class Decoding:
         """`num_decodes` for the model's `predict_batch_with_aux`."""
         return self.num_return if self.samples else self.beams
 
+    @property
+    def limit_name(self) -> str:
+        """The argument of the decode function that limits the number of generated tokens."""
+        return "max_decode_step" if self.beams > 1 else "max_decode_steps"
+
     def decode_fn(self, vocabulary: Vocabulary, max_length: int) -> Callable[..., Any]:
         """Return the model's `decode_fn`.
 
