@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 from t5x.lazy_imports import lazy_attributes
 
 __version__ = "0.1.0"
-__getattr__ = lazy_attributes(__name__, "t5x.inference.loaded", ["Generation"])
+__getattr__ = lazy_attributes(__name__, "t5x.pipelines", ["Generation", "pipeline"])
 
 # Remote paths are opened with fsspec. Where TensorFlow happens to be installed, etils would import all of it for them.
 os.environ.setdefault("EPATH_USE_TF", "false")
@@ -35,7 +35,9 @@ def load(model_dir: str, **options: Any) -> LoadedModel:
         print(model.generate("the third of March '97").text)
 
     Args:
-      options: `vocabulary`, `dtype` and `partitioner`, see `t5x.inference.loaded.load`.
+      model_dir: a path, an id of the Hugging Face Hub (`google/flan-t5-small`), or another name of a checkpoint: see
+        `t5x.checkpoints.names`.
+      options: `vocabulary`, `dtype`, `device` and `partitioner`, see `t5x.inference.loaded.load`.
     """
     from t5x import startup
     from t5x.inference import loaded
@@ -51,6 +53,20 @@ def _model_class() -> type[LoadedModel]:
     from t5x.ranking.reranker import RankMethods
 
     class Model(RankMethods, AnswerMethods, LoadedModel):
-        """A `LoadedModel` that also ranks passages and answers questions."""
+        """A `LoadedModel` that also ranks passages, answers questions and saves itself."""
+
+        def save(self, path: str, *, to: str = "hf", dtype: str | None = None, overwrite: bool = False) -> None:
+            """Save the model to a new directory.
+
+                model.save("flan")                  # for transformers; t5x loads it too
+
+            Args:
+              to: `hf` (Hugging Face), `t5x` (ours) or `native` (T5X).
+              dtype: `float32` or `bfloat16` for the parameters; None keeps theirs.
+              overwrite: replace an existing directory.
+            """
+            from t5x.convert import convert
+
+            convert(self.source, path, to=to, dtype=dtype, overwrite=overwrite)
 
     return Model

@@ -52,6 +52,7 @@ def read_huggingface(path: str | os.PathLike[str]) -> Source:
         vocabulary_files=tokenizer_files.read_vocabulary(path, config["vocab_size"], stated.get("tokenizer_class")),
         template=config_json.read_template(stated, config_file),
         model_type=model_type,
+        huggingface_files=tokenizer_files.kept_files(path),
     )
 
 

@@ -15,14 +15,17 @@ from t5x.data.vocabularies import (
     Vocabulary,
 )
 from t5x.data.vocabularies.base import MAX_EXTRA_IDS
+from t5x.data.vocabularies.huggingface import MAX_TOKENIZER_BYTES
 from t5x.data.vocabularies.loading import rebuild_vocabulary
 from t5x.errors import UserError
+from t5x.files.user_files import read_regular
 
 logger = logging.getLogger(__name__)
 
 MODEL = "spiece.model"
 TOKENIZER = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
+GENERATION = "generation_config.json"
 FILES = (MODEL, TOKENIZER, SETTINGS)
 _SPECIAL = "special_tokens_map.json"
 _FEATURES = ("inputs", "targets")
@@ -62,6 +65,16 @@ def read_vocabulary(path: str, vocab_size: int, tokenizer_class: Any) -> dict[st
             "Use the tokenizer files of this model."
         )
     return {feature: vocabulary.to_files() for feature in _FEATURES}
+
+
+def kept_files(path: str) -> dict[str, bytes]:
+    """Return files that are kept for conversion back to Hugging Face: see `Source.huggingface_files`."""
+    kept = {}
+    if os.path.exists(f"{path}/{GENERATION}"):
+        kept[GENERATION] = json.dumps(read_json(f"{path}/{GENERATION}"), indent=2).encode()
+    if os.path.exists(f"{path}/{MODEL}") and os.path.exists(f"{path}/{TOKENIZER}"):
+        kept[TOKENIZER] = read_regular(f"{path}/{TOKENIZER}", max_bytes=MAX_TOKENIZER_BYTES)
+    return kept
 
 
 def _stated_extra_ids(settings: Mapping[str, Any]) -> int | None:
