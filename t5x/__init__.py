@@ -14,18 +14,25 @@ if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)].removeprefix("-m").p
 
 import functools
 import os
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # without the import of `typing`: until the program handles signals, Ctrl-C shows a traceback
 if TYPE_CHECKING:
+    from typing import Any
+
     from t5x.inference.loaded import LoadedModel
 
-from t5x.lazy_imports import lazy_attributes
-
 __version__ = "0.1.0"
-__getattr__ = lazy_attributes(__name__, "t5x.pipelines", ["Generation", "pipeline"])
 
 # Remote paths are opened with fsspec. Where TensorFlow happens to be installed, etils would import all of it for them.
 os.environ.setdefault("EPATH_USE_TF", "false")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("Generation", "pipeline"):
+        raise AttributeError(f"module 't5x' has no attribute {name!r}")
+    from t5x import pipelines
+
+    return getattr(pipelines, name)
 
 
 def load(model_dir: str, **options: Any) -> LoadedModel:
@@ -39,8 +46,11 @@ def load(model_dir: str, **options: Any) -> LoadedModel:
         `t5x.checkpoints.names`.
       options: `vocabulary`, `dtype`, `device` and `partitioner`, see `t5x.inference.loaded.load`.
     """
-    from t5x import startup
-    from t5x.inference import loaded
+    from t5x.lazy_imports import delay_interrupts
+
+    with delay_interrupts():
+        from t5x import startup
+        from t5x.inference import loaded
 
     startup.enable_compilation_cache()
     return loaded.load(model_dir, **options, model_class=_model_class())

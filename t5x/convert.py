@@ -198,6 +198,8 @@ def _warn_of_losses(source: Source, config: Mapping[str, Any]) -> None:
         lost.append("inputs_bidirectional_attention (it is a prefix LM)")
     if source.template is not None:
         lost.append(f"the template of a ranker ({source.template.get('text')})")
+    if source.data is not None:
+        lost.append("how its data file was read")
     if lost:
         log.warning(
             "A native T5X checkpoint cannot store: %s. Keep the source, or set them in the gin file that uses the "
@@ -254,7 +256,7 @@ def _write(
 
         return write_huggingface(
             target, config, arrays, vocabulary_files=source.vocabulary_files, template=source.template,
-            kept_files=source.huggingface_files,
+            data=source.data, kept_files=source.huggingface_files,
         )  # fmt: skip
     step = source.step or 0
     tensors = ((name, array.read()) for name, array in arrays.items())
@@ -264,8 +266,9 @@ def _write(
         return write_native(target, step, tensors)
     try:
         description = describe_network(
-            config, inputs_bidirectional_attention=source.inputs_bidirectional_attention, template=source.template
-        )
+            config, inputs_bidirectional_attention=source.inputs_bidirectional_attention, template=source.template,
+            data=source.data,
+        )  # fmt: skip
     except TypeError as error:
         raise UserError(f"{source.path} does not describe a network of this version: {error}.") from error
     if unknown := sorted(config.keys() - description["config"].keys()):

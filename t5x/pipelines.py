@@ -66,7 +66,7 @@ class Pipeline:
         """
         ours = {HUGGINGFACE_NAMES.get(name, name) for name in options}
         defaults = {name: x for name, x in self._defaults.items() if HUGGINGFACE_NAMES.get(name, name) not in ours}
-        texts, is_single = read_inputs(inputs, "inputs")
+        texts, is_single = read_inputs(inputs)
         results = [self._described(made) for made in self.model.generate(texts, **defaults | options)]
         return results if not is_single or isinstance(results[0], Mapping) else results[0]
 

@@ -16,7 +16,7 @@ import errno
 import glob
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, BinaryIO
 
@@ -25,8 +25,9 @@ from t5x.files import atomic, cache_directory, locks
 from t5x.files.digests import digest_of
 from t5x.files.downloads import download
 from t5x.files.remote import RemoteFile, RemotePath, as_local, run_concurrently
+from t5x.files.untrusted import open_regular
 
-_LOCK_FILE = ".lock"
+LOCK_FILE = ".lock"
 
 
 class Directory(abc.ABC):
@@ -47,7 +48,7 @@ class Directory(abc.ABC):
 
     @abc.abstractmethod
     def check_writable(self) -> None:
-        """Raise a UserError if new files cannot be written because the directory or bucket is missing."""
+        """Raise a UserError unless the directory or bucket exists and new files can be written."""
 
     @abc.abstractmethod
     def names(self) -> set[str]:
@@ -75,12 +76,16 @@ class Directory(abc.ABC):
         """Yield a local path for `name`, to be written by others, which may also write files beside it."""
 
     @abc.abstractmethod
-    def reading(self) -> AbstractContextManager[str]:
-        """Yield a local path with the files of this directory."""
+    def reading(self, *names: str) -> AbstractContextManager[str]:
+        """Yield a local directory with these files, of those that exist."""
 
     @abc.abstractmethod
     def remove(self, *names: str) -> None:
         """Remove existing files. Directories are kept."""
+
+    @abc.abstractmethod
+    def remove_temporaries(self) -> None:
+        """Remove what writers that were killed left. The caller must hold the lock of all writers."""
 
     @abc.abstractmethod
     def remove_itself(self) -> None:
@@ -91,11 +96,12 @@ class Directory(abc.ABC):
         """Return whether a file has this `size` and `sha256`. Of a remote file only the size is compared."""
 
     @abc.abstractmethod
-    def locked(self) -> AbstractContextManager[None]:
-        """Hold the lock of the directory, which must exist.
+    def locked(self) -> AbstractContextManager[Callable[[], None]]:
+        """Hold the lock of the directory, which must exist. Yield a function that raises a UserError if it is lost.
 
         Raises:
-          BlockingIOError: another process holds it.
+          BlockingIOError: another process holds the lock of a local directory.
+          UserError: another process holds the lease of a remote directory.
         """
 
     def path(self, name: str) -> str:
@@ -121,6 +127,23 @@ def open_directory(path: str | os.PathLike[str]) -> Directory:
     if (local := as_local(path)) is not None:
         return LocalDirectory(os.path.abspath(os.path.expanduser(local)))
     return RemoteDirectory(RemotePath.parse(os.fspath(path)))
+
+
+def make_directory(path: str | os.PathLike[str], option: str) -> str:
+    """Create the directory that the user gave as `option`. Return its absolute path, or its URL.
+
+    Raises:
+      UserError: it cannot be created, or files cannot be written there.
+    """
+    directory = open_directory(path)
+    try:
+        directory.make()
+        directory.check_writable()
+    except OSError as error:
+        raise UserError(f"{option} {directory} cannot be created: {error.strerror}. Choose another path.") from error
+    except UserError as error:
+        raise UserError(f"{option} {error}") from error
+    return str(directory)
 
 
 def split(path: str | os.PathLike[str]) -> tuple[Directory, str]:
@@ -154,7 +177,9 @@ class LocalDirectory(Directory):
 
     def check_writable(self) -> None:
         if not os.path.isdir(self._path):
-            raise UserError(f"The directory {self} does not exist.")
+            raise UserError(f"the directory {self} does not exist.")
+        if not os.access(self._path, os.W_OK | os.X_OK):
+            raise UserError(f"{self} is not writable. Change its permissions or choose another.")
 
     def names(self) -> set[str]:
         try:
@@ -169,7 +194,7 @@ class LocalDirectory(Directory):
         return os.path.isdir(self.path(name))
 
     def open(self, name: str) -> BinaryIO:
-        return open(self.path(name), "rb")
+        return open_regular(self.path(name))
 
     def new_file(self, name: str) -> AbstractContextManager[BinaryIO]:
         return atomic.new_file(self.path(name))
@@ -177,12 +202,18 @@ class LocalDirectory(Directory):
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator[str]:
         path = self.path(name)
-        yield path
-        if os.path.isfile(path):
-            atomic.sync(path)
+        existed = os.path.lexists(path)
+        try:
+            yield path
+            if os.path.isfile(path):
+                atomic.sync(path)
+        except BaseException:
+            if not existed:
+                self.remove(name)
+            raise
 
     @contextlib.contextmanager
-    def reading(self) -> Iterator[str]:
+    def reading(self, *names: str) -> Iterator[str]:
         yield self._path
 
     def remove(self, *names: str) -> None:
@@ -190,22 +221,24 @@ class LocalDirectory(Directory):
             if os.path.lexists(path) and (os.path.islink(path) or not os.path.isdir(path)):
                 os.unlink(path)
 
+    def remove_temporaries(self) -> None:
+        self.remove(*filter(atomic.is_temporary, os.listdir(self._path)))
+
     def remove_itself(self) -> None:
-        self.remove(*(name for name in os.listdir(self._path) if atomic.is_temporary(name)))
         with contextlib.suppress(OSError):
+            self.remove_temporaries()
             os.rmdir(self._path)
 
     def is_intact(self, name: str, digest: Mapping[str, Any]) -> bool:
         return self.exists(name) and digest_of(self.path(name)) == {key: digest.get(key) for key in ("size", "sha256")}
 
     @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        lock = locks.acquire(self.path(_LOCK_FILE))
-        try:
-            yield
-        finally:
-            self.remove(_LOCK_FILE)
-            locks.release(lock)
+    def locked(self) -> Iterator[Callable[[], None]]:
+        with locks.locked(self.path(LOCK_FILE), wait=False):
+            try:
+                yield lambda: None
+            finally:
+                self.remove(LOCK_FILE)
 
 
 class RemoteDirectory(Directory):
@@ -257,9 +290,13 @@ class RemoteDirectory(Directory):
                 (self._remote / other).upload(os.path.join(scratch, other))
 
     @contextlib.contextmanager
-    def reading(self) -> Iterator[str]:
+    def reading(self, *names: str) -> Iterator[str]:
+        self._remote.fs.invalidate_cache()
+        there = self._remote.children()
         with self._scratch() as scratch:
-            files = {os.path.join(scratch, name): self._file(name) for name in self.names()}
+            files = {
+                os.path.join(scratch, name): (self._remote / name).file(there[name]) for name in names if name in there
+            }
             download(files, lambda count: None)
             yield scratch
 
@@ -272,6 +309,9 @@ class RemoteDirectory(Directory):
     def remove(self, *names: str) -> None:
         run_concurrently(lambda name: (self._remote / name).remove(), [(name,) for name in names])
 
+    def remove_temporaries(self) -> None:
+        """Do nothing: remote directories have no temporary files."""
+
     def remove_itself(self) -> None:
         """Do nothing: object stores have no directories."""
 
@@ -280,8 +320,11 @@ class RemoteDirectory(Directory):
         return info is not None and info["size"] == digest.get("size")
 
     @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        yield
+    def locked(self) -> Iterator[Callable[[], None]]:
+        from t5x.files.lease import Lease  # imports TensorStore, which takes a while
+
+        with Lease.acquire(self.path(LOCK_FILE), str(self)) as lease:
+            yield lease.check
 
     def _info(self, name: str) -> dict[str, Any] | None:
         self._remote.fs.invalidate_cache()

@@ -129,7 +129,7 @@ class RemotePath:
 
     def write_bytes(self, data: bytes) -> None:
         """Write the file, or replace it."""
-        self._call(self.fs.pipe_file, value=data)
+        self._call(lambda path: self.fs.pipe_file(path, data))
 
     def upload(self, local: str | os.PathLike[str]) -> None:
         """Write the file with the content of a local one, or replace it."""

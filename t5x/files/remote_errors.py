@@ -20,6 +20,7 @@ _SIGN_IN = {
 _SCHEMES = {"gcs": "gs", "s3a": "s3", "abfs": "az", "abfss": "az"}
 # Statuses with which TensorStore gives up after it has repeated a request.
 _TRANSIENT = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "RESOURCE_EXHAUSTED", "INTERNAL", "UNKNOWN")
+_DENIED = ("PERMISSION_DENIED", "UNAUTHENTICATED")
 
 
 class TransientError(UserError):
@@ -36,6 +37,15 @@ def explained(url: str) -> Iterator[None]:
     except Exception as error:
         kind, problem = _diagnose(url, error)
         raise kind(f"{url}: {problem}") from error
+
+
+def access_error(url: str, error: ValueError) -> UserError | None:
+    """Return the error to raise for one of TensorStore's; None if its cause is not the server, but what is stored."""
+    status = tensorstore_status(error)
+    if "://" not in url or status not in (*_TRANSIENT, *_DENIED):
+        return None
+    kind, problem = _diagnose_tensorstore(url.split("://")[0], status, error)
+    return kind(f"{url}: {problem}")
 
 
 def is_missing(error: FileNotFoundError) -> bool:
@@ -88,7 +98,7 @@ def _diagnose(url: str, error: BaseException) -> tuple[type[UserError], str]:
 
 def _diagnose_tensorstore(scheme: str, status: str, error: ValueError) -> tuple[type[UserError], str]:
     reason = first_line(error).split(" [")[0]
-    if status in ("PERMISSION_DENIED", "UNAUTHENTICATED"):
+    if status in _DENIED:
         return UserError, _denied(scheme, reason)
     if status == "NOT_FOUND":
         return UserError, f"there is no such file, directory or bucket ({reason}). Check the name."

@@ -192,7 +192,7 @@ class LineShard:
         if (count := file.count()) is not None:
             part = shard.range(count)
             self._start, self._stop, self.total = part.start, part.stop, len(part)
-            log.info("%d %s(s) from %s", self.total, unit, file.path)
+            log.debug("%d %s(s) from %s", self.total, unit, file.path)
 
     def chunks(self, size: int) -> Iterator[LineChunk]:
         """Yield chunks of `size` lines; the last, and those before a pause of a live input, may be smaller."""

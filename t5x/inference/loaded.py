@@ -15,6 +15,7 @@ from t5x.checkpoints import families, names, transfer
 from t5x.checkpoints.checkpoint_identity import fingerprint
 from t5x.checkpoints.formats import Source
 from t5x.checkpoints.model_description import load_model, model_of
+from t5x.data.data_description import DataDescription, field_names, fill
 from t5x.data.vocabularies.loading import vocabulary_named
 from t5x.decoding import NEG_INF
 from t5x.errors import UserError
@@ -194,7 +195,8 @@ class LoadedModel:
             model.generate(texts, num_beams=4, max_new_tokens=64)  # Hugging Face's names, and its beam search
 
         Args:
-          inputs: a string, {"inputs": string}, or a list of them.
+          inputs: a string, an object with the fields that the model was trained with ({"inputs": string}), or a list of
+            these. A string is used as it is; to an object, the prefix of the training data is added.
           max_input_length: longer inputs are truncated.
           batch_size: inputs per batch.
           seed: seed of samples; the i-th string of a list gets the same sample in any batch.
@@ -209,7 +211,7 @@ class LoadedModel:
         """
         given = translate_arguments(decoding, own=("max_length", "stop", *_GENERATE))
         max_length, stop = given.pop("max_length", MAX_LENGTH), given.pop("stop", ())
-        texts, is_single = read_inputs(inputs, "inputs")
+        texts, is_single = read_inputs(inputs, DataDescription.of_checkpoint(self.source.data, self.source.path))
         options = Decoding(**given)
         encoded = [self.input_ids(text, max_input_length)[0] for text in texts]
         batching = {"max_input_length": max_input_length, "batch_size": batch_size}
@@ -296,7 +298,7 @@ class LoadedModel:
 
     def tokenize(self, text: str | Sequence[str]) -> Any:
         """Return the ids of an input, EOS included, or of each of several."""
-        texts, is_single = read_inputs(text, "inputs")
+        texts, is_single = read_inputs(text)
         ids = [self.input_ids(each)[0] for each in texts]
         return ids[0] if is_single else ids
 
@@ -506,25 +508,29 @@ def _ids(vocabulary: Any, text: str, limit: int | None, *, eos: bool) -> tuple[l
     return [*ids[: limit - len(end)], *end], len(ids)
 
 
-def read_inputs(inputs: Any, field: str) -> tuple[list[str], bool]:
-    """Return the strings of a string, an object with `field`, or a list of these; and whether it was only one.
+def read_inputs(inputs: Any, data: DataDescription | None = None) -> tuple[list[str], bool]:
+    """Return the strings of a string, an object with fields, or a list of these; and whether it was only one.
+
+    Args:
+      data: makes the string of an object.
 
     Raises:
       UserError: there is anything else.
     """
-    if isinstance(inputs, str):
-        return [inputs], True
-    if isinstance(inputs, Mapping):
-        if field not in inputs:
-            raise UserError(f"The input has no field {field!r}; its fields are {', '.join(map(repr, inputs))}.")
-        return read_inputs(inputs[field], field)
+    if isinstance(inputs, str | Mapping):
+        return read_inputs([inputs], data)[0], True
+    data = data or DataDescription()
+    wanted = f"a string, or an object with {', '.join(map(repr, field_names(data.inputs)))}"
     if isinstance(inputs, bytes) or not isinstance(inputs, Iterable):
-        raise UserError(f"The input is {_short(inputs)}: pass a string, {{{field!r}: string}}, or a list of these.")
+        raise UserError(f"The input is {_short(inputs)}: pass {wanted}, or a list of these.")
     texts = []
     for i, each in enumerate(inputs):
-        text = each.get(field) if isinstance(each, Mapping) else each
+        try:
+            text = data.prefix + fill(data.inputs, each) if isinstance(each, Mapping) else each
+        except (KeyError, UserError):
+            text = None
         if not isinstance(text, str):
-            raise UserError(f"Input {i} is {_short(each)}: it must be a string, or {{{field!r}: string}}.")
+            raise UserError(f"Input {i} is {_short(each)}: it must be {wanted}.")
         texts.append(text)
     return texts, False
 

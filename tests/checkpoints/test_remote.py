@@ -13,7 +13,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from t5x import convert
-from t5x.checkpoints import checkpoint_reader, paths, remote_reading, remote_writing
+from t5x.checkpoints import checkpoint_reader, paths, remote_reading
 from t5x.checkpoints.formats import open_checkpoint
 from t5x.checkpoints.formats.native_t5x import write_native
 from t5x.checkpoints.streaming import write_checkpoint
@@ -409,7 +409,7 @@ def test_an_upload_that_arrives_short_is_found(fs, hf, monkeypatch):
 
     monkeypatch.setattr(MemoryFileSystem, "put_file", put_file)
     with pytest.raises(UserError, match=r"model\.safetensors has 5 bytes, not \d+"):
-        remote_writing.publish(hf, "memory://bucket/new", overwrite=False)
+        convert.convert(str(hf), "memory://bucket/new", to="hf")
     assert not fs.find("/bucket")
 
 

@@ -33,7 +33,7 @@ def test_files_are_written_listed_read_and_removed(directory):
     assert directory.names() == {"a", "b"} and directory.exists("a") and not directory.is_directory("a")
     with directory.open("a") as file:
         assert list(file) == [b"two\n", b"three\n"]
-    with directory.reading() as path:
+    with directory.reading("a", "b", "missing") as path:
         assert sorted(os.listdir(path)) == ["a", "b"]
         digest = digest_of(os.path.join(path, "b"))
     assert directory.is_intact("b", digest) and not directory.is_intact("a", digest)

@@ -1,5 +1,6 @@
 """The Python API, as users of transformers call it, compared with transformers on the same random weights."""
 
+import dataclasses
 import json
 import re
 
@@ -87,6 +88,9 @@ def test_inputs_may_be_strings_objects_or_lists(model):
     assert model.generate([{"inputs": "abc"}, "abc"], max_length=4) == model.generate(["abc", "abc"], max_length=4)
     assert model.generate(("abc",), max_length=4) == [one] and model.generate([]) == []
     assert str(one) == one.text and repr(one.text) in repr(one)
+    source = dataclasses.replace(model.source, data={"inputs": "{first} {second}", "prefix": "b: "})
+    trained = type(model)(source, model.model, model._partitioner)
+    assert trained.generate({"first": "ab", "second": 7}, max_length=4) == model.generate("b: ab 7", max_length=4)
 
 
 def test_scores_of_tokens_add_up(model):

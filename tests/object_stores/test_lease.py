@@ -19,7 +19,7 @@ def quick(monkeypatch):
 @pytest.fixture
 def url(store, request):
     store.proxy.rate, store.proxy.faults = 0.1, tuple(set(proxy.FAULTS) - {"delay"})
-    return f"{store.url}/{request.node.name}/.lease"
+    return f"{store.url}/{request.node.originalname}/.lease"
 
 
 def die(held: Lease, **changes: object) -> None:

@@ -11,6 +11,8 @@ import pytest
 from t5x import convert
 from t5x.checkpoints.formats import open_checkpoint
 from t5x.data import TaskRegistry
+from t5x.errors import UserError
+from t5x.files.directories import open_directory
 from t5x.files.remote import RemotePath
 from tests.checkpoints.formats import huggingface_models as models
 from tests.object_stores import proxy, servers
@@ -31,6 +33,23 @@ def test_checkpoints_are_written_and_read_in_spite_of_faults(store, tmp_path, fo
     for name, array in expected.items():
         np.testing.assert_array_equal(found[name], array)
     assert store.proxy.injected
+
+
+def test_what_a_killed_conversion_left_is_replaced(store, tmp_path):
+    hf = models.write_directory(tmp_path / "hf", models.tiny_tensors(), models.tiny_config())
+    place = open_directory(f"{store.url}/killed")
+    place.write_bytes("UNFINISHED", b"{}")
+    place.write_bytes("model-00001-of-00002.safetensors", b"part")
+    convert.convert(hf, str(tmp_path / "local"), to="hf")
+    convert.convert(hf, str(place), to="hf")
+    assert place.names() == open_directory(tmp_path / "local").names()
+    with pytest.raises(UserError, match="--overwrite"):
+        convert.convert(hf, str(place), to="hf")
+    (place / "state").write_bytes("other", b"")
+    convert.convert(hf, str(place), to="hf", overwrite=True)
+    assert place.names() == open_directory(tmp_path / "local").names()
+    assert not open_directory(store.url).exists("killed.UNFINISHED")
+    np.testing.assert_equal(values(str(place)), values(hf))
 
 
 def test_a_data_file_is_read(store, run_here):

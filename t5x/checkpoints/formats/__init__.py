@@ -36,10 +36,8 @@ def open_checkpoint(path: epath.PathLike, *, verify: bool = True) -> Source:
         or a Hugging Face directory; or any other name that `names` lists. A remote one is copied to a cache directory.
       verify: check the files of our checkpoints against their manifest. Pass False if that has just been done.
     """
-    from t5x.checkpoints import checkpoint_reader
-
     given, path = os.fspath(path), remote_reading.stage(path)
-    if not _has(path, paths.MANIFEST, _HUGGINGFACE, *_ORBAX) and (steps := checkpoint_reader.list_steps(path)):
+    if not _has(path, paths.MANIFEST, _HUGGINGFACE, *_ORBAX) and (steps := paths.list_steps(path)):
         return _open_newest(path, steps, verify)
     source = _open(path, verify)
     chosen = is_remote(given) and paths.step_of(path) is not None and paths.step_of(given.rstrip("/")) is None

@@ -49,6 +49,7 @@ class Source:
       vocabulary_files: {feature: {file name: content}} of the included vocabularies.
       inputs_bidirectional_attention: whether a decoder-only model is a prefix LM.
       template: fields of a ranker's template as stored, if there is one; `t5x.ranking` reads them.
+      data: how the run that wrote it read its data file, as stored; `t5x.data.data_description` reads it.
       model_type: `t5`, `mt5` or `umt5`, if the checkpoint states it, as Hugging Face's do.
       huggingface_files: {name: content} of the `KEPT_FILES` of a Hugging Face directory, for conversion back to one.
     """
@@ -61,5 +62,6 @@ class Source:
     vocabulary_files: Mapping[str, Mapping[str, bytes]] = dataclasses.field(default_factory=dict)
     inputs_bidirectional_attention: bool = False
     template: Mapping[str, Any] | None = None
+    data: Mapping[str, Any] | None = None
     model_type: str | None = None
     huggingface_files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)

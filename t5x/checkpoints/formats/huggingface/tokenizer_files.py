@@ -89,11 +89,8 @@ def _stated_extra_ids(settings: Mapping[str, Any]) -> int | None:
 
 def _sentencepiece(path: str, vocab_size: int, extra_ids: int | None) -> SentencePieceVocabulary:
     """Load the model; if it has no sentinels (mT5's has), add the stated number, or else 100 if they fit."""
-    vocabulary = SentencePieceVocabulary(path)
-    has_sentinels = vocabulary.tokenizer.piece_to_id(f"{_SPACE}<extra_id_0>") != vocabulary.unk_id
-    if extra_ids is None:
-        extra_ids = 100 if vocabulary.vocab_size + 100 <= vocab_size else 0
-    return vocabulary if has_sentinels or not extra_ids else SentencePieceVocabulary(path, extra_ids=extra_ids)
+    missing = SentencePieceVocabulary(path).missing_sentinels(vocab_size, extra_ids)
+    return SentencePieceVocabulary(path, extra_ids=missing)
 
 
 def single_vocabulary(vocabulary_files: Mapping[str, Mapping[str, bytes]]) -> Vocabulary | None:

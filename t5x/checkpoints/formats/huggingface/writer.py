@@ -28,6 +28,7 @@ def write_huggingface(
     *,
     vocabulary_files: Mapping[str, Mapping[str, bytes]] | None = None,
     template: Mapping[str, Any] | None = None,
+    data: Mapping[str, Any] | None = None,
     kept_files: Mapping[str, bytes] | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
@@ -46,7 +47,7 @@ def write_huggingface(
       config: fields of T5Config.
       arrays: arrays by T5X's names with unrolled layers (`target/encoder/layers_0/…`).
       vocabulary_files: {feature: {file name: content}}, as in Source; without it, no tokenizer files are written.
-      template: fields of a ranker's template, stored in config.json; transformers keeps but does not use them.
+      template, data: as in Source; stored in config.json, where transformers keeps but does not use them.
       kept_files: `Source.huggingface_files`.
       shard_bytes: weights above this many bytes are split into several files.
     """
@@ -58,8 +59,8 @@ def write_huggingface(
     embedding = arrays.get("target/token_embedder/embedding")
     dtype = np.dtype(np.float32 if embedding is None else embedding.dtype)
     model_config = config_json.write_config(config, dtype, eos_id)
-    if template is not None:
-        model_config[config_json.TEMPLATE] = dict(template)
+    own = {config_json.TEMPLATE: template, config_json.DATA: data}
+    model_config |= {name: dict(value) for name, value in own.items() if value is not None}
     tensors = _match(config, arrays)
     if model_config["model_type"] == "umt5" and not model_config["tie_word_embeddings"]:
         logger.warning(
