@@ -27,6 +27,7 @@ from t5x.trainer.checks import require_same_data, verify_matching_vocabs
 from t5x.trainer.datasets import ExternalBatches, ShardInfo, get_dataset, get_training_eval_datasets
 from t5x.trainer.evaluation import Evaluation, InferenceEvaluation, TeacherForcedEvaluation
 from t5x.trainer.metric_lines import MetricLines
+from t5x.trainer.preemption import PreemptionWatch
 from t5x.trainer.restore import OnChangedData, Run, position_of_all, restore_or_init, resume_data
 from t5x.trainer.state import StateLayout, TrainState, write_model_info
 
@@ -114,6 +115,7 @@ def train(
     with (
         checkpoints.ModelDirLock(model_dir) as home,
         trainer_lib.StopRequest() as stop,
+        PreemptionWatch(),
         local_files(model_dir, writes=leader, unread=_is_not_read) as (files_dir, upload_files),
         _store(model_dir, files_dir, save_cfg, upload_files) as store,
         contextlib.ExitStack() as closing,

@@ -1,19 +1,19 @@
 """The files of a checkpoint, at a local path or a URL. They are untrusted: nothing outside the directory is opened."""
 
+import base64
 import contextlib
 import errno
 import functools
 import hashlib
 import os
+import re
 import stat
-from typing import BinaryIO, NamedTuple
+from collections.abc import Mapping
+from typing import Any, BinaryIO, NamedTuple
 
 from t5x.checkpoints import paths
 from t5x.files.remote import RemotePath, is_remote
 from t5x.files.untrusted import is_plain_relative, open_inside
-
-# Fields of fsspec's drivers that depend on the content alone, so that a copy has the same; ETag is that of S3.
-_CONTENT_FIELDS = ("md5Hash", "crc32c", "ETag", "content_md5")
 
 
 class Entry(NamedTuple):
@@ -22,12 +22,12 @@ class Entry(NamedTuple):
     Attributes:
       size: in bytes.
       is_regular: False for links, pipes and the like.
-      tag: what a server computed from the content; "" if it does not say.
+      md5: hash of the content in hexadecimal, as reported by a server; "" if it does not report one.
     """
 
     size: int
     is_regular: bool = True
-    tag: str = ""
+    md5: str = ""
 
 
 class LocalFiles:
@@ -52,14 +52,18 @@ class LocalFiles:
     def has(self, name: str) -> bool:
         return os.path.lexists(os.path.join(self.path, name))
 
+    def reports_md5(self, empty: str) -> bool:
+        """Return whether listings have the MD5 of files, judged by an empty one."""
+        return False
+
     def write(self, name: str, content: bytes) -> None:
         """Write a new file. It is durable only after `atomic.sync_tree`."""
         paths.write_file(os.path.join(self.path, name), content)
 
-    def hash(self, name: str, *, flush: bool = False) -> tuple[int, str]:
-        """Return the size and SHA-256 of a file; optionally flush it to disk."""
+    def hash(self, name: str, algorithm: str = "sha256", *, flush: bool = False) -> tuple[int, str]:
+        """Return the size and the hash of a file; optionally flush it to disk."""
         with self.open(name) as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            digest = hashlib.file_digest(file, algorithm).hexdigest()
             if flush:
                 os.fsync(file.fileno())
             return file.tell(), digest
@@ -79,7 +83,7 @@ class RemoteFiles(LocalFiles):
         self._remote.fs.invalidate_cache()
         found = (self._remote / prefix).descendants()
         return {
-            f"{prefix}/{name}" if prefix else name: Entry(info["size"], tag=_tag(info))
+            f"{prefix}/{name}" if prefix else name: Entry(info["size"], md5=_md5(info))
             for name, info in found.items()
             if info["type"] == "file"
         }
@@ -96,11 +100,16 @@ class RemoteFiles(LocalFiles):
         self._remote.fs.invalidate_cache()
         return (self._remote / name).info() is not None
 
+    def reports_md5(self, empty: str) -> bool:
+        self._remote.fs.invalidate_cache()
+        info = (self._remote / empty).info()
+        return info is not None and _md5(info) == hashlib.md5(b"", usedforsecurity=False).hexdigest()
+
     def write(self, name: str, content: bytes) -> None:
         (self._remote / name).write_bytes(content)
 
-    def hash(self, name: str, *, flush: bool = False) -> tuple[int, str]:
-        size, digest = 0, hashlib.sha256()
+    def hash(self, name: str, algorithm: str = "sha256", *, flush: bool = False) -> tuple[int, str]:
+        size, digest = 0, hashlib.new(algorithm)
         with contextlib.closing(self.open(name)) as file:
             while content := file.read(2**23):
                 digest.update(content)
@@ -114,5 +123,9 @@ def open_files(path: str | os.PathLike[str]) -> LocalFiles:
     return RemoteFiles(path) if is_remote(path) else LocalFiles(path)
 
 
-def _tag(info: dict) -> str:
-    return next((f"{field}:{info[field]}" for field in _CONTENT_FIELDS if info.get(field)), "")
+def _md5(info: Mapping[str, Any]) -> str:
+    """Return the MD5 in the description of a file: `md5Hash` of GCS, or `ETag` of S3, unless the file is encrypted."""
+    if found := info.get("md5Hash"):
+        return base64.b64decode(found).hex()
+    etag = str(info.get("ETag", "")).strip('"')
+    return etag if re.fullmatch("[0-9a-f]{32}", etag) else ""

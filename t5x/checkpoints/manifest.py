@@ -1,8 +1,10 @@
-"""MANIFEST.json: the size and SHA-256 of every file of a checkpoint, because Orbax does not checksum array data.
+"""MANIFEST.json: size and hash of every file of a checkpoint, because Orbax does not checksum array data.
 
 The manifest is written last, so a checkpoint without one is incomplete. It is untrusted input: the paths in it are
-compared with the contents of the directory, and nothing else is opened. In an object store, it also has the tags that
-the server computed from the files. A file with the same tag has not changed, so it is verified without reading it.
+compared with the contents of the directory, and nothing else is opened.
+
+On a disk the hash is a SHA-256. Object stores compute an MD5 of every file: that one is recorded, and compared with the
+one in a listing, so that a remote checkpoint is saved and verified without downloading it.
 """
 
 import dataclasses
@@ -27,6 +29,7 @@ VERSION = 1
 _MAX_BYTES = 16 * 2**20
 _MAX_LISTED = 5  # damaged files in a message
 _BLOCK_BYTES = 2**20
+_HASHES = re.compile("[0-9a-f]{64}/|/[0-9a-f]{32}")
 
 
 class DamagedCheckpoint(UserError):
@@ -40,9 +43,15 @@ class DamagedCheckpoint(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class FileRecord:
+    """What is known about a file: its size, and one of the hashes."""
+
     size: int
-    sha256: str
-    tag: str = ""
+    sha256: str = ""
+    md5: str = ""
+
+    @property
+    def algorithm(self) -> str:
+        return "sha256" if self.sha256 else "md5"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +145,8 @@ class Verification:
             raise self._damaged(paths.renamed(self._manifest.step))
         self._problems, self._to_hash = self._check_sizes()
         pool = ThreadPoolExecutor(1, thread_name_prefix="t5x-verify")
-        self._found = pool.submit(hash_files, self._directory, self._to_hash)
+        algorithms = {name: self._manifest.files[name].algorithm for name in self._to_hash}
+        self._found = pool.submit(_read_and_hash, self._directory, algorithms)
         pool.shutdown(wait=False)
         if self._problems:
             self.finish()
@@ -147,8 +157,8 @@ class Verification:
             found = self._found.result()
         except OSError as error:
             raise self._damaged(f"{error.filename} cannot be read: {error.strerror}") from error
-        changed = [name for name in self._to_hash if not _same_content(found[name], self._manifest.files[name])]
-        problems = self._problems + [f"{name} has changed (SHA-256)" for name in changed]
+        changed = [name for name in self._to_hash if found[name] != self._manifest.files[name]]
+        problems = self._problems + [f"{name} has changed" for name in changed]
         if problems:
             more = f" and {len(problems) - _MAX_LISTED} more" if len(problems) > _MAX_LISTED else ""
             raise self._damaged("; ".join(problems[:_MAX_LISTED]) + more)
@@ -168,7 +178,7 @@ class Verification:
                 problems.append(f"{name} is not a regular file")
             elif entry.size != record.size:
                 problems.append(f"{name} has {entry.size} bytes instead of {record.size}")
-            elif record.tag == "" or record.tag != entry.tag:
+            elif record.sha256 or record.md5 != entry.md5:
                 to_hash[name] = entry
         extra = [name for name in present if name.startswith(paths.STATE + "/") and name not in self._manifest.files]
         return problems + [f"{name} does not belong there" for name in extra], to_hash
@@ -189,30 +199,46 @@ def read_file(directory: epath.PathLike, name: str) -> bytes:
             content = _read(file, record.size)
     except OSError as error:
         raise DamagedCheckpoint(directory, f"{name} cannot be read: {error.strerror}") from error
-    if not _same_content(FileRecord(len(content), hashlib.sha256(content).hexdigest()), record):
-        raise DamagedCheckpoint(directory, f"{name} has changed (SHA-256)")
+    digest = hashlib.new(record.algorithm, content).hexdigest()
+    if FileRecord(len(content), **{record.algorithm: digest}) != record:
+        raise DamagedCheckpoint(directory, f"{name} has changed")
     return content
 
 
 def hash_files(
     directory: epath.PathLike, entries: Mapping[str, Entry], *, flush: bool = False
 ) -> dict[str, FileRecord]:
-    """Return the records of files. hashlib releases the interpreter lock, so threads hash in parallel.
+    """Return the records of files.
 
     Args:
       entries: the files, as listed before.
       flush: also flush each file to disk.
     """
+    known = {}
+    if open_files(directory).reports_md5(paths.UNFINISHED):  # the ETags of files that S3 encrypts are something else
+        known = {name: FileRecord(entry.size, md5=entry.md5) for name, entry in entries.items() if entry.md5}
+    others = dict.fromkeys((name for name in entries if name not in known), "sha256")
+    return known | _read_and_hash(directory, others, flush=flush)
+
+
+def _read_and_hash(
+    directory: epath.PathLike, algorithms: Mapping[str, str], *, flush: bool = False
+) -> dict[str, FileRecord]:
+    """Return the records of files, each with its own hash algorithm.
+
+    hashlib releases the interpreter lock, so threads hash in parallel.
+    """
     files = open_files(directory)
 
     def record(name: str) -> FileRecord:
         try:
-            return FileRecord(*files.hash(name, flush=flush), entries[name].tag)
+            size, digest = files.hash(name, algorithms[name], flush=flush)
         except OSError as error:
             raise OSError(error.errno, error.strerror, name) from error
+        return FileRecord(size, **{algorithms[name]: digest})
 
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="t5x-hash") as pool:
-        return dict(zip(entries, pool.map(record, entries), strict=True))
+        return dict(zip(algorithms, pool.map(record, algorithms), strict=True))
 
 
 def _read(file: BinaryIO, size: int) -> bytes:
@@ -222,10 +248,6 @@ def _read(file: BinaryIO, size: int) -> bytes:
         blocks.append(block)
         count += len(block)
     return b"".join(blocks)
-
-
-def _same_content(found: FileRecord, recorded: FileRecord) -> bool:
-    return (found.size, found.sha256) == (recorded.size, recorded.sha256)
 
 
 def _parse(content: bytes) -> Manifest:
@@ -242,16 +264,14 @@ def _parse(content: bytes) -> Manifest:
         files = {name: FileRecord(**record) for name, record in data["files"].items()}
         manifest = Manifest(data["step"], files)
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError("does not have the fields step and files, with size and sha256 of each file") from error
-    if not all(isinstance(record.tag, str) for record in files.values()):
-        raise ValueError("has an invalid tag")
+        raise ValueError("does not have the fields step and files, with size and hash of each file") from error
     for name in files:
         if not paths.is_plain_relative(name):
             raise ValueError(f"names {name!r}, which is not a path inside the checkpoint")
     if not all(type(n) is int and n >= 0 for n in (manifest.step, *(record.size for record in files.values()))):
         raise ValueError("has an invalid step or size")
-    if not all(isinstance(r.sha256, str) and re.fullmatch("[0-9a-f]{64}", r.sha256) for r in files.values()):
-        raise ValueError("has an invalid sha256")
+    if not all(_HASHES.fullmatch(f"{record.sha256}/{record.md5}") for record in files.values()):
+        raise ValueError("has an invalid hash")
     if manifest.to_bytes() != content:
         raise ValueError("has changed since it was written")
     return manifest

@@ -14,6 +14,7 @@ import tensorstore as ts
 from etils import epath
 
 from t5x.files import object_stores
+from t5x.files.system_errors import tensorstore_status
 
 INLINE_BYTES = 1024  # values up to this size are stored inside the database's own nodes
 
@@ -78,7 +79,13 @@ class Writer:
         """Wait until everything is written, and make it visible. More arrays may follow."""
         for future in [*self._opened.values(), *self._written]:
             future.result()
-        self._transaction.commit_async().result()
+        try:
+            self._transaction.commit_async().result()
+        except ValueError as error:
+            # A server's answer to the commit got lost. TensorStore repeats it and finds the arrays already created, as
+            # nobody else writes here; a commit is complete or absent.
+            if tensorstore_status(error) != "ALREADY_EXISTS":
+                raise
         self._begin()
 
 

@@ -57,6 +57,10 @@ class DataDescription:
         """Return the description as JSON values."""
         return dataclasses.asdict(self) | {"columns": None if self.columns is None else list(self.columns)}
 
+    def template(self) -> str:
+        """Return the inputs with their prefix, as a template."""
+        return self.prefix + (self.inputs if "{" in self.inputs else f"{{{self.inputs}}}")
+
     def fields(self) -> dict[str, Any]:
         """Return what is not the default, without the lengths."""
         default = DataDescription()

@@ -28,6 +28,7 @@ from t5x.files.remote import RemoteFile, RemotePath, as_local, run_concurrently
 from t5x.files.untrusted import open_regular
 
 LOCK_FILE = ".lock"
+_PROBE = ".t5x-write-test"
 
 
 class Directory(abc.ABC):
@@ -139,6 +140,8 @@ def make_directory(path: str | os.PathLike[str], option: str) -> str:
     try:
         directory.make()
         directory.check_writable()
+    except FileExistsError as error:
+        raise UserError(f"{option} {directory} exists but is not a directory. Choose another path.") from error
     except OSError as error:
         raise UserError(f"{option} {directory} cannot be created: {error.strerror}. Choose another path.") from error
     except UserError as error:
@@ -257,7 +260,7 @@ class RemoteDirectory(Directory):
         """Do nothing: object stores have no directories."""
 
     def check_writable(self) -> None:
-        probe = self._remote / atomic.unique_name("write-test")
+        probe = self._remote / _PROBE
         probe.write_bytes(b"")
         probe.remove()
 
@@ -284,10 +287,9 @@ class RemoteDirectory(Directory):
     def writing(self, name: str) -> Iterator[str]:
         with self._scratch() as scratch:
             yield os.path.join(scratch, name)
-            # Files of `name` go last: they may be what others look for.
-            written = sorted(os.listdir(scratch), key=lambda other: other == name)
-            for other in written:
-                (self._remote / other).upload(os.path.join(scratch, other))
+            written = [os.path.join(parent, file) for parent, _, files in os.walk(scratch) for file in files]
+            for path in sorted(written, key=lambda path: path == os.path.join(scratch, name)):  # `name` is last
+                (self._remote / os.path.relpath(path, scratch)).upload(path)
 
     @contextlib.contextmanager
     def reading(self, *names: str) -> Iterator[str]:

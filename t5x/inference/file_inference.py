@@ -98,7 +98,7 @@ def infer_file(
         max_input_length=max_input_length, max_target_length=max_length,
     )  # fmt: skip
     if data.fields():
-        log.info("inputs: %r before %s (--prefix, --inputs)", data.prefix, data.inputs)
+        log.info("inputs: %r (--inputs and --prefix change it)", data.template())
     max_input_length, max_length = data.max_input_length, data.max_target_length
     lines = LineShard(Lines(input_path, needs_targets=mode == "score", data=data, live=to.is_stdout), shard)
     if mode == "predict":

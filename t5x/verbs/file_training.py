@@ -280,12 +280,13 @@ def _next_steps(options: FileTraining, task: Task, step: int) -> str:
 
 def _results(model_dir: str, step: int) -> list[str]:
     """Return the metrics of the last evaluation, read from the files of the run."""
-    from t5x.telemetry import jsonl
+    from t5x.files.directories import open_directory
     from t5x.telemetry.writer import METRICS_FILE
 
     def last(*path: str) -> dict[str, Any]:
-        records = [record for record, _ in jsonl.read(os.path.join(model_dir, *path))]
-        return records[-1] if records and records[-1]["step"] == step else {}
+        lines = (open_directory(model_dir).read_bytes("/".join(path)) or b"").splitlines()
+        record = json.loads(lines[-1]) if lines else {}
+        return record if record.get("step") == step else {}
 
     loss = last("training_eval", TASK, METRICS_FILE)
     scores = last("inference_eval", f"{TASK}-metrics.jsonl")

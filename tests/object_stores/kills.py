@@ -29,7 +29,7 @@ from t5x import data
 
 FEATURES = {name: data.Feature(data.ByteVocabulary(0)) for name in ("inputs", "targets")}
 data.TaskRegistry.add(
-    "pairs", data.JsonLinesDataSource({"train": "PLACE/pairs.jsonl"}),
+    "pairs", data.JsonLinesDataSource({"train": "PLACE/many.jsonl"}),
     output_features=FEATURES, preprocessors=[data.preprocessors.tokenize, data.preprocessors.append_eos],
 )
 """
@@ -45,6 +45,7 @@ def prepare(place: Path) -> None:
     (place / "questions.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
     pairs = [{"inputs": text, "targets": text[:4]} for text in lines]
     (place / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    (place / "many.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in 500 * pairs))  # 3 shards of a cache
     (place / "tasks.py").write_text(TASK.replace("PLACE", str(place)))
 
 
@@ -57,14 +58,15 @@ def arguments(verb: str, place: Path, output: str) -> list[str]:
         "infer": [model, f"--input={place / 'in.txt'}", f"--output={output}/out.jsonl", *small, *short],
         "answer": [
             model, f"--input={place / 'questions.jsonl'}", f"--output={output}/out.jsonl",
-            f"--squad_predictions={output}/predictions.json", *small, *short,
+            f"--squad_predictions={output}/predictions.json", "--stride=1", "--max_length=4", "--max_input_length=40",
+            *small,
         ],
         "rerank": [
             model, f"--input={place / 'query.tsv'}", f"--output={output}/out.jsonl", "--format=jsonl", "--labels=a,b",
             "--template={query} {document}", "--max_length=32", *small,
         ],
         "cache": ["--import", str(place / "tasks.py"), "pairs", f"--output_dir={output}", "--num_workers=2"],
-        "convert": [str(place / "model"), f"{output}/model", "--to=t5x"],
+        "convert": [str(place / "model"), f"{output}/model", "--to=hf"],
         "eval": [
             model, f"--data={place / 'pairs.jsonl'}", f"--output={output}", "--metric=accuracy", "--batch_size=4",
             "--max_target_length=4", "--max_input_length=32",
@@ -87,7 +89,7 @@ def run(verb: str, place: Path, store: servers.Store, kills: int, rng: random.Ra
     local, log = place / verb, place / f"{verb}.log"
     local.mkdir()
     began = time.monotonic()
-    process = start(verb, arguments(verb, place, str(local)), log, T5X_CACHE_DIR=str(place / "cache"))
+    process = start(verb, arguments(verb, place, str(local)), log, T5X_CACHE_DIR=str(place / "local-cache"))
     assert process.wait() == 0, log.read_text()
     seconds = time.monotonic() - began
     remote = RemotePath.parse(f"{store.url}/{verb}")
@@ -96,14 +98,12 @@ def run(verb: str, place: Path, store: servers.Store, kills: int, rng: random.Ra
     for number in range(kills + 1):
         cache = place / f"cache-{number}"  # as on another machine
         process = start(verb, given, log, T5X_CACHE_DIR=str(cache), **store.environment)
-        try:
-            code = process.wait(None if number == kills else rng.uniform(0.2, 1.1) * seconds)
+        if number < kills and _kill_at_some_moment(process, store, rng, seconds if number % 2 else None):
+            done += 1
+        else:
+            code = process.wait()
             assert code == 0 or (code == 2 and "exists already" in log.read_text()), log.read_text()
             break
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            done += 1
         shutil.rmtree(cache, ignore_errors=True)
     store.proxy.rate = 0.0
     remote.fs.invalidate_cache()
@@ -113,10 +113,25 @@ def run(verb: str, place: Path, store: servers.Store, kills: int, rng: random.Ra
     print(f"{store.url} {verb}: killed {done} times, {len(files)} file(s) are the same", flush=True)
 
 
+def _kill_at_some_moment(
+    process: subprocess.Popen, store: servers.Store, rng: random.Random, seconds: float | None
+) -> bool:
+    """Kill a process after up to so many seconds; or, with None, after some of its writes. False if it ended before."""
+    count = lambda: store.proxy.requests["PUT"] + store.proxy.requests["POST"]
+    writes = count() + rng.randint(1, 12)
+    end = time.monotonic() + rng.uniform(0.2, 1.0) * (seconds or 0)
+    while process.poll() is None:
+        if time.monotonic() > end if seconds is not None else count() >= writes:
+            process.kill()
+            process.wait()
+            return True
+        time.sleep(0.002)
+    return False
+
+
 def _comparable(files: dict[str, bytes]) -> dict[str, bytes]:
-    """Return the files that are the same in every run: not those with times, paths or options in them."""
-    varying = ("events.out.tfevents", "command.txt", "MANIFEST.json", ".ocdbt", "/d/", "_sharding", "_METADATA")
-    return {name: content for name, content in files.items() if not any(part in f"/{name}" for part in varying)}
+    """Return the files that are the same in every run: not those with times or paths in them."""
+    return {n: content for n, content in files.items() if not os.path.basename(n).startswith(("events.", "command."))}
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ def test_a_killed_evaluation_continues_with_the_next_checkpoint(store, model_dir
     expected = score(model_dir, tmp_path / "local")
     run = RemotePath.parse(f"{store.url}/run")
     run.fs.put(f"{model_dir}/", run.path, recursive=True)
-    store.proxy.rate, store.proxy.faults = 0.03, tuple(set(proxy.FAULTS) - {"delay"})
+    store.proxy.rate, store.proxy.faults = 0.01, tuple(set(proxy.FAULTS) - {"delay"})
     seen = []
 
     def dying(**arguments):

@@ -63,6 +63,18 @@ def test_a_data_file_is_read(store, run_here):
     assert all(f"line {n}" in shown.out for n in range(3))
 
 
+def test_rankings_are_read_and_measured(store, run_here, tmp_path):
+    place = open_directory(f"{store.url}/ranking")
+    for files in (place, open_directory(tmp_path)):
+        files.write_bytes("qrels.txt", b"1 0 a 1\n2 0 b 1\n")
+        files.write_bytes("run.trec", b"1 Q0 b 1 2.0 x\n1 Q0 a 2 1.0 x\n2 Q0 b 1 1.0 x\n")
+        shown = run_here(
+            "rank-eval", files.path("run.trec"), "--qrels", files.path("qrels.txt"), "--per_query", files.path("out")
+        )
+        assert shown.code == 0, shown.err
+    assert place.read_bytes("out") == (tmp_path / "out").read_bytes()
+
+
 def test_what_is_missing_is_named(store, run_here):
     for url in (f"{store.url}/nothing", store.url.replace(servers.BUCKET, "no-such-bucket") + "/model"):
         run_here("inspect", url).refused(url)

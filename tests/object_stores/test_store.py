@@ -9,7 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t5x.checkpoints import CheckpointStore, DamagedCheckpoint, ModelDirLock, manifest, paths
+from t5x.checkpoints import (
+    CheckpointStore,
+    DamagedCheckpoint,
+    ModelDirLock,
+    checkpoint_files,
+    manifest,
+    paths,
+)
 from t5x.checkpoints import store as store_module
 from t5x.checkpoints.formats import open_checkpoint
 from t5x.errors import UserError
@@ -54,11 +61,35 @@ def test_a_checkpoint_is_what_was_saved(url, store):
     assert store.proxy.injected
 
 
-def test_files_with_the_tag_of_the_server_are_not_read_again(url, monkeypatch):
-    checkpoints, read = saved(url, 1), []
-    monkeypatch.setattr(manifest, "hash_files", lambda directory, entries: read.extend(entries) or {})
+def test_answers_that_get_lost_do_not_fail_a_save(url, store):
+    store.proxy.rate, store.proxy.faults = 0.3, ("lost response",)
+    with CheckpointStore(url) as checkpoints:
+        for step in range(5):
+            checkpoints.save(step, tree(step), sidecars={})
+            checkpoints.wait()
+    store.proxy.rate = 0.0
+    for step in checkpoints.steps():
+        np.testing.assert_array_equal(
+            checkpoints.restore(checkpoints.path(step))["target"]["w"], tree(step)["target"]["w"]
+        )
+    assert checkpoints.steps() == [0, 1, 2, 3, 4]
+
+
+def test_a_save_and_its_verification_read_nothing_back(url, monkeypatch):
+    with monkeypatch.context() as context:
+        context.setattr(checkpoint_files.RemoteFiles, "hash", None)
+        checkpoints = saved(url, 1)
+        manifest.verify(checkpoints.path(1))
+    for name, record in manifest.read(checkpoints.path(1)).files.items():  # a copy is verified by the same hashes
+        assert checkpoint_files.open_files(checkpoints.path(1)).hash(name, "md5") == (record.size, record.md5)
+
+
+def test_files_are_hashed_where_the_server_reports_no_md5(url, monkeypatch):
+    monkeypatch.setattr(checkpoint_files, "_md5", lambda info: "f" * 32)  # as the ETags of files that S3 encrypts
+    checkpoints = saved(url, 1)
+    records = manifest.read(checkpoints.path(1)).files
+    assert all(record.sha256 and not record.md5 for record in records.values())
     manifest.verify(checkpoints.path(1))
-    assert read == []
 
 
 def test_damage_is_found_and_skipped(url):
