@@ -137,10 +137,11 @@ def test_config_gin_repeats_the_run(scratch, tmp_path):
     assert (tmp_path / "again/command.txt").read_text().splitlines()[1] == "x"
 
 
-def test_fine_tuning_counts_steps_from_its_start_and_brings_the_vocabulary(scratch, files, tmp_path, caplog):
+def test_fine_tuning_counts_steps_from_its_start_and_brings_the_vocabulary(scratch, files, tmp_path, caplog, capsys):
     caplog.set_level(logging.INFO, logger="t5x")
     train(tmp_path / "tuned", 2, bindings=(), model=str(scratch[0]), data=files["data"])
     assert steps_of(tmp_path / "tuned") == [8]
+    assert "train: step 2/2" in capsys.readouterr().err
     description = json.loads((tmp_path / "tuned/checkpoint_8/vocabulary/inputs/vocabulary.json").read_text())
     assert description["class"] == "ByteVocabulary"
     assert parameters(tmp_path / "tuned") != parameters(scratch[0])
