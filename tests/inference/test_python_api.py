@@ -1,8 +1,11 @@
 """The Python API, as users of transformers call it, compared with transformers on the same random weights."""
 
 import dataclasses
+import filecmp
 import json
 import re
+import shutil
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +17,7 @@ from t5x.inference.options import translate_arguments
 from tests.checkpoints.formats import huggingface_models
 from tests.inference.models import byte_model
 
+SHARED = Path(__file__).parents[3] / "shared" / "data"
 TOKENS = {"eos_token_id": 1, "pad_token_id": 0, "decoder_start_token_id": 0}
 
 
@@ -146,7 +150,24 @@ def test_pipelines_return_what_those_of_transformers_did(model):
     assert list(t5x.pipeline("summarization", model=model)("abc", **options)[0]) == ["summary_text"]
 
 
-def test_decoding_options_and_the_tokenizer_survive_the_way_there_and_back(model, tmp_path):
+@pytest.mark.skipif(not SHARED.is_dir(), reason="the folder ../shared/data is not there")
+@pytest.mark.parametrize("names", [["tokenizer.json"], ["spiece.model", "tokenizer.json"]])
+def test_a_tokenizer_json_survives_the_way_there_and_back(tmp_path, names):
+    """Alone, as transformers 5 saves it, or beside the SentencePiece model, which is the one in use."""
+    tensors = huggingface_models.tiny_tensors() | {"shared.weight": np.ones((32128, 4))}
+    huggingface_models.write_directory(tmp_path / "hf", tensors, huggingface_models.tiny_config(vocab_size=32128))
+    for name in names:
+        shutil.copy(SHARED / "t5_vocab" / name, tmp_path / "hf")
+    model = t5x.load(tmp_path / "hf")
+    model.save(tmp_path / "ours", to="t5x")
+    t5x.load(tmp_path / "ours").save(tmp_path / "back")
+    assert filecmp.cmp(SHARED / "t5_vocab" / "tokenizer.json", tmp_path / "back" / "tokenizer.json", shallow=False)
+    expected = [13959, 1566, 12, 2968, 10, 32099, 207, 5, 1]  # by the tokenizers library
+    text = "translate English to German: <extra_id_0> good."
+    assert t5x.load(tmp_path / "back").tokenize(text) == model.tokenize(text) == expected
+
+
+def test_decoding_options_survive_the_way_there_and_back(model, tmp_path):
     """Hugging Face -> ours -> Hugging Face, by `save`."""
     directory = byte_model(tmp_path / "hf")
     options = {"num_beams": 2, "max_new_tokens": 4, "length_penalty": 0.6, "no_repeat_ngram_size": 3}
