@@ -31,13 +31,14 @@ verbs:
   cache   write a task's tokenized examples once, for training to read
   convert convert a checkpoint to t5x's, T5X's or Hugging Face's format
   bench   measure training, generation, scoring and more on this machine
+  completion
+          print the completion of verbs and options for bash, zsh or fish
 
 examples:
   t5x demo
-  t5x train --gin_file=t5x/examples/demo/dates.gin --gin.MODEL_DIR=/tmp/dates --gin.TRAIN_STEPS=500
-  t5x train --gin_file=my_run.gin --dry_run
-  t5x train --model flan-t5-small --data train.jsonl --valid valid.jsonl --steps 1000 --model_dir runs/mine
-  t5x infer --model runs/demo --input dates.txt --output predictions.jsonl
+  t5x train --model google/flan-t5-small --data train.tsv --steps 1000 --model_dir runs/mine
+  t5x train --gin_file=t5x/examples/demo/dates.gin --gin.MODEL_DIR=runs/dates --gin.TRAIN_STEPS=500
+  echo "the third of March '97" | t5x infer --model runs/demo --input -
   t5x VERB --help
 """
 
@@ -47,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
     The exit code is 0, 2 for errors that the user can fix, 130 after Ctrl-C, or 75 (retry) after SIGTERM.
     """
+    signal.signal(signal.SIGINT, _leave_at_once)
+    _search_working_directory_last()
     argv = list(sys.argv[1:] if argv is None else argv)
     verb = argv[0] if argv else None
     if verb == "help" and len(argv) > 1:
@@ -73,7 +76,21 @@ def main_of(verb: str) -> NoReturn:
     package = os.path.dirname(os.path.abspath(__file__))
     # For a script, Python puts the package's directory first on the path, where our modules shadow other packages.
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != package]
+    _search_working_directory_last()
     sys.exit(run_verb(verb, sys.argv[1:], _end))
+
+
+def _search_working_directory_last() -> None:
+    """Let a module of the working directory not take the place of an installed one.
+
+    The directory is on the path if PYTHONPATH has an empty or relative entry, as `PYTHONPATH=$PYTHONPATH:lib` often
+    does. An absolute entry is what the user wants.
+    """
+    wanted = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    here = os.getcwd()
+    if here not in wanted:
+        last = [entry for entry in sys.path if os.path.abspath(entry or ".") == here]
+        sys.path[:] = [entry for entry in sys.path if entry not in last] + last
 
 
 def run_verb(verb: str, argv: Sequence[str], end: Callable[[int], int] = int) -> int:
@@ -82,14 +99,14 @@ def run_verb(verb: str, argv: Sequence[str], end: Callable[[int], int] = int) ->
     Args:
       end: called with the exit code after Ctrl-C or SIGTERM, while the exception is still alive.
     """
-    signal.signal(signal.SIGTERM, _leave_at_once)
     signal.signal(signal.SIGINT, _leave_at_once)
+    signal.signal(signal.SIGTERM, _leave_at_once)
     from t5x import configuration, startup
-    from t5x.verbs.arguments import Terminated, parser_of
+    from t5x.verbs.arguments import Terminated
+    from t5x.verbs.verb_parser import parser_of
 
     module = importlib.import_module(f"t5x.verbs.{verb.replace('-', '_')}")
     parser = parser_of(verb)
-    module.define(parser)
     debug = "--debug" in argv
     startup.configure_logging(debug=debug)
     try:

@@ -12,8 +12,9 @@ from typing import Any
 import jax
 
 from t5x import checkpoints, gin_utils
+from t5x.checkpoints import names
 from t5x.checkpoints.config import RestoreCheckpointConfig
-from t5x.checkpoints.formats import open_checkpoint
+from t5x.checkpoints.formats import Source, open_checkpoint
 from t5x.checkpoints.paths import step_of
 from t5x.configuration.ignored_parameters import log_ignored
 from t5x.data import Evaluator
@@ -21,6 +22,9 @@ from t5x.data.dataset_config import DatasetConfig
 from t5x.data.loader import eval_batches
 from t5x.data.tasks import Task, get_subtasks
 from t5x.errors import UserError
+from t5x.files import user_files
+from t5x.files.directories import make_directory
+from t5x.files.mirror import local_files
 from t5x.files.remote import is_remote
 from t5x.metrics import translation
 from t5x.models import BaseTransformerModel
@@ -96,76 +100,81 @@ def evaluate(
             f"{name!r} has no metrics. Give the task metric_fns, or measure the loss: "
             "evaluate.training_evaluator_cls = @trainer.Trainer."
         )
-    output_dir = str(checkpoints.make_directory(output_dir, "EVAL_OUTPUT_DIR"))
-    done_file = os.path.join(output_dir, f"eval.{name}.ckpt")
-    paths = distributed.decide("eval/checkpoints", lambda: _checkpoints(restore_checkpoint_cfg))
-    resumable = len(paths) > 1 or restore_checkpoint_cfg.mode == "all"
-    before = distributed.decide("eval/done", lambda: _evaluated(done_file, paths)) if resumable else {}
-    if resumable:
-        hint = f" (listed in {done_file}; delete it to evaluate them again)" if before else ""
-        log.info("%d checkpoint(s), %d evaluated before%s", len(paths), len(before), hint)
-    steps = {step: path for path, step in before.items()}
+    output_dir = make_directory(output_dir, "EVAL_OUTPUT_DIR")
+    with local_files(output_dir, writes=distributed.is_leader(), unread=_is_not_read) as (directory, upload):
+        done_file = os.path.join(directory, f"eval.{name}.ckpt")
+        paths = distributed.decide("eval/checkpoints", lambda: _checkpoints(restore_checkpoint_cfg))
+        resumable = len(paths) > 1 or restore_checkpoint_cfg.mode == "all"
+        before = distributed.decide("eval/done", lambda: _evaluated(done_file, paths)) if resumable else {}
+        if resumable:
+            listed = os.path.join(output_dir, os.path.basename(done_file))
+            hint = f" (listed in {listed}; delete it to evaluate them again)" if before else ""
+            log.info("%d checkpoint(s), %d evaluated before%s", len(paths), len(before), hint)
+        steps = {step: path for path, step in before.items()}
 
-    # --- The model, without an optimizer ------------------------------------------------------------------------------
-    model = copy.copy(model)
-    model.optimizer_def = None
-    layout = train_state_initializer_cls(model, partitioner, model.input_shapes({"inputs": 1, "targets": 1}))
-    if distributed.is_leader():
-        if summarize_config_fn is not None:
-            summarize_config_fn(output_dir, None, 0)
-        write_model_info(output_dir, layout)
-    evaluations: dict[str, Evaluation] = {}
-    if len(before) < len(paths):
-        if scored:
-            evaluations[INFERENCE] = InferenceEvaluation(dataset_cfg, inference_evaluator_cls, layout, output_dir)
-            if distributed.is_leader():
-                _log_signatures(scored, dataset_cfg, model)
-        if training_evaluator_cls is not None:
-            evaluations[TRAINING] = TeacherForcedEvaluation(dataset_cfg, train_eval_get_dataset_fn, layout, output_dir)
+        # --- The model, without an optimizer --------------------------------------------------------------------------
+        model = copy.copy(model)
+        model.optimizer_def = None
+        layout = train_state_initializer_cls(model, partitioner, model.input_shapes({"inputs": 1, "targets": 1}))
+        if distributed.is_leader():
+            if summarize_config_fn is not None:
+                summarize_config_fn(directory, None, 0)
+            write_model_info(directory, layout)
+        evaluations: dict[str, Evaluation] = {}
+        if len(before) < len(paths):
+            if scored:
+                evaluations[INFERENCE] = InferenceEvaluation(dataset_cfg, inference_evaluator_cls, layout, directory)
+                if distributed.is_leader():
+                    _log_signatures(scored, dataset_cfg, model)
+            if training_evaluator_cls is not None:
+                evaluations[TRAINING] = TeacherForcedEvaluation(
+                    dataset_cfg, train_eval_get_dataset_fn, layout, directory
+                )
 
-    # --- Evaluate the checkpoints; the model is compiled once ---------------------------------------------------------
-    results: Results = {}
-    trainer = None
-    for path in paths:
-        if path in before:
-            continue
-        if restore_checkpoint_cfg.mode == "all" and distributed.decide("eval/gone", lambda p=path: _is_gone(p)):
-            log.warning("skipping %s: it was deleted", path)
-            continue
-        source = open_for_all(path)
-        step = source.step or 0
-        if resumable and distributed.decide("eval/done one", lambda p=source.path: bool(_evaluated(done_file, [p]))):
-            log.info("%s was evaluated before", source.path)
-            steps[step] = source.path
-            continue
-        log.info("evaluating %s (%s), step %d", source.path, source.format, step)
-        if step in steps:
-            raise _second_of_step(source.path, step, steps[step])
-        params = restore_params(source, model, layout, restore_checkpoint_cfg, fallback_init_rng)
-        state = TrainState(layout.step_array(step), params, {})
-        if trainer is None:
-            trainer = (training_evaluator_cls or Trainer)(
-                model=model, train_state=state, partitioner=partitioner, layout=layout, rng=jax.random.key(0),
-                learning_rate_fn=lambda step: 0.0,
-            )  # fmt: skip
-        trainer.state = state
-        results[step], steps[step] = {}, source.path
-        with Progress(
-            None, unit="batch", description=f"evaluate step {step}", disable=not distributed.is_leader()
-        ) as progress:
-            for kind, evaluation in evaluations.items():
-                for task, metrics in evaluation.evaluate(trainer, step, progress.advance).items():
-                    results[step][_result_name(kind, task)] = metrics
-        del params, state
-        trainer.state = None  # frees the memory for the next checkpoint
-        if resumable and distributed.is_leader():
-            jsonl.replace(done_file, [f"{line}\n".encode() for line in (*_lines(done_file), source.path)])
-    for evaluation in evaluations.values():
-        evaluation.close()
-    earlier = distributed.decide(
-        "eval/earlier", lambda: _read_results(output_dir, dataset_cfg, [step for step in steps if step not in results])
-    )
-    return dict(sorted([*((int(step), found) for step, found in earlier.items()), *results.items()]))
+        # --- Evaluate the checkpoints; the model is compiled once -----------------------------------------------------
+        results: Results = {}
+        trainer = None
+        for path in paths:
+            if path in before:
+                continue
+            if restore_checkpoint_cfg.mode == "all" and distributed.decide("eval/gone", lambda p=path: _is_gone(p)):
+                log.warning("skipping %s: it was deleted", path)
+                continue
+            source = open_for_all(path)
+            path, step = _location(path, source), source.step or 0
+            if resumable and distributed.decide("eval/done one", lambda p=path: bool(_evaluated(done_file, [p]))):
+                log.info("%s was evaluated before", path)
+                steps[step] = path
+                continue
+            log.info("evaluating %s (%s), step %d", path, source.format, step)
+            if step in steps:
+                raise _second_of_step(path, step, steps[step])
+            params = restore_params(source, model, layout, restore_checkpoint_cfg, fallback_init_rng)
+            state = TrainState(layout.step_array(step), params, {})
+            if trainer is None:
+                trainer = (training_evaluator_cls or Trainer)(
+                    model=model, train_state=state, partitioner=partitioner, layout=layout, rng=jax.random.key(0),
+                    learning_rate_fn=lambda step: 0.0,
+                )  # fmt: skip
+            trainer.state = state
+            results[step], steps[step] = {}, path
+            with Progress(
+                None, unit="batch", description=f"evaluate step {step}", disable=not distributed.is_leader()
+            ) as progress:
+                for kind, evaluation in evaluations.items():
+                    for task, metrics in evaluation.evaluate(trainer, step, progress.advance).items():
+                        results[step][_result_name(kind, task)] = metrics
+            del params, state
+            trainer.state = None  # frees the memory for the next checkpoint
+            upload()
+            if resumable and distributed.is_leader():
+                jsonl.replace(done_file, [f"{line}\n".encode() for line in (*_lines(done_file), path)])
+                upload()  # after the metrics of the checkpoint
+        for evaluation in evaluations.values():
+            evaluation.close()
+        skipped = [step for step in steps if step not in results]
+        earlier = distributed.decide("eval/earlier", lambda: _read_results(directory, dataset_cfg, skipped))
+        return dict(sorted([*((int(step), found) for step, found in earlier.items()), *results.items()]))
 
 
 # --- Checkpoints to evaluate ------------------------------------------------------------------------------------------
@@ -180,7 +189,7 @@ def _checkpoints(cfg: RestoreCheckpointConfig) -> list[str]:
     given = [cfg.path] if isinstance(cfg.path, str) else list(cfg.path)
     if not given:
         raise UserError("utils.RestoreCheckpointConfig.path is empty: give a checkpoint or a MODEL_DIR to evaluate.")
-    given = [path if is_remote(path) else str(checkpoints.local_path(path)) for path in given]
+    given = [names.resolve(path) for path in given]
     paths = given if cfg.mode != "all" else [checkpoint for path in given for checkpoint in _all_in(path)]
     of_step: dict[int, str] = {}
     for path in paths:
@@ -202,12 +211,22 @@ def _all_in(path: str) -> list[str]:
     store = checkpoints.CheckpointStore(path)
     if steps := store.steps():
         return [str(store.path(step)) for step in steps]
+    if is_remote(path):
+        return [path]
     indices = [(int(match[1]), file) for file in store.directory.glob("*.index") if (match := _INDEX.search(file.name))]
     if indices:
         return [str(file).removesuffix(".index") for _, file in sorted(indices)]
     if not store.directory.is_dir() or not any(store.directory.iterdir()):
         raise UserError(f"There is no checkpoint in {path}.")
     return [str(store.directory)]
+
+
+def _location(path: str, source: Source) -> str:
+    """Return where a checkpoint is. The local copy of a remote one may be elsewhere next time."""
+    if not is_remote(path):
+        return source.path
+    name = os.path.basename(source.path)
+    return path if os.path.basename(path) == name else f"{path}/{name}"
 
 
 def _step_in(path: str) -> int:
@@ -220,7 +239,7 @@ def _step_in(path: str) -> int:
 
 def _is_gone(path: str) -> bool:
     """Return whether a checkpoint was deleted since it was listed, e.g. by a running trainer."""
-    return not os.path.exists(path) and not os.path.exists(f"{path}.index")
+    return not user_files.exists(path) and not user_files.exists(f"{path}.index")
 
 
 def _evaluated(done_file: str, paths: Sequence[str]) -> dict[str, int]:
@@ -237,6 +256,11 @@ def _lines(path: str) -> list[str]:
 
 
 # --- Metrics ----------------------------------------------------------------------------------------------------------
+
+
+def _is_not_read(name: str) -> bool:
+    """Return whether an evaluation that resumes does not read this file of a remote EVAL_OUTPUT_DIR."""
+    return name.startswith("events.out.tfevents.") or re.search(r"-\d{6,}\.jsonl$", name) is not None
 
 
 def _result_name(kind: str, task: str) -> str:

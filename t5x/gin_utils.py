@@ -12,6 +12,7 @@ import gin
 from t5x import configuration
 from t5x.configuration import rewrite_gin_args
 from t5x.errors import UserError
+from t5x.files.directories import open_directory
 
 __all__ = [
     "bool_fn",
@@ -71,7 +72,7 @@ def summarize_gin_config(model_dir: str, summary_writer: Any, step: int) -> None
         return
     text = configuration.config_str()
     try:
-        os.makedirs(model_dir, exist_ok=True)
+        open_directory(model_dir).make()
     except OSError as error:
         raise UserError(f"cannot write {model_dir}/config.gin: {error.strerror or error}.") from error
     jsonl.replace(os.path.join(model_dir, "config.gin"), [text.encode()])

@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Callable
 
-from t5x import checkpoints, configuration, gin_utils
+from t5x import configuration, gin_utils
 from t5x.checkpoints.checkpoint_identity import fingerprint
 from t5x.checkpoints.config import RestoreCheckpointConfig
 from t5x.checkpoints.formats import Source
@@ -16,6 +16,7 @@ from t5x.configuration.ignored_parameters import log_ignored
 from t5x.data.dataset_config import DatasetConfig
 from t5x.data.tasks import Task, get_subtasks
 from t5x.errors import UserError
+from t5x.files.directories import make_directory
 from t5x.inference.engine import Engine
 from t5x.inference.file_inference import infer_file
 from t5x.inference.jobs import Shard, check_counts, run_job
@@ -108,7 +109,7 @@ def infer(
     if verify_matching_vocabs_fn is not None:
         verify_matching_vocabs_fn(dataset_cfg, model)
     tasks = _tasks(dataset_cfg, output_vocab_feature_name)
-    output_dir = str(checkpoints.make_directory(output_dir, "INFER_OUTPUT_DIR"))
+    output_dir = make_directory(output_dir, "INFER_OUTPUT_DIR")
     source = _source(restore_checkpoint_cfg)
     model = copy.copy(model)
     model.optimizer_def = None

@@ -1,7 +1,10 @@
-"""Import names of a package on first use."""
+"""Imports on first use, and imports that Ctrl-C does not interrupt."""
 
+import contextlib
 import importlib
-from collections.abc import Callable, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 
@@ -14,3 +17,19 @@ def lazy_attributes(package: str, module: str, names: Sequence[str]) -> Callable
         return getattr(importlib.import_module(module), name)
 
     return get
+
+
+@contextlib.contextmanager
+def delay_interrupts() -> Iterator[None]:
+    """Delay Ctrl-C while modules are imported. An exception that is raised as an extension starts makes it crash."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came = []
+    before = signal.signal(signal.SIGINT, lambda *_: came.append(True))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            signal.raise_signal(signal.SIGINT)

@@ -15,7 +15,9 @@ from t5x.checkpoints.config import CheckpointConfig, RestoreCheckpointConfig, Sa
 from t5x.checkpoints.model_description import sidecars
 from t5x.data import Evaluator
 from t5x.data.dataset_config import DatasetConfig
+from t5x.data.file_tasks import describe_data
 from t5x.errors import UserError
+from t5x.files.mirror import local_files
 from t5x.models import BaseTransformerModel
 from t5x.network.flops import StepCost
 from t5x.partitioning import PjitPartitioner, distributed
@@ -25,6 +27,7 @@ from t5x.trainer.checks import require_same_data, verify_matching_vocabs
 from t5x.trainer.datasets import ExternalBatches, ShardInfo, get_dataset, get_training_eval_datasets
 from t5x.trainer.evaluation import Evaluation, InferenceEvaluation, TeacherForcedEvaluation
 from t5x.trainer.metric_lines import MetricLines
+from t5x.trainer.preemption import PreemptionWatch
 from t5x.trainer.restore import OnChangedData, Run, position_of_all, restore_or_init, resume_data
 from t5x.trainer.state import StateLayout, TrainState, write_model_info
 
@@ -73,7 +76,7 @@ def train(
       checkpoint_cfg: when to save, and what to start from if MODEL_DIR has no checkpoint.
       partitioner: the mesh.
       trainer_cls: `trainer.Trainer` with its learning-rate schedule bound.
-      model_dir: directory of everything the run writes.
+      model_dir: directory or URL of everything the run writes.
       total_steps: the model's step to end at, counted from its very first step.
       eval_steps: number of batches of each teacher-forced evaluation; None uses every example.
       eval_period: steps between evaluations; 0 evaluates only at the end.
@@ -107,19 +110,21 @@ def train(
     save_cfg, restore_cfg = checkpoint_cfg.save, checkpoint_cfg.restore
     _check(model_dir, total_steps, eval_steps, restore_cfg, use_orbax, on_changed_data)
     actions = Actions(actions)
-    model_dir = str(checkpoints.local_path(model_dir))
+    model_dir = checkpoints.location(model_dir)
     leader = distributed.is_leader()
     with (
         checkpoints.ModelDirLock(model_dir) as home,
         trainer_lib.StopRequest() as stop,
-        _store(model_dir, save_cfg) as store,
+        PreemptionWatch(),
+        local_files(model_dir, writes=leader, unread=_is_not_read) as (files_dir, upload_files),
+        _store(model_dir, files_dir, save_cfg, upload_files) as store,
         contextlib.ExitStack() as closing,
     ):
         store.remove_stale_tmp()
 
         # --- Random numbers -------------------------------------------------------------------------------------------
         seed = 0 if random_seed is None else random_seed
-        log.info("random seed: %d%s", seed, " (default)" if random_seed is None else "")
+        log.debug("random seed: %d%s", seed, " (default)" if random_seed is None else "")
         init_rng, dropout_rng = jax.random.split(jax.random.key(seed))
         if use_hardware_rng:
             log.warning(
@@ -166,19 +171,20 @@ def train(
         # --- Metric writer and configuration --------------------------------------------------------------------------
         writer = None
         if leader:
-            directory = os.path.join(model_dir, "train")
+            directory = os.path.join(files_dir, "train")
             writer = closing.enter_context(
                 MetricWriter(directory, collection="train", purge_step=first_step, home=home)
             )
 
             def describe() -> None:
                 if summarize_config_fn is not None:
-                    summarize_config_fn(model_dir, writer, first_step)
-                write_model_info(model_dir, layout)
+                    summarize_config_fn(files_dir, writer, first_step)
+                write_model_info(files_dir, layout)
 
             describe()
             writer.on_recreate = describe  # if MODEL_DIR is removed during the run
-        files = sidecars(model, _read_if_exists(os.path.join(model_dir, "config.gin")))
+        data = describe_data(train_dataset_cfg.mixture_or_task_name, train_dataset_cfg.task_feature_lengths)
+        files = sidecars(model, _read_if_exists(os.path.join(files_dir, "config.gin")), data)
 
         # --- Training, evaluation, saving -----------------------------------------------------------------------------
         trainer = trainer_cls(model=model, train_state=state, partitioner=partitioner, layout=layout, rng=dropout_rng)
@@ -186,13 +192,13 @@ def train(
         evaluations: dict[str, Evaluation] = {}
         if train_eval_dataset_cfg is not None:
             evaluations["TRAIN_EVAL"] = TeacherForcedEvaluation(
-                train_eval_dataset_cfg, train_eval_get_dataset_fn, layout, model_dir, eval_steps=eval_steps,
+                train_eval_dataset_cfg, train_eval_get_dataset_fn, layout, files_dir, eval_steps=eval_steps,
                 start_step=first_step, home=home,
             )  # fmt: skip
             evaluations["TRAIN_EVAL"].check()
         if infer_eval_dataset_cfg is not None:
             evaluations["INFER_EVAL"] = InferenceEvaluation(
-                infer_eval_dataset_cfg, inference_evaluator_cls, layout, model_dir
+                infer_eval_dataset_cfg, inference_evaluator_cls, layout, files_dir
             )
         for evaluation in evaluations.values():
             closing.callback(evaluation.close)
@@ -226,7 +232,7 @@ def train(
                 ended = actions.run(mode, trainer.state, metrics) or ended
             if store.best is not None:
                 store.retire(step)
-                if not stop:
+                if leader and not stop:
                     store.best.expect()
             return ended
 
@@ -252,7 +258,7 @@ def train(
                 log.info("compiled the train step in %.1f s", trainer.compile(batch))
                 distributed.barrier("compiled")  # collectives time out if a process is late
             cost = StepCost.of(model.module, batch, rows=batch_size, devices=partitioner.mesh.devices.flatten())
-            log.info("%s", cost)
+            log.log(logging.DEBUG if cost.peak is None else logging.INFO, "%s", cost)
             lines = MetricLines(
                 writer.write_scalars if writer is not None else lambda step, metrics: None,
                 before=run.metrics,
@@ -275,6 +281,7 @@ def train(
             last_step, ended = trainer_lib.run_loop(
                 trainer, loader, times, first_step=first_step, batch_size=batch_size, lines=lines, clock=clock,
                 save=save, evaluate=evaluate, actions=actions, stop=stop, show_progress=leader,
+                counted_from=0 if relative_steps is None else run.first_step,
             )  # fmt: skip
             lines.wait()
         store.wait()
@@ -328,11 +335,20 @@ def _check(
             )
 
 
-def _store(model_dir: str, save_cfg: SaveCheckpointConfig | None) -> checkpoints.CheckpointStore:
+def _is_not_read(name: str) -> bool:
+    """Return whether a run that resumes does not read this file or directory of MODEL_DIR."""
+    return name.startswith(("checkpoint_", "events.out.tfevents.", "."))
+
+
+def _store(
+    model_dir: str, files_dir: str, save_cfg: SaveCheckpointConfig | None, upload_files: Callable[[], None]
+) -> checkpoints.CheckpointStore:
     if save_cfg is None:
         return checkpoints.CheckpointStore(model_dir)
-    best = None if save_cfg.best is None else checkpoints.Ranking(save_cfg.best, model_dir)
-    return checkpoints.CheckpointStore(model_dir, keep=save_cfg.keep_newest, best=best)
+    best = None if save_cfg.best is None else checkpoints.Ranking(save_cfg.best, files_dir)
+    return checkpoints.CheckpointStore(
+        model_dir, keep=save_cfg.keep_newest, best=best, before_publishing=upload_files
+    )
 
 
 def _devices() -> str:

@@ -13,6 +13,18 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
+_INSTALL_TF = "Run `pip install -e '.[tf]'` in the checkout of t5x (docs/seqio.md)"
+INSTALL_T5 = (
+    f"{_INSTALL_TF}, then `pip install --no-deps t5==0.9.4` and `pip install babel editdistance nltk pandas "
+    "rouge-score scikit-learn`."
+)
+_HINTS = {
+    "seqio": f"Write `from t5x import data as seqio` instead. For the real seqio: {_INSTALL_TF}.",
+    "t5": INSTALL_T5,
+    "tensorflow": f"{_INSTALL_TF}.",
+    "tensorflow_datasets": f"{_INSTALL_TF}.",
+    "tensorflow_text": f"{_INSTALL_TF}.",
+}
 _IMPORT_SYSTEM = ("importlib", "_frozen_importlib", "_frozen_importlib_external")
 
 
@@ -70,6 +82,12 @@ def allow(name: str, *directories: str) -> None:
     _finder.named.add(name.partition(".")[0])
     _finder.allow(dict.fromkeys([*directories, os.getcwd()]))
     importlib.invalidate_caches()
+
+
+def install_hint(module: str | None) -> str:
+    """Return a sentence, after a space, on what to do without a package that t5x does not need itself; or nothing."""
+    hint = _HINTS.get((module or "").partition(".")[0])
+    return f" {hint}" if hint else ""
 
 
 def trust(module: str) -> None:

@@ -19,10 +19,13 @@ from t5x.checkpoints.model_description import model_of
 from t5x.data.file_tasks import check_examples
 from t5x.data.vocabularies.loading import vocabulary_named
 from t5x.errors import UserError
+from t5x.inference import file_inference
 from t5x.verbs import file_options
 from t5x.verbs.file_options import FileTraining
 from t5x.verbs.file_training import train_file
 from t5x.verbs.inspect import canonical_params, params_sha256
+from tests import commands
+from tests.inference.models import byte_model, texts
 
 SHARED = Path(__file__).parents[1] / "../shared/data"
 SMALL = [
@@ -134,10 +137,11 @@ def test_config_gin_repeats_the_run(scratch, tmp_path):
     assert (tmp_path / "again/command.txt").read_text().splitlines()[1] == "x"
 
 
-def test_fine_tuning_counts_steps_from_its_start_and_brings_the_vocabulary(scratch, files, tmp_path, caplog):
+def test_fine_tuning_counts_steps_from_its_start_and_brings_the_vocabulary(scratch, files, tmp_path, caplog, capsys):
     caplog.set_level(logging.INFO, logger="t5x")
     train(tmp_path / "tuned", 2, bindings=(), model=str(scratch[0]), data=files["data"])
     assert steps_of(tmp_path / "tuned") == [8]
+    assert "train: step 2/2" in capsys.readouterr().err
     description = json.loads((tmp_path / "tuned/checkpoint_8/vocabulary/inputs/vocabulary.json").read_text())
     assert description["class"] == "ByteVocabulary"
     assert parameters(tmp_path / "tuned") != parameters(scratch[0])
@@ -189,11 +193,11 @@ def test_a_vocabulary_is_told_by_its_name():
 # --- Files ------------------------------------------------------------------------------------------------------------
 
 
-def write_parquet(path: Path) -> None:
+def write_parquet(path: Path, rows: list) -> None:
     import pyarrow
     from pyarrow import parquet
 
-    parquet.write_table(pyarrow.table({"q": ["a, b", "c"], "a": [1, 2]}), path)
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
 
 
 KINDS = {
@@ -201,7 +205,7 @@ KINDS = {
     "x.JSONL.gz": lambda path: path.write_bytes(gzip.compress(b'{"q": "a, b", "a": 1}\n{"q": "c", "a": 2}\n')),
     "x.tsv": lambda path: path.write_text("q\ta\na, b\t1\nc\t2\n"),
     "x.csv": lambda path: path.write_text('q,a\n"a, b",1\nc,2\n'),
-    "x.parquet": write_parquet,
+    "x.parquet": lambda path: write_parquet(path, [{"q": "a, b", "a": 1}, {"q": "c", "a": 2}]),
 }
 
 
@@ -221,6 +225,75 @@ def test_every_kind_of_file_gives_the_same_pairs(name, tmp_path):
     assert example["targets"].tolist() == [*vocabulary.encode("1"), 1]
 
 
+SUMS = [{"x": text, "y": i, "z": f"z{i}"} for i, text in enumerate(texts(12))]
+SUM_FILES = {
+    "x.jsonl": lambda path: write_jsonl(path, SUMS),
+    "x.jsonl.gz": lambda path: path.write_bytes(gzip.compress("".join(json.dumps(r) + "\n" for r in SUMS).encode())),
+    "x.tsv": lambda path: write_table(path, "\t", header=True),
+    "x.csv": lambda path: write_table(path, ",", header=True),
+    "bare.tsv": lambda path: write_table(path, "\t", header=False),
+    "bare.csv": lambda path: write_table(path, ",", header=False),
+    "x.parquet": lambda path: write_parquet(path, SUMS),
+}
+
+
+def write_table(path: Path, delimiter: str, *, header: bool) -> None:
+    lines = [["x", "y", "z"]] * header + [list(map(str, row.values())) for row in SUMS]
+    path.write_text("".join(delimiter.join(line) + "\n" for line in lines))
+
+
+def test_a_model_remembers_its_data_and_infer_predicts_as_eval_does(tmp_path, capsys, monkeypatch):
+    for name, write in SUM_FILES.items():
+        write(tmp_path / name)
+    options = {"inputs": "{x} + {y}", "targets": "z", "prefix": "sum: ", "columns": ["x", "y", "z"]}
+    lengths = {"max_input_length": 40, "max_target_length": 5}
+    made = {"model": str(byte_model(tmp_path / "model")), "batch_size": 2, "optimizer": "adamw", "learning_rate": 1e-6}
+    run = tmp_path / "run"
+    printed = train(run, 1, [], data=str(tmp_path / "bare.tsv"), metric="none", **made, **options, **lengths)
+    assert open_checkpoint(run).data == options | lengths
+    example = shlex.split(next(line for line in printed.splitlines() if line.startswith("try it:")))[3]
+    assert json.loads(example) == {"x": SUMS[0]["x"], "y": "0"}
+
+    with fresh():
+        result = commands.run(
+            capsys, "eval", "--model", run, "--data", tmp_path / "x.tsv", "--output", tmp_path / "eval"
+        )
+    assert result.code == 0, result.err
+    scored = [json.loads(x) for x in (tmp_path / "eval/inference_eval/pairs-000001.jsonl").read_text().splitlines()]
+    predictions = [record["prediction"] for record in scored]
+    assert [record["input"]["inputs_pretokenized"] for record in scored] == [
+        f"sum: {row['x']} + {row['y']}" for row in SUMS
+    ]
+
+    assert len(set(predictions)) > 3
+
+    loaded = file_inference.load(str(run))
+    monkeypatch.setattr(file_inference, "load", lambda *args, **kwargs: loaded)
+    for name in SUM_FILES:
+        result = commands.run(capsys, "infer", "--model", run, "--input", tmp_path / name)
+        records = [json.loads(line) for line in result.out.splitlines()]
+        assert [record["prediction"] for record in records] == predictions, (name, result.err)
+        assert [record["z"] for record in records] == [row["z"] for row in SUMS]
+    result = commands.run(capsys, "infer", "--model", run, "--input", "-", text=f"{example}\n")
+    assert json.loads(result.out)["prediction"] == predictions[0]
+    options = ["--inputs", "x", "--prefix", "", "--mode", "score"]
+    assert commands.run(capsys, "infer", "--model", run, "--input", tmp_path / "x.csv", *options).code == 0
+    commands.run(capsys, "infer", "--model", run, "--input", "-", text="0 + 7\n").refused("x, y", ".jsonl")
+
+
+def test_a_metric_of_the_users_own(tmp_path, monkeypatch):
+    (tmp_path / "my_metrics.py").write_text("def half(targets, predictions): return {'half': len(targets) / 2}\n")
+    write_jsonl(tmp_path / "x.jsonl", PAIRS)
+    monkeypatch.chdir(tmp_path)
+    for name in ("my_metrics:half", "my_metrics.py:half"):
+        with fresh():
+            task = data.file_task({"train": "x.jsonl"}, data.ByteVocabulary(), "q", "a", metric=name)
+        assert task.metric_fns[0](["a"], ["a"]) == {"half": 0.5}
+    for name, message in {"my_metrics:none": "no function 'none'", "nowhere_at_all:f": "nowhere_at_all"}.items():
+        with fresh(), pytest.raises(UserError, match=message):
+            data.file_task({"train": "x.jsonl"}, data.ByteVocabulary(), "q", "a", metric=name)
+
+
 GOOD = b'{"inputs": "a", "targets": "b"}\n'
 BAD = {
     "an empty file": ("x.jsonl", b"", r"x\.jsonl is empty"),
@@ -230,6 +303,7 @@ BAD = {
         GOOD + b'{"inputs": "a"}\n',
         r"x\.jsonl:2.*'targets'.*inputs",
     ),
+    "a table without a header": ("x.tsv", b"Guten Tag\tGood day\nJa\tYes\n", r"no header.*--columns inputs,targets"),
     "fields of other names": ("x.jsonl", b'{"src": "a", "dst": "b"}\n', r"x\.jsonl.*'inputs'.*src, dst.*--inputs"),
     "a null": ("x.jsonl", b'{"inputs": null, "targets": "b"}\n', r"x\.jsonl:1.*'inputs'.*null"),
     "a list": ("x.jsonl", b'{"inputs": ["a"], "targets": "b"}\n', r"x\.jsonl:1.*'inputs'.*number"),
@@ -260,6 +334,7 @@ OPTIONS = {
     "a metric that there is not": ({"metric": "nope"}, "'nope'.*exact_match"),
     "a validation file of another kind": ({"valid": "x.tsv"}, r"\.jsonl and \.tsv"),
     "a model_dir that is a file": ({"model_dir": "FILE"}, r"--model_dir .*train\.jsonl"),
+    "an optimizer without a rate": ({"optimizer": "adamw"}, "--optimizer adamw needs --learning_rate"),
     "a negative learning rate": ({"learning_rate": -1.0}, "--learning_rate is -1.0"),
 }
 

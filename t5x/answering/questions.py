@@ -6,6 +6,7 @@ from typing import Any
 
 from t5x.answering.answers import FIELDS
 from t5x.answering.squad import read_squad
+from t5x.data.data_description import DataDescription
 from t5x.errors import UserError
 from t5x.files import text_lines
 from t5x.inference.input_lines import Line, Lines
@@ -20,8 +21,8 @@ class QuestionLines(Lines):
     """
 
     def __init__(self, path: str, *, needs_id: bool):
-        super().__init__(path, needs_targets=False)
-        self._as_json = True
+        super().__init__(path, needs_targets=False, data=DataDescription(inputs="{question}{context}"))
+        self._is_text = False
         self._needs_id = needs_id
 
     def __iter__(self) -> Iterator[Line]:
@@ -34,15 +35,13 @@ class QuestionLines(Lines):
                 )
             yield line
 
-    def _object(self, number: int, text: str) -> dict[str, Any]:
-        example = text_lines.parsed(text, self.where(number))
+    def _line(self, number: int, raw: bytes, example: dict[str, Any]) -> Line:
         for field in ("question", "context"):
-            value = example.get(field) if isinstance(example, dict) else None
+            value = example.get(field)
             if not isinstance(value, str):
                 raise UserError(f'{self.where(number)} must be an object with the strings "question" and "context".')
             if not value.strip():
                 raise UserError(f'{self.where(number)} has an empty "{field}".')
-            self._check_text(number, example, field)
         if taken := [name for name in FIELDS if name in example]:
             raise UserError(
                 f'{self.where(number)} has a field "{taken[0]}", which the output uses for the answer. Rename it in '
@@ -53,9 +52,9 @@ class QuestionLines(Lines):
                 raise UserError(f'{self.where(number)} has no "id", which SQuAD\'s files need.')
         elif not isinstance(example["id"], str | int):
             raise UserError(f'{self.where(number)}: "id" must be a string or an integer.')
-        elif isinstance(example["id"], str):
-            self._check_text(number, example, "id")
-        return example
+        else:
+            text_lines.check_unicode(str(example["id"]), f'{self.where(number)}: "id"')
+        return super()._line(number, raw, example)
 
 
 class SquadQuestions:

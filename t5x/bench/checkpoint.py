@@ -114,14 +114,14 @@ def _restore(directory: str, layout: StateLayout) -> dict[str, float]:
     store = CheckpointStore(directory)
     checkpoint = store.path(store.steps()[-1])
     size = paths.tree_size(checkpoint) / 1e9
-    _drop_from_cache(checkpoint)
+    drop_from_cache(checkpoint)
     began = time.perf_counter()
     read = lambda path: TrainState.from_tree(store.restore(path, layout.abstract.tree(), verify=False))
     _, state, _ = store.restore_latest(read)
     jax.block_until_ready(state)
     seconds = time.perf_counter() - began
     del state
-    _drop_from_cache(checkpoint)
+    drop_from_cache(checkpoint)
     return {
         "restore_s": seconds,
         "restore_gb_per_s": size / seconds,
@@ -129,7 +129,7 @@ def _restore(directory: str, layout: StateLayout) -> dict[str, float]:
     }
 
 
-def _drop_from_cache(directory: os.PathLike) -> None:
+def drop_from_cache(directory: os.PathLike) -> None:
     for name, _ in paths.walk(directory):
         descriptor = os.open(os.path.join(directory, name), os.O_RDONLY)
         os.fsync(descriptor)

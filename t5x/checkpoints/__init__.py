@@ -7,7 +7,7 @@ from t5x.checkpoints.config import Checkpointer, CheckpointManagerConstructor, O
 from t5x.checkpoints.manifest import DamagedCheckpoint, verify
 from t5x.checkpoints.manifest import read_file as read_sidecar
 from t5x.checkpoints.model_dir_lock import ModelDirLock
-from t5x.checkpoints.paths import DATASET_STATE, local_path, make_directory
+from t5x.checkpoints.paths import DATASET_STATE, local_path, location, make_directory
 from t5x.checkpoints.store import CheckpointStore
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "Ranking",
     "SaveBestCheckpointer",
     "local_path",
+    "location",
     "make_directory",
     "read_names",
     "read_shapes",

@@ -4,9 +4,9 @@
     manifest.ocdbt, d/      an OCDBT database that indexes the chunks of all arrays
     ocdbt.process_<k>/      the chunks written by process k
 
-Orbax and other tools can read it too. TensorStore could read the chunks, but takes four times as long: it copies each
-chunk twice and opens each array separately. Uncompressed chunks, the only kind that we write, are read here directly
-into the memory of the array.
+Orbax and other tools can read it too. TensorStore reads the chunks of an object store. From a disk it takes four times
+as long as necessary: it copies each chunk twice and opens each array separately. There, uncompressed chunks, the only
+kind that we write, are read directly into the memory of the array.
 """
 
 import collections
@@ -18,7 +18,7 @@ import logging
 import math
 import mmap
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -27,12 +27,15 @@ import numpy as np
 import tensorstore as ts
 from etils import epath
 
-from t5x.checkpoints import ocdbt, paths
+from t5x.checkpoints import ocdbt
+from t5x.checkpoints.checkpoint_files import open_files
 from t5x.checkpoints.formats import zarr_arrays
 from t5x.checkpoints.formats.safety import DTYPES, check_expansion, check_shape
 from t5x.checkpoints.formats.source import LazyArray
 from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.checkpoints.ocdbt import Place
+from t5x.files.remote import is_remote
+from t5x.files.remote_errors import access_error
 from t5x.files.system_errors import first_line, tensorstore_status
 from t5x.files.untrusted import open_inside, parse_json
 
@@ -46,6 +49,7 @@ _MAX_ARRAY_METADATA_BYTES = 2**20
 _READ_AHEAD_BYTES = 2 * 2**30
 _BATCH_BYTES = 8 * 2**20  # a thread reads at least this much at once
 _BLOCK_BYTES = 64 * 2**20  # memory is allocated in blocks of this size
+_REMOTE_BATCHES = 16  # in flight
 _ALIGNMENT = 64
 
 Bounds = tuple[tuple[int, int], ...]  # (begin, end) in every dimension
@@ -64,13 +68,14 @@ class StoredArrays:
       shapes: {name: shape and dtype}.
     """
 
-    def __init__(self, directory: epath.Path):
+    def __init__(self, directory: epath.PathLike):
         self._directory = directory
         with _metadata_errors(directory):
             names, empty = _read_metadata(directory)
             self._arrays = _open_arrays(directory, {name: stored_name(name) for name in names})
             self.shapes = {name: self._arrays[name].leaf for name in names} | empty
-            check_expansion(directory, self.shapes.values(), paths.tree_size(directory))
+            files_bytes = sum(entry.size for entry in open_files(directory).list().values())
+            check_expansion(directory, self.shapes.values(), files_bytes)
 
     def read(self, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
         """Read the wanted arrays, and no others.
@@ -83,7 +88,7 @@ class StoredArrays:
         memory = _Memory(min(size, _BLOCK_BYTES))
         result = {name: _ArrayMemory(leaf, memory).assemble() for name, leaf in wanted.items() if 0 in leaf.shape}
         reading, ahead = collections.deque(), 0  # batches in flight, and their bytes
-        threads = min(8, os.cpu_count() or 1)
+        threads = _REMOTE_BATCHES if is_remote(self._directory) else min(8, os.cpu_count() or 1)
         with _read_errors(self._directory), ThreadPoolExecutor(threads, thread_name_prefix="t5x-read") as pool:
             for names in self._batches([name for name in wanted if name not in result]):
                 batch = {name: _ArrayMemory(wanted[name], memory) for name in names}
@@ -97,8 +102,9 @@ class StoredArrays:
 
     def _fill(self, batch: "Mapping[str, _ArrayMemory]") -> None:
         with _Files(self._directory) as files:
-            for name, array in batch.items():
-                self._arrays[name].read_into(array.shards, files)
+            begun = [self._arrays[name].begin_reading(array.shards, files) for name, array in batch.items()]
+            for finish in begun:
+                finish()
 
     @staticmethod
     def _finish(reading: collections.deque, result: dict[str, Any]) -> int:
@@ -134,21 +140,21 @@ class StoredArrays:
 # --- Metadata
 
 
-def read_shapes(directory: epath.Path) -> dict[str, jax.ShapeDtypeStruct]:
+def read_shapes(directory: epath.PathLike) -> dict[str, jax.ShapeDtypeStruct]:
     """Return {name: shape and dtype} of every array in the directory."""
     return StoredArrays(directory).shapes
 
 
-def read_names(directory: epath.Path) -> set[str]:
+def read_names(directory: epath.PathLike) -> set[str]:
     """Return the names of all arrays in the directory without opening them."""
     with _metadata_errors(directory):
         names, empty = _read_metadata(directory)
         return {*names, *empty}
 
 
-def _read_metadata(directory: epath.Path) -> tuple[list[str], dict[str, jax.ShapeDtypeStruct]]:
+def _read_metadata(directory: epath.PathLike) -> tuple[list[str], dict[str, jax.ShapeDtypeStruct]]:
     """Return (names of the stored arrays, {name: shape and dtype} of the empty ones)."""
-    with open_inside(directory, METADATA) as file:
+    with open_files(directory).open(METADATA) as file:
         metadata = parse_json(file.read(_MAX_METADATA_BYTES + 1), max_bytes=_MAX_METADATA_BYTES)
     keys = [entry["key_metadata"] for entry in metadata["tree_metadata"].values()]
     names = ["/".join(str(key["key"]) for key in keys_of_one) for keys_of_one in keys]
@@ -162,21 +168,34 @@ def _read_metadata(directory: epath.Path) -> tuple[list[str], dict[str, jax.Shap
 
 
 @contextlib.contextmanager
-def _metadata_errors(directory: epath.Path) -> Iterator[None]:
+def _metadata_errors(directory: epath.PathLike) -> Iterator[None]:
     try:
-        yield
+        with _access_errors(directory):
+            yield
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise DamagedCheckpoint(directory, f"its metadata cannot be read: {first_line(error)}") from error
 
 
 @contextlib.contextmanager
-def _read_errors(directory: epath.Path) -> Iterator[None]:
+def _read_errors(directory: epath.PathLike) -> Iterator[None]:
     try:
-        yield
+        with _access_errors(directory):
+            yield
     except ValueError as error:
         if not tensorstore_status(error):
             raise
         raise DamagedCheckpoint(directory, first_line(error)) from error
+
+
+@contextlib.contextmanager
+def _access_errors(directory: epath.PathLike) -> Iterator[None]:
+    """Convert what TensorStore raises if a server does not answer or refuses access: it says nothing about files."""
+    try:
+        yield
+    except ValueError as error:
+        if (explained := access_error(os.fspath(directory), error)) is not None:
+            raise explained from error
+        raise
 
 
 # --- Arrays in files
@@ -191,7 +210,7 @@ class _ChunkedArray:
       values: values of the whole database, by key.
     """
 
-    directory: epath.Path
+    directory: epath.PathLike
     prefix: str
     metadata: zarr_arrays.Metadata
     values: Mapping[str, bytes | Place]
@@ -205,8 +224,11 @@ class _ChunkedArray:
         value = self.values.get(self.prefix + self.metadata.chunk_name((0,) * len(self.metadata.shape)))
         return value if isinstance(value, Place) else Place("", 0, 0)
 
-    def read_into(self, shards: Shards, files: "_Files") -> None:
-        """Fill the shards. Each chunk is read once, whatever the number of shards that overlap it."""
+    def begin_reading(self, shards: Shards, files: "_Files") -> Callable[[], None]:
+        """Return a function that fills the shards. Each chunk is read once, however many shards overlap it."""
+        return lambda: self._read_into(shards, files)
+
+    def _read_into(self, shards: Shards, files: "_Files") -> None:
         chunks = self.metadata.chunks
         uses: dict[str, list[tuple[np.ndarray, tuple[slice, ...]]]] = {}  # (destination, elements of the chunk)
         for bounds, shard in shards.items():
@@ -242,7 +264,7 @@ class _ChunkedArray:
 
 @dataclasses.dataclass(frozen=True)
 class _TensorStoreArray:
-    """An array of any other kind, or one whose position TensorStore does not report."""
+    """An array in an object store, one of another kind, or one whose position TensorStore does not report."""
 
     array: ts.TensorStore
 
@@ -253,17 +275,29 @@ class _TensorStoreArray:
     def place(self) -> Place:
         return Place("", 0, 0)
 
-    def read_into(self, shards: Shards, files: "_Files") -> None:
-        for bounds, shard in shards.items():
-            shard[...] = self.array[tuple(slice(*pair) for pair in bounds)].read().result()
+    def begin_reading(self, shards: Shards, files: "_Files") -> Callable[[], None]:
+        """Start to read; return a function that waits and fills the shards."""
+        begun = [
+            (shard, self.array[tuple(slice(*pair) for pair in bounds)].read()) for bounds, shard in shards.items()
+        ]
+
+        def finish() -> None:
+            for shard, read in begun:
+                shard[...] = read.result()
+
+        return finish
 
 
-def _open_arrays(directory: epath.Path, prefixes: Mapping[str, str]) -> dict[str, _ChunkedArray | _TensorStoreArray]:
+def _open_arrays(
+    directory: epath.PathLike, prefixes: Mapping[str, str]
+) -> dict[str, _ChunkedArray | _TensorStoreArray]:
     """Open arrays of the database in `directory`.
 
     Args:
       prefixes: {name: prefix of the array's keys}.
     """
+    if is_remote(directory):
+        return _open_with_tensorstore(directory, prefixes)
     try:
         values = ocdbt.locate(directory)
     except (AttributeError, KeyError, TypeError) as error:  # a TensorStore version with another output
@@ -284,14 +318,19 @@ def _open_arrays(directory: epath.Path, prefixes: Mapping[str, str]) -> dict[str
             "%d of the %d arrays of %s cannot be read directly from their files. TensorStore reads them, which takes "
             "several times as long.", len(others), len(prefixes), directory,
         )  # fmt: skip
-        found |= {name: _TensorStoreArray(ocdbt.open_array(directory, prefix)) for name, prefix in others.items()}
+        found |= _open_with_tensorstore(directory, others)
     return found
+
+
+def _open_with_tensorstore(directory: epath.PathLike, prefixes: Mapping[str, str]) -> dict[str, _TensorStoreArray]:
+    opened = ocdbt.open_arrays(directory, prefixes.values())
+    return {name: _TensorStoreArray(array) for name, array in zip(prefixes, opened, strict=True)}
 
 
 class _Files(contextlib.ExitStack):
     """Open files of a directory."""
 
-    def __init__(self, directory: epath.Path):
+    def __init__(self, directory: epath.PathLike):
         super().__init__()
         self._directory = directory
         self._opened: dict[str, tuple[int, int]] = {}  # descriptor and size

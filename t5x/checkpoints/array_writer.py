@@ -16,15 +16,18 @@ import numpy as np
 from etils import epath
 from jax.sharding import SingleDeviceSharding
 
-from t5x.checkpoints import array_reader, ocdbt, paths
+from t5x.checkpoints import array_reader, ocdbt
 from t5x.checkpoints import tree as trees
 from t5x.checkpoints.array_reader import EMPTY, METADATA, stored_name
+from t5x.checkpoints.checkpoint_files import open_files
 from t5x.checkpoints.formats.zarr_arrays import choose_chunks
 from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.checkpoints.save_errors import VanishedFiles
 from t5x.errors import UserError
+from t5x.files.remote import is_remote
 from t5x.files.system_errors import first_line
 
+_COMMITTED = "commit_success.txt"  # without it, Orbax takes a directory in GCS for unfinished
 _COMMIT_BYTES = 64 * 2**20  # each commit is slow and leaves an old version of the index behind
 
 
@@ -55,10 +58,10 @@ class HostArrays:
         self._places = [(name, index) for name, index, _ in shards]
         self._chunks = {name: choose_chunks(_shard_shape(leaf), leaf.dtype.itemsize) for name, leaf in stored.items()}
 
-    def write(self, directory: epath.Path) -> epath.Path:
-        """Write the arrays into this process's own directory inside the existing `directory`, and release them."""
-        mine = directory / f"ocdbt.process_{jax.process_index()}"
-        writer = ocdbt.Writer(mine)
+    def write(self, directory: epath.PathLike) -> str:
+        """Write the arrays into this process's own directory inside `directory`, and release them; return its name."""
+        mine = f"ocdbt.process_{jax.process_index()}"
+        writer = ocdbt.Writer(f"{directory}/{mine}")
         data, self._data = self._data, []
         if self._on_devices:
             data = _to_host(data)
@@ -71,7 +74,7 @@ class HostArrays:
         return mine
 
 
-def write_one_by_one(directory: epath.Path, tensors: Iterable[tuple[str, np.ndarray]]) -> None:
+def write_one_by_one(directory: epath.PathLike, tensors: Iterable[tuple[str, np.ndarray]]) -> None:
     """Write (name, array) pairs, which need not fit in memory together, into `directory`."""
     writer, shapes, pending = ocdbt.Writer(directory), {}, 0
     for name, array in tensors:
@@ -88,13 +91,13 @@ def write_one_by_one(directory: epath.Path, tensors: Iterable[tuple[str, np.ndar
     _complete(directory, shapes)
 
 
-def join(directory: epath.Path, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> None:
-    """Merge what all processes wrote into `directory` into one database, and write its metadata."""
-    ocdbt.merge(directory, sorted(directory.glob("ocdbt.process_*")))
+def join(directory: epath.PathLike, parts: Iterable[str], shapes: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+    """Merge what all processes wrote into the `parts` of `directory` into one database, and write its metadata."""
+    ocdbt.merge(directory, [f"{directory}/{part}" for part in sorted(parts)])
     _complete(directory, shapes)
 
 
-def _complete(directory: epath.Path, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+def _complete(directory: epath.PathLike, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> None:
     """Write the file that lists the arrays for Orbax and `read_shapes`; check that nothing has vanished.
 
     TensorStore recreates missing directories, which hides their removal.
@@ -104,7 +107,8 @@ def _complete(directory: epath.Path, shapes: Mapping[str, jax.ShapeDtypeStruct])
         keys = tuple(name.split("/"))
         tree[str(keys)] = {
             "key_metadata": [{"key": key, "key_type": 2} for key in keys],
-            "value_metadata": {"value_type": "jax.Array", "skip_deserialize": False},
+            # For a jax.Array, Orbax also demands a sharding.
+            "value_metadata": {"value_type": "np.ndarray", "skip_deserialize": False},
         }
     empty = {
         name: {"shape": list(leaf.shape), "dtype": leaf.dtype.name}
@@ -115,11 +119,14 @@ def _complete(directory: epath.Path, shapes: Mapping[str, jax.ShapeDtypeStruct])
         "tree_metadata": tree, "use_ocdbt": True, "use_zarr3": False, "store_array_data_equal_to_fill_value": True,
         "custom_metadata": {EMPTY: empty},
     }  # fmt: skip
-    paths.write_file(directory / METADATA, json.dumps(content).encode())
+    files = open_files(directory)
+    files.write(METADATA, json.dumps(content).encode())
+    if is_remote(directory):
+        files.write(_COMMITTED, b"")
     try:
         if missing := shapes.keys() - array_reader.read_shapes(directory).keys():
             raise ValueError(f"{min(missing)} is missing")
-        if paths.tree_size(directory) < sum(map(_bytes_in_files, shapes.values())):
+        if sum(entry.size for entry in files.list().values()) < sum(map(_bytes_in_files, shapes.values())):
             raise ValueError("the files are too small for the arrays")
     except (ValueError, DamagedCheckpoint) as error:
         raise VanishedFiles(

@@ -30,7 +30,6 @@ def restore(path: epath.PathLike, abstract_tree: Any = None, *, verify: bool = T
       DamagedCheckpoint: a file has changed since it was written.
       UserError: the tree does not fit; the message has a table of the differences.
     """
-    path = paths.local_path(path)
     if not verify:
         return _read(path, abstract_tree)
     verification = manifest.Verification(path)
@@ -40,7 +39,7 @@ def restore(path: epath.PathLike, abstract_tree: Any = None, *, verify: bool = T
         verification.finish()  # damage replaces any error above, which it may have caused
 
 
-def _read(path: epath.Path, abstract_tree: Any) -> Any:
+def _read(path: epath.PathLike, abstract_tree: Any) -> Any:
     stored = array_reader.StoredArrays(_state_directory(path))
     if abstract_tree is None:
         return trees.nest(stored.read(stored.shapes))
@@ -57,30 +56,21 @@ def _read(path: epath.Path, abstract_tree: Any) -> Any:
 
 def read_shapes(path: epath.PathLike) -> dict[str, Any]:
     """Return the tree of a checkpoint with jax.ShapeDtypeStruct leaves: `restore(path)` without the data."""
-    return trees.nest(array_reader.read_shapes(_state_directory(paths.local_path(path))))
+    return trees.nest(array_reader.read_shapes(_state_directory(path)))
 
 
 def read_names(path: epath.PathLike) -> set[str]:
     """Return the names of all arrays of a checkpoint."""
-    return array_reader.read_names(_state_directory(paths.local_path(path)))
+    return array_reader.read_names(_state_directory(path))
 
 
-def list_steps(directory: epath.PathLike) -> list[int]:
-    """Return the steps of the finished checkpoints in MODEL_DIR, ascending; empty if it does not exist."""
-    directory = paths.local_path(directory)
-    if not directory.is_dir():
-        return []
-    steps = (paths.step_of(entry) for entry in directory.iterdir() if entry.is_dir())
-    return sorted(step for step in steps if step is not None)
-
-
-def _state_directory(path: epath.Path) -> epath.Path:
+def _state_directory(path: epath.PathLike) -> str:
     """Return the directory of the arrays, after checking that the manifest is one of ours."""
     manifest.read(path)
-    return path / paths.STATE
+    return f"{paths.location(path)}/{paths.STATE}"
 
 
-def _log_casts(path: epath.Path, wanted: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+def _log_casts(path: epath.PathLike, wanted: Mapping[str, Any], found: Mapping[str, Any]) -> None:
     casts = sorted({(found[name].dtype.name, leaf.dtype.name) for name, leaf in wanted.items()})
     for stored, asked in casts:
         if stored != asked:

@@ -1,7 +1,10 @@
-"""MANIFEST.json: the size and SHA-256 of every file of a checkpoint, because Orbax does not checksum array data.
+"""MANIFEST.json: size and hash of every file of a checkpoint, because Orbax does not checksum array data.
 
-The manifest is written last, just before the directory gets its final name, so a checkpoint without one is incomplete.
-It is untrusted input: the paths in it are compared with the contents of the directory, and nothing else is opened.
+The manifest is written last, so a checkpoint without one is incomplete. It is untrusted input: the paths in it are
+compared with the contents of the directory, and nothing else is opened.
+
+On a disk the hash is a SHA-256. Object stores compute an MD5 of every file: that one is recorded, and compared with the
+one in a listing, so that a remote checkpoint is saved and verified without downloading it.
 """
 
 import dataclasses
@@ -10,20 +13,23 @@ import hashlib
 import json
 import os
 import re
-import stat
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import BinaryIO
 
 from etils import epath
 
 from t5x.checkpoints import paths
+from t5x.checkpoints.checkpoint_files import Entry, open_files
 from t5x.errors import UserError
-from t5x.files.untrusted import open_inside, parse_json
+from t5x.files.untrusted import parse_json
 
 FORMAT = "t5x"
 VERSION = 1
 _MAX_BYTES = 16 * 2**20
 _MAX_LISTED = 5  # damaged files in a message
+_BLOCK_BYTES = 2**20
+_HASHES = re.compile("[0-9a-f]{64}/|/[0-9a-f]{32}")
 
 
 class DamagedCheckpoint(UserError):
@@ -37,8 +43,15 @@ class DamagedCheckpoint(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class FileRecord:
+    """What is known about a file: its size, and one of the hashes."""
+
     size: int
-    sha256: str
+    sha256: str = ""
+    md5: str = ""
+
+    @property
+    def algorithm(self) -> str:
+        return "sha256" if self.sha256 else "md5"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +62,10 @@ class Manifest:
     files: Mapping[str, FileRecord]
 
     def to_bytes(self) -> bytes:
-        files = {name: dataclasses.asdict(record) for name, record in sorted(self.files.items())}
+        files = {
+            name: {field: value for field, value in dataclasses.asdict(record).items() if value != ""}
+            for name, record in sorted(self.files.items())
+        }
         content = {"format": FORMAT, "version": VERSION, "step": self.step, "files": files}
         return (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode()
 
@@ -57,32 +73,34 @@ class Manifest:
 def write(directory: epath.PathLike, step: int, hashed: Mapping[str, FileRecord] | None = None) -> Manifest:
     """Hash everything in `directory` (a few files at a time) and write its manifest.
 
-    It is durable only after `atomic.sync_tree`.
+    On a disk, it is durable only after `atomic.sync_tree`.
 
     Args:
       hashed: records of files that have been hashed already. The files must exist with the same size.
     """
-    hashed = hashed or {}
-    sizes = {name: status.st_size for name, status in paths.walk(directory) if name != paths.PINNED}
+    hashed, files = hashed or {}, open_files(directory)
+    entries = {name: entry for name, entry in files.list().items() if name not in (paths.PINNED, paths.UNFINISHED)}
     for name, record in hashed.items():
-        if sizes.get(name) != record.size:
-            found = "is missing" if name not in sizes else f"has {sizes[name]} bytes instead of {record.size}"
+        if name not in entries or entries[name].size != record.size:
+            found = "is missing" if name not in entries else f"has {entries[name].size} bytes instead of {record.size}"
             raise OSError(errno.ENOENT, f"{name} {found}", os.fspath(directory))
-    manifest = Manifest(step, {**hash_files(directory, [name for name in sizes if name not in hashed]), **hashed})
-    paths.write_file(os.path.join(directory, paths.MANIFEST), manifest.to_bytes())
+    others = {name: entry for name, entry in entries.items() if name not in hashed}
+    manifest = Manifest(step, {**hash_files(directory, others), **hashed})
+    files.write(paths.MANIFEST, manifest.to_bytes())
     return manifest
 
 
 def read(directory: epath.PathLike) -> Manifest:
     """Read and check the manifest itself, not the files that it lists."""
-    if not os.path.isdir(directory):
+    files = open_files(directory)
+    if not files.exists():
         raise UserError(f"There is no checkpoint at {os.fspath(directory)}. Check the path.")
 
     def damaged(reason: str) -> DamagedCheckpoint:
         return DamagedCheckpoint(directory, f"{paths.MANIFEST} {reason}")
 
     try:
-        with open_inside(directory, paths.MANIFEST) as file:
+        with files.open(paths.MANIFEST) as file:
             content = file.read(_MAX_BYTES + 1)
     except FileNotFoundError:
         raise damaged("is missing, so it was not finished or was not written by this program") from None
@@ -105,7 +123,7 @@ def is_of_step(directory: epath.PathLike, step: int) -> bool:
 
 
 def verify(directory: epath.PathLike) -> None:
-    """Read every file; raise DamagedCheckpoint, naming the bad ones, unless the checkpoint is complete.
+    """Verify every file; raise DamagedCheckpoint, naming the bad ones, unless the checkpoint is complete.
 
     Files that the manifest does not list are tolerated (PINNED, your own notes), except in `state/`.
     """
@@ -120,14 +138,15 @@ class Verification:
     """
 
     def __init__(self, directory: epath.PathLike):
-        self._directory = paths.local_path(directory)
+        self._directory = os.fspath(directory)
         self._manifest = read(self._directory)
         named_step = paths.step_of(self._directory)
         if named_step is not None and named_step != self._manifest.step:
             raise self._damaged(paths.renamed(self._manifest.step))
         self._problems, self._to_hash = self._check_sizes()
         pool = ThreadPoolExecutor(1, thread_name_prefix="t5x-verify")
-        self._found = pool.submit(hash_files, self._directory, self._to_hash)
+        algorithms = {name: self._manifest.files[name].algorithm for name in self._to_hash}
+        self._found = pool.submit(_read_and_hash, self._directory, algorithms)
         pool.shutdown(wait=False)
         if self._problems:
             self.finish()
@@ -139,30 +158,30 @@ class Verification:
         except OSError as error:
             raise self._damaged(f"{error.filename} cannot be read: {error.strerror}") from error
         changed = [name for name in self._to_hash if found[name] != self._manifest.files[name]]
-        problems = self._problems + [f"{name} has changed (SHA-256)" for name in changed]
+        problems = self._problems + [f"{name} has changed" for name in changed]
         if problems:
             more = f" and {len(problems) - _MAX_LISTED} more" if len(problems) > _MAX_LISTED else ""
             raise self._damaged("; ".join(problems[:_MAX_LISTED]) + more)
 
-    def _check_sizes(self) -> tuple[list[str], list[str]]:
-        """Return (problems that show without reading the files, names of the other files)."""
+    def _check_sizes(self) -> tuple[list[str], dict[str, Entry]]:
+        """Return (problems that show without reading the files, the files to be read)."""
         try:
-            present = dict(paths.walk(self._directory))
+            present = open_files(self._directory).list()
         except OSError as error:
             raise self._damaged(f"it cannot be listed: {error.strerror}") from error
-        problems, good = [], []
+        problems, to_hash = [], {}
         for name, record in self._manifest.files.items():
-            status = present.get(name)
-            if status is None:
+            entry = present.get(name)
+            if entry is None:
                 problems.append(f"{name} is missing")
-            elif not stat.S_ISREG(status.st_mode):
+            elif not entry.is_regular:
                 problems.append(f"{name} is not a regular file")
-            elif status.st_size != record.size:
-                problems.append(f"{name} has {status.st_size} bytes instead of {record.size}")
-            else:
-                good.append(name)
+            elif entry.size != record.size:
+                problems.append(f"{name} has {entry.size} bytes instead of {record.size}")
+            elif record.sha256 or record.md5 != entry.md5:
+                to_hash[name] = entry
         extra = [name for name in present if name.startswith(paths.STATE + "/") and name not in self._manifest.files]
-        return problems + [f"{name} does not belong there" for name in extra], good
+        return problems + [f"{name} does not belong there" for name in extra], to_hash
 
     def _damaged(self, reason: str) -> DamagedCheckpoint:
         return DamagedCheckpoint(self._directory, reason)
@@ -170,42 +189,65 @@ class Verification:
 
 def read_file(directory: epath.PathLike, name: str) -> bytes:
     """Return the content of one file of the checkpoint, checked against the manifest."""
-    directory = paths.local_path(directory)
     manifest = read(directory)
     record = manifest.files.get(name)
     if record is None:
         others = ", ".join(other for other in manifest.files if not other.startswith(paths.STATE + "/")) or "none"
         raise UserError(f"{directory} has no file {name!r}. Files beside the arrays: {others}.")
     try:
-        with open_inside(directory, name) as file:
-            # Do not allocate a size that is not the file's.
-            content = file.read() if os.fstat(file.fileno()).st_size == record.size else b""
+        with open_files(directory).open(name) as file:
+            content = _read(file, record.size)
     except OSError as error:
         raise DamagedCheckpoint(directory, f"{name} cannot be read: {error.strerror}") from error
-    if FileRecord(len(content), hashlib.sha256(content).hexdigest()) != record:
-        raise DamagedCheckpoint(directory, f"{name} has changed (SHA-256)")
+    digest = hashlib.new(record.algorithm, content).hexdigest()
+    if FileRecord(len(content), **{record.algorithm: digest}) != record:
+        raise DamagedCheckpoint(directory, f"{name} has changed")
     return content
 
 
-def hash_files(directory: epath.PathLike, names: list[str], *, flush: bool = False) -> dict[str, FileRecord]:
-    """Return the records of the named files. hashlib releases the interpreter lock, so threads hash in parallel.
+def hash_files(
+    directory: epath.PathLike, entries: Mapping[str, Entry], *, flush: bool = False
+) -> dict[str, FileRecord]:
+    """Return the records of files.
 
     Args:
+      entries: the files, as listed before.
       flush: also flush each file to disk.
     """
+    known = {}
+    if open_files(directory).reports_md5(paths.UNFINISHED):  # the ETags of files that S3 encrypts are something else
+        known = {name: FileRecord(entry.size, md5=entry.md5) for name, entry in entries.items() if entry.md5}
+    others = dict.fromkeys((name for name in entries if name not in known), "sha256")
+    return known | _read_and_hash(directory, others, flush=flush)
+
+
+def _read_and_hash(
+    directory: epath.PathLike, algorithms: Mapping[str, str], *, flush: bool = False
+) -> dict[str, FileRecord]:
+    """Return the records of files, each with its own hash algorithm.
+
+    hashlib releases the interpreter lock, so threads hash in parallel.
+    """
+    files = open_files(directory)
 
     def record(name: str) -> FileRecord:
         try:
-            with open_inside(directory, name) as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-                if flush:
-                    os.fsync(file.fileno())
-                return FileRecord(file.tell(), digest)
+            size, digest = files.hash(name, algorithms[name], flush=flush)
         except OSError as error:
             raise OSError(error.errno, error.strerror, name) from error
+        return FileRecord(size, **{algorithms[name]: digest})
 
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="t5x-hash") as pool:
-        return dict(zip(names, pool.map(record, names), strict=True))
+        return dict(zip(algorithms, pool.map(record, algorithms), strict=True))
+
+
+def _read(file: BinaryIO, size: int) -> bytes:
+    """Return the content of a file, and at most one block more than `size` bytes, which need not be the file's size."""
+    blocks, count = [], 0
+    while count <= size and (block := file.read(_BLOCK_BYTES)):
+        blocks.append(block)
+        count += len(block)
+    return b"".join(blocks)
 
 
 def _parse(content: bytes) -> Manifest:
@@ -222,14 +264,14 @@ def _parse(content: bytes) -> Manifest:
         files = {name: FileRecord(**record) for name, record in data["files"].items()}
         manifest = Manifest(data["step"], files)
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError("does not have the fields step and files, with size and sha256 of each file") from error
+        raise ValueError("does not have the fields step and files, with size and hash of each file") from error
     for name in files:
         if not paths.is_plain_relative(name):
             raise ValueError(f"names {name!r}, which is not a path inside the checkpoint")
     if not all(type(n) is int and n >= 0 for n in (manifest.step, *(record.size for record in files.values()))):
         raise ValueError("has an invalid step or size")
-    if not all(isinstance(r.sha256, str) and re.fullmatch("[0-9a-f]{64}", r.sha256) for r in files.values()):
-        raise ValueError("has an invalid sha256")
+    if not all(_HASHES.fullmatch(f"{record.sha256}/{record.md5}") for record in files.values()):
+        raise ValueError("has an invalid hash")
     if manifest.to_bytes() != content:
         raise ValueError("has changed since it was written")
     return manifest

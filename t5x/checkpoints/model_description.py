@@ -14,6 +14,7 @@ from etils import epath
 from t5x.checkpoints import families, manifest, transfer
 from t5x.checkpoints.formats import Source
 from t5x.checkpoints.formats.own_checkpoint import MODEL_FILE, read_description, read_vocabulary_files
+from t5x.data.data_description import DataDescription
 from t5x.data.vocabularies import PassThroughVocabulary, Vocabulary
 from t5x.data.vocabularies.loading import rebuild_vocabulary
 from t5x.decoding import greedy_decode
@@ -54,17 +55,26 @@ def describe_network(
     *,
     inputs_bidirectional_attention: bool = False,
     template: Mapping[str, Any] | None = None,
+    data: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the description of a model with our network of that configuration."""
     vocabulary = PassThroughVocabulary(config["vocab_size"])
     vocabularies = {"inputs": vocabulary, "targets": vocabulary}
     model = _build_network(config, vocabularies, inputs_bidirectional_attention=inputs_bidirectional_attention)
-    return describe(model) | ({} if template is None else {"template": dict(template)})
+    more = {"template": template, "data": data}
+    return describe(model) | {name: dict(value) for name, value in more.items() if value is not None}
 
 
-def sidecars(model: BaseTransformerModel, config_gin: bytes | None) -> dict[str, bytes]:
-    """Return the files to store beside the weights, by their path in the checkpoint."""
-    files = {MODEL_FILE: (json.dumps(describe(model), indent=1) + "\n").encode()}
+def sidecars(
+    model: BaseTransformerModel, config_gin: bytes | None, data: DataDescription | None = None
+) -> dict[str, bytes]:
+    """Return the files to store beside the weights, by their path in the checkpoint.
+
+    Args:
+      data: how the run reads its data file; None if it has none.
+    """
+    description = describe(model) | ({} if data is None else {"data": data.to_json()})
+    files = {MODEL_FILE: (json.dumps(description, indent=1) + "\n").encode()}
     for feature, vocabulary in model.vocabularies.items():
         files |= {f"vocabulary/{feature}/{name}": data for name, data in vocabulary.to_files().items()}
     return files if config_gin is None else files | {GIN_FILE: config_gin}

@@ -12,10 +12,13 @@ from etils import epath
 
 from t5x.checkpoints import paths, save_errors
 from t5x.errors import UserError
-from t5x.files import locks
+from t5x.files import lease, locks
+from t5x.files.lease import Lease
+from t5x.files.remote import is_remote
 from t5x.partitioning import distributed
 
 LOCK_FILE = ".lock"
+LEASE_FILE = ".lease"
 
 _taken: set["ModelDirLock"] = set()
 _renewal = threading.Lock()
@@ -26,9 +29,9 @@ _SHARED_PATIENCE = 30  # seconds until a file written by another host must be vi
 class ModelDirLock:
     """Exclusive right to write in a MODEL_DIR, from construction to release() or the death of the process.
 
-    The lock is the kernel's (`flock` on MODEL_DIR/.lock), so a killed process cannot leave it behind. The file itself
-    stays and names the holder. MODEL_DIR is created if it is missing. With several processes, process 0 holds the
-    lock for all of them.
+    In a local directory, which is created if it is missing, the lock is the kernel's (`flock` on MODEL_DIR/.lock), so a
+    killed process cannot leave it behind. The file itself stays and names the holder. A remote MODEL_DIR has a lease
+    (MODEL_DIR/.lease, see files/lease.py). With several processes, process 0 holds the lock for all of them.
 
         with ModelDirLock(model_dir):
             train()
@@ -38,8 +41,9 @@ class ModelDirLock:
     """
 
     def __init__(self, directory: epath.PathLike):
-        self.directory = paths.local_path(directory)
+        self.directory = paths.location(directory)
         self._descriptor: int | None = None
+        self._lease: Lease | None = None
         owner = distributed.decide(f"lock/{self.directory}", self._take)
         try:
             distributed.check_all(f"lock/{self.directory}/seen", self._not_shared(owner))
@@ -48,12 +52,21 @@ class ModelDirLock:
             raise
 
     def _take(self) -> dict[str, Any]:
-        """Take the lock, on process 0; return the content of the lock file."""
+        """Take the lock, on process 0; return what the lock's file says about its owner."""
+        if is_remote(self.directory):
+            self._lease = Lease.acquire(f"{self.directory}/{LEASE_FILE}", f"MODEL_DIR {self.directory}")
+            owner = self._lease.holder
+        else:
+            owner = self._lock()
+        _taken.add(self)
+        return _owner(owner)
+
+    def _lock(self) -> dict[str, Any]:
         paths.make_model_dir(self.directory)
         since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
         try:
-            self._descriptor = locks.acquire(self.directory / LOCK_FILE)
+            self._descriptor = locks.acquire(os.path.join(self.directory, LOCK_FILE))
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, json.dumps(owner).encode(), 0)
             os.fsync(self._descriptor)  # other hosts read it
@@ -68,7 +81,6 @@ class ModelDirLock:
                 f"MODEL_DIR {self.directory} cannot be locked: {error.strerror}. Choose one on a disk with free space "
                 "and with support for flock: without a lock, two runs could overwrite each other."
             ) from error
-        _taken.add(self)
         return owner
 
     def _not_shared(self, owner: dict[str, Any]) -> UserError | None:
@@ -79,18 +91,20 @@ class ModelDirLock:
             time.sleep(1)
         return UserError(
             f"MODEL_DIR {self.directory} is not the same directory on {socket.gethostname()} and on {owner['host']}. "
-            "Choose one on a file system that all processes of the run share."
+            "Choose one on a file system that all processes of the run share, or a URL (gs://…, s3://…)."
         )
 
     def release(self) -> None:
         """Release the lock. May be called twice."""
+        if self._lease is not None:
+            self._lease.release()
         locks.release(self._descriptor)
         self._descriptor = None
         _taken.discard(self)
 
     def renew(self) -> bool:
         """Take the lock again if MODEL_DIR was removed. Return False if its parent is gone too, perhaps with a disk."""
-        if not self.directory.parent.is_dir():
+        if not is_remote(self.directory) and not os.path.isdir(os.path.dirname(self.directory)):
             return False
         renew(self.directory)
         return True
@@ -107,30 +121,47 @@ class ModelDirLock:
 
 
 def renew(directory: epath.PathLike) -> None:
-    """Take the lock of MODEL_DIR again if we hold it and its file was removed, with or without MODEL_DIR."""
-    path = paths.local_path(directory)
+    """Make sure that we still hold the lock of MODEL_DIR, if we have taken it.
+
+    A lock whose file was removed, with or without MODEL_DIR, is taken again.
+
+    Raises:
+      UserError: another process has taken it.
+    """
+    path = paths.location(directory)
     with _renewal:
         for held in [held for held in _taken if held.directory == path]:
-            if locks.is_held(held._descriptor) and not locks.is_at(held._descriptor, path / LOCK_FILE):
+            if held._lease is not None:
+                held._lease.check()
+            elif locks.is_held(held._descriptor) and not locks.is_at(held._descriptor, os.path.join(path, LOCK_FILE)):
                 held.release()
                 held._take()
 
 
 def is_held_elsewhere(directory: epath.PathLike) -> bool:
     """Return whether another process currently holds the lock of this MODEL_DIR."""
-    return locks.is_held_elsewhere(os.path.join(directory, LOCK_FILE))
+    path = paths.location(directory)
+    if not is_remote(path):
+        return locks.is_held_elsewhere(os.path.join(path, LOCK_FILE))
+    ours = [_owner(held._lease.holder) for held in _taken if held.directory == path]
+    return (owner := _read_owner(path)) is not None and owner not in ours
 
 
 def describe_owner(directory: epath.PathLike) -> str:
     """Return a description of the process that last took the lock."""
-    owner = _read_owner(directory)
-    return "another process" if owner is None else f"process {owner['pid']} on {owner['host']} since {owner['since']}"
+    owner = _read_owner(paths.location(directory))
+    return "another process" if owner is None else lease.describe(owner)
 
 
-def _read_owner(directory: epath.PathLike) -> dict[str, Any] | None:
+def _read_owner(directory: str) -> dict[str, Any] | None:
     try:
+        if is_remote(directory):
+            return _owner(lease.read_holder(f"{directory}/{LEASE_FILE}"))
         with open(os.path.join(directory, LOCK_FILE), "rb") as file:
-            owner = json.loads(file.read(4096))
-        return {name: owner[name] for name in ("pid", "host", "since")}
+            return _owner(json.loads(file.read(4096)))
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def _owner(record: dict[str, Any]) -> dict[str, Any]:
+    return {name: record[name] for name in ("pid", "host", "since")}

@@ -1,21 +1,29 @@
 """OCDBT databases: one writer, one reader. The only place where our own checkpoints use TensorStore.
 
-An OCDBT database is a key-value store in a few large files; Orbax keeps the chunks of all arrays in one. Values are
-written through TensorStore. For reading, `locate` reports the file and offset of each value, so that large ones can be
-read directly into their destination.
+An OCDBT database is a key-value store in a few large files, on a disk or in an object store; Orbax keeps the chunks of
+all arrays in one. Values are written through TensorStore. For reading from a disk, `locate` reports the file and offset
+of each value, so that large ones can be read directly into their destination.
 """
 
 import re
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorstore as ts
 from etils import epath
 
+from t5x.files import object_stores
+from t5x.files.system_errors import tensorstore_status
+
 INLINE_BYTES = 1024  # values up to this size are stored inside the database's own nodes
 
 _FILE_BYTES = 64 * 2**20  # files are hashed in parallel, so several are faster than one
-_CONTEXT = {"cache_pool#ocdbt": {"total_bytes_limit": 10**8}, "file_io_concurrency": {"limit": 128}}
+_RETRIES = {"max_retries": 9, "initial_delay": "1s", "max_delay": "32s"}  # three minutes in all
+_CONTEXT = {
+    "cache_pool#ocdbt": {"total_bytes_limit": 10**8}, "file_io_concurrency": {"limit": 128},
+    "gcs_request_retries": _RETRIES, "s3_request_retries": _RETRIES,
+}  # fmt: skip
 _PLACE = re.compile(r"value:([^:]*):([^:]*):([0-9]+):([0-9]+)")
 
 
@@ -27,17 +35,12 @@ class Place(NamedTuple):
     size: int
 
 
-def _files(directory: epath.PathLike) -> dict[str, Any]:
-    """Return TensorStore's description of the files of a database."""
-    return {"driver": "file", "path": f"{directory}/"}
-
-
 class Writer:
     """Writes zarr arrays into the database in `directory`; they appear at `commit`, all at once."""
 
     def __init__(self, directory: epath.PathLike):
         self._database = {
-            "driver": "ocdbt", "base": _files(directory),
+            "driver": "ocdbt", "base": object_stores.spec(directory),
             "config": {"max_inline_value_bytes": INLINE_BYTES}, "target_data_file_size": _FILE_BYTES,
         }  # fmt: skip
         self._context = ts.Context(_CONTEXT)
@@ -76,15 +79,21 @@ class Writer:
         """Wait until everything is written, and make it visible. More arrays may follow."""
         for future in [*self._opened.values(), *self._written]:
             future.result()
-        self._transaction.commit_async().result()
+        try:
+            self._transaction.commit_async().result()
+        except ValueError as error:
+            # A server's answer to the commit got lost. TensorStore repeats it and finds the arrays already created, as
+            # nobody else writes here; a commit is complete or absent.
+            if tensorstore_status(error) != "ALREADY_EXISTS":
+                raise
         self._begin()
 
 
-def merge(directory: epath.Path, parts: list[epath.Path]) -> None:
+def merge(directory: epath.PathLike, parts: Iterable[epath.PathLike]) -> None:
     """Merge databases in subdirectories of `directory` into one in `directory`, which refers to their files."""
     context, transaction = ts.Context(_CONTEXT), ts.Transaction(atomic=True)
     whole, *others = [
-        ts.KvStore.open({"driver": "ocdbt", "base": _files(path)}, context=context).result()
+        ts.KvStore.open({"driver": "ocdbt", "base": object_stores.spec(path)}, context=context).result()
         for path in (directory, *parts)
     ]
     for other in others:
@@ -101,7 +110,7 @@ def locate(directory: epath.PathLike) -> dict[str, bytes | Place]:
       ValueError: the database cannot be read, or two of its nodes have the same child: they could form a cycle, or
         expand to more keys than fit in memory.
     """
-    files = ts.KvStore.open(_files(directory)).result()
+    files = object_stores.open_store(directory)
     newest = max(ts.ocdbt.dump(files).result()["versions"], key=lambda version: version["generation_number"])
     nodes = [("", newest["root"].get("location"))]
     values: dict[str, bytes | Place] = {}
@@ -121,10 +130,15 @@ def locate(directory: epath.PathLike) -> dict[str, bytes | Place]:
     return values
 
 
-def open_array(directory: epath.PathLike, key: str) -> ts.TensorStore:
-    """Open a zarr array through TensorStore, for those that cannot be read from their files."""
-    spec = {
-        "driver": "zarr", "kvstore": {"driver": "ocdbt", "base": _files(directory), "path": key},
-        "fill_missing_data_reads": False, "recheck_cached_metadata": False, "recheck_cached_data": False,
-    }  # fmt: skip
-    return ts.open(spec, open=True, read=True).result()
+def open_arrays(directory: epath.PathLike, keys: Iterable[str]) -> list[ts.TensorStore]:
+    """Open zarr arrays through TensorStore, for those that cannot be read from their files."""
+    database = {"driver": "ocdbt", "base": object_stores.spec(directory)}
+    once = {"fill_missing_data_reads": False, "recheck_cached_metadata": False, "recheck_cached_data": False}
+    context = ts.Context(_CONTEXT)
+    opened = [
+        ts.open(
+            {"driver": "zarr", "kvstore": {**database, "path": key}, **once}, open=True, read=True, context=context
+        )
+        for key in keys
+    ]
+    return [future.result() for future in opened]

@@ -1,13 +1,15 @@
 """Names inside MODEL_DIR, and walks over its files.
 
 MODEL_DIR/
-  .lock                                     held by the training process (see lock.py)
+  .lock                                     held by the training process (see model_dir_lock.py)
   checkpoint_<step>/                        a complete checkpoint; incomplete ones never have this name
-    state/                                  the arrays (see arrays.py)
+    state/                                  the arrays (see array_reader.py)
     dataset/train-000-of-001.json           the position in the training data
     model.json  vocabulary/…  config.gin    other files that the caller passes
     MANIFEST.json                           size and SHA-256 of all of the above (see manifest.py)
     PINNED                                  optional: protects the checkpoint from retention
+    UNFINISHED                              in object stores, which cannot rename: without MANIFEST.json beside it, the
+                                            checkpoint is being written or removed
   checkpoint_<step>.tmp-<unique>/           being written or removed; not to be read
   checkpoint_<step>.damaged-<unique>/       moved aside because a complete one took its place
   checkpoint_<step>.foreign-<unique>/       the same, for a directory that is not a checkpoint of this program
@@ -21,7 +23,7 @@ from collections.abc import Iterator
 from etils import epath
 
 from t5x.errors import UserError
-from t5x.files import atomic
+from t5x.files import atomic, directories
 from t5x.files.disk_space import human_size as human_size
 from t5x.files.remote import is_remote
 from t5x.files.untrusted import is_plain_relative as is_plain_relative
@@ -29,9 +31,16 @@ from t5x.files.untrusted import is_plain_relative as is_plain_relative
 STATE = "state"
 MANIFEST = "MANIFEST.json"
 PINNED = "PINNED"
+UNFINISHED = "UNFINISHED"
 DATASET_STATE = "dataset/train-000-of-001.json"  # the data position of all rows, for any number of processes
 
 _STEP = r"checkpoint_(0|[1-9][0-9]*)"
+
+
+def location(path: epath.PathLike) -> str:
+    """Return `path` as an absolute local path or, if it is remote, as the URL."""
+    text = os.fspath(path)
+    return text.rstrip("/") if is_remote(text) else str(local_path(text))
 
 
 def local_path(path: epath.PathLike) -> epath.Path:
@@ -66,6 +75,15 @@ def step_of(path: epath.PathLike) -> int | None:
     return int(match[1]) if match else None
 
 
+def list_steps(directory: epath.PathLike) -> list[int]:
+    """Return the steps of the finished checkpoints in a local MODEL_DIR, ascending; empty if it does not exist."""
+    if not os.path.isdir(directory):
+        return []
+    with os.scandir(directory) as entries:
+        steps = [step_of(entry.name) for entry in entries if entry.is_dir()]
+    return sorted(step for step in steps if step is not None)
+
+
 def is_temporary(path: epath.PathLike) -> bool:
     """Return whether `unique_name` makes (or made in old versions) this name for unfinished checkpoints."""
     return re.fullmatch(_STEP + r"\.tmp-[0-9]+(-[0-9a-f]+){2}", os.path.basename(os.fspath(path))) is not None
@@ -76,19 +94,8 @@ def is_set_aside(path: epath.PathLike) -> bool:
 
 
 def make_directory(directory: epath.PathLike, name: str) -> epath.Path:
-    """Create a directory that the user gave as option `name`; raise a UserError with the reason if that fails."""
-    directory = local_path(directory)
-    if directory.is_dir():
-        if not os.access(directory, os.W_OK | os.X_OK):
-            raise UserError(f"{name} {directory} is not writable. Change its permissions or choose another.")
-        return directory
-    if os.path.lexists(directory):
-        raise UserError(f"{name} {directory} exists but is not a directory. Move it away or choose another path.")
-    try:
-        atomic.make_directories(directory)
-    except OSError as error:
-        raise UserError(f"{name} {directory} cannot be created: {error.strerror}. Choose another path.") from error
-    return directory
+    """Create a local directory that the user gave as option `name`; raise a UserError with the reason if that fails."""
+    return epath.Path(directories.make_directory(local_path(directory), name))
 
 
 def make_model_dir(directory: epath.PathLike) -> epath.Path:

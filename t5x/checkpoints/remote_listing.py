@@ -71,6 +71,11 @@ def is_checkpoint(names: Mapping[str, Any]) -> bool:
 
 def _directory(path: RemotePath) -> Listing:
     names = path.children()
+    if paths.UNFINISHED in names and paths.MANIFEST not in names:
+        raise UserError(
+            f"{path.url} is unfinished: a run is writing or removing it, or was killed while it did. Use another "
+            "checkpoint; the run's next start removes this one."
+        )
     if paths.MANIFEST in names or any(name in names for name in _ORBAX):
         return _listing(path, path.descendants())
     if HUGGINGFACE in names:

@@ -11,8 +11,10 @@ import os
 
 from etils import epath
 
-from t5x.checkpoints import paths
+from t5x.checkpoints import names, paths
 from t5x.checkpoints.remote_listing import NATIVE, Listing, list_checkpoint
+from t5x.errors import UserError
+from t5x.files import hub
 from t5x.files.cache_directory import CacheEntry
 from t5x.files.disk_space import human_size
 from t5x.files.downloads import download
@@ -24,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 def stage(path: epath.PathLike) -> epath.Path:
-    """Return the local path of a checkpoint: the path itself, or a copy of a remote one.
+    """Return the local path of a checkpoint by its name (see `names`): the path itself, or a copy of a remote one.
 
         stage("gs://t5-data/pretrained_models/t5x/t5_1_1_small/checkpoint_1000000")
 
@@ -32,7 +34,11 @@ def stage(path: epath.PathLike) -> epath.Path:
       path: a local path, which is returned as absolute path; or a remote checkpoint of any format, a prefix or file of
         one, or a MODEL_DIR, of which the newest finished checkpoint is used. A remote checkpoint is copied into the
         cache directory; the copy is reused as long as names, sizes and versions of the remote files stay the same.
+        A model of the Hub is kept in the cache of `huggingface_hub`.
     """
+    path = names.resolve(path)
+    if hub.is_hub_url(path):
+        return _of_hub(path)
     if (local := as_local(path)) is not None:
         return paths.local_path(local)
     listing = list_checkpoint(RemotePath.parse(os.fspath(path)))
@@ -49,6 +55,15 @@ def stage(path: epath.PathLike) -> epath.Path:
         )
     log.info("%s: reading the copy %s (to free the space: rm -r %s)", listing.source, copy / listing.wanted, entry.path)
     return copy / listing.wanted if listing.wanted else copy
+
+
+def _of_hub(url: str) -> epath.Path:
+    try:
+        directory = hub.download(url)
+    except hub.ModelNotFound as error:
+        raise UserError(f"{error}{names.suggestion(url)}") from error
+    log.info("%s: using the copy %s", url, directory)
+    return epath.Path(directory)
 
 
 def _fill(directory: str, listing: Listing) -> None:

@@ -1,14 +1,13 @@
 """Upload checkpoints to remote paths (`gs://`, `s3://`, any fsspec URL).
 
-CACHE/checkpoints/upload-…/    a checkpoint that is being written, before it is uploaded
+While a checkpoint is written, a file UNFINISHED in its directory is the lease of the program that writes. A directory
+with that file and without the one that identifies a checkpoint was left by a program that was killed: the next one
+removes its files.
 """
 
 import contextlib
-import glob
 import logging
 import os
-import secrets
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -18,8 +17,9 @@ from etils import epath
 from t5x.checkpoints import paths
 from t5x.checkpoints.remote_listing import HUGGINGFACE, NATIVE, is_checkpoint
 from t5x.errors import UserError
-from t5x.files import atomic, cache_directory, locks
+from t5x.files.directories import upload_directory
 from t5x.files.disk_space import human_size
+from t5x.files.lease import Lease
 from t5x.files.remote import RemotePath, retried, run_concurrently
 from t5x.files.remote_errors import explained
 from t5x.telemetry import copy_progress
@@ -37,46 +37,54 @@ def writing(url: str, *, overwrite: bool) -> Iterator[epath.Path]:
         with writing("gs://bucket/flan", overwrite=False) as path:
             write_huggingface(path, …)
 
-    The local path does not exist yet. See `publish` for what is replaced, and when.
+    The local path does not exist yet. See `_publish` for what is replaced, and when.
     """
     destination = RemotePath.parse(url)
-    _check_destination(destination, overwrite)
-    with _upload_directory() as directory:
+    exists = _check_destination(destination, overwrite)
+    with upload_directory() as directory, Lease.acquire(f"{destination.url}/{paths.UNFINISHED}", url) as lease:
+        if not exists:
+            _clear(destination)  # what a killed program left
         path = epath.Path(directory) / destination.name
         yield path
-        publish(path, url, overwrite=overwrite)
+        lease.check()
+        _publish(path, destination, overwrite=overwrite)
 
 
-def publish(directory: epath.PathLike, url: str, *, overwrite: bool) -> None:
+def _publish(directory: epath.PathLike, destination: RemotePath, *, overwrite: bool) -> None:
     """Copy a local checkpoint to a remote path.
 
     The file that makes it valid is copied last, after the sizes of all others are verified. On failure, the copied
     files are removed. An existing checkpoint is removed only when the new one is complete beside it.
     """
-    destination = RemotePath.parse(url)
-    fs = destination.fs
     exists = _check_destination(destination, overwrite)
     sizes = {name: status.st_size for name, status in paths.walk(directory)}
-    target = destination.parent / f"{destination.name}.new-{secrets.token_hex(4)}" if exists else destination
+    target = destination.parent / f"{destination.name}.{paths.UNFINISHED}" if exists else destination
     log.info("copying %d file(s), %s, to %s", len(sizes), human_size(sum(sizes.values())), destination.url)
-    stopped = threading.Event()
     try:
-        with copy_progress(sum(sizes.values())) as advance:
-            callback = _callback(advance, stopped)
-            put = lambda file, name: fs.put_file(os.path.join(directory, name), file.path, callback=callback)
-            _fill(target, sizes, put, stopped)
+        if exists:
+            _clear(target)  # what a killed program left
+        upload(directory, target)
     except BaseException:
-        _remove(target)
+        _try_to_clear(target)
         raise
     if exists:
         try:
-            with explained(destination.url):
-                fs.rm(destination.path, recursive=True)
-            _fill(destination, sizes, lambda file, name: fs.cp_file((target / name).path, file.path))
+            _clear(destination)
+            _fill(destination, sizes, lambda file, name: file.fs.cp_file((target / name).path, file.path))
         except UserError as error:
             raise UserError(f"{error} The new checkpoint is complete at {target.url}: move it.") from error
-        _remove(target)
+        _try_to_clear(target)
     log.info("wrote %s", destination.url)
+
+
+def upload(directory: epath.PathLike, destination: RemotePath) -> None:
+    """Copy a local checkpoint to a remote directory, the file that makes it valid last."""
+    sizes = {name: status.st_size for name, status in paths.walk(directory)}
+    stopped = threading.Event()
+    with copy_progress(sum(sizes.values())) as advance:
+        callback = _callback(advance, stopped)
+        put = lambda file, name: file.fs.put_file(os.path.join(directory, name), file.path, callback=callback)
+        _fill(destination, sizes, put, stopped)
 
 
 def _fill(
@@ -128,33 +136,27 @@ def _check_destination(path: RemotePath, overwrite: bool) -> bool:
     info = path.info()
     if info is not None and info["type"] == "file":
         raise UserError(f"{path.url} is a file; choose another destination.")
-    if not path.descendants():
+    names = path.children()
+    if not path.descendants() or (paths.UNFINISHED in names and not is_checkpoint(names)):
         return False
     if not overwrite:
         raise UserError(f"{path.url} exists already; choose another destination, or pass --overwrite to replace it.")
-    if not is_checkpoint(path.children()):
+    if not is_checkpoint(names):
         raise UserError(f"{path.url} is not a checkpoint, so it is not replaced. Choose another destination.")
     return True
 
 
-def _remove(path: RemotePath) -> None:
+def _clear(directory: RemotePath) -> None:
+    """Remove a checkpoint, the files that identify it first. The lease stays."""
+    directory.fs.invalidate_cache()
+    names = [name for name in directory.descendants() if name != paths.UNFINISHED]
+    identifying = [name for name in names if is_checkpoint({name: None})]
+    for group in (identifying, [name for name in names if name not in identifying]):
+        run_concurrently(RemotePath.remove, [(directory / name,) for name in group])
+
+
+def _try_to_clear(directory: RemotePath) -> None:
     try:
-        path.fs.invalidate_cache()
-        if path.fs.exists(path.path):
-            path.fs.rm(path.path, recursive=True)
-    except Exception as error:
-        log.warning("%s could not be removed (%s). Remove it by hand.", path.url, error)
-
-
-@contextlib.contextmanager
-def _upload_directory() -> Iterator[str]:
-    """Yield a fresh directory in the cache; remove those of killed processes."""
-    home = cache_directory.make("checkpoints")
-    with contextlib.ExitStack() as held:
-        with locks.locked(os.path.join(home, "upload.lock")):
-            for left in glob.glob(os.path.join(glob.escape(home), "upload-*")):
-                with contextlib.suppress(BlockingIOError), locks.locked(left, wait=False):
-                    atomic.remove_tree(left)
-            directory = held.enter_context(tempfile.TemporaryDirectory(prefix="upload-", dir=home))
-            held.enter_context(locks.locked(directory))
-        yield directory
+        _clear(directory)
+    except UserError as error:
+        log.warning("%s could not be removed; remove it by hand: %s", directory.url, error)

@@ -8,7 +8,9 @@ from etils import epath
 from t5x.checkpoints import paths
 from t5x.errors import UserError
 from t5x.files.disk_space import free_bytes
-from t5x.files.system_errors import errno_of, first_line
+from t5x.files.remote import is_remote
+from t5x.files.remote_errors import explained
+from t5x.files.system_errors import errno_of, first_line, tensorstore_status
 
 _MAX_LISTED = 5  # removable directories in a message
 
@@ -24,7 +26,19 @@ def check_space(directory: epath.Path, needed: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def explain(error: BaseException, *, directory: epath.Path, step: int, needed: int) -> BaseException:
+def explain_access(error: BaseException, directory: epath.PathLike) -> BaseException:
+    """Return the error to raise for one of a remote MODEL_DIR's driver; any other error as it is."""
+    from_driver = isinstance(error, OSError) or (isinstance(error, ValueError) and tensorstore_status(error))
+    if isinstance(error, UserError) or not is_remote(directory) or not from_driver:
+        return error
+    try:
+        with explained(os.fspath(directory)):
+            raise error
+    except UserError as understandable:
+        return understandable
+
+
+def explain(error: BaseException, *, directory: epath.PathLike, step: int, needed: int) -> BaseException:
     """Return the error to raise for `error` in a save: a UserError if the environment is the cause.
 
     Args:
@@ -33,10 +47,11 @@ def explain(error: BaseException, *, directory: epath.Path, step: int, needed: i
       step: step of the checkpoint that could not be saved.
       needed: bytes of its arrays and sidecars.
     """
+    error = explain_access(error, directory)
     number = errno_of(error)
     if number is None or isinstance(error, UserError) or not isinstance(error, Exception):
         return error
-    steps = _finished_steps(directory)
+    steps = paths.list_steps(directory)
     newest = (
         f"Earlier checkpoints are untouched; the newest is checkpoint_{max(steps)}."
         if steps
@@ -61,7 +76,7 @@ def explain(error: BaseException, *, directory: epath.Path, step: int, needed: i
 def what_to_free(directory: epath.Path) -> str:
     """Return advice that names the damaged and the older checkpoints, oldest first, with their sizes."""
     aside = sorted(name for name in _entries(directory) if paths.is_set_aside(name))
-    removable = aside + [paths.checkpoint_name(step) for step in _finished_steps(directory)[:-1]]
+    removable = aside + [paths.checkpoint_name(step) for step in paths.list_steps(directory)[:-1]]
     if not removable:
         return "Free space on that disk, or choose a MODEL_DIR on a larger one."
     listed = [f"{name} ({_size(directory / name)})" for name in removable[:_MAX_LISTED]]
@@ -83,10 +98,6 @@ def _size(path: epath.Path) -> str:
         return paths.human_size(paths.tree_size(path))
     except OSError as error:
         return f"unknown size: {error.strerror}"
-
-
-def _finished_steps(directory: epath.Path) -> list[int]:
-    return sorted(step for name in _entries(directory) if (step := paths.step_of(name)) is not None)
 
 
 def _entries(directory: epath.Path) -> list[str]:

@@ -2,13 +2,12 @@
 
 A save goes through these stages. Killed at any point, it leaves either no `checkpoint_<step>` or a complete one.
 
-    in the caller's thread    1. create the directory checkpoint_<step>.tmp-<unique>
+    in the caller's thread    1. begin a checkpoint (see checkpoint_places.py)
                               2. copy the arrays, on the devices or to the host   -> save() returns
     in the background         3. write the arrays to state/, flush and hash the files
                               4. join the processes' parts; write the sidecars and MANIFEST.json; flush everything
-                              5. rename to checkpoint_<step>; flush the rename
-                              6. retention: rename checkpoints that are too old and not among the best to a tmp name,
-                                 then remove them
+                              5. publish it as checkpoint_<step>
+                              6. retention: remove checkpoints that are too old and not among the best
 
 With several processes, each does 2 and 3 for its shards. Process 0 does the rest once all have reported that they are
 done, and sends them the outcome. A failure in one process fails the save in all of them (see `distributed.decide`).
@@ -27,9 +26,11 @@ from etils import epath
 
 from t5x.checkpoints import array_writer, checkpoint_reader, manifest, model_dir_lock, paths, save_errors
 from t5x.checkpoints.best import Ranking
+from t5x.checkpoints.checkpoint_files import open_files
+from t5x.checkpoints.checkpoint_places import open_place
 from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.errors import UserError
-from t5x.files import atomic
+from t5x.files.remote_errors import TransientError
 from t5x.partitioning import distributed
 
 _logger = logging.getLogger(__name__)
@@ -42,11 +43,12 @@ class _Save:
     """A save in flight.
 
     Attributes:
+      target: where it is written.
       needed: bytes of the arrays and sidecars.
     """
 
     step: int
-    temporary: epath.Path
+    target: str
     arrays: array_writer.HostArrays
     sidecars: Mapping[str, bytes]
     pinned: bool
@@ -66,23 +68,33 @@ class CheckpointStore:
     still in the background at interpreter shutdown is lost (earlier checkpoints are not).
 
     Args:
-      directory: MODEL_DIR. The first save creates it if it is missing.
+      directory: MODEL_DIR, a directory or URL. The first save creates it if it is missing.
       keep: number of newest checkpoints to keep after a save, in addition to pinned ones; None keeps all.
       best: decides which others to keep.
+      before_publishing: called on process 0 in the background, once all but the manifest is written. Its error fails
+        the save.
     """
 
-    def __init__(self, directory: epath.PathLike, *, keep: int | None = None, best: Ranking | None = None):
+    def __init__(
+        self,
+        directory: epath.PathLike,
+        *,
+        keep: int | None = None,
+        best: Ranking | None = None,
+        before_publishing: Callable[[], None] = lambda: None,
+    ):
         if keep is not None and keep < 1:
             raise UserError(f"keep={keep}: at least one checkpoint must be kept. Use None to keep all.")
-        self.directory = paths.local_path(directory)
+        self._place = open_place(directory)
+        self.directory = self._place.directory
         self.keep = keep
         self.best = best
         self._thread: threading.Thread | None = None
+        self._before_publishing = before_publishing
         self._failure: BaseException | None = None
-        self._in_flight: epath.Path | None = None
-        self._abandoned: list[epath.Path] = []
+        self._failed_saves = 0  # since the last that succeeded
+        self._in_flight: str | None = None
         self._whole: set[int] = set()  # steps this object has verified or written
-        self._was_there = self.directory.is_dir()
 
     # --- Writing
 
@@ -109,15 +121,16 @@ class CheckpointStore:
         needed = sum(map(len, sidecars.values())) + sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(tree))
         failure = self._join()
         prepare = lambda: self._prepare(step, sidecars, needed, failure)
-        temporary = distributed.decide(self._topic("save"), prepare)
-        if temporary is None:
+        target = distributed.decide(self._topic("save"), prepare)
+        if target is None:
             return
+        self._in_flight = target
         on_host = error = None
         try:
             on_host = array_writer.HostArrays(tree)
         except BaseException as caught:
             error = caught
-        save = _Save(step, epath.Path(temporary), on_host, sidecars, pinned, needed)
+        save = _Save(step, target, on_host, sidecars, pinned, needed)
         self._thread = threading.Thread(target=self._finish, args=(save, error), name="t5x-checkpoint")
         self._thread.start()
         if error is not None:
@@ -159,62 +172,57 @@ class CheckpointStore:
         distributed.decide(self._topic("stale"), self._remove_stale_tmp)
 
     def _remove_stale_tmp(self) -> None:
-        if not self.directory.is_dir():
-            return
         if model_dir_lock.is_held_elsewhere(self.directory):
             raise UserError(
                 f"{self.directory} is in use by {model_dir_lock.describe_owner(self.directory)}, which may be writing "
                 "a checkpoint: unfinished ones cannot be removed now."
             )
-        for path in self.directory.iterdir():
-            if paths.is_temporary(path) and path.is_dir() and path != self._in_flight:
-                _logger.info("Removing %s, left unfinished by an earlier run", path)
-                _remove(path)
+        self._place.remove_unfinished(self._in_flight)
 
     # --- Reading (checkpoint_reader.py works on any path)
 
     def steps(self) -> list[int]:
         """Return the steps of the finished checkpoints, ascending."""
-        return checkpoint_reader.list_steps(self.directory)
+        return self._place.steps()
 
     def newest_step(self) -> int | None:
         """Return the newest step that has a checkpoint of ours, or None. Reads only manifests."""
         return next((step for step in reversed(self.steps()) if manifest.is_of_step(self.path(step), step)), None)
 
-    def path(self, step: int) -> epath.Path:
-        """Return the path of a step's checkpoint, whether or not it exists."""
-        return self.directory / paths.checkpoint_name(step)
+    def path(self, step: int) -> epath.PathLike:
+        """Return the path or URL of a step's checkpoint, whether or not it exists."""
+        return self._place.path(step)
 
-    def latest_whole(self) -> tuple[epath.Path | None, list[tuple[epath.Path, str]]]:
+    def latest_whole(self) -> tuple[epath.PathLike | None, list[tuple[epath.PathLike, str]]]:
         """Return the newest checkpoint that verifies (or None), and (path, reason) of the damaged ones skipped."""
         path, _, damaged = self.restore_latest(lambda path: None)
         return path, damaged
 
     def restore_latest(
-        self, read: Callable[[epath.Path], T]
-    ) -> tuple[epath.Path | None, T | None, list[tuple[epath.Path, str]]]:
+        self, read: Callable[[epath.PathLike], T]
+    ) -> tuple[epath.PathLike | None, T | None, list[tuple[epath.PathLike, str]]]:
         """Read the newest checkpoint that verifies. It is verified while it is read.
 
         Args:
-          read: called with the path of a checkpoint. Its result or exception counts only if that checkpoint turns out
-            to be complete; otherwise the next one is read.
+          read: called with the path of a checkpoint, or of a local copy. Its result or exception counts only if that
+            checkpoint turns out to be complete; otherwise the next one is read.
 
         Returns:
           the path (None if there is no complete checkpoint), the result of `read` for it, and (path, reason) of the
           damaged checkpoints skipped, newest first.
         """
-        damaged: list[tuple[epath.Path, str]] = []
+        damaged: list[tuple[epath.PathLike, str]] = []
         for step in distributed.decide(self._topic("steps"), lambda: self.steps()[::-1]):
-            path, result, error = self.path(step), None, None
+            path, readable, result, error = self.path(step), self._place.readable(step), None, None
             verification: list[manifest.Verification] = []  # on process 0
-            begin = lambda path=path, begun=verification: begun.append(manifest.Verification(path))
-            reason = self._find_damage("begun", path, begin)
+            begin = lambda path=readable, begun=verification: begun.append(manifest.Verification(path))
+            reason = self._find_damage("begun", step, begin)
             if reason is None:
                 try:
-                    result = read(path)
+                    result = read(readable)
                 except Exception as caught:
                     error = caught
-                reason = self._find_damage("verified", path, lambda begun=verification: begun[0].finish())
+                reason = self._find_damage("verified", step, lambda begun=verification: begun[0].finish())
             if reason is None:
                 if error is not None:
                     raise error
@@ -224,7 +232,7 @@ class CheckpointStore:
                 damaged.append((path, reason))
         return None, None, damaged
 
-    def _find_damage(self, topic: str, path: epath.Path, verify: Callable[[], object]) -> str | None:
+    def _find_damage(self, topic: str, step: int, verify: Callable[[], object]) -> str | None:
         """Run `verify` on process 0; log and return the damage on all processes, or None.
 
         Returns "" if the checkpoint no longer exists, because a trainer's retention has just removed it.
@@ -234,9 +242,9 @@ class CheckpointStore:
             try:
                 verify()
             except DamagedCheckpoint as error:
-                if not path.exists():
+                if not self._place.exists(step):
                     return ""
-                _logger.warning("Skipping %s: %s", path, error.reason)
+                _logger.warning("Skipping %s: %s", self.path(step), error.reason)
                 return error.reason
             return None
 
@@ -257,48 +265,32 @@ class CheckpointStore:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        for temporary in self._abandoned:
-            _remove(temporary)
+        self._place.clean_up()
         failure, self._failure = self._failure, None
         return failure
 
     def _prepare(
         self, step: int, sidecars: Mapping[str, bytes], needed: int, failure: BaseException | None
     ) -> str | None:
-        """Create the directory to write to, on process 0. Return None to skip the step.
+        """Begin a checkpoint on process 0; return where to write it, or None to skip the step.
 
         Args:
           failure: error of the previous save.
         """
-        if failure is not None and not isinstance(failure, save_errors.VanishedFiles):
-            raise failure
+        if failure is not None:
+            if self._failed_saves > 1 or not isinstance(failure, save_errors.VanishedFiles | TransientError):
+                raise failure
+            _logger.warning("The save before failed. Saving step %d now; if that fails too, the run stops", step)
         _check_sidecars(sidecars)
-        self._make_model_dir(step)
-        if self._is_taken(step):
-            return None
-        temporary = self.directory / paths.unique_name(step, "tmp")
-        self._in_flight = temporary
         try:
-            save_errors.check_space(self.directory, needed)
-            temporary.mkdir()
-            (temporary / paths.STATE).mkdir()
+            self._place.make(step)
+            model_dir_lock.renew(self.directory)
+            if self._is_taken(step):
+                return None
+            self._in_flight = self._place.begin(step, needed)
         except BaseException as error:
-            self._abandon(temporary)
             raise self._explain(error, step, needed) from error.__cause__
-        return str(temporary)
-
-    def _make_model_dir(self, step: int) -> None:
-        """Create MODEL_DIR, also if it was removed during the run: the current state can still be saved."""
-        if self._was_there and not self.directory.exists():
-            if not self.directory.parent.is_dir():
-                raise UserError(
-                    f"checkpoint_{step} could not be saved: MODEL_DIR {self.directory} is gone, and so is the "
-                    "directory above it. If a disk was unmounted, mount it again and restart with the same command."
-                )
-            _logger.warning("MODEL_DIR %s was removed with its contents; creating it for step %d", self.directory, step)
-        paths.make_model_dir(self.directory)
-        model_dir_lock.renew(self.directory)
-        self._was_there = True
+        return self._in_flight
 
     def _explain(self, error: BaseException, step: int, needed: int) -> BaseException:
         return save_errors.explain(error, directory=self.directory, step=step, needed=needed)
@@ -311,39 +303,41 @@ class CheckpointStore:
         Args:
           error: of this process, which could not copy its arrays.
         """
-        files = {}
+        part, files = "", {}
         try:
             if error is None:
-                files = self._write_arrays(save)
+                part, files = self._write_arrays(save)
         except BaseException as caught:
-            error = caught
+            error = save_errors.explain_access(caught, self.directory)
         described = None if error is None else distributed.describe_error(error)
         try:
-            reports = distributed.exchange(self._topic("written"), {"files": files, "error": described})
+            report = {"part": part, "files": files, "error": described}
+            reports = distributed.exchange(self._topic("written"), report)
             size = distributed.decide(self._topic("published"), lambda: self._complete(save, reports, error))
         except BaseException as failure:
-            if self._in_flight == save.temporary:  # otherwise it has been abandoned already, or this is not process 0
-                self._abandon(save.temporary)
+            self._abandon(save.target)
             self._failure = error if described and described["kind"] == "bug" else failure
+            self._failed_saves += 1
             if distributed.is_leader():
                 _logger.error("%s was not saved: %s", self.path(save.step), self._failure)
             return
         self._in_flight = None
+        self._failed_saves = 0
         self._whole.add(save.step)
         if distributed.is_leader():
             _logger.info("Saved %s (%s)", self.path(save.step), paths.human_size(size))
             self._retire(save.step)
 
-    def _write_arrays(self, save: _Save) -> dict[str, dict[str, Any]]:
-        """Write this process's shards durably; return the records of its files."""
-        directory = save.arrays.write(save.temporary / paths.STATE)
-        if not directory.is_dir():
-            return {}
-        prefix = os.path.relpath(directory, save.temporary)
-        names = [name for name, _ in paths.walk(directory)]
-        records = manifest.hash_files(save.temporary, [f"{prefix}/{name}" for name in names], flush=True)
-        atomic.sync_tree(directory, flushed=names)
-        return {name: dataclasses.asdict(record) for name, record in records.items()}
+    def _write_arrays(self, save: _Save) -> tuple[str, dict[str, dict[str, Any]]]:
+        """Write this process's shards durably; return the name of its part and the records of its files."""
+        part = save.arrays.write(f"{save.target}/{paths.STATE}")
+        directory = f"{paths.STATE}/{part}"
+        target = open_files(save.target)
+        if not target.has(directory):
+            return "", {}
+        records = manifest.hash_files(save.target, target.list(directory), flush=True)
+        self._place.flush(f"{save.target}/{directory}", {os.path.relpath(name, directory) for name in records})
+        return part, {name: dataclasses.asdict(record) for name, record in records.items()}
 
     def _complete(self, save: _Save, reports: list[dict[str, Any]], error: BaseException | None) -> int:
         """Finish on process 0 once all processes have written or failed; return the bytes of the checkpoint."""
@@ -352,29 +346,23 @@ class CheckpointStore:
                 raise error
             distributed.raise_first([report["error"] for report in reports])
             hashed = {name: manifest.FileRecord(**record) for one in reports for name, record in one["files"].items()}
-            array_writer.join(save.temporary / paths.STATE, save.arrays.shapes)
-            for name, content in save.sidecars.items():
-                paths.write_file(save.temporary / name, content)
-            replaced = self.path(save.step)  # exists only if it is about to be replaced
-            if save.pinned or (replaced / paths.PINNED).exists():
-                paths.write_file(save.temporary / paths.PINNED, b"")
-            files = manifest.write(save.temporary, save.step, hashed).files
-            atomic.sync_tree(save.temporary, flushed=hashed)
-            self._publish(save.temporary, save.step)
+            parts = [report["part"] for report in reports if report["part"]]
+            array_writer.join(f"{save.target}/{paths.STATE}", parts, save.arrays.shapes)
+            files = dict(save.sidecars)
+            if save.pinned or open_files(self.path(save.step)).has(paths.PINNED):  # of one that is replaced
+                files[paths.PINNED] = b""
+            target = open_files(save.target)
+            for name, content in files.items():
+                target.write(name, content)
+            self._before_publishing()
+            model_dir_lock.renew(self.directory)
+            records = manifest.write(save.target, save.step, hashed).files
+            self._place.flush(save.target, hashed)
+            self._place.publish(save.target, save.step)
         except BaseException as caught:
-            self._abandon(save.temporary)
+            self._abandon(save.target)
             raise self._explain(caught, save.step, save.needed) from caught.__cause__
-        return sum(record.size for record in files.values())
-
-    def _publish(self, temporary: epath.Path, step: int) -> None:
-        """Rename the finished directory; move aside, never delete, a damaged or unknown one of that name."""
-        final = self.path(step)
-        if os.path.lexists(final):
-            purpose = "damaged" if (final / paths.MANIFEST).exists() else "foreign"
-            aside = self.directory / paths.unique_name(step, purpose)
-            _logger.warning("%s is %s; keeping it as %s", final, purpose, aside.name)
-            os.rename(final, aside)
-        atomic.rename(temporary, final)
+        return sum(record.size for record in records.values())
 
     def _retire(self, saved: int) -> None:
         """Remove the checkpoints up to the one just saved, except the newest `keep` and the best ones.
@@ -383,36 +371,34 @@ class CheckpointStore:
         that this program did not write, are never removed.
         """
         try:
-            steps = [step for step in self.steps() if step <= saved and (self.path(step) / paths.MANIFEST).exists()]
+            steps = [step for step in self.steps() if step <= saved and self._has(step, paths.MANIFEST)]
             best = self.best.retained(steps) if self.best is not None else set()
             for step in steps[: -self.keep] if self.keep is not None else []:
-                path = self.path(step)
-                if step in best or (path / paths.PINNED).exists():
+                if step in best or self._has(step, paths.PINNED):
                     continue
                 also = "" if self.best is None else f", and the best by {self.best.rule.metric}"
-                _logger.info("Removing %s: the newest %d are kept%s", path, self.keep, also)
-                condemned = self.directory / paths.unique_name(step, "tmp")
-                os.rename(path, condemned)
+                _logger.info("Removing %s: the newest %d are kept%s", self.path(step), self.keep, also)
                 self._whole.discard(step)
-                _remove(condemned)
+                self._place.remove(step)
         except (OSError, UserError) as error:
             _logger.warning("Old checkpoints in %s could not be removed: %s", self.directory, error)
 
-    def _abandon(self, temporary: epath.Path) -> None:
-        """Remove an unfinished directory. TensorStore threads may still write there, so `_join` removes it again."""
-        if not distributed.is_leader():
-            return
-        _remove(temporary, quiet_rounds=5)
-        self._abandoned.append(temporary)
+    def _has(self, step: int, name: str) -> bool:
+        return open_files(self.path(step)).has(name)
+
+    def _abandon(self, target: str) -> None:
+        """Remove an unfinished checkpoint, on process 0 and once."""
+        if self._in_flight == target and distributed.is_leader():
+            self._place.discard(target)
         self._in_flight = None
 
     def _is_taken(self, step: int) -> bool:
         """Return whether a complete checkpoint_<step> of ours exists, which must not be replaced."""
         path = self.path(step)
-        if not os.path.lexists(path):
+        if not self._place.exists(step):
             return False
-        if not (path / paths.MANIFEST).exists():
-            _logger.warning("%s is not a checkpoint of this program; moving it aside for step %d", path, step)
+        if not self._has(step, paths.MANIFEST):
+            _logger.warning("%s is not a complete checkpoint of this program; it makes way for step %d", path, step)
             return False
         if step not in self._whole:
             try:
@@ -425,13 +411,8 @@ class CheckpointStore:
         return True
 
 
-def _remove(path: epath.Path, *, quiet_rounds: int = 1) -> None:
-    if not atomic.remove_tree(path, quiet_rounds=quiet_rounds):
-        _logger.warning("%s could not be removed; it is not needed and may be deleted", path)
-
-
 def _check_sidecars(sidecars: Mapping[str, bytes]) -> None:
-    reserved = {paths.STATE, paths.MANIFEST, paths.PINNED}
+    reserved = {paths.STATE, paths.MANIFEST, paths.PINNED, paths.UNFINISHED}
     for name, content in sidecars.items():
         if not paths.is_plain_relative(name) or name.split("/")[0] in reserved:
             raise UserError(f"Sidecar {name!r} is not a path that may be used inside a checkpoint.")

@@ -222,7 +222,8 @@ class Fitting:
         names = [name for name in self._wanted if name in names]
         what = "parameters" if any(name.startswith(layout.PARAMS) for name in names) else "arrays of optimizer state"
         found = [name for name in names if name in self._found]
-        log.info("%d of %d %s are restored from %s", len(found), len(names), what, self._source.path)
+        level = logging.DEBUG if len(found) == len(names) else logging.INFO
+        log.log(level, "%d of %d %s are restored from %s", len(found), len(names), what, self._source.path)
         renamed = [f"{name} <- {old}" for name in found if (old := self._origin[name]) not in (None, name)]
         missing = [name for name in names if name not in self._found and name not in self._left]
         rows = [f"{name} {list(self._wanted[name].shape)}" for name in missing]
@@ -276,7 +277,7 @@ def _lazy(leaf: Any) -> LazyArray:
 
 
 def _place(array: LazyArray, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    value = np.asarray(array.read()).astype(leaf.dtype)
+    value = np.asarray(array.read()).astype(leaf.dtype, copy=False)
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: value[index])
 
 

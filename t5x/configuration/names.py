@@ -240,4 +240,6 @@ def _explain_import(error: Exception) -> str:
         hint = did_you_mean(name, [module.name for module in pkgutil.iter_modules(places)])
         if hasattr(package, name):
             hint = f" Import `{parent}` and write {parent.rpartition('.')[2]}.{name}."
+    if isinstance(error, ModuleNotFoundError):
+        hint = user_modules.install_hint(error.name) or hint
     return f"{type(error).__name__}: {error}{place}.{hint}"

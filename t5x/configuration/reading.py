@@ -171,8 +171,9 @@ def _find_file(name: str, search_paths: Sequence[str], included_at: Origin | Non
     for path in paths:
         if os.path.isfile(path):
             return path
-    near = [file for path in paths for file in Path(path).parent.glob("*.gin")]
-    files = {file.stem: display_path(str(file)) for file in [*Path(_PACKAGE_PARENT, "t5x").rglob("*.gin"), *near]}
-    close = did_you_mean(Path(name).stem, files)
+    siblings = [file for path in paths for file in Path(path).parent.glob("*.gin")]
+    close = ""
+    for files in (siblings, Path(_PACKAGE_PARENT, "t5x").rglob("*.gin")):
+        close = close or did_you_mean(Path(name).stem, {file.stem: display_path(str(file)) for file in files})
     looked = "".join(f"\n    {path}" for path in dict.fromkeys(paths))
     raise ConfigurationError(f"gin file {name!r} not found.{close} Searched:{looked}")

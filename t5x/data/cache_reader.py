@@ -2,14 +2,15 @@
 
 `t5x cache` writes them (see `t5x.data.cache_writer`). Everything that reads a task finds them; none is required:
 
-    T5X_TASK_CACHES/                directories, separated by ":"; <cache directory>/tasks unless set; none if empty
+    T5X_TASK_CACHES/                directories, local or remote, separated by ":"; <cache directory>/tasks unless set;
+                                    none if empty
       <task>/<split>/
         info.json                   what the content depends on: `identity`
         shard-00000.array_record    record i is the list of examples made from source example i
         COMPLETED                   records, size and checksum of every shard; without it nothing is read
 
 Batches are bitwise identical with and without a cache. A cache that is incomplete or does not match the task is not
-read; a warning reports the difference.
+read; a warning reports the difference. Shards of a remote cache are copied into the cache directory first.
 """
 
 import contextlib
@@ -18,6 +19,7 @@ import importlib.metadata
 import json
 import logging
 import os
+import re
 import sys
 import threading
 import urllib.parse
@@ -30,9 +32,12 @@ from t5x.data.code_hashes import fingerprint
 from t5x.data.data_fingerprint import changed_task, changed_values, describe_features
 from t5x.data.pipeline import count_cacheable, name_of
 from t5x.errors import UserError
-from t5x.files import cache_directory
+from t5x.files import cache_directory, local_copies, user_files
+from t5x.files.directories import Directory, open_directory
+from t5x.files.directories import split as split_path
 from t5x.files.remote import is_remote
-from t5x.files.untrusted import open_regular, parse_json
+from t5x.files.untrusted import parse_json
+from t5x.telemetry import copy_progress
 
 if TYPE_CHECKING:
     from t5x.data.tasks import Task
@@ -54,16 +59,7 @@ def directories() -> list[str]:
     named = os.environ.get("T5X_TASK_CACHES")
     if named is None:
         return [] if is_remote(cache_directory.root()) else [cache_directory.place("tasks")]
-    if "://" in named:
-        local_directory(named, "T5X_TASK_CACHES")
-    return [local_directory(directory, "T5X_TASK_CACHES") for directory in named.split(os.pathsep) if directory]
-
-
-def local_directory(path: str, name: str) -> str:
-    """Return the absolute path of the cache directory that `name` sets; raise a UserError for a remote one."""
-    if is_remote(path):
-        raise UserError(f"{name}: {path} is remote, but caches must be local files. Choose a local directory.")
-    return os.path.abspath(os.path.expanduser(path))
+    return [user_files.absolute_path(directory) for directory in re.split(":(?!//)", named) if directory]
 
 
 def place(directory: str, task: str, split: str) -> str:
@@ -84,11 +80,13 @@ def find(task: "Task", split: str, *, need_text: bool = True) -> "CachedExamples
       need_text: ignore caches without texts.
     """
     for path in (place(directory, task.name, split) for directory in directories()):
-        if not os.path.isdir(path):
+        parent, name = split_path(path)
+        if not parent.is_directory(name):
             continue
         try:
             found = CachedExamples(path)
             found.check(task, split)
+            found.stage()
         except Unusable as error:
             _warn_once(f"Ignoring the cache {path}: {error}. Task {task.name!r} is read from its source.")
             continue
@@ -118,7 +116,7 @@ class CachedExamples:
     """The examples in the cache of a split.
 
     Args:
-      path: its directory; raises Unusable if it is not complete.
+      path: its directory, local or remote; raises Unusable if it is not complete.
 
     Attributes:
       steps: number of the task's preprocessors that have been applied.
@@ -129,12 +127,13 @@ class CachedExamples:
 
     def __init__(self, path: str):
         self.path = path
-        self.info = read_json(os.path.join(path, INFO))
+        files = open_directory(path)
+        self.info = read_json(files, INFO)
         if self.info is None:
             raise Unusable(f"it has no {INFO}")
         if self.info.get("format") != FORMAT:
             raise Unusable(f"its format is {self.info.get('format')}; this version of t5x reads {FORMAT}")
-        completed = read_json(os.path.join(path, COMPLETED))
+        completed = read_json(files, COMPLETED)
         if completed is None:
             raise Unusable("it is not complete (`t5x cache` resumes)")
         with well_formed(INFO):
@@ -147,12 +146,18 @@ class CachedExamples:
             there = [count_in(shard, "records") for shard in completed["shards"]]
             if there != records_of_shards(self.num_examples, self._per_shard):
                 raise ValueError(f"its shards do not contain the {self.num_examples} examples of {INFO}")
-        for number, size in enumerate(self._sizes):
-            file = os.path.join(path, shard_name(number))
-            there = os.path.getsize(file) if os.path.isfile(file) else None
-            if there != size:
-                state = "is missing" if there is None else f"has {there} bytes instead of {size}"
-                raise Unusable(f"{shard_name(number)} {state} (`t5x cache` rewrites it)")
+        self._shards = list(map(shard_name, range(len(self._sizes))))
+        if missing := sorted({*self._shards} - files.names()):
+            raise Unusable(f"{missing[0]} is missing (`t5x cache` rewrites it)")
+
+    def stage(self) -> None:
+        """Make the shards local, so that they can be read; raise Unusable if one has another size."""
+        copies = local_copies.stage([os.path.join(self.path, name) for name in self._shards], copy_progress)
+        for copy, size in zip(copies, self._sizes, strict=True):
+            if (there := os.path.getsize(copy.path)) != size:
+                name = os.path.basename(copy.name)
+                raise Unusable(f"{name} has {there} bytes instead of {size} (`t5x cache` rewrites it)")
+        self._shards = [copy.path for copy in copies]
 
     def check(self, task: "Task", split: str) -> None:
         """Raise Unusable if the cache does not match the task."""
@@ -171,7 +176,7 @@ class CachedExamples:
     def examples(self, index: int) -> list[Example]:
         """Return the examples made from source example `index`."""
         number, record = divmod(index, self._per_shard)
-        path = os.path.join(self.path, shard_name(number))
+        path = self._shards[number]
         try:
             with _reading:
                 (content,) = _open_shard(path, self._sizes[number]).read([record])
@@ -202,18 +207,19 @@ def records_of_shards(num_examples: int, per_shard: int) -> list[int]:
     return [min(per_shard, num_examples - start) for start in range(0, num_examples, per_shard)]
 
 
-def read_json(path: str) -> dict[str, Any] | None:
+def read_json(directory: Directory, name: str) -> dict[str, Any] | None:
     """Return the object in a JSON file, or None if there is no file. Raise Unusable for any other content."""
     try:
-        with open_regular(path) as file, well_formed(os.path.basename(path)):
-            content = parse_json(file.read())
-            if not isinstance(content, dict):
-                raise ValueError(f"it contains a {type(content).__name__}, not an object")
-            return content
-    except FileNotFoundError:
-        return None
+        content = directory.read_bytes(name)
     except OSError as error:
-        raise Unusable(f"{os.path.basename(path)} cannot be read: {error.strerror}") from error
+        raise Unusable(f"{name} cannot be read: {error.strerror}") from error
+    if content is None:
+        return None
+    with well_formed(name):
+        parsed = parse_json(content)
+        if not isinstance(parsed, dict):
+            raise ValueError(f"it contains a {type(parsed).__name__}, not an object")
+        return parsed
 
 
 @contextlib.contextmanager

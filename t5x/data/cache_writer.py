@@ -1,7 +1,7 @@
 """Write caches of tasks, shard by shard and in parallel. See `t5x.data.cache_reader` for their format.
 
-A shard is written to a temporary file and renamed, then its summary (shard-00000.json) is written; a shard with both is
-finished. After a kill at any moment, finished and intact shards are kept and the others are written.
+A shard appears, locally or at a remote path, when it is complete; then its summary (shard-00000.json) is written; a
+shard with both is finished. After a kill at any moment, finished and intact shards are kept and the others are written.
 """
 
 import concurrent.futures
@@ -26,8 +26,8 @@ from t5x.data.pipeline import Example, Pipeline, count_cacheable
 from t5x.data.sources import BadExample
 from t5x.data.tasks import Task
 from t5x.errors import UserError
-from t5x.files import atomic, locks
 from t5x.files.digests import digest_of
+from t5x.files.directories import Directory, open_directory
 from t5x.files.disk_space import free_bytes, human_size
 from t5x.telemetry.progress import Progress
 
@@ -35,7 +35,8 @@ logger = logging.getLogger(__name__)
 
 EXAMPLES_PER_SHARD = 10_000
 _MAX_SHARDS = 256  # larger splits have larger shards
-_OURS = re.compile(r"(shard-\d{5,}\.(array_record|json)|info\.json|COMPLETED)(\.tmp-[0-9]+(-[0-9a-f]{8}){0,2})?")
+_OURS = re.compile(r"shard-\d{5,}\.(array_record|json)|info\.json|COMPLETED")
+_THREADS = 8  # that verify shards
 _WRITER_OPTIONS = "group_size:1"  # decompress records one at a time
 _SECONDS_BETWEEN_REPORTS = 0.5
 
@@ -101,7 +102,7 @@ def write(
     """Write the cache of a split, or its missing shards.
 
     Args:
-      directory: directory of all caches; None is the first of T5X_TASK_CACHES.
+      directory: local or remote directory of all caches; None is the first of T5X_TASK_CACHES.
       num_workers: number of processes; None is one per core. 0 works in this process.
       overwrite: replace a cache that does not match the task.
       drop_text: drop the texts that `tokenize` keeps (`*_pretokenized`).
@@ -128,17 +129,18 @@ def write(
         "identity": described,
         "content": try_fingerprint(lambda: task.source.content_fingerprint(split)(), task.name),
     }
-    with _exclusive(path):
-        info = _prepare(path, info, overwrite)
+    files = open_directory(path)
+    with _exclusive(files) as check_lock:
+        info = _prepare(files, info, overwrite)
         work = Work(pipeline, path, count, info["examples_per_shard"], drop_text, skip_bad_examples)
         shards = len(cache_reader.records_of_shards(count, work.examples_per_shard))
-        finished = {number: found for number in range(shards) if (found := _finished(work, number)) is not None}
+        finished = _finished(work, range(shards))
         missing = [number for number in range(shards) if number not in finished]
         if missing:
-            with contextlib.suppress(FileNotFoundError):
-                os.remove(os.path.join(path, cache_reader.COMPLETED))
+            files.remove(cache_reader.COMPLETED)
             finished |= _make(work, missing, num_workers, runner)
-        _complete(path, {"shards": [finished[n] for n in range(shards)]})
+        check_lock()
+        _complete(files, {"shards": [finished[n] for n in range(shards)]})
     names = ("examples", "tokens", "bytes", "bad")
     totals = {name: sum(summary[name] for summary in finished.values()) for name in names}
     return Written(path, **totals, made=len(missing), shards=shards, seconds=time.monotonic() - began)
@@ -150,12 +152,12 @@ def write_shard(work: Work, number: int, report: Callable[[int], None] = lambda 
     Args:
       report: called now and then with the number of source examples done since the last call.
     """
-    path = os.path.join(work.path, cache_reader.shard_name(number))
+    files = open_directory(work.path)
     indices = work.indices(number)
     summary = {"records": len(indices), "examples": 0, "tokens": 0, "bad": 0}
     reported, reported_at = 0, time.monotonic()
     with _explain_full_disk(work.path):
-        with atomic.new_file(path) as file:
+        with files.new_file(cache_reader.shard_name(number)) as file:
             with example_encoding.open_writer(file.name, _WRITER_OPTIONS) as write_record:
                 for done, index in enumerate(indices, 1):
                     examples = _preprocess(work, index, summary)
@@ -168,8 +170,9 @@ def write_shard(work: Work, number: int, report: Callable[[int], None] = lambda 
                     if time.monotonic() - reported_at > _SECONDS_BETWEEN_REPORTS:
                         report(done - reported)
                         reported, reported_at = done, time.monotonic()
-            summary |= _measure(file.name)
-        _write_json(_summary_path(work.path, number), summary)
+            digest = digest_of(file.name)
+            summary |= {"bytes": digest["size"], "sha256": digest["sha256"]}
+        _write_json(files, _summary_name(number), summary)
     report(len(indices) - reported)
     return summary
 
@@ -200,24 +203,25 @@ def _tokens(example: Example, features: Iterable[str]) -> int:
 def _default_directory() -> str:
     found = cache_reader.directories()
     if not found:
-        raise UserError("T5X_TASK_CACHES is empty, or T5X_CACHE_DIR is remote. Set --output_dir to a local directory.")
+        raise UserError("T5X_TASK_CACHES is empty, or T5X_CACHE_DIR is remote. Set --output_dir.")
     return found[0]
 
 
 @contextlib.contextmanager
-def _exclusive(path: str) -> Iterator[None]:
-    """Create the directory and lock it against other writers."""
+def _exclusive(files: Directory) -> Iterator[Callable[[], None]]:
+    """Create the directory and lock it against other writers; see `Directory.locked`."""
+    path = str(files)
     with contextlib.ExitStack() as stack:
         try:
-            atomic.make_directories(path)
-            stack.enter_context(locks.locked(path, wait=False))
+            files.make()
+            check_lock = stack.enter_context(files.locked())
         except BlockingIOError as error:
             raise UserError(f"Another process is writing the cache {path}. Wait until it has ended.") from error
         except OSError as error:
             raise UserError(f"Cannot write the cache {path}: {error.strerror}. Choose another --output_dir.") from error
         try:
             with _explain_full_disk(path):
-                yield
+                yield check_lock
         except OSError as error:
             if os.fspath(error.filename or "").startswith(path):
                 raise UserError(f"Cannot write {error.filename}: {error.strerror}. Remove {path}.") from error
@@ -239,34 +243,29 @@ def _explain_full_disk(path: str) -> Iterator[None]:
         ) from error
 
 
-def _prepare(path: str, info: dict[str, Any], overwrite: bool) -> dict[str, Any]:
+def _prepare(files: Directory, info: dict[str, Any], overwrite: bool) -> dict[str, Any]:
     """Remove files that do not belong to `info`; return the content of info.json."""
     existing, differences = None, []
     try:
-        existing = cache_reader.read_json(os.path.join(path, cache_reader.INFO))
+        existing = cache_reader.read_json(files, cache_reader.INFO)
         if existing is not None:
             with cache_reader.well_formed(cache_reader.INFO):
                 differences = _describe_differences(existing, info)
     except cache_reader.Unusable as error:
-        logger.warning("%s: %s; rewriting the whole cache", path, error)
+        logger.warning("%s: %s; rewriting the whole cache", files, error)
         existing = None
     if differences and not overwrite:
         raise UserError(
-            f"{path} contains a cache of another state of the task: {'; '.join(differences)}. Pass --overwrite to "
+            f"{files} contains a cache of another state of the task: {'; '.join(differences)}. Pass --overwrite to "
             "replace it."
         )
+    files.remove_temporaries()
     if existing is None or differences or overwrite:
-        _clear(path)
-        _write_json(os.path.join(path, cache_reader.INFO), info)
+        files.remove(cache_reader.COMPLETED)
+        files.remove(*filter(_OURS.fullmatch, files.names()))
+        _write_json(files, cache_reader.INFO, info)
         return info
-    _clear(path, only_unfinished=True)
     return existing
-
-
-def _clear(path: str, only_unfinished: bool = False) -> None:
-    for name in sorted(os.listdir(path)):  # removes COMPLETED first
-        if _OURS.fullmatch(name) and (".tmp-" in name or not only_unfinished):
-            os.remove(os.path.join(path, name))
 
 
 def _describe_differences(existing: dict[str, Any], info: dict[str, Any]) -> list[str]:
@@ -281,49 +280,49 @@ def _describe_differences(existing: dict[str, Any], info: dict[str, Any]) -> lis
     return found
 
 
-def _finished(work: Work, number: int) -> Summary | None:
-    """Return the summary of a shard, or None unless it is finished and intact."""
-    name = cache_reader.shard_name(number)
+def _finished(work: Work, numbers: Sequence[int]) -> dict[int, Summary]:
+    """Return the summaries of those of the shards that are finished and intact."""
+    with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+        found = zip(numbers, pool.map(functools.partial(_summary_if_intact, work), numbers), strict=True)
+        return {number: summary for number, summary in found if summary is not None}
+
+
+def _summary_if_intact(work: Work, number: int) -> Summary | None:
+    files, name = open_directory(work.path), cache_reader.shard_name(number)
     try:
-        summary = cache_reader.read_json(_summary_path(work.path, number))
+        summary = cache_reader.read_json(files, _summary_name(number))
         if summary is None:
             return None
         with cache_reader.well_formed(name):
-            expected = {key: cache_reader.count_in(summary, key) for key in ("examples", "tokens", "bad")}
-        expected |= {"records": len(work.indices(number))} | _measure(os.path.join(work.path, name))
-    except (OSError, cache_reader.Unusable):
-        summary, expected = {}, None
-    if summary != expected:
-        logger.warning("%s in %s is damaged or missing; rewriting it", name, work.path)
-        return None
-    return summary
+            for key in ("examples", "tokens", "bad"):
+                cache_reader.count_in(summary, key)
+            digest = {"size": summary["bytes"], "sha256": summary["sha256"]}
+        if summary["records"] == len(work.indices(number)) and files.is_intact(name, digest):
+            return summary
+    except (OSError, KeyError, cache_reader.Unusable):
+        pass
+    logger.warning("%s in %s is damaged or missing; rewriting it", name, work.path)
+    return None
 
 
-def _complete(path: str, content: dict[str, Any]) -> None:
+def _complete(files: Directory, content: dict[str, Any]) -> None:
     """Write COMPLETED, unless it exists and is correct."""
-    file = os.path.join(path, cache_reader.COMPLETED)
     try:
-        existing = cache_reader.read_json(file)
+        existing = cache_reader.read_json(files, cache_reader.COMPLETED)
     except cache_reader.Unusable:
         existing = {}
     if existing != content:
         if existing is not None:
-            logger.warning("%s is damaged; rewriting it", file)
-        _write_json(file, content)
+            logger.warning("%s is damaged; rewriting it", files.path(cache_reader.COMPLETED))
+        _write_json(files, cache_reader.COMPLETED, content)
 
 
-def _measure(path: str) -> Summary:
-    digest = digest_of(path)
-    return {"bytes": digest["size"], "sha256": digest["sha256"]}
+def _summary_name(number: int) -> str:
+    return cache_reader.shard_name(number).replace(".array_record", ".json")
 
 
-def _summary_path(path: str, number: int) -> str:
-    return os.path.join(path, cache_reader.shard_name(number).replace(".array_record", ".json"))
-
-
-def _write_json(path: str, content: Any) -> None:
-    with atomic.new_file(path) as file:
-        file.write(json.dumps(content, indent=1).encode())
+def _write_json(files: Directory, name: str, content: Any) -> None:
+    files.write_bytes(name, json.dumps(content, indent=1).encode())
 
 
 # --- Writing shards ---------------------------------------------------------------------------------------------------
@@ -380,7 +379,7 @@ def _make_in_processes(
         pool.shutdown(wait=False, cancel_futures=True)
         for worker in workers:
             worker.stop()
-        _clear(work.path, only_unfinished=True)
+        open_directory(work.path).remove_temporaries()
 
 
 def serve() -> None:
@@ -411,7 +410,7 @@ def _make_with_beam(work: Work, missing: Sequence[int], runner: str) -> dict[int
     with _safe_path_in_children(), pipeline:
         shards = pipeline | apache_beam.Create(list(missing)) | apache_beam.Reshuffle()
         _ = shards | "WriteShard" >> apache_beam.Map(functools.partial(_write_pickled, payload))
-    finished = {number: found for number in missing if (found := _finished(work, number)) is not None}
+    finished = _finished(work, missing)
     if len(finished) < len(missing):
         raise UserError(
             f"Beam's {runner} did not write {len(missing) - len(finished)} shard(s) in {work.path}. Its workers must "

@@ -101,14 +101,12 @@ def import_task_module(name_or_file: str) -> ModuleType:
         return module
     except ModuleNotFoundError as error:
         if path is None and f"{name_or_file}.".startswith(f"{error.name}."):
-            raise UserError(
-                f"There is no module {error.name!r} to import tasks from. Install its package, start t5x in its "
-                "directory, or pass the path of the .py file."
-            ) from error
-        fix = ""
-        if error.name == "seqio":
-            fix = " Write `from t5x import data as seqio`, or run `pip install -e '.[tf]'` in the checkout of t5x."
-        raise UserError(f"{name_or_file} imports {error.name!r}, which is not installed.{fix}") from error
+            hint = user_modules.install_hint(error.name) or (
+                " Install its package, start t5x in its directory, or pass the path of the .py file."
+            )
+            raise UserError(f"There is no module {error.name!r} to import tasks from.{hint}") from error
+        hint = user_modules.install_hint(error.name)
+        raise UserError(f"{name_or_file} imports {error.name!r}, which is not installed.{hint}") from error
     except UserError:
         raise
     except Exception as error:

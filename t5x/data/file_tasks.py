@@ -12,14 +12,17 @@ In a gin file:
       vocabulary = %VOCABULARY
 """
 
+import dataclasses
 import functools
 import inspect
-import json
 import logging
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from t5x.data.data_description import DataDescription, field_names, fill
+from t5x.data.dataset_config import import_task_module
 from t5x.data.feature_spec import Feature
 from t5x.data.lanes import BadExamples
 from t5x.data.pipeline import Pipeline
@@ -41,7 +44,9 @@ log = logging.getLogger(__name__)
 Metric = str | Callable[..., Mapping[str, Any]]
 
 _SOURCES = {".jsonl": JsonLinesDataSource, ".tsv": TsvDataSource, ".csv": CsvDataSource, ".parquet": ParquetDataSource}
+ENDINGS, TABLES = frozenset(_SOURCES), (".tsv", ".csv")
 _COMPRESSED = (".gz", ".bz2", ".xz")
+_NAME = re.compile(r"[A-Za-z_][\w.-]*")  # what a column is usually called
 _LOOKED_AT = 100  # examples in which the fields are looked up
 # Metrics that need numbers or postprocessed targets.
 _NOT_OF_TEXTS = {
@@ -58,6 +63,7 @@ def file_task(
     prefix: str = "",
     metric: Metric | Sequence[Metric] | None = "exact_match",
     name: str = "pairs",
+    columns: Sequence[str] | None = None,
 ) -> Task:
     """Return a registered task of text pairs. A second call with the same arguments returns the same task.
 
@@ -65,24 +71,37 @@ def file_task(
     truncated and keep their EOS.
 
     Args:
-      files: {split: a path, a glob pattern, or several}. The extension decides the format: .jsonl, .tsv or .csv (with
-        column names in the first line), .parquet. Files may be compressed (.gz, .bz2, .xz) and remote.
+      files: {split: a path, a glob pattern, or several}. The extension decides the format: .jsonl, .tsv, .csv or
+        .parquet. Files may be compressed (.gz, .bz2, .xz) and remote.
       vocabulary: vocabulary of inputs and targets.
-      inputs, targets: names of the fields.
+      inputs, targets: names of fields, or templates of several: `premise: {s1} hypothesis: {s2}`.
       prefix: text put before every input, unchanged.
-      metric: metrics of predictions: the name of a function in `t5x.metrics`, a function, or several.
+      metric: metrics of predictions: a function of `t5x.metrics` by name, `module:function`, a function, or several.
       name: name in the registry and in evaluation results.
+      columns: names of the columns of .tsv and .csv files without a header; None reads them from the first line.
     """
-    fields = {"inputs": inputs, "targets": targets, "prefix": prefix}
-    settings = {"files": dict(files), "vocabulary": vocabulary, **fields, "metric": metric}
+    description = DataDescription(inputs=inputs, targets=targets, prefix=prefix, columns=columns)
+    settings = {"files": dict(files), "vocabulary": vocabulary, "metric": metric, "description": description}
 
     def source() -> DataSource:
-        made = source_of(files)
-        _check_fields(made, files, inputs, targets)
+        made = source_of(files, columns)
+        check_fields(made, next(iter(files)), field_names(inputs) + field_names(targets))
         return made
 
     metrics = [_metric(one) for one in _as_list(metric)]
-    return text_task(name, settings, source, [functools.partial(pair, **fields)], metrics)
+    as_pair = functools.partial(pair, inputs=inputs, targets=targets, prefix=prefix)
+    return text_task(name, settings, source, [as_pair], metrics)
+
+
+def describe_data(task: Any, lengths: Mapping[str, int] | None) -> DataDescription | None:
+    """Return how a `file_task` reads its files, with the lengths of a run; None for other tasks."""
+    settings = getattr(task, "source_info", None)
+    description = settings.get("description") if isinstance(settings, Mapping) else None
+    if not isinstance(description, DataDescription) or lengths is None:
+        return None
+    return dataclasses.replace(
+        description, max_input_length=lengths["inputs"], max_target_length=lengths["targets"]
+    )
 
 
 def text_task(
@@ -116,12 +135,12 @@ def text_task(
 
 
 def pair(example: dict[str, Any], inputs: str, targets: str, prefix: str = "") -> dict[str, str]:
-    """Return two fields of an example as `inputs`, after the prefix, and `targets`.
+    """Return two fields, or templates of fields, of an example as `inputs`, after the prefix, and `targets`.
 
     >>> pair({"text": "It rains.", "label": 1}, "text", "label", "weather: ")
     {'inputs': 'weather: It rains.', 'targets': '1'}
     """
-    return {"inputs": prefix + _text(example, inputs), "targets": _text(example, targets)}
+    return {"inputs": prefix + fill(inputs, example), "targets": fill(targets, example)}
 
 
 def pairs(task: Task, split: str) -> Pipeline:
@@ -161,7 +180,7 @@ def check_examples(
     texts, bad = pairs(task, split), BadExamples()
     size = min(len(texts), count or len(texts))
     of_all = f"of {size:,} examples" if size == len(texts) else f"of the first {size:,} examples"
-    vocabulary, prefix = (task.source_info[name] for name in ("vocabulary", "prefix"))
+    vocabulary, prefix = task.source_info["vocabulary"], task.source_info["description"].prefix
     empty = {"inputs": 0, "targets": 0}
     lengths: dict[str, list[int]] = {"inputs": [], "targets": []}
     first = None
@@ -195,9 +214,8 @@ def check_examples(
     return Survey(first, {name: max(found, default=1) for name, found in lengths.items()})
 
 
-def _check_fields(source: DataSource, files: Mapping[str, Any], inputs: str, targets: str) -> None:
-    """Raise a UserError that lists the fields if none of the first examples has these."""
-    split, path = next(iter(files.items()))
+def check_fields(source: DataSource, split: str, needed: Sequence[str]) -> None:
+    """Raise a UserError with the fix if none of the first examples has these fields."""
     fields: dict[str, None] = {}
     for index in range(min(_LOOKED_AT, source.num_examples(split))):
         try:
@@ -206,30 +224,51 @@ def _check_fields(source: DataSource, files: Mapping[str, Any], inputs: str, tar
             continue
     if not fields:
         source.example(split, 0)  # none can be read: raise the first one's error
-    if missing := [field for field in dict.fromkeys((inputs, targets)) if field not in fields]:
+    missing = [field for field in dict.fromkeys(needed) if field not in fields]
+    if not missing:
+        return
+    path = re.sub(r"(:|, record )\d+$", "", source.location(split, 0))
+    no_field = f"{path} has no field {' and no field '.join(map(repr, missing))}"
+    if isinstance(source, TsvDataSource) and not all(_NAME.fullmatch(str(field)) for field in fields):
+        line = ", ".join(repr(str(field)[:40]) for field in list(fields)[:4])
         raise UserError(
-            f"{path} has no field {' and no field '.join(map(repr, missing))} (fields: {', '.join(map(str, fields))}). "
-            "Pass --inputs FIELD --targets FIELD."
+            f"{no_field}: it seems to have no header, as its first line is {line}. Name its {len(fields)} column(s) in "
+            f"their order: --columns {','.join((*dict.fromkeys(needed), 'C', 'D', 'E', 'F')[: len(fields)])}."
         )
+    raise UserError(f"{no_field} (fields: {', '.join(map(str, fields))}). Pass --inputs FIELD --targets FIELD.")
 
 
-def source_of(files: Mapping[str, str | Sequence[str]]) -> DataSource:
-    """Return the source of files, chosen by their extension, which must be the same for all."""
+def source_of(files: Mapping[str, str | Sequence[str]], columns: Sequence[str] | None = None) -> DataSource:
+    """Return the source of files, chosen by their extension, which must be the same for all.
+
+    Args:
+      columns: see `file_task`.
+    """
     endings = {split: {_ending(path) for path in _as_list(patterns)} for split, patterns in files.items()}
     if len(kinds := set().union(*endings.values())) > 1:
         raise UserError(
             f"The files have different formats, {' and '.join(sorted(kinds))}: {', '.join(map(str, files.values()))}. "
             "Convert them to the same one."
         )
-    return _SOURCES[kinds.pop()](files)
+    (kind,) = kinds
+    return _SOURCES[kind](files, columns) if columns and kind in TABLES else _SOURCES[kind](files)
+
+
+def ending_of(path: str) -> str:
+    """Return the extension of a file in lower case, without that of a compression.
+
+    >>> ending_of("data/train.TSV.gz")
+    '.tsv'
+    """
+    name = path.lower()
+    for suffix in _COMPRESSED:
+        name = name.removesuffix(suffix)
+    return os.path.splitext(name)[1]
 
 
 def _ending(path: str | os.PathLike[str]) -> str:
     path = os.fspath(path)
-    name = path.lower()
-    for suffix in _COMPRESSED:
-        name = name.removesuffix(suffix)
-    ending = os.path.splitext(name)[1]
+    ending = ending_of(path)
     if ending not in _SOURCES:
         raise UserError(
             f"{path}: the extension {ending!r} is not one of {', '.join(_SOURCES)} (optionally with .gz, .bz2 or .xz). "
@@ -239,25 +278,21 @@ def _ending(path: str | os.PathLike[str]) -> str:
     return ending
 
 
-def _text(example: Mapping[str, Any], field: str) -> str:
-    value = example[field]
-    if isinstance(value, str):
-        return value
-    if isinstance(value, bool | int | float):
-        return json.dumps(value)
-    what = "empty (null)" if value is None else f"{str(value)[:60]!r}"
-    raise UserError(f"the field {field!r} is {what}, where text or a number is needed.")
-
-
 def _metric(metric: Metric) -> Callable[..., Mapping[str, Any]]:
     if callable(metric):
         return metric
+    if ":" in metric:
+        module, _, name = metric.rpartition(":")
+        found = getattr(import_task_module(module), name, None)
+        if not callable(found):
+            raise UserError(f"--metric {metric}: {module} has no function {name!r}.")
+        return found
     from t5x import metrics  # imported late: metrics may import this package
 
     made_for_pairs = lambda name: name.islower() and "targets" in inspect.signature(getattr(metrics, name)).parameters
     known = [name for name in metrics.__all__ if made_for_pairs(name) and name not in _NOT_OF_TEXTS]
     if metric not in known:
-        raise UserError(f"There is no metric {metric!r}. Choose one of {', '.join(known)}.")
+        raise UserError(f"There is no metric {metric!r}. Choose one of {', '.join(known)}, or pass module:function.")
     return getattr(metrics, metric)
 
 

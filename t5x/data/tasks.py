@@ -4,9 +4,12 @@ import difflib
 import logging
 import math
 import numbers
+import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
+from t5x import user_modules
 from t5x.data import cache_reader
 from t5x.data.feature_spec import Feature
 from t5x.data.pipeline import Pipeline, Preprocessor, count_cacheable
@@ -287,9 +290,18 @@ def rate_num_examples(
     return number ** (1.0 / temperature)
 
 
+_OF_T5 = re.compile(r"(^|_)v\d{3}(_|$)|^(c4|mc4|glue|super_glue|wmt)_")  # names of public tasks: wmt_t2t_ende_v003
+
+
 def _unknown(name: str, kind: str, names: Sequence[str]) -> str:
     near = difflib.get_close_matches(str(name), names, n=4, cutoff=0.5) or sorted(names)[:8]
     hint = f"Similar names: {', '.join(near)}." if near else "None is registered."
+    is_typo = difflib.get_close_matches(str(name), names, cutoff=0.8)
+    if _OF_T5.search(str(name)) and "t5" not in sys.modules and not is_typo:
+        return (
+            f"There is no {kind} {name!r}. It looks like one of the package t5: pass --import=t5.data.tasks, or bind "
+            f"MIXTURE_OR_TASK_MODULE = 't5.data.tasks'. {user_modules.INSTALL_T5}"
+        )
     return (
         f"There is no {kind} {name!r}. {hint} Import the module that adds it to the TaskRegistry: --import=MODULE, "
         "`import my_tasks` in a gin file, or MIXTURE_OR_TASK_MODULE."

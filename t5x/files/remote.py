@@ -1,6 +1,7 @@
-"""Remote paths (`gs://bucket/file`, any that fsspec supports): looking up, listing and reading files."""
+"""Remote paths (`gs://bucket/file`, any that fsspec supports): looking up, listing, reading and writing files."""
 
 import dataclasses
+import io
 import logging
 import os
 import posixpath
@@ -21,6 +22,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _REQUESTS = 8  # in flight
+_READ_BYTES = 8 * 2**20  # of a request, where a file is read from start to end
 _RETRY_DELAYS = (1, 5)  # seconds before a failed request is repeated
 # Fields with which drivers report that a file has changed; the first one present is used.
 _VERSION_FIELDS = (
@@ -121,6 +123,22 @@ class RemotePath:
         """Return the content of the file."""
         return self._call(self.fs.cat_file)
 
+    def read_bytes_if_exists(self) -> bytes | None:
+        """Return the content of the file; None if it does not exist."""
+        return self._unless_missing(self.fs.cat_file)
+
+    def write_bytes(self, data: bytes) -> None:
+        """Write the file, or replace it."""
+        self._call(lambda path: self.fs.pipe_file(path, data))
+
+    def upload(self, local: str | os.PathLike[str]) -> None:
+        """Write the file with the content of a local one, or replace it."""
+        self._call(lambda path: self.fs.put_file(local, path))
+
+    def remove(self) -> None:
+        """Remove the file, if it exists."""
+        self._unless_missing(self.fs.rm_file)
+
     def open(self) -> BinaryIO:
         """Open the file for reading from start to end. Reads raise errors of the driver: see `explained`."""
         with explained(self.url):
@@ -138,7 +156,7 @@ class RemotePath:
         return self._call(unless_missing)
 
     def _call(self, call: Callable[..., T], **options: Any) -> T:
-        """Call a method of the file system that only reads."""
+        """Call a method of the file system that may be repeated."""
 
         def once() -> T:
             with explained(self.url):
@@ -165,6 +183,10 @@ class RemoteFile:
         """Return the bytes from `start` to `end`."""
         return retried(lambda: self._read_once(start, end))
 
+    def open(self) -> BinaryIO:
+        """Open the file for reading from start to end; failed requests are repeated."""
+        return io.BufferedReader(_FileReader(self), _READ_BYTES)
+
     def _read_once(self, start: int, end: int) -> bytes:
         if end == start:
             return b""
@@ -176,6 +198,23 @@ class RemoteFile:
                 "the file has changed. Start again: complete files are not copied again."
             )
         return content
+
+
+class _FileReader(io.RawIOBase):
+    """Reads a remote file in ranges."""
+
+    def __init__(self, file: RemoteFile):
+        self._file = file
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:
+        content = self._file.read(self._position, min(self._position + len(buffer), self._file.size))
+        buffer[: len(content)] = content
+        self._position += len(content)
+        return len(content)
 
 
 def retried(call: Callable[[], T]) -> T:

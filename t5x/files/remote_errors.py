@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 from t5x.errors import UserError
+from t5x.files.system_errors import first_line, tensorstore_status
 
 TIMEOUT = "T5X_REMOTE_TIMEOUT"
 
@@ -17,6 +18,9 @@ _SIGN_IN = {
     "hf": "`hf auth login`, or HF_TOKEN",
 }
 _SCHEMES = {"gcs": "gs", "s3a": "s3", "abfs": "az", "abfss": "az"}
+# Statuses with which TensorStore gives up after it has repeated a request.
+_TRANSIENT = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "RESOURCE_EXHAUSTED", "INTERNAL", "UNKNOWN")
+_DENIED = ("PERMISSION_DENIED", "UNAUTHENTICATED")
 
 
 class TransientError(UserError):
@@ -33,6 +37,15 @@ def explained(url: str) -> Iterator[None]:
     except Exception as error:
         kind, problem = _diagnose(url, error)
         raise kind(f"{url}: {problem}") from error
+
+
+def access_error(url: str, error: ValueError) -> UserError | None:
+    """Return the error to raise for one of TensorStore's; None if its cause is not the server, but what is stored."""
+    status = tensorstore_status(error)
+    if "://" not in url or status not in (*_TRANSIENT, *_DENIED):
+        return None
+    kind, problem = _diagnose_tensorstore(url.split("://")[0], status, error)
+    return kind(f"{url}: {problem}")
 
 
 def is_missing(error: FileNotFoundError) -> bool:
@@ -59,9 +72,11 @@ def seconds_without_data() -> float:
 def _diagnose(url: str, error: BaseException) -> tuple[type[UserError], str]:
     if isinstance(error, FileNotFoundError):
         if is_missing(error):
-            return UserError, "there is no such file, directory or bucket."
+            return UserError, "there is no such file, directory or bucket. Check the name."
         return _diagnose(url, error.__cause__)
     scheme = url.split("://", 1)[0].split("::")[-1]
+    if isinstance(error, ValueError) and (status := tensorstore_status(error)) is not None:
+        return _diagnose_tensorstore(scheme, status, error)
     text = (str(error).strip().splitlines() or [""])[0][:300]
     reason = f"{type(error).__name__}: {text}" if text else type(error).__name__
     if isinstance(error, ImportError):
@@ -77,9 +92,24 @@ def _diagnose(url: str, error: BaseException) -> tuple[type[UserError], str]:
     if _is_network(error):
         return TransientError, f"{scheme}:// cannot be reached ({reason}). Check the network and the name."
     if _is_denied(error, text):
-        how = _SIGN_IN.get(_SCHEMES.get(scheme, scheme), "an account that has access")
-        return UserError, f"access is denied ({reason}). Sign in with {how}."
+        return UserError, _denied(scheme, reason)
     return UserError, f"it cannot be accessed ({reason}). Check the name, the access rights and the network."
+
+
+def _diagnose_tensorstore(scheme: str, status: str, error: ValueError) -> tuple[type[UserError], str]:
+    reason = first_line(error).split(" [")[0]
+    if status in _DENIED:
+        return UserError, _denied(scheme, reason)
+    if status == "NOT_FOUND":
+        return UserError, f"there is no such file, directory or bucket ({reason}). Check the name."
+    if status in _TRANSIENT:
+        return TransientError, f"requests to {scheme}:// keep failing ({reason}). Check the network; try again later."
+    return UserError, f"it cannot be accessed ({reason}). Check the name, the access rights and the network."
+
+
+def _denied(scheme: str, reason: str) -> str:
+    how = _SIGN_IN.get(_SCHEMES.get(scheme, scheme), "an account that has access")
+    return f"access is denied ({reason}). Sign in with {how}."
 
 
 def _missing_driver(scheme: str, text: str) -> str:

@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from t5x.data.data_description import DataDescription
 from t5x.errors import UserError
 from t5x.inference.input_lines import Line, Lines
 from t5x.inference.jobs import JobProgress, LineChunk, LineJob, LineShard, Record, Shard, check_counts, run_job
-from t5x.inference.loaded import BATCH_SIZE, MAX_INPUT_LENGTH, MAX_LENGTH, Generation, LoadedModel, load
+from t5x.inference.loaded import BATCH_SIZE, Generation, LoadedModel, load
 from t5x.inference.options import Decoding
 from t5x.inference.output import FileOutput
 from t5x.partitioning import distributed
@@ -30,8 +31,12 @@ def infer_file(
     output: str = "-",
     *,
     mode: str = "predict",
+    inputs: str | None = None,
+    targets: str | None = None,
+    prefix: str | None = None,
+    columns: Sequence[str] | None = None,
     max_length: int | None = None,
-    max_input_length: int = MAX_INPUT_LENGTH,
+    max_input_length: int | None = None,
     batch_size: int = BATCH_SIZE,
     checkpoint_period: int = BATCHES_A_CHUNK,
     num_shards: int = 1,
@@ -51,10 +56,11 @@ def infer_file(
 
     Args:
       model_dir: a checkpoint, or a MODEL_DIR.
-      input_path: text (one input per line) or .jsonl (objects with `inputs` and, to score, `targets`); - is stdin.
+      input_path: text (one input per line), .jsonl, .tsv, .csv or .parquet; - is stdin.
       output: JSON lines, in the order of the input; - is stdout.
       mode: `predict` or `score`.
-      max_length: maximum number of generated tokens (128); only for predictions.
+      inputs, targets, prefix, columns: see `t5x.data.DataDescription`. By default, as the model was trained.
+      max_length: maximum number of generated tokens (by default as in training, or 128); only for predictions.
       max_input_length: longer inputs are truncated and counted in a warning. So are targets to score: a truncated
         target has no EOS, and its score is that of its beginning.
       batch_size: inputs per batch.
@@ -85,15 +91,21 @@ def infer_file(
             "to --max_input_length.)"
         )
     options, shard = Decoding(**decoding), Shard(shard_id, num_shards)
-    max_length = MAX_LENGTH if max_length is None else max_length
     to = FileOutput(shard.path(output), overwrite=overwrite, inputs={"input": input_path})
-    lines = LineShard(Lines(input_path, needs_targets=mode == "score"), shard)
     loaded = load(model_dir, vocabulary=vocabulary, dtype=dtype)
+    data = DataDescription.of_checkpoint(
+        loaded.source.data, loaded.source.path, inputs=inputs, targets=targets, prefix=prefix, columns=columns,
+        max_input_length=max_input_length, max_target_length=max_length,
+    )  # fmt: skip
+    if data.fields():
+        log.info("inputs: %r (--inputs and --prefix change it)", data.template())
+    max_input_length, max_length = data.max_input_length, data.max_target_length
+    lines = LineShard(Lines(input_path, needs_targets=mode == "score", data=data, live=to.is_stdout), shard)
     if mode == "predict":
         options.decode_fn(loaded.model.output_vocabulary, max_length)  # fails on invalid options
     source = {
         "checkpoint_period": checkpoint_period, "num_shards": num_shards, "shard_id": shard_id, "input": input_path,
-        "vocabulary": vocabulary,
+        "vocabulary": vocabulary, **data.fields(),
     }  # fmt: skip
     job = _FileInference(
         lines=lines, batch_size=batch_size, source=source, loaded=loaded, decoding=options, mode=mode,
@@ -142,9 +154,10 @@ class _FileInference(LineJob):
         inputs = [self._ids(line, "inputs", problems) for line in chunk.lines]
         common = {
             "max_input_length": self.max_input_length, "batch_size": self.batch_size,
-            "rows": self.loaded.rows(count if chunk.is_first else self.batch_size, self.batch_size),
             "after_batch": progress.after_batch(),
         }  # fmt: skip
+        if not self.lines.file.live:
+            common["rows"] = self.loaded.rows(count if chunk.is_first else self.batch_size, self.batch_size)
         if self.mode == "score":
             targets = [self._ids(line, "targets", problems) for line in chunk.lines]
             results = [{"score": score} for score in self.loaded.scores(inputs, targets, **common)]
@@ -165,7 +178,7 @@ class _FileInference(LineJob):
         return fields if self.decoding.num_return > 1 else {name: values[0] for name, values in fields.items()}
 
     def _ids(self, line: Line, field: str, problems: Counter[str]) -> list[int]:
-        limit, text = self.max_input_length, line.example[field]
+        limit, text = self.max_input_length, getattr(line, field)
         ids, length = self.loaded.input_ids(text, limit) if field == "inputs" else self.loaded.target_ids(text)
         if length > limit:
             if self.long == "error":

@@ -1,44 +1,70 @@
-"""Input files of `t5x infer --model`: plain text or JSON lines, read line by line."""
+"""The examples of a file: plain text, JSON lines, tables and Parquet, as `t5x train --data` reads them."""
 
 import os
 import stat
+import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from t5x.data.data_description import DataDescription, field_names, fill
+from t5x.data.file_tasks import ENDINGS, TABLES, check_fields, ending_of, source_of
+from t5x.data.sources import TextLineDataSource
+from t5x.data.sources.files import NoExamples
 from t5x.errors import UserError
 from t5x.files import text_lines, user_files
+from t5x.files.remote import is_remote
+from t5x.telemetry import jsonl
+
+_SPLIT = "input"
+_PAUSE = 0.05  # seconds
 
 
 class Line(NamedTuple):
     """An example.
 
     Attributes:
-      number: line number in the file, from 1.
-      raw: the unchanged line.
-      example: its fields; `inputs` and, to score, `targets` are strings.
+      number: its number in the file; `Lines.where` turns it into a position for messages.
+      raw: its content, to notice whether the file has changed.
+      example: its fields.
+      inputs: the text that the model reads.
+      targets: the text to score.
     """
 
     number: int
     raw: bytes
     example: dict[str, Any]
+    inputs: str = ""
+    targets: str = ""
 
 
 class Lines:
     """The examples of a file.
 
     Args:
-      path: text, one input per line, or .jsonl, objects with `inputs`, where empty lines are skipped; - is standard
-        input, where lines that begin with { are objects.
-      needs_targets: every example must have `targets` too.
+      path: text, one input per line; .jsonl, objects with the fields of `data`, where empty lines are skipped; .tsv,
+        .csv or .parquet; - is standard input, where lines that begin with { are objects and others are text.
+      needs_targets: every example must have targets too.
+      data: which fields are the inputs and targets.
+      live: someone waits for the result of each line: yield None when standard input pauses, and show a prompt if it is
+        a terminal.
 
     Attributes:
       is_stream: whether it can be read only once.
     """
 
-    def __init__(self, path: str, *, needs_targets: bool):
+    def __init__(
+        self, path: str, *, needs_targets: bool, data: DataDescription | None = None, live: bool = False
+    ):
         self.path = path
+        self.live = live and path == "-"
         self._needs_targets = needs_targets
-        self._as_json = path.endswith(".jsonl")
+        self._data = data or DataDescription()
+        self._is_text = ending_of(path) not in ENDINGS
+        self._source = None
+        if ending_of(path) in ENDINGS - {".jsonl"} or path.endswith((".bz2", ".xz")) or is_remote(path):
+            self.is_stream = False
+            self._size = self._open_source()
+            return
         try:
             mode = 0 if path == "-" else os.stat(path).st_mode
         except OSError as error:
@@ -51,34 +77,86 @@ class Lines:
         """Return the number of examples and check them all; None for a stream, which is checked as it is read."""
         return None if self.is_stream else sum(1 for _ in self)
 
-    def __iter__(self) -> Iterator[Line]:
-        for line in text_lines.read_lines(self.path):
-            text = line.text()
-            if self._as_json and not text.strip():
-                continue
-            as_json = self._as_json or (self.path == "-" and text.startswith("{"))
-            example = self._object(line.number, text) if as_json else {"inputs": text}
-            if self._needs_targets:
-                self._check_text(line.number, example, "targets")
-            yield Line(line.number, line.raw, example)
+    def __iter__(self) -> Iterator[Line | None]:
+        if self._source is None:
+            yield from self._read_stream()
+            return
+        for index in range(self._size):
+            example = self._source.example(_SPLIT, index)
+            raw = jsonl.encode(example)
+            yield self._text_line(index, raw, example["text"]) if self._is_text else self._line(index, raw, example)
 
     def where(self, number: int) -> str:
+        if self._source is not None:
+            return self._source.location(_SPLIT, number)
         return f"{'standard input' if self.path == '-' else self.path}:{number}"
 
-    def _object(self, number: int, text: str) -> dict[str, Any]:
-        example = text_lines.parsed(text, self.where(number))
-        self._check_text(number, example if isinstance(example, dict) else {}, "inputs")
-        return example
-
-    def _check_text(self, number: int, example: dict[str, Any], field: str) -> None:
-        text = example.get(field)
-        if not isinstance(text, str):
-            wanted = '"inputs" and "targets"' if self._needs_targets else '"inputs"'
+    def _open_source(self) -> int:
+        """Open a file that is not read line by line. Return the number of its examples."""
+        files = {_SPLIT: self.path}
+        self._source = TextLineDataSource(files) if self._is_text else source_of(files, self._data.columns)
+        try:
+            size = self._source.num_examples(_SPLIT)
+        except NoExamples as error:
+            if ending_of(self.path) not in TABLES:
+                return 0
             raise UserError(
-                f'{self.where(number)}: "{field}" is missing or not a string. Pass a .jsonl file of objects with '
-                f"{wanted}."
+                f"--input {self.path} has no rows, apart from a first line with the names of columns. Pass --columns "
+                "A,B if that is an example."
+            ) from error
+        if not self._is_text:
+            targets = field_names(self._data.targets) if self._needs_targets else []
+            check_fields(self._source, _SPLIT, field_names(self._data.inputs) + targets)
+        return size
+
+    def _read_stream(self) -> Iterator[Line | None]:
+        prompt = self.live and sys.stdin.buffer.isatty()
+        if prompt:
+            print("Type an input and press Enter; Ctrl-D ends.\n> ", end="", file=sys.stderr, flush=True)
+        for line in text_lines.read_lines(self.path, wait=_PAUSE if self.live else None):
+            if line is None:
+                yield None
+                if prompt:
+                    print("> ", end="", file=sys.stderr, flush=True)
+                continue
+            text = line.text()
+            if not self._is_text and not text.strip():
+                continue
+            if self._is_text and not (self.path == "-" and text.startswith("{")):
+                yield self._text_line(line.number, line.raw, text)
+                continue
+            example = text_lines.parsed(text, self.where(line.number))
+            if not isinstance(example, dict):
+                names = ", ".join(map(repr, field_names(self._data.inputs)))
+                raise UserError(f"{self.where(line.number)} must be an object with {names}, got {text[:60]!r}.")
+            yield self._line(line.number, line.raw, example)
+
+    def _text_line(self, number: int, raw: bytes, text: str) -> Line:
+        """Return a line of plain text, which is the only field of the inputs."""
+        names = field_names(self._data.inputs)
+        if len(names) > 1 or self._needs_targets:
+            names += field_names(self._data.targets) if self._needs_targets else []
+            raise UserError(
+                f"{self.where(number)} is plain text, but the fields {', '.join(names)} are needed. Pass a .jsonl, "
+                ".tsv, .csv or .parquet file, or JSON objects."
             )
-        text_lines.check_unicode(text, f'{self.where(number)}: "{field}"')
+        return self._line(number, raw, {names[0]: text})._replace(example={"inputs": text})
+
+    def _line(self, number: int, raw: bytes, example: dict[str, Any]) -> Line:
+        inputs = self._data.prefix + self._text(number, "inputs", example)
+        return Line(number, raw, example, inputs, self._text(number, "targets", example) if self._needs_targets else "")
+
+    def _text(self, number: int, name: str, example: dict[str, Any]) -> str:
+        try:
+            text = fill(getattr(self._data, name), example)
+        except KeyError as error:
+            raise UserError(
+                f"{self.where(number)} has no field {error} (fields: {', '.join(example)}). Pass --{name} FIELD."
+            ) from error
+        except UserError as error:
+            raise UserError(f"{self.where(number)}: {error}") from error
+        text_lines.check_unicode(text, f'{self.where(number)}: "{name}"')
+        return text
 
 
 def read_texts(path: str, option: str) -> list[str]:

@@ -1,7 +1,6 @@
 """The output of a job: chunks in `tmp-<name>/` that become one file, or standard output."""
 
 import abc
-import contextlib
 import logging
 import os
 import sys
@@ -9,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from t5x.errors import UserError
+from t5x.files.directories import open_directory, split
+from t5x.files.remote import is_remote
 from t5x.inference.chunks import JOB_FILE, Chunks, refuse_foreign
 from t5x.partitioning import distributed
 from t5x.telemetry import jsonl
@@ -40,8 +41,8 @@ class Output(abc.ABC):
         self.overwrite = overwrite
         self.merged = False
         self._chunks: Chunks | None = None
-        parent, self._name = os.path.split(os.path.abspath(path))
-        self.directory = os.path.join(parent, f"tmp-{self._name}")
+        self._parent, self._name = split(path)
+        self.directory = self._parent.path(f"tmp-{self._name}")
 
     def begin(self, job: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the records of the chunks that an earlier run of this job finished.
@@ -142,7 +143,7 @@ class FileOutput(Output):
             restart_hint=f"pass --overwrite, or remove {self.directory}",
         )  # fmt: skip
         merged = chunks.claim(self.path, overwrite=self.overwrite)
-        if os.path.exists(self.path) and not merged and not self.overwrite:
+        if not merged and not self.overwrite and self._parent.exists(self._name):
             raise _exists_error("output", self.path)
         return {"finished": chunks.finished, "merged": merged}
 
@@ -152,24 +153,28 @@ class FileOutput(Output):
 
     def _check(self, paths: Mapping[str, str], inputs: Mapping[str, str | None]) -> None:
         """Raise a UserError if a file cannot be written, is an input, or exists and is not from a killed run."""
+        chunks = open_directory(self.directory)
         for flag, path in paths.items():
             for input_flag, source in inputs.items():
                 if source is not None and _is_same_file(path, source):
                     raise UserError(f"--{flag} {path} is the file that --{input_flag} {source} reads. Choose another.")
-            parent = os.path.dirname(os.path.abspath(path))
-            if os.path.isdir(path):
+            parent, name = split(path)
+            if parent.is_directory(name):
                 raise UserError(f"--{flag} {path} is a directory. Pass the path of a file.")
-            if not os.path.isdir(parent):
-                raise UserError(f"--{flag} {path}: the directory {parent} does not exist.")
-            if os.path.exists(path) and not self.overwrite and not os.path.exists(f"{self.directory}/{JOB_FILE}"):
-                with contextlib.suppress(OSError):
-                    os.rmdir(self.directory)  # if empty, it is left from a run that was killed in its last step
+            if parent.exists(name) and not self.overwrite and not chunks.exists(JOB_FILE):
+                chunks.remove_itself()  # if empty, it is left from a run that was killed in its last step
                 raise _exists_error(flag, path)
-        refuse_foreign(self.directory, self._name)
+            try:
+                parent.check_writable()
+            except UserError as error:
+                raise UserError(f"--{flag} {path}: {error}") from error
+        refuse_foreign(chunks, self._name)
 
 
 def _is_same_file(path: str, source: str) -> bool:
     """Return whether both paths, links resolved, are the same existing file."""
+    if is_remote(path):
+        return path == source
     return os.path.exists(path) and os.path.exists(source) and os.path.samefile(path, source)
 
 

@@ -16,6 +16,7 @@ from t5x.data.dataset_config import DatasetConfig
 from t5x.data.feature_converters import EncDecFeatureConverter
 from t5x.errors import UserError
 from t5x.files.digests import digest_of
+from t5x.files.directories import open_directory
 from t5x.inference.chunks import COMPLETED, JOB_FILE, Chunks, changed_error, is_intact, read_json, refuse_foreign
 from t5x.inference.engine import Engine
 from t5x.inference.jobs import Job, JobProgress, Record
@@ -134,7 +135,8 @@ class TaskOutput(Output):
     Args:
       path: path of the file.
       write: `write(path, results, examples)` writes a chunk.
-      merge: `merge(output_dir, name, chunk_dir)` merges the chunks; None keeps them.
+      merge: `merge(output_dir, name, chunk_dir)` merges the chunks; None keeps them. Its directories are local: what it
+        writes to `output_dir` is uploaded if `path` is remote.
       merges_to_path: whether `merge` is our own function, so that `path` must exist in the end. A custom function may
         write the results anywhere.
     """
@@ -161,12 +163,14 @@ class TaskOutput(Output):
           UserError: the results belong to another job or have changed since they were written, or the directory for
             the chunks was not made by us.
         """
-        path, completed = self.path, self.path + COMPLETED
-        if not os.path.exists(completed) or (self._merges_to_path and not os.path.exists(path)):
-            refuse_foreign(self.directory, self._name)
+        path, completed = self.path, self._name + COMPLETED
+        chunk_files = open_directory(self.directory)
+        is_merged = self._parent.exists(self._name)
+        if not self._parent.exists(completed) or (self._merges_to_path and not is_merged):
+            refuse_foreign(chunk_files, self._name)
             return False
-        if (earlier := read_json(completed)) is None:
-            raise UserError(f"{completed} is damaged. Remove it and {path}; the next run writes both again.")
+        if (earlier := read_json(self._parent, completed)) is None:
+            raise UserError(f"{path}{COMPLETED} is damaged. Remove it and {path}; the next run writes both again.")
         written = earlier.pop(_WRITTEN, {})
         if earlier != self._job:
             names = [name for name in self._job if earlier.get(name) != self._job[name]]
@@ -174,9 +178,9 @@ class TaskOutput(Output):
                 f"{path} contains the results of a different run ({', '.join(names)} differ). Choose another "
                 f"INFER_OUTPUT_DIR, or remove the file and its {COMPLETED} file."
             )
-        if os.path.isfile(path) and not is_intact(path, written):
+        if is_merged and not is_intact(self._parent, self._name, written):
             raise changed_error(path, f"To compute it again, move it and its {COMPLETED} file away.")
-        if os.path.exists(os.path.join(self.directory, JOB_FILE)):
+        if chunk_files.exists(JOB_FILE):
             with contextlib.closing(Chunks(self.directory, self._name, self._job)) as chunks:
                 if self._merge is not None:
                     chunks.remove()
@@ -187,10 +191,14 @@ class TaskOutput(Output):
     def finish(self, after_merge: Callable[[str], None] = lambda path: None) -> None:
         if self._chunks is None:
             return
+        written = {"chunks": len(self._chunks.finished)}
         if self._merge is not None:
-            self._merge(os.path.dirname(self.path), self._name, self.directory)
+            chunk_files = open_directory(self.directory)
+            with chunk_files.reading(*chunk_files.names()) as chunks, self._parent.writing(self._name) as path:
+                self._merge(os.path.dirname(path), self._name, chunks)
+                if os.path.isfile(path):
+                    written = digest_of(path)
             log.info("wrote %s", self.path)
-        written = digest_of(self.path) if os.path.isfile(self.path) else {"chunks": len(self._chunks.finished)}
         jsonl.replace(self.path + COMPLETED, [json.dumps({**self._job, _WRITTEN: written}).encode()])
         if self._merge is not None:
             self._chunks.remove()

@@ -10,6 +10,7 @@ import numpy as np
 
 from t5x.data.vocabularies import Vocabulary
 from t5x.errors import UserError
+from t5x.files.directories import open_directory
 from t5x.inference import chunks
 from t5x.inference.loaded import without_padding
 from t5x.telemetry import jsonl
@@ -62,11 +63,12 @@ def merge_chunks_to_file(output_dir: str, output_fname: str, tmp_dir: str, step:
       step: step of the checkpoint, for custom functions.
     """
     start = f"{output_fname}-chunk"
-    names = [name for name in os.listdir(tmp_dir) if name.startswith(start) and name[len(start) :].isdigit()]
+    directory = open_directory(tmp_dir)
+    names = [name for name in directory.names() if name.startswith(start) and name[len(start) :].isdigit()]
     names.sort(key=lambda name: int(name[len(start) :]))
     if names != [f"{start}{i:05}" for i in range(len(names))]:
         raise UserError(f"{tmp_dir} lacks a chunk: it has {', '.join(names)}. Remove the directory to start over.")
-    chunks.merge(os.path.join(output_dir, output_fname), [os.path.join(tmp_dir, name) for name in names])
+    chunks.merge(os.path.join(output_dir, output_fname), directory, names)
 
 
 def _inputs(example: Mapping[str, Any], every: bool, fields: Sequence[str] | None) -> dict[str, Any]:

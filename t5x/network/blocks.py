@@ -245,6 +245,9 @@ def run_layers(
         return x
     if keys.dropout is not None and cfg.remat_policy == "none":
         keys = keys.alone().replace(stack=Stack(keys, num_layers, getattr(layer_cls, "DROPOUT", ())))
+    if not keys.needs_gradients:
+        # Traced once for all layers. XLA gets the same program; with gradients, it would round differently.
+        layer_cls = nn.jit(layer_cls)
     for i in range(num_layers):
         x, _ = layer_cls(cfg, name=f"layers_{i}", **fields)(x, i, keys, *shared)
     return x

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from t5x.errors import UserError
+from t5x.files.remote_errors import TransientError
 from t5x.files.system_errors import errno_of, first_line
 
 PATIENCE = 3600.0  # seconds that one process may lag behind another, while it computes metrics or compiles
@@ -179,7 +180,7 @@ def check_all(name: str, error: BaseException | None) -> None:
 def describe_error(error: BaseException) -> dict[str, Any]:
     """Return an error as JSON."""
     if isinstance(error, UserError):
-        return {"kind": "user", "text": str(error)}
+        return {"kind": "transient" if isinstance(error, TransientError) else "user", "text": str(error)}
     text = first_line(error) or type(error).__name__
     if (number := errno_of(error)) is not None:
         return {"kind": "system", "text": text, "errno": number}
@@ -192,8 +193,8 @@ def raise_first(errors: list[dict[str, Any] | None]) -> None:
         if error is None:
             continue
         where = f"process {process}: " if process else ""
-        if error["kind"] == "user":
-            raise UserError(where + error["text"])
+        if error["kind"] in ("user", "transient"):
+            raise (UserError if error["kind"] == "user" else TransientError)(where + error["text"])
         if error["kind"] == "system":
             raise OSError(error["errno"], where + error["text"])
         raise RuntimeError(f"Process {process} failed: {error['text']}. See its log.")

@@ -1,5 +1,6 @@
 """Tables of runs measured against judgments."""
 
+import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
 
@@ -21,6 +22,7 @@ def report(
     relevance_level: int = 1,
     missing_as_zero: bool = False,
     per_query_path: str | None = None,
+    as_json: bool = False,
 ) -> str:
     """Return a table of the runs' measures, followed by how each run differs from the first.
 
@@ -29,6 +31,7 @@ def report(
       paths: {name: run file}, added after `runs`.
       measures, relevance_level, missing_as_zero: see `t5x.metrics.ranking.per_query`.
       per_query_path: file for the values of every query, as JSON lines.
+      as_json: return a JSON object with `runs` and `differences` instead.
     """
     found: dict[str, PerQuery] = {}
     for name, run in [*runs.items(), *((name, read_run(path)) for name, path in paths.items())]:
@@ -37,17 +40,23 @@ def report(
         found[name] = per_query(qrels, run, measures, relevance_level=relevance_level, missing_as_zero=missing_as_zero)
     if per_query_path is not None:
         jsonl.replace(per_query_path, map(jsonl.encode, _by_query(found)))
-    lines = [table(found)]
+    as_table = table(found)  # which checks that the runs can be compared
     (_, base), *others = found.items()
-    for name, of_run in others:
-        for measure, values in of_run.items():
-            if len(values) > 1:
-                result = compare(base[measure], values)
-                lines.append(
-                    f"{name}, {measure}: {result.difference:+.4f}, p = {result.t_test:.2g} (t-test), "
-                    f"{result.randomization:.2g} (randomization)"
-                )
-    return "\n".join(lines)
+    differences = [
+        {"run": name, "measure": measure, **dataclasses.asdict(compare(base[measure], values))}
+        for name, of_run in others
+        for measure, values in of_run.items()
+        if len(values) > 1
+    ]
+    if as_json:
+        means = {name: {m: sum(v.values()) / len(v) for m, v in of_run.items()} for name, of_run in found.items()}
+        return jsonl.encode({"runs": means, "differences": differences}).decode().rstrip()
+    lines = [
+        f"{one['run']}, {one['measure']}: {one['difference']:+.4f}, p = {one['t_test']:.2g} (t-test), "
+        f"{one['randomization']:.2g} (randomization)"
+        for one in differences
+    ]
+    return "\n".join([as_table, *lines])
 
 
 def _by_query(found: Mapping[str, PerQuery]) -> list[dict]:

@@ -16,7 +16,10 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from t5x.data.file_tasks import ending_of, source_of
+from t5x.data.sources import DataSource
 from t5x.errors import UserError
+from t5x.files import text_lines
 from t5x.files.text_lines import decoded, parsed
 from t5x.metrics.ranking import Run, ranked
 from t5x.ranking.collections import TEXTS, Collection, read_topics, text_with_title
@@ -27,6 +30,12 @@ log = logging.getLogger(__name__)
 
 _QUERY_IDS, _DOCUMENT_IDS = ("query_id", "qid"), ("doc_id", "docid", "pid")
 _SHOWN_IDS = 5
+_SPLIT = "pairs"
+# A .tsv file is a table with a header if its first line has only such names.
+_COLUMNS = {
+    "query", *TEXTS, *_QUERY_IDS, *_DOCUMENT_IDS,
+    "question", "passage", "document", "doc", "id", "title", "label", "relevance", "score", "rank",
+}  # fmt: skip
 
 
 class Unit(NamedTuple):
@@ -182,8 +191,8 @@ class _Pair(NamedTuple):
 
 
 class PairWork:
-    """Pairs in input order: JSON objects with `query`, `text` and optionally `query_id` and `doc_id`; lines
-    `query<TAB>passage`; or `query_id<TAB>doc_id<TAB>query<TAB>passage`.
+    """Pairs in input order: JSON objects with `query`, `text` and optionally `query_id` and `doc_id`; a .tsv, .csv or
+    .parquet file with these columns; lines `query<TAB>passage`; or `query_id<TAB>doc_id<TAB>query<TAB>passage`.
 
     Either all lines have ids or none. Without ids, queries are numbered in order and passages by their line.
 
@@ -199,6 +208,7 @@ class PairWork:
         self._path = path
         self._name = "standard input" if path == "-" else path
         self._by_query = by_query
+        self._table = _open_table(path)
         self._copy = None
         if path == "-":
             with copying(self._name):
@@ -275,14 +285,22 @@ class PairWork:
         if duplicates:
             log.warning("%s: %d document(s) occur twice for a query; each is scored", self._name, duplicates)
 
-    def _pairs(self) -> Iterator[_Pair]:
-        count, last, columns, has_ids = 0, None, None, None
+    def _records(self) -> Iterator[tuple[str, int, dict[str, Any] | list[str]]]:
+        """Yield the position, number and content of every row or line."""
+        if self._table is not None:
+            for index in range(self._table.num_examples(_SPLIT)):
+                yield f"{self._path}, row {index + 1}", index + 1, self._table.example(_SPLIT, index)
+            return
         path = self._path
         if self._copy is not None:
             self._copy.seek(0)  # where opening it again does not start at the beginning, as on macOS
             path = f"/dev/fd/{self._copy.fileno()}"
         for line in read_lines(path, self._name):
-            where, content = line.where, line.content()
+            yield line.where, line.number, line.content()
+
+    def _pairs(self) -> Iterator[_Pair]:
+        count, last, columns, has_ids = 0, None, None, None
+        for where, number, content in self._records():
             if isinstance(content, dict):
                 query, text = find_text(content, ("query",), where), find_text(content, TEXTS, where)
                 ids = find_id(content, _QUERY_IDS, where), find_id(content, _DOCUMENT_IDS, where)
@@ -306,7 +324,27 @@ class PairWork:
             has_ids = self._has_ids = ids[0] is not None, ids[1] is not None
             if query != last:
                 count, last = count + 1, query
-            yield _Pair(where, ids[0] or str(count), query, ids[1] or str(line.number), text)
+            yield _Pair(where, ids[0] or str(count), query, ids[1] or str(number), text)
+
+
+def _open_table(path: str) -> DataSource | None:
+    """Return the rows of a .csv or .parquet file, or of a .tsv file with a header; None for other files."""
+    ending = ending_of(path)
+    if ending == ".tsv":
+        first = next(read_lines(path), None)
+        cells = [] if first is None else text_lines.decoded(first.raw, first.where).split("\t")
+        if not {cell.lower() for cell in cells} <= _COLUMNS or not cells:
+            return None
+    if ending not in (".tsv", ".csv", ".parquet"):
+        return None
+    source = source_of({_SPLIT: path})
+    fields = source.example(_SPLIT, 0)
+    if "query" not in fields or not any(name in fields for name in TEXTS):
+        raise UserError(
+            f"{path} has the columns {', '.join(map(str, fields))}, but needs query and text (and optionally query_id "
+            "and doc_id). Rename them in its first line."
+        )
+    return source
 
 
 def _find_query_id(records: Sequence[tuple[str, dict[str, Any]]]) -> str | None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from t5x.errors import UserError
-from t5x.files import atomic
+from t5x.files import directories
 
 logger = logging.getLogger(__name__)
 
@@ -32,12 +32,13 @@ def encode(record: Mapping[str, Any]) -> bytes:
 
 
 def read(path: str | os.PathLike[str]) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """Yield the records of a file, each with its line. A missing file has none.
+    """Yield the records of a local or remote file, each with its line. A missing file has none.
 
     An unterminated last line, as an interrupted writer leaves it, is skipped. So are lines that are not JSON objects,
     with a warning.
     """
-    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+    directory, name = directories.split(path)
+    with contextlib.suppress(FileNotFoundError), directory.open(name) as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 logger.info("%s:%d is incomplete; skipping it", path, number)
@@ -53,7 +54,7 @@ def read(path: str | os.PathLike[str]) -> Iterator[tuple[dict[str, Any], bytes]]
 
 
 def replace(path: str | os.PathLike[str], lines: Iterable[bytes]) -> None:
-    """Write `lines` to `path`, atomically and durably; see `t5x.files.atomic`.
+    """Write `lines` to a local or remote file, atomically and durably; see `t5x.files.directories`.
 
     Args:
       lines: may be read from `path` itself while it is replaced.
@@ -61,8 +62,9 @@ def replace(path: str | os.PathLike[str], lines: Iterable[bytes]) -> None:
     Raises:
       UserError: the file cannot be written.
     """
+    directory, name = directories.split(path)
     try:
-        with atomic.new_file(path) as file:
+        with directory.new_file(name) as file:
             file.writelines(lines)
     except OSError as error:
         raise write_error(path, error) from error

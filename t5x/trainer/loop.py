@@ -69,6 +69,7 @@ def run_loop(
     actions: Actions,
     stop: StopRequest,
     show_progress: bool = True,
+    counted_from: int = 0,
 ) -> tuple[int, ActionStop | None]:
     """Train from `first_step` to the last step, or until a stop request or an action ends the run.
 
@@ -78,6 +79,7 @@ def run_loop(
     Args:
       save: called with the step, the data position after it and the action that ends the run there.
       evaluate: called with the step and the modes that are due.
+      counted_from: the step that the progress display counts as 0.
 
     Returns:
       The last step, and the action that ended the run or None.
@@ -86,7 +88,9 @@ def run_loop(
     position = loader.state()
     running, ended = None, None
     watch = _NonFiniteWatch(trainer, actions)
-    progress = Progress(times.total_steps, initial=first_step, description="train", disable=not show_progress)
+    progress = Progress(
+        times.total_steps - counted_from, first_step - counted_from, description="train", disable=not show_progress
+    )
 
     def finish() -> None:
         """Wait for the step in flight, then count it."""
@@ -124,7 +128,7 @@ def run_loop(
                         ended = watch.check(lines, step) or ended
                 if times.gc_period and step % times.gc_period == 0:
                     gc.collect()
-                progress.update(step, **lines.summary)
+                progress.update(step - counted_from, **lines.summary)
                 if times.save_due(step):
                     finish()
                     with clock.apart("timing/checkpoint_seconds"):
@@ -137,7 +141,7 @@ def run_loop(
                     with clock.apart("timing/evaluate_seconds"):
                         ended = evaluate(step, modes)
             ended = watch.check_all(lines, step) or ended
-            progress.update(step, **lines.summary)
+            progress.update(step - counted_from, **lines.summary)
         except Exception:
             # Bad data, an evaluation without memory … Of several processes this one alone cannot save.
             if step > saved and jax.process_count() == 1:

@@ -8,7 +8,6 @@ import dataclasses
 import json
 import logging
 import operator
-import os
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any, Literal
@@ -17,8 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from t5x import checkpoints
-from t5x.checkpoints import transfer, tree
+from t5x.checkpoints import names, transfer, tree
 from t5x.checkpoints.assignment import Rules
+from t5x.checkpoints.checkpoint_files import open_files
 from t5x.checkpoints.checkpoint_identity import fingerprint
 from t5x.checkpoints.config import RestoreCheckpointConfig
 from t5x.checkpoints.formats import Source, open_checkpoint
@@ -65,7 +65,7 @@ class Run:
 
     @classmethod
     def of(cls, path: Any) -> "Run":
-        if not os.path.exists(os.path.join(path, RUN_FILE)):
+        if not open_files(path).has(RUN_FILE):
             raise UserError(
                 f"{path} was converted, not written by a run: it cannot be resumed. Use it as the initial checkpoint "
                 "(utils.RestoreCheckpointConfig.path) of a run with another MODEL_DIR."
@@ -174,7 +174,7 @@ def open_for_all(path: str) -> Source:
     Raises:
       UserError: the processes find different checkpoints.
     """
-    source = open_checkpoint(path) if is_remote(path) else _open_chosen(path)
+    source = open_checkpoint(path) if is_remote(names.resolve(path)) else _open_chosen(path)
     consistency.require_same("checkpoint", lambda: {path: f"step {source.step}, {fingerprint(source, content=True)}"})
     return source
 
@@ -337,7 +337,7 @@ def _initial_values(layout: StateLayout, rng: jax.Array) -> transfer.Initial:
 
 def _position(source: Source) -> dict[str, Any]:
     """Return the data position of a run's checkpoint."""
-    if source.format != "t5x" or not os.path.exists(os.path.join(source.path, DATA_FILE)):
+    if source.format != "t5x" or not open_files(source.path).has(DATA_FILE):
         raise UserError(
             f"{source.path} has no data position to resume. Set utils.RestoreCheckpointConfig.restore_dataset = False "
             "to read the data from its beginning."

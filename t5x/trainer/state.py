@@ -10,6 +10,7 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from t5x.checkpoints.tree import parameter_table
 from t5x.models import BaseTransformerModel
@@ -108,7 +109,7 @@ class StateLayout:
         return {"target": self.axes, "state": {"step": (), "param_states": self.state_axes}}
 
     def step_array(self, step: int) -> jax.Array:
-        return jax.device_put(jnp.int32(step), self.partitioner.replicated)
+        return jax.make_array_from_callback((), self.partitioner.replicated, lambda _: np.asarray(step, np.int32))
 
     def with_fresh_optimizer(self, params: Tree, step: int) -> TrainState:
         """Return a state with the given parameters and a fresh optimizer state."""

@@ -6,13 +6,14 @@ from typing import Any
 
 from t5x.errors import UserError
 from t5x.verbs.arguments import add_import, add_model, add_processes
-from t5x.verbs.job_options import add_batches, add_output, flags, given_options, job_process, set_help
+from t5x.verbs.job_options import add_batches, add_output, flags, given_options, job_process
+from t5x.verbs.verb_parser import VerbParser
 
 _OPTIONS = ("no_answer", "beams", "max_length", "max_input_length", "stride", "batch_size")
 _FILE_OPTIONS = ("output", "squad_predictions", "squad_na_probs", "checkpoint_period", "overwrite")
 
 
-def define(parser: argparse.ArgumentParser) -> None:
+def define(parser: VerbParser) -> None:
     parser.add_argument("--model", metavar="DIR", required=True, help="a checkpoint, or a MODEL_DIR")
     one = parser.add_argument_group("one question")
     one.add_argument("--question", metavar="TEXT")
@@ -35,13 +36,11 @@ def define(parser: argparse.ArgumentParser) -> None:
     add_model(how)
     add_import(parser)
     add_processes(parser)
-    set_help(
-        parser,
+    parser.set_help(
         'Answer questions about texts, with a model that was trained on "question: … context: …". Answers come with '
         "their position in the text and their log probability. A run that was interrupted resumes.",
         """
-        t5x answer --model runs/squad --question "Who wrote it?" --context "Effi Briest was written by Theodor Fontane."
-        t5x answer --model runs/squad --input questions.jsonl --output answers.jsonl --beams 4
+        t5x answer --model google/flan-t5-small --question "Who wrote it?" --context "Fontane wrote Effi Briest."
         t5x answer --model runs/squad2 --input dev-v2.0.json --output answers.jsonl --no_answer unanswerable \\
             --squad_predictions predictions.json --squad_na_probs na_probs.json
         """,

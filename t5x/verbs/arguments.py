@@ -6,50 +6,45 @@ import functools
 import os
 import signal
 import sys
-import textwrap
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
 from t5x.errors import UserError
+from t5x.verbs.verb_parser import VerbParser
 
 DTYPE = {"choices": ("float32", "bfloat16"), "help": "dtype of the activations (float32 on CPUs, else bfloat16)"}
-
-GIN_HELP = """\
-configuration:
-  --gin_file FILE            a gin file; may be repeated, later files override earlier ones. Searched in the search
-                             paths, next to the file that includes it, and in the directory above the t5x package
-  --gin.NAME=VALUE           set a macro or a parameter after all files: --gin.TRAIN_STEPS=1000,
-                             --gin.train/utils.DatasetConfig.batch_size=64. A value that is not gin is a string
-  --gin_bindings 'N = VALUE' the same as a gin statement
-  --gin_search_paths A,B     directories of gin files (default: .)
-"""
-
 
 class Terminated(SystemExit):
     """Raised on SIGTERM."""
 
 
 Handler = Callable[[int, FrameType | None], None]
-_deferred: set[int] = set()  # signals that wait for the end of an import
+_RESEND_SECONDS = 0.02
+_deferred: set[int] = set()  # signals that came during an import and are sent again
+_resent: set[int] = set()  # of these, signals that are about to arrive again
 
 
 def _outside_imports(handler: Handler) -> Handler:
     """Wrap a signal handler that raises, so that it does not raise while a module is imported.
 
     Extension modules run Python code when they are initialised, and abort or swallow what is raised there. The signal
-    is sent again after the import. A second signal meanwhile is handled at once.
+    is sent again until the import has ended. A second signal meanwhile ends the process at once.
     """
 
     @functools.wraps(handler)
     def handle(signum: int, frame: FrameType | None) -> None:
-        if _is_importing(frame) and signum not in _deferred:
-            _deferred.add(signum)
-            threading.Thread(target=_send_after_import, args=(signum,), daemon=True).start()
-        else:
+        is_second = signum in _deferred and signum not in _resent
+        _resent.discard(signum)
+        if not _is_importing(frame):
+            _deferred.discard(signum)
             handler(signum, frame)
+        elif is_second:
+            os._exit(130 if signum == signal.SIGINT else 75)
+        else:
+            _deferred.add(signum)
+            threading.Timer(_RESEND_SECONDS, _send_again, (signum,)).start()
 
     return handle
 
@@ -60,12 +55,10 @@ def _is_importing(frame: FrameType | None) -> bool:
     return frame is not None
 
 
-def _send_after_import(signum: int) -> None:
-    main = threading.main_thread().ident
-    while _is_importing(sys._current_frames().get(main)):
-        time.sleep(0.02)
-    _deferred.discard(signum)
-    os.kill(os.getpid(), signum)
+def _send_again(signum: int) -> None:
+    if signum in _deferred:
+        _resent.add(signum)
+        os.kill(os.getpid(), signum)
 
 
 @_outside_imports
@@ -97,39 +90,37 @@ def add_model(group: Any) -> None:
     group.add_argument("--dtype", **DTYPE)
 
 
-def parser_of(verb: str) -> argparse.ArgumentParser:
-    """Return a parser with the options of every verb."""
-    made = argparse.ArgumentParser(
-        prog=f"t5x {verb}", formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    made.add_argument("--debug", action="store_true", help="show tracebacks and log more")
-    return made
-
-
-def add_gin(parser: argparse.ArgumentParser) -> None:
-    hide = {"help": argparse.SUPPRESS}  # described in the epilog with --gin.NAME=VALUE, which argparse does not see
-    parser.add_argument("--gin_file", action="append", default=[], metavar="FILE", **hide)
-    parser.add_argument("--gin_bindings", action="append", default=[], metavar="BINDING", **hide)
-    parser.add_argument("--gin_search_paths", default=".", metavar="DIRS", **hide)
-    parser.add_argument("--tfds_data_dir", metavar="DIR", help="directory of TensorFlow Datasets")
-    parser.add_argument(
-        "--seqio_additional_cache_dirs", default="", metavar="DIR,DIR", help="task caches of the real seqio"
-    )
-    parser.add_argument("--dry_run", action="store_true", help="print the configuration and run nothing")
-    parser.add_argument("--strict", action="store_true", help="treat warnings about the configuration as errors")
-    add_import(parser)
+def add_gin(parser: VerbParser) -> None:
+    """Add the options of runs with gin files, and those of several processes."""
+    gin = parser.add_topic("gin", "gin files", _GIN)
+    gin.add_argument("--gin_file", action="append", default=[], metavar="FILE", help="may be repeated; the last wins")
+    gin.add_argument("--gin_bindings", action="append", default=[], metavar="'N = VALUE'", help="a gin statement")
+    gin.add_argument("--gin_search_paths", default=".", metavar="A,B", help="directories of gin files (.)")
+    gin.add_argument("--dry_run", action="store_true", help="print the configuration and run nothing")
+    gin.add_argument("--strict", action="store_true", help="treat warnings about the configuration as errors")
+    gin.add_argument("--tfds_data_dir", metavar="DIR", help="directory of TensorFlow Datasets")
+    gin.add_argument("--seqio_additional_cache_dirs", default="", metavar="A,B", help="task caches of the real seqio")
+    add_import(gin)
     add_processes(parser)
 
 
-def add_processes(parser: argparse.ArgumentParser) -> None:
-    processes = parser.add_argument_group("several processes", "SLURM, Open MPI, Kubernetes and TPU pods are detected")
-    processes.add_argument("--coordinator_address", metavar="HOST:PORT", help="address of process 0")
-    processes.add_argument("--process_count", type=int, metavar="N", help="number of processes")
-    processes.add_argument("--process_index", type=int, metavar="I", help="index of this process, from 0")
-    processes.add_argument(
-        "--initialization_timeout", type=int, default=300, metavar="SECONDS", help="wait for the other processes (300)"
+_GIN = """\
+--gin.NAME=VALUE sets a macro or a parameter after all files: --gin.TRAIN_STEPS=1000,
+--gin.train/utils.DatasetConfig.batch_size=64. A value that is not gin is a string. A gin file
+is searched in the search paths, next to the file that includes it, and beside the t5x package."""
+
+
+def add_processes(parser: VerbParser) -> None:
+    group = parser.add_topic(
+        "processes", "several processes, one command each", "SLURM, Open MPI, Kubernetes and TPU pods are detected."
     )
-    processes.add_argument("--multiprocess_gpu", action="store_true", help="fail unless there are several processes")
+    group.add_argument("--coordinator_address", metavar="HOST:PORT", help="address of process 0")
+    group.add_argument("--process_count", type=int, metavar="N", help="number of processes")
+    group.add_argument("--process_index", type=int, metavar="I", help="index of this process, from 0")
+    group.add_argument(
+        "--initialization_timeout", type=int, default=300, metavar="N", help="seconds to wait for the others (300)"
+    )
+    group.add_argument("--multiprocess_gpu", action="store_true", help="fail unless there are several processes")
 
 
 @contextlib.contextmanager
@@ -147,8 +138,8 @@ def processes(args: argparse.Namespace) -> Iterator[None]:
         yield
 
 
-def add_import(parser: argparse.ArgumentParser) -> None:
-    help_ = "a module that registers tasks, by name or as a .py file; may be repeated"
+def add_import(parser: Any) -> None:
+    help_ = "module or .py file that registers tasks; may be repeated"
     parser.add_argument("--import", dest="modules", action="append", default=[], metavar="MODULE", help=help_)
 
 
@@ -160,13 +151,12 @@ def import_modules(args: argparse.Namespace) -> None:
             import_task_module(module)
 
 
-def describe(parser: argparse.ArgumentParser, text: str, examples: str) -> None:
-    parser.description = text
-    parser.epilog = GIN_HELP + "\nexamples:\n" + textwrap.indent(textwrap.dedent(examples).strip(), "  ")
+def run_gin(args: argparse.Namespace, entry: Callable, examples: Sequence[str]) -> Any:
+    """Parse and check the configuration, call the entry point and return its result.
 
-
-def run_gin(args: argparse.Namespace, entry: Callable) -> Any:
-    """Parse and check the configuration, call the entry point and return its result."""
+    Args:
+      examples: options of a run without gin files and of one with them, for a message.
+    """
     from t5x import configuration
 
     if args.tfds_data_dir:
@@ -176,7 +166,8 @@ def run_gin(args: argparse.Namespace, entry: Callable) -> Any:
 
         seqio_bridge.add_cache_directories(filter(None, args.seqio_additional_cache_dirs.split(",")))
     if not args.gin_file and not args.gin_bindings:
-        raise UserError("No configuration: pass --gin_file=FILE. `--help` shows examples.")
+        two_ways = "".join(f"\n  t5x {args.verb} {options}" for options in examples)
+        raise UserError(f"`t5x {args.verb}` needs options or gin files:{two_ways}")
     import_modules(args)
     configuration.parse(
         gin_files=args.gin_file,

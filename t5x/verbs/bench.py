@@ -4,11 +4,11 @@ import argparse
 import json
 import signal
 import sys
-import textwrap
 from typing import Any
 
 from t5x.errors import UserError
 from t5x.verbs.arguments import add_import, import_modules, leave_in_order, work_begins
+from t5x.verbs.verb_parser import VerbParser
 
 _SIZES = ("tiny", "small", "base", "large", "xl", "xxl")  # as in `t5x.bench.workload`, which imports JAX
 _MODEL = ("size", "batch", "attention", "dtype", "scan", "steps")
@@ -22,11 +22,7 @@ _OPTIONS = {
 }
 
 
-def define(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Measure the code paths of the other verbs on this machine: T5 1.1 shapes, random weights and tokens, no "
-        "padding."
-    )
+def define(parser: VerbParser) -> None:
     parser.add_argument("work", choices=_OPTIONS, metavar="WORK", help=", ".join(_OPTIONS))
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--batch", type=int, metavar="N", help="rows per step")
@@ -48,7 +44,7 @@ def define(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--scan", action="store_true", default=None, help="scan over stacked layers")
     model.add_argument("--dropout", type=float, metavar="X", help="rate (0; train)")
     model.add_argument("--beams", type=int, metavar="N", help="1 is greedy (1; generate)")
-    data = parser.add_argument_group("data (default: synthetic)")
+    data = parser.add_topic("data", "data (default: synthetic)")
     data.add_argument("--data", metavar="FILE", help="file with fields inputs and targets; needs --vocabulary")
     data.add_argument("--vocabulary", metavar="FILE", help="a SentencePiece model, a tokenizer.json, or bytes")
     data.add_argument("--task", metavar="NAME", help="a registered task or mixture")
@@ -58,15 +54,16 @@ def define(parser: argparse.ArgumentParser) -> None:
     parser.add_argument_group("checkpoint").add_argument(
         "--directory", metavar="DIR", help="directory on the disk to measure (the temporary directory)"
     )
-    parser.epilog = "examples:\n" + textwrap.indent(textwrap.dedent(_EXAMPLES).strip(), "  ")
+    parser.set_help(
+        "Measure the code paths of the other verbs on this machine: T5 1.1 shapes, random weights and tokens, no "
+        "padding.",
+        _EXAMPLES,
+    )
 
 
 _EXAMPLES = """
-t5x bench train --size base --batch 128
+t5x bench train --size tiny --batch 4 --steps 3
 t5x bench generate --size base --batch 64 --beams 4 --json
-t5x bench score --size large --attention xla
-t5x bench train --size large --matmul fp8
-t5x bench encode --size xxl --batch 1
 t5x bench data --data train.jsonl --vocabulary spiece.model --packed
 t5x bench checkpoint --size large --directory /mnt/disk
 """

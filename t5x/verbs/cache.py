@@ -7,16 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from t5x.errors import UserError
+from t5x.files import user_files
 from t5x.verbs.arguments import leave_in_order, work_begins
+from t5x.verbs.verb_parser import VerbParser
 
 logger = logging.getLogger(__name__)
 
 
-def define(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Tokenize the examples of a task, or of all tasks of a mixture, once. Training finds the cache by itself, and "
-        "its batches stay the same. If interrupted, run the same command again: it resumes."
-    )
+def define(parser: VerbParser) -> None:
     parser.add_argument("name", metavar="TASK", help="a registered task or mixture")
     parser.add_argument(
         "--import",
@@ -32,15 +30,19 @@ def define(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output_dir",
         metavar="DIR",
-        help="default: the first directory in T5X_TASK_CACHES, a list separated by ':' that is searched for caches. If "
-        "unset, it is `tasks` in T5X_CACHE_DIR or ~/.cache/t5x; if empty, no cache is used",
+        help="local or remote; default: the first directory in T5X_TASK_CACHES, a list separated by ':' that is "
+        "searched for caches. If unset, it is `tasks` in T5X_CACHE_DIR or ~/.cache/t5x; if empty, no cache is used",
     )
     parser.add_argument("--num_workers", type=int, metavar="N", help="processes (default: one per core)")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing cache")
     parser.add_argument("--drop_text", action="store_true", help="omit *_pretokenized: smaller, for training only")
     parser.add_argument("--skip_bad_examples", action="store_true", help="skip and count examples that cannot be read")
     parser.add_argument("--runner", metavar="RUNNER", help="Apache Beam runner, such as DirectRunner (default: none)")
-    parser.epilog = "example:\n  t5x cache --import my_tasks.py my_task --split train"
+    parser.set_help(
+        "Tokenize the examples of a task, or of all tasks of a mixture, once. Training finds the cache by itself, and "
+        "its batches stay the same. If interrupted, run the same command again: it resumes.",
+        "t5x cache dates --import t5x.examples.demo.dates --split test",
+    )
 
 
 _OPTIONS = ("splits", "output_dir", "num_workers", "overwrite", "drop_text", "skip_bad_examples", "runner")
@@ -66,7 +68,7 @@ def cache_tasks(
       output_dir: directory of the caches; None is where they are looked up.
       options: arguments of `cache_writer.write`.
     """
-    from t5x.data import cache_reader, cache_writer
+    from t5x.data import cache_writer
     from t5x.data.tasks import check_split, get_mixture_or_task, get_subtasks
 
     found = get_mixture_or_task(name)
@@ -77,7 +79,7 @@ def cache_tasks(
     if all(reasons.values()):
         raise UserError("\n".join(reasons.values()))
     if output_dir is not None:
-        output_dir = cache_reader.local_directory(output_dir, "--output_dir")
+        output_dir = user_files.absolute_path(output_dir)
     rows = [("task", "split", "examples", "tokens", "bytes", "seconds")]
     for task in tasks:
         if reasons[task.name]:

@@ -4,10 +4,10 @@ import argparse
 import signal
 
 from t5x.verbs.arguments import leave_in_order, work_begins
+from t5x.verbs.verb_parser import VerbParser
 
 
-def define(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Convert a checkpoint of any format to ours (t5x), native T5X (native) or Hugging Face (hf)."
+def define(parser: VerbParser) -> None:
     parser.add_argument("source", metavar="SRC", help="a checkpoint, or a MODEL_DIR")
     parser.add_argument("destination", metavar="DST", help="the directory to create, local or remote")
     parser.add_argument("--to", required=True, choices=("t5x", "native", "hf"), help="the format to write")
@@ -16,7 +16,10 @@ def define(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="dtype of the parameters (default: unchanged)")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing destination")
-    parser.epilog = "example:\n  t5x convert runs/demo demo_hf --to hf"
+    parser.set_help(
+        "Convert a checkpoint of any format to ours (t5x), native T5X (native) or Hugging Face (hf).",
+        "t5x convert runs/demo demo_hf --to hf",
+    )
 
 
 def run(args: argparse.Namespace) -> None:

@@ -9,16 +9,14 @@ from typing import TYPE_CHECKING
 from t5x.errors import UserError
 from t5x.verbs import file_options
 from t5x.verbs.arguments import add_import, import_modules, work_begins
+from t5x.verbs.file_options import FileReport
+from t5x.verbs.verb_parser import VerbParser
 
 if TYPE_CHECKING:
     from t5x.data.tasks import Task
 
 
-def define(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Show the examples of a task, a mixture or a data file: the result of each preprocessor, tokens, a row of a "
-        "batch, lengths, padding and truncation."
-    )
+def define(parser: VerbParser) -> None:
     parser.add_argument("name", metavar="TASK", nargs="?", help="a registered task or mixture, unless --data is given")
     add_import(parser)
     parser.add_argument("--split", default="train", help="default: train")
@@ -26,10 +24,15 @@ def define(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lengths", metavar="L", help="feature lengths of training: inputs=512,targets=114")
     parser.add_argument("--pack", action="store_true", help="show a packed row")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the order and of preprocessors (0)")
-    file_options.add(parser, "data file (without a task)")
-    parser.epilog = (
-        "examples:\n  t5x data my_task --import my_tasks.py --lengths inputs=512,targets=64 --pack\n"
-        "  t5x data --data train.jsonl --inputs question --targets answer --vocabulary spiece.model"
+    file_options.add(parser, "data file (without a task)", FileReport)
+    parser.set_help(
+        "Show the examples of a task, a mixture or a data file: the result of each preprocessor, tokens, a row of a "
+        "batch, lengths, padding and truncation.",
+        """
+        t5x data --data train.tsv --inputs question --targets answer --model google/flan-t5-small
+        t5x data --data test.tsv --model runs/mine
+        t5x data dates --import t5x.examples.demo.dates --lengths inputs=64,targets=16 --pack
+        """,
     )
 
 
@@ -38,7 +41,7 @@ def run(args: argparse.Namespace) -> None:
     from t5x.verbs.data_report import DataReport
     from t5x.verbs.text_page import Page
 
-    options = file_options.given(args, file_options.FileOptions)
+    options = file_options.given(args, FileReport)
     if (args.name is None) == ("data" not in options):
         raise UserError(
             "Pass a task, `t5x data my_task --import my_tasks.py`, or a file, `t5x data --data train.jsonl`."
@@ -50,7 +53,11 @@ def run(args: argparse.Namespace) -> None:
     lengths = parse_lengths(args.lengths)
     import_modules(args)
     work_begins()
-    found = get_mixture_or_task(args.name) if args.name else _file_task(options, args.split)
+    if args.name:
+        found = get_mixture_or_task(args.name)
+    else:
+        found, of_options = _file_task(FileReport(**options), args.split)
+        lengths = lengths or of_options
     sys.stdout.reconfigure(errors="backslashreplace")
     is_terminal = sys.stdout.isatty()
     width = min(shutil.get_terminal_size((80, 24)).columns, 120) if is_terminal else 80
@@ -58,15 +65,29 @@ def run(args: argparse.Namespace) -> None:
     DataReport(page, found, split=args.split, lengths=lengths, pack=args.pack, seed=args.seed).write(args.n)
 
 
-def _file_task(options: dict[str, str], split: str) -> "Task":
+def _file_task(options: FileReport, split: str) -> "tuple[Task, dict[str, int] | None]":
+    """Return the task of a file, and the lengths of training with these options; None if there is none."""
     from t5x.data.file_tasks import file_task
     from t5x.data.vocabularies.loading import vocabulary_named
 
-    if "vocabulary" not in options:
-        raise UserError("--data needs --vocabulary: a SentencePiece model (*.model), a tokenizer.json, or bytes.")
-    vocabulary = vocabulary_named(options["vocabulary"]).load()
-    fields = {name: options[name] for name in ("inputs", "targets", "prefix") if name in options}
-    return file_task({split: options["data"]}, vocabulary, **fields, name="file")
+    if options.model is not None:
+        from t5x.inference.loaded import open_model
+
+        source, model = open_model(options.model, options.vocabulary)
+        vocabulary, data = model.output_vocabulary, options.description(source.data, source.path)
+    elif options.vocabulary is not None:
+        vocabulary, data = vocabulary_named(options.vocabulary).load(), options.description()
+    else:
+        raise UserError(
+            "--data needs the vocabulary of a model: --model CHECKPOINT, or --vocabulary with a SentencePiece model "
+            "(*.model), a tokenizer.json, or bytes."
+        )
+    lengths = {"inputs": data.max_input_length, "targets": data.max_target_length}
+    is_known = options.model or options.max_input_length or options.max_target_length
+    task = file_task(
+        {split: options.data}, vocabulary, data.inputs, data.targets, data.prefix, name="file", columns=data.columns
+    )
+    return task, lengths if is_known else None
 
 
 def parse_lengths(text: str | None) -> dict[str, int] | None:

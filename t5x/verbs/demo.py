@@ -4,12 +4,15 @@ import argparse
 import os
 import shlex
 
+from t5x.verbs.verb_parser import VerbParser
+
 GIN_FILE = "t5x/examples/demo/dates.gin"
 
 
-def define(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Train a tiny byte-level T5 on this machine to convert dates to ISO format, and show what it learned."
+def define(parser: VerbParser) -> None:
+    parser.set_help(
+        "Train a tiny byte-level T5 on this machine to convert dates to ISO format, and show what it learned.",
+        "t5x demo",
     )
     parser.add_argument("--model_dir", default=os.path.join("runs", "demo"), metavar="DIR", help="default: runs/demo")
     parser.set_defaults(gin_bindings=[])

@@ -6,23 +6,27 @@ from typing import Any
 
 from t5x.errors import UserError
 from t5x.verbs import file_options
-from t5x.verbs.arguments import add_gin, describe, import_modules, leave_in_order, processes, run_gin, work_begins
+from t5x.verbs.arguments import add_gin, import_modules, leave_in_order, processes, run_gin, work_begins
 from t5x.verbs.file_options import FileEvaluation
+from t5x.verbs.verb_parser import VerbParser
+
+_FROM_FILE = "--model runs/mine --data test.tsv"
+_FROM_GIN = (
+    "--gin_file=t5x/examples/demo/dates_eval.gin --gin.CHECKPOINT_PATH=runs/demo --gin.EVAL_OUTPUT_DIR=runs/eval"
+)
 
 
-def define(parser: argparse.ArgumentParser) -> None:
+def define(parser: VerbParser) -> None:
     parser.add_argument("--json", action="store_true", help="print a JSON line for each step and task, not a table")
     file_options.add(parser, "data file (with a model directory, no gin)", FileEvaluation)
     add_gin(parser)
-    describe(
-        parser,
+    parser.set_help(
         "Score a checkpoint, or every checkpoint of a run: on a data file with --model and --data, or with the metrics "
         "of a task with gin files. Prints a table. The same command resumes an interrupted evaluation.",
-        """
-        t5x eval --model runs/mine --data test.jsonl --inputs en --targets de --metric bleu --metric chrf
-        t5x eval --model runs/mine --all --data valid.tsv --metric accuracy --output runs/mine_eval
-        t5x eval --gin_file=t5x/examples/demo/dates_eval.gin --gin.CHECKPOINT_PATH=runs/demo \\
-            --gin.EVAL_OUTPUT_DIR=runs/demo_eval
+        f"""
+        t5x eval {_FROM_FILE} --metric bleu --metric chrf
+        t5x eval --model runs/mine --all --data test.tsv --metric accuracy --output runs/mine_eval
+        t5x eval {_FROM_GIN}
         """,
     )
 
@@ -34,7 +38,7 @@ def run(args: argparse.Namespace) -> None:
         from t5x.eval import evaluate
 
         signal.signal(signal.SIGTERM, leave_in_order)
-        results = run_gin(args, evaluate)
+        results = run_gin(args, evaluate, (_FROM_FILE, _FROM_GIN))
     if results is None:
         return
     import jax

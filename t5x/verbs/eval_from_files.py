@@ -16,6 +16,7 @@ from t5x.data.loader import round_up_length
 from t5x.data.tasks import Task
 from t5x.errors import UserError
 from t5x.eval import evaluate
+from t5x.files.directories import open_directory
 from t5x.files.user_files import absolute_path
 from t5x.inference.loaded import open_model
 from t5x.inference.options import Decoding
@@ -38,7 +39,7 @@ def evaluate_file(run: FileEvaluation, *, command: str = "") -> dict[int, dict[s
       command: the command line, to be stored in the output directory.
     """
     if run.all and run.output:
-        _check_same_command(os.path.join(run.output, COMMAND_FILE), command)
+        _check_same_command(run.output, command)
 
     # --- Model and data -----------------------------------------------------------------------------------------------
     source, model = open_model(run.model, run.vocabulary, run.dtype)
@@ -49,20 +50,25 @@ def evaluate_file(run: FileEvaluation, *, command: str = "") -> dict[int, dict[s
         raise UserError(f"{source.path} has different vocabularies for inputs and targets. Use gin files for it.")
     metrics = list(dict.fromkeys(run.metric))
     files = {SPLIT: absolute_path(run.data)}
-    task = file_task(files, vocabulary, run.inputs, run.targets, run.prefix, metric=metrics, name=TASK)
-    limits = {"inputs": ("--max_input_length", run.max_input_length), "targets": ("--max_length", run.max_length)}
+    data = run.description(source.data, source.path)
+    task = file_task(files, vocabulary, data.inputs, data.targets, data.prefix, metrics, TASK, data.columns)
+    limits = {
+        "inputs": ("--max_input_length", data.max_input_length),
+        "targets": ("--max_target_length", data.max_target_length),
+    }
     found = check_examples(task, SPLIT, limits, skip_bad_examples=run.skip_bad_examples)
     _check_names(task, found.first["targets"])
     lengths = {
-        "inputs": min(round_up_length(found.longest["inputs"]), run.max_input_length),
-        "targets": run.max_length,
+        "inputs": min(round_up_length(found.longest["inputs"]), data.max_input_length),
+        "targets": data.max_target_length,
     }
 
     # --- Decoding -----------------------------------------------------------------------------------------------------
     model = copy.copy(model)
-    model.decode_fn = Decoding(beams=run.beams).decode_fn(vocabulary, run.max_length)
+    model.decode_fn = Decoding(beams=run.beams).decode_fn(vocabulary, data.max_target_length)
     model.default_decoder_params = {"num_decodes": run.beams}
-    log.info("decoding: %s, at most %d tokens", f"{run.beams} beams" if run.beams > 1 else "greedy", run.max_length)
+    how = f"{run.beams} beams" if run.beams > 1 else "greedy"
+    log.info("decoding: %s, at most %d tokens", how, data.max_target_length)
 
     # --- Evaluation ---------------------------------------------------------------------------------------------------
     with contextlib.ExitStack() as closing:
@@ -102,16 +108,14 @@ def _check_names(task: Task, target: str) -> None:
             names[name] = metric.__name__
 
 
-def _check_same_command(path: str, command: str) -> None:
+def _check_same_command(output: str, command: str) -> None:
     """Raise a UserError if the checkpoints already evaluated, which are skipped, had another command."""
-    if not os.path.exists(path):
+    content = open_directory(output).read_bytes(COMMAND_FILE)
+    if content is None:
         return
-    with open(path, encoding="utf-8") as file:
-        before = file.read().split("\n", 1)[1].strip()
+    before = content.decode().split("\n", 1)[1].strip()
     if before != command:
-        raise UserError(
-            f"{os.path.dirname(path)} has the results of another command:\n  {before}\nPass another --output."
-        )
+        raise UserError(f"{output} has the results of another command:\n  {before}\nPass another --output.")
 
 
 def _write_command(output_dir: str, summary_writer: Any, step: int, command: str) -> None:

@@ -8,17 +8,21 @@ import dataclasses
 import os
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from t5x.errors import UserError
 from t5x.verbs.arguments import DTYPE
 
+if TYPE_CHECKING:
+    from t5x.data.data_description import DataDescription
+
 _REQUIRED = dataclasses.MISSING
+OPTIMIZERS = ("adafactor", "adam", "adamw", "lamb", "lion", "muon", "radam", "sgd")
 
 
-def _option(metavar: str, help_: str, default: Any = None) -> Any:
-    """Return a field with its argparse settings."""
-    settings = {"metavar": metavar, "help": help_, "type": {"N": int, "X": float}.get(metavar, str)}
+def _option(metavar: str, help_: str, default: Any = None, also: Sequence[str] = ()) -> Any:
+    """Return a field with its argparse settings; `also` are further names of the option."""
+    settings = {"metavar": metavar, "help": help_, "type": {"N": int, "X": float}.get(metavar, str), "also": also}
     return dataclasses.field(default=default, metadata=settings)
 
 
@@ -27,21 +31,58 @@ def _flag(help_: str) -> Any:
 
 
 @dataclasses.dataclass(kw_only=True)
-class FileOptions:
+class DataOptions:
+    """The options that say how a file is read. A checkpoint stores those of the run that wrote it."""
+
+    inputs: str | None = _option("FIELD", "field with the inputs, or a template: 'premise: {s1} rest: {s2}' (inputs)")
+    targets: str | None = _option("FIELD", "field with the targets, or a template (targets)")
+    prefix: str | None = _option("TEXT", "put before every input, unchanged")
+    columns: Sequence[str] | None = dataclasses.field(
+        default=None,
+        metadata={
+            "metavar": "A,B",
+            "type": lambda text: text.split(","),
+            "help": "names of the columns of a file without a header",
+        },
+    )
+    max_input_length: int | None = _option("N", "tokens of an input; longer ones are truncated (512)")
+    max_target_length: int | None = _option(
+        "N", "tokens of a target; longer ones are truncated, and no more are generated (128)", also=("--max_length",)
+    )
+    vocabulary: str | None = _option("FILE", "spiece.model, tokenizer.json, or bytes (default: the checkpoint's)")
+
+    def description(self, stored: Any = None, where: str = "") -> "DataDescription":
+        """Return how the file is read: as given, else as `stored` in a checkpoint, else by default.
+
+        Args:
+          where: the checkpoint, for messages.
+        """
+        from t5x.data.data_description import DataDescription
+
+        names = [field.name for field in dataclasses.fields(DataDescription)]
+        return DataDescription.of_checkpoint(stored, where, **{name: getattr(self, name) for name in names})
+
+    def check_positive(self, *names: str) -> None:
+        for name in names:
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise UserError(f"--{name} is {value}: it must be at least 1.")
+
+
+@dataclasses.dataclass(kw_only=True)
+class FileOptions(DataOptions):
     """The options that describe a data file."""
 
-    data: str = _option("FILE", ".jsonl, .tsv, .csv (names in the first line) or .parquet; also .gz", _REQUIRED)
-    inputs: str = _option("FIELD", "field with the inputs (inputs)", "inputs")
-    targets: str = _option("FIELD", "field with the targets (targets)", "targets")
-    prefix: str = _option("TEXT", "put before every input, unchanged", "")
-    vocabulary: str | None = _option(
-        "FILE", "a SentencePiece model (*.model), a tokenizer.json, or bytes (default: the checkpoint's)"
-    )
+    data: str = _option("FILE", ".jsonl, .tsv, .csv or .parquet; also compressed", _REQUIRED)
 
-    def _check_positive(self, *names: str) -> None:
-        for name in names:
-            if getattr(self, name) < 1:
-                raise UserError(f"--{name} is {getattr(self, name)}: it must be at least 1.")
+
+@dataclasses.dataclass(kw_only=True)
+class FileReport(FileOptions):
+    """The options of `t5x data --data`."""
+
+    model: str | None = _option("CHECKPOINT", "a model whose vocabulary and options are used")
+
+    def __post_init__(self):
+        self.check_positive("max_input_length", "max_target_length")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -51,27 +92,32 @@ class FileTraining(FileOptions):
     Steps are counted from the start of this run, whatever the model's own step. The learning rate is constant.
     """
 
-    valid: str | None = _option("FILE", "held-out file of the same kind; its loss and metric are reported")
+    valid: str | None = _option("FILE", "held-out file, whose loss and metric are reported")
     model: str | None = _option("CHECKPOINT", "fine-tune it; any format that `t5x inspect` reads")
     size: str | None = _option("SIZE", "or train from scratch: small, base, large, xl, xxl")
     family: str = _option("FAMILY", "of --size: t5_1_1 (default), t5_1_0, mt5, byt5", "t5_1_1")
-    model_dir: str = _option("DIR", "directory of the run; a run in the same directory resumes", _REQUIRED)
+    model_dir: str = _option("DIR", "directory of the run, where it resumes", _REQUIRED)
     steps: int = _option("N", "training steps, counted from the start of this run", _REQUIRED)
     batch_size: int = _option("N", "examples per step (32)", 32)
-    max_input_length: int = _option("N", "truncate longer inputs (512 tokens)", 512)
-    max_target_length: int = _option("N", "truncate longer targets (128 tokens)", 128)
+    optimizer: str = dataclasses.field(
+        default="adafactor", metadata={"choices": OPTIMIZERS, "help": "default: adafactor", "metavar": "NAME"}
+    )
     learning_rate: float | None = _option("X", "constant (0.001; from scratch 0.01)")
-    eval_every: int = _option("N", "steps between evaluations (1000); the last step is always evaluated", 1000)
-    save_every: int = _option("N", "steps between checkpoints (1000); the newest 3 are kept", 1000)
-    metric: str = _option("NAME", "exact_match (default), accuracy, … of t5x.metrics, or none", "exact_match")
+    eval_every: int = _option("N", "steps between evaluations (1000)", 1000)
+    save_every: int = _option("N", "steps between checkpoints (1000); keeps 3", 1000)
+    metric: str = _option(
+        "NAME", "exact_match (default), accuracy, … of t5x.metrics, your own module:function, or none", "exact_match"
+    )
     seed: int = _option("N", "seed of initial parameters, data order and dropout (0)", 0)
     dtype: str | None = dataclasses.field(default=None, metadata=DTYPE)
     skip_bad_examples: bool = _flag("skip lines that cannot be read")
 
     def __post_init__(self):
-        self._check_positive("steps", "batch_size", "max_input_length", "max_target_length", "eval_every", "save_every")
+        self.check_positive("steps", "batch_size", "max_input_length", "max_target_length", "eval_every", "save_every")
         if self.learning_rate is not None and not self.learning_rate > 0:
             raise UserError(f"--learning_rate is {self.learning_rate}: it must be above 0.")
+        if self.optimizer != "adafactor" and self.learning_rate is None:
+            raise UserError(f"--optimizer {self.optimizer} needs --learning_rate, for example 0.0003 for adamw.")
         if (self.model is None) == (self.size is None):
             raise UserError("Pass either --model, a checkpoint to fine-tune, or --size, to train from scratch.")
         if os.path.lexists(self.model_dir) and not os.path.isdir(self.model_dir):
@@ -89,29 +135,30 @@ class FileEvaluation(FileOptions):
         metadata={
             "action": "append",
             "metavar": "NAME",
-            "help": "bleu, chrf, rouge, squad, accuracy, … of t5x.metrics; may be repeated (exact_match)",
+            "help": "bleu, chrf, rouge, squad, … of t5x.metrics, or module:function; may be repeated (exact_match)",
         },
     )
     beams: int = _option("N", "beam size (1, greedy)", 1)
-    max_length: int = _option("N", "maximum number of generated tokens (128)", 128)
-    max_input_length: int = _option("N", "truncate longer inputs (512 tokens)", 512)
     batch_size: int = _option("N", "examples per batch (32)", 32)
     dtype: str | None = dataclasses.field(default=None, metadata=DTYPE)
     output: str | None = _option("DIR", "directory for predictions and metrics (default: only print the metrics)")
     skip_bad_examples: bool = _flag("skip lines that cannot be read")
 
     def __post_init__(self):
-        self._check_positive("beams", "max_length", "max_input_length", "batch_size")
+        self.check_positive("beams", "max_target_length", "max_input_length", "batch_size")
 
 
-def add(parser: argparse.ArgumentParser, title: str, options: type[FileOptions] = FileOptions) -> None:
-    """Add a group with these options."""
+def add(parser: argparse.ArgumentParser, title: str, options: type[DataOptions] = FileOptions) -> Any:
+    """Add a group with these options, and return it."""
     group = parser.add_argument_group(title)
-    for field in dataclasses.fields(options):
-        group.add_argument(f"--{field.name}", default=None, **field.metadata)
+    for field in sorted(dataclasses.fields(options), key=lambda field: field.name not in ("data", "model", "valid")):
+        settings = dict(field.metadata)
+        names = [f"--{field.name}", *settings.pop("also", ())]
+        group.add_argument(*names, dest=field.name, default=None, **settings)
+    return group
 
 
-def given(args: argparse.Namespace, options: type[FileOptions]) -> dict[str, Any]:
+def given(args: argparse.Namespace, options: type[DataOptions]) -> dict[str, Any]:
     """Return those of the options that were given."""
     found = {field.name: getattr(args, field.name, None) for field in dataclasses.fields(options)}
     return {name: value for name, value in found.items() if value is not None}
@@ -134,6 +181,7 @@ def command(verb: str, options: Mapping[str, Any], bindings: Iterable[str] = ())
     """Return the command line with the given options, quoted for a shell."""
     words = ["t5x", verb]
     for name, value in options.items():
+        value = ",".join(value) if name == "columns" else value
         for one in value if isinstance(value, list) else [value]:
             words += [f"--{name}"] if one is True else [f"--{name}", str(one)]
     return shlex.join([*words, *(f"--gin_bindings={binding}" for binding in bindings)])

@@ -15,11 +15,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from t5x import configuration, gin_utils, startup
-from t5x.data.file_tasks import check_examples, file_task, pairs
+from t5x.data.data_description import DataDescription, field_names
+from t5x.data.file_tasks import check_examples, file_task
 from t5x.data.sources import BadExample
 from t5x.data.tasks import Task
 from t5x.data.vocabularies.loading import NamedVocabulary, vocabulary_named
 from t5x.errors import UserError
+from t5x.files import hub
 from t5x.files.remote import is_remote
 from t5x.files.user_files import absolute_path
 from t5x.verbs.file_options import FileTraining
@@ -62,18 +64,21 @@ def train_file(
     describe_model = _from_scratch if options.model is None else _from_checkpoint
     gin_file, model_bindings, vocabulary = describe_model(options)
     files = {"train": options.data} | ({} if options.valid is None else {"validation": options.valid})
+    data = options.description()
     arguments = {
         "files": {split: absolute_path(path) for split, path in files.items()},
-        "inputs": options.inputs,
-        "targets": options.targets,
-        "prefix": options.prefix,
+        "inputs": data.inputs,
+        "targets": data.targets,
+        "prefix": data.prefix,
         "metric": None if options.metric == "none" else options.metric,
         "name": TASK,
     }
+    if data.columns is not None:
+        arguments["columns"] = list(data.columns)
     task = file_task(vocabulary=vocabulary.load(), **arguments)
     limits = {
-        "inputs": ("--max_input_length", options.max_input_length),
-        "targets": ("--max_target_length", options.max_target_length),
+        "inputs": ("--max_input_length", data.max_input_length),
+        "targets": ("--max_target_length", data.max_target_length),
     }
     for split in task.splits:
         check_examples(
@@ -93,7 +98,7 @@ def train_file(
         arguments = {f"data.file_task.{name}": value for name, value in arguments.items()}
         configuration.parse(
             gin_files=[gin_file, RUN_FILE],
-            bindings=[*model_bindings, *vocabulary.bindings(), *_run_bindings(options, arguments), *bindings],
+            bindings=[*model_bindings, *vocabulary.bindings(), *_run_bindings(options, data, arguments), *bindings],
             entry_points={"train": train},
         )
         configuration.check(train, strict=strict)
@@ -151,7 +156,7 @@ def _from_scratch(options: FileTraining) -> tuple[str, list[str], NamedVocabular
 
 def _from_checkpoint(options: FileTraining) -> tuple[str, list[str], NamedVocabulary]:
     """Return a gin file, the bindings that make it the checkpoint's model, and the vocabulary."""
-    from t5x.checkpoints import families, transfer
+    from t5x.checkpoints import families, names, transfer
     from t5x.checkpoints.formats import open_checkpoint
     from t5x.network import T5Config
 
@@ -160,13 +165,17 @@ def _from_checkpoint(options: FileTraining) -> tuple[str, list[str], NamedVocabu
     if families.is_decoder_only(config):
         raise UserError(f"{source.path} is a decoder-only model, which --data cannot train. Use gin files.")
     log.info("%s is a %s (%s)", source.path, families.name_of(config, source.model_type), source.format)
-    if options.vocabulary is None:
-        vocabulary = _vocabulary_of(source)
+    if named := options.vocabulary or names.public_vocabulary(options.model):
+        vocabulary = vocabulary_named(named, config["vocab_size"])
     else:
-        vocabulary = vocabulary_named(options.vocabulary, config["vocab_size"])
+        vocabulary = _vocabulary_of(source)
     fields = {field.name for field in dataclasses.fields(T5Config)} - {"dropout_rate", "dtype"}
     network = [f"network.T5Config.{name} = {value!r}" for name, value in config.items() if name in fields]
-    path = options.model if is_remote(options.model) else source.path
+    path = names.resolve(options.model)
+    if hub.is_hub_url(path):
+        path = hub.pinned(path, source.path)
+    elif not is_remote(path):
+        path = source.path
     bindings = [f"INITIAL_CHECKPOINT_PATH = {path!r}", *network]
     return MODEL_FILE.format(family="t5_1_1", size="base"), bindings, vocabulary
 
@@ -191,16 +200,15 @@ def _vocabulary_of(source: "Source") -> NamedVocabulary:
     return NamedVocabulary(function, arguments)
 
 
-def _run_bindings(options: FileTraining, task_arguments: dict[str, Any]) -> list[str]:
+def _run_bindings(options: FileTraining, data: DataDescription, task_arguments: dict[str, Any]) -> list[str]:
     from t5x.network import default_dtype
 
     dtype = options.dtype or default_dtype()
-    log.info("activations are %s (set with --dtype)", dtype)
     values = {
         "MODEL_DIR": absolute_path(options.model_dir),
         "TRAIN_STEPS": 0,
         "TRAIN_STEPS_RELATIVE": options.steps,
-        "TASK_FEATURE_LENGTHS": {"inputs": options.max_input_length, "targets": options.max_target_length},
+        "TASK_FEATURE_LENGTHS": {"inputs": data.max_input_length, "targets": data.max_target_length},
         "BATCH_SIZE": options.batch_size,
         "EVAL_PERIOD": options.eval_every,
         "EVAL_STEPS": None,
@@ -213,6 +221,9 @@ def _run_bindings(options: FileTraining, task_arguments: dict[str, Any]) -> list
         "utils.SaveCheckpointConfig.period": options.save_every,
         "utils.SaveCheckpointConfig.keep": 3,
     }
+    optimizer = []
+    if options.optimizer != "adafactor":  # which the model's gin file sets
+        optimizer = ["from t5x import optimizers", f"OPTIMIZER = @optimizers.{options.optimizer}()"]
     scopes = {"train": True, "train_eval": options.valid is not None}
     scopes["infer_eval"] = options.valid is not None and options.metric != "none"
     for scope, is_used in scopes.items():
@@ -221,6 +232,7 @@ def _run_bindings(options: FileTraining, task_arguments: dict[str, Any]) -> list
         elif options.skip_bad_examples:
             values[f"{scope}/utils.DatasetConfig.skip_bad_examples"] = True
     return [
+        *optimizer,
         "from t5x import data",
         "MIXTURE_OR_TASK_NAME = @data.file_task()",
         "data.file_task.vocabulary = %VOCABULARY",
@@ -253,13 +265,13 @@ def _check_steps(options: FileTraining) -> None:
 
 def _next_steps(options: FileTraining, task: Task, step: int) -> str:
     t5x, model_dir = startup.command("t5x"), shlex.quote(options.model_dir)
-    note = f" (put {options.prefix!r} before each line)" if options.prefix else ""
+    file = shlex.quote(options.valid or options.data)
     results = ", ".join(_results(options.model_dir, step))
     lines = [
         "",
         *([f"held out:  {results} (step {step})"] if results else []),
-        f"try it:    echo {shlex.quote(_short_input(task))} | {t5x} infer --model {model_dir} --input -",
-        f"a file:    {t5x} infer --model {model_dir} --input inputs.txt --output predictions.jsonl{note}",
+        f"try it:    echo {shlex.quote(_example_line(task))} | {t5x} infer --model {model_dir} --input -",
+        f"a file:    {t5x} infer --model {model_dir} --input {file} --output predictions.jsonl",
         "continue:  the same command with a larger --steps",
         f"watch it:  {startup.command('tensorboard')} --logdir {model_dir}",
     ]
@@ -268,12 +280,13 @@ def _next_steps(options: FileTraining, task: Task, step: int) -> str:
 
 def _results(model_dir: str, step: int) -> list[str]:
     """Return the metrics of the last evaluation, read from the files of the run."""
-    from t5x.telemetry import jsonl
+    from t5x.files.directories import open_directory
     from t5x.telemetry.writer import METRICS_FILE
 
     def last(*path: str) -> dict[str, Any]:
-        records = [record for record, _ in jsonl.read(os.path.join(model_dir, *path))]
-        return records[-1] if records and records[-1]["step"] == step else {}
+        lines = (open_directory(model_dir).read_bytes("/".join(path)) or b"").splitlines()
+        record = json.loads(lines[-1]) if lines else {}
+        return record if record.get("step") == step else {}
 
     loss = last("training_eval", TASK, METRICS_FILE)
     scores = last("inference_eval", f"{TASK}-metrics.jsonl")
@@ -283,12 +296,15 @@ def _results(model_dir: str, step: int) -> list[str]:
     ]
 
 
-def _short_input(task: Task) -> str:
-    """Return a short input from the data to show in a command line."""
-    texts = pairs(task, task.splits[-1])
-    for index in range(min(len(texts), 100)):
+def _example_line(task: Task) -> str:
+    """Return a short example of the data as a line for `t5x infer --input -`."""
+    description = task.source_info["description"]
+    names, split = field_names(description.inputs), task.splits[-1]
+    for index in range(min(task.source.num_examples(split), 100)):
         with contextlib.suppress(BadExample):
-            text = texts.outputs(0, index)[0]["inputs"]
-            if text.isprintable() and len(text) <= _MAX_EXAMPLE_LENGTH:
-                return text
-    return f"{task.source_info['prefix']}…"
+            example = task.source.example(split, index)
+            fields = {name: example.get(name) for name in names}
+            line = str(fields[names[0]]) if len(names) == 1 else json.dumps(fields, ensure_ascii=False, default=str)
+            if line.isprintable() and len(line) <= _MAX_EXAMPLE_LENGTH:
+                return line
+    return "…"

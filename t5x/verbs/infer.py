@@ -3,25 +3,31 @@
 import argparse
 
 from t5x.errors import UserError
-from t5x.verbs.arguments import add_gin, add_model, describe, run_gin
+from t5x.verbs import file_options
+from t5x.verbs.arguments import DTYPE, add_gin, run_gin
+from t5x.verbs.file_options import DataOptions
 from t5x.verbs.job_options import add_batches, add_output, add_shards, flags, given_options, job_process
+from t5x.verbs.verb_parser import VerbParser
+
+_FROM_FILE = "--model runs/demo --input -"
+_FROM_GIN = "--gin_file=t5x/configs/runs/infer.gin --gin_file=my_model.gin --gin.CHECKPOINT_PATH=runs/mine"
 
 
-def define(parser: argparse.ArgumentParser) -> None:
+def define(parser: VerbParser) -> None:
     file = parser.add_argument_group("a file, with only a model directory")
     file.add_argument("--model", metavar="DIR", help="a checkpoint, or a MODEL_DIR (its newest complete checkpoint)")
-    file.add_argument("--input", metavar="FILE", help="text, one input per line, or .jsonl; - is standard input")
+    file.add_argument(
+        "--input", "--data", metavar="FILE",
+        help="text (an input per line), .jsonl, .tsv, .csv or .parquet; - is standard input",
+    )  # fmt: skip
     add_output(file, "JSON lines")
     file.add_argument("--mode", choices=("predict", "score"), help='score: of given "targets" (default: predict)')
-    file.add_argument("--max_length", type=int, metavar="N", help="maximum generated tokens (128)")
-    file.add_argument(
-        "--max_input_length", type=int, metavar="N", help="truncate longer inputs, and targets to score (512)"
-    )
     file.add_argument("--long", choices=("truncate", "error"), help="truncate longer inputs (default), or refuse them")
     add_batches(file, "inputs", checkpoint_period=16)
     file.add_argument("--output_ids", action="store_true", default=None, help="also write prediction_tokens")
-    add_model(file)
-    decoding = parser.add_argument_group("decoding, with --model", "greedy by default")
+    file.add_argument("--dtype", **DTYPE)
+    file_options.add(parser, "how the file is read (default: as the model was trained)", DataOptions)
+    decoding = parser.add_topic("decoding", "decoding, with --model", "Greedy by default.")
     decoding.add_argument(
         "--beams", type=int, metavar="N",
         help="beam search (1, greedy); scores are divided by T5X's ((5 + length) / 6) ** 0.6",
@@ -42,28 +48,29 @@ def define(parser: argparse.ArgumentParser) -> None:
     decoding.add_argument("--choices", metavar="FILE", help="the only possible outputs, one per line")
     add_shards(parser)
     add_gin(parser)
-    describe(
-        parser,
+    parser.set_help(
         "Write a model's predictions or scores: for a file with --model and --input, or for a task with gin files. A "
         "run that was interrupted resumes.",
-        """
-        t5x infer --model runs/demo --input dates.txt --output predictions.jsonl
-        t5x infer --model google/flan-t5-small --input in.jsonl --output out.jsonl --beams 4 --max_length 64
-        echo "the third of March '97" | t5x infer --model runs/demo --input -
-        t5x infer --gin_file=t5x/configs/runs/infer.gin --gin_file=my_model.gin --gin.CHECKPOINT_PATH=… …
+        f"""
+        echo "the third of March '97" | t5x infer {_FROM_FILE}
+        t5x infer --model google/flan-t5-small --input test.tsv --output predictions.jsonl --beams 4
+        t5x infer {_FROM_GIN}
         """,
     )
 
 
 _FILE_OPTIONS = (
-    "output", "mode", "max_length", "max_input_length", "long", "batch_size", "checkpoint_period", "output_ids",
-    "overwrite", "vocabulary", "dtype", "beams", "length_penalty", "num_return", "temperature", "top_k", "top_p",
+    "output", "mode", "long", "batch_size", "checkpoint_period", "output_ids", "overwrite", "dtype",
+    "beams", "length_penalty", "num_return", "temperature", "top_k", "top_p",
     "seed", "min_length", "no_repeat_ngram", "repetition_penalty", "choices",
 )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> None:
-    options, shard = given_options(args, _FILE_OPTIONS), given_options(args, ("num_shards", "shard_id"))
+    options = given_options(args, _FILE_OPTIONS) | file_options.given(args, DataOptions)
+    if "max_target_length" in options:
+        options["max_length"] = options.pop("max_target_length")
+    shard = given_options(args, ("num_shards", "shard_id"))
     if args.model is None:
         if given := [*given_options(args, ("input",)), *options]:
             raise UserError(
@@ -73,13 +80,13 @@ def run(args: argparse.Namespace) -> None:
 
         if args.gin_file or args.gin_bindings:
             args.gin_bindings += [f"infer.{name} = {value}" for name, value in shard.items()]
-        return run_gin(args, infer)
+        return run_gin(args, infer, (_FROM_FILE, _FROM_GIN))
     if args.gin_file or args.gin_bindings or args.dry_run:
         raise UserError("--gin_file, --gin.… and --dry_run cannot be used with --model, which reads the checkpoint's.")
     if args.tfds_data_dir or args.seqio_additional_cache_dirs:
         raise UserError("--tfds_data_dir and --seqio_additional_cache_dirs are for tasks; they exclude --model.")
     if args.input is None:
-        raise UserError("--model needs --input: a text file, a .jsonl file, or - for standard input.")
+        raise UserError("--model needs --input: a file (text, .jsonl, .tsv, .csv, .parquet), or - for standard input.")
     if "choices" in options:
         from t5x.inference.input_lines import read_texts
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from t5x.errors import UserError
 from t5x.verbs.arguments import work_begins
+from t5x.verbs.verb_parser import VerbParser
 
 if TYPE_CHECKING:
     import numpy as np
@@ -17,11 +18,12 @@ if TYPE_CHECKING:
 _CHUNK_BYTES = 2**24
 
 
-def define(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Print format, step, model and parameters of a checkpoint of any supported format."
+def define(parser: VerbParser) -> None:
     parser.add_argument("path", metavar="PATH", help="a checkpoint, or a MODEL_DIR")
     parser.add_argument("--json", action="store_true", help="print JSON, with a hash of all parameters")
-    parser.epilog = "example:\n  t5x inspect runs/demo"
+    parser.set_help(
+        "Print format, step, model and parameters of a checkpoint of any supported format.", "t5x inspect runs/demo"
+    )
 
 
 def run(args: argparse.Namespace) -> None:

@@ -3,11 +3,11 @@
 import argparse
 import contextlib
 import signal
-import textwrap
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from t5x.verbs.arguments import import_modules, leave_in_order, processes, work_begins
+from t5x.verbs.verb_parser import VerbParser
 
 
 def add_output(group: Any, content: str) -> None:
@@ -24,15 +24,10 @@ def add_batches(group: Any, unit: str, checkpoint_period: int) -> None:
     )
 
 
-def add_shards(parser: argparse.ArgumentParser) -> None:
-    shards = parser.add_argument_group("shards: parts of the input, each processed by a separate command")
+def add_shards(parser: VerbParser) -> None:
+    shards = parser.add_topic("shards", "shards: parts of the input, each processed by a separate command")
     shards.add_argument("--num_shards", type=int, metavar="N", help="number of shards (1)")
     shards.add_argument("--shard_id", type=int, metavar="I", help="index of this shard, from 0")
-
-
-def set_help(parser: argparse.ArgumentParser, description: str, examples: str) -> None:
-    parser.description = description
-    parser.epilog = "examples:\n" + textwrap.indent(textwrap.dedent(examples).strip(), "  ")
 
 
 def given_options(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:

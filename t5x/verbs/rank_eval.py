@@ -5,20 +5,22 @@ import os
 
 from t5x.errors import UserError
 from t5x.verbs.arguments import work_begins
-from t5x.verbs.job_options import given_options, set_help
+from t5x.verbs.job_options import given_options
+from t5x.verbs.verb_parser import VerbParser
 
 
-def define(parser: argparse.ArgumentParser) -> None:
+def define(parser: VerbParser) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="TREC or MS MARCO runs; the first is the baseline")
     parser.add_argument("--qrels", metavar="FILE", required=True, help="the judgments")
     add_measures(parser)
     parser.add_argument("--missing_as_zero", action="store_true", help="count judged queries that a run lacks as 0")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, not a table")
     parser.add_argument("--per_query", metavar="FILE", help="write the values of every query, as JSON lines")
-    set_help(
-        parser,
+    parser.set_help(
         "Score runs with judgments, as trec_eval does, and test whether they differ significantly.",
         """
-        t5x rank-eval --qrels qrels.dl19-passage.txt bm25.trec monot5.trec
+        printf '1 0 a 1\\n' > qrels.txt; printf '1 Q0 b 1 2.0 x\\n1 Q0 a 2 1.0 x\\n' > run.trec
+        t5x rank-eval --qrels qrels.txt run.trec
         t5x rank-eval --qrels qrels.txt --measures mrr@10,recall@1000 --relevance_level 2 run.trec
         """,
     )
@@ -44,6 +46,6 @@ def run(args: argparse.Namespace) -> None:
         raise UserError("A run is given twice. Remove one of them.")
     report = evaluation.report(
         read_qrels(args.qrels), {}, dict(zip(names, args.runs, strict=True)), missing_as_zero=args.missing_as_zero,
-        per_query_path=args.per_query, **given_options(args, ("measures", "relevance_level")),
+        per_query_path=args.per_query, as_json=args.json, **given_options(args, ("measures", "relevance_level")),
     )  # fmt: skip
     print(report)

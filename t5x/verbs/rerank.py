@@ -4,59 +4,60 @@ import argparse
 
 from t5x.errors import UserError
 from t5x.verbs.arguments import add_import, add_model, add_processes
-from t5x.verbs.job_options import add_batches, add_output, add_shards, flags, given_options, job_process, set_help
+from t5x.verbs.job_options import add_batches, add_output, add_shards, flags, given_options, job_process
 from t5x.verbs.rank_eval import add_measures
+from t5x.verbs.verb_parser import VerbParser
 
 
-def define(parser: argparse.ArgumentParser) -> None:
+def define(parser: VerbParser) -> None:
     parser.add_argument("--model", metavar="DIR", required=True, help="a ranker: a checkpoint, or a MODEL_DIR")
     what = parser.add_argument_group("input, one of")
-    what.add_argument("--run", metavar="FILE", help="a TREC or MS MARCO run; needs --collection and --topics")
+    what.add_argument("--run", metavar="FILE", help="a TREC or MS MARCO run, with the files below")
     what.add_argument("--candidates", metavar="FILE", help="JSON lists of queries with their passages")
     what.add_argument(
         "--input", metavar="FILE",
         help="pairs: JSON lines with query, text, query_id, doc_id, or tab-separated; - is standard input",
     )  # fmt: skip
-    run = parser.add_argument_group("with --run (and --top with --candidates)")
-    run.add_argument("--collection", metavar="FILE", help="passages: id<TAB>text, or JSON lines; or a BEIR directory")
-    run.add_argument("--topics", metavar="FILE", help="queries: id<TAB>query, or JSON lines; or a BEIR directory")
+    run = parser.add_argument_group("with --run")
+    run.add_argument("--collection", metavar="FILE", help="id<TAB>passage, JSON lines, or a BEIR directory")
+    run.add_argument("--topics", metavar="FILE", help="id<TAB>query, JSON lines, or a BEIR directory")
     run.add_argument("--skip_unknown", action="store_true", help="skip and count ids without a text")
-    run.add_argument("--top", type=int, metavar="N", help="rerank the first N of each query; the others stay below")
+    run.add_argument("--top", type=int, metavar="N", help="rerank the first N of a query; also --candidates")
     out = parser.add_argument_group("output")
     add_output(out, "the new run")
     out.add_argument("--format", choices=("trec", "msmarco", "jsonl"), help="jsonl: in input order, with logits")
     out.add_argument("--qrels", metavar="FILE", help="judgments: print measures before and after")
     add_measures(out)
-    model = parser.add_argument_group("model", "taken from the checkpoint if it is a known ranker")
-    model.add_argument(
-        "--template", metavar="T", help="monot5, mt5, ptt5, monoptt5, or a text with {query} and {document}"
-    )
-    model.add_argument("--labels", metavar="A,B", help="the words for relevant and irrelevant: true,false")
-    model.add_argument("--max_length", type=int, metavar="N", help="tokens per input; longer passages are cut (512)")
-    model.add_argument(
-        "--long_query", choices=("error", "truncate"), help="what to do if a query leaves no room for a passage (error)"
-    )
-    model.add_argument("--max_p", action="store_true", help="score a long passage by its best window")
-    model.add_argument("--window", type=int, metavar="N", help="words of a window (150)")
-    model.add_argument("--stride", type=int, metavar="N", help="words from one window to the next (75)")
-    model.add_argument("--pairwise", metavar="DIR", help="a duoT5 that compares pairs of the top passages")
-    model.add_argument("--pairwise_top", type=int, metavar="K", help="number of passages to compare per query (50)")
-    model.add_argument("--pairwise_labels", metavar="A,B", help="its words, if they are not true,false")
+    model = parser.add_argument_group("model")
     add_model(model)
     add_batches(model, "pairs", checkpoint_period=32)
+    add_import(model)
+    template = parser.add_topic("template", "inputs of the model (by default the checkpoint's)")
+    template.add_argument(
+        "--template", metavar="T", help="monot5, mt5, ptt5, monoptt5, or a text with {query} and {document}"
+    )
+    template.add_argument("--labels", metavar="A,B", help="the words for relevant and irrelevant: true,false")
+    template.add_argument("--max_length", type=int, metavar="N", help="tokens per input; longer passages are cut (512)")
+    template.add_argument(
+        "--long_query", choices=("error", "truncate"), help="what to do if a query leaves no room for a passage (error)"
+    )
+    windows = parser.add_topic("windows", "long passages")
+    windows.add_argument("--max_p", action="store_true", help="score a long passage by its best window")
+    windows.add_argument("--window", type=int, metavar="N", help="words of a window (150)")
+    windows.add_argument("--stride", type=int, metavar="N", help="words from one window to the next (75)")
+    pairs = parser.add_topic("pairwise", "a second model that compares pairs of the top passages")
+    pairs.add_argument("--pairwise", metavar="DIR", help="a duoT5 that compares pairs of the top passages")
+    pairs.add_argument("--pairwise_top", type=int, metavar="K", help="number of passages to compare per query (50)")
+    pairs.add_argument("--pairwise_labels", metavar="A,B", help="its words, if they are not true,false")
     add_shards(parser)
-    add_import(parser)
     add_processes(parser)
-    set_help(
-        parser,
+    parser.set_help(
         "Rank passages by their relevance to queries. A run that was interrupted resumes.",
         """
         t5x rerank --model castorini/monot5-base-msmarco --run bm25.trec --collection collection.tsv \\
             --topics topics.tsv --output monot5.trec --qrels qrels.txt
-        t5x rerank --model DIR --candidates bm25_top100.json.gz --top 50 --output run.trec
-        t5x rerank --model DIR --run bm25.trec --collection beir/scifact --output run.trec --pairwise DUO \\
-            --pairwise_top 20
-        printf 'what is a quark?\\tA quark is a particle.\\n' | t5x rerank --model DIR --input - --format jsonl
+        printf 'what is a quark?\\tA quark is a particle.\\n' |
+            t5x rerank --model castorini/monot5-base-msmarco --input - --format jsonl
         """,
     )
 

@@ -1,12 +1,16 @@
 """Kill training runs at random moments and check that they end as if nothing had happened.
 
     python -m tests.chaos.harness --kills 100
+    python -m tests.chaos.harness --kills 20 --store s3 --faults 0.01
 
 Runs of a packed mixture that is read by worker processes, alone and of two processes, evaluate and save while they
 train. They are killed (`kill -9`) in the middle of a save, in the middle of an evaluation, and at any other moment; of
 two processes one is killed, and the other must end by itself. After every kill all checkpoints must be readable. When a
 run at last comes to its end, its state must be bitwise identical to that of an uninterrupted run, and so must its
 metrics and predictions, except for times.
+
+With --store, MODEL_DIR is on a real S3 or GCS server (`pip install -e ".[stores]"`), which may fail some of the
+requests, and every process has a cache directory of its own, as on machines that share no disk.
 """
 
 import argparse
@@ -30,6 +34,7 @@ import jax
 import numpy as np
 
 from t5x import checkpoints
+from t5x.files.remote import RemotePath
 from tests.programs import REPO, SMALL, environment, free_port
 from tests.xla_flags import QUICK_COMPILATION
 
@@ -52,7 +57,7 @@ class Setting:
     steps: int = 24
     decodes: bool = True
 
-    def start(self, model_dir: Path, log: Path) -> list[subprocess.Popen]:
+    def start(self, model_dir: Path | str, log: Path) -> list[subprocess.Popen]:
         arguments = [
             "train", "--gin_file=t5x/examples/demo/dates.gin", *(flag for flag in SMALL if "eval" not in flag),
             "--import", "tests/chaos/tasks.py", "--gin.MIXTURE_OR_TASK_NAME='chaos'",
@@ -76,6 +81,8 @@ class Setting:
                 f"--process_index={index}", f"--initialization_timeout={_RENDEZVOUS}",
             ]  # fmt: skip
             command = [sys.executable, "-m", "t5x", *arguments, *(several if self.processes > 1 else [])]
+            if isinstance(model_dir, str):  # on machines that share nothing but the store
+                env["T5X_CACHE_DIR"] = f"{log.parent}/cache.{index}"
             with open(f"{log}.{index}", "ab") as file:
                 started.append(subprocess.Popen(command, cwd=REPO, env=env, stdout=file, stderr=file))
         return started
@@ -89,10 +96,10 @@ class Result:
     files: dict[str, list[Any]]
 
     @classmethod
-    def of(cls, run: Path, steps: int) -> "Result":
+    def of(cls, run: Path | str, steps: int) -> "Result":
         """Read the last checkpoint, metrics without times, and predictions."""
-        files = {str(path.relative_to(run)): _records(path) for path in sorted(run.rglob("*.jsonl"))}
-        return cls(checkpoints.restore(run / f"checkpoint_{steps}"), files)
+        files = {name: _records(content) for name, content in _contents(run, ".jsonl").items()}
+        return cls(checkpoints.restore(f"{run}/checkpoint_{steps}"), files)
 
     def assert_same(self, other: "Result") -> None:
         assert jax.tree.structure(self.state) == jax.tree.structure(other.state)
@@ -104,8 +111,17 @@ class Result:
             assert records == other.files[name], name
 
 
-def _records(path: Path) -> list[Any]:
-    records = [json.loads(line) for line in path.read_text().splitlines()]
+def _contents(run: Path | str, suffix: str) -> dict[str, bytes]:
+    """Return {relative path: content} of the files of a run with that suffix."""
+    if isinstance(run, Path):
+        return {str(path.relative_to(run)): path.read_bytes() for path in sorted(run.rglob(f"*{suffix}"))}
+    remote = RemotePath.parse(run)
+    remote.fs.invalidate_cache()
+    return {name: (remote / name).read_bytes() for name in sorted(remote.descendants()) if name.endswith(suffix)}
+
+
+def _records(content: bytes) -> list[Any]:
+    records = [json.loads(line) for line in content.splitlines()]
     return [{key: value for key, value in record.items() if not key.startswith("timing/")} for record in records]
 
 
@@ -121,18 +137,19 @@ def run_undisturbed(setting: Setting, directory: Path) -> Result:
 
 
 def run_through_kills(
-    setting: Setting, directory: Path, kills: int, rng: random.Random, seconds: float
+    setting: Setting, directory: Path, kills: int, rng: random.Random, seconds: float, store: str | None = None
 ) -> tuple[Result, Counter[str]]:
     """Kill a run `kills` times, unless it comes to its end before, and let it end.
 
     Args:
       seconds: how long a whole run takes, about; the first one compiles more.
+      store: URL of a bucket for MODEL_DIR; None uses `directory`.
 
     Returns:
       The result, and the number of kills by the moment: in a save, in an evaluation, at any time.
     """
     directory.mkdir(parents=True)
-    run, log = directory / "run", directory / "log"
+    run, log = directory / "run" if store is None else f"{store}/{directory.name}", directory / "log"
     waits: dict[str, Callable[[list[subprocess.Popen]], None]] = {
         "save": lambda processes: _wait_for_save(run, processes, rng),
         "evaluation": lambda processes: _wait_for_evaluation(Path(f"{log}.0"), processes, rng),
@@ -158,25 +175,33 @@ def run_through_kills(
         assert victim is not None, f"a run that was not killed ended with {codes}:\n{_log(directory)}"
 
 
-def assert_readable(run: Path) -> None:
-    """Every checkpoint that has its name is whole."""
-    if run.is_dir():
-        for path in sorted(run.glob("checkpoint_*")):
-            if ".tmp-" not in path.name:
-                checkpoints.CheckpointStore(run).verify(path)
+def assert_readable(run: Path | str) -> None:
+    """Every checkpoint that counts is whole."""
+    store = checkpoints.CheckpointStore(run)
+    for step in store.steps():
+        store.verify(store.path(step))
 
 
-def _wait_for_save(run: Path, processes: list[subprocess.Popen], rng: random.Random) -> None:
+def _wait_for_save(run: Path | str, processes: list[subprocess.Popen], rng: random.Random) -> None:
     """Return in the middle of one of the next saves, or when the run has ended."""
     saves = rng.randint(1, 4)
     seen: set[str] = set()
     while all(process.poll() is None for process in processes):
-        if run.is_dir():
-            seen.update(path.name for path in run.glob("checkpoint_*.tmp-*"))
+        seen |= _unfinished(run)
         if len(seen) >= saves:
-            time.sleep(rng.uniform(0, 0.03))
+            time.sleep(rng.uniform(0, 0.03 if isinstance(run, Path) else 1))
             return
-        time.sleep(0.001)
+        time.sleep(0.001 if isinstance(run, Path) else 0.1)
+
+
+def _unfinished(run: Path | str) -> set[str]:
+    """Return the names of the checkpoints that are being written."""
+    if isinstance(run, Path):
+        return {path.name for path in run.glob("checkpoint_*.tmp-*")} if run.is_dir() else set()
+    remote = RemotePath.parse(run)
+    remote.fs.invalidate_cache()
+    found = {name: (remote / name).children() for name in remote.children() if name.startswith("checkpoint_")}
+    return {name for name, files in found.items() if "UNFINISHED" in files and "MANIFEST.json" not in files}
 
 
 def _wait_for_evaluation(log: Path, processes: list[subprocess.Popen], rng: random.Random) -> None:
@@ -212,7 +237,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100, help="at least so many in all (100)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--store", choices=["s3", "gcs"], help="keep MODEL_DIR on a server of that kind")
+    parser.add_argument("--faults", type=float, default=0.0, help="share of its requests that fail (0)")
     args = parser.parse_args()
+    with contextlib.ExitStack() as stack:
+        bucket = None
+        if args.store is not None:
+            from tests.object_stores import servers
+
+            log = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            server = stack.enter_context(getattr(servers, args.store)(log))
+            server.proxy.rate, bucket = args.faults, server.url
+            os.environ.update(server.environment)
+        kill_runs(args, bucket)
+        if bucket is not None:
+            print(f"requests {dict(server.proxy.requests)}, faults {dict(server.proxy.injected)}")
+
+
+def kill_runs(args: argparse.Namespace, bucket: str | None) -> None:
     rng = random.Random(args.seed)
     began = time.monotonic()
     total: Counter[str] = Counter()
@@ -229,7 +271,7 @@ def main() -> None:
             while done.total() < share:
                 directory = Path(root) / f"run{setting.processes}.{runs}"
                 kills = min(_KILLS_OF_A_RUN, share - done.total())
-                result, of_run = run_through_kills(setting, directory, kills, rng, seconds)
+                result, of_run = run_through_kills(setting, directory, kills, rng, seconds, bucket)
                 result.assert_same(expected)
                 done, runs = done + of_run, runs + 1
                 print(f"{setting}: {dict(of_run)}: the same result ({done.total()}/{share} kills)", flush=True)

@@ -77,7 +77,7 @@ def test_any_parts_of_any_chunks(tmp_path_factory, wanted, dtype, cast):
     asked = np.dtype(np.float32) if cast else values.dtype
     parts = {each: np.full([end - begin for begin, end in each], 99, asked) for each in bounds}
     with array_reader._Files(directory) as files:
-        array.read_into(parts, files)
+        array.begin_reading(parts, files)()
     for each, part in parts.items():
         assert part.tobytes() == values[tuple(slice(*pair) for pair in each)].astype(asked).tobytes()
 

@@ -85,7 +85,7 @@ UNUSABLE = {
     "its parent is a file": ("file/run", "cannot be created: Not a directory"),
     "it cannot be created": ("/proc/t5x-run", "cannot be created"),
     "it cannot be written": ("/proc/self/fdinfo", "/proc/self/fdinfo"),
-    "it is remote": ("gs://bucket/run", "remote checkpoint directories are not supported"),
+    "it has an unknown scheme": ("nosuch://bucket/run", "gs://, s3://"),
 }
 
 

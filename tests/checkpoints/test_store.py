@@ -183,7 +183,7 @@ def test_what_is_read_of_a_damaged_checkpoint_is_not_returned(store, caplog):
     newest, tree, damaged = store.restore_latest(lambda path: store.restore(path, verify=False))
     assert newest == store.path(1)
     assert_same(make_tree(1), tree)
-    assert damaged == store.latest_whole()[1] and "has changed (SHA-256)" in damaged[0][1]
+    assert damaged == store.latest_whole()[1] and "has changed" in damaged[0][1]
     assert f"{store.path(2)}: {damaged[0][1]}" in caplog.text
     with pytest.raises(DamagedCheckpoint, match="has changed"):
         store.restore(store.path(2))

@@ -25,7 +25,6 @@ VOCABULARIES = {"t5_vocab": (32000, 2, False), "mt5_vocab": (250100, 2, True), "
 
 @pytest.fixture
 def t5_tokenizer_file(shared_data):
-    pytest.importorskip("tokenizers")
     return str(shared_data / "t5_vocab/tokenizer.json")
 
 
@@ -212,16 +211,9 @@ def test_tokenizer_files_with_equal_content_are_equal(tiny_tokenizer_file, tmp_p
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"model": {"type": "Nonsense"}}'])
 def test_a_file_that_is_no_tokenizer(tmp_path, content):
-    pytest.importorskip("tokenizers")
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(UserError, match=r"tokenizer\.json is not a tokenizer\.json of Hugging Face"):
         HuggingFaceVocabulary(str(tmp_path / "tokenizer.json")).encode("a")
-
-
-def test_without_tokenizers_the_command_to_install_it_is_named(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
-    with pytest.raises(UserError, match=r"pip install tokenizers.*'\.\[hf\]'"):
-        HuggingFaceVocabulary("tokenizer.json").encode("a")
 
 
 @given(st.text())

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from t5x.errors import UserError
-from t5x.inference import chunks as chunks_lib
 from t5x.inference.chunks import Chunks
 
 JOB = {"model": "m", "batch_size": 4}
@@ -24,9 +23,10 @@ def write_all(directory, output, count=2):
     """What a run does."""
     chunks = Chunks(str(directory), output.name, JOB)
     try:
+        chunks.claim(str(output), overwrite=False)
         for i in range(len(chunks.finished), count):
             chunks.write(lambda path, i=i: put(path, f"chunk {i}\n" * 100), {"examples": 100})
-        chunks_lib.merge(str(output), [chunks.path(i) for i in range(count)])
+        chunks.merge(str(output))
         chunks.remove()
     finally:
         chunks.close()
@@ -105,5 +105,5 @@ def test_an_error_while_writing_leaves_what_was_finished(tmp_path):
     with pytest.raises(UserError, match=r"No space left on device.*start again"):
         chunks.write(full, {"examples": 1})
     chunks.close()
-    assert sorted(os.listdir(tmp_path / "tmp")) == [".lock", "job.json", "out-chunk00000", "out-chunk00000.COMPLETED"]
+    assert sorted(os.listdir(tmp_path / "tmp")) == ["job.json", "out-chunk00000", "out-chunk00000.COMPLETED"]
     assert finished(tmp_path / "tmp") == 1

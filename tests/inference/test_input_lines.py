@@ -1,18 +1,22 @@
 """Files of examples: what is read of them, and what is refused, by line."""
 
+import gzip
 import io
+import json
+import lzma
 import sys
 import types
 
 import pytest
 
+from t5x.data.data_description import DataDescription
 from t5x.errors import UserError
 from t5x.inference.input_lines import Lines, read_texts
 
 
-def read(path, content, *, needs_targets=False):
+def read(path, content, *, needs_targets=False, **fields):
     path.write_bytes(content)
-    return [line.example for line in Lines(str(path), needs_targets=needs_targets)]
+    return [line.example for line in Lines(str(path), needs_targets=needs_targets, data=DataDescription(**fields))]
 
 
 def test_every_line_of_text_is_an_input(tmp_path):
@@ -37,9 +41,13 @@ BAD = {
     "not UTF-8": ("in.txt", b"a\ncaf\xe9\n", False, r"in.txt:2: byte 0xe9 at column 4 is not UTF-8"),
     "a NUL": ("in.txt", b"a\nb\n\0c\n", False, r"in.txt:3 has a NUL byte at column 1"),
     "not JSON": ("in.jsonl", b'{"inputs": "a"}\n{"inputs": "b"\n', False, r"in.jsonl:2 is not JSON"),
-    "no object": ("in.jsonl", b'"a"\n', False, r'in.jsonl:1: "inputs"'),
-    "no text": ("in.jsonl", b'{"inputs": 3}\n', False, r'in.jsonl:1: "inputs"'),
-    "no targets": ("in.jsonl", b'{"inputs": "a"}\n', True, r'in.jsonl:1: "targets"'),
+    "no object": ("in.jsonl", b'"a"\n', False, r"in.jsonl:1 must be an object with 'inputs'"),
+    "no text": ("in.jsonl", b'{"inputs": null}\n', False, r"in.jsonl:1: the field 'inputs'"),
+    "no targets": ("in.jsonl", b'{"inputs": "a"}\n', True, r"in.jsonl:1 has no field 'targets'.*--targets"),
+    "a text to score": ("in.txt", b"a\n", True, r"in.txt:1.*plain text.*targets"),
+    "a table without the field": ("in.tsv", b"q\ta\nx\ty\n", False, r"in.tsv has no field 'inputs'.*q, a.*--inputs"),
+    "a table of one line": ("in.csv", b"Is it?,yes it is\n", False, r"in.csv has no rows.*--columns"),
+    "a table without a header": ("in.csv", b"Is it?,yes it is\nA,b\n", False, r"no header.*'Is it\?'.*--columns"),
     "half a pair": ("in.jsonl", b'{"inputs": "ab\\ud800"}\n', False, r"in.jsonl:1.*surrogate pair at character 3"),
 }
 
@@ -68,3 +76,57 @@ def test_texts_of_an_option(tmp_path):
             read_texts(str(path), "--choices")
     with pytest.raises(UserError, match=r"--choices .*nowhere"):
         read_texts(str(tmp_path / "nowhere"), "--choices")
+
+
+def test_every_kind_of_file_is_read_as_in_training(tmp_path):
+    import pyarrow
+    from pyarrow import parquet
+
+    rows = [{"s1": "Es regnet, oft", "s2": 7, "label": "ja"}, {"s1": 'Ein "Wort"', "s2": 8, "label": "nein"}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "in.parquet")
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "in.jsonl").write_text(lines)
+    (tmp_path / "in.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    (tmp_path / "in.jsonl.xz").write_bytes(lzma.compress(lines.encode()))
+    (tmp_path / "in.tsv").write_text('s1\ts2\tlabel\nEs regnet, oft\t7\tja\nEin "Wort"\t8\tnein\n')
+    (tmp_path / "in.csv").write_text('s1,s2,label\n"Es regnet, oft",7,ja\n"Ein ""Wort""",8,nein\n')
+    for path in tmp_path.iterdir():
+        (tmp_path / f"bare.{path.name}").write_bytes(path.read_bytes().removeprefix(b"s1\ts2\tlabel\n"))
+    for path in sorted(tmp_path.iterdir()):
+        data = DataDescription(
+            inputs="{s1} -> {s2}", targets="label", prefix="a: ", columns=["s1", "s2", "label"]
+        )
+        found = list(Lines(str(path), needs_targets=True, data=data))
+        pairs = [(line.inputs, line.targets) for line in found]
+        assert pairs == [("a: Es regnet, oft -> 7", "ja"), ('a: Ein "Wort" -> 8', "nein")], path.name
+        assert [line.example["label"] for line in found] == ["ja", "nein"], "the other fields are kept"
+
+
+def test_a_line_of_text_is_the_only_field_of_the_inputs(tmp_path):
+    (tmp_path / "in.txt").write_text("wie?\n")
+    data = DataDescription(inputs="question: {q}", prefix="a: ")
+    (line,) = Lines(str(tmp_path / "in.txt"), needs_targets=False, data=data)
+    assert line.inputs == "a: question: wie?" and line.example == {"inputs": "wie?"}
+    with pytest.raises(UserError, match=r"in.txt:1.*s1, s2.*\.jsonl"):
+        list(Lines(str(tmp_path / "in.txt"), needs_targets=False, data=DataDescription(inputs="{s1} {s2}")))
+
+
+TEMPLATES = ("{q.__class__}", "{q!r}", "{q:>10}", "{}", "{q", "}", "{{q}}")
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_template_names_fields_and_nothing_else(template, tmp_path):
+    with pytest.raises(UserError, match=r"template|no field 'q.__class__'"):
+        read(tmp_path / "in.jsonl", b'{"q": "a"}\n', inputs=template)
+
+
+def test_a_description_is_stored_as_json_and_checked_when_read():
+    data = DataDescription(inputs="q", prefix="a: ", columns=("q", "a"), max_input_length=9)
+    stored = json.loads(json.dumps(data.to_json()))
+    assert DataDescription.of_checkpoint(stored, "run") == data
+    assert DataDescription.of_checkpoint(stored, "run", prefix="", targets=None).prefix == ""
+    assert data.fields() == {"inputs": "q", "prefix": "a: ", "columns": ["q", "a"]}, "as JSON has it"
+    assert DataDescription.of_checkpoint(None, "run") == DataDescription()
+    for name, value in {"inputs": 3, "columns": [1], "max_input_length": 0, "max_target_length": True}.items():
+        with pytest.raises(UserError, match=f"run: {name}.*--{name}"):
+            DataDescription.of_checkpoint(stored | {name: value}, "run")

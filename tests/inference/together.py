@@ -11,7 +11,7 @@ from pathlib import Path
 
 from t5x import data, startup
 from t5x.answering.file_answering import answer_file
-from t5x.checkpoints import checkpoint_reader
+from t5x.checkpoints import paths
 from t5x.checkpoints.config import RestoreCheckpointConfig
 from t5x.data.dataset_config import DatasetConfig
 from t5x.infer import infer
@@ -56,7 +56,7 @@ def work(directory: Path, output: Path) -> None:
     )  # fmt: skip
     evaluate_file(
         FileEvaluation(
-            model=model_dir, data=pairs, metric=["chrf"], max_length=6, max_input_length=8, batch_size=4,
+            model=model_dir, data=pairs, metric=["chrf"], max_target_length=6, max_input_length=8, batch_size=4,
             output=str(output / "eval"),
         )
     )  # fmt: skip
@@ -65,8 +65,8 @@ def work(directory: Path, output: Path) -> None:
 def main() -> None:
     directory, index, count, port = Path(sys.argv[1]), *map(int, sys.argv[2:])
     if index:
-        list_steps = checkpoint_reader.list_steps
-        checkpoint_reader.list_steps = lambda model_dir: list_steps(model_dir)[:-1]
+        list_steps = paths.list_steps
+        paths.list_steps = lambda model_dir: list_steps(model_dir)[:-1]
     startup.configure_logging(debug=False)
     startup.enable_compilation_cache()
     with multiprocess.run(coordinator_address=f"127.0.0.1:{port}", process_count=count, process_index=index):

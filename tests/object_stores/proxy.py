@@ -27,7 +27,7 @@ class Proxy(http.server.ThreadingHTTPServer):
 
     Attributes:
       rate: share of the requests that get a fault: at 0.1, every tenth.
-      faults: kinds of faults, sampled uniformly.
+      faults: kinds of faults, sampled uniformly: some of FAULTS, or HTTP status codes.
       latency: seconds added to every request.
       injected: how often each fault occurred.
       requests: number of requests per method.
@@ -91,7 +91,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.connection.close()
             self.close_connection = True
-        elif fault in ("429", "503"):
+        elif fault is not None and fault.isdigit():
             self._reply(int(fault), {}, b"injected")
         else:
             if fault == "delay":

@@ -5,37 +5,17 @@ import urllib.error
 import urllib.parse
 import urllib.request
 
-import fsspec
 import numpy as np
 import pytest
 
 from t5x import convert
 from t5x.checkpoints.formats import open_checkpoint
 from t5x.data import TaskRegistry
-from t5x.files import remote
+from t5x.errors import UserError
+from t5x.files.directories import open_directory
 from t5x.files.remote import RemotePath
 from tests.checkpoints.formats import huggingface_models as models
 from tests.object_stores import proxy, servers
-
-for package in ("moto", "gcp_storage_emulator", "s3fs", "gcsfs"):
-    pytest.importorskip(package, reason="pip install -e '.[stores]'")
-
-
-@pytest.fixture(scope="module", params=[servers.s3, servers.gcs], ids=["s3", "gcs"])
-def server(request, tmp_path_factory):
-    with request.param(tmp_path_factory.mktemp("server")) as running:
-        yield running
-
-
-@pytest.fixture
-def store(server, tmp_path, monkeypatch):
-    for name, value in server.environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("T5X_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(remote, "_RETRY_DELAYS", (0.1, 0.2, 0.4))
-    yield server
-    server.proxy.rate = 0.0
-    fsspec.get_filesystem_class(server.url.split(":")[0]).clear_instance_cache()
 
 
 def values(path) -> dict[str, np.ndarray]:
@@ -55,6 +35,23 @@ def test_checkpoints_are_written_and_read_in_spite_of_faults(store, tmp_path, fo
     assert store.proxy.injected
 
 
+def test_what_a_killed_conversion_left_is_replaced(store, tmp_path):
+    hf = models.write_directory(tmp_path / "hf", models.tiny_tensors(), models.tiny_config())
+    place = open_directory(f"{store.url}/killed")
+    place.write_bytes("UNFINISHED", b"{}")
+    place.write_bytes("model-00001-of-00002.safetensors", b"part")
+    convert.convert(hf, str(tmp_path / "local"), to="hf")
+    convert.convert(hf, str(place), to="hf")
+    assert place.names() == open_directory(tmp_path / "local").names()
+    with pytest.raises(UserError, match="--overwrite"):
+        convert.convert(hf, str(place), to="hf")
+    (place / "state").write_bytes("other", b"")
+    convert.convert(hf, str(place), to="hf", overwrite=True)
+    assert place.names() == open_directory(tmp_path / "local").names()
+    assert not open_directory(store.url).exists("killed.UNFINISHED")
+    np.testing.assert_equal(values(str(place)), values(hf))
+
+
 def test_a_data_file_is_read(store, run_here):
     file = RemotePath.parse(f"{store.url}/train.jsonl")
     lines = [json.dumps({"inputs": f"line {n}", "targets": "a"}) for n in range(3)]
@@ -64,6 +61,18 @@ def test_a_data_file_is_read(store, run_here):
     TaskRegistry.remove("file")
     assert shown.code == 0, shown.err
     assert all(f"line {n}" in shown.out for n in range(3))
+
+
+def test_rankings_are_read_and_measured(store, run_here, tmp_path):
+    place = open_directory(f"{store.url}/ranking")
+    for files in (place, open_directory(tmp_path)):
+        files.write_bytes("qrels.txt", b"1 0 a 1\n2 0 b 1\n")
+        files.write_bytes("run.trec", b"1 Q0 b 1 2.0 x\n1 Q0 a 2 1.0 x\n2 Q0 b 1 1.0 x\n")
+        shown = run_here(
+            "rank-eval", files.path("run.trec"), "--qrels", files.path("qrels.txt"), "--per_query", files.path("out")
+        )
+        assert shown.code == 0, shown.err
+    assert place.read_bytes("out") == (tmp_path / "out").read_bytes()
 
 
 def test_what_is_missing_is_named(store, run_here):

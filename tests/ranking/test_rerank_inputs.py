@@ -218,3 +218,15 @@ def test_half_of_a_compressed_file_is_told(tmp_path):
     (tmp_path / "x.gz").write_bytes(gzip.compress(b"".join(b"who?\ttext %d\n" % i for i in range(999)))[:-100])
     with pytest.raises(UserError, match=r"x.gz is not a complete gzip file"):
         PairWork(str(tmp_path / "x.gz"), by_query=True)
+
+
+def test_tables_with_a_header_are_read_by_their_columns(tmp_path):
+    (tmp_path / "x.tsv").write_text("label\tquery\ttext\n1\twhat?\tA quark.\n0\twhat?\tA duck.\n")
+    (tmp_path / "x.csv").write_text('query_id,doc_id,query,text,label\nq,a,what?,"A, quark.",1\n')
+    (tmp_path / "other.tsv").write_text("question\tpassage\nwhat?\tA quark.\n")
+    tsv = units(PairWork(str(tmp_path / "x.tsv"), by_query=True))
+    assert [(unit.query, unit.texts) for unit in tsv] == [("what?", ["A quark.", "A duck."])]
+    (csv,) = units(PairWork(str(tmp_path / "x.csv"), by_query=True))
+    assert (csv.query_id, csv.doc_ids, csv.texts) == ("q", ["a"], ["A, quark."])
+    with pytest.raises(UserError, match=r"other.tsv has the columns question, passage.*query and text"):
+        PairWork(str(tmp_path / "other.tsv"), by_query=True)

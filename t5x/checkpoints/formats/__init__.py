@@ -8,7 +8,7 @@ import os
 
 from etils import epath
 
-from t5x.checkpoints import manifest, paths, remote_reading
+from t5x.checkpoints import manifest, names, paths, remote_reading
 from t5x.checkpoints.formats.safety import check_links
 from t5x.checkpoints.formats.source import LazyArray, Source
 from t5x.checkpoints.manifest import DamagedCheckpoint
@@ -33,15 +33,11 @@ def open_checkpoint(path: epath.PathLike, *, verify: bool = True) -> Source:
     Args:
       path: a checkpoint of ours, native T5X or T5X's Orbax (a `checkpoint_<step>` directory, or the MODEL_DIR above, of
         which the newest that can be opened is used), Mesh TensorFlow (`model.ckpt-N`, its `.index`, or the directory),
-        or a Hugging Face directory. A remote one (`gs://…`) is copied to the cache directory first.
+        or a Hugging Face directory; or any other name that `names` lists. A remote one is copied to a cache directory.
       verify: check the files of our checkpoints against their manifest. Pass False if that has just been done.
     """
-    from t5x.checkpoints import checkpoint_reader
-
-    if not os.fspath(path):
-        raise UserError("The path of the checkpoint is empty. Give a checkpoint, or the MODEL_DIR of a run.")
     given, path = os.fspath(path), remote_reading.stage(path)
-    if not _has(path, paths.MANIFEST, _HUGGINGFACE, *_ORBAX) and (steps := checkpoint_reader.list_steps(path)):
+    if not _has(path, paths.MANIFEST, _HUGGINGFACE, *_ORBAX) and (steps := paths.list_steps(path)):
         return _open_newest(path, steps, verify)
     source = _open(path, verify)
     chosen = is_remote(given) and paths.step_of(path) is not None and paths.step_of(given.rstrip("/")) is None
@@ -116,7 +112,10 @@ def _open(path: epath.Path, verify: bool) -> Source:
     if path.is_file():
         return _open_msgpack_file(path)
     if not path.is_dir():
-        raise UserError(f"There is no checkpoint at {path}: no such file or directory. Check the path.")
+        raise UserError(
+            f"There is no checkpoint at {path}: no such file or directory.{names.suggestion(str(path))} A model of the "
+            "Hugging Face Hub is named owner/name or hf://owner/name."
+        )
     if _has(path, paths.MANIFEST):
         from t5x.checkpoints.formats.own_checkpoint import read_own_checkpoint
 

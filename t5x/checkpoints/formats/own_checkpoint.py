@@ -6,28 +6,35 @@ from etils import epath
 
 from t5x.checkpoints import array_reader, manifest, paths
 from t5x.checkpoints.formats.native_t5x import check_step
-from t5x.checkpoints.formats.source import Source
+from t5x.checkpoints.formats.source import KEPT_FILES, Source
 from t5x.files.untrusted import parse_json
 
 MODEL_FILE = "model.json"
-_OPTIONAL = {"inputs_bidirectional_attention": bool, "template": dict}
+HUGGINGFACE_FILES = "huggingface/"  # see `Source.huggingface_files`
+_OPTIONAL = {"inputs_bidirectional_attention": bool, "template": dict, "data": dict}
 _FIELDS = {"model": str, "network": str, "config": dict} | _OPTIONAL
 
 
 def read_own_checkpoint(path: epath.PathLike) -> Source:
     """Open a checkpoint that this program wrote. It must have been verified."""
-    path = paths.local_path(path)
+    path = paths.location(path)
     content = manifest.read(path)
     description = read_description(path) if MODEL_FILE in content.files else {}
     return Source(
         format="t5x",
-        path=str(path),
+        path=path,
         step=check_step(path, content.step),
-        arrays=array_reader.StoredArrays(path / paths.STATE).lazy_arrays(),
+        arrays=array_reader.StoredArrays(f"{path}/{paths.STATE}").lazy_arrays(),
         config=description.get("config"),
         vocabulary_files=read_vocabulary_files(path),
         inputs_bidirectional_attention=bool(description.get("inputs_bidirectional_attention")),
         template=description.get("template") or None,
+        data=description.get("data") or None,
+        huggingface_files={
+            name: manifest.read_file(path, stored)
+            for name in KEPT_FILES
+            if (stored := HUGGINGFACE_FILES + name) in content.files
+        },
     )
 
 

@@ -55,6 +55,10 @@ def record_location(name: str, index: int) -> str:
     return f"{name}, record {index + 1}"
 
 
+class NoExamples(UserError):
+    """Raised for a split whose files have no examples."""
+
+
 class _Split(NamedTuple):
     files: list[FileExamples]
     ends: list[int]  # examples up to and including each file
@@ -148,8 +152,8 @@ class FilesDataSource(OpenedSplits, DataSource):
         ends = list(itertools.accumulate(file.size for file in opened))
         if not ends or not ends[-1]:
             names = ", ".join(copy.name for copy in copies[:5]) or "its list of files"
-            raise UserError(f"Split {split!r} has no examples: {names} is empty.")
-        logger.info("Split %r: %d examples in %d file(s)", split, ends[-1], len(opened))
+            raise NoExamples(f"Split {split!r} has no examples: {names} is empty.")
+        logger.debug("Split %r: %d examples in %d file(s)", split, ends[-1], len(opened))
         self._versions[split] = now
         return _Split(opened, ends, copies)
 

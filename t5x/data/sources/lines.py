@@ -1,6 +1,7 @@
 """Text files with one example per line (or per quoted multi-line record): text, JSON, TSV, CSV."""
 
 import abc
+import contextlib
 import csv
 import functools
 import json
@@ -80,7 +81,8 @@ class TsvDataSource(_LinesDataSource):
 
     Args:
       split_to_filepattern: as in `TextLineDataSource`.
-      columns: names of the fields; None takes them from the first line of each file.
+      columns: names of the fields; None takes them from the first line of each file. A first line that repeats these
+        names is skipped.
       delimiter: separator of the fields.
       quote: None treats quotes as text; '"' reads quoted fields as CSV does, with delimiters and line ends inside.
       skip_header_lines: number of lines to skip at the start of each file (before the one with names, if any).
@@ -101,6 +103,9 @@ class TsvDataSource(_LinesDataSource):
 
     def _parser(self, lines: LineFile) -> _Parse:
         if self._columns is not None or not len(lines):
+            with contextlib.suppress(Malformed):
+                if len(lines) and tuple(self._split(decoded(lines[0]))) == self._columns:
+                    lines.take_first()
             return functools.partial(self._fields, self._columns or ())
         where = f"{lines.name}:{lines.line_number(0)}"
         header = lines.take_first()

@@ -1,7 +1,6 @@
 """Hugging Face directories whose vocabulary is a tokenizer.json alone, as version 5 of transformers saves them."""
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,6 @@ needs_shared = pytest.mark.skipif(not T5.is_dir(), reason="the real data (../sha
 
 def small_tokenizer(**changes):
     """A tokenizer.json of ten ids, which adds no EOS."""
-    pytest.importorskip("tokenizers")
     pieces = ["<pad>", "</s>", "<unk>", "▁", "a", "b", "ab", "▁a", "▁b", "<extra_id_0>"]
     special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     space = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
@@ -151,7 +149,6 @@ def damaged(**changes):
     ],
 )
 def test_a_broken_tokenizer_json_is_named(tmp_path, content, pattern):
-    pytest.importorskip("tokenizers")
     hf = directory(tmp_path / "hf", content())
     with pytest.raises(UserError, match=pattern) as error:
         read_huggingface(hf)
@@ -159,7 +156,6 @@ def test_a_broken_tokenizer_json_is_named(tmp_path, content, pattern):
 
 
 def test_a_file_too_large_for_a_tokenizer_is_not_read(tmp_path):
-    pytest.importorskip("tokenizers")
     hf = directory(tmp_path / "hf", b"")
     with (hf / "tokenizer.json").open("wb") as file:
         file.truncate(2**40)  # takes no room
@@ -171,11 +167,3 @@ def test_a_tokenizer_of_more_ids_than_the_model(tmp_path):
     hf = directory(tmp_path / "hf", small_tokenizer(), rows=9)
     with pytest.raises(UserError, match=r"10 ids, .* 9 rows"):
         read_huggingface(hf)
-
-
-def test_without_the_package_the_weights_are_read_and_the_log_names_the_command(tmp_path, monkeypatch, caplog):
-    hf = directory(tmp_path / "hf", small_tokenizer())
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    source = read_huggingface(hf)
-    assert not source.vocabulary_files and source.arrays
-    assert "pip install tokenizers" in caplog.text

@@ -35,7 +35,7 @@ DAMAGE = {
     "ours without manifest": (ours, lambda path: (path / "MANIFEST.json").unlink(), "MANIFEST.json is missing"),
     "ours changed": (ours, lambda path: flip(path / "state" / "_METADATA"), "state/_METADATA has changed"),
     "native without its file": (native, lambda path: (path / "checkpoint").unlink(), "not a checkpoint of a supp"),
-    "native changed": (native, lambda path: flip(path / "checkpoint"), "has changed (SHA-256)"),
+    "native changed": (native, lambda path: flip(path / "checkpoint"), "has changed"),
 }
 
 

@@ -11,7 +11,8 @@ from t5x.errors import UserError
 from t5x.files.untrusted import MAX_JSON_BYTES, parse_json
 from t5x.files.user_files import read_regular
 
-TEMPLATE = "ranking_template"  # our own field, which transformers keeps but does not use
+# Our own fields, which transformers keeps but does not use.
+TEMPLATE, DATA = "ranking_template", "t5x_data"
 _SIZES = {  # config.json: T5Config
     "vocab_size": "vocab_size",
     "d_model": "emb_dim",
@@ -57,12 +58,12 @@ def read_json(path: str) -> dict[str, Any]:
     return content
 
 
-def read_template(stated: Mapping[str, Any], path: str) -> Mapping[str, Any] | None:
-    """Return the fields of a ranker's template; None if there is none."""
-    template = stated.get(TEMPLATE) or None
-    if template is not None and not isinstance(template, Mapping):
-        raise UserError(f"{path}: {TEMPLATE} is {str(template)[:80]!r}, which is not a JSON object.")
-    return template
+def read_own_field(stated: Mapping[str, Any], name: str, path: str) -> Mapping[str, Any] | None:
+    """Return one of our own fields, a JSON object; None if it is missing."""
+    found = stated.get(name) or None
+    if found is not None and not isinstance(found, Mapping):
+        raise UserError(f"{path}: {name} is {str(found)[:80]!r}, which is not a JSON object.")
+    return found
 
 
 def model_type(stated: Mapping[str, Any], path: str) -> str:

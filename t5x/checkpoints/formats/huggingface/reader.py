@@ -50,8 +50,10 @@ def read_huggingface(path: str | os.PathLike[str]) -> Source:
         arrays=_match(config, tensors, path),
         config=config,
         vocabulary_files=tokenizer_files.read_vocabulary(path, config["vocab_size"], stated.get("tokenizer_class")),
-        template=config_json.read_template(stated, config_file),
+        template=config_json.read_own_field(stated, config_json.TEMPLATE, config_file),
+        data=config_json.read_own_field(stated, config_json.DATA, config_file),
         model_type=model_type,
+        huggingface_files=tokenizer_files.kept_files(path),
     )
 
 

@@ -28,6 +28,8 @@ def write_huggingface(
     *,
     vocabulary_files: Mapping[str, Mapping[str, bytes]] | None = None,
     template: Mapping[str, Any] | None = None,
+    data: Mapping[str, Any] | None = None,
+    kept_files: Mapping[str, bytes] | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write a directory that `transformers.AutoModelForSeq2SeqLM.from_pretrained` loads.
@@ -45,7 +47,8 @@ def write_huggingface(
       config: fields of T5Config.
       arrays: arrays by T5X's names with unrolled layers (`target/encoder/layers_0/…`).
       vocabulary_files: {feature: {file name: content}}, as in Source; without it, no tokenizer files are written.
-      template: fields of a ranker's template, stored in config.json; transformers keeps but does not use them.
+      template, data: as in Source; stored in config.json, where transformers keeps but does not use them.
+      kept_files: `Source.huggingface_files`.
       shard_bytes: weights above this many bytes are split into several files.
     """
     destination = paths.local_path(path)
@@ -56,8 +59,8 @@ def write_huggingface(
     embedding = arrays.get("target/token_embedder/embedding")
     dtype = np.dtype(np.float32 if embedding is None else embedding.dtype)
     model_config = config_json.write_config(config, dtype, eos_id)
-    if template is not None:
-        model_config[config_json.TEMPLATE] = dict(template)
+    own = {config_json.TEMPLATE: template, config_json.DATA: data}
+    model_config |= {name: dict(value) for name, value in own.items() if value is not None}
     tensors = _match(config, arrays)
     if model_config["model_type"] == "umt5" and not model_config["tie_word_embeddings"]:
         logger.warning(
@@ -65,9 +68,10 @@ def write_huggingface(
             "`model.config.tie_word_embeddings = False` after from_pretrained for equal logits."
         )
     generation = {"decoder_start_token_id": 0, "eos_token_id": eos_id, "pad_token_id": 0}
-    files = {"config.json": _dump(model_config), "generation_config.json": _dump(generation)}
+    files = {"config.json": _dump(model_config), tokenizer_files.GENERATION: _dump(generation)}
     if vocabulary is not None:
         files |= tokenizer_files.tokenizer_files(vocabulary)
+    files |= kept_files or {}
     try:
         with atomic.new_directory(destination) as temporary:
             temporary = epath.Path(temporary)

@@ -1,0 +1,63 @@
+"""Stops a run when Google's cloud announces that it will take the machine back.
+
+Compute Engine sets `preempted` in the machine's metadata about 30 seconds before it stops a spot VM; SIGTERM comes
+later, when the system shuts down, or not at all inside a container.
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+import urllib.request
+
+log = logging.getLogger(__name__)
+
+_HOST = "metadata.google.internal"
+_PATH = "/computeMetadata/v1/instance/preempted?wait_for_change=true&timeout_sec=60"
+_PAUSE = 5.0  # seconds after a request that failed
+
+
+class PreemptionWatch(contextlib.AbstractContextManager):
+    """While it is open, a notice of preemption sends SIGTERM to this process. Does nothing outside Compute Engine.
+
+    GCE_METADATA_HOST, as in Google's own libraries, names another metadata server.
+    """
+
+    def __init__(self) -> None:
+        self._closed = threading.Event()
+
+    def __enter__(self) -> "PreemptionWatch":
+        if host := _metadata_host():
+            threading.Thread(target=self._watch, args=(host,), name="t5x-preemption", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+
+    def _watch(self, host: str) -> None:
+        path = _PATH.replace("wait_for_change=true", "wait_for_change=false")  # the first answer comes at once
+        while not self._closed.is_set():
+            request = urllib.request.Request(f"http://{host}{path}", headers={"Metadata-Flavor": "Google"})
+            try:
+                with urllib.request.urlopen(request, timeout=90) as response:
+                    preempted = response.read(100).strip() == b"TRUE"
+            except (OSError, ValueError) as error:
+                log.debug("the metadata server %s does not answer: %s", host, error)
+                self._closed.wait(_PAUSE)
+                continue
+            path = _PATH
+            if preempted and not self._closed.is_set():
+                log.warning("this machine is being preempted")
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+
+
+def _metadata_host() -> str | None:
+    if host := os.environ.get("GCE_METADATA_HOST"):
+        return host
+    try:
+        with open("/sys/class/dmi/id/product_name") as file:
+            return _HOST if "Google Compute Engine" in file.read() else None
+    except OSError:
+        return None

@@ -1,0 +1,91 @@
+"""The argument parser of a verb: short help pages, and errors of one line with the closest valid option."""
+
+import argparse
+import difflib
+import importlib
+import textwrap
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from t5x.errors import UserError
+
+
+class VerbParser(argparse.ArgumentParser):
+    """A parser whose `--help` shows the main options; groups for fewer users have pages of their own, `--help TOPIC`.
+
+    Attributes:
+      topics: {name of a page: the group of options on it}.
+    """
+
+    def __init__(self, verb: str):
+        super().__init__(
+            prog=f"t5x {verb}", usage=f"t5x {verb} [options]", allow_abbrev=False, add_help=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )  # fmt: skip
+        self.topics: dict[str, Any] = {}
+        hidden = argparse.SUPPRESS  # named at the end of the page
+        self.add_argument("-h", "--help", nargs="?", const="", metavar="TOPIC", action=_Help, help=hidden)
+        self.add_argument("--debug", action="store_true", help=hidden)
+
+    def add_topic(self, name: str, title: str, description: str | None = None) -> Any:
+        """Return a group of options that `--help NAME` shows, instead of `--help`."""
+        self.topics[name] = self.add_argument_group(title, description)
+        return self.topics[name]
+
+    def set_help(self, description: str, examples: str) -> None:
+        """Set the texts before and after the options."""
+        self.description = textwrap.fill(description, 100)
+        self.epilog = "examples:\n" + textwrap.indent(textwrap.dedent(examples).strip(), "  ")
+
+    def format_page(self, topic: str) -> str:
+        """Return a page of the help; the main one if `topic` is empty."""
+        if topic and topic not in self.topics:
+            self.error(f"there is no help about {topic!r}; topics: {', '.join(self.topics) or 'none'}")
+        page = self._get_formatter()
+        if not topic:
+            page.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
+            page.add_text(self.description)
+        of_topics = [id(group) for group in self.topics.values()]
+        for group in [self.topics[topic]] if topic else self._action_groups:
+            if topic or id(group) not in of_topics:
+                page.start_section(group.title)
+                page.add_text(group.description)
+                page.add_arguments(group._group_actions)
+                page.end_section()
+        if not topic:
+            page.add_text(self.epilog)
+            more = f"more options: --help {' | '.join(self.topics)}; " if self.topics else ""
+            page.add_text(f"{more}--debug shows tracebacks")
+        return page.format_help()
+
+    def parse_args(self, args: Sequence[str], namespace: argparse.Namespace | None = None) -> argparse.Namespace:
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            word = next((word for word in unknown if word.startswith("-")), unknown[0])
+            self.error(self._unknown(word.partition("=")[0]))
+        return parsed
+
+    def error(self, message: str) -> NoReturn:
+        message = message.removeprefix("argument ").rstrip(".")
+        raise UserError(f"{message}. `{self.prog} --help` shows the options and examples.")
+
+    def _unknown(self, word: str) -> str:
+        if not word.startswith("-"):
+            return f"{word!r} is one argument too many"
+        names = [name for name in self._option_string_actions if name.startswith("--")]
+        near = difflib.get_close_matches("--" + word.lstrip("-").replace("-", "_").lower(), names, 2)
+        hint = f" Did you mean {' or '.join(near)}?" if near else ""
+        return f"`{self.prog}` has no option {word}.{hint}"
+
+
+def parser_of(verb: str) -> VerbParser:
+    """Return the parser of a verb, with its options."""
+    parser = VerbParser(verb)
+    importlib.import_module(f"t5x.verbs.{verb.replace('-', '_')}").define(parser)
+    return parser
+
+
+class _Help(argparse.Action):
+    def __call__(self, parser: VerbParser, namespace: argparse.Namespace, values: Any, option: str | None = None):
+        print(parser.format_page(values or ""), end="", flush=True)
+        parser.exit()

@@ -1,0 +1,77 @@
+"""Local and remote directories behave in the same way."""
+
+import os
+
+import fsspec
+import pytest
+
+from t5x.errors import UserError
+from t5x.files import directories, remote
+from t5x.files.digests import digest_of
+
+
+@pytest.fixture(params=["local", "memory"])
+def directory(request, tmp_path, monkeypatch):
+    monkeypatch.setenv("T5X_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(remote, "_RETRY_DELAYS", ())
+    if request.param == "local":
+        (tmp_path / "place").mkdir()
+        yield directories.open_directory(tmp_path / "place")
+        return
+    yield directories.open_directory("memory://bucket/place")
+    fsspec.filesystem("memory").rm("/bucket", recursive=True)
+
+
+def test_files_are_written_listed_read_and_removed(directory):
+    directory.make()
+    directory.check_writable()
+    assert directory.names() == set() and directory.read_bytes("a") is None and not directory.exists("a")
+    directory.write_bytes("a", b"one")
+    directory.write_bytes("a", b"two\nthree\n")
+    with directory.new_file("b") as file:
+        file.write(b"four")
+    assert directory.names() == {"a", "b"} and directory.exists("a") and not directory.is_directory("a")
+    with directory.open("a") as file:
+        assert list(file) == [b"two\n", b"three\n"]
+    with directory.reading("a", "b", "missing") as path:
+        assert sorted(os.listdir(path)) == ["a", "b"]
+        digest = digest_of(os.path.join(path, "b"))
+    assert directory.is_intact("b", digest) and not directory.is_intact("a", digest)
+    assert not directory.is_intact("missing", digest)
+    directory.remove("a", "missing")
+    assert directory.names() == {"b"}
+    with pytest.raises(FileNotFoundError):
+        directory.open("a")
+
+
+def test_a_failed_write_changes_nothing(directory):
+    directory.make()
+    directory.write_bytes("a", b"old")
+    with pytest.raises(ZeroDivisionError), directory.new_file("a") as file:
+        file.write(b"new")
+        raise ZeroDivisionError
+    assert directory.read_bytes("a") == b"old" and directory.names() == {"a"}
+
+
+def test_programs_that_take_a_path_write_files(directory):
+    directory.make()
+    with directory.writing("a") as path:
+        for suffix in ("", ".index"):
+            with open(path + suffix, "xb") as file:
+                file.write(b"content")
+    assert directory.names() == {"a", "a.index"}
+
+
+def test_a_path_is_split(directory):
+    parent, name = directories.split(directory.path("file"))
+    assert (str(parent), name) == (str(directory), "file")
+    below = directory / "below"
+    below.make()
+    below.write_bytes("x", b"")
+    assert directory.is_directory("below")
+
+
+def test_a_bucket_is_not_a_file():
+    pytest.importorskip("s3fs")
+    with pytest.raises(UserError, match="s3://bucket/NAME"):
+        directories.split("s3://bucket")

@@ -1,0 +1,78 @@
+"""A notice of preemption by a metadata server that answers like Google's stops a run."""
+
+import http.server
+import signal
+import threading
+import time
+
+import pytest
+
+from t5x.trainer.preemption import PreemptionWatch
+
+
+class Metadata(http.server.ThreadingHTTPServer):
+    """A metadata server: `wait_for_change` holds the answer back until the value has changed."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.preempted = threading.Event()
+        self.failures = 1
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    server: Metadata
+
+    def do_GET(self) -> None:
+        if self.headers.get("Metadata-Flavor") != "Google" or "/instance/preempted" not in self.path:
+            return self.send_error(403)
+        if self.server.failures:
+            self.server.failures -= 1
+            return self.send_error(503)
+        if "wait_for_change=true" in self.path:
+            self.server.preempted.wait(20)
+        content = b"TRUE" if self.server.preempted.is_set() else b"FALSE"
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def metadata(monkeypatch):
+    monkeypatch.setattr("t5x.trainer.preemption._PAUSE", 0.05)
+    with Metadata() as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        monkeypatch.setenv("GCE_METADATA_HOST", f"127.0.0.1:{server.server_address[1]}")
+        yield server
+        server.shutdown()
+
+
+def test_a_notice_becomes_a_signal(metadata):
+    received = threading.Event()
+    before = signal.signal(signal.SIGTERM, lambda *_: received.set())
+    try:
+        with PreemptionWatch():
+            time.sleep(0.3)
+            assert not received.is_set()
+            metadata.preempted.set()
+            assert received.wait(10)
+        assert metadata.failures == 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_run_that_has_ended_gets_no_signal(metadata):
+    received = threading.Event()
+    before = signal.signal(signal.SIGTERM, lambda *_: received.set())
+    try:
+        with PreemptionWatch():
+            time.sleep(0.2)
+        metadata.preempted.set()
+        assert not received.wait(0.5)
+    finally:
+        signal.signal(signal.SIGTERM, before)
