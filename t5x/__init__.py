@@ -27,6 +27,14 @@ __version__ = "0.1.0"
 os.environ.setdefault("EPATH_USE_TF", "false")
 
 
+def __getattr__(name: str) -> Any:
+    if name not in ("Generation", "pipeline"):
+        raise AttributeError(f"module 't5x' has no attribute {name!r}")
+    from t5x import pipelines
+
+    return getattr(pipelines, name)
+
+
 def load(model_dir: str, **options: Any) -> LoadedModel:
     """Load the model of a checkpoint of any format, or of a MODEL_DIR, to generate, score, rank and answer.
 
@@ -34,13 +42,17 @@ def load(model_dir: str, **options: Any) -> LoadedModel:
         print(model.generate("the third of March '97").text)
 
     Args:
-      options: `vocabulary`, `dtype` and `partitioner`, see `t5x.inference.loaded.load`.
+      model_dir: a path, an id of the Hugging Face Hub (`google/flan-t5-small`), or another name of a checkpoint: see
+        `t5x.checkpoints.names`.
+      options: `vocabulary`, `dtype`, `device` and `partitioner`, see `t5x.inference.loaded.load`.
     """
     from t5x.lazy_imports import delay_interrupts
 
     with delay_interrupts():
+        from t5x import startup
         from t5x.inference import loaded
 
+    startup.enable_compilation_cache()
     return loaded.load(model_dir, **options, model_class=_model_class())
 
 
@@ -51,6 +63,20 @@ def _model_class() -> type[LoadedModel]:
     from t5x.ranking.reranker import RankMethods
 
     class Model(RankMethods, AnswerMethods, LoadedModel):
-        """A `LoadedModel` that also ranks passages and answers questions."""
+        """A `LoadedModel` that also ranks passages, answers questions and saves itself."""
+
+        def save(self, path: str, *, to: str = "hf", dtype: str | None = None, overwrite: bool = False) -> None:
+            """Save the model to a new directory.
+
+                model.save("flan")                  # for transformers; t5x loads it too
+
+            Args:
+              to: `hf` (Hugging Face), `t5x` (ours) or `native` (T5X).
+              dtype: `float32` or `bfloat16` for the parameters; None keeps theirs.
+              overwrite: replace an existing directory.
+            """
+            from t5x.convert import convert
+
+            convert(self.source, path, to=to, dtype=dtype, overwrite=overwrite)
 
     return Model

@@ -103,11 +103,10 @@ def run_verb(verb: str, argv: Sequence[str], end: Callable[[int], int] = int) ->
     signal.signal(signal.SIGTERM, _leave_at_once)
     from t5x import configuration, startup
     from t5x.verbs.arguments import Terminated
-    from t5x.verbs.verb_parser import VerbParser
+    from t5x.verbs.verb_parser import parser_of
 
     module = importlib.import_module(f"t5x.verbs.{verb.replace('-', '_')}")
-    parser = VerbParser(verb)
-    module.define(parser)
+    parser = parser_of(verb)
     debug = "--debug" in argv
     startup.configure_logging(debug=debug)
     try:

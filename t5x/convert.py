@@ -13,6 +13,7 @@ from etils import epath
 
 from t5x.checkpoints import families, layout, paths, remote_writing, streaming, transfer, tree
 from t5x.checkpoints.formats import LazyArray, Source, is_own_checkpoint, open_checkpoint
+from t5x.checkpoints.formats.own_checkpoint import HUGGINGFACE_FILES
 from t5x.checkpoints.model_description import MODEL_FILE, describe_network
 from t5x.errors import UserError
 from t5x.files import atomic, remote
@@ -30,7 +31,7 @@ _USUAL_ACTIVATIONS = (("relu",), ("gelu", "linear"))
 
 
 def convert(
-    source_path: str,
+    source: str | Source,
     destination: str,
     *,
     to: str,
@@ -41,7 +42,7 @@ def convert(
     """Convert a checkpoint.
 
     Args:
-      source_path: a checkpoint of any format that `t5x inspect` reads.
+      source: the name of a checkpoint of any format that `t5x inspect` reads, or an opened one.
       destination: the directory to create, local or remote.
       to: `t5x` (ours), `native` (T5X version 3) or `hf` (Hugging Face).
       layers: `unrolled`; or `scanned`: stacked as in our scanned network, or for `native` as in T5X's scalable_t5.
@@ -55,9 +56,9 @@ def convert(
         raise UserError("--layers scanned: Hugging Face stores one tensor per layer. Omit it, or choose another --to.")
     if remote.is_remote(destination):
         with remote_writing.writing(destination, overwrite=overwrite) as local:
-            return convert(source_path, str(local), to=to, layers=layers, dtype=dtype)
+            return convert(source, str(local), to=to, layers=layers, dtype=dtype)
     final = _check_destination(destination, overwrite=overwrite)
-    source = open_checkpoint(source_path)
+    source = source if isinstance(source, Source) else open_checkpoint(source)
     _check_apart(source, final)
     if to == "t5x":
         streaming.check_name(final, source.step or 0)
@@ -255,7 +256,7 @@ def _write(
 
         return write_huggingface(
             target, config, arrays, vocabulary_files=source.vocabulary_files, template=source.template,
-            data=source.data,
+            data=source.data, kept_files=source.huggingface_files,
         )  # fmt: skip
     step = source.step or 0
     tensors = ((name, array.read()) for name, array in arrays.items())
@@ -278,4 +279,5 @@ def _write(
     sidecars = {MODEL_FILE: (json.dumps(description, indent=1) + "\n").encode()}
     for feature, files in source.vocabulary_files.items():
         sidecars |= {f"vocabulary/{feature}/{name}": content for name, content in files.items()}
+    sidecars |= {HUGGINGFACE_FILES + name: content for name, content in source.huggingface_files.items()}
     return streaming.write_checkpoint(target, step, tensors, sidecars=sidecars)

@@ -149,7 +149,7 @@ def infer(
             engine = Engine(
                 model, partitioner, restore_params(source, model, layout, restore_checkpoint_cfg, fallback_init_rng)
             )
-            program = engine.program(batch_function(model, mode))
+            program = engine.program(batch_function(model, mode), decodes=mode != "score")
         cfg = dataclasses.replace(dataset_cfg, mixture_or_task_name=task, module=None)
         lengths = cfg.task_feature_lengths or _measure_lengths(task, cfg, model)
         job = TaskJob(

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from t5x.verbs import VERBS
-from t5x.verbs.completion import parser_of
+from t5x.verbs.verb_parser import parser_of
 from tests import commands
 from tests.inference.models import byte_model
 from tests.programs import environment

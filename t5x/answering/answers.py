@@ -15,7 +15,7 @@ from t5x.answering.squad import prompt
 from t5x.answering.windows import windows
 from t5x.errors import UserError
 from t5x.inference.loaded import LoadedModel
-from t5x.inference.options import Decoding
+from t5x.inference.options import Decoding, check_arguments
 
 
 class Answer(NamedTuple):
@@ -97,6 +97,7 @@ class AnswerMethods:
         contexts = [context] * len(questions) if isinstance(context, str) else context
         if len(questions) != len(contexts):
             raise UserError(f"{len(questions)} question(s) but {len(contexts)} context(s): pass one of each.")
+        check_arguments("answer", options, [field.name for field in dataclasses.fields(Answering)])
         how = Answering(**options)
         pairs = list(zip(questions, contexts, strict=True))
         answers = answer(self, pairs, [windows_of(self, *pair, how) for pair in pairs], how)

@@ -137,6 +137,7 @@ def encode(work: Workload, steps: int | None = None) -> Result:
             ),
             in_shardings=(jax.tree.map(lambda x: x.sharding, params), sharding),
             out_shardings=sharding,
+            large_matmuls=True,
         )
         tokens = jax.device_put(work.tokens(work.batch, work.inputs), sharding)
         began = time.perf_counter()

@@ -277,7 +277,7 @@ def _lazy(leaf: Any) -> LazyArray:
 
 
 def _place(array: LazyArray, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    value = np.asarray(array.read()).astype(leaf.dtype)
+    value = np.asarray(array.read()).astype(leaf.dtype, copy=False)
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: value[index])
 
 

@@ -62,10 +62,9 @@ class DataDescription:
         return self.prefix + (self.inputs if "{" in self.inputs else f"{{{self.inputs}}}")
 
     def fields(self) -> dict[str, Any]:
-        """Return what is not the default, without the lengths."""
-        default = DataDescription()
-        names = ("inputs", "targets", "prefix", "columns")
-        return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(default, name)}
+        """Return what is not the default, without the lengths, as JSON values."""
+        default, names = DataDescription().to_json(), ("inputs", "targets", "prefix", "columns")
+        return {name: value for name, value in self.to_json().items() if name in names and value != default[name]}
 
 
 def _is_valid(name: str, value: Any) -> bool:

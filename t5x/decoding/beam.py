@@ -13,6 +13,8 @@ from t5x.decoding.loop import decoding_loop, is_row_independent
 from t5x.decoding.state import NEG_INF, DecodingState, LogitCallback, TokensToLogits
 from t5x.errors import UserError
 
+_ROW_OFFSETS = "row_offsets"  # entry of the network's cache, see `network.attention.Mask`
+
 
 @flax.struct.dataclass
 class _Beams:
@@ -187,7 +189,7 @@ def beam_search(
 
         live_log_probs, chosen = jax.lax.top_k(jnp.where(ends, -jnp.inf, candidates), num_decodes)
         if num_decodes > 1:
-            cache = _reorder_cache(cache, rows.take_beams(parents, chosen), cache_offset)
+            cache = _reorder_cache(cache, rows.take_beams(parents, chosen), beams.index, cache_offset)
         best = live_log_probs[:, :1]
         worst = finished_scores[:, -1:]  # -inf until there are enough
         improves = (best > -jnp.inf) & (jnp.isneginf(worst) | (best_possible(fixed, best, following) > worst))
@@ -208,7 +210,8 @@ def beam_search(
     start = jnp.repeat(prompts[:, None], num_decodes, axis=1)
     missing = jnp.full((batch, num_decodes), -jnp.inf)
     beams = _Beams(index, index < limit, start, missing.at[:, 0].set(0.0), jnp.zeros_like(start), missing, None)
-    beams = beams.replace(cache=rows.repeat_rows(cache, batch, num_decodes, cache_offset))
+    cache = rows.repeat_rows(cache, batch, num_decodes, cache_offset)
+    beams = beams.replace(cache=_with_row_offsets(cache, inputs.shape[1]) if num_decodes > 1 else cache)
     numbers = [None if x is None else jnp.asarray(x, jnp.float32) for x in (alpha, length_penalty, min_log_prob)]
     live, live_log_probs, finished, finished_scores = decoding_loop(
         step,
@@ -229,13 +232,37 @@ def beam_search(
     return tokens[:, ::-1, 1:], scores[:, ::-1]
 
 
-def _reorder_cache(cache: Any, parents: jax.Array, axis: int) -> Any:
-    """Give every beam [batch, beams] the cache rows of its parent."""
+def _with_row_offsets(cache: Any, length: int) -> Any:
+    """Replace the network's entry `row_offsets` [rows, 1], if there is one, by zeros [rows, length]."""
+    fill = lambda path, x: jnp.zeros((x.shape[0], length), x.dtype) if _name(path) == _ROW_OFFSETS else x
+    return jax.tree_util.tree_map_with_path(fill, cache)
+
+
+def _reorder_cache(cache: Any, parents: jax.Array, index: jax.Array, axis: int) -> Any:
+    """Give every beam [batch, beams] the cache rows of its parent.
+
+    With `row_offsets` in the cache, keys and values stay where they are: a beam's offsets say which rows hold them.
+
+    Args:
+      index: int [batch], the position that was just written, by each row in its own place.
+    """
     batch, beams = parents.shape
 
     def take(x: jax.Array) -> jax.Array:
         return rows.take_beams(x.reshape(batch, beams, *x.shape[1:]), parents).reshape(x.shape)
 
-    for _ in range(axis):
-        take = jax.vmap(take)
-    return rows.map_cache(take, cache, batch * beams, axis)
+    names = {_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(cache)}
+    if _ROW_OFFSETS not in names:
+        for _ in range(axis):
+            take = jax.vmap(take)
+        return rows.map_cache(take, cache, batch * beams, axis)
+
+    def follow(offsets: jax.Array) -> jax.Array:
+        moved = jnp.where(jnp.arange(offsets.shape[1]) < jnp.repeat(index, beams)[:, None], offsets, 0)
+        return take(moved) + (parents - jnp.arange(beams)).reshape(-1, 1)
+
+    return jax.tree_util.tree_map_with_path(lambda path, x: follow(x) if _name(path) == _ROW_OFFSETS else x, cache)
+
+
+def _name(path: tuple) -> str | None:
+    return getattr(path[-1], "key", None) if path else None

@@ -12,6 +12,7 @@ CACHE/uploads/upload-…/    files that are being written, before they are uploa
 
 import abc
 import contextlib
+import dataclasses
 import errno
 import glob
 import os
@@ -260,7 +261,7 @@ class RemoteDirectory(Directory):
         """Do nothing: object stores have no directories."""
 
     def check_writable(self) -> None:
-        probe = self._remote / _PROBE
+        probe = dataclasses.replace(self._remote / _PROBE, url=str(self))  # messages name the directory
         probe.write_bytes(b"")
         probe.remove()
 

@@ -72,7 +72,7 @@ def seconds_without_data() -> float:
 def _diagnose(url: str, error: BaseException) -> tuple[type[UserError], str]:
     if isinstance(error, FileNotFoundError):
         if is_missing(error):
-            return UserError, "there is no such file, directory or bucket."
+            return UserError, "there is no such file, directory or bucket. Check the name."
         return _diagnose(url, error.__cause__)
     scheme = url.split("://", 1)[0].split("::")[-1]
     if isinstance(error, ValueError) and (status := tensorstore_status(error)) is not None:

@@ -5,6 +5,7 @@ import gzip
 import io
 import json
 import os
+import select
 import sys
 import zlib
 from collections.abc import Iterator
@@ -42,18 +43,24 @@ class TextLine(NamedTuple):
         return decoded(self.content, self.where)
 
 
-def read_lines(path: str, name: str | None = None) -> Iterator[TextLine]:
+def read_lines(path: str, name: str | None = None, wait: float | None = None) -> Iterator[TextLine | None]:
     """Yield the lines of a local or remote file, or of standard input; gzip is decompressed.
 
     Args:
       path: the file; - is standard input.
       name: name of the file in messages; the default is the path.
+      wait: yield None whenever no line has arrived for so many seconds, e.g. because a program or a person waits for
+        the result of those before.
     """
     name = name or ("standard input" if path == "-" else path)
     with _open(path) as file:
-        offset = 0
+        offset = number = 0
         try:
-            for number, raw in enumerate(file, start=1):
+            for raw in file if wait is None else _arriving(file, wait):
+                if raw is None:
+                    yield None
+                    continue
+                number += 1
                 skipped = len(_BOM) if number == 1 and raw.startswith(_BOM) else 0
                 yield TextLine(f"{name}:{number}", number, raw, offset + skipped)
                 offset += len(raw)
@@ -61,6 +68,29 @@ def read_lines(path: str, name: str | None = None) -> Iterator[TextLine]:
             raise UserError(f"{name} is not a complete gzip file: {error}. Fetch it again.") from error
         except OSError as error:
             raise UserError(f"{name} cannot be read: {error.strerror or error}.") from error
+
+
+def _arriving(file: BinaryIO, wait: float) -> Iterator[bytes | None]:
+    """Yield lines as they arrive, and None when none has arrived for `wait` seconds."""
+    try:
+        descriptor = file.fileno()
+    except (OSError, AttributeError):
+        descriptor = None
+    if descriptor is None or isinstance(file, gzip.GzipFile):
+        yield from file
+        return
+    pending = file.read1()  # what `_is_gzip` has read; from here on the file's own buffer is empty
+    while True:
+        *lines, pending = pending.split(b"\n")
+        yield from (line + b"\n" for line in lines)
+        if not select.select([descriptor], [], [], wait)[0]:
+            yield None
+        block = os.read(descriptor, 1 << 16)
+        if not block:
+            break
+        pending += block
+    if pending:
+        yield pending
 
 
 def can_seek(path: str) -> bool:

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 SHORTEST = 8
+FEW = 8  # examples that `coarse_shape` computes in one batch
+_COARSE = 128
 
 
 class Batch(NamedTuple):
@@ -34,6 +36,38 @@ def bucket(length: int, longest: int | None = None, steps: int = 2) -> int:
         step = max(half // steps, SHORTEST // 2)
         found = half + -(-(length - half) // step) * step
     return found if longest is None else min(found, longest)
+
+
+def coarse_bucket(length: int, longest: int | None = None) -> int:
+    """Return the smallest of 128, 512, 2048, … that is not below `length`, but at most `longest`."""
+    found = _COARSE
+    while found < length:
+        found *= 4
+    return found if longest is None else min(found, longest)
+
+
+def coarse_shape(
+    sizes: Mapping[str, Sequence[int]], longest: Mapping[str, int | None], multiple: int = 1
+) -> tuple[int, dict[str, int]]:
+    """Return the rows and lengths of the only batch of at most `FEW` examples, for interactive use.
+
+    One to eight inputs of up to 512 tokens have three shapes: 1x128, 8x128 and 8x512. So interactive use compiles three
+    programs at most, at the price of more padding.
+
+    Args:
+      sizes: {feature: size of each example}, for features that are padded only as far as needed.
+      longest: {feature: maximum length} of all features, as in `plan`.
+      multiple: rows are rounded up to a multiple of this.
+
+    >>> coarse_shape({"inputs": [9]}, {"inputs": 512}), coarse_shape({"inputs": [9, 300]}, {"inputs": 512})
+    ((1, {'inputs': 128}), (8, {'inputs': 512}))
+    """
+    lengths = {
+        feature: coarse_bucket(max(sizes[feature]), limit) if feature in sizes else limit
+        for feature, limit in longest.items()
+    }
+    is_one = all(len(of_feature) == 1 and max(of_feature) <= _COARSE for of_feature in sizes.values())
+    return -(-(1 if is_one else FEW) // multiple) * multiple, lengths
 
 
 def plan(

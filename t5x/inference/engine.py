@@ -38,8 +38,14 @@ class Engine:
         self.partitioner = partitioner
         self.params = compute_params(model.module, params)
 
-    def program(self, function: Callable[[Any, Mapping[str, jax.Array], jax.Array], Any]) -> Program:
-        """Return a program of (params, batch, rng) -> tree of arrays, compiled for every new shape of a batch."""
+    def program(
+        self, function: Callable[[Any, Mapping[str, jax.Array], jax.Array], Any], *, decodes: bool = False
+    ) -> Program:
+        """Return a program of (params, batch, rng) -> tree of arrays, compiled for every new shape of a batch.
+
+        Args:
+          decodes: most of the time goes to decoding steps, whose matmuls have few rows.
+        """
         partitioner = self.partitioner
         shardings = (
             jax.tree.map(lambda x: x.sharding, self.params), partitioner.batch_sharding, partitioner.replicated
@@ -47,8 +53,11 @@ class Engine:
 
         return Program.of(
             lambda params, batch, seed: function(params, batch, jax.random.key(seed)),
-            functools.partial(partitioner.partition, in_shardings=shardings, out_shardings=partitioner.replicated),
-        )
+            functools.partial(
+                partitioner.partition, in_shardings=shardings, out_shardings=partitioner.replicated,
+                large_matmuls=not decodes,
+            ),
+        )  # fmt: skip
 
     def shapes(self, program: Program, lengths: Mapping[str, int], rows: int) -> Any:
         """Return the shapes of the program's outputs for a batch with this number of rows."""
@@ -83,6 +92,7 @@ class Engine:
         seed: int = 0,
         trim: bool = True,
         row_axes: Any = None,
+        row_values: Mapping[str, int] | None = None,
         after_batch: Callable[[int], None] = lambda examples: None,
     ) -> list[Any]:
         """Return a result for each example: its row of the program's outputs, as NumPy arrays.
@@ -98,6 +108,7 @@ class Engine:
           trim: truncate examples that are too long; False raises a UserError.
           row_axes: see the method; None is the first axis of every array. Arrays without rows are returned for all
             examples.
+          row_values: numbers that the batch contains in every row under these names, besides the features.
           after_batch: called with the number of finished examples.
         """
         converter = self.model.FEATURE_CONVERTER_CLS(pack=False)
@@ -137,6 +148,8 @@ class Engine:
                 filled = [batch.positions[row if row < len(batch.positions) else 0] for row in mine]
                 arrays = converter.convert_batch([[examples[i]] for i in filled], batch.lengths, trim=trim)
                 arrays["example_index"] = np.array([indices[i] % _INDICES for i in filled], np.int32)
+                for name, value in (row_values or {}).items():
+                    arrays[name] = np.full(len(filled), value, np.int32)
                 output = compiled(self.params, self.partitioner.to_devices(arrays), np.uint32(seed))
                 if running is not None:
                     collect(*running)

@@ -100,7 +100,7 @@ def infer_file(
     if data.fields():
         log.info("inputs: %r (--inputs and --prefix change it)", data.template())
     max_input_length, max_length = data.max_input_length, data.max_target_length
-    lines = LineShard(Lines(input_path, needs_targets=mode == "score", data=data), shard)
+    lines = LineShard(Lines(input_path, needs_targets=mode == "score", data=data, live=to.is_stdout), shard)
     if mode == "predict":
         options.decode_fn(loaded.model.output_vocabulary, max_length)  # fails on invalid options
     source = {
@@ -154,9 +154,10 @@ class _FileInference(LineJob):
         inputs = [self._ids(line, "inputs", problems) for line in chunk.lines]
         common = {
             "max_input_length": self.max_input_length, "batch_size": self.batch_size,
-            "rows": self.loaded.rows(count if chunk.is_first else self.batch_size, self.batch_size),
             "after_batch": progress.after_batch(),
         }  # fmt: skip
+        if not self.lines.file.live:
+            common["rows"] = self.loaded.rows(count if chunk.is_first else self.batch_size, self.batch_size)
         if self.mode == "score":
             targets = [self._ids(line, "targets", problems) for line in chunk.lines]
             results = [{"score": score} for score in self.loaded.scores(inputs, targets, **common)]

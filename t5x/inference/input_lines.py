@@ -2,6 +2,7 @@
 
 import os
 import stat
+import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from t5x.files.remote import is_remote
 from t5x.telemetry import jsonl
 
 _SPLIT = "input"
+_PAUSE = 0.05  # seconds
 
 
 class Line(NamedTuple):
@@ -43,13 +45,18 @@ class Lines:
         .csv or .parquet; - is standard input, where lines that begin with { are objects and others are text.
       needs_targets: every example must have targets too.
       data: which fields are the inputs and targets.
+      live: someone waits for the result of each line: yield None when standard input pauses, and show a prompt if it is
+        a terminal.
 
     Attributes:
       is_stream: whether it can be read only once.
     """
 
-    def __init__(self, path: str, *, needs_targets: bool, data: DataDescription | None = None):
+    def __init__(
+        self, path: str, *, needs_targets: bool, data: DataDescription | None = None, live: bool = False
+    ):
         self.path = path
+        self.live = live and path == "-"
         self._needs_targets = needs_targets
         self._data = data or DataDescription()
         self._is_text = ending_of(path) not in ENDINGS
@@ -70,7 +77,7 @@ class Lines:
         """Return the number of examples and check them all; None for a stream, which is checked as it is read."""
         return None if self.is_stream else sum(1 for _ in self)
 
-    def __iter__(self) -> Iterator[Line]:
+    def __iter__(self) -> Iterator[Line | None]:
         if self._source is None:
             yield from self._read_stream()
             return
@@ -102,8 +109,16 @@ class Lines:
             check_fields(self._source, _SPLIT, field_names(self._data.inputs) + targets)
         return size
 
-    def _read_stream(self) -> Iterator[Line]:
-        for line in text_lines.read_lines(self.path):
+    def _read_stream(self) -> Iterator[Line | None]:
+        prompt = self.live and sys.stdin.buffer.isatty()
+        if prompt:
+            print("Type an input and press Enter; Ctrl-D ends.\n> ", end="", file=sys.stderr, flush=True)
+        for line in text_lines.read_lines(self.path, wait=_PAUSE if self.live else None):
+            if line is None:
+                yield None
+                if prompt:
+                    print("> ", end="", file=sys.stderr, flush=True)
+                continue
             text = line.text()
             if not self._is_text and not text.strip():
                 continue

@@ -195,11 +195,21 @@ class LineShard:
             log.debug("%d %s(s) from %s", self.total, unit, file.path)
 
     def chunks(self, size: int) -> Iterator[LineChunk]:
-        """Yield chunks of `size` lines; the last may be smaller."""
-        lines, first = itertools.islice(self.file, self._start, self._stop), self._start
-        while chunk := list(itertools.islice(lines, size)):
-            yield LineChunk(first, first == self._start, chunk)
-            first += len(chunk)
+        """Yield chunks of `size` lines; the last, and those before a pause of a live input, may be smaller."""
+        first, lines = self._start, []
+        try:
+            for line in itertools.islice(self.file, self._start, self._stop):
+                if line is not None:
+                    lines.append(line)
+                if lines and (line is None or len(lines) == size):
+                    yield LineChunk(first, first == self._start, lines)
+                    first, lines = first + len(lines), []
+        except UserError:  # in a line of a stream; those before it have results
+            if lines:
+                yield LineChunk(first, first == self._start, lines)
+            raise
+        if lines:
+            yield LineChunk(first, first == self._start, lines)
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -5,22 +5,23 @@ import dataclasses
 import functools
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from t5x.checkpoints import names, transfer
+from t5x.checkpoints import families, names, transfer
 from t5x.checkpoints.checkpoint_identity import fingerprint
 from t5x.checkpoints.formats import Source
 from t5x.checkpoints.model_description import load_model, model_of
+from t5x.data.data_description import DataDescription, field_names, fill
 from t5x.data.vocabularies.loading import vocabulary_named
 from t5x.decoding import NEG_INF
 from t5x.errors import UserError
 from t5x.inference import buckets
 from t5x.inference.engine import Engine, Program
-from t5x.inference.options import Decoding
+from t5x.inference.options import Decoding, translate_arguments
 from t5x.models import BaseTransformerModel, DecoderOnlyModel
 from t5x.network import default_dtype
 from t5x.partitioning import PjitPartitioner
@@ -30,41 +31,67 @@ from t5x.trainer.state import StateLayout
 log = logging.getLogger(__name__)
 
 MAX_LENGTH, MAX_INPUT_LENGTH, BATCH_SIZE = 128, 512, 32
+_GENERATE = ("max_input_length", "batch_size", "seed", "token_scores")  # arguments of `generate` itself
+_FIRST_PIECE = 8  # tokens that `stream` shows first
+_LIMIT = "max_decode_steps"  # in a batch: the maximum number of generated tokens
 DTYPES = ("float32", "bfloat16")
 
 
 class Generation(NamedTuple):
-    """A generated output.
+    """A generated output. `str` is its text.
 
     Attributes:
       text: the decoded string.
       score: sum of the log probabilities of its tokens; with beams, divided by the length penalty.
       tokens: its ids, including the EOS that ended it.
+      token_scores: log probability of each token by the network, if `generate` was asked for them.
     """
 
     text: str
     score: float
     tokens: list[int]
+    token_scores: list[float] | None = None
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        return f"Generation({self.text!r}, score={self.score:.4g}, {len(self.tokens)} tokens)"
 
 
 def load(
     model_dir: str,
     *,
     vocabulary: str | None = None,
-    dtype: str | None = None,
+    dtype: Any = None,
+    device: str | None = None,
     partitioner: PjitPartitioner | None = None,
     model_class: type["LoadedModel"] | None = None,
 ) -> "LoadedModel":
     """Return the model of a checkpoint of any format, or of a MODEL_DIR. Nothing but that directory is needed.
 
     Args:
+      model_dir: a path, or another name of a checkpoint: see `t5x.checkpoints.names`.
       vocabulary: a SentencePiece model, a tokenizer.json, or `bytes`; None uses the checkpoint's.
-      dtype: dtype of the activations; None is float32 on CPUs, bfloat16 elsewhere.
+      dtype: dtype of the activations, as a string or a dtype; None is float32 on CPUs, bfloat16 elsewhere.
+      device: `cpu`, `gpu` (or `cuda`) or `tpu`; None takes JAX's default.
       partitioner: shards the parameters; None splits batches over all devices.
       model_class: class of the result; None is `LoadedModel`.
     """
-    source, model = open_model(model_dir, vocabulary, dtype)
-    return (model_class or LoadedModel)(source, model, partitioner or PjitPartitioner())
+    if not isinstance(model_dir, str | os.PathLike):
+        raise UserError(f"The model is {_short(model_dir)}: pass a path, or a name such as 'google/flan-t5-small'.")
+    if device is not None and partitioner is not None:
+        raise UserError("device and partitioner cannot be combined: the partitioner chooses the devices.")
+    source, model = open_model(os.fspath(model_dir), vocabulary, _dtype_name(dtype))
+    backend = "gpu" if device == "cuda" else device
+    return (model_class or LoadedModel)(source, model, partitioner or PjitPartitioner(backend=backend))
+
+
+def _dtype_name(dtype: Any) -> str | None:
+    """Return the name of a dtype of NumPy, JAX or PyTorch."""
+    if dtype is None or isinstance(dtype, str):
+        return dtype
+    return getattr(dtype, "__name__", str(dtype)).removeprefix("torch.")
 
 
 def open_model(
@@ -134,16 +161,30 @@ class LoadedModel:
             self._logged.add(message)
             log.info("%s", message)
 
+    @property
+    def device(self) -> str:
+        """The platform of the devices: `cpu`, `gpu` or `tpu`."""
+        return self._partitioner.mesh.devices.flat[0].platform
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the activations."""
+        return jax.numpy.dtype(self.model.module.config.dtype).name
+
+    def __repr__(self) -> str:
+        name = families.name_of(transfer.config_of(self.source), self.source.model_type)
+        return f"<{name}, {self.dtype} on {self.device}, from {self.source.path}>"
+
     # -- strings -------------------------------------------------------------------------------------------------------
 
     def generate(
         self,
-        texts: str | Sequence[str],
+        inputs: Any,
         *,
-        max_length: int = MAX_LENGTH,
         max_input_length: int = MAX_INPUT_LENGTH,
         batch_size: int = BATCH_SIZE,
         seed: int = 0,
+        token_scores: bool = False,
         **decoding: Any,
     ) -> Any:
         """Generate an output for each input.
@@ -151,26 +192,60 @@ class LoadedModel:
             model.generate("translate English to German: Good morning.").text
             model.generate(texts, beams=4, num_return=4)          # for each text a list, best first
             model.generate(texts, temperature=0.7, top_p=0.9, seed=1)
+            model.generate(texts, num_beams=4, max_new_tokens=64)  # Hugging Face's names, and its beam search
 
         Args:
-          texts: a string, or a list of strings.
-          max_length: maximum number of generated tokens.
+          inputs: a string, an object with the fields that the model was trained with ({"inputs": string}), or a list of
+            these. A string is used as it is; to an object, the prefix of the training data is added.
           max_input_length: longer inputs are truncated.
           batch_size: inputs per batch.
           seed: seed of samples; the i-th string of a list gets the same sample in any batch.
-          decoding: see `t5x.inference.options.Decoding`; greedy by default.
+          token_scores: also return the log probability of each token.
+          decoding: `max_length`, the maximum number of generated tokens (128); `stop`, strings before which the output
+            ends; the fields of `t5x.inference.options.Decoding`, greedy by default; or Hugging Face's names of these
+            (`max_new_tokens`, `num_beams`, `do_sample`, …), see `t5x.inference.options.translate_arguments`.
 
         Returns:
           A `Generation` for each string, or with num_return > 1 a list of at most `num_return`. For a single string,
-          its result alone.
+          its result alone. An output that a stop string ended is scored by the sum of its tokens' log probabilities.
         """
-        options = Decoding(**decoding)
-        inputs = [self.input_ids(text, max_input_length)[0] for text in ([texts] if isinstance(texts, str) else texts)]
-        generations = self.predictions(
-            inputs, options, max_length=max_length, max_input_length=max_input_length, batch_size=batch_size, seed=seed
-        )
-        results = generations if options.num_return > 1 else [best for best, *_ in generations]
-        return results[0] if isinstance(texts, str) else results
+        given = translate_arguments(decoding, own=("max_length", "stop", *_GENERATE))
+        max_length, stop = given.pop("max_length", MAX_LENGTH), given.pop("stop", ())
+        texts, is_single = read_inputs(inputs, DataDescription.of_checkpoint(self.source.data, self.source.path))
+        options = Decoding(**given)
+        encoded = [self.input_ids(text, max_input_length)[0] for text in texts]
+        batching = {"max_input_length": max_input_length, "batch_size": batch_size}
+        found = self.predictions(encoded, options, max_length=max_length, seed=seed, **batching)
+        if token_scores or stop:
+            found = self._with_token_scores(encoded, found, [stop] if isinstance(stop, str) else stop, **batching)
+        results = found if options.num_return > 1 else [best for best, *_ in found]
+        return results[0] if is_single else results
+
+    def stream(self, text: str, *, max_length: int = MAX_LENGTH, **options: Any) -> Iterator[str]:
+        """Yield the output for one input in pieces, as they are generated: first a few tokens, then ever more.
+
+            for piece in model.stream("summarize: …", max_new_tokens=200):
+                print(piece, end="", flush=True)
+
+        Args:
+          options: as in `generate`, except beams, which have no output until they end.
+        """
+        given = translate_arguments(options, own=("stop", *_GENERATE))
+        max_length = given.pop("max_length", max_length)
+        if given.get("beams", 1) > 1 or given.get("num_return", 1) > 1:
+            raise UserError("stream generates one output greedily or by sampling: remove beams and num_return.")
+        shown, limit = "", _FIRST_PIECE
+        while True:
+            # Decoded from the beginning: tokens depend only on those before them, and all limits share a program.
+            limit = min(limit, max_length)
+            made = self.generate(text, max_length=limit, **given)
+            is_last = limit == max_length or len(made.tokens) < limit or made.tokens[-1] == self._eos_id
+            if is_last or (made.text.startswith(shown) and not made.text.endswith("\ufffd")):  # not half a character
+                yield made.text[len(shown) :]
+                shown = made.text
+            if is_last:
+                return
+            limit *= 2
 
     def score(
         self,
@@ -178,35 +253,61 @@ class LoadedModel:
         *,
         max_input_length: int = MAX_INPUT_LENGTH,
         batch_size: int = BATCH_SIZE,
-    ) -> list[float]:
-        """Return the log probability of each (input, target), EOS included.
+    ) -> Any:
+        """Return the log probability of each (input, target), EOS included; of a single pair, one number.
 
         model.score([("3 May 1999", "1999-05-03"), ("3 May 1999", "1999-05-30")])
         """
+        is_single = isinstance(pairs, tuple) and len(pairs) == 2 and all(isinstance(text, str) for text in pairs)
+        pairs = [pairs] if is_single else pairs
+        if isinstance(pairs, str | Mapping) or not isinstance(pairs, Iterable):
+            raise UserError(f"score got {_short(pairs)}: pass a list of (input, target), both strings.")
+        pairs = list(pairs)
+        for i, pair in enumerate(pairs):
+            if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+                raise UserError(f"Pair {i} is {_short(pair)}: it must be (input, target), both strings.")
         inputs = [self.input_ids(text, max_input_length)[0] for text, _ in pairs]
         targets = [self.target_ids(text)[0] for _, text in pairs]
-        return self.scores(inputs, targets, max_input_length=max_input_length, batch_size=batch_size)
+        found = self.scores(inputs, targets, max_input_length=max_input_length, batch_size=batch_size)
+        return found[0] if is_single else found
 
-    def logits(self, input_ids: Sequence[Sequence[int]], target_ids: Sequence[Sequence[int]]) -> np.ndarray:
+    def logits(self, inputs: Any, targets: Any) -> np.ndarray:
         """Return the logits of every target token given those before it: float32 [examples, longest target, vocab].
 
-            ids = [model.input_ids("3 May 1999")[0]]
-            model.logits(ids, [model.target_ids("1999-05-03")[0]]).argmax(-1)
+            model.logits("3 May 1999", "1999-05-03").argmax(-1)      # [target tokens, vocab]
+            model.logits(["3 May 1999"], ["1999-05-03"])             # [1, target tokens, vocab]
 
         Args:
-          input_ids: ids of each example, with EOS, not padded.
-          target_ids: ids of each example. Logits after the end of a target are meaningless.
+          inputs: strings, or ids of each example, with EOS, not padded. A single string returns its row alone.
+          targets: the same. Logits after the end of a target are meaningless.
         """
-        program = self._program("logits", lambda params, batch, rng: self.model.compute_logits(params, batch))
-        examples = [{"inputs": i, "targets": t} for i, t in zip(input_ids, target_ids, strict=True)]
-        lengths = {"inputs": None, "targets": None}
-        rows = self._run(program, examples, lengths, bucketed=["inputs", "targets"], batch_size=BATCH_SIZE)
+        if isinstance(inputs, str) and isinstance(targets, str):
+            return self.logits([inputs], [targets])[0]
+        input_ids = [self.input_ids(x)[0] if isinstance(x, str) else x for x in inputs]
+        target_ids = [self.target_ids(x)[0] if isinstance(x, str) else x for x in targets]
+        if len(input_ids) != len(target_ids):
+            raise UserError(f"{len(input_ids)} input(s) but {len(target_ids)} target(s): pass one of each.")
+        rows = self._of_targets(
+            "logits", self.model.compute_logits, input_ids, target_ids, max_input_length=None, batch_size=BATCH_SIZE
+        )
         longest = max((len(target) for target in target_ids), default=0)
         made = np.zeros((len(rows), longest, rows[0].shape[-1] if rows else 0), np.float32)
-        for i, (row, inputs) in enumerate(zip(rows, input_ids, strict=True)):
-            first = len(inputs) if isinstance(self.model, DecoderOnlyModel) else 0
-            made[i, : len(target_ids[i])] = row[first : first + len(target_ids[i])]
+        for i, row in enumerate(rows):
+            made[i, : len(row)] = row
         return made
+
+    def tokenize(self, text: str | Sequence[str]) -> Any:
+        """Return the ids of an input, EOS included, or of each of several."""
+        texts, is_single = read_inputs(text)
+        ids = [self.input_ids(each)[0] for each in texts]
+        return ids[0] if is_single else ids
+
+    def decode(self, ids: Sequence[Any]) -> Any:
+        """Return the string of output ids, or of each of several lists of ids."""
+        ids = np.asarray(ids).tolist() if hasattr(ids, "shape") else list(ids)
+        if ids and not isinstance(ids[0], int | np.integer):
+            return [self.decode(each) for each in ids]
+        return self.model.output_vocabulary.decode([int(i) for i in ids])
 
     # -- token ids -----------------------------------------------------------------------------------------------------
 
@@ -238,17 +339,23 @@ class LoadedModel:
             raise UserError(f"max_length is {max_length}: it must be at least 1.")
         model = copy.copy(self.model)
         model.decode_fn = decoding.decode_fn(model.output_vocabulary, max_length)
+        length, limits = max_length, {}
+        if self._are_few(inputs, **batching):  # one program for many values of max_length
+            length, limits = buckets.coarse_bucket(max_length), {_LIMIT: max_length}
 
         def predict(params: Any, batch: Mapping[str, jax.Array], rng: jax.Array) -> Any:
+            batch = dict(batch)
+            limit = {} if not limits else {decoding.limit_name: batch.pop(_LIMIT)[0]}
             return model.predict_batch_with_aux(
-                params, batch, rng=rng, num_decodes=decoding.num_decodes, return_all_decodes=True
+                params, batch, rng, limit, num_decodes=decoding.num_decodes, return_all_decodes=True
             )
 
         found = self._run(
-            self._program((decoding, max_length), predict),
+            self._program((decoding, length, bool(limits)), predict, decodes=True),
             [{"inputs": ids, "targets": []} for ids in inputs],
-            {"inputs": max_input_length, "targets": max_length},
+            {"inputs": max_input_length, "targets": length},
             bucketed=["inputs"],
+            row_values=limits,
             **batching,
         )
         decode = model.output_vocabulary.decode
@@ -277,6 +384,60 @@ class LoadedModel:
         lengths = {"inputs": max_input_length, "targets": None}
         return [float(s) for s in self._run(program, examples, lengths, bucketed=["inputs", "targets"], **batching)]
 
+    def _with_token_scores(
+        self,
+        inputs: Sequence[Sequence[int]],
+        predictions: Sequence[Sequence[Generation]],
+        stop: Sequence[str],
+        **batching: Any,
+    ) -> list[list[Generation]]:
+        """Add the log probability of each token, and end outputs before the first of the strings `stop`."""
+        flat = [(ids, made) for ids, of_input in zip(inputs, predictions, strict=True) for made in of_input]
+
+        def token_scores(params: Any, batch: Mapping[str, jax.Array]) -> jax.Array:
+            return self.model.score_batch(params, batch, return_intermediates=True)[1]["decoder"]["token_scores"][0]
+
+        rows = self._of_targets(
+            "token scores", token_scores, [ids for ids, _ in flat], [made.tokens for _, made in flat], **batching
+        )
+        scored = iter(
+            self._ended(made._replace(token_scores=row.tolist()), stop)
+            for (_, made), row in zip(flat, rows, strict=True)
+        )
+        return [[next(scored) for _ in of_input] for of_input in predictions]
+
+    def _ended(self, made: Generation, stop: Sequence[str]) -> Generation:
+        """Return the output up to the first of the strings `stop`: tokens include the string, the text does not."""
+        ends = [made.text.find(string) for string in stop if string in made.text]
+        if not ends:
+            return made
+        decode = self.model.output_vocabulary.decode
+        count = next(n for n in range(1, len(made.tokens) + 1) if any(s in decode(made.tokens[:n]) for s in stop))
+        scores = made.token_scores[:count]
+        return Generation(made.text[: min(ends)], sum(scores), made.tokens[:count], scores)
+
+    def _of_targets(
+        self,
+        name: str,
+        function: Callable[[Any, Mapping[str, jax.Array]], jax.Array],
+        inputs: Sequence[Sequence[int]],
+        targets: Sequence[Sequence[int]],
+        *,
+        max_input_length: int | None,
+        **batching: Any,
+    ) -> list[np.ndarray]:
+        """Return the rows of a function of (params, batch) -> [batch, positions, …], cut to each example's targets."""
+        program = self._program(name, lambda params, batch, rng: function(params, batch))
+        examples = [{"inputs": i, "targets": t} for i, t in zip(inputs, targets, strict=True)]
+        lengths = {"inputs": max_input_length, "targets": None}
+        rows = self._run(program, examples, lengths, bucketed=["inputs", "targets"], **batching)
+        starts = [len(ids) if isinstance(self.model, DecoderOnlyModel) else 0 for ids in inputs]
+        return [row[start : start + len(ids)] for row, start, ids in zip(rows, starts, targets, strict=True)]
+
+    @property
+    def _eos_id(self) -> int | None:
+        return self.model.output_vocabulary.eos_id
+
     def label_logits(
         self, inputs: Sequence[Sequence[int]], labels: Sequence[int], *, max_input_length: int, **batching: Any
     ) -> np.ndarray:
@@ -298,9 +459,9 @@ class LoadedModel:
         """Return the number of rows of the batches for this number of examples."""
         return buckets.rows(examples, batch_size, self._partitioner.data_parts)
 
-    def _program(self, key: Any, function: Callable[..., Any]) -> Program:
+    def _program(self, key: Any, function: Callable[..., Any], *, decodes: bool = False) -> Program:
         if key not in self._programs:
-            self._programs[key] = self.engine.program(function)
+            self._programs[key] = self.engine.program(function, decodes=decodes)
         return self._programs[key]
 
     def _run(
@@ -311,12 +472,22 @@ class LoadedModel:
         *,
         batch_size: int,
         rows: int | None = None,
+        bucketed: Sequence[str] = (),
         **options: Any,
     ) -> list[Any]:
         if batch_size < 1:
             raise UserError(f"batch_size is {batch_size}: it must be at least 1.")
+        if self._are_few(examples, batch_size, rows):
+            sizes = {name: [len(example[name]) for example in examples] for name in bucketed}
+            rows, lengths = buckets.coarse_shape(sizes, lengths, self._partitioner.data_parts)
+            bucketed = ()
+            self.log_once(f"compiling for {rows}x{lengths['inputs']} tokens, once")
         rows = self.rows(len(examples), batch_size) if rows is None else rows
-        return self.engine.run(program, examples, lengths, rows=rows, **options)
+        return self.engine.run(program, examples, lengths, rows=rows, bucketed=bucketed, **options)
+
+    def _are_few(self, examples: Sequence[Any], batch_size: int, rows: int | None = None, **_: Any) -> bool:
+        """Return whether the examples are computed in one batch of a coarse shape, as in interactive use."""
+        return rows is None and 0 < len(examples) <= min(buckets.FEW, batch_size)
 
 
 def without_padding(ids: np.ndarray) -> list[int]:
@@ -335,3 +506,35 @@ def _ids(vocabulary: Any, text: str, limit: int | None, *, eos: bool) -> tuple[l
     if limit is None or len(ids) <= limit:
         return ids, len(ids)
     return [*ids[: limit - len(end)], *end], len(ids)
+
+
+def read_inputs(inputs: Any, data: DataDescription | None = None) -> tuple[list[str], bool]:
+    """Return the strings of a string, an object with fields, or a list of these; and whether it was only one.
+
+    Args:
+      data: makes the string of an object.
+
+    Raises:
+      UserError: there is anything else.
+    """
+    if isinstance(inputs, str | Mapping):
+        return read_inputs([inputs], data)[0], True
+    data = data or DataDescription()
+    wanted = f"a string, or an object with {', '.join(map(repr, field_names(data.inputs)))}"
+    if isinstance(inputs, bytes) or not isinstance(inputs, Iterable):
+        raise UserError(f"The input is {_short(inputs)}: pass {wanted}, or a list of these.")
+    texts = []
+    for i, each in enumerate(inputs):
+        try:
+            text = data.prefix + fill(data.inputs, each) if isinstance(each, Mapping) else each
+        except (KeyError, UserError):
+            text = None
+        if not isinstance(text, str):
+            raise UserError(f"Input {i} is {_short(each)}: it must be {wanted}.")
+        texts.append(text)
+    return texts, False
+
+
+def _short(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 80 else f"{shown[:79]}…"

@@ -1,8 +1,9 @@
 """Decoding options, named as on the command line."""
 
 import dataclasses
+import difflib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -79,6 +80,11 @@ class Decoding:
         """`num_decodes` for the model's `predict_batch_with_aux`."""
         return self.num_return if self.samples else self.beams
 
+    @property
+    def limit_name(self) -> str:
+        """The argument of the decode function that limits the number of generated tokens."""
+        return "max_decode_step" if self.beams > 1 else "max_decode_steps"
+
     def decode_fn(self, vocabulary: Vocabulary, max_length: int) -> Callable[..., Any]:
         """Return the model's `decode_fn`.
 
@@ -127,3 +133,59 @@ class Decoding:
         if self.choices:
             made.append(constraints.text_choices(self.choices, vocabulary, max_length))
         return constraints.chain(made) if made else None
+
+
+# --- Arguments of Python functions ------------------------------------------------------------------------------------
+
+HUGGINGFACE_NAMES = {
+    "max_new_tokens": "max_length", "min_new_tokens": "min_length", "no_repeat_ngram_size": "no_repeat_ngram",
+    "num_beams": "beams", "num_return_sequences": "num_return", "stop_strings": "stop",
+}  # fmt: skip
+_HUGGINGFACE_SWITCHES = ("do_sample", "early_stopping")
+_HUGGINGFACE_TOP_K = 50  # of samples, unless it is given
+
+
+def translate_arguments(given: Mapping[str, Any], own: Iterable[str] = ()) -> dict[str, Any]:
+    """Return arguments of `generate` with Hugging Face's names replaced by ours, and with what they imply.
+
+    `num_beams` selects Hugging Face's search, with a length penalty of 1 unless another is given, and `do_sample` its
+    sampling: temperature 1 and the 50 most probable tokens unless others are given.
+
+    >>> translate_arguments({"num_beams": 4, "max_new_tokens": 20}, own=["max_length"])
+    {'beams': 4, 'max_length': 20, 'length_penalty': 1.0}
+
+    Args:
+      given: the arguments.
+      own: names of our arguments besides those of `Decoding`.
+    """
+    own = [*own, *(field.name for field in dataclasses.fields(Decoding))]
+    check_arguments("generate", given, [*own, *HUGGINGFACE_NAMES, *_HUGGINGFACE_SWITCHES])
+    made: dict[str, Any] = {}
+    for name, value in given.items():
+        ours = HUGGINGFACE_NAMES.get(name, name)
+        if ours in made:
+            raise UserError(f"{name} and {ours} are the same argument. Pass one of them.")
+        made[ours] = value
+    if made.pop("early_stopping", False):
+        raise UserError("early_stopping is not supported: beam search ends as with early_stopping=False. Remove it.")
+    if "num_beams" in given:
+        if given["num_beams"] == 1:
+            made.pop("length_penalty", None)  # without effect there
+        else:
+            made.setdefault("length_penalty", 1.0)
+    samples = made.pop("do_sample", None)
+    if samples:
+        made = {"temperature": 1.0, "top_k": _HUGGINGFACE_TOP_K} | made
+    elif samples is not None:
+        made = {name: value for name, value in made.items() if name not in ("temperature", "top_k", "top_p")}
+    return made
+
+
+def check_arguments(function: str, given: Iterable[str], valid: Iterable[str]) -> None:
+    """Raise a UserError that lists the valid arguments if one of the given ones is not among them."""
+    valid = sorted(set(valid))
+    for name in given:
+        if name not in valid:
+            near = difflib.get_close_matches(name, valid, 1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise UserError(f"{function} has no argument {name!r}.{hint} It takes {', '.join(valid)}.")

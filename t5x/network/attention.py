@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from t5x.errors import UserError
+from t5x.network.devices import on_nvidia_gpu
 from t5x.network.keys import Keys
 from t5x.network.relative_position import RelativeBias
 from t5x.partitioning.logical import constrain, on_each_device
@@ -40,12 +41,15 @@ class Mask:
         directions.
       causal: query i sees keys 0..i.
       window: query i sees keys at distances below this, on both sides.
+      row_offsets: int32 [batch, k], in a beam search: the cached keys and values of row i before its position are those
+        of row i + row_offsets[i, k].
     """
 
     key_segments: jax.Array | None = None
     query_segments: jax.Array | None = None
     position: jax.Array | None = None
     prefix: jax.Array | None = None
+    row_offsets: jax.Array | None = None
     causal: bool = flax.struct.field(pytree_node=False, default=False)
     window: int | None = flax.struct.field(pytree_node=False, default=None)
 
@@ -162,7 +166,7 @@ def _compute_capability() -> float:
 
 def _gpu_refuses(query: jax.Array, mask: Mask) -> str | None:
     """Return why no fused backend can compute this attention; None if they may."""
-    if jax.default_backend() != "gpu" or "cuda" not in jax.devices()[0].client.platform_version:
+    if not on_nvidia_gpu():
         return f"the device is {jax.devices()[0].device_kind}, no NVIDIA GPU"
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"queries and keys are {query.dtype.name} (fused attention takes bfloat16 and float16)"
@@ -216,6 +220,13 @@ def attend_cached(
     """
     if float32_logits:
         query, key = query.astype(jnp.float32), key.astype(jnp.float32)
+    if on_nvidia_gpu():
+        from t5x.network import decode_kernel  # Pallas is slow to import
+
+        if decode_kernel.fits(query, key):
+            return _attend_step(query, key, value, mask, bias)
+    if mask.row_offsets is not None:
+        key, value = (_rows_of_beams(x, mask) for x in (key, value))
     if jax.default_backend() == "cpu":  # the larger operand on the left, as in `layers.few_rows`
         logits = jnp.einsum("bhkd,bqhd->bhkq", key, query, preferred_element_type=jnp.float32)
         logits = jnp.swapaxes(jax.lax.optimization_barrier(logits), 2, 3)
@@ -223,6 +234,39 @@ def attend_cached(
         logits = jnp.einsum("bqhd,bhkd->bhqk", query, key, preferred_element_type=jnp.float32)
     weights = _weights(logits, mask, bias).astype(value.dtype)
     return jnp.einsum("bhqk,bhkd->bqhd", weights, value)
+
+
+def _attend_step(
+    query: jax.Array, key: jax.Array, value: jax.Array, mask: Mask, bias: RelativeBias | None
+) -> jax.Array:
+    """Compute `attend_cached` with our kernel, each device for its own rows and heads."""
+    from t5x.network.decode_kernel import attend_step
+
+    k_length = key.shape[2]
+    row = None if bias is None else bias.row(mask.position, k_length)[..., 0, :]
+    rows = ("batch", "length")
+    each_row = mask.position is not None and mask.position.ndim > 0
+
+    def compute(query, key, value, seen, position, bias, offsets):
+        return attend_step(
+            query, key, value, seen=seen, position=position, bias=bias, offsets=offsets,
+            interpret=jax.default_backend() == "cpu",
+        )  # fmt: skip
+
+    queries, cache = ("batch", "length", "heads", "kv"), ("batch", "heads", "length", "kv")
+    position, bias_row = (("batch",), ("batch", "heads", None)) if each_row else ((), ("heads", None))
+    return on_each_device(
+        compute, (queries, cache, cache, rows, position, bias_row, rows), queries, query, key, value,
+        mask.key_segments, mask.position, row, mask.row_offsets,
+    )  # fmt: skip
+
+
+def _rows_of_beams(cache: jax.Array, mask: Mask) -> jax.Array:
+    """Gather a cache [batch, heads, k, head_dim] by the mask's `row_offsets`."""
+    numbers = jnp.arange(cache.shape[2])
+    offsets = jnp.where(numbers < mask.position, mask.row_offsets, 0)
+    at = jnp.arange(cache.shape[0])[:, None] + offsets
+    return jnp.swapaxes(cache[at, :, numbers], 1, 2)
 
 
 def attend_xla(

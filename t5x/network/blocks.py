@@ -87,8 +87,9 @@ class Attention(nn.Module):
             else:
                 (query,), (key, value) = heads(x, "query"), heads(source, "key", "value")
             if self.cache and (cached := self._update_cache(key, value, prefill_lengths)) is not None:
-                key, value, mask = cached
-                out = attend_cached(query, key, value, mask=mask, bias=bias, **exact)
+                key, value, position = cached
+                step_mask = Mask(position=position, row_offsets=mask.row_offsets)
+                out = attend_cached(query, key, value, mask=step_mask, bias=bias, **exact)
             else:
                 out = attend(
                     query, key, value, mask=mask, bias=bias, backend=cfg.attention_backend, **dropped, **exact
@@ -99,8 +100,8 @@ class Attention(nn.Module):
 
     def _update_cache(
         self, key: jax.Array, value: jax.Array, prefill_lengths: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array, Mask] | None:
-        """Write the key and value of a step; return all cached ones, [batch, heads, k, head_dim], and their mask.
+    ) -> tuple[jax.Array, jax.Array, jax.Array] | None:
+        """Write the key and value of a step; return all cached ones, [batch, heads, k, head_dim], and the position.
 
         Return None in the pass that creates the cache, which only allocates it, and in a prefill, which fills it.
         """
@@ -125,9 +126,9 @@ class Attention(nn.Module):
             write = jax.vmap(write)
         cached_key.value = write(cached_key.value, key, index.value)
         cached_value.value = write(cached_value.value, value, index.value)
-        mask = Mask(position=index.value)
-        index.value = index.value + 1
-        return cached_key.value, cached_value.value, mask
+        position = index.value
+        index.value = position + 1
+        return cached_key.value, cached_value.value, position
 
 
 def _heads_first(x: jax.Array) -> jax.Array:
@@ -244,6 +245,9 @@ def run_layers(
         return x
     if keys.dropout is not None and cfg.remat_policy == "none":
         keys = keys.alone().replace(stack=Stack(keys, num_layers, getattr(layer_cls, "DROPOUT", ())))
+    if not keys.needs_gradients:
+        # Traced once for all layers. XLA gets the same program; with gradients, it would round differently.
+        layer_cls = nn.jit(layer_cls)
     for i in range(num_layers):
         x, _ = layer_cls(cfg, name=f"layers_{i}", **fields)(x, i, keys, *shared)
     return x

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from t5x.network.config import NetworkConfig, T5Config
+from t5x.network.devices import on_nvidia_gpu
 
 SCALES = "fp8"  # Linen's collection of scales, and its name in the train state
 HISTORY = 1024  # steps
@@ -70,7 +71,8 @@ def scales(history: Tree) -> Tree:
 
 def next_history(history: Tree, amax: Tree) -> Tree:
     """Return the history with this step's amax in place of its oldest entry; one that is not finite counts as 0."""
-    finite = jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 0.0), amax)
+    # Otherwise XLA computes the amax of all layers for each entry of the history.
+    finite = jax.lax.optimization_barrier(jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 0.0), amax))
     return jax.tree.map(lambda old, new: jnp.concatenate([new[..., None], old[..., :-1]], axis=-1), history, finite)
 
 
@@ -98,44 +100,66 @@ def project(x: jax.Array, kernels: Sequence[jax.Array], scales: jax.Array, dtype
 
 
 def _forward(x, kernels, scales, dtype):
-    x8, kernels8 = _quantize(x, scales[0], _FORWARD), []
-    for kernel in kernels:
+    rows = x.reshape(-1, x.shape[-1])
+    whole8, x8_transposed, amax = _quantize(rows, scales[0], _FORWARD)
+    results, kernels8 = [], []
+    for x8, kernel in zip(_apart(whole8, len(kernels)), kernels, strict=True):
         scale = _scale(_amax(kernel), _FORWARD)
-        kernels8.append((_quantize(kernel, scale, _FORWARD), scale))
-    results = [
-        _dot(x8, kernel, scales[0] * scale, ([x.ndim - 1], [0]), dtype or x.dtype) for kernel, scale in kernels8
-    ]
-    # The empty array carries the dtype of x and the kernels.
-    return results, (x8, kernels8, scales, _amax(x), jnp.empty(0, x.dtype))
+        kernel8, kernel8_transposed, _ = _quantize(kernel.reshape(kernel.shape[0], -1), scale, _FORWARD)
+        made = _dot(x8, kernel8_transposed, scales[0], scale, x.dtype, dtype or x.dtype)
+        results.append(made.reshape(*x.shape[:-1], *kernel.shape[1:]))
+        kernels8.append((kernel8, scale))
+    # The empty array carries the shape and dtype of x.
+    return results, (x8_transposed, kernels8, scales, amax, jnp.empty((*x.shape, 0), x.dtype))
 
 
 def _backward(dtype, residuals, gradients):
     del dtype
-    x8, kernels8, scales, x_amax, like = residuals
-    rows = list(range(x8.ndim - 1))
+    x8_transposed, kernels8, scales, x_amax, like = residuals
     to_x, to_kernels, amax = 0, [], [x_amax]
-    for i, (gradient, (kernel, kernel_scale)) in enumerate(zip(gradients, kernels8, strict=True), start=1):
-        gradient8 = _quantize(gradient, scales[i], _BACKWARD)
-        amax.append(_amax(gradient))
-        features = list(range(x8.ndim - 1, gradient.ndim)), list(range(1, kernel.ndim))
-        to_x += _dot(gradient8, kernel, scales[i] * kernel_scale, features, like.dtype)
-        to_kernels.append(_dot(x8, gradient8, scales[0] * scales[i], (rows, rows), like.dtype))
-    return to_x, to_kernels, jnp.stack(amax)
+    each = zip(scales[1:], _apart(x8_transposed, len(gradients)), gradients, kernels8, strict=True)
+    for scale, x8_transposed, gradient, (kernel8, kernel_scale) in each:
+        rows = gradient.reshape(-1, kernel8.shape[1])
+        gradient8, gradient8_transposed, gradient_amax = _quantize(rows, scale, _BACKWARD)
+        amax.append(gradient_amax)
+        to_x += _dot(gradient8, kernel8, scale, kernel_scale, like.dtype)
+        to_kernel = _dot(x8_transposed, gradient8_transposed, scales[0], scale, like.dtype)
+        to_kernels.append(to_kernel.reshape(-1, *gradient.shape[like.ndim - 2 :]))
+    return to_x.reshape(like.shape[:-1]), to_kernels, jnp.stack(amax)
 
 
 project.defvjp(_forward, _backward)
 
 
-def _dot(a: jax.Array, b: jax.Array, scale: jax.Array, axes: Any, dtype: Any) -> jax.Array:
-    made = jax.lax.dot_general(a, b, (axes, ((), ())), preferred_element_type=dtype)
-    return (made.astype(jnp.float32) / scale).astype(dtype)  # exact: the scale is a power of two
+def _apart(x: jax.Array, times: int) -> Sequence[jax.Array]:
+    """Return copies of x, which is not copied: XLA would fuse matmuls that share an operand, but not in FP8."""
+    return jax.lax.optimization_barrier((x,) * times)
 
 
-def _quantize(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
-    """Return scale * x, saturated: x may have grown since the scale was chosen. Infinity becomes NaN, not a number."""
+def _dot(a: jax.Array, b: jax.Array, a_scale: jax.Array, b_scale: jax.Array, dtype: Any, out: Any = None) -> jax.Array:
+    """Return a @ b.T without the scales; exact up to the rounding of the result, since scales are powers of two.
+
+    On GPUs, XLA recognizes this as an FP8 matmul, which applies the scales. Both operands must be stored with the
+    contracted axis last: others are transposed first.
+    """
+    a, b = (x.astype(dtype) * (1.0 / scale).astype(dtype) for x, scale in ((a, a_scale), (b, b_scale)))
+    return jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=out or dtype)
+
+
+def _quantize(x: jax.Array, scale: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return scale * x [rows, columns], saturated; the same transposed; and the amax of x.
+
+    Values saturate because x may have grown since the scale was chosen. Infinity becomes NaN, not a number.
+    """
+    if on_nvidia_gpu() and jax.device_count() == 1:
+        from t5x.network import elementwise_kernels  # Pallas is slow to import
+
+        if elementwise_kernels.fits(*x.shape):
+            return elementwise_kernels.quantize(x, scale, dtype)
     top = float(jnp.finfo(dtype).max)
     scaled = x.astype(jnp.float32) * scale
-    return jnp.where(jnp.isfinite(x), jnp.clip(scaled, -top, top), jnp.nan).astype(dtype)
+    made = jnp.where(jnp.isfinite(x), jnp.clip(scaled, -top, top), jnp.nan).astype(dtype)
+    return made, made.T, _amax(x)
 
 
 def _amax(x: jax.Array) -> jax.Array:

@@ -31,6 +31,7 @@ class Keys:
       place: logical name, `encoder/layers/attention/query`.
       stack: samples the dropout of all layers together; None if each layer samples its own.
       number: of this layer in the stack; not yet folded into `dropout`.
+      needs_gradients: False in evaluation and inference.
     """
 
     params: jax.Array | None = None
@@ -39,6 +40,7 @@ class Keys:
     place: str = flax.struct.field(pytree_node=False, default="")
     stack: "Stack | None" = flax.struct.field(pytree_node=False, default=None)
     number: int | None = flax.struct.field(pytree_node=False, default=None)
+    needs_gradients: bool = flax.struct.field(pytree_node=False, default=True)
 
     @classmethod
     def of(cls, module: nn.Module, tokens: jax.Array, enable_dropout: bool, rows: jax.Array | None) -> "Keys":
@@ -50,7 +52,7 @@ class Keys:
         """
         params = module.make_rng("params") if module.is_initializing() else None
         if not enable_dropout or module.config.dropout_rate == 0.0:
-            return cls(params)
+            return cls(params, needs_gradients=enable_dropout or params is not None)
         return cls(params, module.make_rng("dropout"), jnp.arange(tokens.shape[0]) if rows is None else rows)
 
     def at(self, name: str) -> "Keys":

@@ -1,6 +1,7 @@
 """The basic layers of T5: dense, embedding, RMS norm, MLP. Parameters are float32, named and shaped as in T5X."""
 
 import functools
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,8 +13,9 @@ from flax.linen import initializers
 from flax.linen.partitioning import param_with_axes
 
 from t5x.network import fp8
+from t5x.network.devices import on_nvidia_gpu
 from t5x.network.keys import Keys, dropout
-from t5x.partitioning.logical import constrain
+from t5x.partitioning.logical import constrain, on_each_device
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": nn.gelu,  # the tanh approximation, as in T5 1.1
@@ -61,7 +63,7 @@ def project(
     dtype: Any = None,
     in_every_step: bool = True,
     joined: bool = False,
-) -> list[jax.Array]:
+) -> Sequence[jax.Array] | jax.Array:
     """Return x [..., in] times each kernel. Call it in the compact module that owns the kernels.
 
     The pass that creates the caches of a decoding loop also prepares the kernels: fused into one on a GPU, where every
@@ -71,21 +73,26 @@ def project(
     Args:
       dtype: dtype of the result; None is that of x.
       in_every_step: whether every step of a decoding loop needs the kernels; otherwise they are not prepared.
-      joined: on a GPU, use one fused matmul in any pass. x is then read once, but each result is strided.
+      joined: for several kernels on a GPU, use one fused matmul in any pass and return [..., kernels, features].
     """
     name = _SEPARATOR.join(kernel.name for kernel in kernels)
     x = x.astype(kernels[0].dtype)
     if len(kernels) > 1 and module.has_variable("params", name):
-        return _joined(x, module.get_variable("params", name).astype(x.dtype), dtype)
+        made = _joined(x, module.get_variable("params", name).astype(x.dtype), dtype)
+        return made if joined else _unstack(made)
     on_cpu = jax.default_backend() == "cpu"
     if module.has_variable(KERNELS, name):
         ready = module.get_variable(KERNELS, name)
-        return [few_rows(x, kernel, dtype) for kernel in ready] if on_cpu else _joined(x, ready, dtype)
+        if on_cpu:
+            return [few_rows(x, kernel, dtype) for kernel in ready]
+        made = _joined(x, ready, dtype)
+        return made if joined else _unstack(made)
     made = [kernel(x.shape[-1], keys.at(kernel.name)) for kernel in kernels]
     if module.has_variable(fp8.SCALES, name):
-        scales, fused = module.get_variable(fp8.SCALES, name), joined and len(made) > 1
-        parts = fp8.project(x, [_join(made)] if fused else made, scales, dtype)
-        return [parts[0][..., i, :] for i in range(len(made))] if fused else parts
+        scales = module.get_variable(fp8.SCALES, name)
+        if joined and len(made) > 1:
+            return fp8.project(x, [_join(made)], scales, dtype)[0]
+        return fp8.project(x, made, scales, dtype)
     creates = (
         in_every_step and module.is_mutable_collection(KERNELS) and not module.is_mutable_collection("params")
     )  # fmt: skip
@@ -103,7 +110,7 @@ def project(
     return [jnp.dot(y, kernel, preferred_element_type=dtype) for y, kernel in zip(each, made, strict=True)]
 
 
-_MANY_ROWS = 1024
+_MANY_ROWS = 512
 
 
 def _apart(x: jax.Array, times: int) -> Sequence[jax.Array]:
@@ -145,13 +152,16 @@ def join_kernels(params: Any) -> Any:
     return made
 
 
-def _joined(x: jax.Array, kernels: jax.Array, dtype: Any) -> list[jax.Array]:
-    """Multiply x with fused kernels [in, n, features].
+def _joined(x: jax.Array, kernels: jax.Array, dtype: Any) -> jax.Array:
+    """Multiply x [..., in] with fused kernels [in, n, features] -> [..., n, features].
 
     The kernels are on an axis of their own, not concatenated, because the feature axis may be sharded.
     """
-    made = jnp.einsum("...d,dnf->...nf", x, kernels, preferred_element_type=dtype)
-    return [made[..., i, :] for i in range(kernels.shape[1])]
+    return jnp.einsum("...d,dnf->...nf", x, kernels, preferred_element_type=dtype)
+
+
+def _unstack(joined: jax.Array) -> list[jax.Array]:
+    return [joined[..., i, :] for i in range(joined.shape[-2])]
 
 
 def few_rows(x: jax.Array, transposed: jax.Array, dtype: Any = None) -> jax.Array:
@@ -257,6 +267,19 @@ def sum_by_token(x: jax.Array, tokens: jax.Array, vocab_size: int) -> jax.Array:
     return jnp.where(greatest < 2.0**120, unit * total, jnp.nan)  # above this, 1 / unit is 0 on some devices
 
 
+def gate(parts: Sequence[jax.Array] | jax.Array, activations: tuple[str, ...]) -> jax.Array:
+    """Return act_0(parts[0]) * act_1(parts[1]) …; an array has its parts on the second axis from the end."""
+    if isinstance(parts, jax.Array):
+        if on_nvidia_gpu() and math.prod(parts.shape[:-2]) >= _MANY_ROWS:
+            from t5x.network import elementwise_kernels  # Pallas is slow to import
+
+            if elementwise_kernels.fits(math.prod(parts.shape[:-2]), parts.shape[-1]):
+                compute = functools.partial(elementwise_kernels.gate, activations=activations)
+                return on_each_device(compute, [("batch", "length", None, "mlp")], ("batch", "length", "mlp"), parts)
+        parts = _unstack(parts)
+    return functools.reduce(jnp.multiply, (ACTIVATIONS[name](x) for name, x in zip(activations, parts, strict=True)))
+
+
 class MLP(nn.Module):
     """An MLP: wo(drop(act_0(wi_0 x) * act_1(wi_1 x) …)). With one activation, the input kernel is named `wi`.
 
@@ -274,10 +297,7 @@ class MLP(nn.Module):
     def __call__(self, x: jax.Array, keys: Keys) -> jax.Array:
         names = ["wi"] if len(self.activations) == 1 else [f"wi_{i}" for i in range(len(self.activations))]
         kernels = [Kernel(self.mlp_dim, ("embed", "mlp"), self.dtype, name=name) for name in names]
-        parts = project(self, x, kernels, keys, joined=True)
-        hidden = functools.reduce(
-            jnp.multiply, (ACTIVATIONS[name](part) for name, part in zip(self.activations, parts, strict=True))
-        )
+        hidden = gate(project(self, x, kernels, keys, joined=True), self.activations)
         hidden = dropout(constrain(hidden, "batch", "length", "mlp"), self.dropout_rate, keys.at("hidden"))
         to_model = Kernel(x.shape[-1], ("mlp", "embed"), self.dtype, name="wo")
         return project(self, hidden, [to_model], keys, dtype=self.out_dtype)[0]

@@ -9,9 +9,12 @@ import numpy as np
 from t5x.network.attention import Mask
 from t5x.network.blocks import DecoderLayer, EncoderLayer, relative_bias, run_layers
 from t5x.network.config import NetworkConfig
+from t5x.network.devices import on_nvidia_gpu
 from t5x.network.keys import Keys, dropout
 from t5x.network.layers import Embed, Kernel, RMSNorm, embed, few_rows, lookup, project
 from t5x.partitioning.logical import constrain
+
+ROW_OFFSETS = "row_offsets"  # cache entry, see `Mask`; `decoding.beam` knows it by this name
 
 
 @flax.struct.dataclass
@@ -76,6 +79,10 @@ class Decoder(nn.Module):
             table = Embed(cfg.vocab_size, cfg.emb_dim, name="token_embedder")(keys.at("token_embedder"))
         bias = None if cfg.per_layer_relative_position_bias else relative_bias(cfg, keys, bidirectional=False)
         x = dropout(embed(table, tokens, cfg.residual_dtype), cfg.dropout_rate, keys.at("embedded"))
+        if cache == "self" and on_nvidia_gpu() and not cfg.scan_layers:
+            # A beam search fills it, and then moves these numbers instead of keys and values.
+            offsets = self.variable("cache", ROW_OFFSETS, jnp.zeros, (x.shape[0], 1), jnp.int32).value
+            mask = mask.replace(row_offsets=offsets if offsets.shape[1] > 1 else None)
         shared = (bias, mask, encoded, cross_mask, prefill_lengths)
         x = run_layers(DecoderLayer, cfg, "decoder", self.num_layers, x, keys.at("layers"), *shared, cache=cache)
         x = RMSNorm(cfg.dtype, name="decoder_norm")(x)

@@ -1,6 +1,7 @@
 """The mesh, and the shardings of arrays on it."""
 
 import contextlib
+import functools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -205,15 +206,28 @@ class PjitPartitioner:
         return axis_rules(self.mesh, self.rules)
 
     def partition(
-        self, fn: Callable, *, in_shardings: Any, out_shardings: Any, donate_argnums: tuple[int, ...] = ()
+        self,
+        fn: Callable,
+        *,
+        in_shardings: Any,
+        out_shardings: Any,
+        donate_argnums: tuple[int, ...] = (),
+        large_matmuls: bool = False,
     ) -> Callable:
-        """Return `jax.jit(fn)` over the mesh; arguments in host memory are copied to the devices first."""
+        """Return `jax.jit(fn)` over the mesh; arguments in host memory are copied to the devices first.
+
+        Args:
+          large_matmuls: most of the time goes to matmuls of many rows; see `large_matmul_options`.
+        """
 
         def traced(*args):
             with self.activate():
                 return fn(*(self._on_devices(args, in_shardings) if self._param_memory else args))
 
-        return jax.jit(traced, in_shardings=in_shardings, out_shardings=out_shardings, donate_argnums=donate_argnums)
+        return jax.jit(
+            traced, in_shardings=in_shardings, out_shardings=out_shardings, donate_argnums=donate_argnums,
+            compiler_options=large_matmul_options() if large_matmuls else None,
+        )  # fmt: skip
 
     def _on_devices(self, args: tuple, shardings: Any) -> tuple:
         device = self.mesh.local_devices[0].default_memory().kind
@@ -224,6 +238,23 @@ class PjitPartitioner:
             return jax.device_put(tree, sharding.with_memory_kind(device))
 
         return jax.tree.map(moved, shardings, args)
+
+
+@functools.cache
+def large_matmul_options() -> dict[str, bool] | None:
+    """Return compiler options for GPUs that leave all matmuls to cuBLAS; None elsewhere, or if XLA does not know them.
+
+    XLA's own Triton matmuls win for few rows. With many rows they lose a few percent: residuals are added in a separate
+    pass. Trying them out takes most of the compile time of some programs.
+    """
+    if jax.default_backend() != "gpu":
+        return None
+    options = {"xla_gpu_enable_triton_gemm": False}
+    try:
+        jax.jit(lambda: 0, compiler_options=options).lower().compile()
+    except jax.errors.JaxRuntimeError:
+        return None
+    return options
 
 
 def _model_axis(num_partitions: int | None, submesh: Sequence[int] | None) -> int:

@@ -1,6 +1,7 @@
 """A model that scores query-passage pairs."""
 
 import dataclasses
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -9,6 +10,7 @@ import numpy as np
 
 from t5x.errors import UserError
 from t5x.inference.loaded import BATCH_SIZE, LoadedModel
+from t5x.inference.options import check_arguments
 from t5x.ranking.checkpoint_templates import template_of, with_changes
 from t5x.ranking.input_encoding import Inputs
 from t5x.ranking.labels import label_ids
@@ -202,24 +204,28 @@ class RankMethods:
     def rank(self: LoadedModel, query: str, passages: Sequence[Any], **options: Any) -> list[Ranked]:
         """Score the relevance of each passage to a query, with a model trained for it, such as monoT5.
 
-            ranked = model.rank("what is a quark?", ["A quark is a particle.", "Quark is a cheese."])
-            best = max(ranked, key=lambda passage: passage.score)
+            passages = ["Quark is a cheese.", "A quark is a particle."]
+            for found in model.rank("what is a quark?", passages):
+                print(found.score, passages[found.index])
 
         Args:
           passages: a list of strings, or of (doc_id, text) pairs.
           options: options of `Reranker`: `template`, `labels`, `max_length`, `batch_size` and others.
 
         Returns:
-          A `Ranked` for each passage, in the given order, with `index`, `doc_id`, `score` and the logits.
+          A `Ranked` for each passage, best first, with `index` (its position in `passages`), `doc_id`, `score` and
+          the logits. Equal scores keep the given order.
         """
         if not isinstance(query, str) or isinstance(passages, str | Mapping) or not isinstance(passages, Iterable):
             raise UserError("rank takes a string as its query, and a list of passages: strings, or (doc_id, text).")
         named = [_with_id(i, passage) for i, passage in enumerate(passages)]
         found = self.rank_pairs([(query, passage) for _, passage in named], **options)
-        return [ranked._replace(doc_id=doc_id) for ranked, (doc_id, _) in zip(found, named, strict=True)]
+        ranked = [each._replace(doc_id=doc_id) for each, (doc_id, _) in zip(found, named, strict=True)]
+        return sorted(ranked, key=lambda each: -each.score)
 
     def rank_pairs(self: LoadedModel, pairs: Sequence[tuple[str, str]], **options: Any) -> list[Ranked]:
-        """Like `rank`, for (query, passage) pairs of many queries, which are batched together."""
+        """Score (query, passage) pairs of many queries, which are batched together; returned in the given order."""
+        check_arguments("rank", options, list(inspect.signature(Reranker).parameters)[1:])
         reranker = Reranker(self, **options)
         self.log_once(f"template: {reranker}")
         return reranker.rank(pairs)

@@ -74,10 +74,12 @@ class Trainer:
             in_shardings=(shardings, batch),
             out_shardings=(shardings, whole),
             donate_argnums=(0,),
+            large_matmuls=True,
         )
         self._eval = partitioner.partition(
-            functools.partial(eval_step, model), in_shardings=(shardings.params, batch), out_shardings=whole
-        )
+            functools.partial(eval_step, model), in_shardings=(shardings.params, batch), out_shardings=whole,
+            large_matmuls=True,
+        )  # fmt: skip
 
     def compile(self, batch: Mapping[str, np.ndarray]) -> float:
         """Compile the train step for batches of this shape. Return the seconds it took."""

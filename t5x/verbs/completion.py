@@ -1,11 +1,10 @@
 """`t5x completion`: print the completion of verbs and options for a shell."""
 
 import argparse
-import importlib
 import shlex
 
 from t5x.verbs import VERBS
-from t5x.verbs.verb_parser import VerbParser
+from t5x.verbs.verb_parser import VerbParser, parser_of
 
 _BASH = """\
 _t5x() {{
@@ -57,10 +56,3 @@ def completion(shell: str) -> str:
         cases.append(f"      {verb}) words={shlex.quote(' '.join(names))};;")
     script = _BASH.format(verbs=shlex.quote(" ".join(VERBS)), cases="\n".join(cases))
     return script if shell == "bash" else f"autoload -U +X bashcompinit && bashcompinit\n{script}"
-
-
-def parser_of(verb: str) -> VerbParser:
-    """Return the parser of a verb."""
-    parser = VerbParser(verb)
-    importlib.import_module(f"t5x.verbs.{verb.replace('-', '_')}").define(parser)
-    return parser

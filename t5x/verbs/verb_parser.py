@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import importlib
 import textwrap
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -75,6 +76,13 @@ class VerbParser(argparse.ArgumentParser):
         near = difflib.get_close_matches("--" + word.lstrip("-").replace("-", "_").lower(), names, 2)
         hint = f" Did you mean {' or '.join(near)}?" if near else ""
         return f"`{self.prog}` has no option {word}.{hint}"
+
+
+def parser_of(verb: str) -> VerbParser:
+    """Return the parser of a verb, with its options."""
+    parser = VerbParser(verb)
+    importlib.import_module(f"t5x.verbs.{verb.replace('-', '_')}").define(parser)
+    return parser
 
 
 class _Help(argparse.Action):

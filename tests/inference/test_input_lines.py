@@ -118,3 +118,15 @@ TEMPLATES = ("{q.__class__}", "{q!r}", "{q:>10}", "{}", "{q", "}", "{{q}}")
 def test_a_template_names_fields_and_nothing_else(template, tmp_path):
     with pytest.raises(UserError, match=r"template|no field 'q.__class__'"):
         read(tmp_path / "in.jsonl", b'{"q": "a"}\n', inputs=template)
+
+
+def test_a_description_is_stored_as_json_and_checked_when_read():
+    data = DataDescription(inputs="q", prefix="a: ", columns=("q", "a"), max_input_length=9)
+    stored = json.loads(json.dumps(data.to_json()))
+    assert DataDescription.of_checkpoint(stored, "run") == data
+    assert DataDescription.of_checkpoint(stored, "run", prefix="", targets=None).prefix == ""
+    assert data.fields() == {"inputs": "q", "prefix": "a: ", "columns": ["q", "a"]}, "as JSON has it"
+    assert DataDescription.of_checkpoint(None, "run") == DataDescription()
+    for name, value in {"inputs": 3, "columns": [1], "max_input_length": 0, "max_target_length": True}.items():
+        with pytest.raises(UserError, match=f"run: {name}.*--{name}"):
+            DataDescription.of_checkpoint(stored | {name: value}, "run")

@@ -56,7 +56,7 @@ def work(directory: Path, output: Path) -> None:
     )  # fmt: skip
     evaluate_file(
         FileEvaluation(
-            model=model_dir, data=pairs, metric=["chrf"], max_length=6, max_input_length=8, batch_size=4,
+            model=model_dir, data=pairs, metric=["chrf"], max_target_length=6, max_input_length=8, batch_size=4,
             output=str(output / "eval"),
         )
     )  # fmt: skip

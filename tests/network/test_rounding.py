@@ -283,14 +283,14 @@ def given(inputs: np.ndarray, tokens: jax.Array, beams: int) -> dict[str, jax.Ar
     }
 
 
-@pytest.mark.parametrize("beams", [1, 4])
-def test_decoding(beams: int):
+@pytest.mark.parametrize(("beams", "lengths"), [(1, (37, 13)), (4, (37, 13)), (4, (48, 16))])
+def test_decoding(beams: int, lengths: tuple[int, int]):
     """40 rows that end at different times, the last in a smaller loop: what comes out has that score in float32."""
     fast, plain, params = models(decoding.greedy_decode if beams == 1 else decoding.beam_search)
     kernel = params["decoder"]["logits_dense"]["kernel"]
     likely_end = {"kernel": kernel.at[:, EOS].multiply(2.2)}
     params = {**params, "decoder": {**params["decoder"], "logits_dense": likely_end}}
-    batch = tiny.batch(1, 40, 37, 13, vocab=320)
+    batch = tiny.batch(1, 40, *lengths, vocab=320)
     options = {} if beams == 1 else {"alpha": 0.0}
     decode = functools.partial(
         fast.predict_batch_with_aux, num_decodes=beams, return_all_decodes=True, decoder_params=options

@@ -118,7 +118,7 @@ def _kill_at_some_moment(
 ) -> bool:
     """Kill a process after up to so many seconds; or, with None, after some of its writes. False if it ended before."""
     count = lambda: store.proxy.requests["PUT"] + store.proxy.requests["POST"]
-    writes = count() + rng.randint(1, 12)
+    writes = count() + rng.randint(1, 6)
     end = time.monotonic() + rng.uniform(0.2, 1.0) * (seconds or 0)
     while process.poll() is None:
         if time.monotonic() > end if seconds is not None else count() >= writes:

@@ -12,7 +12,7 @@ import pytest
 import t5x
 from t5x import configuration, run_identity
 from t5x.cli import VERBS
-from t5x.verbs import arguments
+from t5x.verbs.verb_parser import parser_of
 from tests.inference.models import byte_model
 from tests.partitioning.test_distributed import assert_one_line, begin, finish
 from tests.programs import REPO, SMALL, environment, free_port
@@ -37,9 +37,7 @@ def test_the_message_shows_what_differs():
 
 
 def describe(verb: str, *argv: str) -> dict[str, str]:
-    module = __import__(f"t5x.verbs.{verb}", fromlist=["define"])
-    parser = arguments.parser_of(verb)
-    module.define(parser)
+    parser = parser_of(verb)
     words, bindings = configuration.split_gin_args(argv)
     args = parser.parse_args(words)
     args.verb = verb

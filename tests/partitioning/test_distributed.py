@@ -59,9 +59,10 @@ def assert_one_line(done: subprocess.CompletedProcess, *words: str) -> None:
 
 # A process that is alone, as a command starts it; its library writes past Python.
 ALONE = """
-import argparse, os
+import os
 from t5x.verbs import arguments
-parser = argparse.ArgumentParser()
+from t5x.verbs.verb_parser import VerbParser
+parser = VerbParser('test')
 arguments.add_processes(parser)
 with arguments.processes(parser.parse_args([])):
     os.write(1, b"NCCL INFO\\n")

@@ -190,8 +190,8 @@ def test_the_best_window_counts(one_model):
     found = one_model.rank("q", passages, windows=windows, **OPTIONS)
     cut = [(i, window) for i, passage in enumerate(passages) for window in windows.of(passage)]
     each = one_model.rank("q", cut, **OPTIONS)
-    for i, result in enumerate(found):
-        best = max((window for window in each if window.doc_id == i), key=lambda window: window.score)
+    for result in found:
+        best = max((window for window in each if window.doc_id == result.index), key=lambda window: window.score)
         np.testing.assert_allclose(
             (result.score, result.true_logit, result.false_logit),
             (best.score, best.true_logit, best.false_logit), rtol=1e-4,

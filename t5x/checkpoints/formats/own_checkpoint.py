@@ -6,10 +6,11 @@ from etils import epath
 
 from t5x.checkpoints import array_reader, manifest, paths
 from t5x.checkpoints.formats.native_t5x import check_step
-from t5x.checkpoints.formats.source import Source
+from t5x.checkpoints.formats.source import KEPT_FILES, Source
 from t5x.files.untrusted import parse_json
 
 MODEL_FILE = "model.json"
+HUGGINGFACE_FILES = "huggingface/"  # see `Source.huggingface_files`
 _OPTIONAL = {"inputs_bidirectional_attention": bool, "template": dict, "data": dict}
 _FIELDS = {"model": str, "network": str, "config": dict} | _OPTIONAL
 
@@ -29,6 +30,11 @@ def read_own_checkpoint(path: epath.PathLike) -> Source:
         inputs_bidirectional_attention=bool(description.get("inputs_bidirectional_attention")),
         template=description.get("template") or None,
         data=description.get("data") or None,
+        huggingface_files={
+            name: manifest.read_file(path, stored)
+            for name in KEPT_FILES
+            if (stored := HUGGINGFACE_FILES + name) in content.files
+        },
     )
 
 

@@ -32,6 +32,9 @@ class LazyArray:
         return np.asarray(self.read(), dtype)
 
 
+KEPT_FILES = ("generation_config.json", "tokenizer.json")  # the latter if there is a SentencePiece model beside it
+
+
 @dataclasses.dataclass(frozen=True)
 class Source:
     """A checkpoint opened for reading.
@@ -48,6 +51,7 @@ class Source:
       template: fields of a ranker's template as stored, if there is one; `t5x.ranking` reads them.
       data: how the run that wrote it read its data file, as stored; `t5x.data.data_description` reads it.
       model_type: `t5`, `mt5` or `umt5`, if the checkpoint states it, as Hugging Face's do.
+      huggingface_files: {name: content} of the `KEPT_FILES` of a Hugging Face directory, for conversion back to one.
     """
 
     format: str
@@ -60,3 +64,4 @@ class Source:
     template: Mapping[str, Any] | None = None
     data: Mapping[str, Any] | None = None
     model_type: str | None = None
+    huggingface_files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)

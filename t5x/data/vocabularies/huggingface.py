@@ -18,7 +18,7 @@ from t5x.files.untrusted import parse_json
 logger = logging.getLogger(__name__)
 
 TOKENIZER_FILE = "tokenizer.json"
-_MAX_BYTES = 64 * 2**20  # files with 250,000 ids have 20 million
+MAX_TOKENIZER_BYTES = 64 * 2**20  # files with 250,000 ids have 20 million
 # The file does not record the roles of special tokens; these are the usual names.
 _PAD = ("<pad>", "[PAD]", "<|pad|>")
 _EOS = ("</s>", "<eos>", "<|endoftext|>", "<|end_of_text|>", "[SEP]")
@@ -78,11 +78,11 @@ class _Tokenizer:
     def __init__(self, path: str, content: bytes | None):
         import tokenizers  # here, because it takes 0.2 s
 
-        self.content = user_files.read_regular(path, max_bytes=_MAX_BYTES) if content is None else content
+        self.content = user_files.read_regular(path, max_bytes=MAX_TOKENIZER_BYTES) if content is None else content
         with _explained(
             f"{path} is not a {TOKENIZER_FILE} of Hugging Face that tokenizers {tokenizers.__version__} can read"
         ):
-            described = parse_json(self.content, max_bytes=_MAX_BYTES)
+            described = parse_json(self.content, max_bytes=MAX_TOKENIZER_BYTES)
             if not isinstance(described, dict):
                 raise ValueError("it is not a JSON object")
             check_tokenizer(described)

@@ -77,10 +77,25 @@ class SentencePieceVocabulary(FileVocabulary):
     def _decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids)
 
-    def missing_sentinels(self, rows: int | None = None) -> int:
-        """Return how many `extra_ids` T5 needs with this model: 100, or 0 if it has them or `rows` ids are too few."""
-        has_sentinels = self.tokenizer.piece_to_id(SENTINEL) != self.unk_id
-        return 0 if has_sentinels or (rows is not None and self.vocab_size + 100 > rows) else 100
+    def missing_sentinels(self, rows: int | None = None, stated: int | None = None) -> int:
+        """Return how many `extra_ids` T5 needs with this model; 0 if it has them. The model is not loaded.
+
+        Args:
+          rows: number of rows of the model's embedding, in which they must fit.
+          stated: their number, if it is known; None is 100, or 0 if `rows` are too few.
+        """
+        from google.protobuf.message import DecodeError
+        from sentencepiece import sentencepiece_model_pb2
+
+        try:
+            pieces = [piece.piece for piece in sentencepiece_model_pb2.ModelProto.FromString(self._read()).pieces]
+        except DecodeError as error:
+            raise UserError(f"{self.sentencepiece_model_file} is not a SentencePiece model: {error}") from error
+        if SENTINEL in pieces:
+            return 0
+        if stated is not None:
+            return stated
+        return 0 if rows is not None and len(pieces) + 100 > rows else 100
 
     def description(self) -> dict[str, Any]:
         return {

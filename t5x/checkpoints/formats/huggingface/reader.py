@@ -53,6 +53,7 @@ def read_huggingface(path: str | os.PathLike[str]) -> Source:
         template=config_json.read_own_field(stated, config_json.TEMPLATE, config_file),
         data=config_json.read_own_field(stated, config_json.DATA, config_file),
         model_type=model_type,
+        huggingface_files=tokenizer_files.kept_files(path),
     )
 
 

@@ -15,14 +15,17 @@ from t5x.data.vocabularies import (
     Vocabulary,
 )
 from t5x.data.vocabularies.base import MAX_EXTRA_IDS
+from t5x.data.vocabularies.huggingface import MAX_TOKENIZER_BYTES
 from t5x.data.vocabularies.loading import rebuild_vocabulary
 from t5x.errors import UserError
+from t5x.files.user_files import read_regular
 
 logger = logging.getLogger(__name__)
 
 MODEL = "spiece.model"
 TOKENIZER = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
+GENERATION = "generation_config.json"
 FILES = (MODEL, TOKENIZER, SETTINGS)
 _SPECIAL = "special_tokens_map.json"
 _FEATURES = ("inputs", "targets")
@@ -64,6 +67,16 @@ def read_vocabulary(path: str, vocab_size: int, tokenizer_class: Any) -> dict[st
     return {feature: vocabulary.to_files() for feature in _FEATURES}
 
 
+def kept_files(path: str) -> dict[str, bytes]:
+    """Return files that are kept for conversion back to Hugging Face: see `Source.huggingface_files`."""
+    kept = {}
+    if os.path.exists(f"{path}/{GENERATION}"):
+        kept[GENERATION] = json.dumps(read_json(f"{path}/{GENERATION}"), indent=2).encode()
+    if os.path.exists(f"{path}/{MODEL}") and os.path.exists(f"{path}/{TOKENIZER}"):
+        kept[TOKENIZER] = read_regular(f"{path}/{TOKENIZER}", max_bytes=MAX_TOKENIZER_BYTES)
+    return kept
+
+
 def _stated_extra_ids(settings: Mapping[str, Any]) -> int | None:
     """Return the number of sentinels in tokenizer_config.json, given as a number or as a list."""
     listed = settings.get("additional_special_tokens") or settings.get("extra_special_tokens")
@@ -76,11 +89,8 @@ def _stated_extra_ids(settings: Mapping[str, Any]) -> int | None:
 
 def _sentencepiece(path: str, vocab_size: int, extra_ids: int | None) -> SentencePieceVocabulary:
     """Load the model; if it has no sentinels (mT5's has), add the stated number, or else 100 if they fit."""
-    vocabulary = SentencePieceVocabulary(path)
-    has_sentinels = vocabulary.tokenizer.piece_to_id(f"{_SPACE}<extra_id_0>") != vocabulary.unk_id
-    if extra_ids is None:
-        extra_ids = 100 if vocabulary.vocab_size + 100 <= vocab_size else 0
-    return vocabulary if has_sentinels or not extra_ids else SentencePieceVocabulary(path, extra_ids=extra_ids)
+    missing = SentencePieceVocabulary(path).missing_sentinels(vocab_size, extra_ids)
+    return SentencePieceVocabulary(path, extra_ids=missing)
 
 
 def single_vocabulary(vocabulary_files: Mapping[str, Mapping[str, bytes]]) -> Vocabulary | None:

@@ -29,6 +29,7 @@ def write_huggingface(
     vocabulary_files: Mapping[str, Mapping[str, bytes]] | None = None,
     template: Mapping[str, Any] | None = None,
     data: Mapping[str, Any] | None = None,
+    kept_files: Mapping[str, bytes] | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write a directory that `transformers.AutoModelForSeq2SeqLM.from_pretrained` loads.
@@ -47,6 +48,7 @@ def write_huggingface(
       arrays: arrays by T5X's names with unrolled layers (`target/encoder/layers_0/…`).
       vocabulary_files: {feature: {file name: content}}, as in Source; without it, no tokenizer files are written.
       template, data: as in Source; stored in config.json, where transformers keeps but does not use them.
+      kept_files: `Source.huggingface_files`.
       shard_bytes: weights above this many bytes are split into several files.
     """
     destination = paths.local_path(path)
@@ -66,9 +68,10 @@ def write_huggingface(
             "`model.config.tie_word_embeddings = False` after from_pretrained for equal logits."
         )
     generation = {"decoder_start_token_id": 0, "eos_token_id": eos_id, "pad_token_id": 0}
-    files = {"config.json": _dump(model_config), "generation_config.json": _dump(generation)}
+    files = {"config.json": _dump(model_config), tokenizer_files.GENERATION: _dump(generation)}
     if vocabulary is not None:
         files |= tokenizer_files.tokenizer_files(vocabulary)
+    files |= kept_files or {}
     try:
         with atomic.new_directory(destination) as temporary:
             temporary = epath.Path(temporary)

@@ -1,0 +1,92 @@
+"""Interactive use: few compiled programs, and a line out for every line in."""
+
+import json
+import os
+import pty
+import subprocess
+import sys
+import threading
+
+import jax
+import numpy as np
+import pytest
+
+import t5x
+from tests.inference.models import LETTERS, byte_model
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return byte_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """The seconds of each compilation in this process."""
+    seconds = []
+
+    def listen(event, duration, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            seconds.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    return seconds
+
+
+def random_texts(rng, count):
+    return ["".join(rng.choice(list(LETTERS), rng.integers(0, 511))) for _ in range(count)]
+
+
+def test_one_to_eight_inputs_of_any_length_need_three_programs(directory, compiled, caplog):
+    caplog.set_level("INFO", "t5x")
+    model, rng = t5x.load(str(directory)), np.random.default_rng(0)
+    for warm_up in (["a"], ["a", "b"], ["a", "b" * 300]):
+        model.generate(warm_up, max_length=4)
+    assert sorted(r.message.split()[2] for r in caplog.records if r.message.startswith("compiling")) == [
+        "1x128", "8x128", "8x512",
+    ]  # fmt: skip
+    before = len(compiled)
+    for _ in range(20):
+        model.generate(random_texts(rng, rng.integers(1, 9)), max_length=int(rng.integers(1, 9)))
+    assert len(compiled) == before
+
+
+def test_few_inputs_get_what_many_do(directory):
+    """Coarse shapes and a maximum length that is data, against a batch of its own shape."""
+    model, texts = t5x.load(str(directory)), random_texts(np.random.default_rng(1), 12)
+    for options in ({}, {"beams": 3, "num_return": 3}, {"beams": 2, "length_penalty": 1.0}):
+        many = model.generate(texts, max_length=5, **options)
+        few = [result for i in range(0, 12, 4) for result in model.generate(texts[i : i + 4], max_length=5, **options)]
+        flat = lambda results: [g for r in results for g in ([r] if isinstance(r, t5x.Generation) else r)]
+        assert [g.tokens for g in flat(few)] == [g.tokens for g in flat(many)]
+        assert np.allclose([g.score for g in flat(few)], [g.score for g in flat(many)], atol=1e-4)
+
+
+def test_a_line_typed_at_the_prompt_is_answered_at_once(directory):
+    terminal, stdin = pty.openpty()
+    command = [sys.executable, "-m", "t5x", "infer", f"--model={directory}", "--input=-", "--max_length=4"]
+    pipes = {"stdin": stdin, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"}, **pipes) as process:
+        os.close(stdin)
+        limit = threading.Timer(100, process.kill)
+        limit.start()
+        expected = t5x.load(str(directory))
+        for text in ("abc", "hadcggg"):
+            os.write(terminal, f"{text}\n".encode())
+            answer = json.loads(process.stdout.readline())
+            assert answer["inputs"] == text
+            assert answer["prediction"] == expected.generate(text, max_length=4).text
+        os.write(terminal, b"\x04")
+        assert process.wait() == 0
+        limit.cancel()
+        assert process.stderr.read().count("> ") == 3
+    os.close(terminal)
+
+
+def test_lines_before_a_bad_one_get_results(directory):
+    command = [sys.executable, "-m", "t5x", "infer", f"--model={directory}", "--input=-", "--max_length=4"]
+    ran = subprocess.run(
+        command, input=b"abc\n\xff\n", capture_output=True, env=os.environ | {"JAX_PLATFORMS": "cpu"}, check=False
+    )
+    assert ran.returncode == 2 and b"standard input:2" in ran.stderr
+    assert [json.loads(line)["inputs"] for line in ran.stdout.splitlines()] == ["abc"]

@@ -1,0 +1,80 @@
+"""The attention of decoding steps in our kernel, and beam search that does not move keys and values.
+
+On a GPU: T5X_TEST_PLATFORM=cuda pytest tests/network/test_decode_kernel.py
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from t5x import decoding
+from t5x.network import decode_kernel, towers
+from t5x.network.attention import Mask, attend_xla
+from t5x.network.relative_position import RelativeBias
+from tests import tiny
+
+ROWS, HEADS, LENGTH, HEAD_DIM = 3, 2, 48, 32
+attend_step = functools.partial(decode_kernel.attend_step, interpret=jax.default_backend() == "cpu")
+
+
+def error(made, expected):
+    made, expected = (np.asarray(x, np.float64) for x in (made, expected))
+    return np.linalg.norm(made - expected) / np.linalg.norm(expected)
+
+
+def inputs(queries):
+    shapes = (ROWS, queries, HEADS, HEAD_DIM), *((ROWS, HEADS, LENGTH, HEAD_DIM),) * 2
+    return [x.astype(jnp.bfloat16) for x in tiny.arrays(*shapes, scale=1.0)]
+
+
+def expected(query, key, value, mask, bias=None):
+    first = lambda x: jnp.swapaxes(x.astype(jnp.float32), 1, 2)
+    with jax.default_matmul_precision("highest"):
+        return attend_xla(query.astype(jnp.float32), first(key), first(value), mask, bias)
+
+
+@pytest.mark.parametrize("queries", [1, 4])
+def test_queries_see_the_keys_that_are_there(queries):
+    query, key, value = inputs(queries)
+    seen = tiny.segments([LENGTH, 7, 20], LENGTH).at[0, 3].set(0)
+    assert error(attend_step(query, key, value, seen=seen), expected(query, key, value, Mask(key_segments=seen))) < 0.01
+
+
+@pytest.mark.parametrize("position", [0, 17, LENGTH - 1, [3, 40, 47]], ids=str)
+def test_a_query_sees_keys_up_to_its_position_with_their_bias(position):
+    query, key, value = inputs(1)
+    bias, position = RelativeBias(tiny.arrays((HEADS, 32))[0], False), jnp.array(position, jnp.int32)
+    made = attend_step(query, key, value, position=position, bias=bias.row(position, LENGTH)[..., 0, :])
+    assert error(made, expected(query, key, value, Mask(position=position), bias)) < 0.01
+
+
+def test_offsets_choose_the_rows_before_the_position():
+    query, key, value = inputs(1)
+    rows = np.random.default_rng(0).integers(0, ROWS, (ROWS, LENGTH))
+    position, own = 30, np.arange(ROWS)[:, None]
+    made = attend_step(query, key, value, position=jnp.int32(position), offsets=jnp.array(rows - own, jnp.int32))
+    rows[:, position:] = own
+    gather = lambda x: jnp.swapaxes(x[rows, :, np.arange(LENGTH)], 1, 2)
+    assert error(made, expected(query, gather(key), gather(value), Mask(position=jnp.int32(position)))) < 0.01
+
+
+@pytest.mark.parametrize(("decode", "decodes"), [(decoding.beam_search, 3), (decoding.greedy_decode, 1)])
+def test_row_offsets_do_not_change_what_is_decoded(monkeypatch, decode, decodes):
+    """40 rows that end at different times, the last in a smaller loop."""
+    config = dataclasses.replace(tiny.T5_1_1, num_decoder_layers=2)
+    model = tiny.model(config, decode_fn=decode)
+    params = tiny.initial_params(config, seed=3)
+    batch = tiny.batch(1, 40, 9, 16)
+    found = []
+    for offsets in (False, True):
+        monkeypatch.setattr(towers, "on_nvidia_gpu", lambda offsets=offsets: offsets)
+        predict = functools.partial(model.predict_batch_with_aux, num_decodes=decodes, return_all_decodes=True)
+        found.append(jax.jit(lambda params, batch, predict=predict: predict(params, batch))(params, batch))
+    (tokens, aux), (other_tokens, other_aux) = found
+    assert len(np.unique(np.asarray(tokens))) > 5
+    np.testing.assert_array_equal(tokens, other_tokens)
+    np.testing.assert_allclose(aux["scores"], other_aux["scores"], rtol=1e-6)
