@@ -81,7 +81,7 @@ MISTAKES = {
     "a macro that nothing reads": (["--gin.MODEL_DIR=/x", "--gin.BATCH_SZIE=2", "--strict"], ["BATCH_SIZE"]),
     "a missing file": (["--gin_file=nowhere.gin"], ["nowhere.gin"]),
     "a space instead of =": (["--gin.MODEL_DIR", "/x"], ["--gin.MODEL_DIR"]),
-    "a remote directory": (["--gin.MODEL_DIR=gs://bucket/run"], ["gs://bucket/run", "not supported"]),
+    "an unknown scheme": (["--gin.MODEL_DIR=nosuch://bucket/run"], ["nosuch://bucket/run", "gs://"]),
     "a dtype that does not exist": (["--gin.MODEL_DIR={tmp}", "--gin.network.T5Config.dtype=bfloat61"], ["bfloat61"]),
     "no evaluation steps": (["--gin.MODEL_DIR={tmp}", "--gin.train.eval_steps=0"], ["eval_steps is 0"]),
     "an evaluation split that does not exist": (
