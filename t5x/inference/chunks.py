@@ -238,17 +238,18 @@ class Chunks:
 
 def refuse_foreign(directory: Directory, name: str) -> None:
     """Raise a UserError if `directory` exists and is not ours for the chunks of `name`. Nothing is changed."""
+    is_link = os.path.islink(str(directory))
     job = read_json(directory, JOB_FILE) or {}
-    if (job.get("format"), job.get("output")) == (_FORMAT, name):
+    if (job.get("format"), job.get("output")) == (_FORMAT, name) and not is_link:
         return
     try:
-        is_ours = directory.names() <= {LOCK_FILE}
+        is_ours = directory.names() <= {LOCK_FILE} and not is_link
     except NotADirectoryError:
         is_ours = False
     if not is_ours:
         raise UserError(
-            f"{directory} exists, but is not a directory of chunks of {name}: it has no valid {JOB_FILE}. Nothing in "
-            "it was changed. Move it away, or choose another output."
+            f"{directory} exists, but is not a directory of chunks of {name}: it is a link, or has no valid {JOB_FILE}. "
+            "Nothing in it was changed. Move it away, or choose another output."
         )
 
 

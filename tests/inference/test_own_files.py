@@ -1,11 +1,13 @@
 """Inference touches no file but its own, and believes no file of its own that has changed."""
 
+import json
 import os
 import shutil
 from pathlib import Path
 
 import pytest
 
+from t5x.inference import chunks
 from t5x.inference.chunks import Chunks
 from t5x.inference.output import FileOutput
 from tests import commands
@@ -63,17 +65,23 @@ def a_link(directory: Path) -> None:
     directory.symlink_to(directory.parent / "elsewhere")
 
 
+def a_link_to_chunks(directory: Path) -> None:
+    (elsewhere := directory.parent / "elsewhere").mkdir()
+    (elsewhere / chunks.JOB_FILE).write_text(json.dumps({"format": chunks._FORMAT, "output": "out"}))
+    directory.symlink_to(elsewhere)
+
+
 def a_file(directory: Path) -> None:
     directory.write_text("mine")
 
 
 @pytest.mark.parametrize("more", [[], ["--overwrite"]])
-@pytest.mark.parametrize("make", [a_note, chunks_of_others, a_link, a_file])
+@pytest.mark.parametrize("make", [a_note, chunks_of_others, a_link, a_link_to_chunks, a_file])
 def test_a_directory_that_is_not_ours_is_refused_and_left_alone(make, more, run_verb, tmp_path):
     make(tmp_path / "tmp-out")
     before = contents(tmp_path)
     run_verb("infer", tmp_path / "out", *more).refused(str(tmp_path / "tmp-out"), "another output")
-    assert contents(tmp_path) == before and (tmp_path / "tmp-out").is_symlink() == (make is a_link)
+    assert contents(tmp_path) == before and (tmp_path / "tmp-out").is_symlink() == (make in (a_link, a_link_to_chunks))
 
 
 @pytest.mark.parametrize("verb", VERBS)
