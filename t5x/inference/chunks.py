@@ -248,7 +248,7 @@ def refuse_foreign(directory: Directory, name: str) -> None:
         is_ours = False
     if not is_ours:
         raise UserError(
-            f"{directory} exists, but is not a directory of chunks of {name}: it is a link, or has no valid {JOB_FILE}. "
+            f"{directory} exists, but is not a directory of chunks of {name}: it is a link or has no valid {JOB_FILE}. "
             "Nothing in it was changed. Move it away, or choose another output."
         )
 
