@@ -116,7 +116,7 @@ def train(
         checkpoints.ModelDirLock(model_dir) as home,
         trainer_lib.StopRequest() as stop,
         PreemptionWatch(),
-        local_files(model_dir, writes=leader, unread=_is_not_read) as (files_dir, upload_files),
+        local_files(model_dir, writes=leader, unread=_is_not_read, check=home.renew) as (files_dir, upload_files),
         _store(model_dir, files_dir, save_cfg, upload_files) as store,
         contextlib.ExitStack() as closing,
     ):

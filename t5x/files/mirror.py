@@ -25,15 +25,15 @@ _LARGE_BYTES = 32 * 2**20  # larger files are uploaded only by `upload`
 
 
 class Mirror:
-    """The local directory; use `mirrored`.
+    """The local directory; use `local_files`.
 
     Attributes:
       directory: its path.
       url: the remote directory.
     """
 
-    def __init__(self, directory: str, url: str, unread: Callable[[str], bool]):
-        self.directory, self.url = directory, url
+    def __init__(self, directory: str, url: str, unread: Callable[[str], bool], check: Callable[[], object]):
+        self.directory, self.url, self._check = directory, url, check
         self._remote = RemotePath.parse(url)
         self._uploaded: dict[str, tuple[int, int]] = {}  # time and size of the files that are in the remote directory
         self._lock, self._stopped = threading.Lock(), threading.Event()
@@ -51,6 +51,7 @@ class Mirror:
           UserError: a file cannot be uploaded. It is tried again the next time.
         """
         with self._lock:
+            self._check()
             here = dict(self._files())
             changed = [
                 (name, status)
@@ -112,45 +113,34 @@ class Mirror:
 
 
 @contextlib.contextmanager
-def mirrored(url: str, *, unread: Callable[[str], bool]) -> Iterator[Mirror]:
-    """Yield a local directory with the files of a remote one, and upload what changes in it.
-
-    Args:
-      url: the remote directory.
-      unread: tells the names of files and directories that are not to be downloaded.
-    """
-    with upload_directory() as directory:
-        mirror = Mirror(directory, url, unread)
-        try:
-            yield mirror
-        except BaseException:
-            try:
-                mirror.close()
-            except UserError as error:
-                log.warning("the last files of the run could not be uploaded: %s", error)
-            raise
-        try:
-            mirror.close()
-        except UserError as error:
-            raise UserError(f"{error} The same command writes the files of {url} that are missing.") from error
-
-
-@contextlib.contextmanager
 def local_files(
-    directory: str, *, writes: bool, unread: Callable[[str], bool]
+    directory: str, *, writes: bool, unread: Callable[[str], bool], check: Callable[[], object] = lambda: None
 ) -> Iterator[tuple[str, Callable[[], None]]]:
     """Yield a local directory for the files of a local or remote one, and a function that uploads them.
 
     Args:
       directory: a local directory, which is used itself, or a URL.
       writes: whether this process writes the files; what other processes write is dropped.
-      unread: see `mirrored`.
+      unread: tells the names of files and directories that are not to be downloaded.
+      check: called before every upload; it raises if nothing may be written any more.
     """
     if not is_remote(directory):
         yield directory, lambda: None
-    elif writes:
-        with mirrored(directory, unread=unread) as mirror:
-            yield mirror.directory, mirror.upload
-    else:
+    elif not writes:
         with tempfile.TemporaryDirectory() as scratch:
             yield scratch, lambda: None
+    else:
+        with upload_directory() as scratch:
+            mirror = Mirror(scratch, directory, unread, check)
+            try:
+                yield scratch, mirror.upload
+            except BaseException:
+                try:
+                    mirror.close()
+                except UserError as error:
+                    log.warning("the last files of the run could not be uploaded: %s", error)
+                raise
+            try:
+                mirror.close()
+            except UserError as error:
+                raise UserError(f"{error} The same command writes the missing files of {directory}.") from error
