@@ -112,7 +112,8 @@ class CheckpointStore:
           pinned: protect the checkpoint from retention.
 
         Raises:
-          UserError: the disk is full or the directory unusable, now or in the background part of the previous save.
+          UserError: the disk is full or the directory unusable, now or in the background part of the previous save. A
+            remote store that does not answer is an error only the second time in a row, or at `wait`.
         """
         step = operator.index(step)
         if step < 0:
@@ -289,7 +290,12 @@ class CheckpointStore:
                 return None
             self._in_flight = self._place.begin(step, needed)
         except BaseException as error:
-            raise self._explain(error, step, needed) from error.__cause__
+            understandable = self._explain(error, step, needed)
+            if not isinstance(understandable, TransientError) or self._failed_saves:
+                raise understandable from error.__cause__
+            self._failure, self._failed_saves = understandable, 1
+            _logger.error("%s was not saved: %s", self.path(step), understandable)
+            return None
         return self._in_flight
 
     def _explain(self, error: BaseException, step: int, needed: int) -> BaseException:

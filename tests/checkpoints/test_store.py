@@ -19,6 +19,7 @@ from t5x.checkpoints import (
 )
 from t5x.errors import UserError
 from t5x.files import atomic
+from t5x.files.remote_errors import TransientError
 
 from .helpers import SIDECARS, assert_same, make_tree, names
 
@@ -37,6 +38,23 @@ def save(store, *steps, **options):
 
 def damage(path):
     (path / "model.json").write_bytes(b"")
+
+
+def test_a_store_that_does_not_answer_stops_the_run_the_second_time(tmp_path, monkeypatch):
+    store = CheckpointStore(tmp_path)
+    begin, answers = store._place.begin, [False, True, False, False]
+
+    def begin_if_it_answers(step: int, needed: int) -> str:
+        if not answers.pop(0):
+            raise TransientError("it does not answer")
+        return begin(step, needed)
+
+    monkeypatch.setattr(store._place, "begin", begin_if_it_answers)
+    for step in (1, 2, 3):
+        store.save(step, make_tree(step), sidecars={})
+    with pytest.raises(TransientError):
+        store.save(4, make_tree(4), sidecars={})
+    assert store.steps() == [2]
 
 
 def test_a_saved_checkpoint_is_whole_and_complete(store, tmp_path):
