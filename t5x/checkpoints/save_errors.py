@@ -73,19 +73,19 @@ def explain(error: BaseException, *, directory: epath.PathLike, step: int, neede
     return explained
 
 
-def what_to_free(directory: epath.Path) -> str:
+def what_to_free(directory: epath.PathLike) -> str:
     """Return advice that names the damaged and the older checkpoints, oldest first, with their sizes."""
     aside = sorted(name for name in _entries(directory) if paths.is_set_aside(name))
     removable = aside + [paths.checkpoint_name(step) for step in paths.list_steps(directory)[:-1]]
     if not removable:
         return "Free space on that disk, or choose a MODEL_DIR on a larger one."
-    listed = [f"{name} ({_size(directory / name)})" for name in removable[:_MAX_LISTED]]
+    listed = [f"{name} ({_size(os.path.join(directory, name))})" for name in removable[:_MAX_LISTED]]
     if len(removable) > _MAX_LISTED:
         listed.append(f"{len(removable) - _MAX_LISTED} more")
     return f"Free space on that disk: you may delete {', '.join(listed)}; a smaller `keep` removes old ones by itself."
 
 
-def _free_space(directory: epath.Path) -> str:
+def _free_space(directory: epath.PathLike) -> str:
     try:
         free = free_bytes(directory)
     except OSError:
@@ -93,12 +93,12 @@ def _free_space(directory: epath.Path) -> str:
     return "the free space is unknown" if free is None else f"{paths.human_size(free)} are free"
 
 
-def _size(path: epath.Path) -> str:
+def _size(path: epath.PathLike) -> str:
     try:
         return paths.human_size(paths.tree_size(path))
     except OSError as error:
         return f"unknown size: {error.strerror}"
 
 
-def _entries(directory: epath.Path) -> list[str]:
+def _entries(directory: epath.PathLike) -> list[str]:
     return os.listdir(directory) if os.path.isdir(directory) else []
