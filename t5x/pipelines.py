@@ -6,7 +6,8 @@ from typing import Any
 import t5x
 from t5x.errors import UserError
 from t5x.files.untrusted import parse_json
-from t5x.inference.loaded import Generation, LoadedModel, read_inputs
+from t5x.inference.input_values import read_inputs
+from t5x.inference.loaded import Generation, LoadedModel
 from t5x.inference.options import HUGGINGFACE_NAMES
 
 __all__ = ["Generation", "Pipeline", "pipeline"]

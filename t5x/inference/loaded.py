@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,12 +15,13 @@ from t5x.checkpoints import families, names, transfer
 from t5x.checkpoints.checkpoint_identity import fingerprint
 from t5x.checkpoints.formats import Source
 from t5x.checkpoints.model_description import load_model, model_of
-from t5x.data.data_description import DataDescription, field_names, fill
+from t5x.data.data_description import DataDescription
 from t5x.data.vocabularies.loading import vocabulary_named
 from t5x.decoding import NEG_INF
 from t5x.errors import UserError
 from t5x.inference import buckets
 from t5x.inference.engine import Engine, Program
+from t5x.inference.input_values import encode_text, read_inputs, read_pairs, shorten
 from t5x.inference.options import Decoding, translate_arguments
 from t5x.models import BaseTransformerModel, DecoderOnlyModel
 from t5x.network import default_dtype
@@ -79,7 +80,7 @@ def load(
       model_class: class of the result; None is `LoadedModel`.
     """
     if not isinstance(model_dir, str | os.PathLike):
-        raise UserError(f"The model is {_short(model_dir)}: pass a path, or a name such as 'google/flan-t5-small'.")
+        raise UserError(f"The model is {shorten(model_dir)}: pass a path, or a name such as 'google/flan-t5-small'.")
     if device is not None and partitioner is not None:
         raise UserError("device and partitioner cannot be combined: the partitioner chooses the devices.")
     source, model = open_model(os.fspath(model_dir), vocabulary, _dtype_name(dtype))
@@ -258,14 +259,7 @@ class LoadedModel:
 
         model.score([("3 May 1999", "1999-05-03"), ("3 May 1999", "1999-05-30")])
         """
-        is_single = isinstance(pairs, tuple) and len(pairs) == 2 and all(isinstance(text, str) for text in pairs)
-        pairs = [pairs] if is_single else pairs
-        if isinstance(pairs, str | Mapping) or not isinstance(pairs, Iterable):
-            raise UserError(f"score got {_short(pairs)}: pass a list of (input, target), both strings.")
-        pairs = list(pairs)
-        for i, pair in enumerate(pairs):
-            if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
-                raise UserError(f"Pair {i} is {_short(pair)}: it must be (input, target), both strings.")
+        pairs, is_single = read_pairs(pairs)
         inputs = [self.input_ids(text, max_input_length)[0] for text, _ in pairs]
         targets = [self.target_ids(text)[0] for _, text in pairs]
         found = self.scores(inputs, targets, max_input_length=max_input_length, batch_size=batch_size)
@@ -314,11 +308,11 @@ class LoadedModel:
     def input_ids(self, text: str, limit: int | None = None) -> tuple[list[int], int]:
         """Return an input's ids, truncated to `limit`, and the full length. Decoder-only models get no EOS."""
         eos = not isinstance(self.model, DecoderOnlyModel)
-        return _ids(self.model.input_vocabulary, text, limit, eos=eos)
+        return encode_text(self.model.input_vocabulary, text, limit, eos=eos)
 
     def target_ids(self, text: str, limit: int | None = None) -> tuple[list[int], int]:
         """Return a target's ids with EOS, truncated to `limit`, and the full length."""
-        return _ids(self.model.output_vocabulary, text, limit, eos=True)
+        return encode_text(self.model.output_vocabulary, text, limit, eos=True)
 
     def predictions(
         self,
@@ -498,43 +492,3 @@ def without_padding(ids: np.ndarray) -> list[int]:
     """
     there = np.flatnonzero(ids)
     return ids[: there[-1] + 1].tolist() if there.size else []
-
-
-def _ids(vocabulary: Any, text: str, limit: int | None, *, eos: bool) -> tuple[list[int], int]:
-    end = [vocabulary.eos_id] if eos else []
-    ids = [*vocabulary.encode(text), *end]
-    if limit is None or len(ids) <= limit:
-        return ids, len(ids)
-    return [*ids[: limit - len(end)], *end], len(ids)
-
-
-def read_inputs(inputs: Any, data: DataDescription | None = None) -> tuple[list[str], bool]:
-    """Return the strings of a string, an object with fields, or a list of these; and whether it was only one.
-
-    Args:
-      data: makes the string of an object.
-
-    Raises:
-      UserError: there is anything else.
-    """
-    if isinstance(inputs, str | Mapping):
-        return read_inputs([inputs], data)[0], True
-    data = data or DataDescription()
-    wanted = f"a string, or an object with {', '.join(map(repr, field_names(data.inputs)))}"
-    if isinstance(inputs, bytes) or not isinstance(inputs, Iterable):
-        raise UserError(f"The input is {_short(inputs)}: pass {wanted}, or a list of these.")
-    texts = []
-    for i, each in enumerate(inputs):
-        try:
-            text = data.prefix + fill(data.inputs, each) if isinstance(each, Mapping) else each
-        except (KeyError, UserError):
-            text = None
-        if not isinstance(text, str):
-            raise UserError(f"Input {i} is {_short(each)}: it must be {wanted}.")
-        texts.append(text)
-    return texts, False
-
-
-def _short(value: Any) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 80 else f"{shown[:79]}…"

@@ -36,11 +36,12 @@ class PreemptionWatch(contextlib.AbstractContextManager):
         self._closed.set()
 
     def _watch(self, host: str) -> None:
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy has other metadata
         path = _PATH.replace("wait_for_change=true", "wait_for_change=false")  # the first answer comes at once
         while not self._closed.is_set():
             request = urllib.request.Request(f"http://{host}{path}", headers={"Metadata-Flavor": "Google"})
             try:
-                with urllib.request.urlopen(request, timeout=90) as response:
+                with opener.open(request, timeout=90) as response:
                     preempted = response.read(100).strip() == b"TRUE"
             except (OSError, ValueError) as error:
                 log.debug("the metadata server %s does not answer: %s", host, error)
