@@ -31,6 +31,8 @@ verbs:
   cache   write a task's tokenized examples once, for training to read
   convert convert a checkpoint to t5x's, T5X's or Hugging Face's format
   bench   measure training, generation, scoring and more on this machine
+  plan    estimate memory, time and cost of training on devices that are not here
+  doctor  check whether this machine is ready, with a fix for each problem
   completion
           print the completion of verbs and options for bash, zsh or fish
 

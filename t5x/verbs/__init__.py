@@ -5,5 +5,5 @@ Nothing here imports JAX before the arguments have been checked.
 
 VERBS = (
     "demo", "train", "data", "eval", "infer", "answer", "rerank", "rank-eval", "inspect", "convert", "cache", "bench",
-    "completion",
+    "plan", "doctor", "completion",
 )  # fmt: skip
