@@ -19,6 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from t5x.errors import UserError
 from t5x.files.untrusted import parse_json
@@ -44,6 +45,25 @@ _OPERATIONS: dict[str, Callable[[str, BatchedModel, dict[str, Any]], operations.
     "/score": operations.score,
 }
 _RETRY_SECONDS = "1"
+
+
+class _Stream(StreamingResponse):
+    """Server-sent events.
+
+    Attributes:
+      at_end: functions that are called when it has been sent, or the client has disconnected, even before its start.
+    """
+
+    def __init__(self, pieces: AsyncIterator[bytes], *at_end: Callable[[], None]):
+        super().__init__(pieces, media_type="text/event-stream")
+        self.at_end = list(at_end)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            for function in self.at_end:
+                function()
 
 
 class Api:
@@ -93,7 +113,7 @@ class Api:
 
     async def _get_ready(self, request: Request) -> Response:
         if self._models.is_ready and not self.is_draining:
-            return JSONResponse({"status": "ready", "models": self._models.names})
+            return JSONResponse({"status": "ready", "models": list(self._models)})
         return self._not_ready().response()
 
     async def _get_metrics(self, request: Request) -> Response:
@@ -103,7 +123,7 @@ class Api:
         return JSONResponse(self._document)
 
     async def _get_models(self, request: Request) -> Response:
-        found = [{"id": name, "object": "model", "created": 0, "owned_by": "t5x"} for name in self._models.names]
+        found = [{"id": name, "object": "model", "created": 0, "owned_by": "t5x"} for name in self._models]
         return JSONResponse({"object": "list", "data": found})
 
     # -- POST ----------------------------------------------------------------------------------------------------------
@@ -126,9 +146,9 @@ class Api:
         is_streamed = False
         try:
             response = await self._answer(route, request)
-            is_streamed = isinstance(response, StreamingResponse)
+            is_streamed = isinstance(response, _Stream)
             if is_streamed:
-                response.body_iterator = self._counted(response.body_iterator, route, began)
+                response.at_end.append(functools.partial(self._end_stream, route, began))
         except ApiError as error:
             response = error.response()
         except Exception as error:
@@ -150,7 +170,7 @@ class Api:
         if fields.get("stream"):
             pieces = operations.stream(name, model, fields)
             first = await self._run(request, call, functools.partial(next, pieces))
-            return StreamingResponse(self._stream(first, pieces, call), media_type="text/event-stream")
+            return _Stream(self._stream(first, pieces, call), call.cancel)
         result = await self._run(request, call, functools.partial(_OPERATIONS[route], name, model, fields))
         return Response(self._content(result), media_type="application/json")
 
@@ -197,16 +217,10 @@ class Api:
         except Exception as error:
             failed = {"error": {"message": str(self._explain(error)), "type": "server_error"}}
             yield f"data: {json.dumps(failed)}\n\n".encode()
-        finally:
-            call.cancel()
 
-    async def _counted(self, pieces: AsyncIterator[bytes], route: str, began: float) -> AsyncIterator[bytes]:
-        try:
-            async for piece in pieces:
-                yield piece
-        finally:
-            self._in_progress -= 1
-            self._count(route, 200, began)
+    def _end_stream(self, route: str, began: float) -> None:
+        self._in_progress -= 1
+        self._count(route, 200, began)
 
     # -- errors --------------------------------------------------------------------------------------------------------
 

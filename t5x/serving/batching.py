@@ -1,7 +1,8 @@
 """Computes jobs of many requests in common batches, in one thread.
 
-While a batch is computed, new jobs wait. The next batch takes the oldest job and others of the same shape. If recent
-batches were larger than what waits now, it first waits for more, at most `max_wait` seconds.
+While a batch is computed, new jobs wait. The next batch takes the oldest job and others of the same shape. If fewer
+wait than were computed or waited when the last batch ended, it first waits for those clients to come again, at most
+`max_wait` seconds. Otherwise clients would split into groups that take turns, each in a batch of its own.
 """
 
 import contextvars
@@ -83,7 +84,8 @@ class Batcher:
         self._changed = threading.Condition()
         self._waiting: dict[_Group, deque[Job]] = {}
         self._seconds: dict[Hashable, float] = {}  # that the last batch of a group took
-        self._expected = 1  # jobs that waited when the last batch began
+        self._expected = 1  # jobs that were computed or waited when the last batch ended
+        self._free_since = 0.0  # when the last batch ended
         self._is_closed = False
         self._thread = threading.Thread(target=self._work, name="batches", daemon=True)
         self._thread.start()
@@ -142,6 +144,7 @@ class Batcher:
         seconds = time.monotonic() - began
         self._seconds[of_function] = seconds
         self._observe(of_function, len(jobs), seconds)
+        self._expected, self._free_since = len(jobs) + self.waiting(), time.monotonic()
         for job, result in zip(jobs, results, strict=True):
             job.result, job.done = result, True
             job.call.changed.set()
@@ -154,7 +157,6 @@ class Batcher:
                     return None
                 self._changed.wait(self._patience())
             waiting = self._waiting[group]
-            self._expected = sum(map(len, self._waiting.values()))
             jobs = [waiting.popleft() for _ in range(min(self.rows, len(waiting)))]
             if not waiting:
                 del self._waiting[group]
@@ -180,4 +182,4 @@ class Batcher:
             return 0
         group, jobs = min(self._waiting.items(), key=lambda item: item[1][0].since)
         wait = min(self._max_wait, _WAIT_SHARE * self._seconds.get(group[1], 0.0))
-        return max(0.0, jobs[0].since + wait - time.monotonic())
+        return max(0.0, max(jobs[0].since, self._free_since) + wait - time.monotonic())

@@ -4,9 +4,10 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from t5x.checkpoints import names
 from t5x.checkpoints.store import CheckpointStore
 from t5x.errors import UserError
 from t5x.inference.loaded import load
@@ -54,9 +55,8 @@ class ServedModels:
         self._models = {name: self._open(name) for name in directories}
         self._reloading = threading.Lock()
 
-    @property
-    def names(self) -> list[str]:
-        return list(self._directories)
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._directories)
 
     def get(self, name: str | None) -> tuple[str, BatchedModel]:
         """Return the name and model that a request asks for; the first if it names none."""
@@ -71,10 +71,10 @@ class ServedModels:
             self._prepare(name, model)
         self.is_ready = True
 
-    def reload(self, names: list[str] | None = None) -> None:
-        """Load models (None: all) again, and replace those that could be loaded."""
+    def reload(self, only: str | None = None) -> None:
+        """Load a model (None: all) again, and replace it if it could be loaded."""
         with self._reloading:
-            for name in self.names if names is None else names:
+            for name in [only] if only else self:
                 try:
                     model = self._open(name)
                     self._prepare(name, model)
@@ -87,21 +87,21 @@ class ServedModels:
                 log.info("%s was reloaded: step %s", name, model.source.step)
                 del model
 
-    def watch(self, period: float) -> None:
-        """Reload a model whenever its MODEL_DIR has a newer checkpoint. Does not return."""
-        newest = {name: self._newest_step(name) for name in self.names}
-        while True:
-            time.sleep(period)
-            for name in self.names:
+    def watch(self, period: float, stop: threading.Event) -> None:
+        """Reload a model whenever its MODEL_DIR has a newer checkpoint, until `stop` is set."""
+        seen = {name: model.source.step for name, model in self._models.items() if model.source.step is not None}
+        while not stop.wait(period):
+            for name in seen:
                 step = self._newest_step(name)
-                if step is not None and step != newest[name]:
-                    newest[name] = step
-                    self.reload([name])
+                if step is not None and step > seen[name]:
+                    seen[name] = step
+                    self.reload(name)
 
     def _newest_step(self, name: str) -> int | None:
         try:
-            return CheckpointStore(self._directories[name]).newest_step()
-        except (OSError, UserError):
+            return CheckpointStore(names.resolve(self._directories[name])).newest_step()
+        except (OSError, UserError) as error:
+            log.warning("cannot look for a newer checkpoint of %s: %s", name, error)
             return None
 
     def _open(self, name: str) -> BatchedModel:

@@ -105,6 +105,7 @@ async def _run(
     server.capture_signals = contextlib.nullcontext
     loop = asyncio.get_running_loop()
     failures: list[Exception] = []
+    ended = threading.Event()
 
     def stop() -> None:
         server.should_exit = True
@@ -123,13 +124,14 @@ async def _run(
             loop.call_soon_threadsafe(stop)
             return
         if settings.reload_period:
-            models.watch(settings.reload_period)
+            models.watch(settings.reload_period, ended)
 
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, drain)
     loop.add_signal_handler(signal.SIGHUP, _start_thread, models.reload)
     _start_thread(load)
     await server.serve(sockets=[listener])
+    ended.set()
     if failures:
         raise failures[0]
 

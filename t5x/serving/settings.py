@@ -14,7 +14,8 @@ class Settings:
     Attributes:
       batch_size: rows of every batch; None is 8 on CPUs, else 32. A lone request is computed in a batch of this size
         too, so that its result does not depend on other requests.
-      max_wait_ms: milliseconds that an incomplete batch waits for more requests, if recent ones were larger.
+      max_wait_ms: milliseconds that an incomplete batch waits for more requests, if recently there were more; at most
+        a quarter of the time that it takes.
       max_queue: requests in progress; further ones get status 429.
       max_body_mb: megabytes of a request.
       max_documents: strings of a request: prompts, passages, or windows of a context.
@@ -30,7 +31,7 @@ class Settings:
     """
 
     batch_size: int | None = None
-    max_wait_ms: float = 50
+    max_wait_ms: float = 200
     max_queue: int = 128
     max_body_mb: float = 4
     max_documents: int = 1000

@@ -27,7 +27,7 @@ def define(parser: VerbParser) -> None:
     access.add_argument("--tls_key", metavar="FILE", help="private key of the certificate")
     batches = parser.add_argument_group("batches")
     batches.add_argument("--batch_size", type=int, metavar="N", help="rows of every batch (8 on CPUs, else 32)")
-    batches.add_argument("--max_wait_ms", type=float, metavar="N", help="wait for more requests (50)")
+    batches.add_argument("--max_wait_ms", type=float, metavar="N", help="longest wait for more requests (200)")
     batches.add_argument("--warm_up", metavar="A,B", help="compile before ready: generate, rank, embed, score")
     model = parser.add_argument_group("models")
     add_model(model)

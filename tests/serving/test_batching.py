@@ -102,6 +102,34 @@ def test_a_lone_job_does_not_wait_for_others(compute):
     batcher.close()
 
 
+def test_clients_that_come_again_join_those_that_wait():
+    """Four clients that began as one and three: from the third batch on, they are computed together."""
+    sizes = []
+
+    def compute(group, jobs):
+        sizes.append(len(jobs))
+        time.sleep(0.2)
+        return [0] * len(jobs)
+
+    batcher = Batcher(rows=4, max_wait=1, observe=lambda *_: None)
+
+    def client(delay):
+        time.sleep(delay)
+        CURRENT_CALL.set(Call(20))
+        for _ in range(5):
+            batcher.run(compute, [Job("a", {"inputs": [1]})])
+
+    threads = [
+        threading.Thread(target=contextvars.copy_context().run, args=(client, delay)) for delay in (0, 0.1, 0.1, 0.1)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    batcher.close()
+    assert sizes[0] == 1 and sizes[1:5] == [4, 4, 4, 4]
+
+
 def test_waiting_jobs_of_a_cancelled_call_are_not_computed(batcher, compute):
     first = start(batcher, compute, [0])
     compute.started.wait(10)

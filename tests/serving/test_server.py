@@ -218,11 +218,12 @@ def test_slow_and_dropped_clients_hold_nobody_up(server: Server):
     server.assert_well()
 
 
-def test_excess_requests_are_told_to_come_again(server: Server):
+@pytest.mark.parametrize("clients", [120, pytest.param(1040, marks=pytest.mark.slow)])
+def test_excess_requests_are_told_to_come_again(clients, server: Server):
     with server.client(limits=httpx.Limits(max_connections=None)) as client:
         fields = {"prompt": ["abc"] * 50, "max_tokens": 64}
-        with concurrent.futures.ThreadPoolExecutor(120) as threads:
-            found = list(threads.map(lambda _: client.post("/v1/completions", json=fields), range(120)))
+        with concurrent.futures.ThreadPoolExecutor(clients) as threads:
+            found = list(threads.map(lambda _: client.post("/v1/completions", json=fields), range(clients)))
     refused = [response for response in found if response.status_code == 429]
     assert refused and all(int(response.headers["retry-after"]) >= 1 for response in refused)
     assert {response.status_code for response in found} == {200, 429}
