@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import contextlib
 import contextvars
 import functools
 import hashlib
@@ -196,6 +197,9 @@ class Api:
             await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 call.cancel()
+                with contextlib.suppress(Exception):
+                    await work
+                raise ApiError(499, "The client disconnected.")  # for the metrics; nobody reads it
             return await work
         finally:
             watch.cancel()
@@ -230,7 +234,7 @@ class Api:
         if isinstance(error, UnknownModel):
             return ApiError(404, str(error), "not_found_error")
         if isinstance(error, CancelledCall):
-            message = f"The request took longer than {self._settings.timeout:g} seconds, or its client disconnected."
+            message = f"The request took longer than {self._settings.timeout:g} seconds."
             return ApiError(503, message, "timeout_error", Retry_After=_RETRY_SECONDS)
         log.error("a request failed", exc_info=error)
         return ApiError(500, "The server failed; its log has the reason.", "server_error")
