@@ -10,7 +10,7 @@ from t5x.trainer.checks import verify_matching_vocabs
 from t5x.trainer.datasets import get_dataset, get_training_eval_datasets
 from t5x.trainer.state import StateLayout
 
-TrainStateInitializer = StateLayout.of
+TrainStateInitializer = StateLayout
 
 __all__ = [
     "CheckpointConfig",

@@ -19,7 +19,10 @@ from t5x.optimizers.learning_rates import applied_schedule
 from t5x.optimizers.multi_optimizer import MultiOptimizer, clip_by_global_norm, freeze
 from t5x.optimizers.optax_wrapper import OptaxWrapper, chain, dpsgd, muon, wrap_optax_optimizer
 from t5x.optimizers.patterns import weight_decay_mask
-from t5x.optimizers.protocol import Optimizer, trained
+from t5x.optimizers.protocol import Optimizer, OptimizerDef, OptimizerState, trained
+
+# T5X's names in annotations.
+OptimizerType, OptimizerDefType = Optimizer, OptimizerDef
 
 adabelief = wrap_optax_optimizer(optax.adabelief)
 adagrad = wrap_optax_optimizer(optax.adagrad)
@@ -39,6 +42,10 @@ __all__ = [
     "MultiOptimizer",
     "OptaxWrapper",
     "Optimizer",
+    "OptimizerDef",
+    "OptimizerDefType",
+    "OptimizerState",
+    "OptimizerType",
     "adabelief",
     "adagrad",
     "adam",
