@@ -70,7 +70,7 @@ class HParamMap:
         for pattern, value in self._rules:
             if pattern.search(path):
                 return value
-        raise KeyError(f"No factor rule found for parameter: {path}")
+        raise KeyError(f"no pattern of this HParamMap matches the parameter {path}")
 
     def __call__(self, params: Any) -> Any:
         """Return the values in the structure of `params`."""

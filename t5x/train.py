@@ -141,7 +141,7 @@ def train(
         require_same_data(train_dataset_cfg, train_eval_dataset_cfg, infer_eval_dataset_cfg)
         batch_size = train_dataset_cfg.batch_size
         shard = ShardInfo.of(partitioner.rows(batch_size), batch_size)
-        loader = get_dataset_fn(train_dataset_cfg, shard, model.FEATURE_CONVERTER_CLS)
+        loader = get_dataset_fn(train_dataset_cfg, shard.index, shard.num_shards, model.FEATURE_CONVERTER_CLS)
         if hasattr(loader, "restore"):
             closing.enter_context(loader)
         else:

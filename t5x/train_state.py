@@ -34,6 +34,20 @@ class TrainState:
         """Return the state with the content of a `state_dict`."""
         raise NotImplementedError
 
+    def replace_params(self, params: Tree) -> "TrainState":
+        raise NotImplementedError
+
+    def replace_step(self, step: jax.Array) -> "TrainState":
+        raise NotImplementedError
+
+    def apply_gradient(
+        self, grads: Tree, learning_rate: jax.Array | float, flax_mutables: Tree | None = None
+    ) -> "TrainState":
+        raise NotImplementedError
+
+    def as_logical_axes(self) -> "TrainState":
+        raise NotImplementedError
+
     def replace_flax_mutables(self, flax_mutables: Tree) -> "TrainState":
         return self.replace(flax_mutables=flax_mutables)
 

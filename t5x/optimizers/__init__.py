@@ -20,6 +20,7 @@ from t5x.optimizers.multi_optimizer import MultiOptimizer, clip_by_global_norm, 
 from t5x.optimizers.optax_wrapper import OptaxWrapper, chain, dpsgd, muon, wrap_optax_optimizer
 from t5x.optimizers.patterns import weight_decay_mask
 from t5x.optimizers.protocol import Optimizer, OptimizerDef, OptimizerState, trained
+from t5x.optimizers.state_rules import OptaxStatePartitionRules
 
 # T5X's names in annotations.
 OptimizerType, OptimizerDefType = Optimizer, OptimizerDef
@@ -40,6 +41,7 @@ yogi = wrap_optax_optimizer(optax.yogi)
 
 __all__ = [
     "MultiOptimizer",
+    "OptaxStatePartitionRules",
     "OptaxWrapper",
     "Optimizer",
     "OptimizerDef",

@@ -65,7 +65,7 @@ class BasePartitioner:
         logical_axis_rules: AxisRules | None = None,
         preset: str | None = None,
     ):
-        model = _model_axis(num_partitions, model_parallel_submesh)
+        model = model_axis_size(num_partitions, model_parallel_submesh)
         rules = None if logical_axis_rules is None else _own_rules(logical_axis_rules)
         chosen = None if preset is None else presets.named(preset)
         if chosen is not None:
@@ -355,7 +355,7 @@ def large_matmul_options() -> dict[str, bool] | None:
     return options
 
 
-def _model_axis(num_partitions: int | None, submesh: Sequence[int] | None) -> int:
+def model_axis_size(num_partitions: int | None, submesh: Sequence[int] | None) -> int:
     """Return how many devices share a copy of the model."""
     if submesh is None:
         if num_partitions is not None and not isinstance(num_partitions, int):

@@ -41,7 +41,8 @@ class ShardInfo:
 
 def get_dataset(
     cfg: DatasetConfig,
-    shard_info: ShardInfo,
+    shard_id: int,
+    num_shards: int,
     feature_converter_cls: type[FeatureConverter],
     num_epochs: int | None = None,
     continue_from_last_checkpoint: bool = True,
@@ -49,6 +50,7 @@ def get_dataset(
     """Return the endless batches of a training run.
 
     Args:
+      shard_id, num_shards: which of equal parts of every batch to read.
       num_epochs: must be None; the number of steps ends a run.
       continue_from_last_checkpoint: must be True; every checkpoint includes the position in the data.
     """
@@ -58,7 +60,7 @@ def get_dataset(
             "data, resumes at the position in the checkpoint, and ends after TRAIN_STEPS."
         )
     converter = make_converter(feature_converter_cls, cfg.pack)
-    return train_loader(cfg, feature_converter=converter, rows=shard_info.rows(cfg.batch_size))
+    return train_loader(cfg, feature_converter=converter, rows=ShardInfo(shard_id, num_shards).rows(cfg.batch_size))
 
 
 @dataclasses.dataclass(frozen=True)

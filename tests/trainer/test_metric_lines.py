@@ -15,7 +15,7 @@ def numbers_as_they_are(monkeypatch):
 
 def step(loss=1.0, tokens=10, **more):
     metrics = {
-        "loss": AveragePerStep(loss),
+        "loss": AveragePerStep(total=loss),
         "loss_per_nonpadding_target_token": Average(loss, tokens),
         "target_tokens": Sum(tokens),
         "non_padding_fraction/overall": Average(3 * tokens, 100),
