@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import importlib
-import logging
 import os
 import signal
 import sys
@@ -116,8 +115,7 @@ def run_verb(verb: str, argv: Sequence[str], end: Callable[[int], int] = int) ->
     try:
         argv, bindings = configuration.split_gin_args(argv)
         args = parser.parse_args(startup.set_jax_flags(argv))
-        if level := getattr(args, "verbosity", None):
-            logging.getLogger("t5x").setLevel(level)
+        startup.set_verbosity(getattr(args, "verbosity", None))
         if bindings and not hasattr(args, "gin_bindings"):
             raise UserError(f"`t5x {verb}` has no gin configuration: remove --gin.NAME=VALUE.")
         args.verb = verb
@@ -162,6 +160,8 @@ def _end(code: int) -> NoReturn:
     the exception's frames would free memory that it uses. Functions registered with `atexit` do not run; `with` and
     `finally` blocks have run already.
     """
+    import logging
+
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, lambda *_: os._exit(code))
     if multiprocess := sys.modules.get("t5x.partitioning.multiprocess"):

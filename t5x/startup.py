@@ -21,6 +21,12 @@ def configure_logging(*, debug: bool) -> None:
     t5x.setLevel(logging.DEBUG if debug else logging.INFO)
 
 
+def set_verbosity(level: int | None) -> None:
+    """Log t5x's messages from this level on; None changes nothing."""
+    if level is not None:
+        logging.getLogger("t5x").setLevel(level)
+
+
 class _AboveBar(logging.StreamHandler):
     """A handler that prints above a progress bar, if one is shown, instead of through it."""
 

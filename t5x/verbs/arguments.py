@@ -141,7 +141,7 @@ def _logging_level(text: str) -> int:
 
 def _add_logging(parser: VerbParser) -> None:
     group = parser.add_topic(
-        "logging", "logging", "Messages go to standard error. Flags of T5X's programs without a meaning here are ignored."
+        "logging", "logging", "Messages go to standard error, so most flags of T5X's programs change nothing."
     )
     group.add_argument("-v", "--verbosity", type=_logging_level, metavar="LEVEL", help=_LEVELS)
     for name in ("alsologtostderr", "logtostderr", "showprefixforinfo"):
