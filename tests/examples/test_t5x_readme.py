@@ -59,6 +59,12 @@ COMMANDS = {
           --gin.MIXTURE_OR_TASK_NAME=\"wmt_t2t_ende_v003\" \
           --gin.INIT_CHECKPOINT=\"gs://t5-data/pretrained_models/t5.1.1.base/model.ckpt-1000000\" \
           --tfds_data_dir=${TFDS_DATA_DIR}""",
+    "convert": r"""
+        python3 ${T5X_DIR}/t5x/scripts/convert_tf_checkpoint.py \
+          --gin_file="t5x/examples/t5/t5_1_1/base.gin" \
+          --gin.convert_checkpoint.model=%MODEL \
+          --gin.convert_checkpoint.tf_checkpoint_path=\"${TF_CHECKPOINT_PATH}\" \
+          --gin.convert_checkpoint.output_dir=\"${MODEL_DIR}\"""",
     "custom dataset": r"""
         python3 ${T5X_DIR}/t5x/train.py \
           --gin_search_paths=${PROJECT_DIR} \
@@ -83,6 +89,7 @@ MORE = {
     "eval": [*SIZES, "--gin.utils.DatasetConfig.batch_size=8"],
     "infer": [*SIZES, "--gin.utils.DatasetConfig.batch_size=8", LENGTHS],
     "mesh tensorflow": [*SIZES, *TRAINING_SIZES, "--gin.TRAIN_STEPS=1", "--gin.trainer.Trainer.num_microbatches=1"],
+    "convert": [*SIZES, "--gin.DROPOUT_RATE=0.0"],
     "custom dataset": [*SIZES, *TRAINING_SIZES, "--gin.TRAIN_STEPS=2"],
 }  # fmt: skip
 
@@ -196,6 +203,7 @@ def home(tmp_path_factory) -> Path:
         "T5X_DIR": str(REPO), "TFDS_DATA_DIR": str(home / "tfds"), "PROJECT_DIR": str(project),
         "CHECKPOINT_PATH": str(home / "train/checkpoint_2"), "EVAL_OUTPUT_DIR": str(home / "eval"),
         "INFER_OUTPUT_DIR": str(home / "infer"),
+        "TF_CHECKPOINT_PATH": f"gs://t5-data/pretrained_models/t5.1.1.base/model.ckpt-{MTF_STEP}",
     }  # fmt: skip
     commands = []
     for name, command in COMMANDS.items():
@@ -323,6 +331,15 @@ def test_mesh_tensorflow_checkpoints_are_where_training_starts(home):
         "decoder/layers_0/mlp/wo/kernel": "decoder/block_000/layer_002/DenseReluDense/wo/kernel",
     }.items():
         np.testing.assert_allclose(after[f"target/{name}"], start[theirs], atol=0.05)
+
+
+def test_conversion_of_a_mesh_tensorflow_checkpoint(home):
+    directory = succeeded(home, "convert")
+    source = open_checkpoint(directory / f"checkpoint_{MTF_STEP}")
+    assert source.step == MTF_STEP and "T5X" in source.format
+    found, start = params(directory / f"checkpoint_{MTF_STEP}"), mesh_tensorflow_variables()
+    assert len(found) == len(start)
+    np.testing.assert_array_equal(found["target/decoder/logits_dense/kernel"], start["decoder/logits/kernel"])
 
 
 def test_custom_dataset(home):
