@@ -7,6 +7,7 @@ files are read from T5X_MIRROR.
 import functools
 import io
 import json
+import os
 import shlex
 import string
 import subprocess
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import sentencepiece
@@ -52,7 +54,7 @@ COMMANDS = {
           --gin.CHECKPOINT_PATH=\"${CHECKPOINT_PATH}\" \
           --gin.INFER_OUTPUT_DIR=\"${INFER_OUTPUT_DIR}\" \
           --tfds_data_dir=${TFDS_DATA_DIR}""",
-    "mesh tensorflow": r"""
+    "mesh_tensorflow_start": r"""
         python3 ${T5X_DIR}/t5x/train.py \
           --gin_file="t5x/examples/t5/t5_1_1/examples/base_wmt19_ende_train.gin" \
           --gin.MODEL_DIR=\"${MODEL_DIR}\" \
@@ -65,7 +67,7 @@ COMMANDS = {
           --gin.convert_checkpoint.model=%MODEL \
           --gin.convert_checkpoint.tf_checkpoint_path=\"${TF_CHECKPOINT_PATH}\" \
           --gin.convert_checkpoint.output_dir=\"${MODEL_DIR}\"""",
-    "custom dataset": r"""
+    "custom_dataset": r"""
         python3 ${T5X_DIR}/t5x/train.py \
           --gin_search_paths=${PROJECT_DIR} \
           --gin_file="t5_1_1_base_de_en.gin" \
@@ -88,9 +90,9 @@ MORE = {
     "fine-tune": [*SIZES, *TRAINING_SIZES, "--gin.TRAIN_STEPS=4", "--gin.infer_eval/utils.DatasetConfig.batch_size=8"],
     "eval": [*SIZES, "--gin.utils.DatasetConfig.batch_size=8"],
     "infer": [*SIZES, "--gin.utils.DatasetConfig.batch_size=8", LENGTHS],
-    "mesh tensorflow": [*SIZES, *TRAINING_SIZES, "--gin.TRAIN_STEPS=1", "--gin.trainer.Trainer.num_microbatches=1"],
+    "mesh_tensorflow_start": [*SIZES, *TRAINING_SIZES, "--gin.TRAIN_STEPS=1"],
     "convert": [*SIZES, "--gin.DROPOUT_RATE=0.0"],
-    "custom dataset": [*SIZES, *TRAINING_SIZES, "--gin.TRAIN_STEPS=2"],
+    "custom_dataset": [*SIZES, *TRAINING_SIZES, "--gin.TRAIN_STEPS=2"],
 }  # fmt: skip
 
 # README, "Example: custom dataset in a user directory".
@@ -207,8 +209,9 @@ def home(tmp_path_factory) -> Path:
     }  # fmt: skip
     commands = []
     for name, command in COMMANDS.items():
+        command = command.replace("\\\n", "")  # shlex does not join lines
         words = string.Template(command).substitute(places, MODEL_DIR=str(home / name))
-        variables = {"PYTHONPATH": str(project)} if name == "custom dataset" else {}
+        variables = {"PYTHONPATH": str(project)} if name == "custom_dataset" else {}
         commands.append([name, [*shlex.split(words), *MORE[name]], variables])
     job = {
         "tfds_data_dir": places["TFDS_DATA_DIR"],
@@ -223,8 +226,9 @@ def home(tmp_path_factory) -> Path:
     # The public checkpoint is the one that the first command makes.
     public = f"gs://t5-data/pretrained_models/t5x/t5_1_1_base/checkpoint_1000000={home / 'train/checkpoint_2'}"
     settings = {
-        "T5X_MIRROR": f"gs://t5-data={mirror},{public}", "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "TF_CPP_MIN_LOG_LEVEL": "3", "T5X_CACHE_DIR": str(home / "cache"),
+        "T5X_MIRROR": f"gs://t5-data={mirror},{public}", "T5X_CACHE_DIR": str(home / "cache"),
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8", "TF_CPP_MIN_LOG_LEVEL": "3",
+        "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
     }  # fmt: skip
     with open(home / "output.txt", "w") as output:
         subprocess.run(
@@ -322,7 +326,7 @@ def test_infer(home):
 
 
 def test_mesh_tensorflow_checkpoints_are_where_training_starts(home):
-    run = succeeded(home, "mesh tensorflow")
+    run = succeeded(home, "mesh_tensorflow_start")
     after = params(run / f"checkpoint_{MTF_STEP + 1}")
     start = mesh_tensorflow_variables()
     for name, theirs in {
@@ -346,7 +350,7 @@ def test_custom_dataset(home):
     ready = "import t5.evaluation.metrics"
     if subprocess.run([reference_python(), "-c", ready], capture_output=True).returncode:
         pytest.skip("t5.evaluation needs packages that are not installed: see docs/seqio.md")
-    run = succeeded(home, "custom dataset")
+    run = succeeded(home, "custom_dataset")
     assert open_checkpoint(run / "checkpoint_2").step == 2
     examples = lines(run / "inference_eval/wmt_t2t_de_en_v003-000002.jsonl")
     assert [example["target"] for example in examples] == [english for english, _ in translations()["validation"]]

@@ -3,12 +3,14 @@
     python readme_commands.py JOB.json RESULTS.json
 
 JOB.json: "tfds_data_dir", "translations" ({split: [[English, German]]}), "mesh_tensorflow" ([an .npz file of variables,
-the prefix of the checkpoint]), "gin" (search path, files and bindings of a run, whose operative configuration is
+the prefix of the checkpoint]), "gin" (directory, files and bindings of a run, whose operative configuration is
 written to the last, a path) and "commands" ([name, words, environment variables]). RESULTS.json: {name: exit code}.
 """
 
+import contextlib
 import functools
 import json
+import multiprocessing
 import os
 import runpy
 import sys
@@ -21,14 +23,15 @@ import numpy as np
 def prepare_wmt(directory, translations):
     import tensorflow_datasets as tfds
 
-    with tfds.core.registered.skip_registering():
+    with tfds.core.registered.skip_registration():
 
         class WmtT2tTranslate(tfds.core.GeneratorBasedBuilder):
             VERSION = tfds.core.Version("1.0.0")
             BUILDER_CONFIGS = [tfds.core.BuilderConfig(name="de-en")]  # noqa: RUF012
 
             def _info(self):
-                return self.dataset_info_from_configs(features=tfds.features.Translation(languages=("de", "en")))
+                features = tfds.features.Translation(languages=("de", "en"))
+                return tfds.core.DatasetInfo(builder=self, features=features, disable_shuffling=True)
 
             def _split_generators(self, dl_manager):
                 return {split: self._generate_examples(pairs) for split, pairs in translations.items()}
@@ -51,7 +54,7 @@ def save_mesh_tensorflow(values, prefix):
     )
 
 
-def write_operative_config(search_path, files, bindings, path):
+def write_operative_config(directory, files, bindings, path):
     """Write the configuration of `train` as T5X does: gin itself reads the files, calls it and prints what was used."""
     import gin
 
@@ -62,8 +65,8 @@ def write_operative_config(search_path, files, bindings, path):
         assert arguments["model"] is not None
 
     sys.modules["__main__"].train = train
-    gin.add_config_file_search_path(search_path)
-    gin.parse_config_files_and_bindings(files, bindings)
+    with contextlib.chdir(directory):
+        gin.parse_config_files_and_bindings(files, bindings)
     gin.get_configurable(train)()
     Path(path).write_text(gin.operative_config_str())
     gin.clear_config()
@@ -92,9 +95,13 @@ def run(words, variables):
 
 
 if __name__ == "__main__":
-    job = json.loads(Path(sys.argv[1]).read_text())
-    results = Path(sys.argv[2])
+    job_file, results_file = map(Path, sys.argv[1:])
+    job = json.loads(job_file.read_text())
+    # In a process of its own: what gin registers, it keeps.
+    gin = multiprocessing.get_context("fork").Process(target=write_operative_config, args=job["gin"])
+    gin.start()
     prepare_wmt(job["tfds_data_dir"], job["translations"])
     save_mesh_tensorflow(*job["mesh_tensorflow"])
-    write_operative_config(*job["gin"])
-    results.write_text(json.dumps({name: run(words, variables) for name, words, variables in job["commands"]}))
+    results = {name: run(words, variables) for name, words, variables in job["commands"]}
+    gin.join()
+    results_file.write_text(json.dumps(results))
