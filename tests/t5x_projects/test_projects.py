@@ -155,7 +155,8 @@ def test_custom_trainer(capsys, tmp_path):
     first, second = in_two_runs(capsys, "custom_trainer", tmp_path)
     record = lines(tmp_path, "train", "metrics.jsonl")[-1]
     flat = checkpoints.tree.flatten
-    squares = [np.sum((a - b) ** 2) for a, b in zip(flat(first["target"]).values(), flat(second["target"]).values(), strict=True)]
+    pairs = zip(flat(first["target"]).values(), flat(second["target"]).values(), strict=True)
+    squares = [np.sum((a - b) ** 2) for a, b in pairs]
     np.testing.assert_allclose(record["moved"], np.sqrt(sum(squares)), rtol=1e-4)
     np.testing.assert_allclose(record["learning_rate"], 0.01, rtol=1e-6)
 
