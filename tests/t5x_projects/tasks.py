@@ -38,15 +38,15 @@ def scored(targets, scores):
 SOURCE = functools.partial(seqio.FunctionDataSource, splits=("train", "validation"))
 TEXT = {"inputs": seqio.Feature(VOCABULARY), "targets": seqio.Feature(VOCABULARY)}
 seqio.TaskRegistry.add(
-    "project_sums", SOURCE(sums), [seqio.preprocessors.tokenize, seqio.preprocessors.append_eos_after_trim], TEXT,
+    "project_sums", SOURCE(sums), TEXT, [seqio.preprocessors.tokenize, seqio.preprocessors.append_eos_after_trim],
     metric_fns=[accuracy, scored],
 )  # fmt: skip
 IDS = seqio.PassThroughVocabulary(384, eos_id=1)
 seqio.TaskRegistry.add(
-    "project_vectors", SOURCE(vectors), [], {
+    "project_vectors", SOURCE(vectors), {
         "inputs": seqio.Feature(IDS, add_eos=False, dtype=np.float32, rank=2),
         "targets": seqio.Feature(IDS, add_eos=False),
-    }, metric_fns=[accuracy],
+    }, [], metric_fns=[accuracy],
 )  # fmt: skip
 
 
@@ -55,6 +55,6 @@ def ids():
 
 
 seqio.TaskRegistry.add(
-    "project_pairs", SOURCE(sums), [seqio.preprocessors.tokenize, seqio.preprocessors.append_eos_after_trim], TEXT,
+    "project_pairs", SOURCE(sums), TEXT, [seqio.preprocessors.tokenize, seqio.preprocessors.append_eos_after_trim],
     metric_fns=[scored],
 )  # fmt: skip
