@@ -66,8 +66,9 @@ class VerbParser(argparse.ArgumentParser):
         return parsed
 
     def error(self, message: str) -> NoReturn:
-        message = message.removeprefix("argument ").rstrip(".")
-        raise UserError(f"{message}. `{self.prog} --help` shows the options and examples.")
+        message = message.removeprefix("argument ")
+        end = "" if message.endswith((".", "?")) else "."
+        raise UserError(f"{message}{end} `{self.prog} --help` shows the options and examples.")
 
     def _unknown(self, word: str) -> str:
         if not word.startswith("-"):
