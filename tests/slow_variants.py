@@ -9,20 +9,15 @@ import pytest
 
 # file: patterns of the names of its tests
 SLOW = {
-    "bench/test_bench.py": [
-        r"test_training_in_fp8_with_recomputation_and_microbatches",
-        r"test_rates_are_of_the_median_step_.*\[True\]",
-    ],
+    "bench/test_bench.py": [r"test_training_in_fp8_with_recomputation_and_microbatches"],
     "checkpoints/formats/test_huggingface.py": [r"test_tokenizers_give_the_ids_of_the_vocabulary\[umt5\]"],
     "data/test_seqio_runs.py": [r"test_a_mixture_trains_and_is_evaluated"],
     "data/test_user_modules.py": [r"test_a_verb_and_its_workers_import_what_import_names\[tasks\]"],
     "decoding/test_beam.py": [
         r"test_stopping_early_never_changes_the_result\[(random-[12]|ties-[15])\]",
-        r"test_a_wide_beam_finds_what_exhaustive_search_finds\[(random|ties)--0.7\]",
+        r"test_a_wide_beam_finds_what_exhaustive_search_finds\[(random--0.7|ties-0.0)\]",
     ],
-    "decoding/test_constraints.py": [
-        r"test_constraints_hold\[greedy\]", r"test_only_choices_are_generated\[(greedy|beam)\]",
-    ],
+    "decoding/test_constraints.py": [r"test_only_choices_are_generated\[(greedy|beam)\]"],
     "decoding/test_hugging_face.py": [r"test_beam_search\[(3 beams|4 beams, never early)\]"],
     "decoding/test_loop.py": [
         r"test_a_network_continues_with_the_remaining_rows\[(1-scanned|1-unrolled|2-unrolled)\]",
@@ -50,7 +45,7 @@ SLOW = {
     ],
     "network/test_family_parity.py": [
         r".*\[(T5 1.0|umT5), unrolled\]", r"test_(loss_and_gradients|greedy_decoding)\[mT5, scanned\]",
-        r"test_logits_of_the_full_pass_and_of_single_steps\[(mT5, scanned|ByT5, unrolled)\]",
+        r"test_logits_of_the_full_pass_and_of_single_steps\[ByT5, unrolled\]",
     ],
     "network/test_flash_attention.py": [
         r"test_no_block_with_work_is_skipped\[([1-8]|10)\]",
@@ -95,7 +90,6 @@ SLOW = {
         r"test_a_run_that_resumes_there_ends_like_a_local_one\[gcs\]", r"test_metrics_are_there_.*\[s3\]",
     ],
     "object_stores/test_task_inference.py": [r".*\[gcs\]"],
-    "ranking/test_models.py": [r"test_the_listwise_loss\[logit\]"],
     "test_cli.py": [r"test_a_signal_while_xla_compiles_ends_the_program_at_once\[SIGTERM-.*\]"],
     "test_convert.py": [r"test_optimizer_state_arrives_exactly\[unrolled\]"],
     "test_optimizers.py": [r"test_an_adamw_checkpoint_loads_into_scanned_and_unrolled_layers\[False\]"],
