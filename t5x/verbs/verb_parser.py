@@ -73,6 +73,8 @@ class VerbParser(argparse.ArgumentParser):
     def _unknown(self, word: str) -> str:
         if not word.startswith("-"):
             return f"{word!r} is one argument too many"
+        if word.startswith("--fdl_"):
+            return f"`{self.prog}` has no option {word}: Fiddle is not supported. Use gin files"
         names = [name for name in self._option_string_actions if name.startswith("--")]
         near = difflib.get_close_matches("--" + word.lstrip("-").replace("-", "_").lower(), names, 2)
         hint = f" Did you mean {' or '.join(near)}?" if near else ""
