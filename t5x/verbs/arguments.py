@@ -112,20 +112,10 @@ _GIN = """\
 is searched in the search paths, next to the file that includes it, and beside the t5x package."""
 
 
-def add_flag(group: Any, name: str, help_: str, default: bool = False) -> None:
-    """Add a flag as absl, which T5X uses, understands it: `--name`, `--noname`, `--name=false`."""
-    group.add_argument(
-        f"--{name}", nargs="?", const=True, default=default, type=_boolean, metavar="true|false", help=help_
-    )
+def add_flag(group: Any, name: str, help_: str) -> None:
+    """Add a flag as absl, which T5X uses, understands it: `--name`, `--noname`, `--name=false` (see `VerbParser`)."""
+    group.add_argument(f"--{name}", action="store_true", help=help_)
     group.add_argument(f"--no{name}", dest=name, action="store_false", help=argparse.SUPPRESS)
-
-
-def _boolean(text: str) -> bool:
-    if text.lower() in ("true", "t", "1", "yes", "y"):
-        return True
-    if text.lower() in ("false", "f", "0", "no", "n"):
-        return False
-    raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
 
 
 _LEVELS = "debug, info, warning, error or fatal; or absl's 1, 0, -1, -2 or -3"
