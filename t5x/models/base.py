@@ -4,7 +4,7 @@ import abc
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import flax.linen as nn
 import jax
@@ -15,7 +15,9 @@ from t5x.data.vocabularies import Vocabulary, as_vocabulary
 from t5x.decoding.loop import per_example_logits
 from t5x.metrics.accumulators import Average, AveragePerStep, Metrics, Sum
 from t5x.network import LogitFactors, NetworkConfig, fp8, initial_variables, is_ours
-from t5x.optimizers import Optimizer
+
+if TYPE_CHECKING:
+    from t5x.optimizers import Optimizer
 
 Batch = Mapping[str, jax.Array]
 Params = Mapping[str, Any]
@@ -42,7 +44,7 @@ class BaseTransformerModel(abc.ABC):
         self,
         module: nn.Module,
         vocabularies: Mapping[str, Vocabulary],
-        optimizer_def: Optimizer | None,
+        optimizer_def: "Optimizer | None",
         decode_fn: Callable,
         feature_converter_cls: type | None,
         label_smoothing: float,
