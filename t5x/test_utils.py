@@ -17,7 +17,7 @@ from t5x.checkpoints import LazyArray
 from t5x.data import PassThroughVocabulary
 from t5x.models import EncoderDecoderModel
 from t5x.network import T5Config, Transformer
-from t5x.optimizers import Optimizer, OptimizerDef, OptimizerState
+from t5x.optimizers.protocol import Optimizer, OptimizerDef, OptimizerState
 from t5x.train_state import FlaxOptimTrainState
 
 # --- Devices ----------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from t5x.network import logical_axes
-from t5x.optimizers import Optimizer, OptimizerDef, OptimizerState
+from t5x.optimizers.protocol import Optimizer, OptimizerDef, OptimizerState
 
 Tree = Any
 

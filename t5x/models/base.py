@@ -6,7 +6,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import flax.linen as nn
 import jax
@@ -18,7 +18,9 @@ from t5x.decoding.loop import per_example_logits
 from t5x.metrics.accumulators import Average, AveragePerStep, Metrics, Sum
 from t5x.models.base_metrics import compute_base_metrics
 from t5x.network import LogitFactors, NetworkConfig, fp8, initial_variables, is_ours
-from t5x.optimizers import OptimizerDef
+
+if TYPE_CHECKING:
+    from t5x.optimizers.protocol import OptimizerDef
 
 Batch = Mapping[str, jax.Array]
 Params = Mapping[str, Any]
@@ -44,7 +46,7 @@ class BaseModel(abc.ABC):
     vocabularies: Mapping[str, Vocabulary] = types.MappingProxyType({})  # {task feature: vocabulary}
     keys_dropout_by_row = False
 
-    def __init__(self, optimizer_def: OptimizerDef | None):
+    def __init__(self, optimizer_def: "OptimizerDef | None"):
         self.optimizer_def = optimizer_def
 
     @abc.abstractmethod
@@ -110,7 +112,7 @@ class BaseTransformerModel(BaseModel):
         module: nn.Module,
         input_vocabulary: Vocabulary,
         output_vocabulary: Vocabulary,
-        optimizer_def: OptimizerDef | None,
+        optimizer_def: "OptimizerDef | None",
         decode_fn: Callable | None = None,
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import flax.linen as nn
 import jax
@@ -13,7 +13,9 @@ from t5x.data.feature_converters import DecoderFeatureConverter
 from t5x.data.vocabularies import Vocabulary
 from t5x.models.base import BaseTransformerModel, Batch, Params, best_or_all
 from t5x.network import compute_params
-from t5x.optimizers import OptimizerDef
+
+if TYPE_CHECKING:
+    from t5x.optimizers.protocol import OptimizerDef
 
 
 class DecoderOnlyModel(BaseTransformerModel):
@@ -34,7 +36,7 @@ class DecoderOnlyModel(BaseTransformerModel):
         self,
         module: nn.Module,
         vocabulary: Vocabulary,
-        optimizer_def: OptimizerDef | None,
+        optimizer_def: "OptimizerDef | None",
         decode_fn: Callable = decoding.temperature_sample,
         inputs_bidirectional_attention: bool = False,
         feature_converter_cls: type | None = None,

@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import flax.linen as nn
 import jax
@@ -14,7 +14,9 @@ from t5x.data.feature_converters import EncDecFeatureConverter
 from t5x.data.vocabularies import Vocabulary
 from t5x.models.base import BaseTransformerModel, Batch, Params, best_or_all
 from t5x.network import CACHES, compute_params
-from t5x.optimizers import OptimizerDef
+
+if TYPE_CHECKING:
+    from t5x.optimizers.protocol import OptimizerDef
 
 
 class EncoderDecoderModel(BaseTransformerModel):
@@ -51,7 +53,7 @@ class EncoderDecoderModel(BaseTransformerModel):
         module: nn.Module,
         input_vocabulary: Vocabulary,
         output_vocabulary: Vocabulary,
-        optimizer_def: OptimizerDef | None,
+        optimizer_def: "OptimizerDef | None",
         decode_fn: Callable = decoding.beam_search,
         feature_converter_cls: type | None = None,
         label_smoothing: float = 0.0,

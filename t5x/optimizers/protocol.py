@@ -156,6 +156,9 @@ class TreeOptimizer(OptimizerDef):
         return Optimizer(self, OptimizerState(None, self.state_axes(optimizer.target, axes)), param_logical_axes)
 
 
+OptimizerType, OptimizerDefType = Optimizer, OptimizerDef  # T5X's names in annotations
+
+
 def trained(optimizer: OptimizerDef, tree: Tree) -> Tree:
     """Return the part of a tree of parameters, or of their gradients, that the optimizer changes."""
     select = getattr(optimizer, "trained", None)

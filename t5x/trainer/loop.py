@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from t5x.data.loader import TrainLoader
-from t5x.optimizers import trained
+from t5x.optimizers.protocol import trained
 from t5x.telemetry import Progress, ThroughputClock
 from t5x.trainer.actions import TRAIN_TASK, Actions, ActionStop
 from t5x.trainer.metric_lines import MetricLines

@@ -283,7 +283,7 @@ def restore_params(
         abstract = jax.tree.map(lambda x: x.update(dtype=jnp.dtype(cfg.dtype)), abstract)
     if not rules and source.format == "t5x" and _same_names(source.arrays, abstract):
         return checkpoints.restore(source.path, abstract, verify=False)["target"]
-    initial = _initial_values(layout, jax.random.key(rng or 0))
+    initial = _initial_values(layout, rng or 0)
     return transfer.restore(source, abstract, {"target": layout.axes}, rules=rules, initial=initial)["target"]
 
 
@@ -321,17 +321,18 @@ def _check_same(source: Source, model: BaseTransformerModel, rules: Rules) -> No
         log.warning("%s\nUsing it all the same, because there are restore rules.", error)
 
 
-def _initial_values(layout: StateLayout, rng: jax.Array) -> transfer.Initial:
-    """Return a function that computes initial values of the named leaves only."""
+def _initial_values(layout: StateLayout, rng: jax.Array | int) -> transfer.Initial:
+    """Return a function that computes initial values of the named leaves only, from a key or a seed."""
 
     def compute(names: Collection[str]) -> dict[str, jax.Array]:
+        key = jax.random.key(rng) if isinstance(rng, int) else rng
         pick = lambda state: {n: x for n, x in checkpoints.tree.flatten(state.state_dict()).items() if n in set(names)}
         fresh = layout.partitioner.partition(
             lambda rng: pick(layout.init(rng)),
             in_axis_resources=layout.partitioner.replicated,
             out_axis_resources=pick(layout.shardings),
         )
-        return fresh(rng)
+        return fresh(key)
 
     return compute
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from t5x.checkpoints.tree import parameter_table
 from t5x.models import BaseModel
-from t5x.optimizers import Optimizer, OptimizerDef, OptimizerState
+from t5x.optimizers.protocol import Optimizer, OptimizerDef, OptimizerState
 from t5x.partitioning import PjitPartitioner
 from t5x.telemetry import jsonl
 from t5x.train_state import FlaxOptimTrainState, InferenceState, TrainState, split_variables

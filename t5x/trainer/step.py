@@ -11,7 +11,7 @@ from t5x.errors import UserError
 from t5x.metrics.accumulators import AveragePerStep, Metrics, as_one_step, merge
 from t5x.models import BaseModel
 from t5x.network import fp8
-from t5x.optimizers import trained
+from t5x.optimizers.protocol import trained
 from t5x.train_state import TrainState
 from t5x.trainer.nonfinite import gradient_metrics
 from t5x.trainer.weight_metrics import WeightMetricsComputer

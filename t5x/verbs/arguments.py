@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import functools
+import gc
 import logging
 import os
 import signal
@@ -16,6 +17,7 @@ from t5x.errors import UserError
 from t5x.verbs.verb_parser import VerbParser
 
 DTYPE = {"choices": ("float32", "bfloat16"), "help": "dtype of the activations (float32 on CPUs, else bfloat16)"}
+
 
 class Terminated(SystemExit):
     """Raised on SIGTERM."""
@@ -70,7 +72,9 @@ def leave_in_order(signum: int, frame: FrameType | None) -> NoReturn:
 
 
 def work_begins() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt from here on, so that `finally` blocks run."""
+    """Let Ctrl-C raise KeyboardInterrupt from here on, so that `finally` blocks run; collect garbage again."""
+    gc.freeze()
+    gc.enable()
     signal.signal(signal.SIGINT, _outside_imports(signal.default_int_handler))
     if getattr(sys.unraisablehook, "func", None) is not _comes_again:
         sys.unraisablehook = functools.partial(_comes_again, sys.unraisablehook)
