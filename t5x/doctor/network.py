@@ -118,7 +118,7 @@ def gpu_binding_findings(environment: Mapping[str, str]) -> Iterator[Finding]:
     count = re.search(r"(\d+)$", per_task)
     several = environment.get("SLURM_NTASKS", "1") != "1"
     if count and int(count[1]) == 1 and several:
-        yield error(
+        yield warning(
             "SLURM was started with --gpus-per-task=1: each task sees only its own GPU, as number 0. NCCL then cannot "
             "copy between the GPUs of a machine directly, and may fail or be slow.",
             "Use --gpus-per-node=N with --ntasks-per-node=1 (one process for all GPUs of a machine), or add "
