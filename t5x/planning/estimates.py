@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import functools
 import logging
 from typing import Any
 
@@ -20,7 +19,7 @@ from t5x.planning.program import Program, compile_program
 from t5x.planning.topologies import Topology
 from t5x.telemetry.devices import TERA
 from t5x.trainer.state import StateLayout
-from t5x.trainer.step import train_step
+from t5x.trainer.step import train_with_lr
 
 GIGA = 1e9
 USABLE = 0.93  # of a device's memory: the rest is the runtime's, and fragmentation
@@ -204,14 +203,17 @@ def _compile(run: Run, preset: str, model: int, per_machine: int) -> Program:
         name: jax.ShapeDtypeStruct((run.batch, *shape[1:]), jnp.int32, sharding=partitioner.batch_sharding)
         for name, shape in shapes.items()
     }
-    step = functools.partial(
-        train_step, run.model, layout.axes, lambda _: 1e-3, run.microbatches, jax.random.key(0)
-    )  # fmt: skip
-    compiled = partitioner.partition(
-        step, in_shardings=(shardings, partitioner.batch_sharding), out_shardings=(shardings, partitioner.replicated),
+
+    def train_step(state: Any, batch: Any) -> Any:
+        return train_with_lr(state, batch, 1e-3, jax.random.key(0), run.model, run.microbatches)
+
+    step = partitioner.partition(
+        train_step,
+        in_axis_resources=(shardings, partitioner.batch_sharding),
+        out_axis_resources=(shardings, partitioner.replicated),
         donate_argnums=(0,),
-    )  # fmt: skip
-    return compile_program(compiled.lower(layout.abstract, batch), per_machine)
+    )
+    return compile_program(step.lower(layout.abstract, batch), per_machine)
 
 
 def _communication(program: Program, run: Run, topology: Topology) -> float:

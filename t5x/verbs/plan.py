@@ -111,10 +111,12 @@ def _from_gin(args: argparse.Namespace) -> tuple["Run", int | None]:
     microbatches = next(
         (value for name, value in configuration.bindings().items() if name.endswith("Trainer.num_microbatches")), "1"
     )
-    planned = Run(
-        bound["model"], data.batch_size, lengths.get("inputs", lengths["targets"]), lengths["targets"],
-        int(microbatches) if microbatches.isdigit() else 1,
-    )  # fmt: skip
+    if "encoder_input_tokens" in bound["model"].input_shapes(lengths):
+        inputs, targets = lengths["inputs"], lengths["targets"]
+    else:  # a decoder-only model has both in one row
+        inputs, targets = 0, sum(lengths.values())
+    count = int(microbatches) if microbatches.isdigit() else 1
+    planned = Run(bound["model"], data.batch_size, inputs, targets, count)
     return planned, args.steps or bound.get("total_steps")
 
 
