@@ -42,10 +42,10 @@ def disk_findings(directory: str, size: int = _BYTES) -> Iterator[Finding]:
         yield error(f"{name} cannot be written: {problem.strerror}.", "Choose another directory with --path.")
         return
     text = f"{name}: {'' if free is None else human_size(free) + ' free, '}{human_size(speed)}/s written and flushed"
-    if speed < _SLOW:
-        yield warning(f"{text}: checkpoints of large models take long.", "Use a local SSD, or gs:// or s3://.")
-    elif free is not None and free < _LITTLE:
+    if free is not None and free < _LITTLE:
         yield warning(f"{text}: little space.", "Free some, or keep fewer checkpoints (SaveCheckpointConfig.keep).")
+    elif speed < _SLOW:
+        yield warning(f"{text}: checkpoints of large models take long.", "Use a local SSD, or gs:// or s3://.")
     else:
         yield ok(text)
 
