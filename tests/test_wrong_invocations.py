@@ -48,7 +48,7 @@ WRONG = {
     "gin where there is none": ("inspect {m} --gin.BATCH_SIZE=3", "--gin.NAME=VALUE"),
     "a gin file beside it": ("train --gin_file=conf/mne.gin", "conf/mine.gin"),
     "a model that is not there": ("infer --model {m}x --input x.txt", "{m}"),
-    "a public task": ("data wmt_t2t_ende_v003", "t5.data.tasks", "docs/seqio.md"),
+    "a public task": ("data super_glue_boolq_v102", "t5.data.tasks", "docs/seqio.md"),
     "a task that is not there": ("data my_task", "--import"),
     "a module that needs seqio": ("data my_task --import uses_seqio.py", "from t5x import data as seqio"),
     "a file of no kind": ("train --data x.doc --model {m} --model_dir run --steps 1", ".jsonl", ".tsv"),

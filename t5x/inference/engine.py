@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from t5x.data.feature_converters import FeatureConverter
+from t5x.data.seqio_converters import make_converter
 from t5x.errors import UserError
 from t5x.files.disk_space import human_size
 from t5x.inference import buckets
@@ -55,14 +56,14 @@ class Engine:
         return Program.of(
             lambda params, batch, seed: function(params, batch, jax.random.key(seed)),
             functools.partial(
-                partitioner.partition, in_shardings=shardings, out_shardings=partitioner.replicated,
+                partitioner.partition, in_axis_resources=shardings, out_axis_resources=partitioner.replicated,
                 large_matmuls=not few_rows,
             ),
         )  # fmt: skip
 
     def shapes(self, program: Program, lengths: Mapping[str, int], rows: int) -> Any:
         """Return the shapes of the program's outputs for a batch with this number of rows."""
-        converter = self.model.FEATURE_CONVERTER_CLS(pack=False)
+        converter = make_converter(self.model.FEATURE_CONVERTER_CLS, pack=False)
         _check_host_memory(converter, rows, lengths)
         arrays = converter.convert_batch([[]] * rows, lengths)
         arrays["example_index"] = np.zeros(rows, np.int32)
@@ -112,7 +113,7 @@ class Engine:
           row_values: numbers that the batch contains in every row under these names, besides the features.
           after_batch: called with the number of finished examples.
         """
-        converter = self.model.FEATURE_CONVERTER_CLS(pack=False)
+        converter = make_converter(self.model.FEATURE_CONVERTER_CLS, pack=False)
         indices = range(len(examples)) if indices is None else indices
         mine = self.partitioner.rows(rows)
         results: list[Any] = [None] * len(examples)
@@ -163,7 +164,7 @@ class Engine:
         """Return a function that tells which examples a `Program` computes by reference."""
         if padding.may_be_anywhere(self.model):
             return lambda example: False
-        converter = self.model.FEATURE_CONVERTER_CLS(pack=False)
+        converter = make_converter(self.model.FEATURE_CONVERTER_CLS, pack=False)
 
         def is_odd(example: Mapping[str, Any]) -> bool:
             given = {name: example[name] for name in lengths if name in example}

@@ -55,7 +55,9 @@ class Attention(nn.Module):
         kernel_init = initializers.variance_scaling(1.0, "fan_in", "normal")
 
         # T5 has no 1/sqrt(head_dim) in the attention: the query kernel is initialized smaller by that factor.
-        query_init = initializers.variance_scaling(1.0 / cfg.head_dim, "fan_in", "normal")
+        # `t5x.contrib.gpu` may have it instead.
+        scaled = getattr(cfg, "scale_attn_logits", False)
+        query_init = kernel_init if scaled else initializers.variance_scaling(1.0 / cfg.head_dim, "fan_in", "normal")
 
         kernel = lambda name, init=kernel_init: Kernel(width, ("embed", "joined_kv"), cfg.dtype, init, name=name)
         kernels = {"query": kernel("query", query_init), "key": kernel("key"), "value": kernel("value")}
@@ -63,7 +65,10 @@ class Attention(nn.Module):
         def heads(inputs: jax.Array, *names: str, in_every_step: bool = True) -> list[jax.Array]:
             made = project(self, inputs, [kernels[name] for name in names], keys, in_every_step=in_every_step)
             split = lambda flat: flat.reshape(*flat.shape[:-1], cfg.num_heads, cfg.head_dim)
-            return [constrain(split(flat), "batch", "length", "heads", "kv") for flat in made]
+            made = [constrain(split(flat), "batch", "length", "heads", "kv") for flat in made]
+            if scaled and names[0] == "query":
+                made[0] = made[0] / cfg.head_dim**0.5
+            return made
 
         dropped = {"keys": keys.at("weights"), "dropout_rate": cfg.dropout_rate}
         exact = {"float32_logits": cfg.float32_attention_logits}

@@ -72,6 +72,12 @@ def shards_of(axis: str) -> int:
     return count_shards(mesh, over)
 
 
+def active_mesh() -> Mesh | None:
+    """Return the mesh of the active rules; None if there are none."""
+    active = _active.get()
+    return None if active is None else active[0]
+
+
 @contextlib.contextmanager
 def axis_rules(mesh: Mesh, rules: AxisRules) -> Iterator[None]:
     """Make `constrain` effective for everything traced inside the block."""
