@@ -94,7 +94,7 @@ class Engine:
         seed: int = 0,
         trim: bool = True,
         row_axes: Any = None,
-        row_values: Mapping[str, int] | None = None,
+        row_values: Mapping[str, Sequence[float]] | None = None,
         after_batch: Callable[[int], None] = lambda examples: None,
     ) -> list[Any]:
         """Return a result for each example: its row of the program's outputs, as NumPy arrays.
@@ -110,7 +110,7 @@ class Engine:
           trim: truncate examples that are too long; False raises a UserError.
           row_axes: see the method; None is the first axis of every array. Arrays without rows are returned for all
             examples.
-          row_values: numbers that the batch contains in every row under these names, besides the features.
+          row_values: a number of each example that the batch contains under these names, besides the features.
           after_batch: called with the number of finished examples.
         """
         converter = make_converter(self.model.FEATURE_CONVERTER_CLS, pack=False)
@@ -150,8 +150,9 @@ class Engine:
                 filled = [batch.positions[row if row < len(batch.positions) else 0] for row in mine]
                 arrays = converter.convert_batch([[examples[i]] for i in filled], batch.lengths, trim=trim)
                 arrays["example_index"] = np.array([indices[i] % _INDICES for i in filled], np.int32)
-                for name, value in (row_values or {}).items():
-                    arrays[name] = np.full(len(filled), value, np.int32)
+                for name, values in (row_values or {}).items():
+                    dtype = np.int32 if isinstance(values[0], int) else np.float32
+                    arrays[name] = np.array([values[i] for i in filled], dtype)
                 output = compiled(self.params, self.partitioner.to_devices(arrays), np.uint32(seed))
                 if running is not None:
                     collect(*running)

@@ -351,20 +351,20 @@ class LoadedModel:
             [{"inputs": ids, "targets": []} for ids in inputs],
             {"inputs": max_input_length, "targets": length},
             bucketed=["inputs"],
-            row_values=limits,
+            row_values={name: [value] * len(inputs) for name, value in limits.items()},
             **batching,
         )
-        decode = model.output_vocabulary.decode
-        predictions = []
-        for decodes, aux in found:
-            generations = []
-            for row, score in list(zip(decodes, aux["scores"], strict=True))[::-1][: decoding.num_return]:
-                if generations and score <= NEG_INF:  # this and the following beams found nothing
-                    break
-                ids = without_padding(row)[:max_length]
-                generations.append(Generation(decode(ids), float(score), ids))
-            predictions.append(generations)
-        return predictions
+        return [self.generations(decodes, aux["scores"], decoding.num_return, max_length) for decodes, aux in found]
+
+    def generations(self, decodes: np.ndarray, scores: np.ndarray, count: int, max_length: int) -> list[Generation]:
+        """Return the best `count` outputs of one input, best first, from the decodes of its row, best last."""
+        found: list[Generation] = []
+        for row, score in list(zip(decodes, scores, strict=True))[::-1][:count]:
+            if found and score <= NEG_INF:  # this and the following beams found nothing
+                break
+            ids = without_padding(row)[:max_length]
+            found.append(Generation(self.model.output_vocabulary.decode(ids), float(score), ids))
+        return found
 
     def scores(
         self,
