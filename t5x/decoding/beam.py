@@ -169,7 +169,7 @@ def beam_search(
             log_probs = (log_probs - top) - jnp.log(jnp.sum(jnp.exp(logits - top), axis=-1, keepdims=True))
         totals = beams.live_log_probs[..., None] + log_probs
         totals = jnp.where(totals > fixed.min_log_prob, totals, -jnp.inf)
-        candidates, chosen = jax.lax.top_k(totals.reshape(batch, -1), 2 * num_decodes)
+        candidates, chosen = rows.top_k(totals.reshape(batch, -1), 2 * num_decodes)
         parents = chosen // tokens.shape[-1]
         tokens = jnp.take_along_axis(tokens.reshape(batch, -1), chosen, axis=1)
 
@@ -184,10 +184,10 @@ def beam_search(
         if length_penalty is not None:
             finishing = (ends | (following >= fixed.limit)[:, None]) & (rank < num_decodes)
         ended = jnp.where(finishing, score(fixed, candidates, following), -jnp.inf)
-        finished_scores, chosen = jax.lax.top_k(jnp.concatenate([beams.finished_scores, ended], 1), num_decodes)
+        finished_scores, chosen = rows.top_k(jnp.concatenate([beams.finished_scores, ended], 1), num_decodes)
         finished = rows.take_beams(jnp.concatenate([beams.finished, grown], axis=1), chosen)
 
-        live_log_probs, chosen = jax.lax.top_k(jnp.where(ends, -jnp.inf, candidates), num_decodes)
+        live_log_probs, chosen = rows.top_k(jnp.where(ends, -jnp.inf, candidates), num_decodes)
         if num_decodes > 1:
             cache = _reorder_cache(cache, rows.take_beams(parents, chosen), beams.index, cache_offset)
         best = live_log_probs[:, :1]
