@@ -63,5 +63,6 @@ $(VENV)/.dev: pyproject.toml $(VENV)/.python
 $(REFERENCE)/.installed: pyproject.toml Makefile $(VENV)/.python
 	@echo "installing t5x with TensorFlow, seqio and Beam, which the tests compare with, into $(REFERENCE) (a few minutes, once)"
 	@$(BIN)/python -m venv $(REFERENCE) && $(REFERENCE)/bin/python $(PIP) -e '.[tf,beam]' \
-	  && $(REFERENCE)/bin/python $(PIP) --no-deps t5==0.9.4 babel && touch $@ \
+	  && $(REFERENCE)/bin/python $(PIP) --no-deps t5==0.9.4 babel \
+	  && $(REFERENCE)/bin/python $(PIP) editdistance nltk pandas rouge-score scikit-learn && touch $@ \
 	  || { echo "warning: $(REFERENCE) could not be made: tests with TensorFlow, seqio and Beam are skipped" >&2; rm -rf $(REFERENCE); }

@@ -21,6 +21,7 @@ verbs:
   demo    train a tiny T5 on this machine in a few minutes and try it
   train   pretrain or fine-tune, from gin files or a data file
   data    show what a task or a file becomes, and the lengths of its examples
+  check   report what is wrong with gin files, and run nothing
   eval    score one or all checkpoints of a run with a task's metrics
   infer   write a model's predictions or scores for a file or a task
   answer  answer questions about texts and locate the answers in them
@@ -30,6 +31,8 @@ verbs:
   inspect describe a checkpoint of any format
   cache   write a task's tokenized examples once, for training to read
   convert convert a checkpoint to t5x's, T5X's or Hugging Face's format
+  precompile
+          compile a training step and write its HLO
   bench   measure training, generation, scoring and more on this machine
   completion
           print the completion of verbs and options for bash, zsh or fish
@@ -71,13 +74,13 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     sys.exit(run_verb(verb, argv[1:], _end))
 
 
-def main_of(verb: str) -> NoReturn:
+def main_of(verb: str, argv: Sequence[str] | None = None) -> NoReturn:
     """Run a verb as `python -m t5x.train` or `python t5x/train.py` do, and exit."""
     package = os.path.dirname(os.path.abspath(__file__))
     # For a script, Python puts the package's directory first on the path, where our modules shadow other packages.
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != package]
     _search_working_directory_last()
-    sys.exit(run_verb(verb, sys.argv[1:], _end))
+    sys.exit(run_verb(verb, sys.argv[1:] if argv is None else argv, _end))
 
 
 def _search_working_directory_last() -> None:
@@ -111,7 +114,8 @@ def run_verb(verb: str, argv: Sequence[str], end: Callable[[int], int] = int) ->
     startup.configure_logging(debug=debug)
     try:
         argv, bindings = configuration.split_gin_args(argv)
-        args = parser.parse_args(argv)
+        args = parser.parse_args(startup.set_jax_flags(argv))
+        startup.set_verbosity(getattr(args, "verbosity", None))
         if bindings and not hasattr(args, "gin_bindings"):
             raise UserError(f"`t5x {verb}` has no gin configuration: remove --gin.NAME=VALUE.")
         args.verb = verb

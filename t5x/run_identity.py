@@ -12,6 +12,7 @@ from typing import Any
 _OF_ONE_PROCESS = (
     "coordinator_address", "process_count", "process_index", "initialization_timeout", "multiprocess_gpu", "debug",
     "tfds_data_dir", "seqio_additional_cache_dirs", "gin_file", "gin_search_paths", "gin_bindings", "verb",
+    "verbosity", "alsologtostderr", "logtostderr", "showprefixforinfo", "log_dir", "stderrthreshold", "logger_levels",
 )  # fmt: skip
 _WRITTEN = ("output", "squad_predictions", "squad_na_probs")
 _DATA_DIRECTORIES = ("collection", "topics")

@@ -5,6 +5,9 @@ import logging
 import os
 import platform
 import sys
+from collections.abc import Sequence
+
+from t5x.errors import UserError
 
 
 def configure_logging(*, debug: bool) -> None:
@@ -16,6 +19,12 @@ def configure_logging(*, debug: bool) -> None:
     root.handlers[:], t5x.handlers[:] = [handler], [own]
     t5x.propagate = False
     t5x.setLevel(logging.DEBUG if debug else logging.INFO)
+
+
+def set_verbosity(level: int | None) -> None:
+    """Log t5x's messages from this level on; None changes nothing."""
+    if level is not None:
+        logging.getLogger("t5x").setLevel(level)
 
 
 class _AboveBar(logging.StreamHandler):
@@ -78,6 +87,29 @@ def enable_compilation_cache() -> None:
         # A program compiled for one processor may not run on another that shares the home directory.
         machine = hashlib.sha256("".join(_processor()).encode()).hexdigest()[:12]
         jax.config.update("jax_compilation_cache_dir", os.path.join(cache_directory.root(), "xla", machine))
+
+
+def set_jax_flags(argv: Sequence[str]) -> list[str]:
+    """Apply JAX's own flags, `--jax_NAME=VALUE` and `--jax_NAME`, and return the other arguments.
+
+    Raises:
+      UserError: JAX has no such flag, or refuses the value.
+    """
+    given = [argument for argument in argv if argument.startswith("--jax_")]
+    if given:
+        import jax
+
+        for argument in given:
+            name, equals, text = argument[2:].partition("=")
+            try:
+                kind = type(jax.config.values[name])
+                value = not equals or text.lower() in ("true", "1") if kind is bool else text
+                jax.config.update(name, kind(value) if kind in (int, float) else value)
+            except KeyError:
+                raise UserError(f"{argument}: JAX {jax.__version__} has no flag {name}.") from None
+            except ValueError as error:
+                raise UserError(f"{argument}: {error}") from error
+    return [argument for argument in argv if argument not in given]
 
 
 def _processor() -> list[str]:

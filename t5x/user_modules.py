@@ -6,12 +6,15 @@ names, and for modules that these import. Installed modules take precedence.
 """
 
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Iterable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 _INSTALL_TF = "Run `pip install -e '.[tf]'` in the checkout of t5x (docs/seqio.md)"
 INSTALL_T5 = (
@@ -25,6 +28,7 @@ _HINTS = {
     "tensorflow_datasets": f"{_INSTALL_TF}.",
     "tensorflow_text": f"{_INSTALL_TF}.",
 }
+_T5_TASKS = ("t5", "t5.data", "t5.data.mixtures", "t5.data.tasks")  # have a replacement
 _IMPORT_SYSTEM = ("importlib", "_frozen_importlib", "_frozen_importlib_external")
 
 
@@ -72,9 +76,18 @@ def _importing_package() -> str:
 
 
 def import_module(name: str) -> ModuleType:
-    """Import a module that the user names: an installed one, or else one in the working directory."""
+    """Import a module that the user names: an installed one, or else one in the working directory.
+
+    The tasks of the package t5 are replaced by ours if it, or a package that it needs, is not installed.
+    """
     allow(name)
-    return importlib.import_module(name)
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if name not in _T5_TASKS:
+            raise
+        logger.info("%s needs %s, which is not installed: using t5x.examples.t5_tasks instead", name, error.name)
+        return importlib.import_module("t5x.examples.t5_tasks")
 
 
 def allow(name: str, *directories: str) -> None:

@@ -23,11 +23,12 @@ class Result:
             assert word in self.err, self.err
 
 
-def run(capsys, verb: str, *args: object, text: str | None = None) -> Result:
+def run(capsys, verb: str, *args: object, text: str | None = None, program=cli.run_verb) -> Result:
     """Runs `t5x VERB ARGS` with a configuration of its own; signal handlers and logging are afterwards as they were.
 
     Args:
       text: what it reads from standard input.
+      program: called with the verb and its arguments.
     """
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     loggers = [logging.getLogger(), logging.getLogger("t5x")]
@@ -38,7 +39,7 @@ def run(capsys, verb: str, *args: object, text: str | None = None) -> Result:
     if text is not None:
         sys.stdin = io.TextIOWrapper(io.BytesIO(text.encode()), encoding="utf-8")
     try:
-        code = cli.run_verb(verb, [str(arg) for arg in args])
+        code = program(verb, [str(arg) for arg in args])
     except SystemExit as error:
         code = error.code
     finally:

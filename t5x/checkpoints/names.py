@@ -7,6 +7,8 @@
 | `hf://owner/name@revision` | a model of the Hub in any case |
 | `t5x:t5_1_1_small` | a checkpoint that was published with T5X, at gs://t5-data |
 | `gs://bucket/run` | any other URL |
+
+T5X_MIRROR (`t5x.files.remote.mirrored`) names local copies of remote directories, such as gs://t5-data.
 """
 
 import difflib
@@ -17,7 +19,7 @@ from collections.abc import Iterable
 from t5x.checkpoints import paths
 from t5x.errors import UserError
 from t5x.files import hub
-from t5x.files.remote import is_remote
+from t5x.files.remote import is_remote, mirrored
 
 _PREFIX = "t5x:"
 _BUCKET = "gs://t5-data"
@@ -67,7 +69,8 @@ def resolve(name: str | os.PathLike[str]) -> str:
     if not name:
         raise UserError("The path of the checkpoint is empty. Pass a checkpoint, or the MODEL_DIR of a run.")
     if name.startswith(_PREFIX):
-        return _public(name)
+        name = _public(name)
+    name = mirrored(name)
     if is_remote(name):
         return name
     path = paths.local_path(name)
@@ -80,7 +83,7 @@ def public_vocabulary(name: str) -> str | None:
     """Return the vocabulary of a public checkpoint, for `vocabulary_named`; None for any other checkpoint."""
     name = resolve(name)
     for path, vocabulary in PUBLIC_CHECKPOINTS.values():
-        if f"{name}/".startswith(f"{_BUCKET}/pretrained_models/t5x/{path}/"):
+        if f"{name}/".startswith(mirrored(f"{_BUCKET}/pretrained_models/t5x/{path}") + "/"):
             return vocabulary if vocabulary == "bytes" else f"{_BUCKET}/vocabs/{vocabulary}/sentencepiece.model"
     return None
 

@@ -75,6 +75,8 @@ def explain(error: BaseException, *, directory: epath.PathLike, step: int, neede
 
 def what_to_free(directory: epath.PathLike) -> str:
     """Return advice that names the damaged and the older checkpoints, oldest first, with their sizes."""
+    if is_remote(directory):  # metrics and arrays wait on a local disk until they are uploaded
+        return "Free space on that disk, or set T5X_CACHE_DIR to a directory on a larger one."
     aside = sorted(name for name in _entries(directory) if paths.is_set_aside(name))
     removable = aside + [paths.checkpoint_name(step) for step in paths.list_steps(directory)[:-1]]
     if not removable:

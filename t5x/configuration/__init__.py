@@ -12,7 +12,7 @@ In gin files, `import __main__ as train_script` means the `entry_points` of `par
 mean modules of this package. Python's own imports are not affected.
 """
 
-from t5x.configuration.checking import check
+from t5x.configuration.checking import check, entry_points_in_use
 from t5x.configuration.command_line import rewrite_gin_args, split_gin_args
 from t5x.configuration.errors import ConfigurationError
 from t5x.configuration.printing import bindings, config_str, resolved_str
@@ -28,6 +28,7 @@ __all__ = [
     "clear",
     "config_str",
     "configured",
+    "entry_points_in_use",
     "parse",
     "resolved_str",
     "rewrite_gin_args",

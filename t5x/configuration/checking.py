@@ -38,21 +38,25 @@ class _Call(NamedTuple):
 def check(fn: Callable[..., Any] | None = None, *, strict: bool = False) -> None:
     """Check the configuration of an entry function and of everything that its bindings lead to.
 
-    Values that contradict an annotation, and arguments (`--gin.…`) that nothing reads, are logged as warnings: T5X
-    accepts them. It does not accept strings without quotes, so those must have the right type.
+    What T5X accepts is logged as a warning: values that contradict an annotation, arguments (`--gin.…`) and undefined
+    macros that nothing reads. It does not accept strings without quotes, so those must have the right type.
 
     Args:
       fn: the entry function; None checks all bindings.
       strict: whether warnings are errors.
 
     Raises:
-      ConfigurationError: lists every required macro and parameter without a value, and every undefined macro.
+      ConfigurationError: lists every required macro and parameter without a value, and every undefined macro that is
+        read.
     """
     state = states.current()
     printer = Printer(state)
     calls = _reachable(fn, state)
-    problems = [*_required(calls, state, printer), *_unbound(calls, printer), *_undefined_macros(state)]
-    warnings = list(_without_effect(calls, state, printer)) if fn else []
+    read = {key for call in calls for _, key in call.bound.values()}
+    problems = [*_required(calls, state, printer), *_unbound(calls, printer)]
+    warnings = list(_without_effect(read, state, printer)) if fn else []
+    for key, problem in _undefined_macros():
+        (problems if fn is None or key in read else warnings).append(f"{state.origin(key)}: {problem}")
     for origin, problem in _wrong_types(calls, state, printer):
         (problems if origin.unquoted else warnings).append(f"{origin}: {problem}")
     if strict:
@@ -62,6 +66,13 @@ def check(fn: Callable[..., Any] | None = None, *, strict: bool = False) -> None
             _logger.warning("%s", warning)
     if problems:
         raise combine(problems, f"`{fn.__name__}` cannot run" if fn else "The configuration is incomplete")
+
+
+def entry_points_in_use() -> list[Callable[..., Any]]:
+    """Return the entry points, of those given to `parse`, that have bindings."""
+    state = states.current()
+    bound = {selector for (_, selector, _), _ in states.bindings()}
+    return [fn for fn in state.entry_points.values() if names.entry_point(fn, state) in bound]
 
 
 def _reachable(fn: Callable[..., Any] | None, state: states.State) -> list[_Call]:
@@ -105,15 +116,15 @@ def _unbound(calls: list[_Call], printer: Printer) -> Iterator[str]:
             yield f"`{name}` needs {', '.join(f'`{m}`' for m in missing)}. Add to a gin file:{lines}"
 
 
-def _undefined_macros(state: states.State) -> Iterator[str]:
+def _undefined_macros() -> Iterator[tuple[states.Key, str]]:
     defined = [scope for (scope, selector, _), _ in states.bindings() if selector == MACRO]
     for key, value in states.bindings():
         for name in macros_in(value):
             if states.macro_value(name) is None:
                 close = did_you_mean(name, defined)
-                yield f"{state.origin(key)}: macro %{name} is not defined. Set it with --gin.{name}=VALUE.{close}"
+                yield key, f"macro %{name} is not defined. Set it with --gin.{name}=VALUE.{close}"
         if key[1] == MACRO and key[0] in macros_in(resolve(value, within=(key[0],))):
-            yield f"{state.origin(key)}: macro %{key[0]} refers to itself."
+            yield key, f"macro %{key[0]} refers to itself."
 
 
 def _wrong_types(calls: list[_Call], state: states.State, printer: Printer) -> Iterator[tuple[Origin, str]]:
@@ -136,8 +147,7 @@ def _last_macro(value: Any) -> states.Key | None:
     return key
 
 
-def _without_effect(calls: list[_Call], state: states.State, printer: Printer) -> Iterator[str]:
-    read = {key for call in calls for _, key in call.bound.values()}
+def _without_effect(read: set[states.Key], state: states.State, printer: Printer) -> Iterator[str]:
     for key, _ in states.bindings():
         if key in state.origins and state.origins[key].path is None and key not in read:
             same_kind = [printer.name(k) for k in read if (k[1] == MACRO) == (key[1] == MACRO)]

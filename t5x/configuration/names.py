@@ -209,7 +209,7 @@ def _load(statement: ImportStatement, state: State) -> Any:
                 module = getattr(module, name, None) or importlib.import_module(f"{module.__name__}.{name}")
         else:
             module = user_modules.import_module(_MOVED_MODULES.get(statement.module, statement.module))
-            package = sys.modules[top]
+            package = sys.modules.get(top, module)  # ours in the place of t5
     except Exception as error:
         raise ConfigurationError(f"`{statement.format()}` failed: {_explain_import(error)}") from error
     return module if statement.is_from or statement.alias else package

@@ -38,6 +38,7 @@ from t5x.data.vocabularies import as_vocabulary
 from t5x.errors import UserError
 from t5x.files import atomic, cache_directory, locks
 from t5x.files.disk_space import human_size
+from t5x.files.remote import mirrored
 from t5x.telemetry import Progress
 
 logger = logging.getLogger(__name__)
@@ -108,6 +109,13 @@ def _prepare(seqio: Any) -> None:
     seqio.add_global_cache_dirs(_cache_directories)
 
 
+def _read_vocabularies_from_mirror(task: Any) -> None:
+    """Let seqio read its vocabularies from the local copies in T5X_MIRROR; it has no public setting for this."""
+    for feature in task.output_features.values():
+        if path := getattr(feature.vocabulary, "_sentencepiece_model_file", None):
+            feature.vocabulary._sentencepiece_model_file = mirrored(path)
+
+
 # --- Tasks and mixtures -----------------------------------------------------------------------------------------------
 
 
@@ -128,6 +136,7 @@ class SeqioTask(Task):
     """
 
     def __init__(self, theirs: Any):
+        _read_vocabularies_from_mirror(theirs)
         features = {
             name: Feature(as_vocabulary(feature.vocabulary), feature.add_eos, feature.required, feature.dtype,
                           feature.rank)

@@ -299,8 +299,9 @@ def _unknown(name: str, kind: str, names: Sequence[str]) -> str:
     is_typo = difflib.get_close_matches(str(name), names, cutoff=0.8)
     if _OF_T5.search(str(name)) and "t5" not in sys.modules and not is_typo:
         return (
-            f"There is no {kind} {name!r}. It looks like one of the package t5: pass --import=t5.data.tasks, or bind "
-            f"MIXTURE_OR_TASK_MODULE = 't5.data.tasks'. {user_modules.INSTALL_T5}"
+            f"There is no {kind} {name!r}. It looks like one of the package t5: pass --import=t5.data.tasks, write "
+            "`import t5.data.mixtures` in a gin file, or bind MIXTURE_OR_TASK_MODULE = 't5.data.tasks'. Without t5, "
+            f"these have only WMT, C4 and GLUE. To install it: {user_modules.INSTALL_T5}"
         )
     return (
         f"There is no {kind} {name!r}. {hint} Import the module that adds it to the TaskRegistry: --import=MODULE, "

@@ -80,8 +80,8 @@ def beam_search(
     one, which never changes the result. If no sequence has ended at the last position, the live beams are returned
     with their log probabilities as scores.
 
-    Ties between continuations go to the better beam, then to the lower token; ties between scores to the sequence that
-    ended first, then to the one whose last continuation ranked higher.
+    Exact ties are ordered as T5X orders an example that is decoded alone: T5X stores beams worst first and reverses the
+    order of equal ones in every step, so ties between continuations go to the worse beam, then to the lower token.
 
     With `length_penalty` the search is Hugging Face's: scores are divided by length ** length_penalty, where the length
     counts generated tokens and EOS; only endings among the top num_decodes continuations count; unfinished sequences at
@@ -134,10 +134,14 @@ def beam_search(
     limit = jnp.where(jnp.asarray(max_decode_step) > 0, jnp.minimum(prompt_end + max_decode_step, length), length)
     eos_id = jnp.asarray(eos_id, jnp.int32)
     rank = jnp.arange(2 * num_decodes)
+    # `top_k` prefers the first of equal values, and T5X's first beam is its worst. Hugging Face's is its best.
+    is_t5x = length_penalty is None
+    ties = slice(None, None, -1 if is_t5x else 1)
+    beam_at = jnp.arange(num_decodes)[ties]
 
     def score(fixed: _Fixed, log_probs: jax.Array, position: jax.Array) -> jax.Array:
         """Score sequences [batch, n] whose last token is at `position` [batch]."""
-        if length_penalty is None:
+        if is_t5x:
             penalty = ((5.0 + position) / 6.0) ** fixed.alpha
         else:
             penalty = (position - fixed.prompt_end).astype(jnp.float32) ** fixed.length_penalty
@@ -146,7 +150,7 @@ def beam_search(
     def best_possible(fixed: _Fixed, log_prob: jax.Array, position: jax.Array) -> jax.Array:
         """Bound the score [batch, 1] that a beam at `position` can reach. Log probabilities only decrease."""
         score_at = functools.partial(score, fixed, log_prob)
-        if length_penalty is None:
+        if is_t5x:
             return jnp.maximum(score_at(position + 1), score_at(fixed.limit))
         if early_stopping == "never":
             positive = jnp.reshape(fixed.length_penalty > 0, (-1, 1))
@@ -169,9 +173,9 @@ def beam_search(
             log_probs = (log_probs - top) - jnp.log(jnp.sum(jnp.exp(logits - top), axis=-1, keepdims=True))
         totals = beams.live_log_probs[..., None] + log_probs
         totals = jnp.where(totals > fixed.min_log_prob, totals, -jnp.inf)
-        candidates, chosen = rows.top_k(totals.reshape(batch, -1), 2 * num_decodes)
-        parents = chosen // tokens.shape[-1]
-        tokens = jnp.take_along_axis(tokens.reshape(batch, -1), chosen, axis=1)
+        candidates, chosen = rows.top_k(totals[:, ties].reshape(batch, -1), 2 * num_decodes)
+        parents = beam_at[chosen // tokens.shape[-1]]
+        tokens = jnp.take_along_axis(tokens[:, ties].reshape(batch, -1), chosen, axis=1)
 
         following = beams.index + 1
         prompt = rows.token_at(fixed.prompts, following)[:, None]
@@ -181,18 +185,20 @@ def beam_search(
         grown = rows.set_token(rows.take_beams(beams.live, parents), following[:, None], tokens)
 
         ends = finishing = (tokens == eos_id) & ~forced
-        if length_penalty is not None:
+        if not is_t5x:
             finishing = (ends | (following >= fixed.limit)[:, None]) & (rank < num_decodes)
         ended = jnp.where(finishing, score(fixed, candidates, following), -jnp.inf)
-        finished_scores, chosen = rows.top_k(jnp.concatenate([beams.finished_scores, ended], 1), num_decodes)
-        finished = rows.take_beams(jnp.concatenate([beams.finished, grown], axis=1), chosen)
+        all_scores = jnp.concatenate([beams.finished_scores[:, ties], ended], axis=1)
+        finished_scores, chosen = rows.top_k(all_scores, num_decodes)
+        finished = rows.take_beams(jnp.concatenate([beams.finished[:, ties], grown], axis=1), chosen)
 
         live_log_probs, chosen = rows.top_k(jnp.where(ends, -jnp.inf, candidates), num_decodes)
         if num_decodes > 1:
             cache = _reorder_cache(cache, rows.take_beams(parents, chosen), beams.index, cache_offset)
         best = live_log_probs[:, :1]
         worst = finished_scores[:, -1:]  # -inf until there are enough
-        improves = (best > -jnp.inf) & (jnp.isneginf(worst) | (best_possible(fixed, best, following) > worst))
+        is_better = jnp.greater_equal if is_t5x else jnp.greater
+        improves = (best > -jnp.inf) & (jnp.isneginf(worst) | is_better(best_possible(fixed, best, following), worst))
 
         def if_open(new: jax.Array, old: jax.Array) -> jax.Array:
             return jnp.where(beams.open.reshape(-1, *[1] * (new.ndim - 1)), new, old)

@@ -88,6 +88,9 @@ def temperature_sample(
     batch, length = inputs.shape
     if all(isinstance(value, int | float) and value for value in (topk, topp)):
         raise UserError(f"topk={topk} and topp={topp} are both set. Set topk=0 to sample by topp, or topp=0.")
+    if max_decode_steps is not None and max_decode_steps_hard_limit is not None and max_decode_steps_hard_limit > 0:
+        smaller = min if isinstance(max_decode_steps, int) else jnp.minimum
+        max_decode_steps = smaller(max_decode_steps, max_decode_steps_hard_limit)
     if isinstance(max_decode_steps, int) and max_decode_steps > length:
         raise UserError(f"max_decode_steps is {max_decode_steps}, but the target length is {length}. Lower it.")
     limits.check_number("num_decodes", num_decodes, low=1)
@@ -97,8 +100,6 @@ def temperature_sample(
     sequences, index, prompt_end = rows.start_from_prompts(inputs, initial_index)
     limit = jnp.full(batch, length)
     if max_decode_steps is not None:
-        if max_decode_steps_hard_limit is not None and max_decode_steps_hard_limit > 0:
-            max_decode_steps = jnp.minimum(max_decode_steps, max_decode_steps_hard_limit)
         limit = jnp.minimum(limit, prompt_end + max_decode_steps)
 
     def each_row(x: jax.Array) -> jax.Array:
@@ -260,8 +261,8 @@ def _keep_largest(logits: jax.Array, enough: Callable[[jax.Array], jax.Array]) -
     highest = jnp.uint32(1 << 31)
     ordered = jnp.where(bits >= highest, ~bits, bits | highest)  # unsigned integers in the order of the floats
 
-    def next_bit(i: jax.Array, threshold: jax.Array) -> jax.Array:
-        higher = threshold | (highest >> i.astype(jnp.uint32))
+    def next_bit(i: int | jax.Array, threshold: jax.Array) -> jax.Array:
+        higher = threshold | (highest >> jnp.uint32(i))
         return jnp.where(enough(ordered >= higher), higher, threshold)
 
     threshold = jax.lax.fori_loop(0, 32, next_bit, jnp.zeros((*logits.shape[:-1], 1), jnp.uint32))

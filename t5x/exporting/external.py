@@ -4,6 +4,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from t5x.convert import convert
 from t5x.errors import UserError
@@ -28,7 +29,7 @@ def write_huggingface(directory: str, model: str, vocabulary: str | None, sample
     if isinstance(original.model, DecoderOnlyModel):
         return "not run: transformers has no class for this decoder-only model"
     network = transformers.AutoModelForSeq2SeqLM.from_pretrained(directory, dtype=torch.float32)
-    return _compare(original, _huggingface_greedy(network), sample, max_length)
+    return _compare(original, _huggingface_greedy(network), sample, max_length, _huggingface_score(network))
 
 
 def write_onnx(directory: str, model: str, vocabulary: str | None, sample: Sample, max_length: int) -> str:
@@ -41,7 +42,7 @@ def write_onnx(directory: str, model: str, vocabulary: str | None, sample: Sampl
         original = _convert(source, model, vocabulary)
         main_export(source, directory, task="text2text-generation-with-past", do_validation=False)
     network = optimum.ORTModelForSeq2SeqLM.from_pretrained(directory)
-    return _compare(original, _huggingface_greedy(network), sample, max_length)
+    return _compare(original, _huggingface_greedy(network), sample, max_length, _huggingface_score(network))
 
 
 def write_ctranslate2(
@@ -57,7 +58,7 @@ def write_ctranslate2(
         original = _convert(source, model, vocabulary)
         if isinstance(original.model, DecoderOnlyModel):
             raise UserError("This model is decoder-only: CTranslate2's converter reads encoder-decoder models of T5.")
-        converter = ctranslate2.converters.TransformersConverter(source)
+        converter = _converter(ctranslate2, source, tied=original.model.module.config.logits_via_embedding)
         converter.convert(directory, quantization="int8" if int8 else None, force=True)
     translator = ctranslate2.Translator(directory, device="cpu", compute_type="int8" if int8 else "float32")
     with open(os.path.join(directory, "shared_vocabulary.json")) as file:
@@ -73,13 +74,30 @@ def write_ctranslate2(
         )
         return [[ids[token] for token in each.hypotheses[0]] for each in found]
 
+    def score(inputs: list[list[int]], targets: list[list[int]]) -> list[float]:
+        scored = translator.score_batch(tokens(inputs), [row[:-1] for row in tokens(targets)])  # it appends EOS itself
+        return [sum(each.log_probs) for each in scored]
+
     if not int8:
-        return _compare(original, greedy, sample, max_length)
-    before = sample.loss(original)
+        return _compare(original, greedy, sample, max_length, score)
     inputs, targets = sample.encoded(original)
-    scored = translator.score_batch(tokens(inputs), [row[:-1] for row in tokens(targets)])  # it appends EOS itself
-    after = -sum(sum(each.log_probs) for each in scored) / sum(map(len, targets))
-    return report_loss(before, after, len(sample.texts))
+    after = -sum(score(inputs, targets)) / sum(map(len, targets))
+    return report_loss(sample.loss(original), after, len(sample.texts))
+
+
+def _converter(ctranslate2: Any, source: str, *, tied: bool) -> Any:
+    """Return CTranslate2's converter, which scales the logits if the configuration says that embeddings are tied.
+
+    transformers 5 says so of every T5.
+    """
+
+    class Converter(ctranslate2.converters.TransformersConverter):
+        def load_model(self, *args: Any, **kwargs: Any) -> Any:
+            network = super().load_model(*args, **kwargs)
+            network.config.tie_word_embeddings = tied
+            return network
+
+    return Converter(source)
 
 
 def _convert(directory: str, model: str, vocabulary: str | None) -> LoadedModel:
@@ -97,7 +115,7 @@ def _greedy(loaded: LoadedModel, inputs: list[list[int]], limit: int) -> list[li
     return [best.tokens for best, *_ in made]
 
 
-def _huggingface_greedy(network: object) -> Greedy:
+def _huggingface_greedy(network: Any) -> Greedy:
     """Return greedy decoding of one input after the other, without padding."""
     import torch
 
@@ -109,8 +127,28 @@ def _huggingface_greedy(network: object) -> Greedy:
     return greedy
 
 
-def _compare(original: LoadedModel, greedy: Greedy, sample: Sample, max_length: int) -> str:
+def _huggingface_score(network: Any) -> Callable[..., list[float]]:
+    """Return the log probabilities of targets, one after the other."""
+    import torch
+
+    @torch.no_grad()
+    def score(inputs: list[list[int]], targets: list[list[int]]) -> list[float]:
+        pairs = zip(inputs, targets, strict=True)
+        return [-network(torch.tensor([a]), labels=torch.tensor([b])).loss.item() * len(b) for a, b in pairs]
+
+    return score
+
+
+def _compare(
+    original: LoadedModel, greedy: Greedy, sample: Sample, max_length: int, score: Callable[..., Any] | None = None
+) -> str:
     comparison = Comparison("float32")
     inputs = [original.input_ids(text)[0] for text in sample.texts]
-    comparison.outputs("greedy", _greedy(original, inputs, max_length), greedy(inputs, max_length))
+    expected = _greedy(original, inputs, max_length)
+    comparison.outputs("greedy", expected, greedy(inputs, max_length))
+    if score is not None:
+        targets = [original.target_ids(original.decode(ids))[0] for ids in expected]
+        longest = max(map(len, inputs))
+        scores = original.scores(inputs, targets, max_input_length=longest, batch_size=len(inputs))
+        comparison.numbers("score", scores, score(inputs, targets))
     return str(comparison)

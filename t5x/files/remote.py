@@ -36,6 +36,30 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
     return "://" in os.fspath(path)
 
 
+_MIRROR = "T5X_MIRROR"
+
+
+def mirrored(path: str | os.PathLike[str]) -> str:
+    """Return where a file or directory to read is: below a local directory, if T5X_MIRROR has one for its URL.
+
+    The variable lists copies of remote directories: `gs://t5-data=/data/t5,gs://bucket/vocabs=/data/vocabs`. The
+    longest URL that `path` is in counts.
+
+    Raises:
+      UserError: the variable is invalid.
+    """
+    path = os.fspath(path)
+    found = ("", path)
+    for entry in filter(None, os.environ.get(_MIRROR, "").split(",")):
+        url, _, directory = (part.strip() for part in entry.partition("="))
+        if not is_remote(url) or not directory:
+            raise UserError(f"{_MIRROR}: {entry!r} is not URL=DIRECTORY. Write {_MIRROR}=gs://t5-data=/data/t5.")
+        url = url.rstrip("/")
+        if f"{path}/".startswith(f"{url}/") and len(url) > len(found[0]):
+            found = (url, os.path.expanduser(directory.rstrip("/")) + path[len(url) :])
+    return found[1]
+
+
 def as_local(path: str | os.PathLike[str]) -> str | None:
     """Return the local path that `path` or a file:// URL stands for; None if it is remote."""
     path = os.fspath(path)

@@ -6,7 +6,7 @@ import os
 from typing import BinaryIO
 
 from t5x.errors import UserError
-from t5x.files.remote import RemotePath, is_remote
+from t5x.files.remote import RemotePath, is_remote, mirrored
 from t5x.files.untrusted import open_regular
 
 
@@ -17,7 +17,7 @@ def absolute_path(path: str) -> str:
 
 def read_bytes(path: str | os.PathLike[str]) -> bytes:
     """Read a whole local or remote file."""
-    path = os.fspath(path)
+    path = mirrored(path)
     if is_remote(path):
         return RemotePath.parse(path).read_bytes()
     with open_binary(path) as file:
@@ -30,7 +30,7 @@ def read_regular(path: str | os.PathLike[str], *, max_bytes: int = 2**30) -> byt
     Raises:
       UserError: it cannot be read or, if it is local, is larger than `max_bytes` or not a regular file (but a pipe).
     """
-    path = os.fspath(path)
+    path = mirrored(path)
     if is_remote(path):
         return read_bytes(path)
     try:
@@ -53,12 +53,13 @@ def open_binary(path: str | os.PathLike[str]) -> BinaryIO:
 
 def exists(path: str) -> bool:
     """Return whether a local or remote path exists."""
+    path = mirrored(path)
     return RemotePath.parse(path).info() is not None if is_remote(path) else os.path.exists(path)
 
 
 def expand(pattern: str | os.PathLike[str]) -> list[str]:
     """Return the files that a path or a glob pattern matches, sorted; raise a UserError if there is none."""
-    pattern = os.path.expanduser(os.fspath(pattern))
+    pattern = os.path.expanduser(mirrored(pattern))
     if is_remote(pattern):
         if not glob.has_magic(pattern):
             return [pattern]

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import functools
+import logging
 import os
 import signal
 import sys
@@ -96,18 +97,57 @@ def add_gin(parser: VerbParser) -> None:
     gin.add_argument("--gin_file", action="append", default=[], metavar="FILE", help="may be repeated; the last wins")
     gin.add_argument("--gin_bindings", action="append", default=[], metavar="'N = VALUE'", help="a gin statement")
     gin.add_argument("--gin_search_paths", default=".", metavar="A,B", help="directories of gin files (.)")
-    gin.add_argument("--dry_run", action="store_true", help="print the configuration and run nothing")
+    add_flag(gin, "dry_run", "print the configuration and run nothing")
     gin.add_argument("--strict", action="store_true", help="treat warnings about the configuration as errors")
     gin.add_argument("--tfds_data_dir", metavar="DIR", help="directory of TensorFlow Datasets")
     gin.add_argument("--seqio_additional_cache_dirs", default="", metavar="A,B", help="task caches of the real seqio")
     add_import(gin)
     add_processes(parser)
+    _add_logging(parser)
 
 
 _GIN = """\
 --gin.NAME=VALUE sets a macro or a parameter after all files: --gin.TRAIN_STEPS=1000,
 --gin.train/utils.DatasetConfig.batch_size=64. A value that is not gin is a string. A gin file
 is searched in the search paths, next to the file that includes it, and beside the t5x package."""
+
+
+def add_flag(group: Any, name: str, help_: str, default: bool = False) -> None:
+    """Add a flag as absl, which T5X uses, understands it: `--name`, `--noname`, `--name=false`."""
+    group.add_argument(
+        f"--{name}", nargs="?", const=True, default=default, type=_boolean, metavar="true|false", help=help_
+    )
+    group.add_argument(f"--no{name}", dest=name, action="store_false", help=argparse.SUPPRESS)
+
+
+def _boolean(text: str) -> bool:
+    if text.lower() in ("true", "t", "1", "yes", "y"):
+        return True
+    if text.lower() in ("false", "f", "0", "no", "n"):
+        return False
+    raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+
+
+_LEVELS = "debug, info, warning, error or fatal; or absl's 1, 0, -1, -2 or -3"
+
+
+def _logging_level(text: str) -> int:
+    names = dict(zip(("1", "0", "-1", "-2", "-3"), ("debug", "info", "warning", "error", "fatal"), strict=True))
+    level = logging.getLevelNamesMapping().get(names.get(text, text).upper())
+    if level is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a level: {_LEVELS}")
+    return level
+
+
+def _add_logging(parser: VerbParser) -> None:
+    group = parser.add_topic(
+        "logging", "logging", "Messages go to standard error, so most flags of T5X's programs change nothing."
+    )
+    group.add_argument("-v", "--verbosity", type=_logging_level, metavar="LEVEL", help=_LEVELS)
+    for name in ("alsologtostderr", "logtostderr", "showprefixforinfo"):
+        add_flag(group, name, "ignored")
+    for name in ("log_dir", "stderrthreshold", "logger_levels"):
+        group.add_argument(f"--{name}", metavar="X", help="ignored")
 
 
 def add_processes(parser: VerbParser) -> None:
@@ -120,7 +160,7 @@ def add_processes(parser: VerbParser) -> None:
     group.add_argument(
         "--initialization_timeout", type=int, default=300, metavar="N", help="seconds to wait for the others (300)"
     )
-    group.add_argument("--multiprocess_gpu", action="store_true", help="fail unless there are several processes")
+    add_flag(group, "multiprocess_gpu", "fail unless there are several processes")
 
 
 @contextlib.contextmanager
@@ -151,11 +191,11 @@ def import_modules(args: argparse.Namespace) -> None:
             import_task_module(module)
 
 
-def run_gin(args: argparse.Namespace, entry: Callable, examples: Sequence[str]) -> Any:
-    """Parse and check the configuration, call the entry point and return its result.
+def parse_gin(args: argparse.Namespace, entries: Sequence[Callable]) -> None:
+    """Parse the gin files and bindings of a command.
 
     Args:
-      examples: options of a run without gin files and of one with them, for a message.
+      entries: functions that `import __main__` offers.
     """
     from t5x import configuration
 
@@ -165,16 +205,30 @@ def run_gin(args: argparse.Namespace, entry: Callable, examples: Sequence[str]) 
         from t5x.data import seqio_bridge
 
         seqio_bridge.add_cache_directories(filter(None, args.seqio_additional_cache_dirs.split(",")))
-    if not args.gin_file and not args.gin_bindings:
-        two_ways = "".join(f"\n  t5x {args.verb} {options}" for options in examples)
-        raise UserError(f"`t5x {args.verb}` needs options or gin files:{two_ways}")
     import_modules(args)
     configuration.parse(
         gin_files=args.gin_file,
         bindings=args.gin_bindings,
         search_paths=[path for path in args.gin_search_paths.split(",") if path],
-        entry_points={entry.__name__: entry},
+        entry_points={entry.__name__: entry for entry in entries},
     )
+
+
+def run_gin(
+    args: argparse.Namespace, entry: Callable, examples: Sequence[str], others: Sequence[Callable] = ()
+) -> Any:
+    """Parse and check the configuration, call the entry point and return its result.
+
+    Args:
+      examples: options of runs without gin files and with them, for a message.
+      others: further entry points that the gin files may configure.
+    """
+    from t5x import configuration
+
+    if not args.gin_file and not args.gin_bindings:
+        ways = "".join(f"\n  t5x {args.verb} {options}" for options in examples)
+        raise UserError(f"`t5x {args.verb}` needs options or gin files:{ways}")
+    parse_gin(args, [entry, *others])
     configuration.check(entry, strict=args.strict)
     if args.dry_run:
         print(configuration.resolved_str())

@@ -66,12 +66,15 @@ class VerbParser(argparse.ArgumentParser):
         return parsed
 
     def error(self, message: str) -> NoReturn:
-        message = message.removeprefix("argument ").rstrip(".")
-        raise UserError(f"{message}. `{self.prog} --help` shows the options and examples.")
+        message = message.removeprefix("argument ")
+        end = "" if message.endswith((".", "?")) else "."
+        raise UserError(f"{message}{end} `{self.prog} --help` shows the options and examples.")
 
     def _unknown(self, word: str) -> str:
         if not word.startswith("-"):
             return f"{word!r} is one argument too many"
+        if word.startswith("--fdl_"):
+            return f"`{self.prog}` has no option {word}: Fiddle is not supported. Use gin files"
         names = [name for name in self._option_string_actions if name.startswith("--")]
         near = difflib.get_close_matches("--" + word.lstrip("-").replace("-", "_").lower(), names, 2)
         hint = f" Did you mean {' or '.join(near)}?" if near else ""

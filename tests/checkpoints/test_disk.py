@@ -97,3 +97,7 @@ def test_an_unusable_model_dir_is_a_clear_error(tmp_path, monkeypatch, case, use
     directory, message = UNUSABLE[case]
     with pytest.raises(UserError, match=message):
         use(directory)
+
+
+def test_a_remote_run_is_advised_to_move_its_local_copies():
+    assert "T5X_CACHE_DIR" in save_errors.what_to_free("s3://bucket/run")

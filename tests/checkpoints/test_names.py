@@ -12,6 +12,7 @@ import pytest
 import t5x
 from t5x.checkpoints import names
 from t5x.checkpoints.formats import open_checkpoint
+from t5x.data import SentencePieceVocabulary
 from t5x.errors import UserError
 from tests import hub_mirror
 from tests.inference.models import byte_model
@@ -122,6 +123,30 @@ def test_public_checkpoints_have_short_names():
     vocabulary = "gs://t5-data/vocabs/mc4.250000.100extra/sentencepiece.model"
     assert names.public_vocabulary(f"{root}/mt5_base/checkpoint_1000000") == vocabulary
     assert names.public_vocabulary("gs://mine/t5_small") is None
+
+
+def test_a_mirror_has_local_copies_of_public_files(monkeypatch, tmp_path):
+    url = "gs://t5-data/pretrained_models/t5x/mt5_small/checkpoint_1000000"
+    local = f"{tmp_path}/t5/pretrained_models/t5x/mt5_small/checkpoint_1000000"
+    monkeypatch.setenv("T5X_MIRROR", f"gs://t5-data={tmp_path}/t5/,gs://t5-data/vocabs={tmp_path}/vocabs")
+    assert names.resolve("t5x:mt5_small") == names.resolve(url) == local
+    assert names.public_vocabulary(url) == names.public_vocabulary(local)
+    assert names.resolve("gs://t5-data-2/x") == "gs://t5-data-2/x"  # another bucket
+    vocabulary = SentencePieceVocabulary(names.public_vocabulary(url))
+    with pytest.raises(UserError, match=f"{tmp_path}/vocabs/mc4"):
+        vocabulary.encode("a")
+    file = tmp_path / "vocabs/mc4.250000.100extra/sentencepiece.model"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"not a model")
+    with pytest.raises(UserError, match="not a SentencePiece model"):  # it was read
+        vocabulary.encode("a")
+
+
+@pytest.mark.parametrize("value", ["/data/t5", "gs://t5-data", "gs://t5-data=", "t5-data=/data/t5"])
+def test_a_mirror_that_is_written_wrongly(monkeypatch, value):
+    monkeypatch.setenv("T5X_MIRROR", value)
+    with pytest.raises(UserError, match="T5X_MIRROR=gs://t5-data=/data/t5"):
+        names.resolve("gs://t5-data/x")
 
 
 def test_the_commands_take_an_id_of_the_hub(mirror, model, tmp_path):

@@ -94,8 +94,16 @@ def raw(log_probs, state, *, table):
     return rows_of(table, node)
 
 
-def search(log_probs: np.ndarray, beams: int, length: int, alpha: float, prompt=()) -> list[tuple[float, list[int]]]:
-    """Beam search by definition for one language, without early stopping: (score, tokens), best first."""
+def search(
+    log_probs: np.ndarray, beams: int, length: int, alpha: float, prompt=(), stop_early: bool = False
+) -> list[tuple[float, list[int]]]:
+    """Beam search by definition for one language: (score, tokens), worst first, with ties in T5X's order.
+
+    T5X keeps its lists worst first, takes the first of equal values, and reverses what it has taken.
+
+    Args:
+      stop_early: stop where T5X does, so that the last reversal of ties is T5X's.
+    """
     vocab = log_probs.shape[-1]
     live, finished = [(0.0, (), 0)], []
     for position in range(1, length + 1):
@@ -108,12 +116,19 @@ def search(log_probs: np.ndarray, beams: int, length: int, alpha: float, prompt=
             for total, tokens, node in live
             for token in range(vocab)
         ]
-        grown = sorted(grown, key=lambda candidate: -candidate[0])[: 2 * beams]  # stable: better parents, lower tokens
+        grown = _best(grown, 2 * beams)
         penalty = ((5 + position) / 6) ** alpha
-        finished += [(total / penalty, list(tokens)) for total, tokens, _ in grown if tokens[-1] == EOS]
-        finished = sorted(finished, key=lambda ended: -ended[0])[:beams]
-        live = [candidate for candidate in grown if candidate[1][-1] != EOS][:beams]
+        ended = [(total / penalty, list(tokens)) for total, tokens, _ in grown if tokens[-1] == EOS]
+        finished = _best([*finished, *ended], beams)[::-1]
+        live = [candidate for candidate in grown if candidate[1][-1] != EOS][:beams][::-1]
+        bound = live[-1][0] / ((5 + length) / 6) ** alpha if live else -np.inf
+        if stop_early and len(finished) == beams and finished[0][0] > bound:
+            break
     return finished or [(total, list(tokens)) for total, tokens, _ in live]
+
+
+def _best(candidates: list, number: int) -> list:
+    return sorted(candidates, key=lambda candidate: -candidate[0])[:number]  # stable: the first of equal ones
 
 
 def all_sequences(log_probs: np.ndarray, length: int) -> list[tuple[list[int], list[float]]]:

@@ -165,9 +165,19 @@ def test_prompts_and_limits():
         np.testing.assert_allclose(scores[row, 0], total, rtol=1e-4)
         assert (tokens[row, position + 1 :] == 0).all()
     until = np.where(np.arange(40) < 20, 3, 0)
-    for steps, hard in ((np.int32(2), None), (np.full(40, 4, np.int32), 2)):
+    for steps, hard in ((np.int32(2), None), (np.full(40, 4, np.int32), 2), (100, 2)):
         short, _ = made.decode(temperature_sample, max_decode_steps=steps, max_decode_steps_hard_limit=hard, **options)
         np.testing.assert_array_equal(short[:, 0], np.where(np.arange(length) < until[:, None] + 2, tokens, 0))
+
+
+@pytest.mark.parametrize("options", [{"topk": 2}, {"topk": 0, "topp": 0.7}, {"topk": 0, "temperature": 0.5}])
+def test_results_are_the_same_without_compilation(options):
+    made = Languages.random(13, 4, 4, 3)
+    compiled = made.decode(temperature_sample, num_decodes=2, **options)
+    with jax.disable_jit():
+        tokens, scores = made.decode(temperature_sample, num_decodes=2, **options)
+    np.testing.assert_array_equal(compiled[0], tokens)
+    np.testing.assert_allclose(compiled[1], scores, rtol=1e-5)
 
 
 def test_callbacks():

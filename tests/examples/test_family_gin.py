@@ -11,6 +11,7 @@ from t5x import configuration
 from t5x.eval import evaluate
 from t5x.infer import infer
 from t5x.partitioning import PjitPartitioner
+from t5x.precompile import precompile
 from t5x.train import train
 
 REPO = Path(__file__).parents[2]
@@ -19,7 +20,7 @@ needs_data = pytest.mark.skipif(not SHARED.is_dir(), reason="the folder ../share
 
 PACKAGE = Path(t5x.__file__).parent
 GIN_FILES = sorted(str(path.relative_to(PACKAGE.parent)) for path in PACKAGE.rglob("*.gin"))
-ENTRIES = {"train": train, "eval": evaluate, "infer": infer}
+ENTRIES = {entry.__name__: entry for entry in (train, evaluate, infer, precompile)}
 
 TINY, FINETUNE = "t5x/examples/t5/t5_1_1/tiny.gin", "t5x/configs/runs/finetune.gin"
 UMT5 = "t5x/examples/scalable_t5/umt5"
@@ -130,14 +131,13 @@ def left_open(files: list[str]) -> set[str]:
 
 def dry_run(files: list[str]) -> str:
     """What `t5x VERB --gin_file=… --dry_run` does, with a value for every required macro; the whole configuration."""
-    verb = re.findall(r"(\w+)_script\.", "\n".join(map(with_includes, files)))[-1]
-    entry = ENTRIES[verb]
     configuration.parse(
         gin_files=files,
         bindings=[f"{name} = {GIVEN[name]}" for name in sorted(left_open(files))],
         search_paths=[],
-        entry_points={entry.__name__: entry},
+        entry_points=ENTRIES,
     )
+    (entry,) = configuration.entry_points_in_use()
     configuration.check(entry)
     return configuration.resolved_str()
 

@@ -1,0 +1,91 @@
+"""Compile a training step and write its HLO: `t5x precompile`, or `python t5x/main.py --run_mode=precompile`."""
+
+import contextlib
+import functools
+import io
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+
+from t5x.data.dataset_config import DatasetConfig
+from t5x.files.directories import make_directory
+from t5x.models import BaseTransformerModel
+from t5x.partitioning import PjitPartitioner, distributed
+from t5x.telemetry import jsonl
+from t5x.trainer.checks import verify_matching_vocabs
+from t5x.trainer.datasets import ShardInfo, get_dataset
+from t5x.trainer.state import StateLayout
+from t5x.trainer.step import train_step
+
+log = logging.getLogger(__name__)
+
+_LEARNING_RATE = 1e-3  # a constant, as in T5X: the trainer's schedule is not part of this configuration
+
+
+def precompile(
+    *,
+    model: BaseTransformerModel,
+    train_dataset_cfg: DatasetConfig,
+    partitioner: PjitPartitioner,
+    model_dir: str,
+    random_seed: int | None,
+    get_dataset_fn: Callable[..., Iterable[Any]] = get_dataset,
+    verify_matching_vocabs_fn: Callable[[DatasetConfig, BaseTransformerModel], None] | None = verify_matching_vocabs,
+) -> None:
+    """Compile one training step for the mesh, without parameters, and write three files to `model_dir`.
+
+    `lowered_hlo_pre_optimization` and `lowered_hlo_post_optimization` are HLO text; `assignment` is a NumPy file of the
+    mesh's device ids. The data is read for the shapes of one batch.
+
+    Args:
+      model: the model to train.
+      train_dataset_cfg: training data.
+      partitioner: the mesh.
+      model_dir: directory or URL of the files.
+      random_seed: seed of dropout; None is 0.
+      get_dataset_fn: makes the batches; see `t5x.trainer.datasets`.
+      verify_matching_vocabs_fn: checks the vocabularies of data and model; None skips the check.
+    """
+    if verify_matching_vocabs_fn is not None:
+        verify_matching_vocabs_fn(train_dataset_cfg, model)
+    model_dir = make_directory(model_dir, "MODEL_DIR")
+    batch_size = train_dataset_cfg.batch_size
+    shard = ShardInfo.of(partitioner.rows(batch_size), batch_size)
+    loader = get_dataset_fn(train_dataset_cfg, shard, model.FEATURE_CONVERTER_CLS)
+    with loader if hasattr(loader, "restore") else contextlib.nullcontext():
+        batch = partitioner.to_devices(loader.peek() if hasattr(loader, "peek") else next(iter(loader)))
+    layout = StateLayout.of(model, partitioner, model.input_shapes(train_dataset_cfg.task_feature_lengths))
+    rng = jax.random.key(random_seed or 0)
+    step = partitioner.partition(
+        functools.partial(train_step, model, layout.axes, lambda step: _LEARNING_RATE, 1, rng),
+        in_shardings=(layout.shardings, partitioner.batch_sharding),
+        out_shardings=(layout.shardings, partitioner.replicated),
+        donate_argnums=(0,),
+        large_matmuls=True,
+    )
+    began = time.perf_counter()
+    lowered = step.lower(layout.abstract, batch)
+    compiled = lowered.compile()
+    log.info("compiled the train step in %.1f s", time.perf_counter() - began)
+    if distributed.is_leader():
+        assignment = io.BytesIO()
+        np.save(assignment, np.vectorize(lambda device: device.id)(partitioner.mesh.devices))
+        files = {
+            "lowered_hlo_pre_optimization": lowered.as_text(dialect="hlo").encode(),
+            "lowered_hlo_post_optimization": compiled.as_text().encode(),
+            "assignment": assignment.getvalue(),
+        }
+        for name, content in files.items():
+            jsonl.replace(os.path.join(model_dir, name), [content])
+            log.info("wrote %s", os.path.join(model_dir, name))
+
+
+if __name__ == "__main__":
+    from t5x import cli
+
+    cli.main_of("precompile")

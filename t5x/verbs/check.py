@@ -1,0 +1,38 @@
+"""`t5x check`: report what is wrong with gin files, and run nothing."""
+
+import argparse
+
+from t5x.verbs.arguments import add_gin, parse_gin
+from t5x.verbs.verb_parser import VerbParser
+
+
+def define(parser: VerbParser) -> None:
+    parser.add_argument("files", nargs="*", metavar="FILE", help="gin files, read in this order")
+    add_gin(parser)
+    parser.set_help(
+        "Report every error and warning in gin files without running them. The exit status is 0 if there is no error, "
+        "else 2. A file that configures no entry point (train, evaluate, infer, …), such as one of a model, is "
+        "checked by itself: macros that other files define may be missing.",
+        """
+        t5x check my_run.gin --gin.MODEL_DIR=runs/mine
+        t5x check t5x/examples/t5/t5_1_1/base.gin --strict
+        """,
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    from t5x import configuration
+    from t5x.eval import evaluate
+    from t5x.infer import infer
+    from t5x.precompile import precompile
+    from t5x.train import train
+
+    args.gin_file = [*args.files, *args.gin_file]
+    parse_gin(args, [train, evaluate, infer, precompile])
+    entries = configuration.entry_points_in_use()
+    for entry in entries:
+        configuration.check(entry, strict=args.strict)
+    if args.dry_run:
+        print(configuration.resolved_str())
+    what = " and ".join(f"`{entry.__name__}`" for entry in entries)
+    print(f"no errors: {what or 'an incomplete configuration, for other files to include,'} can be read")
