@@ -1,15 +1,13 @@
 """`t5x export`: makes an export, checks it against the original and refuses a wrong one."""
 
-import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from t5x.errors import UserError
 from t5x.exporting import external, saved_model, stablehlo
 from t5x.exporting.checking import Sample, report_loss
+from t5x.exporting.destination import new_destination
 from t5x.exporting.programs import Exportable
-from t5x.files import atomic
-from t5x.files.remote import is_remote
 from t5x.inference.loaded import load
 from t5x.inference.options import Decoding
 
@@ -58,7 +56,7 @@ def export(
     if int8 and format not in QUANTIZED:
         raise UserError(f"--int8 is for {', '.join(QUANTIZED)}; readers of {format} quantize as they load. Remove it.")
     sample = sample or Sample()
-    with _destination(destination) as directory:
+    with new_destination(destination) as directory:
         if format == "hf":
             made = external.write_huggingface(directory, model, vocabulary, sample, max_length)
         elif format == "onnx":
@@ -79,20 +77,6 @@ def export(
                 )  # fmt: skip
     print(f"checked against the original: {made}")
     print(f"wrote {destination} ({format})")
-
-
-@contextlib.contextmanager
-def _destination(path: str) -> Iterator[str]:
-    """Yield a directory that becomes `path` if nothing is raised."""
-    if is_remote(path):
-        raise UserError(f"{path} is remote: export to a local directory, and copy it.")
-    if os.path.lexists(path):
-        raise UserError(f"{path} exists already. Choose another destination, or remove it.")
-    try:
-        with atomic.new_directory(path) as directory:
-            yield directory
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror or error}. Choose another destination.") from error
 
 
 def _quantize(exportable: Exportable, sample: Sample) -> str:

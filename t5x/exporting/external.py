@@ -29,6 +29,7 @@ def write_huggingface(directory: str, model: str, vocabulary: str | None, sample
     if isinstance(original.model, DecoderOnlyModel):
         return "not run: transformers has no class for this decoder-only model"
     network = transformers.AutoModelForSeq2SeqLM.from_pretrained(directory, dtype=torch.float32)
+    network.config.tie_word_embeddings = original.model.module.config.logits_via_embedding  # which umT5 needs
     return _compare(original, _huggingface_greedy(network), sample, max_length, _huggingface_score(network))
 
 

@@ -66,11 +66,6 @@ class Exportable:
         for name in ("max_input_length", "max_length"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}: it must be at least 1.")
-        if jax.default_backend() != "cpu":
-            raise UserError(
-                f"An export is traced on the CPU, so that it has no kernels of one device; JAX runs on "
-                f"{jax.default_backend()}. Set JAX_PLATFORMS=cpu."
-            )
         self.arrays = tree.flatten(jax.device_get(self.loaded.engine.params))
 
     def quantize(self) -> None:
@@ -101,20 +96,13 @@ class Exportable:
           platforms: where it can run.
           rows: the only batch size; None is any.
         """
-        for platform in platforms:
-            if platform not in PLATFORMS:
-                raise UserError(f"platforms has {platform!r}: it must be some of {', '.join(PLATFORMS)}.")
         any_rows, any_columns = export.symbolic_shape("rows, columns")
         arrays = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in self.arrays.items()}
         ids = [
             jax.ShapeDtypeStruct((rows or any_rows, columns or any_columns), jnp.int32)
             for columns in program.inputs.values()
         ]
-        exported = export.export(jax.jit(program.function), platforms=platforms)(arrays, *ids)
-        with mlir.make_ir_context():
-            text = ir.Module.parse(exported.mlir_module()).operation.get_asm()  # without the paths of source files
-        module = stablehlo.serialize_portable_artifact_str(text, _STABLEHLO)
-        return dataclasses.replace(exported, mlir_module_serialized=module)
+        return lower(program.function, arrays, *ids, platforms=platforms)
 
     def _of_arrays(self, function: Callable[..., dict[str, jax.Array]]) -> Callable[..., dict[str, jax.Array]]:
         """Return a function of the stored arrays from a function of the model, its parameters and token ids."""
@@ -129,6 +117,28 @@ class Exportable:
     def _predict(self, decoding: Decoding) -> Callable[..., dict[str, jax.Array]]:
         decode_fn = decoding.decode_fn(self.loaded.model.output_vocabulary, self.max_length)
         return functools.partial(_predict, decoding=decoding, decode_fn=decode_fn, max_length=self.max_length)
+
+
+def lower(function: Callable[..., Any], *arguments: Any, platforms: Sequence[str]) -> export.Exported:
+    """Lower a function to StableHLO that older readers understand too.
+
+    Args:
+      arguments: trees of `jax.ShapeDtypeStruct`.
+      platforms: where it can run.
+    """
+    for platform in platforms:
+        if platform not in PLATFORMS:
+            raise UserError(f"platforms has {platform!r}: it must be some of {', '.join(PLATFORMS)}.")
+    if jax.default_backend() != "cpu":
+        raise UserError(
+            f"An export is traced on the CPU, so that it has no kernels of one device; JAX runs on "
+            f"{jax.default_backend()}. Set JAX_PLATFORMS=cpu."
+        )
+    exported = export.export(jax.jit(function), platforms=platforms)(*arguments)
+    with mlir.make_ir_context():
+        text = ir.Module.parse(exported.mlir_module()).operation.get_asm()  # without the paths of source files
+    module = stablehlo.serialize_portable_artifact_str(text, _STABLEHLO)
+    return dataclasses.replace(exported, mlir_module_serialized=module)
 
 
 def _predict(

@@ -15,7 +15,7 @@ from t5x.exporting.programs import Exportable, Program
 from t5x.ranking.reranker import Reranker
 
 _PLATFORMS = ("cpu", "cuda", "tpu")
-_EXTRA = "TensorFlow SavedModels need TensorFlow: pip install 't5x[tf]'"
+EXTRA = "TensorFlow SavedModels need TensorFlow: pip install 't5x[tf]'"
 
 
 def write(
@@ -36,12 +36,11 @@ def write(
       warmup: inputs that TensorFlow Serving runs before it is ready.
       name: of the model, in the warm-up requests.
     """
-    tf = import_extra("tensorflow", _EXTRA)
-    ranker = None
     if not token_ids:
         for vocabulary in (exportable.loaded.model.input_vocabulary, exportable.loaded.model.output_vocabulary):
             check_vocabulary(vocabulary)
-        ranker = _ranker(exportable)
+    tf = import_extra("tensorflow", EXTRA)
+    ranker = None if token_ids else _ranker(exportable)
     module = tf.Module()
     module.weights = {key: tf.Variable(x, trainable=False, name=key) for key, x in exportable.arrays.items()}
     calls = {
@@ -111,7 +110,7 @@ class Tokenizer:
     """
 
     def __init__(self, vocabulary: SentencePieceVocabulary):
-        text = import_extra("tensorflow_text", _EXTRA)
+        text = import_extra("tensorflow_text", EXTRA)
         self.resource = text.SentencepieceTokenizer(vocabulary.tokenizer.serialized_model_proto())
         self._vocabulary = vocabulary
 

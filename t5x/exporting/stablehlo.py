@@ -18,6 +18,7 @@ import numpy as np
 from jax import export
 
 from t5x.exporting import checking
+from t5x.exporting.extras import import_extra
 from t5x.exporting.programs import Exportable
 
 DESCRIPTION, WEIGHTS = "description.json", "weights.safetensors"
@@ -32,18 +33,21 @@ def write(directory: str, exportable: Exportable, platforms: Sequence[str]) -> s
     """
     from safetensors.flax import save_file
 
+    import_extra("flatbuffers", "StableHLO exports need flatbuffers: pip install 't5x[export]'")
     programs = {}
     for name, program in exportable.programs().items():
         exported = exportable.export(program, platforms)
         with open(os.path.join(directory, f"{name}.stablehlo"), "wb") as file:
             file.write(exported.serialize())
-        rows, arguments = exported.in_avals, list(program.inputs)
+        of_inputs = exported.in_avals[-len(program.inputs) :]  # after the weights
         programs[name] = {
             "file": f"{name}.stablehlo",
-            "inputs": _shapes(dict(zip(arguments, rows[-len(arguments) :], strict=True))),
+            "inputs": _shapes(dict(zip(program.inputs, of_inputs, strict=True))),
             "outputs": _shapes(exported.out_tree.unflatten(exported.out_avals)),
         }
-    save_file({name: jnp.asarray(x) for name, x in exportable.arrays.items()}, os.path.join(directory, WEIGHTS))
+    weights = os.path.join(directory, WEIGHTS)
+    save_file({name: jnp.asarray(x) for name, x in exportable.arrays.items()}, weights)
+    os.chmod(weights, os.stat(file.name).st_mode)  # safetensors makes it readable for the user only
     vocabulary = _write_vocabulary(directory, exportable)
     description = {
         "format": "t5x-stablehlo",

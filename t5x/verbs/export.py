@@ -5,19 +5,22 @@ import os
 import signal
 from typing import TYPE_CHECKING
 
-from t5x.verbs.arguments import leave_in_order, work_begins
+from t5x.errors import UserError
+from t5x.verbs.arguments import add_gin, leave_in_order, run_gin, work_begins
 from t5x.verbs.verb_parser import VerbParser
 
 if TYPE_CHECKING:
     from t5x.exporting.checking import Sample
 
 _FORMATS = ("savedmodel", "stablehlo", "hf", "ctranslate2", "onnx")
+_DIRECT = "runs/demo models/demo/1 --format savedmodel --beams 4"
+_FROM_GIN = "--gin_file=t5x/configs/runs/export.gin --gin_file=my_model.gin --gin.CHECKPOINT_PATH=runs/mine"
 
 
 def define(parser: VerbParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a checkpoint, or a MODEL_DIR")
-    parser.add_argument("destination", metavar="DEST", help="the directory to create")
-    parser.add_argument("--format", required=True, choices=_FORMATS, help="the format to write")
+    parser.add_argument("model", metavar="MODEL", nargs="?", help="a checkpoint, or a MODEL_DIR")
+    parser.add_argument("destination", metavar="DEST", nargs="?", help="the directory to create")
+    parser.add_argument("--format", choices=_FORMATS, help="the format to write")
     parser.add_argument("--vocabulary", metavar="V", help="a SentencePiece model or tokenizer.json, if it has none")
     parser.add_argument("--int8", action="store_true", help="weights in int8 (savedmodel, stablehlo, ctranslate2)")
     parser.add_argument(
@@ -36,17 +39,28 @@ def define(parser: VerbParser) -> None:
     programs.add_argument("--token_ids", action="store_true", help="savedmodel: token ids in and out, not strings")
     programs.add_argument("--batch_size", type=int, metavar="N", help="savedmodel: the only batch size (any)")
     programs.add_argument("--warmup", metavar="FILE", help="savedmodel: inputs that TF Serving runs before it is ready")
+    add_gin(parser)
     parser.set_help(
         "Export a model to another format. The export is compared with the original; a wrong one is not kept.",
-        """
-        t5x export runs/demo models/demo/1 --format savedmodel --beams 4
+        f"""
+        t5x export {_DIRECT}
         t5x export google/flan-t5-small flan_ct2 --format ctranslate2 --int8
+        t5x export {_FROM_GIN}
         """,
     )
 
 
 def run(args: argparse.Namespace) -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"  # programs for all platforms are traced without kernels of one
+    if args.gin_file or args.gin_bindings or args.model is None:
+        if args.model is not None or args.format is not None:
+            raise UserError("Gin files configure the whole export: remove MODEL, DEST and --format, or the gin files.")
+        from t5x.export_lib import save
+
+        run_gin(args, save, [_DIRECT, _FROM_GIN])
+        return
+    if args.destination is None or args.format is None:
+        raise UserError(f"`t5x export` needs MODEL, DEST and --format, e.g. t5x export {_DIRECT}")
     from t5x.exporting import exporter
     from t5x.inference.input_lines import read_texts
     from t5x.inference.options import Decoding
