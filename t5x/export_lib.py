@@ -91,7 +91,7 @@ def save(
       model_name: name of the model in TensorFlow Serving.
       warmup_examples: inputs for `write_warmup_example_fn`.
       validation_examples: inputs to compare with the model; None uses built-in ones.
-      mixture_or_task_name: the task of `create_preprocessor_from_task`; its module must have been imported.
+      mixture_or_task_name: part of T5X's signature; `create_preprocessor_from_task` has a parameter of its own.
       decode_outputs: False returns token ids; None decodes unless `tokenized_inputs`.
       trailing_shapes: not supported; lengths are `task_feature_lengths`.
       inference_mode, native_lowering, …: see the functions that take them.
@@ -131,7 +131,8 @@ def save(
                 warmup_examples, directory, model_name, batch_sizes=[batch_size], signature_name=signature_name
             )
         in_jax = create_inference_function_fn(**given, enable_jax2tf=False)
-        examples = _examples(signature[0], validation_examples, batch_size)
+        inputs = validation_examples or getattr(preprocess, "examples", None)
+        examples = _examples(signature[0], inputs, batch_size)
         made = _check(directory, signature_name, (preprocess, in_jax, postprocess), arrays, examples, model)
     print(f"checked against the original: {made}")
     print(f"wrote {destination} ({model_name})")

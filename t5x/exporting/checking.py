@@ -17,6 +17,7 @@ TEXTS = (
     "summarize: The committee met on Monday, and after four hours of talks it agreed on a budget for the coming year.",
     "Is this review positive or negative? I would watch it again.",
 )
+QUERY = "a"  # short, so that it fits with a template
 _LABELS = ("true", "false")
 _LOSS_LIMIT = 0.1  # nats per token that int8 weights may cost
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}  # of log probabilities and logits, by the dtype of the activations
@@ -155,7 +156,7 @@ def compare_texts(
     found = run("score", text_batch=texts[1:], targets=targets[1:])["score"]
     comparison.numbers("score", scores_of(exportable, inputs[1:], target_ids), found)
     if ranked is not None:
-        pairs = [(texts[0], text) for text in (*texts[1:], " ".join(texts * exportable.max_input_length))]
+        pairs = [(QUERY, text) for text in (*texts[1:], " ".join(texts * exportable.max_input_length))]
         found = run("rank", query=[query for query, _ in pairs], document=[text for _, text in pairs])["score"]
         comparison.numbers("rank", ranked(pairs), found)
     return str(comparison)

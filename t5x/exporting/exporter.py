@@ -34,7 +34,7 @@ def export(
 ) -> None:
     """Export a model, and refuse an export that computes something else.
 
-        t5x.exporting.export("google/flan-t5-small", "models/flan/1", "savedmodel")
+        export("google/flan-t5-small", "models/flan/1", "savedmodel")
 
     Args:
       model: a checkpoint of any format, or a MODEL_DIR.

@@ -30,7 +30,7 @@ def write_huggingface(directory: str, model: str, vocabulary: str | None, sample
         return "not run: transformers has no class for this decoder-only model"
     network = transformers.AutoModelForSeq2SeqLM.from_pretrained(directory, dtype=torch.float32)
     network.config.tie_word_embeddings = original.model.module.config.logits_via_embedding  # which umT5 needs
-    return _compare(original, _huggingface_greedy(network), sample, max_length, _huggingface_score(network))
+    return _compare_huggingface(original, network, sample, max_length)
 
 
 def write_onnx(directory: str, model: str, vocabulary: str | None, sample: Sample, max_length: int) -> str:
@@ -43,7 +43,7 @@ def write_onnx(directory: str, model: str, vocabulary: str | None, sample: Sampl
         original = _convert(source, model, vocabulary)
         main_export(source, directory, task="text2text-generation-with-past", do_validation=False)
     network = optimum.ORTModelForSeq2SeqLM.from_pretrained(directory)
-    return _compare(original, _huggingface_greedy(network), sample, max_length, _huggingface_score(network))
+    return _compare_huggingface(original, network, sample, max_length)
 
 
 def write_ctranslate2(
@@ -116,12 +116,13 @@ def _greedy(loaded: LoadedModel, inputs: list[list[int]], limit: int) -> list[li
     return [best.tokens for best, *_ in made]
 
 
-def _huggingface_greedy(network: Any) -> Greedy:
+def _huggingface_greedy(network: Any, eos_id: int) -> Greedy:
     """Return greedy decoding of one input after the other, without padding."""
     import torch
 
     def greedy(inputs: list[list[int]], limit: int) -> list[list[int]]:
         options = {"do_sample": False, "num_beams": 1, "max_new_tokens": limit}
+        options |= {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": eos_id}
         outputs = [network.generate(torch.tensor([ids]), **options) for ids in inputs]
         return [output[0, 1:].tolist() for output in outputs]  # without the start token
 
@@ -138,6 +139,11 @@ def _huggingface_score(network: Any) -> Callable[..., list[float]]:
         return [-network(torch.tensor([a]), labels=torch.tensor([b])).loss.item() * len(b) for a, b in pairs]
 
     return score
+
+
+def _compare_huggingface(original: LoadedModel, network: Any, sample: Sample, max_length: int) -> str:
+    greedy = _huggingface_greedy(network, original.model.output_vocabulary.eos_id)
+    return _compare(original, greedy, sample, max_length, _huggingface_score(network))
 
 
 def _compare(

@@ -181,9 +181,11 @@ def _text_signatures(
 
 
 def _ranker(exportable: Exportable) -> Reranker | None:
-    """Return the ranker of the model; None if its labels are not tokens, or it compares two passages."""
+    """Return the ranker of the model; None if its labels are not tokens, inputs too short, or it compares passages."""
     try:
-        return Reranker(exportable.loaded, max_length=exportable.max_input_length)
+        ranker = Reranker(exportable.loaded, max_length=exportable.max_input_length)
+        ranker.inputs.check(checking.QUERY)
+        return ranker
     except UserError as error:
         exportable.loaded.log_once(f"no signature `rank`: {error}")
         return None

@@ -15,6 +15,7 @@ from t5x.data.feature_spec import Feature
 from t5x.data.vocabularies import Vocabulary, as_vocabulary
 from t5x.errors import UserError
 from t5x.exporting import saved_model, serving_warmup
+from t5x.exporting.checking import TEXTS
 from t5x.exporting.programs import lower
 from t5x.models import BaseTransformerModel
 from t5x.network.attention import by_reference
@@ -223,7 +224,18 @@ def create_preprocessor_from_task(
         found = data.get_single_element()
         return _model_features(found["inputs"], found["targets"])
 
+    if serialized_examples:
+        preprocess.examples = [_serialized(text) for text in TEXTS]
     return preprocess, [tf.TensorSpec([batch_size], tf.string, input_tensor_name)]
+
+
+def _serialized(text: str) -> bytes:
+    """Return a tf.train.Example with an input and an empty target."""
+    import tensorflow as tf
+
+    values = {name: tf.train.BytesList(value=[x.encode()]) for name, x in (("inputs", text), ("targets", ""))}
+    features = {name: tf.train.Feature(bytes_list=x) for name, x in values.items()}
+    return tf.train.Example(features=tf.train.Features(feature=features)).SerializeToString()
 
 
 def _model_features(inputs: Any, targets: Any) -> dict[str, Any]:
@@ -243,7 +255,7 @@ def create_fake_input(signature: Any) -> Any:
     import tensorflow as tf
 
     shape = [3 if n is None else n for n in signature.shape]
-    return tf.fill(shape, "a") if signature.dtype == tf.string else tf.zeros(shape, signature.dtype)
+    return tf.fill(shape, "") if signature.dtype == tf.string else tf.zeros(shape, signature.dtype)
 
 
 def create_batch_polymorphic_shapes(

@@ -23,7 +23,7 @@ from tests.programs import environment, reference_python
 HERE = Path(__file__).parent
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 TEXTS = ["Good morning.", "What is the capital of France?", "one two three four five six seven eight nine ten"]
-LENGTHS = {"max_input_length": 12, "max_length": 6}
+LENGTHS = {"max_input_length": 20, "max_length": 6}
 BEAMS = Decoding(beams=3)
 
 
@@ -57,10 +57,10 @@ def test_programs_for_any_number_of_rows_compute_what_the_model_does(model):
 
     report = checking.compare_ids(exportable, run)  # in batches of one and three; raises if they differ
     assert report.count("4 of 4 outputs equal") == 2
-    ids = checking.padded([model.input_ids(text, 12)[0] for text in TEXTS], 12)
+    ids = checking.padded([model.input_ids(text, 20)[0] for text in TEXTS], 20)
     paths = [str(HERE).encode(), os.path.dirname(t5x.__file__).encode()]
     assert not any(path in lowered["predict"].mlir_module_serialized for path in paths)
-    assert run("encode", ids)["encoded"].shape == (3, 12, 12)
+    assert run("encode", ids)["encoded"].shape == (3, 20, 12)
     with pytest.raises(checking.WrongExport, match="score"):
         checking.compare_ids(exportable, lambda name, *ids: _moved(run(name, *ids)))
 
@@ -87,14 +87,14 @@ def test_tensorflow_alone_and_jax_alone_return_what_the_model_does(tmp_path, dir
     predicted = model.generate(TEXTS, beams=3, **LENGTHS)
     greedy = model.generate(TEXTS, **LENGTHS)
     pairs = [(text, "a b") for text in TEXTS]
-    ranked = model.rank_pairs(pairs, max_length=12)
-    scored = model.score(pairs, max_input_length=12)
+    ranked = model.rank_pairs([("a b", text) for text in TEXTS], max_length=20)
+    scored = model.score(pairs, max_input_length=20)
 
     calls = [
         ["predict", {"text_batch": TEXTS}],
         ["greedy", {"text_batch": TEXTS[:1]}],
         ["score", {"text_batch": TEXTS, "targets": ["a b"] * 3}],
-        ["rank", {"query": TEXTS, "document": ["a b"] * 3}],
+        ["rank", {"query": ["a b"] * 3, "document": TEXTS}],
     ]
     program = [python, HERE / "programs" / "run_saved_model.py", tmp_path / "saved" / "1", "text"]
     found = [json.loads(line) for line in run_program(program, calls)]
@@ -104,7 +104,7 @@ def test_tensorflow_alone_and_jax_alone_return_what_the_model_does(tmp_path, dir
     np.testing.assert_allclose(found[2]["score"], scored, atol=1e-4)
     np.testing.assert_allclose(found[3]["score"], [each.score for each in ranked], atol=1e-4)
 
-    ids = checking.padded([model.input_ids(text, 12)[0] for text in TEXTS], 12).tolist()
+    ids = checking.padded([model.input_ids(text, 20)[0] for text in TEXTS], 20).tolist()
     program = [python, HERE / "programs" / "run_stablehlo.py", tmp_path / "hlo"]
     found = json.loads(run_program(program, [["predict", {"input_ids": ids}]])[0])
     assert [model.decode([int(i) for i in row]) for row in found["output_ids"]] == [each.text for each in predicted]

@@ -5,6 +5,6 @@ import sys
 from t5x.exporting.exporter import export
 from t5x.inference.options import Decoding
 
-options = {"max_input_length": 12, "max_length": 6, "decoding": Decoding(beams=3)}
+options = {"max_input_length": 20, "max_length": 6, "decoding": Decoding(beams=3)}
 export(sys.argv[1], f"{sys.argv[2]}/saved/1", "savedmodel", warmup=["a"], **options)
 export(sys.argv[1], f"{sys.argv[2]}/hlo", "stablehlo", platforms=["cpu"], **options)
