@@ -8,9 +8,9 @@ from typing import Any
 
 from t5x.convert import convert
 from t5x.errors import UserError
-from t5x.exporting.checking import Comparison, Sample, report_loss
+from t5x.exporting.checking import Comparison, Sample, padded, report_loss
 from t5x.exporting.extras import import_extra
-from t5x.inference.loaded import LoadedModel, load
+from t5x.inference.loaded import LoadedModel, load, without_padding
 from t5x.inference.options import Decoding
 from t5x.models import DecoderOnlyModel
 
@@ -117,14 +117,16 @@ def _greedy(loaded: LoadedModel, inputs: list[list[int]], limit: int) -> list[li
 
 
 def _huggingface_greedy(network: Any, eos_id: int) -> Greedy:
-    """Return greedy decoding of one input after the other, without padding."""
     import torch
 
     def greedy(inputs: list[list[int]], limit: int) -> list[list[int]]:
-        options = {"do_sample": False, "num_beams": 1, "max_new_tokens": limit}
-        options |= {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": eos_id}
-        outputs = [network.generate(torch.tensor([ids]), **options) for ids in inputs]
-        return [output[0, 1:].tolist() for output in outputs]  # without the start token
+        ids = torch.from_numpy(padded(inputs, max(map(len, inputs)))).long()
+        mask = torch.from_numpy(padded([[1] * len(row) for row in inputs], ids.shape[1])).long()
+        outputs = network.generate(
+            ids, attention_mask=mask, do_sample=False, num_beams=1, max_new_tokens=limit, decoder_start_token_id=0,
+            pad_token_id=0, eos_token_id=eos_id,
+        )  # fmt: skip
+        return [without_padding(row) for row in outputs[:, 1:].numpy()]  # without the start token
 
     return greedy
 
