@@ -1,4 +1,4 @@
-"""A few kills of what `make chaos` does a hundred times."""
+"""A few kills of what `make chaos` does a hundred times. tests/test_train.py has one for `make test`."""
 
 import random
 import time
@@ -11,7 +11,7 @@ from tests.chaos.harness import Setting, run_through_kills, run_undisturbed
 @pytest.mark.parametrize(
     ("setting", "kills"),
     [
-        pytest.param(Setting(steps=12), 2, id="alone"),
+        pytest.param(Setting(steps=12), 2, id="alone", marks=pytest.mark.slow),
         pytest.param(Setting(processes=2, steps=6, decodes=False), 1, id="two_processes", marks=pytest.mark.slow),
     ],
 )
