@@ -1,11 +1,17 @@
 """The `t5x` command: run a verb and turn errors into messages and exit codes."""
 
-import contextlib
-import errno
-import importlib
 import os
 import signal
 import sys
+
+# Before the other imports, during which Ctrl-C would show a traceback. Not if something else imports this module.
+if os.path.basename(sys.argv[0]) in ("t5x", "-m"):
+    signal.signal(signal.SIGINT, lambda *_: (os.write(2, b"\ninterrupted\n"), os._exit(130)))
+
+import contextlib
+import errno
+import gc
+import importlib
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import NoReturn
@@ -28,6 +34,7 @@ verbs:
   rerank  order passages by relevance
   rank-eval
           score rankings with judgments: MRR, nDCG, MAP, significance tests
+  serve   serve models over HTTP, with a page to try them
   inspect describe a checkpoint of any format
   cache   write a task's tokenized examples once, for training to read
   convert convert a checkpoint to t5x's, T5X's or Hugging Face's format
@@ -104,6 +111,7 @@ def run_verb(verb: str, argv: Sequence[str], end: Callable[[int], int] = int) ->
     """
     signal.signal(signal.SIGINT, _leave_at_once)
     signal.signal(signal.SIGTERM, _leave_at_once)
+    gc.disable()  # until `work_begins`: while modules are imported, it would look through all of them several times
     from t5x import configuration, startup
     from t5x.verbs.arguments import Terminated
     from t5x.verbs.verb_parser import parser_of
@@ -151,6 +159,8 @@ def run_verb(verb: str, argv: Sequence[str], end: Callable[[int], int] = int) ->
             raise
         _print_error(f"error: {message}")
         return getattr(root, "exit_code", 2)
+    finally:
+        gc.enable()
 
 
 def _end(code: int) -> NoReturn:

@@ -1,35 +1,52 @@
 """Imports on first use, and imports that Ctrl-C does not interrupt."""
 
 import contextlib
+import gc
 import importlib
 import signal
+import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 
-def lazy_attributes(package: str, module: str, names: Sequence[str]) -> Callable[[str], Any]:
-    """Return a `__getattr__` for `package` that imports `names` from `module` when they are first used."""
+def lazy_attributes(
+    package: str, modules: Mapping[str, Sequence[str]]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return `__getattr__` and `__dir__` of a package whose modules are imported when they are first used.
+
+    Args:
+      modules: its modules, and names of each that are also names of the package.
+    """
+    module_of = {name: module for module, names in modules.items() for name in names}
 
     def get(name: str) -> Any:
-        if name not in names:
+        if name in modules:
+            return importlib.import_module(f"{package}.{name}")
+        if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(module), name)
+        return getattr(importlib.import_module(f"{package}.{module_of[name]}"), name)
 
-    return get
+    return get, lambda: sorted({*vars(sys.modules[package]), *modules, *module_of})
 
 
 @contextlib.contextmanager
 def delay_interrupts() -> Iterator[None]:
-    """Delay Ctrl-C while modules are imported. An exception that is raised as an extension starts makes it crash."""
+    """Delay Ctrl-C while modules are imported. An exception that is raised as an extension starts makes it crash.
+
+    Garbage is not collected either: the collector would look through all modules several times.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     came = []
-    before = signal.signal(signal.SIGINT, lambda *_: came.append(True))
+    before, collects = signal.signal(signal.SIGINT, lambda *_: came.append(True)), gc.isenabled()
+    gc.disable()
     try:
         yield
     finally:
+        if collects:
+            gc.enable()
         signal.signal(signal.SIGINT, before)
         if came:
             signal.raise_signal(signal.SIGINT)

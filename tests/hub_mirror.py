@@ -31,8 +31,7 @@ class Mirror(http.server.ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_port}"
 
     def commit(self, model: str) -> str:
-        files = sorted(self.models[model].iterdir())
-        return hashlib.sha1(b"".join(file.name.encode() + file.read_bytes() for file in files)).hexdigest()
+        return hashlib.sha1("".join(map(_digest, sorted(self.models[model].iterdir()))).encode()).hexdigest()
 
     def downloaded(self) -> set[str]:
         read = [path for method, path, _ in self.requests if method == "GET"]
@@ -101,7 +100,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 
 def _digest(file: Path) -> str:
-    return hashlib.sha1(file.read_bytes()).hexdigest()
+    """Return a hash that changes with the file, without reading it: it may be large."""
+    return hashlib.sha1(f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}".encode()).hexdigest()
 
 
 @contextlib.contextmanager

@@ -85,7 +85,7 @@ def test_what_t5x_accepts_is_a_warning(run_here, tmp_path, strict):
 
 
 def test_check_accepts_a_part_for_other_files(run_here):
-    assert run_here("check", "t5x/examples/t5/t5_1_1/base.gin").code == 0
+    assert run_here("check", "--dry_run", "t5x/examples/t5/t5_1_1/base.gin").code == 0
     run_here("check", "t5x/examples/t5/t5_1_1/bse.gin").refused("bse.gin", "base.gin")
 
 

@@ -73,23 +73,23 @@ def take_beams(x: jax.Array, beams: jax.Array) -> jax.Array:
     return jax.vmap(lambda row, chosen: row.at[chosen].get(mode="promise_in_bounds"))(x, beams)
 
 
-def remove_prefix(sequences: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Remove the first `lengths[i]` tokens of every decode of example i and pad with zeros.
+def remove_prefix(sequence: jax.Array, prefix_length: jax.Array) -> jax.Array:
+    """Remove the first `prefix_length[i]` tokens of every decode of example i and pad with zeros.
 
     Args:
-      sequences: int [batch, decodes, length].
-      lengths: int [batch].
+      sequence: int [batch, decodes, length], or [batch, length].
+      prefix_length: int [batch].
 
     Returns:
-      int [batch, decodes, length].
+      int, like `sequence`.
 
     Example:
       >>> remove_prefix(jnp.array([[[5, 6, 7]], [[5, 6, 7]]]), jnp.array([1, 2]))[:, 0].tolist()
       [[6, 7, 0], [7, 0, 0]]
     """
-    length = sequences.shape[-1]
-    at = jnp.arange(length) + lengths[:, None, None]
-    shifted = jnp.take_along_axis(sequences, jnp.minimum(at, length - 1) + jnp.zeros_like(sequences), axis=-1)
+    length = sequence.shape[-1]
+    at = jnp.arange(length) + prefix_length.reshape(-1, *[1] * (sequence.ndim - 1))
+    shifted = jnp.take_along_axis(sequence, jnp.minimum(at, length - 1) + jnp.zeros_like(sequence), axis=-1)
     return jnp.where(at < length, shifted, 0)
 
 

@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import flax.linen as nn
 import jax
@@ -14,7 +14,9 @@ from t5x.data.feature_converters import EncDecFeatureConverter
 from t5x.data.vocabularies import Vocabulary
 from t5x.models.base import BaseTransformerModel, Batch, Params, best_or_all
 from t5x.network import CACHES, compute_params
-from t5x.optimizers import Optimizer
+
+if TYPE_CHECKING:
+    from t5x.optimizers.protocol import OptimizerDef
 
 
 class EncoderDecoderModel(BaseTransformerModel):
@@ -51,19 +53,18 @@ class EncoderDecoderModel(BaseTransformerModel):
         module: nn.Module,
         input_vocabulary: Vocabulary,
         output_vocabulary: Vocabulary,
-        optimizer_def: Optimizer | None,
+        optimizer_def: "OptimizerDef | None",
         decode_fn: Callable = decoding.beam_search,
         feature_converter_cls: type | None = None,
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         loss_normalizing_factor: losses.LossNormalizingFactor = None,
-        default_decoder_params: Mapping[str, Any] | None = None,
+        default_decoder_params: Any = None,
     ):
-        loss_options = (label_smoothing, z_loss, loss_normalizing_factor)
-        vocabularies = {"inputs": input_vocabulary, "targets": output_vocabulary}
         super().__init__(
-            module, vocabularies, optimizer_def, decode_fn, feature_converter_cls, *loss_options, default_decoder_params
-        )
+            module, input_vocabulary, output_vocabulary, optimizer_def, decode_fn, label_smoothing, z_loss,
+            loss_normalizing_factor, feature_converter_cls, default_decoder_params,
+        )  # fmt: skip
 
     def input_shapes(self, task_feature_lengths: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
         inputs, targets = task_feature_lengths["inputs"], task_feature_lengths["targets"]
@@ -85,6 +86,7 @@ class EncoderDecoderModel(BaseTransformerModel):
           prompt_with_targets: start the decodes with the row's targets, without their EOS.
         """
         inputs = batch["encoder_input_tokens"]
+        return_all_decodes = return_all_decodes or self._return_all_decodes
         options = self._decode_options(batch, rng, decoder_params, num_decodes)
         prompts = batch["decoder_input_tokens"].astype(jnp.int32)
         empty = jnp.zeros_like(prompts)
@@ -108,7 +110,7 @@ class EncoderDecoderModel(BaseTransformerModel):
 
         axes = {"encoded": 0, "inputs": 0, "cross_cache": options["cache_offset"]}
         tokens_to_logits = self._tokens_to_logits(step, per_example, axes)
-        decodes, scores = self.decode_fn(inputs=prompts, cache=cache, tokens_to_logits=tokens_to_logits, **options)
+        decodes, scores = self._decode_fn(inputs=prompts, cache=cache, tokens_to_logits=tokens_to_logits, **options)
         return best_or_all(decodes, scores, return_all_decodes)
 
     def score_batch(

@@ -1,24 +1,22 @@
 """The trainer: its state, one step, the loop around it, and evaluation during training."""
 
-from t5x.trainer.actions import ActionMode, BaseAction, EarlyStoppingAction, TerminateOnNanAction
-from t5x.trainer.loop import Timetable, run_loop
-from t5x.trainer.signals import Interrupted, Stopped, StopRequest
-from t5x.trainer.state import StateLayout, TrainState
-from t5x.trainer.trainer import Trainer
-from t5x.trainer.weight_metrics import WeightMetricsComputer
+from t5x.lazy_imports import lazy_attributes
 
-__all__ = [
-    "ActionMode",
-    "BaseAction",
-    "EarlyStoppingAction",
-    "Interrupted",
-    "StateLayout",
-    "StopRequest",
-    "Stopped",
-    "TerminateOnNanAction",
-    "Timetable",
-    "TrainState",
-    "Trainer",
-    "WeightMetricsComputer",
-    "run_loop",
-]
+# Inference needs only the state, without optimizers and the training loop.
+_MODULES = {
+    "actions": ("ActionMode", "BaseAction", "EarlyStoppingAction", "TerminateOnNanAction"),
+    "loop": ("Timetable", "run_loop"),
+    "signals": ("Interrupted", "StopRequest", "Stopped"),
+    "state": ("StateLayout", "TrainState"),
+    "step": ("accumulate_grads_microbatched", "apply_grads", "eval_step", "train_with_lr"),
+    "metrics_manager": ("MetricsManager",),
+    "t5x_types": (
+        "ActionMapType", "ArrayMapFuture", "BaseTrainerConstructor", "LearningRateCallable", "MetricValueMapFuture",
+        "MetricValueMapType", "PartitionedEvalCallable", "PartitionedTrainCallable", "PreemptionError",
+        "SummarizeMetricsCallable", "TimeFuture", "merge_metrics",
+    ),
+    "trainer": ("BaseTrainer", "Trainer"),
+    "weight_metrics": ("WeightMetricsComputer",),
+}  # fmt: skip
+__all__ = sorted(name for names in _MODULES.values() for name in names)
+__getattr__, __dir__ = lazy_attributes(__name__, _MODULES)

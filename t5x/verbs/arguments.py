@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import functools
+import gc
 import logging
 import os
 import signal
@@ -16,6 +17,7 @@ from t5x.errors import UserError
 from t5x.verbs.verb_parser import VerbParser
 
 DTYPE = {"choices": ("float32", "bfloat16"), "help": "dtype of the activations (float32 on CPUs, else bfloat16)"}
+
 
 class Terminated(SystemExit):
     """Raised on SIGTERM."""
@@ -70,7 +72,9 @@ def leave_in_order(signum: int, frame: FrameType | None) -> NoReturn:
 
 
 def work_begins() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt from here on, so that `finally` blocks run."""
+    """Let Ctrl-C raise KeyboardInterrupt from here on, so that `finally` blocks run; collect garbage again."""
+    gc.freeze()
+    gc.enable()
     signal.signal(signal.SIGINT, _outside_imports(signal.default_int_handler))
     if getattr(sys.unraisablehook, "func", None) is not _comes_again:
         sys.unraisablehook = functools.partial(_comes_again, sys.unraisablehook)
@@ -112,20 +116,10 @@ _GIN = """\
 is searched in the search paths, next to the file that includes it, and beside the t5x package."""
 
 
-def add_flag(group: Any, name: str, help_: str, default: bool = False) -> None:
-    """Add a flag as absl, which T5X uses, understands it: `--name`, `--noname`, `--name=false`."""
-    group.add_argument(
-        f"--{name}", nargs="?", const=True, default=default, type=_boolean, metavar="true|false", help=help_
-    )
+def add_flag(group: Any, name: str, help_: str) -> None:
+    """Add a flag as absl, which T5X uses, understands it: `--name`, `--noname`, `--name=false` (see `VerbParser`)."""
+    group.add_argument(f"--{name}", action="store_true", help=help_)
     group.add_argument(f"--no{name}", dest=name, action="store_false", help=argparse.SUPPRESS)
-
-
-def _boolean(text: str) -> bool:
-    if text.lower() in ("true", "t", "1", "yes", "y"):
-        return True
-    if text.lower() in ("false", "f", "0", "no", "n"):
-        return False
-    raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
 
 
 _LEVELS = "debug, info, warning, error or fatal; or absl's 1, 0, -1, -2 or -3"

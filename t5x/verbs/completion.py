@@ -19,6 +19,10 @@ _t5x() {{
 }}
 complete -o default -F _t5x t5x
 """
+_ZSH = """\
+(( $+functions[compdef] )) || { autoload -U compinit && compinit -i }
+autoload -U +X bashcompinit && bashcompinit
+"""
 
 
 def define(parser: VerbParser) -> None:
@@ -55,4 +59,4 @@ def completion(shell: str) -> str:
         names = [name for name in parser._option_string_actions if name.startswith("--")]
         cases.append(f"      {verb}) words={shlex.quote(' '.join(names))};;")
     script = _BASH.format(verbs=shlex.quote(" ".join(VERBS)), cases="\n".join(cases))
-    return script if shell == "bash" else f"autoload -U +X bashcompinit && bashcompinit\n{script}"
+    return script if shell == "bash" else _ZSH + script

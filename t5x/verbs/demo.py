@@ -4,6 +4,7 @@ import argparse
 import os
 import shlex
 
+from t5x.verbs.arguments import work_begins
 from t5x.verbs.verb_parser import VerbParser
 
 GIN_FILE = "t5x/examples/demo/dates.gin"
@@ -30,6 +31,7 @@ def run(args: argparse.Namespace) -> None:
     from t5x.inference.loaded import load
     from t5x.train import train
 
+    work_begins()
     # --- Train, with the ordinary entry point and an ordinary gin file ------------------------------------------------
     model_dir = args.model_dir
     print(f"A tiny byte-level T5 learns dates ({GIN_FILE}). Its files are in {model_dir}\n", flush=True)

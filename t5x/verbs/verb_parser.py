@@ -9,6 +9,8 @@ from typing import Any, NoReturn
 
 from t5x.errors import UserError
 
+_TRUE, _FALSE = ("true", "t", "1", "yes", "y"), ("false", "f", "0", "no", "n")
+
 
 class VerbParser(argparse.ArgumentParser):
     """A parser whose `--help` shows the main options; groups for fewer users have pages of their own, `--help TOPIC`.
@@ -59,11 +61,21 @@ class VerbParser(argparse.ArgumentParser):
         return page.format_help()
 
     def parse_args(self, args: Sequence[str], namespace: argparse.Namespace | None = None) -> argparse.Namespace:
-        parsed, unknown = self.parse_known_args(args, namespace)
+        parsed, unknown = self.parse_known_args([self._without_value(word) for word in args], namespace)
         if unknown:
             word = next((word for word in unknown if word.startswith("-")), unknown[0])
             self.error(self._unknown(word.partition("=")[0]))
         return parsed
+
+    def _without_value(self, word: str) -> str:
+        """Return absl's `--name=true` as `--name`, and `--name=false` as `--noname`, if that is a flag."""
+        name, equals, value = word.partition("=")
+        opposite = f"--no{name[2:]}"
+        if not equals or opposite not in self._option_string_actions:
+            return word
+        if value.lower() not in (*_TRUE, *_FALSE):
+            self.error(f"{name} is {value!r}: it must be true or false")
+        return name if value.lower() in _TRUE else opposite
 
     def error(self, message: str) -> NoReturn:
         message = message.removeprefix("argument ")

@@ -38,12 +38,12 @@ def lazy(tree) -> dict[str, LazyArray]:
 def random_arrays(layout: StateLayout) -> dict[str, LazyArray]:
     rng = np.random.default_rng(0)
     fill = lambda x: np.zeros(x.shape, x.dtype) if x.shape == (1,) else rng.random(x.shape).astype(x.dtype)
-    return lazy(jax.tree.map(fill, layout.abstract.tree()))
+    return lazy(jax.tree.map(fill, layout.abstract.state_dict()))
 
 
 def names_and_axes(layout: StateLayout):
-    flat = trees.flatten(layout.abstract.tree())
-    treedef = jax.tree.structure(layout.abstract.tree())
+    flat = trees.flatten(layout.abstract.state_dict())
+    treedef = jax.tree.structure(layout.abstract.state_dict())
     axes = treedef.flatten_up_to({"target": layout.axes, "state": {"step": (), "param_states": layout.state_axes}})
     return flat, dict(zip(flat, axes, strict=True))
 

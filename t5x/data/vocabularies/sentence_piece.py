@@ -68,7 +68,8 @@ class SentencePieceVocabulary(FileVocabulary):
         except UserError as error:
             raise UserError(
                 f"The vocabulary {self.sentencepiece_model_file} cannot be read. {error}\nPass another path, e.g. "
-                "--gin.seqio.SentencePieceVocabulary.sentencepiece_model_file=\\'/path/to/spiece.model\\'"
+                "--gin.seqio.SentencePieceVocabulary.sentencepiece_model_file=\\'/path/to/spiece.model\\', or name a "
+                "local copy of gs://t5-data: T5X_MIRROR=gs://t5-data=DIRECTORY"
             ) from error
 
     def encode(self, text: str) -> list[int]:
@@ -85,10 +86,9 @@ class SentencePieceVocabulary(FileVocabulary):
           stated: their number, if it is known; None is 100, or 0 if `rows` are too few.
         """
         from google.protobuf.message import DecodeError
-        from sentencepiece import sentencepiece_model_pb2
 
         try:
-            pieces = [piece.piece for piece in sentencepiece_model_pb2.ModelProto.FromString(self._read()).pieces]
+            pieces = _pieces(self._read())
         except DecodeError as error:
             raise UserError(f"{self.sentencepiece_model_file} is not a SentencePiece model: {error}") from error
         if SENTINEL in pieces:
@@ -125,10 +125,11 @@ class _Model:
             raise ValueError("it has no pieces")
         for spec in (model.normalizer_spec, model.denormalizer_spec):
             check_charsmap(spec.precompiled_charsmap)
-        longest = max(len(text) for text in (model.trainer_spec.unk_surface, *(piece.piece for piece in model.pieces)))
+        pieces = _pieces(content)
+        longest = max(map(len, (model.trainer_spec.unk_surface, *pieces)))
         if longest > MAX_TOKEN_LENGTH:
             raise ValueError(f"it has a piece of {longest:,} characters")
-        if extra_ids and any(piece.piece == SENTINEL for piece in model.pieces):
+        if extra_ids and SENTINEL in pieces:
             raise UserError(
                 f"extra_ids={extra_ids}, but this SentencePiece model has the pieces <extra_id_0>, … already. "
                 "Set extra_ids=0 (--gin.seqio.SentencePieceVocabulary.extra_ids=0)."
@@ -144,7 +145,8 @@ class _Model:
                 raise UserError(
                     f"normalizer_spec_overrides: {name}={value!r} cannot be set ({error}). The fields are {known}."
                 ) from error
-        self.tokenizer = sentencepiece.SentencePieceProcessor(model_proto=model.SerializeToString())
+        self._proto = model.SerializeToString()
+        self.tokenizer = sentencepiece.SentencePieceProcessor(model_proto=self._proto)
         self.size = self.tokenizer.get_piece_size()
         self.eos_id, self.bos_id, self.unk_id = (
             i if i >= 0 else None for i in (self.tokenizer.eos_id(), self.tokenizer.bos_id(), self.tokenizer.unk_id())
@@ -155,13 +157,26 @@ class _Model:
                 self.tokenizer.pad_id(),
                 model.pieces[PAD_ID].piece,
             )
-        # Models that tokenise alike are equal: ignore the trainer settings inside the model.
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """A hash by which models that tokenise alike are equal: it ignores the trainer settings inside the model."""
+        from sentencepiece import sentencepiece_model_pb2
+
+        model = sentencepiece_model_pb2.ModelProto.FromString(self._proto)
         digest = hashlib.sha256()
         for piece in model.pieces:
             digest.update(repr((piece.piece, piece.score, piece.type)).encode())
         for spec in (model.normalizer_spec, model.denormalizer_spec):
             digest.update(spec.SerializeToString(deterministic=True))
-        self.fingerprint = digest.hexdigest()
+        return digest.hexdigest()
+
+
+@functools.lru_cache(maxsize=2)
+def _pieces(content: bytes) -> list[str]:
+    from sentencepiece import sentencepiece_model_pb2
+
+    return [piece.piece for piece in sentencepiece_model_pb2.ModelProto.FromString(content).pieces]
 
 
 @functools.lru_cache(maxsize=8)
