@@ -74,12 +74,15 @@ class Attention(nn.Module):
         exact = {"float32_logits": cfg.float32_attention_logits}
         if self.cache == "cross":
             (query,) = heads(x, "query")
-            # Filled from the encoder's output by the pass that creates the cache; read by every later step.
-            if not self.has_variable("cross_cache", "cached_key"):
-                key, value = heads(source, "key", "value", in_every_step=False)
-                self.put_variable("cross_cache", "cached_key", _heads_first(key))
-                self.put_variable("cross_cache", "cached_value", _heads_first(value))
-            key, value = (self.get_variable("cross_cache", f"cached_{name}") for name in ("key", "value"))
+            # Filled from the encoder's output by the pass that creates the cache; read by every later step. A user's
+            # own decoding, which knows only `cache`, computes them in every step.
+            if self.has_variable("cross_cache", "cached_key"):
+                key, value = (self.get_variable("cross_cache", f"cached_{name}") for name in ("key", "value"))
+            else:
+                key, value = map(_heads_first, heads(source, "key", "value", in_every_step=False))
+                if self.is_mutable_collection("cross_cache"):
+                    self.put_variable("cross_cache", "cached_key", key)
+                    self.put_variable("cross_cache", "cached_value", value)
             query = query.reshape(key.shape[0], -1, *query.shape[2:])
             out = attend_cached(query, key, value, mask=mask, bias=bias, **exact)
         elif source is not x and x.shape[1] == 1 and bias is None:
