@@ -74,12 +74,15 @@ class Attention(nn.Module):
         exact = {"float32_logits": cfg.float32_attention_logits}
         if self.cache == "cross":
             (query,) = heads(x, "query")
-            # Filled from the encoder's output by the pass that creates the cache; read by every later step.
-            if not self.has_variable("cross_cache", "cached_key"):
-                key, value = heads(source, "key", "value", in_every_step=False)
-                self.put_variable("cross_cache", "cached_key", _heads_first(key))
-                self.put_variable("cross_cache", "cached_value", _heads_first(value))
-            key, value = (self.get_variable("cross_cache", f"cached_{name}") for name in ("key", "value"))
+            # Filled from the encoder's output by the pass that creates the cache; read by every later step. A user's
+            # own decoding, which knows only `cache`, computes them in every step.
+            if self.has_variable("cross_cache", "cached_key"):
+                key, value = (self.get_variable("cross_cache", f"cached_{name}") for name in ("key", "value"))
+            else:
+                key, value = map(_heads_first, heads(source, "key", "value", in_every_step=False))
+                if self.is_mutable_collection("cross_cache"):
+                    self.put_variable("cross_cache", "cached_key", key)
+                    self.put_variable("cross_cache", "cached_value", value)
             query = query.reshape(key.shape[0], -1, *query.shape[2:])
             out = attend_cached(query, key, value, mask=mask, bias=bias, **exact)
         elif source is not x and x.shape[1] == 1 and bias is None:
@@ -87,7 +90,9 @@ class Attention(nn.Module):
             into = [kernels[name](source.shape[-1], keys.at(name)) for name in ("key", "value")]
             out = attend_folded(query, source.astype(cfg.dtype), *into, mask=mask, **dropped, **exact)
         elif self.cache and prefill_lengths is None and self._has_step_kernel():
-            out = self._step_with_kernel(project(self, x, list(kernels.values()), keys, joined=True), mask, bias)
+            joined = project(self, x, list(kernels.values()), keys, joined=True)
+            joined = joined if isinstance(joined, jax.Array) else jnp.stack(joined, axis=-2)
+            out = self._step_with_kernel(joined, mask, bias)
         else:
             if source is x:
                 query, key, value = heads(x, "query", "key", "value")
