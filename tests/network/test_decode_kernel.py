@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from t5x import decoding
-from t5x.network import decode_kernel, towers
+from t5x.network import attention, decode_kernel, towers
 from t5x.network.attention import Mask, attend_xla
 from t5x.network.relative_position import RelativeBias
 from tests import tiny
@@ -92,3 +92,22 @@ def test_row_offsets_do_not_change_what_is_decoded(monkeypatch, decode, decodes)
     assert len(np.unique(np.asarray(tokens))) > 5
     np.testing.assert_array_equal(tokens, other_tokens)
     np.testing.assert_allclose(aux["scores"], other_aux["scores"], rtol=1e-6 if INTERPRET else 1e-4)
+
+
+@pytest.mark.parametrize(("decode", "decodes"), [(decoding.beam_search, 2), (decoding.greedy_decode, 1)])
+def test_decoding_with_the_kernels_is_that_without(monkeypatch, decode, decodes):
+    config = dataclasses.replace(tiny.T5_1_1, num_decoder_layers=2, head_dim=16, dtype="bfloat16")
+    model = tiny.model(config, decode_fn=decode)
+    params = tiny.initial_params(config, seed=3)
+    batch = tiny.batch(1, 6, 16, 16)
+    monkeypatch.setattr(decode_kernel, "_PROGRAMS", 1)
+    found = []
+    for kernels in (False, True):
+        for module in (attention, towers):
+            monkeypatch.setattr(module, "on_nvidia_gpu", lambda kernels=kernels: kernels)
+        predict = functools.partial(model.predict_batch_with_aux, num_decodes=decodes)
+        found.append(jax.jit(lambda params, batch, predict=predict: predict(params, batch))(params, batch))
+    (tokens, aux), (other_tokens, other_aux) = found
+    same = (np.asarray(tokens) == np.asarray(other_tokens)).all(-1)
+    assert same.sum() >= 4  # rounding decides between tokens that are as likely
+    np.testing.assert_allclose(aux["scores"][same], other_aux["scores"][same], rtol=0.005)
