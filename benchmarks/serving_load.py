@@ -113,6 +113,12 @@ class Server:
         self.process.terminate()
         self.process.wait(60)
 
+    def batches(self) -> float:
+        """Batches so far."""
+        with urllib.request.urlopen(f"http://{HOST}:{self.port}/metrics") as answer:
+            lines = answer.read().decode().splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith("t5x_batches_total"))
+
     def cpu(self) -> float:
         """CPU seconds so far."""
         with open(f"/proc/{self.process.pid}/stat") as file:
@@ -129,9 +135,10 @@ def load(server: Server, args: argparse.Namespace, report: dict) -> None:
     inputs = texts(args, args.requests)
     for clients in map(int, args.clients.split(",")):
         asyncio.run(ask(server, inputs[: 2 * clients], clients, args))  # warm
-        cpu = server.cpu()
+        cpu, batches = server.cpu(), server.batches()
         found = asyncio.run(ask(server, inputs, clients, args))
         found |= {"cpu_s": round((server.cpu() - cpu) / len(inputs), 4), "server_mb": server.megabytes()}
+        found["rows_per_batch"] = round(len(inputs) / (server.batches() - batches), 1)
         if found["requests_per_s"] > of_clients.get(str(clients), found | {"requests_per_s": 0})["requests_per_s"]:
             of_clients[str(clients)] = found
     if args.excess:

@@ -18,7 +18,7 @@ from t5x.data.seqio_converters import make_converter
 from t5x.data.tasks import Task, get_subtasks
 from t5x.errors import UserError
 from t5x.files.directories import make_directory
-from t5x.inference.engine import Engine
+from t5x.inference.engine import MANY_ROWS, Engine
 from t5x.inference.file_inference import infer_file
 from t5x.inference.jobs import Shard, check_counts, run_job
 from t5x.inference.loaded import load
@@ -155,7 +155,8 @@ def infer(
             engine = Engine(
                 model, partitioner, restore_params(source, model, layout, restore_checkpoint_cfg, fallback_init_rng)
             )
-            program = engine.program(batch_function(model, mode), decodes=mode != "score")
+            few_rows = mode != "score" and dataset_cfg.batch_size < MANY_ROWS
+            program = engine.program(batch_function(model, mode), few_rows=few_rows)
         cfg = dataclasses.replace(dataset_cfg, mixture_or_task_name=task, module=None)
         lengths = cfg.task_feature_lengths or _measure_lengths(task, cfg, model)
         job = TaskJob(

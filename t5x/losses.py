@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.export import is_symbolic_dim
 
 from t5x.errors import UserError
 from t5x.partitioning.logical import constrain, shards_of
@@ -95,6 +96,7 @@ class TokenLosses(NamedTuple):
 
 
 _CHUNK_BYTES = 2**28  # float32 logits per device
+_SYMBOLIC_CHUNK = 16  # positions per chunk where the number of rows is not known
 
 
 def projected_cross_entropy(
@@ -159,7 +161,10 @@ def _token_losses(static, hidden, kernel, targets):
 def _scan_chunks(step, carry, arrays, vocab_size):
     """Run `jax.lax.scan` over chunks of positions of the arrays [batch, length, ...]; see _CHUNK_BYTES."""
     batch, length = arrays[0].shape[:2]
-    chunks = min(length, -(-4 * batch * length * vocab_size // (_CHUNK_BYTES * jax.device_count())))
+    if is_symbolic_dim(batch):  # an export for any number of rows
+        chunks = -(-length // _SYMBOLIC_CHUNK)
+    else:
+        chunks = min(length, -(-4 * batch * length * vocab_size // (_CHUNK_BYTES * jax.device_count())))
     if chunks == 1:
         return step(carry, arrays)
     size = -(-length // chunks)

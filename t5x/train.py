@@ -26,6 +26,7 @@ from t5x.trainer.actions import Actions, ActionStop, BaseAction
 from t5x.trainer.checks import require_same_data, verify_matching_vocabs
 from t5x.trainer.datasets import ExternalBatches, ShardInfo, get_dataset, get_training_eval_datasets, input_spec
 from t5x.trainer.evaluation import Evaluation, InferenceEvaluation, TeacherForcedEvaluation
+from t5x.trainer.extension_checks import check_extensions
 from t5x.trainer.metric_lines import MetricLines
 from t5x.trainer.preemption import PreemptionWatch
 from t5x.trainer.restore import OnChangedData, Run, position_of_all, restore_or_init, resume_data
@@ -109,6 +110,7 @@ def train(
     clock = ThroughputClock()
     save_cfg, restore_cfg = checkpoint_cfg.save, checkpoint_cfg.restore
     _check(model_dir, total_steps, eval_steps, restore_cfg, use_orbax, on_changed_data)
+    check_extensions(model, trainer_cls)
     actions = Actions(actions)
     model_dir = checkpoints.location(model_dir)
     leader = distributed.is_leader()

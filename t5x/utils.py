@@ -1,5 +1,7 @@
 """T5X's `utils`: the names that gin files and projects expect, imported from their modules."""
 
+# ruff: noqa: F401
+
 from collections.abc import Callable
 from typing import Any
 
@@ -44,52 +46,6 @@ from t5x.trainer.datasets import get_dataset, get_training_eval_datasets
 # T5X's names in annotations.
 EvaluatorConstructor = GetDatasetCallable = GetEvalDatasetCallable = InferFnCallable = Callable[..., Any]
 InferStepWithRngCallable = InferStepWithoutRngCallable = InitFnCallable = LearningRateCallable = Callable[..., Any]
-
-__all__ = [
-    "CheckpointConfig",
-    "DatasetConfig",
-    "EvaluatorConstructor",
-    "GetDatasetCallable",
-    "GetEvalDatasetCallable",
-    "InferFnCallable",
-    "InferStepWithRngCallable",
-    "InferStepWithoutRngCallable",
-    "InitFnCallable",
-    "LearningRateCallable",
-    "LegacyCheckpointManager",
-    "LegacyCheckpointer",
-    "RestoreCheckpointConfig",
-    "SaveCheckpointConfig",
-    "ShardedDatasetIterator",
-    "TrainStateInitializer",
-    "create_checkpoint_manager_and_restore",
-    "create_learning_rate_scheduler",
-    "create_orbax_checkpoint_manager",
-    "find_first_checkpoint_step",
-    "find_next_checkpoint_step",
-    "flatten_dict_string_keys",
-    "get_dataset",
-    "get_dataset_inner",
-    "get_fallback_state",
-    "get_first_valid_restore_config_and_paths",
-    "get_infer_fn",
-    "get_local_data",
-    "get_training_eval_datasets",
-    "get_vocabulary",
-    "get_zeros_batch_like_dataset",
-    "get_zeros_batch_like_spec",
-    "import_module",
-    "log_model_info",
-    "multihost_assert_equal",
-    "override_params_axes_names",
-    "prepare_train_iter",
-    "restore",
-    "round_vocab_size_to_multiple",
-    "run_main",
-    "set_hardware_rng_ops",
-    "sync_global_devices",
-    "verify_matching_vocabs",
-]
 
 # T5X's gin files may use these names without importing their module.
 for _class in (

@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -73,8 +74,9 @@ class SeqioConverter(FeatureConverter):
     def _one(self, examples: Sequence[Example], lengths: Lengths) -> Row:
         """Convert one example in a tf.data pipeline that is made once."""
         if self._running is None or self._running[0] != lengths:
-            given: queue.Queue[Example] = queue.Queue()
+            given: queue.Queue[Example | None] = queue.Queue()
             self._running = dict(lengths), given, self._rows(iter(given.get, None), lengths)
+            weakref.finalize(self, given.put, None)  # ends tf.data's thread, without which Python would not exit
         (example,) = examples
         self._running[1].put(example)
         return next(self._running[2])

@@ -173,7 +173,7 @@ def beam_search(
             log_probs = (log_probs - top) - jnp.log(jnp.sum(jnp.exp(logits - top), axis=-1, keepdims=True))
         totals = beams.live_log_probs[..., None] + log_probs
         totals = jnp.where(totals > fixed.min_log_prob, totals, -jnp.inf)
-        candidates, chosen = jax.lax.top_k(totals[:, ties].reshape(batch, -1), 2 * num_decodes)
+        candidates, chosen = rows.top_k(totals[:, ties].reshape(batch, -1), 2 * num_decodes)
         parents = beam_at[chosen // tokens.shape[-1]]
         tokens = jnp.take_along_axis(tokens[:, ties].reshape(batch, -1), chosen, axis=1)
 
@@ -189,10 +189,10 @@ def beam_search(
             finishing = (ends | (following >= fixed.limit)[:, None]) & (rank < num_decodes)
         ended = jnp.where(finishing, score(fixed, candidates, following), -jnp.inf)
         all_scores = jnp.concatenate([beams.finished_scores[:, ties], ended], axis=1)
-        finished_scores, chosen = jax.lax.top_k(all_scores, num_decodes)
+        finished_scores, chosen = rows.top_k(all_scores, num_decodes)
         finished = rows.take_beams(jnp.concatenate([beams.finished[:, ties], grown], axis=1), chosen)
 
-        live_log_probs, chosen = jax.lax.top_k(jnp.where(ends, -jnp.inf, candidates), num_decodes)
+        live_log_probs, chosen = rows.top_k(jnp.where(ends, -jnp.inf, candidates), num_decodes)
         if num_decodes > 1:
             cache = _reorder_cache(cache, rows.take_beams(parents, chosen), beams.index, cache_offset)
         best = live_log_probs[:, :1]

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.export import is_symbolic_dim
 
 from t5x.errors import UserError
 
@@ -60,12 +61,19 @@ def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     """
     *front, size = x.shape
     if size % _BLOCK or size <= k * _BLOCK * 2:
-        return jax.lax.top_k(x, k)
+        return _top_k(x, k)
     blocks = x.reshape(-1, size // _BLOCK, _BLOCK)  # XLA has a fast top-k for matrices only; it sorts other ranks
-    best = jnp.sort(jax.lax.top_k(jnp.max(blocks, axis=-1), k)[1], axis=-1)
-    values, at = jax.lax.top_k(jnp.take_along_axis(blocks, best[..., None], axis=1).reshape(-1, k * _BLOCK), k)
+    best = jnp.sort(_top_k(jnp.max(blocks, axis=-1), k)[1], axis=-1)
+    values, at = _top_k(jnp.take_along_axis(blocks, best[..., None], axis=1).reshape(-1, k * _BLOCK), k)
     indices = jnp.take_along_axis(best, at // _BLOCK, axis=-1) * _BLOCK + at % _BLOCK
     return values.reshape(*front, k), indices.reshape(*front, k)
+
+
+def _top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    if not is_symbolic_dim(x.shape[0]):
+        return jax.lax.top_k(x, k)
+    order = jnp.argsort(x, axis=-1, descending=True)[..., :k]  # TensorFlow cannot run an exported top_k of any size
+    return jnp.take_along_axis(x, order, axis=-1), order
 
 
 def take_beams(x: jax.Array, beams: jax.Array) -> jax.Array:

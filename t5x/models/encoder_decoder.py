@@ -113,6 +113,27 @@ class EncoderDecoderModel(BaseTransformerModel):
         decodes, scores = self._decode_fn(inputs=prompts, cache=cache, tokens_to_logits=tokens_to_logits, **options)
         return best_or_all(decodes, scores, return_all_decodes)
 
+    def _compute_logits_from_slice(
+        self,
+        decoding_state: decoding.DecodingState,
+        params: Params,
+        encoded_inputs: jax.Array,
+        raw_inputs: jax.Array,
+        max_decode_length: int,
+    ) -> tuple[jax.Array, Any]:
+        """Return the logits of the next tokens and the new cache: `tokens_to_logits` for decoding in subclasses.
+
+        Args:
+          encoded_inputs, raw_inputs: the encoder's output and inputs, repeated for every decode of an example.
+        """
+        token = decoding_state.cur_token
+        logits, changed = self.module.apply(
+            {"params": params, "cache": decoding_state.cache}, encoded_inputs, raw_inputs, token, token,
+            enable_dropout=False, decode=True, max_decode_length=max_decode_length, mutable=["cache"],
+            method=self.module.decode,
+        )  # fmt: skip
+        return logits[:, -1], changed["cache"]
+
     def score_batch(
         self, params: Params, batch: Batch, return_intermediates: bool = False, first_logits: bool = False
     ) -> Any:

@@ -17,6 +17,7 @@ import numpy as np
 from t5x.answering.answers import AnswerMethods
 from t5x.checkpoints.formats import Source
 from t5x.errors import UserError
+from t5x.inference.engine import MANY_ROWS
 from t5x.inference.loaded import Generation, LoadedModel
 from t5x.inference.options import Decoding
 from t5x.models import BaseTransformerModel, DecoderOnlyModel
@@ -163,7 +164,8 @@ class BatchedModel(RankMethods, AnswerMethods, LoadedModel):
     def _program_of(self, shape: Shape) -> Program:
         # The first of the dictionary is the one that was not used for longest.
         if (program := self._programs.pop(shape, None)) is None:
-            program = self.engine.program(self._function(shape), decodes=shape.kind == "generate")
+            decoded = self._row_count * shape.decoding.num_decodes if shape.kind == "generate" else MANY_ROWS
+            program = self.engine.program(self._function(shape), few_rows=decoded < MANY_ROWS)
             if len(self._programs) >= _MAX_PROGRAMS:
                 del self._programs[next(iter(self._programs))]
         self._programs[shape] = program

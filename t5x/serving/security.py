@@ -12,9 +12,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from t5x.errors import UserError
 from t5x.files.untrusted import open_regular
+from t5x.serving.settings import LOOPBACK
 
 TOKEN_VARIABLE = "T5X_SERVE_TOKEN"
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _PUBLIC = ("/", "/health", "/ready", "/openapi.json")
 _MAX_TOKEN_BYTES = 4096
 

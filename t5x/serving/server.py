@@ -22,9 +22,8 @@ from t5x.serving.api import Api
 from t5x.serving.batched_model import Shape
 from t5x.serving.batching import Batcher
 from t5x.serving.prometheus import Metrics
-from t5x.serving.security import LOOPBACK
 from t5x.serving.served_models import ServedModels
-from t5x.serving.settings import Settings
+from t5x.serving.settings import LOOPBACK, Settings
 
 log = logging.getLogger(__name__)
 

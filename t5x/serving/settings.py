@@ -4,6 +4,7 @@ import dataclasses
 
 from t5x.errors import UserError
 
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 WARM_UPS = ("generate", "rank", "embed", "score")
 
 

@@ -22,7 +22,7 @@ from t5x.checkpoints.checkpoint_files import open_files
 from t5x.checkpoints.checkpoint_identity import fingerprint
 from t5x.checkpoints.config import RestoreCheckpointConfig
 from t5x.checkpoints.formats import Source, open_checkpoint
-from t5x.checkpoints.formats.own_checkpoint import read_own_checkpoint
+from t5x.checkpoints.formats.own_checkpoint import MODEL_FILE, read_own_checkpoint
 from t5x.checkpoints.model_description import check_same_model
 from t5x.data.lanes import join_states, merge_states, states_of_rows
 from t5x.errors import UserError
@@ -312,7 +312,8 @@ def _check_same(source: Source, model: BaseTransformerModel, rules: Rules) -> No
     """Raise a UserError if the checkpoint describes another model. With rules this only logs a warning."""
     try:
         if source.format == "t5x":
-            check_same_model(source.path, model, same_classes=False)
+            if open_files(source.path).has(MODEL_FILE):  # a user's Checkpointer does not write it
+                check_same_model(source.path, model, same_classes=False)
         elif rows := transfer.describe_differences(source.config or {}, getattr(model.module, "config", None)):
             raise UserError(f"{source.path} is of another model:\n  " + "\n  ".join(rows))
     except UserError as error:

@@ -5,5 +5,5 @@ Nothing here imports JAX before the arguments have been checked.
 
 VERBS = (
     "demo", "train", "data", "check", "eval", "infer", "answer", "rerank", "rank-eval", "serve", "inspect", "convert",
-    "cache", "precompile", "bench", "plan", "doctor", "completion",
+    "export", "cache", "precompile", "bench", "plan", "doctor", "completion",
 )  # fmt: skip

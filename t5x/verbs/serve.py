@@ -9,8 +9,6 @@ from t5x.verbs.arguments import Terminated, add_import, add_model, import_module
 from t5x.verbs.job_options import given_options
 from t5x.verbs.verb_parser import VerbParser
 
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
-
 
 def define(parser: VerbParser) -> None:
     parser.add_argument(
@@ -19,7 +17,7 @@ def define(parser: VerbParser) -> None:
     )  # fmt: skip
     place = parser.add_argument_group("where")
     place.add_argument("--port", type=int, default=8000, metavar="N", help="default: 8000; 0 takes a free one")
-    place.add_argument("--host", default=_LOOPBACK[0], metavar="HOST", help="default: 127.0.0.1, this machine only")
+    place.add_argument("--host", default="127.0.0.1", metavar="HOST", help="default: 127.0.0.1, this machine only")
     access = parser.add_argument_group("access")
     access.add_argument("--token_file", metavar="FILE", help="bearer token (or set T5X_SERVE_TOKEN)")
     access.add_argument("--without_token", action="store_true", help="allow anyone who can connect, with --host")
@@ -65,11 +63,11 @@ def run(args: argparse.Namespace) -> None:
     if missing := [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]:
         raise UserError(f"`t5x serve` needs {' and '.join(missing)}. Install them with: pip install 't5x[serve]'")
     from t5x.serving.security import read_token
-    from t5x.serving.settings import Settings
+    from t5x.serving.settings import LOOPBACK, Settings
 
     directories = _named(args.models)
     token = read_token(args.token_file)
-    if args.host not in _LOOPBACK and token is None and not args.without_token:
+    if args.host not in LOOPBACK and token is None and not args.without_token:
         raise UserError(
             f"--host {args.host} lets other machines connect: pass --token_file FILE or set T5X_SERVE_TOKEN, or allow "
             "anyone with --without_token."

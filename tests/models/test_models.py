@@ -73,10 +73,10 @@ def test_a_third_party_module_trains_predicts_and_scores():
     losses = [float(trainer.step(tiny.batch())["loss_per_nonpadding_target_token"].compute()) for _ in range(30)]
     assert losses[-1] < 0.7 * losses[0]
     params, batch = trainer.train_state.params, tiny.batch()
-    tokens = model.predict_batch(params, batch)
-    logits = model.compute_logits(params, batch)
+    tokens = jax.jit(model.predict_batch)(params, batch)
+    logits = jax.jit(model.compute_logits)(params, batch)
     np.testing.assert_array_equal(tokens[:, 0], jnp.argmax(logits[:, 0], -1))
-    assert (model.score_batch(params, batch) < 0).all()
+    assert (jax.jit(model.score_batch)(params, batch) < 0).all()
     model.decode_fn = beam_search
     beams = jax.jit(functools.partial(model.predict_batch_with_aux, return_all_decodes=True, num_decodes=3))
     (tokens, aux), alone = beams(params, batch), {name: value[2:3] for name, value in batch.items()}

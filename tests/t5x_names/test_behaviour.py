@@ -302,6 +302,9 @@ def test_a_trainer_has_t5x_methods(tmp_path):
     checkpointer.save(made.train_state)
     assert checkpointer.all_steps() == [2] and checkpoints.latest_step(str(tmp_path)) == 2
     jax.tree.map(np.testing.assert_array_equal, checkpointer.restore(), made.train_state)
+    newest = utils.RestoreCheckpointConfig(path=str(tmp_path), mode="latest")
+    again = layout.from_checkpoint_or_scratch([newest], init_rng=jax.random.key(5))
+    jax.tree.map(np.testing.assert_array_equal, again, made.train_state)
     loaded = checkpoints.load_t5x_checkpoint(str(tmp_path), step=2)
     np.testing.assert_array_equal(loaded["target"]["token_embedder"]["embedding"],
                                   made.train_state.params["token_embedder"]["embedding"])  # fmt: skip

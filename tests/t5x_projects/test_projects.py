@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 
 from t5x import checkpoints, data, losses, models
 from t5x.examples.t5 import network
-from tests import commands
+from tests import commands, programs
 from tests.t5x_projects import custom_decode, inference_only, tasks
 
 HERE = os.path.dirname(__file__)
@@ -65,8 +66,8 @@ def test_custom_loss(capsys, tmp_path):
     assert [record["step"] for record in trained] == [1, 2]
     for record in (*trained, *evaluated):
         assert {"largest_logit", "loss", "z_loss", "accuracy"} <= record.keys()
-    # Four validation targets, 2a + 1 for a = 1 … 4 as bytes + 3: "7" and "9" are 58 and 60, and rare from 55 on.
-    assert evaluated[-1]["rare_targets"] == 2
+    # Four validation targets, 2a + 1 for a = 1 … 4, are the bytes + 3 of "3", "5", "7" and "9": 54, 56, 58 and 60.
+    assert evaluated[-1]["rare_targets"] == 3
     assert os.path.exists(tmp_path / "inference_eval" / "project_sums-metrics.jsonl")
 
 
@@ -178,3 +179,13 @@ def test_inference_only(checkpoint):
     )
     assert sorted(texts) == sorted(scores) == list(range(6)) and all(isinstance(text, str) for text in texts.values())
     assert all(score < 0 for score in scores.values()) and len(set(scores.values())) > 1
+
+
+def test_a_feature_converter_of_the_real_seqio():
+    program = Path(HERE) / "programs" / "seqio_converter.py"
+    found = json.loads(programs.reference_answers(program, [], "seqio_converter.json").read_text())
+    assert found["same"] and found["empty"] and found["dtype"] == "float32" and found["shape"] == [5, 3]
+    # The rows that seqio packs; see its documentation of EncDecFeatureConverter.
+    assert found["packed"]["encoder_input_tokens"] == [7, 8, 5, 1, 8, 4, 9, 3, 1, 0]
+    assert found["packed"]["encoder_segment_ids"] == [1, 1, 1, 1, 2, 2, 2, 2, 2, 0]
+    assert found["packed"]["decoder_input_tokens"] == [0, 3, 9, 0, 4, 0, 0]
