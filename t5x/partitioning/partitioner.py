@@ -4,6 +4,7 @@ import contextlib
 import functools
 import logging
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -217,7 +218,7 @@ class PjitPartitioner:
         """Return `jax.jit(fn)` over the mesh; arguments in host memory are copied to the devices first.
 
         Args:
-          large_matmuls: most of the time goes to matmuls of many rows; see `large_matmul_options`.
+          large_matmuls: most of the time goes to matmuls of many rows; see `compiler_options`.
         """
 
         def traced(*args):
@@ -226,7 +227,7 @@ class PjitPartitioner:
 
         return jax.jit(
             traced, in_shardings=in_shardings, out_shardings=out_shardings, donate_argnums=donate_argnums,
-            compiler_options=large_matmul_options() if large_matmuls else None,
+            compiler_options=compiler_options(self.mesh.devices.flat[0].platform, large_matmuls),
         )  # fmt: skip
 
     def _on_devices(self, args: tuple, shardings: Any) -> tuple:
@@ -241,13 +242,19 @@ class PjitPartitioner:
 
 
 @functools.cache
-def large_matmul_options() -> dict[str, bool] | None:
-    """Return compiler options for GPUs that leave all matmuls to cuBLAS; None elsewhere, or if XLA does not know them.
+def compiler_options(platform: str, large_matmuls: bool) -> dict[str, Any] | None:
+    """Return XLA's options for a program; None for its defaults.
 
-    XLA's own Triton matmuls win for few rows. With many rows they lose a few percent: residuals are added in a separate
-    pass. Trying them out takes most of the compile time of some programs.
+    CPUs: LLVM's third level of optimization, the default, takes twice as long to compile a training step as the second,
+    whose program computes the same values in the same time. XLA_FLAGS can set another level.
+
+    GPUs, with large matmuls: leave all matmuls to cuBLAS, if XLA knows the option. Its own Triton matmuls win for few
+    rows. With many rows they lose a few percent: residuals are added in a separate pass. Trying them out takes most of
+    the compile time of some programs.
     """
-    if jax.default_backend() != "gpu":
+    if platform == "cpu" and "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
+        return {"xla_backend_optimization_level": 2}
+    if not large_matmuls or jax.default_backend() != "gpu":
         return None
     options = {"xla_gpu_enable_triton_gemm": False}
     try:
