@@ -8,7 +8,8 @@ parameters (`layers`) are treated as separate parameters.
 import dataclasses
 import difflib
 import enum
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +18,19 @@ import numpy as np
 
 from t5x.errors import UserError
 from t5x.optimizers.patterns import paths_in
+from t5x.optimizers.protocol import HyperParams, OptimizerDef, OptimizerState, TreeOptimizer
+
+__all__ = [
+    "HEURISTIC_RULE",
+    "Adafactor",
+    "FactorDim",
+    "HParamMap",
+    "HeuristicRule",
+    "OptimizerDef",
+    "OptimizerState",
+    "factor_name_to_factordim",
+    "standard_logical_factor_rules",
+]
 
 
 class FactorDim(enum.Enum):
@@ -26,6 +40,49 @@ class FactorDim(enum.Enum):
     ROW = "row"
     COLUMN = "column"
     NONE = "none"  # a parameter with such a dimension is not factored
+
+
+class HeuristicRule(enum.Enum):
+    """The value of `HParamMap` for parameters that are factored by their size."""
+
+    token = 1
+
+
+HEURISTIC_RULE = HeuristicRule.token
+
+
+class HParamMap:
+    """A setting by parameter path, for `factor_map` and `multiply_by_parameter_scale`.
+
+    Args:
+      rules: pairs of a regular expression, searched in the path `encoder/layers_0/…`, and a value. The first match
+        wins.
+
+    Example:
+      >>> HParamMap([("scale$", None), (".*", HEURISTIC_RULE)])["encoder/encoder_norm/scale"] is None
+      True
+    """
+
+    def __init__(self, rules: Sequence[tuple[str, Any]]):
+        self._rules = [(re.compile(pattern), value) for pattern, value in rules]
+
+    def __getitem__(self, path: str) -> Any:
+        for pattern, value in self._rules:
+            if pattern.search(path):
+                return value
+        raise KeyError(f"no pattern of this HParamMap matches the parameter {path}")
+
+    def __call__(self, params: Any) -> Any:
+        """Return the values in the structure of `params`."""
+        return jax.tree.unflatten(jax.tree.structure(params), [self[path] for path in paths_in(params)])
+
+
+def factor_name_to_factordim(name: str | FactorDim | None) -> FactorDim | None:
+    """Return the FactorDim of a name: row, col, column, batch, none or unfactorized, in any case."""
+    if not isinstance(name, str):
+        return name
+    name = {"col": "column", "unfactorized": "none"}.get(name.lower(), name.lower())
+    return FactorDim(name)
 
 
 def standard_logical_factor_rules(rules: Mapping[str, FactorDim] | None = None) -> dict[str, FactorDim]:
@@ -68,15 +125,15 @@ class Plan:
 
 
 @dataclasses.dataclass(eq=False, repr=False)
-class Adafactor:
+class Adafactor(TreeOptimizer):
     """Adafactor with T5X's parameters. The trainer's schedule gives the learning rate of every step.
 
     It computes in float32, or in float64 if the parameters are float64.
 
     Args:
-      learning_rate: must be None; the rate is the trainer's schedule.
+      learning_rate: of `apply_gradient` without another one; the trainer passes that of its schedule.
       factored: keep the second moments of matrices as row and column means.
-      multiply_by_parameter_scale: scale the step by the RMS of the parameter.
+      multiply_by_parameter_scale: scale the step by the RMS of the parameter; may be an HParamMap.
       beta1: momentum; None is no momentum, and no memory for it.
       decay_rate: the decay of the second moment at step t is 1 - t^-decay_rate.
       step_offset: subtracted from the step in that formula, for fine-tuning with fresh statistics.
@@ -86,7 +143,8 @@ class Adafactor:
       epsilon1: added to the squared gradient.
       epsilon2: minimum parameter scale.
       dtype_momentum: dtype of the momentum.
-      factor_map: {parameter path: role of each dimension}; overrides `logical_factor_rules` and sizes.
+      factor_map: {parameter path: role of each dimension}; overrides `logical_factor_rules` and sizes. As in T5X, an
+        HParamMap is used only without `logical_factor_rules`, and for more than two dimensions or stacked parameters.
       logical_factor_rules: see `standard_logical_factor_rules`.
       weight_decay_rate_lr_exponent: multiplies the decay by learning_rate ** this.
       global_norm_clip_threshold: maximum global norm of the gradients.
@@ -94,9 +152,6 @@ class Adafactor:
       skip_nan_updates: skip the step, including its state, for parameters (of stacked ones, layers) whose gradient, its
         square or its update is not finite.
       weight_decay_mask: which parameters are decayed, see `optimizers.weight_decay_mask`; None decays all.
-
-    Raises:
-      UserError: if `learning_rate` is set.
 
     Example:
       >>> optimizer, params, axes = Adafactor(), {"w": jnp.ones((2, 3))}, {"w": ("embed", "mlp")}
@@ -109,7 +164,7 @@ class Adafactor:
 
     learning_rate: float | None = None
     factored: bool = True
-    multiply_by_parameter_scale: bool = True
+    multiply_by_parameter_scale: bool | HParamMap = True
     beta1: float | None = None
     decay_rate: float = 0.8
     step_offset: int = 0
@@ -119,7 +174,7 @@ class Adafactor:
     epsilon1: float = 1e-30
     epsilon2: float = 1e-3
     dtype_momentum: Any = jnp.float32
-    factor_map: Mapping[str, tuple[FactorDim, ...]] | None = None
+    factor_map: Mapping[str, tuple[FactorDim, ...]] | HParamMap | None = None
     logical_factor_rules: Mapping[str, FactorDim] | None = None
     weight_decay_rate_lr_exponent: float | None = None
     global_norm_clip_threshold: float | None = None
@@ -128,9 +183,12 @@ class Adafactor:
     weight_decay_mask: Callable[[Any], Any] | None = None
 
     def __post_init__(self):
-        if self.learning_rate is not None:
-            setting = f"adafactor.Adafactor.learning_rate is {self.learning_rate}"
-            raise UserError(f"{setting}; it must be None. Set trainer.Trainer.learning_rate_fn instead.")
+        self._hparam_rules = None
+        if isinstance(self.factor_map, HParamMap):
+            if not self.factored:
+                raise UserError("adafactor.Adafactor has factored=False and a factor_map. Remove one of them.")
+            self._hparam_rules = self.factor_map if self.logical_factor_rules is None else None
+            self.factor_map = {}
         self.factor_map = dict(self.factor_map or {})
         if self.logical_factor_rules is None:
             self.logical_factor_rules = standard_logical_factor_rules()
@@ -147,7 +205,15 @@ class Adafactor:
         if mapped is not None and len(mapped) != len(shape):
             raise UserError(f"adafactor.Adafactor.factor_map: {path} has {len(shape)} dimensions, not {len(mapped)}.")
         kinds = mapped
-        if kinds is None and axes is not None:
+        if self._hparam_rules is not None:
+            kinds = self._hparam_rules[path]
+            if kinds is None:
+                return Plan()
+            kinds, axes = None if kinds is HEURISTIC_RULE else tuple(map(factor_name_to_factordim, kinds)), None
+            if kinds is not None and len(kinds) != len(shape):
+                found = f"{path} has {len(shape)} dimensions, not {len(kinds)}"
+                raise UserError(f"adafactor.Adafactor.factor_map: {found}.")
+        elif kinds is None and axes is not None:
             if unruled := [axis for axis in axes if axis not in self.logical_factor_rules]:
                 if len(shape) > 2:
                     raise UserError(
@@ -201,12 +267,31 @@ class Adafactor:
 
         return _map(slot_axes, params, axes)
 
+    def init_param_state(self, param: jax.Array, path: str) -> dict[str, jax.Array]:
+        """Return the state of one parameter."""
+        return self.init({path: param}, {path: self._axes_at(path)})[path]
+
+    def apply_param_gradient(
+        self, step: jax.Array, hyper_params: HyperParams, param: jax.Array, state: Any, grad: jax.Array, path: str
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Take one step with one parameter; return it with its new state."""
+        axes = {path: self._axes_at(path)}
+        rate = hyper_params.learning_rate
+        new, states = self.update({path: grad}, {path: state}, {path: param}, axes, step=step, learning_rate=rate)
+        return new[path], states[path]
+
+    def _axes_at(self, path: str) -> tuple[str, ...] | None:
+        axes = self._param_axes
+        for name in path.split("/"):
+            axes = axes.get(name) if isinstance(axes, Mapping) else None
+        return axes
+
     # -- update --------------------------------------------------------------------------------------------------------
 
     def update(
         self, grads: Any, state: Any, params: Any, axes: Any, *, step: jax.Array, learning_rate: jax.Array
     ) -> tuple[Any, Any]:
-        """Take one step; see `t5x.optimizers.Optimizer`."""
+        """Take one step; see `t5x.optimizers.OptimizerDef`."""
         if self.global_norm_clip_threshold is not None:
             norm = jnp.sqrt(sum(jnp.sum(jnp.square(g.astype(_precision(g)))) for g in jax.tree.leaves(grads)))
             factor = jnp.minimum(1.0, self.global_norm_clip_threshold / norm)
@@ -217,7 +302,9 @@ class Adafactor:
         def update_checked(path, param, axes, grad, slots, decayed):
             plan = self.plan(path, param.shape, axes)
             grad = grad.astype(_precision(param))
-            new_param, new_slots = self._update_one(plan, param, grad, slots, decay, learning_rate, decayed)
+            scaled = self.multiply_by_parameter_scale
+            scaled = scaled[path] if isinstance(scaled, HParamMap) else scaled
+            new_param, new_slots = self._update_one(plan, param, grad, slots, decay, learning_rate, decayed, scaled)
             if self.skip_nan_updates:
                 finite = jnp.isfinite(new_param) & jnp.isfinite(jnp.square(grad))
                 keep = jnp.all(finite, axis=plan.own(param.ndim), keepdims=True)
@@ -233,7 +320,7 @@ class Adafactor:
         new_params, new_state = (jax.tree.map(lambda pair, i=i: pair[i], pairs, is_leaf=is_pair) for i in (0, 1))
         return new_params, new_state
 
-    def _update_one(self, plan: Plan, param, grad, slots, decay, learning_rate, decayed: bool):
+    def _update_one(self, plan: Plan, param, grad, slots, decay, learning_rate, decayed, scaled):
         own = plan.own(param.ndim)
         mean = lambda x, dims: jnp.mean(x, axis=dims, keepdims=True)
         rms = lambda x: jnp.sqrt(mean(jnp.square(x), own))
@@ -254,7 +341,7 @@ class Adafactor:
         if self.clipping_threshold is not None:
             step = step / jnp.maximum(1.0, rms(step) / self.clipping_threshold)
         scale = learning_rate
-        if self.multiply_by_parameter_scale:
+        if scaled:
             size = jnp.maximum(rms(param), self.epsilon2)
             scale = scale * (size if self.max_parameter_scale is None else jnp.minimum(size, self.max_parameter_scale))
         step = step * scale

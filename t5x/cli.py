@@ -34,6 +34,7 @@ verbs:
   rerank  order passages by relevance
   rank-eval
           score rankings with judgments: MRR, nDCG, MAP, significance tests
+  serve   serve models over HTTP, with a page to try them
   inspect describe a checkpoint of any format
   cache   write a task's tokenized examples once, for training to read
   convert convert a checkpoint to t5x's, T5X's or Hugging Face's format

@@ -32,7 +32,7 @@ from t5x.partitioning import PjitPartitioner, distributed
 from t5x.telemetry import Progress, jsonl
 from t5x.trainer import Trainer
 from t5x.trainer.checks import require_same_data, verify_matching_vocabs
-from t5x.trainer.datasets import get_training_eval_datasets
+from t5x.trainer.datasets import first_batch, get_training_eval_datasets, input_spec
 from t5x.trainer.evaluation import (
     INFERENCE,
     LONGEST_NAME,
@@ -44,7 +44,7 @@ from t5x.trainer.evaluation import (
     tasks_with_metrics,
 )
 from t5x.trainer.restore import open_for_all, restore_params
-from t5x.trainer.state import StateLayout, TrainState, write_model_info
+from t5x.trainer.state import StateLayout, write_model_info
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ def evaluate(
     inference_evaluator_cls: Callable[..., Any] = Evaluator,
     training_evaluator_cls: Callable[..., Trainer] | None = None,
     summarize_config_fn: Callable[..., None] | None = gin_utils.summarize_gin_config,
-    train_state_initializer_cls: Callable[..., StateLayout] = StateLayout.of,
+    train_state_initializer_cls: Callable[..., StateLayout] = StateLayout,
     train_eval_get_dataset_fn: Callable[..., Mapping[str, Iterable[Any]]] = get_training_eval_datasets,
     fallback_init_rng: int | None = None,
     use_orbax: bool = True,
@@ -80,7 +80,7 @@ def evaluate(
       inference_evaluator_cls: computes the tasks' metrics from decoded outputs or scores.
       training_evaluator_cls: `trainer.Trainer`, to add the metrics of training under teacher forcing, over every
         example; they are written to `<output_dir>/training_eval/<task>`.
-      train_state_initializer_cls: lays the model out over the mesh, from (model, partitioner, input shapes).
+      train_state_initializer_cls: lays the model out over the mesh; see `utils.TrainStateInitializer`.
       train_eval_get_dataset_fn: makes the batches for `training_evaluator_cls`.
       fallback_init_rng: seed of the initial values of parameters that are not restored; None is 0.
       use_orbax: accepted for compatibility with T5X; every checkpoint format is read.
@@ -115,7 +115,11 @@ def evaluate(
         # --- The model, without an optimizer --------------------------------------------------------------------------
         model = copy.copy(model)
         model.optimizer_def = None
-        layout = train_state_initializer_cls(model, partitioner, model.input_shapes({"inputs": 1, "targets": 1}))
+        shapes, types = input_spec(model, None, lambda: first_batch(dataset_cfg, model))
+        layout = train_state_initializer_cls(
+            optimizer_def=None, init_fn=model.get_initial_variables, input_shapes=shapes, input_types=types,
+            partitioner=partitioner,
+        )  # fmt: skip
         if distributed.is_leader():
             if summarize_config_fn is not None:
                 summarize_config_fn(directory, None, 0)
@@ -150,13 +154,13 @@ def evaluate(
             if step in steps:
                 raise _second_of_step(path, step, steps[step])
             params = restore_params(source, model, layout, restore_checkpoint_cfg, fallback_init_rng)
-            state = TrainState(layout.step_array(step), params, {})
+            state = layout.state(step, params, {}, {})
             if trainer is None:
                 trainer = (training_evaluator_cls or Trainer)(
-                    model=model, train_state=state, partitioner=partitioner, layout=layout, rng=jax.random.key(0),
-                    learning_rate_fn=lambda step: 0.0,
+                    model=model, train_state=state, partitioner=partitioner, eval_names=[], summary_dir=directory,
+                    train_state_axes=layout.shardings, rng=jax.random.key(0), learning_rate_fn=lambda step: 0.0,
                 )  # fmt: skip
-            trainer.state = state
+            trainer.train_state = state
             results[step], steps[step] = {}, path
             with Progress(
                 None, unit="batch", description=f"evaluate step {step}", disable=not distributed.is_leader()
@@ -165,7 +169,7 @@ def evaluate(
                     for task, metrics in evaluation.evaluate(trainer, step, progress.advance).items():
                         results[step][_result_name(kind, task)] = metrics
             del params, state
-            trainer.state = None  # frees the memory for the next checkpoint
+            trainer.train_state = None  # frees the memory for the next checkpoint
             upload()
             if resumable and distributed.is_leader():
                 jsonl.replace(done_file, [f"{line}\n".encode() for line in (*_lines(done_file), path)])

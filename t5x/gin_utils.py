@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import gin
@@ -19,6 +19,8 @@ __all__ = [
     "get_gin_config_str",
     "parse_gin_flags",
     "rewrite_gin_args",
+    "run",
+    "run_main",
     "string_split_fn",
     "sum_fn",
     "summarize_gin_config",
@@ -78,6 +80,28 @@ def summarize_gin_config(model_dir: str, summary_writer: Any, step: int) -> None
     jsonl.replace(os.path.join(model_dir, "config.gin"), [text.encode()])
     if summary_writer is not None:
         summary_writer.write_text(step, "config", gin.markdown(text))
+
+
+def run(main: Callable[[list[str]], Any]) -> None:
+    """Run the `main(argv)` of a script that defines its flags with absl; `--gin.NAME=VALUE` may be among them."""
+    run_main(main, rewrite_gin_args)
+
+
+def run_main(main: Callable[[list[str]], Any], flags_parser: Callable[[Sequence[str]], Sequence[str]]) -> None:
+    """Run the `main(argv)` of a script and exit; `flags_parser` may change the arguments before absl parses them.
+
+    A UserError is printed without its traceback, and the exit status is 2.
+    """
+    from absl import app  # scripts that use it have imported it
+
+    def guarded(argv: list[str]) -> Any:
+        try:
+            return main(argv)
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return error.exit_code
+
+    app.run(guarded, flags_parser=lambda args: app.parse_flags_with_usage(flags_parser(args)))
 
 
 @gin.configurable

@@ -14,10 +14,11 @@ from t5x.checkpoints.config import RestoreCheckpointConfig
 from t5x.checkpoints.formats import Source
 from t5x.configuration.ignored_parameters import log_ignored
 from t5x.data.dataset_config import DatasetConfig
+from t5x.data.seqio_converters import make_converter
 from t5x.data.tasks import Task, get_subtasks
 from t5x.errors import UserError
 from t5x.files.directories import make_directory
-from t5x.inference.engine import Engine
+from t5x.inference.engine import MANY_ROWS, Engine
 from t5x.inference.file_inference import infer_file
 from t5x.inference.jobs import Shard, check_counts, run_job
 from t5x.inference.loaded import load
@@ -27,6 +28,7 @@ from t5x.inference.task_output import merge_chunks_to_file, write_inferences_to_
 from t5x.models import BaseTransformerModel
 from t5x.partitioning import PjitPartitioner, distributed
 from t5x.trainer.checks import require_same_data, verify_matching_vocabs
+from t5x.trainer.datasets import first_batch, input_spec
 from t5x.trainer.restore import open_for_all, restore_params
 from t5x.trainer.state import StateLayout, write_model_info
 
@@ -58,7 +60,7 @@ def infer(
     merge_chunked_results: bool = True,
     write_fn: Callable[..., None] = write_inferences_to_file,
     checkpoint_ds_iter: bool = True,
-    train_state_initializer_cls: Callable[..., StateLayout] = StateLayout.of,
+    train_state_initializer_cls: Callable[..., StateLayout] = StateLayout,
     fallback_init_rng: int | None = None,
     merge_fn: Callable[..., None] = merge_chunks_to_file,
     summarize_config_fn: Callable[..., None] | None = gin_utils.summarize_gin_config,
@@ -83,7 +85,7 @@ def infer(
       merge_chunked_results: False keeps the chunks and writes no merged file.
       write_fn: writes a chunk; see `write_inferences_to_file`.
       checkpoint_ds_iter: store the data position with each chunk; False reads the data before it again.
-      train_state_initializer_cls: lays the model out over the mesh, from (model, partitioner, input shapes).
+      train_state_initializer_cls: lays the model out over the mesh; see `utils.TrainStateInitializer`.
       fallback_init_rng: seed of the initial values of parameters that are not restored; None is 0.
       merge_fn: merges the chunks into the file; see `merge_chunks_to_file`.
       summarize_config_fn: writes the configuration to `output_dir`.
@@ -113,7 +115,11 @@ def infer(
     source = _source(restore_checkpoint_cfg)
     model = copy.copy(model)
     model.optimizer_def = None
-    layout = train_state_initializer_cls(model, partitioner, model.input_shapes({"inputs": 1, "targets": 1}))
+    shapes, types = input_spec(model, None, lambda: first_batch(dataset_cfg, model))
+    layout = train_state_initializer_cls(
+        optimizer_def=None, init_fn=model.get_initial_variables, input_shapes=shapes, input_types=types,
+        partitioner=partitioner,
+    )  # fmt: skip
     if distributed.is_leader() and shard_id == 0:
         if summarize_config_fn is not None:
             summarize_config_fn(output_dir, None, 0)
@@ -149,7 +155,8 @@ def infer(
             engine = Engine(
                 model, partitioner, restore_params(source, model, layout, restore_checkpoint_cfg, fallback_init_rng)
             )
-            program = engine.program(batch_function(model, mode), decodes=mode != "score")
+            few_rows = mode != "score" and dataset_cfg.batch_size < MANY_ROWS
+            program = engine.program(batch_function(model, mode), few_rows=few_rows)
         cfg = dataclasses.replace(dataset_cfg, mixture_or_task_name=task, module=None)
         lengths = cfg.task_feature_lengths or _measure_lengths(task, cfg, model)
         job = TaskJob(
@@ -194,7 +201,7 @@ def _source(cfg: RestoreCheckpointConfig) -> Source:
 
 
 def _measure_lengths(task: Task, cfg: DatasetConfig, model: BaseTransformerModel) -> dict[str, int]:
-    features = model.FEATURE_CONVERTER_CLS(pack=False).task_features(tuple(task.output_features))
+    features = make_converter(model.FEATURE_CONVERTER_CLS, pack=False).task_features(tuple(task.output_features))
     lengths = TaskExamples(task, cfg, None).measure(features)
     log.info("%s, split %s: measured lengths %s", task.name, cfg.split, lengths)
     return lengths

@@ -130,7 +130,9 @@ class InteractiveModel:
         state, run = restore_or_init(self._store, restore, model, self._layout, init_rng)
         self._run = Run(run.first_step)
         rate = create_learning_rate_scheduler("constant", base_learning_rate=0.001)
-        self.trainer = Trainer(model, state, partitioner, self._layout, dropout_rng, rate)
+        self.trainer = Trainer(
+            model, state, partitioner, eval_names or [], self.output_dir, self._layout.shardings, dropout_rng, rate
+        )
         self._train_metrics: list[Any] = []
         self._programs: dict[Any, Callable[..., Any]] = {}
 
@@ -138,7 +140,7 @@ class InteractiveModel:
 
     @property
     def train_state(self) -> TrainState:
-        return self.trainer.state
+        return self.trainer.train_state
 
     @property
     def train_state_axes(self) -> dict[str, Any]:
@@ -152,7 +154,7 @@ class InteractiveModel:
 
     @property
     def step(self) -> int:
-        return int(self.trainer.state.step)
+        return int(self.trainer.train_state.step)
 
     @property
     def newest_checkpoint(self) -> str | None:
@@ -194,7 +196,7 @@ class InteractiveModel:
     def save_checkpoint(self) -> None:
         """Save the state as `<output_dir>/checkpoint_<step>`, which every verb can read. Return when it is complete."""
         with checkpoints.ModelDirLock(self.output_dir):
-            tree = self._save_cfg.tree_to_save(self.train_state.tree())
+            tree = self._save_cfg.tree_to_save(self.train_state.state_dict())
             self._store.save(self.step, tree, sidecars=sidecars(self.model, None) | self._run.sidecars())
             self._store.wait()
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.export import is_symbolic_dim
 
 from t5x.errors import UserError
 from t5x.partitioning.logical import constrain, shards_of
@@ -95,6 +96,7 @@ class TokenLosses(NamedTuple):
 
 
 _CHUNK_BYTES = 2**28  # float32 logits per device
+_SYMBOLIC_CHUNK = 16  # positions per chunk where the number of rows is not known
 
 
 def projected_cross_entropy(
@@ -159,7 +161,10 @@ def _token_losses(static, hidden, kernel, targets):
 def _scan_chunks(step, carry, arrays, vocab_size):
     """Run `jax.lax.scan` over chunks of positions of the arrays [batch, length, ...]; see _CHUNK_BYTES."""
     batch, length = arrays[0].shape[:2]
-    chunks = min(length, -(-4 * batch * length * vocab_size // (_CHUNK_BYTES * jax.device_count())))
+    if is_symbolic_dim(batch):  # an export for any number of rows
+        chunks = -(-length // _SYMBOLIC_CHUNK)
+    else:
+        chunks = min(length, -(-4 * batch * length * vocab_size // (_CHUNK_BYTES * jax.device_count())))
     if chunks == 1:
         return step(carry, arrays)
     size = -(-length // chunks)
@@ -265,13 +270,18 @@ def loss_scale(factor: LossNormalizingFactor, batch: Mapping[str, jax.Array]) ->
         return weights / jnp.maximum(jnp.sum(weights), 1.0)
     if kind is SpecialLossNormalizingFactor.NUM_TOTAL_TARGET_TOKENS:
         return weights / targets.size
-    # AVERAGE_PER_SEQUENCE: every sequence with targets has the same weight, packed or not.
+    scale = _weights_per_sequence(batch)
+    return scale / jnp.maximum(jnp.sum(scale), 1.0)
+
+
+def _weights_per_sequence(batch: Mapping[str, jax.Array]) -> jax.Array:
+    """Return the weights of AVERAGE_PER_SEQUENCE: they sum to 1 in every sequence with targets, packed or not."""
+    targets, weights = batch["decoder_target_tokens"], loss_weights(batch)
     segments = batch.get("decoder_segment_ids")
     same = jnp.ones_like(targets)[:, :, None] if segments is None else segments[:, :, None] == segments[:, None, :]
     same = jnp.broadcast_to(same, (*targets.shape, targets.shape[1])).astype(jnp.float32)
     length = jnp.einsum("bqk,bk->bq", same, weights)
-    scale = weights / jnp.where(length > 0, length, 1.0)
-    return scale / jnp.maximum(jnp.sum(scale), 1.0)
+    return weights / jnp.where(length > 0, length, 1.0)
 
 
 def special_loss_normalizing_factor(name: str | SpecialLossNormalizingFactor) -> SpecialLossNormalizingFactor:
@@ -287,3 +297,78 @@ def special_loss_normalizing_factor(name: str | SpecialLossNormalizingFactor) ->
     except KeyError:
         known = ", ".join(f.name for f in SpecialLossNormalizingFactor)
         raise UserError(f"loss_normalizing_factor is {name!r}. Use a number, None, or one of {known}.") from None
+
+
+# --- T5X's functions, for models with a loss of their own -------------------------------------------------------------
+
+
+def convert_special_loss_normalizing_factor_to_enum(x: str) -> SpecialLossNormalizingFactor:
+    """Return the special factor of that name, ignoring case."""
+    return special_loss_normalizing_factor(x)
+
+
+def cross_entropy_with_logits(
+    logits: jax.Array, targets: jax.Array, z_loss: float = 0.0
+) -> tuple[jax.Array, jax.Array]:
+    """Compute the cross entropy with target distributions; see `cross_entropy` for target tokens.
+
+    Args:
+      logits: float [..., vocab].
+      targets: float [..., vocab], one-hot or smoothed.
+      z_loss: weight of log(Z)².
+
+    Returns:
+      float [...] and float [...]: the loss, and the z-loss contained in it. The latter has no gradient.
+    """
+    log_z = jax.nn.logsumexp(logits, axis=-1)
+    z_part = z_loss * jnp.square(log_z)
+    loss = jnp.sum(targets * (log_z[..., None] - logits), axis=-1) + z_part
+    return loss, jax.lax.stop_gradient(z_part)
+
+
+def compute_weighted_cross_entropy(
+    logits: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    loss_normalizing_factor: float | jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Sum the weighted cross entropy of all tokens.
+
+    Args:
+      logits: float [..., vocab].
+      targets: int [...].
+      weights: [...]; None is all ones.
+      label_smoothing, z_loss: see `cross_entropy`.
+      loss_normalizing_factor: divides the result; None is 1.
+
+    Returns:
+      The loss, the z-loss contained in it, and the sum of the weights.
+    """
+    if logits.ndim != targets.ndim + 1:
+        raise ValueError(f"logits need one more axis than targets; the shapes are {logits.shape} and {targets.shape}")
+    per_token, z_part = cross_entropy(logits, targets, z_loss, label_smoothing)
+    weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights
+    factor = 1.0 if loss_normalizing_factor is None else loss_normalizing_factor
+    return jnp.sum(per_token * weights) / factor, jnp.sum(z_part * weights) / factor, jnp.sum(weights)
+
+
+def get_loss_normalizing_factor_and_weights(
+    loss_normalizing_factor: LossNormalizingFactor, batch: Mapping[str, jax.Array]
+) -> tuple[float | jax.Array | None, jax.Array | None]:
+    """Return a factor and weights for `compute_weighted_cross_entropy`; both are of this (micro)batch alone.
+
+    Args:
+      loss_normalizing_factor, batch: see `loss_scale`.
+    """
+    if loss_normalizing_factor is None or isinstance(loss_normalizing_factor, int | float):
+        return loss_normalizing_factor, batch.get("decoder_loss_weights")
+    kind = special_loss_normalizing_factor(loss_normalizing_factor)
+    weights = loss_weights(batch)
+    if kind is SpecialLossNormalizingFactor.NUM_REAL_TARGET_TOKENS:
+        return jnp.sum(weights), weights
+    if kind is SpecialLossNormalizingFactor.NUM_TOTAL_TARGET_TOKENS:
+        return batch["decoder_target_tokens"].size, weights
+    weights = _weights_per_sequence(batch)
+    return jnp.sum(weights), weights

@@ -1,7 +1,6 @@
 """Compile a training step and write its HLO: `t5x precompile`, or `python t5x/main.py --run_mode=precompile`."""
 
 import contextlib
-import functools
 import io
 import logging
 import os
@@ -17,10 +16,11 @@ from t5x.files.directories import make_directory
 from t5x.models import BaseTransformerModel
 from t5x.partitioning import PjitPartitioner, distributed
 from t5x.telemetry import jsonl
+from t5x.train_state import TrainState
 from t5x.trainer.checks import verify_matching_vocabs
-from t5x.trainer.datasets import ShardInfo, get_dataset
+from t5x.trainer.datasets import ShardInfo, get_dataset, input_spec
 from t5x.trainer.state import StateLayout
-from t5x.trainer.step import train_step
+from t5x.trainer.step import train_with_lr
 
 log = logging.getLogger(__name__)
 
@@ -56,15 +56,21 @@ def precompile(
     model_dir = make_directory(model_dir, "MODEL_DIR")
     batch_size = train_dataset_cfg.batch_size
     shard = ShardInfo.of(partitioner.rows(batch_size), batch_size)
-    loader = get_dataset_fn(train_dataset_cfg, shard, model.FEATURE_CONVERTER_CLS)
+    loader = get_dataset_fn(train_dataset_cfg, shard.index, shard.num_shards, model.FEATURE_CONVERTER_CLS)
     with loader if hasattr(loader, "restore") else contextlib.nullcontext():
-        batch = partitioner.to_devices(loader.peek() if hasattr(loader, "peek") else next(iter(loader)))
-    layout = StateLayout.of(model, partitioner, model.input_shapes(train_dataset_cfg.task_feature_lengths))
+        read = loader.peek() if hasattr(loader, "peek") else next(iter(loader))
+    batch = partitioner.to_devices(read)
+    shapes, types = input_spec(model, train_dataset_cfg.task_feature_lengths, lambda: read)
+    layout = StateLayout.of(model, partitioner, shapes, types)
     rng = jax.random.key(random_seed or 0)
+
+    def train_step(state: TrainState, batch: Any) -> Any:
+        return train_with_lr(state, batch, _LEARNING_RATE, jax.random.fold_in(rng, state.step), model, 1)
+
     step = partitioner.partition(
-        functools.partial(train_step, model, layout.axes, lambda step: _LEARNING_RATE, 1, rng),
-        in_shardings=(layout.shardings, partitioner.batch_sharding),
-        out_shardings=(layout.shardings, partitioner.replicated),
+        train_step,
+        in_axis_resources=(layout.shardings, partitioner.batch_sharding),
+        out_axis_resources=(layout.shardings, partitioner.replicated),
         donate_argnums=(0,),
         large_matmuls=True,
     )

@@ -24,8 +24,9 @@ from t5x.partitioning import PjitPartitioner, distributed
 from t5x.telemetry import MetricWriter, ThroughputClock
 from t5x.trainer.actions import Actions, ActionStop, BaseAction
 from t5x.trainer.checks import require_same_data, verify_matching_vocabs
-from t5x.trainer.datasets import ExternalBatches, ShardInfo, get_dataset, get_training_eval_datasets
+from t5x.trainer.datasets import ExternalBatches, ShardInfo, get_dataset, get_training_eval_datasets, input_spec
 from t5x.trainer.evaluation import Evaluation, InferenceEvaluation, TeacherForcedEvaluation
+from t5x.trainer.extension_checks import check_extensions
 from t5x.trainer.metric_lines import MetricLines
 from t5x.trainer.preemption import PreemptionWatch
 from t5x.trainer.restore import OnChangedData, Run, position_of_all, restore_or_init, resume_data
@@ -60,7 +61,7 @@ def train(
     actions: Mapping[str, Sequence[BaseAction]] | None = None,
     train_eval_get_dataset_fn: Callable[..., Mapping[str, Iterable[Any]]] = get_training_eval_datasets,
     run_eval_before_training: bool = False,
-    train_state_initializer_cls: Callable[..., StateLayout] = StateLayout.of,
+    train_state_initializer_cls: Callable[..., StateLayout] = StateLayout,
     use_orbax: bool = True,
     verify_matching_vocabs_fn: Callable[[DatasetConfig, BaseTransformerModel], None] | None = verify_matching_vocabs,
     gc_period: int = 0,
@@ -92,7 +93,7 @@ def train(
       actions: {`TRAIN`, `TRAIN_EVAL` or `INFER_EVAL`: actions that may end the run}; see `t5x.trainer.actions`.
       train_eval_get_dataset_fn: makes the batches of teacher-forced evaluation.
       run_eval_before_training: evaluate once before the first step.
-      train_state_initializer_cls: lays the state out over the mesh, from (model, partitioner, input shapes).
+      train_state_initializer_cls: lays the state out over the mesh; see `utils.TrainStateInitializer`.
       use_orbax: False only logs a warning: `t5x convert --to native` writes T5X's other format.
       verify_matching_vocabs_fn: checks the vocabularies of data and model; None skips the check.
       gc_period: steps between runs of Python's garbage collector, which is then disabled otherwise; 0 is automatic.
@@ -109,6 +110,7 @@ def train(
     clock = ThroughputClock()
     save_cfg, restore_cfg = checkpoint_cfg.save, checkpoint_cfg.restore
     _check(model_dir, total_steps, eval_steps, restore_cfg, use_orbax, on_changed_data)
+    check_extensions(model, trainer_cls)
     actions = Actions(actions)
     model_dir = checkpoints.location(model_dir)
     leader = distributed.is_leader()
@@ -141,7 +143,7 @@ def train(
         require_same_data(train_dataset_cfg, train_eval_dataset_cfg, infer_eval_dataset_cfg)
         batch_size = train_dataset_cfg.batch_size
         shard = ShardInfo.of(partitioner.rows(batch_size), batch_size)
-        loader = get_dataset_fn(train_dataset_cfg, shard, model.FEATURE_CONVERTER_CLS)
+        loader = get_dataset_fn(train_dataset_cfg, shard.index, shard.num_shards, model.FEATURE_CONVERTER_CLS)
         if hasattr(loader, "restore"):
             closing.enter_context(loader)
         else:
@@ -149,8 +151,11 @@ def train(
         fingerprint = loader.start_fingerprint() if leader and hasattr(loader, "start_fingerprint") else None
 
         # --- The model, laid out over the mesh ------------------------------------------------------------------------
-        shapes = model.input_shapes(train_dataset_cfg.task_feature_lengths)
-        layout = train_state_initializer_cls(model, partitioner, shapes)
+        shapes, types = input_spec(model, train_dataset_cfg.task_feature_lengths, loader.peek)
+        layout = train_state_initializer_cls(
+            optimizer_def=model.optimizer_def, init_fn=model.get_initial_variables, input_shapes=shapes,
+            input_types=types, partitioner=partitioner,
+        )  # fmt: skip
         log.info("model: %s", _describe(model, layout))
 
         # --- Initial state: MODEL_DIR's own checkpoint, else the initial one, else from scratch -----------------------
@@ -187,7 +192,10 @@ def train(
         files = sidecars(model, _read_if_exists(os.path.join(files_dir, "config.gin")), data)
 
         # --- Training, evaluation, saving -----------------------------------------------------------------------------
-        trainer = trainer_cls(model=model, train_state=state, partitioner=partitioner, layout=layout, rng=dropout_rng)
+        trainer = trainer_cls(
+            model=model, train_state=state, partitioner=partitioner, eval_names=[], summary_dir=files_dir,
+            train_state_axes=layout.shardings, rng=dropout_rng,
+        )  # fmt: skip
         del state  # its buffers are donated by the train step
         evaluations: dict[str, Evaluation] = {}
         if train_eval_dataset_cfg is not None:
@@ -208,7 +216,7 @@ def train(
             store.best.check(["train", *(group for evaluation in evaluations.values() for group in evaluation.groups)])
         if save_cfg is not None and save_cfg.state_transformation_fns:
             log.info("saving through utils.SaveCheckpointConfig.state_transformation_fns")
-            save_cfg.tree_to_save(trainer.state.tree())  # fails now rather than at the first save
+            save_cfg.tree_to_save(trainer.train_state.state_dict())  # fails now rather than at the first save
         times = trainer_lib.Timetable(
             total_steps=total_steps,
             stats_period=stats_period or max(1, min(eval_period or 100, 100)),
@@ -229,7 +237,7 @@ def train(
                 except trainer_lib.Interrupted:
                     log.info("the evaluation of step %d was interrupted; it is repeated when the run resumes", step)
                     continue
-                ended = actions.run(mode, trainer.state, metrics) or ended
+                ended = actions.run(mode, trainer.train_state, metrics) or ended
             if store.best is not None:
                 store.retire(step)
                 if leader and not stop:
@@ -255,7 +263,7 @@ def train(
             with clock.apart("timing/train_iter_warmup"):
                 batch = loader.peek()
             with clock.apart("timing/compilation_seconds"):
-                log.info("compiled the train step in %.1f s", trainer.compile(batch))
+                log.info("compiled the train step in %.1f s", trainer.compile_train(batch))
                 distributed.barrier("compiled")  # collectives time out if a process is late
             cost = StepCost.of(model.module, batch, rows=batch_size, devices=partitioner.mesh.devices.flatten())
             log.log(logging.DEBUG if cost.peak is None else logging.INFO, "%s", cost)
@@ -276,7 +284,8 @@ def train(
                 now = Run(
                     run.first_step, data, lines.unfinished(step), actions.state(), None if ended is None else str(ended)
                 )
-                store.save(step, save_cfg.tree_to_save(trainer.state.tree()), sidecars=files | now.sidecars())
+                tree = save_cfg.tree_to_save(trainer.train_state.state_dict())
+                store.save(step, tree, sidecars=files | now.sidecars())
 
             last_step, ended = trainer_lib.run_loop(
                 trainer, loader, times, first_step=first_step, batch_size=batch_size, lines=lines, clock=clock,
@@ -296,7 +305,7 @@ def train(
             raise UserError(f"{ended}. Steps after the last checkpoint ({newest}) were not saved.")
         if ended is not None:
             log.info("%s", ended)
-        return last_step, trainer.state
+        return last_step, trainer.train_state
 
 
 # --- Helpers ----------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ REPO = Path(__file__).parents[1]
 SMALL = [
     "--gin.network.T5Config.emb_dim=16", "--gin.network.T5Config.num_heads=2", "--gin.network.T5Config.head_dim=8",
     "--gin.network.T5Config.mlp_dim=32", "--gin.network.T5Config.num_encoder_layers=1",
-    "--gin.network.T5Config.num_decoder_layers=1", "--gin.DROPOUT_RATE=0.1", "--gin.BATCH_SIZE=8",
+    "--gin.network.T5Config.num_decoder_layers=1", "--gin.BATCH_SIZE=8",
     "--gin.train.stats_period=1", "--gin.train.eval_period=0", "--gin.train.train_eval_dataset_cfg=None",
     "--gin.train.infer_eval_dataset_cfg=None",
 ]  # fmt: skip

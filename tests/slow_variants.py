@@ -1,4 +1,6 @@
-"""Variants of tests that only `make test-all` runs: for each, a quicker one of the same promise stays in `make test`.
+"""Tests that only `make test-all` runs: for each, a quicker one of the same promise stays in `make test`.
+
+Of a parametrised test, some variants stay; otherwise a comment names the files with the quicker tests.
 
 Tests that are slow as a whole carry `@pytest.mark.slow` themselves.
 """
@@ -10,6 +12,7 @@ import pytest
 # file: patterns of the names of its tests
 SLOW = {
     "bench/test_bench.py": [r"test_training_in_fp8_with_recomputation_and_microbatches"],
+    "checkpoints/test_kill.py": [r"test_a_kill_at_any_moment_leaves_whole_checkpoints_only"],  # test_together.py
     "checkpoints/formats/test_huggingface.py": [r"test_tokenizers_give_the_ids_of_the_vocabulary\[umt5\]"],
     "data/test_seqio_runs.py": [r"test_a_mixture_trains_and_is_evaluated"],
     "data/test_user_modules.py": [r"test_a_verb_and_its_workers_import_what_import_names\[tasks\]"],
@@ -18,7 +21,10 @@ SLOW = {
         r"test_a_wide_beam_finds_what_exhaustive_search_finds\[(random--0.7|ties-0.0)\]",
     ],
     "decoding/test_constraints.py": [r"test_only_choices_are_generated\[(greedy|beam)\]"],
-    "decoding/test_hugging_face.py": [r"test_beam_search\[(3 beams|4 beams, never early)\]"],
+    "decoding/test_hugging_face.py": [
+        r"test_beam_search\[(3 beams|4 beams, never early)\]",
+        r"test_real_weights_give_the_beams_of_hugging_face",  # inference/test_real.py
+    ],
     "decoding/test_loop.py": [
         r"test_a_network_continues_with_the_remaining_rows\[(1-scanned|1-unrolled|2-unrolled)\]",
         r"test_results_are_those_of_a_single_loop\[(beams|sampling) for each\]",
@@ -29,10 +35,14 @@ SLOW = {
         r"test_the_batch_and_its_padding_change_nothing\[temperature_sample\]",
     ],
     "decoding/test_sampling.py": [r"test_frequencies\[False-(\{\}|\{'topk': 2\})\]"],
-    "examples/test_layers.py": [r"test_a_users_network_computes_our_logits_and_loss\[1.1 padded\]"],
+    "examples/test_layers.py": [
+        r"test_a_users_network_computes_our_logits_and_loss\[1.1 padded\]",
+        r"test_a_users_network_trains",  # models/test_models.py: a third-party module trains
+    ],
     "inference/test_files.py": [
         r"test_neither_batches_nor_chunks_nor_shards_change_what_is_predicted\[(a beam|greedy)\]",
     ],
+    "inference/test_kills.py": [r"test_two_shards_through_kills"],  # ranking/test_kills.py; object_stores/test_jobs.py
     "inference/test_tasks.py": [
         r"test_more_chunks_than_five_digits_count",
         r"test_a_run_that_ended_goes_on\[False\]", r"test_a_damaged_completed_file_is_reported\[(\[\]|\{)\]",
@@ -90,13 +100,23 @@ SLOW = {
         r"test_a_run_that_resumes_there_ends_like_a_local_one\[gcs\]", r"test_metrics_are_there_.*\[s3\]",
     ],
     "object_stores/test_task_inference.py": [r".*\[gcs\]"],
-    "test_cli.py": [r"test_a_signal_while_xla_compiles_ends_the_program_at_once\[SIGTERM-.*\]"],
+    "ranking/test_models.py": [r"test_eight_devices_find_what_one_does"],  # partitioning/test_meshes.py
+    "test_cli.py": [
+        r"test_a_signal_while_xla_compiles_ends_the_program_at_once\[SIGTERM-.*\]",
+        r"test_inference_evaluation_inside_training",  # examples/test_recipes.py
+        r"test_a_mixture_is_inferred_task_by_task",  # inference/test_tasks.py
+        r"test_eval_scores_every_checkpoint_once",  # test_eval.py
+    ],
     "test_convert.py": [r"test_optimizer_state_arrives_exactly\[unrolled\]"],
     "test_optimizers.py": [r"test_an_adamw_checkpoint_loads_into_scanned_and_unrolled_layers\[False\]"],
     "test_train.py": [r"test_a_signal_saves_and_the_run_goes_on\[2-130\]"],
     "test_weights.py": [r"test_parity_with_hugging_face\[(mT5-False|T5 1.1-True|T5 1.0-False|umT5-True)\]"],
     "trainer/test_dropout.py": [r".*\[scanned\]"],
-    "trainer/test_step.py": [r"test_the_number_of_microbatches_changes_nothing\[None\]"],
+    "trainer/test_step.py": [
+        r"test_the_number_of_microbatches_changes_nothing\[None\]",
+        # network/test_transformer.py: the same gradients; checkpoints/test_layout.py: the same update
+        r"test_scanned_and_unrolled_layers_take_the_same_steps",
+    ],
 }  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t5x.adafactor import Adafactor, FactorDim, standard_logical_factor_rules
+from t5x.adafactor import HEURISTIC_RULE, Adafactor, FactorDim, HParamMap, standard_logical_factor_rules
 from t5x.errors import UserError
 from t5x.optimizers import weight_decay_mask
 from tests.reference import adafactor_numpy
@@ -210,6 +210,46 @@ def test_axes_that_cannot_be_factored_are_rejected():
     assert state["p"]["v_row"].shape == (2,) and state["p"]["v_col"].shape == (3, 4)
 
 
-def test_a_learning_rate_is_rejected():
-    with pytest.raises(UserError, match=r"learning_rate is 0.1.*Trainer.learning_rate_fn"):
-        Adafactor(learning_rate=0.1)
+def test_t5x_methods_take_the_same_steps():
+    params, axes = {"mlp": {"wi": jnp.linspace(-1, 1, 24).reshape(4, 6)}}, {"mlp": {"wi": ("embed", "mlp")}}
+    grads = jax.tree.map(lambda x: x**2 + 0.1, params)
+    definition = Adafactor(learning_rate=0.1, min_dim_size_to_factor=4)
+    definition.set_param_axes(axes)
+    optimizer = definition.create(params)
+    for learning_rate in (None, 0.3):
+        state, step, before = optimizer.state.param_states, optimizer.state.step, optimizer.target
+        optimizer = optimizer.apply_gradient(grads, learning_rate=learning_rate)
+        expected, states = Adafactor(min_dim_size_to_factor=4).update(
+            grads, state, before, axes, step=step, learning_rate=learning_rate or 0.1
+        )
+        np.testing.assert_array_equal(optimizer.target["mlp"]["wi"], expected["mlp"]["wi"])
+        one, slots = definition.apply_param_gradient(
+            step, definition.update_hyper_params(learning_rate=learning_rate), before["mlp"]["wi"], state["mlp"]["wi"],
+            grads["mlp"]["wi"], "mlp/wi",
+        )  # fmt: skip
+        np.testing.assert_array_equal(one, expected["mlp"]["wi"])
+        jax.tree.map(np.testing.assert_array_equal, slots, states["mlp"]["wi"])
+    assert int(optimizer.state.step) == 2
+    again = definition.create(params).restore_state(optimizer.state_dict())
+    jax.tree.map(np.testing.assert_array_equal, again, optimizer)
+
+
+def test_hparam_maps():
+    shapes = {"stack": (2, 3, 4), "matrix": (4, 6), "plain": (4, 6)}
+    params = {name: jnp.ones(shape) for name, shape in shapes.items()}
+    rules = HParamMap([("stack", ("batch", "row", "column")), ("mat", HEURISTIC_RULE), ("", None)])
+    optimizer = Adafactor(factor_map=rules, min_dim_size_to_factor=2)
+    state = optimizer.init(params, {name: None for name in params})
+    assert state["stack"]["v_row"].shape == (2, 3) and state["stack"]["v_col"].shape == (2, 4)
+    assert state["matrix"]["v_row"].shape == (4,) and state["plain"]["v"].shape == (4, 6)
+    with pytest.raises(KeyError, match="embedding"):
+        HParamMap([("mlp", None)])["embedding"]
+    assert rules(params)["plain"] is None
+    scale = HParamMap([("matrix", False), (".*", True)])
+    new, _ = Adafactor(multiply_by_parameter_scale=scale, factored=False).update(
+        params, Adafactor(factored=False).init(params, {n: None for n in params} | {"stack": ("embed", "mlp", "kv")}),
+        jax.tree.map(lambda x: 2 * x, params), {n: None for n in params} | {"stack": ("embed", "mlp", "kv")},
+        step=jnp.int32(0), learning_rate=0.1,
+    )  # fmt: skip
+    np.testing.assert_allclose(new["plain"], 2 - 0.1 * 2, rtol=1e-6)  # the step has the scale of the parameter, 2
+    np.testing.assert_allclose(new["matrix"], 2 - 0.1, rtol=1e-6)

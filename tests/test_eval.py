@@ -217,9 +217,9 @@ def test_a_mixture_is_measured_by_task_and_together(model_dir, tmp_path):
 def test_other_parameters_are_used(model_dir, tmp_path):
     made, asked = [], []
 
-    def initializer(model, partitioner, shapes):
-        made.append(shapes)
-        return StateLayout.of(model, partitioner, shapes)
+    def initializer(**arguments):
+        made.append(arguments["input_shapes"])
+        return StateLayout(**arguments)
 
     def datasets(cfg, **arguments):
         asked.append(arguments["eval_steps"])

@@ -31,7 +31,7 @@ SHARED = Path(__file__).parents[1] / "../shared/data"
 SMALL = [
     "network.T5Config.emb_dim = 8", "network.T5Config.num_heads = 2", "network.T5Config.head_dim = 4",
     "network.T5Config.mlp_dim = 16", "network.T5Config.num_encoder_layers = 1",
-    "network.T5Config.num_decoder_layers = 1", "train.stats_period = 1",
+    "network.T5Config.num_decoder_layers = 1", "network.T5Config.dropout_rate = 0.0", "train.stats_period = 1",
 ]  # fmt: skip
 PAIRS = [{"q": f"{i} + {i}", "a": 2 * i} for i in range(12)]
 

@@ -24,7 +24,8 @@ from t5x.models import EncoderDecoderModel
 from t5x.network import T5Config, Transformer
 from t5x.partitioning import PjitPartitioner
 from t5x.train import train
-from t5x.trainer import StateLayout, Trainer
+from t5x.trainer import StateLayout
+from tests import tiny
 
 VOCABULARY = data.ByteVocabulary()
 CONFIG = T5Config(
@@ -81,17 +82,17 @@ def test_train_steps_are_the_trainers_and_a_checkpoint_goes_on(tmp_path):
     init, dropout = jax.random.split(jax.random.key(42))
     partitioner = PjitPartitioner()
     layout = StateLayout.of(make_model(), partitioner, make_model().input_shapes(LENGTHS))
-    expected = Trainer(make_model(), layout.init(init), partitioner, layout, dropout, lambda step: 0.001)
+    expected = tiny.trainer(layout, layout.init(init), dropout, lambda step: 0.001)
     model.train_step(EXAMPLES)
     expected.step(batch_of(EXAMPLES))
-    assert same(model.train_state.tree(), expected.state.tree())
+    assert same(model.train_state.state_dict(), expected.train_state.state_dict())
     assert not list((tmp_path / "a").glob("checkpoint_*"))  # saved when asked for, not after every step
     model.save_checkpoint()
     again = make(tmp_path / "a")
-    assert again.step == 1 and same(again.train_state.tree(), model.train_state.tree())
+    assert again.step == 1 and same(again.train_state.state_dict(), model.train_state.state_dict())
     model.train_step_from_batch_iterator(iter([batch_of(EXAMPLES[:2])]))
     expected.step(batch_of(EXAMPLES[:2]))
-    assert same(model.train_state.tree(), expected.state.tree())
+    assert same(model.train_state.state_dict(), expected.train_state.state_dict())
     assert model.train_summary["target_tokens"] == 4
     other = make(tmp_path / "b", checkpoint_path=str(tmp_path / "a"), restore_mode="latest")
     assert other.step == 1 and other.newest_checkpoint == str(tmp_path / "a")

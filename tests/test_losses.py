@@ -131,7 +131,7 @@ for preset in ("dp", "tp", "fsdp"):
     at = PjitPartitioner(preset=preset, **({"num_partitions": 2} if preset == "tp" else {}))
     divided = at.sharding(kernel.shape, ("embed", "vocab"))
     shardings = (at.batch_sharding, divided, at.batch_sharding, at.batch_sharding)
-    compiled = at.partition(of, in_shardings=shardings, out_shardings=at.replicated)
+    compiled = at.partition(of, in_axis_resources=shardings, out_axis_resources=at.replicated)
     compiled = compiled.lower(hidden, kernel, targets, weights).compile()
     text = compiled.as_text()
     bodies = set(re.findall(r"body=%?([\\w.-]+)", text))

@@ -24,7 +24,7 @@ from t5x.checkpoints.model_description import sidecars
 from t5x.errors import UserError
 from t5x.optimizers import OptaxWrapper, applied_schedule
 from t5x.partitioning import PjitPartitioner, standard_logical_axis_rules
-from t5x.trainer import StateLayout, TrainState
+from t5x.trainer import StateLayout
 from t5x.trainer.restore import restore_state
 from tests import commands, tiny
 from tests.programs import losses
@@ -244,9 +244,9 @@ def test_an_adamw_checkpoint_loads_into_scanned_and_unrolled_layers(tmp_path, sc
 
     before, after = layout_of(scan), layout_of(not scan)
     fill = lambda abstract: jax.tree_util.tree_map_with_path(number, abstract)
-    state = TrainState(jnp.int32(5), fill(before.abstract.params), fill(before.abstract.param_states))
+    state = before.state(5, fill(before.abstract.params), fill(before.abstract.param_states), {})
     with CheckpointStore(tmp_path) as store:
-        store.save(5, state.tree(), sidecars=sidecars(before.model, None))
+        store.save(5, state.state_dict(), sidecars=sidecars(before.model, None))
     source = open_checkpoint(str(tmp_path / "checkpoint_5"))
     model = after.model
     restored = restore_state(source, RestoreCheckpointConfig(path=str(tmp_path)), model, after, jax.random.key(0))
@@ -453,7 +453,8 @@ def test_runs_of_the_gin_files(tmp_path, capsys):
         "--gin.TASK_FEATURE_LENGTHS={'inputs': 32, 'targets': 11}", "--gin.VOCABULARY=@seqio.ByteVocabulary()",
         *(f"--gin.network.T5Config.{field}=1" for field in ("num_encoder_layers", "num_decoder_layers", "num_heads")),
         *(f"--gin.network.T5Config.{field}=8" for field in ("emb_dim", "head_dim", "mlp_dim")),
-        "--gin.network.T5Config.vocab_size=384", "--gin.BATCH_SIZE=4", "--gin.train.infer_eval_dataset_cfg=None",
+        "--gin.network.T5Config.vocab_size=384", "--gin.network.T5Config.dropout_rate=0.0", "--gin.BATCH_SIZE=4",
+        "--gin.train.infer_eval_dataset_cfg=None",
         "--gin.train.train_eval_dataset_cfg=None", "--gin.train.stats_period=1", "--gin.USE_HARDWARE_RNG=False",
         "--gin.optax.warmup_cosine_decay_schedule.warmup_steps=2",
         "--gin.optax.warmup_cosine_decay_schedule.decay_steps=10",
@@ -477,9 +478,9 @@ def test_runs_of_the_gin_files(tmp_path, capsys):
 def test_checkpoints_store_any_kind_of_state(tmp_path, optimizer):
     model = tiny.model(optimizer=optimizer)
     layout = StateLayout.of(model, PjitPartitioner(), model.input_shapes({"inputs": 3, "targets": 3}))
-    state = TrainState(jnp.int32(1), tiny.initial_params(), optimizer.init(tiny.initial_params(), layout.axes))
+    state = layout.state(1, tiny.initial_params(), optimizer.init(tiny.initial_params(), layout.axes), {})
     with CheckpointStore(tmp_path) as store:
-        store.save(1, state.tree(), sidecars=sidecars(model, None))
+        store.save(1, state.state_dict(), sidecars=sidecars(model, None))
     source = open_checkpoint(str(tmp_path / "checkpoint_1"))
     restored = restore_state(source, RestoreCheckpointConfig(path=str(tmp_path)), model, layout, jax.random.key(0))
     assert jax.tree.structure(restored) == jax.tree.structure(state)

@@ -33,16 +33,16 @@ def trained(optimizer):
         return sum(jax.tree.leaves(jax.tree.map(jnp.vdot, params, gradients(0)))), {}
 
     model = types.SimpleNamespace(
-        optimizer_def=optimizer, loss_fn=loss, with_loss_scale=lambda batch: batch,
-        get_initial_variables=lambda rng, shapes: {"params": jax.tree.map(jnp.asarray, initial())},
+        optimizer_def=optimizer, loss_fn=loss, with_loss_scale=lambda batch: batch, keys_dropout_by_row=False,
+        get_initial_variables=lambda rng, input_shapes: {"params": jax.tree.map(jnp.asarray, initial())},
     )  # fmt: skip
     partitioner = PjitPartitioner(num_partitions=1)
     layout = StateLayout.of(model, partitioner, {})
     state = layout.with_fresh_optimizer(jax.device_put(initial(), layout.shardings.params), FIRST)
-    trainer = Trainer(model, state, partitioner, layout, jax.random.key(0), TRAINERS)
+    trainer = Trainer(model, state, partitioner, [], None, layout.shardings, jax.random.key(0), TRAINERS)
     batch = {"decoder_target_tokens": np.ones((8, 1), np.int32)}
     rates = [trainer.step(batch)["learning_rate"].compute() for _ in range(STEPS)]
-    return flatten(jax.device_get(trainer.state.params)), rates
+    return flatten(jax.device_get(trainer.train_state.params)), rates
 
 
 def by_optax(transformation, name):

@@ -18,7 +18,7 @@ from t5x.eval import evaluate
 from t5x.models import EncoderDecoderModel
 from t5x.network import T5Config, Transformer
 from t5x.partitioning import PjitPartitioner
-from t5x.trainer import StateLayout, Trainer
+from t5x.trainer import StateLayout
 from t5x.trainer.restore import restore_state
 from t5x.trainer.trainer import summarize
 from tests import tiny
@@ -47,19 +47,19 @@ def test_the_native_fixture_trains_on_with_its_optimizer_state(caplog):
     layout = StateLayout.of(model, PjitPartitioner(), model.input_shapes({"inputs": 9, "targets": 7}))
     cfg = RestoreCheckpointConfig(path=str(FIXTURE), mode="specific", optimizer_state="keep")
     state = restore_state(source, cfg, model, layout, jax.random.key(0))
-    found = tree.flatten(state.tree())
+    found = tree.flatten(state.state_dict())
     assert {name: np.sum(np.asarray(found[name]), dtype=np.float64) for name in SUMS} == pytest.approx(SUMS, abs=2e-4)
     assert "step: 0; optimizer state: kept" in caplog.text
     stored = source.arrays["state/param_states/token_embedder/embedding/v"]
     assert found["state/param_states/token_embedder/embedding/v"].shape == stored.shape == (32128, 8)
 
-    trainer = Trainer(model, state, layout.partitioner, layout, jax.random.key(1), learning_rate_fn=lambda step: 0.01)
+    trainer = tiny.trainer(layout, state, jax.random.key(1), learning_rate_fn=lambda step: 0.01)
     batch = tiny.batch(vocab=32128)
     before = summarize([trainer.measure(batch)])["loss"]
     for _ in range(2):
         trainer.step(batch)
-    assert int(trainer.state.step) == 2 and summarize([trainer.measure(batch)])["loss"] < before
-    assert float(trainer.state.param_states["token_embedder"]["embedding"]["v"].sum()) > 0
+    assert int(trainer.train_state.step) == 2 and summarize([trainer.measure(batch)])["loss"] < before
+    assert float(trainer.train_state.param_states["token_embedder"]["embedding"]["v"].sum()) > 0
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,15 @@ import numpy as np
 import pytest
 
 from t5x import checkpoints
-from tests.programs import REPO, interrupt, losses, start, t5x, train, wait_for
+from tests import programs
+from tests.programs import REPO, interrupt, losses, start, t5x, wait_for
 
 STEPS = 12
+
+
+def train(model_dir: Path, steps: int, *more: str, **options) -> list[str]:
+    """Arguments of a small run with dropout, whose masks a resumed run must sample again."""
+    return programs.train(model_dir, steps, "--gin.DROPOUT_RATE=0.1", *more, **options)
 
 
 def final_params(model_dir: Path, step: int = STEPS) -> dict:

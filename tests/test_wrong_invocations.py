@@ -53,6 +53,15 @@ WRONG = {
     "a module that needs seqio": ("data my_task --import uses_seqio.py", "from t5x import data as seqio"),
     "a file of no kind": ("train --data x.doc --model {m} --model_dir run --steps 1", ".jsonl", ".tsv"),
     "pairs with other columns": ("rerank --model {m} --labels a,b --input pairs.tsv", "query and text"),
+    "a server without a model": ("serve", "DIR"),
+    "two models of one name": ("serve {m} x/model", "NAME=DIR"),
+    "a server for all without a token": ("serve {m} --host 0.0.0.0", "--token_file", "--without_token"),
+    "a token file that is not there": ("serve {m} --token_file none.txt", "none.txt"),
+    "a token that is too short": ("serve {m} --token_file x.txt", "openssl rand"),
+    "a certificate without a key": ("serve {m} --tls_cert x.txt", "--tls_key"),
+    "a warm-up of nothing": ("serve {m} --warm_up bake", "generate"),
+    "no port": ("serve {m} --port 70000", "65535"),
+    "a model to serve that is not there": ("serve {m}x", "{m}"),
     "a length of nothing": ("infer --model {m} --input x.txt --max_input_length 0", "--max_input_length is 0"),
 }
 

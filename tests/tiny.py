@@ -12,6 +12,7 @@ from t5x.adafactor import Adafactor
 from t5x.data import PassThroughVocabulary
 from t5x.models import EncoderDecoderModel
 from t5x.network import T5Config, Transformer
+from t5x.trainer import StateLayout, Trainer, train_with_lr
 
 T5_1_0 = T5Config(
     vocab_size=31, emb_dim=12, num_heads=3, head_dim=5, mlp_dim=20, num_encoder_layers=1, num_decoder_layers=2,
@@ -81,3 +82,14 @@ def arrays(*shapes: tuple[int, ...], scale: float = 0.5, seed: int = 0) -> list[
 def segments(lengths: Sequence[int], size: int) -> jax.Array:
     """int32 [rows, size]: 1 up to each row's length, then 0."""
     return jnp.array(np.arange(size) < np.array(lengths)[:, None], jnp.int32)
+
+
+def train_step(model, learning_rate_fn, num_microbatches, rng, state, batch):
+    """Take one step, as the trainer does."""
+    rate, key = learning_rate_fn(state.step), jax.random.fold_in(rng, state.step)
+    return train_with_lr(state, batch, rate, key, model, num_microbatches)
+
+
+def trainer(layout: StateLayout, state, rng, learning_rate_fn, **options) -> Trainer:
+    shared = (layout.model, state, layout.partitioner, [], None, layout.shardings, rng, learning_rate_fn)
+    return Trainer(*shared, **options)

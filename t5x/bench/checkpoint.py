@@ -16,7 +16,7 @@ from t5x.bench.compute import Steps, describe
 from t5x.bench.workload import Workload
 from t5x.checkpoints import CheckpointStore, paths
 from t5x.errors import UserError
-from t5x.trainer import StateLayout, TrainState
+from t5x.trainer import StateLayout
 
 _WARM_UP, _AROUND = 5, 20  # steps
 _IN_MEMORY = ("tmpfs", "ramfs")
@@ -86,7 +86,7 @@ def file_system(directory: str) -> str | None:
 def _save(steps: Steps, store: CheckpointStore) -> dict[str, float]:
     steps.take(_WARM_UP)
     undisturbed = sum(steps.take(_AROUND))
-    step = int(steps.trainer.state.step)
+    step = int(steps.trainer.train_state.step)
     seen = []
 
     def look() -> None:
@@ -94,7 +94,7 @@ def _save(steps: Steps, store: CheckpointStore) -> dict[str, float]:
             seen.append(time.perf_counter())
 
     began = time.perf_counter()
-    store.save(step, steps.trainer.state.tree(), sidecars={"model.json": b"{}"})
+    store.save(step, steps.trainer.train_state.state_dict(), sidecars={"model.json": b"{}"})
     blocking = time.perf_counter() - began
     around = blocking + sum(steps.take(_AROUND, look))
     while not seen and store.in_flight:
@@ -116,7 +116,7 @@ def _restore(directory: str, layout: StateLayout) -> dict[str, float]:
     size = paths.tree_size(checkpoint) / 1e9
     drop_from_cache(checkpoint)
     began = time.perf_counter()
-    read = lambda path: TrainState.from_tree(store.restore(path, layout.abstract.tree(), verify=False))
+    read = lambda path: layout.abstract.restore_state(store.restore(path, layout.abstract.state_dict(), verify=False))
     _, state, _ = store.restore_latest(read)
     jax.block_until_ready(state)
     seconds = time.perf_counter() - began

@@ -51,12 +51,12 @@ class Steps:
     def __init__(self, work: Workload):
         measures.check_memory(2 * _BYTES * work.layout.num_params, "A model with its gradients")
         self.trainer = Trainer(
-            work.model, work.state(), work.partitioner, work.layout, jax.random.key(1),
+            work.model, work.state(), work.partitioner, [], None, work.layout.shardings, jax.random.key(1),
             learning_rate_fn=lambda _: 1e-3, num_microbatches=work.microbatches,
         )  # fmt: skip
         self._batches = work.batches()
         with measures.watch_compilation() as self.seen:
-            self.seconds = self.trainer.compile(next(self._batches))
+            self.seconds = self.trainer.compile_train(next(self._batches))
 
     def take(self, count: int, after_each: Callable[[], None] = lambda: None) -> list[float]:
         """Run `count` steps, one ahead of the devices; return the seconds from the end of each to the next."""
@@ -135,8 +135,8 @@ def encode(work: Workload, steps: int | None = None) -> Result:
             lambda params, tokens: work.model.module.apply(
                 {"params": params}, tokens, enable_dropout=False, method="encode"
             ),
-            in_shardings=(jax.tree.map(lambda x: x.sharding, params), sharding),
-            out_shardings=sharding,
+            in_axis_resources=(jax.tree.map(lambda x: x.sharding, params), sharding),
+            out_axis_resources=sharding,
             large_matmuls=True,
         )
         tokens = jax.device_put(work.tokens(work.batch, work.inputs), sharding)

@@ -10,8 +10,6 @@ A checkpoint has a value if one was written for exactly its step. The best one i
 """
 
 import dataclasses
-import functools
-import inspect
 import json
 import logging
 import math
@@ -48,31 +46,6 @@ class BestRule:
     keep_period: int | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class SaveBestCheckpointer:
-    """T5X's way to keep the best: `utils.SaveCheckpointConfig.checkpointer_cls = @checkpoints.SaveBestCheckpointer`.
-
-    As in T5X, `SaveCheckpointConfig.keep` is then the number of best checkpoints; the newest is kept as well.
-    """
-
-    metric_name_to_monitor: str = "train/accuracy"
-    metric_mode: Literal["max", "min"] = "max"
-    keep_checkpoints_without_metrics: bool = True
-    force_keep_period: int | None = None
-
-    @classmethod
-    def of(cls, maker: Any) -> "SaveBestCheckpointer | None":
-        """Return `maker()` if it makes an instance of this class, via gin or functools.partial; else None."""
-        inner = maker
-        while inner is not None and not inspect.isclass(inner):
-            inner = inner.func if isinstance(inner, functools.partial) else getattr(inner, "__wrapped__", None)
-        return maker() if inner is not None and issubclass(inner, cls) else None
-
-    def rule(self, keep: int | None) -> BestRule:
-        name, mode = self.metric_name_to_monitor, self.metric_mode
-        return BestRule(name, mode, keep, self.keep_checkpoints_without_metrics, self.force_keep_period)
-
-
 class Ranking:
     """The checkpoints of a MODEL_DIR, ranked by the metric of a rule."""
 
@@ -96,7 +69,7 @@ class Ranking:
 
     def expect(self) -> None:
         """Warn, once, if no values have been written. Call this after an evaluation."""
-        if self._values() == {} and not self._warned:
+        if self.values() == {} and not self._warned:
             self._warned.add("")
             log.warning(
                 "checkpoints cannot be ranked by %s: no value has been written. For metrics of inference_eval, add "
@@ -106,7 +79,7 @@ class Ranking:
 
     def retained(self, steps: Sequence[int]) -> set[int]:
         """Return the steps to keep because of the rule; log and record the best one."""
-        rule, values = self.rule, self._values()
+        rule, values = self.rule, self.values()
         if values is None:
             return set(steps)
         worst = -math.inf if rule.mode == "max" else math.inf
@@ -134,7 +107,7 @@ class Ranking:
             log.info("best checkpoint by %s: step %d (%.6g)", self.rule.metric, step, value)
             jsonl.replace(path, [line])
 
-    def _values(self) -> dict[int, float] | None:
+    def values(self) -> dict[int, float] | None:
         """Return {step: value}, empty if nothing was written, None if only other metrics were (a misspelt name)."""
         misspelt = False
         for path, name in self._places():

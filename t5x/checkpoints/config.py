@@ -9,21 +9,10 @@ import jax.numpy as jnp
 
 from t5x.checkpoints import tree
 from t5x.checkpoints.assignment import AssignmentMap, Rules
-from t5x.checkpoints.best import BestRule, SaveBestCheckpointer
+from t5x.checkpoints.best import BestRule
+from t5x.checkpoints.checkpointer import SaveBestCheckpointer
 from t5x.configuration.ignored_parameters import log_ignored
 from t5x.errors import UserError
-
-
-class Checkpointer:
-    """Accepted because T5X's gin files name it. Checkpoints are always written by `CheckpointStore`."""
-
-
-class OrbaxCheckpointManagerInterface:
-    """Accepted because T5X's gin files name it, like `Checkpointer`."""
-
-
-class CheckpointManagerConstructor:
-    """Accepted because T5X's gin files name it, like `Checkpointer`."""
 
 
 @dataclasses.dataclass

@@ -51,13 +51,13 @@ def split_gin_args(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return rest, bindings
 
 
-def rewrite_gin_args(argv: Sequence[str]) -> list[str]:
+def rewrite_gin_args(args: Sequence[str]) -> list[str]:
     """Rewrite each `--gin.NAME=VALUE` as `--gin_bindings=NAME = VALUE`, as T5X does.
 
     >>> rewrite_gin_args(["prog", "--gin.BATCH_SIZE=64"])
     ['prog', '--gin_bindings=BATCH_SIZE = 64']
     """
-    return [f"--gin_bindings={_binding(a)}" if a.startswith("--gin.") else a for a in argv]
+    return [f"--gin_bindings={_binding(a)}" if a.startswith("--gin.") else a for a in args]
 
 
 def _binding(argument: str) -> str:

@@ -344,7 +344,7 @@ def eval_batches(
     if bad is not None:
         examples = (one for one in examples if _fits(one, convert, bad))
     rows = range(batch_size) if rows is None else rows
-    padding = feature_converter.convert_row([], lengths)
+    padding = functools.partial(feature_converter.convert_row, [], lengths)
     return _eval_batches(itertools.islice(examples, num_examples), convert, padding, batch_size, rows)
 
 
@@ -355,11 +355,16 @@ class _Once(NamedTuple):
 
 
 def _eval_batches(
-    examples: Iterator[_Once], convert: Callable[[_Once], Batch], padding: Batch, batch_size: int, rows: range
+    examples: Iterator[_Once],
+    convert: Callable[[_Once], Batch],
+    padding: Callable[[], Batch],
+    batch_size: int,
+    rows: range,
 ) -> Iterator[EvalBatch]:
     while group := list(itertools.islice(examples, batch_size)):
         mine = [group[row] for row in rows if row < len(group)]
-        batch = stack_rows([convert(one) for one in mine] + [padding] * (len(rows) - len(mine)))
+        made = [convert(one) for one in mine]
+        batch = stack_rows(made + [padding() for _ in range(len(rows) - len(made))])
         yield EvalBatch(batch, np.arange(len(rows)) < len(mine), [one.example for one in mine])
 
 

@@ -142,7 +142,7 @@ def beam_search(
     def score(fixed: _Fixed, log_probs: jax.Array, position: jax.Array) -> jax.Array:
         """Score sequences [batch, n] whose last token is at `position` [batch]."""
         if is_t5x:
-            penalty = ((5.0 + position) / 6.0) ** fixed.alpha
+            penalty = brevity_penalty(fixed.alpha, position)
         else:
             penalty = (position - fixed.prompt_end).astype(jnp.float32) ** fixed.length_penalty
         return log_probs / penalty[:, None]
@@ -161,7 +161,7 @@ def beam_search(
         batch = beams.index.size
         live = beams.live.reshape(batch * num_decodes, -1)
         at, prompt_end = (jnp.repeat(x, num_decodes, axis=0) for x in (beams.index, fixed.prompt_end))
-        state = DecodingState(at, rows.token_at(live, at)[:, None], beams.cache, live, prompt_end, eos_id)
+        state = DecodingState(at, live, rows.token_at(live, at)[:, None], beams.cache, prompt_end, eos_id)
         logits, cache = tokens_to_logits(state)
         logits = logits.astype(jnp.float32)
         if logit_callback_fn is not None:
@@ -173,7 +173,7 @@ def beam_search(
             log_probs = (log_probs - top) - jnp.log(jnp.sum(jnp.exp(logits - top), axis=-1, keepdims=True))
         totals = beams.live_log_probs[..., None] + log_probs
         totals = jnp.where(totals > fixed.min_log_prob, totals, -jnp.inf)
-        candidates, chosen = jax.lax.top_k(totals[:, ties].reshape(batch, -1), 2 * num_decodes)
+        candidates, chosen = rows.top_k(totals[:, ties].reshape(batch, -1), 2 * num_decodes)
         parents = beam_at[chosen // tokens.shape[-1]]
         tokens = jnp.take_along_axis(tokens[:, ties].reshape(batch, -1), chosen, axis=1)
 
@@ -189,10 +189,10 @@ def beam_search(
             finishing = (ends | (following >= fixed.limit)[:, None]) & (rank < num_decodes)
         ended = jnp.where(finishing, score(fixed, candidates, following), -jnp.inf)
         all_scores = jnp.concatenate([beams.finished_scores[:, ties], ended], axis=1)
-        finished_scores, chosen = jax.lax.top_k(all_scores, num_decodes)
+        finished_scores, chosen = rows.top_k(all_scores, num_decodes)
         finished = rows.take_beams(jnp.concatenate([beams.finished[:, ties], grown], axis=1), chosen)
 
-        live_log_probs, chosen = jax.lax.top_k(jnp.where(ends, -jnp.inf, candidates), num_decodes)
+        live_log_probs, chosen = rows.top_k(jnp.where(ends, -jnp.inf, candidates), num_decodes)
         if num_decodes > 1:
             cache = _reorder_cache(cache, rows.take_beams(parents, chosen), beams.index, cache_offset)
         best = live_log_probs[:, :1]
@@ -236,6 +236,11 @@ def beam_search(
     exists = scores > -jnp.inf
     tokens, scores = jnp.where(exists[..., None], tokens, 0), jnp.where(exists, scores, NEG_INF)
     return tokens[:, ::-1, 1:], scores[:, ::-1]
+
+
+def brevity_penalty(alpha: float | jax.Array, length: int | jax.Array) -> jax.Array:
+    """Return ((5 + length) / 6) ** alpha, which divides the log probability of a sequence."""
+    return ((5.0 + length) / 6.0) ** alpha
 
 
 def _with_row_offsets(cache: Any, length: int) -> Any:

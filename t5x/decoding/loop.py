@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.export import is_symbolic_dim
 
 from t5x.decoding import rows
 from t5x.decoding.state import DecodingState, LogitCallback, TokensToLogits
@@ -95,8 +96,9 @@ def decoding_loop(
         return x.reshape(examples, -1, *x.shape[1:])
 
     (examples,) = is_open(state).shape
+    may_shrink = may_shrink and isinstance(tokens_to_logits, PerExampleLogits) and not is_symbolic_dim(examples)
     fewer = examples // _SHRINK_FACTOR
-    if not may_shrink or not isinstance(tokens_to_logits, PerExampleLogits) or fewer < _MIN_EXAMPLES:
+    if not may_shrink or fewer < _MIN_EXAMPLES:
         return results(run(state, tokens_to_logits, fixed, any_open))
     state = run(state, tokens_to_logits, fixed, lambda state: jnp.sum(is_open(state)) > fewer)
     all_results = results(state)

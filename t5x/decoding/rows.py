@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.export import is_symbolic_dim
 
 from t5x.errors import UserError
 
@@ -60,12 +61,19 @@ def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     """
     *front, size = x.shape
     if size % _BLOCK or size <= k * _BLOCK * 2:
-        return jax.lax.top_k(x, k)
+        return _top_k(x, k)
     blocks = x.reshape(-1, size // _BLOCK, _BLOCK)  # XLA has a fast top-k for matrices only; it sorts other ranks
-    best = jnp.sort(jax.lax.top_k(jnp.max(blocks, axis=-1), k)[1], axis=-1)
-    values, at = jax.lax.top_k(jnp.take_along_axis(blocks, best[..., None], axis=1).reshape(-1, k * _BLOCK), k)
+    best = jnp.sort(_top_k(jnp.max(blocks, axis=-1), k)[1], axis=-1)
+    values, at = _top_k(jnp.take_along_axis(blocks, best[..., None], axis=1).reshape(-1, k * _BLOCK), k)
     indices = jnp.take_along_axis(best, at // _BLOCK, axis=-1) * _BLOCK + at % _BLOCK
     return values.reshape(*front, k), indices.reshape(*front, k)
+
+
+def _top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    if not is_symbolic_dim(x.shape[0]):
+        return jax.lax.top_k(x, k)
+    order = jnp.argsort(x, axis=-1, descending=True)[..., :k]  # TensorFlow cannot run an exported top_k of any size
+    return jnp.take_along_axis(x, order, axis=-1), order
 
 
 def take_beams(x: jax.Array, beams: jax.Array) -> jax.Array:
@@ -73,23 +81,23 @@ def take_beams(x: jax.Array, beams: jax.Array) -> jax.Array:
     return jax.vmap(lambda row, chosen: row.at[chosen].get(mode="promise_in_bounds"))(x, beams)
 
 
-def remove_prefix(sequences: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Remove the first `lengths[i]` tokens of every decode of example i and pad with zeros.
+def remove_prefix(sequence: jax.Array, prefix_length: jax.Array) -> jax.Array:
+    """Remove the first `prefix_length[i]` tokens of every decode of example i and pad with zeros.
 
     Args:
-      sequences: int [batch, decodes, length].
-      lengths: int [batch].
+      sequence: int [batch, decodes, length], or [batch, length].
+      prefix_length: int [batch].
 
     Returns:
-      int [batch, decodes, length].
+      int, like `sequence`.
 
     Example:
       >>> remove_prefix(jnp.array([[[5, 6, 7]], [[5, 6, 7]]]), jnp.array([1, 2]))[:, 0].tolist()
       [[6, 7, 0], [7, 0, 0]]
     """
-    length = sequences.shape[-1]
-    at = jnp.arange(length) + lengths[:, None, None]
-    shifted = jnp.take_along_axis(sequences, jnp.minimum(at, length - 1) + jnp.zeros_like(sequences), axis=-1)
+    length = sequence.shape[-1]
+    at = jnp.arange(length) + prefix_length.reshape(-1, *[1] * (sequence.ndim - 1))
+    shifted = jnp.take_along_axis(sequence, jnp.minimum(at, length - 1) + jnp.zeros_like(sequence), axis=-1)
     return jnp.where(at < length, shifted, 0)
 
 

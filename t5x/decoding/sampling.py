@@ -9,15 +9,15 @@ import jax.numpy as jnp
 
 from t5x.decoding import limits, rows
 from t5x.decoding.loop import decoding_loop, is_row_independent
-from t5x.decoding.state import NEG_INF, DecodingState, LogitCallback, TokensToLogits
+from t5x.decoding.state import NEG_INF, LogitCallback, TokensToLogits
 from t5x.errors import UserError
 
 MIN_TEMPERATURE = 1e-4
 
 
 @flax.struct.dataclass
-class SamplingLoopState(DecodingState):
-    """The state of `temperature_sample`, as its callbacks see it.
+class SamplingLoopState:
+    """The state of `temperature_sample`, as its callbacks see it; see also `DecodingState`.
 
     Attributes:
       step: int32, number of steps taken.
@@ -27,9 +27,18 @@ class SamplingLoopState(DecodingState):
     """
 
     step: jax.Array
+    cur_index: jax.Array
+    sequences: jax.Array
+    cache: Any
+    cur_token: jax.Array
     ended: jax.Array
     rng: jax.Array
     log_prob: jax.Array
+    prompt_end: jax.Array | None = None
+    eos_id: jax.Array | None = None
+
+
+StateCallbackFn = Callable[[SamplingLoopState], SamplingLoopState]
 
 
 def temperature_sample(
@@ -47,7 +56,7 @@ def temperature_sample(
     max_decode_steps: int | jax.Array | None = None,
     max_decode_steps_hard_limit: int | None = None,
     rescale_log_probs: bool = True,
-    state_callback_fn: Callable[[SamplingLoopState], SamplingLoopState] | None = None,
+    state_callback_fn: StateCallbackFn | None = None,
     logit_callback_fn: LogitCallback | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Sample until every row has ended or reached the length limit. The default, topk=1, is greedy decoding.
@@ -230,13 +239,13 @@ def _sample(
     return token, log_prob if rescale_log_probs else log_prob_of(logits, token)
 
 
-def topk_mask(logits: jax.Array, topk: int | jax.Array) -> jax.Array:
-    """Set logits below the k-th largest of their row to NEG_INF; `topk` may be traced, and may be [rows, 1]."""
-    return _keep_largest(logits, lambda kept: jnp.sum(kept, axis=-1, keepdims=True) >= topk)
+def topk_mask(logits: jax.Array, topk: int | jax.Array, replace_val: float | jax.Array = NEG_INF) -> jax.Array:
+    """Replace logits below the k-th largest of their row; `topk` may be traced, and may be [rows, 1]."""
+    return _keep_largest(logits, lambda kept: jnp.sum(kept, axis=-1, keepdims=True) >= topk, replace_val)
 
 
-def topp_mask(logits: jax.Array, topp: float | jax.Array) -> jax.Array:
-    """Keep the largest logits of a row whose probabilities reach `topp`, and set the others to NEG_INF.
+def topp_mask(logits: jax.Array, topp: float | jax.Array, replace_val: float | jax.Array = NEG_INF) -> jax.Array:
+    """Keep the largest logits of a row whose probabilities reach `topp`, and replace the others.
 
     `topp` may be traced, and may be [rows, 1].
     """
@@ -245,11 +254,13 @@ def topp_mask(logits: jax.Array, topp: float | jax.Array) -> jax.Array:
     def reach_topp(kept: jax.Array) -> jax.Array:
         return jnp.sum(jnp.where(kept, probabilities, 0.0), axis=-1, keepdims=True) >= topp
 
-    return _keep_largest(logits, reach_topp)
+    return _keep_largest(logits, reach_topp, replace_val)
 
 
-def _keep_largest(logits: jax.Array, enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """Keep the logits of each row above the highest threshold for which `enough` are kept; set others to NEG_INF.
+def _keep_largest(
+    logits: jax.Array, enough: Callable[[jax.Array], jax.Array], replace_val: float | jax.Array
+) -> jax.Array:
+    """Keep the logits of each row above the highest threshold for which `enough` are kept; replace the others.
 
     The threshold is found bit by bit in 32 passes, which cost less than a sort and never need all logits at once.
 
@@ -266,4 +277,4 @@ def _keep_largest(logits: jax.Array, enough: Callable[[jax.Array], jax.Array]) -
         return jnp.where(enough(ordered >= higher), higher, threshold)
 
     threshold = jax.lax.fori_loop(0, 32, next_bit, jnp.zeros((*logits.shape[:-1], 1), jnp.uint32))
-    return jnp.where(ordered >= threshold, logits, NEG_INF)
+    return jnp.where(ordered >= threshold, logits, replace_val)

@@ -11,25 +11,25 @@ NEG_INF = -1e7  # T5X's score of a missing decode and logit of a forbidden token
 
 @flax.struct.dataclass
 class DecodingState:
-    """The state of a decoding step, as the network and logit callbacks see it.
+    """The state of a decoding step, as the network and logit callbacks see it. Custom decode functions also make it.
 
     A row is one decode. The `num_decodes` rows of an example are adjacent.
 
     Attributes:
       cur_index: int32 [rows], position of the token being fed.
+      sequences: int32 [rows, length + 1], start token, prompt and output; final up to `cur_index`.
       cur_token: int32 [rows, 1], the token being fed.
       cache: the network's cache.
-      sequences: int32 [rows, length + 1], start token, prompt and output; final up to `cur_index`.
       prompt_end: int32 [rows], position of the last prompt token; 0 (the start token) without a prompt.
       eos_id: int32, the token that ends a row.
     """
 
     cur_index: jax.Array
+    sequences: jax.Array
     cur_token: jax.Array
     cache: Any
-    sequences: jax.Array
-    prompt_end: jax.Array
-    eos_id: jax.Array
+    prompt_end: jax.Array | None = None
+    eos_id: jax.Array | None = None
 
 
 TokensToLogits = Callable[[DecodingState], tuple[jax.Array, Any]]

@@ -20,7 +20,7 @@ from t5x.data.vocabularies.loading import vocabulary_named
 from t5x.decoding import NEG_INF
 from t5x.errors import UserError
 from t5x.inference import buckets
-from t5x.inference.engine import Engine, Program
+from t5x.inference.engine import MANY_ROWS, Engine, Program
 from t5x.inference.input_values import encode_text, read_inputs, read_pairs, shorten
 from t5x.inference.options import Decoding, translate_arguments
 from t5x.models import BaseTransformerModel, DecoderOnlyModel
@@ -344,25 +344,27 @@ class LoadedModel:
                 params, batch, rng, limit, num_decodes=decoding.num_decodes, return_all_decodes=True
             )
 
+        rows = batching.get("rows") or self.rows(len(inputs), batching["batch_size"])
+        few_rows = rows * decoding.num_decodes < MANY_ROWS
         found = self._run(
-            self._program((decoding, length, bool(limits)), predict, decodes=True),
+            self._program((decoding, length, bool(limits), few_rows), predict, few_rows=few_rows),
             [{"inputs": ids, "targets": []} for ids in inputs],
             {"inputs": max_input_length, "targets": length},
             bucketed=["inputs"],
-            row_values=limits,
+            row_values={name: [value] * len(inputs) for name, value in limits.items()},
             **batching,
         )
-        decode = model.output_vocabulary.decode
-        predictions = []
-        for decodes, aux in found:
-            generations = []
-            for row, score in list(zip(decodes, aux["scores"], strict=True))[::-1][: decoding.num_return]:
-                if generations and score <= NEG_INF:  # this and the following beams found nothing
-                    break
-                ids = without_padding(row)[:max_length]
-                generations.append(Generation(decode(ids), float(score), ids))
-            predictions.append(generations)
-        return predictions
+        return [self.generations(decodes, aux["scores"], decoding.num_return, max_length) for decodes, aux in found]
+
+    def generations(self, decodes: np.ndarray, scores: np.ndarray, count: int, max_length: int) -> list[Generation]:
+        """Return the best `count` outputs of one input, best first, from the decodes of its row, best last."""
+        found: list[Generation] = []
+        for row, score in list(zip(decodes, scores, strict=True))[::-1][:count]:
+            if found and score <= NEG_INF:  # this and the following beams found nothing
+                break
+            ids = without_padding(row)[:max_length]
+            found.append(Generation(self.model.output_vocabulary.decode(ids), float(score), ids))
+        return found
 
     def scores(
         self,
@@ -453,9 +455,9 @@ class LoadedModel:
         """Return the number of rows of the batches for this number of examples."""
         return buckets.rows(examples, batch_size, self._partitioner.data_parts)
 
-    def _program(self, key: Any, function: Callable[..., Any], *, decodes: bool = False) -> Program:
+    def _program(self, key: Any, function: Callable[..., Any], *, few_rows: bool = False) -> Program:
         if key not in self._programs:
-            self._programs[key] = self.engine.program(function, decodes=decodes)
+            self._programs[key] = self.engine.program(function, few_rows=few_rows)
         return self._programs[key]
 
     def _run(

@@ -14,6 +14,7 @@ import numpy as np
 
 from t5x.data.dataset_config import DatasetConfig
 from t5x.data.feature_converters import EncDecFeatureConverter
+from t5x.data.seqio_converters import make_converter
 from t5x.errors import UserError
 from t5x.files.digests import digest_of
 from t5x.files.directories import open_directory
@@ -79,7 +80,7 @@ class TaskJob(Job):
 
     def __post_init__(self):
         self.total = len(self.examples)
-        converter = self.engine.model.FEATURE_CONVERTER_CLS(pack=False)
+        converter = make_converter(self.engine.model.FEATURE_CONVERTER_CLS, pack=False)
         task = self.cfg.mixture_or_task()
         converter.check(tuple(task.output_features), self.lengths, task.name)
         self.lengths = {feature: self.lengths[feature] for feature in converter.task_features(self.lengths)}

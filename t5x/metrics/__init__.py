@@ -3,7 +3,11 @@
 from t5x.lazy_imports import lazy_attributes
 
 _MODULES = {
-    "accumulators": ("Average", "AveragePerStep", "Sum"),
+    "accumulators": (
+        "Average", "AveragePerStep", "MetricsMap", "Step", "StepsPerTime", "Sum", "Time", "TimeRate",
+        "create_metrics_dict", "is_metric_obj", "is_time_metric", "set_step_metrics_num_steps",
+        "set_time_metrics_duration", "shape_obj_to_defined_obj",
+    ),
     "answers": ("squad", "squad_v2", "trivia_qa"),
     "labels": (
         "auc", "f1_score_with_invalid", "matthews_corrcoef", "mean_multiclass_f1", "pearson_corrcoef",

@@ -1,25 +1,85 @@
 """Metrics that are accumulated over steps, devices and microbatches: T5X's metric classes.
 
-Each is a small tree of arrays with `merge` and `compute`, so that a compiled step can return it.
+Each is a small tree of arrays with `merge` and `compute`, so that a compiled step can return it. The trainer takes any
+class with these methods, such as those of clu.
 """
 
 import operator
-from typing import Self
+from collections.abc import Callable, MutableMapping
+from typing import Any, NamedTuple, Self
 
 import flax.struct
 import jax
+import jax.numpy as jnp
+import numpy as np
 
-Scalar = jax.Array | float | int
+Number = jax.Array | np.ndarray | float | int
 
 
-class _Accumulator:
+class Scalar(NamedTuple):
+    """The result of `compute_value`."""
+
+    value: Any
+
+
+class Metric:
+    """The base of the classes below, with the methods of `clu.metrics.Metric`."""
+
+    @classmethod
+    def from_model_output(cls, *args: Any, **kwargs: Any) -> Self:
+        """Return the metric of one batch."""
+        raise NotImplementedError(f"{cls.__name__}.from_model_output")
+
+    @classmethod
+    def from_output(cls, name: str) -> type[Self]:
+        """Return a subclass whose `from_model_output` takes its values from the argument `name`."""
+        return cls.from_fun(operator.itemgetter(name), takes_dictionary=True)
+
+    @classmethod
+    def from_fun(cls, fun: Callable[..., Any], takes_dictionary: bool = False) -> type[Self]:
+        """Return a subclass whose `from_model_output` passes its keyword arguments through `fun` first."""
+
+        @flax.struct.dataclass
+        class Derived(cls):
+            @classmethod
+            def from_model_output(derived, **outputs: Any) -> Self:
+                return super().from_model_output(fun(outputs) if takes_dictionary else fun(**outputs))
+
+        return Derived
+
+    @classmethod
+    def empty(cls) -> Self:
+        """Return the metric that changes nothing when merged: zeros."""
+        return cls(**{name: jnp.zeros((), jnp.float32) for name in cls.__dataclass_fields__})
+
     def merge(self, other: Self) -> Self:
         """Add up all fields."""
         return type(self)(*map(operator.add, vars(self).values(), vars(other).values()))
 
+    def reduce(self) -> Self:
+        """Merge the metrics that are stacked along the first axis."""
+        first = jax.tree.map(lambda x: x[0], self)
+        rest = jax.tree.map(lambda x: x[1:], self)
+        return jax.lax.scan(lambda total, one: (total.merge(one), None), first, rest)[0]
+
+    def compute(self) -> Any:
+        """Return the value of the metric."""
+        raise NotImplementedError(f"{type(self).__name__}.compute")
+
+    def compute_value(self) -> Scalar:
+        return Scalar(self.compute())
+
+
+MetricsMap = MutableMapping[str, Metric]
+Metrics = dict[str, Any]
+
+
+def _total(values: Number) -> jax.Array:
+    return jnp.sum(jnp.asarray(values))
+
 
 @flax.struct.dataclass
-class Sum(_Accumulator):
+class Sum(Metric):
     """A sum.
 
     Example:
@@ -27,35 +87,157 @@ class Sum(_Accumulator):
       3
     """
 
-    total: Scalar = 0.0
+    total: Number = 0.0
 
-    def compute(self) -> Scalar:
+    @classmethod
+    def from_model_output(cls, values: Number, **_: Any) -> Self:
+        return cls(total=_total(values))
+
+    def compute(self) -> Number:
         return self.total
 
 
 @flax.struct.dataclass
-class Average(_Accumulator):
+class Average(Metric):
     """total / count, e.g. a loss per token."""
 
-    total: Scalar = 0.0
-    count: Scalar = 0
+    total: Number = 0.0
+    count: Number = 0
 
-    def compute(self) -> Scalar:
-        return self.total / max(self.count, 1)
+    @classmethod
+    def from_model_output(cls, values: Number, mask: Number | None = None, **_: Any) -> Self:
+        mask = jnp.ones_like(values) if mask is None else mask
+        return cls(total=_total(values * mask), count=_total(mask))
+
+    def compute(self) -> Number:
+        return self.total / (max(self.count, 1) if isinstance(self.count, int | float) else jnp.maximum(self.count, 1))
 
 
 @flax.struct.dataclass
-class AveragePerStep(_Accumulator):
+class Step(Metric):
+    """The number of steps."""
+
+    steps: Number | None = 1
+
+    def replace_steps(self, steps: Number) -> Self:
+        return self.replace(steps=steps)
+
+    def compute(self) -> Number:
+        if self.steps is None:
+            raise ValueError("`steps` is not set: call replace_steps before compute.")
+        return self.steps
+
+
+@flax.struct.dataclass
+class AveragePerStep(Step):
     """total / steps; the microbatches of a step count as one."""
 
-    total: Scalar = 0.0
-    steps: Scalar = 1
+    total: Number | None = None
 
-    def compute(self) -> Scalar:
-        return self.total / self.steps
+    @classmethod
+    def from_model_output(cls, values: Number, steps: Number | None = 1, **_: Any) -> Self:
+        return cls(total=_total(values), steps=steps)
+
+    def compute(self) -> Number:
+        if self.total is None:
+            raise ValueError("`total` of AveragePerStep is not set.")
+        return self.total / Step.compute(self)
 
 
-Metrics = dict[str, Sum | Average | AveragePerStep]
+@flax.struct.dataclass
+class Time(Metric):
+    """The seconds of the steps. A compiled step cannot measure them: the trainer sets them before `compute`."""
+
+    duration: Number | None = None
+
+    def replace_duration(self, duration: Number) -> Self:
+        return self.replace(duration=duration)
+
+    def merge(self, other: Self) -> Self:
+        return self
+
+    def compute(self) -> Number:
+        if self.duration is None:
+            raise ValueError("`duration` is not set: call replace_duration before compute.")
+        return self.duration
+
+
+@flax.struct.dataclass
+class TimeRate(Time):
+    """A sum per second."""
+
+    numerator: Number | None = None
+
+    @classmethod
+    def from_model_output(cls, numerator: Number, **_: Any) -> Self:
+        return cls(numerator=numerator)
+
+    def merge(self, other: Self) -> Self:
+        if self.duration is not None or other.duration is not None:
+            raise AssertionError("TimeRate: metrics with a duration cannot be merged.")
+        return type(self)(numerator=self.numerator + other.numerator)
+
+    def compute(self) -> Number:
+        return self.numerator / Time.compute(self)
+
+
+@flax.struct.dataclass
+class StepsPerTime(Step, Time):
+    """Steps per second."""
+
+    @classmethod
+    def from_model_output(cls, steps: Number | None = 1, **_: Any) -> Self:
+        return cls(steps=steps)
+
+    def merge(self, other: Self) -> Self:
+        return type(self)(steps=self.steps + other.steps)
+
+    def compute(self) -> Number:
+        return Step.compute(self) / Time.compute(self)
+
+
+# --- Sets of metrics --------------------------------------------------------------------------------------------------
+
+
+def is_metric_obj(obj: Any) -> bool:
+    """Return whether an object has the methods of a metric."""
+    return not isinstance(obj, type) and hasattr(obj, "merge") and hasattr(obj, "compute")
+
+
+def is_time_metric(obj: Any) -> bool:
+    return isinstance(obj, Time)
+
+
+def create_metrics_dict(float_metrics_dict: dict[str, Number]) -> dict[str, Sum]:
+    """Return each number as a Sum."""
+    return {name: Sum(value) for name, value in float_metrics_dict.items()}
+
+
+def shape_obj_to_defined_obj(obj: Any) -> Any:
+    """Return a metric of shapes (the result of `jax.eval_shape`) with zeros in their place."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype) if hasattr(x, "shape") else x, obj)
+
+
+def set_time_metrics_duration(metrics: Any, duration: Number) -> Any:
+    """Set the duration of every `Time` in a tree of metrics."""
+    replace = lambda metric: metric.replace_duration(duration) if is_time_metric(metric) else metric
+    return jax.tree.map(replace, metrics, is_leaf=is_metric_obj)
+
+
+def set_step_metrics_num_steps(metrics: Any, num_steps: Number) -> Any:
+    """Set the number of steps of every `Step` in a tree of metrics."""
+    replace = lambda metric: metric.replace_steps(num_steps) if isinstance(metric, Step) else metric
+    return jax.tree.map(replace, metrics, is_leaf=is_metric_obj)
+
+
+class _Stored(NamedTuple):
+    """The arrays of a user's metric from a checkpoint; the next step shows its class."""
+
+    leaves: list[Any]
+
+    def merge(self, other: Any) -> Any:
+        leaves = map(np.asarray, self.leaves)
+        return jax.tree.unflatten(jax.tree.structure(other), leaves).merge(other)
 
 
 def merge(a: Metrics, b: Metrics) -> Metrics:
@@ -65,20 +247,51 @@ def merge(a: Metrics, b: Metrics) -> Metrics:
 
 def as_one_step(metrics: Metrics) -> Metrics:
     """Count the merged metrics of a step's microbatches as one step."""
-    return {name: m.replace(steps=1) if isinstance(m, AveragePerStep) else m for name, m in metrics.items()}
+    return set_step_metrics_num_steps(metrics, 1)
+
+
+_FIELDS = {Sum: ("total",), Average: ("total", "count"), AveragePerStep: ("total", "steps")}
 
 
 def to_json(metrics: Metrics) -> dict[str, list]:
     """Convert metrics on the host to JSON, without loss."""
-    return {name: [type(m).__name__, *vars(m).values()] for name, m in metrics.items()}
+
+    def record(metric: Any) -> list[Any]:
+        if fields := _FIELDS.get(type(metric)):
+            return [type(metric).__name__, *(getattr(metric, field) for field in fields)]
+        return ["", *(np.asarray(leaf).tolist() for leaf in jax.tree.leaves(metric))]
+
+    return {name: record(metric) for name, metric in metrics.items()}
 
 
 def from_json(record: dict[str, list]) -> Metrics:
     """Convert the result of `to_json` back to metrics."""
-    kinds = {kind.__name__: kind for kind in (Sum, Average, AveragePerStep)}
-    return {name: kinds[kind](*values) for name, (kind, *values) in record.items()}
+    kinds = {kind.__name__: (kind, fields) for kind, fields in _FIELDS.items()}
+
+    def metric(kind: str, *values: Any) -> Any:
+        if not kind:
+            return _Stored(list(values))
+        cls, fields = kinds[kind]
+        return cls(**dict(zip(fields, values, strict=True)))
+
+    return {name: metric(*values) for name, values in record.items()}
 
 
-def compute(metrics: Metrics) -> dict[str, float]:
-    """Return the values of the metrics as Python floats."""
-    return {name: float(value.compute()) for name, value in metrics.items()}
+def compute(metrics: Metrics, duration: float | None = None) -> dict[str, float]:
+    """Return the values of the metrics as Python floats; arrays of a user's metrics become one value per element.
+
+    Args:
+      duration: seconds, for metrics of time; without it, these are left out.
+    """
+    if duration is None:
+        metrics = {name: metric for name, metric in metrics.items() if not is_time_metric(metric)}
+    else:
+        metrics = set_time_metrics_duration(metrics, duration)
+    found: dict[str, float] = {}
+    for name, metric in metrics.items():
+        value = np.asarray(metric.compute())
+        if value.ndim == 0:
+            found[name] = float(value)
+        else:
+            found |= {f"{name}/{i}": float(x) for i, x in enumerate(value.reshape(-1))}
+    return found

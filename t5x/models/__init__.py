@@ -1,19 +1,60 @@
 """Models: turn a batch into a loss, predictions or scores."""
 
-from t5x.models.base import BaseTransformerModel, Batch, Params, get_input_vocabulary, get_output_vocabulary
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from t5x.decoding import remove_prefix
+from t5x.metrics.accumulators import MetricsMap
+from t5x.models.base import (
+    BaseModel,
+    BaseTransformerModel,
+    Batch,
+    DecoderParams,
+    Params,
+    get_input_vocabulary,
+    get_output_vocabulary,
+)
+from t5x.models.base_metrics import (
+    compute_base_metrics,
+    compute_metrics,
+    compute_weighted_accuracy,
+    count_packed_examples,
+)
 from t5x.models.decoder_only import DecoderOnlyModel
 from t5x.models.encoder_decoder import EncoderDecoderModel
 
+# T5X's names in annotations.
+Array = np.ndarray | jax.Array
+PyTree = Any
+PyTreeDef = jax.tree_util.PyTreeDef
+TokensIdsToLogitsCallable = DecodeFnCallable = Callable[..., tuple[Any, Any]]
+
 # Checkpoints record the model class by this public name.
-for _model in (BaseTransformerModel, DecoderOnlyModel, EncoderDecoderModel):
+for _model in (BaseModel, BaseTransformerModel, DecoderOnlyModel, EncoderDecoderModel):
     _model.__module__ = __name__
 
 __all__ = [
+    "Array",
+    "BaseModel",
     "BaseTransformerModel",
     "Batch",
+    "DecodeFnCallable",
     "DecoderOnlyModel",
+    "DecoderParams",
     "EncoderDecoderModel",
+    "MetricsMap",
     "Params",
+    "PyTree",
+    "PyTreeDef",
+    "TokensIdsToLogitsCallable",
+    "compute_base_metrics",
+    "compute_metrics",
+    "compute_weighted_accuracy",
+    "count_packed_examples",
     "get_input_vocabulary",
     "get_output_vocabulary",
+    "remove_prefix",
 ]

@@ -1,8 +1,10 @@
 """The base class of all models: loss, metrics and scores of a network."""
 
 import abc
+import dataclasses
 import functools
 import inspect
+import types
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -14,53 +16,123 @@ from t5x import decoding, losses
 from t5x.data.vocabularies import Vocabulary, as_vocabulary
 from t5x.decoding.loop import per_example_logits
 from t5x.metrics.accumulators import Average, AveragePerStep, Metrics, Sum
+from t5x.models.base_metrics import compute_base_metrics
 from t5x.network import LogitFactors, NetworkConfig, fp8, initial_variables, is_ours
 
 if TYPE_CHECKING:
-    from t5x.optimizers import Optimizer
+    from t5x.optimizers.protocol import OptimizerDef
 
 Batch = Mapping[str, jax.Array]
 Params = Mapping[str, Any]
 
 
-class BaseTransformerModel(abc.ABC):
+@dataclasses.dataclass
+class DecoderParams:
+    """T5X's defaults of `predict_batch_with_aux`."""
+
+    return_all_decodes: bool = False
+    num_decodes: int = 1
+
+
+class BaseModel(abc.ABC):
+    """What training, evaluation and inference need of a model.
+
+    Args:
+      optimizer_def: see `t5x.optimizers.OptimizerDef`; None for inference.
+    """
+
+    FEATURE_CONVERTER_CLS: Callable[..., Any]
+    module: nn.Module | None = None
+    vocabularies: Mapping[str, Vocabulary] = types.MappingProxyType({})  # {task feature: vocabulary}
+    keys_dropout_by_row = False
+
+    def __init__(self, optimizer_def: "OptimizerDef | None"):
+        self.optimizer_def = optimizer_def
+
+    @abc.abstractmethod
+    def loss_fn(self, params: Params, batch: Batch, dropout_rng: jax.Array | None) -> tuple[jax.Array, Metrics]:
+        """Return the loss to minimize, and the metrics of the batch.
+
+        A model with other variables than parameters also takes `flax_mutables`, and returns (loss, (metrics, new
+        mutables)).
+        """
+
+    def eval_fn(self, params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
+        """Return the loss and metrics without dropout."""
+        return self.loss_fn(params=params, batch=batch, dropout_rng=None)
+
+    def predict_batch(self, params: Params, batch: Batch, rng: jax.Array | None = None) -> Any:
+        """Return the predictions of `predict_batch_with_aux` without the auxiliary outputs."""
+        return self.predict_batch_with_aux(params, batch, rng=rng)[0]
+
+    @abc.abstractmethod
+    def predict_batch_with_aux(self, params: Params, batch: Batch, rng: jax.Array | None = None) -> tuple[Any, Any]:
+        """Return predictions, and a dictionary of auxiliary outputs."""
+
+    @abc.abstractmethod
+    def score_batch(self, params: Params, batch: Batch, return_intermediates: bool = False) -> Any:
+        """Return a score for each row."""
+
+    @abc.abstractmethod
+    def get_initial_variables(
+        self,
+        rng: jax.Array,
+        input_shapes: Mapping[str, tuple[int, ...]],
+        input_types: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Return fresh `params`, and their logical axes as `params_axes`.
+
+        Args:
+          input_shapes, input_types: shape and dtype of each feature of a batch.
+        """
+
+    def with_loss_scale(self, batch: Batch) -> Batch:
+        """Add what `loss_fn` needs to normalize a microbatch like the whole batch."""
+        return batch
+
+
+class BaseTransformerModel(BaseModel):
     """A network over tokens with its vocabularies, loss, metrics and scores.
 
     Args:
       module: a Linen module with T5X's call convention.
-      vocabularies: {task feature: vocabulary}.
-      optimizer_def: see `t5x.optimizers.Optimizer`; None for inference.
+      input_vocabulary, output_vocabulary: of the features `inputs` and `targets`.
+      optimizer_def: see `t5x.optimizers.OptimizerDef`; None for inference.
       decode_fn: see `t5x.decoding`.
-      feature_converter_cls: converts task features to model features; None is FEATURE_CONVERTER_CLS.
       label_smoothing, z_loss, loss_normalizing_factor: see `t5x.losses`.
-      default_decoder_params: keyword arguments of `decode_fn`.
+      feature_converter_cls: converts task features to model features; None is FEATURE_CONVERTER_CLS.
+      default_decoder_params: keyword arguments of `decode_fn`, or a `DecoderParams`.
     """
 
-    FEATURE_CONVERTER_CLS: type
     _MODULE_INPUTS: tuple[str, ...]  # features that the module takes by position
     _OPTIONAL_INPUTS: tuple[str, ...]  # features that it takes by name, None if the batch does not have them
 
     def __init__(
         self,
         module: nn.Module,
-        vocabularies: Mapping[str, Vocabulary],
-        optimizer_def: "Optimizer | None",
-        decode_fn: Callable,
-        feature_converter_cls: type | None,
-        label_smoothing: float,
-        z_loss: float,
-        loss_normalizing_factor: losses.LossNormalizingFactor,
-        default_decoder_params: Mapping[str, Any] | None,
+        input_vocabulary: Vocabulary,
+        output_vocabulary: Vocabulary,
+        optimizer_def: "OptimizerDef | None",
+        decode_fn: Callable | None = None,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        loss_normalizing_factor: losses.LossNormalizingFactor = None,
+        feature_converter_cls: type | None = None,
+        default_decoder_params: Any = None,
     ):
+        super().__init__(optimizer_def)
         self.module = module
-        self.vocabularies = {feature: as_vocabulary(vocabulary) for feature, vocabulary in vocabularies.items()}
-        self.optimizer_def = optimizer_def
-        self.decode_fn = decode_fn
+        self.vocabularies = {"inputs": as_vocabulary(input_vocabulary), "targets": as_vocabulary(output_vocabulary)}
+        self._decode_fn = decode_fn
         if feature_converter_cls is not None:
             self.FEATURE_CONVERTER_CLS = feature_converter_cls
-        self.label_smoothing = label_smoothing
-        self.z_loss = z_loss
-        self.loss_normalizing_factor = loss_normalizing_factor
+        self._label_smoothing = label_smoothing
+        self._z_loss = z_loss
+        self._loss_normalizing_factor = loss_normalizing_factor
+        self._return_all_decodes = False
+        if isinstance(default_decoder_params, DecoderParams):
+            self._return_all_decodes = default_decoder_params.return_all_decodes
+            default_decoder_params = {"num_decodes": default_decoder_params.num_decodes}
         self.default_decoder_params = dict(default_decoder_params or {})
         if isinstance(loss_normalizing_factor, str):
             losses.special_loss_normalizing_factor(loss_normalizing_factor)  # report a wrong name before training
@@ -73,27 +145,52 @@ class BaseTransformerModel(abc.ABC):
     def output_vocabulary(self) -> Vocabulary:
         return self.vocabularies["targets"]
 
+    @property
+    def decode_fn(self) -> Callable:
+        return self._decode_fn
+
+    @decode_fn.setter
+    def decode_fn(self, decode_fn: Callable) -> None:
+        self._decode_fn = decode_fn
+
     # -- network -------------------------------------------------------------------------------------------------------
 
-    @abc.abstractmethod
-    def input_shapes(self, task_feature_lengths: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-        """Return the shapes, for a batch of one row, that `get_initial_variables` needs."""
-
-    def get_initial_variables(self, rng: jax.Array, input_shapes: Mapping[str, tuple[int, ...]]) -> Any:
+    def get_initial_variables(
+        self,
+        rng: jax.Array,
+        input_shapes: Mapping[str, tuple[int, ...]],
+        input_types: Mapping[str, Any] | None = None,
+    ) -> Any:
         """Return fresh `params`, and their logical axes as `params_axes`."""
-        tokens = {name: jnp.ones(shape, jnp.int32) for name, shape in input_shapes.items()}
-        tokens["decoder_target_tokens"] = tokens["decoder_input_tokens"]
-        return initial_variables(self.module, rng, *(tokens[name] for name in self._MODULE_INPUTS))
+        types = {"decoder_target_tokens": (input_types or {}).get("decoder_input_tokens", jnp.int32)}
+        types |= dict(input_types or {})
+        shapes = {"decoder_target_tokens": input_shapes["decoder_input_tokens"], **input_shapes}
+        inputs = [jnp.ones(shapes[name], types.get(name, jnp.int32)) for name in self._MODULE_INPUTS]
+        return initial_variables(self.module, rng, *inputs)
 
     def compute_logits(
         self, params: Params, batch: Batch, dropout_rng: jax.Array | None = None, mutable: Any = False
     ) -> Any:
         """Return logits float32 [batch, targets, vocab] under teacher forcing; dropout is on if its key is given."""
-        return self._apply(params, batch, dropout_rng, mutable=mutable)
+        options = {} if mutable is False else {"mutable": mutable}
+        return self._compute_logits(params, batch, dropout_rng, **options)
 
-    def _apply(self, params: Params, batch: Batch, dropout_rng: jax.Array | None, **options: Any) -> Any:
+    def _compute_logits(
+        self,
+        params: Params,
+        batch: Batch,
+        dropout_rng: jax.Array | None = None,
+        mutable: Any = False,
+        other_variables: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Return the logits; subclasses may compute others. `other_variables` are further collections."""
+        return self._apply(params, batch, dropout_rng, other_variables, mutable=mutable)
+
+    def _apply(
+        self, params: Params, batch: Batch, dropout_rng: jax.Array | None, other_variables: Any = None, **options: Any
+    ) -> Any:
         return self.module.apply(
-            self._variables(params, batch.get("fp8_scales")),
+            {**self._variables(params, batch.get("fp8_scales")), **(other_variables or {})},
             *(batch[name] for name in self._MODULE_INPUTS),
             **{name: batch.get(name) for name in self._OPTIONAL_INPUTS},
             **self._row_index(batch),
@@ -134,7 +231,7 @@ class BaseTransformerModel(abc.ABC):
         """
         scale = self.with_loss_scale(batch)["loss_scale"]
         targets = batch["decoder_target_tokens"]
-        options = {"z_loss": self.z_loss, "label_smoothing": self.label_smoothing}
+        options = {"z_loss": self._z_loss, "label_smoothing": self._label_smoothing}
         if (factors := self._logit_factors(params, batch, dropout_rng)) is not None:
             options |= {"scale": factors.scale}
             loss, tokens = losses.projected_cross_entropy(factors.hidden, factors.kernel, targets, scale, **options)
@@ -143,12 +240,38 @@ class BaseTransformerModel(abc.ABC):
             per_token, z_part = losses.cross_entropy(logits, targets, **options)
             tokens = losses.TokenLosses(per_token, z_part, jnp.argmax(logits, axis=-1) == targets)
             loss = jnp.sum(per_token * scale)
-        return loss, self._metrics(batch, tokens, loss, jnp.sum(tokens.z_loss * scale))
+        z_loss = jnp.sum(tokens.z_loss * scale)
+        if not self._overrides("_compute_metrics"):
+            return loss, self._metrics(batch, tokens, loss, z_loss)
+        segments = {name: ids for name, ids in batch.items() if name.endswith("_segment_ids")}
+        given = {"mask": losses.loss_weights(batch), "loss": loss, "z_loss": z_loss, "segment_ids": segments}
+        taken = inspect.signature(self._compute_metrics).parameters
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
+        given = {name: value for name, value in given.items() if takes_all or name in taken}
+        return loss, self._compute_metrics(logits=logits, targets=targets, **given)
+
+    def _compute_metrics(
+        self,
+        logits: jax.Array,
+        targets: jax.Array,
+        mask: jax.Array,
+        loss: jax.Array,
+        z_loss: jax.Array | None = None,
+        segment_ids: Mapping[str, jax.Array] | None = None,
+    ) -> Metrics:
+        """Return the metrics of a batch; subclasses may add others."""
+        return compute_base_metrics(logits, targets, mask, loss, z_loss, segment_ids)
+
+    def _overrides(self, *methods: str) -> bool:
+        """Return whether a subclass, or this object, has its own version of a method."""
+        return any(
+            getattr(type(self), name) is not getattr(BaseTransformerModel, name) or name in vars(self)
+            for name in methods
+        )
 
     def _logit_factors(self, params: Params, batch: Batch, dropout_rng: jax.Array | None = None) -> LogitFactors | None:
-        """Return hidden states and kernel instead of logits; None for a third-party network or `compute_logits`."""
-        overridden = type(self).compute_logits is not BaseTransformerModel.compute_logits
-        if overridden or "compute_logits" in vars(self) or not is_ours(self.module):
+        """Return hidden states and kernel instead of logits; None if the network is not ours or logits are needed."""
+        if self._overrides("compute_logits", "_compute_logits", "_compute_metrics") or not is_ours(self.module):
             return None
         return self._apply(params, batch, dropout_rng, as_factors=True)
 
@@ -156,11 +279,7 @@ class BaseTransformerModel(abc.ABC):
         """Add `loss_scale`, the factor of each target token's loss, to the batch."""
         if "loss_scale" in batch:
             return batch
-        return {**batch, "loss_scale": losses.loss_scale(self.loss_normalizing_factor, batch)}
-
-    def eval_fn(self, params: Params, batch: Batch) -> tuple[jax.Array, Metrics]:
-        """Return the loss and metrics without dropout."""
-        return self.loss_fn(params, batch, dropout_rng=None)
+        return {**batch, "loss_scale": losses.loss_scale(self._loss_normalizing_factor, batch)}
 
     def _metrics(self, batch: Batch, of_tokens: losses.TokenLosses, loss: jax.Array, z_loss: jax.Array) -> Metrics:
         weights = losses.loss_weights(batch)
@@ -168,9 +287,9 @@ class BaseTransformerModel(abc.ABC):
         total, z_total = jnp.sum(of_tokens.loss * weights), jnp.sum(of_tokens.z_loss * weights)
         right = jnp.sum(of_tokens.is_right * weights)
         metrics = {
-            "loss": AveragePerStep(loss),
-            "z_loss": AveragePerStep(z_loss),
-            "cross_ent_loss": AveragePerStep(loss - z_loss),
+            "loss": AveragePerStep(total=loss),
+            "z_loss": AveragePerStep(total=z_loss),
+            "cross_ent_loss": AveragePerStep(total=loss - z_loss),
             "accuracy": Average(right, tokens),
             "loss_per_nonpadding_target_token": Average(total, tokens),
             "loss_per_all_target_tokens": Average(total, size),
@@ -228,7 +347,7 @@ class BaseTransformerModel(abc.ABC):
         self, batch: Batch, rng: jax.Array | None, decoder_params: Mapping[str, Any] | None, num_decodes: int
     ) -> dict[str, Any]:
         """Merge the arguments of `decode_fn`: defaults, those of the model, those of the call."""
-        options = {"num_decodes": num_decodes, "eos_id": self.output_vocabulary.eos_id, "decode_rng": rng}
+        options = {"num_decodes": num_decodes or 1, "eos_id": self.output_vocabulary.eos_id, "decode_rng": rng}
         options |= self.default_decoder_params | dict(decoder_params or {})
         self._check_memory(*batch["decoder_input_tokens"].shape[:2], options["num_decodes"])
         if "example_index" in batch:

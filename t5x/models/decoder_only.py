@@ -15,7 +15,7 @@ from t5x.models.base import BaseTransformerModel, Batch, Params, best_or_all
 from t5x.network import compute_params
 
 if TYPE_CHECKING:
-    from t5x.optimizers import Optimizer
+    from t5x.optimizers.protocol import OptimizerDef
 
 
 class DecoderOnlyModel(BaseTransformerModel):
@@ -36,20 +36,20 @@ class DecoderOnlyModel(BaseTransformerModel):
         self,
         module: nn.Module,
         vocabulary: Vocabulary,
-        optimizer_def: "Optimizer | None",
+        optimizer_def: "OptimizerDef | None",
         decode_fn: Callable = decoding.temperature_sample,
         inputs_bidirectional_attention: bool = False,
         feature_converter_cls: type | None = None,
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         loss_normalizing_factor: losses.LossNormalizingFactor = None,
-        default_decoder_params: Mapping[str, Any] | None = None,
+        default_decoder_params: Any = None,
     ):
-        loss_options = (label_smoothing, z_loss, loss_normalizing_factor)
-        vocabularies = {"targets": vocabulary}
         super().__init__(
-            module, vocabularies, optimizer_def, decode_fn, feature_converter_cls, *loss_options, default_decoder_params
-        )
+            module, vocabulary, vocabulary, optimizer_def, decode_fn, label_smoothing, z_loss, loss_normalizing_factor,
+            feature_converter_cls, default_decoder_params,
+        )  # fmt: skip
+        del self.vocabularies["inputs"]  # a language model has only targets
         self.inputs_bidirectional_attention = inputs_bidirectional_attention
         if inputs_bidirectional_attention:
             self._OPTIONAL_INPUTS += ("decoder_causal_attention",)
@@ -71,6 +71,7 @@ class DecoderOnlyModel(BaseTransformerModel):
         `decoder_causal_attention` in the batch marks the start token and the inputs in `decoder_input_tokens`; without
         it there are no inputs. The inputs fill the cache in one pass; then each row continues from its own position.
         """
+        return_all_decodes = return_all_decodes or self._return_all_decodes
         options = self._decode_options(batch, rng, decoder_params, num_decodes)
         shifted = batch["decoder_input_tokens"]
         inside = batch.get("decoder_causal_attention")
@@ -91,7 +92,7 @@ class DecoderOnlyModel(BaseTransformerModel):
             logits, changed = apply(variables, token, token, decode=True, max_decode_length=inputs.shape[1])
             return logits[:, -1, :], changed["cache"]
 
-        decodes, scores = self.decode_fn(
+        decodes, scores = self._decode_fn(
             inputs=inputs,
             cache=filled["cache"],
             tokens_to_logits=self._tokens_to_logits(step, {}, {}),

@@ -16,7 +16,7 @@ from t5x.models.base import BaseTransformerModel, Batch, Params, best_or_all
 from t5x.network import CACHES, compute_params
 
 if TYPE_CHECKING:
-    from t5x.optimizers import Optimizer
+    from t5x.optimizers.protocol import OptimizerDef
 
 
 class EncoderDecoderModel(BaseTransformerModel):
@@ -53,19 +53,18 @@ class EncoderDecoderModel(BaseTransformerModel):
         module: nn.Module,
         input_vocabulary: Vocabulary,
         output_vocabulary: Vocabulary,
-        optimizer_def: "Optimizer | None",
+        optimizer_def: "OptimizerDef | None",
         decode_fn: Callable = decoding.beam_search,
         feature_converter_cls: type | None = None,
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         loss_normalizing_factor: losses.LossNormalizingFactor = None,
-        default_decoder_params: Mapping[str, Any] | None = None,
+        default_decoder_params: Any = None,
     ):
-        loss_options = (label_smoothing, z_loss, loss_normalizing_factor)
-        vocabularies = {"inputs": input_vocabulary, "targets": output_vocabulary}
         super().__init__(
-            module, vocabularies, optimizer_def, decode_fn, feature_converter_cls, *loss_options, default_decoder_params
-        )
+            module, input_vocabulary, output_vocabulary, optimizer_def, decode_fn, label_smoothing, z_loss,
+            loss_normalizing_factor, feature_converter_cls, default_decoder_params,
+        )  # fmt: skip
 
     def input_shapes(self, task_feature_lengths: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
         inputs, targets = task_feature_lengths["inputs"], task_feature_lengths["targets"]
@@ -87,6 +86,7 @@ class EncoderDecoderModel(BaseTransformerModel):
           prompt_with_targets: start the decodes with the row's targets, without their EOS.
         """
         inputs = batch["encoder_input_tokens"]
+        return_all_decodes = return_all_decodes or self._return_all_decodes
         options = self._decode_options(batch, rng, decoder_params, num_decodes)
         prompts = batch["decoder_input_tokens"].astype(jnp.int32)
         empty = jnp.zeros_like(prompts)
@@ -110,8 +110,29 @@ class EncoderDecoderModel(BaseTransformerModel):
 
         axes = {"encoded": 0, "inputs": 0, "cross_cache": options["cache_offset"]}
         tokens_to_logits = self._tokens_to_logits(step, per_example, axes)
-        decodes, scores = self.decode_fn(inputs=prompts, cache=cache, tokens_to_logits=tokens_to_logits, **options)
+        decodes, scores = self._decode_fn(inputs=prompts, cache=cache, tokens_to_logits=tokens_to_logits, **options)
         return best_or_all(decodes, scores, return_all_decodes)
+
+    def _compute_logits_from_slice(
+        self,
+        decoding_state: decoding.DecodingState,
+        params: Params,
+        encoded_inputs: jax.Array,
+        raw_inputs: jax.Array,
+        max_decode_length: int,
+    ) -> tuple[jax.Array, Any]:
+        """Return the logits of the next tokens and the new cache: `tokens_to_logits` for decoding in subclasses.
+
+        Args:
+          encoded_inputs, raw_inputs: the encoder's output and inputs, repeated for every decode of an example.
+        """
+        token = decoding_state.cur_token
+        logits, changed = self.module.apply(
+            {"params": params, "cache": decoding_state.cache}, encoded_inputs, raw_inputs, token, token,
+            enable_dropout=False, decode=True, max_decode_length=max_decode_length, mutable=["cache"],
+            method=self.module.decode,
+        )  # fmt: skip
+        return logits[:, -1], changed["cache"]
 
     def score_batch(
         self, params: Params, batch: Batch, return_intermediates: bool = False, first_logits: bool = False

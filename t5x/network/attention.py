@@ -9,6 +9,7 @@ import contextvars
 import functools
 import logging
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import flax.struct
 import jax
@@ -21,6 +22,9 @@ from t5x.network.relative_position import RelativeBias
 from t5x.partitioning.logical import constrain, on_each_device
 
 MASKED = -1e10
+
+# Logical axes of queries, caches, and what every row of a batch has.
+_QUERIES, _CACHE, _ROWS = ("batch", "length", "heads", "kv"), ("batch", "heads", "length", "kv"), ("batch", "length")
 
 log = logging.getLogger(__name__)
 
@@ -220,11 +224,13 @@ def attend_cached(
     """
     if float32_logits:
         query, key = query.astype(jnp.float32), key.astype(jnp.float32)
-    if on_nvidia_gpu():
-        from t5x.network import decode_kernel  # Pallas is slow to import
+    if mask.position is None and bias is None and has_step_kernel(query.shape[1], query.dtype, key):
+        from t5x.network.decode_kernel import attend_step
 
-        if decode_kernel.fits(query, key):
-            return _attend_step(query, key, value, mask, bias)
+        compute = functools.partial(attend_step, interpret=jax.default_backend() == "cpu")
+        return on_each_device(
+            compute, (_QUERIES, _CACHE, _CACHE, _ROWS), _QUERIES, query, key, value, mask.key_segments
+        )  # fmt: skip
     if mask.row_offsets is not None:
         key, value = (_rows_of_beams(x, mask) for x in (key, value))
     if jax.default_backend() == "cpu":  # the larger operand on the left, as in `layers.few_rows`
@@ -236,28 +242,38 @@ def attend_cached(
     return jnp.einsum("bhqk,bhkd->bqhd", weights, value)
 
 
-def _attend_step(
-    query: jax.Array, key: jax.Array, value: jax.Array, mask: Mask, bias: RelativeBias | None
-) -> jax.Array:
-    """Compute `attend_cached` with our kernel, each device for its own rows and heads."""
-    from t5x.network.decode_kernel import attend_step
+def has_step_kernel(queries: int, dtype: Any, cache: jax.Array) -> bool:
+    """Return whether our kernel computes a decoding step with this cache [batch, heads, k, head_dim]."""
+    if not on_nvidia_gpu():
+        return False
+    from t5x.network import decode_kernel  # Pallas is slow to import
 
-    k_length = key.shape[2]
-    row = None if bias is None else bias.row(mask.position, k_length)[..., 0, :]
-    rows = ("batch", "length")
-    each_row = mask.position is not None and mask.position.ndim > 0
+    return decode_kernel.fits(queries, dtype, cache)
 
-    def compute(query, key, value, seen, position, bias, offsets):
-        return attend_step(
-            query, key, value, seen=seen, position=position, bias=bias, offsets=offsets,
-            interpret=jax.default_backend() == "cpu",
-        )  # fmt: skip
 
-    queries, cache = ("batch", "length", "heads", "kv"), ("batch", "heads", "length", "kv")
-    position, bias_row = (("batch",), ("batch", "heads", None)) if each_row else ((), ("heads", None))
+def extend_and_attend(
+    new: jax.Array, key: jax.Array, value: jax.Array, *, mask: Mask, bias: RelativeBias | None = None
+) -> list[jax.Array]:
+    """Write the key and value of a step at the mask's position, and attend up to there; see `has_step_kernel`.
+
+    Args:
+      new: [batch, 3, heads, head_dim]: query, key and value.
+      key, value: caches, [batch, heads, k, head_dim].
+
+    Returns:
+      [batch, heads, head_dim], and both caches.
+    """
+    from t5x.network import decode_kernel
+
+    row = None if bias is None else bias.row(mask.position, key.shape[2])[..., 0, :]
+    position, bias_row = ((), ("heads", None)) if mask.position.ndim == 0 else (("batch",), ("batch", "heads", None))
+
+    def compute(*arguments):
+        return list(decode_kernel.extend_and_attend(*arguments, interpret=jax.default_backend() == "cpu"))
+
     return on_each_device(
-        compute, (queries, cache, cache, rows, position, bias_row, rows), queries, query, key, value,
-        mask.key_segments, mask.position, row, mask.row_offsets,
+        compute, (("batch", None, "heads", "kv"), _CACHE, _CACHE, position, bias_row, _ROWS),
+        [("batch", "heads", "kv"), _CACHE, _CACHE], new, key, value, mask.position, row, mask.row_offsets,
     )  # fmt: skip
 
 

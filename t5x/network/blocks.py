@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax.linen import initializers, partitioning
 
-from t5x.network.attention import Mask, attend, attend_cached, attend_folded
+from t5x.network.attention import Mask, attend, attend_cached, attend_folded, extend_and_attend, has_step_kernel
 from t5x.network.config import NetworkConfig
 from t5x.network.fp8 import SCALES
 from t5x.network.keys import Keys, Stack, dropout
@@ -55,7 +55,9 @@ class Attention(nn.Module):
         kernel_init = initializers.variance_scaling(1.0, "fan_in", "normal")
 
         # T5 has no 1/sqrt(head_dim) in the attention: the query kernel is initialized smaller by that factor.
-        query_init = initializers.variance_scaling(1.0 / cfg.head_dim, "fan_in", "normal")
+        # `t5x.contrib.gpu` may have it instead.
+        scaled = getattr(cfg, "scale_attn_logits", False)
+        query_init = kernel_init if scaled else initializers.variance_scaling(1.0 / cfg.head_dim, "fan_in", "normal")
 
         kernel = lambda name, init=kernel_init: Kernel(width, ("embed", "joined_kv"), cfg.dtype, init, name=name)
         kernels = {"query": kernel("query", query_init), "key": kernel("key"), "value": kernel("value")}
@@ -63,24 +65,34 @@ class Attention(nn.Module):
         def heads(inputs: jax.Array, *names: str, in_every_step: bool = True) -> list[jax.Array]:
             made = project(self, inputs, [kernels[name] for name in names], keys, in_every_step=in_every_step)
             split = lambda flat: flat.reshape(*flat.shape[:-1], cfg.num_heads, cfg.head_dim)
-            return [constrain(split(flat), "batch", "length", "heads", "kv") for flat in made]
+            made = [constrain(split(flat), "batch", "length", "heads", "kv") for flat in made]
+            if scaled and names[0] == "query":
+                made[0] = made[0] / cfg.head_dim**0.5
+            return made
 
         dropped = {"keys": keys.at("weights"), "dropout_rate": cfg.dropout_rate}
         exact = {"float32_logits": cfg.float32_attention_logits}
         if self.cache == "cross":
             (query,) = heads(x, "query")
-            # Filled from the encoder's output by the pass that creates the cache; read by every later step.
-            if not self.has_variable("cross_cache", "cached_key"):
-                key, value = heads(source, "key", "value", in_every_step=False)
-                self.put_variable("cross_cache", "cached_key", _heads_first(key))
-                self.put_variable("cross_cache", "cached_value", _heads_first(value))
-            key, value = (self.get_variable("cross_cache", f"cached_{name}") for name in ("key", "value"))
+            # Filled from the encoder's output by the pass that creates the cache; read by every later step. A user's
+            # own decoding, which knows only `cache`, computes them in every step.
+            if self.has_variable("cross_cache", "cached_key"):
+                key, value = (self.get_variable("cross_cache", f"cached_{name}") for name in ("key", "value"))
+            else:
+                key, value = map(_heads_first, heads(source, "key", "value", in_every_step=False))
+                if self.is_mutable_collection("cross_cache"):
+                    self.put_variable("cross_cache", "cached_key", key)
+                    self.put_variable("cross_cache", "cached_value", value)
             query = query.reshape(key.shape[0], -1, *query.shape[2:])
             out = attend_cached(query, key, value, mask=mask, bias=bias, **exact)
         elif source is not x and x.shape[1] == 1 and bias is None:
             (query,) = heads(x, "query")
             into = [kernels[name](source.shape[-1], keys.at(name)) for name in ("key", "value")]
             out = attend_folded(query, source.astype(cfg.dtype), *into, mask=mask, **dropped, **exact)
+        elif self.cache and prefill_lengths is None and self._has_step_kernel():
+            joined = project(self, x, list(kernels.values()), keys, joined=True)
+            joined = joined if isinstance(joined, jax.Array) else jnp.stack(joined, axis=-2)
+            out = self._step_with_kernel(joined, mask, bias)
         else:
             if source is x:
                 query, key, value = heads(x, "query", "key", "value")
@@ -97,6 +109,23 @@ class Attention(nn.Module):
         out = out.reshape(*x.shape[:-1], width)
         to_model = Kernel(x.shape[-1], ("joined_kv", "embed"), cfg.dtype, kernel_init, name="out")
         return project(self, out, [to_model], keys, dtype=cfg.residual_dtype)[0]
+
+    def _has_step_kernel(self) -> bool:
+        cfg = self.config
+        return self.has_variable("cache", "cached_key") and has_step_kernel(
+            1, jnp.float32 if cfg.float32_attention_logits else cfg.dtype, self.get_variable("cache", "cached_key")
+        )
+
+    def _step_with_kernel(self, joined: jax.Array, mask: Mask, bias: RelativeBias | None) -> jax.Array:
+        """Take a decoding step, given its query, key and value, [batch, 1, 3, heads * head_dim]; advance the cache."""
+        cfg = self.config
+        key, value, index = (self.variable("cache", name) for name in ("cached_key", "cached_value", "cache_index"))
+        out, key.value, value.value = extend_and_attend(
+            joined.reshape(-1, 3, cfg.num_heads, cfg.head_dim), key.value, value.value,
+            mask=Mask(position=index.value, row_offsets=mask.row_offsets), bias=bias,
+        )  # fmt: skip
+        index.value += 1
+        return out
 
     def _update_cache(
         self, key: jax.Array, value: jax.Array, prefill_lengths: jax.Array | None

@@ -190,15 +190,14 @@ def block_ranges(
     lib = jnp if rules.coded else np
     if of_keys:
         some, every = lib.swapaxes(some, 1, 2), lib.swapaxes(every, 1, 2)
-    count = some.shape[-1]
-    is_any, is_whole = some.any(-1), (some & every).any(-1)
-    first, last = lib.argmax(some, -1), count - lib.argmax(some[..., ::-1], -1)
-    whole_first = lib.argmax(some & every, -1)
-    broken = ~(some & every) & (np.arange(count) > whole_first[..., None])
-    whole_last = lib.where(broken.any(-1), lib.argmax(broken, -1), count)
+    whole, count = some & every, some.shape[-1]
+    numbers = np.arange(count)
+    first, last = lib.where(some, numbers, count).min(-1), lib.where(some, numbers + 1, 0).max(-1)
+    whole_first = lib.where(whole, numbers, count).min(-1)
+    whole_last = lib.where(~whole & (numbers > whole_first[..., None]), numbers, count).min(-1)
     rows = [lib.where(there, x, 0) for there, x in
-            ((is_any, first), (is_whole, whole_first), (is_whole, whole_last), (is_any, last))]  # fmt: skip
-    return jnp.asarray(lib.stack(rows, axis=1), jnp.int32)
+            ((last > 0, first), (whole_first < count, whole_first), (whole_first < count, whole_last))]  # fmt: skip
+    return jnp.asarray(lib.stack([*rows, last], axis=1), jnp.int32)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))

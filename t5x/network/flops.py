@@ -54,6 +54,8 @@ def forward_flops(module: Any, batch: Mapping[str, Any], rows: int) -> int | Non
       batch: training features, [any number of rows, length].
       rows: rows of the global batch.
     """
+    if "decoder_target_tokens" not in batch:  # a user's model
+        return None
     targets = batch["decoder_target_tokens"].shape[1]
     if type(module) is Transformer:
         *passages, inputs = batch["encoder_input_tokens"].shape[1:]

@@ -13,52 +13,20 @@ Each Optax optimizer takes the parameters of its namesake. Without `learning_rat
 `t5x.adafactor` is T5's own optimizer.
 """
 
-import optax
+from t5x.lazy_imports import lazy_attributes
 
-from t5x.optimizers.learning_rates import applied_schedule
-from t5x.optimizers.multi_optimizer import MultiOptimizer, clip_by_global_norm, freeze
-from t5x.optimizers.optax_wrapper import OptaxWrapper, chain, dpsgd, muon, wrap_optax_optimizer
-from t5x.optimizers.patterns import weight_decay_mask
-from t5x.optimizers.protocol import Optimizer, trained
-
-adabelief = wrap_optax_optimizer(optax.adabelief)
-adagrad = wrap_optax_optimizer(optax.adagrad)
-adam = wrap_optax_optimizer(optax.adam)
-adamw = wrap_optax_optimizer(optax.adamw)
-fromage = wrap_optax_optimizer(optax.fromage)
-lamb = wrap_optax_optimizer(optax.lamb)
-lars = wrap_optax_optimizer(optax.lars)
-lion = wrap_optax_optimizer(optax.lion)
-noisy_sgd = wrap_optax_optimizer(optax.noisy_sgd)
-radam = wrap_optax_optimizer(optax.radam)
-rmsprop = wrap_optax_optimizer(optax.rmsprop)
-sgd = wrap_optax_optimizer(optax.sgd)
-yogi = wrap_optax_optimizer(optax.yogi)
-
-__all__ = [
-    "MultiOptimizer",
-    "OptaxWrapper",
-    "Optimizer",
-    "adabelief",
-    "adagrad",
-    "adam",
-    "adamw",
-    "applied_schedule",
-    "chain",
-    "clip_by_global_norm",
-    "dpsgd",
-    "freeze",
-    "fromage",
-    "lamb",
-    "lars",
-    "lion",
-    "muon",
-    "noisy_sgd",
-    "radam",
-    "rmsprop",
-    "sgd",
-    "trained",
-    "weight_decay_mask",
-    "wrap_optax_optimizer",
-    "yogi",
-]
+# Inference needs only the protocol, without Optax.
+_MODULES = {
+    "learning_rates": ("applied_schedule",),
+    "multi_optimizer": ("MultiOptimizer", "clip_by_global_norm", "freeze"),
+    "optax_optimizers": (
+        "adabelief", "adagrad", "adam", "adamw", "fromage", "lamb", "lars", "lion", "noisy_sgd",
+        "radam", "rmsprop", "sgd", "yogi",
+    ),
+    "optax_wrapper": ("OptaxWrapper", "chain", "dpsgd", "muon", "wrap_optax_optimizer"),
+    "patterns": ("weight_decay_mask",),
+    "protocol": ("Optimizer", "OptimizerDef", "OptimizerDefType", "OptimizerState", "OptimizerType", "trained"),
+    "state_rules": ("OptaxStatePartitionRules",),
+}  # fmt: skip
+__all__ = sorted(name for names in _MODULES.values() for name in names)
+__getattr__, __dir__ = lazy_attributes(__name__, _MODULES)

@@ -49,13 +49,15 @@ def applied_schedule(optimizer: Any, trainer_schedule: Schedule, state: Any, ste
     Log a warning if it differs from the trainer's schedule, or cannot be read.
 
     Args:
-      optimizer: see `t5x.optimizers.Optimizer`.
+      optimizer: see `t5x.optimizers.OptimizerDef`.
       trainer_schedule: the trainer's schedule.
       state: the optimizer's state at the start of the run.
       step: the trainer's step at the start of the run.
     """
     own = getattr(optimizer, "learning_rate_fn", None)
     if own is None:
+        if getattr(optimizer, "learning_rate", None) is not None:
+            log.warning("the optimizer's learning_rate is ignored: trainer.Trainer.learning_rate_fn is applied")
         return trainer_schedule
     if own is unknown_rate:
         log.warning(

@@ -11,7 +11,7 @@ import optax
 from t5x.errors import UserError
 from t5x.optimizers.learning_rates import unknown_rate
 from t5x.optimizers.patterns import Patterns, paths_in, select
-from t5x.optimizers.protocol import Optimizer, trained
+from t5x.optimizers.protocol import OptimizerDef, TreeOptimizer, trained
 from t5x.optimizers.schedules import Schedule
 
 log = logging.getLogger(__name__)
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 Tree = Any
 
 
-class MultiOptimizer:
+class MultiOptimizer(TreeOptimizer):
     """Different optimizers for different parameters.
 
         optimizers.MultiOptimizer.patterns_and_optimizers = [
@@ -34,6 +34,8 @@ class MultiOptimizer:
     drives every optimizer without a learning rate of its own.
 
     Args:
+      traversals_and_optimizers: T5X's pairs of a `flax.traverse_util.ModelParamTraversal` and an optimizer. The first
+        match counts; parameters that no traversal matches are frozen.
       patterns_and_optimizers: pairs of a regular expression that matches whole parameter paths, and their optimizer, or
         None. The first match counts. Every parameter must be matched, and every pattern must match a parameter.
 
@@ -47,11 +49,20 @@ class MultiOptimizer:
 
     _setting = "optimizers.MultiOptimizer.patterns_and_optimizers"
 
-    def __init__(self, patterns_and_optimizers: Sequence[tuple[str, Optimizer | None]]):
-        self._patterns = Patterns([pattern for pattern, _ in patterns_and_optimizers], self._setting)
-        self._of_pattern = [optimizer for _, optimizer in patterns_and_optimizers]
+    def __init__(
+        self,
+        traversals_and_optimizers: Sequence[tuple[Any, OptimizerDef]] = (),
+        patterns_and_optimizers: Sequence[tuple[str, OptimizerDef | None]] = (),
+    ):
+        pairs = [*traversals_and_optimizers, *patterns_and_optimizers]
+        if all(isinstance(pattern, str) for pattern, _ in pairs):
+            self._patterns = Patterns([pattern for pattern, _ in pairs], self._setting)
+        else:
+            self._patterns = _Traversals([traversal for traversal, _ in pairs])
+            pairs.append((None, None))
+        self._of_pattern = [optimizer for _, optimizer in pairs]
         unique = {id(optimizer): optimizer for optimizer in self._of_pattern if optimizer is not None}
-        self._optimizers: list[Optimizer] = list(unique.values())
+        self._optimizers: list[OptimizerDef] = list(unique.values())
         if not self._optimizers:
             raise UserError(f"{self._setting} has no optimizer, so nothing would be trained. Add one, e.g. for '.*'.")
         found = [getattr(optimizer, "learning_rate_fn", None) for optimizer in self._optimizers]
@@ -81,7 +92,7 @@ class MultiOptimizer:
     def update(
         self, grads: Tree, state: Tree, params: Tree, axes: Tree, *, step: jax.Array, learning_rate: jax.Array
     ) -> tuple[Tree, Tree]:
-        """Take one step with each optimizer; see `t5x.optimizers.Optimizer`."""
+        """Take one step with each optimizer; see `t5x.optimizers.OptimizerDef`."""
         at = {"step": step, "learning_rate": learning_rate}
         new_params, new_states = params, []
         for number, optimizer in enumerate(self._optimizers):
@@ -92,13 +103,13 @@ class MultiOptimizer:
             new_states.append(its_state)
         return new_params, self._join(new_states)
 
-    def _optimizer_of(self, path: str) -> Optimizer | None:
+    def _optimizer_of(self, path: str) -> OptimizerDef | None:
         number = self._patterns.match(path)
         if number is None:
             raise UserError(f"{self._setting}: no pattern matches the parameter {path}. Add a last pair ('.*', …).")
         return self._of_pattern[number]
 
-    def _parts(self, optimizer: Optimizer, *trees: Tree) -> list[Tree]:
+    def _parts(self, optimizer: OptimizerDef, *trees: Tree) -> list[Tree]:
         return [select(tree, lambda path: self._optimizer_of(path) is optimizer) for tree in trees]
 
     def _check(self, params: Tree) -> None:
@@ -113,6 +124,27 @@ class MultiOptimizer:
         return state if len(self._optimizers) == 1 else state.get(str(number), {})
 
 
+class _Traversals:
+    """Traversals of Flax with the interface of `Patterns`; what none matches gets the last optimizer, which is None."""
+
+    def __init__(self, traversals: Sequence[Any]):
+        for traversal in traversals:
+            if not isinstance(traversal, flax.traverse_util.ModelParamTraversal):
+                raise UserError(
+                    f"optimizers.MultiOptimizer.traversals_and_optimizers: {traversal!r} is not a "
+                    "flax.traverse_util.ModelParamTraversal. Or use patterns_and_optimizers, with regular expressions."
+                )
+        self._traversals = list(traversals)
+
+    def match(self, path: str) -> int:
+        one = flax.traverse_util.unflatten_dict({path: 0}, sep="/")
+        matches = (number for number, t in enumerate(self._traversals) if list(t.iterate(one)))
+        return next(matches, len(self._traversals))
+
+    def check(self, paths: Sequence[str]) -> None:
+        """Accept anything: a traversal may match nothing."""
+
+
 def _replace_leaves(tree: Tree, part: Tree) -> Tree:
     """Replace the leaves of `tree` that `part` has too."""
     flat, new = (flax.traverse_util.flatten_dict(t, keep_empty_nodes=True) for t in (tree, part))
@@ -123,7 +155,7 @@ class _FrozenOptimizer(MultiOptimizer):
     _setting = "optimizers.freeze.patterns"
 
 
-def freeze(optimizer: Optimizer, patterns: Sequence[str]) -> Optimizer:
+def freeze(optimizer: OptimizerDef, patterns: Sequence[str]) -> OptimizerDef:
     """Return an optimizer that leaves some parameters bitwise unchanged and has no state for them.
 
     The state of the other parameters is stored as without freezing.
@@ -136,11 +168,11 @@ def freeze(optimizer: Optimizer, patterns: Sequence[str]) -> Optimizer:
       UserError: if a pattern is invalid; `init` raises it if a pattern matches no parameter.
     """
     patterns = [patterns] if isinstance(patterns, str) else patterns
-    return _FrozenOptimizer([*((pattern, None) for pattern in patterns), (".*", optimizer)])
+    return _FrozenOptimizer(patterns_and_optimizers=[*((p, None) for p in patterns), (".*", optimizer)])
 
 
-class _ClippedOptimizer:
-    def __init__(self, optimizer: Optimizer, max_norm: float):
+class _ClippedOptimizer(TreeOptimizer):
+    def __init__(self, optimizer: OptimizerDef, max_norm: float):
         self._optimizer = optimizer
         self._clip = optax.clip_by_global_norm(max_norm)
         self.init, self.state_axes = optimizer.init, optimizer.state_axes
@@ -155,7 +187,7 @@ class _ClippedOptimizer:
         return self._optimizer.update(_replace_leaves(grads, clipped), state, params, axes, **at)
 
 
-def clip_by_global_norm(optimizer: Optimizer, max_norm: float) -> Optimizer:
+def clip_by_global_norm(optimizer: OptimizerDef, max_norm: float) -> OptimizerDef:
     """Return an optimizer that scales the gradients so that their global norm is at most `max_norm`.
 
     Frozen parameters are excluded from the norm.

@@ -11,13 +11,14 @@ from optax import contrib
 from t5x.errors import UserError
 from t5x.optimizers import optax_state
 from t5x.optimizers.learning_rates import Rate, as_schedule, rates_in, unknown_rate
+from t5x.optimizers.protocol import TreeOptimizer
 from t5x.optimizers.schedules import Schedule
 
 Tree = Any
 Make = Callable[[float | jax.Array, Tree], optax.GradientTransformation]
 
 
-class OptaxWrapper:
+class OptaxWrapper(TreeOptimizer):
     """An Optax transformation as an optimizer. Its state is stored as in T5X and sharded like the parameters.
 
     Args:
@@ -67,7 +68,7 @@ class OptaxWrapper:
     def update(
         self, grads: Tree, state: Tree, params: Tree, axes: Tree, *, step: jax.Array, learning_rate: jax.Array
     ) -> tuple[Tree, Tree]:
-        """Take one step; see `t5x.optimizers.Optimizer`."""
+        """Take one step; see `t5x.optimizers.OptimizerDef`."""
         template = jax.eval_shape(self.transformation(1.0, axes).init, params)
         transformation = self.transformation(learning_rate, axes)
         updates, new = transformation.update(grads, optax_state.from_tree(state, template), params)

@@ -1,7 +1,50 @@
 """Meshes, logical axes and the rules between them; multi-process runs."""
 
-from t5x.partitioning.logical import axis_rules, constrain, logical_to_mesh_axes
-from t5x.partitioning.partitioner import PjitPartitioner
-from t5x.partitioning.rules import standard_logical_axis_rules
+from jax.sharding import PartitionSpec
 
-__all__ = ["PjitPartitioner", "axis_rules", "constrain", "logical_to_mesh_axes", "standard_logical_axis_rules"]
+from t5x.partitioning.chunks import LocalChunker, LocalChunkInfo
+from t5x.partitioning.logical import AxisRules as LogicalAxisRules
+from t5x.partitioning.logical import axis_rules, constrain, logical_to_mesh_axes
+from t5x.partitioning.partitioner import BasePartitioner, BasePjitPartitioner, DataLayout, PjitPartitioner
+from t5x.partitioning.rules import standard_logical_axis_rules
+from t5x.partitioning.t5x_meshes import (
+    AxisNames,
+    PjittedFnWithContext,
+    bounds_from_last_device,
+    cached_property,
+    default_mesh,
+    get_coords,
+    get_cpu_mesh,
+    get_gpu_mesh,
+    get_mesh,
+    global_mesh_defined,
+    host_local_array_to_global_array,
+    with_sharding_constraint,
+)
+
+__all__ = [
+    "AxisNames",
+    "BasePartitioner",
+    "BasePjitPartitioner",
+    "DataLayout",
+    "LocalChunkInfo",
+    "LocalChunker",
+    "LogicalAxisRules",
+    "PartitionSpec",
+    "PjitPartitioner",
+    "PjittedFnWithContext",
+    "axis_rules",
+    "bounds_from_last_device",
+    "cached_property",
+    "constrain",
+    "default_mesh",
+    "get_coords",
+    "get_cpu_mesh",
+    "get_gpu_mesh",
+    "get_mesh",
+    "global_mesh_defined",
+    "host_local_array_to_global_array",
+    "logical_to_mesh_axes",
+    "standard_logical_axis_rules",
+    "with_sharding_constraint",
+]

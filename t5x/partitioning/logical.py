@@ -72,6 +72,12 @@ def shards_of(axis: str) -> int:
     return count_shards(mesh, over)
 
 
+def active_mesh() -> Mesh | None:
+    """Return the mesh of the active rules; None if there are none."""
+    active = _active.get()
+    return None if active is None else active[0]
+
+
 @contextlib.contextmanager
 def axis_rules(mesh: Mesh, rules: AxisRules) -> Iterator[None]:
     """Make `constrain` effective for everything traced inside the block."""
@@ -93,8 +99,11 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 
 
 def on_each_device(
-    function: Callable[..., jax.Array], axes: Sequence[LogicalAxes], out_axes: LogicalAxes, *arguments: Any
-) -> jax.Array:
+    function: Callable[..., Any],
+    axes: Sequence[LogicalAxes],
+    out_axes: LogicalAxes | list[LogicalAxes],
+    *arguments: Any,
+) -> Any:
     """Call `function` on every device with its shard of the arguments; outside `axis_rules`, call it directly.
 
     For functions that the compiler cannot partition, such as our own kernels. Gradients are summed over the devices
@@ -103,7 +112,7 @@ def on_each_device(
     Args:
       axes: logical axes of each argument, or of every array in it. An axis that does not divide evenly in some
         argument is not sharded in any of them.
-      out_axes: logical axes of the result.
+      out_axes: logical axes of the result; a list if it is a list.
     """
     active = _active.get()
     if active is None or active[0].size == 1:
@@ -117,7 +126,6 @@ def on_each_device(
         if size % count_shards(mesh, over)
     }
     spec = lambda names_of: logical_to_mesh_axes(tuple(None if a in uneven else a for a in names_of), rules)
-    divide = jax.shard_map(
-        function, mesh=mesh, in_specs=tuple(map(spec, axes)), out_specs=spec(out_axes), check_vma=False
-    )
+    out_specs = [spec(each) for each in out_axes] if isinstance(out_axes, list) else spec(out_axes)
+    divide = jax.shard_map(function, mesh=mesh, in_specs=tuple(map(spec, axes)), out_specs=out_specs, check_vma=False)
     return divide(*arguments)

@@ -6,7 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -14,13 +14,29 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from t5x.errors import UserError
 from t5x.partitioning import logical, meshes, presets
+from t5x.partitioning.chunks import LocalChunker, LocalChunkInfo
 from t5x.partitioning.logical import AxisRules, LogicalAxes, MeshAxes, axis_rules, logical_to_mesh_axes
 from t5x.partitioning.rules import checked, standard_logical_axis_rules
 
 log = logging.getLogger(__name__)
 
 
-class PjitPartitioner:
+class DataLayout(NamedTuple):
+    """The part of every batch that a process reads.
+
+    Attributes:
+      batch_size: rows of the whole batch.
+      shard_id, num_shards: this process reads the rows of part `shard_id` of `num_shards`.
+      is_first_host_in_replica_set: whether no process of a lower index reads the same rows.
+    """
+
+    batch_size: int
+    shard_id: int
+    num_shards: int
+    is_first_host_in_replica_set: bool
+
+
+class BasePartitioner:
     """A (`data`, `model`) mesh of all devices and the shardings of a model and its batches, on CPU, GPU and TPU.
 
     The run files bind `num_partitions = 1` and T5X's standard rules. These values count as unset if another argument
@@ -50,7 +66,7 @@ class PjitPartitioner:
         logical_axis_rules: AxisRules | None = None,
         preset: str | None = None,
     ):
-        model = _model_axis(num_partitions, model_parallel_submesh)
+        model = model_axis_size(num_partitions, model_parallel_submesh)
         rules = None if logical_axis_rules is None else _own_rules(logical_axis_rules)
         chosen = None if preset is None else presets.named(preset)
         if chosen is not None:
@@ -120,6 +136,10 @@ class PjitPartitioner:
         kind = device.device_kind if device.device_kind.lower() != device.platform else device.platform
         return f"{shape} ({self.mesh.size} x {kind}, {jax.process_count()} process(es))"
 
+    @property
+    def logical_axis_rules(self) -> list[tuple[str, MeshAxes]]:
+        return self.rules
+
     # -- shardings -----------------------------------------------------------------------------------------------------
 
     def spec(self, shape: Sequence[int], axes: LogicalAxes | None) -> PartitionSpec:
@@ -128,7 +148,11 @@ class PjitPartitioner:
 
     def sharding(self, shape: Sequence[int], axes: LogicalAxes | None) -> NamedSharding:
         """Return the sharding of a parameter, or of its optimizer state."""
-        return NamedSharding(self.mesh, self.spec(shape, axes), memory_kind=self._param_memory)
+        return self.sharding_of(self.spec(shape, axes))
+
+    def sharding_of(self, spec: PartitionSpec) -> NamedSharding:
+        """Return the sharding of a parameter, or of its optimizer state, with this PartitionSpec."""
+        return NamedSharding(self.mesh, spec, memory_kind=self._param_memory)
 
     def undivided(self, shape: Sequence[int], axes: LogicalAxes | None) -> str | None:
         """Return why a dimension of this array is not sharded though a rule asks for it; None if there is none."""
@@ -137,6 +161,47 @@ class PjitPartitioner:
             if shape[dim] % shards:
                 return f"{axes[dim]}={shape[dim]} is not a multiple of {'*'.join(logical.axis_names(over))}={shards}"
         return None
+
+    def get_logical_axes(self, train_state: Any) -> Any:
+        """Return a training state with the logical axes of its arrays. Subclasses may return others."""
+        return train_state.as_logical_axes()
+
+    def get_mesh_axes(self, train_state: Any) -> Any:
+        """Return a training state with the PartitionSpec of each array. Subclasses may return others.
+
+        Args:
+          train_state: see `t5x.train_state`; its leaves have shapes.
+        """
+        arrays, mutables = train_state.replace(flax_mutables={}), train_state.flax_mutables
+        axes = self.get_logical_axes(arrays).state_dict()
+        spec = lambda x, names: self.spec(x.shape, None if names is None else tuple(names))
+        specs = jax.tree.map(spec, arrays.state_dict(), axes)
+        return train_state.restore_state(
+            specs | {"flax_mutables": jax.tree.map(lambda _: PartitionSpec(), mutables)}
+        )
+
+    def get_local_chunk_info(self, global_shape: Sequence[int], mesh_axes: PartitionSpec | None) -> LocalChunkInfo:
+        """Return the part of an array with this shape and sharding that this process holds."""
+        return LocalChunker(self.mesh).get_local_chunk_info(global_shape, mesh_axes)
+
+    def move_params_to_devices(self, train_state: Any, train_state_axes: Any) -> Any:
+        """Return the training state on its devices."""
+        return jax.device_put(train_state, self._shardings(train_state_axes))
+
+    def _shardings(self, axis_resources: Any) -> Any:
+        """Return PartitionSpecs, and None for replicated arrays, as shardings."""
+
+        def sharding(resource: Any) -> Sharding:
+            if isinstance(resource, Sharding):
+                return resource
+            return NamedSharding(self.mesh, PartitionSpec() if resource is None else resource)
+
+        is_leaf = lambda x: x is None or isinstance(x, PartitionSpec)
+        return jax.tree.map(sharding, axis_resources, is_leaf=is_leaf)
+
+    @property
+    def data_partition_spec(self) -> PartitionSpec:
+        return self.batch_sharding.spec
 
     @property
     def batch_sharding(self) -> NamedSharding:
@@ -153,6 +218,23 @@ class PjitPartitioner:
     def data_parts(self) -> int:
         """Number of data-parallel shards of a batch; the batch size must be a multiple of it."""
         return logical.count_shards(self.mesh, logical_to_mesh_axes(("batch",), self.rules)[0])
+
+    def get_data_layout(self, batch_size: int | None = None, host_index: int | None = None) -> DataLayout:
+        """Return which part of a batch this process reads; by default, of a batch with one row per shard.
+
+        Args:
+          host_index: must be None, or that of this process.
+        """
+        if host_index not in (None, jax.process_index()):
+            raise UserError("get_data_layout knows the rows of its own process only: leave host_index None.")
+        batch_size = self.data_parts if batch_size is None else batch_size
+        rows = self.rows(batch_size)
+        first = {}
+        for device, index in self.batch_sharding.devices_indices_map((batch_size,)).items():
+            start = index[0].start or 0
+            first[start] = min(first.get(start, device.process_index), device.process_index)
+        is_first = first[rows.start] == jax.process_index()
+        return DataLayout(batch_size, rows.start // len(rows), batch_size // len(rows), is_first)
 
     def rows(self, batch_size: int) -> range:
         """Return the rows of the global batch that this process must read.
@@ -209,26 +291,35 @@ class PjitPartitioner:
     def partition(
         self,
         fn: Callable,
+        in_axis_resources: Any,
+        out_axis_resources: Any,
+        static_argnums: int | Sequence[int] = (),
+        donate_argnums: int | Sequence[int] = (),
         *,
-        in_shardings: Any,
-        out_shardings: Any,
-        donate_argnums: tuple[int, ...] = (),
         large_matmuls: bool = False,
     ) -> Callable:
         """Return `jax.jit(fn)` over the mesh; arguments in host memory are copied to the devices first.
 
         Args:
+          in_axis_resources, out_axis_resources: a sharding or PartitionSpec for each array, or for a whole tree of
+            them; None replicates it.
           large_matmuls: most of the time goes to matmuls of many rows; see `compiler_options`.
         """
+        in_shardings, out_shardings = self._shardings(in_axis_resources), self._shardings(out_axis_resources)
 
         def traced(*args):
             with self.activate():
                 return fn(*(self._on_devices(args, in_shardings) if self._param_memory else args))
 
         return jax.jit(
-            traced, in_shardings=in_shardings, out_shardings=out_shardings, donate_argnums=donate_argnums,
+            traced, in_shardings=in_shardings, out_shardings=out_shardings, static_argnums=static_argnums,
+            donate_argnums=donate_argnums,
             compiler_options=compiler_options(self.mesh.devices.flat[0].platform, large_matmuls),
         )  # fmt: skip
+
+    def compile(self, partitioned_fn: Callable, *args: Any) -> Callable:
+        """Compile the result of `partition` for arguments of these shapes."""
+        return partitioned_fn.lower(*args).compile()
 
     def _on_devices(self, args: tuple, shardings: Any) -> tuple:
         device = self.mesh.local_devices[0].default_memory().kind
@@ -239,6 +330,14 @@ class PjitPartitioner:
             return jax.device_put(tree, sharding.with_memory_kind(device))
 
         return jax.tree.map(moved, shardings, args)
+
+
+class BasePjitPartitioner(BasePartitioner):
+    """T5X's name between the two."""
+
+
+class PjitPartitioner(BasePjitPartitioner):
+    __doc__ = BasePartitioner.__doc__
 
 
 @functools.cache
@@ -264,7 +363,7 @@ def compiler_options(platform: str, large_matmuls: bool) -> dict[str, Any] | Non
     return options
 
 
-def _model_axis(num_partitions: int | None, submesh: Sequence[int] | None) -> int:
+def model_axis_size(num_partitions: int | None, submesh: Sequence[int] | None) -> int:
     """Return how many devices share a copy of the model."""
     if submesh is None:
         if num_partitions is not None and not isinstance(num_partitions, int):

@@ -45,7 +45,7 @@ class Inputs:
         self._vocabulary = vocabulary
         self._long_query = long_query
         self._end = [] if vocabulary.eos_id is None else [vocabulary.eos_id]
-        self._separator = _separator(vocabulary)
+        self.separator = _separator(vocabulary)
         self._around = functools.lru_cache(maxsize=256)(self._around_documents)
 
     def encode(self, query: str, *documents: str) -> Encoded:
@@ -99,8 +99,8 @@ class Inputs:
         for i, text in enumerate(texts):
             ids = self._vocabulary.encode(text.strip())
             spaced = text != text.lstrip(), text != text.rstrip()
-            before = self._separator if i > 0 and spaced[0] else []
-            behind = self._separator if i < len(texts) - 1 and spaced[1] and ids else []
+            before = self.separator if i > 0 and spaced[0] else []
+            behind = self.separator if i < len(texts) - 1 and spaced[1] and ids else []
             made.append([*before, *ids, *behind])
         return made
 

@@ -11,7 +11,7 @@ from t5x.data.vocabularies import Vocabulary
 from t5x.errors import UserError
 from t5x.metrics.accumulators import Average, AveragePerStep, Metrics, Sum
 from t5x.models import Batch, EncoderDecoderModel, Params
-from t5x.optimizers import Optimizer
+from t5x.optimizers import OptimizerDef
 from t5x.ranking.features import RankingFeatureConverter
 from t5x.ranking.labels import label_ids
 from t5x.ranking.losses import listwise_softmax
@@ -43,7 +43,7 @@ class RankingModel(EncoderDecoderModel):
         module: nn.Module,
         input_vocabulary: Vocabulary,
         output_vocabulary: Vocabulary,
-        optimizer_def: Optimizer | None,
+        optimizer_def: OptimizerDef | None,
         template: Template | str = MONOT5,
         loss: Literal["vocabulary", "labels", "listwise"] = "vocabulary",
         **options: Any,
@@ -81,12 +81,12 @@ class RankingModel(EncoderDecoderModel):
             return super().with_loss_scale(batch)
         counted = self._counted(batch).astype(jnp.float32)[:, None]
         of_one = {"decoder_target_tokens": counted, "decoder_loss_weights": counted}
-        return {**batch, "loss_scale": losses.loss_scale(self.loss_normalizing_factor, of_one)}
+        return {**batch, "loss_scale": losses.loss_scale(self._loss_normalizing_factor, of_one)}
 
     def _of_pairs(self, logits: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
         targets = batch["decoder_target_tokens"][:, 0]
         places = (targets == self._labels[1]).astype(jnp.int32)
-        loss, z_part = losses.cross_entropy(logits, places, self.z_loss, self.label_smoothing)
+        loss, z_part = losses.cross_entropy(logits, places, self._z_loss, self._label_smoothing)
         # A target that is neither word is of another template: that must not train on as if it were relevant.
         loss = jnp.where((targets == self._labels[0]) | (places > 0) | ~self._counted(batch), loss, jnp.nan)
         return loss, z_part, jnp.argmax(logits, axis=-1) == places
@@ -113,8 +113,8 @@ class RankingModel(EncoderDecoderModel):
         answers = targets if self.loss == "listwise" else targets[:, :1]
         tokens, answered = jnp.sum(inputs > 0), jnp.sum(answers > 0)
         return {
-            "loss": AveragePerStep(loss),
-            "z_loss": AveragePerStep(z_loss),
+            "loss": AveragePerStep(total=loss),
+            "z_loss": AveragePerStep(total=z_loss),
             "accuracy": Average(jnp.sum(right & counted), examples),
             "loss_per_nonpadding_target_token": Average(total, examples),
             "target_tokens": Sum(answered),

@@ -8,8 +8,15 @@ _MODULES = {
     "loop": ("Timetable", "run_loop"),
     "signals": ("Interrupted", "StopRequest", "Stopped"),
     "state": ("StateLayout", "TrainState"),
-    "trainer": ("Trainer",),
+    "step": ("accumulate_grads_microbatched", "apply_grads", "eval_step", "train_with_lr"),
+    "metrics_manager": ("MetricsManager",),
+    "t5x_types": (
+        "ActionMapType", "ArrayMapFuture", "BaseTrainerConstructor", "LearningRateCallable", "MetricValueMapFuture",
+        "MetricValueMapType", "PartitionedEvalCallable", "PartitionedTrainCallable", "PreemptionError",
+        "SummarizeMetricsCallable", "TimeFuture", "merge_metrics",
+    ),
+    "trainer": ("BaseTrainer", "Trainer"),
     "weight_metrics": ("WeightMetricsComputer",),
-}
+}  # fmt: skip
 __all__ = sorted(name for names in _MODULES.values() for name in names)
 __getattr__, __dir__ = lazy_attributes(__name__, _MODULES)

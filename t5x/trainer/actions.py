@@ -13,7 +13,7 @@ from typing import Any
 
 from t5x.errors import UserError
 from t5x.partitioning import distributed
-from t5x.trainer.state import TrainState
+from t5x.train_state import TrainState
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ return batches, {feature: array [rows of this process, length]}.
 import dataclasses
 import itertools
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,10 @@ import numpy as np
 from t5x.data.dataset_config import DatasetConfig
 from t5x.data.feature_converters import FeatureConverter
 from t5x.data.loader import Batch, TrainLoader, eval_batches, train_loader
+from t5x.data.seqio_converters import make_converter, shapes_and_types
 from t5x.data.tasks import get_subtasks
 from t5x.errors import UserError
+from t5x.models import BaseModel, BaseTransformerModel
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +41,8 @@ class ShardInfo:
 
 def get_dataset(
     cfg: DatasetConfig,
-    shard_info: ShardInfo,
+    shard_id: int,
+    num_shards: int,
     feature_converter_cls: type[FeatureConverter],
     num_epochs: int | None = None,
     continue_from_last_checkpoint: bool = True,
@@ -47,6 +50,7 @@ def get_dataset(
     """Return the endless batches of a training run.
 
     Args:
+      shard_id, num_shards: which of equal parts of every batch to read.
       num_epochs: must be None; the number of steps ends a run.
       continue_from_last_checkpoint: must be True; every checkpoint includes the position in the data.
     """
@@ -55,8 +59,8 @@ def get_dataset(
             "utils.get_dataset: num_epochs must be None and continue_from_last_checkpoint True. Training repeats the "
             "data, resumes at the position in the checkpoint, and ends after TRAIN_STEPS."
         )
-    converter = feature_converter_cls(pack=cfg.pack)
-    return train_loader(cfg, feature_converter=converter, rows=shard_info.rows(cfg.batch_size))
+    converter = make_converter(feature_converter_cls, cfg.pack)
+    return train_loader(cfg, feature_converter=converter, rows=ShardInfo(shard_id, num_shards).rows(cfg.batch_size))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,13 +102,36 @@ def get_training_eval_datasets(
             "Choose one with --gin.train_eval/utils.DatasetConfig.split=\\'…\\'."
         )
     rows = ShardInfo(shard_id, num_shards).rows(cfg.batch_size)
-    converter = feature_converter_cls(pack=False)
+    converter = make_converter(feature_converter_cls, pack=False)
     return {
         task.name: EvaluationBatches(
             dataclasses.replace(cfg, mixture_or_task_name=task, module=None), converter, rows, eval_steps
         )
         for task in with_split
     }
+
+
+def input_spec(
+    model: BaseModel, task_feature_lengths: Mapping[str, int] | None, peek: Callable[[], Mapping[str, Any]]
+) -> tuple[dict[str, tuple[int, ...]], dict[str, Any] | None]:
+    """Return the shapes and dtypes for `model.get_initial_variables`.
+
+    Models of this package need only the lengths. Others get those of every feature of a batch, as in T5X.
+
+    Args:
+      peek: returns a batch.
+    """
+    own = getattr(type(model), "get_initial_variables", None) is BaseTransformerModel.get_initial_variables
+    converter = getattr(model.FEATURE_CONVERTER_CLS, "__module__", "")
+    if own and hasattr(model, "input_shapes") and converter.startswith("t5x."):
+        return model.input_shapes(task_feature_lengths or {"inputs": 1, "targets": 1}), None
+    return shapes_and_types(peek())
+
+
+def first_batch(cfg: DatasetConfig, model: BaseModel) -> Batch:
+    """Return the first batch of an evaluation."""
+    converter = make_converter(model.FEATURE_CONVERTER_CLS, pack=False)
+    return next(eval_batches(cfg, feature_converter=converter)).batch
 
 
 class ExternalBatches(Iterator[Batch]):

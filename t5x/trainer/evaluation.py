@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from t5x.data.dataset_config import DatasetConfig
+from t5x.data.seqio_converters import make_converter
 from t5x.data.tasks import Task, get_subtasks
 from t5x.errors import UserError
 from t5x.network.padding import Program
@@ -98,7 +99,7 @@ class InferenceEvaluation(Evaluation):
         model = layout.model
         self._evaluator = evaluator_cls(
             mixture_or_task_name=cfg.mixture_or_task_name,
-            feature_converter=model.FEATURE_CONVERTER_CLS(pack=False),
+            feature_converter=make_converter(model.FEATURE_CONVERTER_CLS, pack=False),
             eval_split=cfg.split,
             use_cached=cfg.use_cached,
             seed=cfg.seed,
@@ -118,7 +119,7 @@ class InferenceEvaluation(Evaluation):
     def evaluate(self, trainer: Trainer, step: int, before_batch: Callable[[], None]) -> TaskMetrics:
         def run(program: BatchProgram, batch: Mapping[str, np.ndarray]) -> Any:
             before_batch()
-            return program(trainer.state.params, batch)
+            return program(trainer.train_state.params, batch)
 
         results = self._evaluator.evaluate(
             step=step,
@@ -142,8 +143,8 @@ class BatchProgram:
         self._rows = self._partitioner.rows(batch_size)
         partition = functools.partial(
             self._partitioner.partition,
-            in_shardings=(layout.shardings.params, self._partitioner.batch_sharding),
-            out_shardings=self._partitioner.replicated,
+            in_axis_resources=(layout.shardings.params, self._partitioner.batch_sharding),
+            out_axis_resources=self._partitioner.replicated,
         )
         self._program = Program.of(function, partition)
 
@@ -212,8 +213,13 @@ class TeacherForcedEvaluation(Evaluation):
         for (task, metrics), file in zip(results.items(), self._files, strict=True):
             if distributed.is_leader():
                 self._write(file, step, metrics)
-            loss, accuracy = metrics["loss_per_nonpadding_target_token"], 100 * metrics["accuracy"]
-            log.info("step %d, %s, teacher forcing: loss %.4g per token, accuracy %.2f %%", step, task, loss, accuracy)
+            if {"loss_per_nonpadding_target_token", "accuracy"} <= metrics.keys():
+                loss, accuracy = metrics["loss_per_nonpadding_target_token"], 100 * metrics["accuracy"]
+                message = "step %d, %s, teacher forcing: loss %.4g per token, accuracy %.2f %%"
+                log.info(message, step, task, loss, accuracy)
+            else:  # metrics of a user's model
+                shown = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+                log.info("step %d, %s: %s", step, task, shown)
         return results
 
     def _write(self, file: str, step: int, metrics: Mapping[str, float]) -> None:

@@ -10,13 +10,13 @@ from typing import Any
 import jax
 
 from t5x.data.loader import TrainLoader
-from t5x.optimizers import trained
+from t5x.optimizers.protocol import trained
 from t5x.telemetry import Progress, ThroughputClock
 from t5x.trainer.actions import TRAIN_TASK, Actions, ActionStop
 from t5x.trainer.metric_lines import MetricLines
 from t5x.trainer.nonfinite import bad_parameters, diagnose
 from t5x.trainer.signals import StopRequest
-from t5x.trainer.trainer import Trainer
+from t5x.trainer.trainer import BaseTrainer
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Timetable:
 
 
 def run_loop(
-    trainer: Trainer,
+    trainer: BaseTrainer,
     loader: TrainLoader,
     times: Timetable,
     *,
@@ -124,7 +124,7 @@ def run_loop(
                     lines.line(step, lap, others | clock.scalars() | clock.notes())
                     if actions.has("TRAIN"):
                         lines.wait()
-                        ended = actions.run("TRAIN", trainer.state, {TRAIN_TASK: lines.metrics}) or ended
+                        ended = actions.run("TRAIN", trainer.train_state, {TRAIN_TASK: lines.metrics}) or ended
                         ended = watch.check(lines, step) or ended
                 if times.gc_period and step % times.gc_period == 0:
                     gc.collect()
@@ -163,7 +163,7 @@ class _NonFiniteWatch:
     Every process checks at the same steps.
     """
 
-    def __init__(self, trainer: Trainer, actions: Actions):
+    def __init__(self, trainer: BaseTrainer, actions: Actions):
         self._trainer, self._actions = trainer, actions
         self._warned = False
 
@@ -172,7 +172,7 @@ class _NonFiniteWatch:
         found = lines.take_nonfinite()
         if found is None:
             return None
-        params = self._trainer.state.params
+        params = self._trainer.train_state.params
         diagnosis = diagnose(found.steps, found.last_step, params, trained(self._trainer.model.optimizer_def, params))
         if not self._warned or diagnosis.parameters:
             log.warning("%s", diagnosis.message)
@@ -184,7 +184,7 @@ class _NonFiniteWatch:
         """Check all steps and the parameters themselves: an update may be bad although its gradient was not."""
         lines.unfinished(step)
         end = self.check(lines, step)
-        if end is None and (message := bad_parameters(self._trainer.state.params, step)):
+        if end is None and (message := bad_parameters(self._trainer.train_state.params, step)):
             log.warning("%s", message)
             end = _bad_end(step)
         return end

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent import futures
@@ -130,7 +131,7 @@ class MetricLines:
             for name in ("target_tokens", "input_tokens")
         }
         lap = dataclasses.replace(lap, **tokens)
-        metrics = compute(line.merged)
+        metrics = compute(line.merged, lap.seconds)
         for name in ("target_tokens", FIRST_BAD_GRADIENT):
             metrics.pop(name, None)
         metrics |= lap.scalars(cores=jax.device_count()) | dict(others)
@@ -140,7 +141,7 @@ class MetricLines:
             metrics |= self._cost.scalars(metrics["timing/steps_per_second"])
         self.metrics = metrics
         self.summary = {
-            "loss": metrics["loss_per_nonpadding_target_token"],
+            "loss": metrics.get("loss_per_nonpadding_target_token", metrics.get("loss", math.nan)),
             "tokens/s": metrics["timing/target_tokens_per_second"] + metrics["timing/input_tokens_per_second"],
         }
         if "timing/mfu" in metrics:
@@ -162,7 +163,9 @@ class MetricLines:
             line.merged = None
         if steps:
             line.merged = functools.reduce(merge, steps if line.merged is None else [line.merged, *steps])
-            targets = sum(int(metrics["target_tokens"].total) for metrics in steps)
-            both = sum(int(metrics["non_padding_fraction/overall"].total) for metrics in steps)
-            line.tokens += Counter(steps=len(steps), target_tokens=targets, input_tokens=both - targets)
+            line.tokens["steps"] += len(steps)
+            if {"target_tokens", "non_padding_fraction/overall"} <= steps[0].keys():  # not of every user's model
+                targets = sum(int(metrics["target_tokens"].total) for metrics in steps)
+                both = sum(int(metrics["non_padding_fraction/overall"].total) for metrics in steps)
+                line.tokens += Counter(target_tokens=targets, input_tokens=both - targets)
         return steps

@@ -57,7 +57,7 @@ def gradient_metrics(gradients: Any) -> Metrics:
     bad = ~jnp.isfinite(jnp.stack([squares[name] for name in _backwards(squares)]))
     first = jnp.where(jnp.any(bad), jnp.argmax(bad) + 1, 0)
     norm = jnp.sqrt(sum(squares.values()))
-    return {"gradient_norm": AveragePerStep(norm), FIRST_BAD_GRADIENT: AveragePerStep(first)}
+    return {"gradient_norm": AveragePerStep(total=norm), FIRST_BAD_GRADIENT: AveragePerStep(total=first)}
 
 
 def find_nonfinite(params: Any) -> list[str]:

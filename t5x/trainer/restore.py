@@ -22,7 +22,7 @@ from t5x.checkpoints.checkpoint_files import open_files
 from t5x.checkpoints.checkpoint_identity import fingerprint
 from t5x.checkpoints.config import RestoreCheckpointConfig
 from t5x.checkpoints.formats import Source, open_checkpoint
-from t5x.checkpoints.formats.own_checkpoint import read_own_checkpoint
+from t5x.checkpoints.formats.own_checkpoint import MODEL_FILE, read_own_checkpoint
 from t5x.checkpoints.model_description import check_same_model
 from t5x.data.lanes import join_states, merge_states, states_of_rows
 from t5x.errors import UserError
@@ -31,7 +31,8 @@ from t5x.files.untrusted import parse_json
 from t5x.metrics.accumulators import from_json
 from t5x.models import BaseTransformerModel
 from t5x.partitioning import consistency, distributed
-from t5x.trainer.state import StateLayout, TrainState
+from t5x.train_state import TrainState
+from t5x.trainer.state import StateLayout
 
 log = logging.getLogger(__name__)
 
@@ -229,7 +230,7 @@ def restore_state(
       rng: key for the initial values of parameters that the rules exclude.
     """
     _check_same(source, model, cfg.rules)
-    abstract, axes = layout.abstract.replace(flax_mutables={}).tree(), layout.tree_axes()
+    abstract, axes = layout.abstract.replace(flax_mutables={}).state_dict(), layout.tree_axes()
     fitting = transfer.Fitting(source, abstract, axes, cfg.rules)
     step = 0 if cfg.step == "reset" else fitting.step or 0
     has_state = fitting.has_optimizer_state()
@@ -243,12 +244,12 @@ def restore_state(
         return fitting.restore(part, _initial_values(layout, rng))
 
     params = read({"target": abstract["target"]})["target"]
-    states = abstract["state"]["param_states"]
+    states = abstract["state"].get("param_states", {})
     if not keep or not jax.tree.leaves(states):
         return layout.with_fresh_optimizer(params, step)
     states = read({"state": {"param_states": states}})["state"]["param_states"]
     mutables = _restore_mutables(source.path, layout) if source.format == "t5x" else layout.fresh_mutables()
-    return TrainState(layout.step_array(step), params, states, mutables)
+    return layout.state(step, params, states, mutables)
 
 
 def _restore_mutables(path: Any, layout: StateLayout) -> Any:
@@ -288,16 +289,16 @@ def restore_params(
 
 def _resume(path: Any, cfg: RestoreCheckpointConfig | None, layout: StateLayout) -> TrainState:
     """Return the state of a run's own checkpoint. Layers may be stacked in one and not in the other."""
-    abstract = layout.abstract.replace(flax_mutables={}).tree()
+    abstract = layout.abstract.replace(flax_mutables={}).state_dict()
     functions = () if cfg is None else cfg.rules.state_transformation_fns
     if not functions and _same_names(checkpoints.read_names(path), abstract):
-        state = TrainState.from_tree(checkpoints.restore(path, abstract, verify=False))
+        state = layout.abstract.restore_state(checkpoints.restore(path, abstract, verify=False))
         return state.replace(flax_mutables=_restore_mutables(path, layout))
     if not functions:
         log.info("rearranging %s: its layers are stacked and this network's are not, or vice versa", path)
     rules = Rules(state_transformation_fns=functions, is_resuming=True)
-    state = TrainState.from_tree(transfer.restore(read_own_checkpoint(path), abstract, layout.tree_axes(), rules=rules))
-    return state.replace(flax_mutables=_restore_mutables(path, layout))
+    tree = transfer.restore(read_own_checkpoint(path), abstract, layout.tree_axes(), rules=rules)
+    return layout.abstract.restore_state(tree).replace(flax_mutables=_restore_mutables(path, layout))
 
 
 def _same_names(found: Iterable[str], abstract: Any) -> bool:
@@ -311,7 +312,8 @@ def _check_same(source: Source, model: BaseTransformerModel, rules: Rules) -> No
     """Raise a UserError if the checkpoint describes another model. With rules this only logs a warning."""
     try:
         if source.format == "t5x":
-            check_same_model(source.path, model, same_classes=False)
+            if open_files(source.path).has(MODEL_FILE):  # a user's Checkpointer does not write it
+                check_same_model(source.path, model, same_classes=False)
         elif rows := transfer.describe_differences(source.config or {}, getattr(model.module, "config", None)):
             raise UserError(f"{source.path} is of another model:\n  " + "\n  ".join(rows))
     except UserError as error:
@@ -325,11 +327,11 @@ def _initial_values(layout: StateLayout, rng: jax.Array | int) -> transfer.Initi
 
     def compute(names: Collection[str]) -> dict[str, jax.Array]:
         key = jax.random.key(rng) if isinstance(rng, int) else rng
-        pick = lambda state: {n: x for n, x in checkpoints.tree.flatten(state.tree()).items() if n in set(names)}
+        pick = lambda state: {n: x for n, x in checkpoints.tree.flatten(state.state_dict()).items() if n in set(names)}
         fresh = layout.partitioner.partition(
             lambda rng: pick(layout.init(rng)),
-            in_shardings=layout.partitioner.replicated,
-            out_shardings=pick(layout.shardings),
+            in_axis_resources=layout.partitioner.replicated,
+            out_axis_resources=pick(layout.shardings),
         )
         return fresh(key)
 

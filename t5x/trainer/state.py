@@ -1,92 +1,88 @@
 """The training state and its layout over the mesh."""
 
-import dataclasses
 import logging
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from t5x.checkpoints.tree import parameter_table
-from t5x.models import BaseTransformerModel
-from t5x.network import logical_axes
+from t5x.models import BaseModel
+from t5x.optimizers.protocol import Optimizer, OptimizerDef, OptimizerState
 from t5x.partitioning import PjitPartitioner
 from t5x.telemetry import jsonl
+from t5x.train_state import FlaxOptimTrainState, InferenceState, TrainState, split_variables
+from t5x.trainer.step import takes_mutables
 
 log = logging.getLogger(__name__)
 
 Tree = Any
 
 
-@flax.struct.dataclass
-class TrainState:
-    """Parameters, optimizer state and the number of steps taken.
-
-    Attributes:
-      flax_mutables: other state of the network: `fp8`, the amax history of training in FP8; {} without it.
-    """
-
-    step: jax.Array
-    params: Tree
-    param_states: Tree
-    flax_mutables: Tree = flax.struct.field(default_factory=dict)
-
-    def tree(self) -> dict[str, Any]:
-        """Return the tree as stored in a checkpoint, with T5X's names."""
-        tree = {"target": self.params, "state": {"step": self.step, "param_states": self.param_states}}
-        return tree | ({"flax_mutables": self.flax_mutables} if self.flax_mutables else {})
-
-    @classmethod
-    def from_tree(cls, tree: Mapping[str, Any]) -> "TrainState":
-        return cls(
-            tree["state"]["step"], tree["target"], tree["state"]["param_states"], tree.get("flax_mutables", {})
-        )  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
 class StateLayout:
-    """Shapes, logical axes and shardings of a model's state, without allocating it.
+    """Shapes, logical axes and shardings of a training state, without allocating it: T5X's TrainStateInitializer.
+
+    Args:
+      optimizer_def: the optimizer; None lays out an `InferenceState`.
+      init_fn: `model.get_initial_variables`.
+      input_shapes, input_types: its arguments, {feature: shape} and {feature: dtype} of a batch.
+      partitioner: the mesh.
 
     Attributes:
       abstract: a TrainState of `jax.ShapeDtypeStruct` with shardings.
+      train_state_axes: the same with PartitionSpecs, which the partitioner decides.
       axes: logical axes of every parameter.
+      model: the model whose method `init_fn` is, if any.
     """
 
-    model: BaseTransformerModel
-    partitioner: PjitPartitioner
-    input_shapes: Mapping[str, tuple[int, ...]]
-    abstract: TrainState
-    axes: Tree
-    state_axes: Tree
+    def __init__(
+        self,
+        optimizer_def: OptimizerDef | None,
+        init_fn: Callable[..., Any],
+        input_shapes: Mapping[str, tuple[int, ...]],
+        partitioner: PjitPartitioner,
+        input_types: Mapping[str, Any] | None = None,
+    ):
+        self.model: BaseModel | None = getattr(init_fn, "__self__", None)
+        self.partitioner, self.input_shapes = partitioner, input_shapes
+        self._optimizer_def, self._init_fn, self._input_types = optimizer_def, init_fn, input_types
+        variables = jax.eval_shape(lambda: self._variables(jax.random.key(0)))
+        params, params_axes, _, _ = split_variables(variables)
+        step = jax.ShapeDtypeStruct((), jnp.int32)
+        mutables = jax.eval_shape(lambda: self._mutables(variables))
+        state = InferenceState(step, params, params_axes, mutables)
+        self.axes = state.logical_axes()
+        self.state_axes = {}
+        if optimizer_def is not None:
+            states = jax.eval_shape(lambda p: optimizer_def.init(p, self.axes), params)
+            self.state_axes = optimizer_def.state_axes(params, self.axes)
+            optimizer = Optimizer(optimizer_def, OptimizerState(step, states), params)
+            state = FlaxOptimTrainState(optimizer, params_axes, mutables)
+
+        self.train_state_axes = partitioner.get_mesh_axes(state)
+        self.abstract: TrainState = jax.tree.map(
+            lambda x, spec: x.update(sharding=partitioner.sharding_of(spec)), state, self.train_state_axes
+        )
+        self._log_undivided()
 
     @classmethod
     def of(
-        cls, model: BaseTransformerModel, partitioner: PjitPartitioner, input_shapes: Mapping[str, tuple[int, ...]]
+        cls,
+        model: BaseModel,
+        partitioner: PjitPartitioner,
+        input_shapes: Mapping[str, tuple[int, ...]],
+        input_types: Mapping[str, Any] | None = None,
     ) -> "StateLayout":
-        variables = jax.eval_shape(lambda: model.get_initial_variables(jax.random.key(0), input_shapes))
-        axes = logical_axes(variables)
-        params = variables["params"]
-        optimizer = model.optimizer_def
-        states = {} if optimizer is None else jax.eval_shape(lambda p: optimizer.init(p, axes), params)
-        state_axes = {} if optimizer is None else optimizer.state_axes(params, axes)
+        """Return the layout of a model's state."""
+        return cls(model.optimizer_def, model.get_initial_variables, input_shapes, partitioner, input_types)
 
-        def placed(x, a):
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=partitioner.sharding(x.shape, a))
-
-        abstract = TrainState(
-            step=jax.ShapeDtypeStruct((), jnp.int32, sharding=partitioner.replicated),
-            params=jax.tree.map(placed, params, axes),
-            param_states=jax.tree.map(placed, states, state_axes),
-            flax_mutables=jax.tree.map(lambda x: placed(x, None), jax.eval_shape(lambda: _mutables(model))),
-        )
-        layout = cls(model, partitioner, input_shapes, abstract, axes, state_axes)
-        layout._log_undivided()
-        return layout
+    def _variables(self, rng: jax.Array) -> Any:
+        types = {"input_types": self._input_types} if self._input_types is not None else {}
+        return self._init_fn(rng=rng, input_shapes=self.input_shapes, **types)
 
     def _log_undivided(self) -> None:
         leaves, treedef = jax.tree.flatten(self.abstract.params)
@@ -101,50 +97,67 @@ class StateLayout:
         return jax.tree.map(lambda x: x.sharding, self.abstract)
 
     @property
+    def global_train_state_shape(self) -> TrainState:
+        return self.abstract
+
+    @property
     def num_params(self) -> int:
         return sum(x.size for x in jax.tree.leaves(self.abstract.params))
 
     def tree_axes(self) -> dict[str, Any]:
         """Return the logical axes under the names used in a checkpoint."""
-        return {"target": self.axes, "state": {"step": (), "param_states": self.state_axes}}
+        states = {} if self._optimizer_def is None else {"param_states": self.state_axes}
+        return {"target": self.axes, "state": {"step": (), **states}}
 
     def step_array(self, step: int) -> jax.Array:
         return jax.make_array_from_callback((), self.partitioner.replicated, lambda _: np.asarray(step, np.int32))
+
+    def state(self, step: int, params: Tree, param_states: Tree, flax_mutables: Tree) -> TrainState:
+        """Return a state of this layout with the given arrays."""
+        state = {"step": self.step_array(step), "param_states": param_states}
+        return self.abstract.restore_state({"target": params, "state": state, "flax_mutables": flax_mutables})
 
     def with_fresh_optimizer(self, params: Tree, step: int) -> TrainState:
         """Return a state with the given parameters and a fresh optimizer state."""
         fresh = self.partitioner.partition(
             self._init_optimizer,
-            in_shardings=(self.shardings.params,),
-            out_shardings=self.shardings.param_states,
+            in_axis_resources=(self.shardings.params,),
+            out_axis_resources=self.shardings.param_states,
         )
-        return TrainState(self.step_array(step), params, fresh(params), self.fresh_mutables())
+        return self.state(step, params, fresh(params), self.fresh_mutables())
 
     def fresh_mutables(self) -> Tree:
         """Return the initial `flax_mutables`, created on their devices."""
-        shardings = self.shardings.flax_mutables
-        return self.partitioner.partition(lambda: _mutables(self.model), in_shardings=(), out_shardings=shardings)()
+        if not self.abstract.flax_mutables:
+            return {}
+        make = lambda: self._mutables(self._variables(jax.random.key(0)))
+        return self.partitioner.partition(
+            make, in_axis_resources=(), out_axis_resources=self.shardings.flax_mutables
+        )()
 
     def init(self, rng: jax.Array) -> TrainState:
         """Return fresh parameters and optimizer state, created on their devices."""
 
         def fresh(rng):
-            params = self.model.get_initial_variables(rng, self.input_shapes)["params"]
-            return TrainState(jnp.zeros((), jnp.int32), params, self._init_optimizer(params), _mutables(self.model))
+            variables = self._variables(rng)
+            params = split_variables(variables)[0]
+            state = {"step": jnp.zeros((), jnp.int32), "param_states": self._init_optimizer(params)}
+            tree = {"target": params, "state": state, "flax_mutables": self._mutables(variables)}
+            return self.abstract.restore_state(tree)
 
         return self.partitioner.partition(
-            fresh, in_shardings=self.partitioner.replicated, out_shardings=self.shardings
+            fresh, in_axis_resources=self.partitioner.replicated, out_axis_resources=self.shardings
         )(rng)
 
     def _init_optimizer(self, params: Tree) -> Tree:
-        optimizer = self.model.optimizer_def
-        return {} if optimizer is None else optimizer.init(params, self.axes)
+        return {} if self._optimizer_def is None else self._optimizer_def.init(params, self.axes)
 
-
-def _mutables(model: BaseTransformerModel) -> Tree:
-    initial_history = getattr(model, "initial_fp8_history", dict)  # a model need not derive from ours
-    history = {} if model.optimizer_def is None else initial_history()
-    return {"fp8": history} if history else {}
+    def _mutables(self, variables: Tree) -> Tree:
+        """Return the other collections of the network, and the FP8 history of a model that is trained."""
+        history = getattr(self.model, "initial_fp8_history", dict)
+        history = history() if self._optimizer_def is not None else {}
+        others = split_variables(variables)[2] if self.model is not None and takes_mutables(self.model) else {}
+        return others | ({"fp8": history} if history else {})
 
 
 def write_model_info(directory: str, layout: StateLayout) -> None:

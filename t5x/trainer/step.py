@@ -1,6 +1,7 @@
-"""One training step and one evaluation step: pure functions."""
+"""One training step and one evaluation step: pure functions with T5X's names, for trainers of users."""
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -8,107 +9,147 @@ import jax.numpy as jnp
 
 from t5x.errors import UserError
 from t5x.metrics.accumulators import AveragePerStep, Metrics, as_one_step, merge
-from t5x.models import BaseTransformerModel
+from t5x.models import BaseModel
 from t5x.network import fp8
-from t5x.optimizers import trained
-from t5x.optimizers.schedules import Schedule
+from t5x.optimizers.protocol import trained
+from t5x.train_state import TrainState
 from t5x.trainer.nonfinite import gradient_metrics
-from t5x.trainer.state import TrainState
 from t5x.trainer.weight_metrics import WeightMetricsComputer
 
 Batch = Mapping[str, jax.Array]
 
+_FP8 = "fp8"  # entry of `flax_mutables`
 
-def train_step(
-    model: BaseTransformerModel,
-    axes: Any,
-    learning_rate_fn: Schedule,
-    num_microbatches: int,
-    rng: jax.Array,
-    state: TrainState,
+
+def train_with_lr(
+    train_state: TrainState,
     batch: Batch,
-    *,
-    logged_rate_fn: Schedule | None = None,
-    weight_metrics: WeightMetricsComputer | None = None,
+    learning_rate: jax.Array,
+    dropout_rng: jax.Array,
+    model: BaseModel,
+    num_microbatches: int | None,
+    weight_metrics_computer: WeightMetricsComputer | None = None,
+    data_partition_spec: Any = None,
 ) -> tuple[TrainState, Metrics]:
     """Compute the gradients of the whole batch and apply the optimizer.
 
     The result does not depend on the number of microbatches.
 
     Args:
-      axes: logical axes of the parameters.
-      learning_rate_fn: the trainer's schedule; used where the optimizer has no learning rate of its own.
-      rng: key of the run. Dropout is keyed by it, the step and each example's row.
-      logged_rate_fn: schedule of the metric `learning_rate`; `learning_rate_fn` if None.
-      weight_metrics: adds metrics of every weight.
+      learning_rate: used where the optimizer has no learning rate of its own.
+      dropout_rng: key of this step. Dropout is keyed by it and each example's row.
+      weight_metrics_computer: adds metrics of every weight.
+      data_partition_spec: accepted for compatibility with T5X; microbatches are always spread over all devices.
 
     Returns:
       The new state and the metrics of the step.
     """
-    dropout_rng = jax.random.fold_in(rng, state.step)
-    rows = batch["decoder_target_tokens"].shape[0]
-    batch = {**model.with_loss_scale(batch), "row_index": jnp.arange(rows, dtype=jnp.int32)}
-    history = state.flax_mutables.get("fp8", {})
-    (grads, amax), metrics = accumulate_gradients(
-        model, state.params, batch, dropout_rng, num_microbatches, fp8.scales(history)
+    grads, metrics, mutables = accumulate_grads_microbatched(
+        model, train_state, batch, dropout_rng, num_microbatches, data_partition_spec
     )
-    optimizer = model.optimizer_def
-    params, param_states = optimizer.update(
-        grads, state.param_states, state.params, axes, step=state.step, learning_rate=learning_rate_fn(state.step)
-    )
-    mutables = {"fp8": fp8.next_history(history, amax)} if history else {}
-    new_state = TrainState(state.step + 1, params, param_states, mutables)
-    logged = (logged_rate_fn or learning_rate_fn)(state.step)
-    metrics |= {"learning_rate": AveragePerStep(logged), **gradient_metrics(trained(optimizer, grads))}
-    if weight_metrics is not None:
-        metrics |= weight_metrics.compute_metrics(grads, state, new_state)
+    variables = {"flax_mutables": mutables}
+    return apply_grads(train_state, grads, metrics, learning_rate, weight_metrics_computer, variables)
+
+
+def apply_grads(
+    train_state: TrainState,
+    grad_accum: Any,
+    metrics: Metrics,
+    learning_rate: jax.Array,
+    weight_metrics_computer: WeightMetricsComputer | None,
+    other_state_variables: Mapping[str, Any] | None = None,
+) -> tuple[TrainState, Metrics]:
+    """Apply the optimizer. Return the new state, and the metrics with those of the gradients and the learning rate.
+
+    Args:
+      other_state_variables: further arguments of `train_state.apply_gradient`: `flax_mutables`.
+    """
+    new_state = train_state.apply_gradient(grad_accum, learning_rate=learning_rate, **(other_state_variables or {}))
+    metrics = {
+        **metrics,
+        "learning_rate": AveragePerStep(total=learning_rate),
+        **gradient_metrics(trained(train_state.optimizer_def, grad_accum)),
+    }
+    if weight_metrics_computer is not None:
+        metrics |= weight_metrics_computer.compute_metrics(grad_accum, train_state, new_state)
     return new_state, metrics
 
 
-def accumulate_gradients(
-    model: BaseTransformerModel,
-    params: Any,
+def accumulate_grads_microbatched(
+    model: BaseModel,
+    train_state: TrainState,
     batch: Batch,
     dropout_rng: jax.Array,
-    num_microbatches: int,
-    fp8_scales: Any,
-) -> tuple[tuple[Any, Any], Metrics]:
+    num_microbatches: int | None,
+    data_partition_spec: Any = None,
+) -> tuple[Any, Metrics, Any]:
     """Return the gradients, float32, and the metrics of the batch, accumulated over `num_microbatches` microbatches.
 
-    The gradients are a pair: those of the parameters, and the amax in place of those of `fp8_scales` (see
-    `network.fp8`).
+    The third value is the new `flax_mutables`.
     """
+    rows = next(iter(batch.values())).shape[0]
+    batch = {**model.with_loss_scale(batch)}
+    if model.keys_dropout_by_row:
+        batch["row_index"] = jnp.arange(rows, dtype=jnp.int32)
+    history = train_state.flax_mutables.get(_FP8, {})
+    mutables = {name: tree for name, tree in train_state.flax_mutables.items() if name != _FP8}
 
-    def loss(params, fp8_scales, batch, rng):
-        return model.loss_fn(params, {**batch, "fp8_scales": fp8_scales} if fp8_scales else batch, rng)
+    def loss(params, fp8_scales, batch, rng, mutables):
+        batch = {**batch, "fp8_scales": fp8_scales} if fp8_scales else batch
+        if not mutables:
+            value, metrics = model.loss_fn(params, batch, rng)
+            return value, (metrics, mutables)
+        return model.loss_fn(params, batch, rng, mutables)
 
     gradient = jax.grad(loss, argnums=(0, 1), has_aux=True)
-    if num_microbatches == 1:
-        return gradient(params, fp8_scales, batch, dropout_rng)
-    rows = batch["decoder_target_tokens"].shape[0]
-    if rows % num_microbatches:
-        raise UserError(
-            f"trainer.Trainer.num_microbatches is {num_microbatches}, which does not divide the batch size {rows}."
+    params, scales, count = train_state.params, fp8.scales(history), num_microbatches or 1
+    if count == 1:
+        (grads, amax), (metrics, mutables) = gradient(params, scales, batch, dropout_rng, mutables)
+    else:
+        (grads, amax), metrics, mutables = _in_microbatches(
+            gradient, params, scales, batch, dropout_rng, mutables, count, model.keys_dropout_by_row
         )
-    # Microbatch i takes every num_microbatches-th row, so that each device has rows in each microbatch.
-    split = lambda x: jnp.swapaxes(x.reshape(rows // num_microbatches, num_microbatches, *x.shape[1:]), 0, 1)
-    parts = {name: split(x) for name, x in batch.items()}
-    if model.keys_dropout_by_row:
-        rngs = jnp.broadcast_to(dropout_rng, num_microbatches)
-    else:  # a custom module keys dropout by position: each microbatch needs its own key
-        rngs = jax.random.split(dropout_rng, num_microbatches)
+    return grads, metrics, {**mutables, **({_FP8: fp8.next_history(history, amax)} if history else {})}
 
-    def add(total, part_and_rng):
-        (grads, amax), metrics = gradient(params, fp8_scales, *part_and_rng)
-        return (jax.tree.map(jnp.add, total[0], grads), jax.tree.map(jnp.maximum, total[1], amax)), metrics
+
+def _in_microbatches(
+    gradient: Callable[..., Any],
+    params: Any,
+    scales: Any,
+    batch: Batch,
+    dropout_rng: jax.Array,
+    mutables: Any,
+    count: int,
+    one_key: bool,
+) -> tuple[Any, Metrics, Any]:
+    rows = next(iter(batch.values())).shape[0]
+    if rows % count:
+        raise UserError(f"trainer.Trainer.num_microbatches is {count}, which does not divide the batch size {rows}.")
+    # Microbatch i takes every num_microbatches-th row, so that each device has rows in each microbatch.
+    split = lambda x: jnp.swapaxes(x.reshape(rows // count, count, *x.shape[1:]), 0, 1)
+    parts = {name: split(x) for name, x in batch.items()}
+    # A custom module keys dropout by position: each microbatch needs its own key.
+    rngs = jnp.broadcast_to(dropout_rng, count) if one_key else jax.random.split(dropout_rng, count)
+
+    def add(carry, part_and_rng):
+        total, mutables = carry
+        (grads, amax), (metrics, mutables) = gradient(params, scales, *part_and_rng, mutables)
+        total = jax.tree.map(jnp.add, total[0], grads), jax.tree.map(jnp.maximum, total[1], amax)
+        return (total, mutables), metrics
 
     # The loop starts from zeros, so that the gradient is compiled once.
-    grads, each = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, (params, fp8_scales)), (parts, rngs))
+    start = jax.tree.map(jnp.zeros_like, (params, scales)), mutables
+    (grads, mutables), each = jax.lax.scan(add, start, (parts, rngs))
     first, rest = (jax.tree.map(at, each) for at in (lambda x: x[0], lambda x: x[1:]))
     metrics, _ = jax.lax.scan(lambda total, one: (merge(total, one), None), first, rest)
-    return grads, as_one_step(metrics)
+    return grads, as_one_step(metrics), mutables
 
 
-def eval_step(model: BaseTransformerModel, params: Any, batch: Batch) -> Metrics:
+def takes_mutables(model: Any) -> bool:
+    """Return whether `model.loss_fn` takes `flax_mutables`, as the fourth argument."""
+    return "flax_mutables" in inspect.signature(model.loss_fn).parameters
+
+
+def eval_step(model: BaseModel, train_state: TrainState, batch: Batch) -> Metrics:
     """Return the metrics of a batch under teacher forcing, without dropout."""
-    return model.eval_fn(params, batch)[1]
+    return model.eval_fn(train_state.params, batch)[1]

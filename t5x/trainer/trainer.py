@@ -1,36 +1,146 @@
-"""The trainer: a state and the compiled functions that update and evaluate it."""
+"""Trainers: a state and the compiled functions that update and evaluate it."""
 
+import abc
 import functools
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
 from t5x.errors import UserError
-from t5x.metrics.accumulators import Metrics, compute, merge
-from t5x.models import BaseTransformerModel
+from t5x.metrics.accumulators import AveragePerStep, Metrics, compute, merge
+from t5x.models import BaseModel
 from t5x.network import padding
 from t5x.optimizers import applied_schedule
 from t5x.optimizers.schedules import Schedule
-from t5x.partitioning import PjitPartitioner
-from t5x.trainer.state import StateLayout, TrainState
-from t5x.trainer.step import eval_step, train_step
+from t5x.partitioning import BasePartitioner
+from t5x.train_state import TrainState
+from t5x.trainer.metrics_manager import Finished, MetricsManager
+from t5x.trainer.step import eval_step, train_with_lr
 from t5x.trainer.weight_metrics import WeightMetricsComputer
 
 log = logging.getLogger(__name__)
 
 
-class Trainer:
-    """The state of a run; every step replaces it.
+class BaseTrainer(abc.ABC):
+    """The state of a run; every step replaces it. Subclasses define `_partitioned_train_step` and `…_eval_step`.
 
     Args:
       model: the model to train.
       train_state: initial state.
       partitioner: the mesh.
-      layout: shapes, axes and shardings of the state.
+      eval_names: names of the datasets of `eval`.
+      summary_dir: directory for the metrics of `train` and `eval`; None writes none.
+      train_state_axes: sharding of every array of the state.
       rng: key for dropout.
+
+    Attributes:
+      train_state: the state after the last step.
+    """
+
+    def __init__(
+        self,
+        model: BaseModel,
+        train_state: TrainState,
+        partitioner: BasePartitioner,
+        eval_names: Sequence[str],
+        summary_dir: str | None,
+        train_state_axes: Any,
+        rng: jax.Array,
+    ):
+        self._model = model
+        self._partitioner = partitioner
+        self._train_state_axes = train_state_axes
+        self._base_rng = rng
+        self._compiled_train_step: Callable[..., Any] | None = None
+        self.train_state = train_state
+        self.stop_training = False
+        self.train_metrics_manager = MetricsManager("train", summary_dir)
+        self.eval_metrics_managers = {
+            name: MetricsManager(f"training_eval/{name}", summary_dir) for name in eval_names
+        }
+
+    @property
+    @abc.abstractmethod
+    def _partitioned_train_step(self) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
+        """The compiled train step, (state, batch) -> (new state, metrics)."""
+
+    @property
+    @abc.abstractmethod
+    def _partitioned_eval_step(self) -> Callable[[TrainState, Any], Metrics]:
+        """The compiled evaluation step, (state, batch) -> metrics."""
+
+    @property
+    def model(self) -> BaseModel:
+        return self._model
+
+    def _get_step_rng(self, step: jax.Array) -> jax.Array:
+        return jax.random.fold_in(self._base_rng, step)
+
+    # -- one step ------------------------------------------------------------------------------------------------------
+
+    def compile_train(self, batch: Mapping[str, np.ndarray]) -> float:
+        """Compile the train step for batches of this shape. Return the seconds it took."""
+        began = time.perf_counter()
+        step = self._partitioned_train_step
+        if hasattr(step, "lower"):
+            self._compiled_train_step = self._partitioner.compile(
+                step, self.train_state, self._partitioner.to_devices(batch)
+            )
+        return time.perf_counter() - began
+
+    def compile_eval(self, batches: Mapping[str, Mapping[str, np.ndarray]]) -> None:  # noqa: B027
+        """Do nothing: the evaluation step is compiled when it is first called for batches of a shape."""
+
+    def step(self, batch: Mapping[str, np.ndarray]) -> Metrics:
+        """Start one step. Return its metrics, which the devices may still be computing."""
+        padding.check(self._model, batch)
+        step = self._compiled_train_step or self._partitioned_train_step
+        self.train_state, metrics = step(self.train_state, self._partitioner.to_devices(batch))
+        return metrics
+
+    def measure(self, batch: Mapping[str, np.ndarray]) -> Metrics:
+        """Start an evaluation under teacher forcing. Return its metrics without waiting, like `step`."""
+        padding.check(self._model, batch)
+        return self._partitioned_eval_step(self.train_state, self._partitioner.to_devices(batch))
+
+    # -- several steps, with T5X's interface ---------------------------------------------------------------------------
+
+    def train(
+        self, batch_iter: Iterator[Mapping[str, np.ndarray]], num_steps: int, start_step: int | None = None
+    ) -> Finished:
+        """Take `num_steps` steps and write their metrics. `result()` of the returned object gives them as scalars."""
+        self.train_metrics_manager.start_duration_timer()
+        metrics = on_host([self.step(next(batch_iter)) for _ in range(num_steps)])
+        step = num_steps + (int(self.train_state.step) - num_steps if start_step is None else start_step)
+        return self.train_metrics_manager.write_metrics_summary(functools.reduce(merge, metrics), step, num_steps)
+
+    def eval(self, batch_iters: Mapping[str, Iterable[Mapping[str, np.ndarray]]]) -> dict[str, Finished]:
+        """Evaluate datasets and write their metrics; see `train`."""
+        summaries = {}
+        for name, batches in batch_iters.items():
+            manager = self.eval_metrics_managers[name]
+            manager.start_duration_timer()
+            metrics = on_host([self.measure(batch) for batch in batches])
+            if not metrics:
+                raise UserError(f"There is no batch of {name!r} to evaluate.")
+            total = functools.reduce(merge, metrics)
+            summaries[name] = manager.write_metrics_summary(total, int(self.train_state.step), len(metrics))
+        return summaries
+
+    def close(self) -> None:
+        """Close the files of `train` and `eval`."""
+        for manager in (self.train_metrics_manager, *self.eval_metrics_managers.values()):
+            manager.close()
+
+
+class Trainer(BaseTrainer):
+    """The trainer of all models; see `BaseTrainer`.
+
+    Args:
       learning_rate_fn: step -> learning rate. Optimizers, or parts of them, with their own rate ignore it.
       num_microbatches: number of microbatches per batch, to save memory; None, 0 or 1 uses the whole batch.
       weight_metrics_computer: adds metrics of every weight.
@@ -41,10 +151,12 @@ class Trainer:
 
     def __init__(
         self,
-        model: BaseTransformerModel,
+        model: BaseModel,
         train_state: TrainState,
-        partitioner: PjitPartitioner,
-        layout: StateLayout,
+        partitioner: BasePartitioner,
+        eval_names: Sequence[str],
+        summary_dir: str | None,
+        train_state_axes: Any,
         rng: jax.Array,
         learning_rate_fn: Schedule,
         num_microbatches: int | None = None,
@@ -52,51 +164,41 @@ class Trainer:
     ):
         if num_microbatches is not None and num_microbatches < 0:
             raise UserError(f"trainer.Trainer.num_microbatches is {num_microbatches}: it must not be negative.")
-        self.model = model
-        self.state = train_state
-        self.partitioner = partitioner
-        self.layout = layout
+        super().__init__(model, train_state, partitioner, eval_names, summary_dir, train_state_axes, rng)
+        self._learning_rate_fn = learning_rate_fn
+        self._num_microbatches = num_microbatches
+        self._weight_metrics_computer = weight_metrics_computer
         self.learning_rate_fn = applied_schedule(
             model.optimizer_def, learning_rate_fn, train_state.param_states, train_state.step
         )
-        shardings, batch, whole = layout.shardings, partitioner.batch_sharding, partitioner.replicated
-        self._train = partitioner.partition(
-            functools.partial(
-                train_step,
-                model,
-                layout.axes,
-                learning_rate_fn,
-                num_microbatches or 1,
-                rng,
-                logged_rate_fn=self.learning_rate_fn,
-                weight_metrics=weight_metrics_computer,
-            ),
-            in_shardings=(shardings, batch),
-            out_shardings=(shardings, whole),
+
+    @functools.cached_property
+    def _partitioned_train_step(self) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
+        def train_step(train_state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+            step = train_state.step
+            new_state, metrics = train_with_lr(
+                train_state, batch, self._learning_rate_fn(step), self._get_step_rng(step), self._model,
+                self._num_microbatches, self._weight_metrics_computer,
+            )  # fmt: skip
+            return new_state, metrics | {"learning_rate": AveragePerStep(total=self.learning_rate_fn(step))}
+
+        axes, whole = self._train_state_axes, self._partitioner.replicated
+        return self._partitioner.partition(
+            train_step,
+            in_axis_resources=(axes, self._partitioner.batch_sharding),
+            out_axis_resources=(axes, whole),
             donate_argnums=(0,),
             large_matmuls=True,
         )
-        self._eval = partitioner.partition(
-            functools.partial(eval_step, model), in_shardings=(shardings.params, batch), out_shardings=whole,
+
+    @functools.cached_property
+    def _partitioned_eval_step(self) -> Callable[[TrainState, Any], Metrics]:
+        return self._partitioner.partition(
+            functools.partial(eval_step, self._model),
+            in_axis_resources=(self._train_state_axes, self._partitioner.batch_sharding),
+            out_axis_resources=self._partitioner.replicated,
             large_matmuls=True,
-        )  # fmt: skip
-
-    def compile(self, batch: Mapping[str, np.ndarray]) -> float:
-        """Compile the train step for batches of this shape. Return the seconds it took."""
-        began = time.perf_counter()
-        self._train = self._train.lower(self.layout.abstract, self.partitioner.to_devices(batch)).compile()
-        return time.perf_counter() - began
-
-    def step(self, batch: Mapping[str, np.ndarray]) -> Metrics:
-        """Start one step. Return its metrics, which the devices may still be computing."""
-        padding.check(self.model, batch)
-        self.state, metrics = self._train(self.state, self.partitioner.to_devices(batch))
-        return metrics
-
-    def measure(self, batch: Mapping[str, np.ndarray]) -> Metrics:
-        """Start an evaluation under teacher forcing. Return its metrics without waiting, like `step`."""
-        padding.check(self.model, batch)
-        return self._eval(self.state.params, self.partitioner.to_devices(batch))
+        )
 
 
 def summarize(metrics: Sequence[Metrics]) -> dict[str, float]:
@@ -106,4 +208,4 @@ def summarize(metrics: Sequence[Metrics]) -> dict[str, float]:
 
 def on_host(metrics: Sequence[Metrics]) -> list[Metrics]:
     """Wait for the metrics of several steps. Return them as Python numbers, which neither overflow nor lose digits."""
-    return jax.tree.map(lambda x: x.item(), jax.device_get(list(metrics)))
+    return jax.tree.map(lambda x: x.item() if x.ndim == 0 else x, jax.device_get(list(metrics)))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from t5x.checkpoints.tree import flatten
 from t5x.metrics.accumulators import AveragePerStep, Metrics
-from t5x.trainer.state import TrainState
+from t5x.train_state import TrainState
 
 
 class WeightMetricsComputer:
@@ -39,7 +39,7 @@ class WeightMetricsComputer:
             **_each("weight_update_divided_by_weight_rms", lambda x: x, relative),
             **_each("weight_max", lambda x: jnp.max(jnp.abs(x)), new),
         }
-        return {name: AveragePerStep(value) for name, value in metrics.items()}
+        return {name: AveragePerStep(total=value) for name, value in metrics.items()}
 
 
 def _each(prefix: str, function: Any, flat: dict[str, jax.Array]) -> dict[str, jax.Array]:

@@ -4,6 +4,6 @@ Nothing here imports JAX before the arguments have been checked.
 """
 
 VERBS = (
-    "demo", "train", "data", "check", "eval", "infer", "answer", "rerank", "rank-eval", "inspect", "convert", "cache",
-    "precompile", "bench", "completion",
+    "demo", "train", "data", "check", "eval", "infer", "answer", "rerank", "rank-eval", "serve", "inspect", "convert",
+    "export", "cache", "precompile", "bench", "completion",
 )  # fmt: skip

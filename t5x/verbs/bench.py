@@ -26,8 +26,8 @@ def define(parser: VerbParser) -> None:
     parser.add_argument("work", choices=_OPTIONS, metavar="WORK", help=", ".join(_OPTIONS))
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--batch", type=int, metavar="N", help="rows per step")
-    parser.add_argument("--inputs", type=int, metavar="N", help="input tokens per row (512; checkpoint: 64)")
-    parser.add_argument("--targets", type=int, metavar="N", help="target tokens per row (128; checkpoint: 64)")
+    parser.add_argument("--inputs", type=int, metavar="N", help="input tokens per row (512; checkpoint on CPUs: 64)")
+    parser.add_argument("--targets", type=int, metavar="N", help="target tokens per row (128; checkpoint on CPUs: 64)")
     parser.add_argument(
         "--steps", type=int, metavar="N", help="steps to measure (about ten seconds; checkpoint: 3 saves)"
     )
@@ -102,6 +102,8 @@ def _measure(work: str, options: dict[str, Any]) -> dict[str, Any]:
         from t5x.bench import data
 
         return data.measure(**options | {"packed": bool(options.get("packed"))})
+    import jax
+
     from t5x.bench import checkpoint, compute, workload
     from t5x.network import default_dtype
 
@@ -109,7 +111,7 @@ def _measure(work: str, options: dict[str, Any]) -> dict[str, Any]:
     options.setdefault("size", "small")
     options.setdefault("dtype", default_dtype())
     options.setdefault("batch", workload.default_batch(work, options["size"]))
-    if work == "checkpoint":
+    if work == "checkpoint" and jax.default_backend() == "cpu":
         options = {"inputs": 64, "targets": 64} | options
     made = workload.Workload(**options)
     print(f"{work}: T5 1.1 {made.size}, batch {made.batch}, {made.dtype} …", file=sys.stderr, flush=True)

@@ -23,12 +23,13 @@ def define(parser: VerbParser) -> None:
 def run(args: argparse.Namespace) -> None:
     from t5x import configuration
     from t5x.eval import evaluate
+    from t5x.export_lib import save
     from t5x.infer import infer
     from t5x.precompile import precompile
     from t5x.train import train
 
     args.gin_file = [*args.files, *args.gin_file]
-    parse_gin(args, [train, evaluate, infer, precompile])
+    parse_gin(args, [train, evaluate, infer, precompile, save])
     entries = configuration.entry_points_in_use()
     for entry in entries:
         configuration.check(entry, strict=args.strict)

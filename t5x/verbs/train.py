@@ -1,7 +1,11 @@
 """`t5x train`: its arguments and the call of its entry point."""
 
 import argparse
+import copy
+from collections.abc import Callable
+from typing import Any
 
+from t5x.errors import UserError
 from t5x.verbs import file_options
 from t5x.verbs.arguments import add_gin, processes, run_gin, work_begins
 from t5x.verbs.file_options import FileTraining
@@ -24,12 +28,31 @@ def define(parser: VerbParser) -> None:
     )
 
 
+def _check_model_and_trainer(train: Callable[..., Any]) -> None:
+    """Create the model and check the user's parts of it. What this machine lacks, such as a vocabulary, is skipped."""
+    import gin
+
+    from t5x import configuration
+    from t5x.trainer.extension_checks import check_extensions
+
+    given = gin.get_bindings(configuration.configured(train), resolve_references=False)
+    try:
+        parts = copy.deepcopy({name: given[name] for name in ("model", "trainer_cls")})  # gin creates references so
+    except (KeyError, OSError, UserError):
+        return
+    except TypeError as error:
+        raise UserError(f"The model cannot be created: {error}") from error
+    check_extensions(**parts)
+
+
 def run(args: argparse.Namespace) -> None:
     given = file_options.given(args, FileTraining)
     if not given:
         from t5x.train import train
 
         run_gin(args, train, (_FROM_FILE, _FROM_GIN))
+        if args.dry_run:
+            _check_model_and_trainer(train)
         return
     options = file_options.check(args)
     from t5x.verbs.file_training import train_file

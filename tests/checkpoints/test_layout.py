@@ -1,6 +1,7 @@
 """Stacked and unrolled layers hold the same numbers: parameters and optimizer state, there and back."""
 
 import dataclasses
+import functools
 import weakref
 
 import jax
@@ -37,12 +38,12 @@ def lazy(tree) -> dict[str, LazyArray]:
 def random_arrays(layout: StateLayout) -> dict[str, LazyArray]:
     rng = np.random.default_rng(0)
     fill = lambda x: np.zeros(x.shape, x.dtype) if x.shape == (1,) else rng.random(x.shape).astype(x.dtype)
-    return lazy(jax.tree.map(fill, layout.abstract.tree()))
+    return lazy(jax.tree.map(fill, layout.abstract.state_dict()))
 
 
 def names_and_axes(layout: StateLayout):
-    flat = trees.flatten(layout.abstract.tree())
-    treedef = jax.tree.structure(layout.abstract.tree())
+    flat = trees.flatten(layout.abstract.state_dict())
+    treedef = jax.tree.structure(layout.abstract.state_dict())
     axes = treedef.flatten_up_to({"target": layout.axes, "state": {"step": (), "param_states": layout.state_axes}})
     return flat, dict(zip(flat, axes, strict=True))
 
@@ -80,14 +81,10 @@ def test_a_stacked_network_goes_on_as_the_unrolled_one_would():
         rng = np.random.default_rng(1)
         grads = {n: rng.random(a.shape).astype(np.float32) for n, a in arrays.items() if n.startswith("target/")}
         grads = trees.nest({n: a.read() for n, a in arranged(lazy(trees.nest(grads)), wanted, axes).items()})
-        params, _ = layout.model.optimizer_def.update(
-            grads["target"],
-            tree["state"]["param_states"],
-            tree["target"],
-            layout.axes,
-            step=np.int32(3),
-            learning_rate=0.1,
+        update = functools.partial(
+            layout.model.optimizer_def.update, axes=layout.axes, step=np.int32(3), learning_rate=0.1
         )
+        params, _ = jax.jit(update)(grads["target"], tree["state"]["param_states"], tree["target"])
         results.append(canonical(lazy({"target": params})))
     assert results[0].keys() == results[1].keys()
     for name in results[0]:

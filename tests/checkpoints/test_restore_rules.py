@@ -35,7 +35,7 @@ def layout_of(config=UNROLLED) -> StateLayout:
 @functools.cache
 def checkpoint() -> dict[str, np.ndarray]:
     """A state with unrolled layers by name, every array a different one; slots that are not in use have one number."""
-    shapes = tree.flatten(layout_of().abstract.tree())
+    shapes = tree.flatten(layout_of().abstract.state_dict())
     rng = np.random.default_rng(0)
     return {name: rng.normal(size=leaf.shape).astype(leaf.dtype) for name, leaf in shapes.items()}
 
@@ -52,13 +52,13 @@ def restored(arrays, config=UNROLLED, **rules):
     layout = layout_of(config)
     cfg = RestoreCheckpointConfig(path="/the/checkpoint", **rules)
     state = restore_state(source_of(arrays), cfg, layout.model, layout, jax.random.key(3))
-    return {name: np.asarray(leaf) for name, leaf in tree.flatten(state.tree()).items()}
+    return {name: np.asarray(leaf) for name, leaf in tree.flatten(state.state_dict()).items()}
 
 
 @functools.cache
 def initial(config=UNROLLED) -> dict[str, np.ndarray]:
     fresh = layout_of(config).init(jax.random.key(3))
-    return {name: np.asarray(leaf) for name, leaf in tree.flatten(fresh.tree()).items()}
+    return {name: np.asarray(leaf) for name, leaf in tree.flatten(fresh.state_dict()).items()}
 
 
 def assert_equal(found, expected):
@@ -236,7 +236,7 @@ def test_resuming_applies_no_map_but_tells_the_functions(tmp_path):
     state = layout.init(jax.random.key(0))
     with CheckpointStore(tmp_path) as store:
         run = Run(0, {"position": 5})
-        store.save(2, state.tree(), sidecars=sidecars(layout.model, None) | run.sidecars())
+        store.save(2, state.state_dict(), sidecars=sidecars(layout.model, None) | run.sidecars())
     cfg = RestoreCheckpointConfig(
         path="/nowhere", assignment_map=[("no such name", None)],
         state_transformation_fns=[lambda state, target, is_resuming: seen.append(is_resuming) or state],
@@ -274,7 +274,7 @@ def test_the_position_in_the_data_is_restored_on_request(tmp_path):
     layout = layout_of()
     with CheckpointStore(tmp_path / "first") as store:
         files = sidecars(layout.model, None) | Run(0, {"position": 5}).sidecars()
-        store.save(2, layout.init(jax.random.key(0)).tree(), sidecars=files)
+        store.save(2, layout.init(jax.random.key(0)).state_dict(), sidecars=files)
     cfg = RestoreCheckpointConfig(path=str(tmp_path / "first"))
     for restore_dataset, expected in ((True, {"position": 5}), (False, None)):
         cfg = dataclasses.replace(cfg, restore_dataset=restore_dataset)

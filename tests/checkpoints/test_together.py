@@ -143,7 +143,7 @@ def test_a_run_goes_on_over_several_processes_with_its_layers_held_the_other_way
     run, rng = Run(0, {"batches": 7, "lanes": []}), np.random.default_rng(0)
     with CheckpointStore(tmp_path) as store:
         state = jax.tree.map(lambda x: rng.normal(0, 99, x.shape).astype(x.dtype), layout.abstract)
-        store.save(0, state.replace(step=np.int32(0)).tree(), sidecars=sidecars(model, None) | run.sidecars())
+        store.save(0, state.replace_step(np.int32(0)).state_dict(), sidecars=sidecars(model, None) | run.sidecars())
     assert outputs(start(tmp_path, "resume")) == ["7 [[0, 2, 0], [2, 2, 1]]\n"] * 2
     before, after = (transfer.canonical_arrays(read_own_checkpoint(store.path(step))) for step in (0, 1))
     assert before.keys() == after.keys()

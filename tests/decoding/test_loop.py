@@ -89,7 +89,8 @@ def test_third_party_modules_keep_the_whole_batch():
     model = tiny.model(config, decode_fn=greedy_decode)
     model.module = Around(config)
     tokens = [batch[f"{name}_tokens"] for name in ("encoder_input", "decoder_input", "decoder_target")]
-    params = model.module.init(jax.random.key(0), *tokens, enable_dropout=False)["params"]
+    init = lambda key: model.module.init(key, *tokens, enable_dropout=False)["params"]
+    params = jax.jit(init)(jax.random.key(0))
     tokens = jax.jit(model.predict_batch)(params, batch)
     for first in (0, 20):
         part = {name: x[first : first + 20] for name, x in batch.items()}

@@ -9,6 +9,7 @@ import pytest
 import t5x
 from t5x import configuration
 from t5x.eval import evaluate
+from t5x.export_lib import save
 from t5x.infer import infer
 from t5x.partitioning import PjitPartitioner
 from t5x.precompile import precompile
@@ -20,7 +21,7 @@ needs_data = pytest.mark.skipif(not SHARED.is_dir(), reason="the folder ../share
 
 PACKAGE = Path(t5x.__file__).parent
 GIN_FILES = sorted(str(path.relative_to(PACKAGE.parent)) for path in PACKAGE.rglob("*.gin"))
-ENTRIES = {entry.__name__: entry for entry in (train, evaluate, infer, precompile)}
+ENTRIES = {entry.__name__: entry for entry in (train, evaluate, infer, precompile, save)}
 
 TINY, FINETUNE = "t5x/examples/t5/t5_1_1/tiny.gin", "t5x/configs/runs/finetune.gin"
 UMT5 = "t5x/examples/scalable_t5/umt5"
@@ -35,6 +36,8 @@ GIVEN = {
     "CHECKPOINT_PATH": "'checkpoint_1'",
     "EVAL_OUTPUT_DIR": "'out'",
     "INFER_OUTPUT_DIR": "'out'",
+    "MODEL_OUTPUT_DIR": "'out/1'",
+    "MODEL_NAME": "'mine'",
     "FEATURE_LENGTHS": "{'inputs': 8, 'targets': 8}",
     "TF_EXAMPLE_FILE_PATHS": "['in.tfrecord']",
     "TF_EXAMPLE_FILE_TYPE": "'tfrecord'",

@@ -16,7 +16,7 @@ from t5x.examples.t5 import layers
 from t5x.models import EncoderDecoderModel
 from t5x.network import T5Config, logical_axes
 from t5x.partitioning import PjitPartitioner
-from t5x.trainer import StateLayout, Trainer
+from t5x.trainer import StateLayout
 from tests import tiny
 from tests.examples.users_t5 import UsersTransformer
 
@@ -81,7 +81,7 @@ def test_a_users_network_trains():
     model = users_model(dataclasses.replace(T5_1_1, num_decoder_layers=1, dropout_rate=0.1, dtype="bfloat16"))
     layout = StateLayout.of(model, PjitPartitioner(), model.input_shapes({"inputs": 9, "targets": 7}))
     state, rate = layout.init(jax.random.key(0)), lambda step: jnp.float32(0.03)
-    trainer = Trainer(model, state, PjitPartitioner(), layout, jax.random.key(1), rate)
+    trainer = tiny.trainer(layout, state, jax.random.key(1), rate)
     loss = [float(trainer.step(tiny.batch())["loss_per_nonpadding_target_token"].compute()) for _ in range(20)]
     assert loss[-1] < 0.8 * loss[0]
 

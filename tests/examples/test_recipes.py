@@ -175,7 +175,7 @@ def test_squad_from_training_to_answers(capsys, tmp_path, tasks_before):
 
     by_gin(
         "train", "squad", f"--gin.MODEL_DIR={model}", f"--gin.TRAIN_FILE={path}", "--gin.TRAIN_STEPS_RELATIVE=2",
-        "--gin.INITIAL_CHECKPOINT_PATH=None", "--gin.BATCH_SIZE=4", "--gin.EVAL_PERIOD=2",
+        "--gin.INITIAL_CHECKPOINT_PATH=None", "--gin.BATCH_SIZE=4", "--gin.EVAL_PERIOD=2", "--gin.DROPOUT_RATE=0.0",
     )  # fmt: skip
     in_training = lines_of(model / "inference_eval/squad-metrics.jsonl")[-1]
     assert in_training["step"] == 2 and {"em", "f1", "HasAns_f1", "NoAns_f1"} <= in_training.keys()

@@ -20,7 +20,7 @@ from t5x.decoding import beam_search, greedy_decode
 from t5x.models import DecoderOnlyModel, EncoderDecoderModel
 from t5x.network import DecoderWrapper, T5Config, Transformer, TransformerConfig
 from t5x.partitioning import PjitPartitioner
-from t5x.trainer import StateLayout, Trainer
+from t5x.trainer import StateLayout
 from tests import tiny
 
 
@@ -69,14 +69,14 @@ def test_a_third_party_module_trains_predicts_and_scores():
     layout = StateLayout.of(model, PjitPartitioner(), model.input_shapes({"inputs": 9, "targets": 7}))
     assert layout.axes == {"table": ("vocab", "embed"), "head": None}
     state, rng, schedule = layout.init(jax.random.key(0)), jax.random.key(1), lambda step: jnp.float32(0.1)
-    trainer = Trainer(model, state, PjitPartitioner(), layout, rng, schedule)
+    trainer = tiny.trainer(layout, state, rng, schedule)
     losses = [float(trainer.step(tiny.batch())["loss_per_nonpadding_target_token"].compute()) for _ in range(30)]
     assert losses[-1] < 0.7 * losses[0]
-    params, batch = trainer.state.params, tiny.batch()
-    tokens = model.predict_batch(params, batch)
-    logits = model.compute_logits(params, batch)
+    params, batch = trainer.train_state.params, tiny.batch()
+    tokens = jax.jit(model.predict_batch)(params, batch)
+    logits = jax.jit(model.compute_logits)(params, batch)
     np.testing.assert_array_equal(tokens[:, 0], jnp.argmax(logits[:, 0], -1))
-    assert (model.score_batch(params, batch) < 0).all()
+    assert (jax.jit(model.score_batch)(params, batch) < 0).all()
     model.decode_fn = beam_search
     beams = jax.jit(functools.partial(model.predict_batch_with_aux, return_all_decodes=True, num_decodes=3))
     (tokens, aux), alone = beams(params, batch), {name: value[2:3] for name, value in batch.items()}

@@ -22,7 +22,6 @@ from t5x.network import DecoderWrapper, TransformerConfig, fp8
 from t5x.partitioning import PjitPartitioner
 from t5x.trainer import StateLayout
 from t5x.trainer.restore import Run, restore_or_init, restore_state
-from t5x.trainer.step import train_step
 from tests import tiny
 
 CONFIG = dataclasses.replace(
@@ -111,7 +110,7 @@ def initial_state(config=CONFIG):
 @functools.cache
 def stepper(config=CONFIG, microbatches=1):
     layout = layout_of(config)
-    step = functools.partial(train_step, layout.model, layout.axes, lambda t: 0.01, microbatches, jax.random.key(0))
+    step = functools.partial(tiny.train_step, layout.model, lambda t: 0.01, microbatches, jax.random.key(0))
     return jax.jit(step)
 
 
@@ -165,7 +164,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, config):
     for i in range(3):
         state, _ = step(state, batch(i))
     with CheckpointStore(tmp_path) as store:
-        store.save(3, state.tree(), sidecars=sidecars(layout.model, None) | Run(0).sidecars())
+        store.save(3, state.state_dict(), sidecars=sidecars(layout.model, None) | Run(0).sidecars())
         store.wait()
         resumed, _ = restore_or_init(store, None, layout.model, layout, jax.random.key(2))
     assert_same(resumed, state)
@@ -181,7 +180,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, config):
 
 def test_a_run_may_change_to_fp8(tmp_path):
     with CheckpointStore(tmp_path) as store:
-        store.save(0, initial_state(WITHOUT).tree(), sidecars=sidecars(layout_of(WITHOUT).model, None))
+        store.save(0, initial_state(WITHOUT).state_dict(), sidecars=sidecars(layout_of(WITHOUT).model, None))
     layout, cfg = layout_of(), RestoreCheckpointConfig(path=str(tmp_path))
     source = open_checkpoint(str(tmp_path / "checkpoint_0"))
     state = restore_state(source, cfg, layout.model, layout, jax.random.key(0))
@@ -204,7 +203,7 @@ def test_a_decoder_only_network_trains_in_fp8():
     model = DecoderOnlyModel(DecoderWrapper(config), other.output_vocabulary, other.optimizer_def)
     layout = StateLayout.of(model, PjitPartitioner(), model.input_shapes({"inputs": 9, "targets": 7}))
     decoder = {name: x for name, x in tiny.batch().items() if name.startswith("decoder")}
-    step = functools.partial(train_step, model, layout.axes, lambda t: 0.01, 1, jax.random.key(0))
+    step = functools.partial(tiny.train_step, model, lambda t: 0.01, 1, jax.random.key(0))
     state, metrics = jax.jit(step)(layout.init(jax.random.key(0)), decoder)
     assert np.isfinite(metrics["loss"].compute())
     assert all((x[..., 0] > 0).all() for x in jax.tree.leaves(state.flax_mutables))
@@ -219,15 +218,15 @@ def test_impossible_settings_are_refused(changes):
 ON_DEVICES = """
 import jax, json
 from t5x.partitioning import PjitPartitioner
-from t5x.trainer import StateLayout, Trainer
+from t5x.trainer import StateLayout
 from tests.network.test_fp8 import CONFIG, batch
 from tests import tiny
 model, partitioner = tiny.model(CONFIG), PjitPartitioner(preset="fsdp")
 layout = StateLayout.of(model, partitioner, model.input_shapes({"inputs": 9, "targets": 7}))
 assert any(not x.sharding.is_fully_replicated for x in jax.tree.leaves(layout.abstract.params))
-trainer = Trainer(model, layout.init(jax.random.key(1)), partitioner, layout, jax.random.key(0), lambda t: 0.01)
+trainer = tiny.trainer(layout, layout.init(jax.random.key(1)), jax.random.key(0), lambda t: 0.01)
 trainer.step(batch(0))
-print(json.dumps([x[..., 0].tolist() for x in jax.tree.leaves(trainer.state.flax_mutables)]))
+print(json.dumps([x[..., 0].tolist() for x in jax.tree.leaves(trainer.train_state.flax_mutables)]))
 """
 
 

@@ -20,6 +20,7 @@ from t5x.checkpoints import (
 from t5x.checkpoints import store as store_module
 from t5x.checkpoints.formats import open_checkpoint
 from t5x.errors import UserError
+from t5x.files import lease
 from t5x.files.remote import RemotePath
 from t5x.files.remote_errors import TransientError
 from tests.object_stores import proxy
@@ -63,16 +64,18 @@ def test_a_checkpoint_is_what_was_saved(url, store):
 
 def test_answers_that_get_lost_do_not_fail_a_save(url, store):
     store.proxy.rate, store.proxy.faults = 0.3, ("lost response",)
+    before = store.proxy.injected.total()
     with CheckpointStore(url) as checkpoints:
-        for step in range(5):
+        for step in range(2):
             checkpoints.save(step, tree(step), sidecars={})
             checkpoints.wait()
     store.proxy.rate = 0.0
+    assert store.proxy.injected.total() > before
     for step in checkpoints.steps():
         np.testing.assert_array_equal(
             checkpoints.restore(checkpoints.path(step))["target"]["w"], tree(step)["target"]["w"]
         )
-    assert checkpoints.steps() == [0, 1, 2, 3, 4]
+    assert checkpoints.steps() == [0, 1]
 
 
 def test_a_save_and_its_verification_read_nothing_back(url, monkeypatch):
@@ -157,7 +160,8 @@ def test_a_failed_save_is_tried_again_once(url, store, monkeypatch):
     assert checkpoints.steps() == [2]
 
 
-def test_a_second_run_is_refused(url):
+def test_a_second_run_is_refused(url, monkeypatch):
+    monkeypatch.setattr(lease, "_PERIOD", 1.0)
     with ModelDirLock(url):
         with pytest.raises(UserError, match="in use"):
             ModelDirLock(url)

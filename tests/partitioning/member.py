@@ -59,7 +59,7 @@ def place(**options: object) -> dict:
     size = 4 * partitioner.data_parts
     rows = partitioner.rows(size)
     array = partitioner.to_devices({"x": np.repeat(np.array(rows)[:, None], 3, axis=1)})["x"]
-    whole = partitioner.partition(lambda x: x, in_shardings=array.sharding, out_shardings=partitioner.replicated)
+    whole = partitioner.partition(lambda x: x, array.sharding, partitioner.replicated)
     groups = partitioner.mesh.devices.reshape(-1, partitioner.mesh.shape["model"])
     return {
         "mesh": dict(partitioner.mesh.shape),

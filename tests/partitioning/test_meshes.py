@@ -20,7 +20,6 @@ TWO_DIMENSIONAL = [
 ]
 # Options, the mesh that is said, and the mesh axes that parameters must be divided over. tests/parallel: every preset.
 MESHES = {
-    "fsdp": ([PARTITIONER + "preset='fsdp'"], "data 8 x model 1", ("data",)),
     "two-dimensional, microbatches": (
         [*TWO_DIMENSIONAL, "--gin.trainer.Trainer.num_microbatches=2"], "data 4 x model 2", ("data", "model"),
     ),

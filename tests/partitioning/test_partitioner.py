@@ -193,8 +193,8 @@ def test_parameters_wait_in_the_memory_of_the_machine(caplog):
     batch = partitioner.to_devices({"x": np.ones((2, 4), np.float32)})
     step = partitioner.partition(
         lambda p, b: ({"w": p["w"] + 1}, b["x"] @ p["w"]),
-        in_shardings=({"w": where}, partitioner.batch_sharding),
-        out_shardings=({"w": where}, partitioner.replicated),
+        in_axis_resources=({"w": where}, partitioner.batch_sharding),
+        out_axis_resources=({"w": where}, partitioner.replicated),
     )
     new, out = step(params, batch)
     np.testing.assert_allclose(out, np.ones((2, 4)) @ np.arange(16.0).reshape(4, 4))

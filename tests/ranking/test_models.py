@@ -19,7 +19,8 @@ from t5x.network import Transformer
 from t5x.ranking.losses import listwise_softmax
 from t5x.ranking.models import RankingModel
 from t5x.ranking.templates import MONOT5, Template
-from t5x.trainer.step import accumulate_gradients
+from t5x.train_state import InferenceState
+from t5x.trainer import accumulate_grads_microbatched
 from tests import tiny
 from tests.programs import REPO
 
@@ -162,12 +163,11 @@ def test_what_is_no_part_of_a_list_has_no_gradient():
 
 def test_microbatches_never_divide_a_list():
     model = ranker(DROPPING, loss="listwise", loss_normalizing_factor="NUM_REAL_TARGET_TOKENS")
-    batch = {**model.with_loss_scale(lists()), "row_index": np.arange(8, dtype=np.int32)}
-    gradients = jax.jit(functools.partial(accumulate_gradients, model), static_argnums=3)
-    found = [gradients(PARAMS, batch, jax.random.key(3), parts, {}) for parts in (1, 4)]
-    for whole, in_parts in zip(*(jax.tree.leaves(grads) for grads, _ in found), strict=True):
+    gradients = jax.jit(functools.partial(accumulate_grads_microbatched, model), static_argnums=3)
+    found = [gradients(InferenceState(0, PARAMS), lists(), jax.random.key(3), parts) for parts in (1, 4)]
+    for whole, in_parts in zip(*(jax.tree.leaves(grads) for grads, _, _ in found), strict=True):
         np.testing.assert_allclose(whole, in_parts, atol=1e-6)
-    losses = [float(metrics["loss"].compute()) for _, metrics in found]
+    losses = [float(metrics["loss"].compute()) for _, metrics, _ in found]
     np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
@@ -181,7 +181,7 @@ partitioner = PjitPartitioner()
 assert partitioner.data_parts == jax.device_count() == 8
 gradient = jax.grad(lambda p, b: model.loss_fn(p, b, jax.random.key(3)), has_aux=True)
 run = partitioner.partition(
-    gradient, in_shardings=(partitioner.replicated, partitioner.batch_sharding), out_shardings=partitioner.replicated)
+    gradient, (partitioner.replicated, partitioner.batch_sharding), partitioner.replicated)
 grads, metrics = run(PARAMS, partitioner.to_devices(batch))
 norms = [float(np.linalg.norm(x)) for x in jax.tree.leaves(grads)]
 print(json.dumps([float(metrics["loss"].compute()), norms]))

@@ -11,7 +11,7 @@ import pytest
 
 from t5x.network.keys import Keys, dropout
 from t5x.partitioning import PjitPartitioner
-from t5x.trainer import StateLayout, Trainer
+from t5x.trainer import StateLayout
 from tests import tiny
 
 LAYERS = 2
@@ -45,7 +45,7 @@ def masks_of_steps(request) -> list[Masks]:
     model = tiny.model(dataclasses.replace(CONFIG, scan_layers=request.param == "scanned"))
     layout = StateLayout.of(model, PjitPartitioner(), model.input_shapes({"inputs": 9, "targets": 7}))
     state = layout.init(jax.random.key(3))
-    trainer = Trainer(model, state, PjitPartitioner(), layout, jax.random.key(4), lambda step: jnp.float32(0.02))
+    trainer = tiny.trainer(layout, state, jax.random.key(4), lambda step: jnp.float32(0.02))
     batch, steps = tiny.batch(rows=4), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Keys, "keep", recorded)

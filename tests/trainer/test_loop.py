@@ -22,7 +22,7 @@ class World:
     def __init__(self):
         self.now = self.devices_done = 0.0
         self.steps = self.batches = 0
-        self.state = types.SimpleNamespace(params={"w": np.ones(2, np.float32)})
+        self.train_state = types.SimpleNamespace(params={"w": np.ones(2, np.float32)})
         self.model = types.SimpleNamespace(optimizer_def=None)
         self.saved, self.written = {}, {}
         self.at_step = lambda step: None
@@ -138,7 +138,7 @@ def test_parameters_that_an_update_has_spoilt_are_never_saved(world, spoilt_at, 
 
     def spoil(step):
         if step == spoilt_at:
-            world.state.params = {"w": np.array([1, np.nan], np.float32)}
+            world.train_state.params = {"w": np.array([1, np.nan], np.float32)}
 
     world.at_step = spoil
     step, ended = world.run(8, save_period=2)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from t5x.metrics.accumulators import Average, AveragePerStep, Sum
+from t5x.metrics.accumulators import Average, AveragePerStep, Sum, from_json
 from t5x.telemetry import Throughput
 from t5x.trainer import metric_lines as lines_lib
 from t5x.trainer.metric_lines import MetricLines
@@ -15,7 +15,7 @@ def numbers_as_they_are(monkeypatch):
 
 def step(loss=1.0, tokens=10, **more):
     metrics = {
-        "loss": AveragePerStep(loss),
+        "loss": AveragePerStep(total=loss),
         "loss_per_nonpadding_target_token": Average(loss, tokens),
         "target_tokens": Sum(tokens),
         "non_padding_fraction/overall": Average(3 * tokens, 100),
@@ -51,7 +51,7 @@ def test_a_resumed_line_has_all_steps_but_the_speed_of_its_own():
     first, _ = made()
     for number in (1, 2):
         first.add(step(loss=number))
-    before = {name: type(step()[name])(*values) for name, (_, *values) in first.unfinished(2).items()}
+    before = from_json(first.unfinished(2))
     lines, written = made(before=before)
     lines.add(step(loss=3))
     lines.line(3, lap(steps=1), {})

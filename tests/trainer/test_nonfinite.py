@@ -63,7 +63,7 @@ def test_parameters_that_are_not_finite_are_named_in_order(value):
 
 def steps(*gradients, losses):
     return [
-        {"loss": AveragePerStep(jnp.float32(loss)), **jax.jit(gradient_metrics)(gradient)}
+        {"loss": AveragePerStep(total=jnp.float32(loss)), **jax.jit(gradient_metrics)(gradient)}
         for gradient, loss in zip(gradients, losses, strict=True)
     ]
 

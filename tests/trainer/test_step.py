@@ -9,8 +9,7 @@ import pytest
 
 from t5x.errors import UserError
 from t5x.partitioning import PjitPartitioner
-from t5x.trainer import StateLayout, Trainer, TrainState
-from t5x.trainer.step import train_step
+from t5x.trainer import StateLayout
 from tests import tiny
 from tests.reference import adafactor_numpy, t5_torch
 
@@ -21,8 +20,8 @@ def test_three_steps_agree_with_an_independent_float64_computation(config):
     layout = StateLayout.of(model, PjitPartitioner(), model.input_shapes({"inputs": 9, "targets": 7}))
     theirs = t5_torch.random_params(config, seed=1)
     params = tiny.as_float32(theirs)
-    state = TrainState(jnp.int32(0), params, model.optimizer_def.init(params, layout.axes))
-    step = jax.jit(lambda s, b: train_step(model, layout.axes, lambda t: 0.05 / (1 + t), 1, jax.random.key(0), s, b))
+    state = layout.state(0, params, model.optimizer_def.init(params, layout.axes), {})
+    step = jax.jit(lambda s, b: tiny.train_step(model, lambda t: 0.05 / (1 + t), 1, jax.random.key(0), s, b))
     leaves, treedef = jax.tree.flatten(theirs)
     axes = treedef.flatten_up_to(layout.axes)
     slots = [adafactor_numpy.init_slots(p.shape, a) for p, a in zip(leaves, axes, strict=True)]
@@ -52,11 +51,11 @@ def test_the_number_of_microbatches_changes_nothing(factor):
     model = tiny.model(config, loss_normalizing_factor=factor)
     layout = StateLayout.of(model, PjitPartitioner(), model.input_shapes({"inputs": 9, "targets": 7}))
     params = tiny.as_float32(t5_torch.random_params(config, seed=1))
-    state = TrainState(jnp.int32(5), params, model.optimizer_def.init(params, layout.axes))
+    state = layout.state(5, params, model.optimizer_def.init(params, layout.axes), {})
     batch = tiny.batch(rows=6)
     results = []
     for parts in (1, 3):
-        step = jax.jit(lambda s, b, n=parts: train_step(model, layout.axes, lambda t: 0.1, n, jax.random.key(0), s, b))
+        step = jax.jit(lambda s, b, n=parts: tiny.train_step(model, lambda t: 0.1, n, jax.random.key(0), s, b))
         results.append(step(state, batch))
     (one, metrics), (three, other_metrics) = results
     for a, b in zip(jax.tree.leaves(one.params), jax.tree.leaves(three.params), strict=True):
@@ -74,14 +73,7 @@ def test_scanned_and_unrolled_layers_take_the_same_steps():
         )
         model = tiny.model(config)
         layout = StateLayout.of(model, PjitPartitioner(), model.input_shapes({"inputs": 9, "targets": 7}))
-        trainer = Trainer(
-            model,
-            layout.init(jax.random.key(3)),
-            PjitPartitioner(),
-            layout,
-            jax.random.key(4),
-            lambda t: jnp.float32(0.02),
-        )
+        trainer = tiny.trainer(layout, layout.init(jax.random.key(3)), jax.random.key(4), lambda t: jnp.float32(0.02))
         batches = [tiny.batch(s, vocab=128) for s in range(5)]
         losses.append([float(trainer.step(b)["loss_per_nonpadding_target_token"].compute()) for b in batches])
     np.testing.assert_allclose(*losses, rtol=1e-5)
@@ -94,9 +86,9 @@ def test_microbatches_must_divide_the_batch():
     state = layout.abstract
     with pytest.raises(UserError, match="num_microbatches is 4, which does not divide the batch size 6"):
         jax.eval_shape(
-            lambda s, b: train_step(model, layout.axes, lambda t: 0.1, 4, jax.random.key(0), s, b),
+            lambda s, b: tiny.train_step(model, lambda t: 0.1, 4, jax.random.key(0), s, b),
             state,
             tiny.batch(rows=6),
         )
     with pytest.raises(UserError, match="must not be negative"):
-        Trainer(model, state, PjitPartitioner(), layout, jax.random.key(0), lambda t: 0.1, num_microbatches=-1)
+        tiny.trainer(layout, state, jax.random.key(0), lambda t: 0.1, num_microbatches=-1)

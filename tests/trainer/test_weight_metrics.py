@@ -5,13 +5,14 @@ import pytest
 
 from t5x.metrics.accumulators import compute, merge
 from t5x.partitioning import PjitPartitioner
-from t5x.trainer import StateLayout, TrainState
+from t5x.train_state import InferenceState
+from t5x.trainer import StateLayout
 from t5x.trainer.weight_metrics import WeightMetricsComputer
 from tests import tiny
 
 
 def a_state(tree):
-    return TrainState(jnp.int32(0), jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), tree), {})
+    return InferenceState(jnp.int32(0), jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), tree))
 
 
 OLD = {"mlp": {"wo": {"kernel": np.array([[1.0, -2.0], [4.0, 0.0]])}}, "scale": np.array([1.0, 1.0])}

@@ -1,5 +1,6 @@
 """`Source`, the common form of all checkpoint formats: lazily read arrays under T5X's names."""
 
+import asyncio
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,7 +14,23 @@ class LazyArray:
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    read: Callable[[], np.ndarray]
+    get_fn: Callable[[], np.ndarray]
+
+    def read(self) -> np.ndarray:
+        """Read the array."""
+        return self.get_fn()
+
+    def get(self) -> np.ndarray:
+        """Read the array."""
+        return self.read()
+
+    async def get_async(self) -> np.ndarray:
+        """Read the array in a thread."""
+        return await asyncio.to_thread(self.read)
+
+    def astype(self, dtype: Any) -> "LazyArray":
+        """Return the array with another dtype, still unread."""
+        return dataclasses.replace(self, dtype=np.dtype(dtype), get_fn=lambda: np.asarray(self.read()).astype(dtype))
 
     @property
     def size(self) -> int:
@@ -30,6 +47,35 @@ class LazyArray:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """Read the array, for `np.asarray(array)`."""
         return np.asarray(self.read(), dtype)
+
+
+class LazyThreadPoolArray(LazyArray):
+    """T5X's name of a `LazyArray` that is read in a thread."""
+
+
+class LazyAwaitableArray(LazyArray):
+    """T5X's name of a `LazyArray` of TensorStore, or around an array."""
+
+    @classmethod
+    def from_array(cls, array: Any, dtype: Any = None) -> "LazyAwaitableArray":
+        """Return an array that is already in memory."""
+        kind = np.dtype(dtype or array.dtype)
+        return cls(tuple(array.shape), kind, lambda: np.asarray(array).astype(kind))
+
+    @classmethod
+    def from_tensor_store_spec(cls, ts_spec: Any, get_fn: Callable[[], Any], dtype: Any = None) -> "LazyAwaitableArray":
+        """Return an array with the shape of a TensorStore spec, which `get_fn` reads."""
+        kind = np.dtype(dtype or ts_spec.dtype.numpy_dtype)
+        return cls(tuple(ts_spec.shape), kind, lambda: np.asarray(get_fn()).astype(kind))
+
+    @classmethod
+    def from_tensor_store_spec_or_array(
+        cls, maybe_ts_spec: Any, get_fn: Callable[[], Any], dtype: Any = None
+    ) -> "LazyAwaitableArray":
+        """Return the array of either."""
+        if isinstance(maybe_ts_spec, np.ndarray) or hasattr(maybe_ts_spec, "__array__"):
+            return cls.from_array(maybe_ts_spec, dtype)
+        return cls.from_tensor_store_spec(maybe_ts_spec, get_fn, dtype)
 
 
 KEPT_FILES = ("generation_config.json", "tokenizer.json")  # the latter if there is a SentencePiece model beside it

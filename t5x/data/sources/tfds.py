@@ -49,13 +49,14 @@ class TfdsDataSource(FilesDataSource):
 
     def _find_builder(self) -> Any:
         tfds = optional_package("tensorflow_datasets", "tensorflow-datasets", "Reading TFDS datasets", extra="tfds")
+        directory = self._data_dir or os.environ.get("TFDS_DATA_DIR")  # TFDS itself reads it only when it is imported
         try:
-            builder = tfds.builder(self._name, data_dir=self._data_dir)
+            builder = tfds.builder(self._name, data_dir=directory)
             found = bool(builder.info.splits)
         except Exception as error:  # TFDS raises many classes for wrong names and broken directories
             raise UserError(
                 f"The TFDS dataset {self._name} cannot be opened: {first_line(error)} Check the name, and prepare it "
-                f"with `tfds build {self._name}` in {self._data_dir or 'the default directory of TFDS'}."
+                f"with `tfds build {self._name}` in {directory or 'the default directory of TFDS'}."
             ) from error
         if not found:
             raise UserError(

@@ -68,7 +68,8 @@ class SentencePieceVocabulary(FileVocabulary):
         except UserError as error:
             raise UserError(
                 f"The vocabulary {self.sentencepiece_model_file} cannot be read. {error}\nPass another path, e.g. "
-                "--gin.seqio.SentencePieceVocabulary.sentencepiece_model_file=\\'/path/to/spiece.model\\'"
+                "--gin.seqio.SentencePieceVocabulary.sentencepiece_model_file=\\'/path/to/spiece.model\\', or name a "
+                "local copy of gs://t5-data: T5X_MIRROR=gs://t5-data=DIRECTORY"
             ) from error
 
     def encode(self, text: str) -> list[int]:

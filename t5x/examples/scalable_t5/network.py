@@ -3,9 +3,10 @@
 import dataclasses
 
 from t5x import network
+from t5x.examples.t5.network import Decoder, DecoderLayer, Encoder, EncoderLayer
 from t5x.network import Transformer
 
-__all__ = ["T5Config", "Transformer"]
+__all__ = ["Decoder", "DecoderLayer", "Encoder", "EncoderLayer", "T5Config", "Transformer"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

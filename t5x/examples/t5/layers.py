@@ -30,12 +30,16 @@ __all__ = [
     "MlpBlock",
     "MultiHeadDotProductAttention",
     "RelativePositionBiases",
+    "_convert_to_activation_function",
     "combine_biases",
     "combine_masks",
     "dot_product_attention",
+    "dynamic_vector_slice_in_dim",
     "make_attention_mask",
     "make_causal_mask",
     "make_decoder_mask",
+    "nd_dense_init",
+    "with_sharding_constraint",
 ]
 
 default_embed_init = initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
@@ -169,14 +173,17 @@ class MlpBlock(nn.Module):
         hidden = None
         for i, activation in enumerate(self.activations):
             name = "wi" if len(self.activations) == 1 else f"wi_{i}"
-            part = _activation(activation)(dense(self.intermediate_dim, ("embed", "mlp"), name)(inputs))
+            part = dense(self.intermediate_dim, ("embed", "mlp"), name)(inputs)
+            part = _convert_to_activation_function(activation)(part)
             hidden = part if hidden is None else hidden * part
         hidden = nn.Dropout(self.intermediate_dropout_rate, broadcast_dims=(-2,))(hidden, deterministic=deterministic)
         hidden = laid_out(hidden, "batch", "length", "mlp")
         return dense(inputs.shape[-1], ("mlp", "embed"), "wo")(hidden)
 
 
-def _activation(name: str | Callable) -> Callable:
+def _convert_to_activation_function(fn_or_string: str | Callable) -> Callable:
+    """Return the activation function of this name; a function is returned unchanged."""
+    name = fn_or_string
     function = name if callable(name) else ACTIVATIONS.get(name, getattr(nn, name, None))
     if not callable(function):
         raise UserError(
@@ -354,9 +361,9 @@ def combine_masks(*masks: jax.Array | None, dtype: Any = jnp.float32) -> jax.Arr
     return combined.astype(dtype)
 
 
-def combine_biases(*biases: jax.Array | None) -> jax.Array | None:
+def combine_biases(*masks: jax.Array | None) -> jax.Array | None:
     """Return the sum of the biases; None stands for no bias."""
-    present = _of_one_rank(biases)
+    present = _of_one_rank(masks)
     return sum(present[1:], present[0]) if present else None
 
 
@@ -392,3 +399,31 @@ def make_decoder_mask(
     if decoder_segment_ids is not None:
         parts.append(make_attention_mask(decoder_segment_ids, decoder_segment_ids, jnp.equal, dtype=dtype))
     return combine_masks(*parts, dtype=dtype)
+
+
+# -- other names that networks for T5X import --------------------------------------------------------------------------
+
+
+def nd_dense_init(scale: float, mode: str, distribution: str) -> Callable:
+    """Return an initializer `(key, shape, dtype, in_axis, out_axis)` of kernels with several input or output axes."""
+
+    def init(key: jax.Array, shape: Sequence[int], dtype: Any, in_axis: Any, out_axis: Any) -> jax.Array:
+        return initializers.variance_scaling(scale, mode, distribution, in_axis, out_axis)(key, shape, dtype)
+
+    return init
+
+
+def dynamic_vector_slice_in_dim(
+    operand: jax.Array, start_index: jax.Array, slice_size: int, axis: int = 0, *, allow_negative_indices: bool = True
+) -> jax.Array:
+    """Take a slice of the same array at each of several positions: [n] positions give [n, ...]."""
+    take = lambda start: jax.lax.dynamic_slice_in_dim(operand, start, slice_size, axis)
+    return jax.vmap(take)(start_index)
+
+
+def with_sharding_constraint(
+    x: jax.Array, logical_axis_resources: Sequence[str | None] | None, rules: Any = None, mesh: Any = None,
+    fallback: Any = None,
+) -> jax.Array:  # fmt: skip
+    """Constrain the sharding of `x` to its logical axes under the partitioner's rules; `rules` … are not used."""
+    return x if logical_axis_resources is None else laid_out(x, *logical_axis_resources)

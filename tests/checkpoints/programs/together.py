@@ -97,7 +97,7 @@ def resume(directory) -> None:
         state, run = restore_or_init(store, None, model, layout, jax.random.key(0))
         mine = {"seed": 1, "batches": 3, "lanes": [[row, 1, row // 2] for row in partitioner.rows(4)]}
         print(run.data["batches"], position_of_all(mine)["lanes"], flush=True)
-        store.save(int(state.step) + 1, state.tree(), sidecars={})
+        store.save(int(state.step) + 1, state.state_dict(), sidecars={})
 
 
 def no_space(*_):

@@ -4,11 +4,13 @@
 
 JOB.json: "tfds_data_dir", "translations" ({split: [[English, German]]}), "mesh_tensorflow" ([an .npz file of variables,
 the prefix of the checkpoint]), "gin" (directory, files and bindings of a run, whose operative configuration is
-written to the last, a path) and "commands" ([name, words, environment variables]). RESULTS.json: {name: exit code}.
+written to the last, a path) and "commands" ([name, words, environment variables]). RESULTS.json: {name: exit code}, and
+"t5": whether the package t5 and all that it needs are installed.
 """
 
 import contextlib
 import functools
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -104,4 +106,6 @@ if __name__ == "__main__":
     save_mesh_tensorflow(*job["mesh_tensorflow"])
     results = {name: run(words, variables) for name, words, variables in job["commands"]}
     gin.join()
+    needed = ("t5", "editdistance", "nltk", "pandas", "rouge_score", "sklearn")
+    results["t5"] = all(importlib.util.find_spec(name) for name in needed)
     results_file.write_text(json.dumps(results))

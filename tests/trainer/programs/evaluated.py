@@ -41,8 +41,9 @@ class Batches:
 
 def run(model_dir: Path, count: int) -> None:
     network = T5Config(
-        vocab_size=384, emb_dim=8, num_heads=2, head_dim=4, mlp_dim=8, num_encoder_layers=1, num_decoder_layers=1
-    )
+        vocab_size=384, emb_dim=8, num_heads=2, head_dim=4, mlp_dim=8, num_encoder_layers=1, num_decoder_layers=1,
+        dropout_rate=0.0,
+    )  # fmt: skip
     data = DatasetConfig(
         mixture_or_task_name="chaos_dropping", task_feature_lengths={"inputs": 40, "targets": 24}, split="train",
         batch_size=4, shuffle=True, seed=0, pack=True, num_workers=0,

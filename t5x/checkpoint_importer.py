@@ -1,0 +1,155 @@
+"""T5X's names for reading Mesh TensorFlow checkpoints; `checkpoints/formats/mesh_tensorflow.py` does it."""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from t5x.checkpoints import LazyArray, LazyAwaitableArray, LazyThreadPoolArray, tree
+from t5x.checkpoints.formats.mesh_tensorflow import find_prefix, read_mesh_tensorflow, translate
+from t5x.checkpoints.formats.tensor_bundle import read_bundle
+from t5x.errors import UserError
+
+__all__ = [
+    "CheckpointTranslator",
+    "LazyArray",
+    "LazyAwaitableArray",
+    "LazyThreadPoolArray",
+    "attention_layers",
+    "final_layernorms",
+    "final_logits",
+    "global_step",
+    "layernorms",
+    "load_tf_ckpt",
+    "mlpblock",
+    "rel_embeddings",
+    "restore_from_t5_checkpoint",
+    "separate_embeddings",
+    "shared_embeddings",
+    "t5_importer",
+]
+
+
+class CheckpointTranslator:
+    """Renames variables by rules.
+
+        translator = CheckpointTranslator()
+
+        @translator.add(r"(encoder|decoder)/embedding")
+        def embeddings(opts, key, val, tower):
+            return f"target/{tower}/token_embedder/embedding", val
+    """
+
+    def __init__(self):
+        self._rules: list[tuple[re.Pattern[str], Callable[..., tuple[str, Any]]]] = []
+
+    def add(self, pattern: str) -> Callable[[Callable], Callable]:
+        """Return a decorator: its function gets (options, name, value, *groups of the pattern)."""
+
+        def register(function: Callable) -> Callable:
+            self._rules.append((re.compile(pattern), function))
+            return function
+
+        return register
+
+    def apply(self, flatdict: Mapping[str, Any], **opts: Any) -> dict[str, Any]:
+        """Return the variables under their new names; the first rule that matches a whole name applies."""
+        renamed = {}
+        for key, value in flatdict.items():
+            for pattern, function in self._rules:
+                if match := pattern.fullmatch(key):
+                    name, new = function(opts, key, value, *match.groups())
+                    renamed[name] = new
+                    break
+            else:
+                raise UserError(f"No rule of the translator matches the variable {key!r}.")
+        return renamed
+
+
+t5_importer = CheckpointTranslator()
+
+
+@t5_importer.add("global_step")
+def global_step(opts: Any, key: str, val: Any) -> tuple[str, Any]:
+    """Rename the step."""
+    return "state/step", val.astype("int32") if hasattr(val, "astype") else val
+
+
+_TOWER = "(encoder|decoder|transformer)"
+_SLOT = "(_slot_(?:v|vr|vc))?"
+_LAYER = rf"{_TOWER}/block_(\d+)/layer_\d+/"
+
+# The rules for a T5. Each renames a variable; `translate` needs only its name.
+
+
+@t5_importer.add(rf"shared/embedding{_SLOT}")
+def shared_embeddings(opts, key, val, slot):
+    return translate(key), val
+
+
+@t5_importer.add(rf"{_TOWER}/embedding{_SLOT}")
+def separate_embeddings(opts, key, val, encdec, slot):
+    return translate(key), val
+
+
+@t5_importer.add(rf"{_LAYER}SelfAttention/relative_attention_bias{_SLOT}")
+def rel_embeddings(opts, key, val, encdec, blocknum, slot):
+    return translate(key), val
+
+
+@t5_importer.add(rf"{_LAYER}(SelfAttention|EncDecAttention)/(q|k|v|o){_SLOT}")
+def attention_layers(opts, key, val, encdec, blocknum, attntype, qkvo, slot):
+    return translate(key), val
+
+
+@t5_importer.add(rf"{_LAYER}DenseReluDense/(wi|wo)(?:_(\d+))?/kernel{_SLOT}")
+def mlpblock(opts, key, val, encdec, blocknum, io_name, io_num, slot):
+    return translate(key), val
+
+
+@t5_importer.add(rf"{_TOWER}/block_(\d+)/layer_(\d+)/(?:layer|rms)_norm/scale{_SLOT}")
+def layernorms(opts, key, val, encdec, blocknum, lyrnum, slot):
+    return translate(key), val
+
+
+@t5_importer.add(rf"{_TOWER}/(?:final_layer|rms)_norm/scale{_SLOT}")
+def final_layernorms(opts, key, val, encdec, slot):
+    return translate(key), val
+
+
+@t5_importer.add(rf"(?:decoder|transformer)/logits/kernel{_SLOT}")
+def final_logits(opts, key, val, slot):
+    return translate(key), val
+
+
+def load_tf_ckpt(path: str) -> dict[str, LazyArray]:
+    """Return the variables of a TensorFlow checkpoint under their own names, unread."""
+    return dict(read_bundle(find_prefix(path)))
+
+
+def restore_from_t5_checkpoint(
+    state_dict: Mapping[str, Any],
+    path: str,
+    lazy_parameters: bool = False,
+    strict: bool = True,
+    translator: CheckpointTranslator | None = None,
+) -> dict[str, Any]:
+    """Return the state of a Mesh TensorFlow checkpoint for a model.
+
+    Args:
+      state_dict: the model's state, {"target": …, "state": …}, for its names and shapes.
+      path: the checkpoint, or a directory of them.
+      lazy_parameters: leave the arrays unread: `.get()` reads one.
+      strict: whether variables that the model lacks are an error; otherwise they are ignored.
+      translator: renames the variables in place of the rules for T5.
+    """
+    source = read_mesh_tensorflow(path) if translator is None else None
+    found = source.arrays if source is not None else translator.apply(load_tf_ckpt(path))
+    wanted = tree.flatten(state_dict)
+    if missing := wanted.keys() - found.keys():
+        raise UserError(f"{path} has no variable for {', '.join(sorted(missing)[:5])} of the model.")
+    if strict and (surplus := {name for name in found if name.startswith("target/")} - wanted.keys()):
+        raise UserError(f"The model has no {', '.join(sorted(surplus)[:5])} of {path}; strict=False ignores them.")
+    for name, leaf in wanted.items():
+        if tuple(found[name].shape) != tuple(leaf.shape):
+            raise UserError(f"{name} has the shape {found[name].shape} in {path} and {leaf.shape} in the model.")
+    return tree.nest({name: found[name] if lazy_parameters else found[name].get() for name in wanted})

@@ -1,0 +1,342 @@
+"""T5X's classes that save and restore a training state, over `CheckpointStore` and `transfer`."""
+
+import dataclasses
+import functools
+import inspect
+import json
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from t5x.checkpoints import paths, t5x_functions, transfer, tree
+from t5x.checkpoints.assignment import Rules
+from t5x.checkpoints.best import BestRule, Ranking
+from t5x.checkpoints.formats import open_checkpoint
+from t5x.checkpoints.manifest import read_file
+from t5x.checkpoints.store import CheckpointStore
+from t5x.errors import UserError
+
+RestoreStateTransformationFn = SaveStateTransformationFn = Callable[..., Any]
+CheckpointerConstructor = Callable[..., "Checkpointer"]
+
+
+class Checkpointer:
+    """Saves and restores a training state.
+
+    In gin files, `utils.SaveCheckpointConfig.checkpointer_cls` may name this class; runs save in the same way.
+
+    Args:
+      train_state: a state of the same structure, of arrays or shapes.
+      partitioner: the mesh, see `t5x.partitioning`.
+      checkpoints_dir: the directory of `checkpoint_<step>`.
+      dataset_iterator: an object with `state()` and `restore(state)`; its state is saved and restored as well.
+      keep: number of checkpoints to keep; None keeps all.
+      save_dtype: dtype of the stored parameters.
+      restore_dtype: dtype of restored parameters; None is that of `train_state`.
+      keep_dataset_checkpoints: accepted for compatibility with T5X; every checkpoint keeps its data position.
+    """
+
+    def __init__(
+        self,
+        train_state: Any = None,
+        partitioner: Any = None,
+        checkpoints_dir: str | None = None,
+        dataset_iterator: Any = None,
+        *,
+        keep: int | None = None,
+        save_dtype: Any = jnp.float32,
+        restore_dtype: Any = None,
+        keep_dataset_checkpoints: int | None = None,
+    ):
+        self._train_state, self._partitioner, self._dataset_iterator = train_state, partitioner, dataset_iterator
+        self._save_dtype, self._restore_dtype, self.keep = save_dtype, restore_dtype, keep
+        self.checkpoints_dir = checkpoints_dir
+        self._store = None if checkpoints_dir is None else self._make_store(checkpoints_dir)
+
+    def _make_store(self, directory: str) -> CheckpointStore:
+        return CheckpointStore(directory, keep=self.keep)
+
+    def all_steps(self) -> list[int]:
+        """Return the steps of the checkpoints, ascending."""
+        return self._store.steps()
+
+    def all_dataset_checkpoint_steps(self) -> list[int]:
+        return t5x_functions.all_dataset_checkpoint_steps(self.checkpoints_dir)
+
+    def latest_step(self) -> int | None:
+        """Return the newest step, or None."""
+        return max(self.all_steps(), default=None)
+
+    def save(
+        self, train_state: Any, state_transformation_fns: Sequence[Callable[..., Any]] = (), *, concurrent_gb: int = 128
+    ) -> None:
+        """Save a state as `checkpoint_<step>`; return when it is complete. A step that exists is skipped."""
+        state = train_state.state_dict()
+        for function in state_transformation_fns:
+            state = t5x_functions.check_transformed(function(state, jax.tree.map(tree.as_struct, state)))
+        state["target"] = _cast(state["target"], self._save_dtype)
+        sidecars = {}
+        if self._dataset_iterator is not None:
+            sidecars = {paths.DATASET_STATE: json.dumps(self._dataset_iterator.state()).encode()}
+        self._store.save(int(jax.device_get(train_state.step)), state, sidecars=sidecars)
+        self._store.wait()
+
+    def restore(
+        self,
+        step: int | None = None,
+        path: str | None = None,
+        state_transformation_fns: Sequence[Callable[..., Any]] = (),
+        fallback_state: Any = None,
+        lazy_parameters: bool = False,
+    ) -> Any:
+        """Return the state of a checkpoint, on its devices.
+
+        Args:
+          step: which checkpoint of the directory; None is the newest.
+          path: a checkpoint elsewhere, of any format.
+          state_transformation_fns: functions `(state_dict, target_state_dict, *, is_resuming) -> state_dict`.
+          fallback_state: a `state_dict` with the arrays that the checkpoint lacks.
+          lazy_parameters: accepted for compatibility with T5X; the state is always read.
+        """
+        if path is None:
+            step = self.latest_step() if step is None else step
+            if step is None:
+                raise ValueError(f"there is no checkpoint in {self.checkpoints_dir}")
+            path = str(self._store.path(step))
+        elif step is not None:
+            path = t5x_functions.get_checkpoint_dir(path, step)
+        if self._dataset_iterator is not None:
+            self._restore_dataset(path)
+        return self._restore(path, Rules(state_transformation_fns=tuple(state_transformation_fns)), fallback_state)
+
+    def _restore_dataset(self, path: str) -> None:
+        self._dataset_iterator.restore(json.loads(read_file(path, paths.DATASET_STATE)))
+
+    def _restore(self, path: str, rules: Rules, fallback_state: Any = None) -> Any:
+        shapes, specs = self._train_state.replace(flax_mutables={}), self._partitioner.get_mesh_axes(self._train_state)
+        mesh_axes = specs.replace(flax_mutables={}).state_dict()
+
+        def place(x: Any, spec: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._partitioner.sharding_of(spec))
+
+        abstract = jax.tree.map(place, shapes.state_dict(), mesh_axes)
+        if self._restore_dtype is not None:
+            abstract["target"] = _cast(abstract["target"], self._restore_dtype)
+        initial = None
+        if fallback_state is not None:
+            flat = tree.flatten(fallback_state)
+            initial = lambda names: {name: jnp.asarray(flat[name]) for name in names if name in flat}
+            rules = Rules(fallback_to_scratch=True, state_transformation_fns=rules.state_transformation_fns)
+        axes = jax.tree.map(lambda _: None, abstract)
+        return self._train_state.restore_state(
+            transfer.restore(open_checkpoint(path), abstract, axes, rules=rules, initial=initial)
+        )
+
+    def restore_from_tf_checkpoint(self, path_or_dir: str, strict: bool = True, translator: Any = None) -> Any:
+        """Return the state of a Mesh TensorFlow checkpoint; `strict=False` ignores variables that the model lacks."""
+        if translator is not None:
+            raise UserError("translator is not supported: rename variables with state_transformation_fns of restore.")
+        return self._restore(path_or_dir, Rules(strict=strict))
+
+    def convert_from_tf_checkpoint(
+        self,
+        path_or_dir: str,
+        *,
+        state_transformation_fns: Sequence[Callable[..., Any]] = (),
+        concurrent_gb: int = 16,
+        translator: Any = None,
+    ) -> None:
+        """Save a Mesh TensorFlow checkpoint as one of ours."""
+        self.save(self.restore_from_tf_checkpoint(path_or_dir, translator=translator), state_transformation_fns)
+
+
+class SaveBestCheckpointer(Checkpointer):
+    """A `Checkpointer` that keeps the best `keep` checkpoints by a metric, and the newest.
+
+        utils.SaveCheckpointConfig.checkpointer_cls = @checkpoints.SaveBestCheckpointer
+
+    Args:
+      metric_name_to_monitor: `train/<metric>`, `training_eval/<task>/<metric>` or `inference_eval/<task>/<metric>`.
+      metric_mode: `max` or `min`.
+      keep_checkpoints_without_metrics: whether to keep checkpoints whose step has no value.
+      force_keep_period: also keep checkpoints whose step is a multiple of this.
+      train_state, …: see `Checkpointer`.
+    """
+
+    def __init__(
+        self,
+        train_state: Any = None,
+        partitioner: Any = None,
+        checkpoints_dir: str | None = None,
+        dataset_iterator: Any = None,
+        *,
+        keep: int | None = None,
+        save_dtype: Any = jnp.float32,
+        restore_dtype: Any = None,
+        metric_name_to_monitor: str = "train/accuracy",
+        metric_mode: Literal["max", "min"] = "max",
+        keep_checkpoints_without_metrics: bool = True,
+        force_keep_period: int | None = None,
+        keep_dataset_checkpoints: int | None = None,
+    ):
+        self.metric_name_to_monitor, self.metric_mode = metric_name_to_monitor, metric_mode
+        self.keep_checkpoints_without_metrics = keep_checkpoints_without_metrics
+        self.force_keep_period = force_keep_period
+        super().__init__(
+            train_state, partitioner, checkpoints_dir, dataset_iterator, keep=keep, save_dtype=save_dtype,
+            restore_dtype=restore_dtype, keep_dataset_checkpoints=keep_dataset_checkpoints,
+        )  # fmt: skip
+
+    def _make_store(self, directory: str) -> CheckpointStore:
+        newest = None if self.keep is None else 1
+        return CheckpointStore(directory, keep=newest, best=Ranking(self.rule(self.keep), directory))
+
+    @classmethod
+    def of(cls, maker: Any) -> "SaveBestCheckpointer | None":
+        """Return `maker()` if it makes an instance of this class, via gin or functools.partial; else None."""
+        inner = maker
+        while inner is not None and not inspect.isclass(inner):
+            inner = inner.func if isinstance(inner, functools.partial) else getattr(inner, "__wrapped__", None)
+        return maker() if inner is not None and issubclass(inner, cls) else None
+
+    def rule(self, keep: int | None) -> BestRule:
+        """Return which checkpoints to keep besides the newest; `keep` is the number of best ones."""
+        name, mode = self.metric_name_to_monitor, self.metric_mode
+        return BestRule(name, mode, keep, self.keep_checkpoints_without_metrics, self.force_keep_period)
+
+
+class OrbaxCheckpointManagerInterface:
+    """T5X's manager of the checkpoints of a run: a `Checkpointer` that also knows when to save.
+
+    Args:
+      directory: the directory of `checkpoint_<step>`.
+      period: steps between checkpoints; None saves whenever it is asked to.
+      checkpoint_steps: additional steps to save at.
+      metric_name_to_monitor, metric_mode, …: as in `SaveBestCheckpointer`; None keeps the newest checkpoints.
+      train_state, …: see `Checkpointer`.
+    """
+
+    def __init__(
+        self,
+        directory: str | None = None,
+        train_state: Any = None,
+        partitioner: Any = None,
+        dataset_iterator: Any = None,
+        save_dtype: Any = None,
+        restore_dtype: Any = None,
+        keep: int | None = None,
+        period: int | None = 1,
+        checkpoint_steps: Sequence[int] | None = None,
+        keep_dataset_checkpoints: int | None = None,
+        force_keep_period: int | None = None,
+        metric_name_to_monitor: str | None = None,
+        metric_mode: Literal["max", "min"] = "max",
+        keep_checkpoints_without_metrics: bool = True,
+    ):
+        self._period, self._steps = period, checkpoint_steps or ()
+        options: dict[str, Any] = {"keep": keep, "restore_dtype": restore_dtype}
+        options |= {} if save_dtype is None else {"save_dtype": save_dtype}
+        cls = Checkpointer
+        if metric_name_to_monitor is not None:
+            cls = SaveBestCheckpointer
+            options |= {"metric_name_to_monitor": metric_name_to_monitor, "metric_mode": metric_mode}
+            options |= {"keep_checkpoints_without_metrics": keep_checkpoints_without_metrics}
+            options |= {"force_keep_period": force_keep_period}
+        self._checkpointer = cls(train_state, partitioner, directory, dataset_iterator, **options)
+
+    def all_steps(self) -> list[int]:
+        return self._checkpointer.all_steps()
+
+    def latest_step(self) -> int | None:
+        return self._checkpointer.latest_step()
+
+    def restore(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state of a checkpoint; see `Checkpointer.restore`."""
+        return self._checkpointer.restore(*args, **kwargs)
+
+    def restore_from_tf_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state of a Mesh TensorFlow checkpoint; see `Checkpointer`."""
+        return self._checkpointer.restore_from_tf_checkpoint(*args, **kwargs)
+
+    def should_save(self, step: int) -> bool:
+        """Return whether a step is due."""
+        return step in self._steps or not self._period or step % self._period == 0
+
+    def save(
+        self, train_state: Any, state_transformation_fns: Sequence[Callable[..., Any]] = (), force: bool = False
+    ) -> bool:
+        """Save a state if its step is due, or with `force`; return whether it was."""
+        if not force and not self.should_save(int(jax.device_get(train_state.step))):
+            return False
+        self._checkpointer.save(train_state, state_transformation_fns)
+        return True
+
+    def wait_until_finished(self) -> None:
+        """Return at once: `save` waits."""
+
+    def close(self) -> None:
+        """Do nothing: no file stays open."""
+
+
+@dataclasses.dataclass
+class DatasetArgs:
+    """The argument of `DatasetCheckpointHandler`: an object with `state()` and `restore(state)`."""
+
+    item: Any = None
+
+
+class DatasetCheckpointHandler:
+    """Writes the position in the data to a file of a checkpoint, with the methods of Orbax's handlers.
+
+    Args:
+      checkpoint_filename: name of the file.
+      should_write_dataset_ckpt: whether this process writes it.
+    """
+
+    def __init__(self, checkpoint_filename: str, should_write_dataset_ckpt: bool):
+        self._name, self._writes = checkpoint_filename, should_write_dataset_ckpt
+
+    def save(self, directory: Any, item: Any = None, args: DatasetArgs | None = None) -> None:
+        """Write the position of `item`."""
+        item = item if args is None else args.item
+        if self._writes and item is not None:
+            with open(os.path.join(directory, self._name), "w") as file:
+                json.dump(item.state(), file)
+
+    def restore(self, directory: Any, item: Any = None, args: DatasetArgs | None = None) -> Any:
+        """Move `item` to the stored position and return it."""
+        item = item if args is None else args.item
+        with open(os.path.join(directory, self._name)) as file:
+            item.restore(json.load(file))
+        return item
+
+    def metadata(self, directory: Any) -> None:
+        """Return None: the file has no description."""
+
+    def finalize(self, directory: Any) -> None:
+        """Do nothing: the file is complete."""
+
+    def close(self) -> None:
+        """Do nothing: no file stays open."""
+
+    @classmethod
+    def typestr(cls) -> str:
+        return f"{cls.__module__}.{cls.__qualname__}"
+
+
+class CheckpointManagerConstructor:
+    """Accepted because T5X's gin files name it; runs save by themselves."""
+
+
+def _cast(params: Any, dtype: Any) -> Any:
+    """Return parameters with their floats in another dtype."""
+
+    def cast(x: Any) -> Any:
+        if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype == dtype:
+            return x
+        return x.update(dtype=jnp.dtype(dtype)) if isinstance(x, jax.ShapeDtypeStruct) else x.astype(dtype)
+
+    return jax.tree.map(cast, params)

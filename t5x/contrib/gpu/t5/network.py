@@ -1,0 +1,19 @@
+"""T5X's name for NVIDIA's copy of the T5 network: ours, which may also scale attention logits."""
+
+import dataclasses
+
+from t5x import network
+from t5x.examples.t5.network import Decoder, DecoderLayer, Encoder, EncoderLayer
+from t5x.network import Transformer
+
+__all__ = ["Decoder", "DecoderLayer", "Encoder", "EncoderLayer", "T5Config", "Transformer"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class T5Config(network.T5Config):
+    """A T5Config with `scale_attn_logits`: divide queries by sqrt(head_dim), and do not initialize them smaller.
+
+    Adam needs it; under Adafactor both are equivalent.
+    """
+
+    scale_attn_logits: bool = False

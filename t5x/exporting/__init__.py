@@ -1,0 +1,1 @@
+"""Exports to other formats: `exporter.export` makes and checks one; see docs/export.md."""

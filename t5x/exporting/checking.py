@@ -1,0 +1,200 @@
+"""Compares an export with the model that it was made from."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from t5x.errors import UserError
+from t5x.exporting.programs import Exportable
+from t5x.inference.loaded import Generation, LoadedModel, without_padding
+from t5x.inference.options import Decoding
+
+TEXTS = (
+    "translate English to German: The house is wonderful.",
+    "What is the capital of France?",
+    "summarize: The committee met on Monday, and after four hours of talks it agreed on a budget for the coming year.",
+    "Is this review positive or negative? I would watch it again.",
+)
+QUERY = "a"  # short, so that it fits with a template
+_LABELS = ("true", "false")
+_LOSS_LIMIT = 0.5  # nats per token: what costs more is not rounding
+_TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}  # of log probabilities and logits, by the dtype of the activations
+
+
+class WrongExport(UserError):
+    """The outputs of an export are not those of the model."""
+
+
+class Comparison:
+    """Collects the differences between an export and its model, and refuses a wrong export.
+
+    Args:
+      dtype: of the activations.
+    """
+
+    def __init__(self, dtype: str):
+        self._tolerance = _TOLERANCE[dtype]
+        self._lines: list[str] = []
+
+    def __str__(self) -> str:
+        return "; ".join(self._lines)
+
+    def numbers(self, name: str, expected: Any, found: Any) -> None:
+        """Compare arrays of log probabilities or logits."""
+        expected, found = np.asarray(expected, np.float64), np.asarray(found, np.float64)
+        if expected.shape != found.shape:
+            raise WrongExport(f"{name} has the shape {found.shape}, not {expected.shape}. {_REFUSED}")
+        difference = np.abs(found - expected)
+        if not np.all(difference <= self._tolerance * np.maximum(1, np.abs(expected) / 10)):  # also refuses NaN
+            raise WrongExport(f"{name} differs by {difference.max():.2g} from the model's. {_REFUSED}")
+        self._lines.append(f"{name} within {difference.max(initial=0):.1e}")
+
+    def outputs(self, name: str, expected: Sequence[Any], found: Sequence[Any], scores: Sequence[Any] = ()) -> None:
+        """Compare generated outputs. Different outputs with the same score are ties.
+
+        Args:
+          expected, found: strings or lists of ids.
+          scores: (expected, found) log probability of each output that differs, if the export has them.
+        """
+        if len(expected) != len(found):
+            raise WrongExport(f"{name} returned {len(found)} outputs for {len(expected)} inputs. {_REFUSED}")
+        wrong = [i for i, (a, b) in enumerate(zip(expected, found, strict=True)) if a != b]
+        for i in wrong:
+            is_tie = scores and abs(scores[i][0] - scores[i][1]) <= self._tolerance * max(1, abs(scores[i][0]) / 10)
+            if not is_tie:
+                raise WrongExport(f"{name} returned {found[i]!r}, the model {expected[i]!r}. {_REFUSED}")
+        self._lines.append(f"{name}: {len(expected) - len(wrong)} of {len(expected)} outputs equal")
+
+
+_REFUSED = "Nothing was exported; please report this with the model's name."
+
+
+@dataclasses.dataclass
+class Sample:
+    """Inputs through which a model and its export are compared.
+
+    Attributes:
+      texts: the inputs.
+      targets: a target each; empty uses what the model generates.
+    """
+
+    texts: Sequence[str] = TEXTS
+    targets: Sequence[str] = ()
+
+    def encoded(self, loaded: LoadedModel) -> tuple[list[list[int]], list[list[int]]]:
+        """Return the ids of inputs and targets."""
+        if not self.targets:
+            self.targets = [made.text for made in loaded.generate(list(self.texts))]
+        return [loaded.input_ids(x)[0] for x in self.texts], [loaded.target_ids(x)[0] for x in self.targets]
+
+    def loss(self, loaded: LoadedModel) -> float:
+        """Return the mean negative log likelihood of a target token."""
+        inputs, targets = self.encoded(loaded)
+        scores = loaded.scores(inputs, targets, max_input_length=max(map(len, inputs)), batch_size=len(inputs))
+        return -sum(scores) / sum(map(len, targets))
+
+
+def report_loss(before: float, after: float, examples: int) -> str:
+    """Return a line about the loss with weights in int8; refuse what is much worse than before."""
+    if not after - before <= _LOSS_LIMIT:  # also refuses NaN
+        raise WrongExport(
+            f"With int8 weights the loss is {after:.4f} per token instead of {before:.4f}. Export without --int8."
+        )
+    return f"int8 weights: loss {before:.4f} -> {after:.4f} per token ({after - before:+.4f}, {examples} examples)"
+
+
+def compare_ids(exportable: Exportable, run: Callable[..., Mapping[str, np.ndarray]]) -> str:
+    """Compare programs of token ids with the model, in batches of one and of three rows.
+
+    Args:
+      run: (name of a program, arrays of ids) -> {output: array}.
+    """
+    loaded = exportable.loaded
+    comparison = Comparison(loaded.dtype)
+    inputs = [loaded.input_ids(text, exportable.max_input_length)[0] for text in TEXTS]
+    input_ids = padded(inputs, exportable.max_input_length)
+    targets: list[list[int]] = []
+    for name, decoding in exportable.decodings().items():
+        expected = [made for of_input in predictions(exportable, inputs, decoding) for made in of_input]
+        found = [run(name, rows) for rows in (input_ids[:1], input_ids[1:])]
+        ids = np.concatenate([np.reshape(x["output_ids"], (-1, exportable.max_length)) for x in found])
+        scores = np.concatenate([np.ravel(x["score"]) for x in found])
+        compare_generations(comparison, name, expected, [without_padding(row) for row in ids], scores)
+        targets = [made.tokens for made in expected[:: decoding.num_return]]
+    found = run("score", input_ids[1:], padded(targets[1:], exportable.max_length))["score"]
+    comparison.numbers("score", scores_of(exportable, inputs[1:], targets[1:]), found)
+    labels = [loaded.target_ids(word)[0][0] for word in _LABELS]
+    expected = loaded.label_logits(inputs[1:], labels, max_input_length=exportable.max_input_length, batch_size=4)
+    found = run("rank", input_ids[1:], np.array([labels] * len(expected), np.int32))["logits"]
+    comparison.numbers("rank", expected, found)
+    return str(comparison)
+
+
+def compare_texts(
+    exportable: Exportable, run: Callable[..., Mapping[str, np.ndarray]], ranked: Callable[..., Sequence[float]] | None
+) -> str:
+    """Compare signatures of strings with the model; see `compare_ids`.
+
+    Args:
+      run: (name of a signature, {input: strings}) -> {output: array}.
+      ranked: scores of (query, document) pairs by the model; None if there is no signature `rank`.
+    """
+    comparison = Comparison(exportable.loaded.dtype)
+    texts = list(TEXTS)
+    inputs = [exportable.loaded.input_ids(text, exportable.max_input_length)[0] for text in texts]
+    targets: list[list[int]] = []
+    for name, decoding in exportable.decodings().items():
+        expected = [made for of_input in predictions(exportable, inputs, decoding) for made in of_input]
+        found = [run(name, text_batch=rows) for rows in (texts[:1], texts[1:])]
+        decoded = [text.decode() for x in found for text in np.ravel(x["text"])]
+        scores = np.concatenate([np.ravel(x["score"]) for x in found])
+        compare_generations(comparison, name, expected, decoded, scores)
+        targets = [made.text for made in expected[:: decoding.num_return]]
+    target_ids = [exportable.loaded.target_ids(text, exportable.max_length)[0] for text in targets[1:]]
+    found = run("score", text_batch=texts[1:], targets=targets[1:])["score"]
+    comparison.numbers("score", scores_of(exportable, inputs[1:], target_ids), found)
+    if ranked is not None:
+        pairs = [(QUERY, text) for text in (*texts[1:], " ".join(texts * exportable.max_input_length))]
+        found = run("rank", query=[query for query, _ in pairs], document=[text for _, text in pairs])["score"]
+        comparison.numbers("rank", ranked(pairs), found)
+    return str(comparison)
+
+
+def compare_generations(
+    comparison: Comparison, name: str, expected: Sequence[Generation], found: Sequence[Any], scores: Sequence[float]
+) -> None:
+    """Compare generated ids, or strings, and their scores."""
+    wanted = [made.text if isinstance(found[0], str) else made.tokens for made in expected]
+    pairs = list(zip([made.score for made in expected], scores, strict=True))
+    comparison.outputs(name, wanted, list(found), pairs)
+    comparison.numbers(f"{name} scores", *zip(*pairs, strict=True))
+
+
+def predictions(
+    exportable: Exportable, inputs: Sequence[Sequence[int]], decoding: Decoding
+) -> list[list[Generation]]:
+    """Return what the model itself generates."""
+    return exportable.loaded.predictions(
+        inputs, decoding, max_length=exportable.max_length, max_input_length=exportable.max_input_length,
+        batch_size=len(inputs),
+    )  # fmt: skip
+
+
+def scores_of(exportable: Exportable, inputs: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> list[float]:
+    return exportable.loaded.scores(
+        inputs, targets, max_input_length=exportable.max_input_length, batch_size=len(inputs)
+    )
+
+
+def padded(rows: Sequence[Sequence[int]], columns: int) -> np.ndarray:
+    """Return int32 [rows, columns], filled up with zeros.
+
+    >>> padded([[5, 1], [1]], 3).tolist()
+    [[5, 1, 0], [1, 0, 0]]
+    """
+    made = np.zeros((len(rows), columns), np.int32)
+    for row, ids in zip(made, rows, strict=True):
+        row[: len(ids)] = ids
+    return made

@@ -1,0 +1,27 @@
+"""The directory of an export: complete and checked, or absent."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+from t5x.errors import UserError
+from t5x.files import atomic
+from t5x.files.remote import is_remote
+
+
+@contextlib.contextmanager
+def new_destination(path: str) -> Iterator[str]:
+    """Yield a directory that becomes `path` if nothing is raised."""
+    if is_remote(path):
+        raise UserError(f"{path} is remote: export to a local directory, and copy it.")
+    if os.path.lexists(path):
+        raise UserError(f"{path} exists already. Choose another destination, or remove it.")
+    parent = os.path.dirname(os.path.abspath(path))
+    try:
+        atomic.make_directories(parent)
+    except OSError as error:
+        raise UserError(f"{path} cannot be created: {error.strerror}. Choose another destination.") from error
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise UserError(f"{path} cannot be created: {parent} is not writable. Choose another destination.")
+    with atomic.new_directory(path) as directory:
+        yield directory

@@ -1,0 +1,86 @@
+"""`t5x export`: makes an export, checks it against the original and refuses a wrong one."""
+
+import os
+from collections.abc import Sequence
+
+from t5x.errors import UserError
+from t5x.exporting import external, saved_model, stablehlo
+from t5x.exporting.checking import Sample, report_loss
+from t5x.exporting.destination import new_destination
+from t5x.exporting.programs import Exportable
+from t5x.inference.loaded import load
+from t5x.inference.options import Decoding
+
+FORMATS = ("savedmodel", "stablehlo", "hf", "ctranslate2", "onnx")
+QUANTIZED = ("savedmodel", "stablehlo", "ctranslate2")  # formats with int8 weights
+
+
+def export(
+    model: str,
+    destination: str,
+    format: str,
+    *,
+    vocabulary: str | None = None,
+    dtype: str | None = None,
+    int8: bool = False,
+    sample: Sample | None = None,
+    max_input_length: int = 512,
+    max_length: int = 128,
+    decoding: Decoding | None = None,
+    platforms: Sequence[str] = ("cpu", "cuda", "tpu"),
+    token_ids: bool = False,
+    batch_size: int | None = None,
+    warmup: Sequence[str] = (),
+) -> None:
+    """Export a model, and refuse an export that computes something else.
+
+        export("google/flan-t5-small", "models/flan/1", "savedmodel")
+
+    Args:
+      model: a checkpoint of any format, or a MODEL_DIR.
+      destination: the directory to create. It appears when the export is complete and was checked.
+      format: one of FORMATS.
+      vocabulary, dtype: see `t5x.load`; the dtype is float32 unless given.
+      int8: store matrices as int8, and print what that changes.
+      sample: inputs, and targets on which the change of the loss is measured; None uses built-in ones.
+      max_input_length: longer inputs are truncated; programs pad all inputs to it.
+      max_length: maximum number of generated tokens, and of tokens of a target.
+      decoding: how to generate; None is greedy.
+      platforms: where StableHLO programs can run.
+      token_ids: a SavedModel takes and returns token ids, not strings.
+      batch_size: the only batch size of a SavedModel; None is any.
+      warmup: inputs that TensorFlow Serving runs before a SavedModel is ready.
+    """
+    if format not in FORMATS:
+        raise UserError(f"--format is {format!r}: it must be one of {', '.join(FORMATS)}.")
+    if int8 and format not in QUANTIZED:
+        raise UserError(f"--int8 is for {', '.join(QUANTIZED)}; readers of {format} quantize as they load. Remove it.")
+    sample = sample or Sample()
+    with new_destination(destination) as directory:
+        if format == "hf":
+            made = external.write_huggingface(directory, model, vocabulary, sample, max_length)
+        elif format == "onnx":
+            made = external.write_onnx(directory, model, vocabulary, sample, max_length)
+        elif format == "ctranslate2":
+            made = external.write_ctranslate2(directory, model, vocabulary, sample, max_length, int8=int8)
+        else:
+            loaded = load(model, vocabulary=vocabulary, dtype=dtype or "float32")
+            exportable = Exportable(loaded, decoding or Decoding(), max_input_length, max_length)
+            if int8:
+                print(_quantize(exportable, sample))
+            if format == "stablehlo":
+                made = stablehlo.write(directory, exportable, platforms)
+            else:
+                made = saved_model.write(
+                    directory, exportable, token_ids=token_ids, rows=batch_size, warmup=warmup,
+                    name=os.path.basename(os.path.dirname(os.path.abspath(destination))),
+                )  # fmt: skip
+    print(f"checked against the original: {made}")
+    print(f"wrote {destination} ({format})")
+
+
+def _quantize(exportable: Exportable, sample: Sample) -> str:
+    """Round the weights to int8, and return a line about the change in loss."""
+    before = sample.loss(exportable.loaded)
+    exportable.quantize()
+    return report_loss(before, sample.loss(exportable.loaded), len(sample.texts))

@@ -1,0 +1,163 @@
+"""Directories of other libraries: Hugging Face, CTranslate2 (by its own converter) and ONNX (by Optimum)."""
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from t5x.convert import convert
+from t5x.errors import UserError
+from t5x.exporting.checking import Comparison, Sample, padded, report_loss
+from t5x.exporting.extras import import_extra
+from t5x.inference.loaded import LoadedModel, load, without_padding
+from t5x.inference.options import Decoding
+from t5x.models import DecoderOnlyModel
+
+Greedy = Callable[[list[list[int]], int], list[list[int]]]  # (inputs, maximum length) -> outputs
+
+
+def write_huggingface(directory: str, model: str, vocabulary: str | None, sample: Sample, max_length: int) -> str:
+    """Write a Hugging Face directory, run it with transformers where that is installed, and return the differences."""
+    original = _convert(directory, model, vocabulary)
+    try:
+        import torch
+        import transformers
+    except ImportError:
+        copy = load(directory, dtype="float32")
+        return _compare(original, lambda inputs, limit: _greedy(copy, inputs, limit), sample, max_length)
+    if isinstance(original.model, DecoderOnlyModel):
+        return "not run: transformers has no class for this decoder-only model"
+    network = transformers.AutoModelForSeq2SeqLM.from_pretrained(directory, dtype=torch.float32)
+    network.config.tie_word_embeddings = original.model.module.config.logits_via_embedding  # which umT5 needs
+    return _compare_huggingface(original, network, sample, max_length)
+
+
+def write_onnx(directory: str, model: str, vocabulary: str | None, sample: Sample, max_length: int) -> str:
+    """Write an ONNX directory with Optimum, run it with ONNX Runtime, and return the differences."""
+    fix = "ONNX exports are made by Optimum: pip install optimum-onnx onnxruntime"
+    optimum = import_extra("optimum.onnxruntime", fix)
+    main_export = import_extra("optimum.exporters.onnx", fix).main_export
+    with tempfile.TemporaryDirectory(dir=os.path.dirname(directory)) as temporary:
+        source = os.path.join(temporary, "hf")
+        original = _convert(source, model, vocabulary)
+        main_export(source, directory, task="text2text-generation-with-past", do_validation=False)
+    network = optimum.ORTModelForSeq2SeqLM.from_pretrained(directory)
+    return _compare_huggingface(original, network, sample, max_length)
+
+
+def write_ctranslate2(
+    directory: str, model: str, vocabulary: str | None, sample: Sample, max_length: int, *, int8: bool
+) -> str:
+    """Write a CTranslate2 directory with its converter, run it, and return the differences."""
+    fix = "CTranslate2 exports are made by its converter: pip install ctranslate2 transformers torch"
+    ctranslate2 = import_extra("ctranslate2", fix)
+    for module in ("torch", "transformers"):
+        import_extra(module, fix)
+    with tempfile.TemporaryDirectory(dir=os.path.dirname(directory)) as temporary:
+        source = os.path.join(temporary, "hf")
+        original = _convert(source, model, vocabulary)
+        if isinstance(original.model, DecoderOnlyModel):
+            raise UserError("This model is decoder-only: CTranslate2's converter reads encoder-decoder models of T5.")
+        converter = _converter(ctranslate2, source, tied=original.model.module.config.logits_via_embedding)
+        converter.convert(directory, quantization="int8" if int8 else None, force=True)
+    translator = ctranslate2.Translator(directory, device="cpu", compute_type="int8" if int8 else "float32")
+    with open(os.path.join(directory, "shared_vocabulary.json")) as file:
+        pieces = json.load(file)
+    ids = {piece: i for i, piece in enumerate(pieces)}
+
+    def tokens(rows: Sequence[Sequence[int]]) -> list[list[str]]:
+        return [[pieces[i] for i in row] for row in rows]
+
+    def greedy(inputs: list[list[int]], limit: int) -> list[list[int]]:
+        found = translator.translate_batch(
+            tokens(inputs), beam_size=1, max_decoding_length=limit, max_input_length=0, return_end_token=True
+        )
+        return [[ids[token] for token in each.hypotheses[0]] for each in found]
+
+    def score(inputs: list[list[int]], targets: list[list[int]]) -> list[float]:
+        scored = translator.score_batch(tokens(inputs), [row[:-1] for row in tokens(targets)])  # it appends EOS itself
+        return [sum(each.log_probs) for each in scored]
+
+    if not int8:
+        return _compare(original, greedy, sample, max_length, score)
+    inputs, targets = sample.encoded(original)
+    after = -sum(score(inputs, targets)) / sum(map(len, targets))
+    return report_loss(sample.loss(original), after, len(sample.texts))
+
+
+def _converter(ctranslate2: Any, source: str, *, tied: bool) -> Any:
+    """Return CTranslate2's converter, which scales the logits if the configuration says that embeddings are tied.
+
+    transformers 5 says so of every T5.
+    """
+
+    class Converter(ctranslate2.converters.TransformersConverter):
+        def load_model(self, *args: Any, **kwargs: Any) -> Any:
+            network = super().load_model(*args, **kwargs)
+            network.config.tie_word_embeddings = tied
+            return network
+
+    return Converter(source)
+
+
+def _convert(directory: str, model: str, vocabulary: str | None) -> LoadedModel:
+    """Write the model as a Hugging Face directory, and return the original."""
+    original = load(model, vocabulary=vocabulary, dtype="float32")
+    convert(original.source, directory, to="hf", overwrite=os.path.isdir(directory))
+    return original
+
+
+def _greedy(loaded: LoadedModel, inputs: list[list[int]], limit: int) -> list[list[int]]:
+    longest = max(map(len, inputs))
+    made = loaded.predictions(
+        inputs, Decoding(), max_length=limit, max_input_length=longest, batch_size=len(inputs)
+    )
+    return [best.tokens for best, *_ in made]
+
+
+def _huggingface_greedy(network: Any, eos_id: int) -> Greedy:
+    import torch
+
+    def greedy(inputs: list[list[int]], limit: int) -> list[list[int]]:
+        ids = torch.from_numpy(padded(inputs, max(map(len, inputs)))).long()
+        mask = torch.from_numpy(padded([[1] * len(row) for row in inputs], ids.shape[1])).long()
+        outputs = network.generate(
+            ids, attention_mask=mask, do_sample=False, num_beams=1, max_new_tokens=limit, decoder_start_token_id=0,
+            pad_token_id=0, eos_token_id=eos_id,
+        )  # fmt: skip
+        return [without_padding(row) for row in outputs[:, 1:].numpy()]  # without the start token
+
+    return greedy
+
+
+def _huggingface_score(network: Any) -> Callable[..., list[float]]:
+    """Return the log probabilities of targets, one after the other."""
+    import torch
+
+    @torch.no_grad()
+    def score(inputs: list[list[int]], targets: list[list[int]]) -> list[float]:
+        pairs = zip(inputs, targets, strict=True)
+        return [-network(torch.tensor([a]), labels=torch.tensor([b])).loss.item() * len(b) for a, b in pairs]
+
+    return score
+
+
+def _compare_huggingface(original: LoadedModel, network: Any, sample: Sample, max_length: int) -> str:
+    greedy = _huggingface_greedy(network, original.model.output_vocabulary.eos_id)
+    return _compare(original, greedy, sample, max_length, _huggingface_score(network))
+
+
+def _compare(
+    original: LoadedModel, greedy: Greedy, sample: Sample, max_length: int, score: Callable[..., Any] | None = None
+) -> str:
+    comparison = Comparison("float32")
+    inputs = [original.input_ids(text)[0] for text in sample.texts]
+    expected = _greedy(original, inputs, max_length)
+    comparison.outputs("greedy", expected, greedy(inputs, max_length))
+    if score is not None:
+        targets = [original.target_ids(original.decode(ids))[0] for ids in expected]
+        longest = max(map(len, inputs))
+        scores = original.scores(inputs, targets, max_input_length=longest, batch_size=len(inputs))
+        comparison.numbers("score", scores, score(inputs, targets))
+    return str(comparison)

@@ -1,0 +1,188 @@
+"""The programs of a model for export: token ids in, token ids and scores out, for any number of rows."""
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export
+from jax.interpreters import mlir
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import stablehlo
+
+from t5x.checkpoints import tree
+from t5x.errors import UserError
+from t5x.exporting import int8
+from t5x.inference.loaded import LoadedModel
+from t5x.inference.options import Decoding
+from t5x.models import BaseTransformerModel, DecoderOnlyModel
+from t5x.network.attention import by_reference
+
+Arrays = Mapping[str, jax.Array]
+GREEDY = Decoding()
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+_STABLEHLO = "1.9.0"  # version of the programs: older than what the TensorFlow of the same year reads
+
+
+class Program(NamedTuple):
+    """A function of parameters and token ids.
+
+    Attributes:
+      function: ({parameter: array}, one array of int32 [rows, columns] per input) -> {output: array}.
+      inputs: {name of an input: number of its columns; None is any number}.
+    """
+
+    function: Callable[..., dict[str, jax.Array]]
+    inputs: dict[str, int | None]
+
+
+@dataclasses.dataclass
+class Exportable:
+    """A model with what an export fixes.
+
+    Attributes:
+      loaded: the model.
+      decoding: how `predict` decodes: greedily or with beams.
+      max_input_length: columns of the inputs.
+      max_length: maximum number of generated tokens, and columns of the targets.
+      arrays: {name: array}, the parameters as the export stores them.
+    """
+
+    loaded: LoadedModel
+    decoding: Decoding
+    max_input_length: int
+    max_length: int
+    arrays: dict[str, np.ndarray] = dataclasses.field(init=False)
+
+    def __post_init__(self):
+        if isinstance(self.loaded.model, DecoderOnlyModel):
+            raise UserError("This model is decoder-only: only encoder-decoder models can be exported in this format.")
+        if self.decoding.samples:
+            raise UserError("An export decodes greedily or with beams: remove temperature, top_k and top_p.")
+        for name in ("max_input_length", "max_length"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}: it must be at least 1.")
+        self.arrays = tree.flatten(jax.device_get(self.loaded.engine.params))
+
+    def quantize(self) -> None:
+        """Store the matrices as int8. The model computes with the rounded values from here on."""
+        self.arrays = int8.quantize(self.arrays)
+        rounded = int8.dequantize(self.arrays, self.loaded.dtype)
+        self.loaded.engine.params = jax.device_put(tree.nest(rounded))
+
+    def decodings(self) -> dict[str, Decoding]:
+        """Return the programs that generate: `predict`, and `greedy` unless `predict` is greedy."""
+        return {"predict": self.decoding} | ({"greedy": GREEDY} if self.decoding != GREEDY else {})
+
+    def programs(self) -> dict[str, Program]:
+        """Return the programs by name: `predict`, `score`, `rank`, `encode`, and `greedy` if `predict` is not."""
+        inputs, targets = {"input_ids": self.max_input_length}, {"target_ids": self.max_length}
+        made = {name: (self._predict(decoding), inputs) for name, decoding in self.decodings().items()}
+        made |= {
+            "score": (_score, inputs | targets),
+            "rank": (_rank, inputs | {"label_ids": None}),
+            "encode": (_encode, inputs),
+        }
+        return {name: Program(self._of_arrays(function), of) for name, (function, of) in made.items()}
+
+    def export(self, program: Program, platforms: Sequence[str], rows: int | None = None) -> export.Exported:
+        """Lower a program to StableHLO.
+
+        Args:
+          platforms: where it can run.
+          rows: the only batch size; None is any.
+        """
+        any_rows, any_columns = export.symbolic_shape("rows, columns")
+        arrays = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in self.arrays.items()}
+        ids = [
+            jax.ShapeDtypeStruct((rows or any_rows, columns or any_columns), jnp.int32)
+            for columns in program.inputs.values()
+        ]
+        return lower(program.function, arrays, *ids, platforms=platforms)
+
+    def _of_arrays(self, function: Callable[..., dict[str, jax.Array]]) -> Callable[..., dict[str, jax.Array]]:
+        """Return a function of the stored arrays from a function of the model, its parameters and token ids."""
+
+        def run(arrays: Arrays, *ids: jax.Array) -> dict[str, jax.Array]:
+            params = tree.nest(int8.dequantize(arrays, self.loaded.dtype))
+            with by_reference():
+                return function(self.loaded.model, params, *ids)
+
+        return run
+
+    def _predict(self, decoding: Decoding) -> Callable[..., dict[str, jax.Array]]:
+        decode_fn = decoding.decode_fn(self.loaded.model.output_vocabulary, self.max_length)
+        return functools.partial(_predict, decoding=decoding, decode_fn=decode_fn, max_length=self.max_length)
+
+
+def lower(function: Callable[..., Any], *arguments: Any, platforms: Sequence[str]) -> export.Exported:
+    """Lower a function to StableHLO that older readers understand too.
+
+    Args:
+      arguments: trees of `jax.ShapeDtypeStruct`.
+      platforms: where it can run.
+    """
+    for platform in platforms:
+        if platform not in PLATFORMS:
+            raise UserError(f"platforms has {platform!r}: it must be some of {', '.join(PLATFORMS)}.")
+    if jax.default_backend() != "cpu":
+        raise UserError(
+            f"An export is traced on the CPU, so that it has no kernels of one device; JAX runs on "
+            f"{jax.default_backend()}. Set JAX_PLATFORMS=cpu."
+        )
+    exported = export.export(jax.jit(function), platforms=platforms)(*arguments)
+    with mlir.make_ir_context():
+        text = ir.Module.parse(exported.mlir_module()).operation.get_asm()  # without the paths of source files
+    module = stablehlo.serialize_portable_artifact_str(text, _STABLEHLO)
+    return dataclasses.replace(exported, mlir_module_serialized=module)
+
+
+def _predict(
+    model: BaseTransformerModel,
+    params: Any,
+    input_ids: jax.Array,
+    *,
+    decoding: Decoding,
+    decode_fn: Callable[..., Any],
+    max_length: int,
+) -> dict[str, jax.Array]:
+    """Return `output_ids` [rows, max_length] and `score` [rows]; with num_return > 1, [rows, num_return, …]."""
+    model = copy.copy(model)
+    model.decode_fn = decode_fn
+    batch = {
+        "encoder_input_tokens": input_ids,
+        "decoder_input_tokens": jnp.zeros((input_ids.shape[0], max_length), jnp.int32),
+    }
+    ids, aux = model.predict_batch_with_aux(
+        params, batch, num_decodes=decoding.num_decodes, return_all_decodes=True
+    )
+    found = {"output_ids": ids[:, ::-1], "score": aux["scores"][:, ::-1]}  # best first
+    return {name: x[:, 0] if decoding.num_return == 1 else x[:, : decoding.num_return] for name, x in found.items()}
+
+
+def _score(
+    model: BaseTransformerModel, params: Any, input_ids: jax.Array, target_ids: jax.Array
+) -> dict[str, jax.Array]:
+    """Return `score` [rows], the log probability of the targets."""
+    batch = {
+        "encoder_input_tokens": input_ids,
+        "decoder_input_tokens": jnp.pad(target_ids, ((0, 0), (1, 0)))[:, :-1],
+        "decoder_target_tokens": target_ids,
+        "decoder_loss_weights": (target_ids > 0).astype(jnp.int32),
+    }
+    return {"score": model.score_batch(params, batch)}
+
+
+def _rank(model: BaseTransformerModel, params: Any, input_ids: jax.Array, label_ids: jax.Array) -> dict[str, jax.Array]:
+    """Return `logits` [rows, labels] of the labels at the first output position."""
+    return {"logits": model.first_logits(params, input_ids, label_ids)}
+
+
+def _encode(model: BaseTransformerModel, params: Any, input_ids: jax.Array) -> dict[str, jax.Array]:
+    """Return `encoded` [rows, columns, features], the output of the encoder; rows of padding are meaningless."""
+    encode = model.module.encode
+    return {"encoded": model.module.apply({"params": params}, input_ids, enable_dropout=False, method=encode)}

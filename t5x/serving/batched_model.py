@@ -1,0 +1,227 @@
+"""A loaded model that computes in the common batches of a server.
+
+Every batch has the same number of rows, and lengths that depend on the example alone. A compiled program computes each
+row independently of the others, so a result equals that of a lone request, rounding included.
+"""
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from t5x.answering.answers import AnswerMethods
+from t5x.checkpoints.formats import Source
+from t5x.errors import UserError
+from t5x.inference.engine import MANY_ROWS
+from t5x.inference.loaded import Generation, LoadedModel
+from t5x.inference.options import Decoding
+from t5x.models import BaseTransformerModel, DecoderOnlyModel
+from t5x.network.padding import Program
+from t5x.partitioning import PjitPartitioner
+from t5x.ranking.reranker import RankMethods, Reranker
+from t5x.serving.batching import Batcher, Job
+
+_SHORTEST_INPUT, _SHORTEST_OUTPUT = 32, 16
+_MAX_PROGRAMS = 64  # compiled programs that are kept per model
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What is computed, and the lengths: one compiled program.
+
+    Attributes:
+      kind: `generate`, `score`, `rank` or `embed`.
+      inputs, targets: lengths to which the features are padded.
+      decoding: for `generate`; the numbers that differ between rows have their defaults.
+    """
+
+    kind: str
+    inputs: int
+    targets: int
+    decoding: Decoding | None = None
+
+
+class BatchedModel(RankMethods, AnswerMethods, LoadedModel):
+    """A model whose methods compute in the batches of a `Batcher`, together with other threads.
+
+    Args:
+      batcher: the queue.
+      max_input_length: maximum input tokens.
+      template, labels: see `Reranker`.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        model: BaseTransformerModel,
+        partitioner: PjitPartitioner,
+        *,
+        batcher: Batcher,
+        max_input_length: int,
+        template: str | None = None,
+        labels: str | None = None,
+    ):
+        super().__init__(source, model, partitioner)
+        self._ranking = {"template": template, "labels": labels}
+        self.max_input_length = max_input_length
+        self._batcher = batcher
+        self._row_count = self.rows(batcher.rows, batcher.rows)
+
+    @functools.cached_property
+    def reranker(self) -> Reranker:
+        """The model as a reranker, with inputs of at most `max_input_length`."""
+        made = Reranker(self, long_query="truncate", **self._ranking)
+        if made.template.max_length > self.max_input_length:
+            made = Reranker(self, long_query="truncate", max_length=self.max_input_length, **self._ranking)
+        return made
+
+    def predictions(
+        self,
+        inputs: Sequence[Sequence[int]],
+        decoding: Decoding,
+        *,
+        max_length: int,
+        room: int | None = None,
+        seed: int = 0,
+        indices: Sequence[int] | None = None,
+        **_: Any,
+    ) -> list[list[Generation]]:
+        """Return the outputs for each input, see `LoadedModel.predictions`.
+
+        Args:
+          room: the largest `max_length` of further calls, which are computed by the same program.
+        """
+        values = {"max_length": max_length, "seed": seed}
+        fixed = {"beams": decoding.beams, "num_return": decoding.num_return}
+        if decoding.samples:
+            values["temperature"] = 1.0 if decoding.temperature is None else float(decoding.temperature)
+            values["top_k"], values["top_p"] = decoding.top_k or 0, float(decoding.top_p or 0)
+            fixed["temperature"] = 1.0
+        if decoding.length_penalty is not None:
+            values["length_penalty"] = float(decoding.length_penalty)
+            fixed["length_penalty"] = 1.0
+        targets, how = power_of_two(room or max_length, _SHORTEST_OUTPUT), Decoding(**fixed)
+        jobs = [
+            Job(Shape("generate", self._input_bucket(ids), targets, how), _example(ids), values, index)
+            for ids, index in zip(inputs, indices or range(len(inputs)), strict=True)
+        ]
+        found = self._batcher.run(self.compute, jobs)
+        return [self.generations(decodes, aux["scores"], decoding.num_return, max_length) for decodes, aux in found]
+
+    def scores(self, inputs: Sequence[Sequence[int]], targets: Sequence[Sequence[int]], **_: Any) -> list[float]:
+        jobs = [
+            Job(Shape("score", self._input_bucket(ids), power_of_two(len(target), _SHORTEST_OUTPUT)),
+                _example(ids, target))
+            for ids, target in zip(inputs, targets, strict=True)
+        ]  # fmt: skip
+        return [float(score) for score in self._batcher.run(self.compute, jobs)]
+
+    def label_logits(self, inputs: Sequence[Sequence[int]], labels: Sequence[int], **_: Any) -> np.ndarray:
+        self._require_encoder("Ranking")
+        jobs = [Job(Shape("rank", self._input_bucket(ids), len(labels)), _example(ids, labels)) for ids in inputs]
+        return np.array(self._batcher.run(self.compute, jobs), np.float32).reshape(len(inputs), len(labels))
+
+    def embeddings(self, inputs: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """Return the mean of the encoder's outputs for each input, float32 of length 1."""
+        self._require_encoder("An embedding")
+        jobs = [Job(Shape("embed", self._input_bucket(ids), 1), _example(ids)) for ids in inputs]
+        return self._batcher.run(self.compute, jobs)
+
+    def input_lengths(self) -> list[int]:
+        """Return the lengths to which inputs are padded."""
+        lengths = [_SHORTEST_INPUT]
+        while lengths[-1] < self.max_input_length:
+            lengths.append(2 * lengths[-1])
+        return [min(length, self.max_input_length) for length in lengths]
+
+    def _input_bucket(self, ids: Sequence[int]) -> int:
+        if len(ids) > self.max_input_length:
+            raise UserError(f"An input has {len(ids)} tokens, but at most {self.max_input_length} are allowed.")
+        return min(power_of_two(len(ids), _SHORTEST_INPUT), self.max_input_length)
+
+    def _require_encoder(self, what: str) -> None:
+        if isinstance(self.model, DecoderOnlyModel):
+            raise UserError(f"{what} needs an encoder-decoder model; this model is decoder-only.")
+
+    # -- in the thread of the batcher ----------------------------------------------------------------------------------
+
+    def compute(self, shape: Shape, jobs: Sequence[Job]) -> list[Any]:
+        """Return the result of each of at most as many jobs as a batch has rows."""
+        return self.engine.run(
+            self._program_of(shape),
+            [job.example for job in jobs],
+            {"inputs": shape.inputs, "targets": shape.targets},
+            rows=self._row_count,
+            indices=[job.index for job in jobs],
+            row_values={name: [job.values[name] for job in jobs] for name in jobs[0].values},
+        )
+
+    def _program_of(self, shape: Shape) -> Program:
+        # The first of the dictionary is the one that was not used for longest.
+        if (program := self._programs.pop(shape, None)) is None:
+            decoded = self._row_count * shape.decoding.num_decodes if shape.kind == "generate" else MANY_ROWS
+            program = self.engine.program(self._function(shape), few_rows=decoded < MANY_ROWS)
+            if len(self._programs) >= _MAX_PROGRAMS:
+                del self._programs[next(iter(self._programs))]
+        self._programs[shape] = program
+        return program
+
+    def _function(self, shape: Shape) -> Callable[[Any, Mapping[str, jax.Array], jax.Array], Any]:
+        if shape.kind == "score":
+            return lambda params, batch, rng: self.model.score_batch(params, batch)
+        if shape.kind == "rank":
+            return lambda params, batch, rng: self.model.score_batch(params, batch, first_logits=True)
+        return self._embed if shape.kind == "embed" else self._decoding_function(shape)
+
+    def _embed(self, params: Any, batch: Mapping[str, jax.Array], rng: jax.Array) -> jax.Array:
+        module, tokens = self.model.module, batch["encoder_input_tokens"]
+        encoded = module.apply({"params": params}, tokens, enable_dropout=False, method=module.encode)
+        total = jnp.sum(encoded.astype(jnp.float32) * (tokens > 0)[:, :, None], axis=1)
+        return total / jnp.maximum(jnp.linalg.norm(total, axis=1, keepdims=True), 1e-12)
+
+    def _decoding_function(self, shape: Shape) -> Callable[[Any, Mapping[str, jax.Array], jax.Array], Any]:
+        decoding = shape.decoding
+        model = copy.copy(self.model)
+        model.decode_fn = functools.partial(
+            decoding.decode_fn(model.output_vocabulary, shape.targets), logit_callback_fn=_same_logits
+        )
+
+        def predict(params: Any, batch: Mapping[str, jax.Array], rng: jax.Array) -> Any:
+            batch = dict(batch)
+            seeds, limits = batch.pop("seed"), batch.pop("max_length")
+            keys = jax.vmap(lambda seed, index: jax.random.fold_in(jax.random.key(seed), index))
+            options = {decoding.limit_name: limits, "decode_rng": keys(seeds, batch["example_index"])}
+            if decoding.samples:
+                options |= {"temperature": batch.pop("temperature")}
+                options |= {"topk": batch.pop("top_k"), "topp": batch.pop("top_p")}
+            if decoding.length_penalty is not None:
+                options["length_penalty"] = batch.pop("length_penalty")
+            return model.predict_batch_with_aux(
+                params, batch, rng, options, num_decodes=decoding.num_decodes, return_all_decodes=True
+            )
+
+        return predict
+
+
+def power_of_two(length: int, shortest: int) -> int:
+    """Return the smallest of shortest, 2 * shortest, 4 * shortest, … that is not below `length`."""
+    while shortest < length:
+        shortest *= 2
+    return shortest
+
+
+def _same_logits(logits: jax.Array, state: Any) -> jax.Array:
+    """A callback without effect that is not marked as independent of the batch.
+
+    With it, the decoding loop does not continue with fewer rows, whose matmuls would round differently.
+    """
+    return logits
+
+
+def _example(inputs: Sequence[int], targets: Sequence[int] = ()) -> dict[str, Any]:
+    return {"inputs": inputs, "targets": list(targets)}

@@ -1,0 +1,266 @@
+"""What each route computes: from checked fields to the JSON of its response. These functions block."""
+
+import base64
+import json
+import math
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from t5x.answering import answers
+from t5x.answering.file_answering import as_record
+from t5x.errors import UserError
+from t5x.inference.loaded import Generation
+from t5x.inference.options import Decoding
+from t5x.ranking.reranker import scores as label_scores
+from t5x.serving.batched_model import BatchedModel
+
+_FIRST_PIECE = 8  # tokens that a stream shows first
+_STRIDE = 128
+Fields = dict[str, Any]
+
+
+class Result(NamedTuple):
+    """A response, or a piece of one.
+
+    Attributes:
+      content: JSON, or events.
+      input_tokens, output_tokens: their numbers.
+    """
+
+    content: bytes
+    input_tokens: int = 0
+    output_tokens: int = 0
+
+
+def _json(content: Any) -> bytes:
+    return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+def _listed(value: str | list[str]) -> list[str]:
+    return [value] if isinstance(value, str) else value
+
+
+def _input_ids(model: BatchedModel, texts: Sequence[str], truncate: bool) -> list[list[int]]:
+    """Return the ids of inputs. Raises a UserError for longer ones, unless they are truncated."""
+    limit, found = model.max_input_length, []
+    for i, text in enumerate(texts):
+        ids, length = model.input_ids(text, limit)
+        if length > limit and not truncate:
+            raise UserError(f"Input {i} has {length} tokens, more than {limit}. Shorten it, or send truncate: true.")
+        found.append(ids)
+    return found
+
+
+def _count(inputs: Sequence[Sequence[int]]) -> int:
+    return sum(map(len, inputs))
+
+
+def _number(value: float) -> float | None:
+    """Return a number for JSON, which has no infinities and no NaN."""
+    return float(value) if math.isfinite(value) else None
+
+
+# --- Generation -------------------------------------------------------------------------------------------------------
+
+
+def complete(name: str, model: BatchedModel, fields: Fields) -> Result:
+    """OpenAI's completions. `score` is added to each choice: its log probability, or beam score."""
+    inputs = _input_ids(model, _listed(fields["prompt"]), fields["truncate"])
+    found = model.predictions(inputs, _decoding(fields), max_length=fields["max_tokens"], **_keys(fields, len(inputs)))
+    made = [generation for generations in found for generation in generations]
+    choices = [_choice(model, i, generation, fields) for i, generation in enumerate(made)]
+    used, generated = _count(inputs), sum(len(generation.tokens) for generation in made)
+    content = {**_head(name), "choices": choices, "usage": _usage(used, generated)}
+    return Result(_json(content), used, generated)
+
+
+def stream(name: str, model: BatchedModel, fields: Fields) -> Iterator[Result]:
+    """Yield OpenAI's completions as server-sent events: a single output in pieces, several when they are finished."""
+    head = _head(name)
+
+    def event(choices: list[dict[str, Any]], **more: Any) -> bytes:
+        return b"data: " + _json({**head, "choices": choices, **more}) + b"\n\n"
+
+    inputs = _input_ids(model, _listed(fields["prompt"]), fields["truncate"])
+    decoding, keys, max_length = _decoding(fields), _keys(fields, len(inputs)), fields["max_tokens"]
+    made: list[Generation]
+    if len(inputs) > 1 or decoding.beams > 1 or decoding.num_return > 1:
+        found = model.predictions(inputs, decoding, max_length=max_length, **keys)
+        made = [generation for generations in found for generation in generations]
+        for i, generation in enumerate(made):
+            yield Result(event([_choice(model, i, generation, fields)]))
+    else:
+        sent, limit, is_last = "", 0, False
+        while not is_last:
+            # Decoded from the beginning: tokens depend only on those before them, and all limits share a program.
+            limit = min(2 * limit or _FIRST_PIECE, max_length)
+            (made,) = model.predictions(inputs, decoding, max_length=limit, room=max_length, **keys)
+            choice = _choice(model, 0, made[0], fields)
+            is_last = limit == max_length or choice["finish_reason"] == "stop"
+            text = choice["text"] if is_last else _certain(choice["text"], fields)
+            if is_last or (text.startswith(sent) and len(text) > len(sent)):
+                more = {} if is_last else {"finish_reason": None, "score": None}
+                yield Result(event([{**choice, "text": text[len(sent) :], **more}]))
+                sent = text
+    used, generated = _count(inputs), sum(len(generation.tokens) for generation in made)
+    usage = event([], usage=_usage(used, generated)) if fields["stream_options"]["include_usage"] else b""
+    yield Result(usage + b"data: [DONE]\n\n", used, generated)
+
+
+def _usage(used: int, generated: int) -> dict[str, int]:
+    return {"prompt_tokens": used, "completion_tokens": generated, "total_tokens": used + generated}
+
+
+def _decoding(fields: Fields) -> Decoding:
+    options = {"beams": fields["beams"], "num_return": fields["n"], "length_penalty": fields["length_penalty"]}
+    if fields["temperature"] > 0:
+        options |= {"temperature": fields["temperature"], "top_k": fields["top_k"] or None}
+        options["top_p"] = fields["top_p"] if fields["top_p"] < 1 else None
+    return Decoding(**options)
+
+
+def _keys(fields: Fields, count: int) -> dict[str, Any]:
+    """Return what keys random numbers: the seed and the position of the prompt; without a seed, random numbers."""
+    if fields["seed"] is not None:
+        return {"seed": fields["seed"], "indices": range(count)}
+    return {"seed": 0, "indices": [secrets.randbits(31) for _ in range(count)]}
+
+
+def _head(name: str) -> dict[str, Any]:
+    ident = f"cmpl-{secrets.token_hex(12)}"
+    return {"id": ident, "object": "text_completion", "created": int(time.time()), "model": name}
+
+
+def _choice(model: BatchedModel, index: int, made: Generation, fields: Fields) -> dict[str, Any]:
+    ends = [at for stop in _listed(fields["stop"] or []) if (at := made.text.find(stop)) >= 0]
+    text = made.text[: min(ends)] if ends else made.text
+    is_ended = bool(ends) or made.tokens[-1:] == [model.model.output_vocabulary.eos_id]
+    reason = "stop" if is_ended else "length"
+    score = None if ends else _number(made.score)
+    return {"index": index, "text": text, "finish_reason": reason, "logprobs": None, "score": score}
+
+
+def _certain(text: str, fields: Fields) -> str:
+    """Return the beginning of an unfinished text that later tokens cannot change: no half character or stop string."""
+    kept = max((len(stop) - 1 for stop in _listed(fields["stop"] or [])), default=0)
+    return text[: len(text) - kept].rstrip("\ufffd")
+
+
+# --- Embeddings -------------------------------------------------------------------------------------------------------
+
+
+def embed_openai(name: str, model: BatchedModel, fields: Fields) -> Result:
+    inputs = _input_ids(model, _listed(fields["input"]), fields["truncate"])
+    found = model.embeddings(inputs)
+    if fields["encoding_format"] == "base64":
+        vectors = [base64.b64encode(np.asarray(vector, "<f4").tobytes()).decode() for vector in found]
+    else:
+        vectors = [vector.tolist() for vector in found]
+    data = [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(vectors)]
+    usage = {"prompt_tokens": _count(inputs), "total_tokens": _count(inputs)}
+    return Result(_json({"object": "list", "data": data, "model": name, "usage": usage}), _count(inputs))
+
+
+def embed_tei(name: str, model: BatchedModel, fields: Fields) -> Result:
+    if not fields["normalize"]:
+        raise UserError("normalize is false: embeddings of this server always have length 1.")
+    inputs = _input_ids(model, _listed(fields["inputs"]), fields["truncate"])
+    return Result(_json([vector.tolist() for vector in model.embeddings(inputs)]), _count(inputs))
+
+
+# --- Ranking ----------------------------------------------------------------------------------------------------------
+
+
+class _Ranking(NamedTuple):
+    """The positions of passages, best first; the logit and probability of each passage; and the tokens of all."""
+
+    order: list[int]
+    logits: list[float]
+    probabilities: list[float]
+    tokens: int
+
+
+def _rank(model: BatchedModel, query: str, passages: Sequence[str]) -> _Ranking:
+    encoded = model.reranker.encode([(query, passage) for passage in passages])
+    logits = model.reranker.logits(encoded)
+    if not np.isfinite(logits).all():
+        raise UserError("The logits of this model are not finite: its weights may be damaged.")
+    raw = logits[:, 0].astype(np.float64) - (logits[:, 1] if logits.shape[1] > 1 else 0)
+    log_probabilities = label_scores(logits) if logits.shape[1] > 1 else -np.logaddexp(0, -raw)
+    order = sorted(range(len(passages)), key=lambda i: -raw[i])
+    return _Ranking(order, raw.tolist(), np.exp(log_probabilities).tolist(), _count(encoded.inputs))
+
+
+def _passages(fields: Fields) -> list[str]:
+    return [each if isinstance(each, str) else each["text"] for each in fields["documents"]]
+
+
+def rerank_jina(name: str, model: BatchedModel, fields: Fields) -> Result:
+    passages = _passages(fields)
+    found = _rank(model, fields["query"], passages)
+    results = [{"index": i, "relevance_score": found.probabilities[i]} for i in found.order[: fields["top_n"]]]
+    if fields["return_documents"]:
+        results = [{**result, "document": {"text": passages[result["index"]]}} for result in results]
+    usage = {"prompt_tokens": found.tokens, "total_tokens": found.tokens}
+    return Result(_json({"model": name, "object": "list", "usage": usage, "results": results}), found.tokens)
+
+
+def rerank_cohere(name: str, model: BatchedModel, fields: Fields) -> Result:
+    found = _rank(model, fields["query"], _passages(fields))
+    results = [{"index": i, "relevance_score": found.probabilities[i]} for i in found.order[: fields["top_n"]]]
+    meta = {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}}
+    return Result(_json({"id": secrets.token_hex(16), "results": results, "meta": meta}), found.tokens)
+
+
+def rerank_tei(name: str, model: BatchedModel, fields: Fields) -> Result:
+    found = _rank(model, fields["query"], fields["texts"])
+    values = found.logits if fields["raw_scores"] else found.probabilities
+    results = [{"index": i, "score": values[i]} for i in found.order]
+    if fields["return_text"]:
+        results = [{**result, "text": fields["texts"][result["index"]]} for result in results]
+    return Result(_json(results), found.tokens)
+
+
+# --- Answers and scores -----------------------------------------------------------------------------------------------
+
+
+def answer(name: str, model: BatchedModel, fields: Fields) -> Result:
+    how = answers.Answering(
+        no_answer=fields["no_answer"], beams=fields["beams"], max_length=fields["max_tokens"],
+        max_input_length=model.max_input_length, stride=min(_STRIDE, model.max_input_length // 4),
+    )  # fmt: skip
+    pair = (fields["question"], fields["context"])
+    windows = answers.windows_of(model, *pair, how)
+    if len(windows) > fields["max_windows"]:
+        raise UserError(f"The context needs {len(windows)} windows, more than {fields['max_windows']}. Shorten it.")
+    (found,) = answers.answer(model, [pair], [windows], how)
+    record = {"model": name, **as_record(found._replace(score=_number(found.score)))}
+    used = sum(model.input_ids(fields["context"][span.start : span.end])[1] for span in windows)
+    generated = len(model.target_ids(found.text)[0])
+    return Result(_json({**record, "usage": _usage(used, generated)}), used, generated)
+
+
+def score(name: str, model: BatchedModel, fields: Fields) -> Result:
+    inputs, targets = _listed(fields["input"]), _listed(fields["target"])
+    if len(inputs) == 1:
+        inputs = inputs * len(targets)
+    if len(inputs) != len(targets):
+        raise UserError(f"{len(inputs)} inputs but {len(targets)} targets: send one target for each input.")
+    input_ids = _input_ids(model, inputs, fields["truncate"])
+    target_ids = [model.target_ids(target)[0] for target in targets]
+    limit = model.max_input_length
+    if not fields["truncate"] and (long := next((ids for ids in target_ids if len(ids) > limit), None)):
+        raise UserError(f"A target has {len(long)} tokens, more than {limit}. Shorten it, or send truncate: true.")
+    target_ids = [ids[:limit] for ids in target_ids]
+    found = model.scores(input_ids, target_ids)
+    data = [
+        {"index": i, "score": _number(value), "tokens": len(ids)}
+        for i, (value, ids) in enumerate(zip(found, target_ids, strict=True))
+    ]
+    used = _count(input_ids)
+    usage = {"prompt_tokens": used, "total_tokens": used + _count(target_ids)}
+    return Result(_json({"model": name, "data": data, "usage": usage}), used)

@@ -1,0 +1,315 @@
+"""Requests as JSON schemas: one description for their check and for the OpenAPI document."""
+
+import difflib
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from t5x import __version__
+
+Schema = dict[str, Any]
+
+
+class InvalidRequest(Exception):
+    """A request that does not fit its schema. The message has the place and the reason."""
+
+
+def check(value: Any, schema: Schema, where: str = "the body") -> Any:
+    """Return the value with the defaults of missing fields.
+
+    Only the keywords that `ROUTES` uses are known.
+
+    Raises:
+      InvalidRequest: the value does not fit the schema.
+    """
+    if "anyOf" in schema:
+        return _check_any(value, schema["anyOf"], where)
+    kind = schema["type"]
+    if not _TYPES[kind](value):
+        raise InvalidRequest(f"{where} is {_shown(value)}: it must be {_ARTICLES[kind]}.")
+    if "enum" in schema and value not in schema["enum"]:
+        raise InvalidRequest(f"{where} is {_shown(value)}: it must be one of {', '.join(map(str, schema['enum']))}.")
+    if kind == "string":
+        _check_string(value, schema, where)
+    elif kind in ("integer", "number"):
+        low, high = schema.get("minimum", -math.inf), schema.get("maximum", math.inf)
+        if not low <= value <= high:
+            raise InvalidRequest(f"{where} is {_shown(value)}: it must be {_range(low, high)}.")
+        return int(value) if kind == "integer" else value
+    elif kind == "array":
+        low, high = schema.get("minItems", 0), schema.get("maxItems", math.inf)
+        if not low <= len(value) <= high:
+            raise InvalidRequest(f"{where} has {len(value)} items: there must be {_range(low, high)}.")
+        return [check(item, schema["items"], f"{where}[{i}]") for i, item in enumerate(value)]
+    elif kind == "object":
+        return _check_object(value, schema, where)
+    return value
+
+
+def _check_any(value: Any, schemas: list[Schema], where: str) -> Any:
+    fitting = [schema for schema in schemas if _TYPES[schema["type"]](value)]
+    if not fitting:
+        wanted = " or ".join(_ARTICLES[schema["type"]] for schema in schemas)
+        raise InvalidRequest(f"{where} is {_shown(value)}: it must be {wanted}.")
+    return check(value, fitting[0], where)
+
+
+def _check_string(value: str, schema: Schema, where: str) -> None:
+    low, high = schema.get("minLength", 0), schema.get("maxLength", math.inf)
+    if not low <= len(value) <= high:
+        raise InvalidRequest(f"{where} has {len(value)} characters: there must be {_range(low, high)}.")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest(f"{where} contains a surrogate, which is not a character.") from None
+
+
+def _check_object(value: Mapping[str, Any], schema: Schema, where: str) -> dict[str, Any]:
+    known = schema["properties"]
+    for name in value:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise InvalidRequest(f"{where} has the unknown field {_shown(name)}.{hint} Fields: {', '.join(known)}.")
+    inside = "" if where == "the body" else f"{where}."
+    missing = [name for name in schema.get("required", ()) if name not in value]
+    if missing:
+        raise InvalidRequest(f"{inside}{missing[0]} is missing.")
+    made = {}
+    for name, of_field in known.items():
+        is_given = name in value and (value[name] is not None or "null" in _kinds(of_field))
+        if is_given or name in schema.get("required", ()):
+            made[name] = check(value[name], of_field, f"{inside}{name}")
+        else:
+            made[name] = of_field.get("default")
+    return made
+
+
+def _kinds(schema: Schema) -> list[str]:
+    return [each["type"] for each in schema.get("anyOf", [schema])]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+
+
+_TYPES = {
+    "string": lambda value: isinstance(value, str),
+    "number": _is_number,
+    "integer": lambda value: _is_number(value) and value == int(value),
+    "boolean": lambda value: isinstance(value, bool),
+    "array": lambda value: isinstance(value, list),
+    "object": lambda value: isinstance(value, dict),
+    "null": lambda value: value is None,
+}
+_ARTICLES = {
+    "string": "a string", "number": "a number", "integer": "an integer", "boolean": "true or false",
+    "array": "a list", "object": "an object", "null": "null",
+}  # fmt: skip
+
+
+def _range(low: float, high: float) -> str:
+    if high == math.inf:
+        return f"at least {low}"
+    return f"{low} to {high}" if low > -math.inf else f"at most {high}"
+
+
+def _shown(value: Any) -> str:
+    shown = ascii(value)
+    return shown if len(shown) <= 60 else f"{shown[:59]}…"
+
+
+# --- Requests ---------------------------------------------------------------------------------------------------------
+
+
+def _object(required: tuple[str, ...], **properties: Schema) -> Schema:
+    return {"type": "object", "required": list(required), "properties": properties, "additionalProperties": False}
+
+
+def _text(description: str, **more: Any) -> Schema:
+    return {"type": "string", "description": description, **more}
+
+
+def _number(kind: str, description: str, low: float, high: float, **more: Any) -> Schema:
+    return {"type": kind, "description": description, "minimum": low, "maximum": high, **more}
+
+
+def _flag(description: str, default: bool = False) -> Schema:
+    return {"type": "boolean", "description": description, "default": default}
+
+
+def request_schemas(*, max_documents: int, max_length: int, max_beams: int) -> dict[str, Schema]:
+    """Return {route: schema of its request}."""
+
+    def texts(low: int = 1) -> Schema:
+        return {"type": "array", "items": {"type": "string"}, "minItems": low, "maxItems": max_documents}
+
+    model = _text("name of a model of this server; the first is the default")
+    one_or_more = {"anyOf": [{"type": "string"}, texts()]}
+    truncate = _flag("truncate longer inputs instead of refusing them")
+    user = _text("ignored")
+    query = _text("the query", minLength=1)
+    beams = _number("integer", "beam size; 1 is greedy", 1, max_beams, default=1)
+    tokens = _number("integer", "maximum number of generated tokens", 1, max_length)
+    top_n = _number("integer", "return only the best N", 1, 2**31 - 1)
+    documents = {
+        "type": "array", "minItems": 1, "maxItems": max_documents, "description": "the passages",
+        "items": {"anyOf": [{"type": "string"}, _object(("text",), text={"type": "string"})]},
+    }  # fmt: skip
+    return {
+        "/v1/completions": _object(
+            ("prompt",),
+            model=model,
+            prompt=one_or_more | {"description": "input of the encoder, or several"},
+            max_tokens={**tokens, "default": min(128, max_length)},
+            temperature=_number("number", "sample with this temperature; 0 is greedy", 0, 100, default=0),
+            top_p=_number("number", "sample from tokens of this total probability", 0, 1, default=1),
+            top_k=_number("integer", "sample from the k most probable tokens; 0 is all", 0, 2**31 - 1, default=0),
+            seed=_number("integer", "seed of samples; random by default", 0, 2**31 - 1),
+            n=_number("integer", "number of outputs per prompt, best first", 1, max_beams, default=1),
+            beams=beams,
+            length_penalty=_number(
+                "number", "divide beam scores by length ** x, as Hugging Face does; default: T5X's", -10, 10
+            ),
+            stop={
+                "anyOf": [
+                    {"type": "string", "minLength": 1},
+                    {"type": "array", "items": {"type": "string", "minLength": 1}, "maxItems": 16},
+                ],
+                "description": "end outputs before these strings",
+            },
+            stream=_flag("send the output in pieces, as server-sent events"),
+            stream_options={
+                **_object((), include_usage=_flag("end a stream with its numbers of tokens")),
+                "default": {"include_usage": False},
+            },
+            truncate=truncate,
+            user=user,
+        ),
+        "/v1/embeddings": _object(
+            ("input",),
+            model=model,
+            input=one_or_more,
+            encoding_format={"type": "string", "enum": ["float", "base64"], "default": "float"},
+            truncate=truncate,
+            user=user,
+        ),
+        "/embed": _object(
+            ("inputs",),
+            inputs=one_or_more,
+            normalize=_flag("return vectors of length 1; must be true", default=True),
+            truncate=truncate,
+        ),
+        "/v1/rerank": _object(
+            ("query", "documents"),
+            model=model,
+            query=query,
+            documents=documents,
+            top_n=top_n,
+            return_documents=_flag("include the passages in the response"),
+        ),
+        "/v2/rerank": _object(
+            ("query", "documents"),
+            model=model,
+            query=query,
+            documents=documents,
+            top_n=top_n,
+            max_tokens_per_doc=_number("integer", "ignored: the template decides", 1, 2**31 - 1),
+            priority=_number("integer", "ignored", 0, 999),
+        ),
+        "/rerank": _object(
+            ("query", "texts"),
+            query=query,
+            texts=texts(),
+            raw_scores=_flag("return logits instead of probabilities"),
+            return_text=_flag("include the texts in the response"),
+            truncate=_flag("ignored: long texts are truncated", default=True),
+        ),
+        "/answer": _object(
+            ("question", "context"),
+            model=model,
+            question=_text("the question", minLength=1),
+            context=_text("the text that contains the answer", minLength=1, maxLength=200_000),
+            no_answer=_text("what the model was trained to generate if there is no answer", minLength=1, maxLength=200),
+            beams=beams,
+            max_tokens={**tokens, "default": min(64, max_length)},
+        ),
+        "/score": _object(
+            ("input", "target"),
+            model=model,
+            input=one_or_more,
+            target=one_or_more,
+            truncate=truncate,
+        ),
+    }
+
+
+_TITLES = {
+    "/v1/completions": "Generate outputs (OpenAI)",
+    "/v1/embeddings": "Embed inputs: the normalized mean of the encoder's outputs (OpenAI)",
+    "/embed": "Embed inputs (Text Embeddings Inference)",
+    "/v1/rerank": "Order passages by relevance (Jina)",
+    "/v2/rerank": "Order passages by relevance (Cohere)",
+    "/rerank": "Order texts by relevance (Text Embeddings Inference)",
+    "/answer": "Answer a question about a text and locate the answer in it",
+    "/score": "Log probabilities of targets given inputs",
+}
+_ERRORS = {
+    "400": "The request is invalid.", "401": "The bearer token is missing or wrong.",
+    "404": "The model does not exist.", "408": "The body did not arrive in time.", "413": "The body is too large.",
+    "415": "The body is not application/json.", "429": "Too many requests; retry after the seconds in Retry-After.",
+    "503": "The models are not loaded yet, or the time limit was reached.",
+}  # fmt: skip
+
+
+def openapi(requests: Mapping[str, Schema], *, has_token: bool) -> dict[str, Any]:
+    """Return the OpenAPI document of the server."""
+    error = {
+        "type": "object",
+        "required": ["error"],
+        "properties": {
+            "error": {
+                "type": "object",
+                "required": ["message", "type"],
+                "properties": {"message": {"type": "string"}, "type": {"type": "string"}},
+            }
+        },
+    }
+
+    def content(schema: Schema) -> dict[str, Any]:
+        return {"application/json": {"schema": schema}}
+
+    errors = {
+        code: {"description": text, "content": content({"$ref": "#/components/schemas/Error"})}
+        for code, text in _ERRORS.items()
+    }
+    paths: dict[str, Any] = {}
+    for path, schema in requests.items():
+        shape = {"type": "array"} if path in ("/rerank", "/embed") else {"type": "object"}
+        made = content(shape)
+        if path == "/v1/completions":
+            made["text/event-stream"] = {"schema": {"type": "string"}}
+        paths[path] = {
+            "post": {
+                "summary": _TITLES[path],
+                "requestBody": {"required": True, "content": content(schema)},
+                "responses": {"200": {"description": "The result.", "content": made}, **errors},
+            }
+        }
+    models = {"200": {"description": "The models.", "content": content({"type": "object"})}}
+    paths["/v1/models"] = {"get": {"summary": "List the models (OpenAI)", "responses": models | {"401": errors["401"]}}}
+    for path, title in (("/health", "Whether the process runs"), ("/ready", "Whether the models are loaded")):
+        good = {"description": "Yes.", "content": content({"type": "object"})}
+        paths[path] = {"get": {"summary": title, "security": [], "responses": {"200": good, "503": errors["503"]}}}
+    metrics = {"200": {"description": "The metrics.", "content": {"text/plain": {"schema": {"type": "string"}}}}}
+    paths["/metrics"] = {"get": {"summary": "Metrics for Prometheus", "responses": metrics | {"401": errors["401"]}}}
+    document = {
+        "openapi": "3.1.0",
+        "info": {"title": "t5x serve", "version": __version__},
+        "paths": paths,
+        "components": {"schemas": {"Error": error}},
+    }
+    if has_token:
+        document["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+        document["security"] = [{"token": []}]
+    return document

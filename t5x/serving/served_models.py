@@ -1,0 +1,133 @@
+"""The models of a server by name. A reload replaces one while its requests are answered by the old one."""
+
+import functools
+import logging
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from t5x.checkpoints import names
+from t5x.checkpoints.store import CheckpointStore
+from t5x.errors import UserError
+from t5x.inference.loaded import load
+from t5x.inference.options import Decoding
+from t5x.serving.batched_model import BatchedModel, Shape, power_of_two
+from t5x.serving.batching import Batcher, Job
+from t5x.serving.prometheus import Metrics
+from t5x.serving.settings import Settings
+
+log = logging.getLogger(__name__)
+
+
+class UnknownModel(Exception):
+    """A request names a model that the server does not have."""
+
+
+class ServedModels:
+    """The models of a server.
+
+    Args:
+      directories: {name: a checkpoint, or a MODEL_DIR}. Their checkpoints are opened at once; `load` reads parameters.
+      options: `vocabulary` and `dtype`, see `t5x.load`.
+
+    Attributes:
+      is_ready: whether all models are loaded and warmed up.
+    """
+
+    def __init__(
+        self,
+        directories: Mapping[str, str],
+        settings: Settings,
+        batcher: Batcher,
+        metrics: Metrics,
+        options: Mapping[str, Any],
+    ):
+        self.is_ready = False
+        self._directories = dict(directories)
+        self._settings = settings
+        self._metrics = metrics
+        self._options = options
+        self._model_class = functools.partial(
+            BatchedModel, batcher=batcher, max_input_length=settings.max_input_length, template=settings.template,
+            labels=settings.labels,
+        )  # fmt: skip
+        self._models = {name: self._open(name) for name in directories}
+        self._reloading = threading.Lock()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._directories)
+
+    def get(self, name: str | None) -> tuple[str, BatchedModel]:
+        """Return the name and model that a request asks for; the first if it names none."""
+        name = next(iter(self._models)) if name is None else name
+        if name not in self._models:
+            raise UnknownModel(f"There is no model {name[:100]!r}. Models: {', '.join(self._models)}.")
+        return name, self._models[name]
+
+    def load(self) -> None:
+        """Read the parameters of all models, and compile what requests will need first."""
+        for name, model in self._models.items():
+            self._prepare(name, model)
+        self.is_ready = True
+
+    def reload(self, only: str | None = None) -> None:
+        """Load a model (None: all) again, and replace it if it could be loaded."""
+        with self._reloading:
+            for name in [only] if only else self:
+                try:
+                    model = self._open(name)
+                    self._prepare(name, model)
+                except Exception as error:
+                    log.error("%s was not reloaded, and the old one is used: %s", name, error)
+                    self._metrics.add("t5x_reloads_total", model=name, result="error")
+                    continue
+                self._models[name] = model
+                self._metrics.add("t5x_reloads_total", model=name, result="ok")
+                log.info("%s was reloaded: step %s", name, model.source.step)
+                del model
+
+    def watch(self, period: float, stop: threading.Event) -> None:
+        """Reload a model whenever its MODEL_DIR has a newer checkpoint, until `stop` is set."""
+        seen = {name: model.source.step for name, model in self._models.items() if model.source.step is not None}
+        while not stop.wait(period):
+            for name in seen:
+                step = self._newest_step(name)
+                if step is not None and step > seen[name]:
+                    seen[name] = step
+                    self.reload(name)
+
+    def _newest_step(self, name: str) -> int | None:
+        try:
+            return CheckpointStore(names.resolve(self._directories[name])).newest_step()
+        except (OSError, UserError) as error:
+            log.warning("cannot look for a newer checkpoint of %s: %s", name, error)
+            return None
+
+    def _open(self, name: str) -> BatchedModel:
+        return load(self._directories[name], model_class=self._model_class, **self._options)
+
+    def _prepare(self, name: str, model: BatchedModel) -> None:
+        began = time.monotonic()
+        shapes = [shape for kind in self._settings.warm_up or _likely(model) for shape in self._shapes(model, kind)]
+        for shape in shapes:
+            values = {"max_length": 1, "seed": 0} if shape.kind == "generate" else {}
+            # Not in the batcher's thread, which answers requests with the old model meanwhile.
+            model.compute(shape, [Job(shape, {"inputs": [1], "targets": [1] * shape.targets}, values)])
+        log.info("%s is ready: %d program(s) in %.1f s", name, len(shapes), time.monotonic() - began)
+
+    def _shapes(self, model: BatchedModel, kind: str) -> list[Shape]:
+        decoding = Decoding() if kind == "generate" else None
+        targets = {
+            "generate": power_of_two(min(128, self._settings.max_length), 16), "score": 16, "embed": 1,
+            "rank": len(model.reranker.labels) if kind == "rank" else 0,
+        }[kind]  # fmt: skip
+        return [Shape(kind, length, targets, decoding) for length in model.input_lengths()]
+
+
+def _likely(model: BatchedModel) -> tuple[str, ...]:
+    """Return what a model is used for, as far as its checkpoint shows."""
+    try:
+        return ("generate",) if model.reranker.why.endswith("the default") else ("rank",)
+    except UserError:  # e.g. a vocabulary without the labels
+        return ("generate",)

@@ -1,0 +1,155 @@
+"""The process of `t5x serve`: starts, reloads on SIGHUP, drains on SIGTERM."""
+
+import asyncio
+import contextlib
+import logging
+import resource
+import signal
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from t5x import startup
+from t5x.errors import UserError
+from t5x.inference.loaded import BATCH_SIZE
+from t5x.serving.api import Api
+from t5x.serving.batched_model import Shape
+from t5x.serving.batching import Batcher
+from t5x.serving.prometheus import Metrics
+from t5x.serving.served_models import ServedModels
+from t5x.serving.settings import LOOPBACK, Settings
+
+log = logging.getLogger(__name__)
+
+_GRACE = 1.0  # seconds between SIGTERM and the end of listening, for requests that are on their way
+_HEADER_SECONDS = 30.0
+_BACKLOG = 2048
+_CPU_ROWS = 8  # CPUs compute rows that nobody asked for more slowly
+
+
+def serve(
+    directories: Mapping[str, str],
+    settings: Settings,
+    *,
+    host: str = LOOPBACK[0],
+    port: int = 8000,
+    token: str | None = None,
+    tls_cert: str | None = None,
+    tls_key: str | None = None,
+    **model_options: Any,
+) -> None:
+    """Serve models over HTTP until SIGTERM or Ctrl-C.
+
+    Args:
+      directories: {name: a checkpoint, or a MODEL_DIR}.
+      host, port: where to listen; port 0 takes a free one.
+      token: the bearer token that requests need; None needs none.
+      tls_cert, tls_key: PEM files for HTTPS.
+      model_options: `vocabulary` and `dtype`, see `t5x.load`.
+    """
+    startup.enable_compilation_cache()
+    _allow_many_connections()
+    metrics = Metrics()
+
+    def observe(shape: Shape, rows: int, seconds: float) -> None:
+        metrics.add("t5x_batches_total", kind=shape.kind)
+        metrics.add("t5x_batch_rows_total", rows, kind=shape.kind)
+        metrics.add("t5x_batch_seconds_total", seconds, kind=shape.kind)
+
+    rows = settings.batch_size or (_CPU_ROWS if jax.default_backend() == "cpu" else BATCH_SIZE)
+    batcher = Batcher(rows, settings.max_wait_ms / 1000, observe)
+    metrics.set_gauge("t5x_queued_rows", batcher.waiting)
+    models = ServedModels(directories, settings, batcher, metrics, model_options)
+    api = Api(models, settings, metrics, token=token, is_local=host in LOOPBACK)
+    config = uvicorn.Config(
+        api.app, http=_Protocol, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
+        backlog=_BACKLOG, timeout_keep_alive=30, timeout_graceful_shutdown=max(1, round(settings.drain_seconds)),
+        ssl_certfile=tls_cert, ssl_keyfile=tls_key,
+    )  # fmt: skip
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)
+    try:
+        config.load()
+    except (OSError, ssl.SSLError) as error:
+        raise UserError(f"--tls_cert {tls_cert} or --tls_key {tls_key} cannot be used: {error}.") from error
+    listener = _listen(host, port)
+    address = f"[{host}]" if ":" in host else host
+    log.info("listening on %s://%s:%d", "https" if tls_cert else "http", address, listener.getsockname()[1])
+    asyncio.run(_run(config, listener, api, models, settings))
+    batcher.close()
+    log.info("all requests are answered")
+
+
+class _Protocol(H11Protocol):
+    """Closes connections that do not send a request."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self.loop.call_later(_HEADER_SECONDS, self._close_without_request)
+
+    def _close_without_request(self) -> None:
+        if self.cycle is None:
+            self.transport.close()
+
+
+async def _run(
+    config: uvicorn.Config, listener: socket.socket, api: Api, models: ServedModels, settings: Settings
+) -> None:
+    server = uvicorn.Server(config)
+    server.capture_signals = contextlib.nullcontext
+    loop = asyncio.get_running_loop()
+    failures: list[Exception] = []
+    ended = threading.Event()
+
+    def stop() -> None:
+        server.should_exit = True
+
+    def drain() -> None:
+        server.force_exit = api.is_draining  # the second signal does not wait
+        api.is_draining = True
+        log.info("answering the requests in progress; another signal ends at once")
+        loop.call_later(_GRACE, stop)
+
+    def load() -> None:
+        try:
+            models.load()
+        except Exception as error:
+            failures.append(error)
+            loop.call_soon_threadsafe(stop)
+            return
+        if settings.reload_period:
+            models.watch(settings.reload_period, ended)
+
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, drain)
+    loop.add_signal_handler(signal.SIGHUP, _start_thread, models.reload)
+    _start_thread(load)
+    await server.serve(sockets=[listener])
+    ended.set()
+    if failures:
+        raise failures[0]
+
+
+def _start_thread(function: Callable[[], None]) -> None:
+    """Run a function in a thread that does not keep the process alive."""
+    threading.Thread(target=function, daemon=True).start()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except (OSError, OverflowError) as error:
+        raise UserError(f"Cannot listen on --host {host} --port {port}: {error}. Pass another --port.") from error
+
+
+def _allow_many_connections() -> None:
+    """Raise the limit of open files to the maximum, as every connection is one."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -1,0 +1,94 @@
+"""T5X's functions on state dictionaries, for `state_transformation_fns`."""
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+log = logging.getLogger(__name__)
+
+State = Mapping[str, Any]
+
+
+def tensorstore_leaf(_: Any, value: Mapping[str, Any]) -> bool:
+    """Return whether a dictionary describes an array of TensorStore."""
+    return {"driver", "kvstore", "metadata"} <= value.keys()
+
+
+def flatten_state_dict(state_dict: State, keep_empty_nodes: bool = False) -> dict[str, Any]:
+    """Return {name with slashes: leaf}; descriptions of arrays count as leaves."""
+    return flatten_dict(state_dict, keep_empty_nodes=keep_empty_nodes, is_leaf=tensorstore_leaf, sep="/")
+
+
+def get_name_tree(state_dict: State, keep_empty_nodes: bool = False) -> dict[str, Any]:
+    """Return the state with the name of each leaf in its place."""
+    return unflatten_dict({path: "/".join(path) for path in flatten_dict(state_dict, keep_empty_nodes)})
+
+
+def intersect_state(state_dict: State, intersect_state_dict: State) -> dict[str, Any]:
+    """Return the entries of `state_dict` that the other state has too."""
+    kept = flatten_state_dict(intersect_state_dict)
+    flat = flatten_state_dict(state_dict)
+    for name in flat.keys() - kept.keys():
+        log.warning("%s is not restored: the checkpoint does not have it", name)
+    return unflatten_dict({name: leaf for name, leaf in flat.items() if name in kept}, sep="/")
+
+
+def merge_state(state_dict: State, from_scratch_state: State, overwrite: bool = False) -> dict[str, Any]:
+    """Return `state_dict` with the entries that only `from_scratch_state` has; with `overwrite`, with all of them."""
+    flat, fresh = flatten_state_dict(state_dict), flatten_state_dict(from_scratch_state)
+    for name in fresh if overwrite else fresh.keys() - flat.keys():
+        log.warning("%s has its initial value", name)
+    return unflatten_dict(flat | fresh if overwrite else fresh | flat, sep="/")
+
+
+def apply_assignment_map(
+    ckpt_optimizer_state: State,
+    optimizer_state: State,
+    assignment_map: Sequence[tuple[str, str | None]],
+    require_all_rules_match: bool = True,
+    *,
+    is_resuming: bool = False,
+) -> State:
+    """Return a checkpoint's state with the names of the model.
+
+    Entries that no rule mentions keep their names. Two names of the model may take the same entry.
+
+    Args:
+      ckpt_optimizer_state: the state of the checkpoint.
+      optimizer_state: the state of the model.
+      assignment_map: pairs of a regular expression that matches a whole name of the model, and the checkpoint's name,
+        which may refer to groups; None excludes the entry. The first match wins.
+      require_all_rules_match: whether a rule without a match is an error.
+      is_resuming: True returns the checkpoint's state unchanged.
+
+    Raises:
+      ValueError: the checkpoint lacks an entry, or a rule matches nothing.
+    """
+    if is_resuming:
+        return ckpt_optimizer_state
+    stored, unused = flatten_state_dict(ckpt_optimizer_state), {pattern for pattern, _ in assignment_map}
+    renamed: dict[str, Any] = {}
+    excluded, moved = set(), set()
+    for name in flatten_state_dict(optimizer_state):
+        rules = ((re.fullmatch(pattern, name), pattern, target) for pattern, target in assignment_map)
+        match, pattern, target = next((rule for rule in rules if rule[0]), (None, None, None))
+        if match is None:
+            continue
+        unused.discard(pattern)
+        if target is None:
+            excluded.add(name)
+            continue
+        old = match.expand(target)
+        if old not in stored:
+            raise ValueError(f"{name} is assigned from {old!r}, which is not in the checkpoint: {sorted(stored)}")
+        renamed[name] = stored[old]
+        moved.add(old)
+    if unused and require_all_rules_match:
+        raise ValueError(f"these patterns of the assignment map match nothing: {sorted(unused)}")
+    same = {name: leaf for name, leaf in stored.items() if name not in excluded and name not in renamed}
+    wanted = flatten_state_dict(optimizer_state)
+    kept = {name: leaf for name, leaf in same.items() if name not in moved or name in wanted}
+    return unflatten_dict(kept | renamed, sep="/")
