@@ -41,6 +41,8 @@ verbs:
   precompile
           compile a training step and write its HLO
   bench   measure training, generation, scoring and more on this machine
+  plan    estimate memory, time and cost of training on devices that are not here
+  doctor  check whether this machine is ready, with a fix for each problem
   completion
           print the completion of verbs and options for bash, zsh or fish
 

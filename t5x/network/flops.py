@@ -40,6 +40,15 @@ def scoring_flops(cfg: T5Config, *, rows: int, inputs: int, labels: int) -> int:
     return encoder_decoder_flops(cfg, rows=rows, inputs=inputs, targets=1) + 2 * rows * logits
 
 
+def attention_flops(cfg: NetworkConfig, *, rows: int, inputs: int, targets: int) -> int:
+    """Return the FLOPs of attention scores and weighted values alone, which are part of a forward pass."""
+    if isinstance(cfg, T5Config):
+        pairs = cfg.num_encoder_layers * inputs**2 + cfg.num_decoder_layers * targets * (targets + inputs)
+    else:
+        pairs = cfg.num_layers * targets**2
+    return 4 * rows * pairs * _width(cfg)
+
+
 def decoder_only_flops(cfg: TransformerConfig, *, rows: int, length: int) -> int:
     """Return the FLOPs of a decoder-only forward pass; see `encoder_decoder_flops`."""
     layer = _attention(cfg, length, length) + _mlp(cfg, length)

@@ -5,5 +5,5 @@ Nothing here imports JAX before the arguments have been checked.
 
 VERBS = (
     "demo", "train", "data", "check", "eval", "infer", "answer", "rerank", "rank-eval", "serve", "inspect", "convert",
-    "export", "cache", "precompile", "bench", "completion",
+    "export", "cache", "precompile", "bench", "plan", "doctor", "completion",
 )  # fmt: skip

@@ -1,0 +1,1 @@
+"""`t5x doctor`: checks whether a machine is ready, with a fix for everything that is not."""

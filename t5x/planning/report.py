@@ -1,0 +1,131 @@
+"""A plan as text and as JSON."""
+
+from typing import Any
+
+from t5x.network.config import REMAT_POLICIES
+from t5x.planning.estimates import ASSUMPTIONS, GIGA, USABLE, Estimate, Run
+from t5x.planning.topologies import Topology
+
+HOUR = 3600
+
+
+def recommend(found: list[Estimate], topology: Topology, remat: str) -> tuple[Estimate | None, str]:
+    """Return the fastest estimate that fits, and its remat policy.
+
+    If none fits, more is recomputed. The estimate is None if nothing helps.
+    """
+    for policy in REMAT_POLICIES[REMAT_POLICIES.index(remat) :]:
+        fitting = [one for one in found if fits(one.peak(policy), topology)]
+        if fitting:
+            return min(fitting, key=lambda one: one.seconds(policy)), policy
+    return None, remat
+
+
+def fits(peak: float, topology: Topology) -> bool:
+    return peak <= USABLE * topology.chip.memory * GIGA
+
+
+def gin_lines(run: Run, one: Estimate, remat: str) -> list[str]:
+    """Return the gin statements of an estimate."""
+    lines = [f"partitioning.PjitPartitioner.preset = '{one.preset}'"]
+    if one.mesh[1] > 1:
+        lines.append(f"partitioning.PjitPartitioner.num_partitions = {one.mesh[1]}")
+    if remat != run.config.remat_policy:
+        lines.append(f"network.{type(run.config).__name__}.remat_policy = '{remat}'")
+    return lines
+
+
+def as_json(
+    run: Run,
+    topology: Topology,
+    found: list[Estimate],
+    skipped: dict[str, str],
+    cache: float,
+    steps: int | None,
+    price: float | None,
+) -> dict[str, Any]:
+    """Return the plan as a JSON object: gigabytes per device, and milliseconds.
+
+    Args:
+      found: an estimate for each preset.
+      skipped: {preset: why it cannot be used}.
+      cache: bytes per device of decoded rows' keys and values.
+      steps: of the whole run.
+      price: of one device for an hour.
+    """
+    chosen, remat = recommend(found, topology, run.config.remat_policy)
+    shown = chosen or min(found, key=lambda one: one.peak("full"))
+    remat = remat if chosen else "full"
+    seconds = shown.seconds(remat)
+    plan: dict[str, Any] = {
+        "topology": topology.name, "device": topology.kind, "devices": topology.devices,
+        "memory_gb": topology.chip.memory, "batch": run.batch, "inputs": run.inputs, "targets": run.targets,
+        "microbatches": run.microbatches, "dtype": run.config.dtype, "remat": remat,
+        "fits": chosen is not None, "preset": chosen.preset if chosen else None,
+        "mesh": dict(zip(("data", "model"), shown.mesh, strict=True)),
+        "gin": gin_lines(run, chosen, remat) if chosen else [],
+        "peak_memory_gb": shown.peak(remat) / GIGA, "step_ms": 1e3 * seconds,
+        "sequences_per_s": run.batch / seconds, "kv_cache_gb": cache / GIGA,
+        "presets": {one.preset: _preset(one, topology) for one in found}, "skipped": skipped,
+        "assumptions": ASSUMPTIONS,
+    }  # fmt: skip
+    if steps:
+        plan |= {"steps": steps, "hours": steps * seconds / HOUR}
+        if price is not None:
+            plan["cost"] = plan["hours"] * topology.devices * price
+    return plan
+
+
+def _preset(one: Estimate, topology: Topology) -> dict[str, Any]:
+    program = one.program
+    return {
+        "mesh": dict(zip(("data", "model"), one.mesh, strict=True)),
+        "fits": {remat: fits(one.peak(remat), topology) for remat in REMAT_POLICIES},
+        "peak_memory_gb": {remat: one.peak(remat) / GIGA for remat in REMAT_POLICIES},
+        "memory_gb": {remat: {kind: size / GIGA for kind, size in one.memory[remat].items()} for remat in one.memory},
+        "step_ms": {remat: {what: 1e3 * s for what, s in one.step[remat].items()} for remat in one.step},
+        "collectives": program.counts(),
+        "traffic_gb": sum(collective.traffic for collective in program.collectives) / GIGA,
+        "xla_cpu": {"arguments_gb": program.arguments / GIGA, "temporaries_gb": program.temporaries / GIGA},
+    }
+
+
+def as_text(plan: dict[str, Any], topology: Topology, parameters: int) -> str:
+    """Return the plan for people."""
+    lines = [
+        f"model     {parameters / 1e6:,.4g} million parameters, {plan['dtype']}, batch {plan['batch']}, "
+        f"{plan['inputs']} in, {plan['targets']} out"
+        + (f", {plan['microbatches']} microbatches" if plan["microbatches"] > 1 else ""),
+        f"devices   {topology}", "",
+        f"{'preset':<8}{'data x model':<14}{'peak GB with remat':<28}{'step':>10}   collectives in a step",
+        f"{'':<22}" + "".join(f"{remat:<9}" for remat in REMAT_POLICIES),
+    ]  # fmt: skip
+    for name, one in plan["presets"].items():
+        cell = lambda remat, one=one: f"{one['peak_memory_gb'][remat]:.3g}{'' if one['fits'][remat] else ' !'}"
+        peaks = "".join(f"{cell(remat):<9}" for remat in REMAT_POLICIES)
+        counts = ", ".join(f"{count} {kind}" for kind, count in one["collectives"].items()) or "none"
+        mesh = f"{one['mesh']['data']} x {one['mesh']['model']}"
+        lines.append(f"{name:<8}{mesh:<14}{peaks:<28}{sum(one['step_ms'][plan['remat']].values()):>7.4g} ms   {counts}")
+    lines += [f"{name:<8}not possible: {why}" for name, why in plan["skipped"].items()]
+    if not plan["fits"]:
+        return "\n".join([
+            *lines, "",
+            "Nothing fits (! needs more memory than the device has). Use more or larger devices, a smaller batch or "
+            "more microbatches.",
+        ])  # fmt: skip
+    chosen = plan["presets"][plan["preset"]]
+    kinds = ", ".join(f"{kind} {size:.3g}" for kind, size in chosen["memory_gb"][plan["remat"]].items() if size > 0.005)
+    times = ", ".join(f"{what} {ms:.3g}" for what, ms in chosen["step_ms"][plan["remat"]].items() if ms > 0.05)
+    lines += [
+        "", f"use       {plan['preset']}, remat {plan['remat']}",
+        *(f"          {line}" for line in plan["gin"]),
+        f"memory    {plan['peak_memory_gb']:.3g} of {topology.chip.memory:g} GB per device: {kinds}",
+        f"          decoding this batch keeps {plan['kv_cache_gb']:.3g} GB of keys and values",
+        f"step      {plan['step_ms']:.4g} ms, {plan['sequences_per_s']:,.4g} sequences/s: {times}",
+    ]  # fmt: skip
+    if "hours" in plan:
+        cost = f", {plan['cost']:,.0f} in the currency of --price" if "cost" in plan else ""
+        lines.append(f"run       {plan['steps']:,} steps in {plan['hours']:,.3g} hours{cost}")
+    if not topology.is_tpu and plan["peak_memory_gb"] > 0.75 * topology.chip.memory:
+        lines.append(f"note      JAX takes 75 % of a GPU's memory: set XLA_PYTHON_CLIENT_MEM_FRACTION={USABLE}")
+    return "\n".join([*lines, "", f"Assumed: {plan['assumptions']}."])

@@ -1,0 +1,190 @@
+"""Every fault that `t5x doctor` knows, injected, and named with its fix."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import types
+
+import pytest
+
+from t5x.doctor import devices, network, software, storage
+from tests import commands
+
+
+def faults(findings):
+    return [finding for finding in findings if finding.status != "ok"]
+
+
+def only(findings):
+    (found,) = faults(findings)
+    assert found.fix
+    return found
+
+
+# --- Several processes ------------------------------------------------------------------------------------------------
+
+
+def test_a_coordinator_that_resolves_to_loopback():
+    resolve = {"node1": ["127.0.1.1"]}.__getitem__
+    found = only(network.coordinator_findings("node1", is_first=False, resolve=resolve))
+    assert found.status == "error" and "127.0.1.1" in found.message and "/etc/hosts" in found.fix
+    for fine in (["10.0.0.4"], ["127.0.1.1", "10.0.0.4"]):
+        assert not faults(network.coordinator_findings("node1", is_first=True, resolve=lambda _, fine=fine: fine))
+    assert not faults(network.coordinator_findings("127.0.0.1", is_first=True))
+
+
+def test_a_coordinator_without_address():
+    found = only(network.coordinator_findings("no-such-machine.invalid", is_first=False))
+    assert found.status == "error" and "does not resolve" in found.message
+
+
+NAMESPACE = """
+set -e
+printf '127.0.0.1 localhost\\n127.0.1.1 node1\\n' > {hosts}
+mount --bind {hosts} /etc/hosts
+ip link set lo up
+ip link add eth7 type veth peer name docker7
+ip link set eth7 up
+ip link set docker7 up
+ip addr add 10.77.0.1/24 dev eth7
+ip addr add 172.77.0.1/16 dev docker7
+exec {python} -m t5x doctor network --json --coordinator_address node1:4711 --process_count 2 --process_index 0
+"""
+
+
+def test_a_machine_with_a_wrong_hosts_file_and_two_interfaces(tmp_path):
+    """In namespaces of its own, so that names and interfaces are real."""
+    if not shutil.which("ip") or subprocess.run(["unshare", "-n", "-m", "true"], capture_output=True).returncode:
+        pytest.skip("network and mount namespaces need root and iproute2; the checks are tested alone above and below")
+    script = NAMESPACE.format(hosts=tmp_path / "hosts", python=sys.executable)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("NCCL", "T5X_CLUSTER"))}
+    done = subprocess.run(
+        ["unshare", "-n", "-m", "sh", "-c", script], capture_output=True, text=True, timeout=120, env=environment
+    )
+    assert done.returncode == 1, done.stderr
+    report = json.loads(done.stdout)
+    messages = {finding["message"]: finding for finding in report["findings"] if finding["status"] != "ok"}
+    (loopback,) = [one for message, one in messages.items() if "resolves to 127.0.1.1" in message]
+    assert "10.77.0.1 (eth7)" in loopback["fix"] and not report["ready"]
+    (several,) = [one for message, one in messages.items() if "network interfaces" in message]
+    assert "docker7 172.77.0.1" in several["message"] and "NCCL_SOCKET_IFNAME=eth7" in several["fix"]
+
+
+def test_several_interfaces():
+    found = {"docker0": "172.17.0.1", "eth0": "10.0.0.4"}
+    assert "NCCL_SOCKET_IFNAME=eth0" in only(network.interface_findings(found, {})).fix
+    assert not faults(network.interface_findings(found, {"NCCL_SOCKET_IFNAME": "eth0"}))
+    assert not faults(network.interface_findings({"eth0": "10.0.0.4"}, {}))
+
+
+def test_one_gpu_per_slurm_task(monkeypatch, capsys):
+    for name, value in {"SLURM_GPUS_PER_TASK": "1", "SLURM_NTASKS": "8"}.items():
+        monkeypatch.setenv(name, value)
+    result = commands.run(capsys, "doctor", "network", "--json")
+    (found,) = [one for one in json.loads(result.out)["findings"] if one["status"] != "ok"]
+    assert "--gpus-per-task=1" in found["message"] and "--gpus-per-node" in found["fix"]
+    monkeypatch.setenv("SLURM_GPUS_PER_TASK", "4")
+    assert not faults(network.gpu_binding_findings(os.environ))
+
+
+def test_single_tpu_hosts_cannot_form_a_slice(monkeypatch, capsys):
+    monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v3-8")
+    place = ("--coordinator_address", "127.0.0.1:4711", "--process_count", 2, "--process_index", 0)
+    result = commands.run(capsys, "doctor", "network", *place)
+    assert result.code == 1 and "cannot form a slice" in result.out and "v3-32" in result.out
+    assert not faults(network.slice_findings("v3-8", None)) and not faults(network.slice_findings("v3-32", 4))
+
+
+# --- Devices. There are no TPU chips or GPUs here: files stand in for theirs. -----------------------------------------
+
+
+def test_a_leftover_process_that_holds_a_chip(tmp_path):
+    chip = tmp_path / "accel0"
+    chip.touch()
+    command = [sys.executable, "-c", "import sys; f = open(sys.argv[1]); print(1, flush=True); sys.stdin.read()", chip]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        held = devices.holders((str(tmp_path / "accel[0-9]*"),))
+        process.stdin.close()
+    assert list(held) == [process.pid]
+    found = only(devices.holder_findings(held, "TPU chip"))
+    assert found.status == "error" and str(process.pid) in found.message and f"kill {process.pid}" in found.fix
+    assert not devices.holders((str(tmp_path / "accel[0-9]*"),))
+
+
+def test_devices_that_jax_does_not_use():
+    found = only(devices.count_findings(["NVIDIA H200"] * 2, 8, {"CUDA_VISIBLE_DEVICES": "0,1"}))
+    assert "2 of 8" in found.message and "CUDA_VISIBLE_DEVICES=0,1" in found.message
+    found = faults(devices.count_findings(["cpu"], 8, {"JAX_PLATFORMS": "cpu"}))[0]
+    assert found.status == "error" and "JAX_PLATFORMS=cpu" in found.message
+
+
+def test_products_of_few_bits_are_explained(monkeypatch):
+    """As on a TPU, whose matmuls round to bfloat16 unless told otherwise; a CPU does so only if asked."""
+    exact = devices.jnp.dot
+
+    def as_on_a_tpu(left, right, precision=None):
+        rounded = [x if precision else devices.jnp.asarray(x, "bfloat16").astype("float32") for x in (left, right)]
+        return exact(*rounded)
+
+    assert "are float32" in next(devices.precision_findings()).message
+    monkeypatch.setattr(devices, "jnp", types.SimpleNamespace(dot=as_on_a_tpu, asarray=devices.jnp.asarray))
+    (found,) = devices.precision_findings()
+    assert found.status == "ok" and "JAX_DEFAULT_MATMUL_PRECISION" in found.message and "bfloat16" in found.message
+
+
+# --- Software and storage ---------------------------------------------------------------------------------------------
+
+WORKING = {"jax": "0.11.2", "jaxlib": "0.11.2", "sentencepiece": "0.2.2", "protobuf": "6.33.0"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "word"),
+    [
+        ({"jax": "0.7.1", "jaxlib": "0.7.1"}, "0.10 and 0.11"),
+        ({"jaxlib": "0.10.2"}, "same release"),
+        ({"jax-cuda12-plugin": "0.10.0"}, "jax-cuda12-plugin"),
+        ({"jax-cuda12-plugin": "0.11.2", "jax-cuda13-plugin": "0.11.2"}, "CUDA 12 and 13"),
+        ({"sentencepiece": "0.2.3"}, "protobuf 7"),
+    ],
+)
+def test_packages_that_do_not_work_together(changed, word):
+    assert not faults(software.package_findings(WORKING))
+    found = only(software.package_findings(WORKING | changed))
+    assert found.status == "error" and word in found.message and found.fix.startswith("pip ")
+
+
+def test_an_old_python():
+    assert only(software.python_findings((3, 10))).status == "error" and not faults(software.python_findings((3, 13)))
+
+
+def test_storage(tmp_path, monkeypatch):
+    assert "free" in next(storage.disk_findings(str(tmp_path), size=2**20)).message
+    assert only(storage.disk_findings(str(tmp_path / "missing"))).status == "error"
+    assert "read and removed" in next(storage.remote_findings("memory://bucket/runs")).message
+    assert only(storage.remote_findings("nonsense://bucket")).status == "error"
+    monkeypatch.setattr(storage, "_LITTLE", float("inf"))
+    assert "little space" in only(storage.disk_findings(str(tmp_path), size=2**20)).message
+
+
+def test_this_machine_is_ready(capsys, tmp_path):
+    result = commands.run(capsys, "doctor", "software", "storage", "--path", tmp_path, "--json")
+    report = json.loads(result.out)
+    assert result.code == 0 and report["ready"], report
+    assert {finding["topic"] for finding in report["findings"]} == {"software", "storage"}
+
+
+def test_a_topic_that_does_not_exist(capsys):
+    commands.run(capsys, "doctor", "disk").refused("disk", "storage")
+
+
+def test_a_check_that_fails_is_a_finding(monkeypatch, capsys):
+    def broken():
+        raise ValueError("boom")
+        yield
+
+    monkeypatch.setattr(software, "check", broken)
+    result = commands.run(capsys, "doctor", "software")
+    assert result.code == 1 and "ValueError: boom" in result.out and "Traceback" not in result.err

@@ -1,0 +1,67 @@
+"""`t5x plan` as a command: meshes of virtual devices, each in a process of its own."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests import commands
+from tests.programs import environment
+
+
+def plan(*options, timeout=400):
+    command = [sys.executable, "-m", "t5x", "plan", "--json", *map(str, options)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment())
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_sharded_state_takes_less_memory_and_more_communication():
+    found = plan("--size", "tiny", "--batch", 16, "--inputs", 32, "--targets", 16, "--topology", "v5e-8")
+    presets = found["presets"]
+    assert set(presets) == {"dp", "fsdp", "tp", "2d"} and not found["skipped"]
+    state = {name: one["memory_gb"]["none"]["parameters"] for name, one in presets.items()}
+    assert state["fsdp"] == pytest.approx(state["dp"] / 8, rel=0.05)
+    assert state["dp"] > state["tp"] > state["fsdp"] and state["dp"] > state["2d"]
+    for name, one in presets.items():
+        # XLA's arguments are the state and four features of the batch.
+        rows = 16 / one["mesh"]["data"]
+        whole = one["memory_gb"]["none"]["parameters"] + one["memory_gb"]["none"]["optimizer state"]
+        assert one["xla_cpu"]["arguments_gb"] == pytest.approx(whole + rows * 80 * 4 / 1e9, rel=0.02), name
+        assert one["peak_memory_gb"]["none"] > one["peak_memory_gb"]["minimal"] > one["peak_memory_gb"]["full"] > 0
+    # Data parallelism reduces every gradient once; sharded parameters are gathered layer by layer.
+    assert set(presets["dp"]["collectives"]) == {"all-reduce"} and presets["fsdp"]["collectives"]["all-gather"] > 20
+    assert found["fits"] and found["gin"][0] == f"partitioning.PjitPartitioner.preset = '{found['preset']}'"
+    assert found["step_ms"] == pytest.approx(sum(presets[found["preset"]]["step_ms"]["none"].values()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["v4-256", "v5p-64", "v5e-256", "h100x512"])
+def test_xxl_fits_where_it_is_divided(topology):
+    found = plan("--size", "xxl", "--batch", 512, "--topology", topology, "--remat", "full", "--scan", timeout=3000)
+    assert found["fits"] and set(found["presets"]) == {"dp", "fsdp", "tp", "2d"}
+    peaks = {name: one["peak_memory_gb"]["full"] for name, one in found["presets"].items()}
+    assert peaks["dp"] > 100 > peaks["fsdp"] and peaks["dp"] > peaks["tp"] > peaks["2d"]
+
+
+def test_a_gin_file(tmp_path):
+    options = ("--gin_file=t5x/examples/demo/dates.gin", f"--gin.MODEL_DIR={tmp_path}", "--gin.TRAIN_STEPS=5000")
+    found = plan(*options, "--topology", "h100x1", "--price", 2)
+    assert found["steps"] == 5000 and found["cost"] == pytest.approx(2 * found["hours"])
+    assert found["hours"] == pytest.approx(5000 * found["step_ms"] / 3.6e6) and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--size base --topology v9-8", ["v9-8", "h200x8"]),
+        ("--size base --topology v5p-7", ["v5p-7", "even"]),
+        ("--size base --topology h200x1024", ["512"]),
+        ("--topology h200x1", ["--size"]),
+        ("--size base --topology h200x1 --batch 0", ["--batch is 0"]),
+        ("--gin_file=a.gin --topology h200x1 --batch 4", ["--batch", "--gin."]),
+    ],
+)
+def test_wrong_options(options, words, capsys):
+    commands.run(capsys, "plan", *options.split()).refused(*words)
