@@ -23,7 +23,7 @@ from t5x.network.padding import Program
 from t5x.partitioning import PjitPartitioner
 from t5x.partitioning.memory import host_memory
 
-MANY_ROWS = 64  # from which on a decoding step is faster with `large_matmul_options` (H200, base: 1, 64, 256 measured)
+MANY_ROWS = 64  # from which on a decoding step is faster with `large_matmuls` (H200, base: 1, 64, 256 measured)
 _INDICES = 1 << 31
 _TOKEN_BYTES = 4
 
