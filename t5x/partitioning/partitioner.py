@@ -344,8 +344,8 @@ class PjitPartitioner(BasePjitPartitioner):
 def compiler_options(platform: str, large_matmuls: bool) -> dict[str, Any] | None:
     """Return XLA's options for a program; None for its defaults.
 
-    CPUs: LLVM's third level of optimization, the default, compiles a training step a third to three quarters longer
-    than the second, whose program computes the same values in the same time. XLA_FLAGS can set another level.
+    CPUs: LLVM's second level of optimization instead of the third. Programs compile sooner and compute the same
+    values in about the same time (docs/performance.md). XLA_FLAGS can set another level.
 
     GPUs, with large matmuls: leave all matmuls to cuBLAS, if XLA knows the option. Its own Triton matmuls win for few
     rows. With many rows they lose a few percent: residuals are added in a separate pass. Trying them out takes most of
