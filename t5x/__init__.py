@@ -1,7 +1,7 @@
 """t5x: train, fine-tune, evaluate, run and export T5-family models in JAX.
 
-Importing the package imports neither JAX nor Flax, so that `t5x --help` answers at once; import the rooms you need
-(`from t5x import models, partitioning, trainer, utils`).
+Importing the package imports neither JAX nor Flax, so that `t5x --help` answers at once. Import the modules that
+you need: `from t5x import models, partitioning, trainer, utils`.
 """
 
 from __future__ import annotations

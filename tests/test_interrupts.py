@@ -82,6 +82,7 @@ def test_ctrl_c_while_the_library_is_imported_waits_for_its_end(directory):
     """An extension module that is interrupted while it starts crashes the process."""
     program = """
 import os, signal, sys, threading, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # the tests may run in the background, where it is ignored
 import t5x
 threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
 try:

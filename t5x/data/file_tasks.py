@@ -14,7 +14,6 @@ In a gin file:
 
 import dataclasses
 import functools
-import inspect
 import logging
 import os
 import re
@@ -50,8 +49,8 @@ _NAME = re.compile(r"[A-Za-z_][\w.-]*")  # what a column is usually called
 _LOOKED_AT = 100  # examples in which the fields are looked up
 # Metrics that need numbers or postprocessed targets.
 _NOT_OF_TEXTS = {
-    "auc", "f1_score_with_invalid", "pearson_corrcoef", "rank_classification", "reranking", "score_auc",
-    "spearman_corrcoef",
+    "auc", "f1_score_with_invalid", "mean_multiclass_f1", "pearson_corrcoef", "rank_classification", "reranking",
+    "score_auc", "spearman_corrcoef",
 }  # fmt: skip
 
 
@@ -289,8 +288,7 @@ def _metric(metric: Metric) -> Callable[..., Mapping[str, Any]]:
         return found
     from t5x import metrics  # imported late: metrics may import this package
 
-    made_for_pairs = lambda name: name.islower() and "targets" in inspect.signature(getattr(metrics, name)).parameters
-    known = [name for name in metrics.__all__ if made_for_pairs(name) and name not in _NOT_OF_TEXTS]
+    known = sorted(name for name in metrics.TASK_METRICS if name not in _NOT_OF_TEXTS)
     if metric not in known:
         raise UserError(f"There is no metric {metric!r}. Choose one of {', '.join(known)}, or pass module:function.")
     return getattr(metrics, metric)

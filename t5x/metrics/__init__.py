@@ -18,5 +18,6 @@ _MODULES = {
     "text": ("accuracy", "edit_distance", "exact_match", "sequence_accuracy"),
     "translation": ("bleu", "chrf"),
 }  # fmt: skip
-__all__ = sorted(name for names in _MODULES.values() for name in names)
+TASK_METRICS = tuple(name for module, names in _MODULES.items() if module != "accumulators" for name in names)
+__all__ = sorted([*TASK_METRICS, *_MODULES["accumulators"]])
 __getattr__, __dir__ = lazy_attributes(__name__, _MODULES)

@@ -347,7 +347,8 @@ class BaseTransformerModel(BaseModel):
         self, batch: Batch, rng: jax.Array | None, decoder_params: Mapping[str, Any] | None, num_decodes: int
     ) -> dict[str, Any]:
         """Merge the arguments of `decode_fn`: defaults, those of the model, those of the call."""
-        options = {"num_decodes": num_decodes or 1, "eos_id": self.output_vocabulary.eos_id, "decode_rng": rng}
+        num_decodes = 1 if num_decodes is None else num_decodes
+        options = {"num_decodes": num_decodes, "eos_id": self.output_vocabulary.eos_id, "decode_rng": rng}
         options |= self.default_decoder_params | dict(decoder_params or {})
         self._check_memory(*batch["decoder_input_tokens"].shape[:2], options["num_decodes"])
         if "example_index" in batch:

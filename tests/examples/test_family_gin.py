@@ -319,6 +319,6 @@ MODEL_DIR = "run"
     assert "base_learning_rate = 0.002" in shown
     model = build(str(path))
     assert (model.module.config.num_encoder_layers, model.module.config.vocab_size) == (3, 256_384)
-    assert (model.label_smoothing, model.loss_normalizing_factor) == (0.1, "NUM_REAL_TARGET_TOKENS")
+    assert (model._label_smoothing, model._loss_normalizing_factor) == (0.1, "NUM_REAL_TARGET_TOKENS")
     assert model.input_vocabulary.extra_ids == 300
     assert model.optimizer_def.beta1 == 0.9
