@@ -1,5 +1,7 @@
 """Remote paths (`gs://bucket/file`, any that fsspec supports): looking up, listing, reading and writing files."""
 
+import contextlib
+import contextvars
 import dataclasses
 import io
 import logging
@@ -7,7 +9,7 @@ import os
 import posixpath
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
@@ -241,8 +243,23 @@ class _FileReader(io.RawIOBase):
         return len(content)
 
 
+_is_offline = contextvars.ContextVar("is_offline", default=False)
+
+
+@contextlib.contextmanager
+def offline() -> Iterator[None]:
+    """Raise a UserError inside this context where a remote file would be requested."""
+    token = _is_offline.set(True)
+    try:
+        yield
+    finally:
+        _is_offline.reset(token)
+
+
 def retried(call: Callable[[], T]) -> T:
     """Return the result of `call`, which may be repeated: after failures of the network or the server, twice."""
+    if _is_offline.get():
+        raise UserError("Remote files are not read here.")
     for delay in _RETRY_DELAYS:
         try:
             return call()

@@ -29,15 +29,17 @@ def define(parser: VerbParser) -> None:
 
 
 def _check_model_and_trainer(train: Callable[..., Any]) -> None:
-    """Create the model and check the user's parts of it. What this machine lacks, such as a vocabulary, is skipped."""
+    """Create the model and check the user's parts of it. A model whose files are missing or remote is not checked."""
     import gin
 
     from t5x import configuration
+    from t5x.files.remote import offline
     from t5x.trainer.extension_checks import check_extensions
 
     given = gin.get_bindings(configuration.configured(train), resolve_references=False)
     try:
-        parts = copy.deepcopy({name: given[name] for name in ("model", "trainer_cls")})  # gin creates references so
+        with offline():
+            parts = copy.deepcopy({name: given[name] for name in ("model", "trainer_cls")})  # gin creates references so
     except (KeyError, OSError, UserError):
         return
     except TypeError as error:
