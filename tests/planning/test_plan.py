@@ -18,7 +18,7 @@ def plan(*options, timeout=400):
 
 
 def test_a_sharded_state_takes_less_memory_and_more_communication():
-    found = plan("--size", "tiny", "--batch", 16, "--inputs", 32, "--targets", 16, "--topology", "v5e-8")
+    found = plan("--size", "tiny", "--batch", 16, "--inputs", 32, "--targets", 16, "--topology", "v5e-8", "--scan")
     presets = found["presets"]
     assert set(presets) == {"dp", "fsdp", "tp", "2d"} and not found["skipped"]
     state = {name: one["memory_gb"]["none"]["parameters"] for name, one in presets.items()}
