@@ -92,7 +92,7 @@ class RemotePath:
         import fsspec
 
         with explained(url):
-            fs, path = fsspec.core.url_to_fs(url, **_time_limits(url), **_emulator(url))
+            fs, path = fsspec.core.url_to_fs(url, **_options(url))
         _quieten(type(fs).__module__.split(".")[0])
         return cls(fs, path.rstrip("/") or path, url.rstrip("/"))
 
@@ -285,12 +285,13 @@ def run_concurrently(
         pool.shutdown(cancel_futures=True)
 
 
-def _time_limits(url: str) -> dict[str, Any]:
-    """Return options of `fsspec.core.url_to_fs` that time out a connection on which nothing arrives.
+def _options(url: str) -> dict[str, Any]:
+    """Return options of `fsspec.core.url_to_fs`, by scheme.
 
-    aiohttp's default limits the entire transfer to 5 minutes, however fast it is.
+    A connection on which nothing arrives times out. aiohttp's default limits the entire transfer to 5 minutes, however
+    fast it is; gcsfs waits forever. s3fs has limits of its own and finds AWS_ENDPOINT_URL by itself.
     """
-    schemes = {part.split("://")[0] for part in url.split("::")} & {"http", "https"}
+    schemes = {part.split("://")[0] for part in url.split("::")} & {"http", "https", "gs", "gcs"}
     if not schemes:
         return {}
     try:
@@ -301,18 +302,18 @@ def _time_limits(url: str) -> dict[str, Any]:
 
     seconds = seconds_without_data()
     limit = aiohttp.ClientTimeout(total=None, sock_connect=seconds, sock_read=seconds)
-    of_user = {scheme: conf.get(scheme, {}).get("client_kwargs", {}) for scheme in schemes}
-    return {scheme: {"client_kwargs": {"timeout": limit} | of_user[scheme]} for scheme in schemes}
-
-
-def _emulator(url: str) -> dict[str, Any]:
-    """Return options of `fsspec.core.url_to_fs` for a GCS emulator; s3fs finds AWS_ENDPOINT_URL by itself."""
-    scheme = url.split("::")[-1].split("://")[0]
-    if scheme not in ("gs", "gcs") or not os.environ.get("STORAGE_EMULATOR_HOST"):
-        return {}
-    # Otherwise gcsfs asks Google's own servers for the kind of the bucket. Read when it is imported.
-    os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
-    return {scheme: {"token": "anon"}}
+    options: dict[str, Any] = {}
+    for scheme in schemes:
+        of_user = conf.get(scheme, {})
+        if scheme.startswith("http"):
+            options[scheme] = {"client_kwargs": {"timeout": limit} | of_user.get("client_kwargs", {})}
+            continue
+        options[scheme] = {"requests_timeout": of_user.get("requests_timeout", limit)}
+        if os.environ.get("STORAGE_EMULATOR_HOST"):
+            # Otherwise gcsfs asks Google's own servers for the kind of the bucket. Read when it is imported.
+            os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+            options[scheme]["token"] = "anon"
+    return options
 
 
 def _quieten(driver: str) -> None:

@@ -83,7 +83,7 @@ def _diagnose(url: str, error: BaseException) -> tuple[type[UserError], str]:
         return UserError, _missing_driver(scheme, text)
     if isinstance(error, ValueError) and text.startswith("Protocol not known"):
         return UserError, f"{scheme}:// is not a supported kind of path. Did you mean gs://, s3://, az:// or hf://?"
-    if isinstance(error, TimeoutError) and scheme in ("http", "https"):
+    if isinstance(error, TimeoutError) and scheme in ("http", "https", "gs", "gcs"):
         seconds = seconds_without_data()
         return TransientError, f"the server has sent nothing for {seconds:g} s. Set {TIMEOUT}=SECONDS to wait longer."
     if (status := _status(error)) is not None and (status >= 500 or status == 429):

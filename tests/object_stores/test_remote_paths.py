@@ -12,6 +12,7 @@ from t5x import convert
 from t5x.checkpoints.formats import open_checkpoint
 from t5x.data import TaskRegistry
 from t5x.errors import UserError
+from t5x.files import remote
 from t5x.files.directories import open_directory
 from t5x.files.remote import RemotePath
 from tests.checkpoints.formats import huggingface_models as models
@@ -94,3 +95,14 @@ def test_generations_protect_gcs_objects(server):
             return error.code
 
     assert [upload(ifGenerationMatch="0"), upload(ifGenerationMatch="0")] == [200, 412]
+
+
+@pytest.mark.slow  # gcsfs itself tries six times, and waits longer before each
+def test_a_server_that_is_silent_is_given_up(store, monkeypatch):
+    if store.url.startswith("s3"):
+        pytest.skip("s3fs has limits of its own")
+    monkeypatch.setenv("T5X_REMOTE_TIMEOUT", "0.2")
+    monkeypatch.setattr(remote, "_RETRY_DELAYS", ())
+    store.proxy.latency = 1.0
+    with pytest.raises(UserError, match="T5X_REMOTE_TIMEOUT"):
+        (RemotePath.parse(store.url) / "file").read_bytes()
