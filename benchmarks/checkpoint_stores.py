@@ -263,7 +263,7 @@ def work(store: str, size: str, processes: int, port: int, directory: str, index
             subprocess.Popen(worker_command(job, other), stdin=subprocess.DEVNULL)
         jax.distributed.initialize(f"127.0.0.1:{port}", processes, index)
     workload = ShardedWorkload(size, batch=processes, inputs=32, targets=8)
-    tree, abstract = workload.state().tree(), workload.layout.abstract.tree()
+    tree, abstract = workload.state().state_dict(), workload.layout.abstract.state_dict()
     expected = checksum(tree)
     for turn in itertools.count():
         if index == 0 and not sys.stdin.readline():
