@@ -4,7 +4,6 @@ import contextlib
 import functools
 import logging
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -314,7 +313,7 @@ class BasePartitioner:
         return jax.jit(
             traced, in_shardings=in_shardings, out_shardings=out_shardings, static_argnums=static_argnums,
             donate_argnums=donate_argnums,
-            compiler_options=compiler_options(self.mesh.devices.flat[0].platform, large_matmuls),
+            compiler_options=compiler_options(large_matmuls),
         )  # fmt: skip
 
     def compile(self, partitioned_fn: Callable, *args: Any) -> Callable:
@@ -341,18 +340,13 @@ class PjitPartitioner(BasePjitPartitioner):
 
 
 @functools.cache
-def compiler_options(platform: str, large_matmuls: bool) -> dict[str, Any] | None:
+def compiler_options(large_matmuls: bool) -> dict[str, Any] | None:
     """Return XLA's options for a program; None for its defaults.
-
-    CPUs: LLVM's second level of optimization instead of the third. Programs compile sooner and compute the same
-    values in about the same time (docs/performance.md). XLA_FLAGS can set another level.
 
     GPUs, with large matmuls: leave all matmuls to cuBLAS, if XLA knows the option. Its own Triton matmuls win for few
     rows. With many rows they lose a few percent: residuals are added in a separate pass. Trying them out takes most of
     the compile time of some programs.
     """
-    if platform == "cpu" and "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
-        return {"xla_backend_optimization_level": 2}
     if not large_matmuls or jax.default_backend() != "gpu":
         return None
     options = {"xla_gpu_enable_triton_gemm": False}

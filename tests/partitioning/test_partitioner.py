@@ -19,7 +19,6 @@ from t5x.partitioning import (
     presets,
     standard_logical_axis_rules,
 )
-from t5x.partitioning.partitioner import compiler_options
 
 # Run with eight devices: where a kernel [embed, mlp] and a batch lie, or the error.
 LOOK = """
@@ -201,13 +200,3 @@ def test_parameters_wait_in_the_memory_of_the_machine(caplog):
     assert new["w"].sharding.memory_kind == "pinned_host"
     np.testing.assert_allclose(new["w"], np.arange(16.0).reshape(4, 4) + 1)
     assert PjitPartitioner().sharding((4, 4), None).memory_kind != "pinned_host"
-
-
-def test_the_users_level_of_optimization_is_kept(monkeypatch):
-    """What programs are compiled with can be seen only in the options: both levels compute the same."""
-    options = compiler_options.__wrapped__
-    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
-    assert options("cpu", large_matmuls=True) is None
-    monkeypatch.delenv("XLA_FLAGS")
-    (level,) = options("cpu", large_matmuls=True).values()
-    assert level < 3 and options("tpu", large_matmuls=True) is None
