@@ -10,6 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from t5x.errors import UserError
 from t5x.examples.t5 import layers
 from t5x.network import T5Config, Transformer
 
@@ -167,5 +168,5 @@ class Decoder(nn.Module):
 def _shared_biases(config: Any) -> nn.Module | None:
     """Return the position biases of a tower; None if every layer has its own."""
     if config.scan_layers:
-        raise NotImplementedError("These parts of a network are unrolled: set scan_layers=False, or use Transformer.")
+        raise UserError("These parts of a network are unrolled: set scan_layers=False, or use Transformer.")
     return None if config.per_layer_relative_position_bias else _relative_biases(config)
