@@ -50,7 +50,8 @@ class PreemptionWatch(contextlib.AbstractContextManager):
             path = _PATH
             if preempted and not self._closed.is_set():
                 log.warning("this machine is being preempted")
-                os.kill(os.getpid(), signal.SIGTERM)
+                # Not os.kill: another thread may receive that signal, and a main thread that waits is not woken.
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
                 return
 
 
