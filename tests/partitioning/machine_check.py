@@ -76,7 +76,7 @@ def check(root: Path, store: str = "") -> None:
             alone(COUNT, *words, "--output", root / verb)
             one = _contents(root / verb)
             assert one and _contents(fetch(verb)) == one, verb
-            print(f"{verb}: {', '.join(one)} identical", flush=True)
+            print(f"{verb}: {len(one)} file(s) identical, {sum(map(len, one.values())):,} bytes", flush=True)
 
 
 def assert_lost(processes: list[Process], lost: int, seconds: int = 30) -> None:
@@ -104,7 +104,7 @@ def _write_inputs(root: Path) -> None:
 def _contents(path: Path) -> dict[str, bytes]:
     """Return the content of a file, or of those files of a directory that have no times in them."""
     files = [path] if path.is_file() else sorted(path.rglob("*.jsonl"))
-    return {file.name: file.read_bytes() for file in files}
+    return {str(file.relative_to(path)): file.read_bytes() for file in files}
 
 
 @contextlib.contextmanager
