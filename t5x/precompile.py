@@ -16,11 +16,10 @@ from t5x.files.directories import make_directory
 from t5x.models import BaseTransformerModel
 from t5x.partitioning import PjitPartitioner, distributed
 from t5x.telemetry import jsonl
-from t5x.train_state import TrainState
+from t5x.trainer.abstract_run import abstract_trainer
 from t5x.trainer.checks import verify_matching_vocabs
 from t5x.trainer.datasets import ShardInfo, get_dataset, input_spec
 from t5x.trainer.state import StateLayout
-from t5x.trainer.step import train_with_lr
 
 log = logging.getLogger(__name__)
 
@@ -63,19 +62,9 @@ def precompile(
     shapes, types = input_spec(model, train_dataset_cfg.task_feature_lengths, lambda: read)
     layout = StateLayout.of(model, partitioner, shapes, types)
     rng = jax.random.key(random_seed or 0)
-
-    def train_step(state: TrainState, batch: Any) -> Any:
-        return train_with_lr(state, batch, _LEARNING_RATE, jax.random.fold_in(rng, state.step), model, 1)
-
-    step = partitioner.partition(
-        train_step,
-        in_axis_resources=(layout.shardings, partitioner.batch_sharding),
-        out_axis_resources=(layout.shardings, partitioner.replicated),
-        donate_argnums=(0,),
-        large_matmuls=True,
-    )
+    trainer = abstract_trainer(layout, rng=rng, learning_rate_fn=lambda step: _LEARNING_RATE)
     began = time.perf_counter()
-    lowered = step.lower(layout.abstract, batch)
+    lowered = trainer._partitioned_train_step.lower(layout.abstract, batch)
     compiled = lowered.compile()
     log.info("compiled the train step in %.1f s", time.perf_counter() - began)
     if distributed.is_leader():

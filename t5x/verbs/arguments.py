@@ -61,7 +61,7 @@ def _is_importing(frame: FrameType | None) -> bool:
 def _send_again(signum: int) -> None:
     if signum in _deferred:
         _resent.add(signum)
-        os.kill(os.getpid(), signum)
+        signal.pthread_kill(threading.main_thread().ident, signum)
 
 
 @_outside_imports
