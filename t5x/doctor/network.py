@@ -37,6 +37,7 @@ def check(place: Mapping[str, Any]) -> Iterator[Finding]:
         return
     yield ok(f"process {found.index} of {found.count}, process 0 at {found.address}")
     yield from coordinator_findings(found.host, is_first=found.index == 0)
+    yield from own_name_findings(socket.gethostname())
     yield from interface_findings(interfaces(), environment)
     if not environment.get(cluster.TOKEN):
         yield warning(
@@ -78,6 +79,18 @@ def coordinator_findings(host: str, *, is_first: bool, resolve: Resolver = resol
         f"Remove {host} from the line of {addresses[0]} in /etc/hosts, or pass --coordinator_address with the IP "
         "address of process 0" + (f"; addresses of this machine: {own}." if own else "."),
     )  # fmt: skip
+
+
+def own_name_findings(name: str) -> Iterator[Finding]:
+    """Report a machine that others cannot reach by its own name, which gloo announces to them."""
+    from t5x.partitioning.cluster import local_address
+
+    if not local_address(name):
+        yield warning(
+            f"This machine's name {name} does not resolve to an address that other machines can reach: a run on the "
+            "CPUs of several machines fails (GPUs and TPUs do not use the name).",
+            f"Write its IP address next to {name} in /etc/hosts, in place of 127.0.1.1.",
+        )
 
 
 def interfaces() -> dict[str, str]:

@@ -44,6 +44,7 @@ NAMESPACE = """
 set -e
 printf '127.0.0.1 localhost\\n127.0.1.1 node1\\n' > {hosts}
 mount --bind {hosts} /etc/hosts
+hostname node1
 ip link set lo up
 ip link add eth7 type veth peer name docker7
 ip link set eth7 up
@@ -56,18 +57,20 @@ exec {python} -m t5x doctor network --json --coordinator_address node1:4711 --pr
 
 def test_a_machine_with_a_wrong_hosts_file_and_two_interfaces(tmp_path):
     """In namespaces of its own, so that names and interfaces are real."""
-    if not shutil.which("ip") or subprocess.run(["unshare", "-n", "-m", "true"], capture_output=True).returncode:
+    if not shutil.which("ip") or subprocess.run(["unshare", "-nmu", "true"], capture_output=True).returncode:
         pytest.skip("network and mount namespaces need root and iproute2; the checks are tested alone above and below")
     script = NAMESPACE.format(hosts=tmp_path / "hosts", python=sys.executable)
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("NCCL", "T5X_CLUSTER"))}
     done = subprocess.run(
-        ["unshare", "-n", "-m", "sh", "-c", script], capture_output=True, text=True, timeout=120, env=environment
+        ["unshare", "-nmu", "sh", "-c", script], capture_output=True, text=True, timeout=120, env=environment
     )
     assert done.returncode == 1, done.stderr
     report = json.loads(done.stdout)
     messages = {finding["message"]: finding for finding in report["findings"] if finding["status"] != "ok"}
     (loopback,) = [one for message, one in messages.items() if "resolves to 127.0.1.1" in message]
     assert "10.77.0.1 (eth7)" in loopback["fix"] and not report["ready"]
+    (own,) = [one for message, one in messages.items() if "name node1 does not resolve" in message]
+    assert own["status"] == "warning" and "/etc/hosts" in own["fix"]
     (several,) = [one for message, one in messages.items() if "network interfaces" in message]
     assert "docker7 172.77.0.1" in several["message"] and "NCCL_SOCKET_IFNAME=eth7" in several["fix"]
 
