@@ -132,7 +132,8 @@ def call(words: Sequence[str], *, needs: str, timeout: float = 120) -> str:
       UserError: there is no such program, or it failed; with what it printed.
     """
     line = shlex.join(words)
-    line = line if len(line) < 200 else f"{line[:200]} …"
+    first = line.partition("\n")[0][:200]
+    line = line if line == first else f"{first} …"
     try:
         process = subprocess.Popen(
             words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True

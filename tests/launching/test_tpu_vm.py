@@ -283,7 +283,7 @@ def test_leftover_run_is_ended_before_a_start(cloud: Cloud):
 def test_mistakes_get_one_message_with_the_fix(cloud: Cloud, verb: str, printed: str, fix: str):
     cloud.set(faults={verb: [printed] * 3})
     with pytest.raises(UserError) as error:
-        cloud.launch("--max_restarts=0", "--wait_minutes=0.001")
+        cloud.launch("--max_restarts=0")
     assert printed in str(error.value) and fix in str(error.value)
 
 
@@ -303,7 +303,10 @@ def test_no_capacity_is_retried_and_given_up_in_time(cloud: Cloud):
         cloud.launch("--wait_minutes=0.01")
 
 
-@pytest.mark.parametrize("verb", ["create", "describe", "scp", "ssh"])
+SLOW = [pytest.param(verb, marks=pytest.mark.slow) for verb in ("create", "describe", "scp")]
+
+
+@pytest.mark.parametrize("verb", ["ssh", *SLOW])
 def test_hanging_gcloud_is_ended_with_a_message(cloud: Cloud, verb: str, monkeypatch: pytest.MonkeyPatch):
     real = job.call
 
