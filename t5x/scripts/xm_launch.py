@@ -88,6 +88,4 @@ def _is_gin(word: str) -> bool:
 if __name__ == "__main__":
     define_flags()
     gin_flags = [word for word in sys.argv[1:] if _is_gin(word)]
-    app.run(
-        lambda argv: main(argv, gin_flags), [word for word in sys.argv if not _is_gin(word)]
-    )
+    app.run(lambda argv: main(argv, gin_flags), [word for word in sys.argv if not _is_gin(word)])
