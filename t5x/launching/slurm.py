@@ -37,7 +37,7 @@ echo "job $SLURM_JOB_ID: exit status $status at $(date '+%F %T')"
 if (( status != 75 && (status < 128 || status == 130) )); then exit "$status"; fi
 state="$(squeue --noheader --jobs "$SLURM_JOB_ID" --format %T)"
 if [[ "$state" != RUNNING ]]; then
-  echo "job $SLURM_JOB_ID is ${{state:-unknown}} and is not restarted"
+  echo "job $SLURM_JOB_ID is ${{state:-unknown}}: it was cancelled, or SLURM restarts it"
 elif (( restarts >= {max_restarts} )); then
   echo "job $SLURM_JOB_ID was restarted $restarts times (--max_restarts); to resume it: sbatch" {file}
 else
