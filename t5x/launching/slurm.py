@@ -4,7 +4,6 @@ import os
 import re
 import shlex
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from t5x.errors import UserError
 from t5x.launching import job
 
 _NEEDS = "Run this on a login node of the SLURM cluster; --dry_run writes the script anywhere."
-_UNSHARED = ("/tmp", "/var/tmp", "/dev/shm", "/run", os.path.realpath(tempfile.gettempdir()))
+_UNSHARED = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 _POLL = 2.0  # seconds
 
 _SCRIPT = """\
