@@ -16,7 +16,7 @@ def test_every_checkpoint_of_a_running_run_is_evaluated(tmp_path):
     (tmp_path / "evaluator").mkdir()
     evaluator = start(
         *launch, str(tmp_path / "saved"), "--", "eval", "--gin_file=t5x/examples/demo/dates_eval.gin", *NETWORK,
-        f"--gin.CHECKPOINT_PATH={run}", f"--gin.EVAL_OUTPUT_DIR={output}", "--gin.utils.DatasetConfig.split='test[:16]'",
+        f"--gin.CHECKPOINT_PATH={run}", f"--gin.EVAL_OUTPUT_DIR={output}",
         "--gin.utils.RestoreCheckpointConfig.mode=all", "--gin.evaluate.wait_until_step=30", cwd=tmp_path / "evaluator",
     )  # fmt: skip
     log = tmp_path / "evaluator" / "output.txt"
