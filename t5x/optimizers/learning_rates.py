@@ -66,6 +66,8 @@ def applied_schedule(optimizer: Any, trainer_schedule: Schedule, state: Any, ste
             "optimizers.OptaxWrapper."
         )
         return unknown_rate
+    if isinstance(step, jax.ShapeDtypeStruct):  # of a state that is only traced
+        return own
     step = int(step)
     counter = getattr(optimizer, "count", None)
     count = None if counter is None else counter(state)

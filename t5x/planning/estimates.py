@@ -18,8 +18,8 @@ from t5x.planning.memory import Share
 from t5x.planning.program import Program, compile_program
 from t5x.planning.topologies import Topology
 from t5x.telemetry.devices import TERA
+from t5x.trainer.abstract_run import abstract_trainer
 from t5x.trainer.state import StateLayout
-from t5x.trainer.step import train_with_lr
 
 GIGA = 1e9
 USABLE = 0.93  # of a device's memory: the rest is the runtime's, and fragmentation
@@ -195,25 +195,14 @@ def step_seconds(run: Run, share: Share, topology: Topology, layout: StateLayout
 
 def _compile(run: Run, preset: str, model: int, per_machine: int) -> Program:
     layout = layout_of(run, preset, model)
-    partitioner = layout.partitioner
-    shardings = layout.shardings
     shapes = run.model.input_shapes({"inputs": run.inputs, "targets": run.targets})
     shapes |= dict.fromkeys(("decoder_target_tokens", "decoder_loss_weights"), shapes["decoder_input_tokens"])
     batch = {
-        name: jax.ShapeDtypeStruct((run.batch, *shape[1:]), jnp.int32, sharding=partitioner.batch_sharding)
+        name: jax.ShapeDtypeStruct((run.batch, *shape[1:]), jnp.int32, sharding=layout.partitioner.batch_sharding)
         for name, shape in shapes.items()
     }
-
-    def train_step(state: Any, batch: Any) -> Any:
-        return train_with_lr(state, batch, 1e-3, jax.random.key(0), run.model, run.microbatches)
-
-    step = partitioner.partition(
-        train_step,
-        in_axis_resources=(shardings, partitioner.batch_sharding),
-        out_axis_resources=(shardings, partitioner.replicated),
-        donate_argnums=(0,),
-    )
-    return compile_program(step.lower(layout.abstract, batch), per_machine)
+    trainer = abstract_trainer(layout, learning_rate_fn=lambda step: 1e-3, num_microbatches=run.microbatches)
+    return compile_program(trainer._partitioned_train_step.lower(layout.abstract, batch), per_machine)
 
 
 def _communication(program: Program, run: Run, topology: Topology) -> float:

@@ -2,6 +2,8 @@
 
 import argparse
 import copy
+import inspect
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +12,8 @@ from t5x.verbs import file_options
 from t5x.verbs.arguments import add_gin, processes, run_gin, work_begins
 from t5x.verbs.file_options import FileTraining
 from t5x.verbs.verb_parser import VerbParser
+
+log = logging.getLogger(__name__)
 
 _FROM_FILE = "--model google/flan-t5-small --data train.tsv --steps 1000 --model_dir runs/mine"
 _FROM_GIN = "--gin_file=t5x/examples/demo/dates.gin --gin.MODEL_DIR=runs/dates"
@@ -28,23 +32,32 @@ def define(parser: VerbParser) -> None:
     )
 
 
-def _check_model_and_trainer(train: Callable[..., Any]) -> None:
-    """Create the model and check the user's parts of it. A model whose files are missing or remote is not checked."""
+def trace_configured_run(train: Callable[..., Any]) -> None:
+    """Create the parts of the configured run and trace it. A model whose files are missing or remote is not checked."""
     import gin
 
     from t5x import configuration
     from t5x.files.remote import offline
-    from t5x.trainer.extension_checks import check_extensions
+    from t5x.partitioning import PjitPartitioner
+    from t5x.trainer.abstract_run import trace_run
 
     given = gin.get_bindings(configuration.configured(train), resolve_references=False)
+    given = {name: value for name, value in given.items() if name in inspect.signature(trace_run).parameters}
     try:
         with offline():
-            parts = copy.deepcopy({name: given[name] for name in ("model", "trainer_cls")})  # gin creates references so
-    except (KeyError, OSError, UserError):
+            partitioner = copy.deepcopy(given.pop("partitioner"))  # gin creates references so
+    except UserError as error:
+        log.warning("the run is traced for one device: %s", error)
+        partitioner = PjitPartitioner(num_partitions=1)
+    try:
+        with offline():
+            parts = copy.deepcopy(given)
+    except (KeyError, OSError, UserError) as error:
+        log.warning("the model is not checked: %s", error)
         return
     except TypeError as error:
         raise UserError(f"The model cannot be created: {error}") from error
-    check_extensions(**parts)
+    trace_run(partitioner=partitioner, **parts)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -54,7 +67,7 @@ def run(args: argparse.Namespace) -> None:
 
         run_gin(args, train, (_FROM_FILE, _FROM_GIN))
         if args.dry_run:
-            _check_model_and_trainer(train)
+            trace_configured_run(train)
         return
     options = file_options.check(args)
     from t5x.verbs.file_training import train_file

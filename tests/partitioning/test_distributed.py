@@ -28,7 +28,7 @@ def begin(
     env = environment(http_proxy=proxy, https_proxy=proxy, XLA_FLAGS=flags, PYTHONFAULTHANDLER="1", **more)
     command = [sys.executable, str(MEMBER)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    arguments = [[str(n), str(count), str(port), job] for n in (range(count) if only is None else only)]
+    arguments = [[str(n), str(count), f"127.0.0.1:{port}", job] for n in (range(count) if only is None else only)]
     return [subprocess.Popen([*command, *words], env=env, **pipes) for words in arguments]
 
 
