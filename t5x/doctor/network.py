@@ -6,9 +6,11 @@ import os
 import re
 import socket
 import struct
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from t5x.doctor.device_files import TPU_FILES, device_files
 from t5x.doctor.findings import Finding, error, ok, warning
 from t5x.errors import UserError
 
@@ -26,7 +28,7 @@ def check(place: Mapping[str, Any]) -> Iterator[Finding]:
 
     environment = os.environ
     yield from gpu_binding_findings(environment)
-    yield from slice_findings(environment.get("TPU_ACCELERATOR_TYPE", ""), place["process_count"])
+    yield from slice_findings(accelerator_type(environment), place["process_count"])
     try:
         found = cluster.find(**place, required=False, timeout=10)
     except UserError as problem:
@@ -137,6 +139,21 @@ def gpu_binding_findings(environment: Mapping[str, str]) -> Iterator[Finding]:
             "Use --gpus-per-node=N with --ntasks-per-node=1 (one process for all GPUs of a machine), or add "
             "--gpu-bind=none to srun.",
         )
+
+
+def accelerator_type(environment: Mapping[str, str]) -> str:
+    """Return the type of a TPU VM, such as `v3-8`; "" elsewhere. Some images report it only in their metadata."""
+    if known := environment.get("TPU_ACCELERATOR_TYPE"):
+        return known
+    if not device_files(TPU_FILES):
+        return ""
+    server = environment.get("GCE_METADATA_IP", "metadata.google.internal")
+    url = f"http://{server}/computeMetadata/v1/instance/attributes/accelerator-type"
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
+    with contextlib.suppress(OSError), direct.open(request, timeout=2) as response:
+        return response.read(64).decode(errors="replace").strip()
+    return ""
 
 
 def slice_findings(accelerator: str, process_count: int | None) -> Iterator[Finding]:

@@ -2,11 +2,13 @@
 
 import signal
 
+import numpy as np
 import pytest
 
 from tests.partitioning import machine_check
 from tests.partitioning.namespaces import Machines, finish, permitted, running, wait_for
 from tests.partitioning.test_distributed import MEMBER
+from tests.programs import REPO, precompile
 
 pytestmark = pytest.mark.skipif(
     not permitted(), reason="network namespaces need root and iproute2; test_distributed.py does without them"
@@ -70,6 +72,20 @@ def test_machines_with_names_that_mean_themselves_are_refused(tmp_path):
         with running(machines, tmp_path, words, 2) as processes:
             assert finish(processes, timeout=120) == [2, 2]
             assert any("/etc/hosts" in process.error() for process in processes)
+
+
+@pytest.mark.slow
+def test_two_machines_compile_the_program_of_one_without_the_data(tmp_path):
+    program = [REPO / "t5x/main.py", "--run_mode=precompile"]
+    place = ["--coordinator_address=machine0:8476", "--process_count=2", "--process_index={index}"]
+    with Machines(2, tmp_path) as machines:
+        with running(machines, tmp_path, [*program, *precompile(tmp_path / "two"), *place], 2) as processes:
+            assert finish(processes, timeout=300) == [0, 0], "\n".join(process.output for process in processes)
+        with running(machines, tmp_path, [*program, *precompile(tmp_path / "one")], 1, devices=2) as processes:
+            assert finish(processes, timeout=300) == [0], processes[0].output
+    one, two = (tmp_path / name / "lowered_hlo_pre_optimization" for name in ("one", "two"))
+    assert one.read_text() == two.read_text()
+    assert np.load(tmp_path / "two" / "assignment").shape == (2, 1)
 
 
 @pytest.mark.slow
