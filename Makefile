@@ -9,7 +9,7 @@ REFERENCE := .venv-reference
 CLOUD := .venv-cloud
 PIP := -m pip --disable-pip-version-check install --quiet
 
-.PHONY: demo test test-all chaos fuzz parallel lint clean
+.PHONY: demo test test-all chaos slurm fuzz parallel lint clean
 
 demo: $(VENV)/.core
 	@$(BIN)/t5x demo
@@ -26,6 +26,11 @@ test-all: $(VENV)/.dev $(REFERENCE)/.installed
 # Kills training runs a hundred times and compares what they come to (half an hour).
 chaos: $(VENV)/.dev
 	@$(BIN)/python -m tests.chaos.harness --kills 100
+
+# Trains on a real SLURM in network namespaces, kills the processes of a node, and compares (minutes; needs root). See
+# docs/launching.md.
+slurm: $(VENV)/.dev
+	@$(BIN)/python -m tests.launching.slurm_harness
 
 # Loads ten thousand hostile checkpoints of every format (an hour on two cores): make fuzz CASES=100000 WORKERS=8.
 CASES ?= 10000
