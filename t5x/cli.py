@@ -43,6 +43,7 @@ verbs:
   bench   measure training, generation, scoring and more on this machine
   plan    estimate memory, time and cost of training on devices that are not here
   doctor  check whether this machine is ready, with a fix for each problem
+  launch  start a command on several processes, machines or a cluster
   completion
           print the completion of verbs and options for bash, zsh or fish
 
@@ -120,6 +121,8 @@ def run_verb(verb: str, argv: Sequence[str], end: Callable[[int], int] = int) ->
 
     module = importlib.import_module(f"t5x.verbs.{verb.replace('-', '_')}")
     parser = parser_of(verb)
+    end_of_options = argv.index("--") if verb == "launch" and "--" in argv else len(argv)
+    argv, command = argv[:end_of_options], list(argv[end_of_options + 1 :])
     debug = "--debug" in argv
     startup.configure_logging(debug=debug)
     try:
@@ -128,7 +131,7 @@ def run_verb(verb: str, argv: Sequence[str], end: Callable[[int], int] = int) ->
         startup.set_verbosity(getattr(args, "verbosity", None))
         if bindings and not hasattr(args, "gin_bindings"):
             raise UserError(f"`t5x {verb}` has no gin configuration: remove --gin.NAME=VALUE.")
-        args.verb = verb
+        args.verb, args.command = verb, command
         args.gin_bindings = [*getattr(args, "gin_bindings", ()), *bindings]
         module.run(args)
         sys.stdout.flush()

@@ -113,6 +113,20 @@ def train(model_dir: Path, steps: int, *more: str, save_period: int = 5) -> list
     ]  # fmt: skip
 
 
+def precompile(model_dir: Path) -> list[str]:
+    """Arguments that compile the step of a small run, whose data file does not exist."""
+    bindings = {
+        "model": "@models.EncoderDecoderModel()", "model_dir": "%MODEL_DIR", "random_seed": "0",
+        "train_dataset_cfg": "@train/utils.DatasetConfig()", "partitioner": "@partitioning.PjitPartitioner()",
+    }  # fmt: skip
+    return [
+        "--gin_file=t5x/examples/demo/dates.gin", *(word for word in SMALL if not word.startswith("--gin.train")),
+        *(f"--gin.precompile.{name}={value}" for name, value in bindings.items()), f"--gin.MODEL_DIR={model_dir}",
+        "--gin.MIXTURE_OR_TASK_NAME='absent'",
+        "--gin.train/utils.DatasetConfig.module='tests.partitioning.absent_task'",
+    ]  # fmt: skip
+
+
 def wait_for(condition, process: subprocess.Popen, what: str) -> None:
     """Waits until `condition()` holds; fails when the process ends first or three minutes pass."""
     end = time.monotonic() + 180

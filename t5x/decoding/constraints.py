@@ -40,24 +40,27 @@ def chain(processors: Sequence[LogitCallback]) -> LogitCallback:
     return row_independent(process) if all(map(is_row_independent, processors)) else process
 
 
-def repetition_penalty(penalty: float) -> LogitCallback:
+def repetition_penalty(penalty: float | jax.Array) -> LogitCallback:
     """Penalize tokens that already occur in the sequence, including its start token and prompt.
 
     Args:
-      penalty: positive logits are divided by it, negative ones multiplied; 1 changes nothing.
+      penalty: positive logits are divided by it, negative ones multiplied; 1 changes nothing. One value, or one per
+        row.
 
     Raises:
       UserError: if `penalty` is not in the range PENALTIES.
     """
-    limits.check_number("repetition_penalty", penalty, *PENALTIES)
+    is_same_for_all = jnp.ndim(penalty) == 0
+    if is_same_for_all:
+        limits.check_number("repetition_penalty", penalty, *PENALTIES)
 
-    @row_independent
     def process(logits: jax.Array, state: DecodingState) -> jax.Array:
         written = jnp.arange(state.sequences.shape[1]) <= state.cur_index[:, None]
         seen = _mark(logits, state.sequences, written)
-        return jnp.where(seen, jnp.where(logits < 0, logits * penalty, logits / penalty), logits)
+        factor = penalty if is_same_for_all else penalty[:, None]
+        return jnp.where(seen, jnp.where(logits < 0, logits * factor, logits / factor), logits)
 
-    return process
+    return row_independent(process) if is_same_for_all else process
 
 
 def no_repeat_ngrams(size: int) -> LogitCallback:

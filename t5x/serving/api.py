@@ -187,6 +187,7 @@ class Api:
             raise schemas.InvalidRequest(f"The body is not valid JSON: {error}.") from error
         fields = schemas.check(content, self._schemas[route])
         fields["max_windows"] = self._settings.max_documents
+        fields["default_length"] = schemas.default_length(self._settings.max_length)
         return fields
 
     async def _run(self, request: Request, call: Call, function: Callable[[], T]) -> T:

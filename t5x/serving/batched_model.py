@@ -16,6 +16,7 @@ import numpy as np
 
 from t5x.answering.answers import AnswerMethods
 from t5x.checkpoints.formats import Source
+from t5x.decoding import constraints
 from t5x.errors import UserError
 from t5x.inference.engine import MANY_ROWS
 from t5x.inference.loaded import Generation, LoadedModel
@@ -37,7 +38,8 @@ class Shape:
     Attributes:
       kind: `generate`, `score`, `rank` or `embed`.
       inputs, targets: lengths to which the features are padded.
-      decoding: for `generate`; the numbers that differ between rows have their defaults.
+      decoding: for `generate`; numbers that differ between rows are placeholders, or have their defaults if the
+        program does not need them.
     """
 
     kind: str
@@ -96,8 +98,11 @@ class BatchedModel(RankMethods, AnswerMethods, LoadedModel):
         Args:
           room: the largest `max_length` of further calls, which are computed by the same program.
         """
+        decoding.decode_fn(self.model.output_vocabulary, room or max_length)  # raises if they do not fit together
         values = {"max_length": max_length, "seed": seed}
-        fixed = {"beams": decoding.beams, "num_return": decoding.num_return}
+        fixed: dict[str, Any] = {
+            name: getattr(decoding, name) for name in ("beams", "num_return", "no_repeat_ngram", "choices")
+        }
         if decoding.samples:
             values["temperature"] = 1.0 if decoding.temperature is None else float(decoding.temperature)
             values["top_k"], values["top_p"] = decoding.top_k or 0, float(decoding.top_p or 0)
@@ -105,6 +110,9 @@ class BatchedModel(RankMethods, AnswerMethods, LoadedModel):
         if decoding.length_penalty is not None:
             values["length_penalty"] = float(decoding.length_penalty)
             fixed["length_penalty"] = 1.0
+        if decoding.min_length or decoding.repetition_penalty != 1:
+            values |= {"min_length": decoding.min_length, "repetition_penalty": float(decoding.repetition_penalty)}
+            fixed |= {"min_length": 1}
         targets, how = power_of_two(room or max_length, _SHORTEST_OUTPUT), Decoding(**fixed)
         jobs = [
             Job(Shape("generate", self._input_bucket(ids), targets, how), _example(ids), values, index)
@@ -185,11 +193,10 @@ class BatchedModel(RankMethods, AnswerMethods, LoadedModel):
         return total / jnp.maximum(jnp.linalg.norm(total, axis=1, keepdims=True), 1e-12)
 
     def _decoding_function(self, shape: Shape) -> Callable[[Any, Mapping[str, jax.Array], jax.Array], Any]:
-        decoding = shape.decoding
+        decoding, vocabulary = shape.decoding, self.model.output_vocabulary
         model = copy.copy(self.model)
-        model.decode_fn = functools.partial(
-            decoding.decode_fn(model.output_vocabulary, shape.targets), logit_callback_fn=_same_logits
-        )
+        model.decode_fn = dataclasses.replace(decoding, min_length=0).decode_fn(vocabulary, shape.targets)
+        fixed = model.decode_fn.keywords["logit_callback_fn"]
 
         def predict(params: Any, batch: Mapping[str, jax.Array], rng: jax.Array) -> Any:
             batch = dict(batch)
@@ -201,6 +208,12 @@ class BatchedModel(RankMethods, AnswerMethods, LoadedModel):
                 options |= {"topk": batch.pop("top_k"), "topp": batch.pop("top_p")}
             if decoding.length_penalty is not None:
                 options["length_penalty"] = batch.pop("length_penalty")
+            callbacks = [fixed or _same_logits, _same_logits]
+            if decoding.min_length:
+                per_row = lambda name: jnp.repeat(batch.pop(name), decoding.num_decodes)
+                callbacks.insert(0, constraints.repetition_penalty(per_row("repetition_penalty")))
+                callbacks.append(constraints.min_length(per_row("min_length")))
+            options["logit_callback_fn"] = constraints.chain(callbacks)
             return model.predict_batch_with_aux(
                 params, batch, rng, options, num_decodes=decoding.num_decodes, return_all_decodes=True
             )

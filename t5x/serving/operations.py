@@ -14,9 +14,10 @@ from t5x.answering import answers
 from t5x.answering.file_answering import as_record
 from t5x.errors import UserError
 from t5x.inference.loaded import Generation
-from t5x.inference.options import Decoding
+from t5x.inference.options import Decoding, translate_arguments
 from t5x.ranking.reranker import scores as label_scores
 from t5x.serving.batched_model import BatchedModel
+from t5x.serving.schemas import DECODING_FIELDS, OPENAI_NAMES
 
 _FIRST_PIECE = 8  # tokens that a stream shows first
 _STRIDE = 128
@@ -67,12 +68,36 @@ def _number(value: float) -> float | None:
 # --- Generation -------------------------------------------------------------------------------------------------------
 
 
+class Wanted(NamedTuple):
+    """How a request wants outputs to be generated."""
+
+    decoding: Decoding
+    max_length: int
+    stop: list[str]
+
+
+def wanted(fields: Fields) -> Wanted:
+    """Return the decoding options of a request, which have OpenAI's, Hugging Face's and our names.
+
+    As OpenAI's clients send neutral values, a temperature of 0 is greedy decoding, and a top_p of 1 is none.
+    """
+    given = {OPENAI_NAMES.get(name, name): fields[name] for name in DECODING_FIELDS if fields[name] is not None}
+    given = translate_arguments(given, own=("max_length", "stop"))
+    is_greedy = given.get("temperature") == 0
+    for name, neutral in (("temperature", 0), ("top_k", 0), ("top_p", 1)):
+        if is_greedy or given.get(name) == neutral:
+            given.pop(name, None)
+    max_length, stop = given.pop("max_length", fields["default_length"]), given.pop("stop", [])
+    return Wanted(Decoding(**given), max_length, _listed(stop))
+
+
 def complete(name: str, model: BatchedModel, fields: Fields) -> Result:
     """OpenAI's completions. `score` is added to each choice: its log probability, or beam score."""
     inputs = _input_ids(model, _listed(fields["prompt"]), fields["truncate"])
-    found = model.predictions(inputs, _decoding(fields), max_length=fields["max_tokens"], **_keys(fields, len(inputs)))
+    how = wanted(fields)
+    found = model.predictions(inputs, how.decoding, max_length=how.max_length, **_keys(fields, len(inputs)))
     made = [generation for generations in found for generation in generations]
-    choices = [_choice(model, i, generation, fields) for i, generation in enumerate(made)]
+    choices = [_choice(model, i, generation, how.stop) for i, generation in enumerate(made)]
     used, generated = _count(inputs), sum(len(generation.tokens) for generation in made)
     content = {**_head(name), "choices": choices, "usage": _usage(used, generated)}
     return Result(_json(content), used, generated)
@@ -86,22 +111,22 @@ def stream(name: str, model: BatchedModel, fields: Fields) -> Iterator[Result]:
         return b"data: " + _json({**head, "choices": choices, **more}) + b"\n\n"
 
     inputs = _input_ids(model, _listed(fields["prompt"]), fields["truncate"])
-    decoding, keys, max_length = _decoding(fields), _keys(fields, len(inputs)), fields["max_tokens"]
+    (decoding, max_length, stop), keys = wanted(fields), _keys(fields, len(inputs))
     made: list[Generation]
     if len(inputs) > 1 or decoding.beams > 1 or decoding.num_return > 1:
         found = model.predictions(inputs, decoding, max_length=max_length, **keys)
         made = [generation for generations in found for generation in generations]
         for i, generation in enumerate(made):
-            yield Result(event([_choice(model, i, generation, fields)]))
+            yield Result(event([_choice(model, i, generation, stop)]))
     else:
         sent, limit, is_last = "", 0, False
         while not is_last:
             # Decoded from the beginning: tokens depend only on those before them, and all limits share a program.
             limit = min(2 * limit or _FIRST_PIECE, max_length)
             (made,) = model.predictions(inputs, decoding, max_length=limit, room=max_length, **keys)
-            choice = _choice(model, 0, made[0], fields)
+            choice = _choice(model, 0, made[0], stop)
             is_last = limit == max_length or choice["finish_reason"] == "stop"
-            text = choice["text"] if is_last else _certain(choice["text"], fields)
+            text = choice["text"] if is_last else _certain(choice["text"], stop)
             if is_last or (text.startswith(sent) and len(text) > len(sent)):
                 more = {} if is_last else {"finish_reason": None, "score": None}
                 yield Result(event([{**choice, "text": text[len(sent) :], **more}]))
@@ -113,14 +138,6 @@ def stream(name: str, model: BatchedModel, fields: Fields) -> Iterator[Result]:
 
 def _usage(used: int, generated: int) -> dict[str, int]:
     return {"prompt_tokens": used, "completion_tokens": generated, "total_tokens": used + generated}
-
-
-def _decoding(fields: Fields) -> Decoding:
-    options = {"beams": fields["beams"], "num_return": fields["n"], "length_penalty": fields["length_penalty"]}
-    if fields["temperature"] > 0:
-        options |= {"temperature": fields["temperature"], "top_k": fields["top_k"] or None}
-        options["top_p"] = fields["top_p"] if fields["top_p"] < 1 else None
-    return Decoding(**options)
 
 
 def _keys(fields: Fields, count: int) -> dict[str, Any]:
@@ -135,8 +152,8 @@ def _head(name: str) -> dict[str, Any]:
     return {"id": ident, "object": "text_completion", "created": int(time.time()), "model": name}
 
 
-def _choice(model: BatchedModel, index: int, made: Generation, fields: Fields) -> dict[str, Any]:
-    ends = [at for stop in _listed(fields["stop"] or []) if (at := made.text.find(stop)) >= 0]
+def _choice(model: BatchedModel, index: int, made: Generation, stop: Sequence[str]) -> dict[str, Any]:
+    ends = [at for string in stop if (at := made.text.find(string)) >= 0]
     text = made.text[: min(ends)] if ends else made.text
     is_ended = bool(ends) or made.tokens[-1:] == [model.model.output_vocabulary.eos_id]
     reason = "stop" if is_ended else "length"
@@ -144,9 +161,9 @@ def _choice(model: BatchedModel, index: int, made: Generation, fields: Fields) -
     return {"index": index, "text": text, "finish_reason": reason, "logprobs": None, "score": score}
 
 
-def _certain(text: str, fields: Fields) -> str:
+def _certain(text: str, stop: Sequence[str]) -> str:
     """Return the beginning of an unfinished text that later tokens cannot change: no half character or stop string."""
-    kept = max((len(stop) - 1 for stop in _listed(fields["stop"] or [])), default=0)
+    kept = max((len(string) - 1 for string in stop), default=0)
     return text[: len(text) - kept].rstrip("\ufffd")
 
 

@@ -6,8 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from t5x import __version__
+from t5x.decoding.constraints import PENALTIES
+from t5x.inference.loaded import MAX_LENGTH
+from t5x.inference.options import HUGGINGFACE_NAMES
 
 Schema = dict[str, Any]
+OPENAI_NAMES = {"max_tokens": "max_length", "n": "num_return"}  # of decoding options that have another name here
 
 
 class InvalidRequest(Exception):
@@ -69,8 +73,8 @@ def _check_object(value: Mapping[str, Any], schema: Schema, where: str) -> dict[
     for name in value:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
-            hint = f" Did you mean {near[0]}?" if near else ""
-            raise InvalidRequest(f"{where} has the unknown field {_shown(name)}.{hint} Fields: {', '.join(known)}.")
+            hint = f"Did you mean {near[0]}?" if near else "/openapi.json lists the fields."
+            raise InvalidRequest(f"{where} has the unknown field {_shown(name)}. {hint}")
     inside = "" if where == "the body" else f"{where}."
     missing = [name for name in schema.get("required", ()) if name not in value]
     if missing:
@@ -138,6 +142,10 @@ def _flag(description: str, default: bool = False) -> Schema:
     return {"type": "boolean", "description": description, "default": default}
 
 
+def _optional_flag(description: str) -> Schema:
+    return {"type": "boolean", "description": description}
+
+
 def request_schemas(*, max_documents: int, max_length: int, max_beams: int) -> dict[str, Schema]:
     """Return {route: schema of its request}."""
 
@@ -150,7 +158,6 @@ def request_schemas(*, max_documents: int, max_length: int, max_beams: int) -> d
     user = _text("ignored")
     query = _text("the query", minLength=1)
     beams = _number("integer", "beam size; 1 is greedy", 1, max_beams, default=1)
-    tokens = _number("integer", "maximum number of generated tokens", 1, max_length)
     top_n = _number("integer", "return only the best N", 1, 2**31 - 1)
     documents = {
         "type": "array", "minItems": 1, "maxItems": max_documents, "description": "the passages",
@@ -161,23 +168,12 @@ def request_schemas(*, max_documents: int, max_length: int, max_beams: int) -> d
             ("prompt",),
             model=model,
             prompt=one_or_more | {"description": "input of the encoder, or several"},
-            max_tokens={**tokens, "default": min(128, max_length)},
-            temperature=_number("number", "sample with this temperature; 0 is greedy", 0, 100, default=0),
-            top_p=_number("number", "sample from tokens of this total probability", 0, 1, default=1),
-            top_k=_number("integer", "sample from the k most probable tokens; 0 is all", 0, 2**31 - 1, default=0),
+            **_decoding_fields(max_documents=max_documents, max_length=max_length, max_beams=max_beams),
             seed=_number("integer", "seed of samples; random by default", 0, 2**31 - 1),
-            n=_number("integer", "number of outputs per prompt, best first", 1, max_beams, default=1),
-            beams=beams,
-            length_penalty=_number(
-                "number", "divide beam scores by length ** x, as Hugging Face does; default: T5X's", -10, 10
-            ),
-            stop={
-                "anyOf": [
-                    {"type": "string", "minLength": 1},
-                    {"type": "array", "items": {"type": "string", "minLength": 1}, "maxItems": 16},
-                ],
-                "description": "end outputs before these strings",
-            },
+            frequency_penalty=_number("number", "not supported: only 0", 0, 0),
+            presence_penalty=_number("number", "not supported: only 0", 0, 0),
+            best_of=_number("integer", "not supported: only 1", 1, 1),
+            echo={"type": "boolean", "description": "not supported: only false", "enum": [False]},
             stream=_flag("send the output in pieces, as server-sent events"),
             stream_options={
                 **_object((), include_usage=_flag("end a stream with its numbers of tokens")),
@@ -232,7 +228,7 @@ def request_schemas(*, max_documents: int, max_length: int, max_beams: int) -> d
             context=_text("the text that contains the answer", minLength=1, maxLength=200_000),
             no_answer=_text("what the model was trained to generate if there is no answer", minLength=1, maxLength=200),
             beams=beams,
-            max_tokens={**tokens, "default": min(64, max_length)},
+            max_tokens=_number("integer", "maximum generated tokens", 1, max_length, default=min(64, max_length)),
         ),
         "/score": _object(
             ("input", "target"),
@@ -244,6 +240,45 @@ def request_schemas(*, max_documents: int, max_length: int, max_beams: int) -> d
     }
 
 
+def default_length(max_length: int) -> int:
+    """Return the maximum number of generated tokens of a request that does not set it."""
+    return min(MAX_LENGTH, max_length)
+
+
+def _decoding_fields(*, max_documents: int, max_length: int, max_beams: int) -> dict[str, Schema]:
+    """Return the fields that `operations.wanted` translates. They have no defaults, to tell which were sent."""
+    strings = {"type": "array", "items": {"type": "string", "minLength": 1}}
+    most = f"maximum generated tokens; default: {default_length(max_length)}"
+    fields = {
+        "max_tokens": _number("integer", most, 1, max_length),
+        "n": _number("integer", "number of outputs per prompt, best first", 1, max_beams),
+        "temperature": _number("number", "sample with this temperature; 0, the default, is greedy", 0, 100),
+        "top_p": _number("number", "sample from tokens of this total probability", 0, 1),
+        "top_k": _number("integer", "sample from the k most probable tokens; 0 is all", 0, 2**31 - 1),
+        "beams": _number("integer", "beam size; 1 is greedy", 1, max_beams),
+        "length_penalty": _number(
+            "number", "divide beam scores by length ** x, as Hugging Face does; default: T5X's", -10, 10
+        ),
+        "min_length": _number("integer", "minimum generated tokens, without EOS", 0, max_length - 1),
+        "no_repeat_ngram": _number("integer", "never repeat this many consecutive tokens; 0 is off", 0, max_length),
+        "repetition_penalty": _number("number", "above 1: fewer repeated tokens", *PENALTIES),
+        "choices": {**strings, "maxItems": max_documents, "description": "the only possible outputs"},
+        "stop": {
+            "anyOf": [{"type": "string", "minLength": 1}, {**strings, "maxItems": 16}],
+            "description": "end outputs before these strings",
+        },
+    }
+    openai = {ours: name for name, ours in OPENAI_NAMES.items()}
+    for name, ours in HUGGINGFACE_NAMES.items():
+        same = openai.get(ours, ours)
+        fields[name] = {**fields[same], "description": f"Hugging Face's name of {same}"}
+    fields["num_beams"]["description"] += "; its search, with a length_penalty of 1 by default"
+    fields["do_sample"] = _optional_flag("Hugging Face: sample, with temperature 1 and top_k 50 by default")
+    fields["early_stopping"] = _optional_flag("Hugging Face: only false is supported")
+    return fields
+
+
+DECODING_FIELDS = tuple(_decoding_fields(max_documents=1, max_length=1, max_beams=1))
 _TITLES = {
     "/v1/completions": "Generate outputs (OpenAI)",
     "/v1/embeddings": "Embed inputs: the normalized mean of the encoder's outputs (OpenAI)",

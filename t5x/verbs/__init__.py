@@ -5,5 +5,6 @@ Nothing here imports JAX before the arguments have been checked.
 
 VERBS = (
     "demo", "train", "data", "check", "eval", "infer", "answer", "rerank", "rank-eval", "serve", "inspect", "convert",
-    "export", "cache", "precompile", "bench", "plan", "doctor", "completion",
+    "export", "cache", "precompile", "bench", "plan", "doctor", "launch",
+    "completion",
 )  # fmt: skip

@@ -91,6 +91,35 @@ def test_outputs_are_those_of_the_python_api(server: Server, loaded):
     assert (answer["answer"], answer["start"], answer["end"]) == (expected.text, expected.start, expected.end)
 
 
+CONSTRAINED = [
+    {"max_new_tokens": 12, "min_length": 9, "repetition_penalty": 1.3},
+    {"max_new_tokens": 12, "min_new_tokens": 4},
+    {"max_new_tokens": 12, "repetition_penalty": 0.7},
+    {"max_new_tokens": 12, "no_repeat_ngram_size": 1},
+    {"max_new_tokens": 8, "num_beams": 3, "num_return_sequences": 2, "min_length": 5, "repetition_penalty": 1.5},
+    {"max_new_tokens": 8, "beams": 2, "choices": ["abc", "hg", "b"]},
+    {"max_new_tokens": 8, "do_sample": True, "top_p": 0.8, "seed": 3, "min_length": 6},
+]
+
+
+def test_constraints_are_those_of_the_python_api_also_in_common_batches(server: Server, loaded):
+    plain = loaded.generate(INPUTS, max_length=12)
+    lengths = dict(zip(INPUTS, [len(made.tokens) for made in plain], strict=True))
+    inputs = sorted(INPUTS, key=lengths.get)[-3:]
+    with concurrent.futures.ThreadPoolExecutor(len(CONSTRAINED)) as threads:
+        found = list(threads.map(lambda each: server.post("/v1/completions", prompt=inputs, **each), CONSTRAINED))
+    for fields, response in zip(CONSTRAINED, found, strict=True):
+        assert response.status_code == 200, response.text
+        made = loaded.generate(inputs, **fields)
+        expected = [one for each in made for one in (each if isinstance(each, list) else [each])]
+        assert [choice["text"] for choice in response.json()["choices"]] == [one.text for one in expected], fields
+        scores = [choice["score"] for choice in response.json()["choices"]]
+        assert scores == pytest.approx([one.score for one in expected], abs=1e-4), fields
+    plain = [made.text for made in loaded.generate(inputs, max_length=12)]
+    for response in found[:4]:  # each constraint changes something
+        assert [choice["text"] for choice in response.json()["choices"]] != plain
+
+
 def test_rankings_have_the_shapes_of_jina_cohere_and_tei(server: Server, loaded):
     passages = [*INPUTS[:5], "hg"]
     ranked = loaded.rank("ab", passages, labels="a,b", template="{query} {document}", max_length=64)
@@ -158,6 +187,10 @@ REFUSED = {
     "too many tokens wanted": ("/v1/completions", b'{"prompt": "x", "max_tokens": 65}', 400),
     "too long an input": ("/v1/completions", json.dumps({"prompt": "x" * 100}).encode(), 400),
     "samples and beams": ("/v1/completions", b'{"prompt": "x", "beams": 2, "temperature": 1}', 400),
+    "two names of a field": ("/v1/completions", b'{"prompt": "x", "max_tokens": 2, "max_new_tokens": 3}', 400),
+    "a minimum above the maximum": ("/v1/completions", b'{"prompt": "x", "max_tokens": 4, "min_length": 5}', 400),
+    "choices that are too long": ("/v1/completions", b'{"prompt": "x", "max_tokens": 2, "choices": ["abc"]}', 400),
+    "a penalty of OpenAI": ("/v1/completions", b'{"prompt": "x", "presence_penalty": 0.5}', 400),
     "an unknown model": ("/v1/completions", b'{"prompt": "x", "model": "gpt"}', 404),
     "a path as a model": ("/v1/completions", b'{"prompt": "x", "model": "../../../../etc/passwd"}', 404),
     "10,000 documents": ("/v1/rerank", json.dumps({"query": "a", "documents": ["b"] * 10_000}).encode(), 400),
