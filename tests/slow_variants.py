@@ -71,9 +71,7 @@ SLOW = {
         r"test_products_are_those_of_the_rounded_operands_.*\[(two kernels-bfloat16|fused-float32)\]",
     ],
     "network/test_initial.py": [r".*\[(bias in every layer|1.0|one layer, recomputed|scanned)\]"],
-    "network/test_keys.py": [
-        r"test_layers_may_have_a_transform_of_their_own\[(remat|jit)\]", r"test_a_stack_draws_.*\[places0\]",
-    ],
+    "network/test_keys.py": [r"test_layers_may_have_a_transform_of_their_own\[(remat|jit)\]"],
     "network/test_padding.py": [r"test_scores_in_bfloat16_are_those_of_the_reference"],
     "network/test_parity.py": [
         r"test_loss_and_gradients\[(1.0-packed|1.1-padded|odd-padded)-.*\]", r"test_greedy_decoding_and_scores\[1.0\]",

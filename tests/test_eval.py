@@ -4,6 +4,8 @@ import dataclasses
 import json
 import math
 import shutil
+import threading
+import time
 
 import jax
 import numpy as np
@@ -11,11 +13,11 @@ import pytest
 import sacrebleu
 
 import t5x
-from t5x import configuration, data
+from t5x import configuration, data, eval
 from t5x.adafactor import Adafactor
 from t5x.checkpoints.config import RestoreCheckpointConfig
 from t5x.data.dataset_config import DatasetConfig
-from t5x.errors import UserError
+from t5x.errors import TemporaryError, UserError
 from t5x.eval import evaluate
 from t5x.interactive_model import InteractiveModel
 from t5x.models import EncoderDecoderModel
@@ -147,6 +149,45 @@ def test_started_again_it_goes_on_behind_what_was_done(model_dir, tmp_path):
     assert files[0].read_text() == files[1].read_text()
     assert score(model_dir, tmp_path / "killed", inference_evaluator_cls=dying) == results
     assert seen == [0, 1, 1, 2]
+
+
+def test_a_run_is_followed_until_a_step(model_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(eval, "_POLL_SECONDS", 0.05)
+    run, output = tmp_path / "run", tmp_path / "followed"
+    done = output / "eval.sums.ckpt"
+
+    def train() -> None:
+        """Save a checkpoint once the one before was evaluated; keep only the newest."""
+        for step in range(3):
+            while step and f"checkpoint_{step - 1}" not in (done.read_text() if done.exists() else ""):
+                time.sleep(0.05)
+            shutil.copytree(model_dir / f"checkpoint_{step}", tmp_path / "saving")
+            (tmp_path / "saving").rename(run / f"checkpoint_{step}")
+            shutil.rmtree(run / f"checkpoint_{step - 1}", ignore_errors=True)
+
+    run.mkdir()
+    (run / "config.gin").touch()  # a run that has begun and saved nothing
+    trainer = threading.Thread(target=train)
+    trainer.start()
+    followed = score(run, output, wait_until_step=2)
+    trainer.join()
+    assert followed == score(model_dir, tmp_path / "all")
+    assert score(run, output, wait_until_step=2) == {2: followed[2]}  # started again: it is done
+    with pytest.raises(UserError, match="'all'"):
+        score(run, tmp_path / "newest", mode="latest", wait_until_step=2)
+
+
+def test_a_checkpoint_that_disappears_while_it_is_read_may_be_tried_again(model_dir, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    shutil.copytree(model_dir / "checkpoint_1", run / "checkpoint_1")
+
+    def restore(*arguments):
+        shutil.rmtree(run / "checkpoint_1")
+        raise FileNotFoundError("state/manifest.ocdbt")
+
+    monkeypatch.setattr(eval, "restore_params", restore)
+    with pytest.raises(TemporaryError, match="checkpoint_1 was deleted"):
+        score(run, tmp_path / "output", wait_until_step=1)
 
 
 def test_a_list_of_model_dirs_is_their_newest_checkpoints(model_dir, tmp_path):
@@ -331,6 +372,7 @@ REFUSED = {
     "an empty file": (["--data", "{tmp}/empty.jsonl"], ["empty.jsonl is empty"]),
     "a null target": (["--data", "{tmp}/null.jsonl"], ["null.jsonl:1", "'a'", "null", "--skip_bad_examples"]),
     "no beam": (["--beams", "0"], ["--beams is 0"]),
+    "waiting for one checkpoint": (["--wait_until_step", "3"], ["--all"]),
     "gin files besides": (["--gin_file", "x.gin"], ["--gin_file"]),
 }
 

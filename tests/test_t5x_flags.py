@@ -117,17 +117,9 @@ def test_main_needs_a_mode(capsys):
     assert "--run_mode" in capsys.readouterr().err
 
 
-def test_precompile_writes_the_program_of_a_step(run_here, monkeypatch, tmp_path):
+def test_precompile_writes_the_program_of_a_step_without_the_data(run_here, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "path", list(sys.path))
-    small = [argument for argument in programs.SMALL if not argument.startswith("--gin.train")]
-    bindings = {
-        "model": "@models.EncoderDecoderModel()", "model_dir": "%MODEL_DIR", "random_seed": "0",
-        "train_dataset_cfg": "@train/utils.DatasetConfig()", "partitioner": "@partitioning.PjitPartitioner()",
-    }  # fmt: skip
-    arguments = [f"--gin.precompile.{name}={value}" for name, value in bindings.items()]
-    result = run_here(
-        "precompile", DATES, *small, *arguments, f"--gin.MODEL_DIR={tmp_path}", program=run_mode
-    )  # fmt: skip
+    result = run_here("precompile", *programs.precompile(tmp_path), program=run_mode)
     assert result.code == 0, result.err
     for when in ("pre", "post"):
         assert (tmp_path / f"lowered_hlo_{when}_optimization").read_text().startswith("HloModule")

@@ -1,7 +1,5 @@
 """Checks of the devices: found, free, fast, and how they multiply."""
 
-import contextlib
-import glob
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -11,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from t5x.bench.measures import matmul_flops, processor
+from t5x.doctor.device_files import GPU_FILES, TPU_FILES, device_files, holders
 from t5x.doctor.findings import Finding, error, ok, warning
 from t5x.files.disk_space import human_size
 from t5x.network import attention, default_dtype
 from t5x.partitioning.memory import host_memory
 from t5x.telemetry.devices import TERA, chip_of
 
-GPU_FILES, TPU_FILES = ("/dev/nvidia[0-9]*",), ("/dev/accel[0-9]*", "/dev/vfio/[0-9]*")
 _SHARE = 0.5  # of the data sheet, below which a device is reported as slow
 _LIMITS = ("CUDA_VISIBLE_DEVICES", "TPU_VISIBLE_CHIPS", "TPU_VISIBLE_DEVICES", "JAX_PLATFORMS", "JAX_LOCAL_DEVICE_IDS")
 
@@ -34,28 +32,12 @@ def check() -> Iterator[Finding]:
             "If a process above holds them, end it. Otherwise check the driver, or set JAX_PLATFORMS=cpu.",
         )
         return
-    present = len(_files(GPU_FILES)) or len(_files(TPU_FILES))
+    present = len(device_files(GPU_FILES)) or len(device_files(TPU_FILES))
     yield from count_findings([device.device_kind for device in devices], present, os.environ)
     yield from memory_findings(devices)
     yield from speed_findings(devices[0])
     yield from precision_findings()
     yield from attention_findings()
-
-
-def _files(patterns: tuple[str, ...]) -> list[str]:
-    return [path for pattern in patterns for path in glob.glob(pattern)]
-
-
-def holders(patterns: tuple[str, ...]) -> dict[int, str]:
-    """Return {process: its command} of other processes that have one of these files open."""
-    wanted, found = set(_files(patterns)), {}
-    for entry in glob.glob("/proc/[0-9]*/fd") if wanted else ():
-        pid = int(entry.split("/")[2])
-        with contextlib.suppress(OSError):  # it ended, or belongs to another user
-            if pid != os.getpid() and any(os.readlink(f"{entry}/{fd}") in wanted for fd in os.listdir(entry)):
-                with open(f"/proc/{pid}/cmdline", "rb") as file:
-                    found[pid] = file.read().replace(b"\0", b" ").decode(errors="replace").strip()[:80]
-    return found
 
 
 def holder_findings(found: Mapping[int, str], what: str) -> Iterator[Finding]:

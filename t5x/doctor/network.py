@@ -6,9 +6,11 @@ import os
 import re
 import socket
 import struct
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from t5x.doctor.device_files import TPU_FILES, device_files
 from t5x.doctor.findings import Finding, error, ok, warning
 from t5x.errors import UserError
 
@@ -26,7 +28,7 @@ def check(place: Mapping[str, Any]) -> Iterator[Finding]:
 
     environment = os.environ
     yield from gpu_binding_findings(environment)
-    yield from slice_findings(environment.get("TPU_ACCELERATOR_TYPE", ""), place["process_count"])
+    yield from slice_findings(accelerator_type(environment), place["process_count"])
     try:
         found = cluster.find(**place, required=False, timeout=10)
     except UserError as problem:
@@ -37,6 +39,7 @@ def check(place: Mapping[str, Any]) -> Iterator[Finding]:
         return
     yield ok(f"process {found.index} of {found.count}, process 0 at {found.address}")
     yield from coordinator_findings(found.host, is_first=found.index == 0)
+    yield from own_name_findings(socket.gethostname())
     yield from interface_findings(interfaces(), environment)
     if not environment.get(cluster.TOKEN):
         yield warning(
@@ -80,6 +83,18 @@ def coordinator_findings(host: str, *, is_first: bool, resolve: Resolver = resol
     )  # fmt: skip
 
 
+def own_name_findings(name: str) -> Iterator[Finding]:
+    """Report a machine that others cannot reach by its own name, which gloo announces to them."""
+    from t5x.partitioning.cluster import local_address
+
+    if not local_address(name):
+        yield warning(
+            f"This machine's name {name} does not resolve to an address that other machines can reach: a run on the "
+            "CPUs of several machines fails (GPUs and TPUs do not use the name).",
+            f"Write its IP address next to {name} in /etc/hosts, in place of 127.0.1.1.",
+        )
+
+
 def interfaces() -> dict[str, str]:
     """Return the IPv4 address of each network interface that is up, except loopback."""
     found = {}
@@ -113,17 +128,34 @@ def interface_findings(found: Mapping[str, str], environment: Mapping[str, str])
 
 
 def gpu_binding_findings(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Report SLURM's --gpus-per-task, which hides the GPUs of the other tasks on a machine."""
-    per_task = environment.get("SLURM_GPUS_PER_TASK", "")
-    count = re.search(r"(\d+)$", per_task)
-    several = environment.get("SLURM_NTASKS", "1") != "1"
-    if count and int(count[1]) == 1 and several:
+    """Report SLURM's --gpus-per-task=1, which hides the GPUs of the other tasks on a machine."""
+    if environment.get("SLURM_NTASKS", "1") == "1" or environment.get("SLURMD_TRES_BIND") == "gpu:none":
+        return
+    # sbatch exports the option, srun only its effect.
+    asked = environment.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2] == "1"
+    visible = [gpu for gpu in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
+    if asked or (len(visible) == 1 and environment.get("SLURM_GPUS_ON_NODE", "1") != "1"):
         yield warning(
-            "SLURM was started with --gpus-per-task=1: each task sees only its own GPU, as number 0. NCCL then cannot "
-            "copy between the GPUs of a machine directly, and may fail or be slow.",
+            "SLURM was started with --gpus-per-task=1: each task sees only its own GPU. NCCL then cannot copy between "
+            "the GPUs of a machine directly, and may fail or be slow.",
             "Use --gpus-per-node=N with --ntasks-per-node=1 (one process for all GPUs of a machine), or add "
             "--gpu-bind=none to srun.",
         )
+
+
+def accelerator_type(environment: Mapping[str, str]) -> str:
+    """Return the type of a TPU VM, such as `v3-8`; "" elsewhere. Some images report it only in their metadata."""
+    if known := environment.get("TPU_ACCELERATOR_TYPE"):
+        return known
+    if not device_files(TPU_FILES):
+        return ""
+    server = environment.get("GCE_METADATA_IP", "metadata.google.internal")
+    url = f"http://{server}/computeMetadata/v1/instance/attributes/accelerator-type"
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
+    with contextlib.suppress(OSError), direct.open(request, timeout=2) as response:
+        return response.read(64).decode(errors="replace").strip()
+    return ""
 
 
 def slice_findings(accelerator: str, process_count: int | None) -> Iterator[Finding]:

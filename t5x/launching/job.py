@@ -3,13 +3,14 @@
 import os
 import re
 import shlex
+import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from t5x.errors import UserError
+from t5x.errors import TemporaryError, UserError
 
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|(^|_)(KEY|AUTH)S?(_|$)|API_?KEY", re.IGNORECASE)
 _NAME = re.compile(r"[A-Za-z_]\w*")
@@ -44,6 +45,21 @@ def option(command: Sequence[str], *names: str) -> str | None:
 def model_dir(command: Sequence[str]) -> str | None:
     """Return the directory that the command writes to, if the command line names it."""
     return option(command, "gin.MODEL_DIR", "model_dir", "gin.EVAL_OUTPUT_DIR", "gin.INFER_OUTPUT_DIR", "output")
+
+
+def require_shared_output(command: Sequence[str]) -> None:
+    """Raise a UserError if the command writes to the disk of one machine. An absolute path may be a shared one."""
+    found = model_dir(command)
+    if found and "://" not in found and not os.path.isabs(found):
+        raise UserError(
+            f"The output directory {found} would be on the disk of one machine, and lost with it. Use a bucket, as in "
+            "--gin.MODEL_DIR=gs://bucket/runs/mine, or an absolute path that all machines share."
+        )
+
+
+def may_be_retried(status: int) -> bool:
+    """Return whether a restart may help: after a signal or a dead process, but not after an error or Ctrl-C."""
+    return status == 75 or (status >= 128 and status != 130)
 
 
 def name_of(args: Any, command: Sequence[str]) -> str:
@@ -112,17 +128,29 @@ def call(words: Sequence[str], *, needs: str, timeout: float = 120) -> str:
       needs: how to get the program, for a message.
 
     Raises:
+      TemporaryError: it did not end in time.
       UserError: there is no such program, or it failed; with what it printed.
     """
+    line = shlex.join(words)
+    first = line.partition("\n")[0][:200]
+    line = line if line == first else f"{first} …"
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=timeout, check=False)
+        process = subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        )
     except FileNotFoundError:
         raise UserError(f"There is no program {words[0]} here. {needs}") from None
     except OSError as error:
         raise UserError(f"{words[0]} cannot be started: {error.strerror}. {needs}") from error
-    except subprocess.TimeoutExpired:
-        raise UserError(f"`{shlex.join(words)}` did not end within {timeout:.0f} s.") from None
-    if done.returncode:
-        printed = (done.stderr.strip() or done.stdout.strip() or "it printed nothing")[-2000:]
-        raise UserError(f"`{shlex.join(words)}` failed with exit status {done.returncode}: {printed}")
-    return done.stdout
+    with process:
+        try:
+            out, err = (text.decode(errors="replace") for text in process.communicate(timeout=timeout))
+        except subprocess.TimeoutExpired:
+            raise TemporaryError(f"`{line}` did not end within {timeout:.0f} s.") from None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)  # its children, too, which keep the pipes open
+    if process.returncode:
+        printed = (err.strip() or out.strip() or "it printed nothing")[-2000:]
+        raise UserError(f"`{line}` failed with exit status {process.returncode}: {printed}")
+    return out

@@ -9,14 +9,16 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
+from types import FrameType
 from typing import IO, Any
 
-from t5x.errors import TemporaryError, UserError
+from t5x.errors import UserError
 from t5x.launching import job
 
 _TOKEN = "T5X_CLUSTER_TOKEN"
 _PATIENCE = 60.0  # seconds that the other processes have to end by themselves, with their reasons
-_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PR_SET_PDEATHSIG = 1  # of Linux
 
 
 def add_arguments(parser: Any) -> None:
@@ -42,7 +44,7 @@ def launch(args: Any, command: list[str]) -> int:
     if args.dry_run:
         return 0
     token = os.environ.get(_TOKEN) or secrets.token_hex(16)
-    return _Processes(commands, {**os.environ, **variables, _TOKEN: token}).wait()
+    return run_together(commands, {**os.environ, **variables, _TOKEN: token})
 
 
 def _commands(count: int, command: list[str]) -> list[list[str]]:
@@ -56,65 +58,81 @@ def _commands(count: int, command: list[str]) -> list[list[str]]:
     return [[*start, *place, f"--process_index={index}"] for index in range(count)]
 
 
-class _Processes:
-    """Running processes whose output is printed with their index, and which end together."""
+class ProcessFailed(UserError):
+    """A process ended with an error; `exit_code` is its exit status, or 75 if it was killed."""
 
-    def __init__(self, commands: list[list[str]], environment: dict[str, str]):
-        self._started: list[subprocess.Popen] = []
-        self._printing: list[threading.Thread] = []
-        self._asked_to_stop = False
-        libc = ctypes.CDLL(None)  # loaded before the fork
-        for signum in _PASSED_ON:
-            if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup
-                signal.signal(signum, self._pass_on)
-        for index, words in enumerate(commands):
-            process = subprocess.Popen(
-                words, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                start_new_session=True,  # else Ctrl-C would reach it twice
-                preexec_fn=lambda: libc.prctl(1, signal.SIGTERM),  # PR_SET_PDEATHSIG: end if this process is killed
-            )  # fmt: skip
-            self._started.append(process)
-            prefix = f"[{index}] " if len(commands) > 1 else ""
-            for source, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
-                thread = threading.Thread(target=_print_lines, args=(source, target, prefix), daemon=True)
-                thread.start()
-                self._printing.append(thread)
-
-    def wait(self) -> int:
-        """Return 0 once all have succeeded, or the status of the first that failed."""
-        first, deadline = None, None
-        while any(process.poll() is None for process in self._started):
-            failed = [index for index, process in enumerate(self._started) if process.poll()]
-            if failed and first is None:
-                first, deadline = failed[0], time.monotonic() + _PATIENCE
-            if deadline is not None and time.monotonic() > deadline and not self._asked_to_stop:
-                self._send(signal.SIGKILL)
-            time.sleep(0.1)
-        for thread in self._printing:
-            thread.join(5)  # a grandchild may keep the pipe open
-        failed = [index for index, process in enumerate(self._started) if process.returncode]
-        if not failed:
-            return 0
-        first = failed[0] if first is None else first
-        status = self._started[first].returncode
-        if len(self._started) == 1 or self._asked_to_stop:
-            return status if status > 0 else 128 - status
+    def __init__(self, index: int, status: int):
         if status > 0:
-            print(f"error: process {first} ended with exit status {status}.", file=sys.stderr, flush=True)
-            return status
-        raise TemporaryError(
-            f"Process {first} was killed by {signal.Signals(-status).name}, so all were ended. The system kills a "
-            "process when memory runs out (`dmesg`). The same command resumes a training run."
-        )
+            super().__init__(f"Process {index} ended with exit status {status}. Its messages are above.")
+        else:
+            super().__init__(
+                f"Process {index} was killed by {signal.Signals(-status).name}, so all were ended. The system kills "
+                "processes when memory runs out (see `dmesg`). The same command resumes a training run."
+            )
+        self.exit_code = status if status > 0 else 75  # EX_TEMPFAIL
 
-    def _pass_on(self, signum: int, frame: Any) -> None:
-        self._asked_to_stop = True
-        self._send(signum)
 
-    def _send(self, signum: int) -> None:
-        for process in self._started:
+def run_together(commands: Sequence[Sequence[str]], environment: dict[str, str]) -> int:
+    """Run processes until all have ended, and print their output with their index.
+
+    If one fails, the others have a minute to end by themselves. Signals are passed on to all.
+
+    Returns:
+      0, or after a signal the status of a process that did not succeed.
+    """
+    started: list[subprocess.Popen] = []
+    stopping = False
+
+    def send(signum: int) -> None:
+        for process in started:
             if process.poll() is None:
                 process.send_signal(signum)
+
+    def pass_on(signum: int, frame: FrameType | None) -> None:
+        nonlocal stopping
+        stopping = True
+        send(signum)
+
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup
+            signal.signal(signum, pass_on)
+    libc = ctypes.CDLL(None)  # loaded before the fork
+    for words in commands:
+        started.append(
+            subprocess.Popen(
+                words, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                start_new_session=True,  # else Ctrl-C would reach it twice
+                preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),  # if this process is killed
+            )
+        )  # fmt: skip
+    printing = []
+    for index, process in enumerate(started):
+        prefix = f"[{index}] " if len(started) > 1 else ""
+        for source, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+            printing.append(threading.Thread(target=_print_lines, args=(source, target, prefix), daemon=True))
+            printing[-1].start()
+
+    failed: dict[int, int] = {}
+    deadline = None
+    while any(process.poll() is None for process in started):
+        failed = {index: process.returncode for index, process in enumerate(started) if process.poll()}
+        if failed and deadline is None:
+            deadline = time.monotonic() + _PATIENCE
+        if deadline is not None and time.monotonic() > deadline and not stopping:
+            break
+        time.sleep(0.1)
+    else:
+        failed = {index: process.returncode for index, process in enumerate(started) if process.returncode}
+    send(signal.SIGKILL)
+    for thread in printing:
+        thread.join(5)  # a grandchild may keep the pipe open
+    if not failed:
+        return 0
+    # The cause is a process that was killed, or one with an error of its own; 75 may be due to another's death.
+    index, status = min(failed.items(), key=lambda item: (item[1] > 0, item[1] == 75))
+    if stopping:
+        return status if status > 0 else 128 - status
+    raise ProcessFailed(index, status)
 
 
 def _print_lines(source: IO[bytes], target: IO[str], prefix: str) -> None:

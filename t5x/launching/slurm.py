@@ -4,7 +4,6 @@ import os
 import re
 import shlex
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from t5x.errors import UserError
 from t5x.launching import job
 
 _NEEDS = "Run this on a login node of the SLURM cluster; --dry_run writes the script anywhere."
-_UNSHARED = ("/tmp", "/var/tmp", "/dev/shm", "/run", os.path.realpath(tempfile.gettempdir()))
+_UNSHARED = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 _POLL = 2.0  # seconds
 
 _SCRIPT = """\
@@ -37,7 +36,7 @@ echo "job $SLURM_JOB_ID: exit status $status at $(date '+%F %T')"
 if (( status != 75 && (status < 128 || status == 130) )); then exit "$status"; fi
 state="$(squeue --noheader --jobs "$SLURM_JOB_ID" --format %T)"
 if [[ "$state" != RUNNING ]]; then
-  echo "job $SLURM_JOB_ID is ${{state:-unknown}} and is not restarted"
+  echo "job $SLURM_JOB_ID is ${{state:-unknown}}: it was cancelled, or SLURM restarts it"
 elif (( restarts >= {max_restarts} )); then
   echo "job $SLURM_JOB_ID was restarted $restarts times (--max_restarts); to resume it: sbatch" {file}
 else

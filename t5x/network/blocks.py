@@ -10,7 +10,7 @@ from flax.linen import initializers, partitioning
 from t5x.network.attention import Mask, attend, attend_cached, attend_folded, extend_and_attend, has_step_kernel
 from t5x.network.config import NetworkConfig
 from t5x.network.fp8 import SCALES
-from t5x.network.keys import Keys, Stack, dropout
+from t5x.network.keys import Keys, dropout
 from t5x.network.layers import KERNELS, MLP, Kernel, RMSNorm, project
 from t5x.network.relative_position import RelativeBias, RelativePositionBias
 from t5x.partitioning.logical import constrain
@@ -178,13 +178,22 @@ def _mlp(cfg: NetworkConfig) -> MLP:
 class EncoderLayer(nn.Module):
     """An encoder layer. If `bias` is None, the layer has its own bias table."""
 
-    DROPOUT = ("attention/weights", "attention_out", "mlp/hidden", "mlp_out")  # places; see `Stack`
-
     config: NetworkConfig
 
+    @staticmethod
+    def sample_dropout(cfg: NetworkConfig, keys: Keys, x: jax.Array, *_: Any) -> Keys:
+        """Sample the dropout of a layer, or of all layers if their keys are stacked."""
+        model, length = cfg.emb_dim, x.shape[1]
+        shapes = {
+            "attention/weights": (length, cfg.num_heads, 1), "attention_out": (1, model),
+            "mlp/hidden": (1, cfg.mlp_dim), "mlp_out": (1, model),
+        }  # fmt: skip
+        return keys.sample(shapes, cfg.dropout_rate)
+
     @nn.compact
-    def __call__(self, x: jax.Array, layer: jax.Array | int, keys: Keys, bias: RelativeBias | None, mask: Mask):
-        cfg, keys = self.config, keys.layer(layer)
+    def __call__(self, x: jax.Array, keys: Keys, bias: RelativeBias | None, mask: Mask):
+        cfg = self.config
+        keys = self.sample_dropout(cfg, keys, x)
         bias = relative_bias(cfg, keys, bidirectional=True) if bias is None else bias
         x = constrain(x, "batch", "length", "embed")
         y = RMSNorm(cfg.dtype, name="pre_attention_layer_norm")(x)
@@ -202,19 +211,26 @@ class DecoderLayer(nn.Module):
       cache: cache of the self-attention while decoding, see `Attention`; None otherwise.
     """
 
-    DROPOUT = (
-        "self_attention/weights", "self_attention_out", "encoder_decoder_attention/weights", "cross_attention_out",
-        "mlp/hidden", "mlp_out",
-    )  # fmt: skip
-
     config: NetworkConfig
     cache: str | None = None
+
+    @staticmethod
+    def sample_dropout(
+        cfg: NetworkConfig, keys: Keys, x: jax.Array, bias: Any, mask: Any, encoded: jax.Array | None, *_: Any
+    ) -> Keys:
+        """Sample the dropout of a layer, or of all layers if their keys are stacked."""
+        model = cfg.emb_dim
+        shapes = {"self_attention/weights": (x.shape[1], cfg.num_heads, 1), "self_attention_out": (1, model)}
+        if encoded is not None:
+            shapes["encoder_decoder_attention/weights"] = (encoded.shape[1], cfg.num_heads, 1)
+            shapes["cross_attention_out"] = (1, model)
+        shapes |= {"mlp/hidden": (1, cfg.mlp_dim), "mlp_out": (1, model)}
+        return keys.sample(shapes, cfg.dropout_rate)
 
     @nn.compact
     def __call__(
         self,
         x: jax.Array,
-        layer: jax.Array | int,
         keys: Keys,
         bias: RelativeBias | None,
         mask: Mask,
@@ -222,7 +238,8 @@ class DecoderLayer(nn.Module):
         cross_mask: Mask | None,
         prefill_lengths: jax.Array | None,
     ):
-        cfg, keys = self.config, keys.layer(layer)
+        cfg = self.config
+        keys = self.sample_dropout(cfg, keys, x, bias, mask, encoded)
         bias = relative_bias(cfg, keys, bidirectional=False) if bias is None else bias
         x = constrain(x, "batch", "length", "embed")
         y = RMSNorm(cfg.dtype, name="pre_self_attention_layer_norm")(x)
@@ -254,7 +271,8 @@ def run_layers(
     """Run `num_layers` layers over x inside the calling compact module, scanned or unrolled as configured.
 
     Args:
-      shared: arguments of every layer besides x, its number and its keys.
+      keys: of all layers, stacked; see `Keys.tower`.
+      shared: arguments of every layer besides x and its keys.
       fields: attributes of the layer module besides its config.
     """
     if cfg.remat_policy != "none":
@@ -264,19 +282,19 @@ def run_layers(
         stack = partitioning.scan_with_axes(
             layer_cls,
             variable_axes={"params": cfg.param_scan_axis, "intermediates": 0} | dict.fromkeys((*CACHES, SCALES), 0),
-            split_rngs={"params": False, "dropout": False},  # `Keys` folds in the layer number instead
-            in_axes=(0,) + (nn.broadcast,) * (1 + len(shared)),
+            split_rngs={"params": False, "dropout": False},  # every layer has its own `Keys` instead
+            in_axes=(0,) + (nn.broadcast,) * len(shared),
             length=num_layers,
             axis_name="layers",
             axes_collections=("params",),
         )
-        x, _ = stack(cfg, name=stack_name, **fields)(x, jnp.arange(num_layers), keys, *shared)
+        x, _ = stack(cfg, name=stack_name, **fields)(x, keys, *shared)
         return x
-    if keys.dropout is not None and cfg.remat_policy == "none":
-        keys = keys.alone().replace(stack=Stack(keys, num_layers, getattr(layer_cls, "DROPOUT", ())))
+    if cfg.remat_policy == "none" and hasattr(layer_cls, "sample_dropout"):  # a user's layer may sample its own
+        keys = layer_cls.sample_dropout(cfg, keys, x, *shared)
     if not keys.needs_gradients:
         # Traced once for all layers. XLA gets the same program; with gradients, it would round differently.
         layer_cls = nn.jit(layer_cls)
-    for i in range(num_layers):
-        x, _ = layer_cls(cfg, name=f"layers_{i}", **fields)(x, i, keys, *shared)
+    for i, layer_keys in enumerate(keys.of_each(num_layers)):
+        x, _ = layer_cls(cfg, name=f"layers_{i}", **fields)(x, layer_keys, *shared)
     return x

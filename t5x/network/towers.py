@@ -38,9 +38,11 @@ class Encoder(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, mask: Mask, keys: Keys) -> jax.Array:
         cfg = self.config
+        keys, layer_keys = keys.tower(self.num_layers)
+        keys = keys.sample({"embedded": (1, cfg.emb_dim), "encoded": x.shape[1:]}, cfg.dropout_rate)
         bias = None if cfg.per_layer_relative_position_bias else relative_bias(cfg, keys, bidirectional=True)
         x = dropout(x, cfg.dropout_rate, keys.at("embedded"))
-        x = run_layers(EncoderLayer, cfg, "encoder", self.num_layers, x, keys.at("layers"), bias, mask)
+        x = run_layers(EncoderLayer, cfg, "encoder", self.num_layers, x, layer_keys, bias, mask)
         x = RMSNorm(cfg.dtype, name="encoder_norm")(x)
         # Unlike everywhere else, T5 samples dropout per position here.
         return dropout(x, cfg.dropout_rate, keys.at("encoded"), broadcast_length=False)
@@ -75,6 +77,8 @@ class Decoder(nn.Module):
           as_factors: return the factors of the logits instead.
         """
         cfg = self.config
+        keys, layer_keys = keys.tower(self.num_layers)
+        keys = keys.sample({"embedded": (1, cfg.emb_dim), "decoded": (1, cfg.emb_dim)}, cfg.dropout_rate)
         if table is None:
             table = Embed(cfg.vocab_size, cfg.emb_dim, name="token_embedder")(keys.at("token_embedder"))
         bias = None if cfg.per_layer_relative_position_bias else relative_bias(cfg, keys, bidirectional=False)
@@ -84,7 +88,7 @@ class Decoder(nn.Module):
             offsets = self.variable("cache", ROW_OFFSETS, jnp.zeros, (x.shape[0], 1), jnp.int32).value
             mask = mask.replace(row_offsets=offsets if offsets.shape[1] > 1 else None)
         shared = (bias, mask, encoded, cross_mask, prefill_lengths)
-        x = run_layers(DecoderLayer, cfg, "decoder", self.num_layers, x, keys.at("layers"), *shared, cache=cache)
+        x = run_layers(DecoderLayer, cfg, "decoder", self.num_layers, x, layer_keys, *shared, cache=cache)
         x = RMSNorm(cfg.dtype, name="decoder_norm")(x)
         x = dropout(x, cfg.dropout_rate, keys.at("decoded"))
         scale = float(1 / np.sqrt(cfg.emb_dim)) if cfg.logits_via_embedding else 1.0

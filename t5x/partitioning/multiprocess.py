@@ -110,8 +110,19 @@ def _initialize(address: str, bind_address: str | None, place: Place, gpus: list
         cluster_detection_method="deactivate",
     )
     if jax.default_backend() == "cpu":
+        if len(set(machines())) > 1:
+            _require_reachable_name(socket.gethostname())
         # Programs that XLA loads from the cache lose the order of their collectives, and processes mismatch them.
         jax.config.update("jax_enable_compilation_cache", False)
+
+
+def _require_reachable_name(name: str) -> None:
+    """Raise a UserError if others cannot reach this machine by its own name, which gloo announces to them."""
+    if not cluster.local_address(name):
+        raise UserError(
+            f"This machine's name {name} does not resolve to an address that other machines can reach. Processes on "
+            f"CPUs connect by it: write the machine's IP address next to {name} in /etc/hosts, in place of 127.0.1.1."
+        )
 
 
 def _hold_port(address: str) -> socket.socket:

@@ -3,6 +3,9 @@
 All connections lead to process 0. If a process dies, its connection breaks at once; if it is stopped or loses its
 network, it falls silent. Process 0 notifies all others; then every process reports in one line what happened, and
 exits.
+
+JAX's own heartbeat (`heartbeat_timeout_seconds`) does not replace this. It ends the others in time, but with SIGABRT
+and a stack trace, even if one process ends with a user's error, and whoever reaches its port may join.
 """
 
 import contextlib
@@ -23,6 +26,7 @@ SILENCE = 30.0  # seconds without a message after which a process counts as lost
 GRACE = 3.0  # seconds that a process has to report its own error before it exits for another one's
 STOP = 60.0  # seconds within which all must stop once one has
 CAUSE = 5.0  # seconds to wait for news that the death of another process caused an error
+_NAMED = 8  # processes that a message lists
 
 
 class Watch(threading.Thread):
@@ -57,7 +61,7 @@ class Watch(threading.Thread):
                             self._handle(key.data, message)
                     except EOFError:
                         selector.unregister(key.fileobj)
-                        self._lose(key.data, "died or lost its network")
+                        self._lose(key.data, f"{self.members[key.data]} died or lost its network")
                 now = time.monotonic()
                 # If this process itself was stopped or starved, the others have not been silent.
                 passed, last = min(now - last, HEARTBEAT), now
@@ -65,10 +69,11 @@ class Watch(threading.Thread):
                     beat = now
                     for link in self._links.values():
                         link.send()
-                for index, link in self._links.items():
+                for link in self._links.values():
                     link.silent += passed
-                    if link.silent > SILENCE:
-                        self._lose(index, f"has sent nothing for {SILENCE:.0f} s, because it hangs or lost its network")
+                # Processes that are lost at the same moment fall silent up to a heartbeat apart.
+                if any(link.silent > SILENCE + HEARTBEAT for link in self._links.values()):
+                    self._lose_silent([index for index, link in self._links.items() if link.silent > SILENCE])
 
     def wait_for_all(self, timeout: float | None = None) -> bool:
         """Report that this process has finished, and wait for the others. Exits if one of them dies first.
@@ -121,11 +126,15 @@ class Watch(threading.Thread):
             elif "verdict" in message:
                 self._exit(message["verdict"], message["code"])
 
-    def _lose(self, index: int, how: str) -> None:
-        text = (
-            f"{self.members[index]} {how}: the run ends here too. See its log. Restart all processes: the run resumes "
-            "from its last checkpoint"
-        )
+    def _lose_silent(self, silent: list[int]) -> None:
+        names = ", ".join(str(self.members[index]) for index in silent[:_NAMED])
+        more = f" and {len(silent) - _NAMED} more" if len(silent) > _NAMED else ""
+        all_others = len(silent) == len(self._links) > 1
+        cause = f"process {self.me} has lost its network" if all_others else "hung, or without its network"
+        self._lose(silent[0], f"process {self.me} received nothing for {SILENCE:.0f} s from {names}{more}: {cause}")
+
+    def _lose(self, index: int, what: str) -> None:
+        text = f"{what}. The run ends: see the log there. Restart all processes to resume from the last checkpoint"
         self._end_run(index, text, DIED)
 
     def _end_run(self, index: int, text: str, code: int) -> None:

@@ -15,7 +15,7 @@ from t5x.data.file_tasks import check_examples, file_task
 from t5x.data.loader import round_up_length
 from t5x.data.tasks import Task
 from t5x.errors import UserError
-from t5x.eval import evaluate
+from t5x.eval import evaluate, wait_for_checkpoint
 from t5x.files.directories import open_directory
 from t5x.files.user_files import absolute_path
 from t5x.inference.loaded import open_model
@@ -40,6 +40,9 @@ def evaluate_file(run: FileEvaluation, *, command: str = "") -> dict[int, dict[s
     """
     if run.all and run.output:
         _check_same_command(run.output, command)
+
+    if run.wait_until_step is not None:
+        wait_for_checkpoint(run.model)
 
     # --- Model and data -----------------------------------------------------------------------------------------------
     source, model = open_model(run.model, run.vocabulary, run.dtype)
@@ -86,6 +89,7 @@ def evaluate_file(run: FileEvaluation, *, command: str = "") -> dict[int, dict[s
             output_dir=output,
             inference_evaluator_cls=functools.partial(Evaluator, logger_cls=loggers),
             summarize_config_fn=functools.partial(_write_command, command=command),
+            wait_until_step=run.wait_until_step,
         )
     if run.output:
         log.info("predictions and metrics are in %s", os.path.join(run.output, "inference_eval"))

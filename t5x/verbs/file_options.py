@@ -130,6 +130,7 @@ class FileEvaluation(FileOptions):
 
     model: str = _option("DIR", "a checkpoint of any format, or a MODEL_DIR, whose newest is used", _REQUIRED)
     all: bool = _flag("evaluate every checkpoint of the MODEL_DIR")
+    wait_until_step: int | None = _option("N", "with --all: wait for new checkpoints, until one of step N")
     metric: Sequence[str] = dataclasses.field(
         default=("exact_match",),
         metadata={
@@ -146,6 +147,8 @@ class FileEvaluation(FileOptions):
 
     def __post_init__(self):
         self.check_positive("beams", "max_target_length", "max_input_length", "batch_size")
+        if self.wait_until_step is not None and not self.all:
+            raise UserError("--wait_until_step follows the checkpoints of a run: add --all.")
 
 
 def add(parser: argparse.ArgumentParser, title: str, options: type[DataOptions] = FileOptions) -> Any:

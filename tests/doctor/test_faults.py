@@ -9,8 +9,9 @@ import types
 
 import pytest
 
-from t5x.doctor import devices, network, software, storage
+from t5x.doctor import device_files, devices, network, software, storage
 from tests import commands
+from tests.programs import REPO
 
 
 def faults(findings):
@@ -40,36 +41,61 @@ def test_a_coordinator_without_address():
     assert found.status == "error" and "does not resolve" in found.message
 
 
-NAMESPACE = """
+NAMESPACES = """
 set -e
-printf '127.0.0.1 localhost\\n127.0.1.1 node1\\n' > {hosts}
-mount --bind {hosts} /etc/hosts
+printf '127.0.0.1 localhost\\n127.0.1.1 node1\\n127.0.0.2 metadata.google.internal\\n' > hosts
+mount --bind hosts /etc/hosts
+hostname node1
 ip link set lo up
 ip link add eth7 type veth peer name docker7
 ip link set eth7 up
 ip link set docker7 up
 ip addr add 10.77.0.1/24 dev eth7
 ip addr add 172.77.0.1/16 dev docker7
-exec {python} -m t5x doctor network --json --coordinator_address node1:4711 --process_count 2 --process_index 0
+
+mkdir -p dev computeMetadata/v1/instance/attributes
+printf v3-8 > computeMetadata/v1/instance/attributes/accelerator-type
+{python} -m http.server 80 --bind 127.0.0.2 > server.log 2>&1 &
+
+mount -t tmpfs devices dev
+mknod dev/accel0 c 1 3
+for name in null zero urandom; do touch dev/$name; mount --bind /dev/$name dev/$name; done
+mount --rbind dev /dev
+sleep 600 < /dev/accel0 &
+until grep -q Serving server.log; do sleep 0.1; done
+PYTHONPATH={repository} {python} -m t5x doctor network devices --json --coordinator_address node1:4711 \\
+  --process_count 2 --process_index 0
 """
 
 
-def test_a_machine_with_a_wrong_hosts_file_and_two_interfaces(tmp_path):
-    """In namespaces of its own, so that names and interfaces are real."""
-    if not shutil.which("ip") or subprocess.run(["unshare", "-n", "-m", "true"], capture_output=True).returncode:
-        pytest.skip("network and mount namespaces need root and iproute2; the checks are tested alone above and below")
-    script = NAMESPACE.format(hosts=tmp_path / "hosts", python=sys.executable)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("NCCL", "T5X_CLUSTER"))}
-    done = subprocess.run(
-        ["unshare", "-n", "-m", "sh", "-c", script], capture_output=True, text=True, timeout=120, env=environment
-    )
-    assert done.returncode == 1, done.stderr
+def test_a_machine_with_every_fault(tmp_path):
+    """In namespaces of its own: names, interfaces, the metadata server and the chip's file (a null device) are real."""
+    alone = ["unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--mount-proc"]
+    if not shutil.which("ip") or subprocess.run([*alone, "true"], capture_output=True).returncode:
+        pytest.skip("namespaces need root and iproute2; the checks are tested alone above and below")
+    script = NAMESPACES.format(python=sys.executable, repository=REPO)
+    removed = ("NCCL", "T5X_CLUSTER", "TPU", "GCE")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(removed)}
+    environment |= {"CUDA_VISIBLE_DEVICES": "1", "SLURM_GPUS_ON_NODE": "2", "SLURM_NTASKS": "2"}
+    command = [*alone, "bash", "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
     report = json.loads(done.stdout)
-    messages = {finding["message"]: finding for finding in report["findings"] if finding["status"] != "ok"}
-    (loopback,) = [one for message, one in messages.items() if "resolves to 127.0.1.1" in message]
-    assert "10.77.0.1 (eth7)" in loopback["fix"] and not report["ready"]
-    (several,) = [one for message, one in messages.items() if "network interfaces" in message]
+    assert not report["ready"]
+
+    def fault(words):
+        (found,) = [one for one in report["findings"] if one["status"] != "ok" and words in one["message"]]
+        return found
+
+    assert "10.77.0.1 (eth7)" in fault("coordinator's name node1 resolves to 127.0.1.1")["fix"]
+    assert "/etc/hosts" in fault("machine's name node1 does not resolve")["fix"]
+    several = fault("2 network interfaces")
     assert "docker7 172.77.0.1" in several["message"] and "NCCL_SOCKET_IFNAME=eth7" in several["fix"]
+    assert "--gpus-per-node" in fault("--gpus-per-task=1")["fix"]
+    assert "--accelerator-type=v3-32" in fault("cannot form a slice")["fix"]
+    held = fault("(sleep 600) holds a TPU chip")
+    assert held["status"] == "error" and "kill" in held["fix"]
+    assert "JAX_PLATFORMS" in fault("1 GPU or TPU device(s), but JAX uses the CPU")["fix"]
 
 
 def test_several_interfaces():
@@ -79,14 +105,22 @@ def test_several_interfaces():
     assert not faults(network.interface_findings({"eth0": "10.0.0.4"}, {}))
 
 
-def test_one_gpu_per_slurm_task(monkeypatch, capsys):
-    for name, value in {"SLURM_GPUS_PER_TASK": "1", "SLURM_NTASKS": "8"}.items():
-        monkeypatch.setenv(name, value)
-    result = commands.run(capsys, "doctor", "network", "--json")
-    (found,) = [one for one in json.loads(result.out)["findings"] if one["status"] != "ok"]
-    assert "--gpus-per-task=1" in found["message"] and "--gpus-per-node" in found["fix"]
-    monkeypatch.setenv("SLURM_GPUS_PER_TASK", "4")
-    assert not faults(network.gpu_binding_findings(os.environ))
+# What tasks of SLURM 22.05 find in their environment, by the options of srun, or of sbatch around it.
+SLURM_TASKS = {
+    "srun --gpus-per-task=1": ("SLURMD_TRES_BIND=gpu:per_task:1 CUDA_VISIBLE_DEVICES=1", True),
+    "sbatch --gpus-per-task=1": ("SLURM_GPUS_PER_TASK=1 SLURMD_TRES_BIND=gpu:per_task:1 CUDA_VISIBLE_DEVICES=1", True),
+    "srun --gpus-per-task=1 --gpu-bind=none": ("SLURM_GPUS_PER_TASK=1 SLURMD_TRES_BIND=gpu:none", False),
+    "srun --gpus-per-node=2": ("CUDA_VISIBLE_DEVICES=0,1", False),
+}
+
+
+@pytest.mark.parametrize("options", SLURM_TASKS)
+def test_one_gpu_per_slurm_task(options):
+    words, is_fault = SLURM_TASKS[options]
+    environment = dict(word.split("=", 1) for word in f"{words} SLURM_NTASKS=4 SLURM_GPUS_ON_NODE=2".split())
+    found = faults(network.gpu_binding_findings(environment))
+    assert bool(found) is is_fault
+    assert all("--gpus-per-task=1" in one.message and "--gpus-per-node" in one.fix for one in found)
 
 
 def test_single_tpu_hosts_cannot_form_a_slice(monkeypatch, capsys):
@@ -106,12 +140,12 @@ def test_a_leftover_process_that_holds_a_chip(tmp_path):
     command = [sys.executable, "-c", "import sys; f = open(sys.argv[1]); print(1, flush=True); sys.stdin.read()", chip]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         process.stdout.readline()
-        held = devices.holders((str(tmp_path / "accel[0-9]*"),))
+        held = device_files.holders((str(tmp_path / "accel[0-9]*"),))
         process.stdin.close()
     assert list(held) == [process.pid]
     found = only(devices.holder_findings(held, "TPU chip"))
     assert found.status == "error" and str(process.pid) in found.message and f"kill {process.pid}" in found.fix
-    assert not devices.holders((str(tmp_path / "accel[0-9]*"),))
+    assert not device_files.holders((str(tmp_path / "accel[0-9]*"),))
 
 
 def test_devices_that_jax_does_not_use():

@@ -47,7 +47,7 @@ def test_folding_drops_the_same_weights_as_attention_does():
     query, source, key_kernel, value_kernel = arrays(
         (BATCH, 1, HEADS, WIDTH), (BATCH, 9, 6), (6, HEADS * WIDTH), (6, HEADS * WIDTH)
     )
-    dropped = {"keys": Keys(dropout=jax.random.key(3), rows=jnp.arange(BATCH), place="here"), "dropout_rate": 0.5}
+    dropped = {"keys": Keys(dropout=jax.random.split(jax.random.key(3), BATCH), place="here"), "dropout_rate": 0.5}
     mask = Mask(key_segments=segments([9, 4, 7], 9))
     found = attention.attend_folded(query, source, key_kernel, value_kernel, mask=mask, **dropped)
     heads = lambda kernel: (source @ kernel).reshape(BATCH, 9, HEADS, WIDTH)

@@ -10,39 +10,54 @@ import numpy as np
 import pytest
 
 from t5x.network import blocks
+from t5x.network import keys as keys_module
 from t5x.network.attention import Mask
-from t5x.network.keys import Keys, Stack, dropout
+from t5x.network.keys import Keys, dropout
 from tests import tiny
 
+SHAPES = {"mlp": (1, 40), "out": (40,), "mlp/hidden": (3, 5)}
 
-@pytest.mark.parametrize("places", [(), ("out", "mlp/hidden"), ("unused", "mlp", "out")])
-def test_a_stack_draws_what_each_layer_would(places):
-    alone = Keys(dropout=jax.random.key(3), rows=jnp.array([5, 0, 9])).at("layers")
-    stacked = alone.replace(stack=Stack(alone, 4, places))
-    for number in (2, 0, 3, 1):
-        for place, shape, rate in (
-            ("mlp", (1, 40), 0.5),
-            ("mlp", (7, 40), 0.5),
-            ("mlp", (1, 40), 0.1),
-            ("out", (1, 40), 0.1),
-            ("mlp/hidden", (1, 40), 0.1),
-        ):
-            drawn = stacked.layer(number).at(place).keep(shape, rate)
-            np.testing.assert_array_equal(drawn, alone.layer(number).at(place).keep(shape, rate))
+
+def row_keys(*rows: int) -> jax.Array:
+    return jax.vmap(lambda row: jax.random.fold_in(jax.random.key(3), row))(jnp.array(rows))
+
+
+def test_layers_sampled_together_keep_what_each_would_by_itself():
+    _, layers = Keys(dropout=row_keys(5, 0, 9)).at("encoder").tower(4)
+    together = layers.sample(SHAPES, 0.3).of_each(4)
+    for number, keys in enumerate(layers.of_each(4)):
+        alone = keys.sample(SHAPES, 0.3)
+        for place, shape in SHAPES.items():
+            found = together[number].at(place).keep(shape, 0.3)
+            assert found.shape == (3, *shape)
+            np.testing.assert_array_equal(found, alone.at(place).keep(shape, 0.3))
+
+
+def test_every_layer_tower_and_place_keeps_other_units():
+    towers = [Keys(dropout=row_keys(0, 1)).at(tower).tower(3) for tower in ("encoder", "decoder")]
+    every = [keys for outside, layers in towers for keys in (outside, *layers.of_each(3))]
+    shapes = dict.fromkeys("abc", (64,))
+    masks = [np.asarray(keys.sample(shapes, 0.5).at(place).keep((64,), 0.5)) for keys in every for place in shapes]
+    masks += [np.asarray(keys.at("not sampled before").keep((64,), 0.5)) for keys in every]
+    assert len({row.tobytes() for mask in masks for row in mask}) == 2 * (8 * 3 + 8)
+
+
+@pytest.mark.parametrize("rate", [0.001, 0.1, 0.5, 0.999])
+def test_units_are_dropped_at_the_rate(rate):
+    kept = Keys(dropout=row_keys(*range(20))).sample({"here": (50_000,)}, rate).at("here").keep((50_000,), rate)
+    spread = (rate * (1 - rate) / kept.size) ** 0.5
+    assert abs(kept.mean() - (1 - rate)) < 5 * spread
 
 
 @pytest.mark.parametrize("layer_cls", [blocks.EncoderLayer, blocks.DecoderLayer])
-def test_layers_name_the_places_of_their_dropout(layer_cls, monkeypatch):
-    """For those that they do not name, keys are derived one by one."""
-    named = []
-    monkeypatch.setattr(Stack, "_derive", lambda self, places: named.append(places) or derive(self, places))
-    module = Tower(layer_cls)
-    keys = Keys(params=jax.random.key(1), dropout=jax.random.key(3), rows=jnp.arange(2)).at("layers")
-    jax.eval_shape(lambda: module.init(jax.random.key(0), jnp.zeros((2, 5, 12)), keys))
-    assert named == [[f"/layers/{place}" for place in layer_cls.DROPOUT]]
-
-
-derive = Stack._derive
+def test_a_tower_samples_all_its_layers_at_once(layer_cls, monkeypatch):
+    """A place whose shape a layer does not foresee would sample its own."""
+    sampled = []
+    sample = keys_module._sample
+    monkeypatch.setattr(keys_module, "_sample", lambda keys, *rest: sampled.append(keys.shape) or sample(keys, *rest))
+    _, keys = Keys(params=jax.random.key(1), dropout=row_keys(0, 1)).at("encoder").tower(3)
+    jax.eval_shape(lambda: Tower(layer_cls).init(jax.random.key(0), jnp.zeros((2, 5, 12)), keys))
+    assert sampled == [(3, 2)]
 
 
 class Tower(nn.Module):
@@ -77,8 +92,8 @@ class LayerOfParts(nn.Module):
     part_cls: type[nn.Module] = Part
 
     @nn.compact
-    def __call__(self, x: jax.Array, layer: jax.Array | int, keys: Keys, bias: None, mask: Mask):
-        return x + self.part_cls(name="part")(x, keys.layer(layer).at("part")), None
+    def __call__(self, x: jax.Array, keys: Keys, bias: None, mask: Mask):
+        return x + self.part_cls(name="part")(x, keys.at("part")), None
 
 
 class LayerOfCompiledParts(LayerOfParts):
@@ -96,18 +111,10 @@ LAYERS = {
 def test_layers_may_have_a_transform_of_their_own(case):
     (x,) = tiny.arrays((2, 5, 12))
     plain, transformed = map(Users, LAYERS[case])
-    params = jax.jit(lambda: plain.init(jax.random.key(0), x, Keys(params=jax.random.key(1))))()["params"]
-    keys = Keys(dropout=jax.random.key(3), rows=jnp.arange(2)).at("layers")
+    params = jax.jit(lambda: plain.init(jax.random.key(0), x, Keys(params=jax.random.key(1)).tower(3)[1]))()["params"]
+    _, keys = Keys(dropout=row_keys(0, 1)).tower(3)
     expected, found = (
         jax.jit(jax.grad(lambda p, m=module: m.apply({"params": p}, x, keys).sum()))(params)
         for module in (plain, transformed)
     )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, expected)
-
-
-def test_layers_in_layers_draw_their_own():
-    alone = Keys(dropout=jax.random.key(3), rows=jnp.arange(2))
-    outer = alone.replace(stack=Stack(alone, 4)).layer(2)
-    nested = outer.alone().replace(stack=Stack(outer, 3)).layer(1)
-    for found in (nested, outer.layer(1)):
-        np.testing.assert_array_equal(found.keep((40,), 0.5), alone.layer(2).layer(1).keep((40,), 0.5))

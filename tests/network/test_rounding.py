@@ -202,13 +202,13 @@ def test_layers(rows: int, inputs: int, targets: int):
 
     def encoder(config, params, table, encoded):
         bias = RelativeBias(table, True)
-        y, _ = EncoderLayer(config).apply({"params": params}, encoded.astype(config.dtype), 0, Keys(), bias, cross)
+        y, _ = EncoderLayer(config).apply({"params": params}, encoded.astype(config.dtype), Keys(), bias, cross)
         return y * sources[..., None]
 
     def decoder(config, params, table, encoded, x):
         x, encoded, bias = x.astype(config.dtype), encoded.astype(config.dtype), RelativeBias(table, False)
         shared = (bias, causal, encoded, cross, None)
-        return DecoderLayer(config).apply({"params": params}, x, 0, Keys(), *shared)[0] * ends[..., None]
+        return DecoderLayer(config).apply({"params": params}, x, Keys(), *shared)[0] * ends[..., None]
 
     plain = dataclasses.replace(CONFIG, attention_backend="xla")
     fast = dataclasses.replace(CONFIG, dtype=NARROW)

@@ -128,7 +128,7 @@ def test_dropout_belongs_to_the_row_not_to_the_batch_it_is_computed_in():
 def test_dropout_drops_its_share_and_keeps_the_mean():
     from t5x.network.keys import Keys, dropout
 
-    keys = Keys(dropout=jax.random.key(0), rows=jnp.arange(64))
+    keys = Keys(dropout=jax.random.split(jax.random.key(0), 64))
     x = jnp.ones((64, 5, 300))
     dropped = dropout(x, 0.25, keys)
     np.testing.assert_allclose(jnp.mean(dropped == 0), 0.25, atol=0.01)

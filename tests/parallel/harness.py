@@ -88,7 +88,7 @@ def _run_part(pairs: list[tuple[Setting, Setting]], root: Path, reference: Path)
     for (first, _), job in zip(pairs, jobs, strict=True):
         shutil.copytree(halves[first], job.model_dir)
     _run_all(jobs, root)
-    return [_deviation(root / f"pairing{n}", reference) for n in range(len(pairs))]
+    return [deviation(root / f"pairing{n}", reference, STEPS) for n in range(len(pairs))]
 
 
 def _run_all(jobs: list[_Job], root: Path) -> None:
@@ -157,21 +157,22 @@ def expected_parts(name: str, preset: str | None) -> int:
     return 8
 
 
-def _deviation(model_dir: Path, reference: Path) -> Deviation:
+def deviation(model_dir: Path, reference: Path, steps: int) -> Deviation:
+    """Compare the losses and the final state of two runs of this many steps."""
     name = "loss_per_nonpadding_target_token"
     expected, found = losses(reference, name), losses(model_dir, name)
-    assert sorted(found) == sorted(expected) == list(range(1, STEPS + 1)), sorted(found)
+    assert sorted(found) == sorted(expected) == list(range(1, steps + 1)), sorted(found)
     loss, step = max((abs(found[n] / expected[n] - 1), n) for n in expected)
-    expected, found = _state(reference), _state(model_dir)
+    expected, found = _state(reference / f"checkpoint_{steps}"), _state(model_dir / f"checkpoint_{steps}")
     assert found.keys() == expected.keys()
     norm = np.linalg.norm
     state, array = max((norm(found[n] - expected[n]) / norm(expected[n]), n) for n in expected if expected[n].any())
     return Deviation(loss, step, float(state), array)
 
 
-def _state(model_dir: Path) -> dict[str, np.ndarray]:
-    """The final parameters and second moments, one array a layer."""
-    source = open_checkpoint(model_dir / f"checkpoint_{STEPS}")
+def _state(checkpoint: Path) -> dict[str, np.ndarray]:
+    """The parameters and second moments, one array a layer."""
+    source = open_checkpoint(checkpoint)
     return {name: array.read() for name, array in layout.canonical(source.arrays).items() if name != "state/step"}
 
 

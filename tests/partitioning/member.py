@@ -1,4 +1,4 @@
-"""One process of a run of several: `member.py INDEX COUNT PORT JOB`. What it finds is JSON on standard output."""
+"""One process of a run of several: `member.py INDEX COUNT ADDRESS JOB`. What it finds is JSON on standard output."""
 
 import json
 import os
@@ -155,6 +155,12 @@ def hang() -> None:
     time.sleep(100)
 
 
+def wait() -> None:
+    distributed.barrier("up")
+    print("up", flush=True)
+    time.sleep(100)
+
+
 def refuse() -> None:
     distributed.barrier("up")
     if INDEX == VICTIM:
@@ -184,7 +190,7 @@ if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")
     flags = {"process_count": COUNT, "process_index": INDEX, "initialization_timeout": 60}
     try:
-        with multiprocess.run(coordinator_address=f"127.0.0.1:{sys.argv[3]}", **flags):
+        with multiprocess.run(coordinator_address=sys.argv[3], **flags):
             afterwards = globals()[sys.argv[4]]()
         if afterwards:
             afterwards()

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from t5x.planning import topologies
 from tests import commands
 from tests.programs import environment
 
@@ -43,6 +44,13 @@ def test_xxl_fits_where_it_is_divided(topology):
     assert found["fits"] and set(found["presets"]) == {"dp", "fsdp", "tp", "2d"}
     peaks = {name: one["peak_memory_gb"]["full"] for name, one in found["presets"].items()}
     assert peaks["dp"] > 100 > peaks["fsdp"] and peaks["dp"] > peaks["tp"] > peaks["2d"]
+    devices = topologies.parse(topology).devices
+    for name, one in found["presets"].items():
+        # Only biases and scales, of less than 0.1 %, stay whole; XLA's arguments are the state and the batch.
+        parts = {"dp": 1, "fsdp": devices, "tp": one["mesh"]["model"], "2d": devices}[name]
+        state = one["memory_gb"]["full"]["parameters"] + one["memory_gb"]["full"]["optimizer state"]
+        assert one["memory_gb"]["full"]["parameters"] == pytest.approx(44.54 / parts, rel=0.01), name
+        assert one["xla_cpu"]["arguments_gb"] == pytest.approx(state, rel=0.02, abs=0.001), name
 
 
 def test_a_gin_file(tmp_path):

@@ -95,6 +95,6 @@ def test_places_have_different_masks(masks_of_steps):
 
 
 def test_a_mask_is_what_is_dropped():
-    keys = Keys(dropout=jax.random.key(3), rows=jnp.arange(4)).at("place")
+    keys = Keys(dropout=jax.random.split(jax.random.key(3), 4)).at("place")
     dropped = dropout(jnp.ones((4, 5, 64)), 0.5, keys)
     np.testing.assert_array_equal(dropped, np.broadcast_to(2.0 * keys.keep((1, 64), 0.5), dropped.shape))

@@ -1,0 +1,51 @@
+"""The t5x that machines of a cloud install: a copy of a source directory, or a pip requirement."""
+
+import os
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import t5x
+from t5x.errors import UserError
+
+# Images of clouds may have an old Python: uv fetches one that t5x supports. `@ENV@`: directory of the environment.
+INSTALL = """\
+uv=$(command -v uv || echo ~/.local/bin/uv)
+[ -x "$uv" ] || python3 -m pip install --quiet --user uv
+"$uv" venv --quiet --allow-existing --python '>=3.11,<3.14' @ENV@
+"$uv" pip install --quiet --python @ENV@/bin/python @REQUIREMENT@
+"""
+
+
+def add_arguments(parser: Any, extras: str) -> None:
+    parser.add_argument(
+        "--package", metavar="X", help="t5x to install: a directory with its source, or a pip requirement (this one)"
+    )
+    parser.add_argument(
+        "--extras", default=extras, metavar="A,B", help=f"extras to install with a source directory ({extras})"
+    )
+
+
+def find(args: Any) -> tuple[Path | None, str]:
+    """Return the directory of the source to copy, if any, and the requirement to install."""
+    given = args.package or str(Path(t5x.__file__).parents[1])
+    if os.path.isdir(given):
+        if not os.path.exists(os.path.join(given, "pyproject.toml")):
+            raise UserError(
+                f"{given} has no pyproject.toml, so t5x cannot be installed from it. Pass --package with a checkout of "
+                "t5x or a pip requirement, as in 't5x[tpu,gcs] @ git+https://…'."
+            )
+        return Path(given), f"./package[{args.extras}]"
+    if os.sep in given and "://" not in given:
+        raise UserError(f"--package {given}: there is no such directory.")
+    return None, given
+
+
+def add_source(archive: tarfile.TarFile, source: Path) -> None:
+    """Add the source of t5x as `package/`."""
+    for name in ("pyproject.toml", "README.md", "LICENSE", "t5x"):
+        archive.add(source / name, f"package/{name}", filter=without_caches)
+
+
+def without_caches(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
+    return None if "__pycache__" in entry.name.split("/") else entry
