@@ -259,6 +259,12 @@ def test_leftover_run_is_ended_before_a_start(cloud: Cloud):
     (cloud.path / "run-1/t5x-launch").mkdir(parents=True)
     (cloud.path / "run-1/t5x-launch/pid").write_text(str(leftover.pid))
     (cloud.path / "run-1/t5x-launch/id").write_text("0123456789ab")
+    (cloud.path / "run-1/t5x-launch/boot").write_text("before a reboot")
+    assert cloud.launch() == 0
+    assert leftover.poll() is None  # another process may have this number after a reboot
+    (cloud.path / "run-1/t5x-launch/exit").unlink()
+    (cloud.path / "run-1/t5x-launch/pid").write_text(str(leftover.pid))
+    (cloud.path / "run-1/t5x-launch/id").write_text("0123456789ab")
     with pytest.raises(UserError, match=r"another command.*--restart"):
         cloud.launch()
     threading.Thread(target=leftover.wait).start()  # as init does on a worker
