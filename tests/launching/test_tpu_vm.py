@@ -189,6 +189,7 @@ def test_failure_is_restarted_and_a_mistake_is_not(cloud: Cloud):
         cloud.launch("--max_restarts=1")
 
 
+@pytest.mark.slow  # as one that exits with 75
 def test_killed_worker_is_restarted(cloud: Cloud):
     die = '[ -e "$FAKE_CLOUD/again" ] || { touch "$FAKE_CLOUD/again"; kill -KILL $PPID $$; }'
     cloud.write("t5x", f"{die}\n{TRAIN}")
