@@ -266,6 +266,8 @@ def loss_scale(factor: LossNormalizingFactor, batch: Mapping[str, jax.Array]) ->
     if isinstance(factor, int | float):
         return weights / factor
     kind = special_loss_normalizing_factor(factor)
+    batch = _with_weights(batch)
+    weights = loss_weights(batch)
     if kind is SpecialLossNormalizingFactor.NUM_REAL_TARGET_TOKENS:
         return weights / jnp.maximum(jnp.sum(weights), 1.0)
     if kind is SpecialLossNormalizingFactor.NUM_TOTAL_TARGET_TOKENS:
@@ -274,10 +276,18 @@ def loss_scale(factor: LossNormalizingFactor, batch: Mapping[str, jax.Array]) ->
     return scale / jnp.maximum(jnp.sum(scale), 1.0)
 
 
+def _with_weights(batch: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
+    """Return the batch with weights. Special factors do not count padding if it has none, unlike a sum."""
+    if batch.get("decoder_loss_weights") is not None:
+        return batch
+    return {**batch, "decoder_loss_weights": batch["decoder_target_tokens"] > 0}
+
+
 def _weights_per_sequence(batch: Mapping[str, jax.Array]) -> jax.Array:
     """Return the weights of AVERAGE_PER_SEQUENCE: they sum to 1 in every sequence with targets, packed or not."""
     targets, weights = batch["decoder_target_tokens"], loss_weights(batch)
     segments = batch.get("decoder_segment_ids")
+    weights = weights if segments is None else jnp.where(segments > 0, weights, 0.0)
     same = jnp.ones_like(targets)[:, :, None] if segments is None else segments[:, :, None] == segments[:, None, :]
     same = jnp.broadcast_to(same, (*targets.shape, targets.shape[1])).astype(jnp.float32)
     length = jnp.einsum("bqk,bk->bq", same, weights)
@@ -365,6 +375,7 @@ def get_loss_normalizing_factor_and_weights(
     if loss_normalizing_factor is None or isinstance(loss_normalizing_factor, int | float):
         return loss_normalizing_factor, batch.get("decoder_loss_weights")
     kind = special_loss_normalizing_factor(loss_normalizing_factor)
+    batch = _with_weights(batch)
     weights = loss_weights(batch)
     if kind is SpecialLossNormalizingFactor.NUM_REAL_TARGET_TOKENS:
         return jnp.sum(weights), weights

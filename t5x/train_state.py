@@ -7,6 +7,7 @@ import flax.core
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from t5x.network import logical_axes
 from t5x.optimizers.protocol import Optimizer, OptimizerDef, OptimizerState
@@ -69,7 +70,7 @@ class FlaxOptimTrainState(TrainState):
     _optimizer: Optimizer
     params_axes: Tree = None
     flax_mutables: Tree = flax.struct.field(default_factory=dict)
-    flax_mutables_axes: Tree = flax.struct.field(default_factory=dict)
+    flax_mutables_axes: Tree = None
 
     @classmethod
     def create(cls, optimizer_def: OptimizerDef, model_variables: Mapping[str, Any]) -> "FlaxOptimTrainState":
@@ -124,9 +125,9 @@ class FlaxOptimTrainState(TrainState):
     def as_logical_axes(self) -> "FlaxOptimTrainState":
         """Return the state with the logical axes of its arrays, and None for the step."""
         axes = self.logical_axes()
-        state = OptimizerState(None, self.optimizer_def.state_axes(self.params, axes))
-        optimizer = self._optimizer.replace(target=axes, state=state)
-        return self.replace(_optimizer=optimizer, flax_mutables=self.flax_mutables_axes)
+        state = OptimizerState(None, _as_specs(self.optimizer_def.state_axes(self.params, axes)))
+        optimizer = self._optimizer.replace(target=_as_specs(axes), state=state)
+        return type(self)(optimizer, flax_mutables=_as_specs(self.flax_mutables_axes or {}), flax_mutables_axes=None)
 
 
 @flax.struct.dataclass
@@ -137,7 +138,7 @@ class InferenceState(TrainState):
     params: Tree
     params_axes: Tree = None
     flax_mutables: Tree = flax.struct.field(default_factory=dict)
-    flax_mutables_axes: Tree = flax.struct.field(default_factory=dict)
+    flax_mutables_axes: Tree = None
 
     @classmethod
     def create(cls, model_variables: Mapping[str, Any]) -> "InferenceState":
@@ -163,13 +164,23 @@ class InferenceState(TrainState):
 
     def as_logical_axes(self) -> "InferenceState":
         """Return the state with the logical axes of its arrays, and None for the step."""
-        return self.replace(step=None, params=self.logical_axes(), flax_mutables=self.flax_mutables_axes)
+        mutables = _as_specs(self.flax_mutables_axes or {})
+        return type(self)(None, _as_specs(self.logical_axes()), flax_mutables=mutables, flax_mutables_axes=None)
 
 
 def split_variables(variables: Mapping[str, Any]) -> tuple[Tree, Tree, Tree, Tree]:
     """Return the parameters of a network, their axes, its other collections and the axes of those."""
     variables = flax.core.unfreeze(variables)
     params, axes = variables.pop("params"), variables.pop("params_axes", None)
-    mutables_axes = {name: tree for name, tree in variables.items() if name.endswith("_axes")}
-    mutables = {name: tree for name, tree in variables.items() if name not in mutables_axes}
-    return params, axes, mutables, mutables_axes
+    mutables_axes = {name.removesuffix("_axes"): tree for name, tree in variables.items() if name.endswith("_axes")}
+    mutables = {name: tree for name, tree in variables.items() if not name.endswith("_axes")}
+    return params, axes, mutables, mutables_axes or None
+
+
+def _as_specs(tree: Tree) -> Tree:
+    """Return PartitionSpecs in the place of axes, which are tuples or `AxisMetadata`; None stays."""
+
+    def spec(axes: Any) -> PartitionSpec | None:
+        return None if axes is None else PartitionSpec(*getattr(axes, "names", axes))
+
+    return jax.tree.map(spec, tree, is_leaf=lambda x: not isinstance(x, Mapping))

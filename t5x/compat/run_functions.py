@@ -56,14 +56,14 @@ def get_zeros_batch_like_spec(batch_spec: Mapping[str, Any]) -> dict[str, jax.Ar
 
 
 def get_zeros_batch_like_dataset(dataset: Any, batch_size: int | None = None) -> dict[str, jax.Array]:
-    """Return zeros like the batches of a dataset, or like its examples with a batch axis of `batch_size`."""
+    """Return zeros like the batches of a dataset; `batch_size` replaces the number of rows."""
     if hasattr(dataset, "element_spec"):
         spec = {name: jax.ShapeDtypeStruct(x.shape, x.dtype.as_numpy_dtype) for name, x in dataset.element_spec.items()}
     else:
         batch = dataset.peek() if hasattr(dataset, "peek") else next(iter(dataset))
         spec = {name: jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype) for name, x in batch.items()}
     if batch_size is not None:
-        spec = {name: jax.ShapeDtypeStruct((batch_size, *x.shape), x.dtype) for name, x in spec.items()}
+        spec = {name: jax.ShapeDtypeStruct((batch_size, *x.shape[1:]), x.dtype) for name, x in spec.items()}
     return get_zeros_batch_like_spec(spec)
 
 
@@ -132,22 +132,20 @@ def override_params_axes_names(
 
     Args:
       params_axes_names_override: pairs of a regular expression that matches the whole path of a parameter, and its new
-        axes. The first match wins, and every expression must match.
+        axes. The first match wins.
     """
     variables = flax.core.unfreeze(model_variables)
+    if "params_axes" not in variables:
+        raise ValueError("The variables have no collection `params_axes`, whose names could be overridden.")
     flat = flax.traverse_util.flatten_dict(variables["params_axes"])
-    unused = {pattern for pattern, _ in params_axes_names_override}
-    for path, metadata in flat.items():
-        name = "/".join(path).removesuffix("_axes")
-        for pattern, names in params_axes_names_override:
-            if re.fullmatch(pattern, name):
-                unused.discard(pattern)
-                if len(names) != len(metadata.names):
-                    raise ValueError(f"{name} has the axes {metadata.names}; {tuple(names)} are not as many")
-                flat[path] = AxisMetadata(names=tuple(names))
-                break
-    if unused:
-        raise ValueError(f"these patterns of params_axes_names_override match no parameter: {sorted(unused)}")
+    for path, param in flax.traverse_util.flatten_dict(variables["params"]).items():
+        name = "/".join(path)
+        names = next((axes for pattern, axes in params_axes_names_override if re.fullmatch(pattern, name)), None)
+        if names is None:
+            continue
+        if len(names) != param.ndim:
+            raise ValueError(f"{name} has {param.ndim} dimensions, but these axes were given: {tuple(names)}")
+        flat[*path[:-1], f"{path[-1]}_axes"] = AxisMetadata(names=tuple(names))
     return variables | {"params_axes": flax.traverse_util.unflatten_dict(flat)}
 
 

@@ -19,12 +19,13 @@ def start_from_prompts(inputs: jax.Array, initial_index: jax.Array | None) -> tu
     `inputs` are the prompts, shifted right: position 0 is the start token; later zeros are free for output.
     """
     sequences = jnp.pad(inputs, ((0, 0), (0, 1))).astype(jnp.int32)
-    if initial_index is not None:
-        index = initial_index.astype(jnp.int32)
-        return sequences, index, index
-    sequences = sequences.at[:, 0].set(0)
-    prompt_end = jnp.sum(jnp.cumprod(sequences[:, 1:] != 0, axis=1), axis=1).astype(jnp.int32)
-    return sequences, jnp.zeros_like(prompt_end), prompt_end
+    if initial_index is None:
+        sequences = sequences.at[:, 0].set(0)
+        index = jnp.zeros(sequences.shape[0], jnp.int32)
+    else:
+        index = jnp.asarray(initial_index, jnp.int32)
+    filled = (sequences[:, 1:] != 0) | (jnp.arange(1, sequences.shape[1]) <= index[:, None])
+    return sequences, index, jnp.sum(jnp.cumprod(filled, axis=1), axis=1).astype(jnp.int32)
 
 
 def token_at(sequences: jax.Array, index: jax.Array) -> jax.Array:
@@ -97,7 +98,7 @@ def remove_prefix(sequence: jax.Array, prefix_length: jax.Array) -> jax.Array:
     """
     length = sequence.shape[-1]
     at = jnp.arange(length) + prefix_length.reshape(-1, *[1] * (sequence.ndim - 1))
-    shifted = jnp.take_along_axis(sequence, jnp.minimum(at, length - 1) + jnp.zeros_like(sequence), axis=-1)
+    shifted = jnp.take_along_axis(sequence, jnp.broadcast_to(jnp.minimum(at, length - 1), sequence.shape), axis=-1)
     return jnp.where(at < length, shifted, 0)
 
 

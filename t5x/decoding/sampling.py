@@ -107,6 +107,8 @@ def temperature_sample(
     limits.check_number("topk", topk, low=0)
     limits.check_number("topp", topp, low=0, high=1)
     sequences, index, prompt_end = rows.start_from_prompts(inputs, initial_index)
+    if state_callback_fn is not None:  # which may write a token after the last one, as in T5X
+        sequences = jnp.pad(sequences, ((0, 0), (0, 1)))
     limit = jnp.full(batch, length)
     if max_decode_steps is not None:
         limit = jnp.minimum(limit, prompt_end + max_decode_steps)
@@ -134,20 +136,25 @@ def temperature_sample(
         prompt = rows.token_at(state.sequences, following)
         free = (prompt == 0) & ~state.ended
         token = jnp.where(free, token, jnp.where(state.ended, 0, prompt))
+        sequences = jnp.where(
+            state.ended[:, None], state.sequences, rows.set_token(state.sequences, following, token)
+        )
+        found_eos = free & (token == state.eos_id)
+        if state_callback_fn is not None:  # one that it wrote also ends the row
+            found_eos |= jnp.sum(sequences == state.eos_id, axis=1) > prompt_eos
         return state.replace(
             step=state.step + 1,
             cur_index=jnp.where(state.ended, state.cur_index, following),
             cur_token=token[:, None],
             cache=cache,
-            sequences=jnp.where(
-                state.ended[:, None], state.sequences, rows.set_token(state.sequences, following, token)
-            ),
-            ended=state.ended | (free & (token == state.eos_id)) | (following >= limit),
+            sequences=sequences,
+            ended=state.ended | found_eos | (following >= limit),
             log_prob=state.log_prob + jnp.where(free, log_prob, 0.0),
         )
 
     index = each_row(index)
     sequences = each_row(sequences)
+    prompt_eos = jnp.sum(sequences == eos_id, axis=1)
     state = SamplingLoopState(
         step=jnp.int32(0),
         cur_index=index,
@@ -179,7 +186,7 @@ def temperature_sample(
     )
     scores = log_prob.reshape(batch, num_decodes)
     order = jnp.argsort(scores, axis=-1)
-    tokens = sequences[:, 1:].reshape(batch, num_decodes, length)
+    tokens = sequences[:, 1 : length + 1].reshape(batch, num_decodes, length)
     return rows.take_beams(tokens, order), jnp.take_along_axis(scores, order, axis=-1)
 
 

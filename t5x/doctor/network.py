@@ -128,14 +128,16 @@ def interface_findings(found: Mapping[str, str], environment: Mapping[str, str])
 
 
 def gpu_binding_findings(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Report SLURM's --gpus-per-task, which hides the GPUs of the other tasks on a machine."""
-    per_task = environment.get("SLURM_GPUS_PER_TASK", "")
-    count = re.search(r"(\d+)$", per_task)
-    several = environment.get("SLURM_NTASKS", "1") != "1"
-    if count and int(count[1]) == 1 and several:
+    """Report SLURM's --gpus-per-task=1, which hides the GPUs of the other tasks on a machine."""
+    if environment.get("SLURM_NTASKS", "1") == "1" or environment.get("SLURMD_TRES_BIND") == "gpu:none":
+        return
+    # sbatch exports the option, srun only its effect.
+    asked = environment.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2] == "1"
+    visible = [gpu for gpu in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
+    if asked or (len(visible) == 1 and environment.get("SLURM_GPUS_ON_NODE", "1") != "1"):
         yield warning(
-            "SLURM was started with --gpus-per-task=1: each task sees only its own GPU, as number 0. NCCL then cannot "
-            "copy between the GPUs of a machine directly, and may fail or be slow.",
+            "SLURM was started with --gpus-per-task=1: each task sees only its own GPU. NCCL then cannot copy between "
+            "the GPUs of a machine directly, and may fail or be slow.",
             "Use --gpus-per-node=N with --ntasks-per-node=1 (one process for all GPUs of a machine), or add "
             "--gpu-bind=none to srun.",
         )

@@ -277,8 +277,16 @@ def from_json(record: dict[str, list]) -> Metrics:
     return {name: metric(*values) for name, values in record.items()}
 
 
+class Scalar(float):
+    """A number that also has the attribute `value`, like the scalars of clu, which code for T5X expects."""
+
+    @property
+    def value(self) -> float:
+        return float(self)
+
+
 def compute(metrics: Metrics, duration: float | None = None) -> dict[str, float]:
-    """Return the values of the metrics as Python floats; arrays of a user's metrics become one value per element.
+    """Return the values of the metrics as floats; arrays of a user's metrics become one value per element.
 
     Args:
       duration: seconds, for metrics of time; without it, these are left out.
@@ -289,9 +297,14 @@ def compute(metrics: Metrics, duration: float | None = None) -> dict[str, float]
         metrics = set_time_metrics_duration(metrics, duration)
     found: dict[str, float] = {}
     for name, metric in metrics.items():
-        value = np.asarray(metric.compute())
+        try:
+            value = np.asarray(metric.compute())
+        except NotImplementedError:  # a metric of clu may define only this
+            value = np.asarray(metric.compute_value().value)
+        if value.dtype.kind in "US":  # a text, which is not written
+            continue
         if value.ndim == 0:
-            found[name] = float(value)
+            found[name] = Scalar(value)
         else:
-            found |= {f"{name}/{i}": float(x) for i, x in enumerate(value.reshape(-1))}
+            found |= {f"{name}/{i}": Scalar(x) for i, x in enumerate(value.reshape(-1))}
     return found

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import inspect
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import flax.linen as nn
@@ -14,7 +14,6 @@ import jax.numpy as jnp
 
 from t5x import decoding, losses
 from t5x.data.vocabularies import Vocabulary, as_vocabulary
-from t5x.decoding.loop import per_example_logits
 from t5x.metrics.accumulators import Average, AveragePerStep, Metrics, Sum
 from t5x.models.base_metrics import compute_base_metrics
 from t5x.network import LogitFactors, NetworkConfig, fp8, initial_variables, is_ours
@@ -107,6 +106,10 @@ class BaseTransformerModel(BaseModel):
     _MODULE_INPUTS: tuple[str, ...]  # features that the module takes by position
     _OPTIONAL_INPUTS: tuple[str, ...]  # features that it takes by name, None if the batch does not have them
 
+    # Defaults for subclasses that do not call `__init__`.
+    default_decoder_params: Mapping[str, Any] = types.MappingProxyType({})
+    _return_all_decodes = False
+
     def __init__(
         self,
         module: nn.Module,
@@ -122,14 +125,14 @@ class BaseTransformerModel(BaseModel):
     ):
         super().__init__(optimizer_def)
         self.module = module
-        self.vocabularies = {"inputs": as_vocabulary(input_vocabulary), "targets": as_vocabulary(output_vocabulary)}
+        self._input_vocabulary = as_vocabulary(input_vocabulary)
+        self._output_vocabulary = as_vocabulary(output_vocabulary)
         self._decode_fn = decode_fn
         if feature_converter_cls is not None:
             self.FEATURE_CONVERTER_CLS = feature_converter_cls
         self._label_smoothing = label_smoothing
         self._z_loss = z_loss
         self._loss_normalizing_factor = loss_normalizing_factor
-        self._return_all_decodes = False
         if isinstance(default_decoder_params, DecoderParams):
             self._return_all_decodes = default_decoder_params.return_all_decodes
             default_decoder_params = {"num_decodes": default_decoder_params.num_decodes}
@@ -138,12 +141,16 @@ class BaseTransformerModel(BaseModel):
             losses.special_loss_normalizing_factor(loss_normalizing_factor)  # report a wrong name before training
 
     @property
+    def vocabularies(self) -> Mapping[str, Vocabulary]:
+        return {"inputs": self._input_vocabulary, "targets": self._output_vocabulary}
+
+    @property
     def input_vocabulary(self) -> Vocabulary:
-        return self.vocabularies.get("inputs", self.output_vocabulary)
+        return self._input_vocabulary
 
     @property
     def output_vocabulary(self) -> Vocabulary:
-        return self.vocabularies["targets"]
+        return self._output_vocabulary
 
     @property
     def decode_fn(self) -> Callable:
@@ -162,11 +169,19 @@ class BaseTransformerModel(BaseModel):
         input_types: Mapping[str, Any] | None = None,
     ) -> Any:
         """Return fresh `params`, and their logical axes as `params_axes`."""
-        types = {"decoder_target_tokens": (input_types or {}).get("decoder_input_tokens", jnp.int32)}
-        types |= dict(input_types or {})
-        shapes = {"decoder_target_tokens": input_shapes["decoder_input_tokens"], **input_shapes}
-        inputs = [jnp.ones(shapes[name], types.get(name, jnp.int32)) for name in self._MODULE_INPUTS]
-        return initial_variables(self.module, rng, *inputs)
+        types, like = input_types or {}, {"decoder_target_tokens": "decoder_input_tokens"}
+        inputs = {}
+        for name in (*self._MODULE_INPUTS, *self._OPTIONAL_INPUTS):
+            given = name if name in input_shapes else like.get(name)
+            inputs[name] = None if given is None else jnp.ones(input_shapes[given], types.get(given, jnp.int32))
+        tokens = [inputs.pop(name) for name in self._MODULE_INPUTS]
+        if is_ours(self.module):
+            return initial_variables(self.module, rng, *tokens)
+        return self._init_module(rng, tokens, inputs)
+
+    def _init_module(self, rng: jax.Array, tokens: Sequence[jax.Array], optional: Mapping[str, Any]) -> Any:
+        """Initialize a network that is not ours, with the arguments of T5X."""
+        return self.module.init(rng, *tokens, **optional, decode=False, enable_dropout=False)
 
     def compute_logits(
         self, params: Params, batch: Batch, dropout_rng: jax.Array | None = None, mutable: Any = False
@@ -192,12 +207,16 @@ class BaseTransformerModel(BaseModel):
         return self.module.apply(
             {**self._variables(params, batch.get("fp8_scales")), **(other_variables or {})},
             *(batch[name] for name in self._MODULE_INPUTS),
-            **{name: batch.get(name) for name in self._OPTIONAL_INPUTS},
+            **self._optional_inputs(batch),
             **self._row_index(batch),
+            decode=False,
             enable_dropout=dropout_rng is not None,
             rngs=None if dropout_rng is None else {"dropout": dropout_rng},
             **options,
         )
+
+    def _optional_inputs(self, batch: Batch) -> dict[str, Any]:
+        return {name: batch.get(name) for name in self._OPTIONAL_INPUTS}
 
     def _variables(self, params: Params, fp8_scales: Any = None) -> dict[str, Any]:
         """Return the variables of the module, with FP8 scales in a training step that has them."""
@@ -230,7 +249,7 @@ class BaseTransformerModel(BaseModel):
         `fp8_scales` (see `network.fp8`), the matmuls of the layers are in FP8.
         """
         scale = self.with_loss_scale(batch)["loss_scale"]
-        targets = batch["decoder_target_tokens"]
+        targets = batch["decoder_target_tokens"].astype(jnp.int32)
         options = {"z_loss": self._z_loss, "label_smoothing": self._label_smoothing}
         if (factors := self._logit_factors(params, batch, dropout_rng)) is not None:
             options |= {"scale": factors.scale}
@@ -262,12 +281,10 @@ class BaseTransformerModel(BaseModel):
         """Return the metrics of a batch; subclasses may add others."""
         return compute_base_metrics(logits, targets, mask, loss, z_loss, segment_ids)
 
-    def _overrides(self, *methods: str) -> bool:
-        """Return whether a subclass, or this object, has its own version of a method."""
-        return any(
-            getattr(type(self), name) is not getattr(BaseTransformerModel, name) or name in vars(self)
-            for name in methods
-        )
+    def _overrides(self, *methods: str, of: type | None = None) -> bool:
+        """Return whether a subclass, or this object, has its own version of a method of `of`, by default this class."""
+        of = of or BaseTransformerModel
+        return any(getattr(type(self), name) is not getattr(of, name) or name in vars(self) for name in methods)
 
     def _logit_factors(self, params: Params, batch: Batch, dropout_rng: jax.Array | None = None) -> LogitFactors | None:
         """Return hidden states and kernel instead of logits; None if the network is not ours or logits are needed."""
@@ -347,12 +364,18 @@ class BaseTransformerModel(BaseModel):
         self, batch: Batch, rng: jax.Array | None, decoder_params: Mapping[str, Any] | None, num_decodes: int
     ) -> dict[str, Any]:
         """Merge the arguments of `decode_fn`: defaults, those of the model, those of the call."""
-        num_decodes = 1 if num_decodes is None else num_decodes
-        options = {"num_decodes": num_decodes, "eos_id": self.output_vocabulary.eos_id, "decode_rng": rng}
-        options |= self.default_decoder_params | dict(decoder_params or {})
+        options = {"num_decodes": 1 if num_decodes is None else num_decodes, "eos_id": self.output_vocabulary.eos_id}
+        options |= {**self.default_decoder_params, **(decoder_params or {})}
+        if rng is not None:
+            if "decode_rng" in options:
+                raise ValueError(
+                    f"Got RNG both from `rng` ({rng}) and from `decoder_params['decode_rng']` "
+                    f"({options['decode_rng']}): pass one of them."
+                )
+            options["decode_rng"] = rng
         self._check_memory(*batch["decoder_input_tokens"].shape[:2], options["num_decodes"])
         if "example_index" in batch:
-            options["decode_rng"] = decoding.example_keys(options["decode_rng"], batch["example_index"])
+            options["decode_rng"] = decoding.example_keys(options.get("decode_rng"), batch["example_index"])
         configs = (self.module, getattr(self.module, "config", None))
         return options | {"cache_offset": int(any(getattr(config, "scan_layers", False) for config in configs))}
 
@@ -365,10 +388,6 @@ class BaseTransformerModel(BaseModel):
             tokens, logits = 2 * 4, 4 * config.vocab_size
             decoding.check_memory(rows, num_decodes, length, per_token=cache + tokens, per_decode=logits)
 
-    def _tokens_to_logits(self, step: Callable, inputs: dict[str, Any], axes: dict[str, int]) -> Callable:
-        """Return `step` for `decode_fn`; only caches of our own networks are known to allow removing examples."""
-        return per_example_logits(step, inputs, axes) if is_ours(self.module) else functools.partial(step, inputs)
-
     def score_batch(self, params: Params, batch: Batch, return_intermediates: bool = False) -> Any:
         """Return the log likelihood of each row's targets, float32 [batch].
 
@@ -379,7 +398,7 @@ class BaseTransformerModel(BaseModel):
             `decoder` the `target_tokens`, `loss_weights` and `token_scores` (weighted log probabilities), each
             [batch, targets] in a tuple, like all sown values.
         """
-        targets, weights = batch["decoder_target_tokens"], batch.get("decoder_loss_weights")
+        targets, weights = batch["decoder_target_tokens"].astype(jnp.int32), batch.get("decoder_loss_weights")
         weights = jnp.ones(targets.shape, jnp.float32) if weights is None else weights
         if return_intermediates:
             logits, changed = self.compute_logits(params, batch, mutable=["intermediates"])

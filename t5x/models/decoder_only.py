@@ -1,7 +1,7 @@
 """Decoder-only models: causal and prefix language models."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import flax.linen as nn
@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from t5x import decoding, losses
 from t5x.data.feature_converters import DecoderFeatureConverter
 from t5x.data.vocabularies import Vocabulary
+from t5x.decoding.loop import per_example_logits
 from t5x.models.base import BaseTransformerModel, Batch, Params, best_or_all
-from t5x.network import compute_params
+from t5x.network import compute_params, is_ours
 
 if TYPE_CHECKING:
     from t5x.optimizers.protocol import OptimizerDef
@@ -49,13 +50,25 @@ class DecoderOnlyModel(BaseTransformerModel):
             module, vocabulary, vocabulary, optimizer_def, decode_fn, label_smoothing, z_loss, loss_normalizing_factor,
             feature_converter_cls, default_decoder_params,
         )  # fmt: skip
-        del self.vocabularies["inputs"]  # a language model has only targets
-        self.inputs_bidirectional_attention = inputs_bidirectional_attention
-        if inputs_bidirectional_attention:
-            self._OPTIONAL_INPUTS += ("decoder_causal_attention",)
+        self._inputs_bidirectional_attention = inputs_bidirectional_attention
+
+    @property
+    def inputs_bidirectional_attention(self) -> bool:
+        return self._inputs_bidirectional_attention
+
+    @property
+    def vocabularies(self) -> Mapping[str, Vocabulary]:
+        return {"targets": self._output_vocabulary}  # a language model has only targets
 
     def input_shapes(self, task_feature_lengths: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
         return {"decoder_input_tokens": (1, sum(task_feature_lengths.values()))}
+
+    def _init_module(self, rng: jax.Array, tokens: Sequence[jax.Array], optional: Mapping[str, Any]) -> Any:
+        return self.module.init(rng, *tokens, enable_dropout=False)
+
+    def _optional_inputs(self, batch: Batch) -> dict[str, Any]:
+        prefix = batch.get("decoder_causal_attention") if self.inputs_bidirectional_attention else None
+        return super()._optional_inputs(batch) | {"decoder_causal_attention": prefix}
 
     def predict_batch_with_aux(
         self,
@@ -81,22 +94,34 @@ class DecoderOnlyModel(BaseTransformerModel):
         lengths = jnp.maximum(jnp.sum(inside, axis=1) - 1, 0).astype(jnp.int32)
         params = compute_params(self.module, params)  # once, not in every step
         apply = functools.partial(self.module.apply, enable_dropout=False, mutable=["cache"])
+        variables = {"params": params}
+        if not is_ours(self.module):  # T5X's networks prefill a cache that exists
+            tokens = jnp.ones_like(inputs)
+            variables["cache"] = apply({"params": params}, tokens, tokens, decode=True)[1]["cache"]
         # The mask also replaces the targets, because the start token is 0 but not padding.
         prefix = inside if self.inputs_bidirectional_attention else None
         _, filled = apply(
-            {"params": params}, inputs, inside, decoder_causal_attention=prefix, prefill=True, prefill_lengths=lengths
-        )
-
-        def step(_: dict[str, Any], state: decoding.DecodingState) -> tuple[jax.Array, Any]:
-            variables, token = {"params": params, "cache": state.cache}, state.cur_token
-            logits, changed = apply(variables, token, token, decode=True, max_decode_length=inputs.shape[1])
-            return logits[:, -1, :], changed["cache"]
-
+            variables, decoder_input_tokens=inputs, decoder_target_tokens=inside, decoder_causal_attention=prefix,
+            prefill=True, prefill_lengths=lengths,
+        )  # fmt: skip
+        length = inputs.shape[1]
+        next_logits = functools.partial(self._compute_logits_from_slice, params=params, max_decode_length=length)
+        if is_ours(self.module) and not self._overrides("_compute_logits_from_slice", of=DecoderOnlyModel):
+            tokens_to_logits = per_example_logits(lambda _, state: next_logits(state), {}, {})
+        else:
+            tokens_to_logits = next_logits
         decodes, scores = self._decode_fn(
-            inputs=inputs,
-            cache=filled["cache"],
-            tokens_to_logits=self._tokens_to_logits(step, {}, {}),
-            initial_index=lengths,
-            **options,
+            inputs=inputs, cache=filled["cache"], tokens_to_logits=tokens_to_logits, initial_index=lengths, **options
         )
         return best_or_all(decoding.remove_prefix(decodes, lengths), scores, return_all_decodes)
+
+    def _compute_logits_from_slice(
+        self, decoding_state: decoding.DecodingState, params: Params, max_decode_length: int
+    ) -> tuple[jax.Array, Any]:
+        """Return the logits of the next tokens and the new cache: `tokens_to_logits`, which subclasses may override."""
+        token = decoding_state.cur_token
+        logits, changed = self.module.apply(
+            {"params": params, "cache": decoding_state.cache}, token, token, enable_dropout=False, decode=True,
+            max_decode_length=max_decode_length, mutable=["cache"],
+        )  # fmt: skip
+        return logits[:, -1], changed["cache"]

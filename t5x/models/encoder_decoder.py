@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from t5x import decoding, losses
 from t5x.data.feature_converters import EncDecFeatureConverter
 from t5x.data.vocabularies import Vocabulary
+from t5x.decoding.loop import per_example_logits
 from t5x.models.base import BaseTransformerModel, Batch, Params, best_or_all
-from t5x.network import CACHES, compute_params
+from t5x.network import CACHES, compute_params, is_ours
 
 if TYPE_CHECKING:
     from t5x.optimizers.protocol import OptimizerDef
@@ -91,27 +92,50 @@ class EncoderDecoderModel(BaseTransformerModel):
         prompts = batch["decoder_input_tokens"].astype(jnp.int32)
         empty = jnp.zeros_like(prompts)
         prompts = jnp.where(prompts == options["eos_id"], 0, prompts) if prompt_with_targets else empty
+        if is_ours(self.module) and not self._overrides("_compute_logits_from_slice", of=EncoderDecoderModel):
+            start = self._start_decoding
+        else:
+            start = self._start_decoding_by_slices
+        tokens_to_logits, cache = start(params, inputs, empty, options)
+        decodes, scores = self._decode_fn(inputs=prompts, cache=cache, tokens_to_logits=tokens_to_logits, **options)
+        return best_or_all(decodes, scores, return_all_decodes)
+
+    def _start_decoding(
+        self, params: Params, inputs: jax.Array, empty: jax.Array, options: Mapping[str, Any]
+    ) -> tuple[Callable, Any]:
+        """Return `tokens_to_logits` and the initial cache; beams share the encoder's output."""
         variables = {"params": compute_params(self.module, params)}  # once, not in every step
         encoded = self.module.apply(variables, inputs, enable_dropout=False, method=self.module.encode)
         decode = functools.partial(self.module.apply, enable_dropout=False, decode=True, method=self.module.decode)
         # This pass creates the caches; the compiler removes the rest of its computation.
         _, caches = decode(variables, encoded, inputs, empty, empty, mutable=list(CACHES))
-        caches = dict(caches)
-        cache = caches.pop("cache", {})
-        if "cross_cache" not in caches:  # only our cross-attention shares the encoder's output between beams
-            encoded, inputs = (jnp.repeat(x, options["num_decodes"], axis=0) for x in (encoded, inputs))
-        per_example = {"encoded": encoded, "inputs": inputs, "cross_cache": caches.pop("cross_cache", {})}
+        per_example = {"encoded": encoded, "inputs": inputs, "cross_cache": caches["cross_cache"]}
 
         def step(given: dict[str, Any], state: decoding.DecodingState) -> tuple[jax.Array, Any]:
-            held = {**variables, **caches, "cross_cache": given["cross_cache"], "cache": state.cache}
+            held = {**variables, "cross_cache": given["cross_cache"], "cache": state.cache}
             tokens = (given["encoded"], given["inputs"], state.cur_token, state.cur_token)
             logits, changed = decode(held, *tokens, max_decode_length=empty.shape[1], mutable=["cache"])
             return logits[:, -1, :], changed.get("cache", {})
 
         axes = {"encoded": 0, "inputs": 0, "cross_cache": options["cache_offset"]}
-        tokens_to_logits = self._tokens_to_logits(step, per_example, axes)
-        decodes, scores = self._decode_fn(inputs=prompts, cache=cache, tokens_to_logits=tokens_to_logits, **options)
-        return best_or_all(decodes, scores, return_all_decodes)
+        return per_example_logits(step, per_example, axes), caches.get("cache", {})
+
+    def _start_decoding_by_slices(
+        self, params: Params, inputs: jax.Array, empty: jax.Array, options: Mapping[str, Any]
+    ) -> tuple[Callable, Any]:
+        """Return the same for any network with T5X's call convention, by `_compute_logits_from_slice`."""
+        tokens = jnp.ones_like(empty)
+        _, created = self.module.apply(
+            {"params": params}, jnp.ones_like(inputs), tokens, tokens, decode=True, enable_dropout=False,
+            mutable=["cache"],
+        )  # fmt: skip
+        encoded = self.module.apply({"params": params}, inputs, enable_dropout=False, method=self.module.encode)
+        expanded = (jnp.repeat(x, options["num_decodes"], axis=0) for x in (encoded, inputs))
+        given = dict(zip(("encoded_inputs", "raw_inputs"), expanded, strict=True))
+        tokens_to_logits = functools.partial(
+            self._compute_logits_from_slice, params=params, **given, max_decode_length=empty.shape[1]
+        )
+        return tokens_to_logits, created["cache"]
 
     def _compute_logits_from_slice(
         self,

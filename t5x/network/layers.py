@@ -221,6 +221,8 @@ def embed(table: jax.Array, tokens: jax.Array, dtype: Any) -> jax.Array:
 
 def lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
     """Return rows of the table, [...] -> [..., features]; the gradient is deterministic, on GPUs as well."""
+    if jnp.issubdtype(tokens.dtype, jnp.floating):  # T5X's networks take tokens of any dtype
+        tokens = tokens.astype(jnp.int32)
     return (_rows if jax.default_backend() == "gpu" else _take)(table, tokens)
 
 

@@ -64,7 +64,10 @@ def _visible_gpus() -> str:
     if platforms and not {"cuda", "gpu", "rocm"}.intersection(platforms.split(",")):
         return ""
     every_gpu = ",".join(str(n) for n in range(len(glob.glob("/dev/nvidia[0-9]*"))))
-    return os.environ.get("CUDA_VISIBLE_DEVICES", every_gpu)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", every_gpu)
+    # In a cgroup of SLURM, each task counts its own GPUs from 0; these are their numbers on the machine.
+    physical = os.environ.get("SLURM_STEP_GPUS", "")
+    return physical if physical and physical.count(",") == visible.count(",") else visible
 
 
 def own_gpus(me: Member, members: list[Member]) -> list[int] | None:

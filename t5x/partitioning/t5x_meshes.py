@@ -92,8 +92,7 @@ def get_coords(device: Any) -> tuple[int, ...]:
     """Return the place of a device: of a TPU (x, y, z, core), of others (process, number in the process)."""
     if hasattr(device, "coords"):
         return (*device.coords, device.core_on_chip)
-    peers = sorted(d.id for d in jax.devices(device.platform) if d.process_index == device.process_index)
-    return device.process_index, peers.index(device.id)
+    return device.process_index, device.id % jax.local_device_count()
 
 
 def bounds_from_last_device(last_device: Any) -> tuple[int, ...]:

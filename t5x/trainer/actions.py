@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from t5x.errors import UserError
+from t5x.metrics.accumulators import Scalar
 from t5x.partitioning import distributed
 from t5x.train_state import TrainState
 
@@ -94,11 +95,14 @@ class EarlyStoppingAction(BaseAction):
         self.task, self.metric = metric
         self.mode, self.patience, self.atol, self.rtol = mode, patience, atol, rtol
         self._history: list[tuple[int, float]] = []
+        self._restored = False
 
     def run(self, train_state: TrainState, metrics_by_task: MetricsByTask) -> bool:
         value, step = _metric_of(self, metrics_by_task), int(train_state.step)
-        # A resumed run may see the metrics of the checkpoint's step a second time.
-        self._history = [*(entry for entry in self._history if entry[0] < step), (step, value)][-self.patience :]
+        if self._restored:  # the run may see the metrics of the checkpoint's step a second time
+            self._history = [entry for entry in self._history if entry[0] < step]
+            self._restored = False
+        self._history = [*self._history, (step, value)][-self.patience :]
         values = [value for _, value in self._history]
         if len(values) < self.patience or any(map(self._improved, values[1:], values)):
             return False
@@ -120,6 +124,7 @@ class EarlyStoppingAction(BaseAction):
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._history = [(step, float(value)) for step, value in state["history"]]
+        self._restored = True
 
     def settings(self) -> dict[str, Any]:
         return {"patience": self.patience, "atol": self.atol, "rtol": self.rtol}
@@ -227,8 +232,10 @@ class Actions:
         With several processes, the first one decides: some metrics, such as times, differ between them.
         """
         stop = None
+        scalars = lambda metrics: {name: _as_scalar(value) for name, value in metrics.items()}
+        values = {task: scalars(metrics) for task, metrics in metrics_by_task.items()}
         for action in self._actions.get(mode, ()):
-            if action.run(train_state, metrics_by_task) and stop is None:
+            if action.run(train_state, values) and stop is None:
                 stop = ActionStop(int(train_state.step), str(action), action.reason, action.worth_saving)
         if self.has(mode):
             decided = distributed.broadcast("actions", stop and dataclasses.asdict(stop))
@@ -261,6 +268,10 @@ class Actions:
                     action.restore(record[1])
 
 
+def _as_scalar(value: Any) -> Any:
+    return Scalar(value) if isinstance(value, int | float) else value
+
+
 def _metric_of(action: Any, metrics_by_task: MetricsByTask) -> float:
     """Return the value of the action's metric."""
     task, metric = action.task, action.metric
@@ -273,6 +284,6 @@ def _metric_of(action: Any, metrics_by_task: MetricsByTask) -> float:
         )
     value = metrics_by_task[task][metric]
     try:
-        return float(value)
+        return float(getattr(value, "value", value))
     except (TypeError, ValueError):
         raise UserError(f"{action}: {metric!r} of {task!r} is {value!r}, which is not a number.") from None

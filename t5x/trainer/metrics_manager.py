@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from t5x.metrics.accumulators import Metrics, compute
+from t5x.metrics.accumulators import Metrics, compute, set_step_metrics_num_steps
 from t5x.telemetry import MetricWriter
 
 
@@ -42,8 +42,9 @@ class MetricsManager:
             self._writer = MetricWriter(self.summary_dir, collection=self._name)
         return self._writer
 
-    def start_duration_timer(self) -> None:
-        """Start to measure the duration of the next summary."""
+    def start_duration_timer(self, block_on: Any = ()) -> None:
+        """Start to measure the duration of the next summary, once the arrays of `block_on` are computed."""
+        jax.block_until_ready([x for x in jax.tree.leaves(block_on) if not getattr(x, "is_deleted", bool)()])
         self._began = time.perf_counter()
 
     def write_scalar(self, key: str, val: float, step: int) -> None:
@@ -55,7 +56,7 @@ class MetricsManager:
 
     def write_metrics_summary(self, metrics: Metrics, step: int, num_steps: int) -> Finished:
         """Write the metrics of `num_steps` steps, merged; `result()` of the returned object gives them as scalars."""
-        summary = compute(metrics, time.perf_counter() - self._began)
+        summary = compute(set_step_metrics_num_steps(metrics, num_steps), time.perf_counter() - self._began)
         self.write_scalars(step, summary)
         self.flush()
         return Finished(summary)

@@ -169,7 +169,7 @@ class Trainer(BaseTrainer):
         self._num_microbatches = num_microbatches
         self._weight_metrics_computer = weight_metrics_computer
         self.learning_rate_fn = applied_schedule(
-            model.optimizer_def, learning_rate_fn, train_state.param_states, train_state.step
+            train_state.optimizer_def, learning_rate_fn, train_state.param_states, train_state.step
         )
 
     @functools.cached_property

@@ -184,7 +184,7 @@ def test_callbacks():
     made = Languages.random(12, 8, 4, 4)
 
     def no_end(logits, state):
-        assert state.sequences.shape == (8, 5) and state.log_prob.shape == (8,)
+        assert state.sequences.shape == (8, 6) and state.log_prob.shape == (8,)
         return logits.at[:, EOS].set(-1e7)
 
     def end_after_two(state):
@@ -209,6 +209,32 @@ def test_invalid_options_are_rejected(options, message):
             tokens_to_logits=lambda state: (jnp.zeros((2, 3)), state.cache),
             **options,
         )
+
+
+def test_a_callback_may_write_tokens():
+    """As in T5X, `sequences` has room for a token after the last one, and an EOS that is written ends the row."""
+
+    def end_after_three(state):
+        at = jnp.arange(state.sequences.shape[1]) == state.cur_index[:, None] + 1
+        last = jnp.take_along_axis(state.sequences, state.cur_index[:, None], axis=1)
+        return state.replace(sequences=jnp.where(at & (last == 3), 1, state.sequences))
+
+    inputs = np.array([[0, 5, 6, 7, 0], [0, 8, 9, 0, 0]], np.int32)
+    logits = jnp.array([[-1e7, -1e7, -1e7, 0.0]] * 2)
+    tokens, _ = temperature_sample(inputs, {}, lambda state: (logits, {}), 1, state_callback_fn=end_after_three)
+    np.testing.assert_array_equal(tokens[:, 0], [[5, 6, 7, 3, 1], [8, 9, 3, 1, 0]])
+
+
+def test_steps_count_from_the_end_of_the_prompt():
+    """`initial_index` may be before the end of the prompt, whose other tokens are then forced."""
+    inputs = np.array([[0, 2, 0, 0, 0, 0, 0, 0], [0, 2, 2, 2, 0, 0, 0, 0]], np.int32)
+    logits = jnp.array([[-1e7, -1e7, -1e7, 0.0]] * 2)
+    index = jnp.array([1, 0])
+    tokens, _ = temperature_sample(
+        inputs, {}, lambda state: (logits, {}), 1, initial_index=index, max_decode_steps=4
+    )
+    np.testing.assert_array_equal(tokens[:, 0], [[2, 3, 3, 3, 3, 0, 0, 0], [2, 2, 2, 3, 3, 3, 3, 0]])
+
 
 
 def test_masks_equal_their_definitions_and_keep_ties():

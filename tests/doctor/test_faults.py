@@ -76,7 +76,7 @@ def test_a_machine_with_every_fault(tmp_path):
     script = NAMESPACES.format(python=sys.executable, repository=REPO)
     removed = ("NCCL", "T5X_CLUSTER", "TPU", "GCE")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(removed)}
-    environment |= {"SLURM_GPUS_PER_TASK": "1", "SLURM_NTASKS": "2"}
+    environment |= {"CUDA_VISIBLE_DEVICES": "1", "SLURM_GPUS_ON_NODE": "2", "SLURM_NTASKS": "2"}
     command = [*alone, "bash", "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
@@ -105,14 +105,22 @@ def test_several_interfaces():
     assert not faults(network.interface_findings({"eth0": "10.0.0.4"}, {}))
 
 
-def test_one_gpu_per_slurm_task(monkeypatch, capsys):
-    for name, value in {"SLURM_GPUS_PER_TASK": "1", "SLURM_NTASKS": "8"}.items():
-        monkeypatch.setenv(name, value)
-    result = commands.run(capsys, "doctor", "network", "--json")
-    (found,) = [one for one in json.loads(result.out)["findings"] if one["status"] != "ok"]
-    assert "--gpus-per-task=1" in found["message"] and "--gpus-per-node" in found["fix"]
-    monkeypatch.setenv("SLURM_GPUS_PER_TASK", "4")
-    assert not faults(network.gpu_binding_findings(os.environ))
+# What tasks of SLURM 22.05 find in their environment, by the options of srun, or of sbatch around it.
+SLURM_TASKS = {
+    "srun --gpus-per-task=1": ("SLURMD_TRES_BIND=gpu:per_task:1 CUDA_VISIBLE_DEVICES=1", True),
+    "sbatch --gpus-per-task=1": ("SLURM_GPUS_PER_TASK=1 SLURMD_TRES_BIND=gpu:per_task:1 CUDA_VISIBLE_DEVICES=1", True),
+    "srun --gpus-per-task=1 --gpu-bind=none": ("SLURM_GPUS_PER_TASK=1 SLURMD_TRES_BIND=gpu:none", False),
+    "srun --gpus-per-node=2": ("CUDA_VISIBLE_DEVICES=0,1", False),
+}
+
+
+@pytest.mark.parametrize("options", SLURM_TASKS)
+def test_one_gpu_per_slurm_task(options):
+    words, is_fault = SLURM_TASKS[options]
+    environment = dict(word.split("=", 1) for word in f"{words} SLURM_NTASKS=4 SLURM_GPUS_ON_NODE=2".split())
+    found = faults(network.gpu_binding_findings(environment))
+    assert bool(found) is is_fault
+    assert all("--gpus-per-task=1" in one.message and "--gpus-per-node" in one.fix for one in found)
 
 
 def test_single_tpu_hosts_cannot_form_a_slice(monkeypatch, capsys):

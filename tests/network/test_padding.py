@@ -86,7 +86,7 @@ def test_inputs_and_targets_of_a_decoder_alone_are_one_row(fused, inputs):
     assert "decoder_causal_attention" in batch
     with pytest.raises(UserError, match=r"decoder_target_tokens .* 1 of 3 .* network.TransformerConfig.attention_"):
         padding.check(model, batch)
-    model.inputs_bidirectional_attention = True  # the mask has a prefix, which the reference computes
+    model._inputs_bidirectional_attention = True  # the mask has a prefix, which the reference computes
     padding.check(model, batch)
 
 

@@ -269,3 +269,21 @@ def test_processes_of_a_machine_divide_its_gpus():
     three = [member(n, "a", "0,1,2,3") for n in range(3)]
     with pytest.raises(UserError, match=r"3 processes on a .* 4 GPUs.*CUDA_VISIBLE_DEVICES"):
         rendezvous.own_gpus(three[0], three)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "expected"),
+    [
+        ([("0", "2"), ("0", "3")], [None, None]),  # --gpus-per-task=1: each has one, and calls it 0
+        ([("0,1", "2,3"), ("0,1", "2,3")], [[0], [1]]),  # --gpus-per-node=2
+        ([("0", "2,3"), ("1", "2,3")], [None, None]),  # the same, and a script that chose one for each
+    ],
+)
+def test_tasks_of_slurm_in_cgroups_have_their_own_gpus(monkeypatch, tasks, expected):
+    monkeypatch.setattr(rendezvous.jax, "config", type("config", (), {"jax_platforms": "cuda"}))
+    members = []
+    for index, (visible, physical) in enumerate(tasks):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        monkeypatch.setenv("SLURM_STEP_GPUS", physical)
+        members.append(rendezvous.Member.here(cluster.Place("node", 1, 2, index)))
+    assert [rendezvous.own_gpus(member, members) for member in members] == expected

@@ -77,6 +77,18 @@ def test_normalizing_factors():
     factor, weights = losses.get_loss_normalizing_factor_and_weights("average_per_sequence", packed)
     np.testing.assert_allclose(weights, [[1 / 3] * 3 + [1]], rtol=1e-6)
     np.testing.assert_allclose(factor, 2, rtol=1e-6)
+    # Without weights, special factors do not count padding; a segment 0 is padding whatever its weights are.
+    batch = {"decoder_target_tokens": jnp.array([[5, 6, 7, 0], [5, 0, 0, 0]])}
+    real = [[1.0, 1, 1, 0], [1, 0, 0, 0]]
+    for name, expected in (("NUM_REAL_TARGET_TOKENS", 4), ("NUM_TOTAL_TARGET_TOKENS", 8)):
+        factor, weights = losses.get_loss_normalizing_factor_and_weights(name, batch)
+        assert float(factor) == expected
+        np.testing.assert_array_equal(weights, real)
+        np.testing.assert_allclose(losses.loss_scale(name, batch), np.array(real) / expected)
+    packed |= {"decoder_segment_ids": jnp.array([[1, 2, 2, 0]]), "decoder_loss_weights": jnp.array([[4.0, 1, 3, 9]])}
+    factor, weights = losses.get_loss_normalizing_factor_and_weights("average_per_sequence", packed)
+    np.testing.assert_allclose(weights, [[1, 0.25, 0.75, 0]])
+    assert float(factor) == 2
 
 
 # --- metrics ----------------------------------------------------------------------------------------------------------
@@ -221,8 +233,13 @@ def test_train_states():
     assert new.state_dict().keys() == {"target", "state", "flax_mutables"}
     assert int(new.replace_step(jnp.int32(7)).step) == 7
     assert float(new.replace_params(jax.tree.map(jnp.zeros_like, new.params)).params["dense"]["scale"][0]) == 0
+    grads_axes = {"grads": {"dense": jnp.zeros(4)}, "grads_axes": {"dense": AxisMetadata(names=("embed",))}}
+    with_axes = train_state.FlaxOptimTrainState.create(adafactor.Adafactor(), variables() | grads_axes)
+    assert with_axes.flax_mutables.keys() == {"counters", "grads"} and with_axes.flax_mutables_axes.keys() == {"grads"}
+    assert with_axes.as_logical_axes().flax_mutables == {"grads": {"dense": partitioning.PartitionSpec("embed")}}
     axes = state.as_logical_axes()
-    assert axes.params["dense"]["kernel"] == ("embed", "mlp") and axes.params["dense"]["scale"] is None
+    assert axes.params["dense"]["kernel"] == partitioning.PartitionSpec("embed", "mlp")
+    assert axes.params["dense"]["scale"] is None and axes.params_axes is None
     inference = train_state.InferenceState.create(variables())
     assert inference.state_dict()["state"].keys() == {"step"}
     with pytest.raises(NotImplementedError):
@@ -292,7 +309,7 @@ def test_a_trainer_has_t5x_methods(tmp_path):
     )  # fmt: skip
     batch = tiny.batch()
     summary = made.train(iter([batch, batch]), 2).result()
-    assert int(made.train_state.step) == 2 and summary["loss"] > 0
+    assert int(made.train_state.step) == 2 and summary["loss"].value == summary["loss"] > 0
     assert made.eval({"dev": [batch]})["dev"].result()["loss"] < summary["loss"]
     made.close()
     assert (tmp_path / "train").is_dir() and (tmp_path / "training_eval" / "dev").is_dir()
@@ -364,8 +381,13 @@ def test_utils_functions():
     assert utils.import_module("tests.t5x_projects.tasks") is tasks
     renamed = utils.override_params_axes_names(variables(), [("dense/kernel", ("vocab", "embed"))])
     assert renamed["params_axes"]["dense"]["kernel_axes"].names == ("vocab", "embed")
-    with pytest.raises(ValueError, match="match no parameter"):
-        utils.override_params_axes_names(variables(), [("nothing", ("a",))])
+    rules = [("nothing", ("a",)), (".*/scale", ("mlp",)), ("dense/.*", ("a", "b"))]
+    added = utils.override_params_axes_names(variables(), rules)
+    assert added["params_axes"]["dense"]["scale_axes"].names == ("mlp",)
+    for wrong in (variables(), {"params": variables()["params"]}):
+        with pytest.raises(ValueError, match=r"dimensions|params_axes"):
+            utils.override_params_axes_names(wrong, [("dense/kernel", ("a",))])
+    assert utils.get_zeros_batch_like_dataset(batches, batch_size=7)["encoder_input_tokens"].shape == (7, 8)
     assert utils.flatten_dict_string_keys({"a": {"b": 1}}) == {"a/b": 1}
     assert utils.find_first_checkpoint_step(0, [3, 6, 9], 0, 6) == 2
     assert utils.get_first_valid_restore_config_and_paths([]) == (None, [])
