@@ -12,7 +12,7 @@ from typing import Any
 
 from t5x.errors import TemporaryError, UserError
 
-_SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|(^|_)(KEY|AUTH)S?(_|$)|API_?KEY", re.IGNORECASE)
+_SECRET = re.compile(r"TOKEN(_|$)|SECRET|PASSW|CREDENTIAL|(^|_)(KEY|AUTH)S?(_|$)|API_?KEY", re.IGNORECASE)
 _NAME = re.compile(r"[A-Za-z_]\w*")
 
 
