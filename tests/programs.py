@@ -54,6 +54,14 @@ def reference_python() -> str:
     return str(python)
 
 
+def cloud_python() -> str:
+    """The interpreter that has the clients of clouds: T5X_CLOUD_PYTHON, or that of .venv-cloud. Skips without one."""
+    python = os.environ.get("T5X_CLOUD_PYTHON") or REPO / ".venv-cloud/bin/python"
+    if not os.path.exists(python):
+        pytest.skip(f"{python}, which has the clients of clouds, is not there: `make .venv-cloud/.installed`")
+    return str(python)
+
+
 def once_for_all_workers(directory: Path, make: Callable[[Path], None]) -> Path:
     """`directory`, which `make` fills, in one of the processes of the suite; whole or not there at all."""
     directory.parent.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ import pytest
 
 from t5x.errors import UserError
 from t5x.launching import accelerators, gke, job, skypilot, vertex
-from tests.programs import REPO
+from tests.programs import REPO, cloud_python
 
 COMMAND = ["train", "--gin_file=a b.gin", "--gin.MODEL_DIR=gs://b/run"]
 TPUS = ("v4-8", "v4-256", "v5e-1", "v5e-8", "v5e-16", "v5p-64", "v6e-8", "v6e-256")
@@ -70,9 +70,7 @@ def _deployment() -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def validated(tmp_path_factory) -> dict[str, Any]:
     """What the real clients say about all specifications; the last one of each kind has a misspelt field."""
-    python = os.environ.get("T5X_CLOUD_PYTHON") or REPO / ".venv-cloud/bin/python"
-    if not os.path.exists(python):
-        pytest.skip(f"{python}, which has the clients of clouds, is not there: `make .venv-cloud/.installed`")
+    python = cloud_python()
     specifications = {kind: make() for kind, make in SPECIFICATIONS.items()}
     for kind, found in specifications.items():
         found.append(copy.deepcopy(found[0]))
@@ -92,6 +90,15 @@ def test_the_real_clients_accept_every_specification(validated: dict[str, Any], 
         pytest.skip(errors)
     assert [error for error in errors[:-1] if error] == []
     assert errors[-1], "the check accepts a field that does not exist"
+
+
+def test_hadolint_accepts_the_dockerfile():
+    program = Path(cloud_python()).with_name("hadolint")
+    if not program.exists():
+        pytest.skip("hadolint is not installed; the image itself cannot be built in a test: there is no Docker")
+    # DL3013 asks for a pinned version of our own package.
+    done = subprocess.run([program, "--ignore=DL3013", REPO / "deploy/Dockerfile"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
 
 
 # --- GKE --------------------------------------------------------------------------------------------------------------

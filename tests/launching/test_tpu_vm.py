@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import pytest
 
 from t5x.errors import TemporaryError, UserError
 from t5x.launching import accelerators, gcloud, job, tpu_vm
+from tests.launching.real_gcloud import parse_commands
 
 # A run of four steps that every worker does; step N is done once `bucket/N` is there, as with checkpoints.
 TRAIN = """\
@@ -189,6 +189,7 @@ def test_failure_is_restarted_and_a_mistake_is_not(cloud: Cloud):
         cloud.launch("--max_restarts=1")
 
 
+@pytest.mark.slow  # as one that exits with 75
 def test_killed_worker_is_restarted(cloud: Cloud):
     die = '[ -e "$FAKE_CLOUD/again" ] || { touch "$FAKE_CLOUD/again"; kill -KILL $PPID $$; }'
     cloud.write("t5x", f"{die}\n{TRAIN}")
@@ -257,6 +258,12 @@ def test_leftover_run_is_ended_before_a_start(cloud: Cloud):
     leftover = subprocess.Popen(["sleep", "300"], start_new_session=True)
     cloud.started.append(leftover)
     (cloud.path / "run-1/t5x-launch").mkdir(parents=True)
+    (cloud.path / "run-1/t5x-launch/pid").write_text(str(leftover.pid))
+    (cloud.path / "run-1/t5x-launch/id").write_text("0123456789ab")
+    (cloud.path / "run-1/t5x-launch/boot").write_text("before a reboot")
+    assert cloud.launch() == 0
+    assert leftover.poll() is None  # another process may have this number after a reboot
+    (cloud.path / "run-1/t5x-launch/exit").unlink()
     (cloud.path / "run-1/t5x-launch/pid").write_text(str(leftover.pid))
     (cloud.path / "run-1/t5x-launch/id").write_text("0123456789ab")
     with pytest.raises(UserError, match=r"another command.*--restart"):
@@ -364,35 +371,6 @@ def test_dry_run_saves_what_would_run(cloud: Cloud, capfd):
 
 # --- The real gcloud --------------------------------------------------------------------------------------------------
 
-_PARSE = """
-import json, sys
-sys.path[:0] = [f"{sys.argv[1]}/lib", f"{sys.argv[1]}/lib/third_party"]
-from googlecloudsdk import gcloud_main
-from googlecloudsdk.generated_clients.apis.tpu.v2 import tpu_v2_messages as api
-parser = gcloud_main.CreateCLI([])._CLI__parser
-for words in json.load(sys.stdin):
-    parser.parse_args(words)  # exits with status 2 and a message
-states = {"node": api.Node.StateValueValuesEnum, "queue": api.QueuedResourceState.StateValueValuesEnum}
-print(json.dumps({name: sorted(enum.to_dict()) for name, enum in states.items()}))
-"""
-
-
-def real_gcloud_parses(commands: list[list[str]], config: Path) -> dict[str, list[str]]:
-    """Parse commands with the parser of the installed gcloud, offline; return the states that its API has."""
-    program = shutil.which("gcloud")
-    root = Path(program).resolve().parents[1] if program else Path("/nonexistent")
-    if not (root / "lib/googlecloudsdk").is_dir():
-        pytest.skip("the Google Cloud CLI is not installed: its parser checks our commands")
-    python = root / "platform/bundledpythonunix/bin/python3"
-    done = subprocess.run(
-        [python if python.exists() else sys.executable, "-c", _PARSE, root],
-        input=json.dumps([words[1:] for words in commands]), capture_output=True, text=True, timeout=120,
-        env={**os.environ, "CLOUDSDK_CONFIG": str(config), "CLOUDSDK_CORE_DISABLE_USAGE_REPORTING": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
 def test_the_real_gcloud_accepts_our_commands_and_has_our_states(tmp_path: Path):
     commands = []
     options = ["--spot", "--network=n", "--service-account=a@b.c", "--internal-ips"]
@@ -402,5 +380,5 @@ def test_the_real_gcloud_accepts_our_commands_and_has_our_states(tmp_path: Path)
             node.create_words(), node.delete_words(), node.start_words(), node.describe_words(),
             node.describe_words(queue=True), node.copy_words("a", "b"), node.ssh_words("echo a --b"),
         ]  # fmt: skip
-    states = real_gcloud_parses(commands, tmp_path)
+    states = parse_commands(commands, tmp_path)
     assert {*states["node"], *(f"queue: {state}" for state in states["queue"])} <= gcloud.STATES
