@@ -201,4 +201,4 @@ def call(words: list[str], timeout: float = 120) -> str:
         if _TEMPORARY.search(f"exit status{printed}") and "uota" not in printed:
             raise TemporaryError(str(error)) from error
         fix = next((fix for pattern, fix in _FIXES.items() if re.search(pattern, printed)), "")
-        raise UserError(f"{error} {fix}".strip()) from error
+        raise UserError(f"{error}\n{fix}".strip()) from error

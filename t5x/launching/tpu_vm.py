@@ -19,14 +19,17 @@ from typing import IO, Any
 from t5x.errors import TemporaryError, UserError
 from t5x.launching import accelerators, gcloud, job, source_package
 
-# Each worker has ~/t5x-launch with env/, work/ (the working directory), log, pid, id (of the command), and exit (its
-# status, once it has ended). Workers are named t1v-n-….-w-INDEX.
+_RUNNABLE = ("READY", "unhealthy: UNHEALTHY_MAINTENANCE")  # a run goes on until maintenance ends it
+
+# Each worker has ~/t5x-launch with env/, work/ (the working directory), log, pid, boot, id (of the command), and exit
+# (its status, once it has ended). Workers are named t1v-n-….-w-INDEX.
 _BEGIN = """\
 mkdir -p ~/t5x-launch
 cd ~/t5x-launch
 w=$(hostname); w=${w##*-w-}
 case $w in *[!0-9]*) w=0 ;; esac
-alive() { kill -0 -- "-$(cat pid 2>/dev/null)" 2>/dev/null; }
+boot=$(cat /proc/sys/kernel/random/boot_id)  # a process id says nothing after a reboot
+alive() { [ ! -s exit ] && [ "$(cat boot 2>/dev/null)" = "$boot" ] && kill -0 -- "-$(cat pid)" 2>/dev/null; }
 """
 _INSTALL = """\
 set -e
@@ -53,6 +56,7 @@ for pid in $held; do
 done
 rm -f exit
 echo @ID@ > id
+echo "$boot" > boot
 [ -e log ] && mv -f log log.previous
 : > log
 cat > run.sh << 'T5X_END'
@@ -269,8 +273,8 @@ class _Launch:
 
     def _outcome(self) -> int | str | None:
         """Return the exit status, the reason why it must be restarted, or None if it is running."""
-        if not self._is_ready():
-            return f"{self._node.name} is {self._node.state() or 'gone'}."
+        if (state := self._node.state()) not in _RUNNABLE:
+            return f"{self._node.name} is {state or 'gone'}."
         found = {worker: status for worker, (status, _) in self._statuses().items()}
         failed = {worker: status for worker, status in found.items() if status not in ("0", "running")}
         final = [int(status) for status in failed.values() if status != "lost" and not job.may_be_retried(int(status))]
@@ -281,9 +285,6 @@ class _Launch:
             reason = "no exit status: it was killed" if status == "lost" else f"exit status {status}"
             return f"worker {worker} of {self._node.name} ended with {reason}."
         return 0 if found and set(found.values()) == {"0"} else None
-
-    def _is_ready(self) -> bool:
-        return self._node.state() in ("READY", "unhealthy: UNHEALTHY_MAINTENANCE")
 
     def _print_logs(self, seen: dict[int, int], copy: IO[str]) -> None:
         """Print lines of all workers until the connection ends or the node is no longer READY.
@@ -314,7 +315,7 @@ class _Launch:
                     process.wait(self._args.poll_seconds)
                 except subprocess.TimeoutExpired:
                     with contextlib.suppress(TemporaryError):
-                        if not self._is_ready():
+                        if self._node.state() not in _RUNNABLE:
                             return
         finally:
             if process.poll() is None:
