@@ -6,9 +6,10 @@
     python benchmarks/serving_load.py --clients 4 --minutes 10            # memory over ten minutes
 
 Random weights that never end an output; every client sends its next request when it has the response to the last.
-Prints JSON: requests a second, p50 and p99 in milliseconds, CPU seconds of a request, the server's memory, and the
-ratio to `t5x infer`. That is measured as the time of its predictions alone, in batches of 32, once everything is
-compiled. The best of the rounds counts. On a machine that others use too, compare the CPU seconds.
+Prints JSON: requests a second, p50 and p99 in milliseconds, CPU seconds of a request, the server's memory. `t5x infer`
+is measured as the time of its predictions alone, in batches of 32. Both processes stay alive, with everything compiled,
+and take turns, so that other programs on the machine slow both: `of_infer` is the ratio of the medians over the rounds.
+`cpu_of_infer`, the ratio of requests per CPU second, depends less on them.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import json
 import os
 import random
 import socket
+import statistics
 import string
 import subprocess
 import sys
@@ -36,31 +38,46 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--size", default="small", choices=contenders.SIZES)
     parser.add_argument("--clients", default="8,32,64", help="numbers of clients")
-    parser.add_argument("--requests", type=rounds.positive, default=256, help="requests of each number of clients")
+    parser.add_argument("--requests", type=rounds.positive, default=128, help="requests of a turn")
     parser.add_argument("--inputs", default="120", help="tokens of an input; 20-120 is any number between")
     parser.add_argument("--outputs", type=rounds.positive, default=9, help="tokens of an output")
-    parser.add_argument("--batch_size", type=rounds.positive, default=32)
-    parser.add_argument("--rounds", type=rounds.positive, default=1)
+    parser.add_argument("--batch_size", type=rounds.positive, help="rows of the server's batches; default: its own")
+    parser.add_argument("--rounds", type=rounds.positive, default=5, help="turns of each")
     parser.add_argument("--excess", type=int, default=0, help="clients that come at once")
     parser.add_argument("--minutes", type=float, default=0, help="repeat the first number of clients for this time")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
-        print(json.dumps(infer_rate(args)))
+        measure_infer(args)
         return
     report: dict = {"size": args.size, "inputs": args.inputs, "outputs": args.outputs, "batch_size": args.batch_size}
+    turns = collections.defaultdict(list)
     with tempfile.TemporaryDirectory() as directory:
         contenders.write_model(directory, args.size)
-        command = [sys.executable, __file__, *sys.argv[1:], "--measure", directory]
-        for _ in range(args.rounds):
-            done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
-            found = json.loads(done.stdout.splitlines()[-1])
-            report["infer"] = max(found, report.get("infer", found), key=lambda each: each["requests_per_s"])
-            with Server(directory, args) as server:
-                load(server, args, report)
-    for found in report["clients"].values():
-        found["of_infer"] = round(found["requests_per_s"] / report["infer"]["requests_per_s"], 3)
+        with Infer(directory) as infer, Server(directory, args) as server:
+            for _ in range(args.rounds):
+                turns["infer"].append(infer.turn())
+                for clients in args.clients.split(","):
+                    turns[clients].append(load(server, int(clients), args))
+            of_infer = report["infer"] = medians(turns.pop("infer"))
+            report["clients"] = {clients: medians(found) for clients, found in turns.items()}
+            for found in report["clients"].values():
+                found["of_infer"] = round(found["requests_per_s"] / of_infer["requests_per_s"], 3)
+                found["cpu_of_infer"] = round(of_infer["cpu_s"] / found["cpu_s"], 3)
+            if args.excess:
+                found = asyncio.run(ask(server, texts(args, 1) * args.excess, args.excess, args))
+                report["excess"] = found | {"server_runs": server.process.poll() is None}
+            if args.minutes:
+                report["memory"] = memory(server, args)
     print(json.dumps(report, indent=1))
+
+
+def medians(turns: list[dict]) -> dict:
+    """The median of each number over all turns; all statuses."""
+    made = {name: round(statistics.median(turn[name] for turn in turns), 4) for name in turns[0] if name != "statuses"}
+    if "statuses" in turns[0]:
+        made["statuses"] = dict(sum((collections.Counter(turn["statuses"]) for turn in turns), collections.Counter()))
+    return made
 
 
 def texts(args: argparse.Namespace, count: int, seed: int = 0) -> list[str]:
@@ -71,18 +88,48 @@ def texts(args: argparse.Namespace, count: int, seed: int = 0) -> list[str]:
     return ["".join(rng.choices(string.ascii_letters + "   ", k=length)) for length in lengths]
 
 
-def infer_rate(args: argparse.Namespace) -> dict[str, float]:
-    """Inputs a second of `t5x infer`, and its CPU seconds for each."""
+def measure_infer(args: argparse.Namespace) -> None:
+    """For each line on standard input, print the inputs a second of `t5x infer`, and its CPU seconds for each."""
     import t5x
     from t5x.inference.options import Decoding
 
     model = t5x.load(args.measure, vocabulary="bytes")
     ids = [model.input_ids(text, 512)[0] for text in texts(args, args.requests)]
-    for _ in range(2):  # the first compiles
+    options = {"max_length": args.outputs, "max_input_length": 512, "batch_size": 32, "rows": 32}
+    model.predictions(ids, Decoding(), **options)  # compiles
+    print("ready", flush=True)
+    for _ in sys.stdin:
         began, cpu = time.perf_counter(), time.process_time()
-        model.predictions(ids, Decoding(), max_length=args.outputs, max_input_length=512, batch_size=32, rows=32)
-    seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
-    return {"requests_per_s": round(args.requests / seconds, 2), "cpu_s": round(cpu / args.requests, 4)}
+        model.predictions(ids, Decoding(), **options)
+        seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
+        found = {"requests_per_s": len(ids) / seconds, "cpu_s": cpu / len(ids)}
+        print(json.dumps(found), flush=True)
+
+
+class Infer:
+    """A process that predicts what it is asked to, as `t5x infer`, while the context is active."""
+
+    def __init__(self, directory: str):
+        self._command = [sys.executable, __file__, *sys.argv[1:], "--measure", directory]
+
+    def __enter__(self) -> "Infer":
+        self.process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._line("ready")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.stdin.close()
+        self.process.wait(60)
+
+    def turn(self) -> dict[str, float]:
+        print(file=self.process.stdin, flush=True)
+        return json.loads(self._line("{"))
+
+    def _line(self, start: str) -> str:
+        for line in self.process.stdout:
+            if line.startswith(start):
+                return line
+        sys.exit("t5x infer failed")
 
 
 class Server:
@@ -93,8 +140,10 @@ class Server:
             self.port = free.getsockname()[1]
         self._command = [
             sys.executable, "-m", "t5x", "serve", directory, f"--port={self.port}", "--vocabulary=bytes",
-            f"--batch_size={args.batch_size}", "--max_input_length=128", f"--max_length={max(16, args.outputs)}",
+            "--max_input_length=128", f"--max_length={max(16, args.outputs)}",
         ]  # fmt: skip
+        if args.batch_size:
+            self._command.append(f"--batch_size={args.batch_size}")
 
     def __enter__(self) -> "Server":
         self.process = subprocess.Popen(self._command)
@@ -130,25 +179,22 @@ class Server:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 2**20
 
 
-def load(server: Server, args: argparse.Namespace, report: dict) -> None:
-    of_clients = report.setdefault("clients", {})
+def load(server: Server, clients: int, args: argparse.Namespace) -> dict:
+    """Measure one turn of a number of clients."""
     inputs = texts(args, args.requests)
-    for clients in map(int, args.clients.split(",")):
-        asyncio.run(ask(server, inputs[: 2 * clients], clients, args))  # warm
-        cpu, batches = server.cpu(), server.batches()
-        found = asyncio.run(ask(server, inputs, clients, args))
-        found |= {"cpu_s": round((server.cpu() - cpu) / len(inputs), 4), "server_mb": server.megabytes()}
-        found["rows_per_batch"] = round(len(inputs) / (server.batches() - batches), 1)
-        if found["requests_per_s"] > of_clients.get(str(clients), found | {"requests_per_s": 0})["requests_per_s"]:
-            of_clients[str(clients)] = found
-    if args.excess:
-        found = asyncio.run(ask(server, inputs[:1] * args.excess, args.excess, args))
-        report["excess"] = found | {"server_runs": server.process.poll() is None}
-    end = time.monotonic() + 60 * args.minutes
-    while args.minutes and time.monotonic() < end:
-        asyncio.run(ask(server, inputs, int(args.clients.split(",")[0]), args))
-        minutes = round(args.minutes - (end - time.monotonic()) / 60, 2)
-        report.setdefault("memory", []).append([minutes, server.megabytes()])
+    cpu, batches = server.cpu(), server.batches()
+    found = asyncio.run(ask(server, inputs, clients, args))
+    found |= {"cpu_s": (server.cpu() - cpu) / len(inputs), "server_mb": server.megabytes()}
+    return found | {"rows_per_batch": len(inputs) / (server.batches() - batches)}
+
+
+def memory(server: Server, args: argparse.Namespace) -> list[list[float]]:
+    """Return [minutes, megabytes of the server] while the first number of clients goes on."""
+    found, began = [], time.monotonic()
+    while (minutes := (time.monotonic() - began) / 60) < args.minutes:
+        found.append([round(minutes, 2), server.megabytes()])
+        asyncio.run(ask(server, texts(args, args.requests), int(args.clients.split(",")[0]), args))
+    return found
 
 
 async def ask(server: Server, inputs: list[str], clients: int, args: argparse.Namespace) -> dict:
@@ -175,7 +221,7 @@ async def ask(server: Server, inputs: list[str], clients: int, args: argparse.Na
     milliseconds.sort()
     at = lambda share: round(milliseconds[min(len(milliseconds) - 1, int(share * len(milliseconds)))], 1)
     return {
-        "requests_per_s": round(len(inputs) / seconds, 2), "p50_ms": at(0.5), "p99_ms": at(0.99),
+        "requests_per_s": len(inputs) / seconds, "p50_ms": at(0.5), "p99_ms": at(0.99),
         "statuses": dict(statuses),
     }  # fmt: skip
 

@@ -19,7 +19,10 @@ TEXTS = (
 )
 QUERY = "a"  # short, so that it fits with a template
 _LABELS = ("true", "false")
-_LOSS_LIMIT = 0.5  # nats per token: what costs more is not rounding
+# Nats per token. int8 weights cost a Flan-T5 small 0.015 (100 inputs), 7 bits 0.04, and 6 bits 0.15.
+INT8_WEIGHTS_LIMIT = 0.05
+# CTranslate2 rounds activations and `wo` to int8 too, which costs it 0.14.
+INT8_ACTIVATIONS_LIMIT = 0.3
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}  # of log probabilities and logits, by the dtype of the activations
 
 
@@ -96,11 +99,12 @@ class Sample:
         return -sum(scores) / sum(map(len, targets))
 
 
-def report_loss(before: float, after: float, examples: int) -> str:
-    """Return a line about the loss with weights in int8; refuse what is much worse than before."""
-    if not after - before <= _LOSS_LIMIT:  # also refuses NaN
+def report_loss(before: float, after: float, examples: int, limit: float = INT8_WEIGHTS_LIMIT) -> str:
+    """Return a line about the loss with weights in int8; refuse what is worse by more than `limit` per token."""
+    if not after - before <= limit:  # also refuses NaN
         raise WrongExport(
-            f"With int8 weights the loss is {after:.4f} per token instead of {before:.4f}. Export without --int8."
+            f"With int8 weights the loss is {after:.4f} per token instead of {before:.4f}, which is more than {limit} "
+            "above it. Export without --int8."
         )
     return f"int8 weights: loss {before:.4f} -> {after:.4f} per token ({after - before:+.4f}, {examples} examples)"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from t5x.convert import convert
 from t5x.errors import UserError
-from t5x.exporting.checking import Comparison, Sample, padded, report_loss
+from t5x.exporting.checking import INT8_ACTIVATIONS_LIMIT, Comparison, Sample, padded, report_loss
 from t5x.exporting.extras import import_extra
 from t5x.inference.loaded import LoadedModel, load, without_padding
 from t5x.inference.options import Decoding
@@ -19,15 +19,16 @@ Greedy = Callable[[list[list[int]], int], list[list[int]]]  # (inputs, maximum l
 
 def write_huggingface(directory: str, model: str, vocabulary: str | None, sample: Sample, max_length: int) -> str:
     """Write a Hugging Face directory, run it with transformers where that is installed, and return the differences."""
-    original = _convert(directory, model, vocabulary)
+    with tempfile.TemporaryDirectory(dir=directory) as temporary:
+        made = os.path.join(temporary, "hf")
+        original = _convert(made, model, vocabulary)
+        _move_files(made, directory)
     try:
         import torch
         import transformers
     except ImportError:
         copy = load(directory, dtype="float32")
         return _compare(original, lambda inputs, limit: _greedy(copy, inputs, limit), sample, max_length)
-    if isinstance(original.model, DecoderOnlyModel):
-        return "not run: transformers has no class for this decoder-only model"
     network = transformers.AutoModelForSeq2SeqLM.from_pretrained(directory, dtype=torch.float32)
     network.config.tie_word_embeddings = original.model.module.config.logits_via_embedding  # which umT5 needs
     return _compare_huggingface(original, network, sample, max_length)
@@ -38,7 +39,7 @@ def write_onnx(directory: str, model: str, vocabulary: str | None, sample: Sampl
     fix = "ONNX exports are made by Optimum: pip install optimum-onnx onnxruntime"
     optimum = import_extra("optimum.onnxruntime", fix)
     main_export = import_extra("optimum.exporters.onnx", fix).main_export
-    with tempfile.TemporaryDirectory(dir=os.path.dirname(directory)) as temporary:
+    with tempfile.TemporaryDirectory(dir=directory) as temporary:
         source = os.path.join(temporary, "hf")
         original = _convert(source, model, vocabulary)
         main_export(source, directory, task="text2text-generation-with-past", do_validation=False)
@@ -54,13 +55,12 @@ def write_ctranslate2(
     ctranslate2 = import_extra("ctranslate2", fix)
     for module in ("torch", "transformers"):
         import_extra(module, fix)
-    with tempfile.TemporaryDirectory(dir=os.path.dirname(directory)) as temporary:
-        source = os.path.join(temporary, "hf")
+    with tempfile.TemporaryDirectory(dir=directory) as temporary:
+        source, made = os.path.join(temporary, "hf"), os.path.join(temporary, "ct2")
         original = _convert(source, model, vocabulary)
-        if isinstance(original.model, DecoderOnlyModel):
-            raise UserError("This model is decoder-only: CTranslate2's converter reads encoder-decoder models of T5.")
         converter = _converter(ctranslate2, source, tied=original.model.module.config.logits_via_embedding)
-        converter.convert(directory, quantization="int8" if int8 else None, force=True)
+        converter.convert(made, quantization="int8" if int8 else None)
+        _move_files(made, directory)
     translator = ctranslate2.Translator(directory, device="cpu", compute_type="int8" if int8 else "float32")
     with open(os.path.join(directory, "shared_vocabulary.json")) as file:
         pieces = json.load(file)
@@ -83,7 +83,7 @@ def write_ctranslate2(
         return _compare(original, greedy, sample, max_length, score)
     inputs, targets = sample.encoded(original)
     after = -sum(score(inputs, targets)) / sum(map(len, targets))
-    return report_loss(sample.loss(original), after, len(sample.texts))
+    return report_loss(sample.loss(original), after, len(sample.texts), INT8_ACTIVATIONS_LIMIT)
 
 
 def _converter(ctranslate2: Any, source: str, *, tied: bool) -> Any:
@@ -104,8 +104,15 @@ def _converter(ctranslate2: Any, source: str, *, tied: bool) -> Any:
 def _convert(directory: str, model: str, vocabulary: str | None) -> LoadedModel:
     """Write the model as a Hugging Face directory, and return the original."""
     original = load(model, vocabulary=vocabulary, dtype="float32")
-    convert(original.source, directory, to="hf", overwrite=os.path.isdir(directory))
+    if isinstance(original.model, DecoderOnlyModel):
+        raise UserError("This model is decoder-only: transformers, CTranslate2 and Optimum have no class for it.")
+    convert(original.source, directory, to="hf")
     return original
+
+
+def _move_files(source: str, destination: str) -> None:
+    for name in os.listdir(source):
+        os.rename(os.path.join(source, name), os.path.join(destination, name))
 
 
 def _greedy(loaded: LoadedModel, inputs: list[list[int]], limit: int) -> list[list[int]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from t5x.errors import TemporaryError, UserError
 
-_SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|(^|_)(KEY|AUTH)S?(_|$)|API_?KEY", re.IGNORECASE)
+_SECRET = re.compile(r"TOKEN(_|$)|SECRET|PASSW|CREDENTIAL|(^|_)(KEY|AUTH)S?(_|$)|API_?KEY", re.IGNORECASE)
 _NAME = re.compile(r"[A-Za-z_]\w*")
 
 
@@ -63,9 +63,10 @@ def may_be_retried(status: int) -> bool:
 
 
 def name_of(args: Any, command: Sequence[str]) -> str:
-    """Return the name of the job: letters, digits and hyphens, as every engine accepts it."""
+    """Return the name of the job: a letter, then letters, digits and hyphens, as every engine accepts it."""
     name = args.name or os.path.basename((model_dir(command) or command[0]).rstrip("/"))
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:50].strip("-") or "t5x"
+    name = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:50].strip("-")
+    return name if name[:1].isalpha() else f"t5x-{name}".strip("-")
 
 
 def environment(args: Any) -> dict[str, str]:

@@ -19,14 +19,17 @@ from typing import IO, Any
 from t5x.errors import TemporaryError, UserError
 from t5x.launching import accelerators, gcloud, job, source_package
 
-# Each worker has ~/t5x-launch with env/, work/ (the working directory), log, pid, id (of the command), and exit (its
-# status, once it has ended). Workers are named t1v-n-….-w-INDEX.
+_RUNNABLE = ("READY", "unhealthy: UNHEALTHY_MAINTENANCE")  # a run goes on until maintenance ends it
+
+# Each worker has ~/t5x-launch with env/, work/ (the working directory), log, pid, boot, id (of the command), and exit
+# (its status, once it has ended). Workers are named t1v-n-….-w-INDEX.
 _BEGIN = """\
 mkdir -p ~/t5x-launch
 cd ~/t5x-launch
 w=$(hostname); w=${w##*-w-}
 case $w in *[!0-9]*) w=0 ;; esac
-alive() { kill -0 -- "-$(cat pid 2>/dev/null)" 2>/dev/null; }
+boot=$(cat /proc/sys/kernel/random/boot_id)  # a process id says nothing after a reboot
+alive() { [ ! -s exit ] && [ "$(cat boot 2>/dev/null)" = "$boot" ] && kill -0 -- "-$(cat pid)" 2>/dev/null; }
 """
 _INSTALL = """\
 set -e
@@ -53,6 +56,7 @@ for pid in $held; do
 done
 rm -f exit
 echo @ID@ > id
+echo "$boot" > boot
 [ -e log ] && mv -f log log.previous
 : > log
 cat > run.sh << 'T5X_END'
@@ -113,6 +117,8 @@ def launch(args: Any, command: list[str]) -> int:
     found = accelerators.parse(args.topology)
     if found.tpu is None:
         raise UserError(f"--topology {args.topology}: a TPU VM has TPUs, such as v4-8. For GPUs, use gke or skypilot.")
+    if args.max_restarts < 0:
+        raise UserError(f"--max_restarts is {args.max_restarts}: it must be at least 0.")
     for name in ("wait_minutes", "stuck_minutes", "poll_seconds"):
         if getattr(args, name) <= 0:
             raise UserError(f"--{name} is {getattr(args, name):g}: it must be more than 0.")
@@ -129,23 +135,27 @@ def launch(args: Any, command: list[str]) -> int:
     )  # fmt: skip
     if args.spot or found.machines > 1:
         job.require_shared_output(command)
-    launch_ = _Launch(args, command, node)
-    directory = launch_.save()
+    run = _Run(args, command, node)
+    directory = run.save()
     if args.dry_run:
         return 0
-    launch_.pack(directory)
+    run.pack(directory)
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.default_int_handler)
     try:
-        status = launch_.run_until_done()
+        status = run.until_done()
     except KeyboardInterrupt:
-        _report(f"the run continues on {node.name}. This command follows it again; to end it: {launch_.delete_line}")
+        _report(f"the run continues on {node.name}. This command follows it again; to end it: {run.delete_line}")
+        raise
+    except UserError:
+        if node.was_seen:
+            _report(f"{node.name} is not deleted, and may run. To delete it: {run.delete_line}")
         raise
     if args.delete:
         node.delete()
         _report(f"deleted {node.name}")
     else:
-        _report(f"{node.name} still exists and costs money. To delete it: {launch_.delete_line}")
+        _report(f"{node.name} still exists and costs money. To delete it: {run.delete_line}")
     return status
 
 
@@ -153,7 +163,7 @@ def _report(text: str) -> None:
     print(f"launch: {text}", file=sys.stderr, flush=True)
 
 
-class _Launch:
+class _Run:
     def __init__(self, args: Any, command: list[str], node: gcloud.Node):
         self._args, self._command, self._node = args, command, node
         self._source, requirement = source_package.find(args)
@@ -189,11 +199,14 @@ class _Launch:
                 relative = os.path.relpath(name)
                 if relative.startswith("..") or not os.path.exists(name):
                     raise UserError(f"--files {name}: it must be a file or directory below the current one.")
-                archive.add(name, f"work/{relative}", filter=source_package.without_caches)
+                try:
+                    archive.add(name, f"work/{relative}", filter=source_package.without_caches)
+                except PermissionError as error:
+                    raise UserError(f"--files {name}: {error.filename} cannot be read.") from error
 
     # --- The run ------------------------------------------------------------------------------------------------------
 
-    def run_until_done(self) -> int:
+    def until_done(self) -> int:
         """Return the exit status of the command, restarted until it succeeds or a restart does not help."""
         may_attach = not self._args.restart
         for restarts in range(self._args.max_restarts + 1):
@@ -211,7 +224,8 @@ class _Launch:
             if isinstance(reason, int):
                 return reason
             _report(reason)
-        raise TemporaryError(f"{reason} Given up after {self._args.max_restarts} restarts (--max_restarts).")
+        _report(f"error: {reason} Given up after {self._args.max_restarts} restarts (--max_restarts).")
+        return TemporaryError.exit_code
 
     def _begin(self) -> None:
         _report(f"installing t5x on {self._node.name}")
@@ -269,8 +283,8 @@ class _Launch:
 
     def _outcome(self) -> int | str | None:
         """Return the exit status, the reason why it must be restarted, or None if it is running."""
-        if not self._is_ready():
-            return f"{self._node.name} is {self._node.state() or 'gone'}."
+        if (state := self._node.state()) not in _RUNNABLE:
+            return f"{self._node.name} is {state or 'gone'}."
         found = {worker: status for worker, (status, _) in self._statuses().items()}
         failed = {worker: status for worker, status in found.items() if status not in ("0", "running")}
         final = [int(status) for status in failed.values() if status != "lost" and not job.may_be_retried(int(status))]
@@ -281,9 +295,6 @@ class _Launch:
             reason = "no exit status: it was killed" if status == "lost" else f"exit status {status}"
             return f"worker {worker} of {self._node.name} ended with {reason}."
         return 0 if found and set(found.values()) == {"0"} else None
-
-    def _is_ready(self) -> bool:
-        return self._node.state() in ("READY", "unhealthy: UNHEALTHY_MAINTENANCE")
 
     def _print_logs(self, seen: dict[int, int], copy: IO[str]) -> None:
         """Print lines of all workers until the connection ends or the node is no longer READY.
@@ -314,7 +325,7 @@ class _Launch:
                     process.wait(self._args.poll_seconds)
                 except subprocess.TimeoutExpired:
                     with contextlib.suppress(TemporaryError):
-                        if not self._is_ready():
+                        if self._node.state() not in _RUNNABLE:
                             return
         finally:
             if process.poll() is None:

@@ -18,6 +18,7 @@ from t5x.answering.answers import AnswerMethods
 from t5x.checkpoints.formats import Source
 from t5x.decoding import constraints
 from t5x.errors import UserError
+from t5x.inference.buckets import bucket
 from t5x.inference.engine import MANY_ROWS
 from t5x.inference.loaded import Generation, LoadedModel
 from t5x.inference.options import Decoding
@@ -27,7 +28,9 @@ from t5x.partitioning import PjitPartitioner
 from t5x.ranking.reranker import RankMethods, Reranker
 from t5x.serving.batching import Batcher, Job
 
-_SHORTEST_INPUT, _SHORTEST_OUTPUT = 32, 16
+_SHORTEST_INPUT, _SHORTEST_TARGET = 32, 16
+# Shorter outputs cost hardly more in a program for this length than in one of their own, which would be compiled first.
+_SHORTEST_OUTPUT = 128
 _MAX_PROGRAMS = 64  # compiled programs that are kept per model
 
 
@@ -53,7 +56,7 @@ class BatchedModel(RankMethods, AnswerMethods, LoadedModel):
 
     Args:
       batcher: the queue.
-      max_input_length: maximum input tokens.
+      max_input_length, max_length: maximum tokens of an input, and of an output.
       template, labels: see `Reranker`.
     """
 
@@ -65,12 +68,14 @@ class BatchedModel(RankMethods, AnswerMethods, LoadedModel):
         *,
         batcher: Batcher,
         max_input_length: int,
+        max_length: int,
         template: str | None = None,
         labels: str | None = None,
     ):
         super().__init__(source, model, partitioner)
         self._ranking = {"template": template, "labels": labels}
         self.max_input_length = max_input_length
+        self._max_length = max_length
         self._batcher = batcher
         self._row_count = self.rows(batcher.rows, batcher.rows)
 
@@ -113,7 +118,7 @@ class BatchedModel(RankMethods, AnswerMethods, LoadedModel):
         if decoding.min_length or decoding.repetition_penalty != 1:
             values |= {"min_length": decoding.min_length, "repetition_penalty": float(decoding.repetition_penalty)}
             fixed |= {"min_length": 1}
-        targets, how = power_of_two(room or max_length, _SHORTEST_OUTPUT), Decoding(**fixed)
+        targets, how = self.output_bucket(room or max_length), Decoding(**fixed)
         jobs = [
             Job(Shape("generate", self._input_bucket(ids), targets, how), _example(ids), values, index)
             for ids, index in zip(inputs, indices or range(len(inputs)), strict=True)
@@ -123,7 +128,7 @@ class BatchedModel(RankMethods, AnswerMethods, LoadedModel):
 
     def scores(self, inputs: Sequence[Sequence[int]], targets: Sequence[Sequence[int]], **_: Any) -> list[float]:
         jobs = [
-            Job(Shape("score", self._input_bucket(ids), power_of_two(len(target), _SHORTEST_OUTPUT)),
+            Job(Shape("score", self._input_bucket(ids), _bucket(len(target), _SHORTEST_TARGET)),
                 _example(ids, target))
             for ids, target in zip(inputs, targets, strict=True)
         ]  # fmt: skip
@@ -147,10 +152,14 @@ class BatchedModel(RankMethods, AnswerMethods, LoadedModel):
             lengths.append(2 * lengths[-1])
         return [min(length, self.max_input_length) for length in lengths]
 
+    def output_bucket(self, max_length: int) -> int:
+        """Return the number of tokens for which a program that generates at most `max_length` has room."""
+        return _bucket(max_length, _SHORTEST_OUTPUT, self._max_length)
+
     def _input_bucket(self, ids: Sequence[int]) -> int:
         if len(ids) > self.max_input_length:
             raise UserError(f"An input has {len(ids)} tokens, but at most {self.max_input_length} are allowed.")
-        return min(power_of_two(len(ids), _SHORTEST_INPUT), self.max_input_length)
+        return _bucket(len(ids), _SHORTEST_INPUT, self.max_input_length)
 
     def _require_encoder(self, what: str) -> None:
         if isinstance(self.model, DecoderOnlyModel):
@@ -221,11 +230,9 @@ class BatchedModel(RankMethods, AnswerMethods, LoadedModel):
         return predict
 
 
-def power_of_two(length: int, shortest: int) -> int:
-    """Return the smallest of shortest, 2 * shortest, 4 * shortest, … that is not below `length`."""
-    while shortest < length:
-        shortest *= 2
-    return shortest
+def _bucket(length: int, shortest: int, longest: int | None = None) -> int:
+    """Return the next power of two that is not below `length` and `shortest`, but at most `longest`."""
+    return bucket(max(length, shortest), longest, steps=1)
 
 
 def _same_logits(logits: jax.Array, state: Any) -> jax.Array:

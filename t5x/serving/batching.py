@@ -1,8 +1,9 @@
 """Computes jobs of many requests in common batches, in one thread.
 
-While a batch is computed, new jobs wait. The next batch takes the oldest job and others of the same shape. If fewer
-wait than were computed or waited when the last batch ended, it first waits for those clients to come again, at most
-`max_wait` seconds. Otherwise clients would split into groups that take turns, each in a batch of its own.
+While a batch is computed, new jobs wait. The next batch takes the shape of which most jobs wait, unless others have
+waited for several batches. If fewer jobs wait than were computed or waited when the last batch ended, it first waits
+for those clients to come again, at most `max_wait` seconds. Otherwise clients would split into groups that take turns,
+each in a batch of its own.
 """
 
 import contextvars
@@ -15,6 +16,7 @@ from typing import Any
 
 # A batch costs the same for few and for many jobs, so it may wait for this share of the time that it takes.
 _WAIT_SHARE = 0.25
+_OVERDUE = 4  # batches, by the time of the last one, after which a job is computed before larger groups
 
 
 class CancelledCall(Exception):
@@ -84,6 +86,7 @@ class Batcher:
         self._changed = threading.Condition()
         self._waiting: dict[_Group, deque[Job]] = {}
         self._seconds: dict[Hashable, float] = {}  # that the last batch of a group took
+        self._last_seconds = 0.0  # that the last batch of any group took
         self._expected = 1  # jobs that were computed or waited when the last batch ended
         self._free_since = 0.0  # when the last batch ended
         self._is_closed = False
@@ -142,7 +145,7 @@ class Batcher:
         except Exception as error:
             results = [error] * len(jobs)
         seconds = time.monotonic() - began
-        self._seconds[of_function] = seconds
+        self._seconds[of_function] = self._last_seconds = seconds
         self._observe(of_function, len(jobs), seconds)
         self._expected, self._free_since = len(jobs) + self.waiting(), time.monotonic()
         for job, result in zip(jobs, results, strict=True):
@@ -163,16 +166,21 @@ class Batcher:
             return group, jobs
 
     def _next_group(self) -> "_Group | None":
-        """Return the group to compute now: the oldest of the full ones, or else the oldest; None to wait for jobs."""
+        """Return the group to compute now: the largest, or one that is overdue; None to wait for jobs."""
         for group, jobs in list(self._waiting.items()):
             if any(job.call.cancelled for job in jobs):
                 self._waiting[group] = jobs = deque(job for job in jobs if not job.call.cancelled)
             if not jobs:
                 del self._waiting[group]
-        oldest = sorted(self._waiting, key=lambda group: self._waiting[group][0].since)
-        if full := [group for group in oldest if len(self._waiting[group]) >= self.rows]:
-            return full[0]
-        return oldest[0] if oldest and self._patience() == 0 else None
+        if not self._waiting:
+            return None
+        since = {group: jobs[0].since for group, jobs in self._waiting.items()}
+        oldest = min(since, key=since.get)
+        if time.monotonic() - since[oldest] > _OVERDUE * self._last_seconds:
+            return oldest
+        sizes = {group: min(self.rows, len(jobs)) for group, jobs in self._waiting.items()}
+        largest = max(sizes, key=lambda group: (sizes[group], -since[group]))
+        return largest if sizes[largest] == self.rows or self._patience() == 0 else None
 
     def _patience(self) -> float | None:
         """Return the seconds for which to wait for more jobs; None if there are none at all."""

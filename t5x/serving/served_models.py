@@ -12,7 +12,7 @@ from t5x.checkpoints.store import CheckpointStore
 from t5x.errors import UserError
 from t5x.inference.loaded import load
 from t5x.inference.options import Decoding
-from t5x.serving.batched_model import BatchedModel, Shape, power_of_two
+from t5x.serving.batched_model import BatchedModel, Shape
 from t5x.serving.batching import Batcher, Job
 from t5x.serving.prometheus import Metrics
 from t5x.serving.settings import Settings
@@ -49,8 +49,8 @@ class ServedModels:
         self._metrics = metrics
         self._options = options
         self._model_class = functools.partial(
-            BatchedModel, batcher=batcher, max_input_length=settings.max_input_length, template=settings.template,
-            labels=settings.labels,
+            BatchedModel, batcher=batcher, max_input_length=settings.max_input_length, max_length=settings.max_length,
+            template=settings.template, labels=settings.labels,
         )  # fmt: skip
         self._models = {name: self._open(name) for name in directories}
         self._reloading = threading.Lock()
@@ -119,7 +119,7 @@ class ServedModels:
     def _shapes(self, model: BatchedModel, kind: str) -> list[Shape]:
         decoding = Decoding() if kind == "generate" else None
         targets = {
-            "generate": power_of_two(min(128, self._settings.max_length), 16), "score": 16, "embed": 1,
+            "generate": model.output_bucket(1), "score": 16, "embed": 1,
             "rank": len(model.reranker.labels) if kind == "rank" else 0,
         }[kind]  # fmt: skip
         return [Shape(kind, length, targets, decoding) for length in model.input_lengths()]

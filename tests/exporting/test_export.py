@@ -14,8 +14,10 @@ import t5x
 from t5x.data.vocabularies import ByteVocabulary
 from t5x.errors import UserError
 from t5x.exporting import checking, external, int8, saved_model
+from t5x.exporting.destination import new_destination
 from t5x.exporting.exporter import export
 from t5x.exporting.programs import Exportable
+from t5x.files import locks
 from t5x.inference.options import Decoding
 from tests.checkpoints.formats import huggingface_models
 from tests.programs import environment, reference_python
@@ -111,6 +113,36 @@ def test_tensorflow_alone_and_jax_alone_return_what_the_model_does(tmp_path, dir
     np.testing.assert_allclose(found["score"], [each.score for each in predicted], atol=1e-4)
 
 
+@pytest.mark.slow
+def test_tensorflow_without_its_text_package_runs_token_ids(tmp_path, directory, model):
+    python = reference_python()
+    run_program([python, HERE / "programs" / "export_both.py", directory, tmp_path, "ids"])
+    texts = [" ".join(TEXTS[i % 3].split()[: 1 + i // 3]) for i in range(17)]
+    inputs = [model.input_ids(text, 20)[0] for text in texts]
+    targets = [model.target_ids(text[:8], 6)[0] for text in reversed(texts)]
+    labels = [model.target_ids(word)[0][0] for word in ("true", "false")]
+    options = {"max_input_length": 20, "batch_size": 17}
+    beams = {"greedy": 1, "predict": 3}
+    made = {name: model.generate(texts, max_length=6, beams=n, **options) for name, n in beams.items()}
+    numbers = {
+        "score": model.scores(inputs, targets, **options), "rank": model.label_logits(inputs, labels, **options),
+        **{name: [each.score for each in found] for name, found in made.items()},
+    }  # fmt: skip
+    calls = []
+    for rows in (1, 3, 17):
+        ids = {"input_ids": checking.padded(inputs[:rows], 20).tolist()}
+        target_ids = checking.padded(targets[:rows], 6).tolist()
+        calls += [["greedy", ids], ["predict", ids], ["score", ids | {"target_ids": target_ids}]]
+        calls += [["rank", ids | {"label_ids": [labels] * rows}]]
+    lines = run_program([python, HERE / "programs" / "run_saved_model.py", tmp_path / "saved" / "1"], calls)
+    for (name, given), line in zip(calls, lines, strict=True):
+        rows, found = len(given["input_ids"]), json.loads(line)
+        np.testing.assert_allclose(found["logits" if name == "rank" else "score"], numbers[name][:rows], atol=1e-4)
+        if name in made:
+            expected = checking.padded([each.tokens for each in made[name][:rows]], 6)
+            assert found["output_ids"] == expected.tolist()
+
+
 def test_transformers_reads_an_export_and_a_wrong_one_is_not_kept(tmp_path, directory, monkeypatch, capsys):
     export(str(directory), str(tmp_path / "good"), "hf", max_length=4)
     assert "4 of 4 outputs equal; score within" in capsys.readouterr().out
@@ -167,6 +199,27 @@ def test_a_destination_that_cannot_be_written_is_refused(tmp_path, directory):
         with pytest.raises(UserError, match=words):
             export(str(directory), str(destination), "hf")
     assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_what_killed_exports_left_is_removed_and_that_of_a_running_one_is_not(tmp_path):
+    left, used = (tmp_path / f"made.tmp-{pid}-00000000-0123abcd" for pid in (1, 2))
+    for directory in (left, used, tmp_path / "made.tmp-mine"):
+        directory.mkdir()
+        (directory / "model.safetensors").write_bytes(b"half")
+    with locks.locked(used), new_destination(str(tmp_path / "made")) as directory:
+        Path(directory, "file").write_text("whole")
+    assert sorted(os.listdir(tmp_path)) == ["made", "made.tmp-2-00000000-0123abcd", "made.tmp-mine"]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "spiece.model", "config.json"])
+def test_a_model_with_links_out_of_its_directory_is_refused(tmp_path, directory, name):
+    model = tmp_path / "model"
+    shutil.copytree(directory, model)
+    (model / name).unlink()
+    (model / name).symlink_to(directory / name)
+    with pytest.raises(UserError, match=f"{name} is a symbolic link"):
+        export(str(model), str(tmp_path / "made"), "hf")
+    assert os.listdir(tmp_path) == ["model"]
 
 
 @pytest.mark.parametrize(("format", "package"), [("ctranslate2", "ctranslate2"), ("onnx", "optimum-onnx")])

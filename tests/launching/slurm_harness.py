@@ -105,7 +105,7 @@ def run_final_ends(cluster: Cluster) -> None:
     error = Job.of_program(cluster, "error", "exit 2")
     dies = Job.of_program(cluster, "dies", "exit 75", "--max_restarts", 1)
     cancelled = Job.of_program(cluster, "cancelled", WAITS)
-    cancelled.wait_for(lambda: cancelled.field("JobState") == "RUNNING" and "starts on" in cancelled.printed)
+    cancelled.wait_for(lambda: cancelled.field("JobState") == "RUNNING" and "starts on machine" in cancelled.printed)
     cluster.call("scancel", cancelled.id)
     assert error.end() == (2, "FAILED", 0), error.printed
     assert cancelled.end()[1:] == ("CANCELLED", 0), cancelled.printed
@@ -115,6 +115,16 @@ def run_final_ends(cluster: Cluster) -> None:
 def run_into_time_limit(cluster: Cluster) -> None:
     """The processes get SIGTERM before the limit; the job is requeued."""
     job = Job.of_program(cluster, "time_limit", WAITS, "--time", 1, "--save_seconds", 50)
+    assert job.end() == (0, "COMPLETED", 1), job.printed
+
+
+def run_through_failed_node(cluster: Cluster) -> None:
+    """SLURM takes a node down: it requeues the job itself."""
+    job = Job.of_program(cluster, "failed_node", WAITS)
+    job.wait_for(lambda: "starts on machine" in job.printed)
+    cluster.call("scontrol", "update", "NodeName=machine1", "State=DOWN", "Reason=test")
+    job.wait_for(lambda: job.field("Restarts") == "1", 60)
+    cluster.call("scontrol", "update", "NodeName=machine1", "State=RESUME")
     assert job.end() == (0, "COMPLETED", 1), job.printed
 
 
@@ -140,6 +150,8 @@ def main() -> None:
         report("an error and scancel end a job for good; --max_restarts bounds restarts")
         run_into_time_limit(cluster)
         report("before the time limit: SIGTERM, then requeued")
+        run_through_failed_node(cluster)
+        report("a failed node: requeued by SLURM")
         expected = train_undisturbed(cluster)
         report("trained on 2 nodes x 2 processes")
         train_with_dead_node(cluster).assert_same(expected)

@@ -35,9 +35,9 @@ def test_a_dry_run_saves_what_would_run(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "a secret")
     result = commands.run(
         capsys, "launch", "local", "--processes", 2, "--cpu_devices", 4, "--dry_run", "--nocheck",
-        "--save_to", tmp_path, "--", "--gin_file=a b.gin", "--run_mode=train",
+        "--env", "TOKENIZERS_PARALLELISM=false", "--save_to", tmp_path, "--", "--gin_file=a b.gin", "--run_mode=train",
     )  # fmt: skip
     saved = (tmp_path / "commands.sh").read_text()
     assert result.code == 0 and saved in result.out
     assert saved.count("train") == 2 and "'--gin_file=a b.gin'" in saved and "--process_index=1" in saved
-    assert "a secret" not in saved
+    assert "TOKENIZERS_PARALLELISM=false" in saved and "a secret" not in saved

@@ -23,6 +23,10 @@ def test_the_time_limit_requeues(cluster):
     slurm_harness.run_into_time_limit(cluster)
 
 
+def test_a_failed_node_requeues(cluster):
+    slurm_harness.run_through_failed_node(cluster)
+
+
 @pytest.mark.slow
 def test_a_run_whose_node_dies_ends_as_an_undisturbed_one(cluster):
     expected = slurm_harness.train_undisturbed(cluster)

@@ -90,6 +90,37 @@ def test_a_full_batch_goes_before_an_older_incomplete_one(batcher, compute):
     assert [group for group, _ in compute.batches] == ["a", "a", "b"]
 
 
+def test_full_batches_do_not_starve_a_lone_job_of_another_shape():
+    batches = []
+
+    def compute(group, jobs):
+        batches.append(group)
+        time.sleep(0.02)
+        return [0] * len(jobs)
+
+    batcher = Batcher(rows=4, max_wait=0.1, observe=lambda *_: None)
+    stop = threading.Event()
+
+    def client():
+        CURRENT_CALL.set(Call(30))
+        while not stop.is_set():
+            batcher.run(compute, [Job("a", {"inputs": [1]})])
+
+    threads = [threading.Thread(target=contextvars.copy_context().run, args=(client,)) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: len(batches) > 5)
+    before = len(batches)
+    lone, found = start(batcher, compute, [1], group="b")
+    lone.join(20)
+    after = len(batches)
+    stop.set()
+    for thread in threads:
+        thread.join(20)
+    batcher.close()
+    assert "results" in found and after - before < 30
+
+
 def test_a_lone_job_does_not_wait_for_others(compute):
     batcher = Batcher(rows=4, max_wait=5, observe=lambda *_: None)
     compute.go.set()

@@ -264,6 +264,7 @@ class MultiHeadDotProductAttention(nn.Module):
       dropout_rate: for attention weights.
       kernel_init: for all four kernels; that of the query is also divided by sqrt(head_dim).
       float32_logits: see `dot_product_attention`.
+      scale_attn_logits: divide the queries by sqrt(head_dim) instead of their kernel, as `t5x.contrib.gpu` may.
     """
 
     num_heads: int
@@ -272,6 +273,7 @@ class MultiHeadDotProductAttention(nn.Module):
     dropout_rate: float = 0.0
     kernel_init: Callable = initializers.variance_scaling(1.0, "fan_in", "normal")
     float32_logits: bool = False
+    scale_attn_logits: bool = False
 
     @nn.compact
     def __call__(
@@ -294,13 +296,16 @@ class MultiHeadDotProductAttention(nn.Module):
         """
 
         def query_init(key, shape, dtype):
-            return self.kernel_init(key, shape, dtype) / self.head_dim**0.5
+            kernel = self.kernel_init(key, shape, dtype)
+            return kernel if self.scale_attn_logits else kernel / self.head_dim**0.5
 
         def project(name: str, inputs: jax.Array, init: Callable) -> jax.Array:
             features, axes = (self.num_heads, self.head_dim), ("embed", "joined_kv")
             return DenseGeneral(features, -1, self.dtype, init, axes, name=name)(inputs)
 
         query = laid_out(project("query", inputs_q, query_init), "batch", "length", "heads", "kv")
+        if self.scale_attn_logits:
+            query = query / self.head_dim**0.5
         key = laid_out(project("key", inputs_kv, self.kernel_init), "batch", "length", "heads", "kv")
         value = laid_out(project("value", inputs_kv, self.kernel_init), "batch", "length", "heads", "kv")
         if decode:

@@ -28,7 +28,8 @@ def _dropout(config: Any, x: jax.Array, deterministic: bool) -> jax.Array:
 def _attention(config: Any, name: str) -> layers.MultiHeadDotProductAttention:
     return layers.MultiHeadDotProductAttention(
         config.num_heads, config.head_dim, config.dtype, config.dropout_rate,
-        float32_logits=getattr(config, "float32_attention_logits", False), name=name,
+        float32_logits=getattr(config, "float32_attention_logits", False),
+        scale_attn_logits=getattr(config, "scale_attn_logits", False), name=name,
     )  # fmt: skip
 
 
