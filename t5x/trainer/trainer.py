@@ -169,7 +169,10 @@ class Trainer(BaseTrainer):
         self._num_microbatches = num_microbatches
         self._weight_metrics_computer = weight_metrics_computer
         self.learning_rate_fn = applied_schedule(
-            train_state.optimizer_def, learning_rate_fn, train_state.param_states, train_state.step
+            getattr(train_state, "optimizer_def", None),  # an InferenceState has none
+            learning_rate_fn,
+            train_state.param_states,
+            train_state.step,
         )
 
     @functools.cached_property
