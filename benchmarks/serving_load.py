@@ -38,7 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--size", default="small", choices=contenders.SIZES)
     parser.add_argument("--clients", default="8,32,64", help="numbers of clients")
-    parser.add_argument("--requests", type=rounds.positive, default=128, help="requests of a turn")
+    parser.add_argument("--requests", type=rounds.positive, default=192, help="requests of a turn")
     parser.add_argument("--inputs", default="120", help="tokens of an input; 20-120 is any number between")
     parser.add_argument("--outputs", type=rounds.positive, default=9, help="tokens of an output")
     parser.add_argument("--batch_size", type=rounds.positive, help="rows of the server's batches; default: its own")
