@@ -143,9 +143,14 @@ def _huggingface_score(network: Any) -> Callable[..., list[float]]:
     import torch
 
     @torch.no_grad()
+    def score_one(inputs: list[int], target: list[int]) -> float:
+        ids, labels = torch.tensor([inputs]), torch.tensor([target])
+        shifted = torch.tensor([[0, *target[:-1]]])
+        logits = network(input_ids=ids, attention_mask=torch.ones_like(ids), decoder_input_ids=shifted).logits
+        return torch.log_softmax(logits, -1).gather(-1, labels[:, :, None]).sum().item()
+
     def score(inputs: list[list[int]], targets: list[list[int]]) -> list[float]:
-        pairs = zip(inputs, targets, strict=True)
-        return [-network(torch.tensor([a]), labels=torch.tensor([b])).loss.item() * len(b) for a, b in pairs]
+        return [score_one(*pair) for pair in zip(inputs, targets, strict=True)]
 
     return score
 

@@ -26,16 +26,14 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument("--spot", action="store_true", help="spot machines: cheaper, recovered after a preemption")
     parser.add_argument("--max_restarts", type=int, default=20, metavar="N", help="after failures of the command (20)")
     parser.add_argument("--disk_size", type=int, metavar="GB", help="of each machine (256)")
-    source_package.add_arguments(parser, "tpu,gcs or gpu,gcs")
+    source_package.add_arguments(parser)
 
 
 def launch(args: Any, command: list[str]) -> int:
     """Submit the job, and return 0 once SkyPilot has accepted it."""
     found = accelerators.parse(args.topology)
     job.require_shared_output(command)
-    if args.extras == "tpu,gcs or gpu,gcs":
-        args.extras = "tpu,gcs" if found.tpu else "gpu,gcs"
-    source, requirement = source_package.find(args)
+    source, requirement = source_package.find(args, found)
     directory = job.save_directory(args, command)
     archive = directory / _ARCHIVE
     described = task(args, command, found, requirement, str(archive.absolute()) if source else None)

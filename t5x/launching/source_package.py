@@ -7,6 +7,7 @@ from typing import Any
 
 import t5x
 from t5x.errors import UserError
+from t5x.launching.accelerators import Accelerators
 
 # Images of clouds may have an old Python: uv fetches one that t5x supports. `@ENV@`: directory of the environment.
 INSTALL = """\
@@ -17,17 +18,18 @@ uv=$(command -v uv || echo ~/.local/bin/uv)
 """
 
 
-def add_arguments(parser: Any, extras: str) -> None:
+def add_arguments(parser: Any) -> None:
     parser.add_argument(
         "--package", metavar="X", help="t5x to install: a directory with its source, or a pip requirement (this one)"
     )
     parser.add_argument(
-        "--extras", default=extras, metavar="A,B", help=f"extras to install with a source directory ({extras})"
+        "--extras", metavar="A,B", help="extras to install with a source directory (gcs, and tpu or gpu)"
     )
 
 
-def find(args: Any) -> tuple[Path | None, str]:
+def find(args: Any, found: Accelerators) -> tuple[Path | None, str]:
     """Return the directory of the source to copy, if any, and the requirement to install."""
+    extras = args.extras or ("tpu,gcs" if found.tpu else "gpu,gcs")
     given = args.package or str(Path(t5x.__file__).parents[1])
     if os.path.isdir(given):
         if not os.path.exists(os.path.join(given, "pyproject.toml")):
@@ -35,7 +37,7 @@ def find(args: Any) -> tuple[Path | None, str]:
                 f"{given} has no pyproject.toml, so t5x cannot be installed from it. Pass --package with a checkout of "
                 "t5x or a pip requirement, as in 't5x[tpu,gcs] @ git+https://…'."
             )
-        return Path(given), f"./package[{args.extras}]"
+        return Path(given), f"./package[{extras}]"
     if os.sep in given and "://" not in given:
         raise UserError(f"--package {given}: there is no such directory.")
     return None, given

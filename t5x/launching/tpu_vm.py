@@ -99,7 +99,7 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument("--network", metavar="NAME", help="network of the TPU VM (default)")
     parser.add_argument("--service_account", metavar="EMAIL", help="account of the TPU VM, for its buckets")
     parser.add_argument("--internal_ips", action="store_true", help="no external addresses; needs Cloud NAT")
-    source_package.add_arguments(parser, "tpu,gcs")
+    source_package.add_arguments(parser)
     parser.add_argument("--files", nargs="+", default=[], metavar="PATH", help="your gin files, modules, data to copy")
     parser.add_argument("--restart", action="store_true", help="end what runs on this TPU VM, and start again")
     parser.add_argument("--kill_holders", action="store_true", help="kill other processes that hold the chips")
@@ -135,7 +135,7 @@ def launch(args: Any, command: list[str]) -> int:
     )  # fmt: skip
     if args.spot or found.machines > 1:
         job.require_shared_output(command)
-    run = _Run(args, command, node)
+    run = _Run(args, command, node, found)
     directory = run.save()
     if args.dry_run:
         return 0
@@ -164,9 +164,9 @@ def _report(text: str) -> None:
 
 
 class _Run:
-    def __init__(self, args: Any, command: list[str], node: gcloud.Node):
+    def __init__(self, args: Any, command: list[str], node: gcloud.Node, found: accelerators.Accelerators):
         self._args, self._command, self._node = args, command, node
-        self._source, requirement = source_package.find(args)
+        self._source, requirement = source_package.find(args, found)
         variables = [f"{name}={value}" for name, value in job.environment(args).items()]
         line = shlex.join([*(["env", *variables] if variables else []), "../env/bin/t5x", *command])
         self._id = hashlib.sha256(line.encode()).hexdigest()[:12]

@@ -60,7 +60,7 @@ def parse(name: str) -> Topology:
     else:
         raise _unknown(name)
     if not 1 <= topology.devices <= MOST_DEVICES:
-        raise UserError(f"--topology {name} has {topology.devices} devices: plan takes 1 to {MOST_DEVICES}.")
+        raise UserError(f"--topology {name} has {topology.devices} devices: it must have 1 to {MOST_DEVICES}.")
     return topology
 
 

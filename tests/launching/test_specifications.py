@@ -13,6 +13,7 @@ import pytest
 
 from t5x.errors import UserError
 from t5x.launching import accelerators, gke, job, skypilot, vertex
+from t5x.verbs.verb_parser import parser_of
 from tests.programs import REPO, cloud_python
 
 COMMAND = ["train", "--gin_file=a b.gin", "--gin.MODEL_DIR=gs://b/run"]
@@ -90,6 +91,15 @@ def test_the_real_clients_accept_every_specification(validated: dict[str, Any], 
         pytest.skip(errors)
     assert [error for error in errors[:-1] if error] == []
     assert errors[-1], "the check accepts a field that does not exist"
+
+
+def test_containers_of_deploy_start_commands_that_exist():
+    yaml = pytest.importorskip("yaml")
+    compose = yaml.safe_load((REPO / "deploy/compose.yaml").read_text())["services"]["t5x"]
+    deployment = _deployment()[0]["spec"]["template"]["spec"]["containers"][0]
+    assert 'ENTRYPOINT ["t5x"]' in (REPO / "deploy/Dockerfile").read_text()
+    for verb, *words in (compose["command"], deployment["args"]):
+        assert parser_of(verb).parse_args(words).host == "0.0.0.0"
 
 
 def test_hadolint_accepts_the_dockerfile():
