@@ -11,6 +11,8 @@ import numpy as np
 from t5x.data.feature_converters import Example, FeatureConverter, Lengths, Row
 from t5x.errors import UserError
 
+_MOST_ROWS = 1000  # of one group of examples; one is expected
+
 
 def make_converter(converter_cls: Callable[..., Any], pack: bool) -> FeatureConverter:
     """Return `converter_cls(pack=pack)`: ours, or a converter of seqio behind our interface.
@@ -40,7 +42,7 @@ class SeqioConverter(FeatureConverter):
         self.TASK_FEATURES = tuple(theirs.TASK_FEATURES)
         self._empty: Row | None = None
         self._lock = threading.Lock()
-        self._running: tuple[Lengths, queue.Queue[Example], Iterator[Row]] | None = None
+        self._running: tuple[Lengths, queue.Queue[Sequence[Example]], Iterator[Row]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:  # for worker processes
         return self.__dict__ | {"_lock": None, "_running": None}
@@ -66,40 +68,52 @@ class SeqioConverter(FeatureConverter):
             for example in examples
         ]
         with self._lock:
-            convert = self._packed if self.pack else self._one
-            row = convert(trimmed, task_feature_lengths)
-        self._empty = {name: np.zeros_like(values) for name, values in row.items()}
-        return row
-
-    def _one(self, examples: Sequence[Example], lengths: Lengths) -> Row:
-        """Convert one example in a tf.data pipeline that is made once."""
-        if self._running is None or self._running[0] != lengths:
-            given: queue.Queue[Example | None] = queue.Queue()
-            self._running = dict(lengths), given, self._rows(iter(given.get, None), lengths)
-            weakref.finalize(self, given.put, None)  # ends tf.data's thread, without which Python would not exit
-        (example,) = examples
-        self._running[1].put(example)
-        return next(self._running[2])
-
-    def _packed(self, examples: Sequence[Example], lengths: Lengths) -> Row:
-        row, *more = self._rows(iter(examples), lengths)
+            row, *more = self._convert(trimmed, task_feature_lengths)
         if more:
             raise UserError(
                 f"{type(self.theirs).__name__} packs {len(examples)} examples into {len(more) + 1} rows, where their "
                 "lengths fit into one. Use a FeatureConverter of t5x.data, or pack=False."
             )
+        self._empty = {name: np.zeros_like(values) for name, values in row.items()}
         return row
 
-    def _rows(self, examples: Iterator[Example], lengths: Lengths) -> Iterator[Row]:
+    def _convert(self, examples: Sequence[Example], lengths: Lengths) -> list[Row]:
+        """Return the rows of some examples. The tf.data pipeline is made once: building one takes longer than a row."""
+        if self._running is None or self._running[0] != lengths:
+            given: queue.Queue[Sequence[Example] | None] = queue.Queue()
+            self._running = dict(lengths), given, self._batches(iter(given.get, None), lengths)
+            weakref.finalize(self, given.put, None)  # ends tf.data's thread, without which Python would not exit
+        self._running[1].put(examples)
+        batch = next(self._running[2])
+        count = len(next(iter(batch.values())))
+        return [{name: values[i] for name, values in batch.items()} for i in range(count)]
+
+    def _batches(self, groups: Iterator[Sequence[Example]], lengths: Lengths) -> Iterator[Row]:
+        """Yield the rows of each group of examples as one batch."""
         import tensorflow as tf  # seqio has imported it
 
+        def ragged(group: Sequence[Example]) -> dict[str, Any]:
+            of = {name: [example[name] for example in group] for name in self.TASK_FEATURES}
+            return {
+                name: tf.RaggedTensor.from_row_lengths(np.concatenate(values), list(map(len, values)))
+                for name, values in of.items()
+            }
+
         features = self.theirs.TASK_FEATURES
+        shapes = {name: [None] * getattr(spec, "rank", 1) for name, spec in features.items()}
+        dataset, convert = tf.data.Dataset, self.theirs
+        if not self.pack:
+            signature = {name: tf.TensorSpec(shapes[name], spec.dtype) for name, spec in features.items()}
+            examples = dataset.from_generator(lambda: (group[0] for group in groups), output_signature=signature)
+            return convert(examples, dict(lengths)).batch(1).as_numpy_iterator()
+        # Each group is packed by itself, so that its rows end where it ends.
         signature = {
-            name: tf.TensorSpec([None] * getattr(features[name], "rank", 1), features[name].dtype)
-            for name in self.TASK_FEATURES
+            name: tf.RaggedTensorSpec([None, *shapes[name]], spec.dtype, ragged_rank=1)
+            for name, spec in features.items()
         }
-        dataset = tf.data.Dataset.from_generator(lambda: examples, output_signature=signature)
-        return self.theirs(dataset, dict(lengths)).as_numpy_iterator()
+        made = dataset.from_generator(lambda: map(ragged, groups), output_signature=signature)
+        pack = lambda group: convert(dataset.from_tensor_slices(group), dict(lengths)).batch(_MOST_ROWS)
+        return made.flat_map(pack).as_numpy_iterator()
 
 
 def shapes_and_types(batch: Mapping[str, np.ndarray]) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:

@@ -7,7 +7,8 @@ from t5x.verbs.verb_parser import VerbParser
 
 _EXAMPLE = (
     "--gin_file=t5x/examples/t5/t5_1_1/small.gin --gin_file=t5x/configs/runs/precompile.gin --gin.MODEL_DIR=runs/hlo "
-    "--gin.MIXTURE_OR_TASK_NAME=dates --gin.DROPOUT_RATE=0.1 --gin.TASK_FEATURE_LENGTHS='{\"inputs\": 64}'"
+    "--import t5x.examples.demo.dates --gin.MIXTURE_OR_TASK_NAME=dates --gin.VOCABULARY='@seqio.ByteVocabulary()' "
+    "--gin.TASK_FEATURE_LENGTHS='{\"inputs\": 64, \"targets\": 32}' --gin.DROPOUT_RATE=0.1"
 )
 
 
