@@ -247,7 +247,7 @@ class OrbaxCheckpointManagerInterface:
             options |= {"force_keep_period": force_keep_period}
         self._checkpointer = cls(train_state, partitioner, directory, dataset_iterator, **options)
 
-    def all_steps(self) -> list[int]:
+    def all_steps(self, read: bool = False) -> list[int]:
         return self._checkpointer.all_steps()
 
     def latest_step(self) -> int | None:

@@ -249,7 +249,7 @@ class LegacyCheckpointer:
         """Do nothing: `save` waits."""
 
 
-class LegacyCheckpointManager:
+class LegacyCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
     """Saves and restores the checkpoints of a run, as its configurations say.
 
     Args:
@@ -272,16 +272,8 @@ class LegacyCheckpointManager:
         model_dir: str | None = None,
     ):
         self._save_cfg, self._model_dir = save_cfg, model_dir
-        dtypes = {} if save_cfg is None else {"save_dtype": save_cfg.dtype, "keep": save_cfg.keep}
-        restored = None if restore_cfg is None else restore_cfg.dtype
-        place = (train_state_shape, partitioner, model_dir, ds_iter)
-        self._checkpointer = checkpoints.Checkpointer(*place, restore_dtype=restored, **dtypes)
-
-    def all_steps(self, read: bool = False) -> list[int]:
-        return self._checkpointer.all_steps()
-
-    def latest_step(self) -> int | None:
-        return self._checkpointer.latest_step()
+        options = _manager_options(save_cfg, restore_cfg)
+        super().__init__(model_dir, train_state_shape, partitioner, ds_iter, **options)
 
     def best_step(self) -> int | None:
         """Return the step that MODEL_DIR/best.json names, or None."""
@@ -293,15 +285,14 @@ class LegacyCheckpointManager:
 
     def should_save(self, step: int) -> bool:
         """Return whether a step is due."""
-        cfg = self._save_cfg
-        return cfg is not None and (step in (cfg.checkpoint_steps or ()) or not cfg.period or step % cfg.period == 0)
+        return self._save_cfg is not None and super().should_save(step)
 
     def save(self, train_state: Any, state_transformation_fns: Sequence[Any] = (), **_: Any) -> bool:
         """Save a state; return whether the run saves at all."""
-        if self._save_cfg is None:
-            return False
-        self._checkpointer.save(train_state, state_transformation_fns or self._save_cfg.state_transformation_fns)
-        return True
+        cfg = self._save_cfg
+        return cfg is not None and super().save(
+            train_state, state_transformation_fns or cfg.state_transformation_fns, force=True
+        )
 
     def restore(
         self,
@@ -312,8 +303,8 @@ class LegacyCheckpointManager:
     ) -> Any:
         """Return the state of each path, or of the only one."""
         if paths is None or restore_cfg is None:
-            step = None if paths is None else int(paths) if isinstance(paths, int) else None
-            return self._checkpointer.restore(step=step, fallback_state=fallback_state, **options)
+            step = paths if isinstance(paths, int) else None
+            return super().restore(step=step, fallback_state=fallback_state, **options)
         return restore(self._checkpointer, [paths] if isinstance(paths, str) else paths, restore_cfg, fallback_state)
 
     def delete(self, step: int) -> None:
@@ -341,11 +332,15 @@ class LegacyCheckpointManager:
     def reload(self) -> None:
         """Do nothing: directories are read at every call."""
 
-    def wait_until_finished(self) -> None:
-        """Return at once: `save` waits."""
 
-    def close(self) -> None:
-        """Do nothing: no file stays open."""
+def _manager_options(
+    save_cfg: SaveCheckpointConfig | None, restore_cfg: RestoreCheckpointConfig | None
+) -> dict[str, Any]:
+    options = {"restore_dtype": None if restore_cfg is None else restore_cfg.dtype}
+    if save_cfg is None:
+        return options | {"period": None}
+    saving = {name: getattr(save_cfg, name) for name in ("keep", "period", "checkpoint_steps")}
+    return options | saving | {"save_dtype": save_cfg.dtype}
 
 
 def create_orbax_checkpoint_manager(
@@ -358,13 +353,8 @@ def create_orbax_checkpoint_manager(
     model_dir: str | None = None,
 ) -> checkpoints.OrbaxCheckpointManagerInterface:
     """Return a manager of the checkpoints in `model_dir`."""
-    options: dict[str, Any] = {"period": None}
-    if save_cfg is not None:
-        options = {"keep": save_cfg.keep, "period": save_cfg.period, "checkpoint_steps": save_cfg.checkpoint_steps}
-        options["save_dtype"] = save_cfg.dtype
-    restored = None if restore_cfg is None else restore_cfg.dtype
-    place = (model_dir, train_state, partitioner, ds_iter)
-    return checkpoints.OrbaxCheckpointManagerInterface(*place, restore_dtype=restored, **options)
+    options = _manager_options(save_cfg, restore_cfg)
+    return checkpoints.OrbaxCheckpointManagerInterface(model_dir, train_state, partitioner, ds_iter, **options)
 
 
 def create_checkpoint_manager_and_restore(

@@ -117,7 +117,7 @@ class BatchedModel(RankMethods, AnswerMethods, LoadedModel):
             fixed["length_penalty"] = 1.0
         if decoding.min_length or decoding.repetition_penalty != 1:
             values |= {"min_length": decoding.min_length, "repetition_penalty": float(decoding.repetition_penalty)}
-            fixed |= {"min_length": 1}
+            fixed["min_length"] = 1
         targets, how = self.output_bucket(room or max_length), Decoding(**fixed)
         jobs = [
             Job(Shape("generate", self._input_bucket(ids), targets, how), _example(ids), values, index)
@@ -211,21 +211,22 @@ class BatchedModel(RankMethods, AnswerMethods, LoadedModel):
             batch = dict(batch)
             seeds, limits = batch.pop("seed"), batch.pop("max_length")
             keys = jax.vmap(lambda seed, index: jax.random.fold_in(jax.random.key(seed), index))
-            options = {decoding.limit_name: limits, "decode_rng": keys(seeds, batch["example_index"])}
+            options = {decoding.limit_name: limits}
             if decoding.samples:
                 options |= {"temperature": batch.pop("temperature")}
                 options |= {"topk": batch.pop("top_k"), "topp": batch.pop("top_p")}
             if decoding.length_penalty is not None:
                 options["length_penalty"] = batch.pop("length_penalty")
-            callbacks = [fixed or _same_logits, _same_logits]
+            callbacks = [fixed, _same_logits] if fixed else [_same_logits]
             if decoding.min_length:
                 per_row = lambda name: jnp.repeat(batch.pop(name), decoding.num_decodes)
                 callbacks.insert(0, constraints.repetition_penalty(per_row("repetition_penalty")))
                 callbacks.append(constraints.min_length(per_row("min_length")))
             options["logit_callback_fn"] = constraints.chain(callbacks)
             return model.predict_batch_with_aux(
-                params, batch, rng, options, num_decodes=decoding.num_decodes, return_all_decodes=True
-            )
+                params, batch, keys(seeds, batch["example_index"]), options, num_decodes=decoding.num_decodes,
+                return_all_decodes=True,
+            )  # fmt: skip
 
         return predict
 

@@ -168,9 +168,11 @@ class Trainer(BaseTrainer):
         self._learning_rate_fn = learning_rate_fn
         self._num_microbatches = num_microbatches
         self._weight_metrics_computer = weight_metrics_computer
-        optimizer = getattr(train_state, "optimizer_def", None)  # an InferenceState has none
         self.learning_rate_fn = applied_schedule(
-            optimizer, learning_rate_fn, train_state.param_states, train_state.step
+            getattr(train_state, "optimizer_def", None),  # an InferenceState has none
+            learning_rate_fn,
+            train_state.param_states,
+            train_state.step,
         )
 
     @functools.cached_property

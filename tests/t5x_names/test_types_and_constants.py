@@ -174,3 +174,26 @@ def test_run_passes_gin_arguments_to_a_script(monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         gin_utils.run(lambda argv: seen.append(argv))
     assert ended.value.code in (None, 0) and seen == [["script.py", "rest"]]
+
+
+def test_checkpoint_managers(tmp_path):
+    model = tiny.model()
+    layout = utils.TrainStateInitializer(
+        model.optimizer_def, model.get_initial_variables, model.input_shapes({"inputs": 3, "targets": 3}),
+        partitioning.PjitPartitioner(num_partitions=1),
+    )  # fmt: skip
+    state = layout.from_scratch(jax.random.key(0))
+    place = {"partitioner": layout.partitioner, "model_dir": str(tmp_path)}
+    saving = utils.SaveCheckpointConfig(period=5)
+    make = functools.partial(utils.LegacyCheckpointManager, train_state_shape=layout.global_train_state_shape, **place)
+    manager = make(save_cfg=saving)
+    assert manager.should_save(5) and not manager.should_save(6)
+    assert manager.save(state) and manager.all_steps(read=True) == [0] and manager.latest_step() == 0
+    jax.tree.map(np.testing.assert_array_equal, manager.restore(0).params, state.params)
+    assert not make().save(state) and not make().should_save(5)  # without a configuration, nothing is saved
+    other = utils.create_orbax_checkpoint_manager(
+        save_cfg=saving, train_state=layout.global_train_state_shape, **place
+    )
+    assert other.save(state.replace_step(jnp.int32(5))) and other.all_steps() == [0, 5]
+    manager.delete(0)
+    assert other.latest_step() == 5 and other.all_steps() == [5]
