@@ -352,7 +352,9 @@ class InteractiveModel:
 
     def _compile(self, mode: InferenceType, options: Mapping[str, Any]) -> BatchProgram:
         def predict(params: Any, batch: Mapping[str, jax.Array]) -> Any:
-            return self.model.predict_batch_with_aux(params, batch, **{"rng": jax.random.key(0), **options})
+            has_key = "decode_rng" in (options.get("decoder_params") or {})
+            rng = {} if has_key else {"rng": jax.random.key(0)}
+            return self.model.predict_batch_with_aux(params, batch, **rng | dict(options))
 
         def score(params: Any, batch: Mapping[str, jax.Array]) -> Any:
             scores = self.model.score_batch(params, batch, **options)

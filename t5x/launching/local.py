@@ -18,7 +18,7 @@ from t5x.launching import job
 
 _TOKEN = "T5X_CLUSTER_TOKEN"
 _PATIENCE = 60.0  # seconds that the other processes have to end by themselves, with their reasons
-_PR_SET_PDEATHSIG = 1  # of Linux
+_LIBC, _PR_SET_PDEATHSIG = ctypes.CDLL(None), 1  # of Linux
 
 
 def add_arguments(parser: Any) -> None:
@@ -96,13 +96,12 @@ def run_together(commands: Sequence[Sequence[str]], environment: dict[str, str])
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup
             signal.signal(signum, pass_on)
-    libc = ctypes.CDLL(None)  # loaded before the fork
     for words in commands:
         started.append(
             subprocess.Popen(
                 words, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                 start_new_session=True,  # else Ctrl-C would reach it twice
-                preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),  # if this process is killed
+                preexec_fn=_end_with_parent if sys.platform == "linux" else None,
             )
         )  # fmt: skip
     printing = []
@@ -133,6 +132,11 @@ def run_together(commands: Sequence[Sequence[str]], environment: dict[str, str])
     if stopping:
         return status if status > 0 else 128 - status
     raise ProcessFailed(index, status)
+
+
+def _end_with_parent() -> None:
+    """Let this process get SIGTERM if its parent is killed."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _print_lines(source: IO[bytes], target: IO[str], prefix: str) -> None:

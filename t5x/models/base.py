@@ -367,7 +367,7 @@ class BaseTransformerModel(BaseModel):
         options = {"num_decodes": 1 if num_decodes is None else num_decodes, "eos_id": self.output_vocabulary.eos_id}
         options |= {**self.default_decoder_params, **(decoder_params or {})}
         if rng is not None:
-            if "decode_rng" in options:
+            if "decode_rng" in (decoder_params or {}):
                 raise ValueError(
                     f"Got RNG both from `rng` ({rng}) and from `decoder_params['decode_rng']` "
                     f"({options['decode_rng']}): pass one of them."

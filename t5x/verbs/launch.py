@@ -17,8 +17,7 @@ _SET_BY_ENGINE = ("--coordinator_address", "--process_count", "--process_index")
 
 def define(parser: VerbParser) -> None:
     parser.usage = "t5x launch ENGINE [options] -- VERB …"
-    engines = "; ".join(f"{name}: {what}" for name, what in ENGINES.items())
-    parser.add_argument("engine", metavar="ENGINE", nargs="?", help=engines)
+    parser.add_argument("engine", metavar="ENGINE", nargs="?", help=argparse.SUPPRESS)
     parser.add_argument("options", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_help(
         "Start a t5x command on several processes, machines or a cluster. `t5x launch ENGINE --help` shows the options "
@@ -28,6 +27,8 @@ def define(parser: VerbParser) -> None:
         t5x launch slurm --nodes 2 --gpus_per_node 8 -- train --gin_file=my_run.gin --gin.MODEL_DIR=runs/mine
         """,
     )
+    engines = "\n".join(f"  {name:10}{what}" for name, what in ENGINES.items())
+    parser.epilog = f"engines:\n{engines}\n\n{parser.epilog}"
 
 
 def run(args: argparse.Namespace) -> None:
