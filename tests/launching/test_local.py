@@ -68,7 +68,8 @@ def test_the_cause_is_named_not_its_consequences(monkeypatch):
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_signals_are_passed_on_and_the_save_is_awaited(signum):
     program = (
-        "import sys; from t5x.launching import local; local._PATIENCE = 0.5;"
+        "import signal, sys; from t5x.launching import local; local._PATIENCE = 0.5;"
+        "signal.signal(signal.SIGINT, signal.default_int_handler);"  # ignored if the tests run in the background
         f"sys.exit(local.run_together([[sys.executable, '-c', {SAVES!r}, n] for n in ('0', '2')], {{}}))"
     )
     process = subprocess.Popen([sys.executable, "-c", program], env=environment(), stdout=subprocess.PIPE, text=True)
