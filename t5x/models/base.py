@@ -368,10 +368,7 @@ class BaseTransformerModel(BaseModel):
         options |= {**self.default_decoder_params, **(decoder_params or {})}
         if rng is not None:
             if "decode_rng" in (decoder_params or {}):
-                raise ValueError(
-                    f"Got RNG both from `rng` ({rng}) and from `decoder_params['decode_rng']` "
-                    f"({options['decode_rng']}): pass one of them."
-                )
+                raise ValueError("The random key is given twice: pass `rng` or decoder_params['decode_rng'].")
             options["decode_rng"] = rng
         self._check_memory(*batch["decoder_input_tokens"].shape[:2], options["num_decodes"])
         if "example_index" in batch:

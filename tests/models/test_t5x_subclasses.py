@@ -123,7 +123,7 @@ def test_the_key_is_passed_once_and_only_if_given():
         model.predict_batch_with_aux({}, batch, **given)
         assert decode_fn.call_args[1].get("decode_rng") == expected
         assert ("decode_rng" in decode_fn.call_args[1]) == (expected is not None)
-    with pytest.raises(ValueError, match="both"):
+    with pytest.raises(ValueError, match="`rng` or decoder_params"):
         model.predict_batch_with_aux({}, batch, rng=4, decoder_params={"decode_rng": 3})
 
 
