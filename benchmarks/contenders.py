@@ -150,15 +150,22 @@ class HuggingFace:
         return torch.cuda.max_memory_allocated() / 1e9 if self.device == "cuda" else None
 
 
-# -- CTranslate2, on the CPU -------------------------------------------------------------------------------------------
+# -- CTranslate2 -------------------------------------------------------------------------------------------------------
 
 
 def ctranslate2(directory: str, rows: Any, outputs: int, beams: int, threads: int) -> Callable[[], None]:
-    """Generation with the model that `write_model` wrote, in `CTRANSLATE2_DTYPE`.
+    """Generation on the CPU with the model that `write_model` wrote, in `CTRANSLATE2_DTYPE`.
 
     Args:
       rows: of input ids.
     """
+    translator = ctranslate2_translator(directory, "cpu", CTRANSLATE2_DTYPE, intra_threads=threads)
+    words = ctranslate2_words(rows)
+    return lambda: ctranslate2_outputs(translator, words, outputs, beams)
+
+
+def ctranslate2_translator(directory: str, device: str, dtype: str, **options: Any) -> Any:
+    """Convert the model that `write_model` wrote and load it."""
     import ctranslate2
 
     converted = os.path.join(directory, "ctranslate2")
@@ -166,17 +173,20 @@ def ctranslate2(directory: str, rows: Any, outputs: int, beams: int, threads: in
         vocabulary = [f"t{i}" for i in range(VOCABULARY)]
         converter = ctranslate2.converters.TransformersConverter(directory)
         converter.load_tokenizer = lambda *_, **__: _tokenizer(vocabulary)
-        converter.convert(converted, quantization=CTRANSLATE2_DTYPE)
-    translator = ctranslate2.Translator(converted, "cpu", intra_threads=threads, compute_type=CTRANSLATE2_DTYPE)
-    words = [[f"t{i}" for i in row] for row in rows]
+        converter.convert(converted, quantization=dtype)
+    return ctranslate2.Translator(converted, device, compute_type=dtype, **options)
 
-    def call() -> None:
-        results = translator.translate_batch(
-            words, beam_size=beams, max_decoding_length=outputs, min_decoding_length=outputs, max_batch_size=len(words)
-        )
-        assert all(len(result.hypotheses[0]) >= outputs - 1 for result in results)
 
-    return call
+def ctranslate2_words(rows: Any) -> list[list[str]]:
+    """Rows of ids as CTranslate2 takes them."""
+    return [[f"t{i}" for i in row] for row in rows]
+
+
+def ctranslate2_outputs(translator: Any, words: list[list[str]], outputs: int, beams: int = 1) -> None:
+    results = translator.translate_batch(
+        words, beam_size=beams, max_decoding_length=outputs, min_decoding_length=outputs, max_batch_size=len(words)
+    )
+    assert all(len(result.hypotheses[0]) >= outputs - 1 for result in results)
 
 
 def _tokenizer(vocabulary: list[str]) -> Any:

@@ -4,12 +4,14 @@
     python benchmarks/serving_load.py --size base --requests 4096         # GPU
     python benchmarks/serving_load.py --excess 1000 --clients 32          # and 1,000 clients at once
     python benchmarks/serving_load.py --clients 4 --minutes 10            # memory over ten minutes
+    python benchmarks/serving_load.py --size base --requests 4096 --ctranslate2 bfloat16     # and CTranslate2
 
 Random weights that never end an output; every client sends its next request when it has the response to the last.
 Prints JSON: requests a second, p50 and p99 in milliseconds, CPU seconds of a request, the server's memory. `t5x infer`
 is measured as the time of its predictions alone, in batches of 32. Both processes stay alive, with everything compiled,
 and take turns, so that other programs on the machine slow both: `of_infer` is the ratio of the medians over the rounds.
-`cpu_of_infer`, the ratio of requests per CPU second, depends less on them.
+`cpu_of_infer`, the ratio of requests per CPU second, depends less on them. CTranslate2 has no server: it runs in this
+process, without HTTP or tokenization, which favours it. A thread computes all requests that wait, up to 64, at once.
 """
 
 import argparse
@@ -17,6 +19,7 @@ import asyncio
 import collections
 import json
 import os
+import queue
 import random
 import socket
 import statistics
@@ -24,6 +27,7 @@ import string
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -45,6 +49,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=rounds.positive, default=5, help="turns of each")
     parser.add_argument("--excess", type=int, default=0, help="clients that come at once")
     parser.add_argument("--minutes", type=float, default=0, help="repeat the first number of clients for this time")
+    parser.add_argument("--ctranslate2", metavar="DTYPE", help="measure CTranslate2 too, in this dtype")
+    parser.add_argument("--device", default="cuda", help="of CTranslate2: cuda or cpu")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
@@ -69,6 +75,8 @@ def main() -> None:
                 report["excess"] = found | {"server_runs": server.process.poll() is None}
             if args.minutes:
                 report["memory"] = memory(server, args)
+        if args.ctranslate2:
+            report["ctranslate2"] = ctranslate2(directory, args)
     print(json.dumps(report, indent=1))
 
 
@@ -104,6 +112,54 @@ def measure_infer(args: argparse.Namespace) -> None:
         seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
         found = {"requests_per_s": len(ids) / seconds, "cpu_s": cpu / len(ids)}
         print(json.dumps(found), flush=True)
+
+
+def ctranslate2(directory: str, args: argparse.Namespace) -> dict[str, dict]:
+    """Measure CTranslate2 with every number of clients; medians over the rounds."""
+    translator = contenders.ctranslate2_translator(directory, args.device, args.ctranslate2)
+    inputs = contenders.ctranslate2_words([[ord(c) + 3 for c in text] + [1] for text in texts(args, args.requests)])
+    waiting: queue.SimpleQueue = queue.SimpleQueue()
+
+    def compute() -> None:
+        while (first := waiting.get()) is not None:
+            batch = [first]
+            while len(batch) < 64 and not waiting.empty():
+                batch.append(waiting.get())
+            contenders.ctranslate2_outputs(translator, [words for words, _ in batch], args.outputs)
+            for _, done in batch:
+                done.set()
+
+    def turn(clients: int) -> dict[str, float]:
+        left, milliseconds = iter(inputs), []
+        following = threading.Lock()
+
+        def client() -> None:
+            while True:
+                with following:
+                    words = next(left, None)
+                if words is None:
+                    return
+                began, done = time.perf_counter(), threading.Event()
+                waiting.put((words, done))
+                done.wait()
+                milliseconds.append(1000 * (time.perf_counter() - began))
+
+        began = time.perf_counter()
+        threads = [threading.Thread(target=client) for _ in range(clients)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return {"requests_per_s": len(inputs) / (time.perf_counter() - began)} | percentiles(milliseconds)
+
+    worker = threading.Thread(target=compute)
+    worker.start()
+    numbers = args.clients.split(",")
+    turn(int(numbers[-1]))  # warm-up
+    turns = {clients: medians([turn(int(clients)) for _ in range(args.rounds)]) for clients in numbers}
+    waiting.put(None)
+    worker.join()
+    return turns
 
 
 class Infer:
@@ -218,12 +274,13 @@ async def ask(server: Server, inputs: list[str], clients: int, args: argparse.Na
     async with asyncio.timeout(600):
         await asyncio.gather(*(client() for _ in range(clients)))
     seconds = time.perf_counter() - began
-    milliseconds.sort()
-    at = lambda share: round(milliseconds[min(len(milliseconds) - 1, int(share * len(milliseconds)))], 1)
-    return {
-        "requests_per_s": len(inputs) / seconds, "p50_ms": at(0.5), "p99_ms": at(0.99),
-        "statuses": dict(statuses),
-    }  # fmt: skip
+    return {"requests_per_s": len(inputs) / seconds, "statuses": dict(statuses)} | percentiles(milliseconds)
+
+
+def percentiles(milliseconds: list[float]) -> dict[str, float]:
+    ordered = sorted(milliseconds)
+    at = lambda share: round(ordered[min(len(ordered) - 1, int(share * len(ordered)))], 1)
+    return {"p50_ms": at(0.5), "p99_ms": at(0.99)}
 
 
 if __name__ == "__main__":

@@ -86,9 +86,7 @@ class Api:
         self._metrics = metrics
         self._in_progress = 0
         self._threads = ThreadPoolExecutor(settings.max_queue, thread_name_prefix="request")
-        self._schemas = schemas.request_schemas(
-            max_documents=settings.max_documents, max_length=settings.max_length, max_beams=settings.max_beams
-        )
+        self._schemas = schemas.request_schemas(settings)
         self._document = schemas.openapi(self._schemas, has_token=token is not None)
         self._page, self._policy = _page()
         self.is_draining = False

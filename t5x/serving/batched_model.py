@@ -27,6 +27,7 @@ from t5x.network.padding import Program
 from t5x.partitioning import PjitPartitioner
 from t5x.ranking.reranker import RankMethods, Reranker
 from t5x.serving.batching import Batcher, Job
+from t5x.serving.settings import Settings
 
 _SHORTEST_INPUT, _SHORTEST_TARGET = 32, 16
 # Shorter outputs cost hardly more in a program for this length than in one of their own, which would be compiled first.
@@ -56,8 +57,7 @@ class BatchedModel(RankMethods, AnswerMethods, LoadedModel):
 
     Args:
       batcher: the queue.
-      max_input_length, max_length: maximum tokens of an input, and of an output.
-      template, labels: see `Reranker`.
+      settings: of the server.
     """
 
     def __init__(
@@ -67,24 +67,21 @@ class BatchedModel(RankMethods, AnswerMethods, LoadedModel):
         partitioner: PjitPartitioner,
         *,
         batcher: Batcher,
-        max_input_length: int,
-        max_length: int,
-        template: str | None = None,
-        labels: str | None = None,
+        settings: Settings,
     ):
         super().__init__(source, model, partitioner)
-        self._ranking = {"template": template, "labels": labels}
-        self.max_input_length = max_input_length
-        self._max_length = max_length
+        self._settings = settings
+        self.max_input_length = settings.max_input_length
         self._batcher = batcher
         self._row_count = self.rows(batcher.rows, batcher.rows)
 
     @functools.cached_property
     def reranker(self) -> Reranker:
         """The model as a reranker, with inputs of at most `max_input_length`."""
-        made = Reranker(self, long_query="truncate", **self._ranking)
+        options = {"template": self._settings.template, "labels": self._settings.labels, "long_query": "truncate"}
+        made = Reranker(self, **options)
         if made.template.max_length > self.max_input_length:
-            made = Reranker(self, long_query="truncate", max_length=self.max_input_length, **self._ranking)
+            made = Reranker(self, max_length=self.max_input_length, **options)
         return made
 
     def predictions(
@@ -154,7 +151,7 @@ class BatchedModel(RankMethods, AnswerMethods, LoadedModel):
 
     def output_bucket(self, max_length: int) -> int:
         """Return the number of tokens for which a program that generates at most `max_length` has room."""
-        return _bucket(max_length, _SHORTEST_OUTPUT, self._max_length)
+        return _bucket(max_length, _SHORTEST_OUTPUT, self._settings.max_length)
 
     def _input_bucket(self, ids: Sequence[int]) -> int:
         if len(ids) > self.max_input_length:

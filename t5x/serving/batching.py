@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 # A batch costs the same for few and for many jobs, so it may wait for this share of the time that it takes.
-_WAIT_SHARE = 0.25
+_WAIT_SHARE = 0.5
 _OVERDUE = 4  # batches, by the time of the last one, after which a job is computed before larger groups
 
 

@@ -1,14 +1,15 @@
-"""Requests as JSON schemas: one description for their check and for the OpenAPI document."""
+"""JSON schemas of requests, used to validate them and in the OpenAPI document. `operations` computes the responses."""
 
-import difflib
 import math
 from collections.abc import Mapping
 from typing import Any
 
 from t5x import __version__
 from t5x.decoding.constraints import PENALTIES
+from t5x.errors import did_you_mean, shorten
 from t5x.inference.loaded import MAX_LENGTH
 from t5x.inference.options import HUGGINGFACE_NAMES
+from t5x.serving.settings import Settings
 
 Schema = dict[str, Any]
 OPENAI_NAMES = {"max_tokens": "max_length", "n": "num_return"}  # of decoding options that have another name here
@@ -21,7 +22,7 @@ class InvalidRequest(Exception):
 def check(value: Any, schema: Schema, where: str = "the body") -> Any:
     """Return the value with the defaults of missing fields.
 
-    Only the keywords that `ROUTES` uses are known.
+    Supports only the JSON Schema keywords that `request_schemas` uses.
 
     Raises:
       InvalidRequest: the value does not fit the schema.
@@ -30,15 +31,16 @@ def check(value: Any, schema: Schema, where: str = "the body") -> Any:
         return _check_any(value, schema["anyOf"], where)
     kind = schema["type"]
     if not _TYPES[kind](value):
-        raise InvalidRequest(f"{where} is {_shown(value)}: it must be {_ARTICLES[kind]}.")
+        raise InvalidRequest(f"{where} is {shorten(value, 60)}: it must be {_ARTICLES[kind]}.")
     if "enum" in schema and value not in schema["enum"]:
-        raise InvalidRequest(f"{where} is {_shown(value)}: it must be one of {', '.join(map(str, schema['enum']))}.")
+        choices = ", ".join(map(str, schema["enum"]))
+        raise InvalidRequest(f"{where} is {shorten(value, 60)}: it must be one of {choices}.")
     if kind == "string":
         _check_string(value, schema, where)
     elif kind in ("integer", "number"):
         low, high = schema.get("minimum", -math.inf), schema.get("maximum", math.inf)
         if not low <= value <= high:
-            raise InvalidRequest(f"{where} is {_shown(value)}: it must be {_range(low, high)}.")
+            raise InvalidRequest(f"{where} is {shorten(value, 60)}: it must be {_range(low, high)}.")
         return int(value) if kind == "integer" else value
     elif kind == "array":
         low, high = schema.get("minItems", 0), schema.get("maxItems", math.inf)
@@ -54,7 +56,7 @@ def _check_any(value: Any, schemas: list[Schema], where: str) -> Any:
     fitting = [schema for schema in schemas if _TYPES[schema["type"]](value)]
     if not fitting:
         wanted = " or ".join(_ARTICLES[schema["type"]] for schema in schemas)
-        raise InvalidRequest(f"{where} is {_shown(value)}: it must be {wanted}.")
+        raise InvalidRequest(f"{where} is {shorten(value, 60)}: it must be {wanted}.")
     return check(value, fitting[0], where)
 
 
@@ -72,9 +74,8 @@ def _check_object(value: Mapping[str, Any], schema: Schema, where: str) -> dict[
     known = schema["properties"]
     for name in value:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"Did you mean {near[0]}?" if near else "/openapi.json lists the fields."
-            raise InvalidRequest(f"{where} has the unknown field {_shown(name)}. {hint}")
+            hint = did_you_mean(name, list(known)) or " /openapi.json lists the fields."
+            raise InvalidRequest(f"{where} has the unknown field {shorten(name, 60)}.{hint}")
     inside = "" if where == "the body" else f"{where}."
     missing = [name for name in schema.get("required", ()) if name not in value]
     if missing:
@@ -118,11 +119,6 @@ def _range(low: float, high: float) -> str:
     return f"{low} to {high}" if low > -math.inf else f"at most {high}"
 
 
-def _shown(value: Any) -> str:
-    shown = ascii(value)
-    return shown if len(shown) <= 60 else f"{shown[:59]}…"
-
-
 # --- Requests ---------------------------------------------------------------------------------------------------------
 
 
@@ -138,106 +134,70 @@ def _number(kind: str, description: str, low: float, high: float, **more: Any) -
     return {"type": kind, "description": description, "minimum": low, "maximum": high, **more}
 
 
-def _flag(description: str, default: bool = False) -> Schema:
-    return {"type": "boolean", "description": description, "default": default}
+def _flag(description: str, default: bool | None = False) -> Schema:
+    made = {"type": "boolean", "description": description}
+    return made if default is None else made | {"default": default}
 
 
-def _optional_flag(description: str) -> Schema:
-    return {"type": "boolean", "description": description}
-
-
-def request_schemas(*, max_documents: int, max_length: int, max_beams: int) -> dict[str, Schema]:
+def request_schemas(settings: Settings) -> dict[str, Schema]:
     """Return {route: schema of its request}."""
-
-    def texts(low: int = 1) -> Schema:
-        return {"type": "array", "items": {"type": "string"}, "minItems": low, "maxItems": max_documents}
-
+    max_documents, max_length = settings.max_documents, settings.max_length
+    texts = {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": max_documents}
     model = _text("name of a model of this server; the first is the default")
-    one_or_more = {"anyOf": [{"type": "string"}, texts()]}
+    one_or_more = {"anyOf": [{"type": "string"}, texts]}
     truncate = _flag("truncate longer inputs instead of refusing them")
     user = _text("ignored")
     query = _text("the query", minLength=1)
-    beams = _number("integer", "beam size; 1 is greedy", 1, max_beams, default=1)
     top_n = _number("integer", "return only the best N", 1, 2**31 - 1)
     documents = {
         "type": "array", "minItems": 1, "maxItems": max_documents, "description": "the passages",
         "items": {"anyOf": [{"type": "string"}, _object(("text",), text={"type": "string"})]},
     }  # fmt: skip
+    unsupported = "not supported: only "
+    usage = _object((), include_usage=_flag("end a stream with its numbers of tokens"))
     return {
         "/v1/completions": _object(
-            ("prompt",),
-            model=model,
-            prompt=one_or_more | {"description": "input of the encoder, or several"},
-            **_decoding_fields(max_documents=max_documents, max_length=max_length, max_beams=max_beams),
+            ("prompt",), model=model, prompt=one_or_more | {"description": "input of the encoder, or several"},
+            **_decoding_fields(settings),
             seed=_number("integer", "seed of samples; random by default", 0, 2**31 - 1),
-            frequency_penalty=_number("number", "not supported: only 0", 0, 0),
-            presence_penalty=_number("number", "not supported: only 0", 0, 0),
-            best_of=_number("integer", "not supported: only 1", 1, 1),
-            echo={"type": "boolean", "description": "not supported: only false", "enum": [False]},
+            frequency_penalty=_number("number", unsupported + "0", 0, 0),
+            presence_penalty=_number("number", unsupported + "0", 0, 0),
+            best_of=_number("integer", unsupported + "1", 1, 1),
+            echo={"type": "boolean", "description": unsupported + "false", "enum": [False]},
             stream=_flag("send the output in pieces, as server-sent events"),
-            stream_options={
-                **_object((), include_usage=_flag("end a stream with its numbers of tokens")),
-                "default": {"include_usage": False},
-            },
-            truncate=truncate,
-            user=user,
+            stream_options={**usage, "default": {"include_usage": False}}, truncate=truncate, user=user,
         ),
         "/v1/embeddings": _object(
-            ("input",),
-            model=model,
-            input=one_or_more,
+            ("input",), model=model, input=one_or_more, truncate=truncate, user=user,
             encoding_format={"type": "string", "enum": ["float", "base64"], "default": "float"},
-            truncate=truncate,
-            user=user,
         ),
         "/embed": _object(
-            ("inputs",),
-            inputs=one_or_more,
+            ("inputs",), inputs=one_or_more, truncate=truncate,
             normalize=_flag("return vectors of length 1; must be true", default=True),
-            truncate=truncate,
         ),
         "/v1/rerank": _object(
-            ("query", "documents"),
-            model=model,
-            query=query,
-            documents=documents,
-            top_n=top_n,
+            ("query", "documents"), model=model, query=query, documents=documents, top_n=top_n,
             return_documents=_flag("include the passages in the response"),
         ),
         "/v2/rerank": _object(
-            ("query", "documents"),
-            model=model,
-            query=query,
-            documents=documents,
-            top_n=top_n,
+            ("query", "documents"), model=model, query=query, documents=documents, top_n=top_n,
             max_tokens_per_doc=_number("integer", "ignored: the template decides", 1, 2**31 - 1),
             priority=_number("integer", "ignored", 0, 999),
         ),
         "/rerank": _object(
-            ("query", "texts"),
-            query=query,
-            texts=texts(),
-            raw_scores=_flag("return logits instead of probabilities"),
+            ("query", "texts"), query=query, texts=texts, raw_scores=_flag("return logits instead of probabilities"),
             return_text=_flag("include the texts in the response"),
             truncate=_flag("ignored: long texts are truncated", default=True),
         ),
         "/answer": _object(
-            ("question", "context"),
-            model=model,
-            question=_text("the question", minLength=1),
+            ("question", "context"), model=model, question=_text("the question", minLength=1),
             context=_text("the text that contains the answer", minLength=1, maxLength=200_000),
             no_answer=_text("what the model was trained to generate if there is no answer", minLength=1, maxLength=200),
-            beams=beams,
+            beams=_number("integer", "beam size; 1 is greedy", 1, settings.max_beams, default=1),
             max_tokens=_number("integer", "maximum generated tokens", 1, max_length, default=min(64, max_length)),
         ),
-        "/score": _object(
-            ("input", "target"),
-            model=model,
-            input=one_or_more,
-            target=one_or_more,
-            truncate=truncate,
-        ),
-    }
+        "/score": _object(("input", "target"), model=model, input=one_or_more, target=one_or_more, truncate=truncate),
+    }  # fmt: skip
 
 
 def default_length(max_length: int) -> int:
@@ -245,8 +205,9 @@ def default_length(max_length: int) -> int:
     return min(MAX_LENGTH, max_length)
 
 
-def _decoding_fields(*, max_documents: int, max_length: int, max_beams: int) -> dict[str, Schema]:
+def _decoding_fields(settings: Settings) -> dict[str, Schema]:
     """Return the fields that `operations.wanted` translates. They have no defaults, to tell which were sent."""
+    max_length, max_beams = settings.max_length, settings.max_beams
     strings = {"type": "array", "items": {"type": "string", "minLength": 1}}
     most = f"maximum generated tokens; default: {default_length(max_length)}"
     fields = {
@@ -262,7 +223,7 @@ def _decoding_fields(*, max_documents: int, max_length: int, max_beams: int) -> 
         "min_length": _number("integer", "minimum generated tokens, without EOS", 0, max_length - 1),
         "no_repeat_ngram": _number("integer", "never repeat this many consecutive tokens; 0 is off", 0, max_length),
         "repetition_penalty": _number("number", "above 1: fewer repeated tokens", *PENALTIES),
-        "choices": {**strings, "maxItems": max_documents, "description": "the only possible outputs"},
+        "choices": {**strings, "maxItems": settings.max_documents, "description": "the only possible outputs"},
         "stop": {
             "anyOf": [{"type": "string", "minLength": 1}, {**strings, "maxItems": 16}],
             "description": "end outputs before these strings",
@@ -273,12 +234,12 @@ def _decoding_fields(*, max_documents: int, max_length: int, max_beams: int) -> 
         same = openai.get(ours, ours)
         fields[name] = {**fields[same], "description": f"Hugging Face's name of {same}"}
     fields["num_beams"]["description"] += "; its search, with a length_penalty of 1 by default"
-    fields["do_sample"] = _optional_flag("Hugging Face: sample, with temperature 1 and top_k 50 by default")
-    fields["early_stopping"] = _optional_flag("Hugging Face: only false is supported")
+    fields["do_sample"] = _flag("Hugging Face: sample, with temperature 1 and top_k 50 by default", default=None)
+    fields["early_stopping"] = _flag("Hugging Face: only false is supported", default=None)
     return fields
 
 
-DECODING_FIELDS = tuple(_decoding_fields(max_documents=1, max_length=1, max_beams=1))
+DECODING_FIELDS = tuple(_decoding_fields(Settings()))
 _TITLES = {
     "/v1/completions": "Generate outputs (OpenAI)",
     "/v1/embeddings": "Embed inputs: the normalized mean of the encoder's outputs (OpenAI)",
@@ -299,17 +260,8 @@ _ERRORS = {
 
 def openapi(requests: Mapping[str, Schema], *, has_token: bool) -> dict[str, Any]:
     """Return the OpenAPI document of the server."""
-    error = {
-        "type": "object",
-        "required": ["error"],
-        "properties": {
-            "error": {
-                "type": "object",
-                "required": ["message", "type"],
-                "properties": {"message": {"type": "string"}, "type": {"type": "string"}},
-            }
-        },
-    }
+    fields = _object(("message", "type"), message={"type": "string"}, type={"type": "string"})
+    error = _object(("error",), error=fields)
 
     def content(schema: Schema) -> dict[str, Any]:
         return {"application/json": {"schema": schema}}
@@ -331,13 +283,15 @@ def openapi(requests: Mapping[str, Schema], *, has_token: bool) -> dict[str, Any
                 "responses": {"200": {"description": "The result.", "content": made}, **errors},
             }
         }
-    models = {"200": {"description": "The models.", "content": content({"type": "object"})}}
-    paths["/v1/models"] = {"get": {"summary": "List the models (OpenAI)", "responses": models | {"401": errors["401"]}}}
-    for path, title in (("/health", "Whether the process runs"), ("/ready", "Whether the models are loaded")):
-        good = {"description": "Yes.", "content": content({"type": "object"})}
-        paths[path] = {"get": {"summary": title, "security": [], "responses": {"200": good, "503": errors["503"]}}}
-    metrics = {"200": {"description": "The metrics.", "content": {"text/plain": {"schema": {"type": "string"}}}}}
-    paths["/metrics"] = {"get": {"summary": "Metrics for Prometheus", "responses": metrics | {"401": errors["401"]}}}
+    text = {"text/plain": {"schema": {"type": "string"}}}
+    for path, title, made, open_to_all, refused in (
+        ("/v1/models", "List the models (OpenAI)", content({"type": "object"}), False, "401"),
+        ("/health", "Whether the process runs", content({"type": "object"}), True, "503"),
+        ("/ready", "Whether the models are loaded", content({"type": "object"}), True, "503"),
+        ("/metrics", "Metrics for Prometheus", text, False, "401"),
+    ):
+        responses = {"200": {"description": "The result.", "content": made}, refused: errors[refused]}
+        paths[path] = {"get": {"summary": title, "responses": responses, **({"security": []} if open_to_all else {})}}
     document = {
         "openapi": "3.1.0",
         "info": {"title": "t5x serve", "version": __version__},

@@ -48,10 +48,7 @@ class ServedModels:
         self._settings = settings
         self._metrics = metrics
         self._options = options
-        self._model_class = functools.partial(
-            BatchedModel, batcher=batcher, max_input_length=settings.max_input_length, max_length=settings.max_length,
-            template=settings.template, labels=settings.labels,
-        )  # fmt: skip
+        self._model_class = functools.partial(BatchedModel, batcher=batcher, settings=settings)
         self._models = {name: self._open(name) for name in directories}
         self._reloading = threading.Lock()
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from t5x.errors import UserError
+from t5x.errors import UserError, check_at_least
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 WARM_UPS = ("generate", "rank", "embed", "score")
@@ -16,7 +16,7 @@ class Settings:
       batch_size: rows of every batch; None is 8 on CPUs, else 32. A lone request is computed in a batch of this size
         too, so that its result does not depend on other requests.
       max_wait_ms: milliseconds that an incomplete batch waits for more requests, if recently there were more; at most
-        a quarter of the time that it takes.
+        half of the time that it takes.
       max_queue: requests in progress; further ones get status 429.
       max_body_mb: megabytes of a request.
       max_documents: strings of a request: prompts, passages, or windows of a context.
@@ -48,15 +48,11 @@ class Settings:
     labels: str | None = None
 
     def __post_init__(self):
-        for name in ("batch_size", "max_queue", "max_documents", "max_length", "max_beams"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"--{name} is {value}: it must be at least 1.")
-        if self.max_input_length < 32:
-            raise UserError(f"--max_input_length is {self.max_input_length}: it must be at least 32.")
-        for name in ("max_wait_ms", "drain_seconds", "reload_period"):
-            if not getattr(self, name) >= 0:
-                raise UserError(f"--{name} is {getattr(self, name)}: it must be at least 0.")
+        counts = ("batch_size", "max_queue", "max_documents", "max_length", "max_beams")
+        check_at_least(1, "--", **{name: getattr(self, name) for name in counts})
+        check_at_least(32, "--", max_input_length=self.max_input_length)
+        durations = ("max_wait_ms", "drain_seconds", "reload_period")
+        check_at_least(0, "--", **{name: getattr(self, name) for name in durations})
         for name in ("timeout", "body_timeout", "max_body_mb"):
             if not getattr(self, name) > 0:
                 raise UserError(f"--{name} is {getattr(self, name)}: it must be above 0.")

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import t5x
+from t5x.serving.server import listen
 from tests.inference.models import byte_model, texts
 from tests.serving.servers import TOKEN, Server
 
@@ -219,6 +220,14 @@ def test_strange_texts_are_answered(server: Server):
         assert server.post("/v1/completions", prompt=text, max_tokens=4).status_code == 200
         assert server.post("/rerank", query="a", texts=[text]).status_code == 200
     server.assert_well()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_responses_do_not_wait_for_acknowledgements(host):
+    with listen(host, 0) as listener, socket.create_connection(listener.getsockname()[:2]):
+        connection, _ = listener.accept()
+        with connection:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_only_the_token_gives_access(server: Server):
