@@ -13,7 +13,7 @@ from t5x.answering.question_tasks import check_no_answer, is_no_answer
 from t5x.answering.spans import Span, has_unknown, locate
 from t5x.answering.squad import prompt
 from t5x.answering.windows import windows
-from t5x.errors import UserError
+from t5x.errors import UserError, check_at_least
 from t5x.inference.loaded import LoadedModel
 from t5x.inference.options import Decoding, check_arguments
 
@@ -63,11 +63,9 @@ class Answering:
     batch_size: int = 32
 
     def __post_init__(self):
-        for name in ("beams", "max_length", "max_input_length", "batch_size"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} is {getattr(self, name)}: it must be at least 1.")
-        if self.stride < 0:
-            raise UserError(f"stride is {self.stride}: it must be at least 0.")
+        counts = ("beams", "max_length", "max_input_length", "batch_size")
+        check_at_least(1, **{name: getattr(self, name) for name in counts})
+        check_at_least(0, stride=self.stride)
         if self.no_answer is not None and not self.no_answer.strip():
             raise UserError("no_answer is empty. Pass the text that the model was trained to generate, or omit it.")
 

@@ -10,7 +10,7 @@ from typing import Any
 from t5x import metrics
 from t5x.answering.answers import FIELDS, Answer, Answering, answer, windows_of
 from t5x.answering.questions import SquadQuestions, open_questions
-from t5x.errors import UserError
+from t5x.errors import UserError, located
 from t5x.inference.jobs import JobProgress, LineChunk, LineJob, LineShard, Record, check_counts, run_job
 from t5x.inference.loaded import LoadedModel, load
 from t5x.inference.output import FileOutput
@@ -100,10 +100,8 @@ class _FileAnswering(LineJob):
         pairs = [(line.example["question"], line.example["context"]) for line in chunk.lines]
         spans = []
         for line, pair in zip(chunk.lines, pairs, strict=True):
-            try:
+            with located(self.lines.file.where(line.number)):
                 spans.append(windows_of(self.loaded, *pair, self.how))
-            except UserError as error:
-                raise UserError(f"{self.lines.file.where(line.number)}: {error}") from error
         windows = sum(map(len, spans))
         rows = self.loaded.rows(windows if chunk.is_first else self.batch_size, self.batch_size)
         after_batch = progress.after_batch(len(pairs), windows)

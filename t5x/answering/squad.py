@@ -1,6 +1,6 @@
 """The official JSON of SQuAD 1.1 and 2.0."""
 
-import json
+import codecs
 import logging
 import os
 import re
@@ -37,8 +37,9 @@ def read_squad(path: str | os.PathLike[str], titles: str | None = None, name: st
       name: name of the file in messages; the path if None.
     """
     name = os.fspath(path) if name is None else name
+    content = user_files.read_bytes(path).removeprefix(codecs.BOM_UTF8)
     found: dict[str, tuple[str, Question]] = {}
-    for where, question in _questions(_parsed(user_files.read_bytes(path), name), name):
+    for where, question in _questions(text_lines.parsed(text_lines.decoded(content, name), name), name):
         if question["id"] in found:
             raise UserError(
                 f"{name}: {found[question['id']][0]} and {where} have the same id, {question['id']!r}. Make ids "
@@ -76,24 +77,6 @@ class SquadDataSource(FilesDataSource):
         read = lambda index: questions[index] | {"answers": list(questions[index]["answers"])}
         locate = lambda index: f"{copy.name}, question {questions[index]['id']!r}"
         return FileExamples(copy.name, len(questions), read, locate)
-
-
-def _parsed(content: bytes, name: str) -> Any:
-    try:
-        return json.loads(content.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise UserError(f"{name}: {text_lines.not_utf8(content, error)}") from error
-    except json.JSONDecodeError as error:
-        hint = ""
-        if error.msg == "Extra data":
-            hint = " If it has one object per line, rename it to .jsonl."
-        raise UserError(
-            f"{name}:{error.lineno}: not JSON: {error.msg} at column {error.colno}.{hint}"
-        ) from error
-    except ValueError as error:  # e.g. a number with thousands of digits
-        raise UserError(f"{name} is not SQuAD's JSON: {error}.") from error
-    except RecursionError as error:
-        raise UserError(f"{name} is nested too deeply to be SQuAD's JSON.") from error
 
 
 def _questions(content: Any, name: str) -> Iterator[tuple[str, Question]]:

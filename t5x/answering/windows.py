@@ -24,7 +24,8 @@ def windows(text: str, tokens: Callable[[str], int], room: int, overlap: int) ->
     """
     if tokens(text) <= room:
         return [Span(0, len(text))]
-    words = list(_words(text, tokens, max(1, room // _WORDS_AT_LEAST)))
+    limit = max(1, room // _WORDS_AT_LEAST)
+    words = [part for word in _WORD.finditer(text) for part in _parts(text, Span(*word.span()), tokens, limit)]
     before = [0, *itertools.accumulate(tokens(text[word.start : word.end]) for word in words)]
     found: list[Span] = []
     first = 0
@@ -44,13 +45,8 @@ def windows(text: str, tokens: Callable[[str], int], room: int, overlap: int) ->
         first = shared
 
 
-def _words(text: str, tokens: Callable[[str], int], limit: int) -> Iterator[Span]:
-    """Yield words, each with the spaces after it. Words of more tokens than the limit are split."""
-    for match in _WORD.finditer(text):
-        yield from _parts(text, Span(*match.span()), tokens, limit)
-
-
 def _parts(text: str, span: Span, tokens: Callable[[str], int], limit: int) -> Iterator[Span]:
+    """Yield a word, with the spaces after it; in parts, if it has more tokens than the limit."""
     start, end = span
     if end - start == 1 or tokens(text[start:end]) <= limit:
         yield span

@@ -205,5 +205,4 @@ def call(words: list[str], timeout: float = 120) -> str:
             raise
         if _TEMPORARY.search(f"exit status{printed}") and "uota" not in printed:
             raise TemporaryError(str(error)) from error
-        fix = next((fix for pattern, fix in _FIXES.items() if re.search(pattern, printed)), "")
-        raise UserError(f"{error}\n{fix}".strip()) from error
+        raise job.with_fix(error, printed, _FIXES) from error

@@ -73,8 +73,7 @@ def _kubectl(words: list[str]) -> str:
     try:
         return job.call(["kubectl", *words], needs=needs)
     except UserError as error:
-        fix = next((fix for pattern, fix in _FIXES.items() if re.search(pattern, str(error))), "")
-        raise UserError(f"{error}\n{fix}".strip()) from error
+        raise job.with_fix(error, str(error), _FIXES) from error
 
 
 def jobset(args: Any, command: list[str], found: Accelerators, name: str) -> dict[str, Any]:

@@ -122,6 +122,12 @@ def join_words(words: Sequence[str]) -> str:
     return "".join(f" \\\n  {word}" if word.startswith("--") else f" {word}" for word in quoted).lstrip()
 
 
+def with_fix(problem: object, printed: str, fixes: Mapping[str, str]) -> UserError:
+    """Return an error with the first of the fixes, {pattern: fix}, whose pattern is in what a program printed."""
+    fix = next((fix for pattern, fix in fixes.items() if re.search(pattern, printed)), "")
+    return UserError(f"{problem}\n{fix}".strip())
+
+
 def call(words: Sequence[str], *, needs: str, timeout: float = 120) -> str:
     """Run an external program and return its standard output.
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import IO, Any
 
-from t5x.errors import UserError
+from t5x.errors import UserError, check_at_least
 from t5x.launching import job
 
 _TOKEN = "T5X_CLUSTER_TOKEN"
@@ -30,9 +30,7 @@ def add_arguments(parser: Any) -> None:
 
 def launch(args: Any, command: list[str]) -> int:
     """Run the processes until all have ended, and return the exit status."""
-    for name in ("processes", "cpu_devices"):
-        if (value := getattr(args, name)) is not None and value < 1:
-            raise UserError(f"--{name} is {value}: it must be at least 1.")
+    check_at_least(1, "--", processes=args.processes, cpu_devices=args.cpu_devices)
     variables = job.environment(args)
     if args.cpu_devices:
         flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={args.cpu_devices}"

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from t5x.errors import UserError
+from t5x.errors import UserError, check_at_least
 from t5x.launching import job
 
 _NEEDS = "Run this on a login node of the SLURM cluster; --dry_run writes the script anywhere."
@@ -74,9 +74,8 @@ def add_arguments(parser: Any) -> None:
 
 def launch(args: Any, command: list[str]) -> int:
     """Write the script and submit it."""
-    for name in ("nodes", "tasks_per_node", "cpus_per_task", "save_seconds"):
-        if (value := getattr(args, name)) is not None and value < 1:
-            raise UserError(f"--{name} is {value}: it must be at least 1.")
+    counts = ("nodes", "tasks_per_node", "cpus_per_task", "save_seconds")
+    check_at_least(1, "--", **{name: getattr(args, name) for name in counts})
     _check_shared(args, command)
     directory = job.save_directory(args, command).absolute()
     log = directory / "slurm-%j.log"
@@ -130,15 +129,15 @@ def _quoted(option: str) -> str:
 
 
 def _check_shared(args: Any, command: list[str]) -> None:
-    """Report where the run is written. Refuse directories that every node has its own of."""
+    """Print where the run is written. Raise a UserError for a directory that is local to each node."""
     directory = job.model_dir(command)
     if directory is None or "://" in directory:
         return
     path = os.path.realpath(directory)
     if any(path.startswith(f"{place}/") for place in _UNSHARED):
         raise UserError(
-            f"{directory} is in a directory that every node has its own of: the nodes, and a restart on another node, "
-            "would not find what was saved. Use a directory that all nodes share, or gs://… or s3://…."
+            f"{directory} is local to each node: the other nodes, and a restart on another node, would not find the "
+            "checkpoints. Use a directory that all nodes share, or gs://… or s3://…."
         )
     print(f"# The run is written to {path}, which all nodes must share.", flush=True)
 

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-from t5x.errors import TemporaryError, UserError
+from t5x.errors import TemporaryError, UserError, check_at_least
 from t5x.launching import accelerators, gcloud, job, source_package
 
 _RUNNABLE = ("READY", "unhealthy: UNHEALTHY_MAINTENANCE")  # a run goes on until maintenance ends it
@@ -117,8 +117,7 @@ def launch(args: Any, command: list[str]) -> int:
     found = accelerators.parse(args.topology)
     if found.tpu is None:
         raise UserError(f"--topology {args.topology}: a TPU VM has TPUs, such as v4-8. For GPUs, use gke or skypilot.")
-    if args.max_restarts < 0:
-        raise UserError(f"--max_restarts is {args.max_restarts}: it must be at least 0.")
+    check_at_least(0, "--", max_restarts=args.max_restarts)
     for name in ("wait_minutes", "stuck_minutes", "poll_seconds"):
         if getattr(args, name) <= 0:
             raise UserError(f"--{name} is {getattr(args, name):g}: it must be more than 0.")

@@ -10,9 +10,9 @@ from typing import Any, BinaryIO
 
 from t5x.errors import UserError
 from t5x.files.remote import is_remote
-from t5x.files.text_lines import can_seek
+from t5x.files.text_lines import TextLine, can_seek
 from t5x.files.user_files import expand, open_binary
-from t5x.ranking.record_lines import Line, copying, find_id, find_text, read_lines
+from t5x.ranking.record_lines import copying, fields_of, find_id, find_text, read_lines
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class Collection:
         file, offset = self._places[identifier]
         file.seek(offset)
         where = f"{self.path}: passage {identifier!r}"
-        found, text = _parse_document(Line(where, 0, offset, file.readline().rstrip(b"\r\n")))
+        found, text = _parse_document(TextLine(where, 0, file.readline(), offset))
         if found != identifier:
             raise UserError(f"{where} has moved: the file has changed during the run. Run the command again.")
         return text
@@ -73,7 +73,8 @@ class Collection:
         in_place = can_seek(name)
         file = open_binary(name) if in_place else tempfile.TemporaryFile()  # noqa: SIM115
         for line in read_lines(name):
-            quick = _quick_id(line.raw)
+            content = line.content
+            quick = _quick_id(content)
             if quick is not None and quick not in self._wanted:
                 continue
             identifier, text = _parse_document(line)
@@ -85,9 +86,9 @@ class Collection:
             if not in_place:
                 offset = file.tell()
                 with copying(name):
-                    file.write(line.raw + b"\n")
+                    file.write(content + b"\n")
             self._places[identifier] = file, offset
-            digest.update(line.raw + b"\n")
+            digest.update(content + b"\n")
             if not text.strip():
                 self.empty.append(identifier)
         with copying(name):
@@ -103,7 +104,7 @@ def read_topics(path: str) -> dict[str, str]:
     topics: dict[str, str] = {}
     for name in files_of(path, "queries"):
         for line in read_lines(name):
-            content = line.content()
+            content = fields_of(line)
             if isinstance(content, dict):
                 identifier, text = _needed_id(content, QUERY_IDS, line.where), find_text(content, QUERIES, line.where)
             else:
@@ -118,9 +119,9 @@ def read_topics(path: str) -> dict[str, str]:
     return topics
 
 
-def _parse_document(line: Line) -> tuple[str, str]:
+def _parse_document(line: TextLine) -> tuple[str, str]:
     """Return (id, text) of a line of a collection."""
-    content = line.content()
+    content = fields_of(line)
     if isinstance(content, dict):
         return _needed_id(content, DOCUMENT_IDS, line.where), text_with_title(content, line.where)
     identifier, *fields = content

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from t5x.data.vocabularies import Vocabulary
-from t5x.errors import UserError
+from t5x.errors import UserError, shorten
 from t5x.ranking.templates import Template
 
 LONG_QUERY = ("error", "truncate")
@@ -77,7 +77,7 @@ class Inputs:
         taken = sum(map(len, found)) + len(self._end)
         if self._long_query == "error":
             raise UserError(
-                f"The query {_short(query)} leaves no room for a passage: with the template it takes {taken} of "
+                f"The query {shorten(query, 60)} leaves no room for a passage: with the template it takes {taken} of "
                 f"{self.template.max_length} tokens. Shorten it, raise --max_length, or pass --long_query truncate."
             )
         half = self.template.max_length // 2
@@ -134,7 +134,3 @@ def _shares(room: int, sizes: Sequence[int]) -> list[int]:
         found[i] = min(sizes[i], room // (len(sizes) - place))
         room -= found[i]
     return found
-
-
-def _short(text: str) -> str:
-    return repr(text if len(text) <= 60 else f"{text[:57]}…")

@@ -164,10 +164,12 @@ def _add_candidates(queries: dict[str, Query], candidates: Any) -> None:
         else:
             others.add(query_id)
     if not added:
-        content = f"queries {', '.join(sorted(others)[:3])}, …" if others else "only passages that are there already"
+        if others:
+            content = f"queries {', '.join(sorted(others)[:3])}, …. Check that both use the same ids."
+        else:
+            content = "only passages that are there already. Remove `candidates`, or pass a file with more passages."
         raise UserError(
-            f"{candidates} adds no passage to the queries {', '.join(list(queries)[:3])}, …: it has {content}. Check "
-            "that both use the same ids."
+            f"{candidates} adds no passage to the queries {', '.join(list(queries)[:3])}, …: it has {content}"
         )
 
 

@@ -1,23 +1,62 @@
 """A model that learns to rank with monoT5's pointwise losses or RankT5's listwise loss."""
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from t5x import losses
+from t5x.data.feature_converters import EncDecFeatureConverter, Example, Lengths, Row
 from t5x.data.vocabularies import Vocabulary
 from t5x.errors import UserError
 from t5x.metrics.accumulators import Average, AveragePerStep, Metrics, Sum
 from t5x.models import Batch, EncoderDecoderModel, Params
 from t5x.optimizers import OptimizerDef
-from t5x.ranking.features import RankingFeatureConverter
-from t5x.ranking.labels import label_ids
-from t5x.ranking.losses import listwise_softmax
-from t5x.ranking.templates import MONOT5, PRESETS, Template
+from t5x.ranking.templates import MONOT5, PRESETS, Template, label_ids
 
 LOSSES = ("vocabulary", "labels", "listwise")
+
+
+class RankingFeatureConverter(EncDecFeatureConverter):
+    """`EncDecFeatureConverter` that also converts tasks of lists (those with `grades`), one row per list.
+
+    >>> lists = {"inputs": [[7, 1, 0], [8, 9, 1]], "targets": [5, 6], "grades": [2, 0]}
+    >>> row = RankingFeatureConverter().convert_row([lists], {"inputs": 3, "targets": 2, "grades": 2})
+    >>> {name: values.tolist() for name, values in row.items()}  # doctest: +NORMALIZE_WHITESPACE
+    {'encoder_input_tokens': [[7, 1, 0], [8, 9, 1]], 'decoder_target_tokens': [5, 6],
+     'decoder_loss_weights': [1, 1], 'passage_grades': [2, 0]}
+    """
+
+    OPTIONAL_TASK_FEATURES = ("grades",)
+
+    def get_model_feature_lengths(self, task_feature_lengths: Lengths) -> dict[str, int]:
+        if "grades" not in task_feature_lengths:
+            return super().get_model_feature_lengths(task_feature_lengths)
+        names = ("decoder_target_tokens", "decoder_loss_weights", "passage_grades")
+        passages = dict.fromkeys(names, task_feature_lengths["targets"])
+        return {"encoder_input_tokens": task_feature_lengths["inputs"], **passages}
+
+    def convert_row(self, examples: Sequence[Example], task_feature_lengths: Lengths, *, trim: bool = True) -> Row:
+        if "grades" not in task_feature_lengths:
+            if any(np.ndim(example["inputs"]) > 1 for example in examples):
+                raise UserError("The example is a list of passages: set task_feature_lengths['grades'] too.")
+            return super().convert_row(examples, task_feature_lengths, trim=trim)
+        if self.pack:
+            raise UserError("Lists of passages cannot be packed: set pack=False.")
+        passages, length = task_feature_lengths["targets"], task_feature_lengths["inputs"]
+        inputs, targets = np.zeros((passages, length), np.int32), np.zeros(passages, np.int32)
+        grades = np.zeros_like(targets)
+        for example in examples:
+            inputs[:], targets[:], grades[:] = example["inputs"], example["targets"], example["grades"]
+        return {
+            "encoder_input_tokens": inputs,
+            "decoder_target_tokens": targets,
+            "decoder_loss_weights": (targets != 0).astype(np.int32),
+            "passage_grades": grades,
+        }
 
 
 class RankingModel(EncoderDecoderModel):
@@ -137,11 +176,8 @@ class RankingModel(EncoderDecoderModel):
     def _label_logits(self, params: Params, batch: Batch, dropout_rng: jax.Array | None = None) -> jax.Array:
         """Return the labels' logits at the first position, float32 [passages, labels]; lists are flattened."""
         inputs = batch["encoder_input_tokens"]
-        rows = self._row_index(batch)
-        if rows and inputs.ndim == 3:
-            passages = inputs.shape[1]
-            rows = {"row_index": (rows["row_index"][:, None] * passages + jnp.arange(passages)).reshape(-1)}
         inputs = inputs.reshape(-1, inputs.shape[-1])
+        rows = self._row_index(batch, inputs.shape[0])
         labels = jnp.broadcast_to(jnp.array(self._labels, jnp.int32), (inputs.shape[0], len(self._labels)))
         return self.first_logits(params, inputs, labels, dropout_rng, batch.get("fp8_scales"), **rows)
 
@@ -154,3 +190,27 @@ class RankingModel(EncoderDecoderModel):
             )
         if "encoder_segment_ids" in batch and self.loss != "vocabulary":
             raise UserError(f"The loss {self.loss!r} cannot be used with packed examples. Set pack=False.")
+
+
+def listwise_softmax(scores: jax.Array, gains: jax.Array, is_real: jax.Array) -> jax.Array:
+    """Return RankT5's loss: the cross entropy between gains and softmax of the scores, per list.
+
+    >>> loss = listwise_softmax(jnp.array([[2.0, 0.0, 9.0]]), jnp.array([[1, 0, 0]]), jnp.array([[True, True, False]]))
+    >>> round(float(loss[0]), 4)  # log(1 + exp(0 - 2))
+    0.1269
+
+    Args:
+      scores: float [lists, passages].
+      gains: relevance of each passage, at least 0, [lists, passages]; normalised to sum to 1 per list.
+      is_real: bool [lists, passages]; False marks padding.
+
+    Returns:
+      float32 [lists]; 0 for lists without a relevant passage.
+    """
+    scores = jnp.where(is_real, scores.astype(jnp.float32), -jnp.inf)
+    gains = jnp.where(is_real, gains, 0).astype(jnp.float32)
+    total = jnp.sum(gains, axis=-1, keepdims=True)
+    # Lists without anything real have no softmax: theirs is taken of zeros, and counts nothing.
+    safe = jnp.where(jnp.any(is_real, axis=-1, keepdims=True), scores, 0.0)
+    log_p = jnp.where(is_real, jax.nn.log_softmax(safe, axis=-1), 0.0)
+    return -jnp.sum(gains / jnp.where(total > 0, total, 1.0) * log_p, axis=-1)

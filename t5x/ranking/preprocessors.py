@@ -14,8 +14,7 @@ from t5x.data.vocabularies import Vocabulary
 from t5x.errors import UserError
 from t5x.ranking.input_encoding import Inputs
 from t5x.ranking.judgments import Passage, field_names
-from t5x.ranking.labels import label_id
-from t5x.ranking.templates import Template
+from t5x.ranking.templates import Template, label_id
 
 Example = dict[str, Any]
 Lengths = Mapping[str, int] | None

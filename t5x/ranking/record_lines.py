@@ -6,43 +6,26 @@ Files are read as streams: a collection of passages may be too large for a decom
 import contextlib
 import tempfile
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from t5x.errors import UserError
 from t5x.files import text_lines
+from t5x.files.text_lines import TextLine
 
 
-class Line(NamedTuple):
-    """A non-blank line.
-
-    Attributes:
-      where: its position, as file:line.
-      number: line number, from 1.
-      offset: byte offset in the decompressed content.
-      raw: the bytes without the line end.
-    """
-
-    where: str
-    number: int
-    offset: int
-    raw: bytes
-
-    def content(self) -> dict[str, Any] | list[str]:
-        """Return the JSON object of the line or, if it does not begin with {, its tab-separated fields."""
-        text = text_lines.decoded(self.raw, self.where)
-        return text_lines.parsed(text, self.where) if text.lstrip().startswith("{") else text.split("\t")
-
-
-def read_lines(path: str, name: str | None = None) -> Iterator[Line]:
+def read_lines(path: str, name: str | None = None) -> Iterator[TextLine]:
     """Yield the non-blank lines of a file.
 
     Args:
       name: name of the file in messages; None is the path.
     """
-    for line in text_lines.read_lines(path, name):
-        raw = line.content
-        if raw and not raw.isspace():
-            yield Line(line.where, line.number, line.offset, raw)
+    return (line for line in text_lines.read_lines(path, name) if line.content.strip())
+
+
+def fields_of(line: TextLine) -> dict[str, Any] | list[str]:
+    """Return the JSON object of the line or, if it does not begin with {, its tab-separated fields."""
+    text = line.text()
+    return text_lines.parsed(text, line.where) if text.lstrip().startswith("{") else text.split("\t")
 
 
 def find_id(record: dict[str, Any], names: Sequence[str], where: str) -> str | None:

@@ -18,12 +18,11 @@ from typing import Any, NamedTuple, Protocol
 
 from t5x.data.file_tasks import ending_of, source_of
 from t5x.data.sources import DataSource
-from t5x.errors import UserError
-from t5x.files import text_lines
+from t5x.errors import UserError, located
 from t5x.files.text_lines import decoded, parsed
 from t5x.metrics.ranking import Run, ranked
 from t5x.ranking.collections import TEXTS, Collection, read_topics, text_with_title
-from t5x.ranking.record_lines import copying, find_id, find_text, read_lines
+from t5x.ranking.record_lines import copying, fields_of, find_id, find_text, read_lines
 from t5x.ranking.trec_files import check_id, read_run
 
 log = logging.getLogger(__name__)
@@ -296,7 +295,7 @@ class PairWork:
             self._copy.seek(0)  # where opening it again does not start at the beginning, as on macOS
             path = f"/dev/fd/{self._copy.fileno()}"
         for line in read_lines(path, self._name):
-            yield line.where, line.number, line.content()
+            yield line.where, line.number, fields_of(line)
 
     def _pairs(self) -> Iterator[_Pair]:
         count, last, columns, has_ids = 0, None, None, None
@@ -332,7 +331,7 @@ def _open_table(path: str) -> DataSource | None:
     ending = ending_of(path)
     if ending == ".tsv":
         first = next(read_lines(path), None)
-        cells = [] if first is None else text_lines.decoded(first.raw, first.where).split("\t")
+        cells = [] if first is None else first.text().split("\t")
         if not {cell.lower() for cell in cells} <= _COLUMNS or not cells:
             return None
     if ending not in (".tsv", ".csv", ".parquet"):
@@ -387,10 +386,8 @@ def _number(hit: dict[str, Any], name: str, where: str) -> float:
 
 
 def _check_id(identifier: str, where: str, hint: str = "") -> str:
-    try:
-        return check_id(identifier)
-    except UserError as error:
-        raise UserError(f"{where}: {error}{hint}") from error
+    with located(where):
+        return check_id(identifier, hint)
 
 
 def _check_unknown(ids: Sequence[str], what: str, skip: bool) -> None:
@@ -404,10 +401,10 @@ def _check_unknown(ids: Sequence[str], what: str, skip: bool) -> None:
 def _read_entries(path: str) -> Iterator[dict[str, Any]]:
     """Yield the objects of a JSON list or of JSON lines."""
     lines = list(read_lines(path))
-    if lines and lines[0].raw.lstrip().startswith(b"["):
-        entries = parsed(decoded(b"\n".join(line.raw for line in lines), path), path)
+    if lines and lines[0].content.lstrip().startswith(b"["):
+        entries = parsed(decoded(b"\n".join(line.content for line in lines), path), path)
     else:
-        entries = (parsed(decoded(line.raw, line.where), line.where) for line in lines)
+        entries = (parsed(line.text(), line.where) for line in lines)
     for number, entry in enumerate(entries, start=1):
         if not isinstance(entry, dict):
             raise UserError(f"{path}, entry {number} is not a JSON object.")

@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from t5x.errors import UserError
+from t5x.errors import UserError, shorten
 from t5x.inference.loaded import BATCH_SIZE, LoadedModel
 from t5x.inference.options import check_arguments
 from t5x.ranking.checkpoint_templates import template_of, with_changes
 from t5x.ranking.input_encoding import Inputs
-from t5x.ranking.labels import label_ids
-from t5x.ranking.templates import PairTemplate, Template
+from t5x.ranking.templates import PairTemplate, Template, label_ids
 
 log = logging.getLogger(__name__)
 
@@ -148,13 +147,13 @@ class Reranker:
         for i, pair in enumerate(pairs):
             if not isinstance(pair, tuple | list) or len(pair) != count or not all(isinstance(t, str) for t in pair):
                 wanted = ", ".join(("query", *self.template.DOCUMENTS))
-                raise UserError(f"Pair {i} is {_short(pair)}; it must be ({wanted}), each a string.")
+                raise UserError(f"Pair {i} is {shorten(pair)}; it must be ({wanted}), each a string.")
         encoded = self.encode(pairs)
         log_truncated(
             encoded.cut, encoded.cut_queries, len(pairs), self.template.max_length, "max_length, windows"
         )
         logits = self.logits(encoded)
-        check_finite(logits, lambda i: f"Query {_short(pairs[i][0])}, passage {_short(pairs[i][1])}")
+        check_finite(logits, lambda i: f"Query {shorten(pairs[i][0])}, passage {shorten(pairs[i][1])}")
         return [
             Ranked(i, i, float(score), float(row[0]), float(row[1]) if len(row) > 1 else None)
             for i, (score, row) in enumerate(zip(scores(logits), logits, strict=True))
@@ -276,9 +275,4 @@ def _with_id(index: int, passage: Any) -> tuple[Any, str]:
         return index, passage
     if isinstance(passage, tuple | list) and len(passage) == 2 and isinstance(passage[1], str):
         return passage[0], passage[1]
-    raise UserError(f"Passage {index} is {_short(passage)}; it must be a string, or (doc_id, text).")
-
-
-def _short(value: Any) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 80 else f"{shown[:79]}…"
+    raise UserError(f"Passage {index} is {shorten(passage)}; it must be a string, or (doc_id, text).")

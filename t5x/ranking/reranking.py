@@ -9,17 +9,16 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from t5x.errors import UserError
+from t5x.errors import UserError, located
 from t5x.inference.jobs import Job, JobProgress, Record, Shard, check_counts, run_job
 from t5x.inference.loaded import BATCH_SIZE, load
 from t5x.inference.output import FileOutput, Output
 from t5x.metrics.ranking import ranked
 from t5x.partitioning import distributed
-from t5x.ranking import evaluation, pairwise
-from t5x.ranking.output_lines import FORMATS, ranking_lines
+from t5x.ranking import evaluation
 from t5x.ranking.rerank_inputs import ListWork, PairWork, RunWork, Unit, Work
-from t5x.ranking.reranker import Encoded, Reranker, Windows, check_finite, log_truncated, scores
-from t5x.ranking.trec_files import read_qrels
+from t5x.ranking.reranker import Encoded, Reranker, check_finite, log_truncated, scores
+from t5x.ranking.trec_files import FORMATS, ranking_lines, read_qrels
 
 log = logging.getLogger(__name__)
 
@@ -93,11 +92,6 @@ def rerank(
     output: str = "-",
     *,
     form: str = "trec",
-    template: str | None = None,
-    labels: str | None = None,
-    max_length: int | None = None,
-    long_query: str = "error",
-    windows: Windows | None = None,
     pairwise_dir: str | None = None,
     pairwise_top: int = PAIRWISE_TOP,
     pairwise_labels: str | None = None,
@@ -111,6 +105,7 @@ def rerank(
     qrels: str | None = None,
     measures: Sequence[str] = evaluation.MEASURES,
     relevance_level: int = 1,
+    **ranking: Any,
 ) -> None:
     """Score passages and write their ranking. A killed job resumes after its last finished chunk.
 
@@ -118,7 +113,6 @@ def rerank(
       model_dir: a checkpoint or a MODEL_DIR.
       output: a file, or - for standard output.
       form: `trec`, `msmarco`, or `jsonl` (input order, with logits).
-      template, labels, max_length, long_query, windows: see `Reranker`.
       pairwise_dir, pairwise_top: a duoT5 model that reorders this many top passages per query, also with `max_length`.
       pairwise_labels: labels of that model, instead of its template's.
       checkpoint_period: batches per chunk, approximately: a chunk ends with a query.
@@ -128,6 +122,7 @@ def rerank(
       vocabulary, dtype: see `t5x.load`.
       qrels: judgments; the measures before and after reranking are printed.
       measures, relevance_level: see `t5x.metrics.ranking.per_query`.
+      ranking: `template`, `labels`, `max_length`, `long_query` and `windows` of the model: see `Reranker`.
     """
     counts = {"batch_size": batch_size, "checkpoint_period": checkpoint_period, "num_shards": num_shards}
     check_counts("--", shard_id=shard_id, **counts)
@@ -146,19 +141,14 @@ def rerank(
     output = shard.path(output)
     to = FileOutput(output, overwrite=overwrite, inputs={**given.paths(), "qrels": qrels})
     judgments = None if qrels is None else read_qrels(qrels)
-    ranker = Reranker(
-        load(model_dir, vocabulary=vocabulary, dtype=dtype), template=template, labels=labels,
-        max_length=max_length, batch_size=batch_size, long_query=long_query, windows=windows,
-    )  # fmt: skip
+    ranker = Reranker(load(model_dir, vocabulary=vocabulary, dtype=dtype), batch_size=batch_size, **ranking)
     log.info("template: %s", ranker)
     second = None
     if pairwise_dir is not None:
         loaded = load(pairwise_dir, vocabulary=vocabulary, dtype=dtype)
         try:
-            second = Reranker(
-                loaded, labels=pairwise_labels, max_length=max_length, batch_size=batch_size, long_query=long_query,
-                pairwise=True,
-            )  # fmt: skip
+            common = {name: ranking[name] for name in ("max_length", "long_query") if name in ranking}
+            second = Reranker(loaded, labels=pairwise_labels, batch_size=batch_size, pairwise=True, **common)
         except UserError as error:
             raise UserError(str(error).replace("--labels", "--pairwise_labels")) from error
         log.info("pairwise: the first %d of each query; template: %s", pairwise_top, second)
@@ -282,12 +272,10 @@ class _Reranking(Job):
         asked = []
         for unit, chosen in zip(units, first, strict=True):
             texts = dict(zip(unit.doc_ids, unit.texts, strict=True))
-            asked += pairwise.pairs_of(unit.query, [texts[doc] for doc in chosen])
+            asked += pairs_of(unit.query, [texts[doc] for doc in chosen])
         encoded = self.second.encode(asked)
-        found = pairwise.wins(
-            self.second, encoded, [len(chosen) for chosen in first], rows=self._rows,
-            after_batch=progress.after_batch(),
-        )  # fmt: skip
+        logits = self.second.logits(encoded, rows=self._rows, after_batch=progress.after_batch())
+        found = wins(logits, [len(chosen) for chosen in first])
         for unit, of_unit, chosen, of_chosen in zip(units, of_units, first, found, strict=True):
             _check_finite(unit.query_id, chosen, of_chosen[:, None])
             others = (score for doc, score in of_unit.items() if doc not in set(chosen))
@@ -307,11 +295,9 @@ def _identity(name: str, ranker: Reranker) -> dict[str, Any]:
 
 def _check_of(rankers: Sequence[Reranker]) -> Callable[[str, str], None]:
     def check(query_id: str, query: str) -> None:
-        for ranker in rankers:
-            try:
+        with located(f"Query {query_id!r}"):
+            for ranker in rankers:
                 ranker.inputs.check(query)
-            except UserError as error:
-                raise UserError(f"Query {query_id!r}: {error}") from error
 
     return check
 
@@ -340,3 +326,40 @@ def _ahead(chunks: Iterator[_Chunk]) -> Iterator[_Chunk]:
         while (chunk := coming.result()) is not None:
             coming = pool.submit(next, chunks, None)
             yield chunk
+
+
+# --- duoT5: the top passages of a query are compared pairwise and ordered by their wins -------------------------------
+
+
+def pairs_of(query: str, documents: Sequence[str]) -> list[tuple[str, str, str]]:
+    """Return (query, document i, document j) for all i != j, ordered by i: k (k - 1) triples for k documents."""
+    return [(query, a, b) for i, a in enumerate(documents) for j, b in enumerate(documents) if i != j]
+
+
+def wins(logits: np.ndarray, counts: Sequence[int]) -> list[np.ndarray]:
+    """Return the scores of each query's documents; NaN if a logit is not finite.
+
+    Args:
+      logits: of the `pairs_of` of all queries, concatenated.
+      counts: number of documents per query.
+    """
+    # An infinite logit would be a plain 0 or 1 here.
+    found = np.where(np.isfinite(logits).all(axis=1), np.exp(scores(logits)), np.nan)
+    made, start = [], 0
+    for count in counts:
+        end = start + count * (count - 1)
+        preferences = np.zeros((count, count))
+        preferences[~np.eye(count, dtype=bool)] = found[start:end]
+        made.append(symmetric_sum(preferences))
+        start = end
+    return made
+
+
+def symmetric_sum(preferences: np.ndarray) -> np.ndarray:
+    """Return SYM-SUM: for each document i, the sum over the other documents j of p_ij + (1 - p_ji).
+
+    Args:
+      preferences: [k, k]; p_ij is the probability that i is more relevant than j. The diagonal is ignored.
+    """
+    others = ~np.eye(len(preferences), dtype=bool)
+    return np.where(others, preferences + 1.0 - preferences.T, 0.0).sum(axis=1)

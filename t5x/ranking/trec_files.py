@@ -11,12 +11,14 @@ Files may be remote, and compressed with gzip. The first line decides the format
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from t5x.errors import UserError
-from t5x.files.text_lines import decoded
 from t5x.metrics.ranking import Run, ranked
 from t5x.ranking.record_lines import read_lines
+from t5x.telemetry import jsonl
+
+FORMATS = ("trec", "msmarco", "jsonl")  # of rankings that are written
 
 Path = str | os.PathLike[str]
 _TREC_RUN = ("query", "Q0", "document", "rank", "score", "tag")
@@ -67,6 +69,25 @@ def read_run(path: Path) -> dict[str, dict[str, float]]:
     return found
 
 
+def ranking_lines(
+    form: str, query: str, scores: Mapping[str, float], logits: Mapping[str, Sequence[float]]
+) -> list[bytes]:
+    """Return the output lines of a query.
+
+    Args:
+      form: one of FORMATS.
+      scores: scores of the documents in input order.
+      logits: label logits of the scored documents; jsonl writes only these documents.
+    """
+    if form != "jsonl":
+        return list((trec_lines if form == "trec" else msmarco_lines)({query: scores}))
+    made = []
+    for document, of_labels in logits.items():
+        named = dict(zip(("true_logit", "false_logit"), map(float, of_labels), strict=False))
+        made.append(jsonl.encode({"query_id": query, "doc_id": document, "score": float(scores[document]), **named}))
+    return made
+
+
 def trec_lines(run: Run, tag: str = "t5x") -> Iterator[bytes]:
     """Yield the lines of a run in TREC's format, ranked; scores are written without loss.
 
@@ -90,10 +111,10 @@ def msmarco_lines(run: Run) -> Iterator[bytes]:
             yield f"{check_id(query)}\t{check_id(document)}\t{rank}\n".encode()
 
 
-def check_id(text: str) -> str:
-    """Return `text` if it can be an id in a run, or raise a UserError."""
+def check_id(text: str, hint: str = "") -> str:
+    """Return `text` if it can be an id in a run, or raise a UserError, whose message ends with `hint`."""
     if not isinstance(text, str) or not re.fullmatch(r"\S+", text, re.ASCII):
-        raise UserError(f"{text!r} cannot be written as an id: ids must be non-empty strings without whitespace.")
+        raise UserError(f"{text!r} cannot be written as an id: ids must be non-empty strings without whitespace.{hint}")
     return text
 
 
@@ -101,8 +122,8 @@ def _read_fields(path: Path) -> Iterator[tuple[str, list[str]]]:
     """Yield the place, as file:line, and the fields of every line that is not blank."""
     line = None
     for line in read_lines(os.fspath(path)):
-        decoded(line.raw, line.where)
-        yield line.where, [field.decode() for field in line.raw.split()]  # ids may contain non-ASCII whitespace
+        line.text()
+        yield line.where, [field.decode() for field in line.content.split()]  # ids may contain non-ASCII whitespace
     if line is None:
         raise UserError(f"{os.fspath(path)} is empty.")
 

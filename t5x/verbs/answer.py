@@ -5,8 +5,8 @@ import json
 from typing import Any
 
 from t5x.errors import UserError
-from t5x.verbs.arguments import add_import, add_model, add_processes
-from t5x.verbs.job_options import add_batches, add_output, flags, given_options, job_process
+from t5x.verbs.arguments import add_import, add_model, add_processes, flags, given_options
+from t5x.verbs.job_options import add_batches, add_output, job_process
 from t5x.verbs.verb_parser import VerbParser
 
 _OPTIONS = ("no_answer", "beams", "max_length", "max_input_length", "stride", "batch_size")

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -36,7 +36,6 @@ def _outside_imports(handler: Handler) -> Handler:
     is sent again until the import has ended. A second signal meanwhile ends the process at once.
     """
 
-    @functools.wraps(handler)
     def handle(signum: int, frame: FrameType | None) -> None:
         is_second = signum in _deferred and signum not in _resent
         _resent.discard(signum)
@@ -64,18 +63,17 @@ def _send_again(signum: int) -> None:
         signal.pthread_kill(threading.main_thread().ident, signum)
 
 
-@_outside_imports
-def leave_in_order(signum: int, frame: FrameType | None) -> NoReturn:
-    """Handle SIGTERM by raising Terminated, so that `finally` blocks remove partial files."""
+def _terminate(signum: int, frame: FrameType | None) -> NoReturn:
     print("terminated", file=sys.stderr, flush=True)
     raise Terminated(75)
 
 
 def work_begins() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt from here on, so that `finally` blocks run; collect garbage again."""
+    """Let Ctrl-C and SIGTERM raise exceptions from here on, so that `finally` blocks run; collect garbage again."""
     gc.freeze()
     gc.enable()
     signal.signal(signal.SIGINT, _outside_imports(signal.default_int_handler))
+    signal.signal(signal.SIGTERM, _outside_imports(_terminate))
     if getattr(sys.unraisablehook, "func", None) is not _comes_again:
         sys.unraisablehook = functools.partial(_comes_again, sys.unraisablehook)
 
@@ -176,6 +174,15 @@ def processes(args: argparse.Namespace) -> Iterator[None]:
         startup.name_process()
         consistency.require_same("configuration", lambda: run_identity.describe_command(args))
         yield
+
+
+def given_options(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """Return the options that the user passed."""
+    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+
+
+def flags(names: Iterable[str]) -> str:
+    return ", ".join(f"--{name}" for name in names)
 
 
 def add_import(parser: Any) -> None:

@@ -2,12 +2,11 @@
 
 import argparse
 import json
-import signal
 import sys
 from typing import Any
 
-from t5x.errors import UserError
-from t5x.verbs.arguments import add_import, import_modules, leave_in_order, work_begins
+from t5x.errors import UserError, check_at_least
+from t5x.verbs.arguments import add_import, import_modules, work_begins
 from t5x.verbs.verb_parser import VerbParser
 
 _SIZES = ("tiny", "small", "base", "large", "xl", "xxl")  # as in `t5x.bench.workload`, which imports JAX
@@ -78,7 +77,6 @@ def run(args: argparse.Namespace) -> None:
 
     startup.enable_compilation_cache()
     work_begins()
-    signal.signal(signal.SIGTERM, leave_in_order)
     from t5x.bench import report
 
     result = {"work": args.work} | _measure(args.work, options)
@@ -92,9 +90,8 @@ def _check(work: str, given: dict[str, Any]) -> None:
             raise UserError(f"--{name} is an option of {others}, not of `t5x bench {work}`.")
     if work != "data" and given["modules"]:
         raise UserError("--import is an option of `t5x bench data`.")
-    for name, least in (("batch", 1), ("steps", 1), ("beams", 1), ("inputs", 2), ("targets", 2), ("microbatches", 1)):
-        if given.get(name, least) < least:
-            raise UserError(f"--{name} is {given[name]}: it must be at least {least}.")
+    for least, names in ((1, ("batch", "steps", "beams", "microbatches")), (2, ("inputs", "targets"))):
+        check_at_least(least, "--", **{name: given.get(name) for name in names})
 
 
 def _measure(work: str, options: dict[str, Any]) -> dict[str, Any]:

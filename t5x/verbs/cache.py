@@ -2,13 +2,12 @@
 
 import argparse
 import logging
-import signal
 from collections.abc import Sequence
 from typing import Any
 
 from t5x.errors import UserError
 from t5x.files import user_files
-from t5x.verbs.arguments import leave_in_order, work_begins
+from t5x.verbs.arguments import add_import, import_modules, work_begins
 from t5x.verbs.verb_parser import VerbParser
 
 logger = logging.getLogger(__name__)
@@ -16,14 +15,7 @@ logger = logging.getLogger(__name__)
 
 def define(parser: VerbParser) -> None:
     parser.add_argument("name", metavar="TASK", help="a registered task or mixture")
-    parser.add_argument(
-        "--import",
-        dest="modules",
-        action="append",
-        default=[],
-        metavar="MODULE",
-        help="module or .py file that registers it",
-    )
+    add_import(parser)
     parser.add_argument(
         "--split", dest="splits", action="append", metavar="SPLIT", help="may be repeated (default: all splits)"
     )
@@ -49,12 +41,8 @@ _OPTIONS = ("splits", "output_dir", "num_workers", "overwrite", "drop_text", "sk
 
 
 def run(args: argparse.Namespace) -> None:
-    from t5x.data import import_task_module
-
     work_begins()
-    signal.signal(signal.SIGTERM, leave_in_order)
-    for module in args.modules:
-        import_task_module(module)
+    import_modules(args)
     cache_tasks(args.name, **{name: getattr(args, name) for name in _OPTIONS})
 
 
@@ -70,6 +58,7 @@ def cache_tasks(
     """
     from t5x.data import cache_writer
     from t5x.data.tasks import check_split, get_mixture_or_task, get_subtasks
+    from t5x.verbs.text_page import Page
 
     found = get_mixture_or_task(name)
     for split in splits or ():
@@ -80,7 +69,7 @@ def cache_tasks(
         raise UserError("\n".join(reasons.values()))
     if output_dir is not None:
         output_dir = user_files.absolute_path(output_dir)
-    rows = [("task", "split", "examples", "tokens", "bytes", "seconds")]
+    rows = []
     for task in tasks:
         if reasons[task.name]:
             logger.info("%s", reasons[task.name])
@@ -93,11 +82,7 @@ def cache_tasks(
             if one.bad:
                 logger.warning("skipped %d bad example(s) of task %s, split %s", one.bad, task.name, split)
             numbers = (f"{one.examples:,}", f"{one.tokens:,}", f"{one.bytes:,}", f"{one.seconds:.1f}")
-            rows.append((task.name, split, *numbers))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-        cells[:2] = [cell.ljust(width) for cell, width in zip(row[:2], widths[:2], strict=True)]
-        print("  ".join(cells))
+            rows.append((f"{task.name} {split}", *numbers))
+    Page(width=200).table(("task split", "examples", "tokens", "bytes", "seconds"), rows)
     if output_dir is not None:
         logger.info("To use it, set T5X_TASK_CACHES=%s", output_dir)

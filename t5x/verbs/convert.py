@@ -1,9 +1,8 @@
 """`t5x convert`: its arguments and the call of its entry point."""
 
 import argparse
-import signal
 
-from t5x.verbs.arguments import leave_in_order, work_begins
+from t5x.verbs.arguments import work_begins
 from t5x.verbs.verb_parser import VerbParser
 
 
@@ -26,5 +25,4 @@ def run(args: argparse.Namespace) -> None:
     from t5x.convert import convert
 
     work_begins()
-    signal.signal(signal.SIGTERM, leave_in_order)
     convert(args.source, args.destination, to=args.to, layers=args.layers, dtype=args.dtype, overwrite=args.overwrite)

@@ -1,9 +1,8 @@
 """The arguments of `t5x/scripts/convert_tf_checkpoint.py` and the call of its entry point; not a verb of `t5x`."""
 
 import argparse
-import signal
 
-from t5x.verbs.arguments import add_gin, leave_in_order, run_gin
+from t5x.verbs.arguments import add_gin, run_gin
 from t5x.verbs.verb_parser import VerbParser
 
 _EXAMPLE = (
@@ -23,5 +22,4 @@ def define(parser: VerbParser) -> None:
 def run(args: argparse.Namespace) -> None:
     from t5x.scripts.convert_tf_checkpoint import convert_checkpoint
 
-    signal.signal(signal.SIGTERM, leave_in_order)
     run_gin(args, convert_checkpoint, [_EXAMPLE])

@@ -6,9 +6,9 @@ import shutil
 import sys
 from typing import TYPE_CHECKING
 
-from t5x.errors import UserError
+from t5x.errors import UserError, check_at_least
 from t5x.verbs import file_options
-from t5x.verbs.arguments import add_import, import_modules, work_begins
+from t5x.verbs.arguments import add_import, flags, import_modules, work_begins
 from t5x.verbs.file_options import FileReport
 from t5x.verbs.verb_parser import VerbParser
 
@@ -47,9 +47,8 @@ def run(args: argparse.Namespace) -> None:
             "Pass a task, `t5x data my_task --import my_tasks.py`, or a file, `t5x data --data train.jsonl`."
         )
     if args.name and options:
-        raise UserError(f"{', '.join(f'--{name}' for name in options)} needs --data; a task has its own settings.")
-    if args.n < 0:
-        raise UserError(f"-n is {args.n}: it must be at least 0.")
+        raise UserError(f"{flags(options)} needs --data; a task has its own settings.")
+    check_at_least(0, "-", n=args.n)
     lengths = parse_lengths(args.lengths)
     import_modules(args)
     work_begins()

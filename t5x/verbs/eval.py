@@ -1,12 +1,11 @@
 """`t5x eval`: its arguments and the call of its entry point."""
 
 import argparse
-import signal
 from typing import Any
 
 from t5x.errors import UserError
 from t5x.verbs import file_options
-from t5x.verbs.arguments import add_gin, import_modules, leave_in_order, processes, run_gin, work_begins
+from t5x.verbs.arguments import add_gin, flags, import_modules, processes, run_gin, work_begins
 from t5x.verbs.file_options import FileEvaluation
 from t5x.verbs.verb_parser import VerbParser
 
@@ -37,7 +36,6 @@ def run(args: argparse.Namespace) -> None:
     else:
         from t5x.eval import evaluate
 
-        signal.signal(signal.SIGTERM, leave_in_order)
         results = run_gin(args, evaluate, (_FROM_FILE, _FROM_GIN))
     if results is None:
         return
@@ -50,17 +48,13 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _eval_file(args: argparse.Namespace, given: dict[str, Any]) -> Any:
-    if missing := [f"--{name}" for name in ("model", "data") if name not in given]:
-        flags = ", ".join(f"--{name}" for name in given)
-        raise UserError(f"{flags} needs {' and '.join(missing)}. A run with gin files sets gin parameters instead.")
+    if missing := [name for name in ("model", "data") if name not in given]:
+        raise UserError(f"{flags(given)} needs {flags(missing)}. A run with gin files sets gin parameters instead.")
     gin = ("gin_file", "gin_bindings", "dry_run", "tfds_data_dir", "seqio_additional_cache_dirs")
-    if unused := [f"--{name}" for name in gin if getattr(args, name)]:
-        raise UserError(
-            f"--model cannot be combined with {', '.join(unused)}: these are for gin files."
-        )
+    if unused := [name for name in gin if getattr(args, name)]:
+        raise UserError(f"--model cannot be combined with {flags(unused)}: these are for gin files.")
     import_modules(args)  # they may define classes, such as a vocabulary
     work_begins()
-    signal.signal(signal.SIGTERM, leave_in_order)
     with processes(args):
         from t5x.verbs.eval_from_files import evaluate_file
 

@@ -22,14 +22,12 @@ from t5x.inference.loaded import open_model
 from t5x.inference.options import Decoding
 from t5x.models import DecoderOnlyModel
 from t5x.partitioning import PjitPartitioner
-from t5x.telemetry import jsonl
-from t5x.verbs.file_options import FileEvaluation
+from t5x.verbs.file_options import COMMAND_FILE, FileEvaluation, write_command
 
 log = logging.getLogger(__name__)
 
 TASK = "pairs"
 SPLIT = "test"
-COMMAND_FILE = "command.txt"
 
 
 def evaluate_file(run: FileEvaluation, *, command: str = "") -> dict[int, dict[str, dict[str, float]]]:
@@ -55,11 +53,7 @@ def evaluate_file(run: FileEvaluation, *, command: str = "") -> dict[int, dict[s
     files = {SPLIT: absolute_path(run.data)}
     data = run.description(source.data, source.path)
     task = file_task(files, vocabulary, data.inputs, data.targets, data.prefix, metrics, TASK, data.columns)
-    limits = {
-        "inputs": ("--max_input_length", data.max_input_length),
-        "targets": ("--max_target_length", data.max_target_length),
-    }
-    found = check_examples(task, SPLIT, limits, skip_bad_examples=run.skip_bad_examples)
+    found = check_examples(task, SPLIT, data, skip_bad_examples=run.skip_bad_examples)
     _check_names(task, found.first["targets"])
     lengths = {
         "inputs": min(round_up_length(found.longest["inputs"]), data.max_input_length),
@@ -124,4 +118,4 @@ def _check_same_command(output: str, command: str) -> None:
 
 def _write_command(output_dir: str, summary_writer: Any, step: int, command: str) -> None:
     if command:
-        jsonl.replace(os.path.join(output_dir, COMMAND_FILE), [f"# in {os.getcwd()}\n{command}\n".encode()])
+        write_command(output_dir, command)

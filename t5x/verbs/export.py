@@ -2,11 +2,10 @@
 
 import argparse
 import os
-import signal
 from typing import TYPE_CHECKING
 
 from t5x.errors import UserError
-from t5x.verbs.arguments import add_gin, leave_in_order, run_gin, work_begins
+from t5x.verbs.arguments import add_gin, run_gin, work_begins
 from t5x.verbs.verb_parser import VerbParser
 
 if TYPE_CHECKING:
@@ -66,7 +65,6 @@ def run(args: argparse.Namespace) -> None:
     from t5x.inference.options import Decoding
 
     work_begins()
-    signal.signal(signal.SIGTERM, leave_in_order)
     exporter.export(
         args.model, args.destination, args.format, vocabulary=args.vocabulary, dtype=args.dtype, int8=args.int8,
         sample=_sample(args.sample) if args.sample else None,

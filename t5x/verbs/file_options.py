@@ -10,13 +10,14 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from t5x.errors import UserError
-from t5x.verbs.arguments import DTYPE
+from t5x.errors import UserError, check_at_least
+from t5x.verbs.arguments import DTYPE, flags, given_options
 
 if TYPE_CHECKING:
     from t5x.data.data_description import DataDescription
 
 _REQUIRED = dataclasses.MISSING
+COMMAND_FILE = "command.txt"
 OPTIMIZERS = ("adafactor", "adam", "adamw", "lamb", "lion", "muon", "radam", "sgd")
 
 
@@ -63,9 +64,7 @@ class DataOptions:
         return DataDescription.of_checkpoint(stored, where, **{name: getattr(self, name) for name in names})
 
     def check_positive(self, *names: str) -> None:
-        for name in names:
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise UserError(f"--{name} is {value}: it must be at least 1.")
+        check_at_least(1, "--", **{name: getattr(self, name) for name in names})
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -163,21 +162,27 @@ def add(parser: argparse.ArgumentParser, title: str, options: type[DataOptions] 
 
 def given(args: argparse.Namespace, options: type[DataOptions]) -> dict[str, Any]:
     """Return those of the options that were given."""
-    found = {field.name: getattr(args, field.name, None) for field in dataclasses.fields(options)}
-    return {name: value for name, value in found.items() if value is not None}
+    return given_options(args, [field.name for field in dataclasses.fields(options)])
 
 
 def check(args: argparse.Namespace) -> FileTraining:
     """Return the options of `t5x train --data`. Raise a UserError if they are incomplete or mixed with gin files."""
     options = given(args, FileTraining)
     if "data" not in options:
-        raise UserError(f"{_flags(options)} needs --data. A run with gin files sets gin parameters instead.")
+        raise UserError(f"{flags(options)} needs --data. A run with gin files sets gin parameters instead.")
     if args.gin_file or args.modules:
         other = "--gin_file" if args.gin_file else "--import"
         raise UserError(f"--data cannot be combined with {other}. Single gin values (--gin.NAME=VALUE) are possible.")
     if missing := [name for name in ("model_dir", "steps") if name not in options]:
-        raise UserError(f"--data needs {_flags(missing)}, for example --model_dir runs/my_run --steps 1000.")
+        raise UserError(f"--data needs {flags(missing)}, for example --model_dir runs/my_run --steps 1000.")
     return FileTraining(**options)
+
+
+def write_command(directory: str, command: str) -> None:
+    """Write the command line of a run to its directory."""
+    from t5x.telemetry import jsonl
+
+    jsonl.replace(os.path.join(directory, COMMAND_FILE), [f"# in {os.getcwd()}\n{command}\n".encode()])
 
 
 def command(verb: str, options: Mapping[str, Any], bindings: Iterable[str] = ()) -> str:
@@ -188,7 +193,3 @@ def command(verb: str, options: Mapping[str, Any], bindings: Iterable[str] = ())
         for one in value if isinstance(value, list) else [value]:
             words += [f"--{name}"] if one is True else [f"--{name}", str(one)]
     return shlex.join([*words, *(f"--gin_bindings={binding}" for binding in bindings)])
-
-
-def _flags(names: Iterable[str]) -> str:
-    return ", ".join(f"--{name}" for name in names)

@@ -24,7 +24,7 @@ from t5x.errors import UserError
 from t5x.files import hub
 from t5x.files.remote import is_remote
 from t5x.files.user_files import absolute_path
-from t5x.verbs.file_options import FileTraining
+from t5x.verbs.file_options import FileTraining, write_command
 
 if TYPE_CHECKING:
     from t5x.checkpoints.formats import Source
@@ -33,7 +33,6 @@ log = logging.getLogger(__name__)
 
 MODEL_FILE = "t5x/examples/t5/{family}/{size}.gin"
 RUN_FILE = "t5x/configs/runs/finetune.gin"
-COMMAND_FILE = "command.txt"
 TASK = "pairs"
 
 _CHECKED = 10_000  # examples checked before a run
@@ -76,13 +75,9 @@ def train_file(
     if data.columns is not None:
         arguments["columns"] = list(data.columns)
     task = file_task(vocabulary=vocabulary.load(), **arguments)
-    limits = {
-        "inputs": ("--max_input_length", data.max_input_length),
-        "targets": ("--max_target_length", data.max_target_length),
-    }
     for split in task.splits:
         check_examples(
-            task, split, limits, skip_bad_examples=options.skip_bad_examples, count=_CHECKED, tokenized=_TOKENIZED
+            task, split, data, skip_bad_examples=options.skip_bad_examples, count=_CHECKED, tokenized=_TOKENIZED
         )
     if (size := task.num_input_examples("train")) < options.batch_size:
         log.warning("train: a batch of %d repeats the %d example(s): there are no more", options.batch_size, size)
@@ -119,11 +114,9 @@ def write_configuration(model_dir: str, summary_writer: Any, step: int, command:
     """Write `config.gin` and the command line of the run to MODEL_DIR."""
     import jax
 
-    from t5x.telemetry import jsonl
-
     gin_utils.summarize_gin_config(model_dir, summary_writer, step)
     if command and jax.process_index() == 0:
-        jsonl.replace(os.path.join(model_dir, COMMAND_FILE), [f"# in {os.getcwd()}\n{command}\n".encode()])
+        write_command(model_dir, command)
 
 
 write_down = write_configuration  # its name in config.gin files of earlier versions

@@ -4,9 +4,9 @@ import argparse
 
 from t5x.errors import UserError
 from t5x.verbs import file_options
-from t5x.verbs.arguments import DTYPE, add_gin, run_gin
+from t5x.verbs.arguments import DTYPE, add_gin, flags, given_options, run_gin
 from t5x.verbs.file_options import DataOptions
-from t5x.verbs.job_options import add_batches, add_output, add_shards, flags, given_options, job_process
+from t5x.verbs.job_options import add_batches, add_output, add_shards, job_process
 from t5x.verbs.verb_parser import VerbParser
 
 _FROM_FILE = "--model runs/demo --input -"

@@ -2,11 +2,10 @@
 
 import argparse
 import contextlib
-import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-from t5x.verbs.arguments import import_modules, leave_in_order, processes, work_begins
+from t5x.verbs.arguments import import_modules, processes, work_begins
 from t5x.verbs.verb_parser import VerbParser
 
 
@@ -30,20 +29,10 @@ def add_shards(parser: VerbParser) -> None:
     shards.add_argument("--shard_id", type=int, metavar="I", help="index of this shard, from 0")
 
 
-def given_options(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """Return the options that the user passed."""
-    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-
-
-def flags(names: Iterable[str]) -> str:
-    return ", ".join(f"--{name}" for name in names)
-
-
 @contextlib.contextmanager
 def job_process(args: argparse.Namespace) -> Iterator[None]:
     """Connect the processes of a job; SIGTERM and Ctrl-C end it in order."""
     import_modules(args)  # they may define classes, such as a vocabulary
     work_begins()
-    signal.signal(signal.SIGTERM, leave_in_order)
     with processes(args):
         yield

@@ -7,7 +7,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from t5x.errors import UserError
+from t5x.errors import UserError, check_at_least
 from t5x.planning import topologies
 from t5x.verbs.arguments import add_gin_files, import_modules, work_begins
 from t5x.verbs.verb_parser import VerbParser
@@ -54,10 +54,8 @@ def run(args: argparse.Namespace) -> None:
         raise UserError("`t5x plan` needs either --size or gin files, as `t5x train` takes them.")
     if uses_gin and given:
         raise UserError(f"--{given[0]} belongs to --size: set it with --gin.NAME=VALUE, as for `t5x train`.")
-    for name in ("batch", "inputs", "targets", "microbatches", "steps"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise UserError(f"--{name} is {value}: it must be at least 1.")
+    names = ("batch", "inputs", "targets", "microbatches", "steps")
+    check_at_least(1, "--", **{name: getattr(args, name) for name in names})
     _start_jax(topology.devices)
     work_begins()
     planned, steps = _from_gin(args) if uses_gin else (_from_size(args), args.steps)

@@ -3,8 +3,8 @@
 import argparse
 
 from t5x.errors import UserError
-from t5x.verbs.arguments import add_import, add_model, add_processes
-from t5x.verbs.job_options import add_batches, add_output, add_shards, flags, given_options, job_process
+from t5x.verbs.arguments import add_import, add_model, add_processes, flags, given_options
+from t5x.verbs.job_options import add_batches, add_output, add_shards, job_process
 from t5x.verbs.rank_eval import add_measures
 from t5x.verbs.verb_parser import VerbParser
 

@@ -5,8 +5,7 @@ import importlib.util
 import os
 
 from t5x.errors import UserError
-from t5x.verbs.arguments import Terminated, add_import, add_model, import_modules
-from t5x.verbs.job_options import given_options
+from t5x.verbs.arguments import Terminated, add_import, add_model, given_options, import_modules
 from t5x.verbs.verb_parser import VerbParser
 
 

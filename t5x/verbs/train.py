@@ -56,7 +56,7 @@ def trace_configured_run(train: Callable[..., Any]) -> None:
         log.warning("the model is not checked: %s", error)
         return
     except TypeError as error:
-        raise UserError(f"The model cannot be created: {error}") from error
+        raise UserError(f"A part of the configured run cannot be created: {error}") from error
     trace_run(partitioner=partitioner, **parts)
 
 

@@ -1,13 +1,12 @@
 """The argument parser of a verb: short help pages, and errors of one line with the closest valid option."""
 
 import argparse
-import difflib
 import importlib
 import textwrap
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from t5x.errors import UserError
+from t5x.errors import UserError, did_you_mean
 
 _TRUE, _FALSE = ("true", "t", "1", "yes", "y"), ("false", "f", "0", "no", "n")
 
@@ -88,9 +87,8 @@ class VerbParser(argparse.ArgumentParser):
         if word.startswith("--fdl_"):
             return f"`{self.prog}` has no option {word}: Fiddle is not supported. Use gin files"
         names = [name for name in self._option_string_actions if name.startswith("--")]
-        near = difflib.get_close_matches("--" + word.lstrip("-").replace("-", "_").lower(), names, 2)
-        hint = f" Did you mean {' or '.join(near)}?" if near else ""
-        return f"`{self.prog}` has no option {word}.{hint}"
+        close = did_you_mean("--" + word.lstrip("-").replace("-", "_"), names)
+        return f"`{self.prog}` has no option {word}.{close}"
 
 
 def parser_of(verb: str) -> VerbParser:

@@ -133,10 +133,10 @@ def changed(change):
 
 
 BAD = {
-    "broken JSON": ('{"data": [\n  {"title": "A" "x"}]}', r"dev\.json:2: not JSON: .* column"),
-    "JSON lines": ('{"question": "a"}\n{"question": "b"}\n', "Extra data .* rename it to .jsonl"),
+    "broken JSON": ('{"data": [\n  {"title": "A" "x"}]}', r"dev\.json is not JSON: .* line 2 column"),
+    "JSON lines": ('{"question": "a"}\n{"question": "b"}\n', "Extra data: .* rename it to .jsonl"),
     "something else": ([1, 2], "the file has no list 'data'"),
-    "a number of many digits": ('{"data": [' + "1" * 5000 + "]}", r"dev\.json is not SQuAD's JSON: .*4300 digits"),
+    "a number of many digits": ('{"data": [' + "1" * 5000 + "]}", r"dev\.json is not JSON: .*4300 digits"),
     "half a character": (
         changed(lambda p, qas: qas[1].update(id="q\ud800")), r"qas\[1\], 'id', has half of a surrogate pair .* 2"
     ),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from t5x.launching import local
-from tests.programs import environment, start, train, wait_for
+from tests.programs import environment, losses, start, train, wait_for
 
 LAUNCH = ("launch", "local", "--nocheck", "--processes", "2", "--cpu_devices", "1")
 SLEEPS = "import time; print('sleeps', flush=True); time.sleep(100)"
@@ -96,7 +96,7 @@ def test_processes_end_with_a_launcher_that_is_killed():
         time.sleep(0.05)
 
 
-def test_a_run_of_two_processes_saves_on_sigterm_and_resumes(tmp_path):
+def test_two_processes_train_as_one_and_save_on_sigterm(run_here, tmp_path):
     model_dir = tmp_path / "run"
     words = (*LAUNCH, "--save_to", str(tmp_path / "saved"), "--", *train(model_dir, 10**6, save_period=20))
     process = start(*words, cwd=tmp_path)
@@ -107,3 +107,8 @@ def test_a_run_of_two_processes_saves_on_sigterm_and_resumes(tmp_path):
     assert "[0] " in output and "[1] " in output
     last = max(int(path.name.rpartition("_")[2]) for path in model_dir.glob("checkpoint_*"))
     assert last % 20, f"no checkpoint was saved when the signal came: {output[-2000:]}"
+    done = run_here(*train(tmp_path / "alone", 20, save_period=20))
+    assert done.code == 0, done.err
+    together, alone = losses(model_dir), losses(tmp_path / "alone")
+    assert len(alone) > 1
+    assert {step: together[step] for step in alone} == pytest.approx(alone, rel=1e-5)

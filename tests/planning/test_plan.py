@@ -8,7 +8,9 @@ import pytest
 
 from t5x.planning import topologies
 from tests import commands
-from tests.programs import environment
+from tests.programs import SMALL, environment
+
+DATES = "--gin_file=t5x/examples/demo/dates.gin"
 
 
 def plan(*options, timeout=400):
@@ -54,7 +56,8 @@ def test_xxl_fits_where_it_is_divided(topology):
 
 
 def test_a_gin_file(tmp_path):
-    options = ("--gin_file=t5x/examples/demo/dates.gin", f"--gin.MODEL_DIR={tmp_path}", "--gin.TRAIN_STEPS=5000")
+    network = [word for word in SMALL if "network" in word]
+    options = (DATES, *network, f"--gin.MODEL_DIR={tmp_path}", "--gin.TRAIN_STEPS=5000")
     found = plan(*options, "--topology", "h100x1", "--price", 2)
     assert found["steps"] == 5000 and found["cost"] == pytest.approx(2 * found["hours"])
     assert found["hours"] == pytest.approx(5000 * found["step_ms"] / 3.6e6) and not list(tmp_path.iterdir())

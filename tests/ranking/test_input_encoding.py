@@ -11,8 +11,7 @@ import pytest
 from t5x.data import ByteVocabulary, SentencePieceVocabulary
 from t5x.errors import UserError
 from t5x.ranking.input_encoding import Inputs
-from t5x.ranking.labels import label_ids
-from t5x.ranking.templates import DUOT5, MONOT5, PRESETS, PairTemplate, Template
+from t5x.ranking.templates import DUOT5, MONOT5, PRESETS, PairTemplate, Template, label_ids
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 needs_data = pytest.mark.skipif(not SHARED.is_dir(), reason="the folder ../shared/data is not there")

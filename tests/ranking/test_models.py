@@ -16,8 +16,7 @@ from t5x.checkpoints import model_description
 from t5x.data import PassThroughVocabulary
 from t5x.errors import UserError
 from t5x.network import Transformer
-from t5x.ranking.losses import listwise_softmax
-from t5x.ranking.models import RankingModel
+from t5x.ranking.models import RankingModel, listwise_softmax
 from t5x.ranking.templates import MONOT5, Template
 from t5x.train_state import InferenceState
 from t5x.trainer import accumulate_grads_microbatched
@@ -27,7 +26,7 @@ from tests.programs import REPO
 RELEVANT, IRRELEVANT = 7, 11
 CONFIG = dataclasses.replace(tiny.T5_1_1, num_encoder_layers=1, num_decoder_layers=1)
 DROPPING = dataclasses.replace(CONFIG, dropout_rate=0.2)
-PARAMS = tiny.initial_params(CONFIG)
+PARAMS = tiny.random_params(CONFIG)
 
 
 class Words(PassThroughVocabulary):

@@ -15,10 +15,9 @@ from t5x import load
 from t5x.errors import UserError
 from t5x.inference.output import FileOutput
 from t5x.ranking import reranking
-from t5x.ranking.pairwise import symmetric_sum
 from t5x.ranking.rerank_inputs import Unit
 from t5x.ranking.reranker import Reranker, Windows
-from t5x.ranking.reranking import Given, rerank
+from t5x.ranking.reranking import Given, rerank, symmetric_sum
 from t5x.ranking.templates import PairTemplate
 from t5x.ranking.trec_files import read_run
 from tests import commands

@@ -11,9 +11,9 @@ from t5x import data
 from t5x.data.pipeline import Pipeline
 from t5x.errors import UserError
 from t5x.ranking import tasks
-from t5x.ranking.features import RankingFeatureConverter
 from t5x.ranking.judged_source import JudgedDataSource
 from t5x.ranking.judgments import read_judgments
+from t5x.ranking.models import RankingFeatureConverter
 from t5x.ranking.templates import Template
 from tests.commands import run
 
