@@ -16,12 +16,12 @@ demo: $(VENV)/.core
 
 test: $(VENV)/.dev $(REFERENCE)/.installed
 	@$(BIN)/ruff check .
-	@$(BIN)/python -m pytest -m 'not slow' -n 2 --dist worksteal --durations 25
+	@$(BIN)/python -m pytest -m 'not slow' -n 3 --dist worksteal --durations 25
 
 # With the exhaustive variants of tests whose promise `make test` covers more quickly.
 test-all: $(VENV)/.dev $(REFERENCE)/.installed
 	@$(BIN)/ruff check .
-	@$(BIN)/python -m pytest -n 2 --dist worksteal --durations 25
+	@$(BIN)/python -m pytest -n 3 --dist worksteal --durations 25
 
 # Kills training runs a hundred times and compares what they come to (half an hour).
 chaos: $(VENV)/.dev

@@ -6,6 +6,7 @@ start and the next run of the suite find it there.
 """
 
 import functools
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ os.environ["JAX_PLATFORMS"] = os.environ.get("T5X_TEST_PLATFORM", "cpu")  # `cud
 if os.environ["JAX_PLATFORMS"] == "cpu":
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILATION}"
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of programs import the same modules
 os.environ["T5X_CACHE_DIR"] = str(Path(__file__).parents[1] / ".pytest_cache" / "t5x")
 
 import t5x.examples.demo.dates  # noqa: F401  registers its task; a test that puts registries back must find it there
@@ -32,6 +34,13 @@ enable_compilation_cache()
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     slow_variants.mark(items, whole_files=not any("::" in arg for arg in config.args))
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from traversing all imported modules again and again while programs are traced."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000)
 
 
 @pytest.fixture

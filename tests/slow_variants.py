@@ -13,12 +13,12 @@ import pytest
 SLOW = {
     "bench/test_bench.py": [r"test_training_in_fp8_with_recomputation_and_microbatches"],
     "checkpoints/test_kill.py": [r"test_a_kill_at_any_moment_leaves_whole_checkpoints_only"],  # test_together.py
-    "checkpoints/formats/test_huggingface.py": [r"test_tokenizers_give_the_ids_of_the_vocabulary\[umt5\]"],
+    "checkpoints/formats/test_huggingface.py": [r"test_tokenizers_give_the_ids_of_the_vocabulary\[u?mt5\]"],
     "data/test_seqio_runs.py": [r"test_a_mixture_trains_and_is_evaluated"],
     "data/test_user_modules.py": [r"test_a_verb_and_its_workers_import_what_import_names\[tasks\]"],
     "decoding/test_beam.py": [
         r"test_stopping_early_never_changes_the_result\[(random-[12]|ties-[15])\]",
-        r"test_a_wide_beam_finds_what_exhaustive_search_finds\[(random--0.7|ties-0.0)\]",
+        r"test_a_wide_beam_finds_what_exhaustive_search_finds\[(random-(-0.7|0.6)|ties-(0.0|2.0))\]",
     ],
     "decoding/test_constraints.py": [r"test_only_choices_are_generated\[(greedy|beam)\]"],
     "decoding/test_hugging_face.py": [
@@ -34,9 +34,9 @@ SLOW = {
         r"test_first_logits\[tied\]", r"test_scores_of_beams_.*\[scanned\]",
         r"test_the_batch_and_its_padding_change_nothing\[temperature_sample\]",
     ],
-    "decoding/test_sampling.py": [r"test_frequencies\[False-(\{\}|\{'topk': 2\})\]"],
+    "decoding/test_sampling.py": [r"test_frequencies\[False-(\{\}|\{'topk': 2\}|\{'temperature': 0.5\})\]"],
     "examples/test_layers.py": [
-        r"test_a_users_network_computes_our_logits_and_loss\[1.1 padded\]",
+        r"test_a_users_network_computes_our_logits_and_loss\[1.[01] padded\]",
         r"test_a_users_network_trains",  # models/test_models.py: a third-party module trains
     ],
     "inference/test_files.py": [
@@ -54,7 +54,8 @@ SLOW = {
         r"test_greedy_decoding_goes_on_.*\[prefix\]",
     ],
     "network/test_family_parity.py": [
-        r".*\[(T5 1.0|umT5), unrolled\]", r"test_(loss_and_gradients|greedy_decoding)\[mT5, scanned\]",
+        r".*\[(T5 1.0|umT5), unrolled\]", r"test_(loss_and_gradients|greedy_decoding)\[u?mT5, scanned\]",
+        r"test_loss_and_gradients\[T5 1.1, unrolled\]", r"test_greedy_decoding\[T5 1.0, scanned\]",
         r"test_logits_of_the_full_pass_and_of_single_steps\[ByT5, unrolled\]",
     ],
     "network/test_flash_attention.py": [
@@ -74,11 +75,12 @@ SLOW = {
     "network/test_keys.py": [r"test_layers_may_have_a_transform_of_their_own\[(remat|jit)\]"],
     "network/test_padding.py": [r"test_scores_in_bfloat16_are_those_of_the_reference"],
     "network/test_parity.py": [
-        r"test_loss_and_gradients\[(1.0-packed|1.1-padded|odd-padded)-.*\]", r"test_greedy_decoding_and_scores\[1.0\]",
+        r"test_loss_and_gradients\[(1.0-packed|1.1-padded|odd-.*)-.*\]", r"test_greedy_decoding_and_scores\[1.0\]",
     ],
     "network/test_precision.py": [r"test_cast_once_or_at_every_use\[(False-b?float16|True-float16|True-float32)\]"],
     "network/test_rounding.py": [
-        r"test_layers\[9-151-131\]", r"test_decoding\[(4-lengths1|1-lengths0)\]", r"test_first_logits\[changes1\]",
+        r"test_layers\[9-151-131\]", r"test_gates\[9-131-.*\]",
+        r"test_decoding\[(4-lengths1|1-lengths0)\]", r"test_first_logits\[changes1\]",
         r"test_logits_of_decoding_steps\[(4-.*|1-changes0)\]", r"test_the_loss_without_all_logits\[(4|9)-.*\]",
     ],
     "network/test_transformer.py": [
@@ -87,7 +89,8 @@ SLOW = {
         r"test_scanned_layers_start_from_the_same_values\[0\]",
         r"test_float16_holds_a_residual_beyond_its_range\[False\]",
     ],
-    "object_stores/test_evaluation.py": [r"test_a_killed_evaluation_continues_with_the_next_checkpoint\[gcs\]"],
+    # test_eval.py: an evaluation that is started again; object_stores/test_jobs.py: killed jobs there
+    "object_stores/test_evaluation.py": [r"test_a_killed_evaluation_continues_with_the_next_checkpoint"],
     "object_stores/test_jobs.py": [
         r"test_a_killed_job_resumes_in_spite_of_faults\[(s3-rerank|gcs-infer|s3-answer)\]",
     ],
@@ -97,20 +100,23 @@ SLOW = {
     "object_stores/test_runs.py": [
         r"test_a_run_that_resumes_there_ends_like_a_local_one\[gcs\]", r"test_metrics_are_there_.*\[s3\]",
     ],
-    "object_stores/test_task_inference.py": [r".*\[gcs\]"],
+    "object_stores/test_task_inference.py": [r".*"],  # object_stores/test_jobs.py; inference/test_tasks.py
+    "partitioning/test_consistency.py": [r"test_another_configuration_is_refused\[infer\]"],
     "ranking/test_models.py": [r"test_eight_devices_find_what_one_does"],  # partitioning/test_meshes.py
     "test_cli.py": [
         r"test_a_signal_while_xla_compiles_ends_the_program_at_once\[SIGTERM-.*\]",
-        r"test_inference_evaluation_inside_training",  # examples/test_recipes.py
         r"test_a_mixture_is_inferred_task_by_task",  # inference/test_tasks.py
         r"test_eval_scores_every_checkpoint_once",  # test_eval.py
     ],
-    "test_convert.py": [r"test_optimizer_state_arrives_exactly\[unrolled\]"],
+    "t5x_names/test_behaviour.py": [r"test_parts_of_a_network_compute_what_the_network_does\[untied\]"],
+    "test_convert.py": [r"test_optimizer_state_arrives_exactly\[unrolled\]", r"test_signals\[SIGINT-t5x\]"],
     "test_optimizers.py": [r"test_an_adamw_checkpoint_loads_into_scanned_and_unrolled_layers\[False\]"],
+    "test_resumed_data.py": [r"test_all_of_several_processes_refuse"],  # partitioning/test_distributed.py
     "test_train.py": [r"test_a_signal_saves_and_the_run_goes_on\[2-130\]"],
     "test_weights.py": [r"test_parity_with_hugging_face\[(mT5-False|T5 1.1-True|T5 1.0-False|umT5-True)\]"],
     "trainer/test_dropout.py": [r".*\[scanned\]"],
     "trainer/test_step.py": [
+        r"test_three_steps_agree_with_an_independent_float64_computation\[1.0\]",
         r"test_the_number_of_microbatches_changes_nothing\[None\]",
         # network/test_transformer.py: the same gradients; checkpoints/test_layout.py: the same update
         r"test_scanned_and_unrolled_layers_take_the_same_steps",

@@ -63,10 +63,25 @@ def packed_batch(seed: int = 0, vocab: int = 31) -> dict[str, np.ndarray]:
 
 
 @functools.cache
-def initial_params(config: T5Config = T5_1_1, seed: int = 0):
+def initial_params(config: T5Config, seed: int = 0):
     of = model(config)
     shapes = of.input_shapes({"inputs": 3, "targets": 3})
     return jax.jit(lambda key: of.get_initial_variables(key, shapes)["params"])(jax.random.key(seed))
+
+
+@functools.cache
+def random_params(config: T5Config = T5_1_1, seed: int = 0):
+    """Parameters of about the usual size, from NumPy: XLA takes seconds to compile `initial_params`."""
+    of, rng = model(config), np.random.default_rng(seed)
+    shapes = of.input_shapes({"inputs": 3, "targets": 3})
+    abstract = jax.eval_shape(lambda: of.get_initial_variables(jax.random.key(0), shapes)["params"])
+
+    def value(path, x):
+        name = path[-1].key
+        std = {"scale": 0.0, "embedding": 1.0, "rel_embedding": 1.0}.get(name, max(x.shape) ** -0.5)
+        return jnp.asarray((name == "scale") + std * rng.normal(size=x.shape), x.dtype)
+
+    return jax.tree_util.tree_map_with_path(value, abstract)
 
 
 def as_float32(tree):

@@ -96,7 +96,8 @@ def test_worker_processes_read_caches_too(lines, monkeypatch):
 def test_evaluation_gets_the_same_examples(lines, monkeypatch):
     def examples():
         task = make_task(lines)
-        found = data.eval_batches(task, feature_converter=data.EncDecFeatureConverter(), split="train", batch_size=8)
+        cfg = data.DatasetConfig(task, None, "train", batch_size=8, shuffle=False, seed=0)
+        found = data.eval_batches(cfg, feature_converter=data.EncDecFeatureConverter())
         return [repr(example) for batch in found for example in batch.examples]
 
     expected = without_caches(monkeypatch, examples)

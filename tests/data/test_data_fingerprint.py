@@ -16,6 +16,7 @@ from t5x import data
 from t5x.data import cache_writer, file_digests, preprocessors, seqio_bridge
 from t5x.data.dataset_config import import_task_module
 from t5x.data.file_tasks import pair
+from t5x.data.lanes import BadExamples, LaneConfig
 from t5x.data.loader import TrainLoader
 from t5x.errors import UserError
 from tests import programs
@@ -26,10 +27,11 @@ LENGTHS = {"inputs": 8, "targets": 8}
 PAIRS = [{"inputs": f"number {i:03}", "targets": str(i)} for i in range(50)]
 
 
-def loader(*tasks, lengths=LENGTHS, pack=False, batch_size=4, **options):
-    pipelines = [(task.pipeline("train", lengths, runtime_preprocessors=None), 1.0) for task in tasks]
+def loader(*tasks, lengths=LENGTHS, pack=False, batch_size=4, rows=None, num_workers=0, **options):
+    pipelines = [task.pipeline("train", lengths, runtime_preprocessors=None) for task in tasks]
     converter = data.EncDecFeatureConverter(pack=pack)
-    return TrainLoader(pipelines, converter, lengths, batch_size=batch_size, **options)
+    config = LaneConfig(pipelines, [1.0] * len(tasks), converter, lengths, batch_size, **options)
+    return TrainLoader(config, rows=rows, num_workers=num_workers)
 
 
 def saved(source):
@@ -160,7 +162,7 @@ def test_changed_preprocessing_is_noticed(write):
 def test_what_may_change_is_not_reported(write):
     path = write("train.jsonl", PAIRS)
     before = loader(file_task(path))
-    for options in ({"batch_size": 6}, {"rows": range(2)}, {"trim": False}, {"skip_bad_examples": True}):
+    for options in ({"batch_size": 6}, {"rows": range(2)}, {"trim": False}, {"bad": BadExamples()}):
         assert changes(before, loader(file_task(path), **options)) == []
     with loader(file_task(path), num_workers=1) as now:
         assert changes(before, now) == []
@@ -265,11 +267,12 @@ PROGRAM = """
 import json, sys
 from t5x import data
 from t5x.data.dataset_config import import_task_module
+from t5x.data.lanes import LaneConfig
 from t5x.data.loader import TrainLoader
 import_task_module(sys.argv[1])
 lengths = {"inputs": 8, "targets": 8}
 pipeline = data.TaskRegistry.get("mine").pipeline("train", lengths)
-source = TrainLoader(pipeline, data.EncDecFeatureConverter(), lengths, batch_size=4)
+source = TrainLoader(LaneConfig([pipeline], [1.0], data.EncDecFeatureConverter(), lengths, 4))
 print(json.dumps(source.state() | {"fingerprint": source.start_fingerprint().result(60)}))
 """
 

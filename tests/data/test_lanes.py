@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from t5x import data
 from t5x.data.example_order import Order, shuffled
+from t5x.data.lanes import LaneConfig
 from t5x.data.loader import TrainLoader
 from t5x.data.pipeline import derive_seed
 
@@ -50,9 +51,8 @@ PIPELINES = {
 def loader(kind, size, batch_size, seed=0, shuffle=True, rows=None):
     examples = [{"number": i, "inputs": [i + 2], "targets": [1]} for i in range(size)]
     pipeline = make_task(examples, PIPELINES[kind]).pipeline("train", LENGTHS, seed)
-    return TrainLoader(
-        pipeline, data.EncDecFeatureConverter(), LENGTHS, batch_size=batch_size, rows=rows, shuffle=shuffle
-    )
+    config = LaneConfig([pipeline], [1.0], data.EncDecFeatureConverter(), LENGTHS, batch_size, shuffle=shuffle)
+    return TrainLoader(config, rows=rows)
 
 
 def take(source, count):

@@ -249,13 +249,14 @@ def test_a_missing_seed_is_zero_and_said(caplog):
     assert "seed" in caplog.text and "using 0" in caplog.text
 
 
-def evaluate(task, **kwargs):
-    return list(data.eval_batches(task, feature_converter=CONVERTER(), **kwargs))
+def evaluate(task, *, num_examples=None, rows=None, **changes):
+    cfg = task if isinstance(task, data.DatasetConfig) else config(task, shuffle=False, **changes)
+    return list(data.eval_batches(cfg, feature_converter=CONVERTER(), num_examples=num_examples, rows=rows))
 
 
 @pytest.mark.parametrize("count", [1, 3, 4, 5, 8])
 def test_evaluation_has_every_example_once(count):
-    batches = evaluate(make_task(numbered(count)), split="train", feature_lengths=LENGTHS, batch_size=4)
+    batches = evaluate(make_task(numbered(count)), batch_size=4)
     assert len(batches) == -(-count // 4)
     seen = [example["inputs_pretokenized"] for batch in batches for example in batch.examples]
     assert seen == [str(i) for i in range(count)]
@@ -274,9 +275,9 @@ def test_evaluation_with_filters_and_several_processes():
         return [example | {"inputs": example["inputs"] * (i + 1)} for i in range(int(example["inputs"]) % 3)]
 
     task = make_task(numbered(10), [several, preprocessors.tokenize])
-    whole = evaluate(task, split="train", feature_lengths=LENGTHS, batch_size=4)
+    whole = evaluate(task, batch_size=4)
     halves = [
-        evaluate(task, split="train", feature_lengths=LENGTHS, batch_size=4, rows=rows)
+        evaluate(task, batch_size=4, rows=rows)
         for rows in (range(2), range(2, 4))
     ]
     assert len(whole) == len(halves[0]) == len(halves[1]) == 3
@@ -290,7 +291,7 @@ def test_evaluation_with_filters_and_several_processes():
 def test_evaluation_measures_lengths(caplog):
     task = make_task([{"inputs": "x" * 20, "targets": ""}, {"inputs": "", "targets": "x" * 7}])
     with caplog.at_level(logging.INFO, "t5x"):
-        (batch,) = evaluate(task, split="train", batch_size=2)
+        (batch,) = evaluate(task, task_feature_lengths=None, batch_size=2)
     assert batch.batch["encoder_input_tokens"].shape == (2, 24)  # 21 with EOS
     assert batch.batch["decoder_target_tokens"].shape == (2, 8)
     assert "'inputs': 24, 'targets': 8" in caplog.text
@@ -307,9 +308,9 @@ def test_evaluation_by_configuration():
 
 def test_evaluation_of_nothing():
     with pytest.raises(UserError, match="dropped or skipped"):
-        evaluate(make_task(numbered(3), [lambda e: None]), split="train", feature_lengths=LENGTHS, batch_size=2)
+        evaluate(make_task(numbered(3), [lambda e: None]), batch_size=2)
     with pytest.raises(UserError, match="no split 'test'"):
-        data.eval_batches(make_task(numbered(3)), feature_converter=CONVERTER(), split="test", batch_size=2)
+        evaluate(make_task(numbered(3)), split="test", batch_size=2)
 
 
 def test_real_translation_data(shared_data, t5_model_file):

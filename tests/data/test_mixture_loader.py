@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from t5x import data
+from t5x.data.lanes import BadExamples, LaneConfig
 from t5x.data.loader import TrainLoader, train_loader
 from t5x.data.tasks import rate_num_examples, task_rates
 from t5x.errors import UserError
@@ -127,18 +128,14 @@ def test_joined_documents_lose_and_repeat_nothing(registries):
     features = {"targets": data.Feature(data.PassThroughVocabulary(2000), add_eos=False)}
     source = data.FunctionDataSource(lambda split: [{"targets": d} for d in documents], splits=("train",))
     task = data.Task("plain", source, features, [data.preprocessor_kinds.ConcatenateAndSplit(5)])
-    made = TrainLoader(
-        task.pipeline("train", {"targets": 5}, 0), data.DecoderFeatureConverter(), {"targets": 5}, batch_size=1,
-        shuffle=False,
-    )  # fmt: skip
+    pipeline, converter = task.pipeline("train", {"targets": 5}, 0), data.DecoderFeatureConverter()
+    made = TrainLoader(LaneConfig([pipeline], [1.0], converter, {"targets": 5}, 1, shuffle=False))
     tokens = [token for document in documents for token in document]
     with made:
         read = np.concatenate([next(made)["decoder_target_tokens"][0] for _ in range(3 * len(tokens) // 5)])
     np.testing.assert_array_equal(read, (tokens * 4)[: len(read)])
-    batches = data.eval_batches(
-        task, feature_converter=data.DecoderFeatureConverter(), split="train", feature_lengths={"targets": 5},
-        batch_size=4,
-    )  # fmt: skip
+    cfg = data.DatasetConfig(task, {"targets": 5}, "train", batch_size=4, shuffle=False, seed=0)
+    batches = data.eval_batches(cfg, feature_converter=data.DecoderFeatureConverter())
     read = np.concatenate([batch.batch["decoder_target_tokens"][batch.mask].ravel() for batch in batches])
     np.testing.assert_array_equal(read[read > 0], tokens)
 
@@ -150,9 +147,8 @@ def test_bad_documents_are_passed_over_where_they_are(write):
     source = data.JsonLinesDataSource({"train": write("x.jsonl", "".join(lines))})
     features = {"targets": data.Feature(data.PassThroughVocabulary(100), add_eos=False)}
     pipeline = data.Task("plain", source, features, [data.preprocessor_kinds.ConcatenateAndSplit(15)]).pipeline("train")
-    made = lambda skip: TrainLoader(
-        pipeline, data.DecoderFeatureConverter(), {"targets": 15}, batch_size=1, shuffle=False, skip_bad_examples=skip
-    )
+    config = LaneConfig([pipeline], [1.0], data.DecoderFeatureConverter(), {"targets": 15}, 1, shuffle=False)
+    made = lambda skip: TrainLoader(config._replace(bad=BadExamples() if skip else None))
     with made(True) as loader:
         read = [next(loader)["decoder_target_tokens"][0].tolist() for _ in range(5)]
         assert loader.counts.bad == 0

@@ -97,6 +97,11 @@ def test_an_interrupted_run_goes_on_exactly(runs):
     assert losses(runs.directory / "cut") == losses(runs.directory / "whole")
 
 
+def test_a_checkpointer_restores_the_position_of_an_iterator_of_tf_data(runs):
+    continued, restored, restored_by_handler = runs.tf_data
+    assert restored == restored_by_handler == continued and len(set(continued)) == 20
+
+
 def test_examples_are_staged_once(runs):
     assert runs.first.count("reading it through tf.data") == 3
     assert "reading it through tf.data" not in runs.second

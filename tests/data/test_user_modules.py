@@ -12,6 +12,7 @@ import pytest
 from t5x import data
 from t5x.data import cache_writer, worker_process
 from t5x.data.dataset_config import import_task_module
+from t5x.data.lanes import LaneConfig
 from t5x.data.loader import TrainLoader
 from tests import programs
 
@@ -103,7 +104,7 @@ def test_workers_find_a_users_modules(hostile, modules, monkeypatch, name):
     for workers in (0, 1):
         pipeline = data.TaskRegistry.get("here").pipeline("train", {"inputs": 8, "targets": 2})
         converter, lengths = data.EncDecFeatureConverter(), {"inputs": 8, "targets": 2}
-        with TrainLoader(pipeline, converter, lengths, batch_size=2, num_workers=workers) as loader:
+        with TrainLoader(LaneConfig([pipeline], [1.0], converter, lengths, 2), num_workers=workers) as loader:
             batches.append(next(loader)["encoder_input_tokens"])
     np.testing.assert_array_equal(*batches)
     assert bytes(batches[0][0, :4].astype(np.uint8) - 3) == b"a b "

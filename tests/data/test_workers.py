@@ -11,6 +11,7 @@ import pytest
 
 from t5x import data
 from t5x.data.dataset_config import import_task_module
+from t5x.data.lanes import BadExamples, LaneConfig
 from t5x.data.loader import TrainLoader
 from t5x.errors import TemporaryError, UserError
 from tests.programs import train
@@ -25,13 +26,12 @@ def noisy(example, seed):
     return [example | {"inputs": rng.integers(2, 99, 3)} for _ in range(rng.integers(0, 3))]
 
 
-def loader(task=None, workers=0, rows=None, **kwargs):
+def loader(task=None, workers=0, rows=None, bad=None):
     examples = [{"inputs": [i % 90 + 3], "targets": [7, i % 50 + 3]} for i in range(101)]
     task = make_task(examples, [noisy]) if task is None else task
-    return TrainLoader(
-        task.pipeline("train", LENGTHS, seed=5), data.EncDecFeatureConverter(), LENGTHS, batch_size=8, rows=rows,
-        num_workers=workers, **kwargs,
-    )  # fmt: skip
+    pipeline = task.pipeline("train", LENGTHS, seed=5)
+    config = LaneConfig([pipeline], [1.0], data.EncDecFeatureConverter(), LENGTHS, 8, bad=bad)
+    return TrainLoader(config, rows=rows, num_workers=workers)
 
 
 def take(source, count):
@@ -75,12 +75,12 @@ def bad(example):
 
 def test_what_workers_pass_over_and_cut_is_counted():
     task = make_task([{"number": i} for i in range(40)], [bad])
-    with loader(task, workers=2, skip_bad_examples=True) as source:
+    with loader(task, workers=2, bad=BadExamples()) as source:
         seen = {int(x) - 3 for batch in take(source, 10) for x in batch["encoder_input_tokens"][:, 0]}
         assert 17 not in seen and len(seen) == 39
         assert source.counts.bad == 2  # two epochs
         trimmed = source.counts.trimmed["targets"]
-    with loader(task, workers=0, skip_bad_examples=True) as alone:
+    with loader(task, workers=0, bad=BadExamples()) as alone:
         take(alone, 3)
         state = alone.state()
         alone.restore(state)  # what was made ahead is made, but not counted, again
@@ -196,7 +196,8 @@ def test_after_an_error_another_place_can_be_read():
 
 def test_packed_examples_that_are_all_empty_are_an_error():
     task = make_task([{"inputs": [], "targets": []}] * 5, [])
-    made = TrainLoader(task.pipeline("train", LENGTHS), data.EncDecFeatureConverter(pack=True), LENGTHS, batch_size=2)
+    converter = data.EncDecFeatureConverter(pack=True)
+    made = TrainLoader(LaneConfig([task.pipeline("train", LENGTHS)], [1.0], converter, LENGTHS, 2))
     with made, pytest.raises(UserError, match="Every example of task 'task' is empty"):
         next(made)
 

@@ -184,7 +184,7 @@ def test_overwriting_goes_on_with_its_own_chunks_and_discards_others(half_done, 
 def test_overwriting_after_a_run_with_other_options_discards_its_chunks(half_done, caplog):
     assert half_done.run(texts(20), overwrite=True, output_ids=True) == texts(20)
     assert half_done.calls == [8, 8, 4]
-    assert "discarding" in caplog.text and "output_ids was false, is true" in caplog.text
+    assert "discarding" in caplog.text and "output_ids was False, is True" in caplog.text
 
 
 def test_other_weights_in_the_same_place_are_another_model(place, half_done):
@@ -192,7 +192,7 @@ def test_other_weights_in_the_same_place_are_another_model(place, half_done):
     times = weights.stat()
     os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns + 1_000_000_000))
     try:
-        with pytest.raises(UserError, match='weights was "'):
+        with pytest.raises(UserError, match="weights was '"):
             half_done.run(texts(20))
     finally:
         os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
@@ -203,7 +203,7 @@ def test_a_run_does_not_go_on_in_another_dtype(half_done, monkeypatch):
     from t5x.inference import loaded
 
     monkeypatch.setattr(file_inference, "load", loaded.load)
-    with pytest.raises(UserError, match='dtype was "float32", is "bfloat16"'):
+    with pytest.raises(UserError, match="dtype was 'float32', is 'bfloat16'"):
         half_done.run(texts(20), dtype="bfloat16")
 
 

@@ -17,12 +17,12 @@ def place(tmp_path_factory):
     kills.prepare(directory, LINES)
     for name in ("undisturbed", "killed", "asked"):
         (directory / name).mkdir()
-    kills.run(directory, directory / "undisturbed" / "out.jsonl", 0, random.Random(), BATCH_SIZE)
     return directory
 
 
 def test_two_shards_through_kills(place):
-    assert kills.run(place, place / "killed" / "out.jsonl", 2, random.Random(1), BATCH_SIZE) == 2
+    for name, count in (("undisturbed", 0), ("killed", 2)):
+        assert kills.run(place, place / name / "out.jsonl", count, random.Random(1), BATCH_SIZE) == count
     expected = kills.contents(place / "undisturbed" / "out.jsonl")
     assert kills.contents(place / "killed" / "out.jsonl") == expected
     assert sum(part.count(b"\n") for part in expected) == LINES
@@ -30,6 +30,7 @@ def test_two_shards_through_kills(place):
 
 def test_asked_to_stop_it_leaves_what_is_finished_and_goes_on(place):
     output, name = place / "asked" / "out.jsonl", "out.jsonl-00000-of-00002"
+    assert kills.start(place, 0, place / "asked" / "whole.jsonl", BATCH_SIZE).wait() == 0
     for number, (signum, code) in enumerate([(signal.SIGTERM, 75), (signal.SIGINT, 130)], start=1):
         process = kills.start(place, 0, output, BATCH_SIZE)
         chunk = place / "asked" / f"tmp-{name}" / f"{name}-chunk{number:05}.COMPLETED"
@@ -38,4 +39,4 @@ def test_asked_to_stop_it_leaves_what_is_finished_and_goes_on(place):
         assert process.wait(timeout=120) == code
         assert "chunk(s) are finished in" in (place / "log-0").read_text()
     assert kills.start(place, 0, output, BATCH_SIZE).wait() == 0
-    assert (place / "asked" / name).read_bytes() == kills.contents(place / "undisturbed" / "out.jsonl")[0]
+    assert (place / "asked" / name).read_bytes() == (place / "asked" / "whole.jsonl-00000-of-00002").read_bytes()

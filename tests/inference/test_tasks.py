@@ -196,7 +196,7 @@ def test_other_weights_or_other_data_in_their_place_are_another_job(changed, pla
     path = tmp_path / {"weights": "model/model.safetensors", "data": "in.jsonl"}[changed]
     times = path.stat()
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns + 1_000_000_000))
-    with pytest.raises(UserError, match=f'{changed} was "'):
+    with pytest.raises(UserError, match=f"{changed} was '"):
         infer_file()
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert len(read(*infer_file())) == 12

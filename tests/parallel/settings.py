@@ -42,7 +42,6 @@ _TWO, _FOUR = Setting("2d", True, 2, 2), Setting("2d", True, 1, 4)
 SOME = [
     (_DP, _TP), (_FSDP, _DP), (_FSDP, _TWO), (_TP, _FSDP), (_FOUR, _DP), (_FOUR, _TP),
 ]  # fmt: skip
-QUICK = [(_FSDP, _TWO)]
 
 
 def pairings(cycle: list[Setting]) -> list[tuple[Setting, Setting]]:

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.parallel import harness
-from tests.parallel.settings import ALL, QUICK, SOME, pairings, shuffled
+from tests.parallel.settings import ALL, SOME, pairings, shuffled
 
 
 def test_every_choice_saves_and_loads():
@@ -14,8 +14,8 @@ def test_every_choice_saves_and_loads():
     assert {setting.processes for pair in SOME for setting in pair} == {setting.processes for setting in ALL}
 
 
-@pytest.mark.parametrize("pairs", [QUICK, pytest.param(SOME, marks=pytest.mark.slow)], ids=["quick", "some"])
-def test_settings_agree_with_one_device_and_load_each_others_checkpoints(tmp_path, pairs):
-    found = harness.run(pairs, tmp_path)
-    print(harness.table(pairs, found))
-    assert not [pair for pair, deviation in zip(pairs, found, strict=True) if deviation.too_far]
+@pytest.mark.slow  # partitioning/test_meshes.py and checkpoints/test_together.py are quicker
+def test_settings_agree_with_one_device_and_load_each_others_checkpoints(tmp_path):
+    found = harness.run(SOME, tmp_path)
+    print(harness.table(SOME, found))
+    assert not [pair for pair, deviation in zip(SOME, found, strict=True) if deviation.too_far]

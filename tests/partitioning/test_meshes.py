@@ -7,9 +7,9 @@ import sys
 
 import numpy as np
 
-from tests.programs import REPO, losses, t5x, train
+from tests.programs import REPO, losses, train
 
-STEPS = 8
+STEPS = 6
 PER_TOKEN = "loss_per_nonpadding_target_token"
 PARTITIONER = "--gin.partitioning.PjitPartitioner."
 TWO_DIMENSIONAL = [
@@ -18,17 +18,18 @@ TWO_DIMENSIONAL = [
     "--gin.partitioning.standard_logical_axis_rules.activation_partitioning_dims=2",
     "--gin.partitioning.standard_logical_axis_rules.parameter_partitioning_dims=2",
 ]
-# Options, the mesh that is said, and the mesh axes that parameters must be divided over. tests/parallel: every preset.
-MESHES = {
-    "two-dimensional, microbatches": (
-        [*TWO_DIMENSIONAL, "--gin.trainer.Trainer.num_microbatches=2"], "data 4 x model 2", ("data", "model"),
-    ),
-    "replicas, parameters in the machine's memory": (
-        [PARTITIONER + "ici_mesh_shape=(1, 2, 2)", PARTITIONER + "dcn_mesh_shape=(2, 1, 1)",
-         PARTITIONER + "params_on_devices=False"],
-        "replica 2 x data 2 x model 2", ("model",),
-    ),
-}  # fmt: skip
+# Run, steps, options, the mesh that is logged, and the mesh axes that parameters must be sharded over. The second run
+# resumes from the checkpoint of the first. tests/parallel: every preset.
+MESHES = [
+    ("resumed", STEPS // 2, [*TWO_DIMENSIONAL, "--gin.trainer.Trainer.num_microbatches=2"],
+     "data 4 x model 2", ("data", "model")),
+    ("resumed", STEPS, [PARTITIONER + "preset='fsdp'"],
+     "data 8 x model 1", ("data",)),
+    ("replicas, parameters in host memory", STEPS,
+     [PARTITIONER + "ici_mesh_shape=(1, 2, 2)", PARTITIONER + "dcn_mesh_shape=(2, 1, 1)",
+      PARTITIONER + "params_on_devices=False"],
+     "replica 2 x data 2 x model 2", ("model",)),
+]  # fmt: skip
 # All in one process: starting Python and compiling the same small programs takes longer than training.
 RUN = """
 import json, sys
@@ -38,23 +39,24 @@ for args in json.load(sys.stdin):
     gin.clear_config()
     print("=====", file=sys.stderr, flush=True)
     assert cli.run_verb(args[0], args[1:]) == 0
+    directory = next(arg.partition("=")[2] for arg in args if arg.startswith("--gin.MODEL_DIR"))
+    print(open(f"{directory}/model-info.txt").read(), file=sys.stderr, flush=True)
 """
 
 
-def test_eight_devices_train_as_one(tmp_path):
-    done = t5x(*train(tmp_path / "one", STEPS, save_period=1000), cwd=REPO)
-    assert done.returncode == 0, done.stderr
+def test_eight_devices_train_as_one(run_here, tmp_path):
+    done = run_here(*train(tmp_path / "one", STEPS, save_period=1000))
+    assert done.code == 0, done.err
     expected = losses(tmp_path / "one", PER_TOKEN)
-    runs = [train(tmp_path / name, STEPS, *options, save_period=1000) for name, (options, *_) in MESHES.items()]
+    runs = [train(tmp_path / name, steps, *options, save_period=1000) for name, steps, options, *_ in MESHES]
     env = {**os.environ, "XLA_FLAGS": os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=8"}
     done = subprocess.run(
         [sys.executable, "-c", RUN], input=json.dumps(runs), cwd=REPO, env=env, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    for (name, (_, shape, over)), said in zip(MESHES.items(), done.stderr.split("=====\n")[1:], strict=True):
+    for (name, *_, shape, over), said in zip(MESHES, done.stderr.split("=====\n")[1:], strict=True):
         assert f"mesh: {shape} (8 x cpu" in said
         found = losses(tmp_path / name, PER_TOKEN)
         np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=1e-5, err_msg=name)
-        parameters = (tmp_path / name / "model-info.txt").read_text()
-        assert all(f"'{axis}'" in parameters for axis in over), f"{name}: nothing was divided over such an axis"
-        assert ("'data'" in parameters) == ("data" in over), name
+        assert all(f"'{axis}'" in said for axis in over), f"{name}: nothing was sharded over such an axis"
+        assert ("'data'" in said) == ("data" in over), name

@@ -55,7 +55,7 @@ def test_the_order_is_that_of_the_forward_pass():
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_parameters_that_are_not_finite_are_named_in_order(value):
-    params = tiny.initial_params()
+    params = tiny.random_params()
     assert find_nonfinite(params) == []
     names = ["encoder/layers_0/mlp/wo/kernel", "decoder/decoder_norm/scale", "decoder/logits_dense/kernel"]
     assert find_nonfinite(spoilt(params, *reversed(names), value=value)) == names
@@ -69,7 +69,7 @@ def steps(*gradients, losses):
 
 
 def test_a_bad_gradient_is_named_with_its_step():
-    good = tiny.initial_params()
+    good = tiny.random_params()
     bad = spoilt(good, "token_embedder/embedding", "encoder/layers_0/mlp/wo/kernel", "decoder/layers_1/mlp/wo/kernel")
     nan = jax.tree.map(lambda x: x * np.nan, good)
     found = diagnose(steps(good, good, bad, nan, nan, losses=[3, 2.5, 2.25, np.nan, np.nan]), 105, nan)
@@ -83,7 +83,7 @@ def test_a_bad_gradient_is_named_with_its_step():
 
 
 def test_frozen_parameters_have_no_gradient_to_blame():
-    params = tiny.initial_params()
+    params = tiny.random_params()
     trained = {"decoder": params["decoder"]}
     bad = spoilt(trained, "decoder/layers_0/mlp/wo/kernel")
     found = diagnose(steps(bad, losses=[2.0]), 1, params, trained)
@@ -91,7 +91,7 @@ def test_frozen_parameters_have_no_gradient_to_blame():
 
 
 def test_a_bad_loss_is_named_with_its_step_and_the_parameters_that_are_bad():
-    good = tiny.initial_params()
+    good = tiny.random_params()
     nan = jax.tree.map(lambda x: x * np.nan, good)
     now = spoilt(good, "encoder/encoder_norm/scale", "decoder/layers_0/mlp/wo/kernel")
     found = diagnose(steps(good, nan, losses=[3, np.inf]), 8, now)
@@ -103,7 +103,7 @@ def test_a_bad_loss_is_named_with_its_step_and_the_parameters_that_are_bad():
 
 
 def test_it_says_so_when_the_step_is_no_longer_known_and_the_parameters_are_well():
-    good = tiny.initial_params()
+    good = tiny.random_params()
     found = diagnose(steps(good, losses=[3]), 20, good)
     assert (found.step, found.parameters) == (None, [])
     assert "before step 20" in found.message
@@ -111,7 +111,7 @@ def test_it_says_so_when_the_step_is_no_longer_known_and_the_parameters_are_well
 
 
 def test_the_norm_is_that_of_all_gradients():
-    gradients = tiny.initial_params()
+    gradients = tiny.random_params()
     figures = compute(gradient_metrics(gradients))
     everything = np.concatenate([np.ravel(x).astype(np.float64) for x in jax.tree.leaves(gradients)])
     assert figures["gradient_norm"] == pytest.approx(np.linalg.norm(everything), rel=1e-6)

@@ -67,7 +67,8 @@ def test_a_notice_becomes_a_signal(metadata, received, monkeypatch):
         time.sleep(0.3)
         assert not received.is_set()
         metadata.preempted.set()
-        assert received.wait(10)
+        # In short pieces: Python does not run a handler during a wait that begins just after its signal came.
+        assert any(received.wait(0.05) for _ in range(200))
     assert metadata.failures == 0
 
 

@@ -16,9 +16,10 @@ import seqio
 import seqio_tasks  # noqa: F401
 import tensorflow as tf
 
-from t5x import cli, configuration, data, models
+from t5x import checkpoints, cli, configuration, data, models, optimizers, test_utils
 from t5x.data import seqio_bridge
 from t5x.errors import UserError
+from t5x.partitioning import PjitPartitioner
 from t5x.verbs.cache import cache_tasks
 from t5x.verbs.data_report import DataReport
 from t5x.verbs.text_page import Page
@@ -107,6 +108,24 @@ def viewed(name, lengths):
     return lines
 
 
+def position_of_tf_data(directory):
+    """Return what an iterator of tf.data yields after a save, then what two yield that are restored from it."""
+    state = test_utils.make_train_state_base(
+        step=np.int32(42), params={"x": np.ones(3)}, param_states={}, flax_optimizer_def=optimizers.sgd(0.1)
+    )
+    dataset = tf.data.Dataset.range(100).shuffle(10, seed=1)
+    checkpointer = lambda iterator: checkpoints.Checkpointer(state, PjitPartitioner(), directory, iterator)
+    first, second = iter(dataset), iter(dataset)
+    for _ in range(3):
+        next(first)
+    checkpointer(first).save(state)
+    checkpointer(second).restore(step=42)
+    handler = checkpoints.DatasetCheckpointHandler("position.json", should_write_dataset_ckpt=True)
+    handler.save(directory, first)
+    third = handler.restore(directory, iter(dataset))
+    return [[int(next(iterator)) for _ in range(20)] for iterator in (first, second, third)]
+
+
 def main(job_file, results_file):
     with open(job_file) as file:
         job = json.load(file)
@@ -132,6 +151,7 @@ def main(job_file, results_file):
         "endless": message(pipeline, "endless"),
         "cache": [message(cache_tasks, "lines"), message(cache_tasks, "both")],
         "viewed": [viewed("needs_lengths", lengths) for lengths in (None, LENGTHS)],
+        "tf_data": position_of_tf_data("tf_data"),
         "vocabularies": [repr(vocabulary) for vocabulary in model.vocabularies.values()],
     }
     with open(results_file, "w") as file:

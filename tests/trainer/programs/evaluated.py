@@ -1,6 +1,6 @@
-"""One of two processes of a run that evaluates: `evaluated.py MODEL_DIR PROCESS_INDEX PORT BATCHES`.
+"""One of two processes of a run whose evaluations never end: `evaluated.py MODEL_DIR PROCESS_INDEX PORT`.
 
-An evaluation has so many batches, or, of 0, no end; MODEL_DIR/evaluating is there when it has begun.
+MODEL_DIR/evaluating exists when the first has begun.
 """
 
 import functools
@@ -21,25 +21,23 @@ from t5x.train import train
 from t5x.trainer.datasets import ShardInfo
 from tests.chaos.tasks import VOCABULARY
 
-STEPS, EVAL_PERIOD = 6, 3
-
 
 class Batches:
     """The first batches of the training data, again and again."""
 
-    def __init__(self, cfg: DatasetConfig, rows: range, converter, count: int, note: Path):
+    def __init__(self, cfg: DatasetConfig, rows: range, converter, note: Path):
         with train_loader(cfg, feature_converter=converter(pack=cfg.pack), rows=rows) as loader:
             self._batches = [next(loader) for _ in range(2)]
-        self._count, self._note, self._asked = count, note, 0
+        self._note, self._asked = note, 0
 
     def __iter__(self):
         self._asked += 1
         if self._asked > 1:  # the first time, a run only looks whether there are any
             self._note.touch()
-        return itertools.islice(itertools.cycle(self._batches), self._count or None)
+        return itertools.cycle(self._batches)
 
 
-def run(model_dir: Path, count: int) -> None:
+def run(model_dir: Path) -> None:
     network = T5Config(
         vocab_size=384, emb_dim=8, num_heads=2, head_dim=4, mlp_dim=8, num_encoder_layers=1, num_decoder_layers=1,
         dropout_rate=0.0,
@@ -51,7 +49,7 @@ def run(model_dir: Path, count: int) -> None:
 
     def get_datasets(cfg, shard_id, num_shards, eval_steps, feature_converter_cls, **_):
         rows = ShardInfo(shard_id, num_shards).rows(cfg.batch_size)
-        return {"held_out": Batches(cfg, rows, feature_converter_cls, count, model_dir / "evaluating")}
+        return {"held_out": Batches(cfg, rows, feature_converter_cls, model_dir / "evaluating")}
 
     train(
         model=EncoderDecoderModel(Transformer(network), VOCABULARY, VOCABULARY, Adafactor()),
@@ -63,20 +61,20 @@ def run(model_dir: Path, count: int) -> None:
         partitioner=PjitPartitioner(num_partitions=1),
         trainer_cls=functools.partial(trainer.Trainer, learning_rate_fn=lambda step: 0.01),
         model_dir=str(model_dir),
-        total_steps=STEPS,
-        eval_period=EVAL_PERIOD,
+        total_steps=2,
+        eval_period=1,
         stats_period=1,
         summarize_config_fn=None,
     )
 
 
 def main() -> None:
-    model_dir, index, port, count = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+    model_dir, index, port = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     startup.configure_logging(debug=False)
     startup.enable_compilation_cache()
     with multiprocess.run(coordinator_address=f"127.0.0.1:{port}", process_count=2, process_index=index):
         startup.name_process()
-        run(model_dir, count)
+        run(model_dir)
 
 
 if __name__ == "__main__":
