@@ -12,13 +12,15 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import flax.serialization
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from t5x.errors import UserError
+from t5x.errors import ArgumentError
 from t5x.optimizers.patterns import paths_in
-from t5x.optimizers.protocol import HyperParams, OptimizerDef, OptimizerState, TreeOptimizer
+from t5x.optimizers.protocol import Optimizer, OptimizerDef, OptimizerState, TreeOptimizer
 
 __all__ = [
     "HEURISTIC_RULE",
@@ -124,6 +126,16 @@ class Plan:
         return slots | dict.fromkeys(self.unused(beta1), unused)
 
 
+@flax.struct.dataclass
+class _AdafactorParamState:
+    """The state of one parameter in T5X's `param_states`."""
+
+    v_row: Any
+    v_col: Any
+    v: Any
+    m: Any
+
+
 @dataclasses.dataclass(eq=False, repr=False)
 class Adafactor(TreeOptimizer):
     """Adafactor with T5X's parameters. The trainer's schedule gives the learning rate of every step.
@@ -183,15 +195,19 @@ class Adafactor(TreeOptimizer):
     weight_decay_mask: Callable[[Any], Any] | None = None
 
     def __post_init__(self):
-        self._hparam_rules = None
-        if isinstance(self.factor_map, HParamMap):
-            if not self.factored:
-                raise UserError("adafactor.Adafactor has factored=False and a factor_map. Remove one of them.")
-            self._hparam_rules = self.factor_map if self.logical_factor_rules is None else None
-            self.factor_map = {}
-        self.factor_map = dict(self.factor_map or {})
-        if self.logical_factor_rules is None:
-            self.logical_factor_rules = standard_logical_factor_rules()
+        rules, is_map = self.logical_factor_rules, isinstance(self.factor_map, HParamMap)
+        if is_map and not self.factored:
+            raise ArgumentError("adafactor.Adafactor has factored=False and a factor_map. Remove one of them.")
+        self._hparam_rules = self.factor_map if is_map and rules is None else None
+        self._factor_map = {} if is_map else dict(self.factor_map or {})
+        self._factor_rules = standard_logical_factor_rules() if rules is None else rules
+
+    @property
+    def hyper_params(self) -> Any:
+        return _AdafactorHyperParams(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
+
+    def with_hyper_params(self, hyper_params: Any) -> "Adafactor":
+        return type(self)(**vars(hyper_params))
 
     # -- factorization -------------------------------------------------------------------------------------------------
 
@@ -199,11 +215,12 @@ class Adafactor(TreeOptimizer):
         """Return how the parameter with this path, shape and logical axes is treated.
 
         Raises:
-          UserError: if the rules do not say how to factor it.
+          ArgumentError: if the rules do not say how to factor it.
         """
-        mapped = self.factor_map.get(path)
+        mapped = self._factor_map.get(path)
         if mapped is not None and len(mapped) != len(shape):
-            raise UserError(f"adafactor.Adafactor.factor_map: {path} has {len(shape)} dimensions, not {len(mapped)}.")
+            found = f"{path} has {len(shape)} dimensions, not {len(mapped)}"
+            raise ArgumentError(f"adafactor.Adafactor.factor_map: {found}.")
         kinds = mapped
         if self._hparam_rules is not None:
             kinds = self._hparam_rules[path]
@@ -212,19 +229,20 @@ class Adafactor(TreeOptimizer):
             kinds, axes = None if kinds is HEURISTIC_RULE else tuple(map(factor_name_to_factordim, kinds)), None
             if kinds is not None and len(kinds) != len(shape):
                 found = f"{path} has {len(shape)} dimensions, not {len(kinds)}"
-                raise UserError(f"adafactor.Adafactor.factor_map: {found}.")
+                raise ArgumentError(f"adafactor.Adafactor.factor_map: {found}.")
         elif kinds is None and axes is not None:
-            if unruled := [axis for axis in axes if axis not in self.logical_factor_rules]:
+            if unruled := [axis for axis in axes if axis not in self._factor_rules]:
                 if len(shape) > 2:
-                    raise UserError(
+                    raise ArgumentError(
                         f"Adafactor: no factor rule for the logical axis {unruled[0]!r} of {path} {axes}. Add it to "
                         "adafactor.Adafactor.logical_factor_rules (ROW, COLUMN, BATCH or NONE)."
                     )
                 axes = None
             else:
-                kinds = tuple(self.logical_factor_rules[axis] for axis in axes)
+                kinds = tuple(self._factor_rules[axis] for axis in axes)
         if kinds is None and len(shape) > 2:
-            raise UserError(f"Adafactor: {path} {shape} has no logical axes. Add it to adafactor.Adafactor.factor_map.")
+            found = f"Adafactor: {path} {shape} has no logical axes"
+            raise ArgumentError(f"{found}. Add it to adafactor.Adafactor.factor_map.")
         dims = {kind: tuple(d for d, k in enumerate(kinds or ()) if k is kind) for kind in FactorDim}
         batch, row, column = dims[FactorDim.BATCH], dims[FactorDim.ROW], dims[FactorDim.COLUMN]
         if mapped is None and len(shape) <= 2 and not batch:
@@ -233,7 +251,8 @@ class Adafactor(TreeOptimizer):
             smaller, larger = (int(d) for d in np.argsort(shape))
             return Plan(v_row_drops=(larger,), v_col_drops=(smaller,))
         if row and column and dims[FactorDim.NONE]:
-            raise UserError(f"Adafactor: {path} {axes} mixes ROW, COLUMN and NONE dimensions; NONE cannot be factored.")
+            found = f"{path} {axes} mixes ROW, COLUMN and NONE dimensions"
+            raise ArgumentError(f"Adafactor: {found}; NONE cannot be factored.")
         if not self.factored or not (row and column):
             return Plan(batch=batch)
         return Plan(v_row_drops=column, v_col_drops=row, batch=batch)
@@ -241,15 +260,16 @@ class Adafactor(TreeOptimizer):
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def init(self, params: Any, axes: Any) -> Any:
-        """Return {m, v, v_row, v_col} per parameter; unused slots are zeros of shape (1,), as T5X stores them.
+        """Return {m, v, v_row, v_col} per parameter; unused slots are zeros of shape (1,).
 
         Raises:
-          UserError: if `factor_map` names a parameter that does not exist.
+          ArgumentError: if `factor_map` names a parameter that does not exist.
         """
         paths = paths_in(params)
-        if unknown := self.factor_map.keys() - set(paths):
+        if unknown := self._factor_map.keys() - set(paths):
             closest = ", ".join(difflib.get_close_matches(min(unknown), paths, cutoff=0))
-            raise UserError(f"adafactor.Adafactor.factor_map: no parameter is {min(unknown)!r}. Closest: {closest}.")
+            found = f"no parameter is {min(unknown)!r}. Closest: {closest}."
+            raise ArgumentError(f"adafactor.Adafactor.factor_map: {found}")
 
         def slots_of(path, param, axes):
             shapes = self.plan(path, param.shape, axes).slots(param.shape, (1,), self.beta1)
@@ -257,6 +277,10 @@ class Adafactor(TreeOptimizer):
             return slots if self.beta1 is None else slots | {"m": slots["m"].astype(self.dtype_momentum)}
 
         return _map(slots_of, params, axes)
+
+    def init_param_states(self, params: Any, axes: Any) -> Any:
+        typed = lambda path, param, axes, slots: _AdafactorParamState(**slots)
+        return _map(typed, params, axes, self.init(params, axes))
 
     def state_axes(self, params: Any, axes: Any) -> Any:
         """Return the logical axes of the state: those of the parameter without the averaged dimensions."""
@@ -267,17 +291,28 @@ class Adafactor(TreeOptimizer):
 
         return _map(slot_axes, params, axes)
 
-    def init_param_state(self, param: jax.Array, path: str) -> dict[str, jax.Array]:
+    def derive_logical_axes(self, optimizer: Optimizer, param_logical_axes: Any) -> Optimizer:
+        """Return the optimizer with logical axes in the place of arrays. As in T5X, averages have none."""
+
+        def slot_axes(path, param, axes, slots):
+            of_shape = lambda slot: axes if slot.shape == param.shape else None
+            return _AdafactorParamState(v_row=None, v_col=None, v=of_shape(slots.v), m=of_shape(slots.m))
+
+        states = _map(slot_axes, optimizer.target, param_logical_axes, optimizer.state.param_states)
+        return optimizer.replace(state=OptimizerState(None, states), target=param_logical_axes)
+
+    def init_param_state(self, param: jax.Array, path: str) -> _AdafactorParamState:
         """Return the state of one parameter."""
-        return self.init({path: param}, {path: self._axes_at(path)})[path]
+        return self.init_param_states({path: param}, {path: self._axes_at(path)})[path]
 
     def apply_param_gradient(
-        self, step: jax.Array, hyper_params: HyperParams, param: jax.Array, state: Any, grad: jax.Array, path: str
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Take one step with one parameter; return it with its new state."""
-        axes = {path: self._axes_at(path)}
-        rate = hyper_params.learning_rate
-        new, states = self.update({path: grad}, {path: state}, {path: param}, axes, step=step, learning_rate=rate)
+        self, step: jax.Array, hyper_params: Any, param: jax.Array, state: Any, grad: jax.Array, path: str
+    ) -> tuple[jax.Array, _AdafactorParamState]:
+        """Take one step with one parameter; return it with its new state. A subclass may override it."""
+        at = {"step": step, "learning_rate": hyper_params.learning_rate}
+        definition, axes = self.with_hyper_params(hyper_params), {path: self._axes_at(path)}
+        trees = {path: grad}, {path: state}, {path: param}
+        new, states = definition.take_step(*trees, axes, update=definition._update, **at)
         return new[path], states[path]
 
     def _axes_at(self, path: str) -> tuple[str, ...] | None:
@@ -292,10 +327,31 @@ class Adafactor(TreeOptimizer):
         self, grads: Any, state: Any, params: Any, axes: Any, *, step: jax.Array, learning_rate: jax.Array
     ) -> tuple[Any, Any]:
         """Take one step; see `t5x.optimizers.OptimizerDef`."""
-        if self.global_norm_clip_threshold is not None:
-            norm = jnp.sqrt(sum(jnp.sum(jnp.square(g.astype(_precision(g)))) for g in jax.tree.leaves(grads)))
-            factor = jnp.minimum(1.0, self.global_norm_clip_threshold / norm)
-            grads = jax.tree.map(lambda g: g * factor, grads)
+        at = {"step": step, "learning_rate": learning_rate}
+        if type(self).apply_param_gradient is Adafactor.apply_param_gradient:
+            return self._update(grads, state, params, axes, **at)
+        self.set_param_axes(axes)
+        hyper_params = self.update_hyper_params(learning_rate=learning_rate)
+
+        def update_param(path, param, axes, grad, slots):
+            before = _AdafactorParamState(**slots)
+            new, after = self.apply_param_gradient(step, hyper_params, param, before, grad, path)
+            return new, flax.serialization.to_state_dict(after)
+
+        return _unzipped(_map(update_param, params, axes, self._clipped(grads), state))
+
+    def _clipped(self, grads: Any) -> Any:
+        """Return the gradients with a global norm of at most `global_norm_clip_threshold`."""
+        if self.global_norm_clip_threshold is None:
+            return grads
+        norm = jnp.sqrt(sum(jnp.sum(jnp.square(g.astype(_precision(g)))) for g in jax.tree.leaves(grads)))
+        factor = jnp.minimum(1.0, self.global_norm_clip_threshold / norm)
+        return jax.tree.map(lambda g: g * factor, grads)
+
+    def _update(
+        self, grads: Any, state: Any, params: Any, axes: Any, *, step: jax.Array, learning_rate: jax.Array
+    ) -> tuple[Any, Any]:
+        grads = self._clipped(grads)
         decay = 1.0 - (step - self.step_offset + 1.0) ** -self.decay_rate
         mask = self.weight_decay_mask or (lambda params: jax.tree.map(lambda _: True, params))
 
@@ -315,10 +371,7 @@ class Adafactor(TreeOptimizer):
                     new_slots[name] = jnp.where(keep_slot, new_slots[name], slots[name])
             return new_param, new_slots
 
-        pairs = _map(update_checked, params, axes, grads, state, mask(params))
-        is_pair = lambda x: isinstance(x, tuple)
-        new_params, new_state = (jax.tree.map(lambda pair, i=i: pair[i], pairs, is_leaf=is_pair) for i in (0, 1))
-        return new_params, new_state
+        return _unzipped(_map(update_checked, params, axes, grads, state, mask(params)))
 
     def _update_one(self, plan: Plan, param, grad, slots, decay, learning_rate, decayed, scaled):
         own = plan.own(param.ndim)
@@ -354,6 +407,17 @@ class Adafactor(TreeOptimizer):
                 rate = rate * learning_rate**self.weight_decay_rate_lr_exponent
             param = (1.0 - rate) * param
         return param - step, new
+
+
+_defaults = {field.name: field.default for field in dataclasses.fields(Adafactor)}
+_AdafactorHyperParams = flax.struct.dataclass(
+    type("_AdafactorHyperParams", (), {**_defaults, "__annotations__": dict.fromkeys(_defaults, Any)})
+)
+
+
+def _unzipped(pairs: Any) -> tuple[Any, Any]:
+    is_pair = lambda x: isinstance(x, tuple)
+    return tuple(jax.tree.map(lambda pair, i=i: pair[i], pairs, is_leaf=is_pair) for i in (0, 1))
 
 
 def _map(function, params: Any, axes: Any, *rest: Any) -> Any:

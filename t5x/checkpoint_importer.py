@@ -1,32 +1,15 @@
 """T5X's names for reading Mesh TensorFlow checkpoints; `checkpoints/formats/mesh_tensorflow.py` does it."""
 
+# ruff: noqa: F401
+
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from t5x.checkpoints import LazyArray, LazyAwaitableArray, LazyThreadPoolArray, tree
-from t5x.checkpoints.formats.mesh_tensorflow import find_prefix, read_mesh_tensorflow, translate
+from t5x.checkpoints.formats.mesh_tensorflow import find_prefix, name_shared_biases, read_mesh_tensorflow, translate
 from t5x.checkpoints.formats.tensor_bundle import read_bundle
 from t5x.errors import UserError
-
-__all__ = [
-    "CheckpointTranslator",
-    "LazyArray",
-    "LazyAwaitableArray",
-    "LazyThreadPoolArray",
-    "attention_layers",
-    "final_layernorms",
-    "final_logits",
-    "global_step",
-    "layernorms",
-    "load_tf_ckpt",
-    "mlpblock",
-    "rel_embeddings",
-    "restore_from_t5_checkpoint",
-    "separate_embeddings",
-    "shared_embeddings",
-    "t5_importer",
-]
 
 
 class CheckpointTranslator:
@@ -78,47 +61,26 @@ _TOWER = "(encoder|decoder|transformer)"
 _SLOT = "(_slot_(?:v|vr|vc))?"
 _LAYER = rf"{_TOWER}/block_(\d+)/layer_\d+/"
 
-# The rules for a T5. Each renames a variable; `translate` needs only its name.
 
 
-@t5_importer.add(rf"shared/embedding{_SLOT}")
-def shared_embeddings(opts, key, val, slot):
+def _rename(opts: Any, key: str, val: Any, *groups: Any, **named_groups: Any) -> tuple[str, Any]:
+    """Rename a variable of a T5; `translate` needs only its name."""
     return translate(key), val
 
 
-@t5_importer.add(rf"{_TOWER}/embedding{_SLOT}")
-def separate_embeddings(opts, key, val, encdec, slot):
-    return translate(key), val
+_ATTENTION = rf"{_LAYER}(SelfAttention|EncDecAttention)/(q|k|v|o){_SLOT}"
+_NORM = rf"{_TOWER}/block_(\d+)/layer_(\d+)/(?:layer|rms)_norm/scale{_SLOT}"
+shared_embeddings = t5_importer.add(rf"shared/embedding{_SLOT}")(_rename)
+separate_embeddings = t5_importer.add(rf"{_TOWER}/embedding{_SLOT}")(_rename)
+rel_embeddings = t5_importer.add(rf"{_LAYER}SelfAttention/relative_attention_bias{_SLOT}")(_rename)
+attention_layers = t5_importer.add(_ATTENTION)(_rename)
+mlpblock = t5_importer.add(rf"{_LAYER}DenseReluDense/(wi|wo)(?:_(\d+))?/kernel{_SLOT}")(_rename)
+layernorms = t5_importer.add(_NORM)(_rename)
+final_layernorms = t5_importer.add(rf"{_TOWER}/(?:final_layer|rms)_norm/scale{_SLOT}")(_rename)
+final_logits = t5_importer.add(rf"(?:decoder|transformer)/logits/kernel{_SLOT}")(_rename)
 
 
-@t5_importer.add(rf"{_LAYER}SelfAttention/relative_attention_bias{_SLOT}")
-def rel_embeddings(opts, key, val, encdec, blocknum, slot):
-    return translate(key), val
-
-
-@t5_importer.add(rf"{_LAYER}(SelfAttention|EncDecAttention)/(q|k|v|o){_SLOT}")
-def attention_layers(opts, key, val, encdec, blocknum, attntype, qkvo, slot):
-    return translate(key), val
-
-
-@t5_importer.add(rf"{_LAYER}DenseReluDense/(wi|wo)(?:_(\d+))?/kernel{_SLOT}")
-def mlpblock(opts, key, val, encdec, blocknum, io_name, io_num, slot):
-    return translate(key), val
-
-
-@t5_importer.add(rf"{_TOWER}/block_(\d+)/layer_(\d+)/(?:layer|rms)_norm/scale{_SLOT}")
-def layernorms(opts, key, val, encdec, blocknum, lyrnum, slot):
-    return translate(key), val
-
-
-@t5_importer.add(rf"{_TOWER}/(?:final_layer|rms)_norm/scale{_SLOT}")
-def final_layernorms(opts, key, val, encdec, slot):
-    return translate(key), val
-
-
-@t5_importer.add(rf"(?:decoder|transformer)/logits/kernel{_SLOT}")
-def final_logits(opts, key, val, slot):
-    return translate(key), val
+_maybe_correct_relpos_bias = name_shared_biases  # T5X's name, to be called with the result of `t5_importer.apply`
 
 
 def load_tf_ckpt(path: str) -> dict[str, LazyArray]:

@@ -5,6 +5,7 @@ import glob
 import logging
 import os
 import shutil
+from pathlib import Path
 from typing import Any
 
 from t5x.checkpoints import paths, tree
@@ -46,8 +47,7 @@ def is_pinned_checkpoint(ckpt_dir: str) -> bool:
 
 def pin_checkpoint(ckpt_dir: str, txt: str = "1") -> None:
     """Protect a checkpoint from retention."""
-    with open(pinned_checkpoint_filepath(ckpt_dir), "w") as file:
-        file.write(txt)
+    Path(pinned_checkpoint_filepath(ckpt_dir)).write_text(txt)
 
 
 def unpin_checkpoint(ckpt_dir: str) -> None:
@@ -65,7 +65,7 @@ def remove_checkpoint_dir(ckpt_dir: str) -> None:
 
 
 def remove_dataset_checkpoint(ckpt_dir: str, train_ds_prefix: str) -> None:
-    """Remove the files of the data position, unless the checkpoint is pinned."""
+    """Remove the files with the position in the data (`<train_ds_prefix>*`), unless the checkpoint is pinned."""
     if is_pinned_checkpoint(ckpt_dir):
         log.info("%s is pinned and is kept", ckpt_dir)
         return

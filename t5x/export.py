@@ -1,8 +1,8 @@
 """T5X's program that writes a SavedModel: `python t5x/export.py --gin_file=…`. The library is `export_lib`."""
 
-from t5x.export_lib import save
+# ruff: noqa: F401
 
-__all__ = ["save"]
+from t5x.export_lib import save
 
 if __name__ == "__main__":
     from t5x import cli

@@ -3,6 +3,8 @@
 `t5x export MODEL DEST --format savedmodel` needs no gin files, and writes several signatures.
 """
 
+# ruff: noqa: F401
+
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,7 +20,6 @@ from t5x.errors import UserError
 from t5x.exporting import saved_model
 from t5x.exporting.checking import TEXTS, Comparison
 from t5x.exporting.destination import new_destination
-from t5x.exporting.extras import import_extra
 from t5x.exporting.tf_functions import (
     DEFAULT_SIGNATURE,
     CustomInferenceMode,
@@ -32,24 +33,12 @@ from t5x.exporting.tf_functions import (
     create_preprocessor_from_task,
     write_warmup_examples,
 )
+from t5x.lazy_imports import import_extra
 from t5x.models import BaseTransformerModel
 from t5x.network import compute_params
 from t5x.partitioning import PjitPartitioner
 from t5x.trainer.restore import open_for_all, restore_params
 from t5x.trainer.state import StateLayout
-
-__all__ = [
-    "CustomInferenceMode",
-    "ExportableModule",
-    "create_batch_polymorphic_shapes",
-    "create_fake_input",
-    "create_inference_function",
-    "create_postprocessor",
-    "create_preprocessor",
-    "create_preprocessor_from_task",
-    "save",
-    "write_warmup_examples",
-]
 
 
 def save(

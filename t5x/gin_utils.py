@@ -1,7 +1,5 @@
 """T5X's names for working with gin; see `t5x.configuration`."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -13,18 +11,6 @@ from t5x import configuration
 from t5x.configuration import rewrite_gin_args
 from t5x.errors import UserError
 from t5x.files.directories import open_directory
-
-__all__ = [
-    "bool_fn",
-    "get_gin_config_str",
-    "parse_gin_flags",
-    "rewrite_gin_args",
-    "run",
-    "run_main",
-    "string_split_fn",
-    "sum_fn",
-    "summarize_gin_config",
-]
 
 
 def parse_gin_flags(

@@ -12,6 +12,7 @@ from t5x import configuration, gin_utils
 from t5x.checkpoints.checkpoint_identity import fingerprint
 from t5x.checkpoints.config import RestoreCheckpointConfig
 from t5x.checkpoints.formats import Source
+from t5x.compat.inference_functions import _extract_tokens_and_aux_values, _Inferences  # noqa: F401
 from t5x.configuration.ignored_parameters import log_ignored
 from t5x.data.dataset_config import DatasetConfig
 from t5x.data.seqio_converters import make_converter

@@ -23,6 +23,7 @@ from t5x import checkpoints
 from t5x.checkpoints.config import RestoreCheckpointConfig, SaveCheckpointConfig
 from t5x.checkpoints.model_description import sidecars
 from t5x.compat.gin_export import T5XScriptType, get_gin_config_from_interactive_model
+from t5x.compat.inference_functions import _extract_tokens_and_aux_values  # noqa: F401
 from t5x.compat.interactive_examples import (
     Batch,
     Batches,
@@ -32,6 +33,7 @@ from t5x.compat.interactive_examples import (
     get_dataset_from_natural_text_examples,
     joined,
     source_of,
+    without_seqio,
 )
 from t5x.data import Evaluator, Feature, Task, TaskRegistry, eval_batches
 from t5x.data.dataset_config import DatasetConfig
@@ -322,9 +324,9 @@ class InteractiveModel:
         postprocessor: Callable[..., Any] | None = None,
     ) -> Task:
         """Return a task of these examples. It is not registered."""
-        return Task(
-            name, source_of(examples), self.features, preprocessors, postprocess_fn=postprocessor, metric_fns=metric_fns
-        )
+        steps = without_seqio(preprocessors)
+        options = {"postprocess_fn": postprocessor, "metric_fns": metric_fns}
+        return Task(name, source_of(examples), self.features, steps, **options)
 
     def _batches(self, task: Task, split: str, **options: Any) -> Iterator[Any]:
         cfg = DatasetConfig(task, self.task_feature_lengths, split, self.batch_size, shuffle=False, seed=self.step)
@@ -377,6 +379,5 @@ def get_seqio_task_from_examples(
     """Return a task of these examples with splits `train` and `validation`, by default registered for the verbs."""
     if not add_to_registry:
         return interactive_model.task(task_name, examples, preprocessors, metric_fns)
-    return TaskRegistry.add(
-        task_name, source_of(examples), interactive_model.features, preprocessors, metric_fns=metric_fns
-    )
+    steps = without_seqio(preprocessors)
+    return TaskRegistry.add(task_name, source_of(examples), interactive_model.features, steps, metric_fns=metric_fns)

@@ -7,7 +7,10 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import Any
+
+from t5x.errors import UserError
 
 
 def lazy_attributes(
@@ -28,6 +31,14 @@ def lazy_attributes(
         return getattr(importlib.import_module(f"{package}.{module_of[name]}"), name)
 
     return get, lambda: sorted({*vars(sys.modules[package]), *modules, *module_of})
+
+
+def import_extra(module: str, needs: str) -> ModuleType:
+    """Import a module that may not be installed; raise a UserError that says what needs it and how to install it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(f"{needs} ({error}).") from error
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.export import is_symbolic_dim
 
-from t5x.errors import UserError
+from t5x.errors import ArgumentError
 from t5x.partitioning.logical import constrain, shards_of
 
 
@@ -258,7 +258,7 @@ def loss_scale(factor: LossNormalizingFactor, batch: Mapping[str, jax.Array]) ->
       batch: has `decoder_target_tokens`, and optionally `decoder_loss_weights` and, if packed, `decoder_segment_ids`.
 
     Raises:
-      UserError: if `factor` is an unknown name.
+      ArgumentError: if `factor` is an unknown name.
     """
     targets, weights = batch["decoder_target_tokens"], loss_weights(batch)
     if factor is None:
@@ -298,7 +298,7 @@ def special_loss_normalizing_factor(name: str | SpecialLossNormalizingFactor) ->
     """Return the special factor of that name, ignoring case.
 
     Raises:
-      UserError: if there is no such factor.
+      ArgumentError: if there is no such factor.
     """
     if isinstance(name, SpecialLossNormalizingFactor):
         return name
@@ -306,7 +306,7 @@ def special_loss_normalizing_factor(name: str | SpecialLossNormalizingFactor) ->
         return SpecialLossNormalizingFactor[str(name).upper()]
     except KeyError:
         known = ", ".join(f.name for f in SpecialLossNormalizingFactor)
-        raise UserError(f"loss_normalizing_factor is {name!r}. Use a number, None, or one of {known}.") from None
+        raise ArgumentError(f"loss_normalizing_factor is {name!r}. Use a number, None, or one of {known}.") from None
 
 
 # --- T5X's functions, for models with a loss of their own -------------------------------------------------------------

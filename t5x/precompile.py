@@ -1,6 +1,5 @@
 """Compile a training step and write its HLO: `t5x precompile`, or `python t5x/main.py --run_mode=precompile`."""
 
-import contextlib
 import io
 import logging
 import os
@@ -12,16 +11,14 @@ import jax
 import numpy as np
 
 from t5x.data.dataset_config import DatasetConfig
-from t5x.data.feature_converters import PassThroughFeatureConverter
-from t5x.data.loader import Batch
-from t5x.data.seqio_converters import SeqioConverter, make_converter
+from t5x.errors import UserError
 from t5x.files.directories import make_directory
 from t5x.models import BaseTransformerModel
 from t5x.partitioning import PjitPartitioner, distributed
 from t5x.telemetry import jsonl
-from t5x.trainer.abstract_run import abstract_trainer
+from t5x.trainer.abstract_run import abstract_batch, abstract_trainer
 from t5x.trainer.checks import verify_matching_vocabs
-from t5x.trainer.datasets import ShardInfo, get_dataset, input_spec
+from t5x.trainer.datasets import get_dataset, input_spec
 from t5x.trainer.state import StateLayout
 
 log = logging.getLogger(__name__)
@@ -42,8 +39,8 @@ def precompile(
     """Compile one training step for the mesh, without parameters, and write three files to `model_dir`.
 
     `lowered_hlo_pre_optimization` and `lowered_hlo_post_optimization` are HLO text; `assignment` is a NumPy file of the
-    mesh's device ids. The data need not exist: shapes follow from the lengths. A batch is read only with another
-    `get_dataset_fn`, a converter of seqio or `PassThroughFeatureConverter`.
+    mesh's device ids. One batch is read for its shapes; without the data, they follow from the lengths if the feature
+    converter is of this package.
 
     Args:
       model: the model to train.
@@ -57,19 +54,11 @@ def precompile(
     if verify_matching_vocabs_fn is not None:
         verify_matching_vocabs_fn(train_dataset_cfg, model)
     model_dir = make_directory(model_dir, "MODEL_DIR")
-    batch_size = train_dataset_cfg.batch_size
-    rows = partitioner.rows(batch_size)
-    local = _padding(train_dataset_cfg, model, len(rows)) if get_dataset_fn is get_dataset else None
-    if local is None:
-        shard = ShardInfo.of(rows, batch_size)
-        loader = get_dataset_fn(train_dataset_cfg, shard.index, shard.num_shards, model.FEATURE_CONVERTER_CLS)
-        with loader if hasattr(loader, "restore") else contextlib.nullcontext():
-            local = loader.peek() if hasattr(loader, "peek") else next(iter(loader))
-    batch = {
-        name: jax.ShapeDtypeStruct((batch_size, *x.shape[1:]), jax.dtypes.canonicalize_dtype(x.dtype))
-        for name, x in local.items()
-    }
-    shapes, types = input_spec(model, train_dataset_cfg.task_feature_lengths, lambda: local)
+    cfg, converter_cls = train_dataset_cfg, model.FEATURE_CONVERTER_CLS
+    batch = abstract_batch(cfg, model, lambda: get_dataset_fn(cfg, 0, 1, converter_cls))
+    if batch is None:
+        raise UserError("The shapes of a batch are unknown without the data, which cannot be read here.")
+    shapes, types = input_spec(model, cfg.task_feature_lengths, lambda: batch)
     layout = StateLayout.of(model, partitioner, shapes, types)
     rng = jax.random.key(random_seed or 0)
     trainer = abstract_trainer(layout, rng=rng, learning_rate_fn=lambda step: _LEARNING_RATE)
@@ -88,16 +77,6 @@ def precompile(
         for name, content in files.items():
             jsonl.replace(os.path.join(model_dir, name), [content])
             log.info("wrote %s", os.path.join(model_dir, name))
-
-
-def _padding(cfg: DatasetConfig, model: BaseTransformerModel, rows: int) -> Batch | None:
-    """Return rows of padding, which have the shapes and types of the data; None if only the data tells these."""
-    converter = make_converter(model.FEATURE_CONVERTER_CLS, cfg.pack)
-    if cfg.task_feature_lengths is None or isinstance(converter, SeqioConverter | PassThroughFeatureConverter):
-        return None
-    task = cfg.mixture_or_task()
-    converter.check(tuple(task.output_features), cfg.task_feature_lengths, task.name)
-    return converter.convert_batch([[]] * rows, cfg.task_feature_lengths)
 
 
 if __name__ == "__main__":

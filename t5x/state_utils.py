@@ -1,11 +1,12 @@
 """T5X's functions on state dictionaries, for `state_transformation_fns`."""
 
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flax.traverse_util import flatten_dict, unflatten_dict
+
+from t5x.checkpoints.assignment import AssignmentMap
 
 log = logging.getLogger(__name__)
 
@@ -69,26 +70,12 @@ def apply_assignment_map(
     """
     if is_resuming:
         return ckpt_optimizer_state
-    stored, unused = flatten_state_dict(ckpt_optimizer_state), {pattern for pattern, _ in assignment_map}
-    renamed: dict[str, Any] = {}
-    excluded, moved = set(), set()
-    for name in flatten_state_dict(optimizer_state):
-        rules = ((re.fullmatch(pattern, name), pattern, target) for pattern, target in assignment_map)
-        match, pattern, target = next((rule for rule in rules if rule[0]), (None, None, None))
-        if match is None:
-            continue
-        unused.discard(pattern)
-        if target is None:
-            excluded.add(name)
-            continue
-        old = match.expand(target)
-        if old not in stored:
+    stored, wanted = flatten_state_dict(ckpt_optimizer_state), flatten_state_dict(optimizer_state)
+    sources = AssignmentMap(assignment_map).sources(wanted, require_all_used=require_all_rules_match)
+    for name, old in sources.items():
+        if old is not None and old not in stored:
             raise ValueError(f"{name} is assigned from {old!r}, which is not in the checkpoint: {sorted(stored)}")
-        renamed[name] = stored[old]
-        moved.add(old)
-    if unused and require_all_rules_match:
-        raise ValueError(f"these patterns of the assignment map match nothing: {sorted(unused)}")
-    same = {name: leaf for name, leaf in stored.items() if name not in excluded and name not in renamed}
-    wanted = flatten_state_dict(optimizer_state)
-    kept = {name: leaf for name, leaf in same.items() if name not in moved or name in wanted}
+    renamed = {name: stored[old] for name, old in sources.items() if old is not None}
+    moved = set(sources.values()) - wanted.keys()
+    kept = {name: leaf for name, leaf in stored.items() if name not in sources and name not in moved}
     return unflatten_dict(kept | renamed, sep="/")

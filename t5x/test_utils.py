@@ -32,9 +32,7 @@ class CpuDevice:
 
 
 @dataclasses.dataclass(frozen=True)
-class GpuDevice:
-    id: int
-    process_index: int
+class GpuDevice(CpuDevice):
     device_kind: str = "gpu"
     platform: str = "gpu"
 
@@ -207,28 +205,21 @@ def create_checkpointer_or_manager(
     partitioner: Any,
     directory: str,
     dataset_iterator: Any = None,
-    save_dtype: Any = None,
-    restore_dtype: Any = None,
+    *,
     best: bool = False,
-    keep: int | None = None,
-    period: int | None = 1,
-    checkpoint_steps: Sequence[int] | None = None,
-    keep_checkpoints_without_metrics: bool = True,
+    **options: Any,
 ) -> checkpoints.OrbaxCheckpointManagerInterface:
     """Return a manager of the checkpoints in a directory; with `best`, by `train/accuracy`."""
-    metric = "train/accuracy" if best else None
+    options["metric_name_to_monitor"] = "train/accuracy" if best else None
     return checkpoints.OrbaxCheckpointManagerInterface(
-        directory, train_state_shapes, partitioner, dataset_iterator, save_dtype, restore_dtype, keep, period,
-        checkpoint_steps, metric_name_to_monitor=metric,
-        keep_checkpoints_without_metrics=keep_checkpoints_without_metrics,
-    )  # fmt: skip
+        directory, train_state_shapes, partitioner, dataset_iterator, **options
+    )
 
 
 def save(checkpointer_or_manager: Any, train_state: Any, force: bool = False) -> Any:
     """Save a training state."""
-    if isinstance(checkpointer_or_manager, checkpoints.Checkpointer):
-        return checkpointer_or_manager.save(train_state)
-    return checkpointer_or_manager.save(train_state, force=force)
+    is_manager = isinstance(checkpointer_or_manager, checkpoints.OrbaxCheckpointManagerInterface)
+    return checkpointer_or_manager.save(train_state, **({"force": force} if is_manager else {}))
 
 
 def assert_equal(a: Any, b: Any) -> None:

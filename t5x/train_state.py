@@ -7,10 +7,9 @@ import flax.core
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from t5x.network import logical_axes
-from t5x.optimizers.protocol import Optimizer, OptimizerDef, OptimizerState
+from t5x.optimizers.protocol import Optimizer, OptimizerDef, OptimizerState, as_specs, like
 
 Tree = Any
 
@@ -25,11 +24,11 @@ class TrainState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as stored in a checkpoint, with T5X's names."""
-        tree = {"target": self.params, "state": self._state()}
-        return tree | ({"flax_mutables": self.flax_mutables} if self.flax_mutables else {})
+        mutables = flax.core.unfreeze(self.flax_mutables)
+        return self._arrays() | ({"flax_mutables": mutables} if mutables else {})
 
-    def _state(self) -> dict[str, Any]:
-        return {"step": self.step}
+    def _arrays(self) -> dict[str, Any]:
+        return {"target": flax.core.unfreeze(self.params), "state": {"step": self.step}}
 
     def restore_state(self, state_dict: Mapping[str, Any]) -> "TrainState":
         """Return the state with the content of a `state_dict`."""
@@ -59,12 +58,12 @@ class TrainState:
 
 @flax.struct.dataclass
 class FlaxOptimTrainState(TrainState):
-    """A state with an optimizer.
+    """The state of a training run: parameters, optimizer state and step.
 
     Attributes:
-      params_axes: logical axes of the parameters, as the network's collection `params_axes` has them.
-      flax_mutables: other collections of the network; and `fp8`, the amax history of training in FP8.
-      flax_mutables_axes: their logical axes.
+      params_axes: logical axes of the parameters: the network's collection `params_axes`.
+      flax_mutables: the network's other collections, and `fp8`, the amax history of FP8 training.
+      flax_mutables_axes: logical axes of `flax_mutables`.
     """
 
     _optimizer: Optimizer
@@ -77,7 +76,7 @@ class FlaxOptimTrainState(TrainState):
         """Return the initial state of a network's variables."""
         params, params_axes, mutables, mutables_axes = split_variables(model_variables)
         axes = logical_axes({"params": params, "params_axes": params_axes or {}})
-        state = OptimizerState(jnp.zeros((), jnp.int32), optimizer_def.init(params, axes))
+        state = OptimizerState(jnp.zeros((), jnp.int32), optimizer_def.init_param_states(params, axes))
         return cls(Optimizer(optimizer_def, state, params), params_axes, mutables, mutables_axes)
 
     @property
@@ -92,18 +91,16 @@ class FlaxOptimTrainState(TrainState):
     def param_states(self) -> Tree:
         return self._optimizer.state.param_states
 
-    def _state(self) -> dict[str, Any]:
-        return {"step": self.step, "param_states": self.param_states}
+    def _arrays(self) -> dict[str, Any]:
+        return self._optimizer.state_dict()
 
     @property
     def optimizer_def(self) -> OptimizerDef:
         return self._optimizer.optimizer_def
 
     def restore_state(self, state_dict: Mapping[str, Any]) -> "FlaxOptimTrainState":
-        states = state_dict["state"]
-        state = OptimizerState(states["step"], states.get("param_states", {}))
-        optimizer = self._optimizer.replace(target=state_dict["target"], state=state)
-        return self.replace(_optimizer=optimizer, flax_mutables=state_dict.get("flax_mutables", {}))
+        mutables = like(self.flax_mutables, state_dict.get("flax_mutables", {}))
+        return self.replace(_optimizer=self._optimizer.restore_state(state_dict), flax_mutables=mutables)
 
     def replace_params(self, params: Tree) -> "FlaxOptimTrainState":
         return self.replace(_optimizer=self._optimizer.replace(target=params))
@@ -115,19 +112,16 @@ class FlaxOptimTrainState(TrainState):
         self, grads: Tree, learning_rate: jax.Array | float, flax_mutables: Tree | None = None
     ) -> "FlaxOptimTrainState":
         """Return the state after one step of the optimizer; mutables are replaced by those given, or emptied."""
-        params, param_states = self.optimizer_def.update(
+        params, states = self.optimizer_def.take_step(
             grads, self.param_states, self.params, self.logical_axes(), step=self.step, learning_rate=learning_rate
         )
-        state = OptimizerState(self.step + 1, param_states)
-        optimizer = self._optimizer.replace(target=params, state=state)
+        optimizer = self._optimizer.replace(target=params, state=OptimizerState(self.step + 1, states))
         return self.replace(_optimizer=optimizer, flax_mutables=flax_mutables or {})
 
     def as_logical_axes(self) -> "FlaxOptimTrainState":
         """Return the state with the logical axes of its arrays, and None for the step."""
-        axes = self.logical_axes()
-        state = OptimizerState(None, _as_specs(self.optimizer_def.state_axes(self.params, axes)))
-        optimizer = self._optimizer.replace(target=_as_specs(axes), state=state)
-        return type(self)(optimizer, flax_mutables=_as_specs(self.flax_mutables_axes or {}), flax_mutables_axes=None)
+        optimizer = self.optimizer_def.derive_logical_axes(self._optimizer, as_specs(self.logical_axes()))
+        return type(self)(optimizer, flax_mutables=as_specs(self.flax_mutables_axes or {}), flax_mutables_axes=None)
 
 
 @flax.struct.dataclass
@@ -150,8 +144,9 @@ class InferenceState(TrainState):
         return {}
 
     def restore_state(self, state_dict: Mapping[str, Any]) -> "InferenceState":
-        step, mutables = state_dict["state"]["step"], state_dict.get("flax_mutables", {})
-        return self.replace(step=step, params=state_dict["target"], flax_mutables=mutables)
+        mutables = like(self.flax_mutables, state_dict.get("flax_mutables", {}))
+        params = like(self.params, state_dict["target"])
+        return self.replace(step=state_dict["state"]["step"], params=params, flax_mutables=mutables)
 
     def replace_params(self, params: Tree) -> "InferenceState":
         return self.replace(params=params)
@@ -164,23 +159,17 @@ class InferenceState(TrainState):
 
     def as_logical_axes(self) -> "InferenceState":
         """Return the state with the logical axes of its arrays, and None for the step."""
-        mutables = _as_specs(self.flax_mutables_axes or {})
-        return type(self)(None, _as_specs(self.logical_axes()), flax_mutables=mutables, flax_mutables_axes=None)
+        mutables = as_specs(self.flax_mutables_axes or {})
+        return type(self)(None, as_specs(self.logical_axes()), flax_mutables=mutables, flax_mutables_axes=None)
 
 
 def split_variables(variables: Mapping[str, Any]) -> tuple[Tree, Tree, Tree, Tree]:
-    """Return the parameters of a network, their axes, its other collections and the axes of those."""
-    variables = flax.core.unfreeze(variables)
-    params, axes = variables.pop("params"), variables.pop("params_axes", None)
-    mutables_axes = {name.removesuffix("_axes"): tree for name, tree in variables.items() if name.endswith("_axes")}
-    mutables = {name: tree for name, tree in variables.items() if not name.endswith("_axes")}
-    return params, axes, mutables, mutables_axes or None
+    """Return the parameters of a network, their axes, its other collections and the axes of those.
 
-
-def _as_specs(tree: Tree) -> Tree:
-    """Return PartitionSpecs in the place of axes, which are tuples or `AxisMetadata`; None stays."""
-
-    def spec(axes: Any) -> PartitionSpec | None:
-        return None if axes is None else PartitionSpec(*getattr(axes, "names", axes))
-
-    return jax.tree.map(spec, tree, is_leaf=lambda x: not isinstance(x, Mapping))
+    They are FrozenDicts if the variables are one.
+    """
+    others = {name: tree for name, tree in variables.items() if name not in ("params", "params_axes")}
+    axes = {name.removesuffix("_axes"): tree for name, tree in others.items() if name.endswith("_axes")}
+    mutables = {name: tree for name, tree in others.items() if not name.endswith("_axes")}
+    same = lambda tree: like(variables, tree)
+    return variables["params"], variables.get("params_axes"), same(mutables), same(axes) if axes else None

@@ -9,7 +9,8 @@ import pytest
 
 from t5x.adafactor import HEURISTIC_RULE, Adafactor, FactorDim, HParamMap, standard_logical_factor_rules
 from t5x.errors import UserError
-from t5x.optimizers import weight_decay_mask
+from t5x.optimizers import MultiOptimizer, weight_decay_mask
+from t5x.train_state import FlaxOptimTrainState
 from tests.reference import adafactor_numpy
 
 PARAMETERS = {
@@ -220,7 +221,7 @@ def test_t5x_methods_take_the_same_steps():
         state, step, before = optimizer.state.param_states, optimizer.state.step, optimizer.target
         optimizer = optimizer.apply_gradient(grads, learning_rate=learning_rate)
         expected, states = Adafactor(min_dim_size_to_factor=4).update(
-            grads, state, before, axes, step=step, learning_rate=learning_rate or 0.1
+            grads, definition.to_stored(state), before, axes, step=step, learning_rate=learning_rate or 0.1
         )
         np.testing.assert_array_equal(optimizer.target["mlp"]["wi"], expected["mlp"]["wi"])
         one, slots = definition.apply_param_gradient(
@@ -228,10 +229,39 @@ def test_t5x_methods_take_the_same_steps():
             grads["mlp"]["wi"], "mlp/wi",
         )  # fmt: skip
         np.testing.assert_array_equal(one, expected["mlp"]["wi"])
-        jax.tree.map(np.testing.assert_array_equal, slots, states["mlp"]["wi"])
+        jax.tree.map(np.testing.assert_array_equal, vars(slots), states["mlp"]["wi"])
     assert int(optimizer.state.step) == 2
     again = definition.create(params).restore_state(optimizer.state_dict())
     jax.tree.map(np.testing.assert_array_equal, again, optimizer)
+
+
+def test_subclasses_override_the_step_of_a_parameter_and_of_all():
+    """As projects do that keep statistics among their parameters, or that change gradients before the step."""
+
+    class Assigns(Adafactor):
+        def apply_param_gradient(self, step, hyper_params, param, state, grad, path):
+            if path.endswith("statistic"):
+                return grad, state
+            return super().apply_param_gradient(step, hyper_params, param, state, grad, path)
+
+    class Squares(Adafactor):
+        def apply_gradient(self, hyper_params, params, state, grads):
+            return super().apply_gradient(hyper_params, params, state, jax.tree.map(jnp.square, grads))
+
+    params = {"head": {"statistic": jnp.ones(3)}, "wi": jnp.linspace(-1, 1, 24).reshape(4, 6)}
+    grads = jax.tree.map(lambda x: x**2 + 0.1, params)
+
+    def step(optimizer, grads):
+        state = FlaxOptimTrainState.create(optimizer, {"params": params})
+        return state.apply_gradient(grads, learning_rate=jnp.float32(0.1)).params
+
+    plain, assigned = step(Adafactor(), grads), step(Assigns(), grads)
+    np.testing.assert_array_equal(assigned["wi"], plain["wi"])
+    np.testing.assert_array_equal(assigned["head"]["statistic"], grads["head"]["statistic"])
+    expected = step(Adafactor(), jax.tree.map(jnp.square, grads))
+    assert not np.array_equal(expected["wi"], plain["wi"])
+    for optimizer in (Squares(), MultiOptimizer(patterns_and_optimizers=[(".*", Squares())])):
+        jax.tree.map(np.testing.assert_array_equal, step(optimizer, grads), expected)
 
 
 def test_hparam_maps():

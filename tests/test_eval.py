@@ -229,9 +229,8 @@ def test_teacher_forced_metrics_are_those_of_the_model(model_dir, tmp_path):
     measured = figures["training_eval/sums"]
     # Every example in one batch, which the evaluation has in three.
     converter = make_model().FEATURE_CONVERTER_CLS(pack=False)
-    (batch,) = data.eval_batches(
-        task, feature_converter=converter, split="test", feature_lengths=LENGTHS, batch_size=len(PAIRS)
-    )
+    cfg = data.DatasetConfig(task, LENGTHS, "test", batch_size=len(PAIRS), shuffle=False, seed=0)
+    (batch,) = data.eval_batches(cfg, feature_converter=converter)
     params = t5x.load(str(model_dir)).engine.params
     logits = np.asarray(jax.jit(make_model().compute_logits)(params, batch.batch))
     log_probabilities = logits - np.asarray(jax.nn.logsumexp(logits, axis=-1, keepdims=True))

@@ -16,6 +16,7 @@ import pytest
 from t5x import configuration, data
 from t5x.checkpoints.formats import open_checkpoint
 from t5x.checkpoints.model_description import model_of
+from t5x.data.data_description import DataDescription
 from t5x.data.file_tasks import check_examples
 from t5x.data.vocabularies.loading import vocabulary_named
 from t5x.errors import UserError
@@ -357,7 +358,7 @@ def test_odd_examples_are_counted_in_one_warning_each(tmp_path, caplog):
     path = write_jsonl(tmp_path / "x.jsonl", [*records, {"inputs": "no target"}])
     with fresh():
         task = data.file_task({"train": path}, data.ByteVocabulary())
-        found = check_examples(task, "train", {"inputs": ("--max_input_length", 5)}, skip_bad_examples=True, count=10)
+        found = check_examples(task, "train", DataDescription(max_input_length=5), skip_bad_examples=True, count=10)
         assert found == (records[0], {"inputs": 12, "targets": 2})
         for expected in (
             "1 of 4 examples cannot be used",
@@ -367,7 +368,7 @@ def test_odd_examples_are_counted_in_one_warning_each(tmp_path, caplog):
         ):
             assert caplog.text.count(expected) == 1, expected
         with pytest.raises(UserError, match=r"x\.jsonl:4.*--skip_bad_examples"):
-            check_examples(task, "train", {})
+            check_examples(task, "train", DataDescription())
         (example,) = task.pipeline("train").outputs(0, 1)
         assert example["targets"].tolist() == [1], "an empty target is EOS alone"
 

@@ -59,7 +59,7 @@ def test_the_native_fixture_trains_on_with_its_optimizer_state(caplog):
     for _ in range(2):
         trainer.step(batch)
     assert int(trainer.train_state.step) == 2 and summarize([trainer.measure(batch)])["loss"] < before
-    assert float(trainer.train_state.param_states["token_embedder"]["embedding"]["v"].sum()) > 0
+    assert float(trainer.train_state.param_states["token_embedder"]["embedding"].v.sum()) > 0
 
 
 @pytest.fixture(scope="module")

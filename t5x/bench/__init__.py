@@ -1,5 +1,5 @@
 """Benchmarks of the product's own code paths on this machine, for `t5x bench`."""
 
-from t5x.bench.workload import SIZES, Workload
+# ruff: noqa: F401
 
-__all__ = ["SIZES", "Workload"]
+from t5x.bench.workload import SIZES, Workload

@@ -11,7 +11,7 @@ import numpy as np
 
 from t5x.adafactor import Adafactor
 from t5x.data import PassThroughVocabulary
-from t5x.errors import UserError
+from t5x.errors import UserError, check_at_least
 from t5x.models import EncoderDecoderModel
 from t5x.network import T5Config, Transformer
 from t5x.network.attention import BACKENDS
@@ -80,9 +80,8 @@ class Workload:
     packed: int = 0
 
     def __post_init__(self):
-        for name, least in (("batch", 1), ("inputs", 2), ("targets", 2), ("microbatches", 1)):
-            if getattr(self, name) < least:
-                raise UserError(f"--{name} is {getattr(self, name)}: it must be at least {least}.")
+        check_at_least(1, "--", batch=self.batch, microbatches=self.microbatches)
+        check_at_least(2, "--", inputs=self.inputs, targets=self.targets)
         if not 0 <= self.packed <= min(self.inputs, self.targets):
             raise UserError(f"--packed is {self.packed}: a row has {min(self.inputs, self.targets)} examples at most.")
         if not 0 <= self.dropout < 1:

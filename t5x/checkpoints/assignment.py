@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from t5x.errors import UserError
+from t5x.errors import ArgumentError
 
 SLOTS = ("m", "v", "v_row", "v_col")
 
@@ -39,24 +39,27 @@ class AssignmentMap:
         self._rules: list[tuple[re.Pattern[str], str | None]] = []
         for pair in pairs:
             if not _is_pair(pair):
-                raise UserError(f"{_FIELD}: {pair!r} must be a pair (pattern, name in the checkpoint or None).")
+                raise ArgumentError(f"{_FIELD}: {pair!r} must be a pair (pattern, name in the checkpoint or None).")
             try:
                 self._rules.append((re.compile(pair[0]), pair[1]))
             except re.error as error:
-                raise UserError(f"{_FIELD}: {pair[0]!r} is not a regular expression: {error}.") from error
+                raise ArgumentError(f"{_FIELD}: {pair[0]!r} is not a regular expression: {error}.") from error
 
     def __bool__(self) -> bool:
         return bool(self._rules)
 
-    def sources(self, names: Iterable[str], *, also: Iterable[str] = ()) -> dict[str, str | None]:
+    def sources(
+        self, names: Iterable[str], *, also: Iterable[str] = (), require_all_used: bool = True
+    ) -> dict[str, str | None]:
         """Return {model's name: checkpoint's name, or None} for the names that a pattern matches.
 
         Args:
           names: names of the model's variables.
           also: names that are not requested now, but that a pattern may be about.
+          require_all_used: whether an unused pattern is an error.
 
         Raises:
-          UserError: a pattern is unused.
+          ArgumentError: a pattern is unused.
         """
         names = list(names)
         unused = dict(enumerate(self._rules))
@@ -68,10 +71,10 @@ class AssignmentMap:
                     if number < len(names):
                         decided[name] = found[0]
                     break
-        if unused:
+        if unused and require_all_used:
             listed = ", ".join(repr(pattern.pattern) for pattern, _ in unused.values())
             example = next((name for name in names if "layers_" in name), next(iter(names), ""))
-            raise UserError(
+            raise ArgumentError(
                 f"{_FIELD}: {listed} matches no variable of the model, or only some that an earlier pattern matches. "
                 f"Patterns must match whole names with unrolled layers, such as {example!r}. Fix or remove it."
             )
@@ -112,7 +115,7 @@ def _apply(pattern: re.Pattern[str], replacement: str | None, name: str) -> tupl
     try:
         return (prefix + match.expand(replacement) + suffix,)
     except (re.error, IndexError) as error:
-        raise UserError(f"{_FIELD}: the replacement {replacement!r} of {pattern.pattern!r}: {error}.") from error
+        raise ArgumentError(f"{_FIELD}: the replacement {replacement!r} of {pattern.pattern!r}: {error}.") from error
 
 
 def _is_pair(pair: object) -> bool:

@@ -35,7 +35,7 @@ class BestRule:
       metric: its name, see above. `eval/`, which T5X's names have before the metric, may be omitted.
       mode: whether the largest or the smallest value is the best.
       keep: number of best checkpoints to keep; None keeps all.
-      keep_without_metric: whether to keep checkpoints without a value.
+      keep_without_metric: whether to keep checkpoints without a value; otherwise they count as the worst.
       keep_period: also keep checkpoints whose step is a multiple of this; None keeps none.
     """
 
@@ -88,9 +88,11 @@ class Ranking:
         ranked = sorted((step for step in steps if step in values), key=lambda step: (sign * value(step), step))
         if ranked and not math.isnan(values[ranked[0]]):
             self._record_best(ranked[0], values[ranked[0]])
-        result = set(ranked[: rule.keep])
+        unranked = [step for step in steps if step not in values]
         if rule.keep_without_metric:
-            result.update(step for step in steps if step not in values)
+            result = {*ranked[: rule.keep], *unranked}
+        else:  # they are the worst, the oldest first; the newest is kept anyway
+            result = set((ranked + [step for step in reversed(unranked) if step != steps[-1]])[: rule.keep])
         if rule.keep_period is not None:
             result.update(step for step in steps if step % rule.keep_period == 0)
         return result

@@ -1,11 +1,14 @@
 """T5X's classes that save and restore a training state, over `CheckpointStore` and `transfer`."""
 
+import base64
 import dataclasses
 import functools
 import inspect
 import json
 import os
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -14,10 +17,11 @@ import jax.numpy as jnp
 from t5x.checkpoints import paths, t5x_functions, transfer, tree
 from t5x.checkpoints.assignment import Rules
 from t5x.checkpoints.best import BestRule, Ranking
-from t5x.checkpoints.formats import open_checkpoint
+from t5x.checkpoints.formats import LazyArray, open_checkpoint
 from t5x.checkpoints.manifest import read_file
 from t5x.checkpoints.store import CheckpointStore
 from t5x.errors import UserError
+from t5x.lazy_imports import import_extra
 
 RestoreStateTransformationFn = SaveStateTransformationFn = Callable[..., Any]
 CheckpointerConstructor = Callable[..., "Checkpointer"]
@@ -32,10 +36,11 @@ class Checkpointer:
       train_state: a state of the same structure, of arrays or shapes.
       partitioner: the mesh, see `t5x.partitioning`.
       checkpoints_dir: the directory of `checkpoint_<step>`.
-      dataset_iterator: an object with `state()` and `restore(state)`; its state is saved and restored as well.
+      dataset_iterator: an iterator of tf.data, or an object with `state()` and `restore(state)`; its position is saved
+        and restored as well.
       keep: number of checkpoints to keep; None keeps all.
       save_dtype: dtype of the stored parameters.
-      restore_dtype: dtype of restored parameters; None is that of `train_state`.
+      restore_dtype: dtype of restored parameters; None keeps the stored one.
       keep_dataset_checkpoints: accepted for compatibility with T5X; every checkpoint keeps its data position.
     """
 
@@ -51,13 +56,14 @@ class Checkpointer:
         restore_dtype: Any = None,
         keep_dataset_checkpoints: int | None = None,
     ):
-        self._train_state, self._partitioner, self._dataset_iterator = train_state, partitioner, dataset_iterator
+        self._train_state, self._partitioner = train_state, partitioner
+        self._dataset_iterator = None if dataset_iterator is None else _with_state(dataset_iterator)
         self._save_dtype, self._restore_dtype, self.keep = save_dtype, restore_dtype, keep
         self.checkpoints_dir = checkpoints_dir
-        self._store = None if checkpoints_dir is None else self._make_store(checkpoints_dir)
 
-    def _make_store(self, directory: str) -> CheckpointStore:
-        return CheckpointStore(directory, keep=self.keep)
+    @property
+    def _store(self) -> CheckpointStore:
+        return CheckpointStore(self.checkpoints_dir, keep=self.keep)
 
     def all_steps(self) -> list[int]:
         """Return the steps of the checkpoints, ascending."""
@@ -74,15 +80,15 @@ class Checkpointer:
         self, train_state: Any, state_transformation_fns: Sequence[Callable[..., Any]] = (), *, concurrent_gb: int = 128
     ) -> None:
         """Save a state as `checkpoint_<step>`; return when it is complete. A step that exists is skipped."""
-        state = train_state.state_dict()
+        state = _read(train_state.state_dict())
         for function in state_transformation_fns:
             state = t5x_functions.check_transformed(function(state, jax.tree.map(tree.as_struct, state)))
         state["target"] = _cast(state["target"], self._save_dtype)
         sidecars = {}
         if self._dataset_iterator is not None:
             sidecars = {paths.DATASET_STATE: json.dumps(self._dataset_iterator.state()).encode()}
-        self._store.save(int(jax.device_get(train_state.step)), state, sidecars=sidecars)
-        self._store.wait()
+        with self._store as store:
+            store.save(int(jax.device_get(state["state"]["step"])), state, sidecars=sidecars)
 
     def restore(
         self,
@@ -99,7 +105,7 @@ class Checkpointer:
           path: a checkpoint elsewhere, of any format.
           state_transformation_fns: functions `(state_dict, target_state_dict, *, is_resuming) -> state_dict`.
           fallback_state: a `state_dict` with the arrays that the checkpoint lacks.
-          lazy_parameters: accepted for compatibility with T5X; the state is always read.
+          lazy_parameters: return LazyArrays, whose `get` returns the array; it has been read before.
         """
         if path is None:
             step = self.latest_step() if step is None else step
@@ -110,7 +116,8 @@ class Checkpointer:
             path = t5x_functions.get_checkpoint_dir(path, step)
         if self._dataset_iterator is not None:
             self._restore_dataset(path)
-        return self._restore(path, Rules(state_transformation_fns=tuple(state_transformation_fns)), fallback_state)
+        state = self._restore(path, Rules(state_transformation_fns=tuple(state_transformation_fns)), fallback_state)
+        return jax.tree.map(lambda x: LazyArray(x.shape, x.dtype, lambda: x), state) if lazy_parameters else state
 
     def _restore_dataset(self, path: str) -> None:
         self._dataset_iterator.restore(json.loads(read_file(path, paths.DATASET_STATE)))
@@ -122,9 +129,14 @@ class Checkpointer:
         def place(x: Any, spec: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._partitioner.sharding_of(spec))
 
-        abstract = jax.tree.map(place, shapes.state_dict(), mesh_axes)
+        source, abstract = open_checkpoint(path), jax.tree.map(place, shapes.state_dict(), mesh_axes)
         if self._restore_dtype is not None:
             abstract["target"] = _cast(abstract["target"], self._restore_dtype)
+        else:
+            stored = {name: array.dtype for name, array in source.arrays.items()}
+            flat = tree.flatten({"target": abstract["target"]})
+            kept = {name: x.update(dtype=stored.get(name, x.dtype)) for name, x in flat.items()}
+            abstract["target"] = tree.nest(kept)["target"]
         initial = None
         if fallback_state is not None:
             flat = tree.flatten(fallback_state)
@@ -132,7 +144,7 @@ class Checkpointer:
             rules = Rules(fallback_to_scratch=True, state_transformation_fns=rules.state_transformation_fns)
         axes = jax.tree.map(lambda _: None, abstract)
         return self._train_state.restore_state(
-            transfer.restore(open_checkpoint(path), abstract, axes, rules=rules, initial=initial)
+            transfer.restore(source, abstract, axes, rules=rules, initial=initial)
         )
 
     def restore_from_tf_checkpoint(self, path_or_dir: str, strict: bool = True, translator: Any = None) -> Any:
@@ -176,7 +188,7 @@ class SaveBestCheckpointer(Checkpointer):
         keep: int | None = None,
         save_dtype: Any = jnp.float32,
         restore_dtype: Any = None,
-        metric_name_to_monitor: str = "train/accuracy",
+        metric_name_to_monitor: str | None = "train/accuracy",
         metric_mode: Literal["max", "min"] = "max",
         keep_checkpoints_without_metrics: bool = True,
         force_keep_period: int | None = None,
@@ -190,8 +202,11 @@ class SaveBestCheckpointer(Checkpointer):
             restore_dtype=restore_dtype, keep_dataset_checkpoints=keep_dataset_checkpoints,
         )  # fmt: skip
 
-    def _make_store(self, directory: str) -> CheckpointStore:
-        newest = None if self.keep is None else 1
+    @property
+    def _store(self) -> CheckpointStore:
+        if self.metric_name_to_monitor is None:
+            return super()._store
+        newest, directory = None if self.keep is None else 1, self.checkpoints_dir
         return CheckpointStore(directory, keep=newest, best=Ranking(self.rule(self.keep), directory))
 
     @classmethod
@@ -208,8 +223,8 @@ class SaveBestCheckpointer(Checkpointer):
         return BestRule(name, mode, keep, self.keep_checkpoints_without_metrics, self.force_keep_period)
 
 
-class OrbaxCheckpointManagerInterface:
-    """T5X's manager of the checkpoints of a run: a `Checkpointer` that also knows when to save.
+class OrbaxCheckpointManagerInterface(SaveBestCheckpointer):
+    """T5X's manager of the checkpoints of a run: a checkpointer that also knows when to save.
 
     Args:
       directory: the directory of `checkpoint_<step>`.
@@ -237,29 +252,15 @@ class OrbaxCheckpointManagerInterface:
         keep_checkpoints_without_metrics: bool = True,
     ):
         self._period, self._steps = period, checkpoint_steps or ()
-        options: dict[str, Any] = {"keep": keep, "restore_dtype": restore_dtype}
-        options |= {} if save_dtype is None else {"save_dtype": save_dtype}
-        cls = Checkpointer
-        if metric_name_to_monitor is not None:
-            cls = SaveBestCheckpointer
-            options |= {"metric_name_to_monitor": metric_name_to_monitor, "metric_mode": metric_mode}
-            options |= {"keep_checkpoints_without_metrics": keep_checkpoints_without_metrics}
-            options |= {"force_keep_period": force_keep_period}
-        self._checkpointer = cls(train_state, partitioner, directory, dataset_iterator, **options)
+        super().__init__(
+            train_state, partitioner, directory, dataset_iterator, keep=keep, restore_dtype=restore_dtype,
+            save_dtype=jnp.float32 if save_dtype is None else save_dtype, metric_mode=metric_mode,
+            metric_name_to_monitor=metric_name_to_monitor, force_keep_period=force_keep_period,
+            keep_checkpoints_without_metrics=keep_checkpoints_without_metrics,
+        )  # fmt: skip
 
     def all_steps(self, read: bool = False) -> list[int]:
-        return self._checkpointer.all_steps()
-
-    def latest_step(self) -> int | None:
-        return self._checkpointer.latest_step()
-
-    def restore(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state of a checkpoint; see `Checkpointer.restore`."""
-        return self._checkpointer.restore(*args, **kwargs)
-
-    def restore_from_tf_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state of a Mesh TensorFlow checkpoint; see `Checkpointer`."""
-        return self._checkpointer.restore_from_tf_checkpoint(*args, **kwargs)
+        return super().all_steps()
 
     def should_save(self, step: int) -> bool:
         """Return whether a step is due."""
@@ -271,7 +272,7 @@ class OrbaxCheckpointManagerInterface:
         """Save a state if its step is due, or with `force`; return whether it was."""
         if not force and not self.should_save(int(jax.device_get(train_state.step))):
             return False
-        self._checkpointer.save(train_state, state_transformation_fns)
+        super().save(train_state, state_transformation_fns)
         return True
 
     def wait_until_finished(self) -> None:
@@ -283,7 +284,7 @@ class OrbaxCheckpointManagerInterface:
 
 @dataclasses.dataclass
 class DatasetArgs:
-    """The argument of `DatasetCheckpointHandler`: an object with `state()` and `restore(state)`."""
+    """The argument of `DatasetCheckpointHandler`: see `dataset_iterator` of `Checkpointer`."""
 
     item: Any = None
 
@@ -304,13 +305,13 @@ class DatasetCheckpointHandler:
         item = item if args is None else args.item
         if self._writes and item is not None:
             with open(os.path.join(directory, self._name), "w") as file:
-                json.dump(item.state(), file)
+                json.dump(_with_state(item).state(), file)
 
     def restore(self, directory: Any, item: Any = None, args: DatasetArgs | None = None) -> Any:
         """Move `item` to the stored position and return it."""
         item = item if args is None else args.item
         with open(os.path.join(directory, self._name)) as file:
-            item.restore(json.load(file))
+            _with_state(item).restore(json.load(file))
         return item
 
     def metadata(self, directory: Any) -> None:
@@ -331,6 +332,29 @@ class CheckpointManagerConstructor:
     """Accepted because T5X's gin files name it; runs save by themselves."""
 
 
+class _TfDataIterator:
+    """The position of an iterator of tf.data: the files of TensorFlow's own checkpoint, {name: Base64}."""
+
+    def __init__(self, iterator: Any):
+        needs = "A dataset_iterator without state() must be one of tf.data: pip install 't5x[tf]'"
+        self._checkpoint = import_extra("tensorflow", needs).train.Checkpoint(ds=iterator)
+
+    def state(self) -> dict[str, str]:
+        with tempfile.TemporaryDirectory() as directory:
+            self._checkpoint.write(os.path.join(directory, "ds"))
+            return {file.name: base64.b64encode(file.read_bytes()).decode() for file in Path(directory).iterdir()}
+
+    def restore(self, state: dict[str, str]) -> None:
+        with tempfile.TemporaryDirectory() as directory:
+            for name, content in state.items():
+                Path(directory, os.path.basename(name)).write_bytes(base64.b64decode(content))
+            self._checkpoint.read(os.path.join(directory, "ds")).assert_consumed()
+
+
+def _with_state(iterator: Any) -> Any:
+    return iterator if hasattr(iterator, "state") else _TfDataIterator(iterator)
+
+
 def _cast(params: Any, dtype: Any) -> Any:
     """Return parameters with their floats in another dtype."""
 
@@ -340,3 +364,8 @@ def _cast(params: Any, dtype: Any) -> Any:
         return x.update(dtype=jnp.dtype(dtype)) if isinstance(x, jax.ShapeDtypeStruct) else x.astype(dtype)
 
     return jax.tree.map(cast, params)
+
+
+def _read(state: Any) -> Any:
+    """Return a state with the arrays of its LazyArrays."""
+    return jax.tree.map(lambda x: x.get() if isinstance(x, LazyArray) else x, state)

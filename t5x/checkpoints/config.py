@@ -138,7 +138,6 @@ class RestoreCheckpointConfig:
     checkpointer_cls: Any = None
     checkpoint_manager_cls: Any = None
     use_gda: bool | None = None
-    rules: Rules = dataclasses.field(init=False)
 
     def __post_init__(self):
         _check_choice(self, "optimizer_state", ("keep", "reset"))
@@ -153,12 +152,15 @@ class RestoreCheckpointConfig:
                 f"utils.RestoreCheckpointConfig.dtype is {self.dtype!r}; it must be 'float32', 'bfloat16', 'float16' "
                 "or None."
             )
-        self.rules = Rules(
-            AssignmentMap(self.assignment_map or ()), self.strict, self.fallback_to_scratch,
-            tuple(self.state_transformation_fns),
-        )  # fmt: skip
+        AssignmentMap(self.assignment_map or ())  # raises UserError
         ignored = ("checkpointer_cls", "checkpoint_manager_cls", "use_gda")
         log_ignored("utils.RestoreCheckpointConfig", {name: getattr(self, name) for name in ignored})
+
+    @property
+    def rules(self) -> Rules:
+        """How a checkpoint is adapted; projects set `strict` and others after they create the configuration."""
+        functions = tuple(self.state_transformation_fns)
+        return Rules(AssignmentMap(self.assignment_map or ()), self.strict, self.fallback_to_scratch, functions)
 
 
 @dataclasses.dataclass

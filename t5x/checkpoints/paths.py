@@ -76,11 +76,14 @@ def step_of(path: epath.PathLike) -> int | None:
 
 
 def list_steps(directory: epath.PathLike) -> list[int]:
-    """Return the steps of the finished checkpoints in a local MODEL_DIR, ascending; empty if it does not exist."""
+    """Return the steps of the finished checkpoints in a local MODEL_DIR, ascending; empty if it does not exist.
+
+    An empty directory is not a checkpoint.
+    """
     if not os.path.isdir(directory):
         return []
     with os.scandir(directory) as entries:
-        steps = [step_of(entry.name) for entry in entries if entry.is_dir()]
+        steps = [step_of(entry.name) for entry in entries if entry.is_dir() and os.listdir(entry)]
     return sorted(step for step in steps if step is not None)
 
 

@@ -96,7 +96,7 @@ def _directory(path: RemotePath) -> Listing:
 
 
 def _newest(path: RemotePath, steps: list[int]) -> str:
-    """Return the newest finished checkpoint of a MODEL_DIR; if none shows that it is finished, the newest."""
+    """Return the name of the newest checkpoint that is known to be complete, or else of the newest one."""
     unfinished = []
     for step in reversed(steps):
         name = paths.checkpoint_name(step)

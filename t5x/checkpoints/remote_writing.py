@@ -93,7 +93,7 @@ def _fill(
     put: Callable[[RemotePath, str], Any],
     stopped: threading.Event | None = None,
 ) -> None:
-    """Put every file into a remote directory, the one that identifies a checkpoint last; verify the sizes."""
+    """Copy every file into a remote directory, the one that makes the checkpoint valid last, and verify the sizes."""
 
     def put_one(name: str) -> None:
         file = directory / name

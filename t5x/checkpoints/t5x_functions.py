@@ -98,6 +98,8 @@ def find_checkpoint(path: str, step: int | None = None) -> str:
 
     For T5X's native format, this is the path of the file `checkpoint`; for others, of the directory.
     """
+    if os.path.isfile(path):
+        return path
     if step is not None:
         path = get_checkpoint_dir(path, step)
     elif (newest := latest_step(path)) is not None:

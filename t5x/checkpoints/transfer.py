@@ -11,7 +11,7 @@ import numpy as np
 from t5x.checkpoints import families, layout, tree
 from t5x.checkpoints.assignment import SLOTS, Rules
 from t5x.checkpoints.formats import LazyArray, Source
-from t5x.errors import UserError
+from t5x.errors import ArgumentError, UserError
 
 log = logging.getLogger(__name__)
 
@@ -212,8 +212,8 @@ class Fitting:
             hints = [f"  utils.RestoreCheckpointConfig.{hint}" for hint in hints if hint]
             raise self._misfit("\n".join([table, *hints]))
 
-    def _misfit(self, table: str) -> UserError:
-        return UserError(
+    def _misfit(self, table: str) -> ArgumentError:
+        return ArgumentError(
             f"{self._source.path} does not fit the model (expected: the model, found: the checkpoint, which looks like "
             f"{_looks_like(self._source)}): {table}"
         )

@@ -2,7 +2,7 @@
 
 import enum
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from t5x.errors import UserError
 
@@ -40,37 +40,27 @@ def get_gin_config_from_interactive_model(
       imports_str: additional `import` lines.
     """
     script, model = T5XScriptType(script_type), interactive_model
-    directory, start = model.output_dir, model.newest_checkpoint
-    training = {
-        "MODEL_DIR": directory,
-        "TRAIN_STEPS": model.step + train_steps,
-        "BATCH_SIZE": model.batch_size,
-    }
-    dataset = {"utils.DatasetConfig.batch_size": model.batch_size, "utils.DatasetConfig.split": "validation"}
-    files = {
-        T5XScriptType.FINETUNING: ("finetune.gin", training | {"INITIAL_CHECKPOINT_PATH": start}),
-        T5XScriptType.PRETRAINING: ("pretrain.gin", training),
-        T5XScriptType.EVALUATION: (
-            "eval.gin",
-            {"CHECKPOINT_PATH": start, "EVAL_OUTPUT_DIR": os.path.join(directory, "eval"), **dataset},
-        ),
-        T5XScriptType.INFERENCE: (
-            "infer.gin",
-            {"CHECKPOINT_PATH": start, "INFER_OUTPUT_DIR": os.path.join(directory, "infer"), **dataset},
-        ),
-    }
-    file, values = files[script]
-    if "CHECKPOINT_PATH" in values and start is None:
+    trains = script in (T5XScriptType.FINETUNING, T5XScriptType.PRETRAINING)
+    name = {"finetuning": "finetune", "pretraining": "pretrain", "evaluation": "eval", "inference": "infer"}[script]
+    start = model.newest_checkpoint
+    values: dict[str, Any] = {"MIXTURE_OR_TASK_NAME": task_name, "TASK_FEATURE_LENGTHS": model.task_feature_lengths}
+    if trains:
+        values |= {"MODEL_DIR": model.output_dir, "TRAIN_STEPS": model.step + train_steps}
+        values["BATCH_SIZE"] = model.batch_size
+        values |= {"INITIAL_CHECKPOINT_PATH": start} if script is T5XScriptType.FINETUNING else {}
+    elif start is None:
         raise UserError("There is no checkpoint of this model yet to evaluate or infer with: call save_checkpoint().")
-    values |= {"MIXTURE_OR_TASK_NAME": task_name, "TASK_FEATURE_LENGTHS": model.task_feature_lengths}
+    else:
+        values |= {"CHECKPOINT_PATH": start, f"{name.upper()}_OUTPUT_DIR": os.path.join(model.output_dir, name)}
+        values |= {"utils.DatasetConfig.batch_size": model.batch_size, "utils.DatasetConfig.split": "validation"}
     parts = [
         "from __gin__ import dynamic_registration\n",
-        f"import __main__ as {'train' if 'TRAIN_STEPS' in values else file.removesuffix('.gin')}_script",
+        f"import __main__ as {'train' if trains else name}_script",
         "from t5x import partitioning\nfrom t5x import utils",
         imports_str,
         model_config_str,
-        f"include 't5x/configs/runs/{file}'\n",
-        *(f"{name} = {value!r}" for name, value in values.items()),
+        f"include 't5x/configs/runs/{name}.gin'\n",
+        *(f"{macro} = {value!r}" for macro, value in values.items()),
         partitioner_config_str,
     ]
     return "\n".join(part for part in parts if part) + "\n"

@@ -3,11 +3,13 @@
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+
+_Inferences = tuple[Sequence[Any], Mapping[str, Any]]
 
 
 def get_infer_fn(
@@ -33,7 +35,11 @@ def get_infer_fn(
     """
     takes_rng = "rng" in inspect.signature(infer_step).parameters
     shardings = (train_state_axes.params, partitioner.data_partition_spec, *([None] if takes_rng else []))
-    step = functools.wraps(infer_step)(lambda params, batch, *rng: infer_step(params, batch, **_named(rng)))
+
+    @functools.wraps(infer_step)
+    def step(params: Any, batch: Any, *rng: Any) -> Any:
+        return infer_step(params, batch, **({"rng": rng[0]} if rng else {}))
+
     compiled = partitioner.partition(step, in_axis_resources=shardings, out_axis_resources=None)
 
     def infer_fn(ds: Iterable[tuple[int, Mapping[str, Any]]], train_state: Any, rng: jax.Array | None = None) -> Any:
@@ -59,8 +65,13 @@ def get_infer_fn(
     return infer_fn
 
 
-def _named(rng: tuple[Any, ...]) -> dict[str, Any]:
-    return {"rng": rng[0]} if rng else {}
+def _extract_tokens_and_aux_values(inference_fn_outputs: Any) -> _Inferences:
+    """Return the outputs of an `infer_fn` and its auxiliary outputs, without indices and in their order."""
+    outputs, aux = inference_fn_outputs if isinstance(inference_fn_outputs, tuple) else (inference_fn_outputs, {})
+    order = np.argsort([index for index, _ in outputs])
+    sort = lambda values: [values[i] for i in order]
+    is_leaf = lambda x: isinstance(x, list | np.ndarray)
+    return [value for _, value in sort(outputs)], jax.tree.map(sort, aux, is_leaf=is_leaf)
 
 
 def _lists(values: list[Any]) -> list[Any]:

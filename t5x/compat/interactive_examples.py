@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from t5x.data import Feature, FunctionDataSource, Task, get_mixture_or_task
+from t5x.data import Feature, FunctionDataSource, Task, get_mixture_or_task, preprocessors
 from t5x.data.example_order import Order
 from t5x.data.pipeline import Example, Pipeline, Preprocessor
 from t5x.data.tasks import task_rates
@@ -24,10 +24,31 @@ def get_dataset_from_natural_text_examples(
     preprocessors: Sequence[Preprocessor],
     task_feature_lengths: Mapping[str, int] | None,
     features: Mapping[str, Feature],
-) -> list[Example]:
-    """Return the preprocessed examples, not yet truncated to their lengths."""
-    pipeline = Pipeline("examples", source_of(examples), "train", preprocessors, features, task_feature_lengths)
+) -> Any:
+    """Return the preprocessed examples: a list, not yet truncated; with features of seqio, a tf.data.Dataset."""
+    if not all(isinstance(feature, Feature) for feature in features.values()):
+        return _seqio_dataset(_pairs(examples), preprocessors, task_feature_lengths, features)
+    source = source_of(examples)
+    pipeline = Pipeline("examples", source, "train", without_seqio(preprocessors), features, task_feature_lengths)
     return [example for index in range(len(pipeline)) for example in pipeline.outputs(0, index)]
+
+
+def _seqio_dataset(pairs: Sequence[Example], steps: Sequence[Any], lengths: Any, features: Mapping[str, Any]) -> Any:
+    import seqio
+    import tensorflow as tf
+
+    columns = {name: [pair[name] for pair in pairs] for name in pairs[0]}
+    source = seqio.FunctionDataSource(
+        lambda split, shuffle_files, seed=None: tf.data.Dataset.from_tensor_slices(columns), splits=["train"]
+    )
+    task = seqio.Task("examples", source=source, preprocessors=list(steps), output_features=features)
+    return task.get_dataset(lengths, "train", shuffle=False, num_epochs=1)
+
+
+def without_seqio(functions: Sequence[Preprocessor]) -> list[Preprocessor]:
+    """Return the preprocessors with ours for those of seqio, which take a tf.data.Dataset."""
+    theirs = lambda f: getattr(f, "__module__", "") == "seqio.preprocessors"
+    return [getattr(preprocessors, f.__name__, f) if theirs(f) else f for f in functions]
 
 
 def get_batches_from_seqio(
@@ -70,12 +91,17 @@ def get_batches_from_seqio(
 
 def source_of(examples: Batch) -> FunctionDataSource:
     """Return a source of the examples as {"inputs", "targets"}, with the same examples in every split."""
+    pairs = _pairs(examples)
+    return FunctionDataSource(lambda split: pairs, splits=SPLITS)
+
+
+def _pairs(examples: Batch) -> list[dict[str, Any]]:
     if isinstance(examples, str | Mapping):
         raise UserError("examples is a single example: pass a list.")
     pairs = [_pair(example) for example in examples]
     if not pairs:
         raise UserError("examples is empty: give at least one.")
-    return FunctionDataSource(lambda split: pairs, splits=SPLITS)
+    return pairs
 
 
 def _pair(example: TextExample) -> dict[str, Any]:

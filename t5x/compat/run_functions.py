@@ -1,9 +1,11 @@
 """T5X's `utils` for training scripts of users: datasets, checkpoints and steps, over our modules."""
 
+import json
 import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -15,6 +17,7 @@ import numpy as np
 from flax.linen.partitioning import AxisMetadata
 
 from t5x import checkpoint_utils, checkpoints
+from t5x.checkpoints.best import BEST_FILE
 from t5x.checkpoints.config import CheckpointConfig, RestoreCheckpointConfig, SaveCheckpointConfig
 from t5x.checkpoints.tree import parameter_table
 from t5x.data.dataset_config import DatasetConfig, import_task_module
@@ -73,7 +76,7 @@ class ShardedDatasetIterator(ExternalBatches):
     Args:
       iterator: yields the rows of this process.
       partitioner: the mesh.
-      global_shapes: shapes of the global batch; no effect, because they follow from the rows.
+      global_shapes: ignored: the shapes of the global batch follow from the rows.
     """
 
     def __init__(self, iterator: Iterator[Mapping[str, Any]], partitioner: Any, global_shapes: Any):
@@ -92,13 +95,11 @@ class ShardedDatasetIterator(ExternalBatches):
 
     def save(self, filename: str) -> None:
         """Write the position to a file."""
-        with open(filename, "w") as file:
-            file.write(str(self._taken))
+        Path(filename).write_text(str(self._taken))
 
     def load(self, filename: str) -> None:
         """Continue at the position in a file."""
-        with open(filename) as file:
-            self.restore({"own": True, "batches": int(file.read())})
+        self.restore({"own": True, "batches": int(Path(filename).read_text())})
 
 
 def prepare_train_iter(train_iter: Any, *, partitioner: Any, checkpoint_cfg: CheckpointConfig, data_layout: Any) -> Any:
@@ -210,7 +211,6 @@ class LegacyCheckpointer:
 
     def __init__(self, *, save_checkpointer: Any = None, restore_checkpointer: Any, strict: bool = False):
         self.save_checkpointer, self.restore_checkpointer = save_checkpointer, restore_checkpointer
-        self._strict = strict
 
     def save(self, path: str, item: Any, state_transformation_fns: Sequence[Any] = (), **_: Any) -> None:
         """Save a training state; its step decides the name."""
@@ -226,9 +226,7 @@ class LegacyCheckpointer:
         lazy_parameters: bool = False,
     ) -> Any:
         """Return the state of a checkpoint of any format."""
-        return self.restore_checkpointer.restore(
-            path=path, state_transformation_fns=state_transformation_fns, fallback_state=fallback_state
-        )
+        return self.restore_checkpointer.restore(None, path, state_transformation_fns, fallback_state, lazy_parameters)
 
     def close(self) -> None:
         """Do nothing: no file stays open."""
@@ -277,11 +275,8 @@ class LegacyCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
 
     def best_step(self) -> int | None:
         """Return the step that MODEL_DIR/best.json names, or None."""
-        path = os.path.join(self._model_dir, "best.json")
-        if not os.path.exists(path):
-            return None
-        with open(path) as file:
-            return int(re.search(r'"step": (\d+)', file.read())[1])
+        path = Path(self._model_dir, BEST_FILE)
+        return json.loads(path.read_text())["step"] if path.exists() else None
 
     def should_save(self, step: int) -> bool:
         """Return whether a step is due."""
@@ -305,7 +300,7 @@ class LegacyCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
         if paths is None or restore_cfg is None:
             step = paths if isinstance(paths, int) else None
             return super().restore(step=step, fallback_state=fallback_state, **options)
-        return restore(self._checkpointer, [paths] if isinstance(paths, str) else paths, restore_cfg, fallback_state)
+        return restore(super(), [paths] if isinstance(paths, str) else paths, restore_cfg, fallback_state)
 
     def delete(self, step: int) -> None:
         """Remove a checkpoint that is not pinned."""
@@ -394,10 +389,7 @@ class TrainStateInitializer(StateLayout):
         return self.state(source.step or 0, restore_params(source, self.model, self, cfg), {}, {})
 
     def from_checkpoints(
-        self,
-        restore_cfgs: Sequence[RestoreCheckpointConfig],
-        ds_iter: Any = None,
-        init_rng: jax.Array | None = None,
+        self, restore_cfgs: Sequence[RestoreCheckpointConfig], ds_iter: Any = None, init_rng: jax.Array | None = None
     ) -> Iterator[tuple[Any, str]]:
         """Yield (state, path) of every checkpoint of the first configuration that has one."""
         cfg, found = get_first_valid_restore_config_and_paths(restore_cfgs)
@@ -405,11 +397,7 @@ class TrainStateInitializer(StateLayout):
             yield self.restored(path, cfg, init_rng), path
 
     def from_checkpoint(
-        self,
-        ckpt_cfgs: Sequence[RestoreCheckpointConfig],
-        *,
-        ds_iter: Any = None,
-        init_rng: jax.Array | None = None,
+        self, ckpt_cfgs: Sequence[RestoreCheckpointConfig], *, ds_iter: Any = None, init_rng: jax.Array | None = None
     ) -> Any:
         """Return the state of the only checkpoint; None if there is none."""
         states = [state for state, _ in self.from_checkpoints(ckpt_cfgs, ds_iter, init_rng)]
@@ -418,11 +406,7 @@ class TrainStateInitializer(StateLayout):
         return states[0] if states else None
 
     def from_checkpoint_or_scratch(
-        self,
-        ckpt_cfgs: Sequence[RestoreCheckpointConfig],
-        *,
-        init_rng: jax.Array,
-        ds_iter: Any = None,
+        self, ckpt_cfgs: Sequence[RestoreCheckpointConfig], *, init_rng: jax.Array, ds_iter: Any = None
     ) -> Any:
         """Return the state of the only checkpoint, or a fresh one if there is none."""
         state = self.from_checkpoint(ckpt_cfgs, ds_iter=ds_iter, init_rng=init_rng)

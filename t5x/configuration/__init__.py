@@ -12,6 +12,8 @@ In gin files, `import __main__ as train_script` means the `entry_points` of `par
 mean modules of this package. Python's own imports are not affected.
 """
 
+# ruff: noqa: F401
+
 from t5x.configuration.checking import check, entry_points_in_use
 from t5x.configuration.command_line import rewrite_gin_args, split_gin_args
 from t5x.configuration.errors import ConfigurationError
@@ -19,20 +21,3 @@ from t5x.configuration.printing import bindings, config_str, resolved_str
 from t5x.configuration.reading import STAND_INS, parse
 from t5x.configuration.running import configured, root_cause, user_message
 from t5x.configuration.state import clear
-
-__all__ = [
-    "STAND_INS",
-    "ConfigurationError",
-    "bindings",
-    "check",
-    "clear",
-    "config_str",
-    "configured",
-    "entry_points_in_use",
-    "parse",
-    "resolved_str",
-    "rewrite_gin_args",
-    "root_cause",
-    "split_gin_args",
-    "user_message",
-]

@@ -1,7 +1,5 @@
 """Check a parsed configuration before anything runs, and report all problems at once."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 from collections.abc import Callable, Iterator
@@ -11,10 +9,11 @@ from gin import config
 
 from t5x.configuration import names
 from t5x.configuration import state as states
-from t5x.configuration.errors import Origin, combine, did_you_mean
+from t5x.configuration.errors import Origin, combine
 from t5x.configuration.parameters import accepts, parameters_of, required_parameters
 from t5x.configuration.printing import Printer, resolve
 from t5x.configuration.values import MACRO, is_constant, is_macro, is_required, macros_in, references_in, scope_of
+from t5x.errors import did_you_mean
 
 _logger = logging.getLogger(__name__)
 

@@ -1,7 +1,5 @@
 """`--gin.NAME=VALUE` arguments."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import tokenize

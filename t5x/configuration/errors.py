@@ -1,16 +1,13 @@
-"""Configuration errors, with the place of the mistake and the closest valid name."""
-
-from __future__ import annotations
+"""The type and format of configuration errors. The messages are in `reading`, `names` and `checking`."""
 
 import dataclasses
-import difflib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
-from t5x.errors import UserError
+from t5x.errors import ArgumentError
 
 
-class ConfigurationError(UserError):
+class ConfigurationError(ArgumentError):
     """The gin files or the `--gin.…` arguments are wrong or incomplete."""
 
 
@@ -43,21 +40,6 @@ def display_path(path: str) -> str:
     """Return `path` relative to the working directory if it is inside it, else the absolute path."""
     relative = os.path.relpath(path)
     return os.path.abspath(path) if relative.startswith(os.pardir) else relative
-
-
-def did_you_mean(name: str, candidates: Iterable[str] | Mapping[str, str]) -> str:
-    """Return a sentence that suggests the closest candidates, or an empty string if none is close.
-
-    Args:
-      candidates: valid names; a mapping suggests its values where a key is close.
-
-    >>> did_you_mean("batchsize", ["batch_size", "seed"])
-    ' Did you mean `batch_size`?'
-    """
-    shown = candidates if isinstance(candidates, Mapping) else {name: name for name in candidates}
-    folded = {key.lower(): value for key, value in shown.items()}
-    close = dict.fromkeys(folded[key] for key in difflib.get_close_matches(name.lower(), folded, cutoff=0.65))
-    return f" Did you mean {' or '.join(f'`{value}`' for value in close)}?" if close else ""
 
 
 def combine(problems: Sequence[str], headline: str) -> ConfigurationError:

@@ -1,7 +1,5 @@
 """Resolve the names in gin files to functions and classes, and register those with gin."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import inspect
@@ -17,9 +15,9 @@ from gin import config
 from gin.config_parser import ImportStatement, Location
 
 from t5x import user_modules
-from t5x.configuration.errors import ConfigurationError, did_you_mean, display_path
+from t5x.configuration.errors import ConfigurationError, display_path
 from t5x.configuration.state import Import, State, bindings
-from t5x.errors import UserError
+from t5x.errors import UserError, did_you_mean
 
 _MISSING = object()
 _MOVED_MODULES = {"t5x.plain": "t5x.verbs.file_training"}  # in config.gin files of earlier versions

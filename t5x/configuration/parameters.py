@@ -1,7 +1,5 @@
 """Parameters of configurables, and whether a gin value fits their annotations."""
 
-from __future__ import annotations
-
 import collections.abc
 import inspect
 import types

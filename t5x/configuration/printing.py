@@ -1,7 +1,5 @@
 """Print the configuration as gin text that reads back as the same configuration."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import pprint

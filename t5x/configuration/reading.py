@@ -1,7 +1,5 @@
 """Read gin files and command-line bindings, statement by statement, so that errors can name the line."""
 
-from __future__ import annotations
-
 import os
 import re
 import tokenize
@@ -13,10 +11,11 @@ from gin import config, config_parser
 
 from t5x.configuration import state as states
 from t5x.configuration.command_line import read_argument
-from t5x.configuration.errors import ConfigurationError, Origin, combine, did_you_mean, display_path
+from t5x.configuration.errors import ConfigurationError, Origin, combine, display_path
 from t5x.configuration.names import FileNames, configurable
 from t5x.configuration.parameters import parameters_of
 from t5x.configuration.values import MACRO, ParsedReference, ParserDelegate, map_value
+from t5x.errors import did_you_mean
 
 STAND_INS = {"seqio": "t5x.data.gin_seqio", "optax": "t5x.optimizers.gin_optax"}
 

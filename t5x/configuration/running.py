@@ -1,7 +1,5 @@
 """Call configured functions, and explain errors that pass through gin."""
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Callable
 from typing import Any

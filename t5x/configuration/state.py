@@ -3,8 +3,6 @@
 Gin itself holds the values.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -47,7 +45,7 @@ class State:
     sources: dict[str, tuple[ImportStatement, str]] = dataclasses.field(default_factory=dict)
     origins: dict[Key, Origin] = dataclasses.field(default_factory=dict)
 
-    def copy(self) -> State:
+    def copy(self) -> "State":
         return State(**{name: copy.copy(value) for name, value in vars(self).items()})
 
     def origin(self, key: Key) -> Origin:

@@ -1,7 +1,5 @@
 """Gin values: Python literals that may contain references (`@name`, `@name()`) and macros (`%NAME`)."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

@@ -4,10 +4,7 @@ import sys
 from importlib.abc import MetaPathFinder
 from typing import Any
 
-_MISSING = {
-    "t5x.contrib.moe": "mixture-of-experts networks",
-    "t5x.contrib.calm": "early-exit decoding (CALM)",
-}
+_MISSING = {"t5x.contrib.moe": "mixture-of-experts networks", "t5x.contrib.calm": "early-exit decoding (CALM)"}
 
 
 class _Explanations(MetaPathFinder):
@@ -15,11 +12,8 @@ class _Explanations(MetaPathFinder):
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
         if what := _MISSING.get(fullname):
-            raise ModuleNotFoundError(
-                f"{fullname} does not exist in this package: it has no {what}. Remove what needs it, or use T5X for "
-                "that model.",
-                name=fullname,
-            )
+            message = f"{fullname} does not exist in this package: it has no {what}. Use T5X for that model."
+            raise ModuleNotFoundError(message, name=fullname)
 
 
 sys.meta_path.append(_Explanations())

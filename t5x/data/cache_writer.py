@@ -29,6 +29,7 @@ from t5x.errors import UserError
 from t5x.files.digests import digest_of
 from t5x.files.directories import Directory, open_directory
 from t5x.files.disk_space import free_bytes, human_size
+from t5x.lazy_imports import import_extra
 from t5x.telemetry.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -392,24 +393,19 @@ def _send_summary(work: Work, number: int, parent: worker_process.Parent) -> Non
 
 
 def _make_with_beam(work: Work, missing: Sequence[int], runner: str) -> dict[int, Summary]:
-    try:
-        import apache_beam
-        from apache_beam.options.pipeline_options import PipelineOptions
-    except ImportError as error:
-        raise UserError(
-            f"--runner needs Apache Beam ({error}). `pip install apache-beam`, or `pip install -e '.[beam]'` in the "
-            "checkout of t5x. Without --runner, local processes write the cache (--num_workers)."
-        ) from error
+    beam = import_extra("apache_beam", "--runner needs a package: `pip install apache-beam`. Or omit it")
+    from apache_beam.options.pipeline_options import PipelineOptions
+
     payload = worker_process.pickled(work, "Omit --runner and set --num_workers=0")
     options = PipelineOptions(["--runner", runner])
     logger.info("writing %d shard(s) with Beam's %s", len(missing), runner)
     try:
-        pipeline = apache_beam.Pipeline(options=options)
+        pipeline = beam.Pipeline(options=options)
     except ValueError as error:
         raise UserError(f"--runner={runner}: {error}") from error
     with _safe_path_in_children(), pipeline:
-        shards = pipeline | apache_beam.Create(list(missing)) | apache_beam.Reshuffle()
-        _ = shards | "WriteShard" >> apache_beam.Map(functools.partial(_write_pickled, payload))
+        shards = pipeline | beam.Create(list(missing)) | beam.Reshuffle()
+        _ = shards | "WriteShard" >> beam.Map(functools.partial(_write_pickled, payload))
     finished = _finished(work, missing)
     if len(finished) < len(missing):
         raise UserError(

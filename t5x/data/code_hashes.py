@@ -29,24 +29,11 @@ _HAS_DOCSTRING = 0x4000000  # of co_flags, from Python 3.13 on
 _COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis))
-_NOT_OF_A_CLASS = frozenset(
-    (
-        "__dict__",
-        "__weakref__",
-        "__doc__",
-        "__module__",
-        "__annotations__",
-        "__annotate__",
-        "__annotate_func__",
-        "__annotations_cache__",
-        "__firstlineno__",
-        "__static_attributes__",
-        "__abstractmethods__",
-        "_abc_impl",
-        "__slotnames__",
-        "__parameters__",
-    )
-)
+_NOT_OF_A_CLASS = {
+    "__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__annotate__", "__annotate_func__",
+    "__annotations_cache__", "__firstlineno__", "__static_attributes__", "__abstractmethods__", "_abc_impl",
+    "__slotnames__", "__parameters__",
+}  # fmt: skip
 
 
 def fingerprint(value: Any, *, lasting: bool = False) -> str:

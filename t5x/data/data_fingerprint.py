@@ -27,7 +27,6 @@ Fingerprint = dict[str, Any]
 
 _FORMAT = 1
 _JSON_TYPES = (type(None), bool, int, float, str)
-_MAX_LENGTH = 60  # characters of a value in a message
 _NOT_OF_A_CONVERTER = ("trimmed", "_apply_length_check")
 _hashes: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
@@ -208,8 +207,4 @@ def changed_values(where: str, before: Mapping[str, Any], now: Mapping[str, Any]
     for name in dict(before | now):
         was, is_now = (repr(of[name]) if name in of else "not set" for of in (before, now))
         if was != is_now:
-            yield f"{where} {name} was {_shortened(was)} and is {_shortened(is_now)}"
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= _MAX_LENGTH else f"{text[:_MAX_LENGTH]}…"
+            yield f"{where} {name} was {was:.60} and is {is_now:.60}"

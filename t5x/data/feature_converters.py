@@ -9,7 +9,7 @@ aligned; and an id 0 inside an example is kept, where seqio drops one token from
 import abc
 import collections
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -94,6 +94,14 @@ class FeatureConverter(abc.ABC):
         Returns:
           {model feature: int32 [length]}.
         """
+
+    def __call__(self, ds: Iterable[Example], task_feature_lengths: Lengths) -> Any:
+        """Convert examples one by one, or a tf.data.Dataset as seqio's converter of the same name does."""
+        if not hasattr(ds, "element_spec"):
+            return [self.convert_row([example], task_feature_lengths) for example in ds]
+        from t5x.data.seqio_converters import convert_dataset
+
+        return convert_dataset(self, ds, task_feature_lengths)
 
     def capacity(self, task_feature_lengths: Lengths) -> tuple[int, ...]:
         """Return the number of positions of a row in each packed feature; (1,), one example, without packing."""

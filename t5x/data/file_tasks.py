@@ -162,7 +162,7 @@ class Survey(NamedTuple):
 def check_examples(
     task: Task,
     split: str,
-    limits: Mapping[str, tuple[str, int]],
+    data: DataDescription,
     *,
     skip_bad_examples: bool = False,
     count: int | None = None,
@@ -171,7 +171,7 @@ def check_examples(
     """Check the examples of a `file_task`; log a warning about bad, empty and too long ones.
 
     Args:
-      limits: {feature: (option that limits its tokens, limit)}.
+      data: has the lengths of a run.
       skip_bad_examples: count bad examples instead of raising a UserError for the first one.
       count: number of examples to check, from the start of the file; None checks all.
       tokenized: number of these to tokenize; None tokenizes all.
@@ -204,11 +204,11 @@ def check_examples(
     for name, number in empty.items():
         if number:
             log.warning("%s: %d %s have empty %s", split, number, of_all, name)
-    for name, (option, limit) in limits.items():
+    for name, limit in (("inputs", data.max_input_length), ("targets", data.max_target_length)):
         if over := [length for length in lengths[name] if length > limit]:
             log.warning(
-                "%s: %d of %d %s are longer than %s %d and are cut off there; the longest has %d tokens",
-                split, len(over), len(lengths[name]), name, option, limit, max(over),
+                "%s: %d of %d %s are longer than --max_%s_length %d and are cut off there; the longest has %d tokens",
+                split, len(over), len(lengths[name]), name, name.removesuffix("s"), limit, max(over),
             )  # fmt: skip
     return Survey(first, {name: max(found, default=1) for name, found in lengths.items()})
 

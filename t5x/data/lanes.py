@@ -216,9 +216,10 @@ class LaneConfig(NamedTuple):
     Attributes:
       pipelines: pipelines of the tasks.
       rates: positive rate of each task.
-      converter, lengths, trim: convert examples to a row.
+      converter, lengths: convert examples to a row; lengths are those of task features.
       batch_size: rows of the global batch.
       shuffle: use a different order each epoch.
+      trim: truncate features that are too long; otherwise they are bad examples.
       bad: counter of skipped bad examples; None raises an error for them.
     """
 
@@ -226,9 +227,9 @@ class LaneConfig(NamedTuple):
     rates: Sequence[float]
     converter: FeatureConverter
     lengths: Mapping[str, int]
-    trim: bool
     batch_size: int
-    shuffle: bool
+    shuffle: bool = True
+    trim: bool = True
     bad: "BadExamples | None" = None
 
     def lanes(self, rows: Iterable[int]) -> list["Lane"]:

@@ -27,7 +27,7 @@ from t5x.data.lanes import (
 )
 from t5x.data.pipeline import Example, Pipeline
 from t5x.data.sources import BadExample
-from t5x.data.tasks import Mixture, Task, check_split, get_subtasks, task_rates
+from t5x.data.tasks import Task, check_split, get_subtasks, task_rates
 from t5x.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -63,21 +63,20 @@ def train_loader(
         logger.info("mixture %s: %s", found.name, shares)
     seed = _seed(cfg)
     lengths, extra = cfg.task_feature_lengths, cfg.runtime_preprocessors
-    pipelines = [
-        (task.pipeline(cfg.split, lengths, seed, extra, need_text=False, use_cached=cfg.use_cached), rate)
-        for task, rate in rates.items()
-    ]
-    return TrainLoader(
-        pipelines,
+    config = LaneConfig(
+        [
+            task.pipeline(cfg.split, lengths, seed, extra, need_text=False, use_cached=cfg.use_cached)
+            for task in rates
+        ],
+        list(rates.values()),
         feature_converter,
-        cfg.task_feature_lengths,
-        batch_size=cfg.batch_size,
-        rows=rows,
-        shuffle=cfg.shuffle,
-        trim=cfg.trim_output_features,
-        skip_bad_examples=cfg.skip_bad_examples,
-        num_workers=cfg.num_workers,
+        lengths,
+        cfg.batch_size,
+        cfg.shuffle,
+        cfg.trim_output_features,
+        BadExamples() if cfg.skip_bad_examples else None,
     )
+    return TrainLoader(config, rows=rows, num_workers=cfg.num_workers)
 
 
 def _check_vocabularies(tasks: Sequence[Task], features: Iterable[str]) -> None:
@@ -99,15 +98,8 @@ class TrainLoader(Iterator[Batch]):
     together are the same for any number of processes and workers.
 
     Args:
-      pipelines: the task's pipeline, or (pipeline, rate) of each task of a mixture.
-      feature_converter: makes the model's features.
-      task_feature_lengths: {task feature: length}.
-      batch_size: rows of the global batch.
-      rows: rows that this process reads; None reads all.
-      shuffle: use a different order each epoch.
-      trim: truncate features that are too long.
-      skip_bad_examples: skip and count examples that cannot be read, or that are too long if `trim` is False; False
-        raises an error for them.
+      config: what is read.
+      rows: rows of the global batch that this process reads; None reads all.
       num_workers: number of processes that make the rows; 0 uses a thread of this one; None chooses by the number of
         cores.
 
@@ -115,44 +107,11 @@ class TrainLoader(Iterator[Batch]):
       counts: numbers of examples skipped for and features truncated in the batches returned so far.
     """
 
-    def __init__(
-        self,
-        pipelines: Pipeline | Sequence[tuple[Pipeline, float]],
-        feature_converter: FeatureConverter,
-        task_feature_lengths: Mapping[str, int],
-        *,
-        batch_size: int,
-        rows: range | None = None,
-        shuffle: bool = True,
-        trim: bool = True,
-        skip_bad_examples: bool = False,
-        num_workers: int | None = 0,
-    ):
-        rows = range(batch_size) if rows is None else rows
-        if not len(rows) or min(rows) < 0 or max(rows) >= batch_size:
-            raise UserError(f"The rows {rows} are not rows of a batch of {batch_size}.")
-        if isinstance(pipelines, Pipeline):
-            pipelines = [(pipelines, 1.0)]
-        made = [pipeline for pipeline, _ in pipelines]
-        self._identity = {
-            "version": _STATE_VERSION,
-            **_identity(pipelines),
-            "seed": made[0].seed,
-            "shuffle": shuffle,
-            "batch_size": batch_size,
-        }
-        if feature_converter.pack or any(pipeline.pieces for pipeline in made):  # positions depend on them
-            self._identity |= {"pack": feature_converter.pack, "lengths": dict(task_feature_lengths)}
-        config = self._config = LaneConfig(
-            pipelines=made,
-            rates=[rate for _, rate in pipelines],
-            converter=feature_converter,
-            lengths=task_feature_lengths,
-            trim=trim,
-            batch_size=batch_size,
-            shuffle=shuffle,
-            bad=BadExamples() if skip_bad_examples else None,
-        )
+    def __init__(self, config: LaneConfig, *, rows: range | None = None, num_workers: int | None = 0):
+        rows = range(config.batch_size) if rows is None else rows
+        if not len(rows) or min(rows) < 0 or max(rows) >= config.batch_size:
+            raise UserError(f"The rows {rows} are not rows of a batch of {config.batch_size}.")
+        self._config, self._identity = config, _identity(config)
         count = min(default_workers() if num_workers is None else num_workers, len(rows))
         local = LocalRows(config, rows)
         self._states = local.states()
@@ -267,12 +226,18 @@ def _identity_in(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in state.items() if name not in ("batches", "lanes", "fingerprint")}
 
 
-def _identity(pipelines: Sequence[tuple[Pipeline, float]]) -> dict[str, Any]:
+def _identity(config: LaneConfig) -> dict[str, Any]:
     """Return what a saved position belongs to."""
-    described = [{"task": p.name, "split": p.split, "num_examples": len(p), "rate": rate} for p, rate in pipelines]
-    if len(described) > 1:
-        return {"tasks": described}
-    return {name: value for name, value in described[0].items() if name != "rate"}
+    pipelines, converter = config.pipelines, config.converter
+    tasks = [{"task": pipeline.name, "split": pipeline.split, "num_examples": len(pipeline)} for pipeline in pipelines]
+    found: dict[str, Any] = {"version": _STATE_VERSION, **tasks[0]}
+    if len(tasks) > 1:
+        rated = [task | {"rate": rate} for task, rate in zip(tasks, config.rates, strict=True)]
+        found = {"version": _STATE_VERSION, "tasks": rated}
+    found |= {"seed": pipelines[0].seed, "shuffle": config.shuffle, "batch_size": config.batch_size}
+    if converter.pack or any(pipeline.pieces for pipeline in pipelines):  # positions depend on them
+        found |= {"pack": converter.pack, "lengths": dict(config.lengths)}
+    return found
 
 
 def default_workers() -> int:
@@ -297,12 +262,9 @@ class EvalBatch(NamedTuple):
 
 
 def eval_batches(
-    cfg_or_task: DatasetConfig | Task | Mixture,
+    cfg: DatasetConfig,
     *,
     feature_converter: FeatureConverter,
-    split: str | None = None,
-    feature_lengths: Mapping[str, int] | None = None,
-    batch_size: int | None = None,
     rows: range | None = None,
     num_examples: int | None = None,
 ) -> Iterator[EvalBatch]:
@@ -311,23 +273,12 @@ def eval_batches(
     Every process gets the same number of batches.
 
     Args:
-      cfg_or_task: the dataset; a config supplies the arguments that are None.
+      cfg: the dataset. Without task_feature_lengths, they are those of the longest example, rounded up.
       feature_converter: makes the model's features.
-      split: split of the task.
-      feature_lengths: {task feature: length}; None, also in the config, uses the longest example, rounded up.
-      batch_size: rows of the global batch.
       rows: rows of the global batch that this process reads; None reads all.
       num_examples: stop after N examples; None reads all.
     """
-    if isinstance(cfg_or_task, DatasetConfig):
-        cfg = cfg_or_task
-    elif split is None or batch_size is None:
-        raise UserError(f"Evaluating {cfg_or_task.name!r} needs a split and a batch size.")
-    else:
-        cfg = DatasetConfig(cfg_or_task, None, split, batch_size, shuffle=False, seed=0)
-    found = cfg.mixture_or_task()
-    split, batch_size = split or cfg.split, batch_size or cfg.batch_size
-    lengths = feature_lengths or cfg.task_feature_lengths
+    found, split, lengths = cfg.mixture_or_task(), cfg.split, cfg.task_feature_lengths
     tasks = [task for task in get_subtasks(found) if split in task.splits] or get_subtasks(found)
     seed, extra = _seed(cfg), cfg.runtime_preprocessors
     pipelines = [task.pipeline(split, lengths, seed, extra, use_cached=cfg.use_cached) for task in tasks]
@@ -343,9 +294,9 @@ def eval_batches(
     convert = functools.partial(_convert, feature_converter, lengths, cfg.trim_output_features)
     if bad is not None:
         examples = (one for one in examples if _fits(one, convert, bad))
-    rows = range(batch_size) if rows is None else rows
+    rows = range(cfg.batch_size) if rows is None else rows
     padding = functools.partial(feature_converter.convert_row, [], lengths)
-    return _eval_batches(itertools.islice(examples, num_examples), convert, padding, batch_size, rows)
+    return _eval_batches(itertools.islice(examples, num_examples), convert, padding, cfg.batch_size, rows)
 
 
 class _Once(NamedTuple):
@@ -372,7 +323,8 @@ def read_once(pipeline: Pipeline, shuffle: bool, bad: BadExamples | None) -> Ite
     """Yield every example of a split once; if examples are joined, the last piece is shorter."""
     order = Order(len(pipeline), pipeline.seed, shuffle)
     count = 0
-    for outputs, index in _pieces(pipeline, order, bad) if pipeline.pieces else _outputs(pipeline, order, bad):
+    found = read_positions(pipeline, order, bad, range(order.size))
+    for _, index, outputs in _pieces(pipeline, found) if pipeline.pieces else found:
         for example in outputs:
             count += 1
             yield _Once(example, pipeline, index)
@@ -380,30 +332,35 @@ def read_once(pipeline: Pipeline, shuffle: bool, bad: BadExamples | None) -> Ite
         raise UserError(f"All examples in split {pipeline.split!r} of task {pipeline.name!r} are dropped or skipped.")
 
 
-def _outputs(pipeline: Pipeline, order: Order, bad: BadExamples | None) -> Iterator[tuple[list[Example], int]]:
-    for position in range(order.size):
+def read_positions(
+    pipeline: Pipeline, order: Order, bad: BadExamples | None, positions: Iterable[int]
+) -> Iterator[tuple[int, int, list[Example]]]:
+    """Yield (position, index of the source example, what is made of it) of these positions in the order."""
+    for position in positions:
         epoch, index = order(position)
         try:
-            yield pipeline.outputs(epoch, index), index
+            yield position, index, pipeline.outputs(epoch, index)
         except BadExample as error:
             if bad is None:
                 raise
             bad.add(error)
 
 
-def _pieces(pipeline: Pipeline, order: Order, bad: BadExamples | None) -> Iterator[tuple[list[Example], int]]:
+def _pieces(
+    pipeline: Pipeline, documents: Iterable[tuple[int, int, list[Example]]]
+) -> Iterator[tuple[int, int, list[Example]]]:
     length, feature = pipeline.pieces.length, pipeline.pieces.feature
     parts, joined, made, index = [], 0, 0, 0
-    for outputs, index in _outputs(pipeline, order, bad):
+    for _, index, outputs in documents:
         for example in outputs:
             parts.append(np.asarray(example[feature]))
             joined += len(parts[-1])
             while joined >= length:
                 tokens = np.concatenate(parts)
-                yield pipeline.piece_outputs(tokens[:length], (made,), index), index
+                yield made, index, pipeline.piece_outputs(tokens[:length], (made,), index)
                 parts, joined, made = [tokens[length:]], joined - length, made + 1
     if joined:
-        yield pipeline.piece_outputs(np.concatenate(parts), (made,), index), index
+        yield made, index, pipeline.piece_outputs(np.concatenate(parts), (made,), index)
 
 
 def measure_lengths(examples: Sequence[Example], features: Iterable[str]) -> dict[str, int]:

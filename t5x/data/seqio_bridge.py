@@ -32,7 +32,7 @@ from t5x.data.code_hashes import fingerprint
 from t5x.data.feature_spec import Feature
 from t5x.data.pipeline import Pipeline, Preprocessor, name_of
 from t5x.data.sources import ArrayRecordDataSource, DataSource
-from t5x.data.tasks import Mixture, Task, check_split, other_registries
+from t5x.data.tasks import Mixture, Task, other_registries
 from t5x.data.tf_data_values import from_tf_data, to_tf_data
 from t5x.data.vocabularies import as_vocabulary
 from t5x.errors import UserError
@@ -119,6 +119,10 @@ def _read_vocabularies_from_mirror(task: Any) -> None:
 # --- Tasks and mixtures -----------------------------------------------------------------------------------------------
 
 
+# Preprocessors of t5 that make inputs of targets; seqio does not ask a task to list these as a feature.
+_MAKE_INPUTS = {"denoise", "iid_denoising", "prefix_lm", "span_corruption"}
+
+
 class _Request(NamedTuple):
     """Arguments of seqio's `Task.get_dataset`."""
 
@@ -142,6 +146,8 @@ class SeqioTask(Task):
                           feature.rank)
             for name, feature in theirs.output_features.items()
         }  # fmt: skip
+        if "inputs" not in features and _MAKE_INPUTS & {name_of(step) for step in theirs.preprocessors}:
+            features["inputs"] = Feature(features["targets"].vocabulary, add_eos=False, required=False)
         super().__init__(
             theirs.name,
             _Staged(theirs, self),
@@ -168,24 +174,12 @@ class SeqioTask(Task):
                 return self._theirs.get_cached_stats(split)["examples"]
         return self._newest.get(split, self.source).num_examples(split)
 
-    def pipeline(
-        self,
-        split: str,
-        sequence_length: Mapping[str, int] | None = None,
-        seed: int = 0,
-        runtime_preprocessors: Sequence[Preprocessor] | None = None,
-        need_text: bool = True,
-        use_cached: bool = False,
-    ) -> Pipeline:
-        """Return the finished examples of a split, staged.
-
-        Args:
-          use_cached: read seqio's offline cache, if the task supports one.
-        """
-        check_split(self, split)
-        source = self.staged(_Request(split, sequence_length, seed, use_cached and self._theirs.supports_caching))
-        steps = runtime_preprocessors or ()
-        return Pipeline(self.name, source, split, steps, self.output_features, sequence_length, seed)
+    def _parts(
+        self, split: str, sequence_length: Mapping[str, int] | None, seed: int, need_text: bool, use_cached: bool
+    ) -> tuple[DataSource, Sequence[Preprocessor], None]:
+        """Return the finished examples, staged. With `use_cached`, seqio's offline cache is read, if there is one."""
+        request = _Request(split, sequence_length, seed, use_cached and self._theirs.supports_caching)
+        return self.staged(request), (), None
 
     def uncached_pipeline(self, split: str, sequence_length: Mapping[str, int] | None, seed: int) -> Pipeline:
         """Return examples without lengths if the task allows it, so that one copy serves all lengths."""

@@ -93,11 +93,18 @@ class Task:
           use_cached: the user asks for a cache. A cache is used anyway; it matters for tasks of the real seqio.
         """
         check_split(self, split)
-        steps = (*self.preprocessors, *(runtime_preprocessors or ()))
+        source, steps, cached = self._parts(split, sequence_length, seed, need_text, use_cached)
+        steps = (*steps, *(runtime_preprocessors or ()))
+        return Pipeline(self.name, source, split, steps, self.output_features, sequence_length, seed, cached)
+
+    def _parts(
+        self, split: str, sequence_length: Mapping[str, int] | None, seed: int, need_text: bool, use_cached: bool
+    ) -> tuple[DataSource, Sequence[Preprocessor], cache_reader.CachedExamples | None]:
+        """Return the source, the preprocessors and the cache of a `pipeline`."""
         found = cache_reader.find(self, split, need_text=need_text)
         if use_cached and found is None:
             logger.info("use_cached=True: task %r has no cache (see `t5x cache`); reading its source", self.name)
-        return Pipeline(self.name, self.source, split, steps, self.output_features, sequence_length, seed, found)
+        return self.source, self.preprocessors, found
 
     def uncached_pipeline(self, split: str, sequence_length: Mapping[str, int] | None, seed: int) -> Pipeline:
         """Return `pipeline` without a cache, so that every preprocessor runs."""

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from t5x.decoding import limits, rows
 from t5x.decoding.loop import decoding_loop, is_row_independent
 from t5x.decoding.state import NEG_INF, DecodingState, LogitCallback, TokensToLogits
-from t5x.errors import UserError
+from t5x.errors import ArgumentError
 
 _ROW_OFFSETS = "row_offsets"  # entry of the network's cache, see `network.attention.Mask`
 
@@ -113,23 +113,23 @@ def beam_search(
       best last. Missing decodes are zeros with score NEG_INF.
 
     Raises:
-      UserError: if an option is out of range.
+      ArgumentError: if an option is out of range.
     """
     del decode_rng
     batch = inputs.shape[0]
     length = inputs.shape[1] if max_decode_len is None else max_decode_len
     if length > inputs.shape[1]:
-        raise UserError(f"max_decode_len is {length}, but the target length is {inputs.shape[1]}. Lower it.")
+        raise ArgumentError(f"max_decode_len is {length}, but the target length is {inputs.shape[1]}. Lower it.")
     if num_decodes < 1:
-        raise UserError(f"num_decodes is {num_decodes}; it must be at least 1.")
+        raise ArgumentError(f"num_decodes is {num_decodes}; it must be at least 1.")
     if early_stopping not in (True, False, "never"):
-        raise UserError(f'early_stopping is {early_stopping!r}; it must be True, False or "never".')
+        raise ArgumentError(f'early_stopping is {early_stopping!r}; it must be True, False or "never".')
     if early_stopping is not False and length_penalty is None:
-        raise UserError(f"early_stopping={early_stopping!r} needs Hugging Face's beam search: set length_penalty too.")
+        raise ArgumentError(f"early_stopping={early_stopping!r} needs Hugging Face's beams: set length_penalty too.")
     for name, exponent in (("alpha", alpha), ("length_penalty", length_penalty)):
         limits.check_length_exponent(name, exponent, length)
     if isinstance(min_log_prob, float) and math.isnan(min_log_prob):
-        raise UserError("min_log_prob is nan; it must be a number (-1e7 keeps every beam).")
+        raise ArgumentError("min_log_prob is nan; it must be a number (-1e7 keeps every beam).")
     prompts, index, prompt_end = rows.start_from_prompts(inputs[:, :length], initial_index)
     limit = jnp.where(jnp.asarray(max_decode_step) > 0, jnp.minimum(prompt_end + max_decode_step, length), length)
     eos_id = jnp.asarray(eos_id, jnp.int32)

@@ -58,12 +58,7 @@ def cache_map(fn: Callable[[jax.Array], jax.Array], cache: Any, apply_to_index: 
 
 
 def gather_beams(
-    nested: Any,
-    beam_indices: jax.Array,
-    batch_size: int,
-    old_beam_size: int,
-    new_beam_size: int,
-    one_hot: bool = True,
+    nested: Any, beam_indices: jax.Array, batch_size: int, old_beam_size: int, new_beam_size: int, one_hot: bool = True
 ) -> Any:
     """Take beams of arrays [batch, old beams, ...] by indices [batch, new beams]; scalars are unchanged.
 
@@ -154,21 +149,15 @@ def _temperature_sample_single_trial(
     eos_id: int,
     prng_key: jax.Array,
     num_decodes: int = 1,
-    temperature: float | jax.Array = 1.0,
-    topk: int = 20,
-    topp: float | jax.Array = 0.0,
-    initial_index: jax.Array | None = None,
-    max_decode_steps: int | jax.Array | None = None,
-    rescale_log_probs: bool = True,
-    state_callback_fn: Callable[..., Any] | None = None,
-    logit_callback_fn: Callable[..., Any] | None = None,
+    **options: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """Sample one sequence per row of `inputs` [rows, length]; return tokens [rows, length] and log probs [rows]."""
-    tokens, scores = temperature_sample(
-        inputs, cache, tokens_to_logits, eos_id, prng_key, 1, temperature, topk, topp, initial_index=initial_index,
-        max_decode_steps=max_decode_steps, rescale_log_probs=rescale_log_probs, state_callback_fn=state_callback_fn,
-        logit_callback_fn=logit_callback_fn,
-    )  # fmt: skip
+    """Sample one sequence per row of `inputs` [rows, length]; return tokens [rows, length] and log probs [rows].
+
+    Args:
+      options: other arguments of `temperature_sample`.
+    """
+    options = {"topk": 20, **options}
+    tokens, scores = temperature_sample(inputs, cache, tokens_to_logits, eos_id, prng_key, 1, **options)
     return tokens[:, 0], scores[:, 0]
 
 

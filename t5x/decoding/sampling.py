@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from t5x.decoding import limits, rows
 from t5x.decoding.loop import decoding_loop, is_row_independent
 from t5x.decoding.state import NEG_INF, LogitCallback, TokensToLogits
-from t5x.errors import UserError
+from t5x.errors import ArgumentError
 
 MIN_TEMPERATURE = 1e-4
 
@@ -92,16 +92,16 @@ def temperature_sample(
       highest last.
 
     Raises:
-      UserError: if an option is out of range.
+      ArgumentError: if an option is out of range.
     """
     batch, length = inputs.shape
     if all(isinstance(value, int | float) and value for value in (topk, topp)):
-        raise UserError(f"topk={topk} and topp={topp} are both set. Set topk=0 to sample by topp, or topp=0.")
+        raise ArgumentError(f"topk={topk} and topp={topp} are both set. Set topk=0 to sample by topp, or topp=0.")
     if max_decode_steps is not None and max_decode_steps_hard_limit is not None and max_decode_steps_hard_limit > 0:
         smaller = min if isinstance(max_decode_steps, int) else jnp.minimum
         max_decode_steps = smaller(max_decode_steps, max_decode_steps_hard_limit)
     if isinstance(max_decode_steps, int) and max_decode_steps > length:
-        raise UserError(f"max_decode_steps is {max_decode_steps}, but the target length is {length}. Lower it.")
+        raise ArgumentError(f"max_decode_steps is {max_decode_steps}, but the target length is {length}. Lower it.")
     limits.check_number("num_decodes", num_decodes, low=1)
     limits.check_number("temperature", temperature, low=0)
     limits.check_number("topk", topk, low=0)
@@ -213,11 +213,11 @@ def greedy_decode(
       int32 [batch, 1, length] and float32 [batch, 1]: tokens, and the log probability of those after the prompt.
 
     Raises:
-      UserError: if num_decodes is not 1.
+      ArgumentError: if num_decodes is not 1.
     """
     del decode_rng
     if num_decodes != 1:
-        raise UserError(f"num_decodes is {num_decodes}, but greedy decoding has one result. Set num_decodes=1.")
+        raise ArgumentError(f"num_decodes is {num_decodes}, but greedy decoding has one result. Set num_decodes=1.")
     options = {"cache_offset": cache_offset, "initial_index": initial_index, "logit_callback_fn": logit_callback_fn}
     return temperature_sample(inputs, cache, tokens_to_logits, eos_id, topk=1, rescale_log_probs=False, **options)
 

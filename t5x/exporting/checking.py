@@ -9,7 +9,6 @@ import numpy as np
 from t5x.errors import UserError
 from t5x.exporting.programs import Exportable
 from t5x.inference.loaded import Generation, LoadedModel, without_padding
-from t5x.inference.options import Decoding
 
 TEXTS = (
     "translate English to German: The house is wonderful.",
@@ -119,14 +118,13 @@ def compare_ids(exportable: Exportable, run: Callable[..., Mapping[str, np.ndarr
     comparison = Comparison(loaded.dtype)
     inputs = [loaded.input_ids(text, exportable.max_input_length)[0] for text in TEXTS]
     input_ids = padded(inputs, exportable.max_input_length)
-    targets: list[list[int]] = []
-    for name, decoding in exportable.decodings().items():
-        expected = [made for of_input in predictions(exportable, inputs, decoding) for made in of_input]
-        found = [run(name, rows) for rows in (input_ids[:1], input_ids[1:])]
-        ids = np.concatenate([np.reshape(x["output_ids"], (-1, exportable.max_length)) for x in found])
-        scores = np.concatenate([np.ravel(x["score"]) for x in found])
-        compare_generations(comparison, name, expected, [without_padding(row) for row in ids], scores)
-        targets = [made.tokens for made in expected[:: decoding.num_return]]
+
+    def generate(name: str, rows: slice) -> tuple[list[list[int]], np.ndarray]:
+        found = run(name, input_ids[rows])
+        ids = np.reshape(found["output_ids"], (-1, exportable.max_length))
+        return [without_padding(row) for row in ids], found["score"]
+
+    targets = [made.tokens for made in compare_generations(comparison, exportable, inputs, generate)]
     found = run("score", input_ids[1:], padded(targets[1:], exportable.max_length))["score"]
     comparison.numbers("score", scores_of(exportable, inputs[1:], targets[1:]), found)
     labels = [loaded.target_ids(word)[0][0] for word in _LABELS]
@@ -148,14 +146,12 @@ def compare_texts(
     comparison = Comparison(exportable.loaded.dtype)
     texts = list(TEXTS)
     inputs = [exportable.loaded.input_ids(text, exportable.max_input_length)[0] for text in texts]
-    targets: list[list[int]] = []
-    for name, decoding in exportable.decodings().items():
-        expected = [made for of_input in predictions(exportable, inputs, decoding) for made in of_input]
-        found = [run(name, text_batch=rows) for rows in (texts[:1], texts[1:])]
-        decoded = [text.decode() for x in found for text in np.ravel(x["text"])]
-        scores = np.concatenate([np.ravel(x["score"]) for x in found])
-        compare_generations(comparison, name, expected, decoded, scores)
-        targets = [made.text for made in expected[:: decoding.num_return]]
+
+    def generate(name: str, rows: slice) -> tuple[list[str], np.ndarray]:
+        found = run(name, text_batch=texts[rows])
+        return [text.decode() for text in np.ravel(found["text"])], found["score"]
+
+    targets = [made.text for made in compare_generations(comparison, exportable, inputs, generate)]
     target_ids = [exportable.loaded.target_ids(text, exportable.max_length)[0] for text in targets[1:]]
     found = run("score", text_batch=texts[1:], targets=targets[1:])["score"]
     comparison.numbers("score", scores_of(exportable, inputs[1:], target_ids), found)
@@ -167,23 +163,33 @@ def compare_texts(
 
 
 def compare_generations(
-    comparison: Comparison, name: str, expected: Sequence[Generation], found: Sequence[Any], scores: Sequence[float]
-) -> None:
-    """Compare generated ids, or strings, and their scores."""
-    wanted = [made.text if isinstance(found[0], str) else made.tokens for made in expected]
-    pairs = list(zip([made.score for made in expected], scores, strict=True))
-    comparison.outputs(name, wanted, list(found), pairs)
-    comparison.numbers(f"{name} scores", *zip(*pairs, strict=True))
+    comparison: Comparison,
+    exportable: Exportable,
+    inputs: Sequence[Sequence[int]],
+    generate: Callable[[str, slice], tuple[list[Any], np.ndarray]],
+) -> list[Generation]:
+    """Compare generated ids, or strings, and their scores, in a batch of one row and one of the others.
 
+    Args:
+      generate: (name of a program, rows) -> outputs and scores.
 
-def predictions(
-    exportable: Exportable, inputs: Sequence[Sequence[int]], decoding: Decoding
-) -> list[list[Generation]]:
-    """Return what the model itself generates."""
-    return exportable.loaded.predictions(
-        inputs, decoding, max_length=exportable.max_length, max_input_length=exportable.max_input_length,
-        batch_size=len(inputs),
-    )  # fmt: skip
+    Returns:
+      What the model itself generates, the best for each input.
+    """
+    for name, decoding in exportable.decodings().items():
+        of_inputs = exportable.loaded.predictions(
+            inputs, decoding, max_length=exportable.max_length, max_input_length=exportable.max_input_length,
+            batch_size=len(inputs),
+        )  # fmt: skip
+        expected = [made for of_input in of_inputs for made in of_input]
+        parts = [generate(name, rows) for rows in (slice(0, 1), slice(1, None))]
+        found = [output for outputs, _ in parts for output in outputs]
+        wanted = [made.text if isinstance(found[0], str) else made.tokens for made in expected]
+        scores = np.concatenate([np.ravel(of_part) for _, of_part in parts])
+        pairs = list(zip([made.score for made in expected], scores, strict=True))
+        comparison.outputs(name, wanted, found, pairs)
+        comparison.numbers(f"{name} scores", *zip(*pairs, strict=True))
+    return expected[:: decoding.num_return]
 
 
 def scores_of(exportable: Exportable, inputs: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> list[float]:

@@ -9,9 +9,9 @@ from typing import Any
 from t5x.convert import convert
 from t5x.errors import UserError
 from t5x.exporting.checking import INT8_ACTIVATIONS_LIMIT, Comparison, Sample, padded, report_loss
-from t5x.exporting.extras import import_extra
 from t5x.inference.loaded import LoadedModel, load, without_padding
 from t5x.inference.options import Decoding
+from t5x.lazy_imports import import_extra
 from t5x.models import DecoderOnlyModel
 
 Greedy = Callable[[list[list[int]], int], list[list[int]]]  # (inputs, maximum length) -> outputs

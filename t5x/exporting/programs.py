@@ -15,7 +15,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
 
 from t5x.checkpoints import tree
-from t5x.errors import UserError
+from t5x.errors import UserError, check_at_least
 from t5x.exporting import int8
 from t5x.inference.loaded import LoadedModel
 from t5x.inference.options import Decoding
@@ -63,9 +63,7 @@ class Exportable:
             raise UserError("This model is decoder-only: only encoder-decoder models can be exported in this format.")
         if self.decoding.samples:
             raise UserError("An export decodes greedily or with beams: remove temperature, top_k and top_p.")
-        for name in ("max_input_length", "max_length"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} is {getattr(self, name)}: it must be at least 1.")
+        check_at_least(1, max_input_length=self.max_input_length, max_length=self.max_length)
         self.arrays = tree.flatten(jax.device_get(self.loaded.engine.params))
 
     def quantize(self) -> None:

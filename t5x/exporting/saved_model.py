@@ -10,8 +10,8 @@ from jax.export import is_symbolic_dim
 from t5x.data.vocabularies import SentencePieceVocabulary, Vocabulary
 from t5x.errors import UserError
 from t5x.exporting import checking, serving_warmup
-from t5x.exporting.extras import import_extra
 from t5x.exporting.programs import Exportable, Program
+from t5x.lazy_imports import import_extra
 from t5x.ranking.reranker import Reranker
 
 _PLATFORMS = ("cpu", "cuda", "tpu")
@@ -58,7 +58,8 @@ def write(
         serving_warmup.write(directory, requests, model_name=name, signature_name="serving_default")
     run = _runner(tf.saved_model.load(directory))
     if token_ids:
-        return checking.compare_ids(exportable, lambda key, *ids: run(key, **_named(exportable, key, ids)))
+        names = {key: program.inputs for key, program in exportable.programs().items()}
+        return checking.compare_ids(exportable, lambda key, *ids: run(key, **dict(zip(names[key], ids, strict=True))))
     ranked = None if ranker is None else lambda pairs: [found.score for found in ranker.rank(pairs)]
     return checking.compare_texts(exportable, run, ranked)
 
@@ -228,10 +229,6 @@ def _id_signatures(programs: Mapping[str, Program], calls: Mapping[str, Any], ro
         return tf.function(call, autograph=False, input_signature=specs)
 
     return {name: signature(call, programs[name].inputs) for name, call in calls.items()}
-
-
-def _named(exportable: Exportable, name: str, ids: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-    return dict(zip(exportable.programs()[name].inputs, ids, strict=True))
 
 
 def _runner(saved: Any) -> Any:

@@ -18,8 +18,8 @@ import numpy as np
 from jax import export
 
 from t5x.exporting import checking
-from t5x.exporting.extras import import_extra
 from t5x.exporting.programs import Exportable
+from t5x.lazy_imports import import_extra
 
 DESCRIPTION, WEIGHTS = "description.json", "weights.safetensors"
 

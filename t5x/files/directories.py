@@ -10,7 +10,6 @@ a local file and uploaded as one object. Requests that fail are repeated; see `r
 CACHE/uploads/upload-…/    files that are being written, before they are uploaded
 """
 
-import abc
 import contextlib
 import dataclasses
 import errno
@@ -32,83 +31,112 @@ LOCK_FILE = ".lock"
 _PROBE = ".t5x-write-test"
 
 
-class Directory(abc.ABC):
-    """A directory. `str()` is its path.
+class Directory:
+    """A directory on a disk; `RemoteDirectory` is the same for others. `str()` is its path.
 
     Names are those of files in it; `/` gives a directory below it.
     """
 
-    @abc.abstractmethod
-    def __str__(self) -> str: ...
+    def __init__(self, path: str):
+        self._path = path
 
-    @abc.abstractmethod
-    def __truediv__(self, name: str) -> "Directory": ...
+    def __str__(self) -> str:
+        return self._path
 
-    @abc.abstractmethod
+    def __truediv__(self, name: str) -> "Directory":
+        return Directory(self.path(name))
+
+    def path(self, name: str) -> str:
+        """Return the path or URL of a file."""
+        return os.path.join(str(self), name)
+
     def make(self) -> None:
         """Create the directory and its parents, if necessary."""
+        atomic.make_directories(self._path)
 
-    @abc.abstractmethod
     def check_writable(self) -> None:
         """Raise a UserError unless the directory or bucket exists and new files can be written."""
+        if not os.path.isdir(self._path):
+            raise UserError(f"the directory {self} does not exist.")
+        if not os.access(self._path, os.W_OK | os.X_OK):
+            raise UserError(f"{self} is not writable. Change its permissions or choose another.")
 
-    @abc.abstractmethod
     def names(self) -> set[str]:
         """Return the names of files and directories, without temporary files; none if the directory is missing."""
+        try:
+            return {name for name in os.listdir(self._path) if not atomic.is_temporary(name)}
+        except FileNotFoundError:
+            return set()
 
-    @abc.abstractmethod
-    def exists(self, name: str) -> bool: ...
+    def exists(self, name: str) -> bool:
+        return os.path.exists(self.path(name))
 
-    @abc.abstractmethod
-    def is_directory(self, name: str) -> bool: ...
+    def is_directory(self, name: str) -> bool:
+        return os.path.isdir(self.path(name))
 
-    @abc.abstractmethod
     def open(self, name: str) -> BinaryIO:
         """Open a file for reading; raise a FileNotFoundError if there is none."""
+        return open_regular(self.path(name))
 
-    @abc.abstractmethod
     def new_file(self, name: str) -> AbstractContextManager[BinaryIO]:
         """Yield a binary file that becomes `name` when the block ends without an error.
 
         A writer that takes a path may write to `file.name`.
         """
+        return atomic.new_file(self.path(name))
 
-    @abc.abstractmethod
-    def writing(self, name: str) -> AbstractContextManager[str]:
+    @contextlib.contextmanager
+    def writing(self, name: str) -> Iterator[str]:
         """Yield a local path for `name`, to be written by others, which may also write files beside it."""
+        path = self.path(name)
+        existed = os.path.lexists(path)
+        try:
+            yield path
+            if os.path.isfile(path):
+                atomic.sync(path)
+        except BaseException:
+            if not existed:
+                self.remove(name)
+            raise
 
-    @abc.abstractmethod
-    def reading(self, *names: str) -> AbstractContextManager[str]:
+    @contextlib.contextmanager
+    def reading(self, *names: str) -> Iterator[str]:
         """Yield a local directory with these files, of those that exist."""
+        yield self._path
 
-    @abc.abstractmethod
     def remove(self, *names: str) -> None:
         """Remove existing files. Directories are kept."""
+        for path in map(self.path, names):
+            if os.path.lexists(path) and (os.path.islink(path) or not os.path.isdir(path)):
+                os.unlink(path)
 
-    @abc.abstractmethod
     def remove_temporaries(self) -> None:
         """Remove what writers that were killed left. The caller must hold the lock of all writers."""
+        self.remove(*filter(atomic.is_temporary, os.listdir(self._path)))
 
-    @abc.abstractmethod
     def remove_itself(self) -> None:
         """Remove the directory if it is empty, except for temporary files."""
+        with contextlib.suppress(OSError):
+            self.remove_temporaries()
+            os.rmdir(self._path)
 
-    @abc.abstractmethod
     def is_intact(self, name: str, digest: Mapping[str, Any]) -> bool:
         """Return whether a file has this `size` and `sha256`. Of a remote file only the size is compared."""
+        return self.exists(name) and digest_of(self.path(name)) == {key: digest.get(key) for key in ("size", "sha256")}
 
-    @abc.abstractmethod
-    def locked(self) -> AbstractContextManager[Callable[[], None]]:
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[Callable[[], None]]:
         """Hold the lock of the directory, which must exist. Yield a function that raises a UserError if it is lost.
 
         Raises:
           BlockingIOError: another process holds the lock of a local directory.
           UserError: another process holds the lease of a remote directory.
         """
-
-    def path(self, name: str) -> str:
-        """Return the path or URL of a file."""
-        return f"{self}/{name}"
+        with locks.locked(self.path(LOCK_FILE), wait=False):
+            try:
+                yield lambda: None
+            finally:
+                self.remove(LOCK_FILE)
 
     def read_bytes(self, name: str) -> bytes | None:
         """Return the content of a file; None if it is missing."""
@@ -127,7 +155,7 @@ class Directory(abc.ABC):
 def open_directory(path: str | os.PathLike[str]) -> Directory:
     """Return the directory at a local path or URL. It need not exist."""
     if (local := as_local(path)) is not None:
-        return LocalDirectory(os.path.abspath(os.path.expanduser(local)))
+        return Directory(os.path.abspath(os.path.expanduser(local)))
     return RemoteDirectory(RemotePath.parse(os.fspath(path)))
 
 
@@ -154,95 +182,11 @@ def split(path: str | os.PathLike[str]) -> tuple[Directory, str]:
     """Return the directory and the name of a file."""
     if (local := as_local(path)) is not None:
         parent, name = os.path.split(os.path.abspath(os.path.expanduser(local)))
-        return LocalDirectory(parent), name
+        return Directory(parent), name
     remote = RemotePath.parse(os.fspath(path))
     if not remote.parent.path:
         raise UserError(f"{remote.url} is an entire bucket. Name a file in it: {remote.url}/NAME.")
     return RemoteDirectory(remote.parent), remote.name
-
-
-class LocalDirectory(Directory):
-    """A directory on a disk."""
-
-    def __init__(self, path: str):
-        self._path = path
-
-    def __str__(self) -> str:
-        return self._path
-
-    def __truediv__(self, name: str) -> "LocalDirectory":
-        return LocalDirectory(self.path(name))
-
-    def path(self, name: str) -> str:
-        return os.path.join(self._path, name)
-
-    def make(self) -> None:
-        atomic.make_directories(self._path)
-
-    def check_writable(self) -> None:
-        if not os.path.isdir(self._path):
-            raise UserError(f"the directory {self} does not exist.")
-        if not os.access(self._path, os.W_OK | os.X_OK):
-            raise UserError(f"{self} is not writable. Change its permissions or choose another.")
-
-    def names(self) -> set[str]:
-        try:
-            return {name for name in os.listdir(self._path) if not atomic.is_temporary(name)}
-        except FileNotFoundError:
-            return set()
-
-    def exists(self, name: str) -> bool:
-        return os.path.exists(self.path(name))
-
-    def is_directory(self, name: str) -> bool:
-        return os.path.isdir(self.path(name))
-
-    def open(self, name: str) -> BinaryIO:
-        return open_regular(self.path(name))
-
-    def new_file(self, name: str) -> AbstractContextManager[BinaryIO]:
-        return atomic.new_file(self.path(name))
-
-    @contextlib.contextmanager
-    def writing(self, name: str) -> Iterator[str]:
-        path = self.path(name)
-        existed = os.path.lexists(path)
-        try:
-            yield path
-            if os.path.isfile(path):
-                atomic.sync(path)
-        except BaseException:
-            if not existed:
-                self.remove(name)
-            raise
-
-    @contextlib.contextmanager
-    def reading(self, *names: str) -> Iterator[str]:
-        yield self._path
-
-    def remove(self, *names: str) -> None:
-        for path in map(self.path, names):
-            if os.path.lexists(path) and (os.path.islink(path) or not os.path.isdir(path)):
-                os.unlink(path)
-
-    def remove_temporaries(self) -> None:
-        self.remove(*filter(atomic.is_temporary, os.listdir(self._path)))
-
-    def remove_itself(self) -> None:
-        with contextlib.suppress(OSError):
-            self.remove_temporaries()
-            os.rmdir(self._path)
-
-    def is_intact(self, name: str, digest: Mapping[str, Any]) -> bool:
-        return self.exists(name) and digest_of(self.path(name)) == {key: digest.get(key) for key in ("size", "sha256")}
-
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[Callable[[], None]]:
-        with locks.locked(self.path(LOCK_FILE), wait=False):
-            try:
-                yield lambda: None
-            finally:
-                self.remove(LOCK_FILE)
 
 
 class RemoteDirectory(Directory):

@@ -93,7 +93,7 @@ def versions(paths: Sequence[str]) -> list[tuple[str, str]]:
 
 
 class _Plan(NamedTuple):
-    """A copy that belongs in the cache."""
+    """A remote or compressed file, and its copy in the cache directory, which may not exist yet."""
 
     name: str
     source: str | RemoteFile  # absolute `name`, if local

@@ -248,7 +248,7 @@ _is_offline = contextvars.ContextVar("is_offline", default=False)
 
 @contextlib.contextmanager
 def offline() -> Iterator[None]:
-    """Raise a UserError inside this context where a remote file would be requested."""
+    """Forbid network access: inside this context, a request for a remote file raises a UserError."""
     token = _is_offline.set(True)
     try:
         yield

@@ -31,5 +31,5 @@ def tensorstore_status(error: BaseException) -> str | None:
 
 def first_line(error: BaseException, limit: int = 300) -> str:
     """Return the first line of an error, without the long specs that TensorStore appends."""
-    line = (str(error).split(" [tensorstore_spec=")[0].splitlines() or [type(error).__name__])[0]
+    line = (str(error).split(" [tensorstore_spec=")[0].strip().splitlines() or [type(error).__name__])[0]
     return line if len(line) <= limit else line[:limit] + "…"

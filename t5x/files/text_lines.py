@@ -132,7 +132,8 @@ def parsed(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where} is not JSON: {error}.") from error
+        hint = " If it has one object per line, rename it to .jsonl." if "Extra data: line 2 " in str(error) else ""
+        raise UserError(f"{where} is not JSON: {error}.{hint}") from error
 
 
 def check_unicode(text: str, where: str) -> None:

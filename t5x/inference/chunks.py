@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from t5x.errors import UserError
+from t5x.errors import UserError, shorten
 from t5x.files.digests import Digest, digest_of
 from t5x.files.directories import LOCK_FILE, Directory, open_directory, split
 from t5x.telemetry import jsonl
@@ -183,7 +183,7 @@ class Chunks:
         if earlier is not None and (content.get("merged") or self._chunk_files()):
             names = [name for name in sorted({*earlier, *self._job}) if earlier.get(name) != self._job.get(name)]
             differences = "; ".join(
-                f"{name} was {_short(earlier.get(name))}, is {_short(self._job.get(name))}" for name in names
+                f"{name} was {shorten(earlier.get(name), 60)}, is {shorten(self._job.get(name), 60)}" for name in names
             )
             if not discard_others:
                 raise UserError(
@@ -304,8 +304,3 @@ def read_json(directory: Directory, name: str) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:57]}…"

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from t5x.data.data_description import DataDescription, field_names, fill
-from t5x.errors import UserError
+from t5x.errors import UserError, shorten
 
 
 def read_inputs(inputs: Any, data: DataDescription | None = None) -> tuple[list[str], bool]:
@@ -58,9 +58,3 @@ def encode_text(vocabulary: Any, text: str, limit: int | None, *, eos: bool) -> 
     if limit is None or len(ids) <= limit:
         return ids, len(ids)
     return [*ids[: limit - len(end)], *end], len(ids)
-
-
-def shorten(value: Any) -> str:
-    """Return a value as it is shown in a message."""
-    shown = repr(value)
-    return shown if len(shown) <= 80 else f"{shown[:79]}…"

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from t5x.errors import UserError
+from t5x.errors import UserError, check_at_least
 from t5x.inference.input_lines import Line, Lines
 from t5x.inference.output import FileOutput, Output
 from t5x.partitioning import distributed
@@ -143,9 +143,7 @@ def check_counts(prefix: str, *, shard_id: int = 0, **counts: int | None) -> Non
     Args:
       prefix: of the options in messages: `--` or `infer.`.
     """
-    for name, value in counts.items():
-        if value is not None and value < 1:
-            raise UserError(f"{prefix}{name} is {value}: it must be at least 1.")
+    check_at_least(1, prefix, **counts)
     shards = counts.get("num_shards") or 1
     if not 0 <= shard_id < shards:
         raise UserError(

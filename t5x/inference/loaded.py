@@ -18,10 +18,10 @@ from t5x.checkpoints.model_description import load_model, model_of
 from t5x.data.data_description import DataDescription
 from t5x.data.vocabularies.loading import vocabulary_named
 from t5x.decoding import NEG_INF
-from t5x.errors import UserError
+from t5x.errors import UserError, check_at_least, shorten
 from t5x.inference import buckets
 from t5x.inference.engine import MANY_ROWS, Engine, Program
-from t5x.inference.input_values import encode_text, read_inputs, read_pairs, shorten
+from t5x.inference.input_values import encode_text, read_inputs, read_pairs
 from t5x.inference.options import Decoding, translate_arguments
 from t5x.models import BaseTransformerModel, DecoderOnlyModel
 from t5x.network import default_dtype
@@ -240,7 +240,8 @@ class LoadedModel:
             # Decoded from the beginning: tokens depend only on those before them, and all limits share a program.
             limit = min(limit, max_length)
             made = self.generate(text, max_length=limit, **given)
-            is_last = limit == max_length or len(made.tokens) < limit or made.tokens[-1] == self._eos_id
+            has_ended = made.tokens[-1:] == [self.model.output_vocabulary.eos_id]
+            is_last = limit == max_length or len(made.tokens) < limit or has_ended
             if is_last or (made.text.startswith(shown) and not made.text.endswith("\ufffd")):  # not half a character
                 yield made.text[len(shown) :]
                 shown = made.text
@@ -329,8 +330,7 @@ class LoadedModel:
           batching: `batch_size` and optionally `rows` (rows of a batch; None is `batch_size`, or fewer for few inputs);
             `seed`, `indices` and `after_batch`, see `Engine.run`.
         """
-        if max_length < 1:
-            raise UserError(f"max_length is {max_length}: it must be at least 1.")
+        check_at_least(1, max_length=max_length)
         model = copy.copy(self.model)
         model.decode_fn = decoding.decode_fn(model.output_vocabulary, max_length)
         length, limits = max_length, {}
@@ -430,10 +430,6 @@ class LoadedModel:
         starts = [len(ids) if isinstance(self.model, DecoderOnlyModel) else 0 for ids in inputs]
         return [row[start : start + len(ids)] for row, start, ids in zip(rows, starts, targets, strict=True)]
 
-    @property
-    def _eos_id(self) -> int | None:
-        return self.model.output_vocabulary.eos_id
-
     def label_logits(
         self, inputs: Sequence[Sequence[int]], labels: Sequence[int], *, max_input_length: int, **batching: Any
     ) -> np.ndarray:
@@ -471,8 +467,7 @@ class LoadedModel:
         bucketed: Sequence[str] = (),
         **options: Any,
     ) -> list[Any]:
-        if batch_size < 1:
-            raise UserError(f"batch_size is {batch_size}: it must be at least 1.")
+        check_at_least(1, batch_size=batch_size)
         if self._are_few(examples, batch_size, rows):
             sizes = {name: [len(example[name]) for example in examples] for name in bucketed}
             rows, lengths = buckets.coarse_shape(sizes, lengths, self._partitioner.data_parts)

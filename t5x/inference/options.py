@@ -1,7 +1,6 @@
 """Decoding options, named as on the command line."""
 
 import dataclasses
-import difflib
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 from t5x import decoding
 from t5x.data.vocabularies import Vocabulary
 from t5x.decoding import constraints, limits
-from t5x.errors import UserError
+from t5x.errors import UserError, did_you_mean
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,6 +185,5 @@ def check_arguments(function: str, given: Iterable[str], valid: Iterable[str]) -
     valid = sorted(set(valid))
     for name in given:
         if name not in valid:
-            near = difflib.get_close_matches(name, valid, 1)
-            hint = f" Did you mean {near[0]}?" if near else ""
-            raise UserError(f"{function} has no argument {name!r}.{hint} It takes {', '.join(valid)}.")
+            close = did_you_mean(name, valid)
+            raise UserError(f"{function} has no argument {name!r}.{close} It takes {', '.join(valid)}.")

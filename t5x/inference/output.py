@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from t5x.errors import UserError
+from t5x.errors import UserError, located
 from t5x.files.directories import open_directory, split
 from t5x.files.remote import is_remote
 from t5x.inference.chunks import JOB_FILE, Chunks, refuse_foreign
@@ -164,10 +164,8 @@ class FileOutput(Output):
             if parent.exists(name) and not self.overwrite and not chunks.exists(JOB_FILE):
                 chunks.remove_itself()  # if empty, it is left from a run that was killed in its last step
                 raise _exists_error(flag, path)
-            try:
+            with located(f"--{flag} {path}"):
                 parent.check_writable()
-            except UserError as error:
-                raise UserError(f"--{flag} {path}: {error}") from error
         refuse_foreign(chunks, self._name)
 
 

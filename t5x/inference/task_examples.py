@@ -12,14 +12,12 @@ from t5x.data.dataset_config import DatasetConfig
 from t5x.data.example_order import Order
 from t5x.data.feature_spec import Feature
 from t5x.data.lanes import BadExamples
-from t5x.data.loader import read_once
+from t5x.data.loader import read_once, read_positions, round_up_length
 from t5x.data.pipeline import Example, count_cacheable, name_of
-from t5x.data.sources import BadExample, TFExampleDataSource
+from t5x.data.sources import TFExampleDataSource
 from t5x.data.tasks import Task, TaskRegistry
 from t5x.errors import UserError
 from t5x.inference.jobs import WHOLE, Shard
-
-_LENGTH_MULTIPLE = 8
 
 
 class Placed(NamedTuple):
@@ -89,15 +87,8 @@ class TaskExamples:
             return
         order = Order(len(self._pipeline), self._pipeline.seed, self._shuffle)
         start, skip = (self._range.start, 0) if after is None else after
-        for position in range(start, self._range.stop):
-            epoch, index = order(position)
-            try:
-                made = self._pipeline.outputs(epoch, index)
-            except BadExample as error:
-                if self._bad is None:
-                    raise
-                self._bad.add(error)
-                continue
+        positions = range(start, self._range.stop)
+        for position, index, made in read_positions(self._pipeline, order, self._bad, positions):
             for nth, example in enumerate(made[skip:], start=skip):
                 # Several examples made from one source example get different keys.
                 key = index if nth == 0 else zlib.crc32(f"{index} {nth}".encode())
@@ -115,7 +106,7 @@ class TaskExamples:
         for placed in self.read():
             for feature in features:
                 longest[feature] = max(longest[feature], len(placed.example[feature]))
-        return {feature: -(-n // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE for feature, n in longest.items()}
+        return {feature: round_up_length(length) for feature, length in longest.items()}
 
 
 def create_task_from_tfexample_file(

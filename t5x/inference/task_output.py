@@ -75,8 +75,8 @@ def _inputs(example: Mapping[str, Any], every: bool, fields: Sequence[str] | Non
     if fields is not None:
         if missing := [field for field in fields if field not in example]:
             raise UserError(
-                f"write_inferences_to_file.input_fields_to_include has {missing[0]!r}; the fields of the examples are "
-                f"{', '.join(sorted(example))}."
+                f"write_inferences_to_file.input_fields_to_include has {missing[0]!r}, which is not a field of the "
+                f"examples. Fields: {', '.join(sorted(example))}."
             )
         return {field: example[field] for field in fields}
     return {name: value for name, value in example.items() if every or name.endswith("_pretokenized")}

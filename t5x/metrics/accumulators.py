@@ -16,10 +16,28 @@ import numpy as np
 Number = jax.Array | np.ndarray | float | int
 
 
-class Scalar(NamedTuple):
-    """The result of `compute_value`."""
+class Scalar(float):
+    """A number that is also one of clu's scalars for code written for T5X: it has `value`, and equals theirs."""
 
-    value: Any
+    @property
+    def value(self) -> float:
+        return float(self)
+
+    def __eq__(self, other: Any) -> bool:
+        return float(self) == getattr(other, "value", other)
+
+    __hash__ = float.__hash__
+
+
+class Text(str):
+    """A string that is also one of clu's texts, see `Scalar`."""
+
+    value = property(str)
+
+    def __eq__(self, other: Any) -> bool:
+        return str(self) == getattr(other, "value", other)
+
+    __hash__ = str.__hash__
 
 
 class Metric:
@@ -277,33 +295,26 @@ def from_json(record: dict[str, list]) -> Metrics:
     return {name: metric(*values) for name, values in record.items()}
 
 
-class Scalar(float):
-    """A number that also has the attribute `value`, like the scalars of clu, which code for T5X expects."""
-
-    @property
-    def value(self) -> float:
-        return float(self)
-
-
-def compute(metrics: Metrics, duration: float | None = None) -> dict[str, float]:
+def compute(metrics: Metrics, duration: float | None = None, *, texts: bool = False) -> dict[str, Any]:
     """Return the values of the metrics as floats; arrays of a user's metrics become one value per element.
 
     Args:
-      duration: seconds, for metrics of time; without it, these are left out.
+      duration: seconds, for metrics of time; without it, these are excluded.
+      texts: include metrics that are strings.
     """
     if duration is None:
         metrics = {name: metric for name, metric in metrics.items() if not is_time_metric(metric)}
     else:
         metrics = set_time_metrics_duration(metrics, duration)
-    found: dict[str, float] = {}
+    found: dict[str, Any] = {}
     for name, metric in metrics.items():
         try:
             value = np.asarray(metric.compute())
         except NotImplementedError:  # a metric of clu may define only this
             value = np.asarray(metric.compute_value().value)
-        if value.dtype.kind in "US":  # a text, which is not written
-            continue
-        if value.ndim == 0:
+        if value.dtype.kind in "US":
+            found |= {name: Text(value)} if texts else {}
+        elif value.ndim == 0:
             found[name] = Scalar(value)
         else:
             found |= {f"{name}/{i}": Scalar(x) for i, x in enumerate(value.reshape(-1))}

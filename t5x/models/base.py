@@ -16,7 +16,7 @@ from t5x import decoding, losses
 from t5x.data.vocabularies import Vocabulary, as_vocabulary
 from t5x.metrics.accumulators import Average, AveragePerStep, Metrics, Sum
 from t5x.models.base_metrics import compute_base_metrics
-from t5x.network import LogitFactors, NetworkConfig, fp8, initial_variables, is_ours
+from t5x.network import LogitFactors, NetworkConfig, Transformer, fp8, initial_variables, is_ours
 
 if TYPE_CHECKING:
     from t5x.optimizers.protocol import OptimizerDef
@@ -169,15 +169,14 @@ class BaseTransformerModel(BaseModel):
         input_types: Mapping[str, Any] | None = None,
     ) -> Any:
         """Return fresh `params`, and their logical axes as `params_axes`."""
-        types, like = input_types or {}, {"decoder_target_tokens": "decoder_input_tokens"}
-        inputs = {}
-        for name in (*self._MODULE_INPUTS, *self._OPTIONAL_INPUTS):
-            given = name if name in input_shapes else like.get(name)
-            inputs[name] = None if given is None else jnp.ones(input_shapes[given], types.get(given, jnp.int32))
-        tokens = [inputs.pop(name) for name in self._MODULE_INPUTS]
+        ones = lambda name: jnp.ones(input_shapes[name], (input_types or {}).get(name, jnp.int32))
+        # As in T5X, targets look like the decoder's inputs: subclasses that change shapes may leave the targets' alone.
+        like = {"decoder_target_tokens": "decoder_input_tokens"}
+        tokens = [ones(like.get(name, name)) for name in self._MODULE_INPUTS]
         if is_ours(self.module):
             return initial_variables(self.module, rng, *tokens)
-        return self._init_module(rng, tokens, inputs)
+        optional = {name: ones(name) if name in input_shapes else None for name in self._OPTIONAL_INPUTS}
+        return self._init_module(rng, tokens, optional)
 
     def _init_module(self, rng: jax.Array, tokens: Sequence[jax.Array], optional: Mapping[str, Any]) -> Any:
         """Initialize a network that is not ours, with the arguments of T5X."""
@@ -208,7 +207,7 @@ class BaseTransformerModel(BaseModel):
             {**self._variables(params, batch.get("fp8_scales")), **(other_variables or {})},
             *(batch[name] for name in self._MODULE_INPUTS),
             **self._optional_inputs(batch),
-            **self._row_index(batch),
+            **self._row_index(batch, batch[self._MODULE_INPUTS[0]].shape[0]),
             decode=False,
             enable_dropout=dropout_rng is not None,
             rngs=None if dropout_rng is None else {"dropout": dropout_rng},
@@ -233,12 +232,19 @@ class BaseTransformerModel(BaseModel):
     def keys_dropout_by_row(self) -> bool:
         """Whether dropout is keyed by the row of the global batch, and so does not depend on microbatches.
 
-        This is the case if the module takes `row_index`.
+        This is the case if the module takes `row_index`, and its `setup` is not that of a user.
         """
-        return "row_index" in inspect.signature(type(self.module).__call__).parameters
+        module = type(self.module)
+        own_setup = isinstance(self.module, Transformer) and module.setup is not Transformer.setup
+        return not own_setup and "row_index" in inspect.signature(module.__call__).parameters
 
-    def _row_index(self, batch: Batch) -> dict[str, jax.Array]:
-        return {"row_index": batch["row_index"]} if self.keys_dropout_by_row and "row_index" in batch else {}
+    def _row_index(self, batch: Batch, num_rows: int) -> dict[str, jax.Array]:
+        """Return the `row_index` of a batch of `num_rows`; a multiple if a subclass folds lists into the batch."""
+        if not self.keys_dropout_by_row or "row_index" not in batch:
+            return {}
+        rows = batch["row_index"]
+        length, rest = divmod(num_rows, rows.shape[0])
+        return {} if rest else {"row_index": (rows[:, None] * length + jnp.arange(length)).reshape(-1)}
 
     # -- training ------------------------------------------------------------------------------------------------------
 
@@ -346,8 +352,8 @@ class BaseTransformerModel(BaseModel):
           num_decodes: number of decodes per example.
 
         Returns:
-          tokens [batch, length] and {"scores": [batch]} of the best decodes; for all, with an axis of decodes after the
-          batch axis.
+          tokens [batch, length] and {"scores": [batch]} of the best decodes. With `return_all_decodes`, both have an
+          axis of decodes after the batch axis.
         """
 
     def predict_batch(

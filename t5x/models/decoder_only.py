@@ -91,19 +91,8 @@ class DecoderOnlyModel(BaseTransformerModel):
         if inside is None:
             inside = jnp.zeros(shifted.shape, jnp.int32).at[:, 0].set(1)
         inputs = jnp.where(inside > 0, shifted, 0)
-        lengths = jnp.maximum(jnp.sum(inside, axis=1) - 1, 0).astype(jnp.int32)
         params = compute_params(self.module, params)  # once, not in every step
-        apply = functools.partial(self.module.apply, enable_dropout=False, mutable=["cache"])
-        variables = {"params": params}
-        if not is_ours(self.module):  # T5X's networks prefill a cache that exists
-            tokens = jnp.ones_like(inputs)
-            variables["cache"] = apply({"params": params}, tokens, tokens, decode=True)[1]["cache"]
-        # The mask also replaces the targets, because the start token is 0 but not padding.
-        prefix = inside if self.inputs_bidirectional_attention else None
-        _, filled = apply(
-            variables, decoder_input_tokens=inputs, decoder_target_tokens=inside, decoder_causal_attention=prefix,
-            prefill=True, prefill_lengths=lengths,
-        )  # fmt: skip
+        cache, lengths = self._compute_kv_cache(params, inputs, inside)
         length = inputs.shape[1]
         next_logits = functools.partial(self._compute_logits_from_slice, params=params, max_decode_length=length)
         if is_ours(self.module) and not self._overrides("_compute_logits_from_slice", of=DecoderOnlyModel):
@@ -111,9 +100,27 @@ class DecoderOnlyModel(BaseTransformerModel):
         else:
             tokens_to_logits = next_logits
         decodes, scores = self._decode_fn(
-            inputs=inputs, cache=filled["cache"], tokens_to_logits=tokens_to_logits, initial_index=lengths, **options
+            inputs=inputs, cache=cache, tokens_to_logits=tokens_to_logits, initial_index=lengths, **options
         )
         return best_or_all(decoding.remove_prefix(decodes, lengths), scores, return_all_decodes)
+
+    def _compute_kv_cache(
+        self, params: Params, inputs: jax.Array, causal_attention: jax.Array
+    ) -> tuple[Any, jax.Array]:
+        """Return a cache filled with the inputs, and their number in each row; see `predict_batch_with_aux`."""
+        lengths = jnp.maximum(jnp.sum(causal_attention, axis=1) - 1, 0).astype(jnp.int32)
+        apply = functools.partial(self.module.apply, enable_dropout=False, mutable=["cache"])
+        variables = {"params": params}
+        if not is_ours(self.module):  # T5X's networks prefill a cache that exists
+            tokens = jnp.ones_like(inputs)
+            variables["cache"] = apply({"params": params}, tokens, tokens, decode=True)[1]["cache"]
+        # The mask also replaces the targets, because the start token is 0 but not padding.
+        prefix = causal_attention if self.inputs_bidirectional_attention else None
+        _, filled = apply(
+            variables, decoder_input_tokens=inputs, decoder_target_tokens=causal_attention,
+            decoder_causal_attention=prefix, prefill=True, prefill_lengths=lengths,
+        )  # fmt: skip
+        return filled["cache"], lengths
 
     def _compute_logits_from_slice(
         self, decoding_state: decoding.DecodingState, params: Params, max_decode_length: int

@@ -124,18 +124,30 @@ class EncoderDecoderModel(BaseTransformerModel):
         self, params: Params, inputs: jax.Array, empty: jax.Array, options: Mapping[str, Any]
     ) -> tuple[Callable, Any]:
         """Return the same for any network with T5X's call convention, by `_compute_logits_from_slice`."""
-        tokens = jnp.ones_like(empty)
-        _, created = self.module.apply(
-            {"params": params}, jnp.ones_like(inputs), tokens, tokens, decode=True, enable_dropout=False,
-            mutable=["cache"],
-        )  # fmt: skip
+        cache, _ = self._compute_kv_cache(params, None, inputs, empty)
         encoded = self.module.apply({"params": params}, inputs, enable_dropout=False, method=self.module.encode)
         expanded = (jnp.repeat(x, options["num_decodes"], axis=0) for x in (encoded, inputs))
         given = dict(zip(("encoded_inputs", "raw_inputs"), expanded, strict=True))
         tokens_to_logits = functools.partial(
             self._compute_logits_from_slice, params=params, **given, max_decode_length=empty.shape[1]
         )
-        return tokens_to_logits, created["cache"]
+        return tokens_to_logits, cache
+
+    def _compute_kv_cache(
+        self, params: Params, encoded_inputs: jax.Array | None, encoder_input_tokens: jax.Array,
+        decoder_input_tokens: jax.Array, prefill_decoder_prompt: bool = False,
+    ) -> tuple[Any, None]:  # fmt: skip
+        """Return an empty cache, for models that call `decode_fn` themselves, and where to start: None, the beginning.
+
+        Args:
+          encoded_inputs, prefill_decoder_prompt: T5X's, not used; prompts are decoded from the beginning.
+        """
+        tokens = jnp.ones_like(decoder_input_tokens)
+        _, created = self.module.apply(
+            {"params": params}, jnp.ones_like(encoder_input_tokens), tokens, tokens, decode=True, enable_dropout=False,
+            mutable=["cache"],
+        )  # fmt: skip
+        return created["cache"], None
 
     def _compute_logits_from_slice(
         self,

@@ -53,6 +53,8 @@ class Keys:
             return cls(params, needs_gradients=enable_dropout or params is not None)
         rows = jnp.arange(tokens.shape[0]) if rows is None else rows
         key = module.make_rng("dropout")
+        if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+            key = jax.random.wrap_key_data(key)  # a key of `jax.random.PRNGKey`
         return cls(params, jax.vmap(lambda row: jax.random.fold_in(key, row))(rows))
 
     def at(self, name: str) -> "Keys":

@@ -248,10 +248,16 @@ _rows.defvjp(_rows_forward, _rows_backward)
 
 
 def sum_by_token(x: jax.Array, tokens: jax.Array, vocab_size: int) -> jax.Array:
-    """Sum x [..., features] by token, [...] -> float32 [vocab, features], deterministically.
+    """Return the sum of x [..., features] for each token id, float32 [vocab_size, features], deterministically.
 
-    A GPU scatter-add runs in arbitrary order, which changes float sums but not integer sums. So x is split into
-    integers relative to its largest absolute value, with few enough bits that no sum overflows.
+    A GPU scatter-add runs in arbitrary order, which changes float sums but not integer sums. So x is scaled by its
+    largest absolute value and split into integers, with few enough bits that no sum overflows.
+
+    Args:
+      tokens: token ids [...].
+
+    Returns:
+      the sums; all NaN if a value of x is not finite, or 2**120 or more.
     """
     bits = 30 - max(tokens.size - 1, 0).bit_length()
     parts = -(-26 // bits)

@@ -19,6 +19,9 @@ from t5x.network.towers import Decoder, Encoder, LogitFactors
 class Transformer(nn.Module):
     """A T5 encoder-decoder.
 
+    A subclass may define `setup` with an encoder and a decoder of its own. They are called as T5X calls them: with
+    tokens, masks as arrays and `deterministic`.
+
     Example:
       >>> module = Transformer(T5Config(vocab_size=384, emb_dim=64, num_heads=4, head_dim=16, mlp_dim=128))
       >>> variables = module.init(jax.random.key(0), tokens, tokens, tokens, enable_dropout=False)
@@ -47,6 +50,10 @@ class Transformer(nn.Module):
             mask = Mask(key_segments=real.astype(jnp.int32))
         else:
             mask = Mask(key_segments=jnp.where(real, encoder_segment_ids, 0), query_segments=encoder_segment_ids)
+        if not isinstance(self.encoder, Encoder):
+            length = encoder_input_tokens.shape[1]
+            array = self._array(mask, encoder_input_tokens, length, length)
+            return self.encoder(encoder_input_tokens, array, deterministic=not enable_dropout)
         x = embed(self.token_embedder(keys.at("token_embedder")), encoder_input_tokens, self.config.residual_dtype)
         return self.encoder(x, mask, keys.at("encoder"))
 
@@ -76,7 +83,6 @@ class Transformer(nn.Module):
           logits_of: int [batch, n], tokens of each row to compute logits for, [batch, targets, n]. None computes all.
           as_factors: return the factors of the logits instead.
         """
-        del decoder_positions, max_decode_length  # relative positions need neither; the cache has its length
         if decode and (encoder_segment_ids is not None or decoder_segment_ids is not None):
             raise UserError("Packed examples cannot be decoded incrementally: set pack=False for inference.")
         keys = Keys.of(self, decoder_input_tokens, enable_dropout, row_index)
@@ -92,6 +98,20 @@ class Transformer(nn.Module):
             targets = None if decode else (decoder_target_tokens > 0).astype(jnp.int32)
             mask = Mask(key_segments=targets, causal=True)
             cross_mask = Mask(key_segments=sources.astype(jnp.int32))
+        if not isinstance(self.decoder, Decoder):
+            length = decoder_input_tokens.shape[1]
+            logits = self.decoder(
+                encoded,
+                decoder_input_tokens=decoder_input_tokens,
+                decoder_positions=decoder_positions,
+                decoder_mask=None if decode else self._array(mask, decoder_input_tokens, length, length),
+                encoder_decoder_mask=self._array(cross_mask, encoder_input_tokens, length, sources.shape[1]),
+                deterministic=not enable_dropout,
+                decode=decode,
+                max_decode_length=max_decode_length,
+            )
+            return logits if logits_of is None else jnp.take_along_axis(logits, logits_of[:, None], axis=-1)
+        # Relative positions need no `decoder_positions`, and the cache has its length.
         return self.decoder(
             decoder_input_tokens,
             mask,
@@ -103,6 +123,11 @@ class Transformer(nn.Module):
             logits_of=logits_of,
             as_factors=as_factors,
         )
+
+    def _array(self, mask: Mask, tokens: jax.Array, q_length: int, k_length: int) -> jax.Array:
+        """Return a mask as T5X has it, [batch, 1, q, k] of the network's dtype."""
+        allowed = mask.allowed(q_length, k_length)
+        return jnp.broadcast_to(allowed, (tokens.shape[0], 1, q_length, k_length)).astype(self.config.dtype)
 
     def __call__(
         self,

@@ -11,7 +11,7 @@ import optax
 from t5x.errors import UserError
 from t5x.optimizers.learning_rates import unknown_rate
 from t5x.optimizers.patterns import Patterns, paths_in, select
-from t5x.optimizers.protocol import OptimizerDef, TreeOptimizer, trained
+from t5x.optimizers.protocol import OptimizerDef, TreeOptimizer, trained, updated
 from t5x.optimizers.schedules import Schedule
 
 log = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class MultiOptimizer(TreeOptimizer):
         for number, optimizer in enumerate(self._optimizers):
             its_grads, its_params, its_axes = self._parts(optimizer, grads, params, axes)
             its_state = self._state_of(number, state)
-            its_params, its_state = optimizer.update(its_grads, its_state, its_params, its_axes, **at)
+            its_params, its_state = updated(optimizer, its_grads, its_state, its_params, its_axes, **at)
             new_params = _replace_leaves(new_params, its_params)
             new_states.append(its_state)
         return new_params, self._join(new_states)
@@ -184,7 +184,7 @@ class _ClippedOptimizer(TreeOptimizer):
 
     def update(self, grads: Tree, state: Tree, params: Tree, axes: Tree, **at: Any) -> tuple[Tree, Tree]:
         clipped, _ = self._clip.update(self.trained(grads), optax.EmptyState())
-        return self._optimizer.update(_replace_leaves(grads, clipped), state, params, axes, **at)
+        return updated(self._optimizer, _replace_leaves(grads, clipped), state, params, axes, **at)
 
 
 def clip_by_global_norm(optimizer: OptimizerDef, max_norm: float) -> OptimizerDef:

@@ -23,20 +23,25 @@ Axes = tuple[str | None, ...]
 _SMALL = 2**16  # elements of an array that may be replicated on every device
 
 
+def without_keys(state: Tree) -> Tree:
+    """Return an Optax state of arrays: random keys are replaced by their data, numbers by arrays."""
+    return jax.tree.map(lambda leaf: jax.random.key_data(leaf) if _is_random_key(leaf) else jnp.asarray(leaf), state)
+
+
+def with_keys(state: Tree, template: Tree) -> Tree:
+    """Return a state of arrays with the random keys that `template` has."""
+    return jax.tree.map(lambda x, like: jax.random.wrap_key_data(x) if _is_random_key(like) else x, state, template)
+
+
 def to_tree(state: Tree) -> dict[str, Any]:
-    """Convert an Optax state to nested dictionaries."""
-    as_stored = lambda leaf: jax.random.key_data(leaf) if _is_random_key(leaf) else jnp.asarray(leaf)
-    leaves, _ = jax.tree_util.tree_flatten_with_path(state)
-    return flax.traverse_util.unflatten_dict({_names(keys): as_stored(leaf) for keys, leaf in leaves})
+    """Convert an Optax state of arrays, or of axes, which may be None, to nested dictionaries."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda node: node is None)
+    return flax.traverse_util.unflatten_dict({_names(keys): leaf for keys, leaf in leaves})
 
 
 def from_tree(nested: Tree, template: Tree) -> Tree:
     """Convert nested dictionaries back to an Optax state with the structure of `template`."""
-
-    def leaf_at(keys, like):
-        value = functools.reduce(operator.getitem, _names(keys), nested)
-        return jax.random.wrap_key_data(value) if _is_random_key(like) else value
-
+    leaf_at = lambda keys, _: functools.reduce(operator.getitem, _names(keys), nested)
     return jax.tree_util.tree_map_with_path(leaf_at, template)
 
 

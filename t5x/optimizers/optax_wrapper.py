@@ -11,6 +11,7 @@ from optax import contrib
 from t5x.errors import UserError
 from t5x.optimizers import optax_state
 from t5x.optimizers.learning_rates import Rate, as_schedule, rates_in, unknown_rate
+from t5x.optimizers.patterns import path_of
 from t5x.optimizers.protocol import TreeOptimizer
 from t5x.optimizers.schedules import Schedule
 
@@ -55,11 +56,20 @@ class OptaxWrapper(TreeOptimizer):
     def count(self, state: Tree) -> int | None:
         """Return the number of steps that the state has seen; None if it does not count them."""
         flat = jax.tree_util.tree_flatten_with_path(state)[0]
-        counts = [int(leaf) for keys, leaf in flat if keys[-1].key == "count" and leaf.ndim == 0]
+        counts = [int(leaf) for keys, leaf in flat if path_of(keys[-1:]) == "count" and leaf.ndim == 0]
         return max(counts, default=None)
 
+    def init_param_states(self, params: Tree, axes: Tree) -> Tree:
+        return optax_state.without_keys(self.transformation(1.0, axes).init(params))
+
     def init(self, params: Tree, axes: Tree) -> Tree:
-        return optax_state.to_tree(self.transformation(1.0, axes).init(params))
+        return self.to_stored(self.init_param_states(params, axes))
+
+    def to_stored(self, param_states: Tree) -> Tree:
+        return optax_state.to_tree(param_states)
+
+    def from_stored(self, stored: Tree, param_states: Tree) -> Tree:
+        return optax_state.from_tree(stored, param_states)
 
     def state_axes(self, params: Tree, axes: Tree) -> Tree:
         state = jax.eval_shape(lambda p: self.init(p, axes), params)
@@ -71,8 +81,9 @@ class OptaxWrapper(TreeOptimizer):
         """Take one step; see `t5x.optimizers.OptimizerDef`."""
         template = jax.eval_shape(self.transformation(1.0, axes).init, params)
         transformation = self.transformation(learning_rate, axes)
-        updates, new = transformation.update(grads, optax_state.from_tree(state, template), params)
-        return optax.apply_updates(params, updates), optax_state.to_tree(new)
+        before = optax_state.with_keys(optax_state.from_tree(state, template), template)
+        updates, new = transformation.update(grads, before, params)
+        return optax.apply_updates(params, updates), self.to_stored(optax_state.without_keys(new))
 
 
 def wrap_optax_optimizer(

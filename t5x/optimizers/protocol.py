@@ -1,12 +1,15 @@
 """The interface between the trainer and an optimizer, and T5X's classes around it."""
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import flax.core
 import flax.serialization
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from t5x.optimizers import optax_state
 
@@ -82,25 +85,66 @@ class OptimizerDef:
         return self.hyper_params.replace(**given) if given else self.hyper_params
 
     def state_dict(self, target: Tree, state: OptimizerState) -> dict[str, Any]:
-        to_dict = flax.serialization.to_state_dict
-        return {"target": to_dict(target), "state": to_dict(state)}
+        stored = {"step": state.step, "param_states": self.to_stored(state.param_states)}
+        return {"target": flax.core.unfreeze(target), "state": stored}
 
     def restore_state(self, opt_target: Tree, opt_state: OptimizerState, state_dict: Mapping[str, Any]) -> Any:
         """Return (parameters, state) with the content of a `state_dict`."""
-        from_dict = flax.serialization.from_state_dict
-        return from_dict(opt_target, state_dict["target"]), from_dict(opt_state, state_dict["state"])
+        states = self.from_stored(state_dict["state"].get("param_states", {}), opt_state.param_states)
+        target = like(opt_target, state_dict["target"])
+        return target, OptimizerState(state_dict["state"]["step"], states)
+
+    def derive_logical_axes(self, optimizer: Optimizer, param_logical_axes: Tree) -> Optimizer:
+        """Return the optimizer with logical axes (PartitionSpecs) in the place of arrays, and None for the step."""
+        to_axes = lambda spec: None if spec is None else tuple(spec)
+        axes = jax.tree.map(to_axes, param_logical_axes, is_leaf=is_axes)
+        states = as_specs(self.state_axes(optimizer.target, axes))
+        state = OptimizerState(None, self.from_stored(states, optimizer.state.param_states))
+        return optimizer.replace(state=state, target=param_logical_axes)
 
     # -- the trainer's methods -----------------------------------------------------------------------------------------
 
-    def init(self, params: Tree, axes: Tree) -> Tree:
-        """Return the state before the first step: nested dictionaries of arrays.
+    def init_param_states(self, params: Tree, axes: Tree) -> Tree:
+        """Return `param_states` before the first step.
 
         Args:
           axes: the logical axes (tuples of names) of the parameters.
         """
         if hasattr(self, "set_param_axes"):
             self.set_param_axes(axes)
-        return flax.serialization.to_state_dict(self.init_state(params).param_states)
+        return self.init_state(params).param_states
+
+    def to_stored(self, param_states: Tree) -> Tree:
+        """Return `param_states` as checkpoints have them: nested dictionaries of arrays."""
+        return flax.serialization.to_state_dict(param_states)
+
+    def from_stored(self, stored: Tree, param_states: Tree) -> Tree:
+        """Return nested dictionaries with the classes of `param_states`."""
+        return flax.serialization.from_state_dict(param_states, stored)
+
+    def take_step(
+        self,
+        grads: Tree,
+        param_states: Tree,
+        params: Tree,
+        axes: Tree,
+        *,
+        update: Callable[..., tuple[Tree, Tree]] | None = None,
+        **at: jax.Array,
+    ) -> tuple[Tree, Tree]:
+        """Return (new parameters, new `param_states`); the trees may be FrozenDicts.
+
+        Args:
+          update: takes the step; None is `updated`.
+        """
+        update = functools.partial(updated, self) if update is None else update
+        plain = [flax.core.unfreeze(tree) for tree in (grads, params, axes)]
+        new, states = update(plain[0], self.to_stored(param_states), *plain[1:], **at)
+        return like(params, new), self.from_stored(states, param_states)
+
+    def init(self, params: Tree, axes: Tree) -> Tree:
+        """Return the stored state before the first step; see `init_param_states`."""
+        return self.to_stored(self.init_param_states(params, axes))
 
     def state_axes(self, params: Tree, axes: Tree) -> Tree:
         """Return the logical axes of every array of the state, so that it is sharded like the parameters."""
@@ -110,11 +154,13 @@ class OptimizerDef:
         self, grads: Tree, state: Tree, params: Tree, axes: Tree, *, step: jax.Array, learning_rate: jax.Array
     ) -> tuple[Tree, Tree]:
         """Return (new parameters, new state). `step` counts from 0; `learning_rate` is the trainer's."""
+        if hasattr(self, "set_param_axes"):
+            self.set_param_axes(axes)
         template = jax.eval_shape(self.init_state, params).param_states
-        before = OptimizerState(step, flax.serialization.from_state_dict(template, state))
+        before = OptimizerState(step, self.from_stored(state, template))
         hyper_params = self.update_hyper_params(learning_rate=learning_rate)
         new_params, after = self.apply_gradient(hyper_params, params, before, grads)
-        return new_params, flax.serialization.to_state_dict(after.param_states)
+        return new_params, self.to_stored(after.param_states)
 
 
 @flax.struct.dataclass
@@ -130,30 +176,41 @@ class TreeOptimizer(OptimizerDef):
     _param_axes: Tree = None
 
     @property
-    def hyper_params(self) -> HyperParams:
+    def hyper_params(self) -> Any:
         return HyperParams(getattr(self, "learning_rate", None))
+
+    def with_hyper_params(self, hyper_params: Any) -> "TreeOptimizer":
+        """Return this optimizer with other hyperparameters; the learning rate is an argument of `update`."""
+        return self
 
     def set_param_axes(self, param_logical_axes: Tree) -> None:
         """Set the logical axes of the parameters, for T5X's methods."""
-        self._param_axes = jax.tree.map(tuple, param_logical_axes, is_leaf=lambda x: not isinstance(x, Mapping))
+        self._param_axes = jax.tree.map(lambda x: x and tuple(x), param_logical_axes, is_leaf=is_axes)
 
     def _axes_of(self, params: Tree) -> Tree:
         return jax.tree.map(lambda _: None, params) if self._param_axes is None else self._param_axes
 
+    def init_param_states(self, params: Tree, axes: Tree) -> Tree:
+        return self.init(params, axes)
+
     def init_state(self, params: Tree) -> OptimizerState:
-        return OptimizerState(jnp.zeros((), jnp.int32), self.init(params, self._axes_of(params)))
+        return OptimizerState(jnp.zeros((), jnp.int32), self.init_param_states(params, self._axes_of(params)))
 
     def apply_gradient(
-        self, hyper_params: HyperParams, params: Tree, state: OptimizerState, grads: Tree
+        self, hyper_params: Any, params: Tree, state: OptimizerState, grads: Tree
     ) -> tuple[Tree, OptimizerState]:
-        axes, rate = self._axes_of(params), hyper_params.learning_rate
-        new, states = self.update(grads, state.param_states, params, axes, step=state.step, learning_rate=rate)
+        definition, axes = self.with_hyper_params(hyper_params), self._axes_of(params)
+        at = {"step": state.step, "learning_rate": hyper_params.learning_rate}
+        new, states = definition.take_step(grads, state.param_states, params, axes, update=definition.update, **at)
         return new, OptimizerState(state.step + 1, states)
 
-    def derive_logical_axes(self, optimizer: Optimizer, param_logical_axes: Tree) -> Optimizer:
-        """Return the optimizer with logical axes in the place of arrays, and None for the step."""
-        axes = jax.tree.map(tuple, param_logical_axes, is_leaf=lambda x: not isinstance(x, Mapping))
-        return Optimizer(self, OptimizerState(None, self.state_axes(optimizer.target, axes)), param_logical_axes)
+
+def updated(optimizer: OptimizerDef, *trees: Tree, **at: jax.Array) -> tuple[Tree, Tree]:
+    """Call `optimizer.update`, or `apply_gradient` if a subclass of one of our optimizers overrides it, as in T5X."""
+    ours = isinstance(optimizer, TreeOptimizer)
+    if ours and type(optimizer).apply_gradient is not TreeOptimizer.apply_gradient:
+        return OptimizerDef.update(optimizer, *trees, **at)
+    return optimizer.update(*trees, **at)
 
 
 OptimizerType, OptimizerDefType = Optimizer, OptimizerDef  # T5X's names in annotations
@@ -163,3 +220,22 @@ def trained(optimizer: OptimizerDef, tree: Tree) -> Tree:
     """Return the part of a tree of parameters, or of their gradients, that the optimizer changes."""
     select = getattr(optimizer, "trained", None)
     return tree if select is None else select(tree)
+
+
+def is_axes(node: Any) -> bool:
+    """Return whether a node of a tree of axes, which may be tuples or None, is a leaf."""
+    return not isinstance(node, Mapping)
+
+
+def as_specs(axes: Tree) -> Tree:
+    """Return PartitionSpecs in the place of axes, which are tuples or `AxisMetadata`; None for None and for scalars."""
+
+    def spec(found: Any) -> PartitionSpec | None:
+        return PartitionSpec(*getattr(found, "names", found)) if found else None
+
+    return jax.tree.map(spec, axes, is_leaf=is_axes)
+
+
+def like(tree: Tree, content: Mapping[str, Any]) -> Tree:
+    """Return nested dictionaries as a FrozenDict if `tree` is one."""
+    return flax.core.freeze(content) if isinstance(tree, flax.core.FrozenDict) else content

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from t5x.errors import UserError
+from t5x.errors import ArgumentError
 
 Schedule = Callable[[jax.Array | int], jax.Array]
 
@@ -39,7 +39,7 @@ def create_learning_rate_scheduler(
       step -> learning rate, float32.
 
     Raises:
-      UserError: if a factor is unknown, or needs warmup_steps of at least 1.
+      ArgumentError: if a factor is unknown, or needs warmup_steps of at least 1.
 
     Example:
       >>> schedule = create_learning_rate_scheduler("constant * rsqrt_decay", 1.0, warmup_steps=10000)
@@ -62,10 +62,10 @@ def create_learning_rate_scheduler(
     }
     setting = "create_learning_rate_scheduler"
     if unknown := [name for name in names if name not in rules]:
-        raise UserError(f"{setting}.factors names {unknown[0]!r}; known factors are {', '.join(rules)}.")
+        raise ArgumentError(f"{setting}.factors names {unknown[0]!r}; known factors are {', '.join(rules)}.")
     warmed_up = {"linear_warmup", "linear_decay", "rsqrt_decay", "rsqrt_normalized_decay"}.intersection(names)
     if warmed_up and warmup_steps < 1:
-        raise UserError(f"{setting}.warmup_steps is {warmup_steps}, but {min(warmed_up)!r} needs at least 1.")
+        raise ArgumentError(f"{setting}.warmup_steps is {warmup_steps}, but {min(warmed_up)!r} needs at least 1.")
 
     def schedule(step: jax.Array | int) -> jax.Array:
         step = jnp.maximum(0, jnp.asarray(step) - step_offset).astype(jnp.float32)

@@ -12,7 +12,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
-from t5x.errors import UserError
+from t5x.errors import ArgumentError
 from t5x.partitioning import multiprocess
 
 AXES = ("data", "model")
@@ -28,7 +28,7 @@ def devices_of(backend: str | None) -> list[jax.Device]:
         named = (
             f"PjitPartitioner.backend is {backend!r}" if backend else f"JAX_PLATFORMS is {jax.config.jax_platforms!r}"
         )
-        raise UserError(f"{named}, but there are no such devices: {why}") from error
+        raise ArgumentError(f"{named}, but there are no such devices: {why}") from error
     machines = machine_of_process()
     return sorted(devices, key=lambda d: (machines[d.process_index], d.process_index, d.id))
 
@@ -50,14 +50,14 @@ def model_parallel(model: int, devices: Sequence[jax.Device]) -> Mesh:
     """Return a (`data`, `model`) mesh. Only `data` spans several TPU slices: the network between them is slow."""
     if model < 1 or len(devices) % model:
         fitting = ", ".join(str(d) for d in range(1, len(devices) + 1) if len(devices) % d == 0)
-        raise UserError(
+        raise ArgumentError(
             f"PjitPartitioner.num_partitions is {model}, but there are {len(devices)} devices: "
             f"it must divide them ({fitting})."
         )
     slices = len(_slices(devices)) if devices[0].platform == "tpu" else 1
     data = len(devices) // model
     if data % slices:
-        raise UserError(
+        raise ArgumentError(
             f"PjitPartitioner.num_partitions is {model}, but each of the {slices} TPU slices has "
             f"{len(devices) // slices} devices: a copy of the model must fit into a slice."
         )
@@ -74,14 +74,14 @@ def hybrid(ici: Sequence[int], dcn: Sequence[int] | None, devices: Sequence[jax.
     lengths = (2, 3) if dcn is None else (3,)
     for name, shape in (("ici_mesh_shape", ici), *([] if dcn is None else [("dcn_mesh_shape", dcn)])):
         if not is_shape(shape) or len(shape) not in lengths:
-            raise UserError(
+            raise ArgumentError(
                 f"PjitPartitioner.{name} is {shape!r}: it must be {len(HYBRID_AXES)} positive integers, for "
                 f"{', '.join(HYBRID_AXES)}" + (f", or 2, for {' and '.join(AXES)}." if dcn is None else ".")
             )
     dcn = (1,) * len(ici) if dcn is None else dcn
     total = math.prod(ici) * math.prod(dcn)
     if total != len(devices):
-        raise UserError(
+        raise ArgumentError(
             f"PjitPartitioner.ici_mesh_shape {tuple(ici)} and dcn_mesh_shape {tuple(dcn)} need {total} devices, but "
             f"there are {len(devices)}. Change them so that their product is {len(devices)}."
         )
@@ -106,14 +106,14 @@ def _groups(devices: Sequence[jax.Device], count: int) -> list[list[jax.Device]]
     if len(slices) == count and all(len(group) == size for group in slices):
         return slices
     if count > 1 and devices[0].platform == "tpu" and len(slices) > 1:
-        raise UserError(
+        raise ArgumentError(
             f"The product of PjitPartitioner.dcn_mesh_shape is {count}, but there are {len(slices)} TPU slices. They "
             "must be equal."
         )
     groups = [list(devices[i : i + size]) for i in range(0, len(devices), size)]
     local = len(devices) // len({d.process_index for d in devices})
     if count > 1 and size % local and local % size:
-        raise UserError(
+        raise ArgumentError(
             f"PjitPartitioner.dcn_mesh_shape divides the devices into {count} groups of {size}, but a process has "
             f"{local}: a group must consist of whole processes, or divide one evenly."
         )

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from t5x.errors import UserError
+from t5x.errors import ArgumentError
 from t5x.partitioning import logical, meshes, presets
 from t5x.partitioning.chunks import LocalChunker, LocalChunkInfo
 from t5x.partitioning.logical import AxisRules, LogicalAxes, MeshAxes, axis_rules, logical_to_mesh_axes
@@ -65,6 +65,7 @@ class BasePartitioner:
         logical_axis_rules: AxisRules | None = None,
         preset: str | None = None,
     ):
+        self._num_partitions, self._model_parallel_submesh = num_partitions, model_parallel_submesh  # read by projects
         model = model_axis_size(num_partitions, model_parallel_submesh)
         rules = None if logical_axis_rules is None else _own_rules(logical_axis_rules)
         chosen = None if preset is None else presets.named(preset)
@@ -73,13 +74,13 @@ class BasePartitioner:
         devices = meshes.devices_of(backend)
         if ici_mesh_shape is not None:
             if model > 1:
-                raise UserError(
+                raise ArgumentError(
                     "PjitPartitioner: ici_mesh_shape determines the model axis: num_partitions and "
                     "model_parallel_submesh must be None."
                 )
             self.mesh = meshes.hybrid(ici_mesh_shape, dcn_mesh_shape, devices)
         elif dcn_mesh_shape is not None:
-            raise UserError("PjitPartitioner.dcn_mesh_shape is set without ici_mesh_shape. Set both.")
+            raise ArgumentError("PjitPartitioner.dcn_mesh_shape is set without ici_mesh_shape. Set both.")
         else:
             if chosen and model == 1:
                 model = presets.model_axis(preset, len(devices), meshes.machine_sizes(devices))
@@ -97,7 +98,7 @@ class BasePartitioner:
         for name, over in rules:
             for axis in logical.axis_names(over):
                 if axis not in self.mesh.axis_names:
-                    raise UserError(
+                    raise ArgumentError(
                         f"PjitPartitioner.logical_axis_rules shards {name!r} over {axis!r}, but the mesh has only the "
                         f"axes {', '.join(self.mesh.axis_names)}. Use one of those, or None."
                     )
@@ -108,7 +109,7 @@ class BasePartitioner:
     def _host_memory(self) -> str:
         device = self.mesh.local_devices[0]
         if "pinned_host" not in {memory.kind for memory in device.addressable_memories()}:
-            raise UserError(
+            raise ArgumentError(
                 "PjitPartitioner.params_on_devices is False, but JAX cannot keep arrays in host memory for "
                 f"{device.platform} devices. Leave it True, and shard the parameters: preset='fsdp' or '2d'."
             )
@@ -149,9 +150,9 @@ class BasePartitioner:
         """Return the sharding of a parameter, or of its optimizer state."""
         return self.sharding_of(self.spec(shape, axes))
 
-    def sharding_of(self, spec: PartitionSpec) -> NamedSharding:
-        """Return the sharding of a parameter, or of its optimizer state, with this PartitionSpec."""
-        return NamedSharding(self.mesh, spec, memory_kind=self._param_memory)
+    def sharding_of(self, spec: PartitionSpec | None) -> NamedSharding:
+        """Return the sharding of a parameter, or of its optimizer state; None replicates it."""
+        return NamedSharding(self.mesh, PartitionSpec() if spec is None else spec, memory_kind=self._param_memory)
 
     def undivided(self, shape: Sequence[int], axes: LogicalAxes | None) -> str | None:
         """Return why a dimension of this array is not sharded though a rule asks for it; None if there is none."""
@@ -171,13 +172,12 @@ class BasePartitioner:
         Args:
           train_state: see `t5x.train_state`; its leaves have shapes.
         """
-        arrays, mutables = train_state.replace(flax_mutables={}), train_state.flax_mutables
-        axes = self.get_logical_axes(arrays).state_dict()
-        spec = lambda x, names: self.spec(x.shape, None if names is None else tuple(names))
-        specs = jax.tree.map(spec, arrays.state_dict(), axes)
-        return train_state.restore_state(
-            specs | {"flax_mutables": jax.tree.map(lambda _: PartitionSpec(), mutables)}
-        )
+        whole = {"params_axes": None, "flax_mutables": {}, "flax_mutables_axes": None}
+        arrays, axes = train_state.replace(**whole), self.get_logical_axes(train_state).replace(**whole)
+        spec = lambda x, names: None if names is None else self.spec(x.shape, tuple(names))
+        mutables = jax.tree.map(lambda _: PartitionSpec(), train_state.flax_mutables)
+        kept = {name: getattr(train_state, name) for name in ("params_axes", "flax_mutables_axes")}
+        return jax.tree.map(spec, arrays, axes).replace(**kept, flax_mutables=mutables)
 
     def get_local_chunk_info(self, global_shape: Sequence[int], mesh_axes: PartitionSpec | None) -> LocalChunkInfo:
         """Return the part of an array with this shape and sharding that this process holds."""
@@ -225,7 +225,7 @@ class BasePartitioner:
           host_index: must be None, or that of this process.
         """
         if host_index not in (None, jax.process_index()):
-            raise UserError("get_data_layout knows the rows of its own process only: leave host_index None.")
+            raise ArgumentError("get_data_layout knows the rows of its own process only: leave host_index None.")
         batch_size = self.data_parts if batch_size is None else batch_size
         rows = self.rows(batch_size)
         first = {}
@@ -241,7 +241,7 @@ class BasePartitioner:
         Processes whose devices share a copy of the model read the same rows.
         """
         if batch_size % self.data_parts:
-            raise UserError(
+            raise ArgumentError(
                 f"The batch size {batch_size} is not a multiple of the {self.data_parts} data-parallel shards of the "
                 f"mesh ({self}). Set BATCH_SIZE to a multiple of {self.data_parts}, or increase "
                 "PjitPartitioner.num_partitions."
@@ -255,7 +255,7 @@ class BasePartitioner:
         indices = self.batch_sharding.addressable_devices_indices_map((self.data_parts,)).values()
         found = sorted({part for (index,) in indices for part in range(self.data_parts)[index]})
         if found != list(range(found[0], found[-1] + 1)):
-            raise UserError(
+            raise ArgumentError(
                 f"Process {jax.process_index()} needs rows of the batch that are not consecutive ({self}): "
                 f"shards {', '.join(map(str, found))} of {self.data_parts}. Choose a dcn_mesh_shape, ici_mesh_shape or "
                 "num_partitions that divides the devices of each process evenly."
@@ -361,15 +361,15 @@ def model_axis_size(num_partitions: int | None, submesh: Sequence[int] | None) -
     """Return how many devices share a copy of the model."""
     if submesh is None:
         if num_partitions is not None and not isinstance(num_partitions, int):
-            raise UserError(f"PjitPartitioner.num_partitions is {num_partitions!r}: it must be an integer.")
+            raise ArgumentError(f"PjitPartitioner.num_partitions is {num_partitions!r}: it must be an integer.")
         return 1 if num_partitions is None else num_partitions
     if num_partitions is not None:
-        raise UserError(
+        raise ArgumentError(
             "PjitPartitioner: set num_partitions or model_parallel_submesh, not both "
             f"(they are {num_partitions!r} and {submesh!r})."
         )
     if not meshes.is_shape(submesh):
-        raise UserError(
+        raise ArgumentError(
             f"PjitPartitioner.model_parallel_submesh is {submesh!r}: it must be positive integers, such as "
             "(2, 2, 1, 1). For a single number, use num_partitions."
         )
@@ -381,26 +381,26 @@ def _own_rules(rules: AxisRules) -> AxisRules | None:
     where = "PjitPartitioner.logical_axis_rules"
     found = checked(rules, where)
     if not found:
-        raise UserError(f"{where} is empty. Use None for the standard rules, or [('batch', None)] to shard nothing.")
+        raise ArgumentError(f"{where} is empty. Use None for the standard rules, [('batch', None)] to shard nothing.")
     return None if found == standard_logical_axis_rules() else found
 
 
 def _check_preset(
     name: str, preset: presets.Preset, model: int, shapes: Sequence[Any], rules: AxisRules | None
 ) -> None:
-    """Raise a UserError if another argument contradicts the preset."""
+    """Raise an ArgumentError if another argument contradicts the preset."""
     where = f"PjitPartitioner.preset {name!r}"
     if any(shape is not None for shape in shapes):
-        raise UserError(f"{where} determines the mesh: remove ici_mesh_shape and dcn_mesh_shape, or preset.")
+        raise ArgumentError(f"{where} determines the mesh: remove ici_mesh_shape and dcn_mesh_shape, or preset.")
     if rules is not None:
-        raise UserError(
+        raise ArgumentError(
             f"{where} determines the logical axis rules: set logical_axis_rules to None; or remove preset, set "
             "num_partitions, and start your rules with standard_logical_axis_rules("
             f"parameter_partitioning_dims={preset.parameter_dims})."
         )
     if model > 1 and not preset.model_parallel:
         other = "tp" if preset.parameter_dims == 1 else "2d"
-        raise UserError(
+        raise ArgumentError(
             f"{where} has no model parallelism, but num_partitions (or model_parallel_submesh) is {model}: set it to "
             f"None, or use preset {other!r}."
         )

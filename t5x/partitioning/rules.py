@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from t5x.errors import UserError
+from t5x.errors import ArgumentError
 from t5x.partitioning.logical import AxisRules, MeshAxes
 
 
@@ -20,7 +20,8 @@ def standard_logical_axis_rules(
     """
     for name, value in (("activation", activation_partitioning_dims), ("parameter", parameter_partitioning_dims)):
         if value not in (1, 2):
-            raise UserError(f"standard_logical_axis_rules.{name}_partitioning_dims is {value!r}: it must be 1 or 2.")
+            setting = f"standard_logical_axis_rules.{name}_partitioning_dims"
+            raise ArgumentError(f"{setting} is {value!r}: it must be 1 or 2.")
     embed: dict[tuple[int, int], list[MeshAxes]] = {
         (1, 1): [None], (2, 1): ["model"], (1, 2): ["data"], (2, 2): ["model", "data"],
     }  # fmt: skip
@@ -37,10 +38,10 @@ def standard_logical_axis_rules(
 
 
 def checked(rules: Any, where: str) -> list[tuple[str, MeshAxes]]:
-    """Return the rules as pairs, with tuples for several mesh axes; raise a UserError naming `where` if invalid."""
+    """Return the rules as pairs, with tuples for several mesh axes; raise an ArgumentError with `where` if invalid."""
     form = "rules are a list of pairs, [('batch', 'data'), ('embed', None), ('mlp', ('data', 'model'))]"
     if not isinstance(rules, list | tuple):
-        raise UserError(f"{where} is {rules!r}: {form}.")
+        raise ArgumentError(f"{where} is {rules!r}: {form}.")
     return [_pair(rule, where, form) for rule in rules]
 
 
@@ -51,9 +52,9 @@ def _pair(rule: Any, where: str, form: str) -> tuple[str, MeshAxes]:
             return name, over
         if isinstance(over, list | tuple) and all(isinstance(axis, str) for axis in over):
             if len(set(over)) < len(over):
-                raise UserError(f"{where} shards {name!r} over {tuple(over)}: name each mesh axis once.")
+                raise ArgumentError(f"{where} shards {name!r} over {tuple(over)}: name each mesh axis once.")
             return name, tuple(over)
-    raise UserError(
+    raise ArgumentError(
         f"{where} has the rule {rule!r}: {form}, each the name of a logical axis and the mesh axes that shard it, or "
         "None."
     )

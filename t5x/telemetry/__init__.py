@@ -1,8 +1,8 @@
 """Reports of a run: metrics in files, progress on the terminal, throughput."""
 
+# ruff: noqa: F401
+
 from t5x.telemetry.events import EventFile
 from t5x.telemetry.progress import Progress, copy_progress
 from t5x.telemetry.throughput import Throughput, ThroughputClock
 from t5x.telemetry.writer import MetricWriter
-
-__all__ = ["EventFile", "MetricWriter", "Progress", "Throughput", "ThroughputClock", "copy_progress"]

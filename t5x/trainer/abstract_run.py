@@ -69,7 +69,7 @@ def trace_run(
     check_extensions(model, trainer_cls)
     name = type(model).__name__
     converter_cls = model.FEATURE_CONVERTER_CLS
-    batch = _batch(train_dataset_cfg, model, lambda: get_dataset_fn(train_dataset_cfg, 0, 1, converter_cls))
+    batch = abstract_batch(train_dataset_cfg, model, lambda: get_dataset_fn(train_dataset_cfg, 0, 1, converter_cls))
     if batch is None:
         return
     shapes, types = input_spec(model, train_dataset_cfg.task_feature_lengths, lambda: batch)
@@ -84,10 +84,12 @@ def trace_run(
     _traced("the train step", batch, jax.eval_shape, trainer._partitioned_train_step, state, batch)
     if (cfg := _unpacked(train_eval_dataset_cfg)) is not None:
         datasets = get_training_eval_datasets(cfg, 0, 1, 1, converter_cls)
-        if batch := _batch(cfg, model, lambda: next(iter(datasets.values()))):
+        if batch := abstract_batch(cfg, model, lambda: next(iter(datasets.values()))):
             _traced("the evaluation step", batch, jax.eval_shape, trainer._partitioned_eval_step, state, batch)
     cfg = _unpacked(infer_eval_dataset_cfg)
-    if cfg is not None and tasks_with_metrics(cfg) and (batch := _batch(cfg, model, lambda: [first_batch(cfg, model)])):
+    if cfg is None or not tasks_with_metrics(cfg):
+        return
+    if batch := abstract_batch(cfg, model, lambda: [first_batch(cfg, model)]):
         predict = functools.partial(model.predict_batch_with_aux, rng=jax.random.key(0))
         functions = {"predict_batch_with_aux": predict, "score_batch": model.score_batch}
         for function in _used_by_metrics(cfg):
@@ -107,7 +109,7 @@ def _unpacked(cfg: DatasetConfig | None) -> DatasetConfig | None:
     return None if cfg is None else dataclasses.replace(cfg, pack=False)  # evaluation does not pack
 
 
-def _batch(cfg: DatasetConfig, model: BaseModel, batches: Callable[[], Iterable[Any]]) -> AbstractBatch | None:
+def abstract_batch(cfg: DatasetConfig, model: BaseModel, batches: Callable[[], Iterable[Any]]) -> AbstractBatch | None:
     """Return the shapes and dtypes of a batch; None if they are unknown without data that cannot be read here."""
     converter = make_converter(model.FEATURE_CONVERTER_CLS, cfg.pack)
     lengths = cfg.task_feature_lengths
@@ -115,7 +117,8 @@ def _batch(cfg: DatasetConfig, model: BaseModel, batches: Callable[[], Iterable[
         with offline():
             read = _first(batches())
     except (OSError, UserError) as error:
-        for task in get_subtasks(found := cfg.mixture_or_task()) if lengths is not None else ():
+        found = cfg.mixture_or_task()
+        for task in get_subtasks(found) if lengths is not None else ():
             converter.check(tuple(task.output_features), lengths, task.name)  # wrong wherever the data is
         if lengths is None or not type(converter).__module__.startswith("t5x.data.feature_converters"):
             log.warning("the run is not traced: the data of %r cannot be read (%s)", found.name, error)

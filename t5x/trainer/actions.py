@@ -99,6 +99,8 @@ class EarlyStoppingAction(BaseAction):
 
     def run(self, train_state: TrainState, metrics_by_task: MetricsByTask) -> bool:
         value, step = _metric_of(self, metrics_by_task), int(train_state.step)
+        if value is None:
+            return False
         if self._restored:  # the run may see the metrics of the checkpoint's step a second time
             self._history = [entry for entry in self._history if entry[0] < step]
             self._restored = False
@@ -149,7 +151,7 @@ class TerminateOnNanAction(BaseAction):
     def run(self, train_state: TrainState, metrics_by_task: MetricsByTask) -> bool:
         value = _metric_of(self, metrics_by_task)
         self.reason = f"{self.metric} of {self.task} is {value}"
-        return not math.isfinite(value)
+        return value is not None and not math.isfinite(value)
 
     def __str__(self) -> str:
         return f"TerminateOnNanAction({self.task}, {self.metric})"
@@ -272,18 +274,21 @@ def _as_scalar(value: Any) -> Any:
     return Scalar(value) if isinstance(value, int | float) else value
 
 
-def _metric_of(action: Any, metrics_by_task: MetricsByTask) -> float:
-    """Return the value of the action's metric."""
+def _metric_of(action: Any, metrics_by_task: MetricsByTask) -> float | None:
+    """Return the value of the action's metric; log a warning and return None if there is none, as T5X does."""
     task, metric = action.task, action.metric
     if task not in metrics_by_task:
-        raise UserError(f"{action}: there is no task {task!r}. There is {', '.join(metrics_by_task)}.")
+        log.warning("%s does nothing: there is no task %r. There is %s.", action, task, ", ".join(metrics_by_task))
+        return None
     if metric not in metrics_by_task[task]:
-        raise UserError(
-            f"{action}: task {task!r} has no metric {metric!r}. It has {', '.join(sorted(metrics_by_task[task]))}. Set "
-            f"`metric` of trainer.{type(action).__name__} to one of them."
-        )
+        log.warning(
+            "%s does nothing: task %r has no metric %r. It has %s. Set `metric` of trainer.%s to one of them.",
+            action, task, metric, ", ".join(sorted(metrics_by_task[task])), type(action).__name__,
+        )  # fmt: skip
+        return None
     value = metrics_by_task[task][metric]
     try:
         return float(getattr(value, "value", value))
     except (TypeError, ValueError):
-        raise UserError(f"{action}: {metric!r} of {task!r} is {value!r}, which is not a number.") from None
+        log.warning("%s does nothing: %r of %r is %r, which is not a number.", action, metric, task, value)
+        return None

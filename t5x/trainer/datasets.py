@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class ShardInfo:
-    """The part of every batch that a process reads: number `index` of `num_shards` equal parts."""
+    """The rows of every global batch that a process reads: shard `index` of `num_shards` equal ones."""
 
     index: int = 0
     num_shards: int = 1

@@ -55,9 +55,14 @@ class MetricsManager:
             self.summary_writer.write_scalars(int(step), {name: float(value) for name, value in scalars.items()})
 
     def write_metrics_summary(self, metrics: Metrics, step: int, num_steps: int) -> Finished:
-        """Write the metrics of `num_steps` steps, merged; `result()` of the returned object gives them as scalars."""
-        summary = compute(set_step_metrics_num_steps(metrics, num_steps), time.perf_counter() - self._began)
-        self.write_scalars(step, summary)
+        """Write the metrics of `num_steps` steps, merged; `result()` of the returned object gives their values."""
+        metrics, duration = set_step_metrics_num_steps(metrics, num_steps), time.perf_counter() - self._began
+        summary = compute(metrics, duration, texts=True)
+        texts = {name: value for name, value in summary.items() if isinstance(value, str)}
+        self.write_scalars(step, {name: value for name, value in summary.items() if name not in texts})
+        if self.summary_writer is not None:
+            for name, text in texts.items():
+                self.summary_writer.write_text(step, name, text)
         self.flush()
         return Finished(summary)
 

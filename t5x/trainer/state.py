@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import flax.core
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -58,7 +59,7 @@ class StateLayout:
         self.axes = state.logical_axes()
         self.state_axes = {}
         if optimizer_def is not None:
-            states = jax.eval_shape(lambda p: optimizer_def.init(p, self.axes), params)
+            states = jax.eval_shape(lambda p: optimizer_def.init_param_states(p, self.axes), params)
             self.state_axes = optimizer_def.state_axes(params, self.axes)
             optimizer = Optimizer(optimizer_def, OptimizerState(step, states), params)
             state = FlaxOptimTrainState(optimizer, params_axes, mutables)
@@ -82,7 +83,7 @@ class StateLayout:
 
     def _variables(self, rng: jax.Array) -> Any:
         types = {"input_types": self._input_types} if self._input_types is not None else {}
-        return self._init_fn(rng=rng, input_shapes=self.input_shapes, **types)
+        return flax.core.unfreeze(self._init_fn(rng=rng, input_shapes=self.input_shapes, **types))
 
     def _log_undivided(self) -> None:
         leaves, treedef = jax.tree.flatten(self.abstract.params)
@@ -122,7 +123,7 @@ class StateLayout:
         fresh = self.partitioner.partition(
             self._init_optimizer,
             in_axis_resources=(self.shardings.params,),
-            out_axis_resources=self.shardings.param_states,
+            out_axis_resources=self.shardings.state_dict()["state"].get("param_states", {}),
         )
         return self.state(step, params, fresh(params), self.fresh_mutables())
 
@@ -162,10 +163,10 @@ class StateLayout:
 
 def write_model_info(directory: str, layout: StateLayout) -> None:
     """Write model-info.txt: the parameters, the optimizer state if there is one, and how they are sharded."""
-    shardings = layout.shardings
+    arrays, shardings = layout.abstract.state_dict(), layout.shardings.state_dict()
     lines = parameter_table(
-        layout.abstract.params, layout.axes, shardings.params, optimizer_state=layout.abstract.param_states or None,
-        optimizer_axes=layout.state_axes, optimizer_specs=shardings.param_states,
+        arrays["target"], layout.axes, shardings["target"], optimizer_state=arrays["state"].get("param_states"),
+        optimizer_axes=layout.state_axes, optimizer_specs=shardings["state"].get("param_states"),
     )  # fmt: skip
     text = "\n".join([f"Mesh: {layout.partitioner}", "", *lines]) + "\n"
     jsonl.replace(os.path.join(directory, "model-info.txt"), [text.encode()])

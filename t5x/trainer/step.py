@@ -129,7 +129,8 @@ def _in_microbatches(
     split = lambda x: jnp.swapaxes(x.reshape(rows // count, count, *x.shape[1:]), 0, 1)
     parts = {name: split(x) for name, x in batch.items()}
     # A custom module keys dropout by position: each microbatch needs its own key.
-    rngs = jnp.broadcast_to(dropout_rng, count) if one_key else jax.random.split(dropout_rng, count)
+    same = (count, *dropout_rng.shape)
+    rngs = jnp.broadcast_to(dropout_rng, same) if one_key else jax.random.split(dropout_rng, count)
 
     def add(carry, part_and_rng):
         total, mutables = carry

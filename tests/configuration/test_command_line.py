@@ -36,6 +36,7 @@ def test_argument_without_a_value(function, argument, fix):
     with pytest.raises(configuration.ConfigurationError) as caught:
         function([argument])
     assert fix in str(caught.value)
+    assert isinstance(caught.value, ValueError)  # as in T5X and gin
 
 
 GIN_VALUES = {

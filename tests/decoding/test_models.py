@@ -21,7 +21,7 @@ BATCH = tiny.batch(3, rows=6, inputs=9, targets=8)
 @functools.cache
 def params(scan: bool):
     """Random parameters with a frequent EOS."""
-    made = tiny.initial_params(dataclasses.replace(tiny.T5_1_1, scan_layers=scan), seed=4)
+    made = tiny.random_params(dataclasses.replace(tiny.T5_1_1, scan_layers=scan), seed=4)
     head = (5 * made["decoder"]["logits_dense"]["kernel"]).at[:, 1].multiply(1.5)
     return {**made, "decoder": {**made["decoder"], "logits_dense": {"kernel": head}}}
 
@@ -203,7 +203,7 @@ def test_scores_with_intermediates():
 
 @pytest.mark.parametrize("config", [tiny.T5_1_0, tiny.T5_1_1], ids=["tied", "untied"])
 def test_first_logits(config):
-    of, weights = tiny.model(config), tiny.initial_params(config)
+    of, weights = tiny.model(config), tiny.random_params(config)
     wanted = np.random.default_rng(0).integers(0, 31, (6, 3)).astype(np.int32)
     whole = jax.jit(of.compute_logits)(
         weights, {name: v[:, :1] if "decoder" in name else v for name, v in BATCH.items()}

@@ -132,13 +132,8 @@ def test_importing_the_module_registers_the_task():
     task = data.get_mixture_or_task("dates")
     assert task.splits == ("train", "validation", "test")
     lengths = {"inputs": dates.MAX_INPUT_BYTES + 1, "targets": dates.TARGET_BYTES + 1}
-    batches = data.eval_batches(
-        task,
-        split="validation",
-        feature_converter=data.EncDecFeatureConverter(),
-        feature_lengths=lengths,
-        batch_size=500,
-    )
+    cfg = data.DatasetConfig(task, lengths, "validation", batch_size=500, shuffle=False, seed=0)
+    batches = data.eval_batches(cfg, feature_converter=data.EncDecFeatureConverter())
     ((batch, mask, examples),) = batches
     assert mask.all() and len(examples) == 500
     assert (batch["decoder_target_tokens"][:, -1] == 1).all()

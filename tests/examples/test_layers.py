@@ -12,6 +12,7 @@ import pytest
 from t5x.adafactor import Adafactor
 from t5x.data import PassThroughVocabulary
 from t5x.errors import UserError
+from t5x.examples.decoder_only import layers as decoder_only_layers
 from t5x.examples.t5 import layers
 from t5x.models import EncoderDecoderModel
 from t5x.network import T5Config, logical_axes
@@ -183,6 +184,23 @@ def test_relative_position_biases_are_looked_up_by_t5s_buckets(bidirectional):
     np.testing.assert_array_equal(bias, np.array(expected)[None])
 
 
+def test_a_cached_position_bias_is_computed_once():
+    layer = layers.RelativePositionBiases(num_buckets=8, max_distance=20, num_heads=3, dtype=jnp.float32)
+    with pytest.raises(ValueError, match="random parameters"):
+        layer.init(jax.random.key(0), 5, 7, bidirectional=False, decode=True)
+    variables = layer.init(jax.random.key(0), 5, 7, bidirectional=False)
+    cached = functools.partial(layer.apply, decode=True, mutable=["cache"])
+    with pytest.raises(ValueError, match="bidirectional=False"):
+        cached(variables, 5, 7, bidirectional=True)
+    bias, state = cached(variables, 5, 7, bidirectional=False)
+    np.testing.assert_array_equal(bias, layer.apply(variables, 5, 7, bidirectional=False))
+    # Other parameters show that the second call reads the cache.
+    changed = {"params": jax.tree.map(lambda x: x + 1, variables["params"]), **state}
+    np.testing.assert_array_equal(cached(changed, 5, 7, bidirectional=False)[0], bias)
+    with pytest.raises(ValueError, match=r"\(1, 3, 5, 7\), not \(1, 3, 5, 8\)"):
+        cached(changed, 5, 8, bidirectional=False)
+
+
 def test_mlp_multiplies_its_activations_and_takes_names_or_functions():
     x = normal(2, 3, 4)
     layer = layers.MlpBlock(intermediate_dim=5, activations=("swish", "linear", jnp.sin))
@@ -282,6 +300,46 @@ def test_decoding_step_by_step_equals_the_causal_pass():
         decode({**params, "cache": cache}, x, x)
     with pytest.raises(ValueError, match="covers 1 keys, but the cache is 7 long"):
         decode({**params, "cache": cache}, token, token, None, bias[..., :1, :1])
+
+
+@pytest.mark.parametrize("by_mask", [True, False])
+def test_decoding_after_prompts_of_several_lengths_equals_the_prefix_lm_pass(by_mask):
+    layer = decoder_only_layers.MultiHeadDotProductAttention(num_heads=2, head_dim=3)
+    x, bias, lengths = normal(3, 7, 5), normal(1, 2, 7, 7, seed=1), np.array([3, 1, 4])
+    in_prompt = (np.arange(7) < lengths[:, None]).astype(np.int32)
+    mask = layers.make_decoder_mask(np.ones([3, 7], np.int32), jnp.float32, decoder_causal_attention=in_prompt)
+    whole, variables = layer.init_with_output(jax.random.key(0), x, x, mask, bias, deterministic=True)
+    apply = functools.partial(layer.apply, deterministic=True, mutable=["cache"])
+    params = {"params": variables["params"]}
+    cache = apply(params, x, x, decode=True)[1]["cache"]
+    prefilled, changed = apply(
+        {**params, "cache": cache}, x, x, mask, bias, prefill=True, prefill_lengths=None if by_mask else lengths
+    )
+    np.testing.assert_array_equal(prefilled, whole)
+    cache = changed["cache"]
+    np.testing.assert_array_equal(cache["cache_index"], lengths)
+    for cached in (cache["cached_key"], cache["cached_value"]):  # [batch, heads, head_dim, length]
+        np.testing.assert_array_equal(np.abs(cached).min((1, 2)) > 0, in_prompt == 1)
+    rows = np.arange(3)
+    for step in range(3):
+        token = x[rows, lengths + step][:, None]
+        output, changed = apply({**params, "cache": cache}, token, token, None, bias, decode=True)
+        cache = changed["cache"]
+        np.testing.assert_allclose(output[:, 0], whole[rows, lengths + step], rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(cache["cache_index"], lengths + 3)
+
+
+def test_prefill_refuses_what_it_cannot_store():
+    layer, x = layers.MultiHeadDotProductAttention(num_heads=2, head_dim=3), normal(3, 7, 5)
+    variables = layer.init(jax.random.key(0), x, x, deterministic=True)
+    apply = functools.partial(layer.apply, deterministic=True, mutable=["cache"])
+    cache = apply(variables, x, x, decode=True)[1]["cache"]
+    with pytest.raises(ValueError, match="prefill the prompts first"):
+        apply(variables, x, x, decode=True, prefill=True, prefill_lengths=[1, 1, 1])
+    with pytest.raises(ValueError, match="needs prefill_lengths"):
+        apply(variables, x, x, prefill=True)
+    with pytest.raises(ValueError, match="length 7 cannot take 4 tokens"):
+        apply({**variables, "cache": cache}, x[:, :4], x[:, :4], prefill=True, prefill_lengths=[1, 1, 1])
 
 
 # -- masks -------------------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ COMMANDS = {
           --gin_file="t5x/examples/t5/t5_1_1/examples/base_wmt_from_scratch.gin" \
           --gin.MODEL_DIR=\"${MODEL_DIR}\" \
           --tfds_data_dir=${TFDS_DATA_DIR}""",
-    "fine-tune": r"""
+    "fine_tune": r"""
         python3 ${T5X_DIR}/t5x/train.py \
           --gin_file="t5x/examples/t5/t5_1_1/examples/base_wmt_finetune.gin" \
           --gin.MODEL_DIR=\"${MODEL_DIR}\" \
@@ -106,7 +106,7 @@ TRAINING_SIZES = [
 ]  # fmt: skip
 MORE = {
     "train": [*SIZES, *TRAINING_SIZES, "--gin.TRAIN_STEPS=2"],
-    "fine-tune": [*SIZES, *TRAINING_SIZES, "--gin.TRAIN_STEPS=4", "--gin.infer_eval/utils.DatasetConfig.batch_size=8"],
+    "fine_tune": [*SIZES, *TRAINING_SIZES, "--gin.TRAIN_STEPS=4", "--gin.infer_eval/utils.DatasetConfig.batch_size=8"],
     "eval": [*SIZES, "--gin.utils.DatasetConfig.batch_size=8"],
     "infer": [*SIZES, "--gin.utils.DatasetConfig.batch_size=8", LENGTHS],
     "export": SIZES[:-1],  # the command has its own dtype
@@ -211,9 +211,13 @@ def mesh_tensorflow_variables() -> dict[str, np.ndarray]:
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory) -> Path:
-    """A directory in which all commands were run; `results.json` has their exit codes, `output.txt` their messages."""
+def home(request, tmp_path_factory) -> Path:
+    """A directory in which the commands of the selected tests were run, after `train`.
+
+    `results.json` has their exit codes, `output.txt` their messages.
+    """
     python = reference_python()
+    selected = {item.originalname.removeprefix("test_") for item in request.session.items if item.path == request.path}
     home = tmp_path_factory.mktemp("readme")
     mirror, project = home / "mirror", home / "dir1/user_dir"
     write_vocabularies(mirror)
@@ -231,6 +235,8 @@ def home(tmp_path_factory) -> Path:
     }  # fmt: skip
     commands = []
     for name, command in COMMANDS.items():
+        if name not in selected | {"train"}:
+            continue
         command = command.replace("\\\n", "")  # shlex does not join lines
         words = string.Template(command).substitute(places, MODEL_DIR=str(home / name))
         variables = {"PYTHONPATH": str(project)} if name == "custom_dataset" else {}
@@ -322,8 +328,9 @@ def test_train(home):
     assert [example["target"] for example in examples] == [german for _, german in translations()["validation"]]
 
 
-def test_fine_tuning_starts_from_the_public_checkpoint_on_another_mesh(home):
-    run = succeeded(home, "fine-tune")
+def test_fine_tune(home):
+    """From the public checkpoint, on another mesh."""
+    run = succeeded(home, "fine_tune")
     assert open_checkpoint(run / "checkpoint_4").step == 4
     before, after = params(home / "train/checkpoint_2"), params(run / "checkpoint_4")
     assert before.keys() == after.keys()
@@ -356,7 +363,7 @@ def test_export(home):
     assert (directory / "assets.extra/tf_serving_warmup_requests").exists()
 
 
-def test_mesh_tensorflow_checkpoints_are_where_training_starts(home):
+def test_mesh_tensorflow_start(home):
     run = succeeded(home, "mesh_tensorflow_start")
     after = params(run / f"checkpoint_{MTF_STEP + 1}")
     start = mesh_tensorflow_variables()
@@ -368,7 +375,7 @@ def test_mesh_tensorflow_checkpoints_are_where_training_starts(home):
         np.testing.assert_allclose(after[f"target/{name}"], start[theirs], atol=0.05)
 
 
-def test_conversion_of_a_mesh_tensorflow_checkpoint(home):
+def test_convert(home):
     directory = succeeded(home, "convert")
     source = open_checkpoint(directory / f"checkpoint_{MTF_STEP}")
     assert source.step == MTF_STEP and "T5X" in source.format

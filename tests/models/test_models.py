@@ -175,7 +175,7 @@ def test_a_subclassed_model_is_trained_with_its_own_logits():
 
     vocabulary = PassThroughVocabulary(31, eos_id=1)
     louder = Louder(Transformer(tiny.T5_1_1), vocabulary, vocabulary, Adafactor())
-    params, batch = tiny.initial_params(tiny.T5_1_1), tiny.batch()
+    params, batch = tiny.random_params(tiny.T5_1_1), tiny.batch()
     loss = lambda model: jax.jit(model.loss_fn)(params, batch)[0]
     assert abs(loss(louder) - loss(tiny.model())) > 1e-3
 

@@ -122,7 +122,7 @@ def test_cudnn_agrees_with_float32(q: int, k: int, causal: bool):
 def test_a_network_with_all_fast_paths_rounds_no_more_than_without(inputs: int, targets: int):
     """The loss and the gradients of a whole network in bfloat16, against float32."""
     config = dataclasses.replace(tiny.WIDE, emb_dim=256, head_dim=64, mlp_dim=512, vocab_size=512)
-    params, batch = tiny.initial_params(config), tiny.batch(1, 9, inputs, targets, vocab=512)
+    params, batch = tiny.random_params(config), tiny.batch(1, 9, inputs, targets, vocab=512)
 
     def of(backend, dtype):
         model = tiny.model(dataclasses.replace(config, dtype=dtype, attention_backend=backend))

@@ -81,7 +81,7 @@ def test_row_offsets_do_not_change_what_is_decoded(monkeypatch, decode, decodes)
     """40 rows that end at different times, the last in a smaller loop."""
     config = dataclasses.replace(tiny.T5_1_1, num_decoder_layers=2)
     model = tiny.model(config, decode_fn=decode)
-    params = tiny.initial_params(config, seed=3)
+    params = tiny.random_params(config, seed=3)
     batch = tiny.batch(1, 40, 9, 16)
     found = []
     for offsets in (False, True):
@@ -98,7 +98,7 @@ def test_row_offsets_do_not_change_what_is_decoded(monkeypatch, decode, decodes)
 def test_decoding_with_the_kernels_is_that_without(monkeypatch, decode, decodes):
     config = dataclasses.replace(tiny.T5_1_1, num_decoder_layers=2, head_dim=16, dtype="bfloat16")
     model = tiny.model(config, decode_fn=decode)
-    params = tiny.initial_params(config, seed=3)
+    params = tiny.random_params(config, seed=3)
     batch = tiny.batch(1, 6, 16, 16)
     monkeypatch.setattr(decode_kernel, "_PROGRAMS", 1)
     found = []

@@ -18,7 +18,7 @@ from t5x.inference.engine import Engine
 from t5x.models import DecoderOnlyModel
 from t5x.network import DecoderWrapper, TransformerConfig, attention, padding
 from t5x.partitioning import PjitPartitioner
-from t5x.ranking.features import RankingFeatureConverter
+from t5x.ranking.models import RankingFeatureConverter
 from t5x.trainer import StateLayout
 from tests import tiny
 from tests.inference.models import byte_model
@@ -123,7 +123,7 @@ def test_a_step_on_it_is_refused_before_anything_is_lost(fused):
 
 def test_scores_in_bfloat16_are_those_of_the_reference(fused):
     config = dataclasses.replace(tiny.WIDE, head_dim=64, dtype="bfloat16")
-    params, lengths = tiny.initial_params(config), {"inputs": 8, "targets": 4}
+    params, lengths = tiny.random_params(config), {"inputs": 8, "targets": 4}
     examples = [{"inputs": i, "targets": t} for i, t in zip(INPUTS, TARGETS, strict=True)]
 
     def results(backend):

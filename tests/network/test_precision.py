@@ -14,7 +14,7 @@ from tests import tiny
 @pytest.mark.parametrize("tied", [False, True])
 def test_cast_once_or_at_every_use(dtype: str, tied: bool):
     config = dataclasses.replace(tiny.WIDE, dtype=dtype, logits_via_embedding=tied)
-    model, params = tiny.model(config), tiny.initial_params(config)
+    model, params = tiny.model(config), tiny.random_params(config)
     batch = tiny.batch(vocab=128)
     logits = jax.jit(model.compute_logits)
     np.testing.assert_array_equal(logits(compute_params(model.module, params), batch), logits(params, batch))

@@ -38,7 +38,7 @@ def test_scan_and_remat_change_nothing_but_the_program(scan, remat):
     base = dataclasses.replace(tiny.T5_1_1, dropout_rate=0.3)
     variant = dataclasses.replace(base, scan_layers=scan, remat_policy=remat)
     batch, key = tiny.batch(), jax.random.key(7)
-    params = tiny.initial_params(base)
+    params = tiny.random_params(base)
 
     def loss_and_grads(config, params):
         return jax.jit(jax.value_and_grad(lambda p: tiny.model(config).loss_fn(p, batch, key)[0]))(params)
@@ -53,7 +53,7 @@ def test_scan_and_remat_change_nothing_but_the_program(scan, remat):
 @pytest.mark.parametrize("axis", [None, 0, 1])
 def test_kernels_joined_for_inference_compute_the_same(axis):
     config = dataclasses.replace(tiny.T5_1_1, scan_layers=axis is not None, param_scan_axis=axis or 0)
-    model, batch, params = tiny.model(config), tiny.batch(), tiny.initial_params(config)
+    model, batch, params = tiny.model(config), tiny.batch(), tiny.random_params(config)
     joined = join_kernels(params)
     assert sum(x.size for x in jax.tree.leaves(joined)) == sum(x.size for x in jax.tree.leaves(params))
     assert not any("wi_0'" in jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(joined))
@@ -92,7 +92,7 @@ def test_incremental_decoding_equals_the_full_pass(scan):
     config = dataclasses.replace(tiny.T5_1_1, scan_layers=scan)
     module, batch = Transformer(config), tiny.batch(2, targets=11)
     inputs, tokens = batch["encoder_input_tokens"], np.random.default_rng(0).integers(1, 31, (4, 11)).astype(np.int32)
-    params = {"params": tiny.initial_params(config)}
+    params = {"params": tiny.random_params(config)}
     decode = dict(enable_dropout=False, decode=True, method="decode")
 
     @jax.jit
@@ -117,7 +117,7 @@ def test_incremental_decoding_equals_the_full_pass(scan):
 def test_dropout_belongs_to_the_row_not_to_the_batch_it_is_computed_in():
     config = dataclasses.replace(tiny.T5_1_1, dropout_rate=0.5)
     logits, batch, key = jax.jit(tiny.model(config).compute_logits), tiny.batch(rows=6), jax.random.key(1)
-    params = tiny.initial_params(config)
+    params = tiny.random_params(config)
     whole = logits(params, batch, key)
     rows = np.array([4, 1])
     part = {k: v[rows] for k, v in batch.items()} | {"row_index": rows}
@@ -155,7 +155,7 @@ def test_float16_holds_a_residual_beyond_its_range(scan):
     """As T5's large models have it: what the MLPs add up passes 65504."""
     config = dataclasses.replace(tiny.WIDE, scan_layers=scan)
     params = jax.tree_util.tree_map_with_path(
-        lambda path, x: x * 3e4 if "'wo'" in jax.tree_util.keystr(path) else x, tiny.initial_params(config)
+        lambda path, x: x * 3e4 if "'wo'" in jax.tree_util.keystr(path) else x, tiny.random_params(config)
     )
     batch = tiny.batch(vocab=config.vocab_size)
 
@@ -170,7 +170,7 @@ def test_float16_holds_a_residual_beyond_its_range(scan):
 
 def test_bfloat16_stays_near_float32():
     config = dataclasses.replace(tiny.WIDE, dtype="bfloat16")
-    params = tiny.initial_params(tiny.WIDE)
+    params = tiny.random_params(tiny.WIDE)
     batch = tiny.batch(3, vocab=128)
     narrow, wide = (jax.jit(tiny.model(c).compute_logits)(params, batch) for c in (config, tiny.WIDE))
     assert narrow.dtype == jnp.float32
@@ -204,7 +204,7 @@ def test_the_gradient_of_a_frequent_token_is_summed_in_float32():
 
 def test_packed_rows_equal_the_same_examples_unpacked():
     packed = tiny.packed_batch()
-    params = tiny.initial_params(tiny.T5_1_1)
+    params = tiny.random_params(tiny.T5_1_1)
     logits = jax.jit(tiny.model(tiny.T5_1_1).compute_logits)
     together = logits(params, packed)
     segments = [(0, 1), (0, 2), (0, 3), (1, 1), (1, 2)]

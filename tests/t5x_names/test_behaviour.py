@@ -222,7 +222,7 @@ def variables():
 def test_train_states():
     state = train_state.FlaxOptimTrainState.create(adafactor.Adafactor(), variables())
     assert isinstance(state, train_state.TrainState) and int(state.step) == 0
-    assert state.flax_mutables.keys() == {"counters"} and "m" in state.param_states["dense"]["kernel"]
+    assert state.flax_mutables.keys() == {"counters"} and state.param_states["dense"]["kernel"].m.shape == (1,)
     grads = jax.tree.map(lambda x: 0.1 * x, state.params)
     new = state.apply_gradient(grads, learning_rate=0.1, flax_mutables={"counters": {"n": jnp.ones(2)}})
     assert int(new.step) == 1 and float(new.flax_mutables["counters"]["n"][0]) == 1
@@ -357,8 +357,10 @@ def test_assignment_maps():
     found = state_utils.apply_assignment_map(stored, wanted, rules)
     assert found["target"] == {"new": {"k": 1, "b": 2}, "twin": {"k": 1}, "same": 3, "extra": 4}
     assert state_utils.apply_assignment_map(stored, wanted, rules, is_resuming=True) is stored
-    with pytest.raises(ValueError, match="match nothing"):
+    with pytest.raises(ValueError, match="matches no variable"):
         state_utils.apply_assignment_map(stored, wanted, [("target/none", "target/same")])
+    unused = [*rules, ("target/none", "target/same")]
+    assert state_utils.apply_assignment_map(stored, wanted, unused, require_all_rules_match=False) == found
     with pytest.raises(ValueError, match="not in the checkpoint"):
         state_utils.apply_assignment_map(stored, wanted, [("target/fresh", "target/nothing")])
     swapped = state_utils.apply_assignment_map({"a": 1, "b": 2}, {"a": 0, "b": 0}, [("a", "b"), ("b", "a")])
@@ -415,7 +417,7 @@ def test_parts_of_a_network_compute_what_the_network_does(config):
             return self.decoder(encoded, decoder_inputs, None, *masks, deterministic=True)
 
     model, batch = tiny.model(config), tiny.batch()
-    params = tiny.initial_params(config)
+    params = tiny.random_params(config)
     given = [batch[name] for name in ("encoder_input_tokens", "decoder_input_tokens", "decoder_target_tokens")]
     found = jax.jit(lambda p: Parts().apply({"params": p}, *given))(params)
     real = batch["decoder_target_tokens"] > 0

@@ -19,7 +19,7 @@ REFUSED_MODULES = {
 }
 REFUSED = {
     ("t5x.partitioning", "TrainState"): "import it from t5x.train_state",
-    ("t5x.examples.decoder_only.layers", "MultiHeadDotProductAttention"): "no prefill; take that of t5x.examples.t5",
+    ("t5x.examples.decoder_only.layers", "MultiHeadDotProductAttention"): "present without its update_cache_* methods",
 }
 
 

@@ -148,7 +148,7 @@ def test_factor_dims_by_logical_axis():
 
 
 def test_a_decoder_layer_is_one_of_the_decoders():
-    config, params = tiny.T5_1_1, tiny.initial_params()["decoder"]
+    config, params = tiny.T5_1_1, tiny.random_params()["decoder"]
     x, encoded = tiny.arrays((2, 5, config.emb_dim), (2, 3, config.emb_dim))
     layer = network.DecoderLayer(config, None)  # makes the position biases of its own
     shapes = jax.eval_shape(lambda: layer.init(jax.random.key(0), x, encoded, deterministic=True))["params"]

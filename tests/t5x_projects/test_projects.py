@@ -15,6 +15,7 @@ from tests import commands, programs
 from tests.t5x_projects import custom_decode, inference_only, tasks
 
 HERE = os.path.dirname(__file__)
+EVALUATIONS = ("train_eval_dataset_cfg", "infer_eval_dataset_cfg")
 
 
 def run(capsys, project: str, model_dir, steps: int, *bindings: str) -> dict:
@@ -29,8 +30,9 @@ def run(capsys, project: str, model_dir, steps: int, *bindings: str) -> dict:
 
 
 def in_two_runs(capsys, project: str, model_dir, *bindings: str) -> tuple[dict, dict]:
-    """Train one step, then another one in a run that restores the first."""
-    return tuple(run(capsys, project, model_dir, steps, *bindings) for steps in (1, 2))
+    """Train one step, then another one in a run that restores the first, and evaluate."""
+    first = run(capsys, project, model_dir, 1, *bindings, *(f"--gin.train.{kind}=None" for kind in EVALUATIONS))
+    return first, run(capsys, project, model_dir, 2, *bindings)
 
 
 def lines(*path) -> list[dict]:
@@ -84,9 +86,9 @@ def test_the_loss_is_that_of_its_definition():
         "decoder_target_tokens": jnp.array([[52, 58, 1]]), "decoder_loss_weights": jnp.array([[1, 1, 0]]),
     }  # fmt: skip
     shapes = {name: x.shape for name, x in batch.items()}
-    params = model.get_initial_variables(jax.random.key(0), shapes)["params"]
-    loss, metrics = model.loss_fn(params, batch, None)
-    log_probs = jax.nn.log_softmax(model._compute_logits(params, batch))[0]
+    params = jax.jit(lambda key: model.get_initial_variables(key, shapes)["params"])(jax.random.key(0))
+    loss, metrics = jax.jit(model.loss_fn)(params, batch, None)
+    log_probs = jax.nn.log_softmax(jax.jit(model._compute_logits)(params, batch))[0]
     np.testing.assert_allclose(loss, -(0.5 * log_probs[0, 52] + log_probs[1, 58]), rtol=1e-5)
     assert float(metrics["rare_targets"].compute()) == 1
     weights = losses.get_loss_normalizing_factor_and_weights(None, batch)[1]
@@ -189,3 +191,8 @@ def test_a_feature_converter_of_the_real_seqio():
     assert found["packed"]["encoder_input_tokens"] == [7, 8, 5, 1, 8, 4, 9, 3, 1, 0]
     assert found["packed"]["encoder_segment_ids"] == [1, 1, 1, 1, 2, 2, 2, 2, 2, 0]
     assert found["packed"]["decoder_input_tokens"] == [0, 3, 9, 0, 4, 0, 0]
+    # Bytes are shifted by the three special ids; 1 is EOS.
+    assert found["of_text"]["encoder_input_tokens"] == [[100, 48, 101, 1, 0], [100, 101, 102, 103, 104]]
+    assert found["of_text"]["decoder_input_tokens"] == [[0, 102, 1, 0], [0, 198, 191, 1]]
+    assert found["of_text"]["texts"] == ["c", "ü"]
+    assert found["of_targets"] == ["targets", "inputs"]

@@ -12,7 +12,7 @@ from t5x.checkpoints import manifest, names, paths, remote_reading
 from t5x.checkpoints.formats.safety import check_links
 from t5x.checkpoints.formats.source import LazyArray, Source
 from t5x.checkpoints.manifest import DamagedCheckpoint
-from t5x.errors import UserError
+from t5x.errors import ArgumentError, UserError
 from t5x.files.remote import is_remote
 from t5x.files.untrusted import open_inside, open_regular
 
@@ -169,9 +169,9 @@ def _has(directory: epath.Path, *names: str) -> bool:
     return any((directory / name).exists() for name in names)
 
 
-def _unknown(path: epath.Path) -> UserError:
+def _unknown(path: epath.Path) -> ArgumentError:
     hint = " If it belongs to a checkpoint, give the directory." if path.is_file() else ""
-    return UserError(
+    return ArgumentError(
         f"{path} is not a checkpoint of a supported format: ours (MANIFEST.json), native T5X (a file `checkpoint`), "
         f"T5X's Orbax (_METADATA), Mesh TensorFlow (*.index) or Hugging Face (config.json).{hint}"
     )

@@ -79,7 +79,7 @@ def read_mesh_tensorflow(path: epath.PathLike) -> Source:
     if _STEP_VARIABLE in variables:
         step = read_step(prefix, variables[_STEP_VARIABLE], _STEP_VARIABLE)
         arrays["state/step"] = LazyArray((), np.dtype(np.int32), functools.partial(np.array, step, np.int32))
-    return Source("Mesh TensorFlow", prefix, step, _name_shared_biases(arrays))
+    return Source("Mesh TensorFlow", prefix, step, name_shared_biases(arrays))
 
 
 # Names.
@@ -133,7 +133,7 @@ def _parameter_name(variable: str) -> str | None:
     return None
 
 
-def _name_shared_biases(arrays: Mapping[str, LazyArray]) -> dict[str, LazyArray]:
+def name_shared_biases(arrays: Mapping[str, LazyArray]) -> dict[str, LazyArray]:
     """Rename the relative position bias of a tower that has one only in its first layer: all layers share it."""
     renamed = dict(arrays)
     for tower in ("encoder", "decoder"):

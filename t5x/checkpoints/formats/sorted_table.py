@@ -30,7 +30,7 @@ def read_table(content: bytes) -> Iterator[tuple[bytes, bytes]]:
     """Yield the (key, value) pairs of a table in key order.
 
     Raises:
-      Malformed: it is not a table, or a damaged one.
+      Malformed: `content` is not a table, or is damaged.
     """
     if len(content) < _FOOTER:
         raise Malformed(f"it has {len(content)} bytes, fewer than the footer of a table")

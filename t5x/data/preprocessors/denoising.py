@@ -37,15 +37,15 @@ def span_corruption(
 ) -> list[Any]:
     """Apply T5's objective: sentinels replace spans in the inputs; the targets are the sentinels with the spans.
 
-    Documents are joined and split into pieces that fill the inputs exactly. Sentinels are the last ids of the
-    vocabulary, highest first: `<extra_id_0>`, `<extra_id_1>`, … for T5.
+    Documents are concatenated and split into pieces of a length that fills the inputs exactly. Sentinels are the last
+    ids of the vocabulary, highest first: `<extra_id_0>`, `<extra_id_1>`, … for T5.
 
     Args:
-      mean_noise_span_length: mean number of tokens per span; every piece has the same number of spans.
-      noise_density: share of the tokens that is in spans.
+      mean_noise_span_length: mean number of tokens per span; pieces of the same length have the same number of spans.
+      noise_density: fraction of the tokens that are in spans.
       input_feature_key: feature for the inputs, whose length is used.
       merge_examples_to_reduce_padding: False splits every document separately.
-      reserved_for_packing: number of tokens by which inputs are shortened, so that several fit in a row.
+      reserved_for_packing: number of tokens by which inputs are shortened, so that several examples fit in one row.
     """
     inputs_length = length_of(input_feature_key, sequence_length, "span_corruption") - (reserved_for_packing or 0)
     given = length_of(TOKENS, sequence_length, "span_corruption")

@@ -5,6 +5,8 @@ unpickling. To read something else, create a `FileDataSource` with a function th
 `DataSource`.
 """
 
+# ruff: noqa: F401
+
 from t5x.data.sources.array_record import ArrayRecordDataSource
 from t5x.data.sources.arrow import HuggingFaceDataSource, ParquetDataSource
 from t5x.data.sources.base import BadExample, DataSource, FunctionDataSource
@@ -12,19 +14,3 @@ from t5x.data.sources.files import FileDataSource
 from t5x.data.sources.lines import CsvDataSource, JsonLinesDataSource, TextLineDataSource, TsvDataSource
 from t5x.data.sources.tfds import TfdsDataSource
 from t5x.data.sources.tfrecord import TFExampleDataSource
-
-__all__ = [
-    "ArrayRecordDataSource",
-    "BadExample",
-    "CsvDataSource",
-    "DataSource",
-    "FileDataSource",
-    "FunctionDataSource",
-    "HuggingFaceDataSource",
-    "JsonLinesDataSource",
-    "ParquetDataSource",
-    "TFExampleDataSource",
-    "TextLineDataSource",
-    "TfdsDataSource",
-    "TsvDataSource",
-]

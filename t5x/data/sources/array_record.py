@@ -5,13 +5,14 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from t5x.data.sources.base import Malformed, first_line, optional_package
+from t5x.data.sources.base import Malformed
 from t5x.data.sources.files import FileExamples, FilesDataSource, Patterns
 from t5x.data.sources.lines import decoded, json_object
 from t5x.data.sources.tf_examples import ExampleParser
 from t5x.errors import UserError
 from t5x.files.local_copies import LocalCopy
 from t5x.files.random_access import LocalFile
+from t5x.files.system_errors import first_line
 
 _Decode = Callable[[bytes], Mapping[str, Any]]
 
@@ -67,12 +68,12 @@ class ArrayRecordFile:
     def _reader(self) -> Any:
         if self._process == os.getpid():
             return self._opened
-        module = optional_package(
-            "array_record.python.array_record_module", "array_record", "Reading array_record files"
-        )
+        from array_record.python import array_record_module
+
         try:
             # Read-ahead is useless for random access.
-            self._opened = module.ArrayRecordReader(self._path, "readahead_buffer_size:0,max_parallelism:0")
+            options = "readahead_buffer_size:0,max_parallelism:0"
+            self._opened = array_record_module.ArrayRecordReader(self._path, options)
             if not self._opened.ok():
                 raise ValueError("its end is missing")
         except (ValueError, RuntimeError) as error:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from t5x.data.sources.base import Malformed, first_line, optional_package
+from t5x.data.sources.base import Malformed
 from t5x.data.sources.files import FileExamples, FilesDataSource, Patterns
 from t5x.errors import UserError
 from t5x.files import user_files
@@ -22,6 +22,8 @@ from t5x.files.disk_space import human_size
 from t5x.files.local_copies import LocalCopy
 from t5x.files.random_access import LocalFile
 from t5x.files.remote import is_remote
+from t5x.files.system_errors import first_line
+from t5x.lazy_imports import import_extra
 
 if TYPE_CHECKING:
     import pyarrow
@@ -234,7 +236,8 @@ def _is_file_name(name: Any) -> bool:
 
 
 def _pyarrow(module: str = "pyarrow") -> Any:
-    return optional_package(module, "pyarrow", "Reading Parquet and Arrow files", extra="parquet")
+    needs = "Parquet and Arrow files need a package: `pip install pyarrow`, or `pip install -e '.[parquet]'` in t5x"
+    return import_extra(module, needs)
 
 
 @contextlib.contextmanager

@@ -4,10 +4,8 @@ import abc
 import copy
 import functools
 import hashlib
-import importlib
 import inspect
 import threading
-import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -195,23 +193,3 @@ def check_sequence(sequence: Any, call: str) -> None:
 
 def name_of(function: Callable) -> str:
     return getattr(function, "__qualname__", None) or repr(function)
-
-
-def optional_package(module: str, package: str, purpose: str, extra: str | None = None) -> types.ModuleType:
-    """Import a module that may not be installed; raise a UserError with how to install it."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        or_extra = f", or `pip install -e '.[{extra}]'` in the checkout of t5x" if extra else ""
-        raise UserError(
-            f"{purpose} needs the package {package} ({error}). `pip install {package}`{or_extra}."
-        ) from error
-
-
-def excerpt(text: str) -> str:
-    return repr(text if len(text) <= 80 else text[:80] + "…")
-
-
-def first_line(error: Exception) -> str:
-    """Return the start of an error of a library, for a message in one line."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -8,9 +8,9 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from t5x.data.sources.base import Malformed, excerpt
+from t5x.data.sources.base import Malformed
 from t5x.data.sources.files import FileExamples, FilesDataSource, Patterns
-from t5x.errors import UserError
+from t5x.errors import UserError, shorten
 from t5x.files.indexed_lines import LineFile
 from t5x.files.local_copies import LocalCopy
 from t5x.files.text_lines import not_utf8
@@ -123,7 +123,7 @@ class TsvDataSource(_LinesDataSource):
     def _fields(self, names: tuple[str, ...], text: str) -> dict[str, str]:
         values = self._split(text)
         if len(values) != len(names):
-            raise Malformed(f"expected {len(names)} fields ({', '.join(names)}), got {len(values)}: {excerpt(text)}")
+            raise Malformed(f"expected {len(names)} fields ({', '.join(names)}), got {len(values)}: {shorten(text)}")
         return dict(zip(names, values, strict=True))
 
     def _split(self, text: str) -> list[str]:
@@ -133,7 +133,7 @@ class TsvDataSource(_LinesDataSource):
         try:
             return next(csv.reader([text], delimiter=self._delimiter, quotechar=self.quote, strict=True))
         except csv.Error as error:
-            raise Malformed(f"{error}: {excerpt(text)}") from error
+            raise Malformed(f"{error}: {shorten(text)}") from error
 
 
 class CsvDataSource(TsvDataSource):
@@ -155,9 +155,9 @@ def json_object(text: str) -> dict[str, Any]:
     try:
         example = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise Malformed(f"not JSON: {error}: {excerpt(text)}") from error
+        raise Malformed(f"not JSON: {error}: {shorten(text)}") from error
     if not isinstance(example, dict):
-        raise Malformed(f'expected a JSON object such as {{"inputs": …}}, got {excerpt(text)}')
+        raise Malformed(f'expected a JSON object such as {{"inputs": …}}, got {shorten(text)}')
     return example
 
 

@@ -134,34 +134,29 @@ def _as_stored(feature: Any) -> Any:
     return np.array(getattr(feature, stored).value, np.int64 if stored == "int64_list" else np.float32)
 
 
+_PROTO = """
+name: "t5x/example.proto" package: "t5x" syntax: "proto3"
+message_type { name: "BytesList" field { name: "value" number: 1 type: TYPE_BYTES label: LABEL_REPEATED } }
+message_type { name: "FloatList" field { name: "value" number: 1 type: TYPE_FLOAT label: LABEL_REPEATED } }
+message_type { name: "Int64List" field { name: "value" number: 1 type: TYPE_INT64 label: LABEL_REPEATED } }
+message_type { name: "Feature" oneof_decl { name: "kind" }
+  field { name: "bytes_list" number: 1 type: TYPE_MESSAGE type_name: ".t5x.BytesList" oneof_index: 0 }
+  field { name: "float_list" number: 2 type: TYPE_MESSAGE type_name: ".t5x.FloatList" oneof_index: 0 }
+  field { name: "int64_list" number: 3 type: TYPE_MESSAGE type_name: ".t5x.Int64List" oneof_index: 0 } }
+message_type { name: "Features"
+  field { name: "feature" number: 1 type: TYPE_MESSAGE type_name: ".t5x.Features.FeatureEntry" label: LABEL_REPEATED }
+  nested_type { name: "FeatureEntry" options { map_entry: true }
+    field { name: "key" number: 1 type: TYPE_STRING }
+    field { name: "value" number: 2 type: TYPE_MESSAGE type_name: ".t5x.Feature" } } }
+message_type { name: "Example" field { name: "features" number: 1 type: TYPE_MESSAGE type_name: ".t5x.Features" } }
+"""
+
+
 @functools.cache
 def _message_class() -> type:
     """Return the message class, in a separate pool because TensorFlow's may be loaded too."""
-    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-
-    field = descriptor_pb2.FieldDescriptorProto
-    file = descriptor_pb2.FileDescriptorProto(name="t5x/example.proto", package="t5x", syntax="proto3")
-
-    def add(parent: Any, message: str, *fields: tuple[str, int, Any, bool], **oneof: Any) -> Any:
-        added = (parent.message_type if parent is file else parent.nested_type).add(name=message)
-        for number, (name, kind, type_name, is_repeated) in enumerate(fields, 1):
-            label = field.LABEL_REPEATED if is_repeated else field.LABEL_OPTIONAL
-            added.field.add(name=name, number=number, type=kind, type_name=type_name, label=label, **oneof)
-        return added
-
-    message = field.TYPE_MESSAGE
-    add(file, "BytesList", ("value", field.TYPE_BYTES, None, True))
-    add(file, "FloatList", ("value", field.TYPE_FLOAT, None, True))
-    add(file, "Int64List", ("value", field.TYPE_INT64, None, True))
-    lists = [(f"{name.lower()}_list", message, f".t5x.{name}List", False) for name in ("Bytes", "Float", "Int64")]
-    add(file, "Feature", *lists, oneof_index=0).oneof_decl.add(name="kind")
-    features = add(file, "Features", ("feature", message, ".t5x.Features.FeatureEntry", True))
-    entry = add(
-        features, "FeatureEntry", ("key", field.TYPE_STRING, None, False), ("value", message, ".t5x.Feature", False)
-    )
-    entry.options.map_entry = True
-    add(file, "Example", ("features", message, ".t5x.Features", False))
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 
     pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
+    pool.Add(text_format.Parse(_PROTO, descriptor_pb2.FileDescriptorProto()))
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("t5x.Example"))

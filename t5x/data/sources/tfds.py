@@ -5,12 +5,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from t5x.data.sources.array_record import ArrayRecordFile
-from t5x.data.sources.base import first_line, optional_package
 from t5x.data.sources.files import FileExamples, FilesDataSource, record_location
 from t5x.data.sources.tfrecord import RecordFile
 from t5x.errors import UserError
 from t5x.files.local_copies import LocalCopy
+from t5x.files.system_errors import first_line
+from t5x.lazy_imports import import_extra
 
+_NEEDS = "TFDS datasets need a package: `pip install tensorflow-datasets`, or `pip install -e '.[tfds]'` in t5x"
 _READERS = {"tfrecord": RecordFile, "array_record": ArrayRecordFile}
 
 
@@ -48,7 +50,7 @@ class TfdsDataSource(FilesDataSource):
         self._builder = self._find_builder()
 
     def _find_builder(self) -> Any:
-        tfds = optional_package("tensorflow_datasets", "tensorflow-datasets", "Reading TFDS datasets", extra="tfds")
+        tfds = import_extra("tensorflow_datasets", _NEEDS)
         directory = self._data_dir or os.environ.get("TFDS_DATA_DIR")  # TFDS itself reads it only when it is imported
         try:
             builder = tfds.builder(self._name, data_dir=directory)

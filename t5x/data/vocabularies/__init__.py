@@ -12,22 +12,11 @@ zero-width characters, and leading, trailing and repeated spaces if the model is
 `ByteVocabulary` keeps every byte. Text that is not valid Unicode (half a surrogate pair) is an error.
 """
 
+# ruff: noqa: F401
+
 from t5x.data.vocabularies.base import DESCRIPTION_FILE, PAD_ID, Vocabulary
 from t5x.data.vocabularies.huggingface import HuggingFaceVocabulary
 from t5x.data.vocabularies.ids import ByteVocabulary, PassThroughVocabulary
 from t5x.data.vocabularies.loading import load_vocabulary
 from t5x.data.vocabularies.sentence_piece import SentencePieceVocabulary
 from t5x.data.vocabularies.seqio_wrapper import WrappedVocabulary, as_vocabulary
-
-__all__ = [
-    "DESCRIPTION_FILE",
-    "PAD_ID",
-    "ByteVocabulary",
-    "HuggingFaceVocabulary",
-    "PassThroughVocabulary",
-    "SentencePieceVocabulary",
-    "Vocabulary",
-    "WrappedVocabulary",
-    "as_vocabulary",
-    "load_vocabulary",
-]

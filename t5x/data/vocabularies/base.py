@@ -2,8 +2,11 @@
 
 import abc
 import json
+import operator
 from collections.abc import Iterable
 from typing import Any, Protocol, Self
+
+import numpy as np
 
 from t5x.errors import UserError
 
@@ -56,6 +59,24 @@ class Vocabulary(abc.ABC):
         if self.eos_id is not None and self.eos_id in ids:
             ids = ids[: ids.index(self.eos_id) + 1]
         return self._decode(ids)
+
+    def encode_tf(self, text: Any) -> Any:
+        """Return the token ids of a string tensor, for code of seqio that gets a vocabulary of ours."""
+        import tensorflow as tf  # the caller has imported it
+
+        def encode(text: Any) -> np.ndarray:
+            return np.array(self.encode(bytes(np.asarray(text).item()).decode()), np.int32)
+
+        return tf.ensure_shape(tf.numpy_function(encode, [text], tf.int32), [None])
+
+    def decode_tf(self, ids: Any) -> Any:
+        """Return the string tensor of ids; the last dimension is that of the tokens."""
+        import tensorflow as tf
+
+        def decode(ids: np.ndarray) -> Any:
+            return self.decode(ids).encode() if ids.ndim == 1 else np.array([decode(row) for row in ids], object)
+
+        return tf.numpy_function(decode, [ids], tf.string)
 
     def to_files(self) -> dict[str, bytes]:
         """Return the files from which `load_vocabulary` rebuilds this vocabulary: {relative name: content}."""
@@ -124,30 +145,13 @@ class FileVocabulary(Vocabulary):
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_loaded": None}
 
-    @property
-    def tokenizer(self) -> Any:
-        """The tokenizer of the library: a SentencePieceProcessor, extra ids included, or a tokenizers.Tokenizer."""
-        return self._model.tokenizer
-
-    @property
-    def eos_id(self) -> int | None:
-        return self._model.eos_id
-
-    @property
-    def bos_id(self) -> int | None:
-        return self._model.bos_id
-
-    @property
-    def unk_id(self) -> int | None:
-        return self._model.unk_id
-
-    @property
-    def vocab_size(self) -> int:
-        return self._model.size
-
-    @property
-    def fingerprint(self) -> str:
-        return self._model.fingerprint
+    # The tokenizer of the library: a SentencePieceProcessor, extra ids included, or a tokenizers.Tokenizer.
+    tokenizer = property(operator.attrgetter("_model.tokenizer"))
+    eos_id = property(operator.attrgetter("_model.eos_id"))
+    bos_id = property(operator.attrgetter("_model.bos_id"))
+    unk_id = property(operator.attrgetter("_model.unk_id"))
+    vocab_size = property(operator.attrgetter("_model.size"))
+    fingerprint = property(operator.attrgetter("_model.fingerprint"))
 
     def to_files(self) -> dict[str, bytes]:
         return super().to_files() | {self.stored_name: self._model.content}

@@ -45,17 +45,9 @@ class WrappedVocabulary(Vocabulary):
         self.wrapped = wrapped
         self.extra_ids = wrapped.extra_ids or 0
 
-    @property
-    def eos_id(self) -> int | None:
-        return self._special("eos_id")
-
-    @property
-    def bos_id(self) -> int | None:
-        return self._special("bos_id")
-
-    @property
-    def unk_id(self) -> int | None:
-        return self._special("unk_id")
+    eos_id = property(lambda self: self._special("eos_id"))
+    bos_id = property(lambda self: self._special("bos_id"))
+    unk_id = property(lambda self: self._special("unk_id"))
 
     def _special(self, name: str) -> int | None:
         try:

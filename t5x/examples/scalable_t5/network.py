@@ -1,12 +1,12 @@
 """T5X's name for the T5 that scans over its layers (`from t5x.examples.scalable_t5 import network` in gin files)."""
 
+# ruff: noqa: F401
+
 import dataclasses
 
 from t5x import network
 from t5x.examples.t5.network import Decoder, DecoderLayer, Encoder, EncoderLayer
 from t5x.network import Transformer
-
-__all__ = ["Decoder", "DecoderLayer", "Encoder", "EncoderLayer", "T5Config", "Transformer"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ New networks should start from `t5x.network`, whose attention need not materiali
 Activations are [batch, length, features]; `dtype` is always that of the computation.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,7 +31,9 @@ __all__ = [
     "MlpBlock",
     "MultiHeadDotProductAttention",
     "RelativePositionBiases",
+    "_canonicalize_tuple",
     "_convert_to_activation_function",
+    "_normalize_axes",
     "combine_biases",
     "combine_masks",
     "dot_product_attention",
@@ -58,6 +61,7 @@ class DenseGeneral(nn.Module):
     Attributes:
       features: size or sizes of the output axes, which come last.
       axis: axis or axes of the input to contract.
+      kernel_init: `(key, shape, dtype)` of the stored kernel; or, as in scalable_t5, with `(…, in_axis, out_axis)`.
       kernel_axes: the two logical axes of the stored kernel; empty for none.
     """
 
@@ -69,8 +73,8 @@ class DenseGeneral(nn.Module):
 
     @nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
-        features = _as_tuple(self.features)
-        axes = tuple(axis % inputs.ndim for axis in _as_tuple(self.axis))
+        features = _canonicalize_tuple(self.features)
+        axes = _normalize_axes(_canonicalize_tuple(self.axis), inputs.ndim)
         sizes = tuple(inputs.shape[axis] for axis in axes)
         if len(self.kernel_axes) not in (0, 2):
             raise ValueError(
@@ -78,7 +82,7 @@ class DenseGeneral(nn.Module):
             )
         kernel = param_with_axes(
             "kernel",
-            self.kernel_init,
+            _of_two_axes(self.kernel_init),
             (int(np.prod(sizes)), int(np.prod(features))),
             jnp.float32,
             axes=tuple(self.kernel_axes) or None,
@@ -88,7 +92,18 @@ class DenseGeneral(nn.Module):
         return jnp.tensordot(jnp.asarray(inputs, self.dtype), kernel, axes=(axes, tuple(range(len(axes)))))
 
 
-def _as_tuple(x: int | Sequence[int]) -> tuple[int, ...]:
+def _of_two_axes(init: Callable) -> Callable:
+    """Return an initializer `(key, shape, dtype)` of kernels [inputs, features]."""
+    parameters = inspect.signature(init).parameters.values()
+    takes_axes = sum(parameter.default is parameter.empty for parameter in parameters) == 5
+    return (lambda key, shape, dtype: init(key, shape, dtype, 0, 1)) if takes_axes else init
+
+
+def _normalize_axes(axes: Sequence[int], ndim: int) -> tuple[int, ...]:
+    return tuple(axis % ndim for axis in axes)
+
+
+def _canonicalize_tuple(x: int | Sequence[int]) -> tuple[int, ...]:
     return (x,) if isinstance(x, int | np.integer) else tuple(x)
 
 
@@ -203,8 +218,23 @@ class RelativePositionBiases(nn.Module):
     embedding_init: Callable = default_embed_init
 
     @nn.compact
-    def __call__(self, qlen: int, klen: int, bidirectional: bool = True) -> jax.Array:
-        """Return [1, heads, q, k], to add to the logits; if not `bidirectional`, later keys count as distance 0."""
+    def __call__(self, qlen: int, klen: int, bidirectional: bool = True, decode: bool = False) -> jax.Array:
+        """Return [1, heads, q, k], to add to the logits.
+
+        Args:
+          bidirectional: if False, later keys count as distance 0.
+          decode: compute the bias only once and keep it in the collection `cache`.
+        """
+        shape = (1, self.num_heads, qlen, klen)
+        if decode and bidirectional:
+            raise ValueError("only a decoder's bias can be cached: pass bidirectional=False or decode=False")
+        if decode and not self.has_variable("params", "rel_embedding"):
+            raise ValueError("decode=True would cache the bias of random parameters: call init without it, then apply")
+        if decode and self.has_variable("cache", "cached_bias"):
+            bias = self.get_variable("cache", "cached_bias")
+            if bias.shape != shape:
+                raise ValueError(f"the cached bias has the shape {bias.shape}, not {shape}: start with a new cache")
+            return bias
         table = param_with_axes(
             "rel_embedding",
             self.embedding_init,
@@ -213,7 +243,8 @@ class RelativePositionBiases(nn.Module):
             axes=("heads", "relpos_buckets"),
             module=self,
         )
-        return RelativeBias(table, bidirectional, self.max_distance).matrix(qlen, klen)[None].astype(self.dtype)
+        bias = RelativeBias(table, bidirectional, self.max_distance).matrix(qlen, klen)[None].astype(self.dtype)
+        return self.variable("cache", "cached_bias", lambda: bias).value if decode else bias
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------
@@ -285,6 +316,8 @@ class MultiHeadDotProductAttention(nn.Module):
         *,
         decode: bool = False,
         deterministic: bool = False,
+        prefill: bool = False,
+        prefill_lengths: jax.Array | None = None,
     ) -> jax.Array:
         """Let inputs_q [batch, q, features] attend to inputs_kv [batch, k, features].
 
@@ -293,10 +326,15 @@ class MultiHeadDotProductAttention(nn.Module):
           bias: broadcastable to [batch, heads, q, k]; added to the logits.
           decode: keep keys and values in the collection `cache`. The first call allocates it with the length of its
             inputs; each later call takes one token per row, and the `bias` of the full length.
+          prefill: attend as without a cache, and store the first keys and values of each row, so that each row is
+            decoded from the end of its own prompt. A prefix LM needs it: tokens of its prompts see later ones.
+          prefill_lengths: int [batch], the number of tokens to store; None for those that the first query sees.
         """
+        if decode and prefill:
+            raise ValueError("prefill and decode are separate calls: prefill the prompts first, then decode")
 
         def query_init(key, shape, dtype):
-            kernel = self.kernel_init(key, shape, dtype)
+            kernel = _of_two_axes(self.kernel_init)(key, shape, dtype)
             return kernel if self.scale_attn_logits else kernel / self.head_dim**0.5
 
         def project(name: str, inputs: jax.Array, init: Callable) -> jax.Array:
@@ -308,8 +346,12 @@ class MultiHeadDotProductAttention(nn.Module):
             query = query / self.head_dim**0.5
         key = laid_out(project("key", inputs_kv, self.kernel_init), "batch", "length", "heads", "kv")
         value = laid_out(project("value", inputs_kv, self.kernel_init), "batch", "length", "heads", "kv")
-        if decode:
-            key, value, mask, bias = self._through_cache(key, value, mask, bias)
+        if prefill and prefill_lengths is None:
+            if mask is None:
+                raise ValueError("prefill needs prefill_lengths, or a mask that shows the length of each prompt")
+            prefill_lengths = jnp.sum(mask[:, 0, 0] > 0, axis=-1)
+        if decode or prefill:
+            key, value, mask, bias = self._through_cache(key, value, mask, bias, prefill_lengths if prefill else None)
         if mask is not None:
             mask = jnp.where(mask > 0, 0.0, MASKED).astype(self.dtype)
         dropping = not deterministic and self.dropout_rate > 0.0
@@ -327,29 +369,39 @@ class MultiHeadDotProductAttention(nn.Module):
         axes = ("joined_kv", "embed")
         return DenseGeneral(inputs_q.shape[-1], (-2, -1), self.dtype, self.kernel_init, axes, name="out")(x)
 
-    def _through_cache(self, key: jax.Array, value: jax.Array, mask: jax.Array | None, bias: jax.Array | None):
-        """Write this step's key and value; return all cached ones, the mask up to this step, and this step's bias."""
+    def _through_cache(
+        self, key: jax.Array, value: jax.Array, mask: jax.Array | None, bias: jax.Array | None, prefill_lengths: Any
+    ):
+        """Update the cache; return the keys and values to attend to, with their mask and bias."""
         exists = self.has_variable("cache", "cached_key")
-        key, value = (jnp.moveaxis(x, -3, -1) for x in (key, value))
-        cached_key = self.variable("cache", "cached_key", jnp.zeros_like, key)
-        cached_value = self.variable("cache", "cached_value", jnp.zeros_like, value)
+        new_key, new_value = (jnp.moveaxis(x, -3, -1) for x in (key, value))
+        cached_key = self.variable("cache", "cached_key", jnp.zeros_like, new_key)
+        cached_value = self.variable("cache", "cached_value", jnp.zeros_like, new_value)
         index = self.variable("cache", "cache_index", lambda: jnp.zeros((), jnp.int32))
-        if exists:
-            length, at = cached_key.value.shape[-1], index.value
-            if key.shape[-1] != 1:
-                raise ValueError(f"a decoding step takes one token a row; got {key.shape[-1]}")
-            if bias is not None and bias.shape[-1] != length:
+        positions = jnp.arange(cached_key.value.shape[-1])
+        trailing = (1,) * (key.ndim - 1)
+        if prefill_lengths is not None:
+            if key.shape[-3] != len(positions):
+                raise ValueError(f"a cache of length {len(positions)} cannot take {key.shape[-3]} tokens a row")
+            stored = positions < jnp.reshape(prefill_lengths, (-1, *trailing))
+            cached_key.value, cached_value.value = jnp.where(stored, new_key, 0), jnp.where(stored, new_value, 0)
+            index.value = jnp.asarray(prefill_lengths, jnp.int32)
+        elif exists:
+            if key.shape[-3] != 1:
+                raise ValueError(f"a decoding step takes one token a row; got {key.shape[-3]}")
+            if bias is not None and bias.shape[-1] != len(positions):
                 raise ValueError(
-                    f"the bias of a decoding step covers {bias.shape[-1]} keys, but the cache is {length} long: "
-                    f"compute it for max_decode_length queries and keys, not for the one token of this step"
+                    f"the bias of a decoding step covers {bias.shape[-1]} keys, but the cache is {len(positions)} "
+                    f"long: compute it for max_decode_length queries and keys, not for the one token of this step"
                 )
-            cached_key.value = jax.lax.dynamic_update_slice_in_dim(cached_key.value, key, at, axis=-1)
-            cached_value.value = jax.lax.dynamic_update_slice_in_dim(cached_value.value, value, at, axis=-1)
-            index.value = at + 1
-            key, value = cached_key.value, cached_value.value
-            mask = combine_masks(mask, (jnp.arange(length) <= at)[(None,) * (key.ndim - 1)])
-            bias = None if bias is None else jax.lax.dynamic_slice_in_dim(bias, at, 1, axis=-2)
-        return jnp.moveaxis(key, -1, -3), jnp.moveaxis(value, -1, -3), mask, bias
+            at = jnp.reshape(index.value, (-1, *trailing))  # one for all rows, or after a prefill one for each
+            cached_key.value = jnp.where(positions == at, new_key, cached_key.value)
+            cached_value.value = jnp.where(positions == at, new_value, cached_value.value)
+            index.value = index.value + 1
+            key, value = (jnp.moveaxis(cached.value, -1, -3) for cached in (cached_key, cached_value))
+            mask = combine_masks(mask, positions <= at)
+            bias = None if bias is None else jnp.take_along_axis(bias, at, axis=-2, mode="clip")
+        return key, value, mask, bias
 
 
 # -- masks -------------------------------------------------------------------------------------------------------------

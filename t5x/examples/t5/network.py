@@ -160,10 +160,8 @@ class Decoder(nn.Module):
         y = _dropout(cfg, _norm(cfg, "decoder_norm")(y), deterministic)
         if cfg.logits_via_embedding:
             return embedding.attend(y) / jnp.sqrt(y.shape[-1])
-        dense = layers.DenseGeneral(
-            cfg.vocab_size, dtype=jnp.float32, kernel_axes=("embed", "vocab"), name="logits_dense"
-        )
-        return dense(y)
+        axes = ("embed", "vocab")
+        return layers.DenseGeneral(cfg.vocab_size, -1, jnp.float32, kernel_axes=axes, name="logits_dense")(y)
 
 
 def _shared_biases(config: Any) -> nn.Module | None:

@@ -1,5 +1,7 @@
 """Converts examples with a FeatureConverter of the real seqio: by seqio itself, and row by row as training does.
 
+And the other way round: seqio's functions with vocabularies, converters and examples of this package.
+
 python seqio_converter.py JOBS.json RESULTS.json
 """
 
@@ -9,9 +11,13 @@ import sys
 
 import numpy as np
 import seqio
+import t5.data.preprocessors
 import tensorflow as tf
 
+from t5x.data import ByteVocabulary, EncDecFeatureConverter
+from t5x.data.seqio_bridge import SeqioTask
 from t5x.data.seqio_converters import make_converter
+from t5x.interactive_model import get_dataset_from_natural_text_examples
 
 
 class VectorConverter(seqio.FeatureConverter):
@@ -42,6 +48,29 @@ class VectorConverter(seqio.FeatureConverter):
         return {"encoder_inputs": lengths["inputs"], "decoder_target_tokens": lengths["targets"]}
 
 
+def texts_as_dataset():
+    """Return the batch that projects make of texts with seqio's preprocessors, and the texts of its tokens."""
+    vocabulary = ByteVocabulary()
+    features = {name: seqio.Feature(vocabulary, add_eos=True) for name in ("inputs", "targets")}
+    lengths = {"inputs": 5, "targets": 4}
+    dataset = get_dataset_from_natural_text_examples(
+        [{"input": b"a-b", "target": b"c"}, {"input": "abcdefg", "target": "\N{LATIN SMALL LETTER U WITH DIAERESIS}"}],
+        preprocessors=[seqio.preprocessors.tokenize, seqio.preprocessors.append_eos],
+        task_feature_lengths=lengths, features=features,
+    )  # fmt: skip
+    (batch,) = EncDecFeatureConverter(pack=False)(dataset, lengths).batch(2).as_numpy_iterator()
+    texts = vocabulary.decode_tf(batch["decoder_target_tokens"]).numpy()
+    return {name: values.tolist() for name, values in batch.items()} | {"texts": [text.decode() for text in texts]}
+
+
+def denoising_task_of_targets():
+    """Return the features of a task that lists only its targets, as pre-training projects write it."""
+    source = seqio.FunctionDataSource(lambda split, shuffle_files, seed=None: None, splits=["train"])
+    steps = [seqio.preprocessors.tokenize, t5.data.preprocessors.span_corruption]
+    features = {"targets": seqio.Feature(seqio.ByteVocabulary())}
+    return SeqioTask(seqio.Task("denoising", source, features, steps)).output_features
+
+
 def main(_, results):
     rng = np.random.default_rng(0)
     lengths = {"inputs": 5, "targets": 4}
@@ -69,6 +98,8 @@ def main(_, results):
         "shape": list(rows[0]["encoder_inputs"].shape),
         "empty": not any(x.any() for x in empty.values()),
         "packed": {name: values.tolist() for name, values in row.items()},
+        "of_text": texts_as_dataset(),
+        "of_targets": list(denoising_task_of_targets()),
     }
     with open(results, "w") as file:
         json.dump(found, file)

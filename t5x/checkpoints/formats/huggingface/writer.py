@@ -92,8 +92,8 @@ def _match(config: Mapping[str, Any], arrays: Mapping[str, LazyArray]) -> dict[s
     found = {name: array for name, array in arrays.items() if name.startswith("target/")}
     if table := tree.difference_by_name(parameters, found):
         raise UserError(
-            "These are not the parameters of a Hugging Face T5 of this configuration (expected: the configuration, "
-            f"found: the parameters): {table}"
+            "The parameters do not match the model's configuration, so they cannot be written as a Hugging Face T5 "
+            f"(expected: by the configuration, found: in the parameters): {table}"
         )
     return {
         parameters[name].tensor: array.T if parameters[name].transposed else array for name, array in found.items()

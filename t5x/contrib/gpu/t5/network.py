@@ -1,12 +1,12 @@
 """T5X's name for NVIDIA's copy of the T5 network: ours, which may also scale attention logits."""
 
+# ruff: noqa: F401
+
 import dataclasses
 
 from t5x import network
 from t5x.examples.t5.network import Decoder, DecoderLayer, Encoder, EncoderLayer
 from t5x.network import Transformer
-
-__all__ = ["Decoder", "DecoderLayer", "Encoder", "EncoderLayer", "T5Config", "Transformer"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
