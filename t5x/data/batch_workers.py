@@ -4,12 +4,13 @@ A worker receives the `LaneConfig` once, then the positions to start from. It se
 while nobody reads.
 """
 
-import collections
+import dataclasses
 import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ Batch = dict[str, np.ndarray]
 States = list[list[int]]
 
 
+@dataclasses.dataclass(frozen=True)
 class Counts:
     """Counts of skipped examples and truncated features.
 
@@ -30,9 +32,8 @@ class Counts:
       trimmed: number of times each feature was truncated.
     """
 
-    def __init__(self, bad: int = 0, trimmed: Mapping[str, int] | None = None):
-        self.bad = bad
-        self.trimmed: collections.Counter[str] = collections.Counter(trimmed or {})
+    bad: int = 0
+    trimmed: Counter[str] = dataclasses.field(default_factory=Counter)
 
     def __add__(self, other: "Counts") -> "Counts":
         return Counts(self.bad + other.bad, self.trimmed + other.trimmed)
@@ -96,17 +97,17 @@ class WorkerRows:
     def next(self) -> Made:
         if self._start is not None:
             for worker, rows in zip(self._workers, self._rows, strict=True):
-                worker.send({"rows": rows, "states": self._start})
+                worker.send([rows, self._start])
             self._start = None
-        answers = [worker.receive() for worker in self._workers]
+        answers = (worker.receive() for worker in self._workers)
+        parts = [Made(batch, states, Counts(bad, Counter(trimmed))) for batch, states, bad, trimmed in answers]
         batch = {}
-        for name, first in answers[0][1].items():
+        for name, first in parts[0].batch.items():
             batch[name] = np.empty((sum(map(len, self._rows)), *first.shape[1:]), first.dtype)
-            for number, (_, arrays) in enumerate(answers):
-                batch[name][number :: len(answers)] = arrays[name]
-        states = join_states(sorted(run for message, _ in answers for run in message["states"]))
-        counts = (Counts(message["bad"], message["trimmed"]) for message, _ in answers)
-        return Made(batch, states, sum(counts, Counts()))
+            for number, part in enumerate(parts):
+                batch[name][number :: len(parts)] = part.batch[name]
+        states = join_states(sorted(run for part in parts for run in part.states))
+        return Made(batch, states, sum((part.counts for part in parts), Counts()))
 
     def close(self) -> None:
         for worker in self._workers:
@@ -118,13 +119,13 @@ def serve() -> None:
     worker_process.serve(_send_rows)
 
 
-def _send_rows(config: LaneConfig, command: dict[str, Any], parent: worker_process.Parent) -> None:
-    rows = LocalRows(config, command["rows"])
-    rows.seek(command["states"])
+def _send_rows(config: LaneConfig, command: tuple[list[int], States], parent: worker_process.Parent) -> None:
+    numbers, start = command
+    rows = LocalRows(config, numbers)
+    rows.seek(start)
     while not parent.has_command():
-        made = rows.next()
-        message = {"states": made.states, "bad": made.counts.bad, "trimmed": made.counts.trimmed}
-        parent.send(message, made.batch)
+        batch, states, counts = rows.next()
+        parent.send([batch, states, counts.bad, counts.trimmed])
 
 
 class Ahead:

@@ -366,9 +366,9 @@ def _make_in_processes(
         worker = idle.get()
         try:
             worker.send(number)
-            while "summary" not in (message := worker.receive()[0]):
-                report(message["done"])
-            return message["summary"]
+            while isinstance(answer := worker.receive(), int):
+                report(answer)
+            return answer
         finally:
             idle.put(worker)
 
@@ -389,7 +389,7 @@ def serve() -> None:
 
 
 def _send_summary(work: Work, number: int, parent: worker_process.Parent) -> None:
-    parent.send({"summary": write_shard(work, number, lambda count: parent.send({"done": count}))})
+    parent.send(write_shard(work, number, report=parent.send))
 
 
 def _make_with_beam(work: Work, missing: Sequence[int], runner: str) -> dict[int, Summary]:

@@ -28,7 +28,7 @@ _NARROW = tuple((np.iinfo(dtype).max, _PLACES[np.dtype(dtype)]) for dtype in ("<
 def encode(examples: list[Example]) -> bytes:
     """Return a list of examples as bytes; raise a UserError for values that cannot be stored."""
     try:
-        return _pack(examples)
+        return pack(examples)
     except _Impossible as error:
         name = next(name for example in examples for name, value in example.items() if not _is_possible(value))
         raise UserError(
@@ -38,7 +38,7 @@ def encode(examples: list[Example]) -> bytes:
 
 
 def decode(content: bytes) -> list[Example]:
-    """Return the examples passed to `encode`; the arrays are not shared."""
+    """Return what was passed to `encode` or `pack`; the arrays are not shared."""
     return msgpack.unpackb(
         content, ext_hook=_from_extension, strict_map_key=False, unicode_errors="surrogatepass", use_list=True
     )
@@ -81,13 +81,14 @@ class _Impossible(Exception):
 
 def _is_possible(value: Any) -> bool:
     try:
-        _pack(value)
+        pack(value)
         return True
     except _Impossible:
         return False
 
 
-def _pack(value: Any) -> bytes:
+def pack(value: Any) -> bytes:
+    """Return a value as bytes: text, numbers, arrays, and lists, tuples and dicts of them."""
     return msgpack.packb(value, default=_extension, strict_types=True, unicode_errors="surrogatepass")
 
 
@@ -97,9 +98,9 @@ def _extension(value: Any) -> Any:
         case np.ndarray():
             return _from_array(value)
         case np.generic():
-            return msgpack.ExtType(_SCALAR, _pack([_name(value.dtype), value.tobytes()]))
+            return msgpack.ExtType(_SCALAR, pack([_name(value.dtype), value.tobytes()]))
         case tuple() if type(value) is tuple:
-            return msgpack.ExtType(_TUPLE, _pack(list(value)))
+            return msgpack.ExtType(_TUPLE, pack(list(value)))
         case int():
             return msgpack.ExtType(_LARGE, str(int(value)).encode())
         case str():
@@ -115,10 +116,10 @@ def _from_array(array: np.ndarray) -> msgpack.ExtType:
     if array.dtype.hasobject:
         if array.dtype != np.dtype(object):
             raise _Impossible(f"an array of {array.dtype}")
-        return msgpack.ExtType(_OBJECTS, _pack([list(array.shape), array.ravel().tolist()]))
+        return msgpack.ExtType(_OBJECTS, pack([list(array.shape), array.ravel().tolist()]))
     place = _PLACES.get(array.dtype)
     if array.ndim != 1 or place is None:
-        return msgpack.ExtType(_ARRAY, _pack([_name(array.dtype), list(array.shape), array.tobytes()]))
+        return msgpack.ExtType(_ARRAY, pack([_name(array.dtype), list(array.shape), array.tobytes()]))
     stored = place
     if array.dtype.kind in "iu" and array.size and array.min() >= 0:
         largest = int(array.max())

@@ -1,11 +1,10 @@
 """Worker processes: new interpreters, without JAX, that exchange messages with this process. Nothing is forked.
 
-A message is a JSON object, followed by raw arrays. Only the work, which holds functions of the user, is pickled, from
-the parent to the worker.
+Commands and answers are values that `example_encoding` stores. Only the work, which holds functions of the user, is
+pickled, from the parent to the worker.
 """
 
 import contextlib
-import json
 import os
 import queue
 import signal
@@ -14,13 +13,12 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, BinaryIO
-
-import numpy as np
 
 import t5x
 from t5x import user_modules
+from t5x.data import example_encoding
 from t5x.data.dataset_config import imported_task_modules
 from t5x.data.sources import BadExample
 from t5x.errors import TemporaryError, UserError
@@ -35,8 +33,6 @@ spec = importlib.util.spec_from_file_location(
 sys.modules["t5x"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(sys.modules["t5x"])
 """
-
-Arrays = Mapping[str, np.ndarray]
 
 
 def start(call: str) -> subprocess.Popen:
@@ -65,28 +61,26 @@ class Worker:
         self._commands = 0
 
     def send(self, command: Any) -> None:
-        """Send a JSON value. Waits for the worker to start; if it has died, `receive` raises the error."""
+        """Send a command. Waits for the worker to start; if it has died, `receive` raises the error."""
         self._commands += 1
         with contextlib.suppress(OSError, ValueError):
             if self._unsent_work is not None:
                 _write(self._process.stdin, self._unsent_work)
                 self._unsent_work = None
-            _write(self._process.stdin, json.dumps(command).encode())
+            _write(self._process.stdin, example_encoding.pack(command))
             self._process.stdin.flush()
 
-    def receive(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """Return the next (message, arrays) in answer to the last command; raise the worker's error if it had one."""
-        while True:
+    def receive(self) -> Any:
+        """Return the next answer to the last command; raise the worker's error if it had one."""
+        command = None
+        while command != self._commands:
             content = _read(self._process.stdout)
             if content is None:
                 raise self._died()
-            message = json.loads(content)
-            arrays = {name: self._read_array(dtype, shape) for name, dtype, shape in message["arrays"]}
-            if message["command"] != self._commands:
-                continue
-            if "error" in message:
-                raise _ERRORS[message["kind"]](message["error"])
-            return message, arrays
+            command, error, answer = example_encoding.decode(content)
+        if error is not None:
+            raise _ERRORS[error](answer)
+        return answer
 
     def stop(self) -> None:
         self._process.kill()
@@ -94,12 +88,6 @@ class Worker:
         for pipe in (self._process.stdin, self._process.stdout):
             with contextlib.suppress(OSError):  # unflushed data
                 pipe.close()
-
-    def _read_array(self, dtype: str, shape: list[int]) -> np.ndarray:
-        array = np.empty(shape, np.dtype(dtype))
-        if self._process.stdout.readinto(memoryview(array).cast("B")) != array.nbytes:
-            raise self._died()
-        return array
 
     def _died(self) -> UserError:
         code = self._process.wait()
@@ -143,15 +131,11 @@ class Parent:
         while content is None or self.has_command():
             content = self._received.get()
             self._command += 1
-        return json.loads(content)
+        return example_encoding.decode(content)
 
-    def send(self, message: Mapping[str, Any], arrays: Arrays | None = None) -> None:
-        """Answer the last command."""
-        arrays = arrays or {}
-        described = [[name, array.dtype.str, list(array.shape)] for name, array in arrays.items()]
-        _write(self._answers, json.dumps({**message, "command": self._command, "arrays": described}).encode())
-        for array in arrays.values():
-            self._answers.write(np.ascontiguousarray(array).data)
+    def send(self, answer: Any, error: str | None = None) -> None:
+        """Answer the last command, or report an error: a key of `_ERRORS`, with its message as the answer."""
+        _write(self._answers, example_encoding.pack([self._command, error, answer]))
         self._answers.flush()
 
 
@@ -168,9 +152,9 @@ def serve(run: Callable[[Any, Any, Parent], None]) -> None:
             except BrokenPipeError:
                 raise
             except UserError as error:
-                parent.send({"kind": "bad" if isinstance(error, BadExample) else "user", "error": str(error)})
+                parent.send(str(error), "bad" if isinstance(error, BadExample) else "user")
             except Exception:
-                parent.send({"kind": "bug", "error": f"in a worker process:\n{traceback.format_exc()}"})
+                parent.send(f"in a worker process:\n{traceback.format_exc()}", "bug")
 
 
 def pickled(value: Any, instead: str) -> bytes:
