@@ -144,7 +144,7 @@ class CachedExamples:
             self._sizes = [count_in(shard, "bytes") for shard in completed["shards"]]
             self.bad = sum(count_in(shard, "bad") for shard in completed["shards"])
             there = [count_in(shard, "records") for shard in completed["shards"]]
-            if there != records_of_shards(self.num_examples, self._per_shard):
+            if there != list(map(len, shard_ranges(self.num_examples, self._per_shard))):
                 raise ValueError(f"its shards do not contain the {self.num_examples} examples of {INFO}")
         self._shards = list(map(shard_name, range(len(self._sizes))))
         if missing := sorted({*self._shards} - files.names()):
@@ -198,13 +198,13 @@ def _open_shard(path: str, size: int) -> Any:
     return array_record_module.ArrayRecordReader(path, options, file_reader_buffer_size=_BUFFER)
 
 
-def records_of_shards(num_examples: int, per_shard: int) -> list[int]:
-    """Return the number of records of each shard.
+def shard_ranges(num_examples: int, per_shard: int) -> list[range]:
+    """Return the source examples of each shard.
 
-    >>> records_of_shards(50, 20)
-    [20, 20, 10]
+    >>> shard_ranges(50, 20)
+    [range(0, 20), range(20, 40), range(40, 50)]
     """
-    return [min(per_shard, num_examples - start) for start in range(0, num_examples, per_shard)]
+    return [range(start, min(start + per_shard, num_examples)) for start in range(0, num_examples, per_shard)]
 
 
 def read_json(directory: Directory, name: str) -> dict[str, Any] | None:

@@ -74,18 +74,14 @@ class Work(NamedTuple):
     Attributes:
       pipeline: pipeline of the cached preprocessors.
       path: directory of the cache.
+      shards: source examples of each shard.
     """
 
     pipeline: Pipeline
     path: str
-    num_examples: int
-    examples_per_shard: int
+    shards: list[range]
     drop_text: bool
     skip_bad_examples: bool
-
-    def indices(self, number: int) -> range:
-        start = number * self.examples_per_shard
-        return range(start, min(start + self.examples_per_shard, self.num_examples))
 
 
 def write(
@@ -115,9 +111,8 @@ def write(
     if reason := task.why_not_cached():
         raise UserError(reason)
     steps = count_cacheable(task.preprocessors)
-    task.source.check_split(split)
-    described = cache_reader.identity(task, split, steps)
     pipeline = Pipeline(task.name, task.source, split, task.preprocessors[:steps], task.output_features)
+    described = cache_reader.identity(task, split, steps)
     count = len(pipeline)
     path = cache_reader.place(directory or _default_directory(), task.name, split)
     info = {
@@ -133,18 +128,18 @@ def write(
     files = open_directory(path)
     with _exclusive(files) as check_lock:
         info = _prepare(files, info, overwrite)
-        work = Work(pipeline, path, count, info["examples_per_shard"], drop_text, skip_bad_examples)
-        shards = len(cache_reader.records_of_shards(count, work.examples_per_shard))
-        finished = _finished(work, range(shards))
-        missing = [number for number in range(shards) if number not in finished]
+        shards = cache_reader.shard_ranges(count, info["examples_per_shard"])
+        work = Work(pipeline, path, shards, drop_text, skip_bad_examples)
+        finished = _finished(work, range(len(shards)))
+        missing = [number for number in range(len(shards)) if number not in finished]
         if missing:
             files.remove(cache_reader.COMPLETED)
             finished |= _make(work, missing, num_workers, runner)
         check_lock()
-        _complete(files, {"shards": [finished[n] for n in range(shards)]})
+        _write_json(files, cache_reader.COMPLETED, {"shards": [finished[number] for number in range(len(shards))]})
     names = ("examples", "tokens", "bytes", "bad")
     totals = {name: sum(summary[name] for summary in finished.values()) for name in names}
-    return Written(path, **totals, made=len(missing), shards=shards, seconds=time.monotonic() - began)
+    return Written(path, **totals, made=len(missing), shards=len(shards), seconds=time.monotonic() - began)
 
 
 def write_shard(work: Work, number: int, report: Callable[[int], None] = lambda count: None) -> Summary:
@@ -154,7 +149,7 @@ def write_shard(work: Work, number: int, report: Callable[[int], None] = lambda 
       report: called now and then with the number of source examples done since the last call.
     """
     files = open_directory(work.path)
-    indices = work.indices(number)
+    indices = work.shards[number]
     summary = {"records": len(indices), "examples": 0, "tokens": 0, "bad": 0}
     reported, reported_at = 0, time.monotonic()
     with _explain_full_disk(work.path):
@@ -298,24 +293,12 @@ def _summary_if_intact(work: Work, number: int) -> Summary | None:
             for key in ("examples", "tokens", "bad"):
                 cache_reader.count_in(summary, key)
             digest = {"size": summary["bytes"], "sha256": summary["sha256"]}
-        if summary["records"] == len(work.indices(number)) and files.is_intact(name, digest):
+        if summary["records"] == len(work.shards[number]) and files.is_intact(name, digest):
             return summary
     except (OSError, KeyError, cache_reader.Unusable):
         pass
     logger.warning("%s in %s is damaged or missing; rewriting it", name, work.path)
     return None
-
-
-def _complete(files: Directory, content: dict[str, Any]) -> None:
-    """Write COMPLETED, unless it exists and is correct."""
-    try:
-        existing = cache_reader.read_json(files, cache_reader.COMPLETED)
-    except cache_reader.Unusable:
-        existing = {}
-    if existing != content:
-        if existing is not None:
-            logger.warning("%s is damaged; rewriting it", files.path(cache_reader.COMPLETED))
-        _write_json(files, cache_reader.COMPLETED, content)
 
 
 def _summary_name(number: int) -> str:
@@ -334,7 +317,7 @@ def _make(work: Work, missing: Sequence[int], num_workers: int | None, runner: s
         return _make_with_beam(work, missing, runner)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     count = min(cores if num_workers is None else num_workers, len(missing))
-    total = sum(len(work.indices(number)) for number in missing)
+    total = sum(len(work.shards[number]) for number in missing)
     with Progress(total, unit="example", description=f"{work.pipeline.name} {work.pipeline.split}") as progress:
         began, done, reporting = time.monotonic(), 0, threading.Lock()
 
