@@ -190,17 +190,14 @@ class HuggingFaceDataSource(FilesDataSource):
         """Memory-map the file, an Arrow stream."""
         file, pa = LocalFile(copy), _pyarrow()
         with _explained(f"{copy.name} is not an Arrow stream, or is truncated"):
-            stream = pa.ipc.open_stream(pa.memory_map(copy.path))
-            batches = list(stream)
-        _check_distinct(stream.schema.names, copy.name)
-        ends = list(itertools.accumulate(batch.num_rows for batch in batches))
+            table = pa.ipc.open_stream(pa.memory_map(copy.path)).read_all()
+        _check_distinct(table.schema.names, copy.name)
 
         def read(index: int) -> dict[str, Any]:
             file.check()
-            at = bisect.bisect_right(ends, index)
-            return _row(batches[at], index - (ends[at - 1] if at else 0))
+            return _row(table, index)
 
-        return FileExamples(copy.name, ends[-1] if ends else 0, read)
+        return FileExamples(copy.name, table.num_rows, read)
 
 
 def _check_distinct(columns: Sequence[str], file: str) -> None:
@@ -210,7 +207,7 @@ def _check_distinct(columns: Sequence[str], file: str) -> None:
             raise UserError(f"{file} has {count} columns named {name!r}. Rename them: pyarrow.Table.rename_columns.")
 
 
-def _row(table: "pyarrow.Table | pyarrow.RecordBatch", index: int) -> dict[str, Any]:
+def _row(table: "pyarrow.Table", index: int) -> dict[str, Any]:
     row = {}
     for name, column in zip(table.schema.names, table.columns, strict=True):
         try:
