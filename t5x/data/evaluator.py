@@ -293,13 +293,8 @@ class Evaluator:
                 continue
             targets = [self._target_of(task, example) for example in examples]
             inferences = self._postprocess(task, examples, raw)
-            values = {
-                "targets": targets,
-                "predictions": inferences.get("prediction"),
-                "scores": inferences.get("score"),
-                "aux_values": inferences.get("aux_value"),
-            }
-            results[task.name] = found = _compute(task.name, metrics, values)
+            values = {f"{kind}s": value for kind, value in inferences.items()}  # the names of arguments of metrics
+            results[task.name] = found = _compute(task.name, metrics, values | {"targets": targets})
             for write in self._loggers:
                 write(
                     task_name=task.name,
@@ -381,19 +376,17 @@ def _run_model(
         missing = "score_fn"
     if missing:
         raise UserError(f"The metrics of task {task_name!r} need {missing}. Pass it to evaluate().")
+    predict = predict_with_aux_fn if with_aux else lambda batch: (predict_fn(batch), {})
     examples: list[Example] = []
     found: dict[str, Any] = collections.defaultdict(list)
     aux: dict[str, list[Any]] = collections.defaultdict(list)
     for batch, mask, batch_examples in batches:
         examples += batch_examples
-        if with_aux:
-            predictions, aux_values = predict_with_aux_fn(batch)
+        if "predictions" in needed:  # also by every metric that needs aux_values
+            predictions, aux_values = predict(batch)
+            found["prediction"] += _true_rows("prediction", predictions, mask)
             for name, values in aux_values.items():
                 aux[name] += _true_rows(name, values, mask)
-        elif "predictions" in needed:
-            predictions = predict_fn(batch)
-        if with_aux or "predictions" in needed:
-            found["prediction"] += _true_rows("prediction", predictions, mask)
         if "scores" in needed:
             found["score"] += map(float, _true_rows("score", score_fn(batch), mask))
     return examples, dict(found) | ({"aux_value": dict(aux)} if with_aux else {})

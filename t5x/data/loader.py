@@ -201,18 +201,16 @@ class TrainLoader(Iterator[Batch]):
     def close(self) -> None:
         """Stop threads and workers, and log the numbers of skipped examples and truncated features."""
         self._source.close()  # first: the thread may be waiting for a worker
-        if self._ahead is not None:
-            self._ahead.stop(_PATIENCE)
-            self._ahead = None
+        self._stop(_PATIENCE)
         counts, self.counts = self.counts, Counts()
         for feature, count in counts.trimmed.items():
             logger.info("%r was truncated to its length %d times", feature, count)
         if counts.bad:
             logger.warning("skipped %d bad example(s)", counts.bad)
 
-    def _stop(self) -> None:
+    def _stop(self, patience: float = math.inf) -> None:
         if self._ahead is not None:
-            self._ahead.stop()
+            self._ahead.stop(patience)
             self._ahead = None
 
     def __enter__(self) -> "TrainLoader":

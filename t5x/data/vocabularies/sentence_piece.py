@@ -179,9 +179,7 @@ def _pieces(content: bytes) -> list[str]:
     return [piece.piece for piece in sentencepiece_model_pb2.ModelProto.FromString(content).pieces]
 
 
-@functools.lru_cache(maxsize=8)
-def _load_model(content: bytes, extra_ids: int, reverse: bool, overrides: tuple[tuple[str, Any], ...]) -> _Model:
-    return _Model(content, extra_ids, reverse, overrides)
+_load_model = functools.lru_cache(maxsize=8)(_Model)
 
 
 def _fields_of(overrides: Any) -> Mapping[str, Any]:
