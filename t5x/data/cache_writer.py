@@ -11,7 +11,6 @@ import functools
 import json
 import logging
 import os
-import queue
 import re
 import threading
 import time
@@ -341,26 +340,22 @@ def _make_in_processes(
         worker_process.Worker("t5x.data.cache_writer:serve", content, f"Cache worker process {number}", fix)
         for number in range(count)
     ]
-    idle: queue.SimpleQueue[worker_process.Worker] = queue.SimpleQueue()
-    for worker in workers:
-        idle.put(worker)
+    waiting, made = iter(missing), {}
 
-    def make(number: int) -> Summary:
-        worker = idle.get()
-        try:
+    def run(worker: worker_process.Worker) -> None:
+        for number in waiting:
             worker.send(number)
             while isinstance(answer := worker.receive(), int):
                 report(answer)
-            return answer
-        finally:
-            idle.put(worker)
+            made[number] = answer
 
     pool = concurrent.futures.ThreadPoolExecutor(count)
     try:
-        futures = {pool.submit(make, number): number for number in missing}
-        return {futures[done]: done.result() for done in concurrent.futures.as_completed(futures)}
+        for ended in concurrent.futures.as_completed([pool.submit(run, worker) for worker in workers]):
+            ended.result()
+        return made
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        pool.shutdown(wait=False)
         for worker in workers:
             worker.stop()
         open_directory(work.path).remove_temporaries()
