@@ -86,8 +86,7 @@ class WorkerRows:
         fix = "Set utils.DatasetConfig.num_workers=0 to read the data in this process."
         self._rows = [list(rows[number::count]) for number in range(count)]
         self._workers = [
-            worker_process.Worker("t5x.data.batch_workers:serve", work, f"Data worker process {number}", fix)
-            for number in range(count)
+            worker_process.Worker(send_rows, work, f"Data worker process {number}", fix) for number in range(count)
         ]
         self._start: States | None = None
 
@@ -114,12 +113,12 @@ class WorkerRows:
             worker.stop()
 
 
-def serve() -> None:
-    """Run a worker."""
-    worker_process.serve(_send_rows)
+def send_rows(config: LaneConfig, command: tuple[list[int], States], parent: worker_process.Parent) -> None:
+    """Send rows endlessly, in a worker.
 
-
-def _send_rows(config: LaneConfig, command: tuple[list[int], States], parent: worker_process.Parent) -> None:
+    Args:
+      command: the numbers of the rows, and the states to start from.
+    """
     numbers, start = command
     rows = LocalRows(config, numbers)
     rows.seek(start)

@@ -337,8 +337,7 @@ def _make_in_processes(
     content = worker_process.pickled(work, "Set --num_workers=0")
     fix = "Run the same command again (finished shards are kept); fewer processes (--num_workers) need less memory."
     workers = [
-        worker_process.Worker("t5x.data.cache_writer:serve", content, f"Cache worker process {number}", fix)
-        for number in range(count)
+        worker_process.Worker(send_summary, content, f"Cache worker process {number}", fix) for number in range(count)
     ]
     waiting, made = iter(missing), {}
 
@@ -361,12 +360,8 @@ def _make_in_processes(
         open_directory(work.path).remove_temporaries()
 
 
-def serve() -> None:
-    """Run a worker process."""
-    worker_process.serve(_send_summary)
-
-
-def _send_summary(work: Work, number: int, parent: worker_process.Parent) -> None:
+def send_summary(work: Work, number: int, parent: worker_process.Parent) -> None:
+    """Write a shard in a worker process."""
     parent.send(write_shard(work, number, report=parent.send))
 
 

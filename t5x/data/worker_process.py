@@ -26,19 +26,23 @@ from t5x.errors import TemporaryError, UserError
 _LENGTH = struct.Struct("<Q")
 _ERRORS = {"bad": BadExample, "user": UserError, "bug": RuntimeError}
 # Load the same t5x package as this process, without adding its parent directory to the path.
-_LOAD_T5X = """\
+_SERVE = """\
 import importlib.util, os.path, sys
 spec = importlib.util.spec_from_file_location(
     "t5x", {file!r}, submodule_search_locations=[os.path.dirname({file!r})])
 sys.modules["t5x"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(sys.modules["t5x"])
+from {module} import {function}
+from t5x.data.worker_process import serve
+serve({function})
 """
 
+Run = Callable[[Any, Any, "Parent"], None]
 
-def start(call: str) -> subprocess.Popen:
-    """Start a process that runs a function of t5x, such as "t5x.data.batch_workers:serve", with pipes to it."""
-    module, function = call.split(":")
-    program = f"{_LOAD_T5X.format(file=os.path.abspath(t5x.__file__))}import {module}; {module}.{function}()"
+
+def start(run: Run) -> subprocess.Popen:
+    """Start a process that calls `serve(run)`, with pipes to it; `run` is a function of a module of t5x."""
+    program = _SERVE.format(file=os.path.abspath(t5x.__file__), module=run.__module__, function=run.__name__)
     # Without -P, the working directory would come first on the path, and a user's queue.py would hide Python's.
     command = [sys.executable, "-P", "-c", program]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -48,14 +52,14 @@ class Worker:
     """A worker process, seen from its parent.
 
     Args:
-      call: see `start`; the function must call `serve`.
+      run: what the worker runs, see `serve`.
       work: what the worker needs, from `pickled`.
       name: name of the worker in error messages.
       fix: how to avoid its unexpected end, a sentence.
     """
 
-    def __init__(self, call: str, work: bytes, name: str, fix: str):
-        self._process = start(call)
+    def __init__(self, run: Run, work: bytes, name: str, fix: str):
+        self._process = start(run)
         self._unsent_work: bytes | None = work
         self._name, self._fix = name, fix
         self._commands = 0
@@ -139,7 +143,7 @@ class Parent:
         self._answers.flush()
 
 
-def serve(run: Callable[[Any, Any, Parent], None]) -> None:
+def serve(run: Run) -> None:
     """Run a worker: call `run(work, command, parent)` for each command; it answers with `parent.send`."""
     parent = Parent()
     work = None
