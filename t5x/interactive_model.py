@@ -11,6 +11,8 @@
 For inference only, `t5x.load` is simpler.
 """
 
+# ruff: noqa: F401
+
 import enum
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +25,7 @@ from t5x import checkpoints
 from t5x.checkpoints.config import RestoreCheckpointConfig, SaveCheckpointConfig
 from t5x.checkpoints.model_description import sidecars
 from t5x.compat.gin_export import T5XScriptType, get_gin_config_from_interactive_model
-from t5x.compat.inference_functions import _extract_tokens_and_aux_values  # noqa: F401
+from t5x.compat.inference_functions import _extract_tokens_and_aux_values
 from t5x.compat.interactive_examples import (
     Batch,
     Batches,
@@ -47,16 +49,6 @@ from t5x.trainer import StateLayout, Trainer, TrainState
 from t5x.trainer.evaluation import BatchProgram
 from t5x.trainer.restore import Run, restore_or_init
 from t5x.trainer.trainer import summarize
-
-__all__ = [
-    "InferenceType",
-    "InteractiveModel",
-    "T5XScriptType",
-    "get_batches_from_seqio",
-    "get_dataset_from_natural_text_examples",
-    "get_gin_config_from_interactive_model",
-    "get_seqio_task_from_examples",
-]
 
 MetricFn = Callable[..., Mapping[str, Any]]
 

@@ -1,5 +1,7 @@
 """Meshes, logical axes and the rules between them; multi-process runs."""
 
+# ruff: noqa: F401
+
 from jax.sharding import PartitionSpec
 
 from t5x.partitioning.chunks import LocalChunker, LocalChunkInfo
@@ -21,30 +23,3 @@ from t5x.partitioning.t5x_meshes import (
     host_local_array_to_global_array,
     with_sharding_constraint,
 )
-
-__all__ = [
-    "AxisNames",
-    "BasePartitioner",
-    "BasePjitPartitioner",
-    "DataLayout",
-    "LocalChunkInfo",
-    "LocalChunker",
-    "LogicalAxisRules",
-    "PartitionSpec",
-    "PjitPartitioner",
-    "PjittedFnWithContext",
-    "axis_rules",
-    "bounds_from_last_device",
-    "cached_property",
-    "constrain",
-    "default_mesh",
-    "get_coords",
-    "get_cpu_mesh",
-    "get_gpu_mesh",
-    "get_mesh",
-    "global_mesh_defined",
-    "host_local_array_to_global_array",
-    "logical_to_mesh_axes",
-    "standard_logical_axis_rules",
-    "with_sharding_constraint",
-]

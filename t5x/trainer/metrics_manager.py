@@ -3,22 +3,13 @@
 import os
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future
 from typing import Any
 
 import jax
 
 from t5x.metrics.accumulators import Metrics, compute, set_step_metrics_num_steps
 from t5x.telemetry import MetricWriter
-
-
-class Finished:
-    """A result with the interface of a future."""
-
-    def __init__(self, value: Any):
-        self._value = value
-
-    def result(self) -> Any:
-        return self._value
 
 
 class MetricsManager:
@@ -54,8 +45,8 @@ class MetricsManager:
         if self.summary_writer is not None:
             self.summary_writer.write_scalars(int(step), {name: float(value) for name, value in scalars.items()})
 
-    def write_metrics_summary(self, metrics: Metrics, step: int, num_steps: int) -> Finished:
-        """Write the metrics of `num_steps` steps, merged; `result()` of the returned object gives their values."""
+    def write_metrics_summary(self, metrics: Metrics, step: int, num_steps: int) -> Future:
+        """Write the metrics of `num_steps` steps, merged; `result()` of the returned future gives their values."""
         metrics, duration = set_step_metrics_num_steps(metrics, num_steps), time.perf_counter() - self._began
         summary = compute(metrics, duration, texts=True)
         texts = {name: value for name, value in summary.items() if isinstance(value, str)}
@@ -64,7 +55,9 @@ class MetricsManager:
             for name, text in texts.items():
                 self.summary_writer.write_text(step, name, text)
         self.flush()
-        return Finished(summary)
+        future = Future()
+        future.set_result(summary)
+        return future
 
     def flush(self) -> None:
         if self._writer is not None:

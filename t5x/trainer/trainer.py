@@ -5,6 +5,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from t5x.optimizers import applied_schedule
 from t5x.optimizers.schedules import Schedule
 from t5x.partitioning import BasePartitioner
 from t5x.train_state import TrainState
-from t5x.trainer.metrics_manager import Finished, MetricsManager
+from t5x.trainer.metrics_manager import MetricsManager
 from t5x.trainer.step import eval_step, train_with_lr
 from t5x.trainer.weight_metrics import WeightMetricsComputer
 
@@ -111,14 +112,14 @@ class BaseTrainer(abc.ABC):
 
     def train(
         self, batch_iter: Iterator[Mapping[str, np.ndarray]], num_steps: int, start_step: int | None = None
-    ) -> Finished:
-        """Take `num_steps` steps and write their metrics. `result()` of the returned object gives them as scalars."""
+    ) -> Future:
+        """Take `num_steps` steps and write their metrics. `result()` of the returned future gives them as scalars."""
         self.train_metrics_manager.start_duration_timer()
         metrics = on_host([self.step(next(batch_iter)) for _ in range(num_steps)])
         step = num_steps + (int(self.train_state.step) - num_steps if start_step is None else start_step)
         return self.train_metrics_manager.write_metrics_summary(functools.reduce(merge, metrics), step, num_steps)
 
-    def eval(self, batch_iters: Mapping[str, Iterable[Mapping[str, np.ndarray]]]) -> dict[str, Finished]:
+    def eval(self, batch_iters: Mapping[str, Iterable[Mapping[str, np.ndarray]]]) -> dict[str, Future]:
         """Evaluate datasets and write their metrics; see `train`."""
         summaries = {}
         for name, batches in batch_iters.items():
