@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from t5x.bench import measures
 from t5x.bench.workload import Workload
@@ -99,30 +98,17 @@ def train(work: Workload, steps: int | None = None) -> Result:
 
 def generate(work: Workload, steps: int | None = None, beams: int = 1) -> Result:
     """Measure the generation of `targets` tokens for every row, greedily or with beam search; a step is a batch."""
-    options = Decoding(beams=beams)
-
-    def call(loaded: LoadedModel, inputs: list[np.ndarray], after_batch: Callable[[int], None]) -> None:
-        loaded.predictions(
-            inputs, options, max_length=work.targets, max_input_length=work.inputs, batch_size=work.batch,
-            rows=work.batch, after_batch=after_batch,
-        )  # fmt: skip
-
+    timing = _time_batches(work, steps, LoadedModel.predictions, Decoding(beams=beams), max_length=work.targets)
     flops = generation_flops(work.config, rows=work.batch, inputs=work.inputs, targets=work.targets, beams=beams)
-    return _result(work, _timed_batches(work, call, steps), flops, work.targets) | {"beams": beams}
+    return _result(work, timing, flops, work.targets) | {"beams": beams}
 
 
 def score(work: Workload, steps: int | None = None) -> Result:
     """Measure two logits of the first output token for every row, as rerankers use them; a step is a batch."""
     labels = LABELS if work.config.vocab_size > max(LABELS) else (2, 3)
-
-    def call(loaded: LoadedModel, inputs: list[np.ndarray], after_batch: Callable[[int], None]) -> None:
-        loaded.label_logits(
-            inputs, labels, max_input_length=work.inputs, batch_size=work.batch, rows=work.batch,
-            after_batch=after_batch,
-        )  # fmt: skip
-
+    timing = _time_batches(work, steps, LoadedModel.label_logits, labels)
     flops = scoring_flops(work.config, rows=work.batch, inputs=work.inputs, labels=len(labels))
-    return _result(work, _timed_batches(work, call, steps), flops, work.inputs) | {"targets": 1}
+    return _result(work, timing, flops, work.inputs) | {"targets": 1}
 
 
 def encode(work: Workload, steps: int | None = None) -> Result:
@@ -152,15 +138,19 @@ def encode(work: Workload, steps: int | None = None) -> Result:
     return _result(work, Timing(seconds, compiling, seen), flops, work.inputs) | {"targets": 0, "parameters": used}
 
 
-def _timed_batches(
-    work: Workload, call: Callable[[LoadedModel, list[np.ndarray], Callable[[int], None]], None], steps: int | None
+def _time_batches(
+    work: Workload, steps: int | None, method: Callable[..., Any], *arguments: Any, **options: Any
 ) -> Timing:
+    """Measure batches of a method of `LoadedModel`, which takes inputs and then these arguments."""
     measures.check_memory(_BYTES * work.layout.num_params, "A model")
 
     def stamps_of(batches: int) -> list[float]:
         inputs = list(work.tokens(batches * work.batch, work.inputs))
         stamps = [time.perf_counter()]
-        call(loaded, inputs, lambda rows: stamps.append(time.perf_counter()))
+        method(
+            loaded, inputs, *arguments, max_input_length=work.inputs, batch_size=work.batch, rows=work.batch,
+            after_batch=lambda rows: stamps.append(time.perf_counter()), **options,
+        )  # fmt: skip
         return stamps
 
     with measures.explain_out_of_memory("--batch, --inputs, --targets, --beams or --size"):
