@@ -1,5 +1,6 @@
 """Checks of the devices: found, free, fast, and how they multiply."""
 
+import argparse
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -20,7 +21,7 @@ _SHARE = 0.5  # of the data sheet, below which a device is reported as slow
 _LIMITS = ("CUDA_VISIBLE_DEVICES", "TPU_VISIBLE_CHIPS", "TPU_VISIBLE_DEVICES", "JAX_PLATFORMS", "JAX_LOCAL_DEVICE_IDS")
 
 
-def check() -> Iterator[Finding]:
+def check(args: argparse.Namespace) -> Iterator[Finding]:
     """Report everything about the devices of this machine."""
     yield from holder_findings(holders(TPU_FILES), "TPU chip")
     yield from holder_findings(holders(GPU_FILES), "GPU")

@@ -1,5 +1,6 @@
 """Checks of runs with several processes: the environment that starts them, names, interfaces, TPU slices."""
 
+import argparse
 import contextlib
 import fcntl
 import os
@@ -8,7 +9,6 @@ import socket
 import struct
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 from t5x.doctor.device_files import TPU_FILES, device_files
 from t5x.doctor.findings import Finding, error, ok, warning
@@ -18,19 +18,17 @@ _SIOCGIFADDR = 0x8915
 Resolver = Callable[[str], list[str]]
 
 
-def check(place: Mapping[str, Any]) -> Iterator[Finding]:
-    """Report how several processes would find each other.
-
-    Args:
-      place: `coordinator_address`, `process_count` and `process_index`, as given to the other verbs.
-    """
+def check(args: argparse.Namespace) -> Iterator[Finding]:
+    """Report how several processes would find each other."""
     from t5x.partitioning import cluster
 
     environment = os.environ
     yield from gpu_binding_findings(environment)
-    yield from slice_findings(accelerator_type(environment), place["process_count"])
+    yield from slice_findings(accelerator_type(environment), args.process_count)
     try:
-        found = cluster.find(**place, required=False, timeout=10)
+        found = cluster.find(
+            args.coordinator_address, args.process_count, args.process_index, required=False, timeout=10
+        )
     except UserError as problem:
         yield error(str(problem), "Pass all three options, or start the processes with srun, mpirun or an indexed Job.")
         return

@@ -1,5 +1,6 @@
 """Checks of Python, packages, drivers and libraries."""
 
+import argparse
 import glob
 import os
 import re
@@ -13,7 +14,7 @@ _SHOWN = ("t5x", "jax", "jaxlib", "flax", "optax", "numpy", "tensorstore", "sent
 _DRIVER = "/proc/driver/nvidia/version"
 
 
-def check() -> Iterator[Finding]:
+def check(args: argparse.Namespace) -> Iterator[Finding]:
     """Report versions, and combinations that are known not to work."""
     versions = installed()
     yield from python_findings(sys.version_info[:2])

@@ -1,5 +1,6 @@
 """Checks of disks, remote directories and the compilation cache."""
 
+import argparse
 import os
 import tempfile
 import time
@@ -17,13 +18,9 @@ _LITTLE = 20e9  # bytes: a few checkpoints of a large model
 _PROBE = ".t5x-doctor"
 
 
-def check(path: str) -> Iterator[Finding]:
-    """Report space and speed of a directory, which may be remote, and the compilation cache.
-
-    Args:
-      path: directory or URL where runs will be written.
-    """
-    yield from remote_findings(path) if is_remote(path) else disk_findings(path)
+def check(args: argparse.Namespace) -> Iterator[Finding]:
+    """Report space and speed of `--path`, where runs will be written, and the compilation cache."""
+    yield from remote_findings(args.path) if is_remote(args.path) else disk_findings(args.path)
     yield from cache_findings()
 
 

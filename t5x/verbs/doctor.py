@@ -1,6 +1,7 @@
 """`t5x doctor`: its arguments, the order of the checks, and their output."""
 
 import argparse
+import importlib
 import json
 import textwrap
 from collections.abc import Iterator
@@ -62,20 +63,10 @@ def run(args: argparse.Namespace) -> None:
 
 def _findings(topic: str, args: argparse.Namespace) -> Iterator["Finding"]:
     """Run the checks of a topic; one that fails is a finding too."""
-    from t5x.doctor import findings, network, software, storage
+    from t5x.doctor import findings
 
     try:
-        if topic == "software":
-            yield from software.check()
-        elif topic == "network":
-            names = ("coordinator_address", "process_count", "process_index")
-            yield from network.check({name: getattr(args, name) for name in names})
-        elif topic == "devices":
-            from t5x.doctor import devices
-
-            yield from devices.check()
-        else:
-            yield from storage.check(args.path)
+        yield from importlib.import_module(f"t5x.doctor.{topic}").check(args)
     except Exception as problem:
         reason = (str(problem).splitlines() or [""])[0]
         yield findings.error(

@@ -215,7 +215,7 @@ def test_a_topic_that_does_not_exist(capsys):
 
 
 def test_a_check_that_fails_is_a_finding(monkeypatch, capsys):
-    def broken():
+    def broken(args):
         raise ValueError("boom")
         yield
 
