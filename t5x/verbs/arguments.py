@@ -98,18 +98,18 @@ def add_gin(parser: VerbParser) -> None:
     gin = add_gin_files(parser)
     add_flag(gin, "dry_run", "print the configuration and run nothing")
     gin.add_argument("--strict", action="store_true", help="treat warnings about the configuration as errors")
-    gin.add_argument("--tfds_data_dir", metavar="DIR", help="directory of TensorFlow Datasets")
-    gin.add_argument("--seqio_additional_cache_dirs", default="", metavar="A,B", help="task caches of the real seqio")
     add_processes(parser)
     _add_logging(parser)
 
 
 def add_gin_files(parser: VerbParser) -> Any:
-    """Add the options that name gin files, and return their group."""
+    """Add the options of `parse_gin`, and return their group."""
     gin = parser.add_topic("gin", "gin files", _GIN)
     gin.add_argument("--gin_file", action="append", default=[], metavar="FILE", help="may be repeated; the last wins")
     gin.add_argument("--gin_bindings", action="append", default=[], metavar="'N = VALUE'", help="a gin statement")
     gin.add_argument("--gin_search_paths", default=".", metavar="A,B", help="directories of gin files (.)")
+    gin.add_argument("--tfds_data_dir", metavar="DIR", help="directory of TensorFlow Datasets")
+    gin.add_argument("--seqio_additional_cache_dirs", default="", metavar="A,B", help="task caches of the real seqio")
     add_import(gin)
     return gin
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from t5x.errors import UserError, check_at_least
 from t5x.planning import topologies
-from t5x.verbs.arguments import add_gin_files, import_modules, work_begins
+from t5x.verbs.arguments import add_gin_files, given_options, parse_gin, work_begins
 from t5x.verbs.verb_parser import VerbParser
 
 if TYPE_CHECKING:
@@ -48,12 +48,11 @@ def define(parser: VerbParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     topology = topologies.parse(args.topology)
-    given = [name for name in _OF_SIZE if getattr(args, name) is not None]
     uses_gin = bool(args.gin_file or args.gin_bindings)
     if uses_gin == bool(args.size):
         raise UserError("`t5x plan` needs either --size or gin files, as `t5x train` takes them.")
-    if uses_gin and given:
-        raise UserError(f"--{given[0]} belongs to --size: set it with --gin.NAME=VALUE, as for `t5x train`.")
+    if uses_gin and (given := given_options(args, _OF_SIZE)):
+        raise UserError(f"--{next(iter(given))} belongs to --size: set it with --gin.NAME=VALUE, as for `t5x train`.")
     names = ("batch", "inputs", "targets", "microbatches", "steps")
     check_at_least(1, "--", **{name: getattr(args, name) for name in names})
     _start_jax(topology.devices)
@@ -79,10 +78,7 @@ def _from_size(args: argparse.Namespace) -> "Run":
     from t5x.bench.workload import Workload
     from t5x.planning.estimates import Run
 
-    work = Workload(
-        args.size, args.batch or 128, args.inputs or 512, args.targets or 128, dtype=args.dtype or "bfloat16",
-        remat=args.remat or "none", microbatches=args.microbatches or 1, scan=bool(args.scan),
-    )  # fmt: skip
+    work = Workload(args.size, **{"batch": 128, "dtype": "bfloat16"} | given_options(args, _OF_SIZE))
     return Run(work.model, work.batch, work.inputs, work.targets, work.microbatches)
 
 
@@ -98,11 +94,7 @@ def _from_gin(args: argparse.Namespace) -> tuple["Run", int | None]:
     def capture(*, model: Any, train_dataset_cfg: Any, **others: Any) -> None:
         bound.update(others, model=model, data=train_dataset_cfg)
 
-    import_modules(args)
-    configuration.parse(
-        gin_files=args.gin_file, bindings=args.gin_bindings,
-        search_paths=[path for path in args.gin_search_paths.split(",") if path], entry_points={"train": capture},
-    )  # fmt: skip
+    parse_gin(args, [capture])
     configuration.check(capture)
     configuration.configured(capture)()
     data, lengths = bound["data"], bound["data"].task_feature_lengths
