@@ -17,35 +17,16 @@ from types import FrameType
 from typing import NoReturn
 
 from t5x import __version__
-from t5x.errors import UserError
+from t5x.errors import UserError, did_you_mean
 from t5x.verbs import VERBS
 
 USAGE = """\
+usage: t5x VERB [options]
+
 Train, fine-tune, evaluate and run T5-family models.
 
 verbs:
-  demo    train a tiny T5 on this machine in a few minutes and try it
-  train   pretrain or fine-tune, from gin files or a data file
-  data    show what a task or a file becomes, and the lengths of its examples
-  check   report what is wrong with gin files, and run nothing
-  eval    score one or all checkpoints of a run with a task's metrics
-  infer   write a model's predictions or scores for a file or a task
-  answer  answer questions about texts and locate the answers in them
-  rerank  order passages by relevance
-  rank-eval
-          score rankings with judgments: MRR, nDCG, MAP, significance tests
-  serve   serve models over HTTP, with a page to try them
-  inspect describe a checkpoint of any format
-  cache   write a task's tokenized examples once, for training to read
-  convert convert a checkpoint to t5x's, T5X's or Hugging Face's format
-  precompile
-          compile a training step and write its HLO
-  bench   measure training, generation, scoring and more on this machine
-  plan    estimate memory, time and cost of training on devices that are not here
-  doctor  check whether this machine is ready, with a fix for each problem
-  launch  start a command on several processes, machines or a cluster
-  completion
-          print the completion of verbs and options for bash, zsh or fish
+{verbs}
 
 examples:
   t5x demo
@@ -69,16 +50,13 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         verb, argv = argv[1], [argv[1], "--help"]
     if verb in (None, "-h", "--help", "help"):
         with contextlib.suppress(BrokenPipeError):
-            print("usage: t5x VERB [options]\n\n" + USAGE, flush=True)
+            print(USAGE.format(verbs="\n".join(f"  {name:12}{what}" for name, what in VERBS.items())), flush=True)
         sys.exit(0)
     if verb == "--version":
         print(f"t5x {__version__}")
         sys.exit(0)
     if verb not in VERBS:
-        import difflib
-
-        near = difflib.get_close_matches(verb, VERBS, 1)
-        hint = f" Did you mean `t5x {near[0]}`?" if near else ""
+        hint = did_you_mean(verb, {name: f"t5x {name}" for name in VERBS})
         print(f"error: t5x has no verb {verb!r}.{hint} `t5x --help` lists them.", file=sys.stderr)
         sys.exit(2)
     sys.exit(run_verb(verb, argv[1:], _end))
