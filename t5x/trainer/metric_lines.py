@@ -75,7 +75,8 @@ class MetricLines:
     ):
         self._write, self._cost = write, cost
         self._line = _Line(merged=before)
-        self._thread = futures.ThreadPoolExecutor(1, "t5x-metrics") if concurrent else None
+        self._concurrent = concurrent
+        self._thread = futures.ThreadPoolExecutor(1, "t5x-metrics")
         self._job: futures.Future | None = None
         self._nonfinite: NonFinite | None = None
         self._warned = False
@@ -95,12 +96,10 @@ class MetricLines:
           others: additional metrics to write.
         """
         self.wait()
-        job = functools.partial(self._finish, step, self._line, lap, others)
+        self._job = self._thread.submit(self._finish, step, self._line, lap, others)
         self._line = _Line()
-        if self._thread is None:
-            job()
-        else:
-            self._job = self._thread.submit(job)
+        if not self._concurrent:
+            self.wait()
 
     def unfinished(self, step: int) -> dict[str, list] | None:
         """Return the metrics since the last line, for JSON. Waits for the devices."""
@@ -121,8 +120,7 @@ class MetricLines:
         return found
 
     def close(self) -> None:
-        if self._thread is not None:
-            self._thread.shutdown()
+        self._thread.shutdown()
 
     def _finish(self, step: int, line: _Line, lap: Throughput, others: Mapping[str, float]) -> None:
         steps = self._merge(line, step)
