@@ -7,6 +7,8 @@ import os
 import sys
 from typing import Any
 
+from t5x.files.digests import digest_of
+
 # Options of one process or machine. The number of processes is compared when they join. Of gin files, the resulting
 # bindings are compared instead of the names.
 _OF_ONE_PROCESS = (
@@ -98,7 +100,7 @@ def _code_of_t5x() -> str:
     for directory, directories, names in os.walk(root):
         directories.sort()
         for path in (os.path.join(directory, name) for name in sorted(names) if name.endswith(".py")):
-            total.update(f"{os.path.relpath(path, root)} {_file_digest(path)}\n".encode())
+            total.update(f"{os.path.relpath(path, root)} {digest_of(path)['sha256']}\n".encode())
     return total.hexdigest()[:16]
 
 
@@ -110,10 +112,5 @@ def _own_modules() -> dict[str, str]:
         if top in _OTHER_MODULES or top in sys.stdlib_module_names or not path.endswith(".py"):
             continue
         if not any(part in path for part in ("site-packages", "dist-packages")) and os.path.isfile(path):
-            found[name] = _file_digest(path)
+            found[name] = digest_of(path)["sha256"][:16]
     return found
-
-
-def _file_digest(path: str) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:16]

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from t5x.errors import UserError
+from t5x.errors import UserError, check_at_least
 
 log = logging.getLogger(__name__)
 
@@ -61,8 +61,7 @@ def find(
         "--process_index": process_index,
     }
     given = [name for name, value in flags.items() if value is not None]
-    if process_count is not None and process_count < 1:
-        raise UserError(f"--process_count is {process_count}: it must be at least 1.")
+    check_at_least(1, "--", process_count=process_count)
     _check_index(process_index, process_count)
     if process_count == 1:
         return None
