@@ -46,7 +46,8 @@ class ModelDirLock:
         self._lease: Lease | None = None
         owner = distributed.decide(f"lock/{self.directory}", self._take)
         try:
-            distributed.check_all(f"lock/{self.directory}/seen", self._not_shared(owner))
+            with distributed.failing_together(f"lock/{self.directory}/seen"):
+                self._check_shared(owner)
         except Exception:
             self.release()
             raise
@@ -83,13 +84,13 @@ class ModelDirLock:
             ) from error
         return owner
 
-    def _not_shared(self, owner: dict[str, Any]) -> UserError | None:
-        """Return an error if this process cannot see the lock that process 0 holds."""
+    def _check_shared(self, owner: dict[str, Any]) -> None:
+        """Raise a UserError if this process cannot see the lock that process 0 holds."""
         for _ in range(_SHARED_PATIENCE):
             if _read_owner(self.directory) == owner:
-                return None
+                return
             time.sleep(1)
-        return UserError(
+        raise UserError(
             f"MODEL_DIR {self.directory} is not the same directory on {socket.gethostname()} and on {owner['host']}. "
             "Choose one on a file system that all processes of the run share, or a URL (gs://…, s3://…)."
         )

@@ -5,11 +5,12 @@ may communicate while the devices compute. For each name, all processes must mak
 thread at a time; names may be reused. In a single process all of this is immediate. `multiprocess` starts such runs.
 """
 
+import contextlib
 import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -169,12 +170,15 @@ def decide(name: str, function: Callable[[], Any]) -> Any:
     return outcome["result"]
 
 
-def check_all(name: str, error: BaseException | None) -> None:
-    """Raise on every process if any has an error: its own if it has one, else that of the first process with one."""
-    errors = exchange(name, None if error is None else describe_error(error))
-    if error is not None:
-        raise error
-    raise_first(errors)
+@contextlib.contextmanager
+def failing_together(name: str) -> Iterator[None]:
+    """Fail on every process if the block fails on any: with its own error, else that of the first process with one."""
+    try:
+        yield
+    except Exception as error:
+        exchange(name, describe_error(error))
+        raise
+    raise_first(exchange(name, None))
 
 
 def describe_error(error: BaseException) -> dict[str, Any]:

@@ -4,11 +4,12 @@ Evaluation and inference also restore with this module, so that the same rules a
 the same checkpoint: process 0 chooses and verifies it, and broadcasts the choice.
 """
 
+import copy
 import dataclasses
 import json
 import logging
 import operator
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any, Literal
 
@@ -24,14 +25,16 @@ from t5x.checkpoints.config import RestoreCheckpointConfig
 from t5x.checkpoints.formats import Source, open_checkpoint
 from t5x.checkpoints.formats.own_checkpoint import MODEL_FILE, read_own_checkpoint
 from t5x.checkpoints.model_description import check_same_model
+from t5x.data.dataset_config import DatasetConfig
 from t5x.data.lanes import join_states, merge_states, states_of_rows
 from t5x.errors import UserError
 from t5x.files.remote import is_remote
 from t5x.files.untrusted import parse_json
 from t5x.metrics.accumulators import from_json
 from t5x.models import BaseTransformerModel
-from t5x.partitioning import consistency, distributed
+from t5x.partitioning import PjitPartitioner, consistency, distributed
 from t5x.train_state import TrainState
+from t5x.trainer.datasets import first_batch, input_spec
 from t5x.trainer.state import StateLayout
 
 log = logging.getLogger(__name__)
@@ -150,23 +153,6 @@ def resume_data(
     return loader.restore(saved, changed_data=True)
 
 
-def restore_or_init(
-    store: checkpoints.CheckpointStore,
-    restore_cfg: RestoreCheckpointConfig | None,
-    model: BaseTransformerModel,
-    layout: StateLayout,
-    init_rng: jax.Array,
-) -> tuple[TrainState, Run]:
-    """Return the initial state and what is known about the run. A failure in one process is raised in all."""
-    result = error = None
-    try:
-        result = _restore_or_init(store, restore_cfg, model, layout, init_rng)
-    except Exception as caught:
-        error = caught
-    distributed.check_all("restored", error)
-    return result
-
-
 def open_for_all(path: str) -> Source:
     """Open a checkpoint of any format. With several processes, process 0 chooses and verifies it for all.
 
@@ -191,13 +177,16 @@ def _open_chosen(path: str) -> Source:
     return opened[0] if opened else open_checkpoint(chosen, verify=False)
 
 
-def _restore_or_init(
+@distributed.failing_together("restored")
+def restore_or_init(
     store: checkpoints.CheckpointStore,
     restore_cfg: RestoreCheckpointConfig | None,
     model: BaseTransformerModel,
     layout: StateLayout,
     init_rng: jax.Array,
 ) -> tuple[TrainState, Run]:
+    """Return the initial state and what is known about the run. A failure in one process is raised in all."""
+
     def resume(path: Any) -> tuple[TrainState, Run]:
         check_same_model(path, model, same_classes=True)
         return _resume(path, restore_cfg, layout), Run.of(path)
@@ -261,6 +250,20 @@ def _restore_mutables(path: Any, layout: StateLayout) -> Any:
         return checkpoints.restore(path, wanted, verify=False)["flax_mutables"]
     log.info("%s has no amax history: the first FP8 step uses default scales", path)
     return layout.fresh_mutables()
+
+
+def without_optimizer(
+    model: BaseTransformerModel, cfg: DatasetConfig, partitioner: PjitPartitioner, layout_cls: Callable
+) -> tuple[BaseTransformerModel, StateLayout]:
+    """Return a copy of the model without its optimizer, and its layout, for evaluation and inference on `cfg`."""
+    model = copy.copy(model)
+    model.optimizer_def = None
+    shapes, types = input_spec(model, None, lambda: first_batch(cfg, model))
+    layout = layout_cls(
+        optimizer_def=None, init_fn=model.get_initial_variables, input_shapes=shapes, input_types=types,
+        partitioner=partitioner,
+    )  # fmt: skip
+    return model, layout
 
 
 def restore_params(
