@@ -1,6 +1,5 @@
 """Offline evaluation of one or all checkpoints: `t5x eval`."""
 
-import copy
 import dataclasses
 import itertools
 import logging
@@ -33,7 +32,7 @@ from t5x.partitioning import PjitPartitioner, distributed
 from t5x.telemetry import Progress, jsonl
 from t5x.trainer import Trainer
 from t5x.trainer.checks import require_same_data, verify_matching_vocabs
-from t5x.trainer.datasets import first_batch, get_training_eval_datasets, input_spec
+from t5x.trainer.datasets import get_training_eval_datasets
 from t5x.trainer.evaluation import (
     INFERENCE,
     LONGEST_NAME,
@@ -44,8 +43,8 @@ from t5x.trainer.evaluation import (
     metrics_file,
     tasks_with_metrics,
 )
-from t5x.trainer.restore import open_for_all, restore_params
-from t5x.trainer.state import StateLayout, write_model_info
+from t5x.trainer.restore import open_for_all, restore_params, without_optimizer
+from t5x.trainer.state import StateLayout, write_run_info
 
 log = logging.getLogger(__name__)
 
@@ -126,17 +125,9 @@ def evaluate(
         steps = {step: path for path, step in before.items()}
 
         # --- The model, without an optimizer --------------------------------------------------------------------------
-        model = copy.copy(model)
-        model.optimizer_def = None
-        shapes, types = input_spec(model, None, lambda: first_batch(dataset_cfg, model))
-        layout = train_state_initializer_cls(
-            optimizer_def=None, init_fn=model.get_initial_variables, input_shapes=shapes, input_types=types,
-            partitioner=partitioner,
-        )  # fmt: skip
+        model, layout = without_optimizer(model, dataset_cfg, partitioner, train_state_initializer_cls)
         if distributed.is_leader():
-            if summarize_config_fn is not None:
-                summarize_config_fn(directory, None, 0)
-            write_model_info(directory, layout)
+            write_run_info(directory, layout, summarize_config_fn)
         evaluations: dict[str, Evaluation] = {}
         if len(before) < len(paths) or follows:
             if scored:

@@ -143,9 +143,7 @@ def _arrays(
     model: BaseTransformerModel, cfg: RestoreCheckpointConfig, partitioner: PjitPartitioner | None
 ) -> dict[str, np.ndarray]:
     """Return {name: array} of a checkpoint's parameters, in the dtype in which the network uses them."""
-    if not isinstance(cfg.path, str) or cfg.mode == "all":
-        raise UserError("An export has one checkpoint: set utils.RestoreCheckpointConfig.path to one path.")
-    source = open_for_all(cfg.path)
+    source = open_for_all(cfg.single_path())
     layout = StateLayout.of(model, partitioner or PjitPartitioner(), model.input_shapes({"inputs": 1, "targets": 1}))
     params = restore_params(source, model, layout, cfg)
     return tree.flatten(jax.device_get(compute_params(model.module, params)))

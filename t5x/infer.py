@@ -1,6 +1,5 @@
 """Batch inference: `t5x infer`, over a task with gin files, or over a file with a model directory."""
 
-import copy
 import dataclasses
 import functools
 import hashlib
@@ -11,12 +10,11 @@ from collections.abc import Callable
 from t5x import configuration, gin_utils
 from t5x.checkpoints.checkpoint_identity import fingerprint
 from t5x.checkpoints.config import RestoreCheckpointConfig
-from t5x.checkpoints.formats import Source
 from t5x.compat.inference_functions import _extract_tokens_and_aux_values, _Inferences  # noqa: F401
 from t5x.configuration.ignored_parameters import log_ignored
 from t5x.data.dataset_config import DatasetConfig
 from t5x.data.seqio_converters import make_converter
-from t5x.data.tasks import Task, get_subtasks
+from t5x.data.tasks import Task, check_split, get_subtasks
 from t5x.errors import UserError
 from t5x.files.directories import make_directory
 from t5x.inference.engine import MANY_ROWS, Engine
@@ -29,9 +27,8 @@ from t5x.inference.task_output import merge_chunks_to_file, write_inferences_to_
 from t5x.models import BaseTransformerModel
 from t5x.partitioning import PjitPartitioner, distributed
 from t5x.trainer.checks import require_same_data, verify_matching_vocabs
-from t5x.trainer.datasets import first_batch, input_spec
-from t5x.trainer.restore import open_for_all, restore_params
-from t5x.trainer.state import StateLayout, write_model_info
+from t5x.trainer.restore import open_for_all, restore_params, without_optimizer
+from t5x.trainer.state import StateLayout, write_run_info
 
 __all__ = [
     "create_task_from_tfexample_file",
@@ -113,18 +110,10 @@ def infer(
         verify_matching_vocabs_fn(dataset_cfg, model)
     tasks = _tasks(dataset_cfg, output_vocab_feature_name)
     output_dir = make_directory(output_dir, "INFER_OUTPUT_DIR")
-    source = _source(restore_checkpoint_cfg)
-    model = copy.copy(model)
-    model.optimizer_def = None
-    shapes, types = input_spec(model, None, lambda: first_batch(dataset_cfg, model))
-    layout = train_state_initializer_cls(
-        optimizer_def=None, init_fn=model.get_initial_variables, input_shapes=shapes, input_types=types,
-        partitioner=partitioner,
-    )  # fmt: skip
+    source = open_for_all(restore_checkpoint_cfg.single_path())
+    model, layout = without_optimizer(model, dataset_cfg, partitioner, train_state_initializer_cls)
     if distributed.is_leader() and shard_id == 0:
-        if summarize_config_fn is not None:
-            summarize_config_fn(output_dir, None, 0)
-        write_model_info(output_dir, layout)
+        write_run_info(output_dir, layout, summarize_config_fn)
     job = {
         "checkpoint": source.path, "step": source.step, "weights": fingerprint(source), "mode": mode,
         "split": dataset_cfg.split, "batch_size": dataset_cfg.batch_size, "checkpoint_period": checkpoint_period,
@@ -180,9 +169,8 @@ def infer(
 
 def _tasks(cfg: DatasetConfig, vocabulary_of: str) -> list[Task]:
     found = cfg.mixture_or_task()
+    check_split(found, cfg.split)
     tasks = [task for task in get_subtasks(found) if cfg.split in task.splits]
-    if not tasks:
-        raise UserError(f"{found.name!r} has no split {cfg.split!r}; it has {', '.join(map(repr, found.splits))}.")
     for task in tasks:
         if vocabulary_of not in task.output_features:
             raise UserError(
@@ -190,15 +178,6 @@ def _tasks(cfg: DatasetConfig, vocabulary_of: str) -> list[Task]:
                 f"{', '.join(task.output_features)}."
             )
     return tasks
-
-
-def _source(cfg: RestoreCheckpointConfig) -> Source:
-    if not isinstance(cfg.path, str) or cfg.mode == "all":
-        raise UserError(
-            "Inference uses one checkpoint. Set utils.RestoreCheckpointConfig.path to one path, and mode to 'specific' "
-            "or 'latest'."
-        )
-    return open_for_all(cfg.path)
 
 
 def _measure_lengths(task: Task, cfg: DatasetConfig, model: BaseTransformerModel) -> dict[str, int]:

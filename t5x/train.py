@@ -1,6 +1,7 @@
 """Pretraining and fine-tuning: `t5x train --gin_file=… --gin.MODEL_DIR=…`."""
 
 import contextlib
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +17,7 @@ from t5x.checkpoints.model_description import sidecars
 from t5x.data import Evaluator
 from t5x.data.dataset_config import DatasetConfig
 from t5x.data.file_tasks import describe_data
-from t5x.errors import UserError
+from t5x.errors import UserError, check_at_least
 from t5x.files.mirror import local_files
 from t5x.models import BaseTransformerModel
 from t5x.network.flops import StepCost
@@ -24,13 +25,13 @@ from t5x.partitioning import PjitPartitioner, distributed
 from t5x.telemetry import MetricWriter, ThroughputClock
 from t5x.trainer.actions import Actions, ActionStop, BaseAction
 from t5x.trainer.checks import require_same_data, verify_matching_vocabs
-from t5x.trainer.datasets import ExternalBatches, ShardInfo, get_dataset, get_training_eval_datasets, input_spec
+from t5x.trainer.datasets import ExternalBatches, get_dataset, get_training_eval_datasets, input_spec
 from t5x.trainer.evaluation import Evaluation, InferenceEvaluation, TeacherForcedEvaluation
 from t5x.trainer.extension_checks import check_extensions
 from t5x.trainer.metric_lines import MetricLines
 from t5x.trainer.preemption import PreemptionWatch
 from t5x.trainer.restore import OnChangedData, Run, position_of_all, restore_or_init, resume_data
-from t5x.trainer.state import StateLayout, TrainState, write_model_info
+from t5x.trainer.state import StateLayout, TrainState, write_run_info
 
 log = logging.getLogger(__name__)
 
@@ -142,8 +143,8 @@ def train(
                 verify_matching_vocabs_fn(cfg, model)
         require_same_data(train_dataset_cfg, train_eval_dataset_cfg, infer_eval_dataset_cfg)
         batch_size = train_dataset_cfg.batch_size
-        shard = ShardInfo.of(partitioner.rows(batch_size), batch_size)
-        loader = get_dataset_fn(train_dataset_cfg, shard.index, shard.num_shards, model.FEATURE_CONVERTER_CLS)
+        part = partitioner.get_data_layout(batch_size)
+        loader = get_dataset_fn(train_dataset_cfg, part.shard_id, part.num_shards, model.FEATURE_CONVERTER_CLS)
         if hasattr(loader, "restore"):
             closing.enter_context(loader)
         else:
@@ -181,11 +182,9 @@ def train(
                 MetricWriter(directory, collection="train", purge_step=first_step, home=home)
             )
 
-            def describe() -> None:
-                if summarize_config_fn is not None:
-                    summarize_config_fn(files_dir, writer, first_step)
-                write_model_info(files_dir, layout)
-
+            describe = functools.partial(
+                write_run_info, files_dir, layout, summarize_config_fn, writer, first_step
+            )
             describe()
             writer.on_recreate = describe  # if MODEL_DIR is removed during the run
         data = describe_data(train_dataset_cfg.mixture_or_task_name, train_dataset_cfg.task_feature_lengths)
@@ -321,10 +320,8 @@ def _check(
 ) -> None:
     if not model_dir:
         raise UserError("MODEL_DIR is empty. Set the directory of the run: --gin.MODEL_DIR=runs/my_run.")
-    if total_steps < 0:
-        raise UserError(f"train.total_steps is {total_steps}: it must be at least 0.")
-    if eval_steps is not None and eval_steps < 1:
-        raise UserError(f"train.eval_steps is {eval_steps}: it must be at least 1, or None for every example.")
+    check_at_least(0, "train.", total_steps=total_steps)
+    check_at_least(1, "train.", eval_steps=eval_steps)
     if on_changed_data not in (choices := get_args(OnChangedData)):
         raise UserError(f"train.on_changed_data is {on_changed_data!r}: it must be one of {', '.join(choices)}.")
     if not use_orbax:
@@ -333,11 +330,7 @@ def _check(
             "other format."
         )
     if restore_cfg is not None and restore_cfg.path:
-        if not isinstance(restore_cfg.path, str) or restore_cfg.mode == "all":
-            raise UserError(
-                "Training starts from one checkpoint: utils.RestoreCheckpointConfig.path must be one path, "
-                "and mode 'specific' or 'latest'."
-            )
+        restore_cfg.single_path()
         if restore_cfg.dtype not in (None, "float32"):
             raise UserError(
                 f"utils.RestoreCheckpointConfig.dtype is {restore_cfg.dtype!r}, but parameters are trained in float32."

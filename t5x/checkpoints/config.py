@@ -162,6 +162,15 @@ class RestoreCheckpointConfig:
         functions = tuple(self.state_transformation_fns)
         return Rules(AssignmentMap(self.assignment_map or ()), self.strict, self.fallback_to_scratch, functions)
 
+    def single_path(self) -> str:
+        """Return the path; raise a UserError if it, or the mode, names several checkpoints."""
+        if not isinstance(self.path, str) or self.mode == "all":
+            raise UserError(
+                "Only one checkpoint is read here: utils.RestoreCheckpointConfig.path must be one path, and mode "
+                "'specific' or 'latest'."
+            )
+        return self.path
+
 
 @dataclasses.dataclass
 class CheckpointConfig:

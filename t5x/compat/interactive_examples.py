@@ -9,7 +9,7 @@ import numpy as np
 from t5x.data import Feature, FunctionDataSource, Task, get_mixture_or_task, preprocessors
 from t5x.data.example_order import Order
 from t5x.data.pipeline import Example, Pipeline, Preprocessor
-from t5x.data.tasks import task_rates
+from t5x.data.tasks import check_split, task_rates
 from t5x.errors import UserError
 
 TextExample = str | Mapping[str, Any]
@@ -69,9 +69,8 @@ def get_batches_from_seqio(
       shuffle, seed: order of the examples; the seed is also that of random preprocessors.
     """
     found = get_mixture_or_task(task_or_mixture_name)
+    check_split(found, split)
     rates = {task: rate for task, rate in task_rates(found).items() if split in task.splits}
-    if not rates:
-        raise UserError(f"{found.name!r} has no split {split!r}; it has {', '.join(map(repr, found.splits))}.")
     examples = {task: _examples(task, split, sequence_length, shuffle, seed) for task in rates}
     tasks, shares = list(rates), np.array(list(rates.values())) / sum(rates.values())
     rng = np.random.default_rng(seed)

@@ -228,11 +228,7 @@ class BasePartitioner:
             raise ArgumentError("get_data_layout knows the rows of its own process only: leave host_index None.")
         batch_size = self.data_parts if batch_size is None else batch_size
         rows = self.rows(batch_size)
-        first = {}
-        for device, index in self.batch_sharding.devices_indices_map((batch_size,)).items():
-            start = index[0].start or 0
-            first[start] = min(first.get(start, device.process_index), device.process_index)
-        is_first = first[rows.start] == jax.process_index()
+        is_first = self.get_local_chunk_info((batch_size,), self.data_partition_spec).replica_id == 0
         return DataLayout(batch_size, rows.start // len(rows), batch_size // len(rows), is_first)
 
     def rows(self, batch_size: int) -> range:

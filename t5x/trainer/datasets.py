@@ -30,10 +30,6 @@ class ShardInfo:
     index: int = 0
     num_shards: int = 1
 
-    @classmethod
-    def of(cls, rows: range, batch_size: int) -> "ShardInfo":
-        return cls(rows.start // len(rows), batch_size // len(rows))
-
     def rows(self, batch_size: int) -> range:
         count = batch_size // self.num_shards
         return range(self.index * count, (self.index + 1) * count)

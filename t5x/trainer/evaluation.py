@@ -19,7 +19,7 @@ from t5x.network.padding import Program
 from t5x.partitioning import distributed
 from t5x.telemetry import MetricWriter, jsonl
 from t5x.telemetry.writer import METRICS_FILE, Home
-from t5x.trainer.datasets import ShardInfo, numpy_batches
+from t5x.trainer.datasets import numpy_batches
 from t5x.trainer.state import StateLayout
 from t5x.trainer.trainer import Trainer, summarize
 
@@ -179,10 +179,10 @@ class TeacherForcedEvaluation(Evaluation):
         start_step: int | None = None,
         home: Home | None = None,
     ):
-        shard = ShardInfo.of(layout.partitioner.rows(cfg.batch_size), cfg.batch_size)
+        part = layout.partitioner.get_data_layout(cfg.batch_size)
         self._datasets = dict(
             get_datasets(
-                cfg, shard_id=shard.index, num_shards=shard.num_shards, eval_steps=eval_steps, model_dir=directory,
+                cfg, shard_id=part.shard_id, num_shards=part.num_shards, eval_steps=eval_steps, model_dir=directory,
                 feature_converter_cls=layout.model.FEATURE_CONVERTER_CLS, start_step=start_step or 0,
             )
         )  # fmt: skip

@@ -161,8 +161,17 @@ class StateLayout:
         return others | ({"fp8": history} if history else {})
 
 
-def write_model_info(directory: str, layout: StateLayout) -> None:
-    """Write model-info.txt: the parameters, the optimizer state if there is one, and how they are sharded."""
+def write_run_info(
+    directory: str, layout: StateLayout, summarize_config_fn: Callable | None, writer: Any = None, step: int = 0
+) -> None:
+    """Write the configuration, and model-info.txt: the parameters, the optimizer state, and how they are sharded.
+
+    Args:
+      summarize_config_fn: see `gin_utils.summarize_gin_config`, of which `writer` and `step` are arguments; None writes
+        no configuration.
+    """
+    if summarize_config_fn is not None:
+        summarize_config_fn(directory, writer, step)
     arrays, shardings = layout.abstract.state_dict(), layout.shardings.state_dict()
     lines = parameter_table(
         arrays["target"], layout.axes, shardings["target"], optimizer_state=arrays["state"].get("param_states"),

@@ -16,7 +16,7 @@ from t5x.data.loader import measure_lengths
 from t5x.data.pipeline import Example, Pipeline
 from t5x.data.preprocessor_kinds import generator
 from t5x.data.sources import BadExample
-from t5x.data.tasks import Mixture, Task, get_subtasks, task_rates
+from t5x.data.tasks import Mixture, Task, check_split, get_subtasks, task_rates
 from t5x.data.vocabularies import Vocabulary
 from t5x.errors import UserError
 from t5x.verbs.text_page import Page
@@ -53,10 +53,9 @@ class DataReport:
     ):
         self._page, self._found, self._split, self._lengths = page, found, split, lengths
         self._pack, self._seed = pack, seed
+        check_split(found, split)
         self._rates = {task: rate for task, rate in task_rates(found).items() if split in task.splits}
         self._tasks = [task for task in get_subtasks(found) if split in task.splits]
-        if not self._tasks:
-            raise UserError(f"{found.name!r} has no split {split!r}. It has {', '.join(map(repr, found.splits))}.")
         self._check_lengths()
 
     def _check_lengths(self) -> None:
