@@ -129,39 +129,35 @@ class Api:
 
     async def _post(self, route: str, request: Request) -> Response:
         """Answer a request, or say why not. It counts as in progress until its response is sent."""
-        began = time.monotonic()
-        try:
-            if not self._models.is_ready:
-                raise self._not_ready()
-            if self._in_progress >= self._settings.max_queue:
-                raise ApiError(
-                    429, f"The server is working on {self._in_progress} requests, its limit (--max_queue). Try again.",
-                    "overloaded_error", Retry_After=_RETRY_SECONDS,
-                )  # fmt: skip
-        except ApiError as error:
-            self._count(route, error.status, began)
-            return error.response()
+        began, response = time.monotonic(), None
         self._in_progress += 1
-        is_streamed = False
         try:
             response = await self._answer(route, request)
-            is_streamed = isinstance(response, _Stream)
-            if is_streamed:
-                response.at_end.append(functools.partial(self._end_stream, route, began))
-        except ApiError as error:
-            response = error.response()
         except Exception as error:
             response = self._explain(error).response()
         finally:
-            if not is_streamed:
-                self._in_progress -= 1
-        if not is_streamed:
-            self._count(route, response.status_code, began)
+            if isinstance(response, _Stream):
+                response.at_end.append(functools.partial(self._end, route, response, began))
+            else:
+                self._end(route, response, began)
         if self.is_draining:
             response.headers["connection"] = "close"
         return response
 
+    def _end(self, route: str, response: Response | None, began: float) -> None:
+        """Count a request, unless the server dropped it without a response."""
+        self._in_progress -= 1
+        if response is not None:
+            self._metrics.add("t5x_requests_total", route=route, status=str(response.status_code))
+            self._metrics.observe("t5x_request_seconds", time.monotonic() - began, route=route)
+
     async def _answer(self, route: str, request: Request) -> Response:
+        if not self._models.is_ready:
+            raise self._not_ready()
+        limit = self._settings.max_queue
+        if self._in_progress > limit:
+            message = f"The server is working on {limit} requests, its limit (--max_queue). Try again."
+            raise ApiError(429, message, "overloaded_error", Retry_After=_RETRY_SECONDS)
         call = Call(self._settings.timeout)
         body = await read_body(request, int(self._settings.max_body_mb * 2**20), self._settings.body_timeout)
         fields = await self._run(request, call, functools.partial(self._parse, route, body))
@@ -221,13 +217,11 @@ class Api:
             failed = {"error": {"message": str(self._explain(error)), "type": "server_error"}}
             yield f"data: {json.dumps(failed)}\n\n".encode()
 
-    def _end_stream(self, route: str, began: float) -> None:
-        self._in_progress -= 1
-        self._count(route, 200, began)
-
     # -- errors --------------------------------------------------------------------------------------------------------
 
     def _explain(self, error: Exception) -> ApiError:
+        if isinstance(error, ApiError):
+            return error
         if isinstance(error, schemas.InvalidRequest | UserError):
             return ApiError(400, str(error))
         if isinstance(error, UnknownModel):
@@ -241,10 +235,6 @@ class Api:
     def _not_ready(self) -> ApiError:
         what = "is shutting down" if self.is_draining else "is loading its models"
         return ApiError(503, f"The server {what}.", "not_ready_error", Retry_After=_RETRY_SECONDS)
-
-    def _count(self, route: str, status: int, began: float) -> None:
-        self._metrics.add("t5x_requests_total", route=route, status=str(status))
-        self._metrics.observe("t5x_request_seconds", time.monotonic() - began, route=route)
 
 
 async def _not_found(request: Request, error: HTTPException) -> Response:

@@ -15,7 +15,6 @@ from t5x.answering.file_answering import as_record
 from t5x.errors import UserError
 from t5x.inference.loaded import Generation
 from t5x.inference.options import Decoding, translate_arguments
-from t5x.ranking.reranker import scores as label_scores
 from t5x.serving.batched_model import BatchedModel
 from t5x.serving.schemas import DECODING_FIELDS, OPENAI_NAMES
 
@@ -207,9 +206,9 @@ def _rank(model: BatchedModel, query: str, passages: Sequence[str]) -> _Ranking:
     if not np.isfinite(logits).all():
         raise UserError("The logits of this model are not finite: its weights may be damaged.")
     raw = logits[:, 0].astype(np.float64) - (logits[:, 1] if logits.shape[1] > 1 else 0)
-    log_probabilities = label_scores(logits) if logits.shape[1] > 1 else -np.logaddexp(0, -raw)
+    probabilities = np.exp(-np.logaddexp(0, -raw))
     order = sorted(range(len(passages)), key=lambda i: -raw[i])
-    return _Ranking(order, raw.tolist(), np.exp(log_probabilities).tolist(), _count(encoded.inputs))
+    return _Ranking(order, raw.tolist(), probabilities.tolist(), _count(encoded.inputs))
 
 
 def _passages(fields: Fields) -> list[str]:
