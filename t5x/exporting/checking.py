@@ -94,8 +94,7 @@ class Sample:
     def loss(self, loaded: LoadedModel) -> float:
         """Return the mean negative log likelihood of a target token."""
         inputs, targets = self.encoded(loaded)
-        scores = loaded.scores(inputs, targets, max_input_length=max(map(len, inputs)), batch_size=len(inputs))
-        return -sum(scores) / sum(map(len, targets))
+        return -sum(scores_of(loaded, inputs, targets)) / sum(map(len, targets))
 
 
 def report_loss(before: float, after: float, examples: int, limit: float = INT8_WEIGHTS_LIMIT) -> str:
@@ -126,7 +125,7 @@ def compare_ids(exportable: Exportable, run: Callable[..., Mapping[str, np.ndarr
 
     targets = [made.tokens for made in compare_generations(comparison, exportable, inputs, generate)]
     found = run("score", input_ids[1:], padded(targets[1:], exportable.max_length))["score"]
-    comparison.numbers("score", scores_of(exportable, inputs[1:], targets[1:]), found)
+    comparison.numbers("score", scores_of(loaded, inputs[1:], targets[1:]), found)
     labels = [loaded.target_ids(word)[0][0] for word in _LABELS]
     expected = loaded.label_logits(inputs[1:], labels, max_input_length=exportable.max_input_length, batch_size=4)
     found = run("rank", input_ids[1:], np.array([labels] * len(expected), np.int32))["logits"]
@@ -143,18 +142,18 @@ def compare_texts(
       run: (name of a signature, {input: strings}) -> {output: array}.
       ranked: scores of (query, document) pairs by the model; None if there is no signature `rank`.
     """
-    comparison = Comparison(exportable.loaded.dtype)
-    texts = list(TEXTS)
-    inputs = [exportable.loaded.input_ids(text, exportable.max_input_length)[0] for text in texts]
+    loaded, texts = exportable.loaded, list(TEXTS)
+    comparison = Comparison(loaded.dtype)
+    inputs = [loaded.input_ids(text, exportable.max_input_length)[0] for text in texts]
 
     def generate(name: str, rows: slice) -> tuple[list[str], np.ndarray]:
         found = run(name, text_batch=texts[rows])
         return [text.decode() for text in np.ravel(found["text"])], found["score"]
 
     targets = [made.text for made in compare_generations(comparison, exportable, inputs, generate)]
-    target_ids = [exportable.loaded.target_ids(text, exportable.max_length)[0] for text in targets[1:]]
+    target_ids = [loaded.target_ids(text, exportable.max_length)[0] for text in targets[1:]]
     found = run("score", text_batch=texts[1:], targets=targets[1:])["score"]
-    comparison.numbers("score", scores_of(exportable, inputs[1:], target_ids), found)
+    comparison.numbers("score", scores_of(loaded, inputs[1:], target_ids), found)
     if ranked is not None:
         pairs = [(QUERY, text) for text in (*texts[1:], " ".join(texts * exportable.max_input_length))]
         found = run("rank", query=[query for query, _ in pairs], document=[text for _, text in pairs])["score"]
@@ -192,10 +191,9 @@ def compare_generations(
     return expected[:: decoding.num_return]
 
 
-def scores_of(exportable: Exportable, inputs: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> list[float]:
-    return exportable.loaded.scores(
-        inputs, targets, max_input_length=exportable.max_input_length, batch_size=len(inputs)
-    )
+def scores_of(loaded: LoadedModel, inputs: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> list[float]:
+    """Return the log probabilities of targets by the model itself."""
+    return loaded.scores(inputs, targets, max_input_length=max(map(len, inputs)), batch_size=len(inputs))
 
 
 def padded(rows: Sequence[Sequence[int]], columns: int) -> np.ndarray:

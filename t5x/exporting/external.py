@@ -1,14 +1,15 @@
 """Directories of other libraries: Hugging Face, CTranslate2 (by its own converter) and ONNX (by Optimum)."""
 
+import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from t5x.convert import convert
 from t5x.errors import UserError
-from t5x.exporting.checking import INT8_ACTIVATIONS_LIMIT, Comparison, Sample, padded, report_loss
+from t5x.exporting.checking import INT8_ACTIVATIONS_LIMIT, Comparison, Sample, padded, report_loss, scores_of
 from t5x.inference.loaded import LoadedModel, load, without_padding
 from t5x.inference.options import Decoding
 from t5x.lazy_imports import import_extra
@@ -19,9 +20,7 @@ Greedy = Callable[[list[list[int]], int], list[list[int]]]  # (inputs, maximum l
 
 def write_huggingface(directory: str, model: str, vocabulary: str | None, sample: Sample, max_length: int) -> str:
     """Write a Hugging Face directory, run it with transformers where that is installed, and return the differences."""
-    with tempfile.TemporaryDirectory(dir=directory) as temporary:
-        made = os.path.join(temporary, "hf")
-        original = _convert(made, model, vocabulary)
+    with _converted(directory, model, vocabulary) as (made, original):
         _move_files(made, directory)
     try:
         import torch
@@ -39,9 +38,7 @@ def write_onnx(directory: str, model: str, vocabulary: str | None, sample: Sampl
     fix = "ONNX exports are made by Optimum: pip install optimum-onnx onnxruntime"
     optimum = import_extra("optimum.onnxruntime", fix)
     main_export = import_extra("optimum.exporters.onnx", fix).main_export
-    with tempfile.TemporaryDirectory(dir=directory) as temporary:
-        source = os.path.join(temporary, "hf")
-        original = _convert(source, model, vocabulary)
+    with _converted(directory, model, vocabulary) as (source, original):
         main_export(source, directory, task="text2text-generation-with-past", do_validation=False)
     network = optimum.ORTModelForSeq2SeqLM.from_pretrained(directory)
     return _compare_huggingface(original, network, sample, max_length)
@@ -55,9 +52,8 @@ def write_ctranslate2(
     ctranslate2 = import_extra("ctranslate2", fix)
     for module in ("torch", "transformers"):
         import_extra(module, fix)
-    with tempfile.TemporaryDirectory(dir=directory) as temporary:
-        source, made = os.path.join(temporary, "hf"), os.path.join(temporary, "ct2")
-        original = _convert(source, model, vocabulary)
+    with _converted(directory, model, vocabulary) as (source, original):
+        made = os.path.join(os.path.dirname(source), "ct2")
         converter = _converter(ctranslate2, source, tied=original.model.module.config.logits_via_embedding)
         converter.convert(made, quantization="int8" if int8 else None)
         _move_files(made, directory)
@@ -101,13 +97,16 @@ def _converter(ctranslate2: Any, source: str, *, tied: bool) -> Any:
     return Converter(source)
 
 
-def _convert(directory: str, model: str, vocabulary: str | None) -> LoadedModel:
-    """Write the model as a Hugging Face directory, and return the original."""
+@contextlib.contextmanager
+def _converted(directory: str, model: str, vocabulary: str | None) -> Iterator[tuple[str, LoadedModel]]:
+    """Yield a temporary Hugging Face directory of the model inside `directory`, and the original."""
     original = load(model, vocabulary=vocabulary, dtype="float32")
     if isinstance(original.model, DecoderOnlyModel):
         raise UserError("This model is decoder-only: transformers, CTranslate2 and Optimum have no class for it.")
-    convert(original.source, directory, to="hf")
-    return original
+    with tempfile.TemporaryDirectory(dir=directory) as temporary:
+        made = os.path.join(temporary, "hf")
+        convert(original.source, made, to="hf")
+        yield made, original
 
 
 def _move_files(source: str, destination: str) -> None:
@@ -123,7 +122,7 @@ def _greedy(loaded: LoadedModel, inputs: list[list[int]], limit: int) -> list[li
     return [best.tokens for best, *_ in made]
 
 
-def _huggingface_greedy(network: Any, eos_id: int) -> Greedy:
+def _compare_huggingface(original: LoadedModel, network: Any, sample: Sample, max_length: int) -> str:
     import torch
 
     def greedy(inputs: list[list[int]], limit: int) -> list[list[int]]:
@@ -131,16 +130,9 @@ def _huggingface_greedy(network: Any, eos_id: int) -> Greedy:
         mask = torch.from_numpy(padded([[1] * len(row) for row in inputs], ids.shape[1])).long()
         outputs = network.generate(
             ids, attention_mask=mask, do_sample=False, num_beams=1, max_new_tokens=limit, decoder_start_token_id=0,
-            pad_token_id=0, eos_token_id=eos_id,
+            pad_token_id=0, eos_token_id=original.model.output_vocabulary.eos_id,
         )  # fmt: skip
         return [without_padding(row) for row in outputs[:, 1:].numpy()]  # without the start token
-
-    return greedy
-
-
-def _huggingface_score(network: Any) -> Callable[..., list[float]]:
-    """Return the log probabilities of targets, one after the other."""
-    import torch
 
     @torch.no_grad()
     def score_one(inputs: list[int], target: list[int]) -> float:
@@ -149,15 +141,7 @@ def _huggingface_score(network: Any) -> Callable[..., list[float]]:
         logits = network(input_ids=ids, attention_mask=torch.ones_like(ids), decoder_input_ids=shifted).logits
         return torch.log_softmax(logits, -1).gather(-1, labels[:, :, None]).sum().item()
 
-    def score(inputs: list[list[int]], targets: list[list[int]]) -> list[float]:
-        return [score_one(*pair) for pair in zip(inputs, targets, strict=True)]
-
-    return score
-
-
-def _compare_huggingface(original: LoadedModel, network: Any, sample: Sample, max_length: int) -> str:
-    greedy = _huggingface_greedy(network, original.model.output_vocabulary.eos_id)
-    return _compare(original, greedy, sample, max_length, _huggingface_score(network))
+    return _compare(original, greedy, sample, max_length, lambda *pairs: [*map(score_one, *pairs)])
 
 
 def _compare(
@@ -169,7 +153,5 @@ def _compare(
     comparison.outputs("greedy", expected, greedy(inputs, max_length))
     if score is not None:
         targets = [original.target_ids(original.decode(ids))[0] for ids in expected]
-        longest = max(map(len, inputs))
-        scores = original.scores(inputs, targets, max_input_length=longest, batch_size=len(inputs))
-        comparison.numbers("score", scores, score(inputs, targets))
+        comparison.numbers("score", scores_of(original, inputs, targets), score(inputs, targets))
     return str(comparison)
