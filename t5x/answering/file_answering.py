@@ -11,7 +11,7 @@ from t5x import metrics
 from t5x.answering.answers import FIELDS, Answer, Answering, answer, windows_of
 from t5x.answering.questions import SquadQuestions, open_questions
 from t5x.errors import UserError, located
-from t5x.inference.jobs import JobProgress, LineChunk, LineJob, LineShard, Record, check_counts, run_job
+from t5x.inference.jobs import JobProgress, LineChunk, LineJob, Record, check_counts, run_job
 from t5x.inference.loaded import LoadedModel, load
 from t5x.inference.output import FileOutput
 from t5x.telemetry import jsonl
@@ -58,11 +58,11 @@ def answer_file(
     extra = {name: path for name, path in extra.items() if path is not None}
     _check_extra(extra, output, how)
     to = FileOutput(output, overwrite=overwrite, also=extra, inputs={"input": input_path})
-    questions = LineShard(open_questions(input_path, needs_id=bool(extra)), unit="question")
+    questions = open_questions(input_path, needs_id=bool(extra))
     loaded = load(model_dir, vocabulary=vocabulary, dtype=dtype)
     source = {"checkpoint_period": checkpoint_period, "input": input_path, "vocabulary": vocabulary}
     job = _FileAnswering(
-        lines=questions, batch_size=how.batch_size, source=source, loaded=loaded, how=how, extra_files=extra
+        file=questions, batch_size=how.batch_size, source=source, loaded=loaded, how=how, extra_files=extra
     )
     run_job(job, to)
 
@@ -100,7 +100,7 @@ class _FileAnswering(LineJob):
         pairs = [(line.example["question"], line.example["context"]) for line in chunk.lines]
         spans = []
         for line, pair in zip(chunk.lines, pairs, strict=True):
-            with located(self.lines.file.where(line.number)):
+            with located(self.file.where(line.number)):
                 spans.append(windows_of(self.loaded, *pair, self.how))
         windows = sum(map(len, spans))
         rows = self.loaded.rows(windows if chunk.is_first else self.batch_size, self.batch_size)
@@ -115,7 +115,7 @@ class _FileAnswering(LineJob):
                 found = {str(record["id"]): record[field] for record, _ in jsonl.read(path)}
                 jsonl.replace(self.extra_files[name], [json.dumps(found, ensure_ascii=False, indent=0).encode(), b"\n"])
                 log.info("wrote %s", self.extra_files[name])
-        if isinstance(self.lines.file, SquadQuestions):
+        if isinstance(self.file, SquadQuestions):
             records = [record for record, _ in jsonl.read(path)]
             if any(record["answers"] for record in records):
                 scores = ", ".join(f"{name} {value:.4g}" for name, value in _scores(records).items())

@@ -13,7 +13,7 @@ import numpy as np
 from t5x.data.data_description import DataDescription
 from t5x.errors import UserError
 from t5x.inference.input_lines import Line, Lines
-from t5x.inference.jobs import JobProgress, LineChunk, LineJob, LineShard, Record, Shard, check_counts, run_job
+from t5x.inference.jobs import JobProgress, LineChunk, LineJob, Record, Shard, check_counts, run_job
 from t5x.inference.loaded import BATCH_SIZE, Generation, LoadedModel, load
 from t5x.inference.options import Decoding
 from t5x.inference.output import FileOutput
@@ -100,7 +100,7 @@ def infer_file(
     if data.fields():
         log.info("inputs: %r (--inputs and --prefix change it)", data.template())
     max_input_length, max_length = data.max_input_length, data.max_target_length
-    lines = LineShard(Lines(input_path, needs_targets=mode == "score", data=data, live=to.is_stdout), shard)
+    lines = Lines(input_path, needs_targets=mode == "score", data=data, live=to.is_stdout)
     if mode == "predict":
         options.decode_fn(loaded.model.output_vocabulary, max_length)  # fails on invalid options
     source = {
@@ -108,7 +108,7 @@ def infer_file(
         "vocabulary": vocabulary, **data.fields(),
     }  # fmt: skip
     job = _FileInference(
-        lines=lines, batch_size=batch_size, source=source, loaded=loaded, decoding=options, mode=mode,
+        file=lines, shard=shard, batch_size=batch_size, source=source, loaded=loaded, decoding=options, mode=mode,
         max_length=max_length, max_input_length=max_input_length, long=long, output_ids=output_ids, seed=seed or 0,
     )  # fmt: skip
     records = run_job(job, to)
@@ -156,7 +156,7 @@ class _FileInference(LineJob):
             "max_input_length": self.max_input_length, "batch_size": self.batch_size,
             "after_batch": progress.after_batch(),
         }  # fmt: skip
-        if not self.lines.file.live:
+        if not self.file.live:
             common["rows"] = self.loaded.rows(count if chunk.is_first else self.batch_size, self.batch_size)
         if self.mode == "score":
             targets = [self._ids(line, "targets", problems) for line in chunk.lines]
@@ -183,7 +183,7 @@ class _FileInference(LineJob):
         if length > limit:
             if self.long == "error":
                 raise UserError(
-                    f"{self.lines.file.where(line.number)}: {field!r} has {length} tokens, more than {limit}. Raise "
+                    f"{self.file.where(line.number)}: {field!r} has {length} tokens, more than {limit}. Raise "
                     "--max_input_length, or pass --long truncate."
                 )
             problems[field] += 1

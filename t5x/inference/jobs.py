@@ -18,7 +18,7 @@ import jax
 
 from t5x.errors import UserError, check_at_least
 from t5x.inference.input_lines import Line, Lines
-from t5x.inference.output import FileOutput, Output
+from t5x.inference.output import Output
 from t5x.partitioning import distributed
 from t5x.telemetry import Progress, jsonl
 
@@ -67,9 +67,8 @@ def run_job(job: Job, output: Output) -> list[Record]:
     with output:
         records, chunks = job.resume(output.begin(job.identity()), output)
         done = sum(record[job.counted] for record in records)
-        quiet = job.total is not None and job.total <= job.quiet_up_to
-        if isinstance(output, FileOutput) and output.is_stdout:
-            quiet = quiet or sys.stdout.isatty()
+        is_short = job.total is not None and job.total <= job.quiet_up_to
+        quiet = is_short or (output.is_stdout and sys.stdout.isatty())
         with JobProgress(job, done, quiet=quiet) as progress:
             for chunk in chunks:
                 content, record = job.compute(chunk, progress)
@@ -79,7 +78,7 @@ def run_job(job: Job, output: Output) -> list[Record]:
     return records
 
 
-class JobProgress:
+class JobProgress(Progress):
     """Progress display with the rate, shown by the process that writes.
 
     Args:
@@ -88,31 +87,20 @@ class JobProgress:
     """
 
     def __init__(self, job: Job, done: int = 0, *, quiet: bool = False):
-        self.done = self._initial = done
-        self._unit = job.unit
-        self._start = time.monotonic()
-        self._progress = None
-        if not quiet and distributed.is_leader():
-            self._progress = Progress(job.total, done, unit=job.unit, description=job.description)
+        super().__init__(job.total, done, job.unit, job.description, disable=quiet or not distributed.is_leader())
+        self.done = done
+        self._rate = f"{job.unit}s/s"
 
     def after_batch(self, units: int = 1, inputs: int = 1) -> Callable[[int], None]:
         """Return a callback for `Engine.run`: `inputs` finished inputs advance the progress by `units`."""
         before = self.done
 
-        def update(finished: int) -> None:
+        def show(finished: int) -> None:
             self.done = before + finished * units // inputs
-            if self._progress is not None:
-                rate = (self.done - self._initial) / max(time.monotonic() - self._start, 1e-9)
-                self._progress.update(self.done, **{f"{self._unit}s/s": rate})
+            rate = (self.done - self._initial) / max(time.monotonic() - self._started, 1e-9)
+            self.update(self.done, **{self._rate: rate})
 
-        return update
-
-    def __enter__(self) -> "JobProgress":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._progress is not None:
-            self._progress.close()
+        return show
 
 
 class Shard(NamedTuple):
@@ -168,31 +156,70 @@ class LineChunk(NamedTuple):
         return hashlib.sha256(b"".join([b"%d\n" % self.first, *(line.raw for line in self.lines)])).hexdigest()
 
 
-class LineShard:
-    """A shard of the lines of a file, all of which have been checked, or a whole stream.
+@dataclasses.dataclass(kw_only=True)
+class LineJob(Job):
+    """A job over the lines of a file, all of which are checked first, or of a stream.
+
+    Every line gets one line of output.
 
     Args:
-      file: the file.
+      file: the input.
       shard: which part of it.
-      unit: what a line is, for messages.
-
-    Attributes:
-      total: number of lines; None for a stream.
+      batch_size: lines per batch.
+      source: further options that the results depend on: `checkpoint_period`, in batches, and others.
     """
 
-    def __init__(self, file: Lines, shard: Shard = WHOLE, unit: str = "input"):
-        if file.is_stream and (shard.count > 1 or jax.process_count() > 1):
-            what = "--num_shards" if shard.count > 1 else "A run of several processes"
-            raise UserError(f"{what} needs --input to be a file: a stream can be read only once.")
-        self.file = file
-        self.total: int | None = None
-        self._start, self._stop = 0, None
-        if (count := file.count()) is not None:
-            part = shard.range(count)
-            self._start, self._stop, self.total = part.start, part.stop, len(part)
-            log.debug("%d %s(s) from %s", self.total, unit, file.path)
+    file: Lines
+    shard: Shard = WHOLE
+    batch_size: int
+    source: dict[str, Any]
 
-    def chunks(self, size: int) -> Iterator[LineChunk]:
+    def __post_init__(self):
+        if self.file.is_stream and (self.shard.count > 1 or jax.process_count() > 1):
+            what = "--num_shards" if self.shard.count > 1 else "A run of several processes"
+            raise UserError(f"{what} needs --input to be a file: a stream can be read only once.")
+        self.quiet_up_to = self.batch_size
+        self._start, self._stop = 0, None
+        if (count := self.file.count()) is not None:
+            part = self.shard.range(count)
+            self._start, self._stop, self.total = part.start, part.stop, len(part)
+            log.debug("%d %s(s) from %s", self.total, self.unit, self.file.path)
+
+    @abc.abstractmethod
+    def compute_lines(self, chunk: LineChunk, progress: JobProgress) -> tuple[list[Record], Record]:
+        """Return an output record for each line, and what else to keep in the chunk's record."""
+
+    def compute(self, chunk: LineChunk, progress: JobProgress) -> tuple[Iterator[bytes], Record]:
+        results, more = self.compute_lines(chunk, progress)
+        return map(jsonl.encode, results), {self.counted: len(chunk.lines), "input": chunk.digest(), **more}
+
+    def resume(self, finished: list[Record], output: Output) -> tuple[list[Record], Iterator[LineChunk]]:
+        """See `Job`. Finished chunks are compared with the input.
+
+        If the input has changed, this is a UserError, or with `overwrite` the chunks from there on are discarded.
+        """
+        chunks, change, kept = self._chunks(self.source["checkpoint_period"] * self.batch_size), "", 0
+        for record in finished:
+            chunk = next(chunks, None)
+            if chunk is None:
+                change = "it ends before the lines"
+            elif record["input"] != chunk.digest():
+                change = f"lines {chunk.lines[0].number} to {chunk.lines[-1].number} differ from those"
+                chunks = itertools.chain([chunk], chunks)
+            if change:
+                break
+            kept += 1
+        if output.merged and not change and (chunk := next(chunks, None)):
+            change, chunks = "it continues after the lines", itertools.chain([chunk], chunks)
+        if change:
+            change = f"{self.file.path} has changed: {change} whose results are in {output.directory}"
+            if not output.overwrite:
+                raise UserError(f"{change}. Pass --overwrite to start over.")
+            log.warning("%s; discarding %d of %d finished chunk(s)", change, len(finished) - kept, len(finished))
+            output.discard(kept)
+        return finished[:kept], chunks
+
+    def _chunks(self, size: int) -> Iterator[LineChunk]:
         """Yield chunks of `size` lines; the last, and those before a pause of a live input, may be smaller."""
         first, lines = self._start, []
         try:
@@ -208,55 +235,3 @@ class LineShard:
             raise
         if lines:
             yield LineChunk(first, first == self._start, lines)
-
-
-@dataclasses.dataclass(kw_only=True)
-class LineJob(Job):
-    """A job over the lines of a file. Every line gets one line of output.
-
-    Args:
-      lines: the input.
-      batch_size: lines per batch.
-      source: further options that the results depend on: `checkpoint_period`, in batches, and others.
-    """
-
-    lines: LineShard
-    batch_size: int
-    source: dict[str, Any]
-
-    def __post_init__(self):
-        self.total, self.quiet_up_to = self.lines.total, self.batch_size
-
-    @abc.abstractmethod
-    def compute_lines(self, chunk: LineChunk, progress: JobProgress) -> tuple[list[Record], Record]:
-        """Return an output record for each line, and what else to keep in the chunk's record."""
-
-    def compute(self, chunk: LineChunk, progress: JobProgress) -> tuple[Iterator[bytes], Record]:
-        results, more = self.compute_lines(chunk, progress)
-        return map(jsonl.encode, results), {self.counted: len(chunk.lines), "input": chunk.digest(), **more}
-
-    def resume(self, finished: list[Record], output: Output) -> tuple[list[Record], Iterator[LineChunk]]:
-        """See `Job`. Finished chunks are compared with the input.
-
-        If the input has changed, this is a UserError, or with `overwrite` the chunks from there on are discarded.
-        """
-        chunks, change, kept = self.lines.chunks(self.source["checkpoint_period"] * self.batch_size), "", 0
-        for record in finished:
-            chunk = next(chunks, None)
-            if chunk is None:
-                change = "it ends before the lines"
-            elif record["input"] != chunk.digest():
-                change = f"lines {chunk.lines[0].number} to {chunk.lines[-1].number} differ from those"
-                chunks = itertools.chain([chunk], chunks)
-            if change:
-                break
-            kept += 1
-        if output.merged and not change and (chunk := next(chunks, None)):
-            change, chunks = "it continues after the lines", itertools.chain([chunk], chunks)
-        if change:
-            change = f"{self.lines.file.path} has changed: {change} whose results are in {output.directory}"
-            if not output.overwrite:
-                raise UserError(f"{change}. Pass --overwrite to start over.")
-            log.warning("%s; discarding %d of %d finished chunk(s)", change, len(finished) - kept, len(finished))
-            output.discard(kept)
-        return finished[:kept], chunks

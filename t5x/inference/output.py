@@ -34,7 +34,10 @@ class Output(abc.ABC):
       directory: directory of the chunks.
       overwrite: discard chunks of another job.
       merged: an earlier run merged the file and was killed before it could remove the chunks.
+      is_stdout: whether it is standard output, not a file.
     """
+
+    is_stdout = False
 
     def __init__(self, path: str, *, overwrite: bool = False):
         self.path = path
