@@ -14,7 +14,7 @@ from t5x.answering.spans import Span, has_unknown, locate
 from t5x.answering.squad import prompt
 from t5x.answering.windows import windows
 from t5x.errors import UserError, check_at_least
-from t5x.inference.loaded import LoadedModel
+from t5x.inference.loaded import Generation, LoadedModel
 from t5x.inference.options import Decoding, check_arguments
 
 
@@ -138,6 +138,16 @@ def answer(
     if how.no_answer is not None:
         check_no_answer(how.no_answer, vocabulary)
     given_back = lambda text: vocabulary.decode(vocabulary.encode(text))
+
+    def of_window(made: Generation, none: float | None, context: str, window: Span) -> Answer:
+        if is_no_answer(made.text, how.no_answer):
+            return Answer("", made.score, None, None, True, none)
+        span = locate(made.text, context, *window, given_back)
+        if span is None:
+            return Answer(made.text, made.score, None, None, False, none)
+        text = context[slice(*span)] if has_unknown(made.text) else made.text
+        return Answer(text, made.score, *span, False, none)
+
     limit = how.max_input_length
     inputs = [
         loaded.input_ids(prompt(question, context[span.start : span.end]), limit)[0]
@@ -155,7 +165,7 @@ def answer(
     made, at = [], 0
     for (_, context), spans in zip(questions, pieces, strict=True):
         found = [
-            _of_window(generations[0].text, generations[0].score, probability, context, span, how.no_answer, given_back)
+            of_window(generations[0], probability, context, span)
             for generations, probability, span in zip(written[at:], none[at:], spans, strict=False)
         ]
         at += len(spans)
@@ -165,20 +175,3 @@ def answer(
             best = best._replace(no_answer_probability=min(one.no_answer_probability for one in found))
         made.append(best)
     return made
-
-
-def _of_window(
-    text: str,
-    score: float,
-    none: float | None,
-    context: str,
-    window: Span,
-    no_answer: str | None,
-    given_back: Callable[[str], str],
-) -> Answer:
-    if is_no_answer(text, no_answer):
-        return Answer("", score, None, None, True, none)
-    span = locate(text, context, *window, given_back)
-    if span is None:
-        return Answer(text, score, None, None, False, none)
-    return Answer(context[slice(*span)] if has_unknown(text) else text, score, *span, False, none)

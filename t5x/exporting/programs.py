@@ -19,7 +19,7 @@ from t5x.errors import UserError, check_at_least
 from t5x.exporting import int8
 from t5x.inference.loaded import LoadedModel
 from t5x.inference.options import Decoding
-from t5x.models import BaseTransformerModel, DecoderOnlyModel
+from t5x.models import DecoderOnlyModel
 from t5x.network.attention import by_reference
 
 Arrays = Mapping[str, jax.Array]
@@ -79,11 +79,13 @@ class Exportable:
     def programs(self) -> dict[str, Program]:
         """Return the programs by name: `predict`, `score`, `rank`, `encode`, and `greedy` if `predict` is not."""
         inputs, targets = {"input_ids": self.max_input_length}, {"target_ids": self.max_length}
-        made = {name: (self._predict(decoding), inputs) for name, decoding in self.decodings().items()}
+        made = {
+            name: (functools.partial(self._predict, decoding), inputs) for name, decoding in self.decodings().items()
+        }
         made |= {
-            "score": (_score, inputs | targets),
-            "rank": (_rank, inputs | {"label_ids": None}),
-            "encode": (_encode, inputs),
+            "score": (self._score, inputs | targets),
+            "rank": (self._rank, inputs | {"label_ids": None}),
+            "encode": (self._encode, inputs),
         }
         return {name: Program(self._of_arrays(function), of) for name, (function, of) in made.items()}
 
@@ -103,18 +105,47 @@ class Exportable:
         return lower(program.function, arrays, *ids, platforms=platforms)
 
     def _of_arrays(self, function: Callable[..., dict[str, jax.Array]]) -> Callable[..., dict[str, jax.Array]]:
-        """Return a function of the stored arrays from a function of the model, its parameters and token ids."""
+        """Return a function of the stored arrays from a function of the parameters and token ids."""
 
         def run(arrays: Arrays, *ids: jax.Array) -> dict[str, jax.Array]:
             params = tree.nest(int8.dequantize(arrays, self.loaded.dtype))
             with by_reference():
-                return function(self.loaded.model, params, *ids)
+                return function(params, *ids)
 
         return run
 
-    def _predict(self, decoding: Decoding) -> Callable[..., dict[str, jax.Array]]:
-        decode_fn = decoding.decode_fn(self.loaded.model.output_vocabulary, self.max_length)
-        return functools.partial(_predict, decoding=decoding, decode_fn=decode_fn, max_length=self.max_length)
+    def _predict(self, decoding: Decoding, params: Any, input_ids: jax.Array) -> dict[str, jax.Array]:
+        """Return `output_ids` [rows, max_length] and `score` [rows]; with num_return > 1, [rows, num_return, …]."""
+        model = copy.copy(self.loaded.model)
+        model.decode_fn = decoding.decode_fn(model.output_vocabulary, self.max_length)
+        batch = {
+            "encoder_input_tokens": input_ids,
+            "decoder_input_tokens": jnp.zeros((input_ids.shape[0], self.max_length), jnp.int32),
+        }
+        ids, aux = model.predict_batch_with_aux(
+            params, batch, num_decodes=decoding.num_decodes, return_all_decodes=True
+        )
+        found = {"output_ids": ids[:, ::-1], "score": aux["scores"][:, ::-1]}  # best first
+        return {name: x[:, 0] if decoding.num_return == 1 else x[:, : decoding.num_return] for name, x in found.items()}
+
+    def _score(self, params: Any, input_ids: jax.Array, target_ids: jax.Array) -> dict[str, jax.Array]:
+        """Return `score` [rows], the log probability of the targets."""
+        batch = {
+            "encoder_input_tokens": input_ids,
+            "decoder_input_tokens": jnp.pad(target_ids, ((0, 0), (1, 0)))[:, :-1],
+            "decoder_target_tokens": target_ids,
+            "decoder_loss_weights": (target_ids > 0).astype(jnp.int32),
+        }
+        return {"score": self.loaded.model.score_batch(params, batch)}
+
+    def _rank(self, params: Any, input_ids: jax.Array, label_ids: jax.Array) -> dict[str, jax.Array]:
+        """Return `logits` [rows, labels] of the labels at the first output position."""
+        return {"logits": self.loaded.model.first_logits(params, input_ids, label_ids)}
+
+    def _encode(self, params: Any, input_ids: jax.Array) -> dict[str, jax.Array]:
+        """Return `encoded` [rows, columns, features], the output of the encoder; rows of padding are meaningless."""
+        module = self.loaded.model.module
+        return {"encoded": module.apply({"params": params}, input_ids, enable_dropout=False, method=module.encode)}
 
 
 def lower(function: Callable[..., Any], *arguments: Any, platforms: Sequence[str]) -> export.Exported:
@@ -137,50 +168,3 @@ def lower(function: Callable[..., Any], *arguments: Any, platforms: Sequence[str
         text = ir.Module.parse(exported.mlir_module()).operation.get_asm()  # without the paths of source files
     module = stablehlo.serialize_portable_artifact_str(text, _STABLEHLO)
     return dataclasses.replace(exported, mlir_module_serialized=module)
-
-
-def _predict(
-    model: BaseTransformerModel,
-    params: Any,
-    input_ids: jax.Array,
-    *,
-    decoding: Decoding,
-    decode_fn: Callable[..., Any],
-    max_length: int,
-) -> dict[str, jax.Array]:
-    """Return `output_ids` [rows, max_length] and `score` [rows]; with num_return > 1, [rows, num_return, …]."""
-    model = copy.copy(model)
-    model.decode_fn = decode_fn
-    batch = {
-        "encoder_input_tokens": input_ids,
-        "decoder_input_tokens": jnp.zeros((input_ids.shape[0], max_length), jnp.int32),
-    }
-    ids, aux = model.predict_batch_with_aux(
-        params, batch, num_decodes=decoding.num_decodes, return_all_decodes=True
-    )
-    found = {"output_ids": ids[:, ::-1], "score": aux["scores"][:, ::-1]}  # best first
-    return {name: x[:, 0] if decoding.num_return == 1 else x[:, : decoding.num_return] for name, x in found.items()}
-
-
-def _score(
-    model: BaseTransformerModel, params: Any, input_ids: jax.Array, target_ids: jax.Array
-) -> dict[str, jax.Array]:
-    """Return `score` [rows], the log probability of the targets."""
-    batch = {
-        "encoder_input_tokens": input_ids,
-        "decoder_input_tokens": jnp.pad(target_ids, ((0, 0), (1, 0)))[:, :-1],
-        "decoder_target_tokens": target_ids,
-        "decoder_loss_weights": (target_ids > 0).astype(jnp.int32),
-    }
-    return {"score": model.score_batch(params, batch)}
-
-
-def _rank(model: BaseTransformerModel, params: Any, input_ids: jax.Array, label_ids: jax.Array) -> dict[str, jax.Array]:
-    """Return `logits` [rows, labels] of the labels at the first output position."""
-    return {"logits": model.first_logits(params, input_ids, label_ids)}
-
-
-def _encode(model: BaseTransformerModel, params: Any, input_ids: jax.Array) -> dict[str, jax.Array]:
-    """Return `encoded` [rows, columns, features], the output of the encoder; rows of padding are meaningless."""
-    encode = model.module.encode
-    return {"encoded": model.module.apply({"params": params}, input_ids, enable_dropout=False, method=encode)}

@@ -14,7 +14,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from t5x.data.file_tasks import ending_of, source_of
 from t5x.data.sources import DataSource
@@ -52,28 +52,6 @@ class Unit(NamedTuple):
     rest: list[str]
 
 
-class Work(Protocol):
-    """All units of an input.
-
-    Attributes:
-      sizes: number of passages to score per unit.
-      num_queries: number of queries.
-      query_ids: ids of the queries; for pairs in input order, those given in the input.
-      digest: hash of everything that the results depend on.
-      before: the ranking of the input; None if it has none.
-      empty: number of passages without text.
-    """
-
-    sizes: list[int]
-    num_queries: int
-    query_ids: Iterable[str]
-    digest: str
-    before: Run | None
-    empty: int
-
-    def units(self, start: int, stop: int) -> Iterator[Unit]: ...
-
-
 class _RankedWork:
     """Queries with ranked passages: a unit is a query.
 
@@ -82,6 +60,14 @@ class _RankedWork:
       queries: {query id: query}.
       top: number of passages to score per query, from the top of the ranking; None scores all.
       text: returns the text of (query id, document id).
+
+    Attributes:
+      sizes: number of passages to score per unit.
+      num_queries: number of queries.
+      query_ids: ids of the queries; for pairs in input order, those given in the input.
+      digest: hash of everything that the results depend on.
+      before: the ranking of the input; None if it has none.
+      empty: number of passages without text.
     """
 
     def __init__(
@@ -199,6 +185,8 @@ class PairWork:
       path: the file, which is read twice; standard input (-) is copied to a temporary file first.
       by_query: a unit is all passages of a query, which must be consecutive; otherwise each pair is a unit.
       check: called with each query and its id; raises a UserError for a query that cannot be used.
+
+    Attributes: see `_RankedWork`.
     """
 
     before = None
@@ -324,6 +312,9 @@ class PairWork:
             if query != last:
                 count, last = count + 1, query
             yield _Pair(where, ids[0] or str(count), query, ids[1] or str(number), text)
+
+
+Work = RunWork | ListWork | PairWork  # all units of an input
 
 
 def _open_table(path: str) -> DataSource | None:

@@ -239,24 +239,16 @@ class _Reranking(Job):
         # The progress counts the windows of a passage as one.
         after_batch = progress.after_batch(pairs, len(encoded.inputs))
         logits = self.ranker.logits(encoded, rows=self._rows, after_batch=after_batch)
-        found = scores(logits)
-        named, start = [], 0
-        for unit in units:
-            of_unit = slice(start, start + len(unit.doc_ids))
-            _check_finite(unit.query_id, unit.doc_ids, logits[of_unit])
-            named.append(
-                (
-                    dict(zip(unit.doc_ids, found[of_unit].tolist(), strict=True)),
-                    dict(zip(unit.doc_ids, logits[of_unit].tolist(), strict=True)),
-                )
-            )
-            start += len(unit.doc_ids)
+        _check_finite([(unit.query_id, doc) for unit in units for doc in unit.doc_ids], logits)
+        found, rows = iter(scores(logits).tolist()), iter(logits.tolist())
+        scores_of = [{doc: next(found) for doc in unit.doc_ids} for unit in units]
+        logits_of = [{doc: next(rows) for doc in unit.doc_ids} for unit in units]
         cut, cut_queries = encoded.cut, encoded.cut_queries
         if self.second is not None:
-            more = self._compare(units, [of_unit for of_unit, _ in named], progress)
+            more = self._compare(units, scores_of, progress)
             cut, cut_queries = cut + more.cut, cut_queries + more.cut_queries
         lines = []
-        for unit, (of_unit, of_labels) in zip(units, named, strict=True):
+        for unit, of_unit, of_labels in zip(units, scores_of, logits_of, strict=True):
             lowest = min(of_unit.values(), default=0.0)
             behind = {doc: lowest - 1.0 - i for i, doc in enumerate(unit.rest)}
             lines += ranking_lines(self.form, unit.query_id, of_unit | behind, of_labels)
@@ -276,8 +268,9 @@ class _Reranking(Job):
         encoded = self.second.encode(asked)
         logits = self.second.logits(encoded, rows=self._rows, after_batch=progress.after_batch())
         found = wins(logits, [len(chosen) for chosen in first])
-        for unit, of_unit, chosen, of_chosen in zip(units, of_units, first, found, strict=True):
-            _check_finite(unit.query_id, chosen, of_chosen[:, None])
+        names = [(unit.query_id, doc) for unit, chosen in zip(units, first, strict=True) for doc in chosen]
+        _check_finite(names, np.concatenate(found)[:, None])
+        for of_unit, chosen, of_chosen in zip(of_units, first, found, strict=True):
             others = (score for doc, score in of_unit.items() if doc not in set(chosen))
             above = max([0.0, *others])
             of_unit.update({doc: above + float(score) for doc, score in zip(chosen, of_chosen, strict=True)})
@@ -302,8 +295,9 @@ def _check_of(rankers: Sequence[Reranker]) -> Callable[[str, str], None]:
     return check
 
 
-def _check_finite(query_id: str, doc_ids: Sequence[str], values: np.ndarray) -> None:
-    check_finite(values, lambda i: f"Query {query_id!r}, document {doc_ids[i]!r}")
+def _check_finite(names: Sequence[tuple[str, str]], values: np.ndarray) -> None:
+    """Raise a UserError with the query and document of the first row that is not finite."""
+    check_finite(values, lambda i: f"Query {names[i][0]!r}, document {names[i][1]!r}")
 
 
 def _cut(units: Iterator[Unit], size: int, inputs_of: Callable[[Unit], int]) -> Iterator[list[Unit]]:

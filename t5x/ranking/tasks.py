@@ -11,7 +11,7 @@ A second call with the same arguments returns the task registered by the first.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from t5x.data import Feature, Mixture, MixtureRegistry, PassThroughVocabulary, Task, TaskRegistry, Vocabulary
@@ -61,15 +61,9 @@ def pairs(
     settings = locals() | {"form": "pairs"}
     source = _judged(settings, drawn=() if negatives is None else (TRAIN,), irrelevant_only=True)
     draw = functools.partial(preprocessors.draw_pairs, negatives=negatives or 0, relevance_level=relevance_level)
-    return _task(
-        name,
-        source,
-        {"inputs": Feature(vocabulary), "targets": Feature(vocabulary)},
-        [draw, functools.partial(preprocessors.encode_pair, template=template, relevance_level=relevance_level)],
-        postprocess_fn=judgment,
-        metric_fns=[functools.partial(reranking, measures=tuple(measures), relevance_level=relevance_level)],
-        source_info=settings,
-    )
+    encode = functools.partial(preprocessors.encode_pair, template=template, relevance_level=relevance_level)
+    metric = functools.partial(reranking, measures=tuple(measures), relevance_level=relevance_level)
+    return _task(settings, source, [draw, encode], postprocess_fn=judgment, metric_fns=[metric])
 
 
 def lists(
@@ -96,7 +90,8 @@ def lists(
     settings = locals() | {"form": "lists"}
     source = _judged(settings, drawn=(TRAIN, VALIDATION))
     draw = functools.partial(preprocessors.draw_list, relevance_level=relevance_level)
-    return _list_task(name, source, vocabulary, template, draw, settings)
+    encode = functools.partial(preprocessors.encode_list, template=template)
+    return _task(settings, source, [draw, encode], as_lists=True)
 
 
 def triples(
@@ -120,17 +115,13 @@ def triples(
     """
     settings = locals() | {"form": "triples"}
     source = source_of(files) if columns is None else TsvDataSource(files, columns)
-    divide = preprocessors.triple_as_list if as_lists else preprocessors.divide_triple
-    divide = functools.partial(divide, fields=dict(fields or {}))
     if as_lists:
-        return _list_task(name, source, vocabulary, template, divide, settings)
-    return _task(
-        name,
-        source,
-        {"inputs": Feature(vocabulary), "targets": Feature(vocabulary)},
-        [divide, functools.partial(preprocessors.encode_pair, template=template, relevance_level=1)],
-        source_info=settings,
-    )
+        divide, encode = preprocessors.triple_as_list, functools.partial(preprocessors.encode_list, template=template)
+    else:
+        divide = preprocessors.divide_triple
+        encode = functools.partial(preprocessors.encode_pair, template=template, relevance_level=1)
+    steps = [functools.partial(divide, fields=dict(fields or {})), encode]
+    return _task(settings, source, steps, as_lists=as_lists)
 
 
 def mixture(tasks: Sequence[Task], rates: Sequence[float] | None = None, name: str = "rankings") -> Mixture:
@@ -161,17 +152,14 @@ def _judged(settings: Mapping[str, Any], **how: Any) -> DataSource:
     return JudgedDataSource(**{name: settings[name] for name in names}, **how)
 
 
-def _list_task(name: str, source: Any, vocabulary: Vocabulary, template: Template, draw: Callable, info: Any) -> Task:
-    features = {
-        "inputs": Feature(vocabulary, rank=2),
-        "targets": Feature(vocabulary),
-        "grades": Feature(PassThroughVocabulary(MAX_GRADE)),
-    }
-    steps = [draw, functools.partial(preprocessors.encode_list, template=template)]
-    return _task(name, source, features, steps, source_info=info)
-
-
-def _task(name: str, source: Any, features: Mapping[str, Feature], steps: list, *, source_info: Any, **scoring: Any):
-    if name in TaskRegistry.names() and (known := TaskRegistry.get(name)).source_info == source_info:
+def _task(
+    settings: Mapping[str, Any], source: DataSource, steps: list, *, as_lists: bool = False, **scoring: Any
+) -> Task:
+    """Return a registered task of pairs or lists; an existing one of that name if it has the same settings."""
+    name, vocabulary = settings["name"], settings["vocabulary"]
+    if name in TaskRegistry.names() and (known := TaskRegistry.get(name)).source_info == settings:
         return known
-    return TaskRegistry.add(name, source, features, preprocessors=steps, source_info=source_info, **scoring)
+    features = {"inputs": Feature(vocabulary, rank=2 if as_lists else 1), "targets": Feature(vocabulary)}
+    if as_lists:
+        features["grades"] = Feature(PassThroughVocabulary(MAX_GRADE))
+    return TaskRegistry.add(name, source, features, preprocessors=steps, source_info=settings, **scoring)

@@ -1,6 +1,7 @@
 """`t5x serve`: its arguments and the call of its entry point."""
 
 import argparse
+import dataclasses
 import importlib.util
 import os
 
@@ -25,7 +26,10 @@ def define(parser: VerbParser) -> None:
     batches = parser.add_argument_group("batches")
     batches.add_argument("--batch_size", type=int, metavar="N", help="rows of every batch (8 on CPUs, else 32)")
     batches.add_argument("--max_wait_ms", type=float, metavar="N", help="longest wait for more requests (200)")
-    batches.add_argument("--warm_up", metavar="A,B", help="compile before ready: generate, rank, embed, score")
+    batches.add_argument(
+        "--warm_up", type=lambda text: tuple(text.split(",")), metavar="A,B",
+        help="compile before ready: generate, rank, embed, score",
+    )  # fmt: skip
     model = parser.add_argument_group("models")
     add_model(model)
     add_import(model)
@@ -52,12 +56,6 @@ def define(parser: VerbParser) -> None:
     )
 
 
-_SETTINGS = (
-    "batch_size", "max_wait_ms", "reload_period", "max_queue", "max_body_mb", "max_documents", "max_input_length",
-    "max_length", "max_beams", "timeout", "body_timeout", "drain_seconds", "template", "labels",
-)  # fmt: skip
-
-
 def run(args: argparse.Namespace) -> None:
     if missing := [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]:
         raise UserError(f"`t5x serve` needs {' and '.join(missing)}. Install them with: pip install 't5x[serve]'")
@@ -75,10 +73,7 @@ def run(args: argparse.Namespace) -> None:
         raise UserError("--tls_cert and --tls_key are needed together.")
     if not 0 <= args.port < 1 << 16:
         raise UserError(f"--port is {args.port}: it must be 0 to 65535.")
-    options = given_options(args, _SETTINGS)
-    if args.warm_up is not None:
-        options["warm_up"] = tuple(args.warm_up.split(","))
-    settings = Settings(**options)
+    settings = Settings(**given_options(args, [field.name for field in dataclasses.fields(Settings)]))
     import_modules(args)
     from t5x.serving.server import serve
 
