@@ -39,6 +39,7 @@ class Engine:
         self.model = model
         self.partitioner = partitioner
         self.params = compute_params(model.module, params)
+        self._converter = make_converter(model.FEATURE_CONVERTER_CLS, pack=False)
 
     def program(
         self, function: Callable[[Any, Mapping[str, jax.Array], jax.Array], Any], *, few_rows: bool = False
@@ -63,9 +64,8 @@ class Engine:
 
     def shapes(self, program: Program, lengths: Mapping[str, int], rows: int) -> Any:
         """Return the shapes of the program's outputs for a batch with this number of rows."""
-        converter = make_converter(self.model.FEATURE_CONVERTER_CLS, pack=False)
-        _check_host_memory(converter, rows, lengths)
-        arrays = converter.convert_batch([[]] * rows, lengths)
+        _check_host_memory(self._converter, rows, lengths)
+        arrays = self._converter.convert_batch([[]] * rows, lengths)
         arrays["example_index"] = np.zeros(rows, np.int32)
         return jax.eval_shape(program.usual, self.params, arrays, np.uint32(0))
 
@@ -113,7 +113,6 @@ class Engine:
           row_values: a number of each example that the batch contains under these names, besides the features.
           after_batch: called with the number of finished examples.
         """
-        converter = make_converter(self.model.FEATURE_CONVERTER_CLS, pack=False)
         indices = range(len(examples)) if indices is None else indices
         mine = self.partitioner.rows(rows)
         results: list[Any] = [None] * len(examples)
@@ -145,10 +144,10 @@ class Engine:
             sizes = {name: [len(examples[i][name]) for i in positions] for name in bucketed}
             for batch in buckets.plan(len(positions), sizes, lengths, rows, steps, wanted):
                 batch = batch._replace(positions=[positions[i] for i in batch.positions])
-                _check_host_memory(converter, len(mine), batch.lengths)
+                _check_host_memory(self._converter, len(mine), batch.lengths)
                 # Batches are filled up with copies of their first example, which do not prolong decoding.
                 filled = [batch.positions[row if row < len(batch.positions) else 0] for row in mine]
-                arrays = converter.convert_batch([[examples[i]] for i in filled], batch.lengths, trim=trim)
+                arrays = self._converter.convert_batch([[examples[i]] for i in filled], batch.lengths, trim=trim)
                 arrays["example_index"] = np.array([indices[i] % _INDICES for i in filled], np.int32)
                 for name, values in (row_values or {}).items():
                     dtype = np.int32 if isinstance(values[0], int) else np.float32
@@ -165,14 +164,13 @@ class Engine:
         """Return a function that tells which examples a `Program` computes by reference."""
         if padding.may_be_anywhere(self.model):
             return lambda example: False
-        converter = make_converter(self.model.FEATURE_CONVERTER_CLS, pack=False)
 
         def is_odd(example: Mapping[str, Any]) -> bool:
             given = {name: example[name] for name in lengths if name in example}
             if not any(0 in ids if isinstance(ids, list) else not np.all(ids) for ids in given.values()):
                 return False
             whole = {name: len(given.get(name, ())) if limit is None else limit for name, limit in lengths.items()}
-            return padding.is_odd(self.model, converter.convert_batch([[example]], whole, trim=trim))
+            return padding.is_odd(self.model, self._converter.convert_batch([[example]], whole, trim=trim))
 
         return is_odd
 

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from t5x.answering.answers import AnswerMethods
 from t5x.checkpoints.formats import Source
 from t5x.decoding import constraints
 from t5x.errors import UserError
@@ -25,7 +24,7 @@ from t5x.inference.options import Decoding
 from t5x.models import BaseTransformerModel, DecoderOnlyModel
 from t5x.network.padding import Program
 from t5x.partitioning import PjitPartitioner
-from t5x.ranking.reranker import RankMethods, Reranker
+from t5x.ranking.reranker import Reranker
 from t5x.serving.batching import Batcher, Job
 from t5x.serving.settings import Settings
 
@@ -52,7 +51,7 @@ class Shape:
     decoding: Decoding | None = None
 
 
-class BatchedModel(RankMethods, AnswerMethods, LoadedModel):
+class BatchedModel(LoadedModel):
     """A model whose methods compute in the batches of a `Batcher`, together with other threads.
 
     Args:
