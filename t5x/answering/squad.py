@@ -42,8 +42,7 @@ def read_squad(path: str | os.PathLike[str], titles: str | None = None, name: st
     for where, question in _questions(text_lines.parsed(text_lines.decoded(content, name), name), name):
         if question["id"] in found:
             raise UserError(
-                f"{name}: {found[question['id']][0]} and {where} have the same id, {question['id']!r}. Make ids "
-                "unique."
+                f"{name}: {found[question['id']][0]} and {where} have the same id, {question['id']!r}. Make ids unique."
             )
         found[question["id"]] = where, question
     questions = [question for _, question in found.values()]

@@ -52,9 +52,7 @@ class Lines:
       is_stream: whether it can be read only once.
     """
 
-    def __init__(
-        self, path: str, *, needs_targets: bool, data: DataDescription | None = None, live: bool = False
-    ):
+    def __init__(self, path: str, *, needs_targets: bool, data: DataDescription | None = None, live: bool = False):
         self.path = path
         self.live = live and path == "-"
         self._needs_targets = needs_targets

@@ -125,9 +125,7 @@ def field_names(
     {'query_id': 'qid', 'query': 'query', 'passage': 'text'}
     """
     if unknown := [name for name in given if name not in wanted]:
-        raise UserError(
-            f"fields contains {', '.join(map(repr, unknown))}; it can have {', '.join(map(repr, wanted))}."
-        )
+        raise UserError(f"fields contains {', '.join(map(repr, unknown))}; it can have {', '.join(map(repr, wanted))}.")
     names = {}
     for name in wanted:
         usual = (given[name],) if name in given else FIELDS.get(name, (name,))

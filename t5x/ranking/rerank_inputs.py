@@ -347,9 +347,7 @@ def _find_query_id(records: Sequence[tuple[str, dict[str, Any]]]) -> str | None:
     return query_id
 
 
-def _read_hits(
-    query_id: str, hits: Sequence[tuple[str, dict[str, Any]]]
-) -> tuple[dict[str, float], dict[str, str]]:
+def _read_hits(query_id: str, hits: Sequence[tuple[str, dict[str, Any]]]) -> tuple[dict[str, float], dict[str, str]]:
     """Return {document id: score} and {document id: text} of a query's (position, candidate)."""
     scores, texts = {}, {}
     for rank, (where, hit) in enumerate(hits, start=1):

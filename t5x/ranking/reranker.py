@@ -66,7 +66,6 @@ class Windows:
         return [" ".join(words[start : start + self.size]) for start in starts]
 
 
-
 class Encoded(NamedTuple):
     """Pairs, encoded.
 
@@ -149,9 +148,7 @@ class Reranker:
                 wanted = ", ".join(("query", *self.template.DOCUMENTS))
                 raise UserError(f"Pair {i} is {shorten(pair)}; it must be ({wanted}), each a string.")
         encoded = self.encode(pairs)
-        log_truncated(
-            encoded.cut, encoded.cut_queries, len(pairs), self.template.max_length, "max_length, windows"
-        )
+        log_truncated(encoded.cut, encoded.cut_queries, len(pairs), self.template.max_length, "max_length, windows")
         logits = self.logits(encoded)
         check_finite(logits, lambda i: f"Query {shorten(pairs[i][0])}, passage {shorten(pairs[i][1])}")
         return [
