@@ -20,7 +20,6 @@ import json
 import logging
 import os
 import re
-import sys
 import threading
 import urllib.parse
 import weakref
@@ -28,7 +27,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from t5x.data import example_encoding
-from t5x.data.code_hashes import fingerprint
+from t5x.data.code_hashes import PYTHON, fingerprint
 from t5x.data.data_fingerprint import changed_task, changed_values, describe_features
 from t5x.data.pipeline import count_cacheable, name_of
 from t5x.errors import UserError
@@ -261,7 +260,7 @@ def identity(task: "Task", split: str, steps: int, source: Any = None) -> dict[s
         "features": describe_features(task.output_features, lambda used: fingerprint((used, type(used).encode))),
         "preprocessors": _preprocessors[task],
         "versions": {
-            "Python": f"{sys.version_info.major}.{sys.version_info.minor}",  # hashes depend on bytecode
+            "Python": PYTHON,
             "sentencepiece": importlib.metadata.version("sentencepiece"),
         },
     }

@@ -9,14 +9,13 @@ import contextlib
 import functools
 import json
 import logging
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from t5x.data.code_hashes import fingerprint
+from t5x.data.code_hashes import PYTHON, fingerprint
 from t5x.data.feature_converters import FeatureConverter
 from t5x.data.feature_spec import Feature
 from t5x.data.pipeline import Pipeline, name_of
@@ -38,7 +37,7 @@ def start_fingerprint(
     settings = {name: value for name, value in vars(converter).items() if name not in _NOT_OF_A_CONVERTER}
     described = {
         "format": _FORMAT,
-        "python": f"{sys.version_info.major}.{sys.version_info.minor}",  # hashes of functions depend on bytecode
+        "python": PYTHON,
         "lengths": dict(lengths),
         "converter": {"name": type(converter).__name__, "arguments": _json_values(settings),
                       "hash": _hash((type(converter), settings))},

@@ -15,7 +15,7 @@ from t5x.data.dataset_config import DatasetConfig
 from t5x.data.feature_converters import FeatureConverter
 from t5x.data.loader import Batch, EvalBatch, eval_batches, measure_lengths
 from t5x.data.pipeline import Example, name_of
-from t5x.data.tasks import Mixture, Task, get_subtasks
+from t5x.data.tasks import Mixture, Task, get_subtasks, tasks_with_split
 from t5x.errors import UserError
 from t5x.telemetry import EventFile, jsonl
 
@@ -338,15 +338,8 @@ class Evaluator:
 
 
 def _tasks_to_evaluate(mixture_or_task: Task | Mixture, split: str) -> list[Task]:
-    tasks = get_subtasks(mixture_or_task)
-    with_split = [task for task in tasks if split in task.splits]
-    if not with_split:
-        splits = "; ".join(f"{task.name}: {', '.join(task.splits)}" for task in tasks)
-        raise UserError(
-            f"Cannot evaluate {mixture_or_task.name!r} on split {split!r}, which it does not have ({splits}). "
-            "Choose one with --gin.infer_eval/utils.DatasetConfig.split=\\'…\\'."
-        )
-    for task in tasks:
+    with_split = tasks_with_split(mixture_or_task, split, "infer_eval")
+    for task in get_subtasks(mixture_or_task):
         if task not in with_split:
             logger.warning("Task %s is not evaluated: it has no split %r", task.name, split)
         elif not task.metric_fns:

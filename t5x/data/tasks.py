@@ -257,6 +257,22 @@ def get_subtasks(task_or_mixture: Task | Mixture) -> list[Task]:
     return task_or_mixture.tasks if isinstance(task_or_mixture, Mixture) else [task_or_mixture]
 
 
+def tasks_with_split(task_or_mixture: Task | Mixture, split: str, scope: str) -> list[Task]:
+    """Return the tasks that have a split to evaluate; raise a UserError if none has.
+
+    Args:
+      scope: gin scope of the DatasetConfig, for the message.
+    """
+    tasks = get_subtasks(task_or_mixture)
+    if found := [task for task in tasks if split in task.splits]:
+        return found
+    splits = "; ".join(f"{task.name}: {', '.join(task.splits)}" for task in tasks)
+    raise UserError(
+        f"Cannot evaluate {task_or_mixture.name!r} on split {split!r}, which it does not have ({splits}). "
+        f"Choose one with --gin.{scope}/utils.DatasetConfig.split=\\'…\\'."
+    )
+
+
 def task_rates(task_or_mixture: Task | Mixture) -> dict[Task, float]:
     """Return the rate of each task; a nested mixture's rate is divided among its tasks.
 

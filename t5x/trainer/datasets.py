@@ -16,7 +16,7 @@ from t5x.data.dataset_config import DatasetConfig
 from t5x.data.feature_converters import FeatureConverter
 from t5x.data.loader import Batch, TrainLoader, eval_batches, train_loader
 from t5x.data.seqio_converters import make_converter, shapes_and_types
-from t5x.data.tasks import get_subtasks
+from t5x.data.tasks import tasks_with_split
 from t5x.errors import UserError
 from t5x.models import BaseModel, BaseTransformerModel
 
@@ -89,21 +89,13 @@ def get_training_eval_datasets(
       eval_steps: maximum number of batches per task; None is unlimited.
       deterministic, model_dir, start_step: accepted for compatibility with T5X; evaluation is always deterministic.
     """
-    tasks = get_subtasks(cfg.mixture_or_task())
-    with_split = [task for task in tasks if cfg.split in task.splits]
-    if not with_split:
-        splits = "; ".join(f"{task.name}: {', '.join(task.splits)}" for task in tasks)
-        raise UserError(
-            f"{cfg.mixture_or_task().name!r} has no split {cfg.split!r} to evaluate ({splits}). "
-            "Choose one with --gin.train_eval/utils.DatasetConfig.split=\\'…\\'."
-        )
     rows = ShardInfo(shard_id, num_shards).rows(cfg.batch_size)
     converter = make_converter(feature_converter_cls, pack=False)
     return {
         task.name: EvaluationBatches(
             dataclasses.replace(cfg, mixture_or_task_name=task, module=None), converter, rows, eval_steps
         )
-        for task in with_split
+        for task in tasks_with_split(cfg.mixture_or_task(), cfg.split, "train_eval")
     }
 
 
