@@ -27,6 +27,7 @@ RestoreStateTransformationFn = SaveStateTransformationFn = Callable[..., Any]
 CheckpointerConstructor = Callable[..., "Checkpointer"]
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Checkpointer:
     """Saves and restores a training state.
 
@@ -44,22 +45,19 @@ class Checkpointer:
       keep_dataset_checkpoints: accepted for compatibility with T5X; every checkpoint keeps its data position.
     """
 
-    def __init__(
-        self,
-        train_state: Any = None,
-        partitioner: Any = None,
-        checkpoints_dir: str | None = None,
-        dataset_iterator: Any = None,
-        *,
-        keep: int | None = None,
-        save_dtype: Any = jnp.float32,
-        restore_dtype: Any = None,
-        keep_dataset_checkpoints: int | None = None,
-    ):
-        self._train_state, self._partitioner = train_state, partitioner
-        self._dataset_iterator = None if dataset_iterator is None else _with_state(dataset_iterator)
-        self._save_dtype, self._restore_dtype, self.keep = save_dtype, restore_dtype, keep
-        self.checkpoints_dir = checkpoints_dir
+    train_state: Any = None
+    partitioner: Any = None
+    checkpoints_dir: str | None = None
+    dataset_iterator: Any = None
+    _: dataclasses.KW_ONLY
+    keep: int | None = None
+    save_dtype: Any = jnp.float32
+    restore_dtype: Any = None
+    keep_dataset_checkpoints: int | None = None
+
+    def __post_init__(self):
+        if self.dataset_iterator is not None:
+            self.dataset_iterator = _with_state(self.dataset_iterator)
 
     @property
     def _store(self) -> CheckpointStore:
@@ -83,10 +81,10 @@ class Checkpointer:
         state = _read(train_state.state_dict())
         for function in state_transformation_fns:
             state = t5x_functions.check_transformed(function(state, jax.tree.map(tree.as_struct, state)))
-        state["target"] = _cast(state["target"], self._save_dtype)
+        state["target"] = _cast(state["target"], self.save_dtype)
         sidecars = {}
-        if self._dataset_iterator is not None:
-            sidecars = {paths.DATASET_STATE: json.dumps(self._dataset_iterator.state()).encode()}
+        if self.dataset_iterator is not None:
+            sidecars = {paths.DATASET_STATE: json.dumps(self.dataset_iterator.state()).encode()}
         with self._store as store:
             store.save(int(jax.device_get(state["state"]["step"])), state, sidecars=sidecars)
 
@@ -114,24 +112,21 @@ class Checkpointer:
             path = str(self._store.path(step))
         elif step is not None:
             path = t5x_functions.get_checkpoint_dir(path, step)
-        if self._dataset_iterator is not None:
-            self._restore_dataset(path)
+        if self.dataset_iterator is not None:
+            self.dataset_iterator.restore(json.loads(read_file(path, paths.DATASET_STATE)))
         state = self._restore(path, Rules(state_transformation_fns=tuple(state_transformation_fns)), fallback_state)
         return jax.tree.map(lambda x: LazyArray(x.shape, x.dtype, lambda: x), state) if lazy_parameters else state
 
-    def _restore_dataset(self, path: str) -> None:
-        self._dataset_iterator.restore(json.loads(read_file(path, paths.DATASET_STATE)))
-
     def _restore(self, path: str, rules: Rules, fallback_state: Any = None) -> Any:
-        shapes, specs = self._train_state.replace(flax_mutables={}), self._partitioner.get_mesh_axes(self._train_state)
+        shapes, specs = self.train_state.replace(flax_mutables={}), self.partitioner.get_mesh_axes(self.train_state)
         mesh_axes = specs.replace(flax_mutables={}).state_dict()
 
         def place(x: Any, spec: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._partitioner.sharding_of(spec))
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.partitioner.sharding_of(spec))
 
         source, abstract = open_checkpoint(path), jax.tree.map(place, shapes.state_dict(), mesh_axes)
-        if self._restore_dtype is not None:
-            abstract["target"] = _cast(abstract["target"], self._restore_dtype)
+        if self.restore_dtype is not None:
+            abstract["target"] = _cast(abstract["target"], self.restore_dtype)
         else:
             stored = {name: array.dtype for name, array in source.arrays.items()}
             flat = tree.flatten({"target": abstract["target"]})
@@ -143,9 +138,7 @@ class Checkpointer:
             initial = lambda names: {name: jnp.asarray(flat[name]) for name in names if name in flat}
             rules = Rules(fallback_to_scratch=True, state_transformation_fns=rules.state_transformation_fns)
         axes = jax.tree.map(lambda _: None, abstract)
-        return self._train_state.restore_state(
-            transfer.restore(source, abstract, axes, rules=rules, initial=initial)
-        )
+        return self.train_state.restore_state(transfer.restore(source, abstract, axes, rules=rules, initial=initial))
 
     def restore_from_tf_checkpoint(self, path_or_dir: str, strict: bool = True, translator: Any = None) -> Any:
         """Return the state of a Mesh TensorFlow checkpoint; `strict=False` ignores variables that the model lacks."""
@@ -165,6 +158,7 @@ class Checkpointer:
         self.save(self.restore_from_tf_checkpoint(path_or_dir, translator=translator), state_transformation_fns)
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class SaveBestCheckpointer(Checkpointer):
     """A `Checkpointer` that keeps the best `keep` checkpoints by a metric, and the newest.
 
@@ -178,29 +172,11 @@ class SaveBestCheckpointer(Checkpointer):
       train_state, …: see `Checkpointer`.
     """
 
-    def __init__(
-        self,
-        train_state: Any = None,
-        partitioner: Any = None,
-        checkpoints_dir: str | None = None,
-        dataset_iterator: Any = None,
-        *,
-        keep: int | None = None,
-        save_dtype: Any = jnp.float32,
-        restore_dtype: Any = None,
-        metric_name_to_monitor: str | None = "train/accuracy",
-        metric_mode: Literal["max", "min"] = "max",
-        keep_checkpoints_without_metrics: bool = True,
-        force_keep_period: int | None = None,
-        keep_dataset_checkpoints: int | None = None,
-    ):
-        self.metric_name_to_monitor, self.metric_mode = metric_name_to_monitor, metric_mode
-        self.keep_checkpoints_without_metrics = keep_checkpoints_without_metrics
-        self.force_keep_period = force_keep_period
-        super().__init__(
-            train_state, partitioner, checkpoints_dir, dataset_iterator, keep=keep, save_dtype=save_dtype,
-            restore_dtype=restore_dtype, keep_dataset_checkpoints=keep_dataset_checkpoints,
-        )  # fmt: skip
+    _: dataclasses.KW_ONLY
+    metric_name_to_monitor: str | None = "train/accuracy"
+    metric_mode: Literal["max", "min"] = "max"
+    keep_checkpoints_without_metrics: bool = True
+    force_keep_period: int | None = None
 
     @property
     def _store(self) -> CheckpointStore:
