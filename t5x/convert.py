@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-from t5x.checkpoints import families, layout, paths, remote_writing, streaming, transfer, tree
+from t5x.checkpoints import families, layout, paths, remote_writing, transfer, tree
 from t5x.checkpoints.formats import LazyArray, Source, is_own_checkpoint, open_checkpoint
-from t5x.checkpoints.formats.own_checkpoint import HUGGINGFACE_FILES
+from t5x.checkpoints.formats.own_checkpoint import HUGGINGFACE_FILES, check_name, write_own_checkpoint
 from t5x.checkpoints.model_description import MODEL_FILE, describe_network
 from t5x.errors import UserError
 from t5x.files import atomic, remote
@@ -61,7 +61,7 @@ def convert(
     source = source if isinstance(source, Source) else open_checkpoint(source)
     _check_apart(source, final)
     if to == "t5x":
-        streaming.check_name(final, source.step or 0)
+        check_name(final, source.step or 0)
     arrays = transfer.canonical_arrays(source)
     config = transfer.config_of(source)
     _check_complete(source, config, arrays, to)
@@ -280,4 +280,4 @@ def _write(
     for feature, files in source.vocabulary_files.items():
         sidecars |= {f"vocabulary/{feature}/{name}": content for name, content in files.items()}
     sidecars |= {HUGGINGFACE_FILES + name: content for name, content in source.huggingface_files.items()}
-    return streaming.write_checkpoint(target, step, tensors, sidecars=sidecars)
+    return write_own_checkpoint(target, step, tensors, sidecars=sidecars)

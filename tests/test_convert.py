@@ -18,8 +18,8 @@ from t5x.adafactor import Adafactor
 from t5x.checkpoints import layout
 from t5x.checkpoints.formats import LazyArray, open_checkpoint
 from t5x.checkpoints.formats.huggingface.tensor_names import parameters
+from t5x.checkpoints.formats.own_checkpoint import write_own_checkpoint
 from t5x.checkpoints.model_description import load_model
-from t5x.checkpoints.streaming import write_checkpoint
 from t5x.convert import convert
 from t5x.errors import UserError
 from t5x.ranking.templates import Template
@@ -69,7 +69,7 @@ def write_ours(path: Path, arrays: dict[str, np.ndarray], **changes) -> Path:
     from t5x.checkpoints.model_description import describe_network
 
     described = json.dumps(describe_network(CONFIG | changes)).encode()
-    write_checkpoint(path, 7, arrays.items(), sidecars={"model.json": described})
+    write_own_checkpoint(path, 7, arrays.items(), sidecars={"model.json": described})
     return path
 
 
@@ -312,7 +312,7 @@ def test_a_description_of_other_sizes_is_refused_with_the_fields(tmp_path, capsy
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"config": 3}', b'{"config": {"wings": 2}}'])
 def test_an_invalid_description_is_refused(tmp_path, capsys, content):
-    write_checkpoint(tmp_path / "source", 7, training_state().items(), sidecars={"model.json": content})
+    write_own_checkpoint(tmp_path / "source", 7, training_state().items(), sidecars={"model.json": content})
     result = run(capsys, "convert", tmp_path / "source", tmp_path / "out", "--to", "t5x")
     result.refused("model.json does not describe a network")
     assert os.listdir(tmp_path) == ["source"]

@@ -12,8 +12,8 @@ from t5x.checkpoints import families, tree
 from t5x.checkpoints.formats import open_checkpoint
 from t5x.checkpoints.formats.huggingface.tensor_names import parameters
 from t5x.checkpoints.formats.native_t5x import write_native
+from t5x.checkpoints.formats.own_checkpoint import write_own_checkpoint
 from t5x.checkpoints.model_description import describe_network
-from t5x.checkpoints.streaming import write_checkpoint
 from t5x.data import PassThroughVocabulary
 from t5x.errors import UserError
 from t5x.models import DecoderOnlyModel
@@ -50,7 +50,7 @@ def without(arrays: dict[str, np.ndarray], part: str) -> dict[str, np.ndarray]:
 
 def ours(path: Path, step: int, arrays: dict[str, np.ndarray], config: dict, files=None, **described) -> Path:
     content = json.dumps(describe_network(config, **described)).encode()
-    write_checkpoint(path, step, arrays.items(), sidecars={"model.json": content} | (files or {}))
+    write_own_checkpoint(path, step, arrays.items(), sidecars={"model.json": content} | (files or {}))
     return path
 
 
@@ -75,7 +75,7 @@ def test_a_name_with_another_step_is_refused(tmp_path, capsys, overwrite):
 
 def test_write_checkpoint_refuses_it_too(tmp_path):
     with pytest.raises(UserError, match=r"checkpoint_3\b"):
-        write_checkpoint(tmp_path / "checkpoint_4", 3, params().items(), sidecars={})
+        write_own_checkpoint(tmp_path / "checkpoint_4", 3, params().items(), sidecars={})
     assert os.listdir(tmp_path) == []
 
 

@@ -15,6 +15,7 @@ MODEL_DIR/
   checkpoint_<step>.foreign-<unique>/       the same, for a directory that is not a checkpoint of this program
 """
 
+import contextlib
 import os
 import re
 import stat
@@ -26,6 +27,7 @@ from t5x.errors import UserError
 from t5x.files import atomic, directories
 from t5x.files.disk_space import human_size as human_size
 from t5x.files.remote import is_remote
+from t5x.files.system_errors import errno_of, first_line
 from t5x.files.untrusted import is_plain_relative as is_plain_relative
 
 STATE = "state"
@@ -130,3 +132,25 @@ def write_file(path: epath.PathLike, content: bytes) -> None:
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with open(path, "xb") as file:
         file.write(content)
+
+
+@contextlib.contextmanager
+def new_checkpoint(path: epath.PathLike) -> Iterator[epath.Path]:
+    """Yield an empty directory that becomes `path` when the block ends without an error; otherwise nothing is left.
+
+    Raises:
+      UserError: `path` is remote, exists, or cannot be written.
+    """
+    final = local_path(path)
+    if os.path.lexists(final):
+        raise UserError(f"{final} exists already. Choose another destination, or move it away.")
+    try:
+        with atomic.new_directory(final) as temporary:
+            yield epath.Path(temporary)
+    except (OSError, ValueError) as error:  # TensorStore raises a ValueError
+        if isinstance(error, ValueError) and (isinstance(error, UserError) or errno_of(error) is None):
+            raise
+        raise UserError(
+            f"{final} could not be written: {first_line(error)}. The incomplete copy was removed. Check that the disk "
+            "has space and that you may write there, or choose another destination."
+        ) from error

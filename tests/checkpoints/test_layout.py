@@ -11,9 +11,9 @@ import pytest
 from t5x.adafactor import Adafactor
 from t5x.checkpoints import array_writer, restore
 from t5x.checkpoints import tree as trees
+from t5x.checkpoints.formats.own_checkpoint import write_own_checkpoint
 from t5x.checkpoints.formats.source import LazyArray
 from t5x.checkpoints.layout import arranged, canonical
-from t5x.checkpoints.streaming import write_checkpoint
 from t5x.errors import UserError
 from t5x.network import T5Config
 from t5x.partitioning import PjitPartitioner
@@ -117,12 +117,12 @@ def test_a_checkpoint_is_written_one_array_at_a_time(tmp_path, monkeypatch):
             del array
             assert sum(ref() is not None for ref in alive[:-1]) == 0, "an earlier array is still held"
 
-    write_checkpoint(tmp_path / "checkpoint_7", 7, tensors(), sidecars={"model.json": b"{}"})
+    write_own_checkpoint(tmp_path / "checkpoint_7", 7, tensors(), sidecars={"model.json": b"{}"})
     tree = restore(tmp_path / "checkpoint_7")
     assert int(tree["state"]["step"]) == 7
     np.testing.assert_array_equal(tree["target"]["p3"], np.full((4, 3), 3))
     with pytest.raises(UserError, match="exists already"):
-        write_checkpoint(tmp_path / "checkpoint_7", 7, tensors(), sidecars={})
+        write_own_checkpoint(tmp_path / "checkpoint_7", 7, tensors(), sidecars={})
 
 
 def test_layers_of_different_shapes_cannot_be_stacked():

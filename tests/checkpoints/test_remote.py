@@ -16,7 +16,7 @@ from t5x import convert
 from t5x.checkpoints import checkpoint_reader, paths, remote_reading
 from t5x.checkpoints.formats import open_checkpoint
 from t5x.checkpoints.formats.native_t5x import write_native
-from t5x.checkpoints.streaming import write_checkpoint
+from t5x.checkpoints.formats.own_checkpoint import write_own_checkpoint
 from t5x.errors import UserError
 from t5x.files import atomic, cache_directory, downloads, remote
 from t5x.verbs.inspect import inspect
@@ -69,7 +69,7 @@ def save(tmp_path, step):
     """A checkpoint of ours."""
     path = tmp_path / "local" / f"checkpoint_{step}"
     values = np.arange(3000, dtype=np.float32).reshape(30, 100) + step
-    write_checkpoint(path, step, [("target/a", values)], sidecars={"vocabulary/inputs/v": b"abc"})
+    write_own_checkpoint(path, step, [("target/a", values)], sidecars={"vocabulary/inputs/v": b"abc"})
     return path
 
 

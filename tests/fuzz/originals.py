@@ -14,8 +14,8 @@ from t5x.checkpoints.formats import LazyArray
 from t5x.checkpoints.formats.huggingface import write_huggingface
 from t5x.checkpoints.formats.huggingface.tensor_names import parameters
 from t5x.checkpoints.formats.native_t5x import write_native
+from t5x.checkpoints.formats.own_checkpoint import write_own_checkpoint
 from t5x.checkpoints.model_description import describe_network
-from t5x.checkpoints.streaming import write_checkpoint
 from t5x.checkpoints.tree import nest
 from t5x.data.vocabularies import HuggingFaceVocabulary, SentencePieceVocabulary
 from tests.checkpoints.formats import bundle_writer
@@ -131,7 +131,7 @@ def _write_ours(directory: Path, arrays: dict[str, np.ndarray], vocabularies: di
         described = describe_network(CONFIG | {"scan_layers": format != "t5x"})
         sidecars = files | {"model.json": json.dumps(described).encode()}
         directory.joinpath(format).mkdir()
-        write_checkpoint(directory / format / f"checkpoint_{STEP}", STEP, kept.items(), sidecars=sidecars)
+        write_own_checkpoint(directory / format / f"checkpoint_{STEP}", STEP, kept.items(), sidecars=sidecars)
 
 
 def _write_orbax(directory: Path, arrays: dict[str, np.ndarray]) -> None:

@@ -27,8 +27,6 @@ from t5x.checkpoints.formats.safety import DTYPES, check_expansion, check_files
 from t5x.checkpoints.formats.source import LazyArray, Source
 from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.errors import UserError
-from t5x.files import atomic
-from t5x.files.system_errors import first_line
 from t5x.files.untrusted import open_inside
 
 FILE = "checkpoint"
@@ -194,25 +192,15 @@ def write_native(path: epath.PathLike, step: int, arrays: Iterable[tuple[str, np
     Raises:
       UserError: the path exists, an array cannot be stored, or the disk is full. Nothing is left behind.
     """
-    path = paths.local_path(path)
     step = operator.index(step)
     if not 0 <= step < 2**31:
         raise UserError(f"Step {step} cannot be written: T5X stores it as an int32.")
-    if os.path.lexists(path):
-        raise UserError(f"{path} exists already. Choose another path, or move it away.")
-    try:
-        with atomic.new_directory(path) as temporary:
-            temporary = epath.Path(temporary)
-            tree: dict[str, Any] = {section: {} for section in SECTIONS}
-            for name, array in arrays:
-                _write(temporary, step, name, array, tree)
-                del array  # before the next one is read
-            _write_msgpack(temporary, step, tree)
-    except OSError as error:
-        raise UserError(
-            f"{path} could not be written: {first_line(error)}. The incomplete copy was removed. Check that the "
-            "disk has space and that you may write there, or choose another destination."
-        ) from error
+    with paths.new_checkpoint(path) as directory:
+        tree: dict[str, Any] = {section: {} for section in SECTIONS}
+        for name, array in arrays:
+            _write(directory, step, name, array, tree)
+            del array  # before the next one is read
+        _write_msgpack(directory, step, tree)
     _logger.info("wrote %s, a native T5X checkpoint of step %d", path, step)
 
 

@@ -1,12 +1,19 @@
-"""Our own checkpoints as a `Source`."""
+"""Our own checkpoints as a `Source`, and written array by array from any other.
 
+`CheckpointStore.save` writes the same format, but needs the whole tree at once.
+"""
+
+import itertools
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 from etils import epath
 
-from t5x.checkpoints import array_reader, manifest, paths
+from t5x.checkpoints import array_reader, array_writer, manifest, paths
 from t5x.checkpoints.formats.native_t5x import check_step
 from t5x.checkpoints.formats.source import KEPT_FILES, Source
+from t5x.errors import UserError
 from t5x.files.untrusted import parse_json
 
 MODEL_FILE = "model.json"
@@ -68,3 +75,35 @@ def read_description(path: epath.PathLike) -> dict[str, Any]:
     except ValueError as error:
         raise manifest.DamagedCheckpoint(path, f"{MODEL_FILE} does not describe a network: {error}") from error
     return description
+
+
+def write_own_checkpoint(
+    path: epath.PathLike, step: int, tensors: Iterable[tuple[str, np.ndarray]], *, sidecars: Mapping[str, bytes]
+) -> None:
+    """Write the complete directory `path`, or nothing.
+
+    Args:
+      path: a checkpoint directory that does not exist yet. If its name is checkpoint_<number>, that must be the step.
+      step: the training step.
+      tensors: (name, array), one at a time: `target/…` and optionally `state/param_states/…`.
+      sidecars: {name: content} of the files beside the arrays.
+    """
+    check_name(paths.local_path(path), step)
+    with paths.new_checkpoint(path) as directory:
+        (directory / paths.STATE).mkdir()
+        array_writer.write_one_by_one(
+            directory / paths.STATE, itertools.chain(tensors, [("state/step", np.asarray(step, np.int32))])
+        )
+        for name, content in sidecars.items():
+            paths.write_file(directory / name, content)
+        manifest.write(directory, step)
+
+
+def check_name(path: epath.Path, step: int) -> None:
+    """Raise a UserError if the name has another step: nothing would read that checkpoint."""
+    if paths.step_of(path) not in (None, step):
+        right = path.parent / paths.checkpoint_name(step)
+        raise UserError(
+            f"{path} cannot be written: the number in such a name is the step, and the step is {step}. Name it "
+            f"{right}, or anything that is not checkpoint_<number>."
+        )

@@ -8,8 +8,8 @@ import pytest
 
 from t5x.checkpoints.formats import is_own_checkpoint, open_checkpoint
 from t5x.checkpoints.formats.native_t5x import write_native
+from t5x.checkpoints.formats.own_checkpoint import write_own_checkpoint
 from t5x.checkpoints.manifest import DamagedCheckpoint
-from t5x.checkpoints.streaming import write_checkpoint
 from t5x.errors import UserError
 from tests.checkpoints.formats import huggingface_models as models
 from tests.checkpoints.formats.native_helpers import ext, write_msgpack
@@ -18,7 +18,7 @@ ARRAYS = {"target/a/kernel": np.ones((2, 3), np.float32)}
 
 
 def ours(path: Path, step: int) -> None:
-    write_checkpoint(path, step, ARRAYS.items(), sidecars={})
+    write_own_checkpoint(path, step, ARRAYS.items(), sidecars={})
 
 
 def native(path: Path, step: int) -> None:

@@ -14,7 +14,6 @@ from t5x.checkpoints.formats.huggingface import config_json, safetensors_files, 
 from t5x.checkpoints.formats.huggingface.tensor_names import parameters as list_parameters
 from t5x.checkpoints.formats.source import LazyArray
 from t5x.errors import UserError
-from t5x.files import atomic
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +50,6 @@ def write_huggingface(
       kept_files: `Source.huggingface_files`.
       shard_bytes: weights above this many bytes are split into several files.
     """
-    destination = paths.local_path(path)
-    if os.path.lexists(destination):
-        raise UserError(f"{destination} exists already. Choose another destination, or move it away.")
     vocabulary = tokenizer_files.single_vocabulary(vocabulary_files or {})
     eos_id = 1 if vocabulary is None or vocabulary.eos_id is None else vocabulary.eos_id
     embedding = arrays.get("target/token_embedder/embedding")
@@ -72,18 +68,11 @@ def write_huggingface(
     if vocabulary is not None:
         files |= tokenizer_files.tokenizer_files(vocabulary)
     files |= kept_files or {}
-    try:
-        with atomic.new_directory(destination) as temporary:
-            temporary = epath.Path(temporary)
-            save_errors.check_space(temporary, _size(tensors) + sum(map(len, files.values())))
-            for name, content in files.items():
-                paths.write_file(temporary / name, content)
-            _write_weights(temporary, tensors, shard_bytes)
-    except OSError as error:
-        raise UserError(
-            f"{destination} could not be written: {error.strerror or error}. The incomplete copy was removed. Check "
-            "that the disk has space and that you may write there, or choose another destination."
-        ) from error
+    with paths.new_checkpoint(path) as directory:
+        save_errors.check_space(directory, _size(tensors) + sum(map(len, files.values())))
+        for name, content in files.items():
+            paths.write_file(directory / name, content)
+        _write_weights(directory, tensors, shard_bytes)
 
 
 def _match(config: Mapping[str, Any], arrays: Mapping[str, LazyArray]) -> dict[str, LazyArray]:
