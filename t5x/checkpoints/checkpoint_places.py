@@ -22,7 +22,7 @@ from t5x.checkpoints.checkpoint_files import open_files
 from t5x.errors import UserError
 from t5x.files import atomic, object_stores
 from t5x.files.directories import upload_directory
-from t5x.files.remote import RemotePath, is_remote, retried, run_concurrently
+from t5x.files.remote import RemotePath, is_remote
 from t5x.files.remote_errors import explained
 
 _logger = logging.getLogger(__name__)
@@ -192,15 +192,7 @@ class ObjectStorePlace:
         here.fs.invalidate_cache()
         names = here.children()
         if names and (paths.MANIFEST in names or paths.UNFINISHED not in names):
-            aside = self._remote / _name_aside(here.url, step)
-            for name in here.descendants():
-                source, destination = here / name, aside / name
-
-                def copy(source: RemotePath = source, destination: RemotePath = destination) -> None:
-                    with explained(source.url):
-                        source.fs.cp_file(source.path, destination.path)
-
-                retried(copy)
+            remote_writing.copy(here, self._remote / _name_aside(here.url, step))
         if names:
             self._remove(here.url)
 
@@ -208,10 +200,7 @@ class ObjectStorePlace:
         """Remove a checkpoint. A reader, or a kill in between, never finds a part of it that looks complete."""
         files = RemotePath.parse(url)
         (files / paths.UNFINISHED).write_bytes(b"")
-        (files / paths.MANIFEST).remove()
-        files.fs.invalidate_cache()
-        others = [(files / name,) for name in files.descendants() if name != paths.UNFINISHED]
-        run_concurrently(RemotePath.remove, others)
+        remote_writing.clear(files)
         (files / paths.UNFINISHED).remove()
 
 

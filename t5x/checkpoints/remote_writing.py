@@ -43,7 +43,7 @@ def writing(url: str, *, overwrite: bool) -> Iterator[epath.Path]:
     exists = _check_destination(destination, overwrite)
     with upload_directory() as directory, Lease.acquire(f"{destination.url}/{paths.UNFINISHED}", url) as lease:
         if not exists:
-            _clear(destination)  # what a killed program left
+            clear(destination)  # what a killed program left
         path = epath.Path(directory) / destination.name
         yield path
         lease.check()
@@ -62,15 +62,15 @@ def _publish(directory: epath.PathLike, destination: RemotePath, *, overwrite: b
     log.info("copying %d file(s), %s, to %s", len(sizes), human_size(sum(sizes.values())), destination.url)
     try:
         if exists:
-            _clear(target)  # what a killed program left
+            clear(target)  # what a killed program left
         upload(directory, target)
     except BaseException:
         _try_to_clear(target)
         raise
     if exists:
         try:
-            _clear(destination)
-            _fill(destination, sizes, lambda file, name: file.fs.cp_file((target / name).path, file.path))
+            clear(destination)
+            copy(target, destination)
         except UserError as error:
             raise UserError(f"{error} The new checkpoint is complete at {target.url}: move it.") from error
         _try_to_clear(target)
@@ -85,6 +85,12 @@ def upload(directory: epath.PathLike, destination: RemotePath) -> None:
         callback = _callback(advance, stopped)
         put = lambda file, name: file.fs.put_file(os.path.join(directory, name), file.path, callback=callback)
         _fill(destination, sizes, put, stopped)
+
+
+def copy(source: RemotePath, destination: RemotePath) -> None:
+    """Copy a checkpoint on its server, the file that makes it valid last."""
+    sizes = {name: info["size"] for name, info in source.descendants().items()}
+    _fill(destination, sizes, lambda file, name: file.fs.cp_file((source / name).path, file.path))
 
 
 def _fill(
@@ -146,8 +152,8 @@ def _check_destination(path: RemotePath, overwrite: bool) -> bool:
     return True
 
 
-def _clear(directory: RemotePath) -> None:
-    """Remove a checkpoint, the files that identify it first. The lease stays."""
+def clear(directory: RemotePath) -> None:
+    """Remove a checkpoint, the files that identify it first. UNFINISHED stays."""
     directory.fs.invalidate_cache()
     names = [name for name in directory.descendants() if name != paths.UNFINISHED]
     identifying = [name for name in names if is_checkpoint({name: None})]
@@ -157,6 +163,6 @@ def _clear(directory: RemotePath) -> None:
 
 def _try_to_clear(directory: RemotePath) -> None:
     try:
-        _clear(directory)
+        clear(directory)
     except UserError as error:
         log.warning("%s could not be removed; remove it by hand: %s", directory.url, error)
