@@ -169,7 +169,7 @@ def _flat_heads(path: str, array: LazyArray) -> LazyArray:
         return array
     first, middle, last = array.shape
     shape = (first * middle, last) if path.endswith("out/kernel") else (first, middle * last)
-    return LazyArray(shape, array.dtype, lambda: array.read().reshape(shape))
+    return array.reshape(shape)
 
 
 def _with_heads(path: str, slot: str | None, array: LazyArray, heads: int) -> LazyArray:
@@ -180,7 +180,7 @@ def _with_heads(path: str, slot: str | None, array: LazyArray, heads: int) -> La
     if array.shape[joined] % heads:
         raise UserError(f"{path} has the shape {list(array.shape)}, which cannot be split into {heads} heads.")
     shape = (*array.shape[:joined], heads, array.shape[joined] // heads, *array.shape[joined + 1 :])
-    return LazyArray(shape, array.dtype, lambda: array.read().reshape(shape))
+    return array.reshape(shape)
 
 
 def _unstacked(
@@ -207,7 +207,8 @@ def _unstacked(
     layers = []
     for number in range(depth):
         one = LazyArray(shape, array.dtype, lambda number=number: layer(number))
-        layers.append(_flat(one) if slot in ("v_row", "v_col") else _flat_heads(rest, one))
+        # A factored slot of an attention kernel may have separate axes for heads and head dimension.
+        layers.append(one.reshape((one.size,)) if slot in ("v_row", "v_col") else _flat_heads(rest, one))
     return layers
 
 
@@ -229,11 +230,6 @@ def _layer_axis(rest: str, slot: str | None, rank: int, scan_axis: int) -> int:
     dimensions.insert(scan_axis, "layers")
     lost = {"v_row": 1 - embed, "v_col": embed}.get(slot)
     return [d for d in dimensions if d != lost].index("layers")
-
-
-def _flat(array: LazyArray) -> LazyArray:
-    """Flatten a factored slot: for attention kernels, it may have separate axes for heads and head dimension."""
-    return LazyArray((array.size,), array.dtype, lambda: array.read().reshape(-1))
 
 
 def _rename_factored_slots(result: dict[str, LazyArray], arrays: Mapping[str, LazyArray]) -> dict[str, LazyArray]:

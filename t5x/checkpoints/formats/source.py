@@ -32,6 +32,10 @@ class LazyArray:
         """Return the array with another dtype, still unread."""
         return dataclasses.replace(self, dtype=np.dtype(dtype), get_fn=lambda: np.asarray(self.read()).astype(dtype))
 
+    def reshape(self, shape: tuple[int, ...]) -> "LazyArray":
+        """Return the array with another shape, still unread."""
+        return LazyArray(shape, self.dtype, lambda: self.read().reshape(shape))
+
     @property
     def size(self) -> int:
         return int(np.prod(self.shape, dtype=np.int64))
