@@ -107,11 +107,10 @@ def restore_from_t5_checkpoint(
     source = read_mesh_tensorflow(path) if translator is None else None
     found = source.arrays if source is not None else translator.apply(load_tf_ckpt(path))
     wanted = tree.flatten(state_dict)
-    if missing := wanted.keys() - found.keys():
-        raise UserError(f"{path} has no variable for {', '.join(sorted(missing)[:5])} of the model.")
-    if strict and (surplus := {name for name in found if name.startswith("target/")} - wanted.keys()):
-        raise UserError(f"The model has no {', '.join(sorted(surplus)[:5])} of {path}; strict=False ignores them.")
-    for name, leaf in wanted.items():
-        if tuple(found[name].shape) != tuple(leaf.shape):
-            raise UserError(f"{name} has the shape {found[name].shape} in {path} and {leaf.shape} in the model.")
+    compared = {name: x for name, x in found.items() if name in wanted or (strict and name.startswith("target/"))}
+    if table := tree.difference_by_name(wanted, compared):
+        raise UserError(
+            f"{path} does not fit the model (expected: the model, found: the checkpoint): {table}\n"
+            "strict=False ignores what is unexpected."
+        )
     return tree.nest({name: found[name] if lazy_parameters else found[name].get() for name in wanted})

@@ -78,9 +78,8 @@ class Checkpointer:
         self, train_state: Any, state_transformation_fns: Sequence[Callable[..., Any]] = (), *, concurrent_gb: int = 128
     ) -> None:
         """Save a state as `checkpoint_<step>`; return when it is complete. A step that exists is skipped."""
-        state = _read(train_state.state_dict())
-        for function in state_transformation_fns:
-            state = t5x_functions.check_transformed(function(state, jax.tree.map(tree.as_struct, state)))
+        state = t5x_functions.read_arrays(train_state.state_dict())
+        state = t5x_functions.transform_to_save(state, state_transformation_fns)
         state["target"] = _cast(state["target"], self.save_dtype)
         sidecars = {}
         if self.dataset_iterator is not None:
@@ -340,8 +339,3 @@ def _cast(params: Any, dtype: Any) -> Any:
         return x.update(dtype=jnp.dtype(dtype)) if isinstance(x, jax.ShapeDtypeStruct) else x.astype(dtype)
 
     return jax.tree.map(cast, params)
-
-
-def _read(state: Any) -> Any:
-    """Return a state with the arrays of its LazyArrays."""
-    return jax.tree.map(lambda x: x.get() if isinstance(x, LazyArray) else x, state)

@@ -11,8 +11,9 @@ from t5x.checkpoints import tree
 from t5x.checkpoints.assignment import AssignmentMap, Rules
 from t5x.checkpoints.best import BestRule
 from t5x.checkpoints.checkpointer import SaveBestCheckpointer
+from t5x.checkpoints.t5x_functions import transform_to_save
 from t5x.configuration.ignored_parameters import log_ignored
-from t5x.errors import UserError
+from t5x.errors import UserError, check_at_least
 
 
 @dataclasses.dataclass
@@ -56,10 +57,8 @@ class SaveCheckpointConfig:
     best: BestRule | None = dataclasses.field(init=False)
 
     def __post_init__(self):
-        for name in ("period", "keep", "keep_best"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"utils.SaveCheckpointConfig.{name} is {value}; it must be at least 1.")
+        positive = {name: getattr(self, name) for name in ("period", "keep", "keep_best")}
+        check_at_least(1, "utils.SaveCheckpointConfig.", **positive)
         _check_choice(self, "dtype", ("float32", "bfloat16"))
         _check_choice(self, "best_mode", ("max", "min"))
         asked = SaveBestCheckpointer.of(self.checkpointer_cls)
@@ -86,10 +85,7 @@ class SaveCheckpointConfig:
         Raises:
           UserError: a transformation changed names or shapes.
         """
-        result = state
-        for function in self.state_transformation_fns:
-            result = function(result, jax.tree.map(tree.as_struct, result))
-            result = result[0] if isinstance(result, tuple) else result
+        result = transform_to_save(state, self.state_transformation_fns)
         if result is not state and (table := tree.difference(state, result)):
             raise UserError(
                 "utils.SaveCheckpointConfig.state_transformation_fns change names or shapes, so the run could not "

@@ -51,10 +51,7 @@ def load_t5x_checkpoint(
     state = tree.nest(arrays)
     for function in state_transformation_fns:
         state = function(state, None)
-    if lazy_parameters:
-        return state
-    is_lazy = lambda x: isinstance(x, LazyArray)
-    return jax.tree.map(lambda x: x.get() if is_lazy(x) else x, state, is_leaf=is_lazy)
+    return state if lazy_parameters else read_arrays(state)
 
 
 def all_steps(checkpoints_dir: str) -> list[int]:
@@ -138,9 +135,18 @@ def register_ts_spec_for_serialization() -> None:
     """Do nothing: specs are read without Flax."""
 
 
-def check_transformed(state: Any) -> Any:
-    """Return the result of a `state_transformation_fns` function, without the parameter infos of a save."""
-    result = state[0] if isinstance(state, tuple) else state
-    if not isinstance(result, Mapping):
-        raise UserError(f"A function of state_transformation_fns returned {type(result).__name__}, not a dictionary.")
-    return result
+def transform_to_save(state: Any, functions: Sequence[Callable[..., Any]]) -> Any:
+    """Return a state after the `state_transformation_fns` of a save, which may also return parameter infos."""
+    for function in functions:
+        state = function(state, jax.tree.map(tree.as_struct, state))
+        state = state[0] if isinstance(state, tuple) else state
+        if not isinstance(state, Mapping):
+            raise UserError(
+                f"A function of state_transformation_fns returned {type(state).__name__}, not a dictionary."
+            )
+    return state
+
+
+def read_arrays(state: Any) -> Any:
+    """Return a state with the arrays of its LazyArrays."""
+    return jax.tree.map(lambda x: x.get() if isinstance(x, LazyArray) else x, state)
