@@ -158,10 +158,8 @@ def write_shard(work: Work, number: int, report: Callable[[int], None] = lambda 
                     examples = _preprocess(work, index, summary)
                     summary["examples"] += len(examples)
                     summary["tokens"] += sum(_tokens(example, work.pipeline.output_features) for example in examples)
-                    try:
+                    with work.pipeline.located(index):
                         write_record(examples)
-                    except UserError as error:
-                        raise BadExample(f"{work.pipeline.location(index)}: {error}") from error
                     if time.monotonic() - reported_at > _SECONDS_BETWEEN_REPORTS:
                         report(done - reported)
                         reported, reported_at = done, time.monotonic()

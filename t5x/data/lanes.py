@@ -11,6 +11,7 @@ import itertools
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -272,14 +273,14 @@ class Lane:
         while True:
             one = self._take()
             try:
-                if room is None:
-                    return converter.convert_row([one.example], config.lengths, trim=config.trim)
-                size = converter.sizes(one.example, config.lengths, trim=config.trim)
-            except UserError as error:
-                refused = self._located(error, one)
+                with self._located(one):
+                    if room is None:
+                        return converter.convert_row([one.example], config.lengths, trim=config.trim)
+                    size = converter.sizes(one.example, config.lengths, trim=config.trim)
+            except BadExample as error:
                 if config.bad is None:
-                    raise refused from error
-                config.bad.add(refused)
+                    raise
+                config.bad.add(error)
                 self._check_progress(one, skipped, "is invalid; the log above has the first errors")
                 continue
             if not any(size):  # empty: nothing to train on
@@ -292,10 +293,8 @@ class Lane:
             taken.append(one)
             if not room.all():
                 break
-        try:
+        with self._located(taken[0]):
             return converter.convert_row([one.example for one in taken], config.lengths, trim=config.trim)
-        except UserError as error:
-            raise self._located(error, taken[0]) from error
 
     def _check_progress(self, one: "_Taken", skipped: dict[int, int], why: str) -> None:
         """Raise a UserError if a stream has had nothing but skipped examples for very long.
@@ -319,8 +318,8 @@ class Lane:
         before = self._streams[number].position
         return _Taken(*self._streams[number].next(), number, before)
 
-    def _located(self, error: UserError, taken: "_Taken") -> BadExample:
-        return BadExample(f"{self._config.pipelines[taken.stream].location(taken.index)}: {error}")
+    def _located(self, taken: "_Taken") -> AbstractContextManager[None]:
+        return self._config.pipelines[taken.stream].located(taken.index)
 
     def state(self) -> list[int]:
         """Return the numbers that `seek` takes: number of draws, then the position in each stream."""

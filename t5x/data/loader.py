@@ -1,12 +1,11 @@
 """Batches: endless and resumable for training, each example exactly once for evaluation."""
 
-import functools
 import itertools
 import logging
 import math
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -289,32 +288,36 @@ def eval_batches(
         logger.info("%s, split %s: longest lengths, rounded up: %s", found.name, split, lengths)
     for task in tasks:
         feature_converter.check(tuple(task.output_features), lengths, task.name)
-    convert = functools.partial(_convert, feature_converter, lengths, cfg.trim_output_features)
-    if bad is not None:
-        examples = (one for one in examples if _fits(one, convert, bad))
     rows = range(cfg.batch_size) if rows is None else rows
-    padding = functools.partial(feature_converter.convert_row, [], lengths)
-    return _eval_batches(itertools.islice(examples, num_examples), convert, padding, cfg.batch_size, rows)
+
+    def convert(one: _Once) -> Batch:
+        with one.pipeline.located(one.index):
+            return feature_converter.convert_row([one.example], lengths, trim=cfg.trim_output_features)
+
+    def fits(one: _Once) -> bool:
+        try:
+            convert(one)
+        except BadExample as error:
+            bad.add(error)
+            return False
+        return True
+
+    def batches() -> Iterator[EvalBatch]:
+        # Every process checks all examples, so that all agree on the rows.
+        usable = itertools.islice(examples if bad is None else filter(fits, examples), num_examples)
+        while group := list(itertools.islice(usable, cfg.batch_size)):
+            mine = [group[row] for row in rows if row < len(group)]
+            made = [convert(one) for one in mine]
+            made += [feature_converter.convert_row([], lengths) for _ in range(len(rows) - len(mine))]
+            yield EvalBatch(stack_rows(made), np.arange(len(rows)) < len(mine), [one.example for one in mine])
+
+    return batches()
 
 
 class _Once(NamedTuple):
     example: Example
     pipeline: Pipeline
     index: int
-
-
-def _eval_batches(
-    examples: Iterator[_Once],
-    convert: Callable[[_Once], Batch],
-    padding: Callable[[], Batch],
-    batch_size: int,
-    rows: range,
-) -> Iterator[EvalBatch]:
-    while group := list(itertools.islice(examples, batch_size)):
-        mine = [group[row] for row in rows if row < len(group)]
-        made = [convert(one) for one in mine]
-        batch = stack_rows(made + [padding() for _ in range(len(rows) - len(made))])
-        yield EvalBatch(batch, np.arange(len(rows)) < len(mine), [one.example for one in mine])
 
 
 def read_once(pipeline: Pipeline, shuffle: bool, bad: BadExamples | None) -> Iterator[_Once]:
@@ -369,23 +372,6 @@ def measure_lengths(examples: Sequence[Example], features: Iterable[str]) -> dic
 def round_up_length(length: int) -> int:
     """Return a length rounded up to a multiple of 8, so that few shapes are compiled."""
     return math.ceil(max(length, 1) / _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
-
-
-def _fits(one: _Once, convert: Callable[[_Once], Batch], bad: BadExamples) -> bool:
-    """Return whether an example can be a row. Every process checks all examples, so that all agree on the rows."""
-    try:
-        convert(one)
-    except BadExample as error:
-        bad.add(error)
-        return False
-    return True
-
-
-def _convert(converter: FeatureConverter, lengths: Mapping[str, int], trim: bool, one: _Once) -> Batch:
-    try:
-        return converter.convert_row([one.example], lengths, trim=trim)
-    except UserError as error:
-        raise BadExample(f"{one.pipeline.location(one.index)}: {error}") from error
 
 
 def _seed(cfg: DatasetConfig) -> int:

@@ -1,10 +1,11 @@
 """From a source example to finished examples: a pure function of (seed, epoch, index)."""
 
 import collections
+import contextlib
 import functools
 import hashlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -204,6 +205,14 @@ class Pipeline:
 
     def location(self, index: int) -> str:
         return self._source.location(self.split, index)
+
+    @contextlib.contextmanager
+    def located(self, index: int) -> Iterator[None]:
+        """Convert a UserError about source example `index` to a BadExample that says where it is."""
+        try:
+            yield
+        except UserError as error:
+            raise BadExample(f"{self.location(index)}: {error}") from error
 
     def _explain(self, error: Exception, step: "_Step", example: Example, index: int) -> None:
         """Raise an error that a user can fix; add the location to any other error."""
