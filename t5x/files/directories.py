@@ -24,7 +24,7 @@ from t5x.errors import UserError
 from t5x.files import atomic, cache_directory, locks
 from t5x.files.digests import digest_of
 from t5x.files.downloads import download
-from t5x.files.remote import RemoteFile, RemotePath, as_local, run_concurrently
+from t5x.files.remote import RemotePath, as_local, run_concurrently
 from t5x.files.untrusted import open_regular
 
 LOCK_FILE = ".lock"
@@ -221,7 +221,9 @@ class RemoteDirectory(Directory):
         return info is not None and info["type"] == "directory"
 
     def open(self, name: str) -> BinaryIO:
-        return self._file(name).open()
+        if (info := self._info(name)) is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.path(name))
+        return (self._remote / name).file(info).open()
 
     @contextlib.contextmanager
     def new_file(self, name: str) -> Iterator[BinaryIO]:
@@ -276,11 +278,6 @@ class RemoteDirectory(Directory):
     def _info(self, name: str) -> dict[str, Any] | None:
         self._remote.fs.invalidate_cache()
         return (self._remote / name).info()
-
-    def _file(self, name: str) -> RemoteFile:
-        if (info := self._info(name)) is None:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.path(name))
-        return (self._remote / name).file(info)
 
     @contextlib.contextmanager
     def _scratch(self) -> Iterator[str]:

@@ -33,7 +33,7 @@ _POLL = 1.0
 _RETRIES = {"max_retries": 4, "initial_delay": "500ms", "max_delay": "4s"}
 
 
-class Lease:
+class Lease(contextlib.AbstractContextManager):
     """A lease that this process holds, renewed in the background until `release`.
 
     with Lease.acquire("gs://bucket/run/.lease", "MODEL_DIR gs://bucket/run") as lease:
@@ -104,9 +104,6 @@ class Lease:
                 self._file.write(None, self._generation)
             except UserError as error:
                 log.warning("the lease could not be released, so the next program waits for its end: %s", error)
-
-    def __enter__(self) -> "Lease":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.release()
@@ -184,17 +181,16 @@ class _UncheckedFile(_LeaseFile):
 
     def read(self) -> tuple[bytes, bytes]:
         self._file.fs.invalidate_cache()
-        content = b"" if self._file.info() is None else self._file.read_bytes()
+        content = self._file.read_bytes_if_exists() or b""
         return content, content
 
     def write(self, content: bytes | None, generation: bytes) -> bytes | None:
         if self.read()[1] != generation:
             return None
-        with explained(self._file.url), contextlib.suppress(FileNotFoundError):
-            if content is None:
-                self._file.fs.rm_file(self._file.path)
-            else:
-                self._file.fs.pipe_file(self._file.path, content)
+        if content is None:
+            self._file.remove()
+        else:
+            self._file.write_bytes(content)
         return content or b""
 
 

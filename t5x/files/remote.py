@@ -109,11 +109,11 @@ class RemotePath:
 
     def info(self) -> dict[str, Any] | None:
         """Return fsspec's description of the file or directory; None if it does not exist."""
-        return self._unless_missing(self.fs.info)  # fsspec's `exists` returns False for every failure
+        return self._call(self.fs.info, missing_ok=True)  # fsspec's `exists` returns False for every failure
 
     def children(self) -> dict[str, dict[str, Any]]:
         """Return {name: info} of the entries of a directory; {} if it does not exist."""
-        listed = self._unless_missing(self.fs.ls, detail=True) or ()
+        listed = self._call(self.fs.ls, missing_ok=True, detail=True) or ()
         found = {info["name"].rstrip("/"): info for info in listed}
         found.pop(self.path, None)  # object stores may list an empty object for the directory
         return {posixpath.basename(name): info for name, info in found.items()}
@@ -151,7 +151,7 @@ class RemotePath:
 
     def read_bytes_if_exists(self) -> bytes | None:
         """Return the content of the file; None if it does not exist."""
-        return self._unless_missing(self.fs.cat_file)
+        return self._call(self.fs.cat_file, missing_ok=True)
 
     def write_bytes(self, data: bytes) -> None:
         """Write the file, or replace it."""
@@ -163,30 +163,24 @@ class RemotePath:
 
     def remove(self) -> None:
         """Remove the file, if it exists."""
-        self._unless_missing(self.fs.rm_file)
+        self._call(self.fs.rm_file, missing_ok=True)
 
     def open(self) -> BinaryIO:
         """Open the file for reading from start to end. Reads raise errors of the driver: see `explained`."""
         with explained(self.url):
             return self.fs.open(self.path, "rb")
 
-    def _unless_missing(self, call: Callable[..., T], **options: Any) -> T | None:
-        def unless_missing(path: str) -> T | None:
-            try:
-                return call(path, **options)
-            except FileNotFoundError as error:
-                if not is_missing(error):
-                    raise
-                return None
+    def _call(self, call: Callable[..., T], *, missing_ok: bool = False, **options: Any) -> T | None:
+        """Call a method of the file system that may be repeated. With `missing_ok`, a missing file gives None."""
 
-        return self._call(unless_missing)
-
-    def _call(self, call: Callable[..., T], **options: Any) -> T:
-        """Call a method of the file system that may be repeated."""
-
-        def once() -> T:
+        def once() -> T | None:
             with explained(self.url):
-                return call(self.path, **options)
+                try:
+                    return call(self.path, **options)
+                except FileNotFoundError as error:
+                    if not missing_ok or not is_missing(error):
+                        raise
+                    return None
 
         return retried(once)
 
