@@ -369,7 +369,6 @@ def get_seqio_task_from_examples(
     add_to_registry: bool = True,
 ) -> Task:
     """Return a task of these examples with splits `train` and `validation`, by default registered for the verbs."""
-    if not add_to_registry:
-        return interactive_model.task(task_name, examples, preprocessors, metric_fns)
+    make = TaskRegistry.add if add_to_registry else Task
     steps = without_seqio(preprocessors)
-    return TaskRegistry.add(task_name, source_of(examples), interactive_model.features, steps, metric_fns=metric_fns)
+    return make(task_name, source_of(examples), interactive_model.features, steps, metric_fns=metric_fns)

@@ -124,10 +124,6 @@ def estimate(run: Run, topology: Topology, preset: str, mesh: tuple[int, int]) -
     )
 
 
-def count_parameters(run: Run) -> int:
-    return layout_of(run, "dp", 1).num_params
-
-
 def layout_of(run: Run, preset: str, model: int) -> StateLayout:
     partitioner = PjitPartitioner(preset=preset, num_partitions=model if presets.named(preset).model_parallel else None)
     shapes = run.model.input_shapes({"inputs": run.inputs, "targets": run.targets})

@@ -6,7 +6,6 @@ import re
 import shutil
 import sys
 from collections.abc import Mapping
-from typing import TextIO
 
 from t5x.telemetry import jsonl
 
@@ -19,16 +18,15 @@ _BEST = "*"
 _GAP = "  "
 
 
-def print_results(results: Results, *, as_json: bool = False, stream: TextIO | None = None) -> None:
-    """Print to standard output or `stream`. On a terminal, the table is wrapped to its width."""
-    stream = sys.stdout if stream is None else stream
+def print_results(results: Results, *, as_json: bool = False) -> None:
+    """Print to standard output. On a terminal, the table is wrapped to its width."""
     if as_json:
         text = json_lines(results)
-    elif stream.isatty():
+    elif sys.stdout.isatty():
         text = table(results, width=shutil.get_terminal_size().columns, bold="NO_COLOR" not in os.environ)
     else:
         text = table(results)
-    print(text, end="", file=stream, flush=True)
+    print(text, end="", flush=True)
 
 
 def json_lines(results: Results) -> str:
