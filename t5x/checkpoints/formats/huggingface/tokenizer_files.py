@@ -1,6 +1,5 @@
 """Translation between tokenizer files of a Hugging Face directory and the files of `Vocabulary.to_files`."""
 
-import base64
 import json
 import logging
 import os
@@ -218,57 +217,27 @@ def _tokenizer_json(model: Any, vocabulary: SentencePieceVocabulary) -> dict[str
     User-defined pieces, including sentinels, are ordinary entries with a score that lets them win, as in SentencePiece
     itself; only the special tokens are matched before everything else.
     """
-    normalizer, kinds = model.normalizer_spec, model.SentencePiece
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
+
+    settings, kinds = model.normalizer_spec, model.SentencePiece
     highest = max((piece.score for piece in model.pieces if piece.type == kinds.NORMAL), default=0.0)
     entries = []
     for piece in model.pieces:
         defined = piece.type == kinds.USER_DEFINED
-        entries.append([piece.piece, len(piece.piece.encode()) * highest - 0.1 if defined else piece.score])
-    steps: list[dict[str, Any]] = []
-    if normalizer.precompiled_charsmap:
-        charsmap = base64.b64encode(normalizer.precompiled_charsmap).decode()
-        steps.append({"type": "Precompiled", "precompiled_charsmap": charsmap})
-    if normalizer.remove_extra_whitespaces:
-        steps.append({"type": "Replace", "pattern": {"Regex": r"\A +| +\z"}, "content": ""})
-        steps.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
-    if normalizer.add_dummy_prefix:
-        steps.append({"type": "Prepend", "prepend": _SPACE})
-    steps.append({"type": "Replace", "pattern": {"String": " "}, "content": _SPACE})
+        entries.append((piece.piece, len(piece.piece.encode()) * highest - 0.1 if defined else piece.score))
+    tokenizer = Tokenizer(models.Unigram(entries, vocabulary.unk_id, model.trainer_spec.byte_fallback))
+    special = [piece.piece for piece in model.pieces if piece.type in (kinds.CONTROL, kinds.UNKNOWN)]
+    tokenizer.add_special_tokens([AddedToken(piece, normalized=False, special=True) for piece in special])
+
+    steps, decoding = [], [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if settings.precompiled_charsmap:
+        steps.append(normalizers.Precompiled(settings.precompiled_charsmap))
+    if settings.remove_extra_whitespaces:
+        steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+    if settings.add_dummy_prefix:
+        steps.append(normalizers.Prepend(_SPACE))
+        decoding.append(decoders.Strip(" ", 1, 0))
+    steps.append(normalizers.Replace(" ", _SPACE))
+    tokenizer.normalizer, tokenizer.decoder = normalizers.Sequence(steps), decoders.Sequence(decoding)
     eos = model.pieces[vocabulary.eos_id].piece
-    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if normalizer.add_dummy_prefix else []
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            {
-                "id": i,
-                "content": piece.piece,
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-                "special": True,
-            }
-            for i, piece in enumerate(model.pieces)
-            if piece.type in (kinds.CONTROL, kinds.UNKNOWN)
-        ],
-        "normalizer": {"type": "Sequence", "normalizers": steps},
-        "pre_tokenizer": None,
-        "post_processor": _post_processor(eos, vocabulary.eos_id),
-        "decoder": {
-            "type": "Sequence",
-            "decoders": [
-                {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
-                {"type": "ByteFallback"},
-                {"type": "Fuse"},
-                *strip,
-            ],
-        },
-        "model": {
-            "type": "Unigram",
-            "unk_id": vocabulary.unk_id,
-            "vocab": entries,
-            "byte_fallback": model.trainer_spec.byte_fallback,
-        },
-    }
+    return json.loads(tokenizer.to_str()) | {"post_processor": _post_processor(eos, vocabulary.eos_id)}
