@@ -5,7 +5,6 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, get_args
 
 import jax
@@ -18,6 +17,7 @@ from t5x.data import Evaluator
 from t5x.data.dataset_config import DatasetConfig
 from t5x.data.file_tasks import describe_data
 from t5x.errors import UserError, check_at_least
+from t5x.files.directories import open_directory
 from t5x.files.mirror import local_files
 from t5x.models import BaseTransformerModel
 from t5x.network.flops import StepCost
@@ -188,7 +188,7 @@ def train(
             describe()
             writer.on_recreate = describe  # if MODEL_DIR is removed during the run
         data = describe_data(train_dataset_cfg.mixture_or_task_name, train_dataset_cfg.task_feature_lengths)
-        files = sidecars(model, _read_if_exists(os.path.join(files_dir, "config.gin")), data)
+        files = sidecars(model, open_directory(files_dir).read_bytes("config.gin"), data)
 
         # --- Training, evaluation, saving -----------------------------------------------------------------------------
         trainer = trainer_cls(
@@ -362,10 +362,6 @@ def _describe(model: BaseTransformerModel, layout: StateLayout) -> str:
     config = getattr(model.module, "config", None)
     dtype = f", activations in {config.dtype}" if hasattr(config, "dtype") else ""
     return f"{type(model.module).__name__} with {layout.num_params:,} parameters in float32{dtype}"
-
-
-def _read_if_exists(path: str) -> bytes | None:
-    return Path(path).read_bytes() if os.path.exists(path) else None
 
 
 if __name__ == "__main__":

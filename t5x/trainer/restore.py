@@ -295,12 +295,12 @@ def _resume(path: Any, cfg: RestoreCheckpointConfig | None, layout: StateLayout)
     abstract = layout.abstract.replace(flax_mutables={}).state_dict()
     functions = () if cfg is None else cfg.rules.state_transformation_fns
     if not functions and _same_names(checkpoints.read_names(path), abstract):
-        state = layout.abstract.restore_state(checkpoints.restore(path, abstract, verify=False))
-        return state.replace(flax_mutables=_restore_mutables(path, layout))
-    if not functions:
-        log.info("rearranging %s: its layers are stacked and this network's are not, or vice versa", path)
-    rules = Rules(state_transformation_fns=functions, is_resuming=True)
-    tree = transfer.restore(read_own_checkpoint(path), abstract, layout.tree_axes(), rules=rules)
+        tree = checkpoints.restore(path, abstract, verify=False)
+    else:
+        if not functions:
+            log.info("rearranging %s: its layers are stacked and this network's are not, or vice versa", path)
+        rules = Rules(state_transformation_fns=functions, is_resuming=True)
+        tree = transfer.restore(read_own_checkpoint(path), abstract, layout.tree_axes(), rules=rules)
     return layout.abstract.restore_state(tree).replace(flax_mutables=_restore_mutables(path, layout))
 
 

@@ -6,7 +6,6 @@ import functools
 import logging
 import os
 import tempfile
-from typing import Any
 
 from t5x.checkpoints.config import RestoreCheckpointConfig
 from t5x.data import Evaluator, JSONLogger, TensorBoardLogger
@@ -82,7 +81,7 @@ def evaluate_file(run: FileEvaluation, *, command: str = "") -> dict[int, dict[s
             partitioner=PjitPartitioner(),
             output_dir=output,
             inference_evaluator_cls=functools.partial(Evaluator, logger_cls=loggers),
-            summarize_config_fn=functools.partial(_write_command, command=command),
+            summarize_config_fn=(lambda directory, *_: write_command(directory, command)) if command else None,
             wait_until_step=run.wait_until_step,
         )
     if run.output:
@@ -114,8 +113,3 @@ def _check_same_command(output: str, command: str) -> None:
     before = content.decode().split("\n", 1)[1].strip()
     if before != command:
         raise UserError(f"{output} has the results of another command:\n  {before}\nPass another --output.")
-
-
-def _write_command(output_dir: str, summary_writer: Any, step: int, command: str) -> None:
-    if command:
-        write_command(output_dir, command)
