@@ -110,9 +110,7 @@ class FakePartitioner(partitioning.BasePartitioner):
         super().__init__(num_partitions=1)
         self.mesh, self._mesh_axes, self.params_on_devices = mesh, mesh_axes, params_on_devices
 
-    def get_data_layout(
-        self, batch_size: int | None = None, host_index: int | None = None
-    ) -> partitioning.DataLayout:
+    def get_data_layout(self, batch_size: int | None = None, host_index: int | None = None) -> partitioning.DataLayout:
         return partitioning.DataLayout(1, 1, 1, True)
 
     def move_params_to_devices(self, train_state: Any, train_state_axes: Any) -> Any:

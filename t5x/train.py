@@ -182,9 +182,7 @@ def train(
                 MetricWriter(directory, collection="train", purge_step=first_step, home=home)
             )
 
-            describe = functools.partial(
-                write_run_info, files_dir, layout, summarize_config_fn, writer, first_step
-            )
+            describe = functools.partial(write_run_info, files_dir, layout, summarize_config_fn, writer, first_step)
             describe()
             writer.on_recreate = describe  # if MODEL_DIR is removed during the run
         data = describe_data(train_dataset_cfg.mixture_or_task_name, train_dataset_cfg.task_feature_lengths)
@@ -348,9 +346,7 @@ def _store(
     if save_cfg is None:
         return checkpoints.CheckpointStore(model_dir)
     best = None if save_cfg.best is None else checkpoints.Ranking(save_cfg.best, files_dir)
-    return checkpoints.CheckpointStore(
-        model_dir, keep=save_cfg.keep_newest, best=best, before_publishing=upload_files
-    )
+    return checkpoints.CheckpointStore(model_dir, keep=save_cfg.keep_newest, best=best, before_publishing=upload_files)
 
 
 def _devices() -> str:

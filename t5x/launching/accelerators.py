@@ -108,6 +108,4 @@ def _gpus(name: str, topology: topologies.Topology) -> Accelerators:
         raise UserError(f"--topology {name}: `t5x launch` knows these GPUs of clouds: {known}. Example: h100x8.")
     if topology.devices % topology.per_machine:
         raise UserError(f"--topology {name}: several machines have {topology.per_machine} GPUs each. Use a multiple.")
-    return Accelerators(
-        name, topology.devices // topology.per_machine, topology.per_machine, gpu=_GPUS[topology.kind]
-    )
+    return Accelerators(name, topology.devices // topology.per_machine, topology.per_machine, gpu=_GPUS[topology.kind])

@@ -48,9 +48,7 @@ def launch(args: Any, command: list[str]) -> int:
     return 0
 
 
-def task(
-    args: Any, command: list[str], found: Accelerators, requirement: str, archive: str | None
-) -> dict[str, Any]:
+def task(args: Any, command: list[str], found: Accelerators, requirement: str, archive: str | None) -> dict[str, Any]:
     """Return the task.
 
     Args:

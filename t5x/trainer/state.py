@@ -132,9 +132,7 @@ class StateLayout:
         if not self.abstract.flax_mutables:
             return {}
         make = lambda: self._mutables(self._variables(jax.random.key(0)))
-        return self.partitioner.partition(
-            make, in_axis_resources=(), out_axis_resources=self.shardings.flax_mutables
-        )()
+        return self.partitioner.partition(make, in_axis_resources=(), out_axis_resources=self.shardings.flax_mutables)()
 
     def init(self, rng: jax.Array) -> TrainState:
         """Return fresh parameters and optimizer state, created on their devices."""

@@ -60,9 +60,7 @@ class BaseTrainer(abc.ABC):
         self.train_state = train_state
         self.stop_training = False
         self.train_metrics_manager = MetricsManager("train", summary_dir)
-        self.eval_metrics_managers = {
-            name: MetricsManager(f"training_eval/{name}", summary_dir) for name in eval_names
-        }
+        self.eval_metrics_managers = {name: MetricsManager(f"training_eval/{name}", summary_dir) for name in eval_names}
 
     @property
     @abc.abstractmethod

@@ -221,9 +221,7 @@ def parse_gin(args: argparse.Namespace, entries: Sequence[Callable]) -> None:
     )
 
 
-def run_gin(
-    args: argparse.Namespace, entry: Callable, examples: Sequence[str], others: Sequence[Callable] = ()
-) -> Any:
+def run_gin(args: argparse.Namespace, entry: Callable, examples: Sequence[str], others: Sequence[Callable] = ()) -> Any:
     """Parse and check the configuration, call the entry point and return its result.
 
     Args:
