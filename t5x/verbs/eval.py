@@ -5,8 +5,9 @@ from typing import Any
 
 from t5x.errors import UserError
 from t5x.verbs import file_options
-from t5x.verbs.arguments import add_gin, flags, import_modules, processes, run_gin, work_begins
+from t5x.verbs.arguments import add_gin, flags, run_gin
 from t5x.verbs.file_options import FileEvaluation
+from t5x.verbs.job_options import job_process
 from t5x.verbs.verb_parser import VerbParser
 
 _FROM_FILE = "--model runs/mine --data test.tsv"
@@ -53,9 +54,7 @@ def _eval_file(args: argparse.Namespace, given: dict[str, Any]) -> Any:
     gin = ("gin_file", "gin_bindings", "dry_run", "tfds_data_dir", "seqio_additional_cache_dirs")
     if unused := [name for name in gin if getattr(args, name)]:
         raise UserError(f"--model cannot be combined with {flags(unused)}: these are for gin files.")
-    import_modules(args)  # they may define classes, such as a vocabulary
-    work_begins()
-    with processes(args):
+    with job_process(args):
         from t5x.verbs.eval_from_files import evaluate_file
 
         command = file_options.command("eval", {"model": given["model"], **given})

@@ -1,4 +1,4 @@
-"""Code shared by the verbs that run jobs from files: `infer --model`, `rerank` and `answer`."""
+"""Code shared by the verbs that run jobs from files: `infer --model`, `eval --model`, `rerank` and `answer`."""
 
 import argparse
 import contextlib
