@@ -29,7 +29,7 @@ from t5x.trainer.datasets import ExternalBatches, get_dataset, get_training_eval
 from t5x.trainer.evaluation import Evaluation, InferenceEvaluation, TeacherForcedEvaluation
 from t5x.trainer.extension_checks import check_extensions
 from t5x.trainer.metric_lines import MetricLines
-from t5x.trainer.preemption import PreemptionWatch
+from t5x.trainer.preemption import watch_for_preemption
 from t5x.trainer.restore import OnChangedData, Run, position_of_all, restore_or_init, resume_data
 from t5x.trainer.state import StateLayout, TrainState, write_run_info
 
@@ -118,7 +118,7 @@ def train(
     with (
         checkpoints.ModelDirLock(model_dir) as home,
         trainer_lib.StopRequest() as stop,
-        PreemptionWatch(),
+        watch_for_preemption(),
         local_files(model_dir, writes=leader, unread=_is_not_read, check=home.renew) as (files_dir, upload_files),
         _store(model_dir, files_dir, save_cfg, upload_files) as store,
         contextlib.ExitStack() as closing,

@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from t5x.errors import UserError
 from t5x.partitioning import cluster, rendezvous
 from t5x.partitioning.cluster import Place
-from t5x.partitioning.relay import Relay
+from t5x.partitioning.relay import start_relay
 from t5x.partitioning.rendezvous import Member
 from t5x.partitioning.watch import CAUSE, STOP, Watch
 
@@ -79,7 +79,7 @@ def start(
         else:
             _members, link, port = rendezvous.join(place, me, initialization_timeout, token=token)
             links = {0: link}
-            address, bind_address = f"127.0.0.1:{Relay(place.host, port).port}", None
+            address, bind_address = f"127.0.0.1:{start_relay(place.host, port)}", None
         _watch = Watch(place.index, _members, links)
         _watch.start()
         atexit.register(at_exit)

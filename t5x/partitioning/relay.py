@@ -11,30 +11,28 @@ import threading
 _CHUNK = 1 << 16
 
 
-class Relay:
-    """A relay that forwards connections to `port` of this machine to another address."""
+def start_relay(host: str, port: int) -> int:
+    """Forward connections to a port of this machine, which is returned, to another address."""
+    door = socket.create_server(("127.0.0.1", 0))
+    threading.Thread(target=_accept, args=(door, (host, port)), name="t5x-relay", daemon=True).start()
+    return door.getsockname()[1]
 
-    def __init__(self, host: str, port: int):
-        self._target = (host, port)
-        self._door = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._door.getsockname()[1]
-        self._held: list[socket.socket] = []  # unreferenced sockets would be closed
-        threading.Thread(target=self._accept, name="t5x-relay", daemon=True).start()
 
-    def _accept(self) -> None:
-        while True:
-            near, _ = self._door.accept()
-            try:
-                far = socket.create_connection(self._target, timeout=30)
-            except OSError:
-                near.close()  # JAX retries until its own timeout
-                continue
-            far.settimeout(None)
-            self._held += [near, far]
-            for end in (near, far):
-                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            for name, args in (("out", (near, far, True)), ("back", (far, near, False))):
-                threading.Thread(target=_pump, args=args, name=f"t5x-relay-{name}", daemon=True).start()
+def _accept(door: socket.socket, target: tuple[str, int]) -> None:
+    held: list[socket.socket] = []  # unreferenced sockets would be closed
+    while True:
+        near, _ = door.accept()
+        try:
+            far = socket.create_connection(target, timeout=30)
+        except OSError:
+            near.close()  # JAX retries until its own timeout
+            continue
+        far.settimeout(None)
+        held += [near, far]
+        for end in (near, far):
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for name, args in (("out", (near, far, True)), ("back", (far, near, False))):
+            threading.Thread(target=_pump, args=args, name=f"t5x-relay-{name}", daemon=True).start()
 
 
 def _pump(source: socket.socket, target: socket.socket, from_here: bool) -> None:

@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 import urllib.request
+from collections.abc import Iterator
 
 log = logging.getLogger(__name__)
 
@@ -18,41 +19,39 @@ _PATH = "/computeMetadata/v1/instance/preempted?wait_for_change=true&timeout_sec
 _PAUSE = 5.0  # seconds after a request that failed
 
 
-class PreemptionWatch(contextlib.AbstractContextManager):
-    """While it is open, a notice of preemption sends SIGTERM to this process. Does nothing outside Compute Engine.
+@contextlib.contextmanager
+def watch_for_preemption() -> Iterator[None]:
+    """During the block, a notice of preemption sends SIGTERM to this process. Does nothing outside Compute Engine.
 
     GCE_METADATA_HOST, as in Google's own libraries, names another metadata server.
     """
+    closed = threading.Event()
+    if host := _metadata_host():
+        threading.Thread(target=_watch, args=(host, closed), name="t5x-preemption", daemon=True).start()
+    try:
+        yield
+    finally:
+        closed.set()
 
-    def __init__(self) -> None:
-        self._closed = threading.Event()
 
-    def __enter__(self) -> "PreemptionWatch":
-        if host := _metadata_host():
-            threading.Thread(target=self._watch, args=(host,), name="t5x-preemption", daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._closed.set()
-
-    def _watch(self, host: str) -> None:
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy has other metadata
-        path = _PATH.replace("wait_for_change=true", "wait_for_change=false")  # the first answer comes at once
-        while not self._closed.is_set():
-            request = urllib.request.Request(f"http://{host}{path}", headers={"Metadata-Flavor": "Google"})
-            try:
-                with opener.open(request, timeout=90) as response:
-                    preempted = response.read(100).strip() == b"TRUE"
-            except (OSError, ValueError) as error:
-                log.debug("the metadata server %s does not answer: %s", host, error)
-                self._closed.wait(_PAUSE)
-                continue
-            path = _PATH
-            if preempted and not self._closed.is_set():
-                log.warning("this machine is being preempted")
-                # Not os.kill: another thread may receive that signal, and a main thread that waits is not woken.
-                signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
-                return
+def _watch(host: str, closed: threading.Event) -> None:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy has other metadata
+    path = _PATH.replace("wait_for_change=true", "wait_for_change=false")  # the first answer comes at once
+    while not closed.is_set():
+        request = urllib.request.Request(f"http://{host}{path}", headers={"Metadata-Flavor": "Google"})
+        try:
+            with opener.open(request, timeout=90) as response:
+                preempted = response.read(100).strip() == b"TRUE"
+        except (OSError, ValueError) as error:
+            log.debug("the metadata server %s does not answer: %s", host, error)
+            closed.wait(_PAUSE)
+            continue
+        path = _PATH
+        if preempted and not closed.is_set():
+            log.warning("this machine is being preempted")
+            # Not os.kill: another thread may receive that signal, and a main thread that waits is not woken.
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
+            return
 
 
 def _metadata_host() -> str | None:

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from t5x.trainer.preemption import PreemptionWatch
+from t5x.trainer.preemption import watch_for_preemption
 
 
 class Metadata(http.server.ThreadingHTTPServer):
@@ -63,7 +63,7 @@ def received():
 
 def test_a_notice_becomes_a_signal(metadata, received, monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nobody listens there, and it must not be asked
-    with PreemptionWatch():
+    with watch_for_preemption():
         time.sleep(0.3)
         assert not received.is_set()
         metadata.preempted.set()
@@ -73,7 +73,7 @@ def test_a_notice_becomes_a_signal(metadata, received, monkeypatch):
 
 
 def test_a_run_that_has_ended_gets_no_signal(metadata, received):
-    with PreemptionWatch():
+    with watch_for_preemption():
         time.sleep(0.2)
     metadata.preempted.set()
     assert not received.wait(0.5)
