@@ -181,7 +181,7 @@ def _check_complete(source: Source, config: Mapping[str, Any], arrays: Mapping[s
     """
     expected = families.parameters_of(config)
     found = {n: a for n, a in arrays.items() if n.startswith(layout.PARAMS) and (n in expected or to != "native")}
-    if table := tree.difference(tree.nest(expected), tree.nest(found)):
+    if table := tree.difference_by_name(expected, found):
         raise UserError(
             f"{source.path} does not have the parameters of the model that it describes (expected: that model, found: "
             f"the checkpoint): {table}\nDownload it again, or use another checkpoint."

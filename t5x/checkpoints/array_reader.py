@@ -30,7 +30,7 @@ from etils import epath
 from t5x.checkpoints import ocdbt
 from t5x.checkpoints.checkpoint_files import open_files
 from t5x.checkpoints.formats import zarr_arrays
-from t5x.checkpoints.formats.safety import DTYPES, check_expansion, check_shape
+from t5x.checkpoints.formats.safety import DTYPES, MAX_METADATA_BYTES, check_expansion, check_shape
 from t5x.checkpoints.formats.source import LazyArray
 from t5x.checkpoints.manifest import DamagedCheckpoint
 from t5x.checkpoints.ocdbt import Place
@@ -44,8 +44,6 @@ log = logging.getLogger(__name__)
 METADATA = "_METADATA"
 EMPTY = "empty_arrays"
 
-_MAX_METADATA_BYTES = 32 * 2**20
-_MAX_ARRAY_METADATA_BYTES = 2**20
 _READ_AHEAD_BYTES = 2 * 2**30
 _BATCH_BYTES = 8 * 2**20  # a thread reads at least this much at once
 _BLOCK_BYTES = 64 * 2**20  # memory is allocated in blocks of this size
@@ -155,7 +153,7 @@ def read_names(directory: epath.PathLike) -> set[str]:
 def _read_metadata(directory: epath.PathLike) -> tuple[list[str], dict[str, jax.ShapeDtypeStruct]]:
     """Return (names of the stored arrays, {name: shape and dtype} of the empty ones)."""
     with open_files(directory).open(METADATA) as file:
-        metadata = parse_json(file.read(_MAX_METADATA_BYTES + 1), max_bytes=_MAX_METADATA_BYTES)
+        metadata = parse_json(file.read(MAX_METADATA_BYTES + 1), max_bytes=MAX_METADATA_BYTES)
     keys = [entry["key_metadata"] for entry in metadata["tree_metadata"].values()]
     names = ["/".join(str(key["key"]) for key in keys_of_one) for keys_of_one in keys]
     empty = {}
@@ -308,7 +306,7 @@ def _open_arrays(
         for name, prefix in prefixes.items():
             value = values.get(prefix + zarr_arrays.METADATA_FILE)
             if isinstance(value, Place):
-                value = files.read(value._replace(size=min(value.size, _MAX_ARRAY_METADATA_BYTES + 1))).tobytes()
+                value = files.read(value._replace(size=min(value.size, zarr_arrays.MAX_METADATA_BYTES + 1))).tobytes()
             with contextlib.suppress(zarr_arrays.Malformed):
                 metadata = None if value is None else zarr_arrays.parse_metadata(value)
                 if metadata is not None and metadata.codec is None and metadata.order == "C":

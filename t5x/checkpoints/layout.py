@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from t5x.checkpoints.assignment import SLOTS
 from t5x.checkpoints.formats.source import LazyArray
 from t5x.errors import UserError
 
 PARAMS, STATES = "target/", "state/param_states/"
 _STACKED = re.compile(r"^(encoder|decoder)/\1/(.+)$")
 _LAYER = re.compile(r"^(encoder|decoder)/layers_(\d+)/(.+)$")
-_SLOTS = ("m", "v", "v_row", "v_col")
 _MAX_LAYERS = 1000  # in a stack; each becomes an array
 _MIRRORED = re.compile(rf"^({STATES}.+?/)((?:encoder|decoder|token_embedder)/.+)$")  # moments of Optax's optimizers
 _HEADS = re.compile(r"attention/(query|key|value|out)/kernel$")
@@ -119,7 +119,7 @@ def _split(name: str) -> tuple[str | None, str, str | None]:
         return PARAMS, name.removeprefix(PARAMS), None
     if name.startswith(STATES):
         path, _, slot = name.removeprefix(STATES).rpartition("/")
-        if slot in _SLOTS:
+        if slot in SLOTS:
             return STATES, path, slot
         if match := _MIRRORED.match(name):
             return match[1], match[2], None

@@ -18,9 +18,8 @@ log = logging.getLogger(__name__)
 
 NATIVE = "checkpoint"
 HUGGINGFACE = "config.json"
-_ORBAX = ("_METADATA", "manifest.ocdbt")
+ORBAX = ("_METADATA", "manifest.ocdbt")
 _INDEX = ".index"
-_MAX_STATE_FILE_BYTES = 2**20
 _UNREAD = (".bin", ".h5", ".msgpack", ".onnx", ".ot", ".pt", ".pth", ".ckpt")  # other formats of the same weights
 
 
@@ -66,7 +65,7 @@ def list_checkpoint(path: RemotePath) -> Listing:
 
 def is_checkpoint(names: Mapping[str, Any]) -> bool:
     """Return whether a directory with these entries is a checkpoint of a format that occupies one directory."""
-    return any(name in names for name in (paths.MANIFEST, HUGGINGFACE, NATIVE, *_ORBAX))
+    return any(name in names for name in (paths.MANIFEST, HUGGINGFACE, NATIVE, *ORBAX))
 
 
 def _directory(path: RemotePath) -> Listing:
@@ -76,7 +75,7 @@ def _directory(path: RemotePath) -> Listing:
             f"{path.url} is unfinished: a run is writing or removing it, or was killed while it did. Use another "
             "checkpoint; the run's next start removes this one."
         )
-    if paths.MANIFEST in names or any(name in names for name in _ORBAX):
+    if paths.MANIFEST in names or any(name in names for name in ORBAX):
         return _listing(path, path.descendants())
     if HUGGINGFACE in names:
         return _huggingface(path, names)
@@ -142,7 +141,7 @@ def _latest_prefix(path: RemotePath, names: Mapping[str, Any], prefixes: list[st
     if NATIVE not in names:
         return mesh_tensorflow.newest(path.url, prefixes)
     state = (path / NATIVE).file(names[NATIVE])
-    content = state.read(0, min(state.size, _MAX_STATE_FILE_BYTES))
+    content = state.read(0, min(state.size, mesh_tensorflow.MAX_STATE_FILE_BYTES))
     name = mesh_tensorflow.latest_named(content, state.path.url)
     log.info("%s: using %s, which the file %s names", path.url, name, NATIVE)
     return name

@@ -77,7 +77,8 @@ def what_to_free(directory: epath.PathLike) -> str:
     """Return advice that names the damaged and the older checkpoints, oldest first, with their sizes."""
     if is_remote(directory):  # metrics and arrays wait on a local disk until they are uploaded
         return "Free space on that disk, or set T5X_CACHE_DIR to a directory on a larger one."
-    aside = sorted(name for name in _entries(directory) if paths.is_set_aside(name))
+    entries = os.listdir(directory) if os.path.isdir(directory) else []
+    aside = sorted(name for name in entries if paths.is_set_aside(name))
     removable = aside + [paths.checkpoint_name(step) for step in paths.list_steps(directory)[:-1]]
     if not removable:
         return "Free space on that disk, or choose a MODEL_DIR on a larger one."
@@ -100,7 +101,3 @@ def _size(path: epath.PathLike) -> str:
         return paths.human_size(paths.tree_size(path))
     except OSError as error:
         return f"unknown size: {error.strerror}"
-
-
-def _entries(directory: epath.PathLike) -> list[str]:
-    return os.listdir(directory) if os.path.isdir(directory) else []

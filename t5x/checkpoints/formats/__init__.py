@@ -12,6 +12,7 @@ from t5x.checkpoints import manifest, names, paths, remote_reading
 from t5x.checkpoints.formats.safety import check_links
 from t5x.checkpoints.formats.source import LazyArray, Source
 from t5x.checkpoints.manifest import DamagedCheckpoint
+from t5x.checkpoints.remote_listing import HUGGINGFACE, NATIVE, ORBAX
 from t5x.errors import ArgumentError, UserError
 from t5x.files.remote import is_remote
 from t5x.files.untrusted import open_inside, open_regular
@@ -20,11 +21,8 @@ __all__ = ["LazyArray", "Source", "is_own_checkpoint", "open_checkpoint"]
 
 log = logging.getLogger(__name__)
 
-_NATIVE = "checkpoint"
-_HUGGINGFACE = "config.json"
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
-_ORBAX = ("_METADATA", "manifest.ocdbt", f"{paths.STATE}/_METADATA")
-_TENSORFLOW_STATE = b"model_checkpoint_path"
+_ORBAX = (*ORBAX, f"{paths.STATE}/_METADATA")
 
 
 def open_checkpoint(path: epath.PathLike, *, verify: bool = True) -> Source:
@@ -37,7 +35,7 @@ def open_checkpoint(path: epath.PathLike, *, verify: bool = True) -> Source:
       verify: check the files of our checkpoints against their manifest. Pass False if that has just been done.
     """
     given, path = os.fspath(path), remote_reading.stage(path)
-    if not _has(path, paths.MANIFEST, _HUGGINGFACE, *_ORBAX) and (steps := paths.list_steps(path)):
+    if not _has(path, paths.MANIFEST, HUGGINGFACE, *_ORBAX) and (steps := paths.list_steps(path)):
         return _open_newest(path, steps, verify)
     source = _open(path, verify)
     chosen = is_remote(given) and paths.step_of(path) is not None and paths.step_of(given.rstrip("/")) is None
@@ -56,11 +54,11 @@ def is_own_checkpoint(directory: epath.Path) -> bool:
         if os.path.isfile(directory / paths.MANIFEST):
             with open_inside(directory, paths.MANIFEST) as file:
                 return b'"format": "t5x"' in file.read(200)
-        if os.path.isfile(directory / _NATIVE):
-            return lazy_msgpack.is_tree(directory / _NATIVE)
+        if os.path.isfile(directory / NATIVE):
+            return lazy_msgpack.is_tree(directory / NATIVE)
     except OSError:
         return False
-    return _has(directory, _HUGGINGFACE) and _has(directory, *_WEIGHTS)
+    return _has(directory, HUGGINGFACE) and _has(directory, *_WEIGHTS)
 
 
 def _open_newest(directory: epath.Path, steps: list[int], verify: bool) -> Source:
@@ -122,7 +120,7 @@ def _open(path: epath.Path, verify: bool) -> Source:
         if verify:
             manifest.verify(path)
         return read_own_checkpoint(path)
-    if _has(path, _HUGGINGFACE):
+    if _has(path, HUGGINGFACE):
         from t5x.checkpoints.formats.huggingface import read_huggingface
 
         return read_huggingface(path)
@@ -134,7 +132,7 @@ def _open(path: epath.Path, verify: bool) -> Source:
         from t5x.checkpoints.formats.mesh_tensorflow import read_mesh_tensorflow
 
         return read_mesh_tensorflow(path)
-    if _has(path, _NATIVE):
+    if _has(path, NATIVE):
         from t5x.checkpoints.formats.native_t5x import read_native
         from t5x.checkpoints.formats.orbax import read_orbax
 
@@ -144,20 +142,20 @@ def _open(path: epath.Path, verify: bool) -> Source:
 
 def _is_early_orbax(directory: epath.Path) -> bool:
     try:
-        with open_inside(directory, _NATIVE) as file:
+        with open_inside(directory, NATIVE) as file:
             return b"PLACEHOLDER://" in file.read(1_000_000)
     except OSError as error:
-        raise DamagedCheckpoint(directory, f"{_NATIVE} cannot be read: {error.strerror}") from error
+        raise DamagedCheckpoint(directory, f"{NATIVE} cannot be read: {error.strerror}") from error
 
 
 def _open_msgpack_file(path: epath.Path) -> Source:
     """Open the msgpack file of a native checkpoint, the only format with a single file."""
     from t5x.checkpoints.formats import lazy_msgpack
-    from t5x.checkpoints.formats.native_t5x import read_native
+    from t5x.checkpoints.formats.native_t5x import TENSORFLOW_STATE, read_native
 
     try:
         with open_regular(path) as file:
-            is_tensorflow = file.read(len(_TENSORFLOW_STATE)) == _TENSORFLOW_STATE
+            is_tensorflow = file.read(len(TENSORFLOW_STATE)) == TENSORFLOW_STATE
         if not is_tensorflow and not lazy_msgpack.is_tree(path):
             raise _unknown(path)
     except OSError as error:

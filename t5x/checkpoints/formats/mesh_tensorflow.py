@@ -14,7 +14,8 @@ from collections.abc import Mapping
 import numpy as np
 from etils import epath
 
-from t5x.checkpoints.formats.native_t5x import read_step
+from t5x.checkpoints.assignment import SLOTS
+from t5x.checkpoints.formats.native_t5x import TENSORFLOW_STATE, read_step
 from t5x.checkpoints.formats.source import LazyArray, Source
 from t5x.checkpoints.formats.tensor_bundle import read_bundle
 from t5x.errors import UserError
@@ -23,8 +24,7 @@ from t5x.files.untrusted import open_inside
 _logger = logging.getLogger(__name__)
 
 _STATE_FILE = "checkpoint"
-_STATE_FILE_START = b"model_checkpoint_path"
-_MAX_STATE_FILE_BYTES = 2**20
+MAX_STATE_FILE_BYTES = 2**20
 
 _STEP_VARIABLE = "global_step"
 _SLOTS = {"v": "v", "vr": "v_row", "vc": "v_col"}
@@ -159,7 +159,7 @@ def _add_missing_slots(prefix: str, arrays: dict[str, LazyArray]) -> None:
                 f"{prefix}: {parameter} has the slots {', '.join(sorted(found))}; Adafactor has either v, or v_row "
                 "and v_col. The checkpoint is incomplete."
             )
-        for slot in {"m", "v", "v_row", "v_col"} - found:
+        for slot in set(SLOTS) - found:
             arrays[f"{parameter}/{slot}"] = unused
 
 
@@ -188,7 +188,7 @@ def find_prefix(path: epath.PathLike) -> str:
         return f"{path}/{newest(path, found)}"
     try:
         with open_inside(path, _STATE_FILE) as file:
-            name = latest_named(file.read(_MAX_STATE_FILE_BYTES), state_file)
+            name = latest_named(file.read(MAX_STATE_FILE_BYTES), state_file)
     except OSError as error:
         raise UserError(f"{state_file} cannot be read: {error.strerror}. If it is a link, copy the file.") from error
     if name not in found:
@@ -202,9 +202,9 @@ def find_prefix(path: epath.PathLike) -> str:
 
 def latest_named(content: bytes, path: epath.PathLike) -> str:
     """Return the latest checkpoint named in `content`, that of TensorFlow's state file at `path`."""
-    if not content.startswith(_STATE_FILE_START):
+    if not content.startswith(TENSORFLOW_STATE):
         raise UserError(f"{path} is not a TensorFlow state file. Give the path of a checkpoint: DIR/model.ckpt-N.")
-    match = re.match(_STATE_FILE_START + rb'\s*:\s*"([^"\\\r\n]*)"', content)
+    match = re.match(TENSORFLOW_STATE + rb'\s*:\s*"([^"\\\r\n]*)"', content)
     name = match[1].decode(errors="replace") if match else ""
     if not re.fullmatch(r"[\w=+-][\w.=+-]*", name, re.ASCII):
         raise UserError(

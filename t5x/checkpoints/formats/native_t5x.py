@@ -31,6 +31,7 @@ from t5x.files.untrusted import open_inside
 
 FILE = "checkpoint"
 PLACEHOLDER = "PLACEHOLDER://"  # leaves of early Orbax checkpoints, whose msgpack file has the same name
+TENSORFLOW_STATE = b"model_checkpoint_path"  # how TensorFlow's file of that name begins
 SECTIONS = ("target", "state", "flax_mutables")
 
 _VERSION = 3
@@ -38,7 +39,6 @@ _CHECKSUM = "checkpoint.sha256"
 _STEP = "state/step"
 _KVSTORES = ("file", "gfile", "gcs")  # paths in all of these are relative to the checkpoint
 _SPEC_KEYS = {"driver", "kvstore", "metadata"}
-_TENSORFLOW = b"model_checkpoint_path"
 _MAX_INLINE_BYTES = 64 * 2**20
 _MAX_FILE_NAME = 255
 
@@ -62,7 +62,7 @@ def read_native(path: epath.PathLike) -> Source:
     try:
         with open_inside(directory, name) as file:
             file_bytes = os.fstat(file.fileno()).st_size
-            if file.read(len(_TENSORFLOW)) == _TENSORFLOW:
+            if file.read(len(TENSORFLOW_STATE)) == TENSORFLOW_STATE:
                 raise UserError(f"{directory} is a TensorFlow checkpoint, not a native T5X one. Give its model.ckpt-N.")
         if name == FILE:
             _verify_checksum(directory)

@@ -33,7 +33,7 @@ METADATA_FILE = ".zarray"
 COMPRESSOR = {"id": "gzip", "level": 1}  # written by us and by T5X
 
 _MAX_CHUNK_BYTES = 64 * 2**20
-_MAX_METADATA_BYTES = 2**20
+MAX_METADATA_BYTES = 2**20
 _MAX_CHUNKS = 100_000  # in total, more if the files are large: TensorStore is slow even for missing ones
 _BYTES_PER_CHUNK = 1000
 _WRITERS = min(4, os.cpu_count() or 1)
@@ -181,7 +181,7 @@ class Metadata:
 def parse_metadata(content: bytes) -> Metadata:
     """Parse the content of a .zarray file; raise Malformed if it is invalid or not supported."""
     try:
-        data = parse_json(content, max_bytes=_MAX_METADATA_BYTES)
+        data = parse_json(content, max_bytes=MAX_METADATA_BYTES)
         if data["zarr_format"] != 2 or data["filters"] is not None:
             raise ValueError("it is not zarr version 2 without filters")
         dtype, shape, chunks = _DTYPE_OF_NAME[data["dtype"]], check_shape(data["shape"]), check_shape(data["chunks"])
