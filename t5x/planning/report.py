@@ -3,7 +3,7 @@
 from typing import Any
 
 from t5x.network.config import REMAT_POLICIES
-from t5x.planning.estimates import ASSUMPTIONS, GIGA, USABLE, Estimate, Run
+from t5x.planning.estimates import ASSUMPTIONS, GIGA, USABLE, Estimate, Run, layout_of
 from t5x.planning.topologies import Topology
 
 HOUR = 3600
@@ -59,7 +59,8 @@ def as_json(
     seconds = shown.seconds(remat)
     plan: dict[str, Any] = {
         "topology": topology.name, "device": topology.kind, "devices": topology.devices,
-        "memory_gb": topology.chip.memory, "batch": run.batch, "inputs": run.inputs, "targets": run.targets,
+        "memory_gb": topology.chip.memory, "parameters": layout_of(run, "dp", 1).num_params,
+        "batch": run.batch, "inputs": run.inputs, "targets": run.targets,
         "microbatches": run.microbatches, "dtype": run.config.dtype, "remat": remat,
         "fits": chosen is not None, "preset": chosen.preset if chosen else None,
         "mesh": dict(zip(("data", "model"), shown.mesh, strict=True)),
@@ -90,10 +91,10 @@ def _preset(one: Estimate, topology: Topology) -> dict[str, Any]:
     }
 
 
-def as_text(plan: dict[str, Any], topology: Topology, parameters: int) -> str:
+def as_text(plan: dict[str, Any], topology: Topology) -> str:
     """Return the plan for people."""
     lines = [
-        f"model     {parameters / 1e6:,.4g} million parameters, {plan['dtype']}, batch {plan['batch']}, "
+        f"model     {plan['parameters'] / 1e6:,.4g} million parameters, {plan['dtype']}, batch {plan['batch']}, "
         f"{plan['inputs']} in, {plan['targets']} out"
         + (f", {plan['microbatches']} microbatches" if plan["microbatches"] > 1 else ""),
         f"devices   {topology}", "",

@@ -130,4 +130,4 @@ def _plan(
         raise UserError(f"No mesh fits {topology.name} and this batch ({reasons}). Change --batch or --topology.")
     cache = memory.cache_bytes(planned.config, estimates.share_of(planned, topology, found[0].mesh))
     plan = report.as_json(planned, topology, found, skipped, cache, steps, args.price)
-    return plan, report.as_text(plan, topology, estimates.layout_of(planned, "dp", 1).num_params)
+    return plan, report.as_text(plan, topology)

@@ -20,23 +20,28 @@ def plan(*options, timeout=400):
     return json.loads(done.stdout)
 
 
-def test_a_sharded_state_takes_less_memory_and_more_communication():
-    found = plan("--size", "tiny", "--batch", 16, "--inputs", 32, "--targets", 16, "--topology", "v5e-8", "--scan")
-    presets = found["presets"]
-    assert set(presets) == {"dp", "fsdp", "tp", "2d"} and not found["skipped"]
-    state = {name: one["memory_gb"]["none"]["parameters"] for name, one in presets.items()}
+@pytest.mark.parametrize("presets", [("fsdp",), ("dp", "fsdp", "tp", "2d")], ids=["fsdp", "all presets"])
+def test_a_sharded_state_takes_less_memory_and_more_communication(presets):
+    options = ("--size", "tiny", "--batch", 16, "--inputs", 32, "--targets", 16, "--topology", "v5e-8", "--scan")
+    found = plan(*options, *(("--preset", presets[0]) if len(presets) == 1 else ()))
+    planned = found["presets"]
+    assert set(planned) == set(presets) and not found["skipped"]
+    state = {"dp": 4 * found["parameters"] / 1e9}
+    state |= {name: one["memory_gb"]["none"]["parameters"] for name, one in planned.items()}
     assert state["fsdp"] == pytest.approx(state["dp"] / 8, rel=0.05)
-    assert state["dp"] > state["tp"] > state["fsdp"] and state["dp"] > state["2d"]
-    for name, one in presets.items():
+    for name, one in planned.items():
         # XLA's arguments are the state and four features of the batch.
         rows = 16 / one["mesh"]["data"]
         whole = one["memory_gb"]["none"]["parameters"] + one["memory_gb"]["none"]["optimizer state"]
         assert one["xla_cpu"]["arguments_gb"] == pytest.approx(whole + rows * 80 * 4 / 1e9, rel=0.02), name
         assert one["peak_memory_gb"]["none"] > one["peak_memory_gb"]["minimal"] > one["peak_memory_gb"]["full"] > 0
+        assert name == "dp" or state[name] < state["dp"]
     # Data parallelism reduces every gradient once; sharded parameters are gathered layer by layer.
-    assert set(presets["dp"]["collectives"]) == {"all-reduce"} and presets["fsdp"]["collectives"]["all-gather"] > 20
+    assert planned["fsdp"]["collectives"]["all-gather"] > 20
+    if "dp" in planned:
+        assert set(planned["dp"]["collectives"]) == {"all-reduce"} and state["tp"] > state["fsdp"]
     assert found["fits"] and found["gin"][0] == f"partitioning.PjitPartitioner.preset = '{found['preset']}'"
-    assert found["step_ms"] == pytest.approx(sum(presets[found["preset"]]["step_ms"]["none"].values()))
+    assert found["step_ms"] == pytest.approx(sum(planned[found["preset"]]["step_ms"]["none"].values()))
 
 
 @pytest.mark.slow
