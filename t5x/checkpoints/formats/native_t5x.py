@@ -21,7 +21,7 @@ import msgpack
 import numpy as np
 from etils import epath
 
-from t5x.checkpoints import paths
+from t5x.checkpoints import paths, tree
 from t5x.checkpoints.formats import lazy_msgpack, zarr_arrays
 from t5x.checkpoints.formats.safety import DTYPES, check_expansion, check_files
 from t5x.checkpoints.formats.source import LazyArray, Source
@@ -196,16 +196,16 @@ def write_native(path: epath.PathLike, step: int, arrays: Iterable[tuple[str, np
     if not 0 <= step < 2**31:
         raise UserError(f"Step {step} cannot be written: T5X stores it as an int32.")
     with paths.new_checkpoint(path) as directory:
-        tree: dict[str, Any] = {section: {} for section in SECTIONS}
+        leaves: dict[str, Any] = {}
         for name, array in arrays:
-            _write(directory, step, name, array, tree)
+            _write(directory, step, name, array, leaves)
             del array  # before the next one is read
-        _write_msgpack(directory, step, tree)
+        _write_msgpack(directory, step, tree.nest(leaves))
     _logger.info("wrote %s, a native T5X checkpoint of step %d", path, step)
 
 
-def _write(directory: epath.Path, step: int, name: str, array: np.ndarray, tree: dict[str, Any]) -> None:
-    """Write one array, and add its entry in the msgpack file to `tree`: itself, or the spec of its directory."""
+def _write(directory: epath.Path, step: int, name: str, array: np.ndarray, leaves: dict[str, Any]) -> None:
+    """Write one array, and add its entry in the msgpack file to `leaves`: itself, or the spec of its directory."""
     stored_name = name.replace("/", ".")
     section, *keys = name.split("/")
     if section not in SECTIONS or not keys or not paths.is_plain_relative(name) or len(stored_name) > _MAX_FILE_NAME:
@@ -216,30 +216,19 @@ def _write(directory: epath.Path, step: int, name: str, array: np.ndarray, tree:
         if array.size != 1 or array.item() != step:
             raise UserError(f"{_STEP} is {array}, but the checkpoint is written for step {step}.")
         return
-    parent = tree[section]
-    for key in keys[:-1]:
-        parent = parent.setdefault(key, {})
-        if _is_leaf(parent):
-            break
-    if _is_leaf(parent) or keys[-1] in parent or os.path.lexists(directory / stored_name):
+    parents = {"/".join(name.split("/")[:depth]) for depth in range(1, len(keys) + 1)}
+    clash = name in leaves or not parents.isdisjoint(leaves) or any(other.startswith(f"{name}/") for other in leaves)
+    if clash or os.path.lexists(directory / stored_name):
         raise UserError(f"{name}: another array has this name, or a name that is stored as the same. Rename one.")
     if _is_inline(section, keys[-1], array):
-        parent[keys[-1]] = _pack_array(array)
+        leaves[name] = _pack_array(array)
     else:
-        parent[keys[-1]] = _Spec(
-            driver="zarr",
-            dtype=array.dtype.name,
-            kvstore={"driver": "file", "path": stored_name + "/"},
-            metadata=zarr_arrays.write_array(directory, stored_name, array),
-        )
-
-
-class _Spec(dict):
-    """A TensorStore spec: a leaf of the tree although it is a dictionary."""
-
-
-def _is_leaf(node: Any) -> bool:
-    return isinstance(node, _Spec | msgpack.ExtType)
+        leaves[name] = {
+            "driver": "zarr",
+            "dtype": array.dtype.name,
+            "kvstore": {"driver": "file", "path": stored_name + "/"},
+            "metadata": zarr_arrays.write_array(directory, stored_name, array),
+        }
 
 
 def _is_inline(section: str, key: str, array: np.ndarray) -> bool:
@@ -254,11 +243,11 @@ def _pack_array(array: np.ndarray) -> msgpack.ExtType:
     return msgpack.ExtType(lazy_msgpack.ARRAY, msgpack.packb((array.shape, array.dtype.name, array.tobytes())))
 
 
-def _write_msgpack(directory: epath.Path, step: int, tree: Mapping[str, Any]) -> None:
-    state = {"param_states": {}, **tree["state"], "step": _pack_array(np.asarray(step, np.int32))}
-    optimizer = {"state": state, "target": tree["target"]}
-    if tree["flax_mutables"]:
-        optimizer["flax_mutables"] = tree["flax_mutables"]
+def _write_msgpack(directory: epath.Path, step: int, sections: Mapping[str, Any]) -> None:
+    state = {"param_states": {}, **sections.get("state", {}), "step": _pack_array(np.asarray(step, np.int32))}
+    optimizer = {"state": state, "target": sections.get("target", {})}
+    if "flax_mutables" in sections:
+        optimizer["flax_mutables"] = sections["flax_mutables"]
     content = msgpack.packb({"version": _VERSION, "optimizer": optimizer})
     paths.write_file(directory / _CHECKSUM, _checksum_line(hashlib.sha256(content).hexdigest()))
     paths.write_file(directory / FILE, content)
