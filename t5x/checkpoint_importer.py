@@ -104,8 +104,7 @@ def restore_from_t5_checkpoint(
       strict: whether variables that the model lacks are an error; otherwise they are ignored.
       translator: renames the variables in place of the rules for T5.
     """
-    source = read_mesh_tensorflow(path) if translator is None else None
-    found = source.arrays if source is not None else translator.apply(load_tf_ckpt(path))
+    found = read_mesh_tensorflow(path).arrays if translator is None else translator.apply(load_tf_ckpt(path))
     wanted = tree.flatten(state_dict)
     compared = {name: x for name, x in found.items() if name in wanted or (strict and name.startswith("target/"))}
     if table := tree.difference_by_name(wanted, compared):

@@ -126,7 +126,7 @@ class Fitting:
             kin = {_kin(name) for name in filled}
             self._fresh = initial([name for name in part if _kin(name) in kin])
         found = self._arranged(names)
-        if table := tree.difference(abstract, tree.nest({name: found[name] for name in part if name in found})):
+        if table := tree.difference_by_name(part, {name: found[name] for name in part if name in found}):
             raise self._misfit(table)
         self._report(names)
         leaves = {}
@@ -200,7 +200,7 @@ class Fitting:
         found = {name: self._found[name] for name in expected if name in self._found}
         if self._rules.strict and any(not name.startswith("state/") for name in names):
             found |= self._surplus
-        if table := tree.difference(tree.nest(expected), tree.nest(found)):
+        if table := tree.difference_by_name(expected, found):
             missing, surplus = expected.keys() - found.keys(), found.keys() - expected.keys()
             if reason := _bias_reason(missing, surplus):
                 raise self._misfit(f"{reason}\n{table}")
