@@ -77,11 +77,13 @@ def once_for_all_workers(directory: Path, make: Callable[[Path], None]) -> Path:
 
 def reference_answers(program: Path, jobs: Any, name: str) -> Path:
     """The file `name` that `PROGRAM JOBS.json NAME` wrote with the reference interpreter; kept between runs of the
-    suite until the jobs, the program or the packages change."""
+    suite until the jobs, the program, the packages or t5x, if the program uses it, change."""
     python = reference_python()
     asked = json.dumps(jobs)
-    depends_on = [asked, *(path.read_text() for path in (program, REPO / "pyproject.toml", REPO / "Makefile"))]
-    key = hashlib.sha256("".join(depends_on).encode()).hexdigest()[:16]
+    files = [program, REPO / "pyproject.toml", REPO / "Makefile"]
+    if "import t5x" in program.read_text() or "from t5x" in program.read_text():
+        files += sorted((REPO / "t5x").rglob("*.py"))
+    key = hashlib.sha256(asked.encode() + b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
     def make(directory: Path) -> None:
         (directory / "jobs.json").write_text(asked)
