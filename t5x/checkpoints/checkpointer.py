@@ -56,8 +56,9 @@ class Checkpointer:
     keep_dataset_checkpoints: int | None = None
 
     def __post_init__(self):
-        if self.dataset_iterator is not None:
-            self.dataset_iterator = _with_state(self.dataset_iterator)
+        # T5X's names, which subclasses use.
+        self._train_state, self._partitioner, self._save_dtype = self.train_state, self.partitioner, self.save_dtype
+        self._dataset_iterator = None if self.dataset_iterator is None else _with_state(self.dataset_iterator)
 
     @property
     def _store(self) -> CheckpointStore:
@@ -80,10 +81,10 @@ class Checkpointer:
         """Save a state as `checkpoint_<step>`; return when it is complete. A step that exists is skipped."""
         state = t5x_functions.read_arrays(train_state.state_dict())
         state = t5x_functions.transform_to_save(state, state_transformation_fns)
-        state["target"] = _cast(state["target"], self.save_dtype)
+        state["target"] = _cast(state["target"], self._save_dtype)
         sidecars = {}
-        if self.dataset_iterator is not None:
-            sidecars = {paths.DATASET_STATE: json.dumps(self.dataset_iterator.state()).encode()}
+        if self._dataset_iterator is not None:
+            sidecars = {paths.DATASET_STATE: json.dumps(self._dataset_iterator.state()).encode()}
         with self._store as store:
             store.save(int(jax.device_get(state["state"]["step"])), state, sidecars=sidecars)
 
@@ -111,17 +112,17 @@ class Checkpointer:
             path = str(self._store.path(step))
         elif step is not None:
             path = t5x_functions.get_checkpoint_dir(path, step)
-        if self.dataset_iterator is not None:
-            self.dataset_iterator.restore(json.loads(read_file(path, paths.DATASET_STATE)))
+        if self._dataset_iterator is not None:
+            self._dataset_iterator.restore(json.loads(read_file(path, paths.DATASET_STATE)))
         state = self._restore(path, Rules(state_transformation_fns=tuple(state_transformation_fns)), fallback_state)
         return jax.tree.map(lambda x: LazyArray(x.shape, x.dtype, lambda: x), state) if lazy_parameters else state
 
     def _restore(self, path: str, rules: Rules, fallback_state: Any = None) -> Any:
-        shapes, specs = self.train_state.replace(flax_mutables={}), self.partitioner.get_mesh_axes(self.train_state)
+        shapes, specs = self._train_state.replace(flax_mutables={}), self._partitioner.get_mesh_axes(self._train_state)
         mesh_axes = specs.replace(flax_mutables={}).state_dict()
 
         def place(x: Any, spec: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.partitioner.sharding_of(spec))
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._partitioner.sharding_of(spec))
 
         source, abstract = open_checkpoint(path), jax.tree.map(place, shapes.state_dict(), mesh_axes)
         if self.restore_dtype is not None:
@@ -137,7 +138,7 @@ class Checkpointer:
             initial = lambda names: {name: jnp.asarray(flat[name]) for name in names if name in flat}
             rules = Rules(fallback_to_scratch=True, state_transformation_fns=rules.state_transformation_fns)
         axes = jax.tree.map(lambda _: None, abstract)
-        return self.train_state.restore_state(transfer.restore(source, abstract, axes, rules=rules, initial=initial))
+        return self._train_state.restore_state(transfer.restore(source, abstract, axes, rules=rules, initial=initial))
 
     def restore_from_tf_checkpoint(self, path_or_dir: str, strict: bool = True, translator: Any = None) -> Any:
         """Return the state of a Mesh TensorFlow checkpoint; `strict=False` ignores variables that the model lacks."""

@@ -28,6 +28,7 @@ from t5x import (
     trainer,
     utils,
 )  # fmt: skip
+from t5x.checkpoints.formats import open_checkpoint
 from t5x.data import ByteVocabulary
 from t5x.data.dataset_config import DatasetConfig
 from t5x.examples.t5 import layers, network
@@ -333,11 +334,21 @@ def test_a_trainer_has_t5x_methods(tmp_path):
         str(tmp_path), state_transformation_fns=[lambda state, _: {"renamed": state["target"]}]
     )
     assert renamed.keys() == {"renamed"}
-    best = checkpoints.SaveBestCheckpointer(
+
+    class Own(checkpoints.SaveBestCheckpointer):
+        """Uses T5X's private names, as subclasses in users' projects do."""
+
+        def save(self, train_state, state_transformation_fns=(), *, concurrent_gb=128):
+            assert self._partitioner is layout.partitioner and self._train_state is made.train_state
+            self._save_dtype = jnp.bfloat16
+            super().save(train_state, state_transformation_fns, concurrent_gb=concurrent_gb)
+
+    best = Own(
         made.train_state, layout.partitioner, str(tmp_path / "best"), keep=1, metric_name_to_monitor="train/loss"
     )
     best.save(made.train_state)
     assert best.latest_step() == 2
+    assert open_checkpoint(best.checkpoints_dir).arrays["target/token_embedder/embedding"].dtype == jnp.bfloat16
     path = checkpoints.get_checkpoint_dir(str(tmp_path), 2)
     checkpoint_utils.pin_checkpoint(path)
     checkpoint_utils.remove_checkpoint_dir(path)
