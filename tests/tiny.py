@@ -71,7 +71,13 @@ def initial_params(config: T5Config, seed: int = 0):
 
 @functools.cache
 def random_params(config: T5Config = T5_1_1, seed: int = 0):
-    """Parameters of about the usual size, from NumPy: XLA takes seconds to compile `initial_params`."""
+    """Parameters of about the usual size, from NumPy: XLA takes seconds to compile `initial_params`.
+
+    Scanned layers have those of unrolled ones, stacked.
+    """
+    if config.scan_layers:
+        made = random_params(dataclasses.replace(config, scan_layers=False), seed)
+        return {name: stacked(name, part) for name, part in made.items()}
     of, rng = model(config), np.random.default_rng(seed)
     shapes = of.input_shapes({"inputs": 3, "targets": 3})
     abstract = jax.eval_shape(lambda: of.get_initial_variables(jax.random.key(0), shapes)["params"])
@@ -82,6 +88,15 @@ def random_params(config: T5Config = T5_1_1, seed: int = 0):
         return jnp.asarray((name == "scale") + std * rng.normal(size=x.shape), x.dtype)
 
     return jax.tree_util.tree_map_with_path(value, abstract)
+
+
+def stacked(tower: str, params: dict) -> dict:
+    """Return the parameters of a tower with its layers stacked; others unchanged."""
+    layers = sorted((name for name in params if name.startswith("layers_")), key=lambda name: int(name[7:]))
+    if not layers:
+        return params
+    others = {name: value for name, value in params.items() if name not in layers}
+    return others | {tower: jax.tree.map(lambda *arrays: jnp.stack(arrays, 1), *(params[name] for name in layers))}
 
 
 def as_float32(tree):
