@@ -200,6 +200,7 @@ def main() -> None:
     originals = Path(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    sys.dont_write_bytecode = True  # of modules that a load imports: the guard would report it
     guard, loader = Guard(), Loader()
     for format in FORMATS:  # what is loaded once for all, threads and libraries, is there before the limit is set
         result = run_case(guard, loader, originals, format, -1)
