@@ -13,7 +13,7 @@ import pytest
 import tensorstore as ts
 
 import t5x
-from t5x.checkpoints import checkpoint_reader, layout, manifest, ocdbt
+from t5x.checkpoints import checkpoint_reader, layout, manifest, ocdbt, paths
 from t5x.checkpoints.formats import LazyArray, open_checkpoint
 from t5x.checkpoints.formats.safety import check_expansion
 from t5x.checkpoints.model_description import check_same_model
@@ -275,6 +275,16 @@ def test_an_array_without_elements_that_has_some(copy):
         open_checkpoint(path)
     with pytest.raises(UserError, match="without elements"):
         checkpoint_reader.read_shapes(path)
+
+
+def test_directories_that_are_not_checkpoints_are_not_listed(tmp_path, monkeypatch):
+    """They may be links to anywhere, or unreadable."""
+    for name in ("checkpoint_3", "checkpoint_5", "target.encoder.scale", "lost+found"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "checkpoint_3/file").touch()
+    list_directory, listed = os.listdir, []
+    monkeypatch.setattr(os, "listdir", lambda path: listed.append(os.path.basename(path)) or list_directory(path))
+    assert paths.list_steps(tmp_path) == [3] and sorted(listed) == ["checkpoint_3", "checkpoint_5"]
 
 
 def test_millions_of_layers_in_a_stack():
