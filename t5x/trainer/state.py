@@ -51,8 +51,7 @@ class StateLayout:
         self.model: BaseModel | None = getattr(init_fn, "__self__", None)
         self.partitioner, self.input_shapes = partitioner, input_shapes
         self._optimizer_def, self._init_fn, self._input_types = optimizer_def, init_fn, input_types
-        self._variables = jax.jit(self._initial_variables)  # traced once, here and in `init`
-        variables = jax.eval_shape(self._variables, jax.random.key(0))
+        variables = jax.eval_shape(lambda: self._variables(jax.random.key(0)))
         params, params_axes, _, _ = split_variables(variables)
         step = jax.ShapeDtypeStruct((), jnp.int32)
         mutables = jax.eval_shape(lambda: self._mutables(variables))
@@ -82,7 +81,7 @@ class StateLayout:
         """Return the layout of a model's state."""
         return cls(model.optimizer_def, model.get_initial_variables, input_shapes, partitioner, input_types)
 
-    def _initial_variables(self, rng: jax.Array) -> Any:
+    def _variables(self, rng: jax.Array) -> Any:
         types = {"input_types": self._input_types} if self._input_types is not None else {}
         return flax.core.unfreeze(self._init_fn(rng=rng, input_shapes=self.input_shapes, **types))
 
