@@ -108,8 +108,6 @@ def restore_from_t5_checkpoint(
     wanted = tree.flatten(state_dict)
     compared = {name: x for name, x in found.items() if name in wanted or (strict and name.startswith("target/"))}
     if table := tree.difference_by_name(wanted, compared):
-        raise UserError(
-            f"{path} does not fit the model (expected: the model, found: the checkpoint): {table}\n"
-            "strict=False ignores what is unexpected."
-        )
+        fix = "\nstrict=False ignores what is unexpected." if compared.keys() - wanted.keys() else ""
+        raise UserError(f"{path} does not fit the model (expected: the model, found: the checkpoint): {table}{fix}")
     return tree.nest({name: found[name] if lazy_parameters else found[name].get() for name in wanted})

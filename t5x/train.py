@@ -319,7 +319,8 @@ def _check(
     if not model_dir:
         raise UserError("MODEL_DIR is empty. Set the directory of the run: --gin.MODEL_DIR=runs/my_run.")
     check_at_least(0, "train.", total_steps=total_steps)
-    check_at_least(1, "train.", eval_steps=eval_steps)
+    if eval_steps is not None and eval_steps < 1:
+        raise UserError(f"train.eval_steps is {eval_steps}: it must be at least 1, or None for every example.")
     if on_changed_data not in (choices := get_args(OnChangedData)):
         raise UserError(f"train.on_changed_data is {on_changed_data!r}: it must be one of {', '.join(choices)}.")
     if not use_orbax:

@@ -59,6 +59,7 @@ def answer_file(
     _check_extra(extra, output, how)
     to = FileOutput(output, overwrite=overwrite, also=extra, inputs={"input": input_path})
     questions = open_questions(input_path, needs_id=bool(extra))
+    questions.count()  # checks every question, before the model is loaded
     loaded = load(model_dir, vocabulary=vocabulary, dtype=dtype)
     source = {"checkpoint_period": checkpoint_period, "input": input_path, "vocabulary": vocabulary}
     job = _FileAnswering(

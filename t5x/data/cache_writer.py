@@ -135,7 +135,7 @@ def write(
             files.remove(cache_reader.COMPLETED)
             finished |= _make(work, missing, num_workers, runner)
         check_lock()
-        _write_json(files, cache_reader.COMPLETED, {"shards": [finished[number] for number in range(len(shards))]})
+        _complete(files, {"shards": [finished[number] for number in range(len(shards))]})
     names = ("examples", "tokens", "bytes", "bad")
     totals = {name: sum(summary[name] for summary in finished.values()) for name in names}
     return Written(path, **totals, made=len(missing), shards=len(shards), seconds=time.monotonic() - began)
@@ -296,6 +296,18 @@ def _summary_if_intact(work: Work, number: int) -> Summary | None:
         pass
     logger.warning("%s in %s is damaged or missing; rewriting it", name, work.path)
     return None
+
+
+def _complete(files: Directory, content: dict[str, Any]) -> None:
+    """Write COMPLETED, unless it exists and is correct."""
+    try:
+        existing = cache_reader.read_json(files, cache_reader.COMPLETED)
+    except cache_reader.Unusable:
+        existing = {}
+    if existing != content:
+        if existing is not None:
+            logger.warning("%s is damaged; rewriting it", files.path(cache_reader.COMPLETED))
+        _write_json(files, cache_reader.COMPLETED, content)
 
 
 def _summary_name(number: int) -> str:

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"  # what hashes of code belong to
+PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"  # hashes of functions depend on its bytecode
 _HAS_DOCSTRING = 0x4000000  # of co_flags, from Python 3.13 on
 _COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)

@@ -371,7 +371,8 @@ def _run_model(
         raise UserError(f"The metrics of task {task_name!r} need {missing}. Pass it to evaluate().")
     predict = predict_with_aux_fn if with_aux else lambda batch: (predict_fn(batch), {})
     examples: list[Example] = []
-    found: dict[str, Any] = collections.defaultdict(list)
+    kinds = {"predictions": "prediction", "scores": "score"}
+    found: dict[str, Any] = {kind: [] for argument, kind in kinds.items() if argument in needed}
     aux: dict[str, list[Any]] = collections.defaultdict(list)
     for batch, mask, batch_examples in batches:
         examples += batch_examples
@@ -382,7 +383,7 @@ def _run_model(
                 aux[name] += _true_rows(name, values, mask)
         if "scores" in needed:
             found["score"] += map(float, _true_rows("score", score_fn(batch), mask))
-    return examples, dict(found) | ({"aux_value": dict(aux)} if with_aux else {})
+    return examples, found | ({"aux_value": dict(aux)} if with_aux else {})
 
 
 def _true_rows(name: str, output: Any, mask: np.ndarray) -> list[Any]:

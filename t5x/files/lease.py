@@ -11,6 +11,7 @@ import datetime
 import json
 import logging
 import os
+import posixpath
 import secrets
 import socket
 import threading
@@ -190,7 +191,13 @@ class _UncheckedFile(_LeaseFile):
         if content is None:
             self._file.remove()
         else:
-            self._file.write_bytes(content)
+            fs, path = self._file.fs, self._file.path
+            with explained(self._file.url):
+                try:
+                    fs.pipe_file(path, content)
+                except FileNotFoundError:  # there are real directories, and its own is missing
+                    fs.makedirs(posixpath.dirname(path), exist_ok=True)
+                    fs.pipe_file(path, content)
         return content or b""
 
 

@@ -39,7 +39,6 @@ class Engine:
         self.model = model
         self.partitioner = partitioner
         self.params = compute_params(model.module, params)
-        self._converter = make_converter(model.FEATURE_CONVERTER_CLS, pack=False)
 
     def program(
         self, function: Callable[[Any, Mapping[str, jax.Array], jax.Array], Any], *, few_rows: bool = False
@@ -64,8 +63,9 @@ class Engine:
 
     def shapes(self, program: Program, lengths: Mapping[str, int], rows: int) -> Any:
         """Return the shapes of the program's outputs for a batch with this number of rows."""
-        _check_host_memory(self._converter, rows, lengths)
-        arrays = self._converter.convert_batch([[]] * rows, lengths)
+        converter = self._converter()
+        _check_host_memory(converter, rows, lengths)
+        arrays = converter.convert_batch([[]] * rows, lengths)
         arrays["example_index"] = np.zeros(rows, np.int32)
         return jax.eval_shape(program.usual, self.params, arrays, np.uint32(0))
 
@@ -127,7 +127,8 @@ class Engine:
             done += len(batch.positions)
             after_batch(done)
 
-        is_odd = self._is_odd(lengths, trim)
+        converter = self._converter()  # reports the first truncation of this run
+        is_odd = self._is_odd(converter, lengths, trim)
         apart: list[int] = []  # found while devices compute; identical in all processes
 
         def is_usual(position: int) -> bool:
@@ -144,10 +145,10 @@ class Engine:
             sizes = {name: [len(examples[i][name]) for i in positions] for name in bucketed}
             for batch in buckets.plan(len(positions), sizes, lengths, rows, steps, wanted):
                 batch = batch._replace(positions=[positions[i] for i in batch.positions])
-                _check_host_memory(self._converter, len(mine), batch.lengths)
+                _check_host_memory(converter, len(mine), batch.lengths)
                 # Batches are filled up with copies of their first example, which do not prolong decoding.
                 filled = [batch.positions[row if row < len(batch.positions) else 0] for row in mine]
-                arrays = self._converter.convert_batch([[examples[i]] for i in filled], batch.lengths, trim=trim)
+                arrays = converter.convert_batch([[examples[i]] for i in filled], batch.lengths, trim=trim)
                 arrays["example_index"] = np.array([indices[i] % _INDICES for i in filled], np.int32)
                 for name, values in (row_values or {}).items():
                     dtype = np.int32 if isinstance(values[0], int) else np.float32
@@ -160,7 +161,12 @@ class Engine:
             collect(*running)
         return results
 
-    def _is_odd(self, lengths: Mapping[str, int | None], trim: bool) -> Callable[[Mapping[str, Any]], bool]:
+    def _converter(self) -> FeatureConverter:
+        return make_converter(self.model.FEATURE_CONVERTER_CLS, pack=False)
+
+    def _is_odd(
+        self, converter: FeatureConverter, lengths: Mapping[str, int | None], trim: bool
+    ) -> Callable[[Mapping[str, Any]], bool]:
         """Return a function that tells which examples a `Program` computes by reference."""
         if padding.may_be_anywhere(self.model):
             return lambda example: False
@@ -170,7 +176,7 @@ class Engine:
             if not any(0 in ids if isinstance(ids, list) else not np.all(ids) for ids in given.values()):
                 return False
             whole = {name: len(given.get(name, ())) if limit is None else limit for name, limit in lengths.items()}
-            return padding.is_odd(self.model, self._converter.convert_batch([[example]], whole, trim=trim))
+            return padding.is_odd(self.model, converter.convert_batch([[example]], whole, trim=trim))
 
         return is_odd
 

@@ -299,6 +299,12 @@ def test_lines_that_cannot_be_used_are_told(case, capsys, directory, tmp_path):
     assert not output.exists()
 
 
+def test_lines_are_checked_before_the_model_is_loaded(capsys, tmp_path):
+    (tmp_path / "in.jsonl").write_text(BAD["broken JSON"][0])
+    options = ("--input", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl", *FLAGS)
+    run(capsys, "answer", "--model", tmp_path / "absent", *options).refused("in.jsonl:2 is not JSON")
+
+
 def test_options_that_do_not_go_together(capsys, directory, tmp_path):
     (tmp_path / "in.jsonl").write_text('{"question": "ab", "context": "fed"}\n')
     (tmp_path / "there").write_text("")

@@ -336,6 +336,11 @@ def test_bad_examples_are_errors_or_are_passed_over(add_task):
     assert found["capitals"] == {"exact_match": 50.0}
 
 
+def test_without_examples_metrics_get_empty_lists(add_task):
+    add_task(metric_fns=[lambda targets, predictions: {"n": len(targets) + len(predictions)}])
+    assert evaluator(num_examples=0).evaluate(step=1, predict_fn=all_right) == {"capitals": {"n": 0.0}}
+
+
 def test_a_target_that_the_task_does_not_have(add_task):
     add_task()
     with pytest.raises(UserError, match=r"no feature 'labels' to predict; it has inputs, targets"):

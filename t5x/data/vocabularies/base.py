@@ -20,9 +20,15 @@ class Vocabulary(abc.ABC):
 
     pad_id: int = PAD_ID
     bos_id: int | None = None
-    eos_id: int | None = None
-    unk_id: int | None = None
     extra_ids: int = 0
+
+    @property
+    @abc.abstractmethod
+    def eos_id(self) -> int | None: ...
+
+    @property
+    @abc.abstractmethod
+    def unk_id(self) -> int | None: ...
 
     @property
     @abc.abstractmethod

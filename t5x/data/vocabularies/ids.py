@@ -15,7 +15,7 @@ class PassThroughVocabulary(Vocabulary):
       eos_id: id at which decoding stops, or None.
     """
 
-    vocab_size = None
+    eos_id = unk_id = vocab_size = None
 
     def __init__(self, size: int, eos_id: int | None = None):
         for name, value in (("size", size), ("eos_id", 0 if eos_id is None else eos_id)):
