@@ -88,7 +88,7 @@ def reference_answers(program: Path, jobs: Any, name: str) -> Path:
     def make(directory: Path) -> None:
         (directory / "jobs.json").write_text(asked)
         command = [python, program, directory / "jobs.json", directory / name]
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, done.stderr[-3000:]
 
     return once_for_all_workers(REPO / ".pytest_cache/reference" / f"{program.stem}-{key}", make) / name

@@ -1,5 +1,6 @@
 """Feature converters of the real seqio, as ours. Nothing here imports seqio or TensorFlow before the user does."""
 
+import contextlib
 import queue
 import threading
 import weakref
@@ -92,7 +93,7 @@ class SeqioConverter(FeatureConverter):
         if self._running is None or self._running[0] != lengths:
             given: queue.Queue[Sequence[Example] | None] = queue.Queue()
             self._running = dict(lengths), given, self._batches(iter(given.get, None), lengths)
-            weakref.finalize(self, given.put, None)  # ends tf.data's thread, without which Python would not exit
+            weakref.finalize(self, _end, given, self._running[2])
         self._running[1].put(examples)
         batch = next(self._running[2])
         count = len(next(iter(batch.values())))
@@ -103,13 +104,13 @@ class SeqioConverter(FeatureConverter):
         import tensorflow as tf  # seqio has imported it
 
         def ragged(group: Sequence[Example]) -> dict[str, Any]:
-            of = {name: [example[name] for example in group] for name in self.TASK_FEATURES}
+            of = {name: [example[name] for example in group] for name in names}
             return {
                 name: tf.RaggedTensor.from_row_lengths(np.concatenate(values), list(map(len, values)))
                 for name, values in of.items()
             }
 
-        features = self.theirs.TASK_FEATURES
+        features, names = self.theirs.TASK_FEATURES, self.TASK_FEATURES
         shapes = {name: [None] * getattr(spec, "rank", 1) for name, spec in features.items()}
         dataset, convert = tf.data.Dataset, self.theirs
         if not self.pack:
@@ -124,6 +125,14 @@ class SeqioConverter(FeatureConverter):
         made = dataset.from_generator(lambda: map(ragged, groups), output_signature=signature)
         pack = lambda group: convert(dataset.from_tensor_slices(group), dict(lengths)).batch(_MOST_ROWS)
         return made.flat_map(pack).as_numpy_iterator()
+
+
+def _end(given: queue.Queue, rows: Iterator[Row]) -> None:
+    """End a tf.data pipeline, and wait until its threads have left Python: its exit could wait for them for ever."""
+    given.put(None)
+    with contextlib.suppress(Exception):
+        for _ in rows:
+            pass
 
 
 def shapes_and_types(batch: Mapping[str, np.ndarray]) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:

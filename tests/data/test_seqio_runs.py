@@ -71,6 +71,7 @@ def make_runs(python, directory):
         env=os.environ | environment(directory),
         capture_output=True,
         text=True,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     first, second, _ = done.stderr.split("=== end of run ===")[:3]
@@ -173,6 +174,7 @@ sys.exit(code)
         env=os.environ | environment(tmp_path),
         capture_output=True,
         text=True,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert set(losses(tmp_path / "run")) == {1, 2}
