@@ -60,7 +60,7 @@ class Guard:
     @contextlib.contextmanager
     def watch(self, root: Path, outside: Path):
         self.violations = []
-        with _Opened(outside) as opened:
+        with Opened(outside) as opened:
             self._root = os.path.realpath(root)
             try:
                 yield
@@ -90,13 +90,13 @@ class Guard:
             self.violations.append(f"{event} {path}{' to write' if writes else ''}")
 
 
-class _Opened:
+class Opened:
     """What anybody opens below a directory, by Linux's inotify."""
 
     def __init__(self, directory: Path):
         self._directory = directory
 
-    def __enter__(self) -> "_Opened":
+    def __enter__(self) -> "Opened":
         libc = ctypes.CDLL(None, use_errno=True)
         self._descriptor = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
         assert self._descriptor >= 0, os.strerror(ctypes.get_errno())
