@@ -112,7 +112,7 @@ class EncoderDecoderModel(BaseTransformerModel):
         per_example = {"encoded": encoded, "inputs": inputs, "cross_cache": caches["cross_cache"]}
 
         def step(given: dict[str, Any], state: decoding.DecodingState) -> tuple[jax.Array, Any]:
-            held = {**variables, "cross_cache": given["cross_cache"], "cache": state.cache}
+            held = {**variables, **caches, "cross_cache": given["cross_cache"], "cache": state.cache}
             tokens = (given["encoded"], given["inputs"], state.cur_token, state.cur_token)
             logits, changed = decode(held, *tokens, max_decode_length=empty.shape[1], mutable=["cache"])
             return logits[:, -1, :], changed.get("cache", {})

@@ -12,7 +12,7 @@ import pytest
 from t5x import decoding
 from t5x.data import PassThroughVocabulary
 from t5x.models import DecoderOnlyModel, EncoderDecoderModel
-from t5x.network import DecoderWrapper, TransformerConfig
+from t5x.network import DecoderWrapper, TransformerConfig, layers
 from tests import tiny
 
 BATCH = tiny.batch(3, rows=6, inputs=9, targets=8)
@@ -117,6 +117,20 @@ def test_new_numbers_do_not_recompile():
         results = [str(run(params(False), BATCH, options)) for options in calls]
         assert run._cache_size() == 1
         assert len(set(results)) == len(calls)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="other devices prepare kernels differently")
+@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
+def test_a_step_uses_the_kernels_prepared_before_the_loop(monkeypatch, scan):
+    used = []
+    few_rows = layers.few_rows
+    monkeypatch.setattr(layers, "few_rows", lambda *arguments: used.append(arguments) or few_rows(*arguments))
+    of = model(decoding.greedy_decode, scan)
+    jax.make_jaxpr(of.predict_batch_with_aux)(params(scan), BATCH)
+    shapes = {kernel.shape for _, kernel, _ in used}
+    cfg = of.module.config
+    width = cfg.num_heads * cfg.head_dim
+    assert shapes >= {(width, cfg.emb_dim), (cfg.emb_dim, width), (cfg.mlp_dim, cfg.emb_dim), (cfg.emb_dim, cfg.mlp_dim)}
 
 
 def test_prompts_of_targets():
