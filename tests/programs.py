@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -54,6 +55,53 @@ def reference_python() -> str:
     return str(python)
 
 
+def run_reference(
+    *argv: str | Path, cwd: Path = REPO, env: dict[str, str] | None = None, timeout: float = 900
+) -> subprocess.CompletedProcess:
+    """Runs `python ARGV` with the reference interpreter, in a fork of the one process that has imported TensorFlow.
+
+    Args:
+      env: more variables. JAX and TensorFlow have read theirs before.
+    """
+    python = reference_python()
+    owner = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
+    address = f"{tempfile.gettempdir()}/t5x-reference-{owner}"
+    request = {"argv": list(map(str, argv)), "cwd": str(cwd), "env": _reference_environment() | (env or {})}
+    with socket.socket(socket.AF_UNIX) as connection, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        with locks.locked(f"{address}.lock"):
+            if connection.connect_ex(address):
+                _start_reference_server(python, address, owner)
+                connection.connect(address)
+        connection.settimeout(timeout)
+        socket.send_fds(connection, [json.dumps(request).encode()], [out.fileno(), err.fileno()])
+        code = int(connection.recv(16))
+        output = []
+        for file in (out, err):
+            file.seek(0)
+            output.append(file.read().decode())
+    return subprocess.CompletedProcess(request["argv"], code, *output)
+
+
+def _reference_environment() -> dict[str, str]:
+    import jax
+
+    return environment(JAX_COMPILATION_CACHE_DIR=jax.config.jax_compilation_cache_dir or "", TF_CPP_MIN_LOG_LEVEL="3")
+
+
+def _start_reference_server(python: str, address: str, owner: int) -> None:
+    command = [python, REPO / "tests/reference_server.py", address, str(owner)]
+    with open(f"{address}.log", "w") as log:
+        server = subprocess.Popen(
+            command, cwd=REPO, env=_reference_environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            start_new_session=True,
+        )  # fmt: skip
+    end = time.monotonic() + 300
+    while not os.path.exists(address) and server.poll() is None and time.monotonic() < end:
+        time.sleep(0.05)
+    assert server.poll() is None, Path(f"{address}.log").read_text()[-3000:]
+    server.returncode = 0  # nobody waits for it: it ends with `owner`
+
+
 def cloud_python() -> str:
     """The interpreter that has the clients of clouds: T5X_CLOUD_PYTHON, or that of .venv-cloud. Skips without one."""
     python = os.environ.get("T5X_CLOUD_PYTHON") or REPO / ".venv-cloud/bin/python"
@@ -75,9 +123,13 @@ def once_for_all_workers(directory: Path, make: Callable[[Path], None]) -> Path:
     return directory
 
 
-def reference_answers(program: Path, jobs: Any, name: str) -> Path:
+def reference_answers(program: Path, jobs: Any, name: str, *, forked: bool = True) -> Path:
     """The file `name` that `PROGRAM JOBS.json NAME` wrote with the reference interpreter; kept between runs of the
-    suite until the jobs, the program, the packages or t5x, if the program uses it, change."""
+    suite until the jobs, the program, the packages or t5x, if the program uses it, change.
+
+    Args:
+      forked: whether a fork of the process that has imported TensorFlow runs it, or a process of its own.
+    """
     python = reference_python()
     asked = json.dumps(jobs)
     files = [program, REPO / "pyproject.toml", REPO / "Makefile"]
@@ -87,8 +139,11 @@ def reference_answers(program: Path, jobs: Any, name: str) -> Path:
 
     def make(directory: Path) -> None:
         (directory / "jobs.json").write_text(asked)
-        command = [python, program, directory / "jobs.json", directory / name]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+        command = [program, directory / "jobs.json", directory / name]
+        if forked:
+            done = run_reference(*command)
+        else:
+            done = subprocess.run([python, *command], capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, done.stderr[-3000:]
 
     return once_for_all_workers(REPO / ".pytest_cache/reference" / f"{program.stem}-{key}", make) / name

@@ -12,7 +12,7 @@ import pytest
 
 from t5x.data import import_task_module
 from t5x.errors import UserError
-from tests.programs import REPO, SMALL, losses, once_for_all_workers, reference_python
+from tests.programs import REPO, SMALL, losses, once_for_all_workers, reference_python, run_reference
 
 PROGRAMS = Path(__file__).parent / "programs"
 SMALL_EVALUATED = [option for option in SMALL if "eval_dataset_cfg" not in option]
@@ -48,14 +48,14 @@ def train(model_dir):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """What came of `make_runs`."""
-    python, base = reference_python(), tmp_path_factory.getbasetemp()
+    base = tmp_path_factory.getbasetemp()
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    directory = once_for_all_workers(base / "seqio_runs", lambda directory: make_runs(python, directory))
+    directory = once_for_all_workers(base / "seqio_runs", make_runs)
     results = json.loads((directory / "results.json").read_text())
     return SimpleNamespace(directory=directory, **results)
 
 
-def make_runs(python, directory):
+def make_runs(directory):
     """Write the results of programs/seqio_runs.py: a run, a copy of it resumed from the middle, and predictions."""
     lines = "".join(f"line {i} of a text, häufig\n" for i in range(30))
     (directory / "lines.txt").write_text(lines, encoding="utf-8")
@@ -65,14 +65,8 @@ def make_runs(python, directory):
     runs = [["train", train("whole")], ["train", [*train("cut"), workers]], ["infer", infer]]
     job = {"cache": "offline", "runs": runs, "copies": {"whole": "cut"}, "without": "checkpoint_4"}
     (directory / "job.json").write_text(json.dumps(job))
-    done = subprocess.run(
-        [python, PROGRAMS / "seqio_runs.py", "job.json", "results.json"],
-        cwd=directory,
-        env=os.environ | environment(directory),
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
+    program = PROGRAMS / "seqio_runs.py"
+    done = run_reference(program, "job.json", "results.json", cwd=directory, env=environment(directory))
     assert done.returncode == 0, done.stderr[-3000:]
     first, second, _ = done.stderr.split("=== end of run ===")[:3]
     results = json.loads((directory / "results.json").read_text()) | {"first": first, "second": second}

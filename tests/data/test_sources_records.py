@@ -4,7 +4,6 @@ import gzip
 import json
 import pickle
 import struct
-import subprocess
 
 import msgpack
 import numpy as np
@@ -18,7 +17,7 @@ from t5x.data.sources.tfrecord import RecordFile
 from t5x.errors import UserError
 from t5x.files.digests import masked_crc32c
 from t5x.files.local_copies import LocalCopy
-from tests.programs import reference_python
+from tests.programs import run_reference
 
 WRITE = """
 import sys
@@ -60,7 +59,7 @@ def cache(tmp_path_factory):
 @pytest.fixture(scope="module")
 def written_by_tensorflow(tmp_path_factory):
     directory = tmp_path_factory.mktemp("tfrecord")
-    subprocess.run([reference_python(), "-c", WRITE, str(directory)], check=True, capture_output=True)
+    run_reference("-c", WRITE, directory).check_returncode()
     return directory
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 
 from t5x.data import TfdsDataSource
 from t5x.errors import UserError
-from tests.programs import REPO, once_for_all_workers, reference_python
+from tests.programs import once_for_all_workers, run_reference
 
 PROGRAM = Path(__file__).parent / "programs/tfds_source.py"
 
@@ -18,13 +17,11 @@ PROGRAM = Path(__file__).parent / "programs/tfds_source.py"
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """What TFDS and our source say of the same data sets: see programs/tfds_source.py."""
-    python, base = reference_python(), tmp_path_factory.getbasetemp()
+    base = tmp_path_factory.getbasetemp()
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
     def make(directory):
-        environment = os.environ | {"PYTHONPATH": str(REPO), "TF_CPP_MIN_LOG_LEVEL": "3"}
-        command = [python, PROGRAM, directory / "data", directory / "results.json"]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        done = run_reference(PROGRAM, directory / "data", directory / "results.json")
         assert done.returncode == 0, done.stderr[-3000:]
 
     return json.loads((once_for_all_workers(base / "tfds_source", make) / "results.json").read_text())

@@ -1,5 +1,4 @@
 import json
-import subprocess
 
 import pytest
 
@@ -11,12 +10,11 @@ from t5x.data.vocabularies import (
     load_vocabulary,
 )
 from t5x.errors import UserError
-from tests.programs import reference_python
+from tests.programs import run_reference
 
 # With the real seqio: each vocabulary, taken over, gives seqio's ids and texts.
 PROGRAM = """
-import json, os, sys
-os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+import json, sys
 import seqio
 from t5x.data.vocabularies import as_vocabulary
 
@@ -43,7 +41,7 @@ print(json.dumps(found))
 
 
 def test_vocabularies_of_the_real_seqio(t5_model_file):
-    done = subprocess.run([reference_python(), "-c", PROGRAM, t5_model_file], capture_output=True, text=True)
+    done = run_reference("-c", PROGRAM, t5_model_file)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["bytes"] == "ByteVocabulary(extra_ids=3)"

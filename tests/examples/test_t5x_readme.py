@@ -10,12 +10,10 @@ import json
 import os
 import shlex
 import string
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 import sentencepiece
@@ -24,7 +22,7 @@ from sentencepiece import sentencepiece_model_pb2
 from t5x import configuration
 from t5x.checkpoints.formats import open_checkpoint
 from t5x.train import train
-from tests.programs import REPO, environment, reference_python
+from tests.programs import REPO, run_reference
 
 PROGRAM = Path(__file__).parent / "programs/readme_commands.py"
 TASK = "wmt_t2t_ende_v003"
@@ -216,7 +214,6 @@ def home(request, tmp_path_factory) -> Path:
 
     `results.json` has their exit codes, `output.txt` their messages.
     """
-    python = reference_python()
     selected = {item.originalname.removeprefix("test_") for item in request.session.items if item.path == request.path}
     home = tmp_path_factory.mktemp("readme")
     mirror, project = home / "mirror", home / "dir1/user_dir"
@@ -255,14 +252,10 @@ def home(request, tmp_path_factory) -> Path:
     public = f"gs://t5-data/pretrained_models/t5x/t5_1_1_base/checkpoint_1000000={home / 'train/checkpoint_2'}"
     settings = {
         "T5X_MIRROR": f"gs://t5-data={mirror},{public}", "T5X_CACHE_DIR": str(home / "cache"),
-        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8", "TF_CPP_MIN_LOG_LEVEL": "3",
-        "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8",
     }  # fmt: skip
-    with open(home / "output.txt", "w") as output:
-        subprocess.run(
-            [python, PROGRAM, home / "job.json", home / "results.json"], cwd=home, env=environment(**settings),
-            stdout=output, stderr=output, timeout=800,
-        )  # fmt: skip
+    done = run_reference(PROGRAM, home / "job.json", home / "results.json", cwd=home, env=settings)
+    (home / "output.txt").write_text(done.stdout + done.stderr)
     assert (home / "results.json").exists(), (home / "output.txt").read_text()[-5000:]
     return home
 

@@ -20,7 +20,7 @@ from t5x.exporting.programs import Exportable
 from t5x.files import locks
 from t5x.inference.options import Decoding
 from tests.checkpoints.formats import huggingface_models
-from tests.programs import environment, reference_python
+from tests.programs import environment, reference_python, run_reference
 
 HERE = Path(__file__).parent
 SHARED = Path(__file__).parents[3] / "shared" / "data"
@@ -82,9 +82,16 @@ def run_program(command, calls=()):
     return done.stdout.splitlines()
 
 
+def exported(*arguments):
+    """Run programs/export_both.py, where TensorFlow is installed; return the lines that it prints."""
+    done = run_reference(HERE / "programs" / "export_both.py", *arguments)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.splitlines()
+
+
 def test_tensorflow_alone_and_jax_alone_return_what_the_model_does(tmp_path, directory, model):
     python = reference_python()
-    lines = run_program([python, HERE / "programs" / "export_both.py", directory, tmp_path])
+    lines = exported(directory, tmp_path)
     assert sum("checked against the original" in line for line in lines) == 2
     predicted = model.generate(TEXTS, beams=3, **LENGTHS)
     greedy = model.generate(TEXTS, **LENGTHS)
@@ -116,7 +123,7 @@ def test_tensorflow_alone_and_jax_alone_return_what_the_model_does(tmp_path, dir
 @pytest.mark.slow
 def test_tensorflow_without_its_text_package_runs_token_ids(tmp_path, directory, model):
     python = reference_python()
-    run_program([python, HERE / "programs" / "export_both.py", directory, tmp_path, "ids"])
+    exported(directory, tmp_path, "ids")
     texts = [" ".join(TEXTS[i % 3].split()[: 1 + i // 3]) for i in range(17)]
     inputs = [model.input_ids(text, 20)[0] for text in texts]
     targets = [model.target_ids(text[:8], 6)[0] for text in reversed(texts)]

@@ -3,7 +3,6 @@
 import json
 import logging
 import shutil
-import subprocess
 from pathlib import Path
 
 import ml_dtypes
@@ -15,7 +14,7 @@ from t5x.checkpoints.formats.mesh_tensorflow import read_mesh_tensorflow, transl
 from t5x.checkpoints.formats.tensor_bundle import read_bundle, read_index
 from t5x.errors import UserError
 from tests.checkpoints.formats.bundle_writer import write_bundle
-from tests.programs import reference_python
+from tests.programs import run_reference
 
 SHARED = Path(__file__).parents[3] / "../shared/data"
 PROGRAM = Path(__file__).parents[1] / "programs/save_with_tensorflow.py"
@@ -38,7 +37,6 @@ def real_index(real_directory):
 @pytest.fixture(scope="module")
 def written(real_index, tmp_path_factory):
     """(directory, values) of checkpoints that TensorFlow wrote, with all variables of the real index."""
-    python = reference_python()
     directory = tmp_path_factory.mktemp("tensorflow")
     rng = np.random.default_rng(0)
     values = {name: rng.normal(size=entry.shape).astype(entry.dtype) for name, entry in real_index.entries.items()}
@@ -56,7 +54,7 @@ def written(real_index, tmp_path_factory):
     raw = {name: np.frombuffer(value.tobytes(), np.uint8) for name, value in values.items()}
     np.savez(directory / "values.npz", **raw)
     (directory / "job.json").write_text(json.dumps(job))
-    result = subprocess.run([python, PROGRAM, directory], capture_output=True, text=True, timeout=300)
+    result = run_reference(PROGRAM, directory)
     assert result.returncode == 0, result.stderr
     return directory, values
 
