@@ -50,7 +50,8 @@ def decoded(way: str, *, shrink: bool) -> tuple[np.ndarray, np.ndarray, list[int
 
     network = PerExampleLogits(logits, {"table": jnp.asarray(made().table)}, {"table": 0})
     plain = lambda state: network(state)
-    tokens, scores = decode_fn(tokens_to_logits=network if shrink else plain, **made().problem(), **options)
+    decode = lambda problem: decode_fn(tokens_to_logits=network if shrink else plain, **problem, **options)
+    tokens, scores = jax.jit(decode)(made().problem())
     jax.effects_barrier()
     return np.asarray(tokens), np.asarray(scores), sorted(steps, reverse=True)
 
@@ -88,9 +89,7 @@ def test_third_party_modules_keep_the_whole_batch():
     batch = tiny.batch(3, rows=40, inputs=9, targets=12)
     model = tiny.model(config, decode_fn=greedy_decode)
     model.module = Around(config)
-    tokens = [batch[f"{name}_tokens"] for name in ("encoder_input", "decoder_input", "decoder_target")]
-    init = lambda key: model.module.init(key, *tokens, enable_dropout=False)["params"]
-    params = jax.jit(init)(jax.random.key(0))
+    params = {"inner": tiny.random_params(config)}
     tokens = jax.jit(model.predict_batch)(params, batch)
     for first in (0, 20):
         part = {name: x[first : first + 20] for name, x in batch.items()}
@@ -124,15 +123,15 @@ def test_a_callback_that_may_depend_on_the_batch_keeps_it_whole():
     for callback in (of_batch, per_row, constraints.chain([constraints.min_length(1), of_batch])):
         logits = lambda inputs, state: made().tokens_to_logits(inputs["table"], state)
         network = PerExampleLogits(logits, {"table": jnp.asarray(made().table)}, {"table": 0})
-        tokens, _ = greedy_decode(tokens_to_logits=network, **made().problem(), logit_callback_fn=callback)
-        assert tokens.shape == (BATCH, 1, LENGTH)
+        decode = lambda: greedy_decode(tokens_to_logits=network, **made().problem(), logit_callback_fn=callback)
+        assert jax.eval_shape(decode)[0].shape == (BATCH, 1, LENGTH)
 
 
 @pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
 @pytest.mark.parametrize("decodes", [1, 2])
 def test_a_network_continues_with_the_remaining_rows(scan, decodes):
     config = dataclasses.replace(tiny.T5_1_1, scan_layers=scan)
-    params = tiny.initial_params(config, seed=4)
+    params = tiny.random_params(config, seed=4)
     head = (5 * params["decoder"]["logits_dense"]["kernel"]).at[:, 1].multiply(4)
     params = {**params, "decoder": {**params["decoder"], "logits_dense": {"kernel": head}}}
     model = tiny.model(config, decode_fn=greedy_decode if decodes == 1 else beam_search)
