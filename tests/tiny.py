@@ -96,7 +96,8 @@ def stacked(tower: str, params: dict) -> dict:
     if not layers:
         return params
     others = {name: value for name, value in params.items() if name not in layers}
-    return others | {tower: jax.tree.map(lambda *arrays: jnp.stack(arrays, 1), *(params[name] for name in layers))}
+    stack = lambda *arrays: jnp.asarray(np.stack(arrays, 1))
+    return others | {tower: jax.tree.map(stack, *(params[name] for name in layers))}
 
 
 def as_float32(tree):

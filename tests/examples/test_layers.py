@@ -94,6 +94,16 @@ def normal(*shape, seed=0):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
+def initialise(layer, *args, **options):
+    """Return the variables, compiled as one program."""
+    return jax.jit(lambda key: layer.init(key, *args, **options))(jax.random.key(0))
+
+
+def apply(layer, variables, *args, **options):
+    """Return the output, compiled as one program."""
+    return jax.jit(lambda variables: layer.apply(variables, *args, **options))(variables)
+
+
 @pytest.mark.parametrize(
     "features, axis, kernel, result",
     [
@@ -105,7 +115,8 @@ def normal(*shape, seed=0):
 )
 def test_dense_general_sums_over_any_axes_with_a_flat_kernel(features, axis, kernel, result):
     x = normal(2, 3, 4, 5)
-    output, variables = layers.DenseGeneral(features, axis).init_with_output(jax.random.key(0), x)
+    layer = layers.DenseGeneral(features, axis)
+    output, variables = jax.jit(layer.init_with_output)(jax.random.key(0), x)
     value = variables["params"]["kernel"]
     assert value.shape == kernel and output.shape == result and "params_axes" not in variables
     axes = (axis,) if isinstance(axis, int) else axis
@@ -121,7 +132,7 @@ def test_dense_general_wants_axes_of_the_stored_kernel():
 
 def test_initial_values_have_t5s_distributions():
     layer = layers.MultiHeadDotProductAttention(num_heads=8, head_dim=64)
-    params = layer.init(jax.random.key(0), normal(1, 2, 256), normal(1, 2, 256), deterministic=True)["params"]
+    params = initialise(layer, normal(1, 2, 256), normal(1, 2, 256), deterministic=True)["params"]
     for name, std in {"query": (256 * 64) ** -0.5, "key": 256**-0.5, "value": 256**-0.5, "out": 512**-0.5}.items():
         np.testing.assert_allclose(np.std(params[name]["kernel"]), std, rtol=0.02, err_msg=name)
 
@@ -129,11 +140,11 @@ def test_initial_values_have_t5s_distributions():
 def test_layer_norm_is_the_root_mean_square_in_float32():
     x = normal(2, 3, 64) * 100
     scale = normal(64, seed=1)
-    output = layers.LayerNorm(epsilon=0.5).apply({"params": {"scale": scale}}, x)
+    output = apply(layers.LayerNorm(epsilon=0.5), {"params": {"scale": scale}}, x)
     wide = np.asarray(x, np.float64)
     expected = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 0.5) * np.asarray(scale)
     np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-6)
-    narrow = layers.LayerNorm(epsilon=0.5, dtype=jnp.bfloat16).apply({"params": {"scale": scale}}, x)
+    narrow = apply(layers.LayerNorm(epsilon=0.5, dtype=jnp.bfloat16), {"params": {"scale": scale}}, x)
     assert narrow.dtype == jnp.bfloat16
     np.testing.assert_allclose(narrow.astype(jnp.float32), expected, rtol=0.02)
 
@@ -176,10 +187,10 @@ def test_relative_position_biases_are_looked_up_by_t5s_buckets(bidirectional):
         return base + min(far, buckets - 1)
 
     layer = layers.RelativePositionBiases(num_buckets=8, max_distance=20, num_heads=3, dtype=jnp.float32)
-    variables = layer.init(jax.random.key(0), 2, 2)
+    variables = initialise(layer, 2, 2)
     table = np.asarray(variables["params"]["rel_embedding"])
     assert table.shape == (3, 8)
-    bias = layer.apply(variables, 25, 31, bidirectional)
+    bias = apply(layer, variables, 25, 31, bidirectional)
     expected = [[[row[bucket(k - q)] for k in range(31)] for q in range(25)] for row in table]
     np.testing.assert_array_equal(bias, np.array(expected)[None])
 
@@ -188,7 +199,7 @@ def test_a_cached_position_bias_is_computed_once():
     layer = layers.RelativePositionBiases(num_buckets=8, max_distance=20, num_heads=3, dtype=jnp.float32)
     with pytest.raises(ValueError, match="random parameters"):
         layer.init(jax.random.key(0), 5, 7, bidirectional=False, decode=True)
-    variables = layer.init(jax.random.key(0), 5, 7, bidirectional=False)
+    variables = initialise(layer, 5, 7, bidirectional=False)
     cached = functools.partial(layer.apply, decode=True, mutable=["cache"])
     with pytest.raises(ValueError, match="bidirectional=False"):
         cached(variables, 5, 7, bidirectional=True)
@@ -204,12 +215,12 @@ def test_a_cached_position_bias_is_computed_once():
 def test_mlp_multiplies_its_activations_and_takes_names_or_functions():
     x = normal(2, 3, 4)
     layer = layers.MlpBlock(intermediate_dim=5, activations=("swish", "linear", jnp.sin))
-    variables = layer.init(jax.random.key(0), x, deterministic=True)
+    variables = initialise(layer, x, deterministic=True)
     kernels = {name: np.asarray(leaf["kernel"], np.float64) for name, leaf in variables["params"].items()}
     assert set(kernels) == {"wi_0", "wi_1", "wi_2", "wo"}
     first, second, third = (np.asarray(x) @ kernels[f"wi_{i}"] for i in range(3))
     expected = (first / (1 + np.exp(-first)) * second * np.sin(third)) @ kernels["wo"]
-    np.testing.assert_allclose(layer.apply(variables, x, deterministic=True), expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(apply(layer, variables, x, deterministic=True), expected, rtol=1e-4, atol=1e-5)
     with pytest.raises(UserError, match=r"'swoosh'.*gelu"):
         layers.MlpBlock(activations=("swoosh",)).init(jax.random.key(0), x, deterministic=True)
 
@@ -217,10 +228,10 @@ def test_mlp_multiplies_its_activations_and_takes_names_or_functions():
 def test_mlp_drops_the_same_features_at_every_position():
     layer = layers.MlpBlock(intermediate_dim=32, intermediate_dropout_rate=0.5)
     x = jnp.broadcast_to(normal(2, 1, 8), (2, 6, 8))
-    variables = layer.init(jax.random.key(0), x, deterministic=True)
-    dropped = layer.apply(variables, x, rngs={"dropout": jax.random.key(1)})
-    np.testing.assert_allclose(dropped, jnp.broadcast_to(dropped[:, :1], x.shape), rtol=1e-5, atol=1e-6)
-    assert jnp.abs(dropped - layer.apply(variables, x, deterministic=True)).max() > 0.01
+    variables = initialise(layer, x, deterministic=True)
+    dropped = np.asarray(apply(layer, variables, x, rngs={"dropout": jax.random.key(1)}))
+    np.testing.assert_allclose(dropped, np.broadcast_to(dropped[:, :1], x.shape), rtol=1e-5, atol=1e-6)
+    assert np.abs(dropped - apply(layer, variables, x, deterministic=True)).max() > 0.01
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------
@@ -233,10 +244,12 @@ def test_dot_product_attention_is_unscaled_and_adds_its_bias():
         normal(2, 6, 4, 5, seed=2),
         normal(4, 3, 6),
     )
-    output = layers.dot_product_attention(query, key, value, bias[None], deterministic=True)
+    attend = jax.jit(functools.partial(layers.dot_product_attention, deterministic=True))
+    output = attend(query, key, value, bias[None])
+    query, key, value, bias = (np.asarray(x, np.float64) for x in (query, key, value, bias))
     for b in range(2):
         for h in range(4):
-            logits = np.asarray(query[b, :, h] @ key[b, :, h].T + bias[h], np.float64)
+            logits = query[b, :, h] @ key[b, :, h].T + bias[h]
             weights = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
             np.testing.assert_allclose(output[b, :, h], weights @ value[b, :, h], rtol=1e-4, atol=1e-5)
 
@@ -244,57 +257,62 @@ def test_dot_product_attention_is_unscaled_and_adds_its_bias():
 def test_float32_logits_are_nearer_to_the_truth():
     wide = [normal(2, 16, 2, 64, seed=i) for i in range(3)]
     narrow = [x.astype(jnp.bfloat16) for x in wide]
-    attend = functools.partial(layers.dot_product_attention, deterministic=True)
-    exact = attend(*(x.astype(jnp.float32) for x in narrow))
+    options = ("dtype", "float32_logits")
+    attend = jax.jit(functools.partial(layers.dot_product_attention, deterministic=True), static_argnames=options)
+    exact = np.asarray(attend(*(np.asarray(x, np.float32) for x in narrow)))
     coarse, fine = (attend(*narrow, dtype=jnp.bfloat16, float32_logits=flag) for flag in (False, True))
     assert coarse.dtype == fine.dtype == jnp.bfloat16
-    assert jnp.abs(fine - exact).max() < 0.5 * jnp.abs(coarse - exact).max()
+    coarse, fine = (np.asarray(x, np.float32) for x in (coarse, fine))
+    assert np.abs(fine - exact).max() < 0.5 * np.abs(coarse - exact).max()
 
 
 def test_attention_dropout_is_the_same_for_every_query_and_keeps_the_mean():
-    value = jnp.broadcast_to(jnp.eye(64)[None, :, None], (8, 64, 2, 64))  # so that the output is the weights
-    query = jnp.zeros((8, 3, 2, 64))
+    value = np.broadcast_to(np.eye(64, dtype=np.float32)[None, :, None], (8, 64, 2, 64))  # the output is the weights
+    query = np.zeros((8, 3, 2, 64), np.float32)
     attend = functools.partial(layers.dot_product_attention, query, value, value, dropout_rate=0.25)
-    weights = attend(dropout_rng=jax.random.key(0)) * 64
-    np.testing.assert_array_equal(weights, jnp.broadcast_to(weights[:, :1], weights.shape))
+    weights = np.asarray(jax.jit(lambda key: attend(dropout_rng=key))(jax.random.key(0))) * 64
+    np.testing.assert_array_equal(weights, np.broadcast_to(weights[:, :1], weights.shape))
     np.testing.assert_allclose(np.unique(weights), [0, 4 / 3], rtol=1e-5)
     np.testing.assert_allclose((weights == 0).mean(), 0.25, atol=0.05)
     assert not (weights[0] == weights[1]).all() and not (weights[:, :, 0] == weights[:, :, 1]).all()
-    np.testing.assert_allclose(attend(deterministic=True) * 64, 1.0, rtol=1e-5)
+    np.testing.assert_allclose(jax.jit(lambda: attend(deterministic=True))() * 64, 1.0, rtol=1e-5)
 
 
 def test_masked_keys_change_nothing():
     layer = layers.MultiHeadDotProductAttention(num_heads=2, head_dim=3, dropout_rate=0.5)
     x = normal(2, 5, 4)
     mask = layers.make_attention_mask(jnp.ones((2, 5)), jnp.array([[1, 1, 1, 0, 0], [1, 1, 1, 1, 0]]))
-    variables = layer.init(jax.random.key(0), x, x, deterministic=True)
-    other = x.at[0, 3:].set(9.0).at[1, 4:].set(-9.0)
-    output, changed = (layer.apply(variables, x, kv, mask, deterministic=True) for kv in (x, other))
+    variables = initialise(layer, x, x, deterministic=True)
+    other = np.array(x)
+    other[0, 3:], other[1, 4:] = 9, -9
+    attend = jax.jit(functools.partial(layer.apply, deterministic=True))
+    output, changed = (attend(variables, x, kv, mask) for kv in (x, other))
     np.testing.assert_allclose(output, changed, rtol=1e-6)
 
 
 def test_decoding_step_by_step_equals_the_causal_pass():
     layer = layers.MultiHeadDotProductAttention(num_heads=2, head_dim=3)
     x, bias = normal(4, 7, 5), normal(1, 2, 7, 7, seed=1)
-    whole, variables = layer.init_with_output(
-        jax.random.key(0), x, x, layers.make_causal_mask(x[..., 0]), bias, deterministic=True
-    )
+    mask = layers.make_causal_mask(x[..., 0])
+    first = jax.jit(functools.partial(layer.init_with_output, deterministic=True))
+    whole, variables = jax.device_get(first(jax.random.key(0), x, x, mask, bias))
     decode = jax.jit(functools.partial(layer.apply, decode=True, deterministic=True, mutable=["cache"]))
     params = {"params": variables["params"]}
     cache = decode(params, x, x)[1]["cache"]
     assert {name: leaf.shape for name, leaf in cache.items()} == {
         "cached_key": (4, 2, 3, 7), "cached_value": (4, 2, 3, 7), "cache_index": (),
     }  # fmt: skip
-    assert not any(jnp.any(leaf) for leaf in cache.values())
-    hidden = jnp.ones((4, 1, 1, 7)).at[1, ..., 2].set(0)
+    assert not any(np.any(leaf) for leaf in cache.values())
+    hidden = np.ones((4, 1, 1, 7), np.float32)
+    hidden[1, ..., 2] = 0
     for position in range(7):
-        token = x[:, position : position + 1]
+        token = np.asarray(x)[:, position : position + 1]
         # A row with a mask of its own: the third key is hidden from it.
         output, changed = decode({**params, "cache": cache}, token, token, hidden, bias)
-        cache = changed["cache"]
+        cache, output = changed["cache"], np.asarray(output)
         rows = np.array([0, 2, 3] if position >= 2 else [0, 1, 2, 3])
         np.testing.assert_allclose(output[rows, 0], whole[rows, position], rtol=1e-4, atol=1e-5)
-        assert position < 2 or jnp.abs(output[1, 0] - whole[1, position]).max() > 1e-3
+        assert position < 2 or np.abs(output[1, 0] - whole[1, position]).max() > 1e-3
     assert cache["cache_index"] == 7
     with pytest.raises(ValueError, match="one token a row; got 7"):
         decode({**params, "cache": cache}, x, x)
@@ -308,14 +326,17 @@ def test_decoding_after_prompts_of_several_lengths_equals_the_prefix_lm_pass(by_
     x, bias, lengths = normal(3, 7, 5), normal(1, 2, 7, 7, seed=1), np.array([3, 1, 4])
     in_prompt = (np.arange(7) < lengths[:, None]).astype(np.int32)
     mask = layers.make_decoder_mask(np.ones([3, 7], np.int32), jnp.float32, decoder_causal_attention=in_prompt)
-    whole, variables = layer.init_with_output(jax.random.key(0), x, x, mask, bias, deterministic=True)
-    apply = functools.partial(layer.apply, deterministic=True, mutable=["cache"])
+    first = jax.jit(functools.partial(layer.init_with_output, deterministic=True))
+    whole, variables = first(jax.random.key(0), x, x, mask, bias)
+    of_layer = functools.partial(layer.apply, deterministic=True, mutable=["cache"])
+    apply = jax.jit(of_layer, static_argnames=("decode", "prefill"))
     params = {"params": variables["params"]}
     cache = apply(params, x, x, decode=True)[1]["cache"]
     prefilled, changed = apply(
         {**params, "cache": cache}, x, x, mask, bias, prefill=True, prefill_lengths=None if by_mask else lengths
     )
     np.testing.assert_array_equal(prefilled, whole)
+    x, whole = np.asarray(x), np.asarray(whole)
     cache = changed["cache"]
     np.testing.assert_array_equal(cache["cache_index"], lengths)
     for cached in (cache["cached_key"], cache["cached_value"]):  # [batch, heads, head_dim, length]
@@ -331,7 +352,7 @@ def test_decoding_after_prompts_of_several_lengths_equals_the_prefix_lm_pass(by_
 
 def test_prefill_refuses_what_it_cannot_store():
     layer, x = layers.MultiHeadDotProductAttention(num_heads=2, head_dim=3), normal(3, 7, 5)
-    variables = layer.init(jax.random.key(0), x, x, deterministic=True)
+    variables = initialise(layer, x, x, deterministic=True)
     apply = functools.partial(layer.apply, deterministic=True, mutable=["cache"])
     cache = apply(variables, x, x, decode=True)[1]["cache"]
     with pytest.raises(ValueError, match="prefill the prompts first"):

@@ -91,40 +91,44 @@ class Doubled(Transformer):
         return 2 * super().decode(*args, **kwargs)
 
 
-def tiny_model(network=Transformer, **changes) -> tuple[EncoderDecoderModel, Any, dict[str, jax.Array]]:
+def tiny_model(network=Transformer, **changes) -> tuple[EncoderDecoderModel, Any, dict[str, np.ndarray]]:
     config = T5Config(
         vocab_size=31, emb_dim=16, num_heads=2, head_dim=8, mlp_dim=32, num_encoder_layers=1, num_decoder_layers=1,
         dropout_rate=0.0, **changes,
     )  # fmt: skip
     vocabulary = PassThroughVocabulary(31, eos_id=1)
     model = EncoderDecoderModel(network(config), vocabulary, vocabulary, None)
-    shapes = model.input_shapes({"inputs": 6, "targets": 4})
-    params = jax.jit(lambda key: model.get_initial_variables(key, shapes)["params"])(jax.random.key(0))
-    inputs, targets = (jax.random.randint(jax.random.key(n), (3, n), 2, 31) for n in (6, 4))
+    rng = np.random.default_rng(0)
+    inputs, targets = (rng.integers(2, 31, (3, n), np.int32) for n in (6, 4))
     batch = {
-        "encoder_input_tokens": inputs, "decoder_target_tokens": targets, "decoder_loss_weights": jnp.ones((3, 4)),
-        "decoder_input_tokens": jnp.pad(targets, ((0, 0), (1, 0)))[:, :-1],
+        "encoder_input_tokens": inputs, "decoder_target_tokens": targets,
+        "decoder_loss_weights": np.ones((3, 4), np.float32),
+        "decoder_input_tokens": np.pad(targets, ((0, 0), (1, 0)))[:, :-1],
     }  # fmt: skip
-    return model, params, batch
+    return model, tiny.random_params(config), batch
 
 
 def test_a_subclassed_network_is_trained_and_scored_with_its_own_logits():
     model, params, batch = tiny_model(Doubled)
-    logits = jax.jit(model.compute_logits)(params, batch)
-    probabilities = jax.nn.log_softmax(logits)
-    wanted = jnp.take_along_axis(probabilities, batch["decoder_target_tokens"][..., None], axis=-1)[..., 0].sum(1)
-    np.testing.assert_allclose(jax.jit(model.score_batch)(params, batch), wanted, rtol=1e-5)
-    np.testing.assert_allclose(jax.jit(model.loss_fn)(params, batch)[0], -wanted.sum(), rtol=1e-5)
+    functions = model.compute_logits, model.score_batch, model.loss_fn
+    logits, scores, loss = jax.jit(lambda *given: [function(*given) for function in functions])(params, batch)
+    logits = np.asarray(logits, np.float64)
+    probabilities = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    wanted = np.take_along_axis(probabilities, batch["decoder_target_tokens"][..., None], axis=-1)[..., 0].sum(1)
+    np.testing.assert_allclose(scores, wanted, rtol=1e-5)
+    np.testing.assert_allclose(loss[0], -wanted.sum(), rtol=1e-5)
 
 
 def test_scores_can_be_differentiated():
     """As preference losses need."""
     model, params, batch = tiny_model()
-    gradient = lambda function: jax.jit(jax.grad(function))(params)
-    found = gradient(lambda params: model.score_batch(params, batch).sum())
-    wanted = gradient(lambda params: model.score_batch(params, batch, return_intermediates=True)[0].sum())
+    functions = [
+        lambda params: model.score_batch(params, batch).sum(),
+        lambda params: model.score_batch(params, batch, return_intermediates=True)[0].sum(),
+        lambda params: -model.loss_fn(params, batch)[0],
+    ]
+    found, wanted, loss = jax.jit(lambda params: [jax.grad(function)(params) for function in functions])(params)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, wanted)
-    loss = gradient(lambda params: -model.loss_fn(params, batch)[0])
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, loss)
 
 
@@ -133,10 +137,10 @@ def test_the_gradient_of_a_few_logits_is_summed_in_float32(tied):
     """All rows of a batch add to the same two columns; bfloat16 would lose most of the sum."""
     model, params, batch = tiny_model(dtype="bfloat16", logits_via_embedding=tied)
     exact = tiny_model(logits_via_embedding=tied)[0]
-    inputs = jnp.tile(batch["encoder_input_tokens"], (400, 1))
-    labels = jnp.broadcast_to(jnp.array([5, 9]), (len(inputs), 2))
+    inputs = np.tile(batch["encoder_input_tokens"], (400, 1))
+    labels = np.broadcast_to([5, 9], (len(inputs), 2))
     first = lambda model, params: model.first_logits(params, inputs, labels)[:, 0].sum()
-    of = lambda model: jax.jit(jax.grad(functools.partial(first, model)))(params)
+    of = lambda model: jax.device_get(jax.jit(jax.grad(functools.partial(first, model)))(params))
     column = lambda g: g["token_embedder"]["embedding"][5] if tied else g["decoder"]["logits_dense"]["kernel"][:, 5]
     found, wanted = column(of(model)), column(of(exact))
     assert np.linalg.norm(found - wanted) < 0.02 * np.linalg.norm(wanted)
