@@ -5,7 +5,7 @@ from t5x.lazy_imports import lazy_attributes
 # Inference needs only the state, without optimizers and the training loop.
 _MODULES = {
     "actions": ("ActionMode", "BaseAction", "EarlyStoppingAction", "TerminateOnNanAction"),
-    "loop": ("Timetable", "run_loop"),
+    "loop": ("run_loop",),
     "signals": ("Interrupted", "StopRequest", "Stopped"),
     "state": ("StateLayout", "TrainState"),
     "step": ("accumulate_grads_microbatched", "apply_grads", "eval_step", "train_with_lr"),
@@ -15,6 +15,7 @@ _MODULES = {
         "MetricValueMapType", "PartitionedEvalCallable", "PartitionedTrainCallable", "PreemptionError",
         "SummarizeMetricsCallable", "TimeFuture", "merge_metrics",
     ),
+    "timetable": ("Timetable",),
     "trainer": ("BaseTrainer", "Trainer"),
     "weight_metrics": ("WeightMetricsComputer",),
 }  # fmt: skip
