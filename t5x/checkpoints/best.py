@@ -20,7 +20,7 @@ from typing import Any, Literal
 from t5x.checkpoints import paths
 from t5x.errors import UserError
 from t5x.telemetry import jsonl
-from t5x.telemetry.writer import METRICS_FILE
+from t5x.telemetry.metric_writer import METRICS_FILE
 
 log = logging.getLogger(__name__)
 

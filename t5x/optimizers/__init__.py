@@ -17,7 +17,7 @@ from t5x.lazy_imports import lazy_attributes
 
 # Inference needs only the protocol, without Optax.
 _MODULES = {
-    "learning_rates": ("applied_schedule",),
+    "applied_learning_rate": ("applied_schedule",),
     "multi_optimizer": ("MultiOptimizer", "clip_by_global_norm", "freeze"),
     "optax_optimizers": (
         "adabelief", "adagrad", "adam", "adamw", "fromage", "lamb", "lars", "lion", "noisy_sgd",

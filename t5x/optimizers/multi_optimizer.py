@@ -9,7 +9,7 @@ import jax
 import optax
 
 from t5x.errors import UserError
-from t5x.optimizers.learning_rates import unknown_rate
+from t5x.optimizers.applied_learning_rate import unknown_rate
 from t5x.optimizers.patterns import Patterns, paths_in, select
 from t5x.optimizers.protocol import OptimizerDef, TreeOptimizer, trained, updated
 from t5x.optimizers.schedules import Schedule

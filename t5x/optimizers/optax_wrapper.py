@@ -10,7 +10,7 @@ from optax import contrib
 
 from t5x.errors import UserError
 from t5x.optimizers import optax_state
-from t5x.optimizers.learning_rates import Rate, as_schedule, rates_in, unknown_rate
+from t5x.optimizers.applied_learning_rate import Rate, as_schedule, rates_in, unknown_rate
 from t5x.optimizers.patterns import path_of
 from t5x.optimizers.protocol import TreeOptimizer
 from t5x.optimizers.schedules import Schedule

@@ -1,4 +1,4 @@
-"""Memory of a train step on one device: state, gradients and the activations that the backward pass needs.
+"""Memory of a train step on one device: stored arrays, activations and temporaries; `estimates.peak_memory` adds them.
 
 XLA's buffer assignment for a CPU differs from that for a GPU or TPU: a CPU has no fused attention and computes bfloat16
 in float32. So activations are counted from the network's configuration instead.

@@ -18,7 +18,7 @@ from t5x.errors import UserError
 from t5x.network.padding import Program
 from t5x.partitioning import distributed
 from t5x.telemetry import MetricWriter, jsonl
-from t5x.telemetry.writer import METRICS_FILE, Home
+from t5x.telemetry.metric_writer import METRICS_FILE, Home
 from t5x.trainer.datasets import numpy_batches
 from t5x.trainer.state import StateLayout
 from t5x.trainer.trainer import Trainer, summarize

@@ -5,7 +5,7 @@ schedule, by the number of steps that its state has seen, and ignores the traine
 combined, each applies the rate that it would apply alone, and one is logged: the trainer's if it drives any of them.
 
 A transformation of Optax does not reveal its learning rate. Gin files that `import optax` therefore get wrapped
-functions (see `t5x.configuration.imports`) that record it.
+functions (see `gin_optax.py`) that record it.
 """
 
 import functools

@@ -12,7 +12,7 @@ import numpy as np
 
 from t5x.files import atomic
 from t5x.telemetry import jsonl
-from t5x.telemetry.events import EventFile
+from t5x.telemetry.tensorboard_events import EventFile
 
 logger = logging.getLogger(__name__)
 
