@@ -12,7 +12,7 @@ from t5x.adafactor import Adafactor
 from t5x.data import PassThroughVocabulary
 from t5x.models import EncoderDecoderModel
 from t5x.network import T5Config, Transformer
-from t5x.trainer import StateLayout, Trainer, train_with_lr
+from t5x.trainer import StateLayout, Trainer, TrainState, train_with_lr
 
 T5_1_0 = T5Config(
     vocab_size=31, emb_dim=12, num_heads=3, head_dim=5, mlp_dim=20, num_encoder_layers=1, num_decoder_layers=2,
@@ -78,9 +78,19 @@ def random_params(config: T5Config = T5_1_1, seed: int = 0):
     if config.scan_layers:
         made = random_params(dataclasses.replace(config, scan_layers=False), seed)
         return {name: stacked(name, part) for name, part in made.items()}
-    of, rng = model(config), np.random.default_rng(seed)
+    of = model(config)
     shapes = of.input_shapes({"inputs": 3, "targets": 3})
-    abstract = jax.eval_shape(lambda: of.get_initial_variables(jax.random.key(0), shapes)["params"])
+    return _random(jax.eval_shape(lambda: of.get_initial_variables(jax.random.key(0), shapes)["params"]), seed)
+
+
+def random_state(layout: StateLayout, seed: int = 0) -> TrainState:
+    """Return the state of a run at step 0 with such parameters."""
+    params = jax.device_put(_random(layout.abstract.params, seed), layout.shardings.params)
+    return layout.with_fresh_optimizer(params, 0)
+
+
+def _random(abstract, seed: int):
+    rng = np.random.default_rng(seed)
 
     def value(path, x):
         name = path[-1].key

@@ -44,8 +44,7 @@ def masks_of_steps(request) -> list[Masks]:
 
     model = tiny.model(dataclasses.replace(CONFIG, scan_layers=request.param == "scanned"))
     layout = StateLayout.of(model, PjitPartitioner(), model.input_shapes({"inputs": 9, "targets": 7}))
-    state = layout.init(jax.random.key(3))
-    trainer = tiny.trainer(layout, state, jax.random.key(4), lambda step: jnp.float32(0.02))
+    trainer = tiny.trainer(layout, tiny.random_state(layout), jax.random.key(4), lambda step: jnp.float32(0.02))
     batch, steps = tiny.batch(rows=4), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Keys, "keep", recorded)

@@ -73,7 +73,7 @@ def test_scanned_and_unrolled_layers_take_the_same_steps():
         )
         model = tiny.model(config)
         layout = StateLayout.of(model, PjitPartitioner(), model.input_shapes({"inputs": 9, "targets": 7}))
-        trainer = tiny.trainer(layout, layout.init(jax.random.key(3)), jax.random.key(4), lambda t: jnp.float32(0.02))
+        trainer = tiny.trainer(layout, tiny.random_state(layout), jax.random.key(4), lambda t: jnp.float32(0.02))
         batches = [tiny.batch(s, vocab=128) for s in range(5)]
         losses.append([float(trainer.step(b)["loss_per_nonpadding_target_token"].compute()) for b in batches])
     np.testing.assert_allclose(*losses, rtol=1e-5)
