@@ -6,19 +6,20 @@
 
 import contextlib
 import contextvars
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from t5x.errors import UserError
 from t5x.network.devices import on_nvidia_gpu
 from t5x.network.keys import Keys
-from t5x.network.relative_position import RelativeBias
+from t5x.network.relative_position import Preparable, RelativeBias
 from t5x.partitioning.logical import constrain, on_each_device
 
 MASKED = -1e10
@@ -31,8 +32,9 @@ log = logging.getLogger(__name__)
 _by_reference = contextvars.ContextVar("by_reference", default=False)
 
 
-@flax.struct.dataclass
-class Mask:
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Mask(Preparable):
     """Which keys a query may attend to.
 
     Attributes:
@@ -47,6 +49,7 @@ class Mask:
       window: query i sees keys at distances below this, on both sides.
       row_offsets: int32 [batch, k], in a beam search: the cached keys and values of row i before its position are those
         of row i + row_offsets[i, k].
+      prepared: see `prepare`.
     """
 
     key_segments: jax.Array | None = None
@@ -54,8 +57,9 @@ class Mask:
     position: jax.Array | None = None
     prefix: jax.Array | None = None
     row_offsets: jax.Array | None = None
-    causal: bool = flax.struct.field(pytree_node=False, default=False)
-    window: int | None = flax.struct.field(pytree_node=False, default=None)
+    causal: bool = dataclasses.field(default=False, metadata={"static": True})
+    window: int | None = dataclasses.field(default=None, metadata={"static": True})
+    prepared: Any = None
 
     def allowed(self, q_length: int, k_length: int) -> jax.Array | None:
         """Return a bool mask broadcastable to [batch, heads, q, k]; None if everything is allowed."""
@@ -116,8 +120,13 @@ def attend(
     if float32_logits:
         query, key = query.astype(jnp.float32), key.astype(jnp.float32)
     capped = {} if softcap is None else {"softcap": softcap}
+    return BACKENDS[_choose(query, key, mask, softcap, backend)](query, key, value, mask, bias, **capped)
+
+
+def _choose(query: Any, key: Any, mask: Mask, softcap: float | None, backend: str) -> str:
+    """Return the name of the backend for queries and keys of these shapes and dtypes."""
     if _by_reference.get():
-        return attend_xla(query, key, value, mask, bias, **capped)
+        return "xla"
     name = backend
     if backend == "auto":
         name = fastest(query, key, mask, softcap)
@@ -127,7 +136,58 @@ def attend(
         raise UserError(f"attention_backend is {backend!r}; known are auto, {', '.join(BACKENDS)}.")
     if name in REFUSES and (reason := REFUSES[name](query, key, mask, softcap)):
         raise UserError(f"attention_backend is {name!r}, but {reason}: set it to 'auto' or 'xla'.")
-    return BACKENDS[name](query, key, value, mask, bias, **capped)
+    return name
+
+
+def prepare(
+    query: jax.ShapeDtypeStruct,
+    key: jax.ShapeDtypeStruct,
+    mask: Mask,
+    bias: RelativeBias | None,
+    backend: str = "auto",
+) -> tuple[Mask, RelativeBias | None]:
+    """Return the mask and the bias with what every `attend` of queries and keys like these would derive from them.
+
+    A tower does this once for all its layers, because XLA compiles everything that layers repeat again. Layers may use
+    another mask, bias or backend nevertheless: `attend` uses only what was prepared for it.
+
+    Args:
+      query, key: shape [batch, length, heads, head_dim] and dtype of the queries and keys.
+    """
+    if min(query.shape[1], key.shape[1]) == 1 or _choose(query, key, mask, None, backend) != "pallas":
+        return mask, bias
+    from t5x.network import flash_preparation as flash  # Pallas is slow to import
+
+    lengths = query.shape[1], key.shape[1]
+    plan = flash.make_plan(lengths, query.shape[3], mask, bias, interpret=jax.default_backend() == "cpu")
+
+    def compute(rows, mask, bias):
+        of_mask = flash.prepare_mask(mask, rows.shape[0], lengths, plan)
+        return [of_mask, None if bias is None else flash.prepare_bias(bias, plan)]
+
+    rows = np.zeros((query.shape[0], 0), bool)  # a device prepares for its part of the batch, even without segments
+    of_mask, of_bias = on_each_device(
+        compute, (("batch", None), _mask_axes(mask), _bias_axes(bias, "heads")),
+        [flash.PreparedMask.axes(plan), None if bias is None else flash.PreparedBias.axes(plan, "heads")],
+        rows, mask, bias,
+    )  # fmt: skip
+    return mask.replace(prepared=of_mask), None if bias is None else bias.replace(prepared=of_bias)
+
+
+def _mask_axes(mask: Mask) -> Mask:
+    """Return the logical axes of every array of a mask."""
+    prepared = mask.prepared and mask.prepared.axes(mask.prepared.plan)
+    return mask.replace(
+        key_segments=_ROWS, query_segments=_ROWS, prefix=_ROWS, row_offsets=_ROWS, position=(), prepared=prepared
+    )
+
+
+def _bias_axes(bias: RelativeBias | None, heads: str | None) -> RelativeBias | None:
+    """Return the logical axes of every array of a bias."""
+    if bias is None:
+        return None
+    prepared = bias.prepared and bias.prepared.axes(bias.prepared.plan, heads)
+    return bias.replace(table=(heads, None), prepared=prepared)
 
 
 @contextlib.contextmanager
@@ -316,18 +376,11 @@ def attend_pallas(
 
     heads = "heads" if key.shape[2] == query.shape[2] else None
     layout = ("batch", "length", heads, "kv")
-    rows = ("batch", "length")
-    segments = mask.query_segments, mask.key_segments, mask.prefix
-
-    def compute(query, key, value, bias, q_segments, k_segments, prefix):
-        return flash_attention(
-            query, key, value, bias, query_segments=q_segments, key_segments=k_segments, prefix=prefix,
-            causal=mask.causal, window=mask.window, softcap=softcap, interpret=jax.default_backend() == "cpu",
-        )  # fmt: skip
-
+    compute = functools.partial(flash_attention, softcap=softcap, interpret=jax.default_backend() == "cpu")
     return on_each_device(
-        compute, (layout, layout, layout, (heads, None), rows, rows, rows), layout, query, key, value, bias, *segments
-    )
+        compute, (layout, layout, layout, _mask_axes(mask), _bias_axes(bias, heads)), layout,
+        query, key, value, mask, bias,
+    )  # fmt: skip
 
 
 def attend_cudnn(

@@ -7,7 +7,15 @@ import jax
 import jax.numpy as jnp
 from flax.linen import initializers, partitioning
 
-from t5x.network.attention import Mask, attend, attend_cached, attend_folded, extend_and_attend, has_step_kernel
+from t5x.network.attention import (
+    Mask,
+    attend,
+    attend_cached,
+    attend_folded,
+    extend_and_attend,
+    has_step_kernel,
+    prepare,
+)
 from t5x.network.config import NetworkConfig
 from t5x.network.fp8 import SCALES
 from t5x.network.keys import Keys, dropout
@@ -168,6 +176,15 @@ def _heads_first(x: jax.Array) -> jax.Array:
 def relative_bias(cfg: NetworkConfig, keys: Keys, *, bidirectional: bool) -> RelativeBias:
     """Return the bias of the calling compact module (a tower or a layer), which owns it as `relpos_bias`."""
     return RelativePositionBias(cfg.num_heads, bidirectional, name="relpos_bias")(keys.at("relpos_bias"))
+
+
+def prepare_attention(
+    cfg: NetworkConfig, x: jax.Array, k_length: int, mask: Mask, bias: RelativeBias | None
+) -> tuple[Mask, RelativeBias | None]:
+    """Prepare a mask and a bias for all layers of a tower, whose queries come from x; see `attention.prepare`."""
+    dtype = jnp.dtype(jnp.float32 if cfg.float32_attention_logits else cfg.dtype)
+    heads = lambda length: jax.ShapeDtypeStruct((x.shape[0], length, cfg.num_heads, cfg.head_dim), dtype)
+    return prepare(heads(x.shape[1]), heads(k_length), mask, bias, cfg.attention_backend)
 
 
 def _mlp(cfg: NetworkConfig) -> MLP:

@@ -1,7 +1,9 @@
 """T5's relative position bias: a learned value per head and bucket of distances."""
 
+import dataclasses
+from typing import Any
+
 import flax.linen as nn
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,13 +32,23 @@ def bucket(distance: np.ndarray, *, bidirectional: bool, num_buckets: int = 32, 
     return (base + np.where(distance < exact, distance, np.minimum(far, num_buckets - 1))).astype(np.int32)
 
 
-@flax.struct.dataclass
-class RelativeBias:
+class Preparable:
+    """A dataclass with a field `prepared`: what a backend of attention derived from the other fields, or None."""
+
+    def replace(self, **updates: Any) -> Any:
+        """Return a copy with these fields, and without `prepared`, which belongs to the old ones."""
+        return dataclasses.replace(self, **{"prepared": None, **updates})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RelativeBias(Preparable):
     """A relative position bias in compact form: a table [heads, buckets] and the parameters of its buckets."""
 
     table: jax.Array
-    bidirectional: bool = flax.struct.field(pytree_node=False)
-    max_distance: int = flax.struct.field(pytree_node=False, default=128)
+    bidirectional: bool = dataclasses.field(metadata={"static": True})
+    max_distance: int = dataclasses.field(default=128, metadata={"static": True})
+    prepared: Any = None
 
     def buckets(self, distance: np.ndarray) -> np.ndarray:
         return bucket(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from t5x.network.attention import Mask
-from t5x.network.blocks import DecoderLayer, EncoderLayer, relative_bias, run_layers
+from t5x.network.blocks import DecoderLayer, EncoderLayer, prepare_attention, relative_bias, run_layers
 from t5x.network.config import NetworkConfig
 from t5x.network.devices import on_nvidia_gpu
 from t5x.network.keys import Keys, dropout
@@ -42,6 +42,8 @@ class Encoder(nn.Module):
         keys = keys.sample({"embedded": (1, cfg.emb_dim), "encoded": x.shape[1:]}, cfg.dropout_rate)
         bias = None if cfg.per_layer_relative_position_bias else relative_bias(cfg, keys, bidirectional=True)
         x = dropout(x, cfg.dropout_rate, keys.at("embedded"))
+        if bias is not None:
+            mask, bias = prepare_attention(cfg, x, x.shape[1], mask, bias)
         x = run_layers(EncoderLayer, cfg, "encoder", self.num_layers, x, layer_keys, bias, mask)
         x = RMSNorm(cfg.dtype, name="encoder_norm")(x)
         # Unlike everywhere else, T5 samples dropout per position here.
@@ -87,6 +89,10 @@ class Decoder(nn.Module):
             # A beam search fills it, and then moves these numbers instead of keys and values.
             offsets = self.variable("cache", ROW_OFFSETS, jnp.zeros, (x.shape[0], 1), jnp.int32).value
             mask = mask.replace(row_offsets=offsets if offsets.shape[1] > 1 else None)
+        if bias is not None:
+            mask, bias = prepare_attention(cfg, x, x.shape[1], mask, bias)
+        if encoded is not None and cache is None:
+            cross_mask, _ = prepare_attention(cfg, x, encoded.shape[1], cross_mask, None)
         shared = (bias, mask, encoded, cross_mask, prefill_lengths)
         x = run_layers(DecoderLayer, cfg, "decoder", self.num_layers, x, layer_keys, *shared, cache=cache)
         x = RMSNorm(cfg.dtype, name="decoder_norm")(x)

@@ -100,8 +100,8 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 
 def on_each_device(
     function: Callable[..., Any],
-    axes: Sequence[LogicalAxes],
-    out_axes: LogicalAxes | list[LogicalAxes],
+    axes: Sequence[Any],
+    out_axes: Any,
     *arguments: Any,
 ) -> Any:
     """Call `function` on every device with its shard of the arguments; outside `axis_rules`, call it directly.
@@ -110,22 +110,28 @@ def on_each_device(
     that hold the same shard.
 
     Args:
-      axes: logical axes of each argument, or of every array in it. An axis that does not divide evenly in some
-        argument is not sharded in any of them.
-      out_axes: logical axes of the result; a list if it is a list.
+      axes: logical axes of each argument; for a tree of arrays, those of every array in it, or a tree of axes. An axis
+        that does not divide evenly in some argument is not sharded in any of them.
+      out_axes: logical axes of the result, in the same way.
     """
     active = _active.get()
     if active is None or active[0].size == 1:
         return function(*arguments)
     mesh, rules = active
-    uneven = {
-        axis
-        for argument, names_of in zip(arguments, axes, strict=True)
-        for array in jax.tree.leaves(argument)
-        for size, axis, over in zip(array.shape, names_of, logical_to_mesh_axes(names_of, rules), strict=True)
-        if size % count_shards(mesh, over)
-    }
-    spec = lambda names_of: logical_to_mesh_axes(tuple(None if a in uneven else a for a in names_of), rules)
-    out_specs = [spec(each) for each in out_axes] if isinstance(out_axes, list) else spec(out_axes)
-    divide = jax.shard_map(function, mesh=mesh, in_specs=tuple(map(spec, axes)), out_specs=out_specs, check_vma=False)
+    is_axes = lambda node: type(node) is tuple
+    uneven = set()
+
+    def find_uneven(names_of: LogicalAxes, arrays: Any) -> None:
+        for array in jax.tree.leaves(arrays):
+            for size, axis, over in zip(array.shape, names_of, logical_to_mesh_axes(names_of, rules), strict=True):
+                if size % count_shards(mesh, over):
+                    uneven.add(axis)
+
+    jax.tree.map(find_uneven, list(axes), list(arguments), is_leaf=is_axes)
+
+    def spec(names_of: LogicalAxes) -> PartitionSpec:
+        return logical_to_mesh_axes(tuple(None if a in uneven else a for a in names_of), rules)
+
+    in_specs, out_specs = (jax.tree.map(spec, tree, is_leaf=is_axes) for tree in (list(axes), out_axes))
+    divide = jax.shard_map(function, mesh=mesh, in_specs=tuple(in_specs), out_specs=out_specs, check_vma=False)
     return divide(*arguments)

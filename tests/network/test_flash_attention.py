@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
-from t5x.network import flash_attention as flash
+from t5x.network import flash_preparation as flash
 from t5x.network.attention import Mask, attend_xla
+from t5x.network.flash_attention import flash_attention
 from t5x.network.flash_kernels import Block, Rules, Tiles
 from t5x.network.relative_position import RelativeBias
 from tests.tiny import arrays, segments
@@ -58,11 +59,9 @@ def check(
     is_seen = 1.0 if allowed is None else jnp.broadcast_to(allowed, (2, 1, q, k)).any(-1).swapaxes(1, 2)[..., None]
 
     def ours(query, key, value, table):
-        return flash.flash_attention(
-            query, key, value, bias_of(table), query_segments=mask.query_segments, key_segments=mask.key_segments,
-            prefix=mask.prefix, causal=mask.causal, window=mask.window, softcap=softcap, blocks=blocks,
-            interpret=not ON_GPU,
-        )  # fmt: skip
+        return flash_attention(
+            query, key, value, mask, bias_of(table), softcap=softcap, blocks=blocks, interpret=not ON_GPU
+        )
 
     def reference(*args):
         *args, table = (x.astype(jnp.float32) for x in args)

@@ -1,0 +1,248 @@
+"""Attention that a tower prepares once for its layers: the same results, and no work repeated in layers."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from t5x.network import DecoderWrapper, Transformer, TransformerConfig, attention, blocks
+from t5x.network.attention import Mask
+from t5x.network.relative_position import RelativeBias
+from tests import tiny
+from tests.tiny import arrays, segments
+
+ON_GPU = jax.default_backend() == "gpu"
+DTYPE = "bfloat16" if ON_GPU else "float32"
+IDS = jnp.array([[1] * 9 + [2] * 14 + [0] * 10, [1] * 20 + [2] * 6 + [3] * 7], jnp.int32)
+PREFIX = jnp.tile(jnp.arange(33) % 20 < 8, (2, 1))
+
+
+@pytest.fixture(autouse=True)
+def _kernel_everywhere(monkeypatch):
+    """Let `attention_backend="pallas"` use the interpreter on a CPU."""
+    if not ON_GPU:
+        monkeypatch.setattr(attention, "_gpu_refuses", lambda query, mask: None)
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+def results(mask: Mask, bidirectional: bool | None, *, is_prepared: bool, key_heads: int = 2, **options):
+    """Return the output and all gradients of one attention."""
+    shapes = [(2, 33, 2, 16), (2, 33, key_heads, 16), (2, 33, key_heads, 16)]
+    *parts, weights = (x.astype(DTYPE) for x in arrays(*shapes, shapes[0]))
+    (table,) = arrays((2, 32))
+
+    def compute(query, key, value, table):
+        bias, seen = None if bidirectional is None else RelativeBias(table, bidirectional), mask
+        if is_prepared:
+            like = jax.ShapeDtypeStruct(query.shape, query.dtype)
+            seen, bias = attention.prepare(like, like, mask, bias, "pallas")
+            assert seen.prepared is not None and (bias is None or bias.prepared is not None)
+        return attention.attend(query, key, value, mask=seen, bias=bias, backend="pallas", **options)
+
+    out, backward = jax.jit(lambda *args: jax.vjp(compute, *args))(*parts, table)
+    return out, *jax.jit(backward)(weights.astype(out.dtype))
+
+
+CASES = {
+    "packed": (Mask(IDS, IDS), True, {}),
+    "causal with a prefix": (Mask(IDS, IDS, prefix=PREFIX, causal=True), False, {}),
+    "without a bias": (Mask(segments([33, 5], 33)), None, {}),
+    "full rows": (Mask(causal=True), False, {}),
+    # These are not what was prepared for.
+    "softcap": (Mask(window=5), True, {"softcap": 0.7}),
+    "shared key heads": (Mask(IDS, IDS), True, {"key_heads": 1}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_prepared_attention_is_bitwise_the_same(case):
+    mask, bidirectional, options = CASES[case]
+    found, wanted = (results(mask, bidirectional, is_prepared=made, **options) for made in (True, False))
+    for name, one, other in zip(("out", "query", "key", "value", "table"), found, wanted, strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other), err_msg=name)
+
+
+def test_what_was_prepared_is_not_used_for_other_fields():
+    like = jax.ShapeDtypeStruct((2, 33, 2, 16), jnp.dtype(DTYPE))
+    mask, bias = attention.prepare(like, like, Mask(IDS, IDS), RelativeBias(arrays((2, 32))[0], True), "pallas")
+    assert mask.replace(key_segments=IDS[::-1]).prepared is None
+    assert bias.replace(table=2 * bias.table).prepared is None
+    # A user's layer that attends to something shorter with the same bias.
+    query, key, value = (x.astype(DTYPE) for x in arrays(*[(2, 20, 2, 16)] * 3))
+    plain = RelativeBias(bias.table, True)
+    attend = jax.jit(lambda bias: attention.attend(query, key, value, mask=Mask(), bias=bias, backend="pallas"))
+    found, wanted = attend(bias), attend(plain)
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(wanted))
+
+
+def test_other_backends_get_nothing_prepared():
+    like = jax.ShapeDtypeStruct((2, 33, 2, 16), jnp.dtype(DTYPE))
+    mask, bias = Mask(IDS, IDS), RelativeBias(jnp.zeros((2, 32)), True)
+    one_key = jax.ShapeDtypeStruct((2, 1, 2, 16), like.dtype)
+    for key, backend in ((like, "xla"), (one_key, "pallas")):
+        made = attention.prepare(like, key, mask, bias, backend)
+        assert made[0] is mask and made[1] is bias
+    with attention.by_reference():
+        assert attention.prepare(like, like, mask, bias, "pallas")[0] is mask
+
+
+CONFIG = dataclasses.replace(
+    tiny.T5_1_1, num_encoder_layers=2, num_decoder_layers=1, num_heads=2, head_dim=16, attention_backend="pallas",
+    dtype=DTYPE,
+)  # fmt: skip
+
+
+def network_and_params(config, batch):
+    """Return the logits as a function of parameters and options, and random parameters."""
+    network = Transformer(config)
+    inputs = [batch[f"{name}_tokens"] for name in ("encoder_input", "decoder_input", "decoder_target")]
+    ids = {name: batch[name] for name in ("encoder_segment_ids", "decoder_segment_ids") if name in batch}
+    plain = dataclasses.replace(config, attention_backend="xla")
+    params = jax.jit(lambda: Transformer(plain).init(jax.random.key(0), *inputs, enable_dropout=False)["params"])()
+
+    def logits(params, enable_dropout=False):
+        return network.apply(
+            {"params": params}, *inputs, **ids, enable_dropout=enable_dropout, rngs={"dropout": jax.random.key(1)}
+        )
+
+    return logits, params
+
+
+def loss_and_gradients(config, batch, enable_dropout=False):
+    logits, params = network_and_params(config, batch)
+    weights = batch["decoder_loss_weights"][..., None]
+    return jax.jit(jax.value_and_grad(lambda params: (logits(params, enable_dropout) * weights).var())), params
+
+
+NETWORKS = {
+    "unrolled": ({"dropout_rate": 0.2}, True),
+    "scanned": ({"scan_layers": True}, True),
+    "remat": ({"remat_policy": "full"}, True),
+    "a bias per layer": ({"per_layer_relative_position_bias": True}, False),
+}
+
+
+@pytest.mark.parametrize("case", NETWORKS)
+def test_networks_that_prepare_have_the_gradients_of_the_reference(case):
+    changes, enable_dropout = NETWORKS[case]
+    config = dataclasses.replace(CONFIG, **changes)
+
+    def gradients(backend):
+        made = dataclasses.replace(config, attention_backend=backend)
+        step, params = loss_and_gradients(made, tiny.packed_batch(), enable_dropout)
+        return step(params)
+
+    found, wanted = (jax.tree.leaves_with_path(gradients(backend)) for backend in ("pallas", "xla"))
+    for (path, one), (_, other) in zip(found, wanted, strict=True):
+        one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
+        scale = np.linalg.norm(other)
+        assert scale > 0 and np.linalg.norm(one - other) <= (5e-2 if ON_GPU else 5e-3) * scale, path
+
+
+def test_inference_prepares_and_computes_the_same(monkeypatch):
+    logits, params = network_and_params(CONFIG, tiny.batch())
+    found = jax.jit(logits)(params)
+    monkeypatch.setattr(blocks, "prepare", lambda query, key, mask, bias, backend: (mask, bias))
+    wanted = jax.jit(lambda params: logits(params))(params)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_decoder_alone_prepares_its_prefix(monkeypatch):
+    config = TransformerConfig(
+        vocab_size=31, emb_dim=12, num_heads=2, head_dim=16, mlp_dim=20, num_layers=2, dropout_rate=0.0,
+        attention_backend="pallas", dtype=DTYPE,
+    )  # fmt: skip
+    tokens = jnp.array(tiny.batch()["encoder_input_tokens"])
+    prefix = (jnp.arange(tokens.shape[1]) < 4)[None] * (tokens > 0)
+    network = DecoderWrapper(config)
+    params = network.init(jax.random.key(0), tokens, tokens, enable_dropout=False)
+
+    def logits():
+        compute = lambda: network.apply(
+            params, tokens, tokens, decoder_causal_attention=prefix, enable_dropout=False
+        )  # fmt: skip
+        return jax.jit(compute)()
+
+    found = logits()
+    monkeypatch.setattr(blocks, "prepare", lambda query, key, mask, bias, backend: (mask, bias))
+    np.testing.assert_allclose(found, logits(), rtol=1e-5, atol=1e-6)
+
+
+def count_primitives(jaxpr) -> Counter:
+    """Count the primitives of a program; a function that is called twice counts twice."""
+    counts = Counter()
+    for equation in jaxpr.eqns:
+        counts[equation.primitive.name] += 1
+        if equation.primitive.name != "pallas_call":
+            for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+                if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
+                    counts += count_primitives(getattr(inner, "jaxpr", inner))
+    return counts
+
+
+def test_layers_do_not_repeat_the_preparation():
+    def counts(layers):
+        config = dataclasses.replace(CONFIG, num_encoder_layers=layers, num_decoder_layers=layers)
+        step, params = loss_and_gradients(config, tiny.packed_batch())
+        return count_primitives(step.trace(params).jaxpr.jaxpr)
+
+    one, three = counts(1), counts(3)
+    assert three["pallas_call"] == 3 * one["pallas_call"]
+    # Lists of visits are sorted, tiles are gathered, ranges of blocks are minima.
+    for primitive in ("sort", "gather", "reduce_min", "argsort"):
+        assert three[primitive] == one[primitive], primitive
+    assert one["sort"] == 2 and one["reduce_min"] > 0
+
+
+# Run with four devices, two for rows and two for heads.
+DIVIDED = """
+import jax, jax.numpy as jnp, numpy as np
+from t5x.network import attention
+from t5x.network.attention import Mask
+from t5x.network.relative_position import RelativeBias
+from t5x.partitioning import PjitPartitioner
+from t5x.partitioning.logical import axis_rules
+from tests.tiny import arrays
+attention._gpu_refuses = lambda query, mask: None
+partitioner = PjitPartitioner(preset="tp", num_partitions=2)
+def check(rows, segmented):
+    query, key, value, weights = arrays(*[(rows, 40, 2, 16)] * 4)
+    (table,) = arrays((2, 32))
+    ids = jnp.sort(jax.random.randint(jax.random.key(0), (rows, 40), 0, 4))[:, ::-1] if segmented else None
+    def gradients(is_prepared, backend):
+        def loss(query, key, value, table):
+            mask, bias = Mask(ids, ids, causal=True), RelativeBias(table, False)
+            if is_prepared:
+                mask, bias = attention.prepare(query, key, mask, bias, "pallas")
+            made = attention.attend(query, key, value, mask=mask, bias=bias, backend=backend)
+            return (weights * made * (1 if ids is None else (ids > 0)[..., None, None])).sum()
+        def traced(*args):
+            with axis_rules(partitioner.mesh, partitioner.rules):
+                return jax.value_and_grad(loss, (0, 1, 2, 3))(*args)
+        return jax.tree.leaves(jax.jit(traced)(query, key, value, table))
+    for one, exact in zip(gradients(True, "pallas"), gradients(False, "xla"), strict=True):
+        np.testing.assert_allclose(one, exact, rtol=5e-3, atol=5e-3)
+for rows, segmented in CASES:
+    check(rows, segmented)
+print(dict(partitioner.mesh.shape))
+"""
+
+
+@pytest.mark.skipif(ON_GPU, reason="has the devices that there are")
+@pytest.mark.parametrize("case", ["(4, True), (4, False)", "(3, True),"], ids=["even", "uneven"])
+def test_devices_prepare_for_their_own_rows_and_heads(case):
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4"
+    done = subprocess.run(
+        [sys.executable, "-c", f"CASES = {case}\n{DIVIDED}"], env=os.environ | {"XLA_FLAGS": flags},
+        cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "{'data': 2, 'model': 2}"
