@@ -143,14 +143,14 @@ class Adafactor(TreeOptimizer):
     It computes in float32, or in float64 if the parameters are float64.
 
     Args:
-      learning_rate: of `apply_gradient` without another one; the trainer passes that of its schedule.
+      learning_rate: default of `apply_gradient`; ignored by the trainer, which passes the rate of its schedule.
       factored: keep the second moments of matrices as row and column means.
       multiply_by_parameter_scale: scale the step by the RMS of the parameter; may be an HParamMap.
-      beta1: momentum; None is no momentum, and no memory for it.
+      beta1: momentum; None disables it and saves its memory.
       decay_rate: the decay of the second moment at step t is 1 - t^-decay_rate.
       step_offset: subtracted from the step in that formula, for fine-tuning with fresh statistics.
       clipping_threshold: maximum RMS of an update before scaling; None does not clip.
-      weight_decay_rate: fraction of the parameter subtracted per step; None is no decay.
+      weight_decay_rate: fraction of the parameter subtracted per step; None disables weight decay.
       min_dim_size_to_factor: a matrix with a smaller side is not factored, unless logical rules say so.
       epsilon1: added to the squared gradient.
       epsilon2: minimum parameter scale.
@@ -161,8 +161,8 @@ class Adafactor(TreeOptimizer):
       weight_decay_rate_lr_exponent: multiplies the decay by learning_rate ** this.
       global_norm_clip_threshold: maximum global norm of the gradients.
       max_parameter_scale: maximum parameter scale.
-      skip_nan_updates: skip the step, including its state, for parameters (of stacked ones, layers) whose gradient, its
-        square or its update is not finite.
+      skip_nan_updates: leave a parameter and its state unchanged if its gradient, the squared gradient or the update
+        is not finite. In stacked parameters, this applies to each layer.
       weight_decay_mask: which parameters are decayed, see `optimizers.weight_decay_mask`; None decays all.
 
     Example:

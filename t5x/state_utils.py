@@ -74,7 +74,10 @@ def apply_assignment_map(
     sources = AssignmentMap(assignment_map).sources(wanted, require_all_used=require_all_rules_match)
     for name, old in sources.items():
         if old is not None and old not in stored:
-            raise ValueError(f"{name} is assigned from {old!r}, which is not in the checkpoint: {sorted(stored)}")
+            raise ValueError(
+                f"assignment_map assigns {old!r} to {name!r}, but the checkpoint does not contain it. It contains "
+                f"{', '.join(sorted(stored))}."
+            )
     renamed = {name: stored[old] for name, old in sources.items() if old is not None}
     moved = set(sources.values()) - wanted.keys()
     kept = {name: leaf for name, leaf in stored.items() if name not in sources and name not in moved}

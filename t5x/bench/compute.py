@@ -141,7 +141,7 @@ def encode(work: Workload, steps: int | None = None) -> Result:
 def _time_batches(
     work: Workload, steps: int | None, method: Callable[..., Any], *arguments: Any, **options: Any
 ) -> Timing:
-    """Measure batches of a method of `LoadedModel`, which takes inputs and then these arguments."""
+    """Time batches of a `LoadedModel` method, called with inputs and then `arguments` and `options`."""
     measures.check_memory(_BYTES * work.layout.num_params, "A model")
 
     def stamps_of(batches: int) -> list[float]:

@@ -156,7 +156,7 @@ class ObjectStorePlace:
         try:
             (RemotePath.parse(target) / paths.UNFINISHED).remove()
         except UserError as error:
-            _logger.debug("%s keeps a file that means nothing: %s", target, error)
+            _logger.debug("%s is complete, but its file UNFINISHED could not be removed: %s", target, error)
 
     def discard(self, target: str) -> None:
         try:
@@ -165,7 +165,7 @@ class ObjectStorePlace:
             _logger.warning("%s is unfinished and could not be removed; the next start removes it: %s", target, error)
 
     def clean_up(self) -> None:
-        """Do nothing: what is written after a failure stays marked as unfinished."""
+        """Do nothing: objects that are written after a failure belong to a checkpoint that is marked as unfinished."""
 
     def remove(self, step: int) -> None:
         self._remove(self.path(step))

@@ -309,7 +309,7 @@ class CheckpointManagerConstructor:
 
 
 class _TfDataIterator:
-    """The position of an iterator of tf.data: the files of TensorFlow's own checkpoint, {name: Base64}."""
+    """The position of a tf.data iterator, as the files of a TensorFlow checkpoint: {name: Base64}."""
 
     def __init__(self, iterator: Any):
         needs = "A dataset_iterator without state() must be one of tf.data: pip install 't5x[tf]'"

@@ -137,7 +137,7 @@ def override_params_axes_names(
     """
     variables = flax.core.unfreeze(model_variables)
     if "params_axes" not in variables:
-        raise ValueError("The variables have no collection `params_axes`, whose names could be overridden.")
+        raise ValueError("The variables have no collection `params_axes`, so its names cannot be overridden.")
     flat = flax.traverse_util.flatten_dict(variables["params_axes"])
     for path, param in flax.traverse_util.flatten_dict(variables["params"]).items():
         name = "/".join(path)
@@ -145,7 +145,9 @@ def override_params_axes_names(
         if names is None:
             continue
         if len(names) != param.ndim:
-            raise ValueError(f"{name} has {param.ndim} dimensions, but these axes were given: {tuple(names)}")
+            raise ValueError(
+                f"params_axes_names_override: {name} has {param.ndim} dimensions, but the axes are {tuple(names)}."
+            )
         flat[*path[:-1], f"{path[-1]}_axes"] = AxisMetadata(names=tuple(names))
     return variables | {"params_axes": flax.traverse_util.unflatten_dict(flat)}
 

@@ -214,7 +214,7 @@ def _load(statement: ImportStatement, state: State) -> Any:
 
 
 def _main(state: State) -> types.ModuleType:
-    """Return what `import __main__` means: the entry points, and the public names of their modules and the program."""
+    """Make the module for `import __main__`: the entry points, the public names of their modules, and the program's."""
     main = types.ModuleType("__main__")
     vars(main).update({name: value for name, value in vars(sys.modules["__main__"]).items() if name[0] != "_"})
     for entry in state.entry_points.values():

@@ -128,7 +128,7 @@ class SeqioConverter(FeatureConverter):
 
 
 def _end(given: queue.Queue, rows: Iterator[Row]) -> None:
-    """End a tf.data pipeline, and wait until its threads have left Python: its exit could wait for them for ever."""
+    """End a tf.data pipeline and wait until its threads have left Python; otherwise Python might hang at exit."""
     given.put(None)
     with contextlib.suppress(Exception):
         for _ in rows:

@@ -167,7 +167,8 @@ class Mixture:
             if task.output_features != first.output_features:
                 raise UserError(
                     f"Mixture {self.name!r}: the output features of {first.name!r} and {task.name!r} differ:\n"
-                    f"{first.output_features}\n{task.output_features}"
+                    f"{first.output_features}\n{task.output_features}\n"
+                    "All tasks of a mixture need the same output features."
                 )
         return first.output_features
 
@@ -218,7 +219,7 @@ MixtureRegistry = _Registry(Mixture)
 
 
 class OtherRegistry(Protocol):
-    """Tasks and mixtures from elsewhere, which are found if no task or mixture of ours has the name."""
+    """An external registry of tasks and mixtures, such as seqio's. It is searched after ours."""
 
     def find(self, name: Any) -> Task | Mixture | None: ...
 

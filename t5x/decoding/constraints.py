@@ -136,7 +136,8 @@ def choices(sequences: Sequence[Sequence[int]]) -> LogitCallback:
         _check_vocabulary(trie.tokens, logits, "choices")
         if (length := state.sequences.shape[1]) <= trie.depth + 1:
             raise UserError(
-                f"The longest choice has {trie.depth} tokens and EOS. Decode more than {length - 1} tokens."
+                f"The longest choice has {trie.depth} tokens and EOS, but at most {length - 1} tokens are generated. "
+                f"Increase the length of the outputs to at least {trie.depth + 1}."
             )
         node = jnp.zeros(logits.shape[0], jnp.int32)
         for depth in range(trie.depth):

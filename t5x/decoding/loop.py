@@ -45,7 +45,7 @@ class PerExampleLogits:
 
 
 def per_example_logits(function: Callable, inputs: dict[str, Any], axes: dict[str, int]) -> TokensToLogits:
-    """Return `PerExampleLogits`, or a plain function if the batch is sharded: rows would move between devices."""
+    """Return `PerExampleLogits`; a plain function if the batch is sharded, because rows cannot be removed then."""
     return PerExampleLogits(function, inputs, axes) if shards_of("batch") == 1 else functools.partial(function, inputs)
 
 

@@ -70,8 +70,8 @@ def _explained(model: str, revision: str | None, endpoint: str) -> Iterator[None
         raise UserError(f"{model} has no revision {revision!r}: pass a branch, a tag or a full commit hash.") from error
     except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
         raise ModelNotFound(
-            f"There is no model {model} at {endpoint}, or it is private. For a private model, run `hf auth login` or "
-            "set HF_TOKEN."
+            f"{_not_local(model)}There is no model {model} at {endpoint}, or it is private. For a private model, run "
+            "`hf auth login` or set HF_TOKEN."
         ) from error
     except (OSError, errors.HTTPError) as error:
         if getattr(error, "errno", None):  # of the disk: errors of the network have none
@@ -81,10 +81,15 @@ def _explained(model: str, revision: str | None, endpoint: str) -> Iterator[None
             ) from error
         reason = str(error.__cause__ or error).strip().splitlines() or [type(error).__name__]
         raise UserError(
-            f"{model} is not in the cache {constants.HF_HUB_CACHE} and could not be downloaded from {endpoint} "
-            f"({reason[0]}). Check the network, set HF_ENDPOINT to the URL of a mirror that you can reach, or pass the "
-            "path of a local copy."
+            f"{_not_local(model)}The Hub's model {model} is not in the cache {constants.HF_HUB_CACHE} and could not be "
+            f"downloaded from {endpoint} ({reason[0]}). Pass the path of a local checkpoint, check the network, or set "
+            "HF_ENDPOINT to the URL of a mirror that you can reach."
         ) from error
+
+
+def _not_local(model: str) -> str:
+    """Return a sentence for users who meant a local path, which looks like a model id."""
+    return "" if os.path.exists(model) else f"There is no local path {model}. "
 
 
 class ModelNotFound(UserError):

@@ -69,7 +69,10 @@ def load(
     partitioner: PjitPartitioner | None = None,
     model_class: type["LoadedModel"] | None = None,
 ) -> "LoadedModel":
-    """Return the model of a checkpoint of any format, or of a MODEL_DIR. Nothing but that directory is needed.
+    """Load a model from a checkpoint of any format, or from the newest checkpoint of a MODEL_DIR.
+
+        model = t5x.load("google/flan-t5-small")
+        model.generate("translate English to German: Good morning.").text
 
     Args:
       model_dir: a path, or another name of a checkpoint: see `t5x.checkpoints.names`.
@@ -78,6 +81,12 @@ def load(
       device: `cpu`, `gpu` (or `cuda`) or `tpu`; None takes JAX's default.
       partitioner: shards the parameters; None splits batches over all devices.
       model_class: class of the result; None is `LoadedModel`.
+
+    Returns:
+      The model. Its parameters are read when they are first needed.
+
+    Raises:
+      UserError: there is no such checkpoint, or it cannot be used.
     """
     if not isinstance(model_dir, str | os.PathLike):
         raise UserError(f"The model is {shorten(model_dir)}: pass a path, or a name such as 'google/flan-t5-small'.")

@@ -219,13 +219,16 @@ class BasePartitioner:
         return logical.count_shards(self.mesh, logical_to_mesh_axes(("batch",), self.rules)[0])
 
     def get_data_layout(self, batch_size: int | None = None, host_index: int | None = None) -> DataLayout:
-        """Return which part of a batch this process reads; by default, of a batch with one row per shard.
+        """Return which part of a batch this process reads.
 
         Args:
-          host_index: must be None, or that of this process.
+          batch_size: rows of the global batch; None means one row per data-parallel shard.
+          host_index: None, or the index of this process.
         """
         if host_index not in (None, jax.process_index()):
-            raise ArgumentError("get_data_layout knows the rows of its own process only: leave host_index None.")
+            raise ArgumentError(
+                f"get_data_layout: host_index is {host_index}, but only this process's layout is known. Leave it None."
+            )
         batch_size = self.data_parts if batch_size is None else batch_size
         rows = self.rows(batch_size)
         is_first = self.get_local_chunk_info((batch_size,), self.data_partition_spec).replica_id == 0
@@ -259,7 +262,7 @@ class BasePartitioner:
         return range(found[0], found[-1] + 1)
 
     def to_devices(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-        """Return arrays of the global batch, given the rows of this process."""
+        """Return the global batch as sharded arrays, given the rows that this process read."""
         sharding = self.batch_sharding
         if jax.process_count() == 1:
             return jax.device_put(dict(batch), sharding)

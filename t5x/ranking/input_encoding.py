@@ -116,7 +116,7 @@ class _Around(NamedTuple):
 
 
 def _separator(vocabulary: Vocabulary) -> list[int]:
-    """Return the ids between two words that are encoded separately: none if pieces include their space."""
+    """Return the ids to put between two separately encoded words: [] if tokens include the space before a word."""
     first, second, both = (vocabulary.encode(text) for text in ("a", "b", "a b"))
     if both[: len(first)] == first and both[len(both) - len(second) :] == second:
         return both[len(first) : len(both) - len(second)]
@@ -124,7 +124,7 @@ def _separator(vocabulary: Vocabulary) -> list[int]:
 
 
 def _shares(room: int, sizes: Sequence[int]) -> list[int]:
-    """Divide the room evenly; what the short ones do not need goes to the long ones.
+    """Divide `room` tokens evenly among documents; short ones leave what they do not need to long ones.
 
     >>> _shares(10, [2, 30]), _shares(10, [30, 30]), _shares(10, [3, 4])
     ([2, 8], [5, 5], [3, 4])

@@ -42,7 +42,10 @@ class RankingFeatureConverter(EncDecFeatureConverter):
     def convert_row(self, examples: Sequence[Example], task_feature_lengths: Lengths, *, trim: bool = True) -> Row:
         if "grades" not in task_feature_lengths:
             if any(np.ndim(example["inputs"]) > 1 for example in examples):
-                raise UserError("The example is a list of passages: set task_feature_lengths['grades'] too.")
+                raise UserError(
+                    "The task has lists of passages, but task_feature_lengths has no 'grades'. Set it to the number of "
+                    "passages, as 'targets'."
+                )
             return super().convert_row(examples, task_feature_lengths, trim=trim)
         if self.pack:
             raise UserError("Lists of passages cannot be packed: set pack=False.")

@@ -52,7 +52,7 @@ class _Stream(StreamingResponse):
     """Server-sent events.
 
     Attributes:
-      at_end: functions that are called when it has been sent, or the client has disconnected, even before its start.
+      at_end: functions to call when the stream ends or the client disconnects, even if nothing was sent.
     """
 
     def __init__(self, pieces: AsyncIterator[bytes], *at_end: Callable[[], None]):

@@ -222,7 +222,7 @@ class Actions:
         return bool(self._actions.get(mode))
 
     def end_on_nan(self, step: int) -> ActionStop | None:
-        """Return the stop of mode TRAIN's TerminateOnNanAction, if any, after a non-finite value was found."""
+        """Return the stop that a TerminateOnNanAction of mode TRAIN requests for a non-finite value, or None."""
         for action in self._actions.get("TRAIN", ()):
             if isinstance(action, TerminateOnNanAction):
                 return ActionStop(step, str(action), "the loss or a gradient is not finite", action.worth_saving)

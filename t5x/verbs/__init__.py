@@ -6,11 +6,11 @@ Nothing here imports JAX before the arguments have been checked.
 VERBS = {
     "demo": "train a tiny T5 on this machine in a few minutes and try it",
     "train": "pretrain or fine-tune, from gin files or a data file",
-    "data": "show what a task or a file becomes, and the lengths of its examples",
+    "data": "show the examples of a task or a file after preprocessing, and their lengths",
     "check": "report what is wrong with gin files, and run nothing",
     "eval": "score one or all checkpoints of a run with a task's metrics",
     "infer": "write a model's predictions or scores for a file or a task",
-    "answer": "answer questions about texts and locate the answers in them",
+    "answer": "answer questions about passages and locate the answers in them",
     "rerank": "order passages by relevance",
     "rank-eval": "score rankings with judgments: MRR, nDCG, MAP, significance tests",
     "serve": "serve models over HTTP, with a page to try them",

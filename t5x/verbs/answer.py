@@ -37,7 +37,7 @@ def define(parser: VerbParser) -> None:
     add_import(parser)
     add_processes(parser)
     parser.set_help(
-        'Answer questions about texts, with a model that was trained on "question: … context: …". Answers come with '
+        'Answer questions about passages, with a model that was trained on "question: … context: …". Answers come with '
         "their position in the text and their log probability. A run that was interrupted resumes.",
         """
         t5x answer --model google/flan-t5-small --question "Who wrote it?" --context "Fontane wrote Effi Briest."

@@ -82,9 +82,15 @@ def run(args: argparse.Namespace) -> None:
             args.gin_bindings += [f"infer.{name} = {value}" for name, value in shard.items()]
         return run_gin(args, infer, (_FROM_FILE, _FROM_GIN))
     if args.gin_file or args.gin_bindings or args.dry_run:
-        raise UserError("--gin_file, --gin.… and --dry_run cannot be used with --model, which reads the checkpoint's.")
+        raise UserError(
+            "--gin_file, --gin.… and --dry_run cannot be used with --model, which uses the configuration in the "
+            "checkpoint. Remove them, or remove --model and name the checkpoint with --gin.CHECKPOINT_PATH."
+        )
     if args.tfds_data_dir or args.seqio_additional_cache_dirs:
-        raise UserError("--tfds_data_dir and --seqio_additional_cache_dirs are for tasks; they exclude --model.")
+        raise UserError(
+            "--tfds_data_dir and --seqio_additional_cache_dirs cannot be used with --model, which reads "
+            "--input. They are for tasks in gin files."
+        )
     if args.input is None:
         raise UserError("--model needs --input: a file (text, .jsonl, .tsv, .csv, .parquet), or - for standard input.")
     if "choices" in options:

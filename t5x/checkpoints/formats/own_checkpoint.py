@@ -100,7 +100,7 @@ def write_own_checkpoint(
 
 
 def check_name(path: epath.Path, step: int) -> None:
-    """Raise a UserError if the name has another step: nothing would read that checkpoint."""
+    """Raise a UserError if `path` is checkpoint_<number> with a number that is not `step`."""
     if paths.step_of(path) not in (None, step):
         right = path.parent / paths.checkpoint_name(step)
         raise UserError(

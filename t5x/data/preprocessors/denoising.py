@@ -163,7 +163,7 @@ def corrupt(tokens: np.ndarray, mask: np.ndarray, sentinel: int, input_feature_k
 
 @functools.lru_cache(maxsize=64)
 def noise_counts(length: int, noise_density: float, mean_noise_span_length: float) -> tuple[int, int]:
-    """Return the numbers of noise tokens and spans among `length` (at least 2) tokens; both kinds always occur."""
+    """Return how many of `length` tokens (at least 2) are noise, and in how many spans; at least one token is not."""
     noise = min(max(round(length * noise_density), 1), length - 1)
     spans = max(round(noise / mean_noise_span_length), 1)
     return noise, min(spans, noise, length - noise)

@@ -11,9 +11,9 @@ from t5x.network import Transformer
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class T5Config(network.T5Config):
-    """A T5Config with `scale_attn_logits`: divide queries by sqrt(head_dim), and do not initialize them smaller.
+    """A T5Config with `scale_attn_logits`: divide queries by sqrt(head_dim).
 
-    Adam needs it; under Adafactor both are equivalent.
+    T5 initializes the query kernel smaller by that factor instead. Adam needs this; with Adafactor, both are equivalent.
     """
 
     scale_attn_logits: bool = False
