@@ -19,7 +19,7 @@ from typing import IO, Any
 from t5x.errors import TemporaryError, UserError, check_at_least
 from t5x.launching import accelerators, gcloud, job, source_package
 
-_RUNNABLE = ("READY", "unhealthy: UNHEALTHY_MAINTENANCE")  # a run goes on until maintenance ends it
+_RUNNABLE = ("READY", "unhealthy: UNHEALTHY_MAINTENANCE")  # a run continues until maintenance ends it
 
 # Each worker has ~/t5x-launch with env/, work/ (the working directory), log, pid, boot, id (of the command), and exit
 # (its status, once it has ended). Workers are named t1v-n-….-w-INDEX.

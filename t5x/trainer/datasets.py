@@ -1,7 +1,7 @@
 """The data of a run under T5X's names; users can replace these functions by their own.
 
-`train.get_dataset_fn` and `train.train_eval_get_dataset_fn` are told which part of every batch this process reads, and
-return batches, {feature: array [rows of this process, length]}.
+`train.get_dataset_fn` and `train.train_eval_get_dataset_fn` receive the part of every batch that this process reads
+and return batches, {feature: array [rows of this process, length]}.
 """
 
 import dataclasses

@@ -13,7 +13,8 @@ from t5x.network import Transformer
 class T5Config(network.T5Config):
     """A T5Config with `scale_attn_logits`: divide queries by sqrt(head_dim).
 
-    T5 initializes the query kernel smaller by that factor instead. Adam needs this; with Adafactor, both are equivalent.
+    T5 initializes the query kernel smaller by that factor instead. Adam needs the division; with Adafactor, both are
+    equivalent.
     """
 
     scale_attn_logits: bool = False
