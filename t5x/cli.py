@@ -94,7 +94,7 @@ def run_verb(verb: str, argv: Sequence[str], end: Callable[[int], int] = int) ->
     signal.signal(signal.SIGTERM, _leave_at_once)
     gc.disable()  # until `work_begins`: while modules are imported, it would look through all of them several times
     from t5x import configuration, startup
-    from t5x.verbs.arguments import Terminated
+    from t5x.verbs.interrupts import Terminated
     from t5x.verbs.verb_parser import parser_of
 
     module = importlib.import_module(f"t5x.verbs.{verb.replace('-', '_')}")

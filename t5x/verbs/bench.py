@@ -6,7 +6,8 @@ import sys
 from typing import Any
 
 from t5x.errors import UserError, check_at_least
-from t5x.verbs.arguments import add_import, import_modules, work_begins
+from t5x.verbs.arguments import add_import, import_modules
+from t5x.verbs.interrupts import work_begins
 from t5x.verbs.verb_parser import VerbParser
 
 _SIZES = ("tiny", "small", "base", "large", "xl", "xxl")  # as in `t5x.bench.workload`, which imports JAX

@@ -7,7 +7,8 @@ from typing import Any
 
 from t5x.errors import UserError
 from t5x.files import user_files
-from t5x.verbs.arguments import add_import, import_modules, work_begins
+from t5x.verbs.arguments import add_import, import_modules
+from t5x.verbs.interrupts import work_begins
 from t5x.verbs.verb_parser import VerbParser
 
 logger = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 
 import argparse
 
-from t5x.verbs.arguments import work_begins
+from t5x.verbs.interrupts import work_begins
 from t5x.verbs.verb_parser import VerbParser
 
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from t5x.errors import UserError, check_at_least
 from t5x.verbs import file_options
-from t5x.verbs.arguments import add_import, flags, import_modules, work_begins
+from t5x.verbs.arguments import add_import, flags, import_modules
 from t5x.verbs.file_options import FileReport
+from t5x.verbs.interrupts import work_begins
 from t5x.verbs.verb_parser import VerbParser
 
 if TYPE_CHECKING:

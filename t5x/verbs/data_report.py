@@ -172,7 +172,7 @@ class DataReport:
                 else:
                     self._write_value(task, field, value, before.get(field))
             if removed:
-                page.line(f"  without {', '.join(removed)}")
+                page.line(f"  removed: {', '.join(removed)}")
             before, count = after, len(examples)
 
     def _write_value(self, task: Task, field: str, value: Any, before: Any) -> None:
@@ -211,7 +211,7 @@ class DataReport:
 
         sizes = ", ".join(f"{name} {length}" for name, length in room.items())
         kind = "packed" if self._pack else "not packed (--pack)"
-        page.section(f"a row of a batch, {kind}: {sizes}" + ("" if lengths else ", the longest"))
+        page.section(f"a row of a batch, {kind}: {sizes}" + ("" if lengths else " (longest found)"))
         shown = rows[0] if self._pack else rows[0][:1]
         self._write_row(self._converter(self._pack).convert_row(shown, room))
 
@@ -327,7 +327,7 @@ def sample_examples(
             examples.append(example)
     total = sum(map(len, pipelines))
     read = sum(min(stream.position.cursor, len(p)) for stream, p in zip(streams, pipelines, strict=True))
-    text = f"made of {read:,} of the {total:,} source examples"
+    text = f"from {read:,} of {total:,} source examples"
     if not ended and len(examples) < count:
         text += f", read in {seconds:.0f} s"
     if dropped := sum((pipeline.dropped for pipeline in pipelines), collections.Counter()):

@@ -4,7 +4,7 @@ import argparse
 import os
 import shlex
 
-from t5x.verbs.arguments import work_begins
+from t5x.verbs.interrupts import work_begins
 from t5x.verbs.verb_parser import VerbParser
 
 GIN_FILE = "t5x/examples/demo/dates.gin"

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from t5x.errors import UserError
-from t5x.verbs.arguments import add_processes, work_begins
+from t5x.verbs.arguments import add_processes
+from t5x.verbs.interrupts import work_begins
 from t5x.verbs.verb_parser import VerbParser
 
 if TYPE_CHECKING:

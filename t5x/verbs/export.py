@@ -5,7 +5,8 @@ import os
 from typing import TYPE_CHECKING
 
 from t5x.errors import UserError
-from t5x.verbs.arguments import add_gin, run_gin, work_begins
+from t5x.verbs.arguments import add_gin, run_gin
+from t5x.verbs.interrupts import work_begins
 from t5x.verbs.verb_parser import VerbParser
 
 if TYPE_CHECKING:

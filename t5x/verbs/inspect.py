@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from t5x.errors import UserError
-from t5x.verbs.arguments import work_begins
+from t5x.verbs.interrupts import work_begins
 from t5x.verbs.verb_parser import VerbParser
 
 if TYPE_CHECKING:

@@ -5,7 +5,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from t5x.verbs.arguments import import_modules, processes, work_begins
+from t5x.verbs.arguments import import_modules, processes
+from t5x.verbs.interrupts import work_begins
 from t5x.verbs.verb_parser import VerbParser
 
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from t5x.errors import UserError, check_at_least
 from t5x.planning import topologies
-from t5x.verbs.arguments import add_gin_files, given_options, parse_gin, work_begins
+from t5x.verbs.arguments import add_gin_files, given_options, parse_gin
+from t5x.verbs.interrupts import work_begins
 from t5x.verbs.verb_parser import VerbParser
 
 if TYPE_CHECKING:

@@ -4,7 +4,8 @@ import argparse
 import os
 
 from t5x.errors import UserError
-from t5x.verbs.arguments import given_options, work_begins
+from t5x.verbs.arguments import given_options
+from t5x.verbs.interrupts import work_begins
 from t5x.verbs.verb_parser import VerbParser
 
 

@@ -6,7 +6,8 @@ import importlib.util
 import os
 
 from t5x.errors import UserError
-from t5x.verbs.arguments import Terminated, add_import, add_model, given_options, import_modules
+from t5x.verbs.arguments import add_import, add_model, given_options, import_modules
+from t5x.verbs.interrupts import Terminated
 from t5x.verbs.verb_parser import VerbParser
 
 

@@ -9,8 +9,9 @@ from typing import Any
 
 from t5x.errors import UserError
 from t5x.verbs import file_options
-from t5x.verbs.arguments import add_gin, processes, run_gin, work_begins
+from t5x.verbs.arguments import add_gin, processes, run_gin
 from t5x.verbs.file_options import FileTraining
+from t5x.verbs.interrupts import work_begins
 from t5x.verbs.verb_parser import VerbParser
 
 log = logging.getLogger(__name__)
