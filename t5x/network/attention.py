@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from t5x.errors import UserError
-from t5x.network.devices import on_nvidia_gpu
+from t5x.network.devices import compute_capability, on_hopper, on_nvidia_gpu
 from t5x.network.keys import Keys
 from t5x.network.relative_position import Preparable, RelativeBias
 from t5x.partitioning.logical import constrain, on_each_device
@@ -211,7 +211,7 @@ def fastest(query: jax.Array, key: jax.Array, mask: Mask, softcap: float | None 
     """
     if jax.default_backend() != "gpu" or query.shape[1] == 1 or _gpu_refuses(query, mask):
         return "xla"
-    if int(_compute_capability()) != 9 and not cudnn_refuses(query, key, mask, softcap):
+    if not on_hopper() and not cudnn_refuses(query, key, mask, softcap):
         return "cudnn"
     return "pallas"
 
@@ -224,10 +224,6 @@ def _log_choice(name: str, reason: str | None) -> None:
         log.info("attention: %s", {"cudnn": "cuDNN", "pallas": "the fused kernel of t5x", "xla": "XLA"}[name])
 
 
-def _compute_capability() -> float:
-    return float(getattr(jax.devices()[0], "compute_capability", "0"))
-
-
 def _gpu_refuses(query: jax.Array, mask: Mask) -> str | None:
     """Return why no fused backend can compute this attention; None if they may."""
     if not on_nvidia_gpu():
@@ -238,8 +234,8 @@ def _gpu_refuses(query: jax.Array, mask: Mask) -> str | None:
         return f"head_dim is {query.shape[-1]} (fused attention takes up to 128)"
     if mask.position is not None:
         return "the mask is that of a decoding step"
-    if _compute_capability() < 8.0:
-        return f"the GPU has compute capability {_compute_capability()} (fused attention needs 8.0)"
+    if compute_capability() < 8.0:
+        return f"the GPU has compute capability {compute_capability()} (fused attention needs 8.0)"
     return None
 
 

@@ -6,3 +6,13 @@ import jax
 def on_nvidia_gpu() -> bool:
     """Return whether the default devices are NVIDIA GPUs."""
     return jax.default_backend() == "gpu" and "cuda" in jax.devices()[0].client.platform_version
+
+
+def compute_capability() -> float:
+    """Return the version of an NVIDIA GPU's architecture; 0.0 for other devices."""
+    return float(getattr(jax.devices()[0], "compute_capability", "0"))
+
+
+def on_hopper() -> bool:
+    """Return whether the default devices are NVIDIA GPUs of the Hopper generation (H100, H200)."""
+    return on_nvidia_gpu() and int(compute_capability()) == 9

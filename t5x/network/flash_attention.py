@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from t5x.network import flash_hopper as hopper
 from t5x.network import flash_kernels as kernels
 from t5x.network.flash_kernels import Block, Tiles
 from t5x.network.flash_preparation import (
@@ -103,6 +104,9 @@ def _forward(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the result and the base-2 log-sum-exp of the logits, float32 [batch, heads, q]."""
     call = _Call(query, key, bias, mask, plan, "forward")
+    if plan.is_hopper:
+        strip, _, *codes_and_ranges = call.shared()
+        return hopper.forward(query, key, value, strip, *codes_and_ranges, plan.rules)
     return call(
         functools.partial(kernels.forward_kernel, rules=plan.rules, block=call.block),
         (call.q_block(), call.k_row(), call.k_row(), *call.shared_specs()),

@@ -158,19 +158,26 @@ class _Logits(NamedTuple):
     def _masked(self, i: Any, j: Any, logits: jax.Array) -> jax.Array:
         rules, axis = self.rules, int(self.transposed)
         q_start, k_start = i * self.block.q, j * self.block.k
-        allowed = []
+        q = k = distance = None
         if self.codes is not None:
             q, k = self.codes(q_start, k_start)
             q, k = jnp.expand_dims(q, 1 - axis), jnp.expand_dims(k, axis)
-            allowed.append((q >> 1) == (k >> 1) if rules.prefix else q == k)
         if rules.causal or rules.window is not None:
             iota = lambda axis: lax.broadcasted_iota(jnp.int32, logits.shape, axis)
             distance = (k_start + iota(1 - axis)) - (q_start + iota(axis))
-            if rules.causal:
-                allowed.append((distance <= 0) | ((q & k & 1) > 0) if rules.prefix else distance <= 0)
-            if rules.window is not None:
-                allowed.append(jnp.abs(distance) < rules.window)
-        return jnp.where(functools.reduce(jnp.logical_and, allowed), logits, MASKED)
+        return jnp.where(visible(rules, q, k, distance), logits, MASKED)
+
+
+def visible(rules: Rules, q: jax.Array | None, k: jax.Array | None, distance: jax.Array | None) -> jax.Array:
+    """Return which keys are seen by which queries, given their codes and key position minus query position."""
+    allowed = []
+    if rules.coded:
+        allowed.append((q >> 1) == (k >> 1) if rules.prefix else q == k)
+    if rules.causal:
+        allowed.append((distance <= 0) | ((q & k & 1) > 0) if rules.prefix else distance <= 0)
+    if rules.window is not None:
+        allowed.append(jnp.abs(distance) < rules.window)
+    return functools.reduce(jnp.logical_and, allowed)
 
 
 def _sweep(rules: Rules, kinds: tuple[str, str], bounds: tuple, near: tuple | None, visit: Callable, carry: Any) -> Any:

@@ -4,6 +4,7 @@ Layers that share a mask and a bias share this too: a tower prepares it once (`a
 """
 
 import dataclasses
+import itertools
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,7 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
+from t5x.network import flash_hopper as hopper
 from t5x.network import flash_kernels as kernels
+from t5x.network.devices import on_hopper
 from t5x.network.flash_kernels import Block, Rules, Tiles
 from t5x.network.relative_position import RelativeBias
 
@@ -54,6 +57,7 @@ class Plan:
       lengths: of queries and keys, padded to whole blocks.
       extent: the largest distance that the bias is computed for, on each side.
       same_queries: the codes of queries are the same in every row of the batch.
+      is_hopper: `flash_hopper` computes the forward pass.
       interpret: run in Pallas's interpreter.
     """
 
@@ -62,6 +66,7 @@ class Plan:
     lengths: tuple[int, int]
     extent: int
     same_queries: bool
+    is_hopper: bool
     interpret: bool
 
 
@@ -76,17 +81,20 @@ def make_plan(
     interpret: bool = False,
 ) -> Plan:
     """Return the plan of an attention with these numbers of queries and keys."""
+    reach = None if bias is None else _reach(bias)
+    is_hopper = blocks is None and not interpret and on_hopper() and hopper.fits(lengths, head_dim, reach)
     blocks = choose_blocks(*lengths, head_dim) if blocks is None else blocks
+    if is_hopper:
+        blocks = blocks._replace(forward=hopper.BLOCK)
     if blocks.bias.q % blocks.query.q or blocks.bias.k % blocks.query.k or blocks.bias.q % blocks.bias.k:
         raise ValueError(f"the sides of the bias block {blocks.bias} must be multiples of those of {blocks.query}")
     sides = (math.lcm(*(block.q for block in blocks)), math.lcm(*(block.k for block in blocks)))
     padded = tuple(length + -length % side for length, side in zip(lengths, sides, strict=True))
-    reach = None if bias is None else _reach(bias)
     extent = 0 if bias is None else max(reach) + 2 * max(size for block in blocks for size in block[:2])
     coded = mask.key_segments is not None or mask.prefix is not None or padded[1] > lengths[1]
     rules = Rules(coded, mask.causal, mask.prefix is not None, mask.window, softcap, reach)
     same_queries = mask.query_segments is None and mask.prefix is None
-    return Plan(rules, blocks, padded, extent, same_queries, interpret)
+    return Plan(rules, blocks, padded, extent, same_queries, is_hopper, interpret)
 
 
 class PerKernel(NamedTuple):
@@ -130,7 +138,8 @@ class PreparedBias:
     Attributes:
       near: float32 [heads, tiles, distances], the bias at the distances q + k - 1 of each tile of the bias kernel.
       far: float32 [heads, 2], the bias far to the left and far to the right.
-      tiles: [heads, tiles, q, k] of each kernel, in base 2; [heads, tiles, k, q] for the gradients of keys.
+      tiles: [heads, tiles, q, k] of each kernel, in base 2; [heads, tiles, k, q] for the gradients of keys, and a
+        strip for a forward pass with `flash_hopper`.
       far_logits: `far` in base 2.
     """
 
@@ -143,7 +152,10 @@ class PreparedBias:
     @classmethod
     def axes(cls, plan: Plan, heads: str | None) -> "PreparedBias":
         """Return the logical axes of every array, where heads are divided over the axis `heads`."""
-        return cls((heads, None, None), (heads, None), PerKernel(*[(heads, None, None, None)] * 4), (heads, None), plan)
+        tiles = PerKernel(*[(heads, None, None, None)] * 4)
+        if plan.is_hopper:
+            tiles = tiles._replace(forward=(heads, None, None))
+        return cls((heads, None, None), (heads, None), tiles, (heads, None), plan)
 
 
 def prepare_mask(mask: "Mask", batch: int, lengths: tuple[int, int], plan: Plan) -> PreparedMask:
@@ -182,8 +194,14 @@ def prepare_bias(bias: RelativeBias, plan: Plan) -> PreparedBias:
     starts = [number * tiles.unit - (block.q - 1) + plan.extent for number in range(tiles.first, tiles.last + 1)]
     near = jnp.stack([part(start, block.q + block.k - 1) for start in starts], axis=1)
     logits = (kernels.LOG2E * jax.lax.stop_gradient(values)).astype(_TILE_DTYPE)
-    made = (_tiles(logits, block, plan, of_keys=kernel == "key") for kernel, block in plan.blocks._asdict().items())
-    return PreparedBias(near, far, PerKernel(*made), kernels.LOG2E * jax.lax.stop_gradient(far), plan)
+
+    def made(kernel: str, block: Block) -> jax.Array:
+        if kernel == "forward" and plan.is_hopper:
+            return hopper.bias_strip(logits, plan.rules.reach)
+        return _tiles(logits, block, plan, of_keys=kernel == "key")
+
+    tiles_of = PerKernel(*itertools.starmap(made, plan.blocks._asdict().items()))
+    return PreparedBias(near, far, tiles_of, kernels.LOG2E * jax.lax.stop_gradient(far), plan)
 
 
 def _tiles(logits: jax.Array, block: Block, plan: Plan, *, of_keys: bool) -> jax.Array:
