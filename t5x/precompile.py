@@ -57,7 +57,10 @@ def precompile(
     cfg, converter_cls = train_dataset_cfg, model.FEATURE_CONVERTER_CLS
     batch = abstract_batch(cfg, model, lambda: get_dataset_fn(cfg, 0, 1, converter_cls))
     if batch is None:
-        raise UserError("The shapes of a batch are unknown without the data, which cannot be read here.")
+        raise UserError(
+            "The shapes of a batch are unknown, because the data cannot be read. Use a local copy of the data, or set "
+            "TASK_FEATURE_LENGTHS and a feature converter of t5x."
+        )
     shapes, types = input_spec(model, cfg.task_feature_lengths, lambda: batch)
     layout = StateLayout.of(model, partitioner, shapes, types)
     rng = jax.random.key(random_seed or 0)

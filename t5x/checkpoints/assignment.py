@@ -96,13 +96,13 @@ class Rules:
     is_resuming: bool = False
 
     def __bool__(self) -> bool:
-        """Whether the checkpoint may be of another model."""
+        """Return whether the checkpoint may be of another model."""
         changed = self.assignments or self.fallback_to_scratch or self.state_transformation_fns
         return bool(changed) or not self.strict
 
 
 def _apply(pattern: re.Pattern[str], replacement: str | None, name: str) -> tuple[str | None] | None:
-    """Return (the checkpoint's name or None,), or None if the pattern does not match."""
+    """Return a 1-tuple of the name in the checkpoint (None: excluded); None if the pattern does not match."""
     prefix = suffix = ""
     match = pattern.fullmatch(name)
     if match is None and (parts := _ROOTED.fullmatch(name)):

@@ -72,7 +72,9 @@ class SeqioConverter(FeatureConverter):
     def convert_row(self, examples: Sequence[Example], task_feature_lengths: Lengths, *, trim: bool = True) -> Row:
         if not examples:
             if self._empty is None:
-                raise UserError("There is no example from which to learn the shapes of the features.")
+                raise UserError(
+                    "The task has no example, so the shapes of its features are unknown. Check its source and split."
+                )
             return self._empty
         trimmed = [
             dict(zip(self.TASK_FEATURES, self._ids_of(example, task_feature_lengths, trim), strict=True))

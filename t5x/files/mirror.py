@@ -121,7 +121,7 @@ def local_files(
     Args:
       directory: a local directory, which is used itself, or a URL.
       writes: whether this process writes the files; what other processes write is dropped.
-      unread: tells the names of files and directories that are not to be downloaded.
+      unread: returns whether a file or directory, given its name, must not be downloaded.
       check: called before every upload; it raises if nothing may be written any more.
     """
     if not is_remote(directory):

@@ -253,7 +253,7 @@ def offline() -> Iterator[None]:
 def retried(call: Callable[[], T]) -> T:
     """Return the result of `call`, which may be repeated: after failures of the network or the server, twice."""
     if _is_offline.get():
-        raise UserError("Remote files are not read here.")
+        raise UserError("Remote files are not read while a run is only checked.")
     for delay in _RETRY_DELAYS:
         try:
             return call()

@@ -39,7 +39,7 @@ def as_schedule(rate: Rate) -> Schedule:
 
 
 def unknown_rate(step: jax.Array | int) -> jax.Array:
-    """The schedule of an optimizer whose learning rate cannot be read: NaN rather than a wrong number."""
+    """Return NaN: the schedule of an optimizer whose learning rate cannot be read."""
     return jnp.float32(math.nan)
 
 

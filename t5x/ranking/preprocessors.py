@@ -21,7 +21,7 @@ Lengths = Mapping[str, int] | None
 
 
 def draw_pairs(example: Example, seed: int, negatives: int, relevance_level: int) -> list[Example]:
-    """Yield a relevant passage and `negatives` irrelevant ones, resampled every epoch. Pairs pass unchanged.
+    """Return a relevant passage and `negatives` irrelevant ones, resampled every epoch. Pairs pass unchanged.
 
     The order is random too, because all rows of a batch start with the first.
     """
@@ -32,7 +32,7 @@ def draw_pairs(example: Example, seed: int, negatives: int, relevance_level: int
 
 
 def draw_list(example: Example, seed: int, relevance_level: int, sequence_length: Lengths) -> Example:
-    """Yield a relevant passage with enough others to fill a list, resampled every epoch.
+    """Return a relevant passage with enough others to fill a list, resampled every epoch.
 
     Passages below the relevance level have grade 0 in the list.
     """
@@ -49,12 +49,12 @@ def draw_list(example: Example, seed: int, relevance_level: int, sequence_length
 
 
 def divide_triple(example: Example, seed: int, fields: Mapping[str, str]) -> list[Example]:
-    """Yield (query, positive, negative) as two pairs in random order."""
+    """Return (query, positive, negative) as two pairs in random order."""
     return _draw(_pairs_of_triple(example, fields), 2, seed)
 
 
 def triple_as_list(example: Example, fields: Mapping[str, str]) -> Example:
-    """Yield (query, positive, negative) as a list of two passages."""
+    """Return (query, positive, negative) as a list of two passages."""
     pairs = _pairs_of_triple(example, fields)
     return {
         "query": pairs[0]["query"],

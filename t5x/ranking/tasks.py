@@ -81,9 +81,10 @@ def lists(
 ) -> Task:
     """Return a task of lists of a query's passages, for the listwise loss of a `RankingModel`.
 
-    An epoch has every relevant passage once, with less relevant ones of its query, resampled, to fill the list; with
-    fewer, the list is shorter. task_feature_lengths: `inputs` is the tokens per passage; `targets` and `grades` are the
-    passages per list. To measure rankings, evaluate `pairs`.
+    In an epoch, every relevant passage is the first of one list. The rest of the list is sampled anew from the less
+    relevant passages of its query; if there are not enough, the list is shorter. In task_feature_lengths, `inputs` is
+    the number of tokens per passage, and `targets` and `grades` are the number of passages per list. To measure
+    rankings, evaluate `pairs`.
 
     Args: see `pairs`.
     """

@@ -164,7 +164,7 @@ class BatchedModel(LoadedModel):
     # -- in the thread of the batcher ----------------------------------------------------------------------------------
 
     def compute(self, shape: Shape, jobs: Sequence[Job]) -> list[Any]:
-        """Return the result of each of at most as many jobs as a batch has rows."""
+        """Compute a batch of jobs, at most one per row, and return their results."""
         return self.engine.run(
             self._program_of(shape),
             [job.example for job in jobs],
@@ -233,9 +233,10 @@ def _bucket(length: int, shortest: int, longest: int | None = None) -> int:
 
 
 def _same_logits(logits: jax.Array, state: Any) -> jax.Array:
-    """A callback without effect that is not marked as independent of the batch.
+    """Return the logits unchanged.
 
-    With it, the decoding loop does not continue with fewer rows, whose matmuls would round differently.
+    This callback is not marked as `row_independent`. So the decoding loop does not remove finished rows: with fewer
+    rows, matmuls would round differently.
     """
     return logits
 

@@ -91,7 +91,7 @@ def wanted(fields: Fields) -> Wanted:
 
 
 def complete(name: str, model: BatchedModel, fields: Fields) -> Result:
-    """OpenAI's completions. `score` is added to each choice: its log probability, or beam score."""
+    """Answer OpenAI's completions request. Each choice also has a `score`: its log probability, or beam score."""
     inputs = _input_ids(model, _listed(fields["prompt"]), fields["truncate"])
     how = wanted(fields)
     found = model.predictions(inputs, how.decoding, max_length=how.max_length, **_keys(fields, len(inputs)))

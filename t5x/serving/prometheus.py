@@ -22,7 +22,7 @@ _Labels = tuple[tuple[str, str], ...]
 
 
 class Metrics:
-    """Counters, one histogram per name, and gauges that are read when metrics are.
+    """Counters, one histogram per name, and gauges that are evaluated by `text`.
 
     >>> metrics = Metrics()
     >>> metrics.add("t5x_batches_total", kind="rank")

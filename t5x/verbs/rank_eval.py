@@ -43,7 +43,8 @@ def run(args: argparse.Namespace) -> None:
     if len(set(names)) < len(names):
         names = args.runs
     if len(set(names)) < len(names):
-        raise UserError("A run is given twice. Remove one of them.")
+        twice = next(path for path in args.runs if args.runs.count(path) > 1)
+        raise UserError(f"The run {twice} is given twice. Remove one of them.")
     report = evaluation.report(
         read_qrels(args.qrels), {}, dict(zip(names, args.runs, strict=True)), missing_as_zero=args.missing_as_zero,
         per_query_path=args.per_query, as_json=args.json, **given_options(args, ("measures", "relevance_level")),

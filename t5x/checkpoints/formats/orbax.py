@@ -104,7 +104,7 @@ def _read_metadata(directory: epath.Path) -> dict[str, Any]:
 
 
 def _check_finished(directory: epath.Path, metadata: Mapping[str, Any]) -> None:
-    """Raise DamagedCheckpoint if this is one of ours without its manifest: it is unfinished, or has lost it."""
+    """Raise DamagedCheckpoint if t5x wrote this checkpoint, but its manifest is missing."""
     custom = metadata.get("custom_metadata")
     checkpoint = directory.parent if directory.name == paths.STATE else directory
     if isinstance(custom, dict) and EMPTY in custom and not os.path.lexists(checkpoint / paths.MANIFEST):

@@ -65,7 +65,7 @@ class Cursor:
         self._position = 0
 
     def __bool__(self) -> bool:
-        """Whether anything is left."""
+        """Return whether there are unread bytes."""
         return self._position < len(self._data)
 
     def take(self, size: int) -> bytes:

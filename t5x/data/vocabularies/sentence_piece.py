@@ -79,11 +79,11 @@ class SentencePieceVocabulary(FileVocabulary):
         return self.tokenizer.decode(ids)
 
     def missing_sentinels(self, rows: int | None = None, stated: int | None = None) -> int:
-        """Return how many `extra_ids` T5 needs with this model; 0 if it has them. The model is not loaded.
+        """Return the `extra_ids` to add for T5's sentinels; 0 if the model file contains them. Does not load it.
 
         Args:
-          rows: number of rows of the model's embedding, in which they must fit.
-          stated: their number, if it is known; None is 100, or 0 if `rows` are too few.
+          rows: number of rows of the network's embedding, which must have room for them.
+          stated: their number, if it is known; None means 100, or 0 if `rows` is too small.
         """
         from google.protobuf.message import DecodeError
 
