@@ -28,31 +28,37 @@ def error(made, expected):
 
 def inputs(queries):
     shapes = (ROWS, queries, HEADS, HEAD_DIM), *((ROWS, HEADS, LENGTH, HEAD_DIM),) * 2
-    return [x.astype(jnp.bfloat16) for x in tiny.arrays(*shapes, scale=1.0)]
+    return [jnp.asarray(np.asarray(x), jnp.bfloat16) for x in tiny.arrays(*shapes, scale=1.0)]
 
 
 def expected(query, key, value, mask, bias=None):
-    first = lambda x: jnp.swapaxes(x.astype(jnp.float32), 1, 2)
+    first = lambda x: np.swapaxes(np.asarray(x, np.float32), 1, 2)
     with jax.default_matmul_precision("highest"):
-        return attend_xla(query.astype(jnp.float32), first(key), first(value), mask, bias)
+        attend = jax.jit(lambda *arrays: attend_xla(*arrays, mask, bias))
+        return attend(np.asarray(query, np.float32), first(key), first(value))
 
 
 @pytest.mark.parametrize("queries", [1, 4])
 def test_queries_see_the_keys_that_are_there(queries):
     query, key, value = inputs(queries)
     seen = tiny.segments([LENGTH, 7, 20], LENGTH).at[0, 3].set(0)
-    made = decode_kernel.attend_step(query, key, value, seen, interpret=INTERPRET)
+    made = jax.jit(functools.partial(decode_kernel.attend_step, interpret=INTERPRET))(query, key, value, seen)
     assert error(made, expected(query, key, value, Mask(key_segments=seen))) < 0.01
 
 
 def extend(query, key, value, position, bias=None, offsets=None):
     """Return what `extend_and_attend` gives, and the caches that it should leave; they held something else there."""
     own, at = np.arange(ROWS), np.broadcast_to(position, ROWS)
-    new = jnp.stack([query[:, 0], key[own, :, at], value[own, :, at]], axis=1)
     position = jnp.array(position, jnp.int32)
-    row = None if bias is None else bias.row(position, LENGTH)[..., 0, :]
-    stale = (x.at[own, :, at].set(100.0) for x in (key, value))
-    made, *caches = decode_kernel.extend_and_attend(new, *stale, position, row, offsets, interpret=INTERPRET)
+
+    @jax.jit
+    def run(query, key, value):
+        new = jnp.stack([query[:, 0], key[own, :, at], value[own, :, at]], axis=1)
+        row = None if bias is None else bias.row(position, LENGTH)[..., 0, :]
+        stale = (x.at[own, :, at].set(100.0) for x in (key, value))
+        return decode_kernel.extend_and_attend(new, *stale, position, row, offsets, interpret=INTERPRET)
+
+    made, *caches = run(query, key, value)
     for cache, whole in zip(caches, (key, value), strict=True):
         np.testing.assert_array_equal(cache, whole)
     return made[:, None]
@@ -72,7 +78,7 @@ def test_offsets_choose_the_rows_before_the_position():
     position, own = 30, np.arange(ROWS)[:, None]
     made = extend(query, key, value, position, offsets=jnp.array(rows - own, jnp.int32))
     rows[:, position:] = own
-    gather = lambda x: jnp.swapaxes(x[rows, :, np.arange(LENGTH)], 1, 2)
+    gather = lambda x: np.swapaxes(np.asarray(x)[rows, :, np.arange(LENGTH)], 1, 2)
     assert error(made, expected(query, gather(key), gather(value), Mask(position=jnp.int32(position)))) < 0.01
 
 

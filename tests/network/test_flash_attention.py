@@ -52,11 +52,9 @@ def check(
         (2, q, heads, width),
         (heads, 32),
     ]
-    *parts, weights, table = (x.astype(dtype) for x in arrays(*shapes, seed=q))
-    table = 2 * table.astype(jnp.float32)
+    *parts, weights, table = (jnp.asarray(np.asarray(x), dtype) for x in arrays(*shapes, seed=q))
+    table = 2 * np.asarray(table, np.float32)
     bias_of = lambda table: None if bidirectional is None else RelativeBias(table, bidirectional, max_distance=20)
-    allowed = mask.allowed(q, k)
-    is_seen = 1.0 if allowed is None else jnp.broadcast_to(allowed, (2, 1, q, k)).any(-1).swapaxes(1, 2)[..., None]
 
     def ours(query, key, value, table):
         return flash_attention(
@@ -65,13 +63,15 @@ def check(
 
     def reference(*args):
         *args, table = (x.astype(jnp.float32) for x in args)
+        allowed = mask.allowed(q, k)
+        is_seen = 1.0 if allowed is None else jnp.broadcast_to(allowed, (2, 1, q, k)).any(-1).swapaxes(1, 2)[..., None]
         return is_seen * attend_xla(*args, mask, bias_of(table), **({} if softcap is None else {"softcap": softcap}))
 
     def results(function):
         out, backward = jax.vjp(function, *parts, table)
         return out, *backward(weights.astype(out.dtype))
 
-    found, wanted = (jax.jit(lambda f=function: results(f))() for function in (ours, reference))
+    found, wanted = jax.jit(lambda: [results(function) for function in (ours, reference)])()
     tolerance = 1e-2 if ON_GPU or dtype != "float32" else 1e-3
     for name, one, other in zip(("out", "query", "key", "value", "table"), found, wanted, strict=True):
         one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
@@ -106,7 +106,8 @@ def test_full_rows_without_any_mask():
 
 def test_a_prefix_in_packed_rows_sees_itself():
     ids = packed(2, 80, 2)
-    mask = Mask(key_segments=ids, query_segments=ids, prefix=jnp.tile((jnp.arange(80) % 40 < 15), (2, 1)), causal=True)
+    prefix = jnp.array(np.tile(np.arange(80) % 40 < 15, (2, 1)))
+    mask = Mask(key_segments=ids, query_segments=ids, prefix=prefix, causal=True)
     check(80, 80, mask, bidirectional=False, blocks=SMALL, dtype=dtype_here())
 
 
@@ -134,14 +135,14 @@ def test_no_block_with_work_is_skipped(seed: int):
     prefix = jnp.array(np.arange(k) < rng.integers(0, k, (2, 1))) if causal and q == k else None
     ids = [None, segments(rng.integers(0, k + 1, 2), k), packed(2, k, 3, seed)][rng.integers(3)]
     mask = Mask(ids, ids if q == k else None, prefix=prefix, causal=causal, window=[None, 5][rng.integers(2)])
-    codes = flash._codes((2, q), mask.key_segments, mask.query_segments, mask.prefix)
-    rules = Rules(codes[0] is not None, causal, prefix is not None, mask.window)
-    allowed = mask.allowed(q, k)
+    codes_of = lambda: flash._codes((2, q), mask.key_segments, mask.query_segments, mask.prefix)
+    rules = Rules(jax.eval_shape(codes_of)[0] is not None, causal, prefix is not None, mask.window)
+    ranges = lambda of_keys: flash.block_ranges(rules, block, (q, k), *codes_of(), of_keys=of_keys)
+    allowed, *ranges = jax.jit(lambda: (mask.allowed(q, k), ranges(False), ranges(True)))()
     allowed = np.broadcast_to(True if allowed is None else np.asarray(allowed), (2, 1, q, k))[:, 0]
     blocks = allowed.reshape(2, q // block.q, block.q, k // block.k, block.k)
     some, every = blocks.any((2, 4)), blocks.all((2, 4))
-    for of_keys in (False, True):
-        found = np.asarray(flash.block_ranges(rules, block, (q, k), *codes, of_keys=of_keys))
+    for of_keys, found in enumerate(map(np.asarray, ranges)):
         first, whole_first, whole_last, last = np.moveaxis(found, 1, 0)[..., None]
         at = np.arange((q // block.q) if of_keys else (k // block.k))
         is_visited, is_whole = (at >= first) & (at < last), (at >= whole_first) & (at < whole_last)
@@ -153,8 +154,8 @@ def test_no_block_with_work_is_skipped(seed: int):
 
 
 def test_blocks_of_examples_that_share_no_segment_are_skipped():
-    ids = jnp.repeat(jnp.arange(1, 5), 8)[None]
-    ranges = flash.block_ranges(Rules(coded=True), Block(8, 8), (32, 32), ids, ids)
+    ids = jnp.array(np.repeat(np.arange(1, 5, dtype=np.int32), 8)[None])
+    ranges = jax.jit(lambda ids: flash.block_ranges(Rules(coded=True), Block(8, 8), (32, 32), ids, ids))(ids)
     np.testing.assert_array_equal(ranges[0], [[0, 1, 2, 3], [0, 1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 4]])
 
 

@@ -42,7 +42,7 @@ def test_a_subclass_draws_its_own():
             super().setup()
             self.odd = self.param("odd", lambda key: jax.random.normal(key, (2,)))
 
-    made, own = (f(Odd(tiny.T5_1_1)) for f in (_made, _own))
+    made, own = jax.jit(lambda: [f(Odd(tiny.T5_1_1)) for f in (_made, _own)])()
     assert jax.tree.structure(made) == jax.tree.structure(own)
     jax.tree.map(np.testing.assert_array_equal, made, own)
 
