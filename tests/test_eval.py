@@ -15,16 +15,19 @@ import sacrebleu
 import t5x
 from t5x import configuration, data, eval
 from t5x.adafactor import Adafactor
+from t5x.checkpoints import CheckpointStore
 from t5x.checkpoints.config import RestoreCheckpointConfig
+from t5x.checkpoints.model_description import sidecars
 from t5x.data.dataset_config import DatasetConfig
 from t5x.errors import TemporaryError, UserError
 from t5x.eval import evaluate
-from t5x.interactive_model import InteractiveModel
 from t5x.models import EncoderDecoderModel
 from t5x.network import T5Config, Transformer
 from t5x.partitioning import PjitPartitioner
 from t5x.trainer import StateLayout, Trainer
+from t5x.trainer.restore import Run
 from t5x.verbs import results_table
+from tests import tiny
 from tests.commands import run
 
 VOCABULARY = data.ByteVocabulary()
@@ -45,13 +48,12 @@ def make_model() -> EncoderDecoderModel:
 def model_dir(tmp_path_factory):
     """Checkpoints of steps 0, 1 and 2."""
     directory = tmp_path_factory.mktemp("run")
-    model = InteractiveModel(
-        4, LENGTHS, str(directory), PjitPartitioner(), make_model(), "float32", "specific", None, None
-    )
-    model.save_checkpoint()
-    for _ in range(2):
-        model.train_step([{"input": pair["q"], "target": str(pair["a"])} for pair in PAIRS[:4]])
-        model.save_checkpoint()
+    model = make_model()
+    layout = StateLayout.of(model, PjitPartitioner(), model.input_shapes(LENGTHS))
+    with CheckpointStore(directory) as store:
+        for step in range(3):
+            state = tiny.random_state(layout, seed=step, step=step)
+            store.save(step, state.state_dict(), sidecars=sidecars(model, None) | Run(0).sidecars())
     return directory
 
 

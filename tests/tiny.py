@@ -10,7 +10,7 @@ import numpy as np
 
 from t5x.adafactor import Adafactor
 from t5x.data import PassThroughVocabulary
-from t5x.models import EncoderDecoderModel
+from t5x.models import BaseModel, EncoderDecoderModel
 from t5x.network import T5Config, Transformer
 from t5x.trainer import StateLayout, Trainer, TrainState, train_with_lr
 
@@ -80,13 +80,19 @@ def random_params(config: T5Config = T5_1_1, seed: int = 0):
         return {name: stacked(name, part) for name, part in made.items()}
     of = model(config)
     shapes = of.input_shapes({"inputs": 3, "targets": 3})
-    return _random(jax.eval_shape(lambda: of.get_initial_variables(jax.random.key(0), shapes)["params"]), seed)
+    return random_params_of(of, shapes, seed)
 
 
-def random_state(layout: StateLayout, seed: int = 0) -> TrainState:
-    """Return the state of a run at step 0 with such parameters."""
+def random_state(layout: StateLayout, seed: int = 0, step: int = 0) -> TrainState:
+    """Return the state of a run with such parameters and a fresh optimizer."""
     params = jax.device_put(_random(layout.abstract.params, seed), layout.shardings.params)
-    return layout.with_fresh_optimizer(params, 0)
+    return layout.with_fresh_optimizer(params, step)
+
+
+def random_params_of(model: BaseModel, shapes: dict[str, tuple[int, ...]], seed: int = 0):
+    """Return such parameters of any model."""
+    initial = lambda: model.get_initial_variables(jax.random.key(0), shapes)["params"]
+    return _random(jax.eval_shape(initial), seed)
 
 
 def _random(abstract, seed: int):

@@ -233,7 +233,7 @@ def test_functions_of_saving_change_values_but_no_names():
 
 def test_resuming_applies_no_map_but_tells_the_functions(tmp_path):
     layout, seen = layout_of(), []
-    state = layout.init(jax.random.key(0))
+    state = tiny.random_state(layout)
     with CheckpointStore(tmp_path) as store:
         run = Run(0, {"position": 5})
         store.save(2, state.state_dict(), sidecars=sidecars(layout.model, None) | run.sidecars())
@@ -274,7 +274,7 @@ def test_the_position_in_the_data_is_restored_on_request(tmp_path):
     layout = layout_of()
     with CheckpointStore(tmp_path / "first") as store:
         files = sidecars(layout.model, None) | Run(0, {"position": 5}).sidecars()
-        store.save(2, layout.init(jax.random.key(0)).state_dict(), sidecars=files)
+        store.save(2, tiny.random_state(layout).state_dict(), sidecars=files)
     cfg = RestoreCheckpointConfig(path=str(tmp_path / "first"))
     for restore_dataset, expected in ((True, {"position": 5}), (False, None)):
         cfg = dataclasses.replace(cfg, restore_dataset=restore_dataset)

@@ -163,8 +163,7 @@ def test_beams_of_a_decoder_only_model():
     )
     of = DecoderOnlyModel(DecoderWrapper(config), PassThroughVocabulary(5, eos_id=1), None, decoding.beam_search)
     shapes = of.input_shapes({"inputs": 3, "targets": 3})
-    initial = lambda key: jax.tree.map(lambda x: 2 * x, of.get_initial_variables(key, shapes)["params"])
-    weights = jax.jit(initial)(jax.random.key(0))
+    weights = tiny.random_params_of(of, shapes)
     inside = np.array([[1, 1, 1, 0, 0], [1, 0, 0, 0, 0], [1, 1, 0, 0, 0]], np.int32)
     shifted = np.array([[0, 3, 4, 0, 0], [0, 0, 0, 0, 0], [0, 2, 0, 0, 0]], np.int32)
     batch = {"decoder_input_tokens": shifted, "decoder_causal_attention": inside}

@@ -71,7 +71,7 @@ def test_inputs_and_targets_of_a_decoder_alone_are_one_row(fused, inputs):
     config = TransformerConfig(vocab_size=31, emb_dim=12, num_heads=3, head_dim=4, mlp_dim=16, num_layers=1)
     model = DecoderOnlyModel(DecoderWrapper(config), PassThroughVocabulary(31, eos_id=1), None)
     shapes = model.input_shapes({"inputs": 3, "targets": 3})
-    params = jax.jit(lambda: model.get_initial_variables(jax.random.key(0), shapes))()["params"]
+    params = tiny.random_params_of(model, shapes)
     examples = [{"inputs": i, "targets": t} for i, t in zip(inputs, targets, strict=True)]
     scores = []
     for backend in ("fused", "xla"):

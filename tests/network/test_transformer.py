@@ -1,6 +1,7 @@
 """What holds for the network whatever its weights."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ def stacked(params: dict, axis: int) -> dict:
     for tower in ("encoder", "decoder"):
         layers = [k for k in sorted(params[tower]) if k.startswith("layers_")]
         rest = {k: v for k, v in params[tower].items() if k not in layers}
-        stack = jax.tree.map(lambda *x: jnp.stack(x, axis), *(params[tower][k] for k in layers))
+        stack = jax.tree.map(lambda *x: np.stack(x, axis), *(params[tower][k] for k in layers))
         out[tower] = {**rest, tower: stack}
     return out
 
@@ -31,20 +32,19 @@ def test_scanned_layers_start_from_the_same_values(axis):
     jax.tree.map(np.testing.assert_array_equal, stacked(unrolled, axis), scanned)
 
 
+@functools.cache
+def loss_and_grads(config):
+    batch, key, params = tiny.batch(), jax.random.key(7), tiny.random_params(config)
+    return jax.jit(jax.value_and_grad(lambda p: tiny.model(config).loss_fn(p, batch, key)[0]))(params)
+
+
 @pytest.mark.parametrize(
     ("scan", "remat"), [(False, "minimal"), (False, "full"), (True, "none"), (True, "minimal"), (True, "full")]
 )
 def test_scan_and_remat_change_nothing_but_the_program(scan, remat):
     base = dataclasses.replace(tiny.T5_1_1, dropout_rate=0.3)
-    variant = dataclasses.replace(base, scan_layers=scan, remat_policy=remat)
-    batch, key = tiny.batch(), jax.random.key(7)
-    params = tiny.random_params(base)
-
-    def loss_and_grads(config, params):
-        return jax.jit(jax.value_and_grad(lambda p: tiny.model(config).loss_fn(p, batch, key)[0]))(params)
-
-    loss, grads = loss_and_grads(base, params)
-    other_loss, other_grads = loss_and_grads(variant, stacked(params, 1) if scan else params)
+    loss, grads = loss_and_grads(base)
+    other_loss, other_grads = loss_and_grads(dataclasses.replace(base, scan_layers=scan, remat_policy=remat))
     np.testing.assert_allclose(other_loss, loss, rtol=1e-6)
     expected = stacked(grads, 1) if scan else grads
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), other_grads, expected)
@@ -57,10 +57,10 @@ def test_kernels_joined_for_inference_compute_the_same(axis):
     joined = join_kernels(params)
     assert sum(x.size for x in jax.tree.leaves(joined)) == sum(x.size for x in jax.tree.leaves(params))
     assert not any("wi_0'" in jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(joined))
-    logits = jax.jit(lambda p: model.compute_logits(p, batch))
-    np.testing.assert_allclose(logits(joined), logits(params), rtol=1e-5, atol=1e-5)
-    predict = jax.jit(lambda p: model.predict_batch(p, batch))
-    np.testing.assert_array_equal(predict(joined), predict(params))
+    run = jax.jit(lambda p: (model.compute_logits(p, batch), model.predict_batch(p, batch)))
+    (logits, tokens), (expected, expected_tokens) = run(joined), run(params)
+    np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(tokens, expected_tokens)
 
 
 def test_initial_values_have_t5s_distributions():

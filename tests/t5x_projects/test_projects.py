@@ -11,7 +11,7 @@ import pytest
 
 from t5x import checkpoints, data, losses, models
 from t5x.examples.t5 import network
-from tests import commands, programs
+from tests import commands, programs, tiny
 from tests.t5x_projects import custom_decode, inference_only, tasks
 
 HERE = os.path.dirname(__file__)
@@ -86,7 +86,7 @@ def test_the_loss_is_that_of_its_definition():
         "decoder_target_tokens": jnp.array([[52, 58, 1]]), "decoder_loss_weights": jnp.array([[1, 1, 0]]),
     }  # fmt: skip
     shapes = {name: x.shape for name, x in batch.items()}
-    params = jax.jit(lambda key: model.get_initial_variables(key, shapes)["params"])(jax.random.key(0))
+    params = tiny.random_params_of(model, shapes)
     loss, metrics = jax.jit(model.loss_fn)(params, batch, None)
     log_probs = jax.nn.log_softmax(jax.jit(model._compute_logits)(params, batch))[0]
     np.testing.assert_allclose(loss, -(0.5 * log_probs[0, 52] + log_probs[1, 58]), rtol=1e-5)

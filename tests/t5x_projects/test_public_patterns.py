@@ -14,6 +14,7 @@ from t5x import adafactor, checkpoints, losses, models, partitioning, trainer, u
 from t5x.data import ByteVocabulary, EncDecFeatureConverter
 from t5x.examples.t5 import layers, network
 from t5x.interactive_model import _extract_tokens_and_aux_values
+from tests import tiny
 
 CONFIG = network.T5Config(
     vocab_size=384, emb_dim=8, num_heads=2, num_encoder_layers=1, num_decoder_layers=1, head_dim=4, mlp_dim=16,
@@ -56,18 +57,20 @@ def state_of(model, batch) -> tuple[utils.TrainStateInitializer, t5x.train_state
         optimizer_def=model.optimizer_def, init_fn=model.get_initial_variables, input_shapes=shapes,
         partitioner=partitioner,
     )  # fmt: skip
-    return initializer, initializer.from_scratch(jax.random.PRNGKey(0))
+    return initializer, tiny.random_state(initializer)
 
 
 def test_towers_of_a_subclass_compute_what_ours_do(batch):
     theirs, ours = model_of(OwnTowers(CONFIG)), model_of(network.Transformer(CONFIG))
-    _, state = state_of(theirs, batch)
-    scores = [jax.jit(model.score_batch)(state.params, batch) for model in (theirs, ours)]
-    np.testing.assert_allclose(*scores, rtol=1e-5)
-    predictions = [jax.jit(model.predict_batch)(state.params, batch) for model in (theirs, ours)]
-    np.testing.assert_array_equal(*predictions)
+    params = tiny.random_params_of(theirs, {name: x.shape for name, x in batch.items()})
     packed = {**batch, "encoder_segment_ids": np.ones((4, 7), int), "decoder_segment_ids": np.ones((4, 5), int)}
-    np.testing.assert_allclose(jax.jit(theirs.score_batch)(state.params, packed), scores[0], rtol=1e-5)
+    found, expected = (
+        jax.jit(lambda params, of=model: (of.score_batch(params, batch), of.predict_batch(params, batch)))(params)
+        for model in (theirs, ours)
+    )
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
+    np.testing.assert_array_equal(found[1], expected[1])
+    np.testing.assert_allclose(jax.jit(theirs.score_batch)(params, packed), found[0], rtol=1e-5)
 
 
 class Lists(models.EncoderDecoderModel):
