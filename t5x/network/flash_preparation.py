@@ -136,7 +136,7 @@ class PreparedBias:
     """What the kernels need of a bias. Its gradient flows through `near` and `far` only.
 
     Attributes:
-      near: float32 [heads, tiles, distances], the bias at the distances q + k - 1 of each tile of the bias kernel.
+      near: float32 [heads, tiles, distances], the bias at the q + k - 1 distances of each tile of the bias kernel.
       far: float32 [heads, 2], the bias far to the left and far to the right.
       tiles: [heads, tiles, q, k] of each kernel, in base 2; [heads, tiles, k, q] for the gradients of keys, and a
         strip for a forward pass with `flash_hopper`.
