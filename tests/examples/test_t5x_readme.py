@@ -108,7 +108,10 @@ MORE = {
     "eval": [*SIZES, "--gin.utils.DatasetConfig.batch_size=8"],
     "infer": [*SIZES, "--gin.utils.DatasetConfig.batch_size=8", LENGTHS],
     "export": SIZES[:-1],  # the command has its own dtype
-    "mesh_tensorflow_start": [*SIZES, *TRAINING_SIZES, "--gin.TRAIN_STEPS=1"],
+    "mesh_tensorflow_start": [
+        *SIZES, LENGTHS, "--gin.BATCH_SIZE=8", "--gin.TRAIN_STEPS=1", "--gin.train.train_eval_dataset_cfg=None",
+        "--gin.train.infer_eval_dataset_cfg=None",
+    ],
     "convert": [*SIZES, "--gin.DROPOUT_RATE=0.0"],
     "custom_dataset": [*SIZES, *TRAINING_SIZES, "--gin.TRAIN_STEPS=2"],
 }  # fmt: skip
