@@ -97,7 +97,7 @@ class Attention(nn.Module):
             (query,) = heads(x, "query")
             into = [kernels[name](source.shape[-1], keys.at(name)) for name in ("key", "value")]
             out = attend_folded(query, source.astype(cfg.dtype), *into, mask=mask, **dropped, **exact)
-        elif self.cache and prefill_lengths is None and self._has_step_kernel():
+        elif self.cache and prefill_lengths is None and not scaled and self._has_step_kernel():
             joined = project(self, x, list(kernels.values()), keys, joined=True)
             joined = joined if isinstance(joined, jax.Array) else jnp.stack(joined, axis=-2)
             out = self._step_with_kernel(joined, mask, bias)

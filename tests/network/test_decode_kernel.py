@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from t5x import decoding
+from t5x.contrib.gpu.t5 import network as gpu_network
 from t5x.network import attention, decode_kernel, towers
 from t5x.network.attention import Mask, attend_xla
 from t5x.network.relative_position import RelativeBias
@@ -100,9 +101,20 @@ def test_row_offsets_do_not_change_what_is_decoded(monkeypatch, decode, decodes)
     np.testing.assert_allclose(aux["scores"], other_aux["scores"], rtol=1e-6 if INTERPRET else 1e-4)
 
 
-@pytest.mark.parametrize(("decode", "decodes"), [(decoding.beam_search, 2), (decoding.greedy_decode, 1)])
-def test_decoding_with_the_kernels_is_that_without(monkeypatch, decode, decodes):
-    config = dataclasses.replace(tiny.T5_1_1, num_decoder_layers=2, head_dim=16, dtype="bfloat16")
+SCALED = gpu_network.T5Config(**dataclasses.asdict(tiny.T5_1_1), scale_attn_logits=True)
+
+
+@pytest.mark.parametrize(
+    ("decode", "decodes", "config"),
+    [
+        (decoding.beam_search, 2, tiny.T5_1_1),
+        (decoding.greedy_decode, 1, tiny.T5_1_1),
+        (decoding.greedy_decode, 1, SCALED),
+    ],
+    ids=["beam", "greedy", "scaled"],
+)
+def test_decoding_with_the_kernels_is_that_without(monkeypatch, decode, decodes, config):
+    config = dataclasses.replace(config, num_decoder_layers=2, head_dim=16, dtype="bfloat16")
     model = tiny.model(config, decode_fn=decode)
     params = tiny.random_params(config, seed=3)
     batch = tiny.batch(1, 6, 16, 16)
