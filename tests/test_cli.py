@@ -149,11 +149,16 @@ def test_unknown_verb_names_the_nearest():
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("model") / "run"
-    done = t5x(*train(directory, 4, save_period=2), cwd=REPO)
-    assert done.returncode == 0, done.stderr
-    return directory
+def trained(tmp_path_factory):
+    return tmp_path_factory.mktemp("model") / "run"
+
+
+@pytest.fixture
+def model_dir(trained, run_here):
+    if not trained.exists():
+        done = run_here(*train(trained, 4, save_period=2))
+        assert done.code == 0, done.err
+    return trained
 
 
 def test_infer_from_the_directory_alone(model_dir, run_here, tmp_path, monkeypatch):

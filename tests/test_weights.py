@@ -20,7 +20,7 @@ from t5x.trainer import StateLayout
 from t5x.trainer.restore import restore_params
 from t5x.verbs.inspect import inspect
 from tests.checkpoints.formats import huggingface_models
-from tests.programs import REPO, losses, t5x
+from tests.programs import REPO, losses
 
 SHARED = REPO.parent / "shared" / "data"
 needs_data = pytest.mark.skipif(not SHARED.is_dir(), reason="the folder ../shared/data is not there")
@@ -71,11 +71,12 @@ def test_parity_with_hugging_face(family, scan, tmp_path):
             input_ids=torch.from_numpy(inputs).long(), attention_mask=torch.from_numpy(inputs > 0).long(),
             decoder_input_ids=torch.from_numpy(shifted).long(),
         ).logits.numpy()  # fmt: skip
-    logits = jax.jit(model.compute_logits)(params, batch)
+    both = jax.jit(lambda *given: (model.compute_logits(*given), model.score_batch(*given)))
+    logits, scores = both(params, batch)
     np.testing.assert_allclose(logits, theirs, atol=1e-4)
     log_probs = torch.log_softmax(torch.from_numpy(theirs).double(), -1).numpy()
     expected = np.take_along_axis(log_probs, targets[..., None], -1)[..., 0].sum(-1)
-    np.testing.assert_allclose(jax.jit(model.score_batch)(params, batch), expected, rtol=1e-5)
+    np.testing.assert_allclose(scores, expected, rtol=1e-5)
 
 
 @needs_data
@@ -124,7 +125,7 @@ def test_round_trips_are_bit_exact(tmp_path, capsys):
         np.testing.assert_array_equal(array.read(), last[name].read())
 
 
-def test_training_starts_from_a_hugging_face_directory(tmp_path):
+def test_training_starts_from_a_hugging_face_directory(run_here, tmp_path):
     """Bytes: a ByT5-like model, which needs no vocabulary file. The layers are stacked on the way in."""
     made = huggingface_models.model("T5 1.1", vocab_size=384)
     made.save_pretrained(tmp_path / "hf")
@@ -133,16 +134,16 @@ def test_training_starts_from_a_hugging_face_directory(tmp_path):
         "emb_dim": config.d_model, "num_heads": config.num_heads, "head_dim": config.d_kv, "mlp_dim": config.d_ff,
         "num_encoder_layers": config.num_layers, "num_decoder_layers": config.num_decoder_layers, "scan_layers": True,
     }  # fmt: skip
-    done = t5x(
+    done = run_here(
         "train", "--gin_file=t5x/examples/demo/dates.gin", f"--gin.MODEL_DIR={tmp_path / 'run'}",
         *(f"--gin.network.T5Config.{name}={value}" for name, value in sizes.items()),
         "--gin.utils.CheckpointConfig.restore=@utils.RestoreCheckpointConfig()",
         f"--gin.utils.RestoreCheckpointConfig.path={tmp_path / 'hf'}", "--gin.TRAIN_STEPS=2", "--gin.BATCH_SIZE=8",
         "--gin.train.stats_period=1", "--gin.train.train_eval_dataset_cfg=None",
-        "--gin.train.infer_eval_dataset_cfg=None", cwd=REPO,
+        "--gin.train.infer_eval_dataset_cfg=None",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "Hugging Face" in done.stderr and "optimizer state: reset" in done.stderr
+    assert done.code == 0, done.err
+    assert "Hugging Face" in done.err and "optimizer state: reset" in done.err
     assert len(losses(tmp_path / "run")) == 2
 
 

@@ -81,7 +81,7 @@ def stacked(params: dict, axis: int = 1) -> dict:
     """The unrolled tree as the scanned network holds it."""
     decoder = params["decoder"]
     names = sorted(name for name in decoder if name.startswith("layers_"))
-    stack = jax.tree.map(lambda *x: jnp.stack(x, axis), *(decoder[name] for name in names))
+    stack = jax.tree.map(lambda *x: np.stack(x, axis), *(decoder[name] for name in names))
     return {"decoder": {name: decoder[name] for name in decoder if name not in names} | {"decoder": stack}}
 
 
@@ -164,7 +164,8 @@ def test_scanned_layers_start_from_the_same_values():
 def test_dropout_is_the_same_for_scanned_layers_and_belongs_to_the_row():
     config = dataclasses.replace(PER_LAYER, dropout_rate=0.3)
     batch = batch_of([[(4, 5)], [(0, 9)], [(2, 3)]], 10, packed=False) | {"row_index": np.arange(3)}
-    params, key = initial_params(PER_LAYER), jax.random.key(7)
+    params = tiny.random_params_of(model(PER_LAYER), {"decoder_input_tokens": (1, 3), "decoder_target_tokens": (1, 3)})
+    key = jax.random.key(7)
     plain = jax.jit(model(config, prefix=True).compute_logits)
     scanned = jax.jit(model(dataclasses.replace(config, scan_layers=True), prefix=True).compute_logits)
     expected = plain(params, batch, key)
