@@ -85,8 +85,10 @@ def random_params(config: T5Config = T5_1_1, seed: int = 0):
 
 def random_state(layout: StateLayout, seed: int = 0, step: int = 0) -> TrainState:
     """Return the state of a run with such parameters and a fresh optimizer."""
-    params = jax.device_put(_random(layout.abstract.params, seed), layout.shardings.params)
-    return layout.with_fresh_optimizer(params, step)
+    config = layout.model.module.config
+    is_stacked = isinstance(config, T5Config) and config.scan_layers
+    params = random_params(config, seed) if is_stacked else _random(layout.abstract.params, seed)
+    return layout.with_fresh_optimizer(jax.device_put(params, layout.shardings.params), step)
 
 
 def random_params_of(model: BaseModel, shapes: dict[str, tuple[int, ...]], seed: int = 0):
