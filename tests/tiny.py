@@ -77,7 +77,7 @@ def random_params(config: T5Config = T5_1_1, seed: int = 0):
     """
     if config.scan_layers:
         made = random_params(dataclasses.replace(config, scan_layers=False), seed)
-        return {name: stacked(name, part) for name, part in made.items()}
+        return {name: stacked(name, part, config.param_scan_axis) for name, part in made.items()}
     of = model(config)
     shapes = of.input_shapes({"inputs": 3, "targets": 3})
     return random_params_of(of, shapes, seed)
@@ -108,13 +108,13 @@ def _random(abstract, seed: int):
     return jax.tree_util.tree_map_with_path(value, abstract)
 
 
-def stacked(tower: str, params: dict) -> dict:
+def stacked(tower: str, params: dict, axis: int = 1) -> dict:
     """Return the parameters of a tower with its layers stacked; others unchanged."""
     layers = sorted((name for name in params if name.startswith("layers_")), key=lambda name: int(name[7:]))
     if not layers:
         return params
     others = {name: value for name, value in params.items() if name not in layers}
-    stack = lambda *arrays: jnp.asarray(np.stack(arrays, 1))
+    stack = lambda *arrays: jnp.asarray(np.stack(arrays, axis))
     return others | {tower: jax.tree.map(stack, *(params[name] for name in layers))}
 
 
