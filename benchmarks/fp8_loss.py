@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import os
 import time
 from collections.abc import Callable
 
@@ -36,6 +37,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=100)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes that tokenize")
     args = parser.parse_args()
     add_task(args.text, args.vocabulary)
     work = Workload(args.size, args.rows, **LENGTHS, dtype="bfloat16")
@@ -69,7 +71,7 @@ def compiled_once(work: Workload, args: argparse.Namespace) -> Callable[[int], d
 
     def train(seed: int) -> dict:
         trainer.train_state = work.layout.init(jax.random.key(seed))
-        cfg = data.DatasetConfig("text", LENGTHS, "train", args.rows, shuffle=True, seed=seed, num_workers=4)
+        cfg = data.DatasetConfig("text", LENGTHS, "train", args.rows, shuffle=True, seed=seed, num_workers=args.workers)
         with data.train_loader(cfg, feature_converter=data.EncDecFeatureConverter()) as loader:
             metrics = [trainer.step(next(loader))]
             jax.block_until_ready(metrics)
