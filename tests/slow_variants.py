@@ -84,7 +84,7 @@ SLOW = {
     "network/test_precision.py": [r"test_cast_once_or_at_every_use\[(False-b?float16|True-float16|True-float32)\]"],
     "network/test_prepared_attention.py": [
         r"test_prepared_attention_is_bitwise_the_same\[(?!packed).*\]",
-        r"test_networks_that_prepare_have_the_gradients_of_the_reference\[(remat|a bias per layer)\]",
+        r"test_networks_that_prepare_have_the_gradients_of_the_reference\[(scanned|remat|a bias per layer)\]",
         r"test_devices_prepare_for_their_own_rows_and_heads\[uneven\]",
     ],
     "network/test_rounding.py": [

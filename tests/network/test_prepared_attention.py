@@ -105,8 +105,7 @@ def network_and_params(config, batch):
     network = Transformer(config)
     inputs = [batch[f"{name}_tokens"] for name in ("encoder_input", "decoder_input", "decoder_target")]
     ids = {name: batch[name] for name in ("encoder_segment_ids", "decoder_segment_ids") if name in batch}
-    plain = dataclasses.replace(config, attention_backend="xla")
-    params = jax.jit(lambda: Transformer(plain).init(jax.random.key(0), *inputs, enable_dropout=False)["params"])()
+    params = tiny.random_params(dataclasses.replace(config, attention_backend="xla"))
 
     def logits(params, enable_dropout=False):
         return network.apply(
@@ -163,7 +162,9 @@ def test_a_decoder_alone_prepares_its_prefix(monkeypatch):
     tokens = jnp.array(tiny.batch()["encoder_input_tokens"])
     prefix = (jnp.arange(tokens.shape[1]) < 4)[None] * (tokens > 0)
     network = DecoderWrapper(config)
-    params = network.init(jax.random.key(0), tokens, tokens, enable_dropout=False)
+    abstract = jax.eval_shape(lambda: network.init(jax.random.key(0), tokens, tokens, enable_dropout=False))
+    rng = np.random.default_rng(0)
+    params = {"params": jax.tree.map(lambda x: 0.3 * rng.normal(size=x.shape).astype(x.dtype), abstract["params"])}
 
     def logits():
         compute = lambda: network.apply(
