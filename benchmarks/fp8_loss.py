@@ -39,6 +39,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes that tokenize")
     args = parser.parse_args()
+    if args.steps % args.every:
+        parser.error(f"--steps {args.steps} is not a multiple of --every {args.every}")
     add_task(args.text, args.vocabulary)
     work = Workload(args.size, args.rows, **LENGTHS, dtype="bfloat16")
     for matmul, seeds in (("fp8", (0,)), (None, range(args.seeds))):

@@ -58,11 +58,14 @@ def flash_attention(
     """
     lengths, head_dim = (query.shape[1], key.shape[1]), query.shape[3]
     plan = make_plan(lengths, head_dim, mask, bias, softcap=softcap, blocks=blocks, interpret=interpret)
-    is_prepared = lambda part: part.prepared is not None and part.prepared.plan == plan
-    of_mask = mask.prepared if is_prepared(mask) else prepare_mask(mask, query.shape[0], lengths, plan)
+    of_mask = mask.prepared
+    if of_mask is None or not of_mask.fits(plan, query.shape[0]):
+        of_mask = prepare_mask(mask, query.shape[0], lengths, plan)
     of_bias = gradient_of = None
     if bias is not None:
-        of_bias = bias.prepared if is_prepared(bias) else prepare_bias(bias, plan)
+        of_bias = bias.prepared
+        if of_bias is None or of_bias.plan != plan:
+            of_bias = prepare_bias(bias, plan)
         gradient_of = of_bias.near, of_bias.far
         of_bias = of_bias.replace(near=None, far=None)
     q_pad, k_pad = (padded - length for padded, length in zip(plan.lengths, lengths, strict=True))

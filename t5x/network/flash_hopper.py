@@ -3,7 +3,7 @@
 A thread block stays on its multiprocessor and computes blocks of queries of one head, one after the other. One
 warpgroup loads them and their keys and values; two others compute 64 queries each, and take turns: one multiplies while
 the other computes its softmax. The bias of the head stays in shared memory as a strip whose columns are consecutive
-distances. The arithmetic is that of `flash_kernels.forward_kernel`.
+distances. The result is that of `flash_kernels.forward_kernel` up to rounding.
 """
 
 import math

@@ -83,11 +83,10 @@ def make_plan(
     """Return the plan of an attention with these numbers of queries and keys."""
     reach = None if bias is None else _reach(bias)
     same_queries = mask.query_segments is None and mask.prefix is None
-    # Packed rows and softcaps were not yet compared with the reference on a GPU.
-    is_checked = same_queries and softcap is None
     is_hopper = (
-        blocks is None and not interpret and is_checked and on_hopper() and hopper.fits(lengths, head_dim, reach)
-    )
+        blocks is None and not interpret and on_hopper()
+        and hopper.fits(lengths, head_dim, reach) and _is_checked(mask, softcap)
+    )  # fmt: skip
     blocks = choose_blocks(*lengths, head_dim) if blocks is None else blocks
     if is_hopper:
         blocks = blocks._replace(forward=hopper.BLOCK)
@@ -99,6 +98,11 @@ def make_plan(
     coded = mask.key_segments is not None or mask.prefix is not None or padded[1] > lengths[1]
     rules = Rules(coded, mask.causal, mask.prefix is not None, mask.window, softcap, reach)
     return Plan(rules, blocks, padded, extent, same_queries, is_hopper, interpret)
+
+
+def _is_checked(mask: "Mask", softcap: float | None) -> bool:
+    """Return whether results of `flash_hopper` with such a mask were compared with the reference on a GPU."""
+    return mask.query_segments is None and mask.prefix is None and softcap is None
 
 
 class PerKernel(NamedTuple):
@@ -126,6 +130,13 @@ class PreparedMask:
     visits: jax.Array | None
     ends: jax.Array | None
     plan: Plan = flax.struct.field(pytree_node=False)
+
+    def fits(self, plan: Plan, batch: int) -> bool:
+        """Return whether this was prepared for such an attention."""
+        rows = None if self.q_codes is None else self.q_codes.shape[0]
+        if self.visits is not None:
+            rows = self.visits.shape[1] // (plan.lengths[0] // plan.blocks.bias.q)
+        return self.plan == plan and rows in (None, batch)
 
     @classmethod
     def axes(cls, plan: Plan) -> "PreparedMask":
@@ -205,7 +216,10 @@ def prepare_bias(bias: RelativeBias, plan: Plan) -> PreparedBias:
         return _tiles(logits, block, plan, of_keys=kernel == "key")
 
     tiles_of = PerKernel(*itertools.starmap(made, plan.blocks._asdict().items()))
-    return PreparedBias(near, far, tiles_of, kernels.LOG2E * jax.lax.stop_gradient(far), plan)
+    far_logits = kernels.LOG2E * jax.lax.stop_gradient(far)
+    if plan.is_hopper:  # the gradients must use the same numbers as the forward pass, whose strip has these too
+        far_logits = far_logits.astype(_TILE_DTYPE).astype(jnp.float32)
+    return PreparedBias(near, far, tiles_of, far_logits, plan)
 
 
 def _tiles(logits: jax.Array, block: Block, plan: Plan, *, of_keys: bool) -> jax.Array:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from t5x.network import flash_hopper as hopper
+from t5x.network import flash_preparation
 from t5x.network.attention import Mask, attend_pallas, attend_xla
 from t5x.network.devices import on_hopper
 from t5x.network.flash_kernels import Rules
@@ -51,10 +52,12 @@ def test_the_strip_has_the_bias_of_every_block(reach: tuple[int, int]):
             np.testing.assert_array_equal(strip[:, column : column + hopper.BLOCK.k], wanted)
 
 
+PREFIX = jnp.tile(jnp.arange(300) % 150 < 40, (40, 1))
 CASES = {
     "full rows": ((512, 512), 4, "bfloat16", lambda: Mask(), True),
     "padding": ((512, 512), 4, "float16", lambda: Mask(key_segments=segments([512, 300, 1, 0] * 10, 512)), True),
     "packed": ((384, 384), 2, "bfloat16", lambda: Mask(packed(40, 384, 4), packed(40, 384, 4)), True),
+    "prefix": ((300, 300), 4, "bfloat16", lambda: Mask(*[packed(40, 300, 2)] * 2, prefix=PREFIX, causal=True), False),
     "causal": ((300, 300), 4, "bfloat16", lambda: Mask(segments([300, 77] * 20, 300), causal=True), False),
     "cross": ((100, 700), 2, "float16", lambda: Mask(segments([700, 130] * 20, 700)), None),
     "window": ((600, 600), 1, "bfloat16", lambda: Mask(window=70), True),
@@ -64,26 +67,28 @@ CASES = {
 
 @pytest.mark.skipif(not on_hopper(), reason="needs a Hopper GPU, and T5X_TEST_PLATFORM=cuda")
 @pytest.mark.parametrize("case", CASES)
-def test_outputs_and_gradients_agree_with_the_reference(case: str):
+def test_outputs_and_gradients_agree_with_the_reference(case: str, monkeypatch):
     (q, k), key_heads, dtype, mask, bidirectional = CASES[case]
     mask = mask()
+    softcap = {"softcap": 2.0} if case == "window" else {}
+    monkeypatch.setattr(flash_preparation, "_is_checked", lambda mask, softcap: True)
+    bias_of = lambda table: None if bidirectional is None else RelativeBias(table, bidirectional)
+    assert flash_preparation.make_plan((q, k), 64, mask, bias_of(jnp.zeros((4, 32)))).is_hopper
     rows = 40 if max(q, k) < 1000 else 8  # several items for each thread block
     shapes = [(rows, q, 4, 64), (rows, k, key_heads, 64), (rows, k, key_heads, 64), (rows, q, 4, 64), (4, 32)]
     query, key, value, weights, table = (x.astype(dtype) for x in arrays(*shapes, seed=q))
     query, table = 0.3 * query, 2 * table.astype(jnp.float32)
     allowed = mask.allowed(q, k)
     is_seen = 1.0 if allowed is None else jnp.broadcast_to(allowed, (rows, 1, q, k)).any(-1).swapaxes(1, 2)[..., None]
-    assert hopper.fits((q, k), 64, (113, 113))
 
     def results(attend, *arguments):
         def compute(query, key, value, table):
-            bias = None if bidirectional is None else RelativeBias(table, bidirectional)
-            return attend(query, key, value, mask, bias)
+            return attend(query, key, value, mask, bias_of(table), **softcap)
 
         out, backward = jax.vjp(compute, *arguments, table)
         return out, *backward(weights.astype(out.dtype))
 
-    reference = lambda *x: is_seen * attend_xla(*x)
+    reference = lambda *x, **options: is_seen * attend_xla(*x, **options)
     with jax.default_matmul_precision("highest"):
         found = jax.jit(lambda *x: results(attend_pallas, *x))(query, key, value)
         wide = (x.astype(jnp.float32) for x in (query, key, value))

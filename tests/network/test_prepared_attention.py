@@ -83,6 +83,23 @@ def test_what_was_prepared_is_not_used_for_other_fields():
     np.testing.assert_array_equal(np.asarray(found), np.asarray(wanted))
 
 
+@pytest.mark.parametrize("mask", [Mask(), Mask(segments([33, 5, 20, 33], 33))], ids=["full rows", "padding"])
+def test_a_layer_may_attend_with_some_of_the_rows(mask):
+    query, key, value, weights = (x.astype(DTYPE) for x in arrays(*[(4, 33, 2, 16)] * 4))
+    some = lambda tree: jax.tree.map(lambda x: x[:2], tree)
+
+    def gradient(table, is_prepared):
+        seen, bias = mask, RelativeBias(table, True)
+        if is_prepared:
+            seen, bias = attention.prepare(query, key, mask, bias, "pallas")
+        seen = dataclasses.replace(seen, key_segments=some(mask.key_segments))  # keeps what was prepared
+        out = attention.attend(*map(some, (query, key, value)), mask=seen, bias=bias, backend="pallas")
+        return (some(weights) * out).sum()
+
+    found, wanted = (jax.jit(jax.grad(lambda t, made=made: gradient(t, made)))(arrays((2, 32))[0]) for made in (1, 0))
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(wanted))
+
+
 def test_other_backends_get_nothing_prepared():
     like = jax.ShapeDtypeStruct((2, 33, 2, 16), jnp.dtype(DTYPE))
     mask, bias = Mask(IDS, IDS), RelativeBias(jnp.zeros((2, 32)), True)
