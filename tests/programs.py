@@ -1,6 +1,7 @@
 """Running the command line as a user does: in a process of its own."""
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,23 +64,11 @@ def run_reference(
     Args:
       env: more variables. JAX and TensorFlow have read theirs before.
     """
-    python = reference_python()
-    owner = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
-    address = f"{tempfile.gettempdir()}/t5x-reference-{owner}"
-    request = {"argv": list(map(str, argv)), "cwd": str(cwd), "env": _reference_environment() | (env or {})}
-    with socket.socket(socket.AF_UNIX) as connection, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        with locks.locked(f"{address}.lock"):
-            if connection.connect_ex(address):
-                _start_reference_server(python, address, owner)
-                connection.connect(address)
-        connection.settimeout(timeout)
-        socket.send_fds(connection, [json.dumps(request).encode()], [out.fileno(), err.fileno()])
-        code = int(connection.recv(16))
-        output = []
-        for file in (out, err):
-            file.seek(0)
-            output.append(file.read().decode())
-    return subprocess.CompletedProcess(request["argv"], code, *output)
+    server = _Server(reference_python(), "reference", ("tensorflow", "seqio"), _reference_environment())
+    variables = server.env | (env or {})
+    assert server.fits(variables), "JAX has read its variables: start a process of its own"
+    process = _Fork(server, argv, cwd=cwd, env=variables, stdin=subprocess.DEVNULL, **_PIPES)
+    return _to_its_end(process, None, timeout)
 
 
 def _reference_environment() -> dict[str, str]:
@@ -88,18 +77,121 @@ def _reference_environment() -> dict[str, str]:
     return environment(JAX_COMPILATION_CACHE_DIR=jax.config.jax_compilation_cache_dir or "", TF_CPP_MIN_LOG_LEVEL="3")
 
 
-def _start_reference_server(python: str, address: str, owner: int) -> None:
-    command = [python, REPO / "tests/reference_server.py", address, str(owner)]
-    with open(f"{address}.log", "w") as log:
-        server = subprocess.Popen(
-            command, cwd=REPO, env=_reference_environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-            start_new_session=True,
-        )  # fmt: skip
-    end = time.monotonic() + 300
-    while not os.path.exists(address) and server.poll() is None and time.monotonic() < end:
-        time.sleep(0.05)
-    assert server.poll() is None, Path(f"{address}.log").read_text()[-3000:]
-    server.returncode = 0  # nobody waits for it: it ends with `owner`
+def start_python(*argv: str | Path, **options: Any) -> subprocess.Popen:
+    """Starts `python ARGV`, as `subprocess.Popen` does, in a fork of a process that has imported JAX: a second sooner.
+
+    A fork imports t5x itself. It has the hash seed of other forks. If variables that Python or JAX reads at its start
+    differ, a new process is started. Tests of the start of a program, of what it imports, or of where it finds modules
+    must start one themselves.
+    """
+    server = _Server(sys.executable, "python", _IMPORTED, _ENVIRONMENT)
+    if server.fits(options.get("env") or os.environ) and hasattr(os, "pidfd_open"):
+        return _Fork(server, argv, **options)
+    return subprocess.Popen([sys.executable, *argv], **options)
+
+
+def run_python(
+    *argv: str | Path, input: str | None = None, timeout: float = 300, **options: Any
+) -> subprocess.CompletedProcess:
+    """Runs `python ARGV` to its end, in a process of `start_python`."""
+    stdin = subprocess.DEVNULL if input is None else subprocess.PIPE
+    return _to_its_end(start_python(*argv, stdin=stdin, **_PIPES, **options), input, timeout)
+
+
+_IMPORTED = ("jax", "jax.experimental.multihost_utils", "flax.linen", "optax", "tensorstore", "gin")
+_PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+_ENVIRONMENT = dict(os.environ)  # without what a test sets
+
+
+def _to_its_end(process: subprocess.Popen, text: str | None, timeout: float) -> subprocess.CompletedProcess:
+    with process:
+        try:
+            output = process.communicate(text, timeout)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(process.args, process.returncode, *output)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Server:
+    """A process of tests/program_server.py. All processes of a run of the suite share it."""
+
+    python: str
+    name: str
+    modules: tuple[str, ...]
+    env: dict[str, str]
+
+    def fits(self, env: Mapping[str, str]) -> bool:
+        """Whether variables that Python and the modules read when they start are those of the server."""
+        return all(
+            self.env.get(name) == env.get(name)
+            for name in {*self.env, *env} - {"PYTHONPATH", "PYTHONFAULTHANDLER"}
+            if name.startswith(("PYTHON", "JAX_", "TENSORSTORE_", "TF_", "OMP_", "OPENBLAS_", "LD_"))
+        )
+
+    def connect(self) -> socket.socket:
+        """Connect to it; start it first if nobody has."""
+        owner = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
+        address = f"{tempfile.gettempdir()}/t5x-{self.name}-{owner}"
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with locks.locked(f"{address}.lock"):
+            if connection.connect_ex(address):
+                self._start(address, owner)
+                connection.connect(address)
+        return connection
+
+    def _start(self, address: str, owner: int) -> None:
+        command = [self.python, REPO / "tests/program_server.py", address, str(owner), *self.modules]
+        env = {name: value for name, value in self.env.items() if name != "PYTHONPATH"}
+        with open(f"{address}.log", "w") as log:
+            server = subprocess.Popen(
+                command, cwd=REPO, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+        end = time.monotonic() + 300
+        while not os.path.exists(address) and server.poll() is None and time.monotonic() < end:
+            time.sleep(0.05)
+        assert server.poll() is None, Path(f"{address}.log").read_text()[-3000:]
+        server.returncode = 0  # nobody waits for it: it ends with `owner`
+
+
+class _Fork(subprocess.Popen):
+    """A process that a server has forked. It can be used like any other of `Popen`, whose private methods these are."""
+
+    def __init__(self, server: _Server, argv: Sequence[str | Path], **options: Any):
+        self._server = server
+        super().__init__([server.python, *map(str, argv)], **options)
+
+    def _execute_child(
+        self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
+        p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *more,
+    ):  # fmt: skip
+        assert preexec_fn is None and not pass_fds and not shell
+        request = {"argv": args[1:], "cwd": os.path.abspath(cwd or "."), "env": dict(env or os.environ)}
+        streams = [own if given == -1 else given for own, given in enumerate((p2cread, c2pwrite, errwrite))]
+        self._connection = self._server.connect()
+        socket.send_fds(self._connection, [json.dumps(request).encode()], streams)
+        self.pid = int(self._connection.recv(16))
+        self._child_created = True
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+
+    def _try_wait(self, wait_flags):
+        try:
+            status = self._connection.recv(16, socket.MSG_DONTWAIT if wait_flags else 0)
+        except BlockingIOError:
+            return 0, 0
+        self._connection.close()
+        return self.pid, int(status)
+
+    def _internal_poll(self, *_, **__):
+        if self.returncode is None and self._waitpid_lock.acquire(False):
+            try:
+                pid, status = self._try_wait(os.WNOHANG)
+                if pid:
+                    self._handle_exitstatus(status)
+            finally:
+                self._waitpid_lock.release()
+        return self.returncode
 
 
 def cloud_python() -> str:
@@ -150,24 +242,16 @@ def reference_answers(program: Path, jobs: Any, name: str, *, forked: bool = Tru
 
 
 def t5x(
-    *args: str, cwd: Path, env: dict[str, str] | None = None, text: str | None = None, python: str = sys.executable
+    *args: str, cwd: Path, env: dict[str, str] | None = None, text: str | None = None
 ) -> subprocess.CompletedProcess:
     """Runs `t5x ARGS` to its end."""
-    return subprocess.run(
-        _command(args, python),
-        cwd=cwd,
-        env=environment(**(env or {})),
-        input=text,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    return run_python("-m", "t5x", *args, input=text, cwd=cwd, env=environment(**(env or {})))
 
 
 def start(*args: str, cwd: Path, env: dict[str, str] | None = None) -> subprocess.Popen:
     """Starts `t5x ARGS`; its output goes to cwd/output.txt."""
-    output = open(cwd / "output.txt", "w")  # noqa: SIM115
-    return subprocess.Popen(_command(args), cwd=cwd, env=environment(**(env or {})), stdout=output, stderr=output)
+    with open(cwd / "output.txt", "w") as output:
+        return start_python("-m", "t5x", *args, cwd=cwd, env=environment(**(env or {})), stdout=output, stderr=output)
 
 
 def train(model_dir: Path, steps: int, *more: str, save_period: int = 5) -> list[str]:
@@ -213,7 +297,3 @@ def losses(model_dir: Path, name: str = "loss") -> dict[int, float]:
     records = [json.loads(line) for line in lines]
     assert len({r["step"] for r in records}) == len(records), "a step was written twice"
     return {r["step"]: r[name] for r in records}
-
-
-def _command(args, python: str = sys.executable) -> list[str]:
-    return [python, "-m", "t5x", *args]

@@ -15,7 +15,7 @@ import tqdm
 
 from t5x import startup
 from t5x.verbs import inspect
-from tests.programs import REPO, SMALL, environment, t5x, train
+from tests.programs import REPO, SMALL, environment, start_python, t5x, train
 
 DATES = "--gin_file=t5x/examples/demo/dates.gin"
 
@@ -295,6 +295,8 @@ from t5x.verbs import bench
 from t5x.verbs.arguments import work_begins
 import signal
 
+jax.config.update("jax_enable_compilation_cache", False)
+
 def compiles_for_long(x):
     for i in range(3, 500):  # of different shapes: nothing is compiled once for several
         x = jnp.sin(jnp.resize(x, (i, 7))).sum(0)
@@ -310,10 +312,8 @@ def run(args):
 bench.run = run
 cli.main(["bench", "train"])
 """
-    child = subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=REPO,
-        env=environment(JAX_ENABLE_COMPILATION_CACHE="false"),
-    )  # fmt: skip
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    child = start_python("-c", program, cwd=REPO, env=environment(), **pipes)
     assert child.stdout.readline() == "compiling\n"
     time.sleep(0.2)
     child.send_signal(getattr(signal, signum))

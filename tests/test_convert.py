@@ -5,8 +5,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import ml_dtypes
@@ -27,7 +25,7 @@ from t5x.verbs.inspect import canonical_params, params_sha256
 from tests import disks
 from tests.checkpoints.formats import huggingface_models as models
 from tests.commands import run
-from tests.programs import REPO
+from tests.programs import REPO, run_python
 
 # Kernels whose sides are all at least 128, which Adafactor factors, and with either side the larger one; an embedding
 # and tables of relative positions that it does not.
@@ -372,8 +370,7 @@ cli.main(["convert", *sys.argv[2:]])
 @pytest.mark.parametrize("signum, to", [("SIGINT", "t5x"), ("SIGTERM", "native"), ("SIGKILL", "t5x")])
 def test_signals(occupied, hf, capsys, signum, to):
     before = snapshot(occupied)
-    command = [sys.executable, "-c", KILLED, signum, hf, occupied, "--to", to, "--overwrite"]
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
+    done = run_python("-c", KILLED, signum, hf, occupied, "--to", to, "--overwrite", cwd=REPO)
     assert done.returncode == {"SIGINT": 130, "SIGTERM": 75, "SIGKILL": -signal.SIGKILL}[signum], done.stderr
     assert "Traceback" not in done.stderr
     assert snapshot(occupied) == before

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +10,7 @@ import pytest
 
 from t5x import losses
 from t5x.errors import UserError
-from tests.programs import REPO
+from tests.programs import REPO, run_python
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
@@ -154,7 +152,7 @@ print(json.dumps(found))
 
 def test_data_parallel_devices_reduce_the_kernel_gradient_once():
     env = {**os.environ, "XLA_FLAGS": os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=4"}
-    done = subprocess.run([sys.executable, "-c", OVER_DEVICES], env=env, capture_output=True, text=True, cwd=REPO)
+    done = run_python("-c", OVER_DEVICES, env=env, cwd=REPO)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert not {"16,256", "16,128"} & {*found["dp"], *found["tp"]}

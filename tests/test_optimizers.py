@@ -4,8 +4,6 @@ import dataclasses
 import functools
 import logging
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -27,7 +25,7 @@ from t5x.partitioning import PjitPartitioner, standard_logical_axis_rules
 from t5x.trainer import StateLayout
 from t5x.trainer.restore import restore_state
 from tests import commands, tiny
-from tests.programs import losses
+from tests.programs import losses, run_python
 
 REPO = Path(__file__).parents[1]
 NAMES = [
@@ -220,7 +218,7 @@ def test_eight_devices_take_the_same_steps(tmp_path):
     flags = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=8"
     program = f"from tests.test_optimizers import sharded; sharded({str(tmp_path / 'found.npz')!r})"
     env = {**os.environ, "XLA_FLAGS": flags}
-    done = subprocess.run([sys.executable, "-c", program], env=env, cwd=REPO, capture_output=True, text=True)
+    done = run_python("-c", program, env=env, cwd=REPO)
     assert done.returncode == 0, done.stderr[-3000:]
     found = np.load(tmp_path / "found.npz")
     for name, optimizer in sharded_optimizers().items():

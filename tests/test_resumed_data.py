@@ -3,7 +3,6 @@
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -102,10 +101,10 @@ def test_all_of_several_processes_refuse(here):
              "targets": "a", "prefix": "add: ", "batch_size": 4, "max_input_length": 12, "max_target_length": 6,
              "coordinator_address": f"127.0.0.1:{programs.free_port()}", "process_count": 2}  # fmt: skip
     args = [f"--{name}={value}" for name, value in flags.items()] + [f"--gin_bindings={binding}" for binding in SMALL]
-    command = [sys.executable, "-m", "t5x", "train", *args]
+    command = ["-m", "t5x", "train", *args]
     started = [
-        subprocess.Popen([*command, f"--process_index={i}"], cwd=here, env=programs.environment(),
-                         stderr=subprocess.PIPE, text=True)
+        programs.start_python(*command, f"--process_index={i}", cwd=here, env=programs.environment(),
+                              stderr=subprocess.PIPE, text=True)
         for i in range(2)
     ]  # fmt: skip
     for process in started:

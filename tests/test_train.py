@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -14,7 +13,7 @@ import pytest
 
 from t5x import checkpoints
 from tests import programs
-from tests.programs import REPO, interrupt, losses, start, t5x, wait_for
+from tests.programs import REPO, environment, interrupt, losses, start, start_python, t5x, wait_for
 
 STEPS = 12
 
@@ -172,8 +171,8 @@ def test_a_stop_inside_a_window_of_metrics_does_not_show_in_them(run_here, tmp_p
 def test_a_reader_that_goes_away_does_not_keep_a_run_from_saving(undisturbed, tmp_path):
     """`t5x train 2>&1 | tee log`: Ctrl-C ends tee too."""
     run = tmp_path / "run"
-    command = [sys.executable, "-m", "t5x", *train(run, 100000, save_period=1000000)]
-    process = subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    command = ["-m", "t5x", *train(run, 100000, save_period=1000000)]
+    process = start_python(*command, cwd=REPO, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     metrics = run / "train" / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, process, "the second step")
     process.stdout.close()

@@ -2,14 +2,13 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.programs import environment
+from tests.programs import environment, start_python
 
 PROGRAMS = Path(__file__).parent / "programs"
 SIDECARS = {"model.json": b'{"emb_dim": 8}', "dataset/train-000-of-001.json": b"{}", "vocabulary/inputs/a.txt": b"abc"}
@@ -61,8 +60,10 @@ def names(directory) -> set[str]:
 
 def start_program(name: str, *arguments, env: dict[str, str] | None = None) -> subprocess.Popen:
     """Starts one of the programs beside the tests, its output piped."""
-    return subprocess.Popen(
-        [sys.executable, "-u", PROGRAMS / name, *map(str, arguments)],
+    return start_python(
+        "-u",
+        PROGRAMS / name,
+        *map(str, arguments),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

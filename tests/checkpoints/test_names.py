@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import subprocess
-import sys
 
 import huggingface_hub.constants
 import pytest
@@ -14,7 +12,7 @@ from t5x.checkpoints import names
 from t5x.checkpoints.formats import open_checkpoint
 from t5x.data import SentencePieceVocabulary
 from t5x.errors import UserError
-from tests import hub_mirror
+from tests import hub_mirror, programs
 from tests.inference.models import byte_model
 
 
@@ -155,8 +153,9 @@ def test_the_commands_take_an_id_of_the_hub(mirror, model, tmp_path):
     environment = os.environ | {"HF_ENDPOINT": mirror.url, "HF_HOME": str(tmp_path / "home"), "JAX_PLATFORMS": "cpu"}
 
     def infer(**more):
-        command = [sys.executable, "-m", "t5x", "infer", "--model=acme/tiny", "--input=-", "--max_length=4"]
-        ran = subprocess.run(command, input="abc\n", capture_output=True, text=True, env=environment | more, check=True)
+        command = ["-m", "t5x", "infer", "--model=acme/tiny", "--input=-", "--max_length=4"]
+        ran = programs.run_python(*command, input="abc\n", env=environment | more)
+        ran.check_returncode()
         return json.loads(ran.stdout)["prediction"]
 
     expected = t5x.load(str(model)).generate("abc", max_length=4).text

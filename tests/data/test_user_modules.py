@@ -59,11 +59,17 @@ def modules(registries):
         del sys.modules[name]
 
 
+def run_in_new_process(module: str, *args: str, cwd: Path) -> subprocess.CompletedProcess:
+    """Runs `python -m MODULE ARGS` in a process that has imported nothing."""
+    command = [sys.executable, "-m", module, *args]
+    return subprocess.run(command, cwd=cwd, env=programs.environment(), capture_output=True, text=True, timeout=300)
+
+
 @pytest.mark.parametrize("name", ["tasks", "tasks.py"])
 def test_a_verb_and_its_workers_import_what_import_names(hostile, name):
     args = ["cache", "here", "--import", name, "--output_dir", "caches", "--num_workers", "2"]
     (hostile / "tasks.py").write_text(TASKS.replace("range(20)", "range(20_000)"))  # two shards, one for each worker
-    result = programs.t5x(*args, cwd=hostile)
+    result = run_in_new_process("t5x", *args, cwd=hostile)
     assert result.returncode == 0, result.stderr
     assert_nothing_ran(hostile)
 
@@ -73,15 +79,14 @@ def test_training_and_its_workers_import_what_a_gin_file_names(hostile):
                                       "MIXTURE_OR_TASK_NAME = 'here'\n")  # fmt: skip
     args = [arg for arg in programs.train(hostile / "run", 2) if not arg.startswith("--gin_file")]
     args += ["--gin_file=mine.gin", "--gin.train/utils.DatasetConfig.num_workers=1"]
-    result = programs.t5x(*args, cwd=hostile)
+    result = run_in_new_process("t5x", *args, cwd=hostile)
     assert result.returncode == 0, result.stderr
     assert_nothing_ran(hostile)
 
 
 @pytest.mark.parametrize("module", ["t5x", "t5x.train"])
 def test_python_m_does_not_search_the_working_directory(hostile, module):
-    command = [sys.executable, "-m", module, "--help"]
-    result = subprocess.run(command, cwd=hostile, env=programs.environment(), capture_output=True, text=True)
+    result = run_in_new_process(module, "--help", cwd=hostile)
     assert result.returncode == 0, result.stderr
     assert_nothing_ran(hostile)
 
@@ -91,8 +96,7 @@ def test_python_m_of_another_package_searches_it(tmp_path):
     (tmp_path / "mine/__init__.py").write_text("import t5x\n")
     (tmp_path / "mine/program.py").write_text("import beside\n")
     (tmp_path / "beside.py").write_text("print('found')\n")
-    command = [sys.executable, "-m", "mine.program", "t5x"]
-    result = subprocess.run(command, cwd=tmp_path, env=programs.environment(), capture_output=True, text=True)
+    result = run_in_new_process("mine.program", "t5x", cwd=tmp_path)
     assert result.stdout == "found\n", result.stderr
 
 

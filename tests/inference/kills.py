@@ -10,13 +10,12 @@ import argparse
 import random
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 from tests.inference.models import byte_model, texts
-from tests.programs import REPO, environment
+from tests.programs import REPO, environment, start_python
 
 SHARDS = 2
 
@@ -30,9 +29,7 @@ def start(directory: Path, shard: int, output: Path, batch_size: int) -> subproc
     ]  # fmt: skip
     env = environment(JAX_PLATFORMS="cpu")
     with open(directory / f"log-{shard}", "ab") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", "t5x", "infer", *arguments], cwd=REPO, env=env, stdout=log, stderr=log
-        )
+        return start_python("-m", "t5x", "infer", *arguments, cwd=REPO, env=env, stdout=log, stderr=log)
 
 
 def prepare(directory: Path, lines: int) -> None:

@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import subprocess
 import sys
 import types
 
@@ -16,6 +15,7 @@ from t5x.inference.chunks import Chunks
 from t5x.inference.file_inference import infer_file
 from tests import commands
 from tests.inference.models import byte_model, texts
+from tests.programs import run_python
 
 LENGTHS = {"max_length": 6, "max_input_length": 24}
 COUNT = 37
@@ -374,7 +374,7 @@ def test_a_disk_that_is_full_keeps_what_was_finished(place, expected, tmp_path):
         f"--model={place}/model", f"--input={place}/in.txt", f"--output={tmp_path}/out.jsonl", "--batch_size=8",
         "--checkpoint_period=2", "--max_length=6", "--max_input_length=24",
     ]  # fmt: skip
-    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True)
+    done = run_python("-c", program, *arguments)
     assert done.returncode == 2 and "out.jsonl cannot be written: File too large" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
     assert len(list((tmp_path / "tmp-out.jsonl").glob("*.COMPLETED"))) == 3

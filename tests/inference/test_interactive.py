@@ -4,7 +4,6 @@ import json
 import os
 import pty
 import subprocess
-import sys
 import threading
 
 import jax
@@ -13,6 +12,7 @@ import pytest
 
 import t5x
 from tests.inference.models import LETTERS, byte_model
+from tests.programs import start_python
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +64,9 @@ def test_few_inputs_get_what_many_do(directory):
 
 def test_a_line_typed_at_the_prompt_is_answered_at_once(directory):
     terminal, stdin = pty.openpty()
-    command = [sys.executable, "-m", "t5x", "infer", f"--model={directory}", "--input=-", "--max_length=4"]
+    command = ["-m", "t5x", "infer", f"--model={directory}", "--input=-", "--max_length=4"]
     pipes = {"stdin": stdin, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"}, **pipes) as process:
+    with start_python(*command, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"}, **pipes) as process:
         os.close(stdin)
         limit = threading.Timer(100, process.kill)
         limit.start()
@@ -84,9 +84,9 @@ def test_a_line_typed_at_the_prompt_is_answered_at_once(directory):
 
 
 def test_lines_before_a_bad_one_get_results(directory):
-    command = [sys.executable, "-m", "t5x", "infer", f"--model={directory}", "--input=-", "--max_length=4"]
-    ran = subprocess.run(
-        command, input=b"abc\n\xff\n", capture_output=True, env=os.environ | {"JAX_PLATFORMS": "cpu"}, check=False
-    )
-    assert ran.returncode == 2 and b"standard input:2" in ran.stderr
-    assert [json.loads(line)["inputs"] for line in ran.stdout.splitlines()] == ["abc"]
+    command = ["-m", "t5x", "infer", f"--model={directory}", "--input=-", "--max_length=4"]
+    pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
+    with start_python(*command, env=os.environ | {"JAX_PLATFORMS": "cpu"}, **pipes) as process:
+        out, err = process.communicate(b"abc\n\xff\n", 300)
+    assert process.returncode == 2 and b"standard input:2" in err
+    assert [json.loads(line)["inputs"] for line in out.splitlines()] == ["abc"]

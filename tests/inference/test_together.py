@@ -2,11 +2,9 @@
 
 import json
 import os
-import subprocess
-import sys
 
 from tests.inference.models import byte_model, texts
-from tests.programs import REPO, free_port
+from tests.programs import REPO, free_port, start_python
 
 COUNT = 10
 
@@ -16,9 +14,9 @@ def start(directory, index, count, port):
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={2 // count}"
     arguments = [str(directory), str(index), str(count), str(port)]
     with open(directory / f"log-{index}-of-{count}", "wb") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", "tests.inference.together", *arguments], cwd=REPO,
-            env={**os.environ, "XLA_FLAGS": flags}, stdout=log, stderr=log,
+        return start_python(
+            "-m", "tests.inference.together", *arguments, cwd=REPO, env={**os.environ, "XLA_FLAGS": flags}, stdout=log,
+            stderr=log,
         )  # fmt: skip
 
 

@@ -4,9 +4,6 @@ T5X_TEST_PLATFORM=cuda pytest tests/network/test_flash_attention.py
 """
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +16,7 @@ from t5x.network.attention import Mask, attend_xla
 from t5x.network.flash_attention import flash_attention
 from t5x.network.flash_kernels import Block, Rules, Tiles
 from t5x.network.relative_position import RelativeBias
+from tests.programs import REPO, run_python
 from tests.tiny import arrays, segments
 
 ON_GPU = jax.default_backend() == "gpu"
@@ -207,9 +205,6 @@ print(dict(partitioner.mesh.shape))
 @pytest.mark.skipif(ON_GPU, reason="has the devices that there are")
 def test_devices_compute_their_own_rows_and_heads():
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4"
-    done = subprocess.run(
-        [sys.executable, "-c", DIVIDED], env=os.environ | {"XLA_FLAGS": flags}, cwd=Path(__file__).parents[2],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = run_python("-c", DIVIDED, env=os.environ | {"XLA_FLAGS": flags}, cwd=REPO)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "{'data': 2, 'model': 2}"

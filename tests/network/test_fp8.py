@@ -4,8 +4,6 @@ import dataclasses
 import functools
 import json
 import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +21,7 @@ from t5x.partitioning import PjitPartitioner
 from t5x.trainer import StateLayout
 from t5x.trainer.restore import Run, restore_or_init, restore_state
 from tests import tiny
+from tests.programs import run_python
 
 CONFIG = dataclasses.replace(
     tiny.WIDE, num_encoder_layers=2, num_decoder_layers=1, dropout_rate=0.1, matmul_dtype="fp8"
@@ -242,8 +241,7 @@ print(json.dumps([x[..., 0].tolist() for x in jax.tree.leaves(trainer.train_stat
 
 def test_devices_that_share_rows_and_parameters_find_the_history_of_one():
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
-    command, env = [sys.executable, "-c", ON_DEVICES], os.environ | {"XLA_FLAGS": flags}
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    done = run_python("-c", ON_DEVICES, env=os.environ | {"XLA_FLAGS": flags})
     assert done.returncode == 0, done.stderr[-2000:]
     history = stepper()(initial_state(), batch(0))[0].flax_mutables
     for there, here in zip(json.loads(done.stdout.splitlines()[-1]), jax.tree.leaves(history), strict=True):

@@ -2,10 +2,7 @@
 
 import dataclasses
 import os
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +13,7 @@ from t5x.network import DecoderWrapper, Transformer, TransformerConfig, attentio
 from t5x.network.attention import Mask
 from t5x.network.relative_position import RelativeBias
 from tests import tiny
+from tests.programs import REPO, run_python
 from tests.tiny import arrays, segments
 
 ON_GPU = jax.default_backend() == "gpu"
@@ -258,9 +256,6 @@ print(dict(partitioner.mesh.shape))
 @pytest.mark.parametrize("case", ["(4, True), (4, False)", "(3, True),"], ids=["even", "uneven"])
 def test_devices_prepare_for_their_own_rows_and_heads(case):
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4"
-    done = subprocess.run(
-        [sys.executable, "-c", f"CASES = {case}\n{DIVIDED}"], env=os.environ | {"XLA_FLAGS": flags},
-        cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = run_python("-c", f"CASES = {case}\n{DIVIDED}", env=os.environ | {"XLA_FLAGS": flags}, cwd=REPO)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "{'data': 2, 'model': 2}"

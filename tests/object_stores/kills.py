@@ -12,7 +12,6 @@ import os
 import random
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from pathlib import Path
 from t5x.files.remote import RemotePath
 from tests.inference.models import byte_model, texts
 from tests.object_stores import servers
-from tests.programs import REPO, environment
+from tests.programs import REPO, environment, start_python
 
 LINES = 60
 TASK = """
@@ -80,8 +79,7 @@ VERBS = ("infer", "answer", "rerank", "cache", "convert", "eval")
 def start(verb: str, given: Sequence[str], log: Path, **variables: str) -> subprocess.Popen:
     env = environment(JAX_PLATFORMS="cpu", **variables)
     with log.open("ab") as file:
-        command = [sys.executable, "-m", "t5x", verb, *given]
-        return subprocess.Popen(command, cwd=REPO, env=env, stdout=file, stderr=file)
+        return start_python("-m", "t5x", verb, *given, cwd=REPO, env=env, stdout=file, stderr=file)
 
 
 def run(verb: str, place: Path, store: servers.Store, kills: int, rng: random.Random) -> None:

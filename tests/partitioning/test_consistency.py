@@ -3,7 +3,6 @@
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import flax
@@ -15,7 +14,7 @@ from t5x.cli import VERBS
 from t5x.verbs.verb_parser import parser_of
 from tests.inference.models import byte_model
 from tests.partitioning.test_distributed import assert_one_line, begin, finish
-from tests.programs import REPO, SMALL, environment, free_port
+from tests.programs import REPO, SMALL, environment, free_port, start_python
 
 GIN = ["--gin_file=t5x/examples/demo/dates.gin", *SMALL, "--gin.MODEL_DIR='runs/x'"]
 
@@ -140,8 +139,8 @@ def refused(directories: list[Path], command: list[str], more: list[str], *names
     for index, (directory, words, variables) in enumerate(zip(directories, ([], more), ({}, env), strict=True)):
         several = [f"--coordinator_address=127.0.0.1:{port}", "--process_count=2", f"--process_index={index}"]
         started.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "t5x", *command, *words, *several], cwd=directory,
+            start_python(
+                "-m", "t5x", *command, *words, *several, cwd=directory,
                 env=environment(PYTHONFAULTHANDLER="1") | variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                 text=True,
             )

@@ -13,7 +13,7 @@ import pytest
 
 from t5x.errors import UserError
 from t5x.partitioning import cluster, distributed, multiprocess, rendezvous
-from tests.programs import environment, free_port
+from tests.programs import environment, free_port, start_python
 
 MEMBER = Path(__file__).with_name("member.py")
 
@@ -26,10 +26,9 @@ def begin(
     proxy = "http://127.0.0.1:9"  # as in many clusters; nothing answers there
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
     env = environment(http_proxy=proxy, https_proxy=proxy, XLA_FLAGS=flags, PYTHONFAULTHANDLER="1", **more)
-    command = [sys.executable, str(MEMBER)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     arguments = [[str(n), str(count), f"127.0.0.1:{port}", job] for n in (range(count) if only is None else only)]
-    return [subprocess.Popen([*command, *words], env=env, **pipes) for words in arguments]
+    return [start_python(MEMBER, *words, env=env, **pipes) for words in arguments]
 
 
 def finish(processes: list[subprocess.Popen]) -> list[subprocess.CompletedProcess]:

@@ -2,12 +2,10 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import numpy as np
 
-from tests.programs import REPO, losses, train
+from tests.programs import REPO, losses, run_python, train
 
 STEPS = 6
 PER_TOKEN = "loss_per_nonpadding_target_token"
@@ -50,9 +48,7 @@ def test_eight_devices_train_as_one(run_here, tmp_path):
     expected = losses(tmp_path / "one", PER_TOKEN)
     runs = [train(tmp_path / name, steps, *options, save_period=1000) for name, steps, options, *_ in MESHES]
     env = {**os.environ, "XLA_FLAGS": os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=8"}
-    done = subprocess.run(
-        [sys.executable, "-c", RUN], input=json.dumps(runs), cwd=REPO, env=env, capture_output=True, text=True
-    )
+    done = run_python("-c", RUN, input=json.dumps(runs), cwd=REPO, env=env)
     assert done.returncode == 0, done.stderr
     for (name, *_, shape, over), said in zip(MESHES, done.stderr.split("=====\n")[1:], strict=True):
         assert f"mesh: {shape} (8 x cpu" in said

@@ -2,9 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -19,6 +16,7 @@ from t5x.partitioning import (
     presets,
     standard_logical_axis_rules,
 )
+from tests.programs import REPO, run_python
 
 # Run with eight devices: where a kernel [embed, mlp] and a batch lie, or the error.
 LOOK = """
@@ -97,8 +95,7 @@ REFUSED = [
 def looked():
     env = {**os.environ, "XLA_FLAGS": os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=8"}
     cases = json.dumps([case[0] for case in (*FOUND, *REFUSED)])
-    command = [sys.executable, "-c", LOOK]
-    done = subprocess.run(command, input=cases, env=env, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    done = run_python("-c", LOOK, input=cases, env=env, cwd=REPO)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout), done.stderr.splitlines()
 

@@ -1,21 +1,18 @@
 """`t5x plan` as a command: meshes of virtual devices, each in a process of its own."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 from t5x.planning import topologies
 from tests import commands
-from tests.programs import SMALL, environment
+from tests.programs import SMALL, environment, run_python
 
 DATES = "--gin_file=t5x/examples/demo/dates.gin"
 
 
 def plan(*options, timeout=400):
-    command = [sys.executable, "-m", "t5x", "plan", "--json", *map(str, options)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment())
+    done = run_python("-m", "t5x", "plan", "--json", *map(str, options), timeout=timeout, env=environment())
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -11,13 +11,12 @@ import argparse
 import random
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 from tests.inference.models import LETTERS, byte_model
-from tests.programs import REPO, environment
+from tests.programs import REPO, environment, start_python
 
 PASSAGES = 1000  # of a query
 
@@ -46,9 +45,7 @@ def start(directory: Path, output: Path, *more: str) -> subprocess.Popen:
     ]  # fmt: skip
     env = environment(JAX_PLATFORMS="cpu")
     with open(directory / "log", "ab") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", "t5x", "rerank", *arguments], cwd=REPO, env=env, stdout=log, stderr=log
-        )
+        return start_python("-m", "t5x", "rerank", *arguments, cwd=REPO, env=env, stdout=log, stderr=log)
 
 
 def chunks(output: Path) -> int:

@@ -4,8 +4,6 @@ import dataclasses
 import functools
 import json
 import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +19,7 @@ from t5x.ranking.templates import MONOT5, Template
 from t5x.train_state import InferenceState
 from t5x.trainer import accumulate_grads_microbatched
 from tests import tiny
-from tests.programs import REPO
+from tests.programs import REPO, run_python
 
 RELEVANT, IRRELEVANT = 7, 11
 CONFIG = dataclasses.replace(tiny.T5_1_1, num_encoder_layers=1, num_decoder_layers=1)
@@ -192,10 +190,7 @@ def test_eight_devices_find_what_one_does():
     gradient = jax.jit(jax.value_and_grad(ranker(DROPPING, loss="listwise").loss_fn, has_aux=True))
     (loss, _), grads = gradient(PARAMS, batch, jax.random.key(3))
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
-    done = subprocess.run(
-        [sys.executable, "-c", ON_DEVICES], cwd=REPO, env={**os.environ, "XLA_FLAGS": flags}, capture_output=True,
-        text=True,
-    )  # fmt: skip
+    done = run_python("-c", ON_DEVICES, cwd=REPO, env={**os.environ, "XLA_FLAGS": flags})
     assert done.returncode == 0, done.stderr[-2000:]
     there, norms = json.loads(done.stdout.splitlines()[-1])
     np.testing.assert_allclose(there, loss, rtol=1e-5)

@@ -2,14 +2,13 @@
 
 import contextlib
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 
-from tests.programs import environment, free_port
+from tests.programs import environment, free_port, start_python
 
 TOKEN = "a-token-of-the-tests-0123456789"
 OPTIONS = [
@@ -51,9 +50,9 @@ class Server:
 def serving(model: Path, directory: Path, *options: str) -> Iterator[Server]:
     """Starts a server and waits until it is ready; in the end it is killed, if it still runs."""
     port, log = free_port(), directory / "server.txt"
-    command = [sys.executable, "-m", "t5x", "serve", str(model), f"--port={port}", *OPTIONS, *options]
+    command = ["-m", "t5x", "serve", str(model), f"--port={port}", *OPTIONS, *options]
     with open(log, "w") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=file, env=environment(T5X_SERVE_TOKEN=TOKEN))
+        process = start_python(*command, stdout=file, stderr=file, env=environment(T5X_SERVE_TOKEN=TOKEN))
     server = Server(f"http://127.0.0.1:{port}", process, log)
     try:
         wait_ready(server)

@@ -4,10 +4,8 @@ test_train.py: an interrupted evaluation is repeated when the run resumes.
 """
 
 import signal
-import subprocess
-import sys
 
-from tests.programs import environment, free_port, interrupt, wait_for
+from tests.programs import environment, free_port, interrupt, start_python, wait_for
 
 
 def test_an_evaluation_of_several_processes_is_interrupted(tmp_path):
@@ -15,9 +13,9 @@ def test_an_evaluation_of_several_processes_is_interrupted(tmp_path):
     run.mkdir()
     try:
         for index in range(2):
-            command = [sys.executable, "-m", "tests.trainer.programs.evaluated", str(run), str(index), str(port)]
+            command = ["-m", "tests.trainer.programs.evaluated", str(run), str(index), str(port)]
             with open(tmp_path / f"log.{index}", "w") as log:
-                processes.append(subprocess.Popen(command, env=environment(), stdout=log, stderr=log))
+                processes.append(start_python(*command, env=environment(), stdout=log, stderr=log))
         leader, other = processes
         wait_for((run / "evaluating").exists, other, "the evaluation")
         assert interrupt(other, signal.SIGTERM) == 75, (tmp_path / "log.1").read_text()
