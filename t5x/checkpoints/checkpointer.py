@@ -312,7 +312,7 @@ class _TfDataIterator:
     """The position of a tf.data iterator, as the files of a TensorFlow checkpoint: {name: Base64}."""
 
     def __init__(self, iterator: Any):
-        needs = "A dataset_iterator without state() must be one of tf.data: pip install 't5x[tf]'"
+        needs = "A dataset_iterator without state() must be one of tf.data: `pip install tensorflow`"
         self._checkpoint = import_extra("tensorflow", needs).train.Checkpoint(ds=iterator)
 
     def state(self) -> dict[str, str]:

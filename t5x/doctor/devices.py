@@ -66,7 +66,7 @@ def count_findings(kinds: list[str], present: int, environment: Mapping[str, str
             why = f" ({limits})" if limits else ""
             yield error(
                 f"The machine has {present} GPU or TPU device(s), but JAX uses the CPU{why}.",
-                "Install t5x[gpu] or t5x[tpu], and unset JAX_PLATFORMS.",
+                "Run `pip install -e '.[gpu]'` (or '.[tpu]') in the checkout of t5x, and unset JAX_PLATFORMS.",
             )
         allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         if allowed < os.cpu_count():

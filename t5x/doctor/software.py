@@ -12,6 +12,7 @@ from t5x.doctor.findings import Finding, error, ok, warning
 
 _SHOWN = ("t5x", "jax", "jaxlib", "flax", "optax", "numpy", "tensorstore", "sentencepiece", "protobuf")
 _DRIVER = "/proc/driver/nvidia/version"
+_INSTALL = "Run `pip install -e '.[{}]'` in the checkout of t5x."
 
 
 def check(args: argparse.Namespace) -> Iterator[Finding]:
@@ -80,7 +81,7 @@ def library_findings(versions: Mapping[str, str]) -> Iterator[Finding]:
         ]  # fmt: skip
         yield ok(", ".join([f"NVIDIA driver {driver[0] if driver else 'unknown'}", *libraries]))
         if not has_plugin:
-            yield error("This machine has NVIDIA GPUs, but JAX's CUDA plugin is missing.", "pip install 't5x[gpu]'")
+            yield error("This machine has NVIDIA GPUs, but JAX's CUDA plugin is missing.", _INSTALL.format("gpu"))
     elif has_plugin:
         yield warning(
             "JAX's CUDA plugin is installed, but there is no NVIDIA driver.",
@@ -89,7 +90,7 @@ def library_findings(versions: Mapping[str, str]) -> Iterator[Finding]:
     if "libtpu" in versions:
         yield ok(f"libtpu {versions['libtpu']}")
     elif glob.glob("/dev/accel*"):
-        yield error("This machine has TPU chips, but libtpu is missing.", "pip install 't5x[tpu]'")
+        yield error("This machine has TPU chips, but libtpu is missing.", _INSTALL.format("tpu"))
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from t5x.lazy_imports import import_extra
 from t5x.ranking.reranker import Reranker
 
 _PLATFORMS = ("cpu", "cuda", "tpu")
-EXTRA = "TensorFlow SavedModels need TensorFlow: pip install 't5x[tf]'"
+EXTRA = "TensorFlow SavedModels need TensorFlow: `pip install -e '.[tf]'` in the checkout of t5x"
 
 
 def write(

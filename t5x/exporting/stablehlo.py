@@ -33,7 +33,7 @@ def write(directory: str, exportable: Exportable, platforms: Sequence[str]) -> s
     """
     from safetensors.flax import save_file
 
-    import_extra("flatbuffers", "StableHLO exports need flatbuffers: pip install 't5x[export]'")
+    import_extra("flatbuffers", "StableHLO exports need flatbuffers: `pip install flatbuffers`")
     programs = {}
     for name, program in exportable.programs().items():
         exported = exportable.export(program, platforms)

@@ -59,7 +59,8 @@ def define(parser: VerbParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     if missing := [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]:
-        raise UserError(f"`t5x serve` needs {' and '.join(missing)}. Install them with: pip install 't5x[serve]'")
+        needed = " and ".join(missing)
+        raise UserError(f"`t5x serve` needs {needed}. Run `pip install -e '.[serve]'` in the checkout of t5x.")
     from t5x.serving.security import read_token
     from t5x.serving.settings import LOOPBACK, Settings
 
