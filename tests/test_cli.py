@@ -155,9 +155,11 @@ def trained(tmp_path_factory):
 
 @pytest.fixture
 def model_dir(trained, run_here):
-    if not trained.exists():
+    complete = trained.with_name("complete")
+    if not complete.exists():
         done = run_here(*train(trained, 4, save_period=2))
         assert done.code == 0, done.err
+        complete.touch()
     return trained
 
 
