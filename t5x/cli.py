@@ -14,7 +14,7 @@ import gc
 import importlib
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from t5x import __version__
 from t5x.errors import UserError, did_you_mean
@@ -123,10 +123,10 @@ def run_verb(verb: str, argv: Sequence[str], end: Callable[[int], int] = int) ->
         root = configuration.root_cause(error)
         message = configuration.user_message(error)
         if isinstance(root, BrokenPipeError):
-            _print_nowhere()  # the reader closed the pipe
+            _print_nowhere(sys.stdout)  # the reader closed the pipe
             return 1
         if message is None and isinstance(root, OSError) and root.errno in (errno.ENOSPC, errno.EDQUOT):
-            _print_nowhere()
+            _print_nowhere(sys.stdout)
             where = root.filename or "Standard output, or a file,"
             message = f"{where} cannot be written: {root.strerror}. Free disk space, then start again."
         if message is None and _is_out_of_memory(root):
@@ -172,16 +172,18 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or (of_jax and "RESOURCE_EXHAUSTED" in str(error))
 
 
-def _print_nowhere() -> None:
-    """Redirect standard output to /dev/null, so that Python does not try to flush it again at exit."""
-    with contextlib.suppress(OSError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _print_nowhere(stream: TextIO) -> None:
+    """Redirect standard output or error to /dev/null, so that Python does not try to flush it again at exit."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _print_error(text: str) -> None:
     """Print to standard error, if it is still open."""
-    with contextlib.suppress(OSError, ValueError):
+    try:
         print(text, file=sys.stderr, flush=True)
+    except (OSError, ValueError):
+        _print_nowhere(sys.stderr)  # a failed flush at exit would change the exit code to 120
 
 
 def _leave_at_once(signum: int, frame: FrameType | None) -> None:

@@ -172,7 +172,8 @@ def test_a_reader_that_goes_away_does_not_keep_a_run_from_saving(undisturbed, tm
     """`t5x train 2>&1 | tee log`: Ctrl-C ends tee too."""
     run = tmp_path / "run"
     command = ["-m", "t5x", *train(run, 100000, save_period=1000000)]
-    process = start_python(*command, cwd=REPO, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    env = environment(PYTHONUNBUFFERED="")  # what cannot be written stays in the buffers until the end
+    process = start_python(*command, cwd=REPO, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     metrics = run / "train" / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, process, "the second step")
     process.stdout.close()
