@@ -57,7 +57,7 @@ class Engine:
             lambda params, batch, seed: function(params, batch, jax.random.key(seed)),
             functools.partial(
                 partitioner.partition, in_axis_resources=shardings, out_axis_resources=partitioner.replicated,
-                large_matmuls=not few_rows,
+                large_matmuls=not few_rows, decodes=True,
             ),
         )  # fmt: skip
 

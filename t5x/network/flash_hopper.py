@@ -125,7 +125,10 @@ def forward(
             at = lax.axis_index("part") + number * parts
             row = lax.div(at, jnp.int32(blocks))
             block = at - row * blocks
-            return row, block, [ranges[row if ranges.shape[0] > 1 else 0, n, block] for n in range(4)]
+            of_row = row if ranges.shape[0] > 1 else 0
+            start, whole_first, whole_last, stop = (ranges[of_row, n, block] for n in range(4))
+            # Visits a masked block rather than none: with blocks of queries that visit none, the kernel does not end.
+            return row, block, (start, whole_first, whole_last, jnp.maximum(stop, start + 1))
 
         def work(buffers, barriers):
             items = lax.div(batch * blocks - lax.axis_index("part") + parts - 1, jnp.int32(parts))

@@ -83,10 +83,7 @@ def make_plan(
     """Return the plan of an attention with these numbers of queries and keys."""
     reach = None if bias is None else _reach(bias)
     same_queries = mask.query_segments is None and mask.prefix is None
-    is_hopper = (
-        blocks is None and not interpret and on_hopper()
-        and hopper.fits(lengths, head_dim, reach) and _is_checked(mask, softcap)
-    )  # fmt: skip
+    is_hopper = blocks is None and not interpret and on_hopper() and hopper.fits(lengths, head_dim, reach)
     blocks = choose_blocks(*lengths, head_dim) if blocks is None else blocks
     if is_hopper:
         blocks = blocks._replace(forward=hopper.BLOCK)
@@ -98,11 +95,6 @@ def make_plan(
     coded = mask.key_segments is not None or mask.prefix is not None or padded[1] > lengths[1]
     rules = Rules(coded, mask.causal, mask.prefix is not None, mask.window, softcap, reach)
     return Plan(rules, blocks, padded, extent, same_queries, is_hopper, interpret)
-
-
-def _is_checked(mask: "Mask", softcap: float | None) -> bool:
-    """Return whether results of `flash_hopper` with such a mask were compared with the reference on a GPU."""
-    return mask.query_segments is None and mask.prefix is None and softcap is None
 
 
 class PerKernel(NamedTuple):

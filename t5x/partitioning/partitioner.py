@@ -4,6 +4,7 @@ import contextlib
 import functools
 import logging
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +19,9 @@ from t5x.partitioning.logical import AxisRules, LogicalAxes, MeshAxes, axis_rule
 from t5x.partitioning.rules import checked, standard_logical_axis_rules
 
 log = logging.getLogger(__name__)
+
+# XLA makes a loop part of a CUDA graph if everything in it is of these kinds.
+_COMMANDS_WITH_LOOPS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,WHILE,DYNAMIC_SLICE_FUSION"
 
 
 class DataLayout(NamedTuple):
@@ -295,6 +299,7 @@ class BasePartitioner:
         donate_argnums: int | Sequence[int] = (),
         *,
         large_matmuls: bool = False,
+        decodes: bool = False,
     ) -> Callable:
         """Return `jax.jit(fn)` over the mesh; arguments in host memory are copied to the devices first.
 
@@ -302,6 +307,7 @@ class BasePartitioner:
           in_axis_resources, out_axis_resources: a sharding or PartitionSpec for each array, or for a whole tree of
             them; None replicates it.
           large_matmuls: most of the time goes to matmuls of many rows; see `compiler_options`.
+          decodes: the function may contain a decoding loop; see `compiler_options`.
         """
         in_shardings, out_shardings = self._shardings(in_axis_resources), self._shardings(out_axis_resources)
 
@@ -312,7 +318,7 @@ class BasePartitioner:
         return jax.jit(
             traced, in_shardings=in_shardings, out_shardings=out_shardings, static_argnums=static_argnums,
             donate_argnums=donate_argnums,
-            compiler_options=compiler_options(large_matmuls),
+            compiler_options=compiler_options(large_matmuls, decodes) or None,
         )  # fmt: skip
 
     def compile(self, partitioned_fn: Callable, *args: Any) -> Callable:
@@ -339,21 +345,30 @@ class PjitPartitioner(BasePjitPartitioner):
 
 
 @functools.cache
-def compiler_options(large_matmuls: bool) -> dict[str, Any] | None:
-    """Return XLA's options for a program; None for its defaults.
+def compiler_options(large_matmuls: bool, decodes: bool) -> dict[str, Any]:
+    """Return XLA's options for a program on GPUs, except what XLA does not know and what XLA_FLAGS sets.
 
-    GPUs, with large matmuls: leave all matmuls to cuBLAS, if XLA knows the option. Its own Triton matmuls win for few
-    rows. With many rows they lose a few percent: residuals are added in a separate pass. Trying them out takes most of
-    the compile time of some programs.
+    Args:
+      large_matmuls: leave all matmuls to cuBLAS. XLA's own Triton matmuls win for few rows. With many rows they lose a
+        few percent: residuals are added in a separate pass. Trying them out takes most of the compile time of some
+        programs.
+      decodes: make loops part of CUDA graphs. Otherwise the GPU waits for the host after every decoding step.
     """
-    if not large_matmuls or jax.default_backend() != "gpu":
-        return None
-    options = {"xla_gpu_enable_triton_gemm": False}
+    if jax.default_backend() != "gpu":
+        return {}
+    options = {"xla_gpu_enable_triton_gemm": False} if large_matmuls else {}
+    if decodes:
+        options["xla_gpu_enable_command_buffer"] = _COMMANDS_WITH_LOOPS
+    ours = {name: value for name, value in options.items() if name not in os.environ.get("XLA_FLAGS", "")}
+    return {name: value for name, value in ours.items() if _is_known({name: value})}
+
+
+def _is_known(option: dict[str, Any]) -> bool:
     try:
-        jax.jit(lambda: 0, compiler_options=options).lower().compile()
+        jax.jit(lambda: 0, compiler_options=option).lower().compile()
     except jax.errors.JaxRuntimeError:
-        return None
-    return options
+        return False
+    return True
 
 
 def model_axis_size(num_partitions: int | None, submesh: Sequence[int] | None) -> int:

@@ -16,6 +16,7 @@ from t5x.partitioning import (
     presets,
     standard_logical_axis_rules,
 )
+from t5x.partitioning.partitioner import compiler_options
 from tests.programs import REPO, run_python
 
 # Run with eight devices: where a kernel [embed, mlp] and a batch lie, or the error.
@@ -178,6 +179,16 @@ def test_contradictions_are_errors():
         PjitPartitioner(num_partitions=5)
     with pytest.raises(UserError, match=r"'batch' over 'rows'.* data, model"):
         PjitPartitioner(logical_axis_rules=[("batch", "rows")])
+
+
+def test_compiler_options_are_known_and_leave_xla_flags_alone(monkeypatch):
+    assert compiler_options(True, True) == {}  # a CPU
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    options = compiler_options.__wrapped__
+    assert options(True, False) == {"xla_gpu_enable_triton_gemm": False}
+    assert options(True, True).keys() == {"xla_gpu_enable_triton_gemm", "xla_gpu_enable_command_buffer"}
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=")
+    assert options(True, True) == {"xla_gpu_enable_triton_gemm": False}
 
 
 def test_parameters_wait_in_the_memory_of_the_machine(caplog):
