@@ -50,10 +50,11 @@ def with_gradients(function, x, kernels, cotangents):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("shapes", [[(32, 48), (32, 16)], [(32, 2, 24)]], ids=["two kernels", "fused"])
+@pytest.mark.parametrize("shapes", [[(64, 48), (64, 32)], [(64, 2, 24)]], ids=["two kernels", "fused"])
 def test_products_are_those_of_the_rounded_operands_and_close_to_the_exact_ones(dtype, shapes):
-    x, *kernels = (array.astype(dtype) for array in tiny.arrays((3, 5, 32), *shapes))
-    cotangents = [g.astype(dtype) for g in tiny.arrays(*((3, 5, *shape[1:]) for shape in shapes), scale=1e-6, seed=1)]
+    # Multiples of 16: our kernels quantize those on a GPU, where XLA may omit the rounding of others.
+    x, *kernels = (array.astype(dtype) for array in tiny.arrays((2, 48, 64), *shapes))
+    cotangents = [g.astype(dtype) for g in tiny.arrays(*((2, 48, *shape[1:]) for shape in shapes), scale=1e-6, seed=1)]
     scales = jnp.array([64.0] + [2.0**30] * len(kernels))
     made, to_x, to_kernels = with_gradients(lambda *args: fp8.project(*args, scales), x, kernels, cotangents)
 
