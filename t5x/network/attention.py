@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from t5x.errors import UserError
-from t5x.network.devices import compute_capability, on_hopper, on_nvidia_gpu
 from t5x.network.keys import Keys
 from t5x.network.relative_position import Preparable, RelativeBias
+from t5x.partitioning.devices import compute_capability, on_hopper, on_nvidia_gpu
 from t5x.partitioning.logical import constrain, on_each_device
 
 MASKED = -1e10

@@ -16,9 +16,9 @@ from jax.experimental import pallas as pl
 
 from t5x.network import flash_hopper as hopper
 from t5x.network import flash_kernels as kernels
-from t5x.network.devices import on_hopper
 from t5x.network.flash_kernels import Block, Rules, Tiles
 from t5x.network.relative_position import RelativeBias
+from t5x.partitioning.devices import on_hopper
 
 if TYPE_CHECKING:
     from t5x.network.attention import Mask

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from t5x.network.config import NetworkConfig, T5Config
-from t5x.network.devices import on_nvidia_gpu
+from t5x.partitioning.devices import on_nvidia_gpu
 
 SCALES = "fp8"  # Linen's collection of scales, and its name in the train state
 HISTORY = 1024  # steps

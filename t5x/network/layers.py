@@ -13,8 +13,8 @@ from flax.linen import initializers
 from flax.linen.partitioning import param_with_axes
 
 from t5x.network import fp8
-from t5x.network.devices import on_nvidia_gpu
 from t5x.network.keys import Keys, dropout
+from t5x.partitioning.devices import on_nvidia_gpu
 from t5x.partitioning.logical import constrain, on_each_device
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {

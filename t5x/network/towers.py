@@ -9,9 +9,9 @@ import numpy as np
 from t5x.network.attention import Mask
 from t5x.network.blocks import DecoderLayer, EncoderLayer, prepare_attention, relative_bias, run_layers
 from t5x.network.config import NetworkConfig
-from t5x.network.devices import on_nvidia_gpu
 from t5x.network.keys import Keys, dropout
 from t5x.network.layers import Embed, Kernel, RMSNorm, embed, few_rows, lookup, project
+from t5x.partitioning.devices import on_nvidia_gpu
 from t5x.partitioning.logical import constrain
 
 ROW_OFFSETS = "row_offsets"  # cache entry, see `Mask`; `decoding.beam` knows it by this name

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from t5x.errors import ArgumentError
 from t5x.partitioning import logical, meshes, presets
 from t5x.partitioning.chunks import LocalChunker, LocalChunkInfo
+from t5x.partitioning.devices import on_nvidia_gpu
 from t5x.partitioning.logical import AxisRules, LogicalAxes, MeshAxes, axis_rules, logical_to_mesh_axes
 from t5x.partitioning.rules import checked, standard_logical_axis_rules
 
@@ -346,7 +347,7 @@ class PjitPartitioner(BasePjitPartitioner):
 
 @functools.cache
 def compiler_options(large_matmuls: bool, decodes: bool) -> dict[str, Any]:
-    """Return XLA's options for a program on GPUs, except what XLA does not know and what XLA_FLAGS sets.
+    """Return XLA's options for a program on NVIDIA GPUs, except what XLA does not know and what XLA_FLAGS sets.
 
     Args:
       large_matmuls: leave all matmuls to cuBLAS. XLA's own Triton matmuls win for few rows. With many rows they lose a
@@ -354,7 +355,7 @@ def compiler_options(large_matmuls: bool, decodes: bool) -> dict[str, Any]:
         programs.
       decodes: make loops part of CUDA graphs. Otherwise the GPU waits for the host after every decoding step.
     """
-    if jax.default_backend() != "gpu":
+    if not on_nvidia_gpu():
         return {}
     options = {"xla_gpu_enable_triton_gemm": False} if large_matmuls else {}
     if decodes:

@@ -8,9 +8,9 @@ import pytest
 from t5x.network import flash_hopper as hopper
 from t5x.network import flash_preparation
 from t5x.network.attention import Mask, attend_pallas, attend_xla
-from t5x.network.devices import on_hopper
 from t5x.network.flash_kernels import Rules
 from t5x.network.relative_position import RelativeBias
+from t5x.partitioning.devices import on_hopper
 from tests.network.test_flash_attention import packed
 from tests.tiny import arrays, segments
 

@@ -13,6 +13,7 @@ from t5x.partitioning import (
     logical_to_mesh_axes,
     meshes,
     multiprocess,
+    partitioner,
     presets,
     standard_logical_axis_rules,
 )
@@ -183,7 +184,7 @@ def test_contradictions_are_errors():
 
 def test_compiler_options_are_known_and_leave_xla_flags_alone(monkeypatch):
     assert compiler_options(True, True) == {}  # a CPU
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(partitioner, "on_nvidia_gpu", lambda: True)
     options = compiler_options.__wrapped__
     assert options(True, False) == {"xla_gpu_enable_triton_gemm": False}
     assert options(True, True).keys() == {"xla_gpu_enable_triton_gemm", "xla_gpu_enable_command_buffer"}
