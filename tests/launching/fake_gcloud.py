@@ -9,33 +9,36 @@ FAKE_CLOUD is a directory with `cloud.json`:
   calls: the verbs so far.
 
 A worker's home is `NAME-INDEX`; a new node has empty homes. `bin/` has the programs of the workers.
+
+A test starts this program dozens of times, so it imports little.
 """
 
 import contextlib
 import fcntl
 import json
 import os
-import shutil
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
-CLOUD = Path(os.environ["FAKE_CLOUD"])
+
+def path(name: str) -> str:
+    return os.path.join(os.environ["FAKE_CLOUD"], name)
 
 
 @contextlib.contextmanager
-def cloud() -> Iterator[dict]:
-    with open(CLOUD / "lock", "w") as lock:
+def cloud():
+    """Yield the state, which may be changed."""
+    with open(path("lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        state = json.loads((CLOUD / "cloud.json").read_text())
+        with open(path("cloud.json")) as file:
+            state = json.load(file)
         try:
             yield state
         finally:
-            (CLOUD / "part.json").write_text(json.dumps(state))
-            (CLOUD / "part.json").rename(CLOUD / "cloud.json")
+            with open(path("part.json"), "w") as file:
+                json.dump(state, file)
+            os.rename(path("part.json"), path("cloud.json"))
 
 
 def fail(verb: str, text: str, status: int = 1) -> None:
@@ -43,15 +46,18 @@ def fail(verb: str, text: str, status: int = 1) -> None:
 
 
 def kill_workers(name: str, *, wipe: bool) -> None:
-    for home in CLOUD.glob(f"{name}-[0-9]*"):
-        with contextlib.suppress(OSError, ValueError):
-            os.killpg(int((home / "t5x-launch/pid").read_text()), signal.SIGKILL)
-        if wipe:
-            shutil.rmtree(home, ignore_errors=True)
+    for home in os.listdir(path("")):
+        if home.startswith(f"{name}-") and home.removeprefix(f"{name}-").isdigit():
+            with contextlib.suppress(OSError, ValueError), open(path(f"{home}/t5x-launch/pid")) as file:
+                os.killpg(int(file.read()), signal.SIGKILL)
+            if wipe:
+                import shutil
+
+                shutil.rmtree(path(home), ignore_errors=True)
 
 
-def main() -> None:
-    _, _, kind, verb, *rest = sys.argv[1:]
+def main(words: list[str]) -> None:
+    _, _, kind, verb, *rest = words
     flags = {word.partition("=")[0]: word.partition("=")[2] for word in rest if word.startswith("--")}
     names = [word for word in rest if not word.startswith("--")]
     name = names[-1].partition(":")[0]
@@ -121,20 +127,24 @@ def queue(state: dict, verb: str, name: str, flags: dict[str, str]) -> None:
 
 
 def copy(names: list[str], name: str, workers: int) -> int:
+    import shutil
+
     for worker in range(workers):
-        home = CLOUD / f"{name}-{worker}"
-        home.mkdir(exist_ok=True)
-        shutil.copy(names[0], home / names[-1].partition(":")[2])
+        home = path(f"{name}-{worker}")
+        os.makedirs(home, exist_ok=True)
+        shutil.copy(names[0], os.path.join(home, names[-1].partition(":")[2]))
     return 0
 
 
 def ssh(name: str, workers: int, command: str, fault: str | None) -> int:
+    import subprocess
+
     started = []
     for worker in range(workers):
-        home = CLOUD / f"{name}-{worker}"
-        home.mkdir(exist_ok=True)
+        home = path(f"{name}-{worker}")
+        os.makedirs(home, exist_ok=True)
         environment = {
-            **os.environ, "HOME": str(home), "PATH": f"{CLOUD / 'bin'}:{os.environ['PATH']}",
+            **os.environ, "HOME": home, "PATH": f"{path('bin')}:{os.environ['PATH']}",
             "FAKE_HOSTNAME": f"t1v-n-5eed-w-{worker}", "WORKER": str(worker),
         }  # fmt: skip
         started.append(subprocess.Popen(["bash", "-c", command], env=environment, cwd=home))
@@ -147,4 +157,4 @@ def ssh(name: str, workers: int, command: str, fault: str | None) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import io
 import json
 import os
 import re
@@ -18,6 +19,7 @@ import pytest
 from t5x.errors import TemporaryError, UserError
 from t5x.launching import accelerators, gcloud, job, tpu_vm
 from tests import programs
+from tests.launching import fake_gcloud
 from tests.launching.real_gcloud import parse_commands
 
 # A run of four steps that every worker does; step N is done once `bucket/N` is there, as with checkpoints.
@@ -93,6 +95,22 @@ def cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         process.wait()
 
 
+@pytest.fixture
+def gcloud_here(cloud: Cloud, monkeypatch: pytest.MonkeyPatch):
+    """gcloud runs in this process: other tests start it as a program."""
+
+    def call(words: list[str], *, needs: str, timeout: float) -> str:
+        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+            try:
+                fake_gcloud.main(words[1:])
+            except SystemExit as ended:
+                if ended.code:
+                    raise UserError(f"`{shlex.join(words)}` failed: {err.getvalue()}") from None
+        return out.getvalue()
+
+    monkeypatch.setattr(job, "call", call)
+
+
 def test_create_install_run_follow_delete(cloud: Cloud, capfd):
     assert cloud.launch("--delete", "--spot", "--package=.", "--files", "t5x/examples/recipes/sst2.gin") == 0
     assert cloud.get("calls")[:3] == ["describe", "create", "describe"] and cloud.get("calls")[-1] == "delete"
@@ -123,14 +141,16 @@ def test_create_install_run_follow_delete(cloud: Cloud, capfd):
         (["REPAIRING"] * 99, ["delete", "create"]),
     ],
 )
+@pytest.mark.usefixtures("gcloud_here")
 def test_node_in_any_state_becomes_ready(cloud: Cloud, states: list[str | None], calls: list[str]):
     cloud.set(nodes={"run": "READY"}, then={"run": states})
-    node = _node(stuck_seconds=2 if len(states) == 99 else 60)
+    node = _node(stuck_seconds=0.5 if len(states) == 99 else 60)
     node.make_ready()
     assert node.state() == "READY"
     assert [call for call in cloud.get("calls") if call != "describe"] == calls
 
 
+@pytest.mark.usefixtures("gcloud_here")
 def test_stopped_spot_node_is_replaced(cloud: Cloud):
     cloud.set(nodes={"run": "STOPPED"}, types={"run": "v4-16"})
     _node(options=["--spot"]).make_ready()
@@ -138,6 +158,7 @@ def test_stopped_spot_node_is_replaced(cloud: Cloud):
 
 
 @pytest.mark.parametrize("state", ["WAITING_FOR_RESOURCES", "FAILED", "SUSPENDED", None])
+@pytest.mark.usefixtures("gcloud_here")
 def test_queued_node_in_any_state_becomes_ready(cloud: Cloud, state: str | None):
     cloud.set(queue={"run": state} if state else {})
     node = _node(queued=True)
