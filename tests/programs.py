@@ -215,14 +215,9 @@ def once_for_all_workers(directory: Path, make: Callable[[Path], None]) -> Path:
     return directory
 
 
-def reference_answers(program: Path, jobs: Any, name: str, *, forked: bool = True) -> Path:
+def reference_answers(program: Path, jobs: Any, name: str) -> Path:
     """The file `name` that `PROGRAM JOBS.json NAME` wrote with the reference interpreter; kept between runs of the
-    suite until the jobs, the program, the packages or t5x, if the program uses it, change.
-
-    Args:
-      forked: whether a fork of the process that has imported TensorFlow runs it, or a process of its own.
-    """
-    python = reference_python()
+    suite until the jobs, the program, the packages or t5x, if the program uses it, change."""
     asked = json.dumps(jobs)
     files = [program, REPO / "pyproject.toml", REPO / "Makefile"]
     if "import t5x" in program.read_text() or "from t5x" in program.read_text():
@@ -231,11 +226,7 @@ def reference_answers(program: Path, jobs: Any, name: str, *, forked: bool = Tru
 
     def make(directory: Path) -> None:
         (directory / "jobs.json").write_text(asked)
-        command = [program, directory / "jobs.json", directory / name]
-        if forked:
-            done = run_reference(*command)
-        else:
-            done = subprocess.run([python, *command], capture_output=True, text=True, timeout=900)
+        done = run_reference(program, directory / "jobs.json", directory / name)
         assert done.returncode == 0, done.stderr[-3000:]
 
     return once_for_all_workers(REPO / ".pytest_cache/reference" / f"{program.stem}-{key}", make) / name
