@@ -39,15 +39,22 @@ def encoder(params: dict, scale: float) -> np.ndarray:
 def test_logits_are_divided_by_the_root_of_the_head_size(scaled, factor):
     config = dataclasses.replace(CONFIG, scale_attn_logits=scaled)
     module = network.Transformer(config)
-    params = module.init(jax.random.key(0), TOKENS, TOKENS, TOKENS, enable_dropout=False)["params"]
-    expected, real = encoder(params, factor), TOKENS > 0
-    found = module.apply({"params": params}, TOKENS, enable_dropout=False, method=module.encode)
+    real = TOKENS > 0
+
+    @jax.jit
+    def initialize_and_encode():
+        variables = module.init(jax.random.key(0), TOKENS, enable_dropout=False, method=module.encode)
+        return variables["params"], module.apply(variables, TOKENS, enable_dropout=False, method=module.encode)
+
+    params, found = initialize_and_encode()
+    expected = encoder(params, factor)
     np.testing.assert_allclose(found[real], expected[real], rtol=1e-4, atol=1e-5)
 
     # The building blocks compute the same.
     parts = network.Encoder(config, layers.Embed(config.vocab_size, config.emb_dim))
     variables = {"params": {**params["encoder"], "shared_embedding": params["token_embedder"]}}
-    found = parts.apply(variables, TOKENS, layers.make_attention_mask(real, real), deterministic=True)
+    mask = layers.make_attention_mask(real, real)
+    found = jax.jit(lambda variables: parts.apply(variables, TOKENS, mask, deterministic=True))(variables)
     np.testing.assert_allclose(found[real], expected[real], rtol=1e-4, atol=1e-5)
 
     # The kernel of the queries is initialized smaller by the factor that the logits do not have.
