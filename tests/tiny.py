@@ -63,15 +63,8 @@ def packed_batch(seed: int = 0, vocab: int = 31) -> dict[str, np.ndarray]:
 
 
 @functools.cache
-def initial_params(config: T5Config, seed: int = 0):
-    of = model(config)
-    shapes = of.input_shapes({"inputs": 3, "targets": 3})
-    return jax.jit(lambda key: of.get_initial_variables(key, shapes)["params"])(jax.random.key(seed))
-
-
-@functools.cache
 def random_params(config: T5Config = T5_1_1, seed: int = 0):
-    """Parameters of about the usual size, from NumPy: XLA takes seconds to compile `initial_params`.
+    """Parameters of about the usual size, from NumPy: XLA takes seconds to compile the initial values of a network.
 
     Scanned layers have those of unrolled ones, stacked.
     """

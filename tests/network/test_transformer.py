@@ -25,13 +25,6 @@ def stacked(params: dict, axis: int) -> dict:
     return out
 
 
-@pytest.mark.parametrize("axis", [0, 1])
-def test_scanned_layers_start_from_the_same_values(axis):
-    unrolled = tiny.initial_params(tiny.T5_1_1)
-    scanned = tiny.initial_params(dataclasses.replace(tiny.T5_1_1, scan_layers=True, param_scan_axis=axis))
-    jax.tree.map(np.testing.assert_array_equal, stacked(unrolled, axis), scanned)
-
-
 @functools.cache
 def loss_and_grads(config):
     batch, key, params = tiny.batch(), jax.random.key(7), tiny.random_params(config)
@@ -61,30 +54,6 @@ def test_kernels_joined_for_inference_compute_the_same(axis):
     (logits, tokens), (expected, expected_tokens) = run(joined), run(params)
     np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(tokens, expected_tokens)
-
-
-def test_initial_values_have_t5s_distributions():
-    config = dataclasses.replace(tiny.WIDE, emb_dim=256, num_heads=8, head_dim=64, mlp_dim=512, vocab_size=2048)
-    params = tiny.initial_params(config)
-    layer = params["encoder"]["layers_0"]
-    expected = {
-        "embedding": (params["token_embedder"]["embedding"], 1.0),
-        "query": (layer["attention"]["query"]["kernel"], 256**-0.5 * 64**-0.5),
-        "key": (layer["attention"]["key"]["kernel"], 256**-0.5),
-        "out": (layer["attention"]["out"]["kernel"], 512**-0.5),
-        "wi": (layer["mlp"]["wi_0"]["kernel"], 256**-0.5),
-        "wo": (layer["mlp"]["wo"]["kernel"], 512**-0.5),
-        "logits": (params["decoder"]["logits_dense"]["kernel"], 256**-0.5),
-    }
-    for name, (value, std) in expected.items():
-        np.testing.assert_allclose(np.std(value), std, rtol=0.02, err_msg=name)
-    assert len({float(jnp.sum(x)) for x in jax.tree.leaves(params["decoder"])}) > 2 * 11  # no two kernels alike
-    # T5 draws MLP kernels from a truncated normal, attention kernels from a whole one.
-    assert (
-        np.abs(layer["mlp"]["wi_0"]["kernel"]).max()
-        < 2.3 * 256**-0.5
-        < np.abs(layer["attention"]["key"]["kernel"]).max()
-    )
 
 
 @pytest.mark.parametrize("scan", [False, True])
