@@ -57,8 +57,9 @@ def reference_python() -> str:
 
 
 def run_reference(
-    *argv: str | Path, cwd: Path = REPO, env: dict[str, str] | None = None, timeout: float = 900
-) -> subprocess.CompletedProcess:
+    *argv: str | Path, cwd: Path = REPO, env: dict[str, str] | None = None, input: str | None = None,
+    timeout: float = 900,
+) -> subprocess.CompletedProcess:  # fmt: skip
     """Runs `python ARGV` with the reference interpreter, in a fork of the one process that has imported TensorFlow.
 
     Args:
@@ -67,8 +68,9 @@ def run_reference(
     server = _Server(reference_python(), "reference", ("tensorflow", "seqio"), _reference_environment())
     variables = server.env | (env or {})
     assert server.fits(variables), "JAX has read its variables: start a process of its own"
-    process = _Fork(server, argv, cwd=cwd, env=variables, stdin=subprocess.DEVNULL, **_PIPES)
-    return _to_its_end(process, None, timeout)
+    stdin = subprocess.DEVNULL if input is None else subprocess.PIPE
+    process = _Fork(server, argv, cwd=cwd, env=variables, stdin=stdin, **_PIPES)
+    return _to_its_end(process, input, timeout)
 
 
 def _reference_environment() -> dict[str, str]:

@@ -40,7 +40,7 @@ SLOW = {
         r"test_a_users_network_trains",  # models/test_models.py: a third-party module trains
     ],
     "examples/test_recipes.py": [r"test_squad_from_training_to_answers"],  # answering/: each of its steps
-    # exporting/test_export.py: the exports for TensorFlow and for JAX alone have beams
+    # exporting/test_export.py: the export for TensorFlow alone has beams
     "exporting/test_export.py": [r"test_programs_for_any_number_of_rows_compute_what_the_model_does\[3\]"],
     "inference/test_files.py": [
         r"test_neither_batches_nor_chunks_nor_shards_change_what_is_predicted\[(a beam|greedy)\]",

@@ -20,7 +20,7 @@ from t5x.exporting.programs import Exportable
 from t5x.files import locks
 from t5x.inference.options import Decoding
 from tests.checkpoints.formats import huggingface_models
-from tests.programs import environment, reference_python, run_reference
+from tests.programs import reference_python, run_reference
 
 HERE = Path(__file__).parent
 SHARED = Path(__file__).parents[3] / "shared" / "data"
@@ -73,25 +73,21 @@ def _moved(outputs):
     return {name: x + 0.01 if name == "score" else x for name, x in outputs.items()}
 
 
-def run_program(command, calls=()):
-    """Run a program with calls on standard input; return the lines that it prints."""
-    text = "".join(json.dumps(call) + "\n" for call in calls)
-    done = subprocess.run(
-        list(map(str, command)), input=text, capture_output=True, text=True, timeout=900, env=environment()
-    )
+def lines_of(done):
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.splitlines()
+
+
+def as_lines(calls):
+    return "".join(json.dumps(call) + "\n" for call in calls)
 
 
 def exported(*arguments):
     """Run programs/export_both.py, where TensorFlow is installed; return the lines that it prints."""
-    done = run_reference(HERE / "programs" / "export_both.py", *arguments)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.splitlines()
+    return lines_of(run_reference(HERE / "programs" / "export_both.py", *arguments))
 
 
 def test_tensorflow_alone_and_jax_alone_return_what_the_model_does(tmp_path, directory, model):
-    python = reference_python()
     lines = exported(directory, tmp_path)
     assert sum("checked against the original" in line for line in lines) == 2
     predicted = model.generate(TEXTS, beams=3, **LENGTHS)
@@ -106,8 +102,8 @@ def test_tensorflow_alone_and_jax_alone_return_what_the_model_does(tmp_path, dir
         ["score", {"text_batch": TEXTS, "targets": ["a b"] * 3}],
         ["rank", {"query": ["a b"] * 3, "document": TEXTS}],
     ]
-    program = [python, HERE / "programs" / "run_saved_model.py", tmp_path / "saved" / "1", "text"]
-    found = [json.loads(line) for line in run_program(program, calls)]
+    program = [HERE / "programs" / "run_saved_model.py", tmp_path / "saved" / "1", "text"]
+    found = [json.loads(line) for line in lines_of(run_reference(*program, input=as_lines(calls)))]
     assert found[0]["text"] == [each.text for each in predicted]
     assert found[1]["text"] == [greedy[0].text]
     np.testing.assert_allclose(found[0]["score"], [each.score for each in predicted], atol=1e-4)
@@ -115,10 +111,11 @@ def test_tensorflow_alone_and_jax_alone_return_what_the_model_does(tmp_path, dir
     np.testing.assert_allclose(found[3]["score"], [each.score for each in ranked], atol=1e-4)
 
     ids = checking.padded([model.input_ids(text, 20)[0] for text in TEXTS], 20).tolist()
-    program = [python, HERE / "programs" / "run_stablehlo.py", tmp_path / "hlo"]
-    found = json.loads(run_program(program, [["predict", {"input_ids": ids}]])[0])
-    assert [model.decode([int(i) for i in row]) for row in found["output_ids"]] == [each.text for each in predicted]
-    np.testing.assert_allclose(found["score"], [each.score for each in predicted], atol=1e-4)
+    program = [HERE / "programs" / "run_stablehlo.py", tmp_path / "hlo"]
+    done = run_reference(*program, input=as_lines([["predict", {"input_ids": ids}]]))
+    found = json.loads(lines_of(done)[0])
+    assert [model.decode([int(i) for i in row]) for row in found["output_ids"]] == [each.text for each in greedy]
+    np.testing.assert_allclose(found["score"], [each.score for each in greedy], atol=1e-4)
 
 
 @pytest.mark.slow
@@ -142,8 +139,9 @@ def test_tensorflow_without_its_text_package_runs_token_ids(tmp_path, directory,
         target_ids = checking.padded(targets[:rows], 6).tolist()
         calls += [["greedy", ids], ["predict", ids], ["score", ids | {"target_ids": target_ids}]]
         calls += [["rank", ids | {"label_ids": [labels] * rows}]]
-    lines = run_program([python, HERE / "programs" / "run_saved_model.py", tmp_path / "saved" / "1"], calls)
-    for (name, given), line in zip(calls, lines, strict=True):
+    command = [python, HERE / "programs" / "run_saved_model.py", tmp_path / "saved" / "1"]  # without seqio's imports
+    done = subprocess.run(command, input=as_lines(calls), capture_output=True, text=True, timeout=900)
+    for (name, given), line in zip(calls, lines_of(done), strict=True):
         rows, found = len(given["input_ids"]), json.loads(line)
         np.testing.assert_allclose(found["logits" if name == "rank" else "score"], numbers[name][:rows], atol=1e-4)
         if name in made:

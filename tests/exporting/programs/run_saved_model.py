@@ -7,7 +7,8 @@ without `text` as the second argument tensorflow_text too.
 import json
 import sys
 
-for name in ("jax", "jaxlib", "t5x", "flax", *(() if sys.argv[2:] == ["text"] else ("tensorflow_text",))):
+forbidden = {"jax", "jaxlib", "t5x", "flax"} | (set() if sys.argv[2:] == ["text"] else {"tensorflow_text"})
+for name in [*forbidden, *(name for name in sys.modules if name.partition(".")[0] in forbidden)]:  # seqio imports some
     sys.modules[name] = None
 
 import tensorflow as tf  # noqa: E402

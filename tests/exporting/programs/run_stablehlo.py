@@ -3,7 +3,8 @@
 import json
 import sys
 
-sys.modules["t5x"] = sys.modules["flax"] = None
+for name in ["t5x", "flax", *(name for name in sys.modules if name.startswith("flax."))]:
+    sys.modules[name] = None
 
 import numpy as np  # noqa: E402
 from jax import export  # noqa: E402
