@@ -44,6 +44,19 @@ class Languages:
         table = self.table.astype(np.float64)
         return table - np.log(np.exp(table).sum(-1, keepdims=True))
 
+    def greedy(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return (tokens [batch, length], log probability of each) of greedy decoding by its definition."""
+        log_probs, rows = self.log_probs(), np.arange(len(self.table))
+        node, ended, total, tokens = np.zeros_like(rows), np.zeros(len(rows), bool), np.zeros(len(rows)), []
+        for _ in range(self.length):
+            now = log_probs[rows, node]
+            token = np.argmax(now, axis=1)
+            total += np.where(ended, 0.0, now[rows, token])
+            tokens.append(np.where(ended, 0, token))
+            ended |= token == EOS
+            node = np.where(ended, 0, node * self.vocab + token + 1)
+        return np.stack(tokens, axis=1), total
+
     def problem(self) -> dict:
         """Return the arguments of a decoding function without prompts."""
         batch = self.table.shape[0]
@@ -104,7 +117,7 @@ def search(
     Args:
       stop_early: stop where T5X does, so that the last reversal of ties is T5X's.
     """
-    vocab = log_probs.shape[-1]
+    vocab, log_probs = log_probs.shape[-1], log_probs.tolist()
     live, finished = [(0.0, (), 0)], []
     for position in range(1, length + 1):
         if position <= len(prompt):
@@ -112,9 +125,9 @@ def search(
             live = [(total, (*tokens, token), node * vocab + token + 1) for total, tokens, node in live]
             continue
         grown = [
-            (total + log_probs[node, token], (*tokens, token), node * vocab + token + 1)
+            (total + log_prob, (*tokens, token), node * vocab + token + 1)
             for total, tokens, node in live
-            for token in range(vocab)
+            for token, log_prob in enumerate(log_probs[node])
         ]
         grown = _best(grown, 2 * beams)
         penalty = ((5 + position) / 6) ** alpha
@@ -134,15 +147,16 @@ def _best(candidates: list, number: int) -> list:
 def all_sequences(log_probs: np.ndarray, length: int) -> list[tuple[list[int], list[float]]]:
     """Every sequence that ends within the length: its tokens, and the log probability after each token."""
     vocab, ended, open_ = log_probs.shape[-1], [], [((), (), 0)]
+    log_probs = log_probs.tolist()
     for _ in range(length):
         grown = [
             (
                 (*tokens, token),
-                (*totals, (totals[-1] if totals else 0.0) + log_probs[node, token]),
+                (*totals, (totals[-1] if totals else 0.0) + log_prob),
                 node * vocab + token + 1,
             )
             for tokens, totals, node in open_
-            for token in range(vocab)
+            for token, log_prob in enumerate(log_probs[node])
         ]
         ended += [(list(tokens), list(totals)) for tokens, totals, _ in grown if tokens[-1] == EOS]
         open_ = [sequence for sequence in grown if sequence[0][-1] != EOS]

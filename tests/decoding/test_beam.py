@@ -1,4 +1,4 @@
-"""Beam search against exhaustive search and against its definition, on thousands of small languages."""
+"""Beam search against exhaustive search and against its definition, on hundreds of small languages."""
 
 import functools
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t5x.decoding import NEG_INF, beam_search, greedy_decode
+from t5x.decoding import NEG_INF, beam_search
 from t5x.errors import UserError
 from tests.decoding import languages
 from tests.decoding.languages import EOS, Languages
@@ -35,7 +35,7 @@ def beam_search_of_the_table():
 @pytest.mark.parametrize("alpha", [0.0, 0.6, 2.0, -0.7])
 @pytest.mark.parametrize("ties", [False, True], ids=["random", "ties"])
 def test_a_wide_beam_finds_what_exhaustive_search_finds(alpha, ties):
-    batch, vocab, length, beams = 1000, 4, 4, 54  # 2 * 54 = 108 candidates in the last step: none is dropped
+    batch, vocab, length, beams = 500, 4, 4, 54  # 2 * 54 = 108 candidates in the last step: none is dropped
     made = (Languages.with_ties if ties else Languages.random)(0, batch, vocab, length)
     log_probs = made.table.astype(np.float64) if ties else made.log_probs()
     search = beam_search_of_the_table() if ties else beam_search
@@ -119,7 +119,7 @@ def test_prompts_are_forced_and_not_scored():
 
 def test_a_cache_filled_with_the_prompts_gives_the_same_result():
     """Every row continues from its own position."""
-    batch, vocab, length = 200, 3, 6
+    batch, vocab, length = 300, 3, 6  # as above: the same program
     made = Languages.random(3, batch, vocab, length)
     rng = np.random.default_rng(0)
     ends = rng.integers(0, 5, batch).astype(np.int32)
@@ -132,23 +132,20 @@ def test_a_cache_filled_with_the_prompts_gives_the_same_result():
 
     def filled(*, inputs, cache, **options):
         cache = {**cache, "node": jnp.asarray(node, jnp.int32)}
-        return beam_search(inputs=inputs, cache=cache, initial_index=jnp.asarray(ends), num_decodes=2, **options)
+        return beam_search(inputs=inputs, cache=cache, initial_index=jnp.asarray(ends), **options)
 
-    inputs = jnp.asarray(prompts)
-    for ours, theirs in zip(
-        made.decode(filled, inputs=inputs), made.decode(beam_search, num_decodes=2, inputs=inputs), strict=True
-    ):
+    options = {"inputs": jnp.asarray(prompts), "num_decodes": 3, "alpha": 0.6}
+    for ours, theirs in zip(made.decode(filled, **options), made.decode(beam_search, **options), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-6)
 
 
 def test_one_beam_with_early_stopping_is_greedy_decoding():
     made = Languages.random(4, 500, 5, 5)
-    greedy, scores = made.decode(greedy_decode)
+    output, scores = made.greedy()
     tokens, normalised = made.decode(beam_search, num_decodes=1, length_penalty=1.0, early_stopping=True)
-    np.testing.assert_array_equal(tokens, greedy)
-    output = np.asarray(greedy[:, 0])
+    np.testing.assert_array_equal(tokens[:, 0], output)
     lengths = np.where((output == EOS).any(1), np.argmax(output == EOS, axis=1) + 1, 5)
-    np.testing.assert_allclose(normalised[:, 0], scores[:, 0] / lengths, rtol=1e-5)
+    np.testing.assert_allclose(normalised[:, 0], scores / lengths, rtol=1e-5)
 
 
 def test_one_beam_of_t5x_differs_from_greedy_decoding_when_eos_comes_second():
@@ -158,7 +155,7 @@ def test_one_beam_of_t5x_differs_from_greedy_decoding_when_eos_comes_second():
     table[:200, :, EOS] -= 9.0  # never ends
     table[200:400, :, EOS] *= 20.0  # EOS is certain or impossible
     made = Languages(table, length)
-    greedy, log_prob = made.decode(greedy_decode)
+    greedy, log_prob = made.greedy()
     tokens, scores = made.decode(beam_search, num_decodes=1, alpha=0.6)
     log_probs = made.log_probs()
     for row in range(600):
@@ -174,19 +171,20 @@ def test_one_beam_of_t5x_differs_from_greedy_decoding_when_eos_comes_second():
         score, expected = max(found, default=(total, output))
         assert tokens[row, 0].tolist() == padded(expected, length)
         np.testing.assert_allclose(scores[row, 0], score, rtol=1e-4, atol=1e-6)
-    same = (tokens == greedy).all(axis=(1, 2))
+    same = (tokens[:, 0] == greedy).all(axis=1)
     assert same[:200].all() and (tokens[:200, 0, -1] != 0).any()
-    np.testing.assert_allclose(scores[:200], log_prob[:200], rtol=1e-5)  # unfinished sequences have no penalty
+    np.testing.assert_allclose(scores[:200, 0], log_prob[:200], rtol=1e-5)  # unfinished sequences have no penalty
     assert same[200:400].mean() > 0.9 and same[400:].mean() < 0.8
 
 
 def test_unlikely_beams_are_dropped():
     made = Languages.random(5, 400, 4, 5)
-    _, scores = made.decode(beam_search, num_decodes=4, alpha=0.0)
+    searched = [languages.search(log_probs, 4, 5, 0.0) for log_probs in made.log_probs()]
+    scores = np.array([[score for score, _ in [(NEG_INF, [])] * (4 - len(found)) + found] for found in searched])
     tokens, kept = made.decode(beam_search, num_decodes=4, alpha=0.0, min_log_prob=-2.5)
     some = (scores > -2.5).any(axis=1)  # no sequence ends in the other rows, which return live beams
     assert some.any() and not some.all()
-    np.testing.assert_array_equal(kept[some], np.where(scores > -2.5, scores, NEG_INF)[some])
+    np.testing.assert_allclose(kept[some], np.where(scores > -2.5, scores, NEG_INF)[some], rtol=1e-5)
     assert (tokens[kept == NEG_INF] == 0).all() and (kept[~some] > -2.5).any()
 
 
@@ -206,7 +204,7 @@ def test_invalid_options_are_rejected(options, message):
 
 def test_a_shorter_output():
     made = Languages.random(6, 50, 3, 5)
-    tokens, scores = made.decode(beam_search, num_decodes=2, max_decode_len=3)
-    expected = Languages(made.table, 3).decode(beam_search, num_decodes=2)
-    np.testing.assert_array_equal(tokens, expected[0])
-    np.testing.assert_array_equal(scores, expected[1])
+    tokens, scores = made.decode(beam_search, num_decodes=1, alpha=0.6, max_decode_len=3)
+    expected = [languages.search(log_probs, 1, 3, 0.6)[-1] for log_probs in made.log_probs()]
+    assert tokens[:, 0].tolist() == [padded(output, 3) for _, output in expected]
+    np.testing.assert_allclose(scores[:, 0], [score for score, _ in expected], rtol=1e-5)
