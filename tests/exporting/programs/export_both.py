@@ -1,4 +1,4 @@
-"""Exports a SavedModel with beams and StableHLO without; or a SavedModel of token ids: `export_both.py MODEL DIR ids`."""
+"""Exports a SavedModel with beams and StableHLO; or a SavedModel of token ids: `export_both.py MODEL DIR ids`."""
 
 import sys
 
