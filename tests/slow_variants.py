@@ -62,10 +62,10 @@ SLOW = {
         r"test_greedy_decoding_goes_on_.*\[prefix\]",
         r"test_scanned_layers_start_from_the_same_values",  # network/test_initial.py: the same stacks, for T5
     ],
+    # T5 1.1, mT5 and ByT5 are one architecture; test_weights.py: mT5's own checkpoints
     "network/test_family_parity.py": [
-        r".*\[(T5 1.0|umT5), unrolled\]", r"test_(loss_and_gradients|greedy_decoding)\[u?mT5, scanned\]",
-        r"test_loss_and_gradients\[T5 1.1, unrolled\]", r"test_greedy_decoding\[T5 1.0, scanned\]",
-        r"test_logits_of_the_full_pass_and_of_single_steps\[ByT5, unrolled\]",
+        r".*\[((T5 1.0|umT5|ByT5), unrolled|mT5, scanned)\]", r"test_loss_and_gradients\[umT5, scanned\]",
+        r"test_greedy_decoding\[(umT5|T5 1.0), scanned\]",
     ],
     "network/test_flash_attention.py": [
         r"test_no_block_with_work_is_skipped\[([1-8]|10)\]",
@@ -87,6 +87,7 @@ SLOW = {
     "network/test_keys.py": [r"test_layers_may_have_a_transform_of_their_own\[(remat|jit)\]"],
     "network/test_padding.py": [r"test_scores_in_bfloat16_are_those_of_the_reference"],
     "network/test_parity.py": [
+        r"test_logits\[(1.0-long|odd-p.*)\]",
         r"test_loss_and_gradients\[(1.0-packed|1.1-padded|odd-.*)-.*\]", r"test_greedy_decoding_and_scores\[1.0\]",
     ],
     "network/test_precision.py": [r"test_cast_once_or_at_every_use\[(False-b?float16|True-float16|True-float32)\]"],
