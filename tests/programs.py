@@ -128,7 +128,7 @@ class _Server:
         """Whether variables that Python and the modules read when they start are those of the server."""
         return all(
             self.env.get(name) == env.get(name)
-            for name in {*self.env, *env} - {"PYTHONPATH", "PYTHONFAULTHANDLER"}
+            for name in {*self.env, *env} - {"PYTHONPATH", "PYTHONFAULTHANDLER", "PYTHONUNBUFFERED"}
             if name.startswith(("PYTHON", "JAX_", "TENSORSTORE_", "TF_", "OMP_", "OPENBLAS_", "LD_"))
         )
 

@@ -19,8 +19,11 @@ STEPS = 12
 
 
 def train(model_dir: Path, steps: int, *more: str, **options) -> list[str]:
-    """Arguments of a small run with dropout, whose masks a resumed run must sample again."""
-    return programs.train(model_dir, steps, "--gin.DROPOUT_RATE=0.1", *more, **options)
+    """Arguments of a small run with dropout, whose masks a resumed run must sample again.
+
+    Metrics are averages over three steps. A checkpoint between them carries the metrics of the steps before it.
+    """
+    return programs.train(model_dir, steps, "--gin.DROPOUT_RATE=0.1", "--gin.train.stats_period=3", *more, **options)
 
 
 def final_params(model_dir: Path, step: int = STEPS) -> dict:
@@ -64,7 +67,7 @@ def test_writes_t5xs_files(undisturbed):
     assert any(name.startswith("vocabulary/inputs/") for name in kept)
     assert json.loads((checkpoint / "model.json").read_text())["config"]["emb_dim"] == 16
     assert list((run / "train").glob("events.out.tfevents.*"))
-    assert sorted(losses(run)) == list(range(1, STEPS + 1))
+    assert sorted(losses(run)) == [3, 6, 9, 12]
 
 
 def test_config_gin_reproduces_the_run(undisturbed, run_here, tmp_path, monkeypatch):
@@ -82,7 +85,7 @@ def test_kill_9_and_the_same_command_again(undisturbed, run_here, tmp_path):
     interrupt(process, signal.SIGKILL)
     resumed = run_here(*train(run, STEPS))
     assert resumed.code == 0, resumed.err
-    assert f"resuming from {run}" in resumed.err
+    assert f"resuming from {run}/checkpoint_5" in resumed.err or f"resuming from {run}/checkpoint_10" in resumed.err
     assert losses(run) == losses(undisturbed / "run")  # bit for bit
     assert_same_tree(final_params(run), final_params(undisturbed / "run"))
 
@@ -92,7 +95,7 @@ def test_a_signal_saves_and_the_run_goes_on(undisturbed, run_here, tmp_path, sig
     run = tmp_path / "run"
     process = start(*train(run, STEPS, save_period=1000), cwd=tmp_path)
     metrics = run / "train" / "metrics.jsonl"
-    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, process, "the second step")
+    wait_for(lambda: metrics.exists() and metrics.read_text(), process, "the third step")
     assert interrupt(process, signum) == code
     said = (tmp_path / "output.txt").read_text()
     saved = max(int(p.name.split("_")[1]) for p in run.glob("checkpoint_*"))
@@ -142,7 +145,9 @@ def test_an_initial_checkpoint_gives_the_parameters_and_says_so(undisturbed, run
     done = run_here(*train(tmp_path / "tuned", STEPS, *options))
     assert done.code == 0, done.err
     assert f"initial checkpoint {undisturbed}" in done.err
-    assert (tmp_path / "tuned" / f"checkpoint_{STEPS + 2}").exists()
+    # Relative steps count from where the run began, also when it is started again.
+    assert "nothing to train" in run_here(*train(tmp_path / "tuned", STEPS, *options)).err
+    assert [p.name for p in (tmp_path / "tuned").glob("checkpoint_*")] == [f"checkpoint_{STEPS + 2}"]
 
 
 @pytest.mark.parametrize("path", ["/proc/nothing/run", "{tmp}/file/run"])
@@ -157,17 +162,6 @@ def test_two_trainers_on_one_directory(undisturbed):
     assert done.returncode == 2 and str(os.getpid()) in done.stderr
 
 
-def test_a_stop_inside_a_window_of_metrics_does_not_show_in_them(run_here, tmp_path):
-    """Metrics are averages over stats_period steps; those before the stop travel in the checkpoint."""
-    options = ["--gin.train.stats_period=6"]
-    run = tmp_path / "run"
-    assert run_here(*train(run, STEPS, *options, save_period=8)).code == 0
-    whole = losses(run)
-    shutil.rmtree(run / "checkpoint_12")
-    assert run_here(*train(run, STEPS, *options, save_period=8)).code == 0
-    assert losses(run) == whole
-
-
 def test_a_reader_that_goes_away_does_not_keep_a_run_from_saving(undisturbed, tmp_path):
     """`t5x train 2>&1 | tee log`: Ctrl-C ends tee too."""
     run = tmp_path / "run"
@@ -175,24 +169,15 @@ def test_a_reader_that_goes_away_does_not_keep_a_run_from_saving(undisturbed, tm
     env = environment(PYTHONUNBUFFERED="")  # what cannot be written stays in the buffers until the end
     process = start_python(*command, cwd=REPO, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     metrics = run / "train" / "metrics.jsonl"
-    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, process, "the second step")
+    wait_for(lambda: metrics.exists() and metrics.read_text(), process, "the third step")
     process.stdout.close()
     assert interrupt(process, signal.SIGINT) == 130
     assert list(run.glob("checkpoint_*"))
 
 
-def test_relative_steps_count_from_where_the_run_began(run_here, tmp_path):
-    options = ["--gin.train.relative_steps=3"]
-    for _ in range(2):
-        assert run_here(*train(tmp_path / "run", 0, *options)).code == 0
-    assert sorted(p.name for p in (tmp_path / "run").glob("checkpoint_*")) == ["checkpoint_3"]
-
-
-def test_an_evaluation_that_was_cut_off_is_made_up_for(run_here, tmp_path):
-    options = ["--gin.train.infer_eval_dataset_cfg=@infer_eval/utils.DatasetConfig()"]
+def test_an_evaluation_that_was_cut_off_is_made_up_for(undisturbed, run_here, tmp_path):
     run = tmp_path / "run"
-    assert run_here(*train(run, 2, *options)).code == 0
-    shutil.rmtree(run / "inference_eval")
-    again = run_here(*train(run, 2, *options))
+    shutil.copytree(undisturbed / "run", run)
+    again = run_here(*train(run, STEPS, "--gin.train.infer_eval_dataset_cfg=@infer_eval/utils.DatasetConfig()"))
     assert again.code == 0 and "nothing to train" in again.err
-    assert json.loads((run / "inference_eval" / "dates-metrics.jsonl").read_text())["step"] == 2
+    assert json.loads((run / "inference_eval" / "dates-metrics.jsonl").read_text())["step"] == STEPS

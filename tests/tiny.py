@@ -19,6 +19,11 @@ T5_1_0 = T5Config(
     mlp_activations=("relu",), logits_via_embedding=True, dropout_rate=0.0,
 )  # fmt: skip
 T5_1_1 = dataclasses.replace(T5_1_0, mlp_activations=("gelu", "linear"), logits_via_embedding=False)
+# The network of tests/t5x_projects/common.gin and of test_file_training.py: their programs are compiled once.
+BYTES = T5Config(
+    vocab_size=384, emb_dim=8, num_heads=2, head_dim=4, mlp_dim=16, num_encoder_layers=1, num_decoder_layers=1,
+    mlp_activations=("gelu", "linear"), dropout_rate=0.0,
+)  # fmt: skip
 WIDE = dataclasses.replace(T5_1_1, emb_dim=128, num_heads=4, head_dim=32, mlp_dim=128, vocab_size=128)
 
 

@@ -65,12 +65,18 @@ def test_training(run_here):
     # Tables and logits of 512 x 64; in each of 2 layers: attention of 4 kernels 64 x 64, a gated MLP of 3 x 64 x 128.
     attentions, mlps, norms = 3 * 4 * 64 * 64, 2 * 3 * 64 * 128, 5 * 64
     assert found["parameters"] == 2 * 512 * 64 + 2 * (attentions + mlps + norms) + 2 * 64 + 2 * 32 * 4
+    assert labels(report.table(found)) == ["train", *ROWS]
+
+
+ROWS = ["batch", "device", "numerics", "step", "speed", "TFLOP/s", "memory", "compiling"]
+
+
+def labels(table: str) -> list[str]:
+    return [line.split()[0] for line in table.splitlines()]
 
 
 def test_a_table_for_people(run_here):
-    result = run_here("bench", "train", *TINY)
-    labels = [line.split()[0] for line in result.out.splitlines()]
-    assert labels == ["train", "batch", "device", "numerics", "step", "speed", "TFLOP/s", "memory", "compiling"]
+    assert labels(run_here("bench", "encode", *TINY[:6], "--steps", 2).out) == ["encode", *ROWS]
 
 
 def test_generation_goes_to_the_end(run_here, results):

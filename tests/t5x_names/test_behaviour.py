@@ -299,7 +299,7 @@ def test_partitioners():
 
 
 def test_a_trainer_has_t5x_methods(tmp_path):
-    model = tiny.model()
+    model = tiny.model(tiny.BYTES)
     layout = utils.TrainStateInitializer(
         model.optimizer_def, model.get_initial_variables, model.input_shapes({"inputs": 9, "targets": 7}),
         partitioning.PjitPartitioner(),

@@ -10,7 +10,7 @@ import pytest
 from gin import resource_reader
 
 import t5x
-from t5x import adafactor, checkpoints, losses, models, partitioning, trainer, utils
+from t5x import adafactor, checkpoints, losses, models, optimizers, partitioning, trainer, utils
 from t5x.data import ByteVocabulary, EncDecFeatureConverter
 from t5x.examples.t5 import layers, network
 from t5x.interactive_model import _extract_tokens_and_aux_values
@@ -34,8 +34,8 @@ class OwnTowers(network.Transformer):
         self.decoder = network.Decoder(self.config, self.shared_embedding)
 
 
-def model_of(module, cls=models.EncoderDecoderModel) -> models.EncoderDecoderModel:
-    return cls(module, ByteVocabulary(), ByteVocabulary(), adafactor.Adafactor())
+def model_of(module, cls=models.EncoderDecoderModel, optimizer=None) -> models.EncoderDecoderModel:
+    return cls(module, ByteVocabulary(), ByteVocabulary(), optimizer or adafactor.Adafactor())
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ class Lists(models.EncoderDecoderModel):
 
 @pytest.mark.parametrize("module", [network.Transformer, OwnTowers])
 def test_lists_are_folded_into_the_batch(batch, module):
-    model = model_of(module(CONFIG), Lists)
+    model = model_of(module(CONFIG), Lists, optimizers.sgd())
     lists = {name: np.repeat(x[:, None], 3, axis=1) for name, x in batch.items()}
     _, state = state_of(model, lists)
     step = jax.jit(trainer.train_with_lr, static_argnames=["model", "num_microbatches"])

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from t5x import optimizers
 from t5x.network.keys import Keys, dropout
 from t5x.partitioning import PjitPartitioner
 from t5x.trainer import StateLayout
@@ -42,7 +43,7 @@ def masks_of_steps(request) -> list[Masks]:
         jax.debug.callback(lambda mask: seen[keys.place].append(np.asarray(mask)), mask)
         return mask
 
-    model = tiny.model(dataclasses.replace(CONFIG, scan_layers=request.param == "scanned"))
+    model = tiny.model(dataclasses.replace(CONFIG, scan_layers=request.param == "scanned"), optimizers.sgd())
     layout = StateLayout.of(model, PjitPartitioner(), model.input_shapes({"inputs": 9, "targets": 7}))
     trainer = tiny.trainer(layout, tiny.random_state(layout), jax.random.key(4), lambda step: jnp.float32(0.02))
     batch, steps = tiny.batch(rows=4), []
