@@ -96,7 +96,7 @@ SLOW = {
         r"test_networks_that_prepare_have_the_logits_and_gradients_of_the_reference\[(?!unrolled).*\]",
         # the logits of networks[unrolled], and a decoder alone without gradients
         r"test_inference_prepares_and_computes_the_same_as_the_reference",
-        r"test_devices_prepare_for_their_own_rows_and_heads\[uneven\]",
+        r"test_devices_prepare_and_compute_their_own_rows_and_heads\[uneven\]",
         r"test_a_layer_may_attend_with_some_of_the_rows\[padding\]",
     ],
     "network/test_rounding.py": [

@@ -1,9 +1,9 @@
 """Our fused attention kernel, run by Pallas's interpreter, against the reference; on a GPU, compiled.
 
+Several devices are in test_prepared_attention.py.
+
 T5X_TEST_PLATFORM=cuda pytest tests/network/test_flash_attention.py
 """
-
-import os
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,6 @@ from t5x.network.attention import Mask, attend_xla
 from t5x.network.flash_attention import flash_attention
 from t5x.network.flash_kernels import Block, Rules, Tiles
 from t5x.network.relative_position import RelativeBias
-from tests.programs import REPO, run_python
 from tests.tiny import arrays, segments
 
 ON_GPU = jax.default_backend() == "gpu"
@@ -173,38 +172,3 @@ def test_near_blocks_are_those_whose_bias_is_not_constant(block: Block, reach: t
                 seen.add(number := tiles.number(i, j))
                 assert 0 <= number < tiles.count and (number + tiles.first) * tiles.unit == distance[0, 0]
     assert len(seen) == tiles.count
-
-
-# Run with four devices: the same gradients as on one.
-DIVIDED = """
-import jax, jax.numpy as jnp, numpy as np
-from t5x.network.attention import Mask, attend_pallas, attend_xla
-from t5x.network.relative_position import RelativeBias
-from t5x.partitioning import PjitPartitioner
-from t5x.partitioning.logical import axis_rules
-from tests.tiny import arrays, segments
-query, key, value, weights = arrays(*[(4, 32, 2, 16)] * 4)
-(table,) = arrays((2, 32))
-partitioner = PjitPartitioner(preset="tp", num_partitions=2)
-def gradients(backend):
-    def loss(query, key, value, table):
-        mask = Mask(key_segments=segments([32, 5, 17, 30], 32))
-        return (weights * backend(query, key, value, mask, RelativeBias(table, True))).sum()
-    def traced(*args):
-        with axis_rules(partitioner.mesh, partitioner.rules):
-            return jax.value_and_grad(loss, (0, 1, 2, 3))(*args)
-    return jax.jit(traced).lower(query, key, value, table)
-ours = gradients(attend_pallas)
-assert "sdy.manual_computation" in ours.as_text() or "shard_map" in ours.as_text()
-for one, other in zip(*(jax.tree.leaves(f.compile()(query, key, value, table)) for f in (ours, gradients(attend_xla)))):
-    np.testing.assert_allclose(one, other, rtol=2e-3, atol=2e-3)
-print(dict(partitioner.mesh.shape))
-"""
-
-
-@pytest.mark.skipif(ON_GPU, reason="has the devices that there are")
-def test_devices_compute_their_own_rows_and_heads():
-    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4"
-    done = run_python("-c", DIVIDED, env=os.environ | {"XLA_FLAGS": flags}, cwd=REPO)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "{'data': 2, 'model': 2}"
