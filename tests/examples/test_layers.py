@@ -94,9 +94,11 @@ def normal(*shape, seed=0):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
-def initialise(layer, *args, **options):
-    """Return the variables, compiled as one program."""
-    return jax.jit(lambda key: layer.init(key, *args, **options))(jax.random.key(0))
+def random_variables(layer, *args, **options):
+    """Return variables of the shapes that the layer initializes, from NumPy: its own take long to compile."""
+    shapes = jax.eval_shape(lambda: layer.init(jax.random.key(0), *args, **options))
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda x: 0.5 * rng.standard_normal(x.shape, np.float32), shapes)
 
 
 def apply(layer, variables, *args, **options):
@@ -132,7 +134,8 @@ def test_dense_general_wants_axes_of_the_stored_kernel():
 
 def test_initial_values_have_t5s_distributions():
     layer = layers.MultiHeadDotProductAttention(num_heads=8, head_dim=64)
-    params = initialise(layer, normal(1, 2, 256), normal(1, 2, 256), deterministic=True)["params"]
+    x = normal(1, 2, 256)
+    params = jax.jit(lambda: layer.init(jax.random.key(0), x, x, deterministic=True)["params"])()
     for name, std in {"query": (256 * 64) ** -0.5, "key": 256**-0.5, "value": 256**-0.5, "out": 512**-0.5}.items():
         np.testing.assert_allclose(np.std(params[name]["kernel"]), std, rtol=0.02, err_msg=name)
 
@@ -187,7 +190,7 @@ def test_relative_position_biases_are_looked_up_by_t5s_buckets(bidirectional):
         return base + min(far, buckets - 1)
 
     layer = layers.RelativePositionBiases(num_buckets=8, max_distance=20, num_heads=3, dtype=jnp.float32)
-    variables = initialise(layer, 2, 2)
+    variables = random_variables(layer, 2, 2)
     table = np.asarray(variables["params"]["rel_embedding"])
     assert table.shape == (3, 8)
     bias = apply(layer, variables, 25, 31, bidirectional)
@@ -199,7 +202,7 @@ def test_a_cached_position_bias_is_computed_once():
     layer = layers.RelativePositionBiases(num_buckets=8, max_distance=20, num_heads=3, dtype=jnp.float32)
     with pytest.raises(ValueError, match="random parameters"):
         layer.init(jax.random.key(0), 5, 7, bidirectional=False, decode=True)
-    variables = initialise(layer, 5, 7, bidirectional=False)
+    variables = random_variables(layer, 5, 7, bidirectional=False)
     cached = functools.partial(layer.apply, decode=True, mutable=["cache"])
     with pytest.raises(ValueError, match="bidirectional=False"):
         cached(variables, 5, 7, bidirectional=True)
@@ -215,7 +218,7 @@ def test_a_cached_position_bias_is_computed_once():
 def test_mlp_multiplies_its_activations_and_takes_names_or_functions():
     x = normal(2, 3, 4)
     layer = layers.MlpBlock(intermediate_dim=5, activations=("swish", "linear", jnp.sin))
-    variables = initialise(layer, x, deterministic=True)
+    variables = random_variables(layer, x, deterministic=True)
     kernels = {name: np.asarray(leaf["kernel"], np.float64) for name, leaf in variables["params"].items()}
     assert set(kernels) == {"wi_0", "wi_1", "wi_2", "wo"}
     first, second, third = (np.asarray(x) @ kernels[f"wi_{i}"] for i in range(3))
@@ -228,7 +231,7 @@ def test_mlp_multiplies_its_activations_and_takes_names_or_functions():
 def test_mlp_drops_the_same_features_at_every_position():
     layer = layers.MlpBlock(intermediate_dim=32, intermediate_dropout_rate=0.5)
     x = jnp.broadcast_to(normal(2, 1, 8), (2, 6, 8))
-    variables = initialise(layer, x, deterministic=True)
+    variables = random_variables(layer, x, deterministic=True)
     dropped = np.asarray(apply(layer, variables, x, rngs={"dropout": jax.random.key(1)}))
     np.testing.assert_allclose(dropped, np.broadcast_to(dropped[:, :1], x.shape), rtol=1e-5, atol=1e-6)
     assert np.abs(dropped - apply(layer, variables, x, deterministic=True)).max() > 0.01
@@ -282,7 +285,7 @@ def test_masked_keys_change_nothing():
     layer = layers.MultiHeadDotProductAttention(num_heads=2, head_dim=3, dropout_rate=0.5)
     x = normal(2, 5, 4)
     mask = layers.make_attention_mask(jnp.ones((2, 5)), jnp.array([[1, 1, 1, 0, 0], [1, 1, 1, 1, 0]]))
-    variables = initialise(layer, x, x, deterministic=True)
+    variables = random_variables(layer, x, x, deterministic=True)
     other = np.array(x)
     other[0, 3:], other[1, 4:] = 9, -9
     attend = jax.jit(functools.partial(layer.apply, deterministic=True))
@@ -294,8 +297,8 @@ def test_decoding_step_by_step_equals_the_causal_pass():
     layer = layers.MultiHeadDotProductAttention(num_heads=2, head_dim=3)
     x, bias = normal(4, 7, 5), normal(1, 2, 7, 7, seed=1)
     mask = layers.make_causal_mask(x[..., 0])
-    first = jax.jit(functools.partial(layer.init_with_output, deterministic=True))
-    whole, variables = jax.device_get(first(jax.random.key(0), x, x, mask, bias))
+    variables = random_variables(layer, x, x, deterministic=True)
+    whole = jax.device_get(apply(layer, variables, x, x, mask, bias, deterministic=True))
     decode = jax.jit(functools.partial(layer.apply, decode=True, deterministic=True, mutable=["cache"]))
     params = {"params": variables["params"]}
     cache = decode(params, x, x)[1]["cache"]
@@ -326,13 +329,13 @@ def test_decoding_after_prompts_of_several_lengths_equals_the_prefix_lm_pass(by_
     x, bias, lengths = normal(3, 7, 5), normal(1, 2, 7, 7, seed=1), np.array([3, 1, 4])
     in_prompt = (np.arange(7) < lengths[:, None]).astype(np.int32)
     mask = layers.make_decoder_mask(np.ones([3, 7], np.int32), jnp.float32, decoder_causal_attention=in_prompt)
-    first = jax.jit(functools.partial(layer.init_with_output, deterministic=True))
-    whole, variables = first(jax.random.key(0), x, x, mask, bias)
+    variables = random_variables(layer, x, x, deterministic=True)
+    whole = apply(layer, variables, x, x, mask, bias, deterministic=True)
     of_layer = functools.partial(layer.apply, deterministic=True, mutable=["cache"])
-    apply = jax.jit(of_layer, static_argnames=("decode", "prefill"))
+    run = jax.jit(of_layer, static_argnames=("decode", "prefill"))
     params = {"params": variables["params"]}
-    cache = apply(params, x, x, decode=True)[1]["cache"]
-    prefilled, changed = apply(
+    cache = run(params, x, x, decode=True)[1]["cache"]
+    prefilled, changed = run(
         {**params, "cache": cache}, x, x, mask, bias, prefill=True, prefill_lengths=None if by_mask else lengths
     )
     np.testing.assert_array_equal(prefilled, whole)
@@ -344,7 +347,7 @@ def test_decoding_after_prompts_of_several_lengths_equals_the_prefix_lm_pass(by_
     rows = np.arange(3)
     for step in range(3):
         token = x[rows, lengths + step][:, None]
-        output, changed = apply({**params, "cache": cache}, token, token, None, bias, decode=True)
+        output, changed = run({**params, "cache": cache}, token, token, None, bias, decode=True)
         cache = changed["cache"]
         np.testing.assert_allclose(output[:, 0], whole[rows, lengths + step], rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(cache["cache_index"], lengths + 3)
@@ -352,7 +355,7 @@ def test_decoding_after_prompts_of_several_lengths_equals_the_prefix_lm_pass(by_
 
 def test_prefill_refuses_what_it_cannot_store():
     layer, x = layers.MultiHeadDotProductAttention(num_heads=2, head_dim=3), normal(3, 7, 5)
-    variables = initialise(layer, x, x, deterministic=True)
+    variables = random_variables(layer, x, x, deterministic=True)
     apply = functools.partial(layer.apply, deterministic=True, mutable=["cache"])
     cache = apply(variables, x, x, decode=True)[1]["cache"]
     with pytest.raises(ValueError, match="prefill the prompts first"):
