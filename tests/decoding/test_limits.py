@@ -1,5 +1,6 @@
 """Options of decoding that mean nothing, or need more memory than there is, are refused before anything is compiled."""
 
+import dataclasses
 import functools
 import math
 import re
@@ -16,12 +17,13 @@ from t5x.models import DecoderOnlyModel
 from t5x.network import DecoderWrapper, TransformerConfig
 from tests import tiny
 
-DECODER_ONLY = TransformerConfig(vocab_size=31, emb_dim=12, num_heads=3, head_dim=5, mlp_dim=20, num_layers=2)
+DECODER_ONLY = TransformerConfig(vocab_size=31, emb_dim=12, num_heads=3, head_dim=5, mlp_dim=20, num_layers=1)
+ENCODER_DECODER = dataclasses.replace(tiny.T5_1_1, num_decoder_layers=1)
 ROWS = 4
 
 
 def encoder_decoder(**options):
-    return tiny.model(**options)
+    return tiny.model(ENCODER_DECODER, **options)
 
 
 def decoder_only(**options):
@@ -29,13 +31,19 @@ def decoder_only(**options):
     return DecoderOnlyModel(DecoderWrapper(DECODER_ONLY), vocabulary, None, **options)
 
 
+@functools.cache
+def abstract_params(make):
+    model = make()
+    shapes = model.input_shapes({"inputs": 3, "targets": 3})
+    return jax.eval_shape(lambda key: model.get_initial_variables(key, shapes)["params"], jax.random.key(0))
+
+
 def predict(model, length=8, rows=ROWS, num_decodes=1, **decoder_params):
     """Traces `predict_batch_with_aux`, as compiling does first; nothing is computed."""
     tokens = jax.ShapeDtypeStruct((rows, length), np.int32)
     inputs = jax.ShapeDtypeStruct((rows, 3), np.int32)
     batch = {"encoder_input_tokens": inputs, "decoder_input_tokens": tokens, "decoder_target_tokens": tokens}
-    shapes = model.input_shapes({"inputs": 3, "targets": 3})
-    params = jax.eval_shape(lambda key: model.get_initial_variables(key, shapes)["params"], jax.random.key(0))
+    params = abstract_params(decoder_only if isinstance(model, DecoderOnlyModel) else encoder_decoder)
     options = {"num_decodes": num_decodes, "decoder_params": decoder_params}
     return jax.eval_shape(functools.partial(model.predict_batch_with_aux, **options), params, batch)
 

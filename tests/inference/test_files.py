@@ -279,8 +279,12 @@ def test_a_target_that_is_cut_is_scored_without_an_end_and_counted(place, one_mo
 
 
 def test_choices_are_all_that_comes_out(place, tmp_path):
-    found = infer(place, tmp_path / "out.jsonl", choices=("yes", "no", "never"))
-    assert {line["prediction"] for line in found} <= {"yes", "no", "never"}
+    short = [text for text in texts(COUNT) if len(text) < 8]
+    (tmp_path / "in.txt").write_text("".join(f"{text}\n" for text in short))
+    options = LENGTHS | {"choices": ("yes", "no", "never")}
+    infer_file(str(place / "model"), str(tmp_path / "in.txt"), str(tmp_path / "out.jsonl"), **options)
+    found = read(tmp_path / "out.jsonl")
+    assert len(found) == len(short) and {line["prediction"] for line in found} <= {"yes", "no", "never"}
 
 
 def test_standard_input_to_standard_output(place, expected, monkeypatch, capfdbinary):

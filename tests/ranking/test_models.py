@@ -25,6 +25,7 @@ RELEVANT, IRRELEVANT = 7, 11
 CONFIG = dataclasses.replace(tiny.T5_1_1, num_encoder_layers=1, num_decoder_layers=1)
 DROPPING = dataclasses.replace(CONFIG, dropout_rate=0.2)
 PARAMS = tiny.random_params(CONFIG)
+compute_logits = jax.jit(tiny.model(CONFIG).compute_logits)
 
 
 class Words(PassThroughVocabulary):
@@ -76,7 +77,7 @@ def word_logits(inputs: np.ndarray) -> np.ndarray:
     """Logits of the two words at the first position, from a whole pass with teacher forcing."""
     start = np.zeros((len(inputs), 1), np.int32)
     batch = {"encoder_input_tokens": inputs, "decoder_input_tokens": start, "decoder_target_tokens": start + 1}
-    logits = jax.jit(tiny.model(CONFIG).compute_logits)(PARAMS, batch)
+    logits = compute_logits(PARAMS, batch)
     return np.asarray(logits[:, 0, [RELEVANT, IRRELEVANT]], np.float64)
 
 
