@@ -36,6 +36,14 @@ def model(directory):
     return t5x.load(str(directory))
 
 
+@pytest.fixture(autouse=True)
+def one_model(directory, model, monkeypatch):
+    """Files are answered by the model that is loaded and compiled once; `--question` loads its own."""
+    load = file_answering.load
+    of = lambda path, **options: model if path == str(directory) else load(path, **options)
+    monkeypatch.setattr(file_answering, "load", of)
+
+
 def by_hand(model, question, context=CONTEXT):
     """What the model says of each window."""
     spans = answers.windows_of(model, question, context, Answering(**OPTIONS))
