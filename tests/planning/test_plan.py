@@ -1,6 +1,7 @@
-"""`t5x plan` as a command: meshes of virtual devices, each in a process of its own."""
+"""`t5x plan` as a command: meshes of virtual devices, in a process of its own, and one device."""
 
 import json
+import os
 
 import pytest
 
@@ -57,10 +58,15 @@ def test_xxl_fits_where_it_is_divided(topology):
         assert one["xla_cpu"]["arguments_gb"] == pytest.approx(state, rel=0.02, abs=0.001), name
 
 
-def test_a_gin_file(tmp_path):
+def test_a_gin_file(tmp_path, run_here, monkeypatch):
+    """For one device, as this process has it."""
+    for name in ("JAX_PLATFORMS", "XLA_FLAGS"):
+        monkeypatch.setenv(name, os.environ[name])  # which the command sets
     network = [word for word in SMALL if "network" in word]
     options = (DATES, *network, f"--gin.MODEL_DIR={tmp_path}", "--gin.TRAIN_STEPS=5000")
-    found = plan(*options, "--topology", "h100x1", "--price", 2)
+    done = run_here("plan", "--json", *options, "--topology", "h100x1", "--preset", "dp", "--price", 2)
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
     assert found["steps"] == 5000 and found["cost"] == pytest.approx(2 * found["hours"])
     assert found["hours"] == pytest.approx(5000 * found["step_ms"] / 3.6e6) and not list(tmp_path.iterdir())
 
