@@ -28,16 +28,22 @@ def position(model_dir: Path, step: int) -> dict:
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory) -> Path:
-    """A directory with a run of two steps and its data."""
+    """A directory with a run of four steps, saved every two, and its data."""
     directory = tmp_path_factory.mktemp("begun")
     write_jsonl(directory / "train.jsonl", PAIRS)
-    train(directory / "run", 2, directory / "train.jsonl")
+    train(directory / "run", 4, directory / "train.jsonl", save_every=2)
+    assert steps_of(directory / "run") == [2, 4]
     return directory
+
+
+def copy_second_step(run: Path, to: Path) -> None:
+    """Copy the run as it was after two steps."""
+    shutil.copytree(run, to, ignore=shutil.ignore_patterns("checkpoint_4"))
 
 
 @pytest.fixture
 def here(begun, tmp_path) -> Path:
-    shutil.copytree(begun / "run", tmp_path / "run")
+    copy_second_step(begun / "run", tmp_path / "run")
     shutil.copy(begun / "train.jsonl", tmp_path / "train.jsonl")
     return tmp_path
 
@@ -69,14 +75,12 @@ def test_a_changed_prefix_is_refused_and_may_restart_the_data(here):
 
 
 def test_data_that_was_moved_and_other_settings_change_nothing(here, begun):
-    train(here / "run", 4, here / "train.jsonl")
-    shutil.copytree(begun / "run", here / "other")
     moved = write_jsonl(here / "of_another_name.jsonl", PAIRS)
-    train(here / "other", 4, moved, valid=write_jsonl(here / "valid.jsonl", PAIRS[:3]), skip_bad_examples=True,
+    train(here / "run", 4, moved, valid=write_jsonl(here / "valid.jsonl", PAIRS[:3]), skip_bad_examples=True,
           metric="none", eval_every=2)  # fmt: skip
-    assert parameters(here / "other") == parameters(here / "run")
-    train(here / "other", 5, moved, batch_size=6, learning_rate=0.1)
-    assert steps_of(here / "other") == [2, 4, 5]
+    assert parameters(here / "run") == parameters(begun / "run")
+    train(here / "run", 5, moved, batch_size=6, learning_rate=0.1)
+    assert steps_of(here / "run") == [2, 4, 5]
 
 
 def test_a_checkpoint_of_an_earlier_version_is_resumed(here, monkeypatch, caplog):

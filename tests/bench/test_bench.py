@@ -139,12 +139,13 @@ def test_rates_are_of_the_median_step_and_of_all_where_steps_are_uneven(uneven):
 def test_the_rate_of_a_product_is_not_times_the_devices_that_share_a_cpu(monkeypatch):
     monkeypatch.setattr(measures, "time", types.SimpleNamespace(perf_counter=itertools.count().__next__))
     monkeypatch.setattr(jax, "device_count", lambda: 4)
-    assert measures.matmul_flops.__wrapped__("float32") == 2 * 2 * 1024**3  # two products in the second that a round takes
+    # Two products in the second that a round takes.
+    assert measures.matmul_flops.__wrapped__("float32") == 2 * 2 * 1024**3
 
 
 @pytest.fixture
 def on_a_disk(monkeypatch):
-    """Directories of tests are taken for one, wherever they are."""
+    """Directories of tests are taken for one, wherever they are. Few steps are taken around a save."""
     monkeypatch.setattr(checkpoint, "file_system", lambda directory: "ext4")
 
 

@@ -151,7 +151,7 @@ def test_losses_and_scores_never_hold_all_logits(kind):
     """float32 [batch, targets, vocab] would exhaust the memory for a large batch."""
     rows, length, vocab = 128, 128, 32128
     if kind is EncoderDecoderModel:
-        config = dataclasses.replace(tiny.T5_1_1, vocab_size=vocab)
+        config = dataclasses.replace(tiny.BYTES, vocab_size=vocab)
         model, batch = tiny.model(config), tiny.batch(rows=rows, targets=length)
     else:
         config = TransformerConfig(vocab_size=vocab, emb_dim=8, num_heads=2, head_dim=4, mlp_dim=8, num_layers=1)
@@ -178,10 +178,10 @@ def test_a_subclassed_model_is_trained_with_its_own_logits():
             return 2 * super().compute_logits(*args, **options)
 
     vocabulary = PassThroughVocabulary(31, eos_id=1)
-    louder = Louder(Transformer(tiny.T5_1_1), vocabulary, vocabulary, Adafactor())
-    params, batch = tiny.random_params(tiny.T5_1_1), tiny.batch()
+    louder = Louder(Transformer(tiny.BYTES), vocabulary, vocabulary, Adafactor())
+    params, batch = tiny.random_params(tiny.BYTES), tiny.batch()
     loss = lambda model: jax.jit(model.loss_fn)(params, batch)[0]
-    assert abs(loss(louder) - loss(tiny.model())) > 1e-3
+    assert abs(loss(louder) - loss(tiny.model(tiny.BYTES))) > 1e-3
 
 
 def test_checkpoints_record_the_public_name_of_a_model():

@@ -38,9 +38,9 @@ class OwnDecoding(models.EncoderDecoderModel):
 
 
 def test_decoding_by_t5x_methods_finds_what_ours_does():
-    ours = tiny.model(decode_fn=decoding.beam_search)
+    ours = tiny.model(tiny.BYTES, decode_fn=decoding.beam_search)
     theirs = OwnDecoding(ours.module, ours.input_vocabulary, ours.output_vocabulary, None)
-    params, batch = tiny.random_params(), tiny.batch()
+    params, batch = tiny.random_params(tiny.BYTES), tiny.batch()
     predict = jax.jit(functools.partial(ours.predict_batch_with_aux, num_decodes=2))
     (expected, aux), (found, own_aux) = predict(params, batch), jax.jit(theirs.predict_batch_with_aux)(params, batch)
     np.testing.assert_array_equal(found, expected)
@@ -56,10 +56,10 @@ class BiasedDecoding(models.EncoderDecoderModel):
 
 
 def test_an_override_of_the_logits_of_a_slice_is_used():
-    ours = tiny.model()
+    ours = tiny.model(tiny.BYTES)
     biased = BiasedDecoding(ours.module, ours.input_vocabulary, ours.output_vocabulary, None)
     predict = jax.jit(functools.partial(biased.predict_batch_with_aux, num_decodes=2))
-    assert (np.asarray(predict(tiny.random_params(), tiny.batch())[0]) == 9).all()
+    assert (np.asarray(predict(tiny.random_params(tiny.BYTES), tiny.batch())[0]) == 9).all()
 
 
 VOCABULARY = PassThroughVocabulary(4, eos_id=1)
@@ -128,7 +128,7 @@ def test_the_key_is_passed_once_and_only_if_given():
 
 
 def test_float_tokens_are_cast():
-    model, batch = tiny.model(), tiny.batch()
+    model, params, batch = tiny.model(tiny.BYTES), tiny.random_params(tiny.BYTES), tiny.batch()
     floats = {name: x.astype(np.float32) for name, x in batch.items()}
     score = jax.jit(model.score_batch)
-    np.testing.assert_array_equal(score(tiny.random_params(), floats), score(tiny.random_params(), batch))
+    np.testing.assert_array_equal(score(params, floats), score(params, batch))

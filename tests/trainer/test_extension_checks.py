@@ -50,12 +50,11 @@ def test_a_dry_run_finds_them(capsys):
 
 # --- Shapes: a whole run is traced ------------------------------------------------------------------------------------
 
-CONFIG = tiny.dataclasses.replace(tiny.T5_1_1, vocab_size=384)
 TRAINER = functools.partial(Trainer, learning_rate_fn=lambda step: 1e-3, num_microbatches=2)
 
 
 def traced(model_cls=EncoderDecoderModel, name="project_sums", trainer_cls=TRAINER, batch_size=4, **of_model) -> None:
-    model = model_cls(Transformer(CONFIG), tasks.VOCABULARY, tasks.VOCABULARY, tiny.Adafactor(), **of_model)
+    model = model_cls(Transformer(tiny.BYTES), tasks.VOCABULARY, tasks.VOCABULARY, tiny.Adafactor(), **of_model)
     cfg = functools.partial(
         DatasetConfig, mixture_or_task_name=name, task_feature_lengths={"inputs": 8, "targets": 4}, shuffle=False,
         batch_size=batch_size, seed=0,
