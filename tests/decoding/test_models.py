@@ -37,31 +37,35 @@ def decode(of, batch=BATCH, **options):
     return np.asarray(tokens), np.asarray(aux["scores"])
 
 
+@functools.cache
+def beams(scan=False):
+    """Return four beams of each example: tokens and scores."""
+    return decode(model(decoding.beam_search, scan), num_decodes=4)
+
+
+@jax.jit
+def all_log_probs(weights, inputs, shifted):
+    inside = jnp.ones_like(shifted)  # a generated 0 is not padding
+    return jax.nn.log_softmax(
+        tiny.model().module.apply({"params": weights}, inputs, shifted, inside, enable_dropout=False)
+    )
+
+
 def log_probs_of(tokens, batch=BATCH):
     """Return log probabilities and lengths of decodes [batch, decodes, length] by teacher forcing, up to EOS."""
     rows, decodes, length = tokens.shape
     targets = tokens.reshape(-1, length)
     counted = np.cumsum(targets == 1, axis=1) - (targets == 1) == 0
-    # A generated 0 is not padding.
-    run = jax.jit(
-        lambda p, b: jax.nn.log_softmax(
-            tiny.model().module.apply(
-                {"params": p}, b["inputs"], b["shifted"], jnp.ones_like(b["shifted"]), enable_dropout=False
-            )
-        )
-    )
-    given = {
-        "inputs": np.repeat(batch["encoder_input_tokens"], decodes, 0),
-        "shifted": np.pad(targets, ((0, 0), (1, 0)))[:, :-1],
-    }
-    found = np.take_along_axis(np.asarray(run(params(False), given)), targets[..., None], -1)[..., 0]
+    inputs, shifted = np.repeat(batch["encoder_input_tokens"], decodes, 0), np.pad(targets, ((0, 0), (1, 0)))[:, :-1]
+    log_probs = np.asarray(all_log_probs(params(False), inputs, shifted))
+    found = np.take_along_axis(log_probs, targets[..., None], -1)[..., 0]
     return (found * counted).sum(-1).reshape(rows, decodes), counted.sum(-1).reshape(rows, decodes)
 
 
 @pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
 def test_scores_of_beams_are_those_of_their_sequences(scan):
     """So caches follow their beams, and beams share the encoder's output."""
-    tokens, scores = decode(model(decoding.beam_search, scan), num_decodes=4)
+    tokens, scores = beams(scan)
     there = scores > decoding.NEG_INF
     log_probs, lengths = log_probs_of(tokens)
     ended = (tokens == 1).any(-1)
@@ -75,7 +79,7 @@ def test_scores_of_beams_are_those_of_their_sequences(scan):
 
 def test_scores_of_samples_are_those_of_their_sequences():
     of = model(decoding.temperature_sample, default_decoder_params={"topk": 0, "rescale_log_probs": False})
-    tokens, scores = decode(of, num_decodes=5, rng=jax.random.key(0))
+    tokens, scores = decode(of, num_decodes=4, rng=jax.random.key(0))
     np.testing.assert_allclose(scores, log_probs_of(tokens)[0], rtol=1e-4)
 
 
@@ -84,8 +88,8 @@ def test_the_batch_and_its_padding_change_nothing(decode_fn):
     sampling = decode_fn is decoding.temperature_sample
     of = model(decode_fn, default_decoder_params={"topk": 0} if sampling else None)
     batch = BATCH | {"example_index": np.arange(10, 16, dtype=np.int32)}
-    options = {"num_decodes": 3, "rng": jax.random.key(2)}
-    tokens, scores = decode(of, batch, **options)
+    options = {"num_decodes": 4, "rng": jax.random.key(2)}
+    tokens, scores = decode(of, batch, **options) if sampling else beams()
     order = np.array([5, 0, 3])
     other = {name: value[order] for name, value in batch.items()}
     other["encoder_input_tokens"] = np.pad(other["encoder_input_tokens"], ((0, 2), (0, 5)))
@@ -155,8 +159,8 @@ def test_prompts_of_targets():
     of = model(decoding.beam_search)
     prompts = np.zeros((6, 8), np.int32)
     prompts[:4, 1:4] = [7, 9, 1]  # EOS is not part of the prompt
-    tokens, _ = decode(of, BATCH | {"decoder_input_tokens": prompts}, num_decodes=2, prompt_with_targets=True)
-    free, _ = decode(of, num_decodes=2)
+    tokens, _ = decode(of, BATCH | {"decoder_input_tokens": prompts}, num_decodes=4, prompt_with_targets=True)
+    free, _ = beams()
     assert (tokens[:4, :, :2] == [7, 9]).all() and (tokens[:4] != free[:4]).any()
     np.testing.assert_array_equal(tokens[4:], free[4:])
 
