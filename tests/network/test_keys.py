@@ -23,28 +23,36 @@ def row_keys(*rows: int) -> jax.Array:
 
 
 def test_layers_sampled_together_keep_what_each_would_by_itself():
-    _, layers = Keys(dropout=row_keys(5, 0, 9)).at("encoder").tower(4)
-    together = layers.sample(SHAPES, 0.3).of_each(4)
-    for number, keys in enumerate(layers.of_each(4)):
-        alone = keys.sample(SHAPES, 0.3)
-        for place, shape in SHAPES.items():
-            found = together[number].at(place).keep(shape, 0.3)
-            assert found.shape == (3, *shape)
-            np.testing.assert_array_equal(found, alone.at(place).keep(shape, 0.3))
+    kept = lambda keys: {place: keys.at(place).keep(shape, 0.3) for place, shape in SHAPES.items()}
+
+    @jax.jit
+    def sampled():
+        _, layers = Keys(dropout=row_keys(5, 0, 9)).at("encoder").tower(4)
+        alone = [keys.sample(SHAPES, 0.3) for keys in layers.of_each(4)]
+        return [list(map(kept, keys)) for keys in (layers.sample(SHAPES, 0.3).of_each(4), alone)]
+
+    together, alone = sampled()
+    assert jax.tree.map(jnp.shape, together[0]) == {place: (3, *shape) for place, shape in SHAPES.items()}
+    jax.tree.map(np.testing.assert_array_equal, together, alone)
 
 
 def test_every_layer_tower_and_place_keeps_other_units():
-    towers = [Keys(dropout=row_keys(0, 1)).at(tower).tower(3) for tower in ("encoder", "decoder")]
-    every = [keys for outside, layers in towers for keys in (outside, *layers.of_each(3))]
     shapes = dict.fromkeys("abc", (64,))
-    masks = [np.asarray(keys.sample(shapes, 0.5).at(place).keep((64,), 0.5)) for keys in every for place in shapes]
-    masks += [np.asarray(keys.at("not sampled before").keep((64,), 0.5)) for keys in every]
-    assert len({row.tobytes() for mask in masks for row in mask}) == 2 * (8 * 3 + 8)
+
+    @jax.jit
+    def masks():
+        towers = [Keys(dropout=row_keys(0, 1)).at(tower).tower(3) for tower in ("encoder", "decoder")]
+        every = [keys for outside, layers in towers for keys in (outside, *layers.of_each(3))]
+        kept = [keys.sample(shapes, 0.5).at(place).keep((64,), 0.5) for keys in every for place in shapes]
+        return kept + [keys.at("not sampled before").keep((64,), 0.5) for keys in every]
+
+    assert len({row.tobytes() for mask in jax.device_get(masks()) for row in mask}) == 2 * (8 * 3 + 8)
 
 
 @pytest.mark.parametrize("rate", [0.001, 0.1, 0.5, 0.999])
 def test_units_are_dropped_at_the_rate(rate):
-    kept = Keys(dropout=row_keys(*range(20))).sample({"here": (50_000,)}, rate).at("here").keep((50_000,), rate)
+    sample = lambda keys: Keys(dropout=keys).sample({"here": (50_000,)}, rate).at("here").keep((50_000,), rate)
+    kept = np.asarray(jax.jit(sample)(row_keys(*range(20))))
     spread = (rate * (1 - rate) / kept.size) ** 0.5
     assert abs(kept.mean() - (1 - rate)) < 5 * spread
 
