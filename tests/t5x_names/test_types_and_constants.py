@@ -153,18 +153,17 @@ def test_a_decoder_layer_is_one_of_the_decoders():
     layer = network.DecoderLayer(config, None)  # makes the position biases of its own
     shapes = jax.eval_shape(lambda: layer.init(jax.random.key(0), x, encoded, deterministic=True))["params"]
     assert shapes.keys() - {"relpos_bias"} == params["layers_0"].keys()
-    variables = {"params": {**params["layers_0"], "relpos_bias": params["relpos_bias"]}}
+    variables = {**params["layers_0"], "relpos_bias": params["relpos_bias"]}
     causal = layers.make_causal_mask(jnp.ones((2, 5)))
-    found = layer.apply(variables, x, encoded, causal, None, deterministic=True)
-    later = layer.apply(variables, x.at[:, 3:].set(9.0), encoded, causal, None, deterministic=True)
+    apply = jax.jit(lambda params, x: layer.apply({"params": params}, x, encoded, causal, None, deterministic=True))
+    found, later = apply(variables, x), apply(variables, x.at[:, 3:].set(9.0))
     np.testing.assert_allclose(found[:, :3], later[:, :3], rtol=1e-6)  # later positions are hidden
     assert np.abs(found[:, 3:] - later[:, 3:]).max() > 0.1
     # Without its kernels' outputs, only the residual stream is left.
     silent = jax.tree_util.tree_map_with_path(
-        lambda path, value: 0 * value if path[-2].key in ("out", "wo") else value, variables["params"]
+        lambda path, value: 0 * value if path[-2].key in ("out", "wo") else value, variables
     )
-    same = layer.apply({"params": silent}, x, encoded, causal, None, deterministic=True)
-    np.testing.assert_array_equal(same, x)
+    np.testing.assert_array_equal(apply(silent, x), x)
 
 
 def test_run_passes_gin_arguments_to_a_script(monkeypatch, capsys):
@@ -182,7 +181,7 @@ def test_checkpoint_managers(tmp_path):
         model.optimizer_def, model.get_initial_variables, model.input_shapes({"inputs": 3, "targets": 3}),
         partitioning.PjitPartitioner(num_partitions=1),
     )  # fmt: skip
-    state = layout.from_scratch(jax.random.key(0))
+    state = tiny.random_state(layout)
     place = {"partitioner": layout.partitioner, "model_dir": str(tmp_path)}
     saving = utils.SaveCheckpointConfig(period=5)
     make = functools.partial(utils.LegacyCheckpointManager, train_state_shape=layout.global_train_state_shape, **place)

@@ -12,6 +12,7 @@ from gin import resource_reader
 import t5x
 from t5x import adafactor, checkpoints, losses, models, optimizers, partitioning, trainer, utils
 from t5x.data import ByteVocabulary, EncDecFeatureConverter
+from t5x.decoding import greedy_decode
 from t5x.examples.t5 import layers, network
 from t5x.interactive_model import _extract_tokens_and_aux_values
 from tests import tiny
@@ -34,8 +35,8 @@ class OwnTowers(network.Transformer):
         self.decoder = network.Decoder(self.config, self.shared_embedding)
 
 
-def model_of(module, cls=models.EncoderDecoderModel, optimizer=None) -> models.EncoderDecoderModel:
-    return cls(module, ByteVocabulary(), ByteVocabulary(), optimizer or adafactor.Adafactor())
+def model_of(module, cls=models.EncoderDecoderModel, optimizer=None, **options) -> models.EncoderDecoderModel:
+    return cls(module, ByteVocabulary(), ByteVocabulary(), optimizer or adafactor.Adafactor(), **options)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +62,7 @@ def state_of(model, batch) -> tuple[utils.TrainStateInitializer, t5x.train_state
 
 
 def test_towers_of_a_subclass_compute_what_ours_do(batch):
-    theirs, ours = model_of(OwnTowers(CONFIG)), model_of(network.Transformer(CONFIG))
+    theirs, ours = (model_of(of(CONFIG), decode_fn=greedy_decode) for of in (OwnTowers, network.Transformer))
     params = tiny.random_params_of(theirs, {name: x.shape for name, x in batch.items()})
     packed = {**batch, "encoder_segment_ids": np.ones((4, 7), int), "decoder_segment_ids": np.ones((4, 5), int)}
     found, expected = (
