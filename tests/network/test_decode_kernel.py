@@ -32,11 +32,13 @@ def inputs(queries):
     return [jnp.asarray(np.asarray(x), jnp.bfloat16) for x in tiny.arrays(*shapes, scale=1.0)]
 
 
+reference = jax.jit(attend_xla)
+
+
 def expected(query, key, value, mask, bias=None):
     first = lambda x: np.swapaxes(np.asarray(x, np.float32), 1, 2)
     with jax.default_matmul_precision("highest"):
-        attend = jax.jit(lambda *arrays: attend_xla(*arrays, mask, bias))
-        return attend(np.asarray(query, np.float32), first(key), first(value))
+        return reference(np.asarray(query, np.float32), first(key), first(value), mask, bias)
 
 
 @pytest.mark.parametrize("queries", [1, 4])
@@ -47,19 +49,19 @@ def test_queries_see_the_keys_that_are_there(queries):
     assert error(made, expected(query, key, value, Mask(key_segments=seen))) < 0.01
 
 
+@jax.jit
+def extend_stale(query, key, value, position, bias, offsets):
+    """Call `extend_and_attend` with caches that hold something else at the position."""
+    own, at = np.arange(ROWS), jnp.broadcast_to(position, ROWS)
+    new = jnp.stack([query[:, 0], key[own, :, at], value[own, :, at]], axis=1)
+    row = None if bias is None else bias.row(position, LENGTH)[..., 0, :]
+    stale = (x.at[own, :, at].set(100.0) for x in (key, value))
+    return decode_kernel.extend_and_attend(new, *stale, position, row, offsets, interpret=INTERPRET)
+
+
 def extend(query, key, value, position, bias=None, offsets=None):
-    """Return what `extend_and_attend` gives, and the caches that it should leave; they held something else there."""
-    own, at = np.arange(ROWS), np.broadcast_to(position, ROWS)
-    position = jnp.array(position, jnp.int32)
-
-    @jax.jit
-    def run(query, key, value):
-        new = jnp.stack([query[:, 0], key[own, :, at], value[own, :, at]], axis=1)
-        row = None if bias is None else bias.row(position, LENGTH)[..., 0, :]
-        stale = (x.at[own, :, at].set(100.0) for x in (key, value))
-        return decode_kernel.extend_and_attend(new, *stale, position, row, offsets, interpret=INTERPRET)
-
-    made, *caches = run(query, key, value)
+    """Return what `extend_and_attend` gives; the caches must be whole again."""
+    made, *caches = extend_stale(query, key, value, jnp.array(position, jnp.int32), bias, offsets)
     for cache, whole in zip(caches, (key, value), strict=True):
         np.testing.assert_array_equal(cache, whole)
     return made[:, None]
