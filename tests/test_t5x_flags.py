@@ -47,7 +47,7 @@ def test_flags_of_jax_are_set(run_here):
     before = {name: jax.config.values[name] for name in names}
     flags = ("--jax_log_compiles", f"--{names[1]}=mpi", f"--{names[2]}=7")
     try:
-        assert run_here("train", DATES, *flags, "--gin.MODEL_DIR=x", "--dry_run").code == 0
+        assert run_here("train", DATES, *programs.SMALL, *flags, "--gin.MODEL_DIR=x", "--dry_run").code == 0
         assert [jax.config.values[name] for name in names] == [True, "mpi", 7]
     finally:
         for name, value in before.items():
@@ -99,7 +99,7 @@ def run_mode(mode, arguments):
 @pytest.mark.parametrize(
     ("mode", "arguments"),
     [
-        ("train", [DATES, "--gin.MODEL_DIR=x"]),
+        ("train", [DATES, *programs.SMALL, "--gin.MODEL_DIR=x"]),
         ("eval", ["--gin_file=t5x/examples/demo/dates_eval.gin", "--gin.CHECKPOINT_PATH=x", "--gin.EVAL_OUTPUT_DIR=y"]),
     ],
 )
