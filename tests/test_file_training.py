@@ -88,10 +88,9 @@ def files(tmp_path_factory) -> dict[str, str]:
 def scratch(files, tmp_path_factory) -> tuple[Path, str]:
     """A byte-level model trained for six steps, in two runs, and what the second one printed."""
     model_dir = tmp_path_factory.mktemp("scratch") / "run"
-    options = {**files, "size": "tiny", "family": "byt5", "eval_every": 3}
-    train(model_dir, 3, metric="none", **options)
+    train(model_dir, 3, data=files["data"], size="tiny", family="byt5")
     assert steps_of(model_dir) == [3]
-    return model_dir, train(model_dir, 6, metric="accuracy", **options)
+    return model_dir, train(model_dir, 6, **files, size="tiny", family="byt5", eval_every=3, metric="accuracy")
 
 
 def test_from_scratch_trains_evaluates_and_says_what_to_do_next(scratch):
