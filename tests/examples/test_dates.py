@@ -1,4 +1,5 @@
 import datetime
+import functools
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from t5x.examples.demo.dates import Dates, dates_of, split_of
 SAMPLE = 6000
 
 
+@functools.cache
 def examples(split, count=SAMPLE, seed=0):
     return list(islice(Dates(split, seed), count))
 
