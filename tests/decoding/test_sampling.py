@@ -224,7 +224,10 @@ def test_a_callback_may_write_tokens():
 
     inputs = np.array([[0, 5, 6, 7, 0], [0, 8, 9, 0, 0]], np.int32)
     logits = jnp.array([[-1e7, -1e7, -1e7, 0.0]] * 2)
-    tokens, _ = temperature_sample(inputs, {}, lambda state: (logits, {}), 1, state_callback_fn=end_after_three)
+    run = lambda inputs: temperature_sample(
+        inputs, {}, lambda state: (logits, {}), 1, state_callback_fn=end_after_three
+    )
+    tokens, _ = jax.jit(run)(inputs)
     np.testing.assert_array_equal(tokens[:, 0], [[5, 6, 7, 3, 1], [8, 9, 3, 1, 0]])
 
 
@@ -233,9 +236,10 @@ def test_steps_count_from_the_end_of_the_prompt():
     inputs = np.array([[0, 2, 0, 0, 0, 0, 0, 0], [0, 2, 2, 2, 0, 0, 0, 0]], np.int32)
     logits = jnp.array([[-1e7, -1e7, -1e7, 0.0]] * 2)
     index = jnp.array([1, 0])
-    tokens, _ = temperature_sample(
+    run = lambda inputs: temperature_sample(
         inputs, {}, lambda state: (logits, {}), 1, initial_index=index, max_decode_steps=4
     )
+    tokens, _ = jax.jit(run)(inputs)
     np.testing.assert_array_equal(tokens[:, 0], [[2, 3, 3, 3, 3, 0, 0, 0], [2, 2, 2, 3, 3, 3, 3, 0]])
 
 
