@@ -51,15 +51,18 @@ def test_one_to_eight_inputs_of_any_length_need_three_programs(directory, compil
     assert len(compiled) == before
 
 
-def test_few_inputs_get_what_many_do(directory):
+WAYS = {"greedy": {}, "beams": {"beams": 3, "num_return": 3}, "beams of Hugging Face": {"num_beams": 2}}
+
+
+@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
+def test_few_inputs_get_what_many_do(directory, options):
     """Coarse shapes and a maximum length that is data, against a batch of its own shape."""
     model, texts = t5x.load(str(directory)), random_texts(np.random.default_rng(1), 12)
-    for options in ({}, {"beams": 3, "num_return": 3}, {"beams": 2, "length_penalty": 1.0}):
-        many = model.generate(texts, max_length=5, **options)
-        few = [result for i in range(0, 12, 4) for result in model.generate(texts[i : i + 4], max_length=5, **options)]
-        flat = lambda results: [g for r in results for g in ([r] if isinstance(r, t5x.Generation) else r)]
-        assert [g.tokens for g in flat(few)] == [g.tokens for g in flat(many)]
-        assert np.allclose([g.score for g in flat(few)], [g.score for g in flat(many)], atol=1e-4)
+    many = model.generate(texts, max_length=5, **options)
+    few = [result for i in range(0, 12, 4) for result in model.generate(texts[i : i + 4], max_length=5, **options)]
+    flat = lambda results: [g for r in results for g in ([r] if isinstance(r, t5x.Generation) else r)]
+    assert [g.tokens for g in flat(few)] == [g.tokens for g in flat(many)]
+    assert np.allclose([g.score for g in flat(few)], [g.score for g in flat(many)], atol=1e-4)
 
 
 def test_a_line_typed_at_the_prompt_is_answered_at_once(directory):
