@@ -19,7 +19,7 @@ from tests.xla_flags import QUICK_COMPILATION
 os.environ["JAX_PLATFORMS"] = os.environ.get("T5X_TEST_PLATFORM", "cpu")  # `cuda` for the tests that need a GPU
 if os.environ["JAX_PLATFORMS"] == "cpu":
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILATION}"
-else:
+else:  # trying out matmuls takes half a minute for some tests; the product does it
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of programs import the same modules

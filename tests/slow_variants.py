@@ -94,8 +94,8 @@ SLOW = {
     "network/test_precision.py": [r"test_cast_once_or_at_every_use\[(False-b?float16|True-float16|True-float32)\]"],
     "network/test_prepared_attention.py": [
         r"test_prepared_attention_is_bitwise_the_same\[(?!packed).*\]",
-        r"test_networks_that_prepare_have_the_logits_and_gradients_of_the_reference\[(?!unrolled).*\]",
-        # the logits of networks[unrolled], and a decoder alone without gradients
+        r"test_networks_that_prepare_have_the_logits_and_gradients_of_the_reference\[(?!dropout).*\]",
+        # the logits of networks[dropout], and a decoder alone without gradients
         r"test_inference_prepares_and_computes_the_same_as_the_reference",
         r"test_devices_prepare_and_compute_their_own_rows_and_heads\[uneven\]",
         r"test_a_layer_may_attend_with_some_of_the_rows\[padding\]",

@@ -40,7 +40,7 @@ def get_infer_fn(
     def step(params: Any, batch: Any, *rng: Any) -> Any:
         return infer_step(params, batch, **({"rng": rng[0]} if rng else {}))
 
-    compiled = partitioner.partition(step, in_axis_resources=shardings, out_axis_resources=None)
+    compiled = partitioner.partition(step, in_axis_resources=shardings, out_axis_resources=None, decodes=True)
 
     def infer_fn(ds: Iterable[tuple[int, Mapping[str, Any]]], train_state: Any, rng: jax.Array | None = None) -> Any:
         examples = iter(ds.as_numpy_iterator() if hasattr(ds, "as_numpy_iterator") else ds)

@@ -347,7 +347,7 @@ class PjitPartitioner(BasePjitPartitioner):
 
 @functools.cache
 def compiler_options(large_matmuls: bool, decodes: bool) -> dict[str, Any]:
-    """Return XLA's options for a program on NVIDIA GPUs, except what XLA does not know and what XLA_FLAGS sets.
+    """Return XLA's options for a program on GPUs, except what XLA does not know and what XLA_FLAGS sets.
 
     Args:
       large_matmuls: leave all matmuls to cuBLAS. XLA's own Triton matmuls win for few rows. With many rows they lose a
@@ -355,13 +355,13 @@ def compiler_options(large_matmuls: bool, decodes: bool) -> dict[str, Any]:
         programs.
       decodes: make loops part of CUDA graphs. Otherwise the GPU waits for the host after every decoding step.
     """
-    if not on_nvidia_gpu():
-        return {}
-    options = {"xla_gpu_enable_triton_gemm": False} if large_matmuls else {}
-    if decodes:
+    options = {}
+    if large_matmuls and jax.default_backend() == "gpu":
+        options["xla_gpu_enable_triton_gemm"] = False
+    if decodes and on_nvidia_gpu():
         options["xla_gpu_enable_command_buffer"] = _COMMANDS_WITH_LOOPS
-    ours = {name: value for name, value in options.items() if name not in os.environ.get("XLA_FLAGS", "")}
-    return {name: value for name, value in ours.items() if _is_known({name: value})}
+    flags = {word.removeprefix("--").partition("=")[0] for word in os.environ.get("XLA_FLAGS", "").split()}
+    return {name: value for name, value in options.items() if name not in flags and _is_known({name: value})}
 
 
 def _is_known(option: dict[str, Any]) -> bool:

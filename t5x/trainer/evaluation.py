@@ -145,6 +145,7 @@ class BatchProgram:
             self._partitioner.partition,
             in_axis_resources=(layout.shardings.params, self._partitioner.batch_sharding),
             out_axis_resources=self._partitioner.replicated,
+            decodes=True,
         )
         self._program = Program.of(function, partition)
 

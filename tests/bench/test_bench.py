@@ -145,7 +145,7 @@ def test_the_rate_of_a_product_is_not_times_the_devices_that_share_a_cpu(monkeyp
 
 @pytest.fixture
 def on_a_disk(monkeypatch):
-    """Directories of tests are taken for one, wherever they are. Few steps are taken around a save."""
+    """Directories of tests are taken for one, wherever they are."""
     monkeypatch.setattr(checkpoint, "file_system", lambda directory: "ext4")
 
 

@@ -14,6 +14,8 @@ from t5x.data import PassThroughVocabulary
 from t5x.models import DecoderOnlyModel, EncoderDecoderModel
 from t5x.network import DecoderWrapper, TransformerConfig, layers
 from t5x.partitioning import PjitPartitioner
+from t5x.partitioning.devices import on_nvidia_gpu
+from t5x.partitioning.partitioner import compiler_options
 from tests import tiny
 
 BATCH = tiny.batch(3, rows=6, inputs=9, targets=8)
@@ -21,8 +23,10 @@ BATCH = tiny.batch(3, rows=6, inputs=9, targets=8)
 
 @functools.cache
 def params(scan: bool):
-    """Random parameters with a frequent EOS."""
-    made = tiny.random_params(dataclasses.replace(tiny.T5_1_1, scan_layers=scan), seed=4)
+    return with_frequent_eos(tiny.random_params(dataclasses.replace(tiny.T5_1_1, scan_layers=scan), seed=4))
+
+
+def with_frequent_eos(made):
     head = (5 * made["decoder"]["logits_dense"]["kernel"]).at[:, 1].multiply(1.5)
     return {**made, "decoder": {**made["decoder"], "logits_dense": {"kernel": head}}}
 
@@ -138,18 +142,18 @@ def test_a_step_uses_the_kernels_prepared_before_the_loop(monkeypatch, scan):
     assert shapes >= {(size, cfg.emb_dim) for size in inner} | {(cfg.emb_dim, size) for size in inner}
 
 
-@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU, and T5X_TEST_PLATFORM=cuda")
+@pytest.mark.skipif(not on_nvidia_gpu(), reason="needs an NVIDIA GPU, and T5X_TEST_PLATFORM=cuda")
 @pytest.mark.parametrize("decode_fn", [decoding.beam_search, decoding.temperature_sample, decoding.greedy_decode])
 def test_loops_in_cuda_graphs_give_the_same_tokens(decode_fn):
     """Rows end at different steps, and most before the limit, so that the loop continues with fewer of them."""
     config = dataclasses.replace(tiny.WIDE, dtype="bfloat16")
     of = tiny.model(config, decode_fn=decode_fn)
-    made = tiny.random_params(config, seed=4)
-    made["decoder"]["logits_dense"]["kernel"] = 5 * made["decoder"]["logits_dense"]["kernel"].at[:, 1].multiply(1.5)
+    weights = with_frequent_eos(tiny.random_params(config, seed=4))
     batch = {name: jnp.array(x) for name, x in tiny.batch(3, rows=64, inputs=128, targets=64, vocab=128).items()}
     run = functools.partial(of.predict_batch_with_aux, rng=jax.random.key(0))
+    assert "xla_gpu_enable_command_buffer" in compiler_options(large_matmuls=False, decodes=True)
     program = PjitPartitioner().partition(run, None, None, decodes=True)
-    (tokens, _), (wanted, _) = program(made, batch), jax.jit(run)(made, batch)
+    (tokens, _), (wanted, _) = program(weights, batch), jax.jit(run)(weights, batch)
     np.testing.assert_array_equal(tokens, wanted)
     lengths = np.count_nonzero(wanted, axis=1)
     assert len(set(lengths.tolist())) > 3 and np.mean(lengths < 64) > 0.75, lengths

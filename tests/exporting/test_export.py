@@ -114,8 +114,8 @@ def test_tensorflow_alone_and_jax_alone_return_what_the_model_does(tmp_path, dir
     program = [HERE / "programs" / "run_stablehlo.py", tmp_path / "hlo"]
     done = run_reference(*program, input=as_lines([["predict", {"input_ids": ids}]]))
     found = json.loads(lines_of(done)[0])
-    assert [model.decode([int(i) for i in row]) for row in found["output_ids"]] == [each.text for each in greedy]
-    np.testing.assert_allclose(found["score"], [each.score for each in greedy], atol=1e-4)
+    assert [model.decode([int(i) for i in row]) for row in found["output_ids"]] == [each.text for each in predicted]
+    np.testing.assert_allclose(found["score"], [each.score for each in predicted], atol=1e-4)
 
 
 @pytest.mark.slow

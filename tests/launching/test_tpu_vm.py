@@ -105,7 +105,8 @@ def gcloud_here(cloud: Cloud, monkeypatch: pytest.MonkeyPatch):
                 fake_gcloud.main(words[1:])
             except SystemExit as ended:
                 if ended.code:
-                    raise UserError(f"`{shlex.join(words)}` failed: {err.getvalue()}") from None
+                    failed = f"`{shlex.join(words)}` failed with exit status {ended.code}"
+                    raise UserError(f"{failed}: {err.getvalue().strip()}") from None
         return out.getvalue()
 
     monkeypatch.setattr(job, "call", call)

@@ -183,9 +183,11 @@ def test_contradictions_are_errors():
 
 
 def test_compiler_options_are_known_and_leave_xla_flags_alone(monkeypatch):
-    assert compiler_options(True, True) == {}  # a CPU
-    monkeypatch.setattr(partitioner, "on_nvidia_gpu", lambda: True)
     options = compiler_options.__wrapped__
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    assert options(True, True) == {}
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(partitioner, "on_nvidia_gpu", lambda: True)
     assert options(True, False) == {"xla_gpu_enable_triton_gemm": False}
     assert options(True, True).keys() == {"xla_gpu_enable_triton_gemm", "xla_gpu_enable_command_buffer"}
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=")
