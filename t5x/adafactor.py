@@ -21,6 +21,7 @@ import numpy as np
 from t5x.errors import ArgumentError
 from t5x.optimizers.patterns import paths_in
 from t5x.optimizers.protocol import Optimizer, OptimizerDef, OptimizerState, TreeOptimizer
+from t5x.partitioning.devices import on_nvidia_gpu
 
 __all__ = [
     "HEURISTIC_RULE",
@@ -354,12 +355,15 @@ class Adafactor(TreeOptimizer):
         grads = self._clipped(grads)
         decay = 1.0 - (step - self.step_offset + 1.0) ** -self.decay_rate
         mask = self.weight_decay_mask or (lambda params: jax.tree.map(lambda _: True, params))
+        rates = jnp.array([decay, learning_rate], jnp.float32) if self._has_kernels() else None
 
         def update_checked(path, param, axes, grad, slots, decayed):
             plan = self.plan(path, param.shape, axes)
             grad = grad.astype(_precision(param))
             scaled = self.multiply_by_parameter_scale
             scaled = scaled[path] if isinstance(scaled, HParamMap) else scaled
+            if rates is not None and scaled and (new := self._update_with_kernels(plan, param, grad, slots, rates)):
+                return new
             new_param, new_slots = self._update_one(plan, param, grad, slots, decay, learning_rate, decayed, scaled)
             if self.skip_nan_updates:
                 finite = jnp.isfinite(new_param) & jnp.isfinite(jnp.square(grad))
@@ -372,6 +376,30 @@ class Adafactor(TreeOptimizer):
             return new_param, new_slots
 
         return _unzipped(_map(update_checked, params, axes, grads, state, mask(params)))
+
+    def _has_kernels(self) -> bool:
+        """Return whether our GPU kernels compute what these settings ask for, on the devices that there are."""
+        plain = self.beta1 is None and self.weight_decay_rate is None and self.max_parameter_scale is None
+        return (
+            plain and bool(self.clipping_threshold) and not self.skip_nan_updates
+            and on_nvidia_gpu() and jax.device_count() == 1
+        )  # fmt: skip
+
+    def _update_with_kernels(self, plan: Plan, param, grad, slots, rates):
+        """Return what `_update_one` does; None if the kernels do not take this parameter."""
+        from t5x.optimizers import adafactor_kernels  # Pallas is slow to import
+
+        if not adafactor_kernels.fits(param) or plan.batch or (param.ndim == 2) != bool(plan.v_row_drops):
+            return None
+        settings = adafactor_kernels.Settings(self.epsilon1, self.epsilon2, self.clipping_threshold)
+        if param.ndim == 1:
+            param, v = adafactor_kernels.update_vector(param, grad, slots["v"], rates, settings=settings)
+            return param, {**slots, "v": v}
+        moments, row_axis = (slots["v_row"], slots["v_col"]), plan.v_col_drops[0]
+        param, v_row, v_col = adafactor_kernels.update_matrix(
+            param, grad, *moments, rates, row_axis=row_axis, settings=settings
+        )
+        return param, {**slots, "v_row": v_row, "v_col": v_col}
 
     def _update_one(self, plan: Plan, param, grad, slots, decay, learning_rate, decayed, scaled):
         own = plan.own(param.ndim)

@@ -1,0 +1,116 @@
+"""Adafactor's GPU kernels against float64 NumPy; on a GPU with T5X_TEST_PLATFORM=cuda, elsewhere interpreted."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from t5x import adafactor
+from t5x.adafactor import Adafactor
+from t5x.optimizers import adafactor_kernels
+from tests.reference import adafactor_numpy
+
+PARAMETERS = {
+    "wide": ((128, 320), ("embed", "mlp")),
+    "tall": ((448, 192), ("mlp", "embed")),
+    "square": ((128, 128), ("embed", "joined_kv")),
+    "vector": ((768,), ("embed",)),
+}
+OTHERS = {
+    "odd": ((130, 128), ("embed", "mlp")),
+    "too small to factor": ((64, 64), ("embed", "mlp")),
+    "odd vector": ((40,), ("embed",)),
+    "stacked": ((64, 2, 64), ("embed", "layers", "mlp")),
+    "stacked vector": ((256, 2), ("embed", "layers")),
+}
+STEPS = 10
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[tuple[int, ...]]:
+    """Shapes of the parameters that kernels update, as on one NVIDIA GPU; elsewhere they are interpreted."""
+    shapes = []
+
+    def recorded(kernel, param, *args, **settings):
+        shapes.append(param.shape)
+        return kernel(param, *args, **settings, interpret=jax.default_backend() == "cpu")
+
+    for name in ("update_matrix", "update_vector"):
+        kernel = getattr(adafactor_kernels, name)
+        monkeypatch.setattr(adafactor_kernels, name, functools.partial(recorded, kernel))
+    monkeypatch.setattr(adafactor, "on_nvidia_gpu", lambda: True)
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    return shapes
+
+
+def gradients(step: int) -> dict[str, np.ndarray]:
+    """Gradients of very different magnitude between parameters, entries and steps; some are zero."""
+    rng = np.random.default_rng(step)
+    made = {}
+    for number, (name, (shape, _)) in enumerate({**PARAMETERS, **OTHERS}.items()):
+        made[name] = 10.0 ** (number - 7) * (1 + step % 7) * rng.normal(size=shape) * np.exp(rng.normal(size=shape))
+        made[name][:3] = 0
+    return made
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"clipping_threshold": 0.3, "epsilon2": 0.5, "decay_rate": 0.6}], ids=["default", "clipping"]
+)
+def test_ten_steps_are_those_of_float64(calls, options):
+    known = {**PARAMETERS, **OTHERS}
+    rng = np.random.default_rng(99)
+    params = {name: 10.0 ** (n % 4 - 3) * rng.normal(size=shape) for n, (name, (shape, _)) in enumerate(known.items())}
+    slots = {name: adafactor_numpy.init_slots(shape, axes) for name, (shape, axes) in known.items()}
+    axes = {name: axes for name, (_, axes) in known.items()}
+    on_device = lambda tree: jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), tree)
+    optimizer, found = Adafactor(**options), on_device(params)
+    state = optimizer.init(found, axes)
+    update = jax.jit(lambda g, s, p, t, lr: optimizer.update(g, s, p, axes, step=t, learning_rate=lr))
+    for step in range(STEPS):
+        grads, rate = gradients(step), 0.02 / (1 + step) ** 0.5
+        found, state = update(on_device(grads), state, found, jnp.int32(step), jnp.float32(rate))
+        for name in known:
+            params[name], slots[name] = adafactor_numpy.update(
+                params[name], grads[name], slots[name], step, rate, axes=axes[name], **options
+            )
+    assert sorted(calls) == sorted(shape for shape, _ in PARAMETERS.values())  # traced once
+    for name in known:
+        assert state[name].keys() == slots[name].keys()
+        # float32 rounds to 6e-8, a few times per step.
+        np.testing.assert_allclose(found[name], params[name], rtol=0, atol=3e-6 * np.abs(params[name]).max())
+        for slot, value in state[name].items():
+            np.testing.assert_allclose(value, slots[name][slot], rtol=3e-6, err_msg=f"{name} {slot}")
+
+
+def test_a_nan_spreads_to_the_whole_parameter(calls):
+    """As in Adafactor elsewhere: the mean of the second moments is NaN."""
+    params, axes = {"w": jnp.ones((128, 192))}, {"w": ("embed", "mlp")}
+    grads = {"w": jnp.ones((128, 192)).at[5, 7].set(jnp.nan)}
+    optimizer = Adafactor()
+    new, _ = optimizer.update(
+        grads, optimizer.init(params, axes), params, axes, step=jnp.int32(0), learning_rate=jnp.float32(0.1)
+    )
+    assert calls and np.isnan(new["w"]).all()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"beta1": 0.9}, {"weight_decay_rate": 0.01}, {"max_parameter_scale": 1.0}, {"clipping_threshold": None},
+        {"skip_nan_updates": True}, {"multiply_by_parameter_scale": False},
+    ],
+    ids=lambda options: next(iter(options)),
+)  # fmt: skip
+def test_other_settings_are_left_to_xla(calls, options):
+    params, axes = {"w": jnp.ones((128, 192))}, {"w": ("embed", "mlp")}
+    optimizer = Adafactor(**options)
+    at = {"step": jnp.int32(0), "learning_rate": jnp.float32(0.1)}
+    jax.eval_shape(lambda: optimizer.update(params, optimizer.init(params, axes), params, axes, **at))
+    assert not calls
+
+
+def test_several_devices_are_left_to_xla(calls, monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 2)
+    assert not Adafactor()._has_kernels()
