@@ -1,7 +1,8 @@
 """Pallas kernels for GPUs that read and write each value once, where XLA takes several passes over memory.
 
 `gate` is the product of a gated MLP's activations, with a gradient that is written in one piece. `quantize` converts to
-FP8 and also returns the transposed copy that FP8 matmuls need, and the largest absolute value.
+FP8 and also returns the transposed copy that FP8 matmuls need, and the largest absolute value. They are jitted so that
+equal calls, one per layer, are traced and lowered once.
 """
 
 import functools
@@ -60,6 +61,7 @@ def gate(joined: jax.Array, activations: tuple[str, ...], interpret: bool = Fals
     return _gate_forward(joined, activations, interpret)[0]
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2))
 def _gate_forward(joined, activations, interpret):
     flat = joined.reshape(-1, *joined.shape[-2:])
     rows, count, columns = flat.shape
@@ -75,6 +77,7 @@ def _gate_forward(joined, activations, interpret):
     return out.reshape(*joined.shape[:-2], columns), joined
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _gate_backward(activations, interpret, joined, gradient):
     flat = joined.reshape(-1, *joined.shape[-2:])
     rows, count, columns = flat.shape
@@ -119,6 +122,7 @@ def _call_gate(kernel, shape, in_specs, arrays, out_spec, out_shape, dtype, inte
     )(*arrays)  # fmt: skip
 
 
+@functools.partial(jax.jit, static_argnames=("dtype", "interpret"))
 def quantize(
     x: jax.Array, scale: jax.Array, dtype: Any, *, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
