@@ -8,6 +8,7 @@ parameters (`layers`) are treated as separate parameters.
 import dataclasses
 import difflib
 import enum
+import numbers
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ import numpy as np
 from t5x.errors import ArgumentError
 from t5x.optimizers.patterns import paths_in
 from t5x.optimizers.protocol import Optimizer, OptimizerDef, OptimizerState, TreeOptimizer
-from t5x.partitioning.devices import on_nvidia_gpu
+from t5x.partitioning.devices import runs_triton
 
 __all__ = [
     "HEURISTIC_RULE",
@@ -355,7 +356,8 @@ class Adafactor(TreeOptimizer):
         grads = self._clipped(grads)
         decay = 1.0 - (step - self.step_offset + 1.0) ** -self.decay_rate
         mask = self.weight_decay_mask or (lambda params: jax.tree.map(lambda _: True, params))
-        rates = jnp.array([decay, learning_rate], jnp.float32) if self._has_kernels() else None
+        has_kernels = self._has_kernels(learning_rate)
+        rates = jnp.stack([decay, jnp.reshape(learning_rate, ())]).astype(jnp.float32) if has_kernels else None
 
         def update_checked(path, param, axes, grad, slots, decayed):
             plan = self.plan(path, param.shape, axes)
@@ -377,21 +379,25 @@ class Adafactor(TreeOptimizer):
 
         return _unzipped(_map(update_checked, params, axes, grads, state, mask(params)))
 
-    def _has_kernels(self) -> bool:
-        """Return whether our GPU kernels compute what these settings ask for, on the devices that there are."""
-        plain = self.beta1 is None and self.weight_decay_rate is None and self.max_parameter_scale is None
-        return (
-            plain and bool(self.clipping_threshold) and not self.skip_nan_updates
-            and on_nvidia_gpu() and jax.device_count() == 1
-        )  # fmt: skip
+    def _has_kernels(self, learning_rate: Any) -> bool:
+        """Return whether our GPU kernels support these settings and devices."""
+        if not (runs_triton() and jax.device_count() == 1 and jnp.size(learning_rate) == 1):
+            return False
+        if any(value is not None for value in (self.beta1, self.weight_decay_rate, self.max_parameter_scale)):
+            return False
+        numbers_needed = self.epsilon1, self.epsilon2, self.clipping_threshold  # not arrays, which may be traced
+        known = all(isinstance(value, numbers.Real) for value in numbers_needed)
+        return known and self.clipping_threshold > 0 and not self.skip_nan_updates
 
     def _update_with_kernels(self, plan: Plan, param, grad, slots, rates):
-        """Return what `_update_one` does; None if the kernels do not take this parameter."""
+        """Return what `_update_one` does; None if the kernels do not support this parameter."""
         from t5x.optimizers import adafactor_kernels  # Pallas is slow to import
 
         if not adafactor_kernels.fits(param) or plan.batch or (param.ndim == 2) != bool(plan.v_row_drops):
             return None
-        settings = adafactor_kernels.Settings(self.epsilon1, self.epsilon2, self.clipping_threshold)
+        if any(slot.dtype != param.dtype for slot in slots.values()):
+            return None
+        settings = adafactor_kernels.Settings(*map(float, (self.epsilon1, self.epsilon2, self.clipping_threshold)))
         if param.ndim == 1:
             param, v = adafactor_kernels.update_vector(param, grad, slots["v"], rates, settings=settings)
             return param, {**slots, "v": v}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from t5x import adafactor
-from t5x.adafactor import Adafactor
+from t5x.adafactor import Adafactor, FactorDim, HParamMap
 from t5x.optimizers import adafactor_kernels
 from tests.reference import adafactor_numpy
 
@@ -40,7 +40,7 @@ def calls(monkeypatch) -> list[tuple[int, ...]]:
     for name in ("update_matrix", "update_vector"):
         kernel = getattr(adafactor_kernels, name)
         monkeypatch.setattr(adafactor_kernels, name, functools.partial(recorded, kernel))
-    monkeypatch.setattr(adafactor, "on_nvidia_gpu", lambda: True)
+    monkeypatch.setattr(adafactor, "runs_triton", lambda: True)
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     return shapes
 
@@ -56,13 +56,23 @@ def gradients(step: int) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"clipping_threshold": 0.3, "epsilon2": 0.5, "decay_rate": 0.6}], ids=["default", "clipping"]
+    "options",
+    [
+        {},
+        {"clipping_threshold": 0.3, "epsilon2": 0.5, "decay_rate": 0.6},
+        {"factor_map": {"wide": (FactorDim.COLUMN, FactorDim.ROW)}},
+    ],
+    ids=["default", "clipping", "longer rows"],
 )
 def test_ten_steps_are_those_of_float64(calls, options):
     known = {**PARAMETERS, **OTHERS}
     rng = np.random.default_rng(99)
     params = {name: 10.0 ** (n % 4 - 3) * rng.normal(size=shape) for n, (name, (shape, _)) in enumerate(known.items())}
-    slots = {name: adafactor_numpy.init_slots(shape, axes) for name, (shape, axes) in known.items()}
+    mapped = {name: [kind.name for kind in kinds] for name, kinds in options.get("factor_map", {}).items()}
+    plain = {name: value for name, value in options.items() if name != "factor_map"}
+    slots = {
+        name: adafactor_numpy.init_slots(shape, axes, kinds=mapped.get(name)) for name, (shape, axes) in known.items()
+    }
     axes = {name: axes for name, (_, axes) in known.items()}
     on_device = lambda tree: jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), tree)
     optimizer, found = Adafactor(**options), on_device(params)
@@ -73,7 +83,7 @@ def test_ten_steps_are_those_of_float64(calls, options):
         found, state = update(on_device(grads), state, found, jnp.int32(step), jnp.float32(rate))
         for name in known:
             params[name], slots[name] = adafactor_numpy.update(
-                params[name], grads[name], slots[name], step, rate, axes=axes[name], **options
+                params[name], grads[name], slots[name], step, rate, axes=axes[name], kinds=mapped.get(name), **plain
             )
     assert sorted(calls) == sorted(shape for shape, _ in PARAMETERS.values())  # traced once
     for name in known:
@@ -84,24 +94,29 @@ def test_ten_steps_are_those_of_float64(calls, options):
             np.testing.assert_allclose(value, slots[name][slot], rtol=3e-6, err_msg=f"{name} {slot}")
 
 
-def test_a_nan_spreads_to_the_whole_parameter(calls):
-    """As in Adafactor elsewhere: the mean of the second moments is NaN."""
-    params, axes = {"w": jnp.ones((128, 192))}, {"w": ("embed", "mlp")}
-    grads = {"w": jnp.ones((128, 192)).at[5, 7].set(jnp.nan)}
+@pytest.mark.parametrize("shape", [(256,), (128, 192)], ids=str)
+@pytest.mark.parametrize("where", ["gradient", "weight"])
+@pytest.mark.parametrize("value", [np.nan, np.inf], ids=str)
+def test_a_parameter_with_a_bad_value_becomes_nan(calls, shape, where, value):
+    """As without kernels: means over the parameter are not finite."""
+    axes = {"w": ("embed", "mlp")[: len(shape)]}
+    good = jnp.ones(shape)
+    bad = good.at[(5,) * len(shape)].set(value)
+    params, grads = ({"w": bad if where == name else good} for name in ("weight", "gradient"))
     optimizer = Adafactor()
-    new, _ = optimizer.update(
-        grads, optimizer.init(params, axes), params, axes, step=jnp.int32(0), learning_rate=jnp.float32(0.1)
-    )
-    assert calls and np.isnan(new["w"]).all()
+    update = functools.partial(optimizer.update, grads, optimizer.init(params, axes), params, axes)
+    new, _ = update(step=jnp.int32(0), learning_rate=jnp.float32(0.1))
+    assert calls and not np.isfinite(new["w"]).any()
 
 
 @pytest.mark.parametrize(
     "options",
     [
         {"beta1": 0.9}, {"weight_decay_rate": 0.01}, {"max_parameter_scale": 1.0}, {"clipping_threshold": None},
-        {"skip_nan_updates": True}, {"multiply_by_parameter_scale": False},
+        {"skip_nan_updates": True}, {"multiply_by_parameter_scale": False}, {"epsilon2": jnp.float32(1e-3)},
+        {"multiply_by_parameter_scale": HParamMap([("w", False)])},
     ],
-    ids=lambda options: next(iter(options)),
+    ids=lambda options: "-".join(f"{name}={type(value).__name__}" for name, value in options.items()),
 )  # fmt: skip
 def test_other_settings_are_left_to_xla(calls, options):
     params, axes = {"w": jnp.ones((128, 192))}, {"w": ("embed", "mlp")}
@@ -113,4 +128,31 @@ def test_other_settings_are_left_to_xla(calls, options):
 
 def test_several_devices_are_left_to_xla(calls, monkeypatch):
     monkeypatch.setattr(jax, "device_count", lambda: 2)
-    assert not Adafactor()._has_kernels()
+    assert not Adafactor()._has_kernels(0.1)
+
+
+def test_other_parameters_and_rates_are_left_to_xla(calls):
+    params, axes, at = {"w": jnp.ones((128, 192))}, {"w": ("embed", "mlp")}, {"step": jnp.int32(0)}
+    optimizer = Adafactor()
+    state = optimizer.init(params, axes)
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), state)
+    optimizer.update(params, narrow, params, axes, **at, learning_rate=0.1)
+    optimizer.update(params, state, params, axes, **at, learning_rate=jnp.full((128, 1), 0.1))
+    assert not calls
+    one, _ = optimizer.update(params, state, params, axes, **at, learning_rate=0.1)
+    same, _ = optimizer.update(params, state, params, axes, **at, learning_rate=jnp.full((1,), 0.1))
+    assert len(calls) == 2
+    np.testing.assert_array_equal(one["w"], same["w"])
+
+
+@pytest.mark.parametrize(
+    ("shape", "fits"),
+    [
+        ((32128, 768), True), ((768, 32128), True), ((4096, 10240), True), ((2048, 5120), True), ((4096,), True),
+        ((250112, 768), False), ((32128, 4096), False), ((8192,), False), ((768, 100), False), ((64, 64, 64), False),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_sizes_that_a_program_can_add_up(shape, fits):
+    assert adafactor_kernels.fits(jax.ShapeDtypeStruct(shape, jnp.float32)) == fits
+    assert not adafactor_kernels.fits(jax.ShapeDtypeStruct(shape, jnp.bfloat16))

@@ -19,7 +19,7 @@ import numpy as np
 from t5x.errors import UserError
 from t5x.network.keys import Keys
 from t5x.network.relative_position import Preparable, RelativeBias
-from t5x.partitioning.devices import compute_capability, on_hopper, on_nvidia_gpu
+from t5x.partitioning.devices import compute_capability, on_hopper, on_nvidia_gpu, runs_triton
 from t5x.partitioning.logical import constrain, on_each_device
 
 MASKED = -1e10
@@ -300,7 +300,7 @@ def attend_cached(
 
 def has_step_kernel(queries: int, dtype: Any, cache: jax.Array) -> bool:
     """Return whether our kernel computes a decoding step with this cache [batch, heads, k, head_dim]."""
-    if not on_nvidia_gpu():
+    if not runs_triton():
         return False
     from t5x.network import decode_kernel  # Pallas is slow to import
 

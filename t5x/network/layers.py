@@ -14,7 +14,7 @@ from flax.linen.partitioning import param_with_axes
 
 from t5x.network import fp8
 from t5x.network.keys import Keys, dropout
-from t5x.partitioning.devices import on_nvidia_gpu
+from t5x.partitioning.devices import runs_triton
 from t5x.partitioning.logical import constrain, on_each_device
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -278,7 +278,7 @@ def sum_by_token(x: jax.Array, tokens: jax.Array, vocab_size: int) -> jax.Array:
 def gate(parts: Sequence[jax.Array] | jax.Array, activations: tuple[str, ...]) -> jax.Array:
     """Return act_0(parts[0]) * act_1(parts[1]) …; an array has its parts on the second axis from the end."""
     if isinstance(parts, jax.Array):
-        if on_nvidia_gpu() and math.prod(parts.shape[:-2]) >= _MANY_ROWS:
+        if runs_triton() and math.prod(parts.shape[:-2]) >= _MANY_ROWS:
             from t5x.network import elementwise_kernels  # Pallas is slow to import
 
             if elementwise_kernels.fits(math.prod(parts.shape[:-2]), parts.shape[-1]):

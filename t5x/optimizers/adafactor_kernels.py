@@ -1,7 +1,8 @@
 """Pallas kernels for GPUs: Adafactor's step for one parameter.
 
 XLA compiles it to about ten small kernels, which take a third of the compile time of a train step with unrolled layers.
-Here a matrix takes four kernels and a vector one. Sums have a fixed order, so results are bitwise repeatable.
+Here a matrix takes four kernels and a vector one. Sums have a fixed order, so results are bitwise repeatable. Gradients
+cannot be taken through the kernels.
 """
 
 import dataclasses
@@ -16,14 +17,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 _BLOCK = (64, 128)
-_LEAST = 64  # rows and columns of a block
-_CHUNK = 256
-_LONGEST = 4096  # of a vector
+_MIN_BLOCK = 64  # rows and columns of a block
+_CHUNK = 256  # of a vector
+_MAX_VECTOR = 4096
+# A program loads the sums of a row or column of blocks at once, and two sums of all blocks.
+_MAX_BLOCKS_ALONG, _MAX_BLOCKS = 512, 8192
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The settings of `Adafactor` that the kernels know."""
+    """The settings of `Adafactor` that the kernels use."""
 
     epsilon1: float
     epsilon2: float
@@ -31,12 +34,15 @@ class Settings:
 
 
 def fits(param: jax.Array) -> bool:
-    """Return whether the kernels take a parameter of this shape and dtype."""
+    """Return whether the kernels support a parameter of this shape and dtype."""
     if param.dtype != jnp.float32:
         return False
     if param.ndim == 1:
-        return param.size % _CHUNK == 0 and param.size <= _LONGEST
-    return param.ndim == 2 and all(size % _LEAST == 0 for size in param.shape)
+        return param.size % _CHUNK == 0 and 0 < param.size <= _MAX_VECTOR
+    if param.ndim != 2 or any(size % _MIN_BLOCK for size in param.shape):
+        return False
+    grid = _grid(param.shape, _block(param.shape))
+    return max(grid) <= _MAX_BLOCKS_ALONG and 0 < math.prod(grid) <= _MAX_BLOCKS
 
 
 @functools.partial(jax.jit, static_argnames=("settings", "interpret"))
@@ -47,7 +53,8 @@ def update_vector(
 
     Args:
       param, grad, v: float32 [size]; see `fits`.
-      rates: the decay of the second moment, and the learning rate.
+      rates: float32 [2]: the decay of the second moment, and the learning rate.
+      settings: static.
       interpret: run in Pallas's interpreter, on any device but slowly, for tests.
     """
     chunks = [pl.ds(start, _CHUNK) for start in range(0, param.size, _CHUNK)]
@@ -89,18 +96,20 @@ def update_matrix(
 
     Args:
       param, grad: float32 [rows, columns]; see `fits`.
-      v_row, v_col: means of the squared gradients, along `row_axis` and along the other axis.
-      rates: the decay of the second moment, and the learning rate.
+      v_row: float32 [shape[row_axis]], the squared gradients averaged over the other axis.
+      v_col: the same with the axes exchanged.
+      rates: float32 [2]: the decay of the second moment, and the learning rate.
+      settings: static.
       interpret: run in Pallas's interpreter, on any device but slowly, for tests.
     """
     shape = param.shape
-    block = tuple(math.gcd(size, most) for size, most in zip(shape, _BLOCK, strict=True))
-    grid = shape[0] // block[0], shape[1] // block[1]
-    array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    block = _block(shape)
+    grid = _grid(shape, block)
+    array = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
     tile = pl.BlockSpec(block, lambda i, j: (i, j))
     along = pl.BlockSpec(block[:1], lambda i, j: (i,)), pl.BlockSpec(block[1:], lambda i, j: (j,))
     one = pl.BlockSpec((None,), lambda i, j: (i * grid[1] + j,))
-    whole = lambda *shape: pl.BlockSpec(shape, lambda *_: (0,) * len(shape))
+    whole = lambda *sizes: pl.BlockSpec(sizes, lambda *_: (0,) * len(sizes))
     tiles = math.prod(grid)
 
     call = functools.partial(
@@ -171,10 +180,20 @@ def update_matrix(
     return new, vectors[row_axis], vectors[1 - row_axis]
 
 
+def _block(shape: tuple[int, int]) -> tuple[int, int]:
+    return math.gcd(shape[0], _BLOCK[0]), math.gcd(shape[1], _BLOCK[1])
+
+
+def _grid(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
+    return shape[0] // block[0], shape[1] // block[1]
+
+
 def _scale(rate: Any, param_square: Any, step_square: Any, settings: Settings) -> Any:
     """Return the factor of a step, from the mean squares of the parameter and of the step."""
-    clipped = jnp.maximum(1.0, jnp.sqrt(step_square) / settings.clipping_threshold)
-    return rate * jnp.maximum(jnp.sqrt(param_square), settings.epsilon2) / clipped
+    # In Triton, jnp.maximum ignores NaN.
+    at_least = lambda x, low: jnp.where(x < low, low, x)
+    clipped = at_least(jnp.sqrt(step_square) / settings.clipping_threshold, 1.0)
+    return rate * at_least(jnp.sqrt(param_square), settings.epsilon2) / clipped
 
 
 def _total(count: int, load: Callable[[jax.Array], jax.Array]) -> jax.Array:

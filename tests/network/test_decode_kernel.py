@@ -123,8 +123,8 @@ def test_decoding_with_the_kernels_is_that_without(monkeypatch, decode, decodes,
     monkeypatch.setattr(decode_kernel, "_PROGRAMS", 1)
     found = []
     for kernels in (False, True):
-        for module in (attention, towers):
-            monkeypatch.setattr(module, "on_nvidia_gpu", lambda kernels=kernels: kernels)
+        monkeypatch.setattr(attention, "runs_triton", lambda kernels=kernels: kernels)
+        monkeypatch.setattr(towers, "on_nvidia_gpu", lambda kernels=kernels: kernels)
         predict = functools.partial(model.predict_batch_with_aux, num_decodes=decodes)
         found.append(jax.jit(lambda params, batch, predict=predict: predict(params, batch))(params, batch))
     (tokens, aux), (other_tokens, other_aux) = found
