@@ -76,7 +76,11 @@ def run_reference(
 def _reference_environment() -> dict[str, str]:
     import jax
 
-    return environment(JAX_COMPILATION_CACHE_DIR=jax.config.jax_compilation_cache_dir or "", TF_CPP_MIN_LOG_LEVEL="3")
+    return environment(
+        JAX_COMPILATION_CACHE_DIR=jax.config.jax_compilation_cache_dir or "",
+        TF_CPP_MIN_LOG_LEVEL="3",
+        JE_ARROW_MALLOC_CONF="background_thread:false",  # of Arrow's jemalloc, if it has one: no fork with threads
+    )
 
 
 def start_python(*argv: str | Path, **options: Any) -> subprocess.Popen:

@@ -19,7 +19,7 @@ import numpy as np
 from t5x.errors import UserError
 from t5x.network.keys import Keys
 from t5x.network.relative_position import Preparable, RelativeBias
-from t5x.partitioning.devices import compute_capability, on_hopper, on_nvidia_gpu, runs_triton
+from t5x.partitioning.devices import compute_capability, on_hopper, on_nvidia_gpu, on_tpu, runs_triton, vmem_bytes
 from t5x.partitioning.logical import constrain, on_each_device
 
 MASKED = -1e10
@@ -241,8 +241,24 @@ def _gpu_refuses(query: jax.Array, mask: Mask) -> str | None:
 
 def pallas_refuses(query: jax.Array, key: jax.Array, mask: Mask, softcap: float | None = None) -> str | None:
     """Return why our kernel cannot compute this attention; None if it can."""
-    del key, softcap
-    return _gpu_refuses(query, mask)
+    del softcap
+    return _tpu_refuses(query, key, mask) if on_tpu() else _gpu_refuses(query, mask)
+
+
+def _tpu_refuses(query: jax.Array, key: jax.Array, mask: Mask) -> str | None:
+    """Return why our kernel cannot compute this attention on a TPU; None if it can."""
+    if query.dtype != jnp.bfloat16:
+        return f"queries and keys are {query.dtype.name} (fused attention on TPUs takes bfloat16)"
+    if query.shape[-1] > 128:
+        return f"head_dim is {query.shape[-1]} (fused attention takes up to 128)"
+    if mask.position is not None:
+        return "the mask is that of a decoding step"
+    from t5x.network.flash_attention import tpu_memory  # Pallas is slow to import
+
+    needed, there = tpu_memory(query.shape, key.shape), vmem_bytes()
+    if needed > there:
+        return f"rows of {query.shape[1]} queries and {key.shape[1]} keys need {needed >> 20} of {there >> 20} MB of VMEM"
+    return None
 
 
 def cudnn_refuses(query: jax.Array, key: jax.Array, mask: Mask, softcap: float | None = None) -> str | None:

@@ -5,21 +5,23 @@ are skipped: packed rows cost less than full ones.
 """
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
+from jax.experimental.pallas import tpu, triton
 
 from t5x.network import flash_hopper as hopper
 from t5x.network import flash_kernels as kernels
-from t5x.network.flash_kernels import Block, Tiles
+from t5x.network.flash_kernels import Block, Grid, Tiles
 from t5x.network.flash_preparation import (
     Blocks,
     Plan,
     PreparedBias,
     PreparedMask,
+    choose_blocks,
     make_plan,
     prepare_bias,
     prepare_mask,
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from t5x.network.attention import Mask
 
 _BIAS_PROGRAMS = 1024  # programs of the bias gradient's kernel, enough to fill a GPU
+_TPU_LANES = 128
+_TPU_FEW_BYTES = 1 << 20  # rows that are loaded while others are in use
 
 
 def flash_attention(
@@ -41,6 +45,7 @@ def flash_attention(
     *,
     softcap: float | None = None,
     blocks: Blocks | None = None,
+    for_tpu: bool | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Compute softmax(q·k + bias, where the mask allows) v, differentiable in query, key, value and the bias table.
@@ -51,13 +56,16 @@ def flash_attention(
       mask, bias: prepared for this attention (`attention.prepare`), or prepared here. A bias of None adds nothing.
       softcap: logits become `softcap * tanh(logits / softcap)` before the bias is added.
       blocks: the block of each kernel; None chooses them by the shapes.
+      for_tpu: whether the kernels are those for TPUs; None decides by the default devices.
       interpret: run in Pallas's interpreter, on any device but slowly, for tests.
 
     Returns:
       [batch, q, heads, head_dim] in the dtype of `value`; 0 for a query that sees no key.
     """
     lengths, head_dim = (query.shape[1], key.shape[1]), query.shape[3]
-    plan = make_plan(lengths, head_dim, mask, bias, softcap=softcap, blocks=blocks, interpret=interpret)
+    plan = make_plan(
+        lengths, head_dim, mask, bias, softcap=softcap, blocks=blocks, for_tpu=for_tpu, interpret=interpret
+    )
     of_mask = mask.prepared
     if of_mask is None or not of_mask.fits(plan, query.shape[0]):
         of_mask = prepare_mask(mask, query.shape[0], lengths, plan)
@@ -71,11 +79,31 @@ def flash_attention(
     q_pad, k_pad = (padded - length for padded, length in zip(plan.lengths, lengths, strict=True))
     width_pad = pl.next_power_of_2(max(head_dim, 16)) - head_dim
     padded = lambda x, more: jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, width_pad))) if more or width_pad else x
+    # A TPU's vectors hold positions and features: heads come before them.
+    ordered = (lambda x: x.swapaxes(1, 2)) if plan.target == "tpu" else lambda x: x
     out = _attention(
-        padded(query, q_pad), padded(key, k_pad), padded(value, k_pad).astype(query.dtype), gradient_of,
-        of_bias, of_mask, plan,
+        ordered(padded(query, q_pad)), ordered(padded(key, k_pad)), ordered(padded(value, k_pad)).astype(query.dtype),
+        gradient_of, of_bias, of_mask, plan,
     )  # fmt: skip
-    return out[:, : lengths[0], :, :head_dim].astype(value.dtype)
+    return ordered(out)[:, : lengths[0], :, :head_dim].astype(value.dtype)
+
+
+def tpu_memory(query_shape: tuple[int, ...], key_shape: tuple[int, ...]) -> int:
+    """Return the bytes of vector memory that the kernels for TPUs need for these shapes, with T5's bias."""
+    block = choose_blocks(query_shape[1], key_shape[1], query_shape[3], for_tpu=True).query
+    groups = query_shape[2] // key_shape[2]
+    rows = {False: _tpu_row_bytes(key_shape[1]), True: _tpu_row_bytes(query_shape[1], groups)}
+    return max(row + _tpu_block_bytes(block, 3, groups if of_keys else 2) for of_keys, row in rows.items())
+
+
+def _tpu_row_bytes(length: int, groups: int = 1) -> int:
+    """Return the bytes of the whole rows that a kernel holds: keys and values, or queries, gradients and vectors."""
+    return length * groups * (2 * 2 * _TPU_LANES + 2 * 4)
+
+
+def _tpu_block_bytes(block: Block, tiles: int, heads: int) -> int:
+    """Return what a kernel needs besides whole rows: two buffers of tiles and their gradients, and 4 MB."""
+    return (4 << 20) + 2 * 4 * heads * tiles * block.q * block.k
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
@@ -105,17 +133,17 @@ _attention.defvjp(_attention_forward, _attention_backward)
 def _forward(
     query, key, value, bias: PreparedBias | None, mask: PreparedMask, plan: Plan
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the result and the base-2 log-sum-exp of the logits, float32 [batch, heads, q]."""
-    call = _Call(query, key, bias, mask, plan, "forward")
-    if plan.is_hopper:
+    """Return the result and the base-2 log-sum-exp of the logits, float32 [batch, heads, q] or [batch, heads, 1, q]."""
+    call = _call(query, key, bias, mask, plan, "forward")
+    if plan.target == "hopper":
         strip, _, *codes_and_ranges = call.shared()
         return hopper.forward(query, key, value, strip, *codes_and_ranges, plan.rules)
     return call(
-        functools.partial(kernels.forward_kernel, rules=plan.rules, block=call.block),
+        functools.partial(kernels.forward_kernel, rules=plan.rules, block=call.block, grid=call.grid),
         (call.q_block(), call.k_row(), call.k_row(), *call.shared_specs()),
         (query, key, value, *call.shared()),
         (call.q_block(), call.q_vector()),
-        (_like(query), jax.ShapeDtypeStruct(call.vector_shape, jnp.float32)),
+        (_like(query), _float32(*call.vector_shape)),
     )
 
 
@@ -123,39 +151,46 @@ def _forward(
 def _backward(query, key, value, bias: PreparedBias | None, mask: PreparedMask, out, lse, gradient, plan: Plan):
     """Return the gradients of query, key and value, and those of `near` and `far`."""
     arrays = query, key, value, bias, mask
-    d_query, delta, d_far = _query_gradient(*arrays, out, lse, gradient, plan)
+    d_query, delta, d_far, d_tiles = _query_gradient(*arrays, out, lse, gradient, plan)
     d_key, d_value = _key_gradient(*arrays, lse, delta, gradient, plan)
     if bias is None:
         return d_query, d_key, d_value, None
-    d_near = _near_gradient(*arrays, lse, delta, gradient, plan)
-    return d_query, d_key, d_value, (d_near, d_far.sum((0, 3)))
+    if d_tiles is None:
+        d_tiles = _tiles_gradient(*arrays, lse, delta, gradient, plan)
+    return d_query, d_key, d_value, (_sum_diagonals(d_tiles), d_far.sum((0, 3)))
 
 
 def _query_gradient(query, key, value, bias, mask, out, lse, gradient, plan: Plan):
-    """Return the gradient of query, delta [batch, heads, q], and that of far logits [batch, heads, 2, q] or None."""
-    call = _Call(query, key, bias, mask, plan, "query")
+    """Return the gradient of query, delta, that of far logits [batch, heads, 2, q], and on TPUs that of the tiles."""
+    call = _call(query, key, bias, mask, plan, "query")
     block = call.block
-    far = far_shape = None
+    far = far_shape = tiles = tiles_shape = None
     if bias is not None:
-        far = pl.BlockSpec((None, None, 2, block.q), lambda i, b, h: (b, h, 0, i))
-        far_shape = jax.ShapeDtypeStruct((*call.vector_shape[:2], 2, call.vector_shape[2]), jnp.float32)
+        far = call.spec((None, None, 2, block.q), lambda i, b, h: (b, h, 0, i))
+        far_shape = _float32(call.batch, call.heads, 2, call.q_length)
+        if plan.target == "tpu":
+            shape = Tiles(block, plan.rules.reach).count, block.q, block.k
+            tiles = call.spec((None, *shape), lambda i, b, h: (h, 0, 0, 0))
+            tiles_shape = _float32(call.heads, *shape)
     return call(
         functools.partial(
-            kernels.query_gradient_kernel, rules=plan.rules, block=block, bias_block=plan.blocks.bias
+            kernels.query_gradient_kernel, rules=plan.rules, block=block, bias_block=plan.blocks.bias, grid=call.grid
         ),
         (call.q_block(), call.k_row(), call.k_row(), *call.shared_specs(), call.q_block(), call.q_vector(),
          call.q_block()),
         (query, key, value, *call.shared(), out, lse, gradient),
-        (call.q_block(), call.q_vector(), far),
-        (_like(query), jax.ShapeDtypeStruct(call.vector_shape, jnp.float32), far_shape),
+        (call.q_block(), call.q_vector(), far, tiles),
+        (_like(query), _float32(*call.vector_shape), far_shape, tiles_shape),
     )  # fmt: skip
 
 
 def _key_gradient(query, key, value, bias, mask, lse, delta, gradient, plan: Plan):
     """Return the gradients of key and value."""
-    call = _Call(query, key, bias, mask, plan, "key")
+    call = _call(query, key, bias, mask, plan, "key")
     return call(
-        functools.partial(kernels.key_gradient_kernel, rules=plan.rules, block=call.block, groups=call.groups),
+        functools.partial(
+            kernels.key_gradient_kernel, rules=plan.rules, block=call.block, grid=call.grid, groups=call.groups
+        ),
         (call.q_row(), call.k_block(), call.k_block(), *call.shared_specs(), call.q_vectors(), call.q_vectors(),
          call.q_row()),
         (query, key, value, *call.shared(), lse, delta, gradient),
@@ -164,10 +199,10 @@ def _key_gradient(query, key, value, bias, mask, lse, delta, gradient, plan: Pla
     )  # fmt: skip
 
 
-def _near_gradient(query, key, value, bias, mask, lse, delta, gradient, plan: Plan) -> jax.Array:
-    """Return the gradient of `near`."""
+def _tiles_gradient(query, key, value, bias, mask, lse, delta, gradient, plan: Plan) -> jax.Array:
+    """Return the gradient of the tiles [heads, tiles, q, k] of the bias block, on GPUs."""
     batch, q_length, heads, width = query.shape
-    call = _Call(query, key, bias, mask, plan, "bias")
+    call = _call(query, key, bias, mask, plan, "bias")
     block, tiles, made = call.block, Tiles(call.block, plan.rules.reach), bias.tiles.bias
     visits, ends, q_codes, k_codes = mask.visits, mask.ends, mask.q_codes, mask.k_codes
     parts = max(1, min(visits.shape[1], _BIAS_PROGRAMS // (heads * tiles.count)))
@@ -177,7 +212,9 @@ def _near_gradient(query, key, value, bias, mask, lse, delta, gradient, plan: Pl
     )
     vector = pl.BlockSpec((batch, None, q_length), lambda t, h, p: (0, h, 0))
     sums = pl.pallas_call(
-        functools.partial(kernels.bias_gradient_kernel, rules=plan.rules, block=block, blocks=q_length // block.q),
+        functools.partial(
+            kernels.bias_gradient_kernel, rules=plan.rules, block=block, grid=call.grid, blocks=q_length // block.q
+        ),
         grid=(tiles.count, heads, parts),
         in_specs=(
             rows(query, 1), rows(key, call.groups), rows(value, call.groups),
@@ -186,11 +223,11 @@ def _near_gradient(query, key, value, bias, mask, lse, delta, gradient, plan: Pl
             pl.BlockSpec((None, *ends.shape[1:]), lambda t, h, p: (0, 0, 0)), vector, vector, rows(gradient, 1),
         ),
         out_specs=pl.BlockSpec((None, None, None, block.q, block.k), lambda t, h, p: (p, h, t, 0, 0)),
-        out_shape=jax.ShapeDtypeStruct((parts, heads, tiles.count, block.q, block.k), jnp.float32),
+        out_shape=_float32(parts, heads, tiles.count, block.q, block.k),
         interpret=plan.interpret,
         compiler_params=call.compiler_params,
     )(query, key, value, made, q_codes, k_codes, visits, ends, lse, delta, gradient)  # fmt: skip
-    return _sum_diagonals(sums.sum(0))
+    return sums.sum(0)
 
 
 def _sum_diagonals(x: jax.Array) -> jax.Array:
@@ -206,27 +243,52 @@ def _like(array: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype)
 
 
+def _float32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def _call(query, key, bias: PreparedBias | None, mask: PreparedMask, plan: Plan, kernel: str) -> "_Call":
+    return (_TpuCall if plan.target == "tpu" else _Call)(query, key, bias, mask, plan, kernel)
+
+
 class _Call:
-    """The block specs and arguments shared by the kernels with the grid (blocks, batch, heads)."""
+    """The block specs and arguments shared by the kernels with a grid of blocks, rows of the batch and heads.
+
+    Queries, keys and values are [batch, length, heads, width]; log-sum-exps and delta are `vector_shape`.
+    """
+
+    grid = Grid(block=0, batch=1, on_tpu=False)
 
     def __init__(self, query, key, bias: PreparedBias | None, mask: PreparedMask, plan: Plan, kernel: str):
         self.plan, self.bias, self.mask, self.kernel = plan, bias, mask, kernel
         self.block: Block = getattr(plan.blocks, kernel)
         self.of_keys = kernel == "key"
         self.ranges = getattr(mask.ranges, kernel)
-        self.batch, self.q_length, heads, self.width = query.shape
-        self.k_length, self.k_heads = key.shape[1:3]
+        self.batch, self.width = query.shape[0], query.shape[3]
+        lengths_and_heads = [x.shape[2:0:-1] if self.grid.on_tpu else x.shape[1:3] for x in (query, key)]
+        (self.q_length, heads), (self.k_length, self.k_heads) = lengths_and_heads
         self.groups = heads // self.k_heads
         self.heads = self.k_heads if self.of_keys else heads
         self.vector_shape = (self.batch, heads, self.q_length)
-        self.compiler_params = triton.CompilerParams(num_warps=self.block.warps, num_stages=self.block.stages)
+
+    @property
+    def compiler_params(self) -> Any:
+        return triton.CompilerParams(num_warps=self.block.warps, num_stages=self.block.stages)
 
     def __call__(self, kernel, in_specs, arrays, out_specs, out_shape) -> Any:
         blocks = self.k_length // self.block.k if self.of_keys else self.q_length // self.block.q
         return pl.pallas_call(
-            kernel, grid=(blocks, self.batch, self.heads), in_specs=in_specs, out_specs=out_specs,
+            kernel, grid=self.ordered(blocks, self.batch, self.heads), in_specs=in_specs, out_specs=out_specs,
             out_shape=out_shape, interpret=self.plan.interpret, compiler_params=self.compiler_params,
         )(*arrays)  # fmt: skip
+
+    def ordered(self, blocks: Any, batch: Any, heads: Any) -> tuple:
+        """Return what belongs to the axes of the grid in the order of the grid."""
+        return blocks, batch, heads
+
+    def spec(self, shape: tuple, index: Callable[[Any, Any, Any], tuple], **options: Any) -> pl.BlockSpec:
+        """Return a spec whose `index` is a function of the block, the row of the batch and the head."""
+        return pl.BlockSpec(shape, index, **options)
 
     def shared(self) -> tuple:
         """Return the arguments of every kernel after query, key and value."""
@@ -241,36 +303,106 @@ class _Call:
         if self.bias is not None:
             count, q, k, _, _ = Tiles(self.block, self.plan.rules.reach).count, *self.block
             shape = (self.groups, count, k, q) if self.of_keys else (None, count, q, k)
-            tiles = pl.BlockSpec(shape, lambda i, b, h: (h, 0, 0, 0))
-            far = pl.BlockSpec((shape[0], 2), lambda i, b, h: (h, 0))
+            tiles, far = self.spec(shape, lambda i, b, h: (h, 0, 0, 0)), self.far_spec(shape[0])
         q_codes = k_codes = None
         if self.plan.rules.coded:
-            block = lambda size: pl.BlockSpec((None, size), lambda i, b, h: (b, i))
-            row = lambda size: pl.BlockSpec((None, size), lambda i, b, h: (b, 0))
-            q_codes = row(self.q_length) if self.of_keys else block(self.block.q)
-            k_codes = block(self.block.k) if self.of_keys else row(self.k_length)
+            q_codes = self.codes_spec(self.q_length if self.of_keys else self.block.q, is_row=self.of_keys)
+            k_codes = self.codes_spec(self.block.k if self.of_keys else self.k_length, is_row=not self.of_keys)
+        return tiles, far, q_codes, k_codes, self.ranges_spec()
+
+    def far_spec(self, heads: int | None) -> pl.BlockSpec:
+        return self.spec((heads, 2), lambda i, b, h: (h, 0))
+
+    def codes_spec(self, size: int, *, is_row: bool) -> pl.BlockSpec:
+        """Return the spec of the codes of a row or of a block of it."""
+        return self.spec((None, size), lambda i, b, h: (b, 0 if is_row else i))
+
+    def ranges_spec(self, **options: Any) -> pl.BlockSpec:
         several = self.ranges.shape[0] > 1
-        ranges = pl.BlockSpec((None, *self.ranges.shape[1:]), lambda i, b, h: (b if several else 0, 0, 0))
-        return tiles, far, q_codes, k_codes, ranges
+        return self.spec((None, *self.ranges.shape[1:]), lambda i, b, h: (b if several else 0, 0, 0), **options)
+
+    def array(self, length: int, heads: int | None, index: Callable[[Any, Any, Any], tuple]) -> pl.BlockSpec:
+        """Return the spec of queries, keys or values; `index` gives the numbers of the block and of the heads."""
+
+        def place(i, b, h):
+            at, head = index(i, b, h)
+            return b, at, head, 0
+
+        return self.spec((None, length, heads, self.width), place)
 
     def q_block(self) -> pl.BlockSpec:
-        return pl.BlockSpec((None, self.block.q, None, self.width), lambda i, b, h: (b, i, h, 0))
-
-    def q_vector(self) -> pl.BlockSpec:
-        return pl.BlockSpec((None, None, self.block.q), lambda i, b, h: (b, h, i))
+        return self.array(self.block.q, None, lambda i, b, h: (i, h))
 
     def k_row(self) -> pl.BlockSpec:
         """Return the spec of all keys that a query head uses."""
-        return pl.BlockSpec(
-            (None, self.k_length, None, self.width), lambda i, b, h: (b, 0, jax.lax.div(h, self.groups), 0)
-        )
+        return self.array(self.k_length, None, lambda i, b, h: (0, jax.lax.div(h, self.groups)))
 
     def q_row(self) -> pl.BlockSpec:
         """Return the spec of all queries of the heads that share a key head."""
-        return pl.BlockSpec((None, self.q_length, self.groups, self.width), lambda i, b, h: (b, 0, h, 0))
-
-    def q_vectors(self) -> pl.BlockSpec:
-        return pl.BlockSpec((None, self.groups, self.q_length), lambda i, b, h: (b, h, 0))
+        return self.array(self.q_length, self.groups, lambda i, b, h: (0, h))
 
     def k_block(self) -> pl.BlockSpec:
-        return pl.BlockSpec((None, self.block.k, None, self.width), lambda i, b, h: (b, i, h, 0))
+        return self.array(self.block.k, None, lambda i, b, h: (i, h))
+
+    def q_vector(self) -> pl.BlockSpec:
+        return self.spec((None, None, self.block.q), lambda i, b, h: (b, h, i))
+
+    def q_vectors(self) -> pl.BlockSpec:
+        return self.spec((None, self.groups, self.q_length), lambda i, b, h: (b, h, 0))
+
+
+class _TpuCall(_Call):
+    """The same for TPUs: [batch, heads, length, width], vectors [batch, heads, 1, q], scalars in SMEM.
+
+    A TPU runs the grid in order, the last axis fastest: the keys of a head stay in VMEM for all blocks of queries, and
+    the gradient of the tiles of a head is summed there. TPUs with two cores divide the heads.
+    """
+
+    grid = Grid(block=2, batch=1, on_tpu=True)
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.row_bytes = _tpu_row_bytes(*((self.q_length, self.groups) if self.of_keys else (self.k_length,)))
+        self.vector_shape = (*self.vector_shape[:2], 1, self.q_length)
+
+    @property
+    def compiler_params(self) -> Any:
+        tiles = 0 if self.bias is None else Tiles(self.block, self.plan.rules.reach).count
+        needed = _tpu_block_bytes(self.block, tiles, self.groups if self.of_keys else 2)
+        needed += self.row_bytes * (1 if self.row_bytes > _TPU_FEW_BYTES else 2)
+        return tpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=needed)
+
+    def ordered(self, blocks: Any, batch: Any, heads: Any) -> tuple:
+        return heads, batch, blocks
+
+    def spec(self, shape: tuple, index: Callable[[Any, Any, Any], tuple], **options: Any) -> pl.BlockSpec:
+        return pl.BlockSpec(shape, lambda h, b, i: index(i, b, h), **options)
+
+    def shared(self) -> tuple:
+        tiles, far, q_codes, k_codes, ranges = super().shared()
+        spread = lambda x: None if x is None else x[:, None]
+        return tiles, spread(far), spread(q_codes), spread(k_codes), ranges
+
+    def far_spec(self, heads: int | None) -> pl.BlockSpec:
+        return self.spec((heads, None, 2), lambda i, b, h: (h, 0, 0), memory_space=tpu.SMEM)
+
+    def codes_spec(self, size: int, *, is_row: bool) -> pl.BlockSpec:
+        return self.spec((None, None, size), lambda i, b, h: (b, 0, 0 if is_row else i))
+
+    def ranges_spec(self) -> pl.BlockSpec:
+        return super().ranges_spec(memory_space=tpu.SMEM)
+
+    def array(self, length: int, heads: int | None, index: Callable[[Any, Any, Any], tuple]) -> pl.BlockSpec:
+        def place(i, b, h):
+            at, head = index(i, b, h)
+            return b, head, at, 0
+
+        is_row = length == (self.q_length if self.of_keys else self.k_length)
+        once = {"pipeline_mode": pl.Buffered(1)} if is_row and self.row_bytes > _TPU_FEW_BYTES else {}
+        return self.spec((None, heads, length, self.width), place, **once)
+
+    def q_vector(self) -> pl.BlockSpec:
+        return self.spec((None, None, None, self.block.q), lambda i, b, h: (b, h, 0, i))
+
+    def q_vectors(self) -> pl.BlockSpec:
+        return self.spec((None, self.groups, None, self.q_length), lambda i, b, h: (b, h, 0, 0))

@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 
 LOG2E = 1.4426950408889634
 MASKED = -1e30
+_LANES = 128  # of a TPU's vectors
 UNSEEN = 1e30  # log-sum-exp of a query that sees no key, so that all its weights become 0
 
 
@@ -27,6 +28,22 @@ class Block(NamedTuple):
     k: int
     warps: int = 4
     stages: int = 2
+
+
+class Grid(NamedTuple):
+    """The axes of a kernel's grid for blocks and for rows of the batch; on TPUs, arrays have heads before positions."""
+
+    block: int
+    batch: int
+    on_tpu: bool
+
+    def loaded(self, vector: jax.Array) -> jax.Array:
+        """Return a vector from memory for use with the rows of matrices: on TPUs along the sublanes, not the lanes."""
+        return jnp.broadcast_to(vector[None, :], (_LANES, vector.size)).T[:, 0] if self.on_tpu else vector
+
+    def stored(self, vector: jax.Array) -> jax.Array:
+        """Return a vector of sums or maxima of rows for memory, the inverse of `loaded`."""
+        return jnp.broadcast_to(vector[:, None], (vector.size, _LANES)).T[0] if self.on_tpu else vector
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,6 +142,7 @@ class _Logits(NamedTuple):
     tiles: Any
     far: Any
     codes: Callable[[Any, Any], tuple[jax.Array, jax.Array]] | None
+    grid: "Grid"
     head: tuple = ()
     transposed: bool = False
 
@@ -161,6 +179,7 @@ class _Logits(NamedTuple):
         q = k = distance = None
         if self.codes is not None:
             q, k = self.codes(q_start, k_start)
+            q, k = (q, self.grid.loaded(k)) if self.transposed else (self.grid.loaded(q), k)
             q, k = jnp.expand_dims(q, 1 - axis), jnp.expand_dims(k, axis)
         if rules.causal or rules.window is not None:
             iota = lambda axis: lax.broadcasted_iota(jnp.int32, logits.shape, axis)
@@ -213,13 +232,13 @@ def _rows(ref: Any, start: Any, size: int) -> Any:
 
 def forward_kernel(
     query_ref, key_ref, value_ref, tiles_ref, far_ref, q_codes_ref, k_codes_ref, ranges_ref, out_ref, lse_ref,
-    *, rules: Rules, block: Block,
+    *, rules: Rules, block: Block, grid: Grid,
 ):  # fmt: skip
     """Compute the output of one block of queries of one head."""
-    i = pl.program_id(0)
+    i = pl.program_id(grid.block)
     query = query_ref[...]
     codes = (lambda _, k: (q_codes_ref[...], _rows(k_codes_ref, k, block.k))) if rules.coded else None
-    logits_of = _Logits(rules, block, tiles_ref, far_ref, codes)
+    logits_of = _Logits(rules, block, tiles_ref, far_ref, codes, grid)
     near = None if rules.reach is None else Tiles(block, rules.reach).near_keys(i)
 
     def visit(kind, is_whole, j, carry):
@@ -239,23 +258,31 @@ def forward_kernel(
     is_seen = highest > 0.5 * MASKED
     weight = jnp.where(is_seen, weight, 1.0)
     out_ref[...] = jnp.where(is_seen[:, None], total / weight[:, None], 0.0).astype(out_ref.dtype)
-    lse_ref[...] = jnp.where(is_seen, highest + jnp.log2(weight), UNSEEN)
+    lse_ref[...] = grid.stored(jnp.where(is_seen, highest + jnp.log2(weight), UNSEEN))
 
 
 def query_gradient_kernel(
     query_ref, key_ref, value_ref, tiles_ref, far_ref, q_codes_ref, k_codes_ref, ranges_ref, out_ref, lse_ref,
-    gradient_ref, d_query_ref, delta_ref, d_far_ref, *, rules: Rules, block: Block, bias_block: Block,
+    gradient_ref, d_query_ref, delta_ref, d_far_ref, d_tiles_ref, *, rules: Rules, block: Block, bias_block: Block,
+    grid: Grid,
 ):  # fmt: skip
     """Compute the gradient of one block of queries of one head, delta, and the sums of the far logits' gradients.
 
-    Far blocks are those that `bias_gradient_kernel`, whose block is `bias_block`, skips.
+    Far blocks are those that `bias_gradient_kernel`, whose block is `bias_block`, skips. With `d_tiles_ref`, the
+    gradients of the near blocks are summed here; the same `block` and `bias_block` are needed, and a sequential grid.
     """
-    i = pl.program_id(0)
-    query, gradient, lse = query_ref[...], gradient_ref[...], lse_ref[...]
+    i = pl.program_id(grid.block)
+    if d_tiles_ref is not None:
+
+        @pl.when((i == 0) & (pl.program_id(grid.batch) == 0))
+        def _():
+            d_tiles_ref[...] = jnp.zeros(d_tiles_ref.shape, d_tiles_ref.dtype)
+
+    query, gradient, lse = query_ref[...], gradient_ref[...], grid.loaded(lse_ref[...])
     delta = (out_ref[...].astype(jnp.float32) * gradient.astype(jnp.float32)).sum(axis=1)
-    delta_ref[...] = delta
+    delta_ref[...] = grid.stored(delta)
     codes = (lambda _, k: (q_codes_ref[...], _rows(k_codes_ref, k, block.k))) if rules.coded else None
-    logits_of = _Logits(rules, block, tiles_ref, far_ref, codes)
+    logits_of = _Logits(rules, block, tiles_ref, far_ref, codes, grid)
     near = None if rules.reach is None else Tiles(block, rules.reach).near_keys(i)
     if near is not None:
         tile = i if bias_block.q == block.q else lax.div(i, bias_block.q // block.q)
@@ -272,6 +299,8 @@ def query_gradient_kernel(
             left += jnp.where(j < tiles_begin, d_logits.sum(axis=1), 0.0)
         elif kind == "right":
             right += jnp.where(j >= tiles_end, d_logits.sum(axis=1), 0.0)
+        elif d_tiles_ref is not None:
+            d_tiles_ref[Tiles(block, rules.reach).number(i, j)] += d_logits
         d_product = d_logits if slope is None else d_logits * slope
         return d_query + _product(d_product.astype(key.dtype), key), left, right
 
@@ -280,27 +309,28 @@ def query_gradient_kernel(
     d_query, left, right = _visit_all(rules, ("left", "right"), ranges_ref, i, near, visit, carry)
     d_query_ref[...] = d_query.astype(d_query_ref.dtype)
     if d_far_ref is not None:
-        d_far_ref[0, :] = left
-        d_far_ref[1, :] = right
+        d_far_ref[0, :] = grid.stored(left)
+        d_far_ref[1, :] = grid.stored(right)
 
 
 def key_gradient_kernel(
     query_ref, key_ref, value_ref, tiles_ref, far_ref, q_codes_ref, k_codes_ref, ranges_ref, lse_ref, delta_ref,
-    gradient_ref, d_key_ref, d_value_ref, *, rules: Rules, block: Block, groups: int,
+    gradient_ref, d_key_ref, d_value_ref, *, rules: Rules, block: Block, grid: Grid, groups: int,
 ):  # fmt: skip
     """Compute the gradients of one block of keys and values over the `groups` query heads that share it, transposed."""
-    j = pl.program_id(0)
+    j = pl.program_id(grid.block)
     key, value = key_ref[...], value_ref[...]
     near = None if rules.reach is None else Tiles(block, rules.reach).near_queries(j)
     codes = (lambda q, _: (_rows(q_codes_ref, q, block.q), k_codes_ref[...])) if rules.coded else None
 
     def head(g, carry):
-        logits_of = _Logits(rules, block, tiles_ref, far_ref, codes, head=(g,), transposed=True)
+        logits_of = _Logits(rules, block, tiles_ref, far_ref, codes, grid, head=(g,), transposed=True)
 
         def visit(kind, is_whole, i, carry):
             d_key, d_value = carry
             queries = pl.ds(i * block.q, block.q)
-            query, gradient = query_ref[queries, g, :], gradient_ref[queries, g, :]
+            at = (g, queries) if grid.on_tpu else (queries, g)
+            query, gradient = query_ref[*at, :], gradient_ref[*at, :]
             logits, slope = logits_of(kind, i, j, query, key, is_whole)
             weights = jnp.exp2(logits - lse_ref[g, queries][None, :])
             d_value += _product(weights.astype(gradient.dtype), gradient)
@@ -319,7 +349,7 @@ def key_gradient_kernel(
 
 def bias_gradient_kernel(
     query_ref, key_ref, value_ref, tiles_ref, q_codes_ref, k_codes_ref, visits_ref, counts_ref, lse_ref, delta_ref,
-    gradient_ref, d_tile_ref, *, rules: Rules, block: Block, blocks: int,
+    gradient_ref, d_tile_ref, *, rules: Rules, block: Block, grid: Grid, blocks: int,
 ):  # fmt: skip
     """Sum the gradient of one tile of one head over a share of the blocks of queries that use it (`blocks` per row)."""
     tile, part, parts = pl.program_id(0), pl.program_id(2), pl.num_programs(2)
@@ -331,7 +361,7 @@ def bias_gradient_kernel(
         j = tile + Tiles(block, rules.reach).first + i * (block.q // block.k)
         queries, keys = pl.ds(i * block.q, block.q), pl.ds(j * block.k, block.k)
         codes = (lambda *_: (q_codes_ref[row, queries], k_codes_ref[row, keys])) if rules.coded else None
-        logits_of = _Logits(rules, block, tiles_ref, None, codes)
+        logits_of = _Logits(rules, block, tiles_ref, None, codes, grid)
         logits, _ = logits_of("near", i, j, query_ref[row, queries, :], key_ref[row, keys, :], is_whole)
         d_weights = _product_transposed(gradient_ref[row, queries, :], value_ref[row, keys, :])
         weights = jnp.exp2(logits - lse_ref[row, queries][:, None])

@@ -18,12 +18,13 @@ from t5x.network import flash_hopper as hopper
 from t5x.network import flash_kernels as kernels
 from t5x.network.flash_kernels import Block, Rules, Tiles
 from t5x.network.relative_position import RelativeBias
-from t5x.partitioning.devices import on_hopper
+from t5x.partitioning.devices import on_hopper, on_tpu
 
 if TYPE_CHECKING:
     from t5x.network.attention import Mask
 
 _TILE_DTYPE = jnp.float16  # of the bias: three bits more precise than bfloat16, and its range is ample
+_TPU_BLOCK = 256  # queries and keys; not tuned
 
 
 class Blocks(NamedTuple):
@@ -35,8 +36,11 @@ class Blocks(NamedTuple):
     bias: Block
 
 
-def choose_blocks(q_length: int, k_length: int, head_dim: int) -> Blocks:
+def choose_blocks(q_length: int, k_length: int, head_dim: int, *, for_tpu: bool = False) -> Blocks:
     """Return the fastest blocks measured (H200, heads of 64; wider heads are not tuned), smaller for short rows."""
+    if for_tpu:  # whose vectors have 128 lanes; the gradient of the queries also computes that of the bias
+        fit = lambda length: min(_TPU_BLOCK, max(128, pl.next_power_of_2(length)))
+        return Blocks(*[Block(fit(q_length), fit(k_length))] * 4)
     if head_dim > 64:
         blocks = Blocks(Block(128, 64, 8, 2), Block(64, 32, 4, 2), Block(32, 64, 4, 2), Block(64, 64, 8, 2))
     elif k_length > 1024:
@@ -57,7 +61,7 @@ class Plan:
       lengths: of queries and keys, padded to whole blocks.
       extent: the largest distance that the bias is computed for, on each side.
       same_queries: the codes of queries are the same in every row of the batch.
-      is_hopper: `flash_hopper` computes the forward pass.
+      target: `triton`, or `hopper` if `flash_hopper` computes the forward pass, or `tpu`.
       interpret: run in Pallas's interpreter.
     """
 
@@ -66,7 +70,7 @@ class Plan:
     lengths: tuple[int, int]
     extent: int
     same_queries: bool
-    is_hopper: bool
+    target: str
     interpret: bool
 
 
@@ -78,23 +82,29 @@ def make_plan(
     *,
     softcap: float | None = None,
     blocks: Blocks | None = None,
+    for_tpu: bool | None = None,
     interpret: bool = False,
 ) -> Plan:
-    """Return the plan of an attention with these numbers of queries and keys."""
+    """Return the plan of an attention with these numbers of queries and keys; see `flash_attention`."""
     reach = None if bias is None else _reach(bias)
     same_queries = mask.query_segments is None and mask.prefix is None
-    is_hopper = blocks is None and not interpret and on_hopper() and hopper.fits(lengths, head_dim, reach)
-    blocks = choose_blocks(*lengths, head_dim) if blocks is None else blocks
-    if is_hopper:
+    target = "tpu" if (on_tpu() if for_tpu is None else for_tpu) else "triton"
+    if target == "triton" and blocks is None and not interpret and on_hopper():
+        target = "hopper" if hopper.fits(lengths, head_dim, reach) else target
+    blocks = choose_blocks(*lengths, head_dim, for_tpu=target == "tpu") if blocks is None else blocks
+    if target == "hopper":
         blocks = blocks._replace(forward=hopper.BLOCK)
-    if blocks.bias.q % blocks.query.q or blocks.bias.k % blocks.query.k or blocks.bias.q % blocks.bias.k:
+    if target == "tpu":
+        if blocks.bias != blocks.query:
+            raise ValueError(f"on TPUs, the bias block {blocks.bias} must be that of the queries, {blocks.query}")
+    elif blocks.bias.q % blocks.query.q or blocks.bias.k % blocks.query.k or blocks.bias.q % blocks.bias.k:
         raise ValueError(f"the sides of the bias block {blocks.bias} must be multiples of those of {blocks.query}")
     sides = (math.lcm(*(block.q for block in blocks)), math.lcm(*(block.k for block in blocks)))
     padded = tuple(length + -length % side for length, side in zip(lengths, sides, strict=True))
     extent = 0 if bias is None else max(reach) + 2 * max(size for block in blocks for size in block[:2])
     coded = mask.key_segments is not None or mask.prefix is not None or padded[1] > lengths[1]
     rules = Rules(coded, mask.causal, mask.prefix is not None, mask.window, softcap, reach)
-    return Plan(rules, blocks, padded, extent, same_queries, is_hopper, interpret)
+    return Plan(rules, blocks, padded, extent, same_queries, target, interpret)
 
 
 class PerKernel(NamedTuple):
@@ -113,7 +123,8 @@ class PreparedMask:
     Attributes:
       q_codes, k_codes: int32 [batch, q] and [batch, k], or None: a query sees the keys with its own code.
       ranges: see `block_ranges`.
-      visits, ends: see `_near_visits`; of each device, [tiles, batch * blocks] and [1, 3, tiles]. None without a bias.
+      visits, ends: see `_near_visits`; of each device, [tiles, batch * blocks] and [1, 3, tiles]. None without a bias,
+        and on TPUs.
     """
 
     q_codes: jax.Array | None
@@ -160,7 +171,7 @@ class PreparedBias:
     def axes(cls, plan: Plan, heads: str | None) -> "PreparedBias":
         """Return the logical axes of every array, where heads are divided over the axis `heads`."""
         tiles = PerKernel(*[(heads, None, None, None)] * 4)
-        if plan.is_hopper:
+        if plan.target == "hopper":
             tiles = tiles._replace(forward=(heads, None, None))
         return cls((heads, None, None), (heads, None), tiles, (heads, None), plan)
 
@@ -184,7 +195,7 @@ def prepare_mask(mask: "Mask", batch: int, lengths: tuple[int, int], plan: Plan)
         )
     )
     visits = ends = None
-    if plan.rules.reach is not None:
+    if plan.rules.reach is not None and plan.target != "tpu":
         visits, ends = _near_visits(ranges.bias, Tiles(plan.blocks.bias, plan.rules.reach), batch)
     return PreparedMask(q_codes, k_codes, ranges, visits, ends, plan)
 
@@ -200,16 +211,18 @@ def prepare_bias(bias: RelativeBias, plan: Plan) -> PreparedBias:
     block, tiles = plan.blocks.bias, Tiles(plan.blocks.bias, plan.rules.reach)
     starts = [number * tiles.unit - (block.q - 1) + plan.extent for number in range(tiles.first, tiles.last + 1)]
     near = jnp.stack([part(start, block.q + block.k - 1) for start in starts], axis=1)
-    logits = (kernels.LOG2E * jax.lax.stop_gradient(values)).astype(_TILE_DTYPE)
+    logits = kernels.LOG2E * jax.lax.stop_gradient(values)
+    if plan.target != "tpu":  # which has no float16
+        logits = logits.astype(_TILE_DTYPE)
 
     def made(kernel: str, block: Block) -> jax.Array:
-        if kernel == "forward" and plan.is_hopper:
+        if kernel == "forward" and plan.target == "hopper":
             return hopper.bias_strip(logits, plan.rules.reach)
         return _tiles(logits, block, plan, of_keys=kernel == "key")
 
     tiles_of = PerKernel(*itertools.starmap(made, plan.blocks._asdict().items()))
     far_logits = kernels.LOG2E * jax.lax.stop_gradient(far)
-    if plan.is_hopper:  # the gradients must use the same numbers as the forward pass, whose strip has these too
+    if plan.target == "hopper":  # the gradients must use the same numbers as the forward pass, whose strip has these too
         far_logits = far_logits.astype(_TILE_DTYPE).astype(jnp.float32)
     return PreparedBias(near, far, tiles_of, far_logits, plan)
 

@@ -59,14 +59,30 @@ class RelativeBias(Preparable):
         """Return the bias as [heads, q, k], for query i at position i and key j at position j.
 
         The value depends only on j - i, so the matrix is one period of distances repeated, each row shifted by one.
-        Its gradient is a sum and needs no scatter over [q, k].
+        Its gradient is a sum and needs no scatter over [q, k]. A TPU would move such rows between its lanes, which takes
+        minutes to compile; it multiplies by one-hot buckets instead, which it never stores.
         """
+        if jax.default_backend() == "tpu":
+            return self._matrix_by_matmul(q_length, k_length)
         period = q_length + k_length
         distance = np.arange(period)
         distance = np.where(distance < k_length, distance, distance - period)
         values = self.table[:, self.buckets(distance)]
         rows = jnp.tile(values, (1, q_length))[:, : q_length * (period - 1)]
         return rows.reshape(-1, q_length, period - 1)[:, :, :k_length]
+
+    def _matrix_by_matmul(self, q_length: int, k_length: int) -> jax.Array:
+        known = np.arange(-q_length + 1, k_length)
+        is_in = self.buckets(known) == np.arange(self.table.shape[-1])[:, None]
+        # A bucket is an interval of distances: from `low` to before `high`.
+        low = np.where(is_in.any(1), known[is_in.argmax(1)], k_length)
+        high = low + is_in.sum(1)
+        position = lambda axis: jax.lax.broadcasted_iota(jnp.int32, (q_length, k_length), axis)
+        distance = position(1) - position(0)
+        one_hot = (distance >= low[:, None, None]) & (distance < high[:, None, None])
+        return jnp.einsum(
+            "hb,bqk->hqk", self.table, one_hot.astype(self.table.dtype), precision=jax.lax.Precision.HIGHEST
+        )  # fmt: skip
 
     def row(self, q_position: jax.Array, k_length: int) -> jax.Array:
         """Return [heads, 1, k] for a query at a traced position below `k_length`; one per row: [batch, heads, 1, k]."""

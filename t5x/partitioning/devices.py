@@ -11,6 +11,18 @@ def on_nvidia_gpu() -> bool:
     return jax.default_backend() == "gpu" and "cuda" in jax.devices()[0].client.platform_version
 
 
+def on_tpu() -> bool:
+    """Return whether the default devices are TPUs."""
+    return jax.default_backend() == "tpu"
+
+
+def vmem_bytes() -> int:
+    """Return the size of the vector memory of a TPU core."""
+    from jax.experimental.pallas import tpu  # slow to import
+
+    return tpu.get_tpu_info().vmem_capacity_bytes
+
+
 def compute_capability() -> float:
     """Return the version of an NVIDIA GPU's architecture; 0.0 for other devices."""
     return float(getattr(jax.devices()[0], "compute_capability", "0"))

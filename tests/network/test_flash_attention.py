@@ -1,4 +1,6 @@
-"""Our fused attention kernel, run by Pallas's interpreter, against the reference; on a GPU, compiled.
+"""Our fused attention kernels, run by Pallas's interpreter, against the reference; on a GPU, compiled.
+
+Those for TPUs are always interpreted; `make tpu` compiles them (test_tpu_programs.py).
 
 Several devices are in test_prepared_attention.py.
 
@@ -20,6 +22,7 @@ from tests.tiny import arrays, segments
 
 ON_GPU = jax.default_backend() == "gpu"
 SMALL = flash.Blocks(Block(32, 16), Block(16, 16), Block(16, 32), Block(32, 32))
+FOR_TPU = flash.Blocks(Block(32, 16), Block(16, 32), Block(32, 16), Block(16, 32))
 OTHER = flash.Blocks(Block(16, 32), Block(32, 16), Block(32, 16), Block(32, 16))
 
 
@@ -39,8 +42,9 @@ def packed(rows: int, length: int, examples: int, seed: int = 0) -> jax.Array:
 
 
 def check(
-    q, k, mask, *, heads=2, key_heads=2, width=16, bidirectional=None, softcap=None, blocks=None, dtype="float32"
-):
+    q, k, mask, *, heads=2, key_heads=2, width=16, bidirectional=None, softcap=None, blocks=None, dtype="float32",
+    for_tpu=False,
+):  # fmt: skip
     """Outputs and all gradients within 1 % of the float32 reference; float32 inputs within 0.1 %."""
     shapes = [
         (2, q, heads, width),
@@ -55,8 +59,9 @@ def check(
 
     def ours(query, key, value, table):
         return flash_attention(
-            query, key, value, mask, bias_of(table), softcap=softcap, blocks=blocks, interpret=not ON_GPU
-        )
+            query, key, value, mask, bias_of(table), softcap=softcap, blocks=FOR_TPU if for_tpu else blocks,
+            for_tpu=for_tpu, interpret=for_tpu or not ON_GPU,
+        )  # fmt: skip
 
     def reference(*args):
         *args, table = (x.astype(jnp.float32) for x in args)
@@ -75,16 +80,19 @@ def check(
         assert np.linalg.norm(one - other) <= tolerance * np.linalg.norm(other), name
 
 
+BOTH = pytest.mark.parametrize("for_tpu", [False, True], ids=["gpu", "tpu"])
+
+
 def dtype_here(dtype: str = "bfloat16") -> str:
     """float32 says most; a GPU's kernel does not take it."""
     return dtype if ON_GPU else "float32"
 
 
-@pytest.mark.parametrize("blocks", [SMALL, OTHER])
+@pytest.mark.parametrize("blocks", [SMALL, OTHER, FOR_TPU])
 def test_an_encoder_with_packed_rows_of_an_odd_length(blocks):
     ids = packed(2, 85, 3)
     mask = Mask(key_segments=ids, query_segments=ids)
-    check(85, 85, mask, bidirectional=True, blocks=blocks, dtype=dtype_here())
+    check(85, 85, mask, bidirectional=True, blocks=blocks, dtype=dtype_here(), for_tpu=blocks is FOR_TPU)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -92,25 +100,30 @@ def test_a_decoder_in_narrow_types_with_the_blocks_that_are_chosen(dtype):
     check(70, 70, Mask(key_segments=segments([70, 9], 70), causal=True), bidirectional=False, width=64, dtype=dtype)
 
 
-def test_cross_attention_with_padding_and_shared_key_heads():
+@BOTH
+def test_cross_attention_with_padding_and_shared_key_heads(for_tpu: bool):
     mask = Mask(key_segments=segments([53, 20], 53))
-    check(37, 53, mask, heads=4, width=20, blocks=OTHER, dtype=dtype_here())
+    check(37, 53, mask, heads=4, width=20, blocks=OTHER, dtype=dtype_here(), for_tpu=for_tpu)
 
 
-def test_full_rows_without_any_mask():
-    check(96, 96, Mask(), bidirectional=True, blocks=SMALL, dtype=dtype_here())
+@BOTH
+def test_full_rows_without_any_mask(for_tpu: bool):
+    check(96, 96, Mask(), bidirectional=True, blocks=SMALL, dtype=dtype_here(), for_tpu=for_tpu)
 
 
-def test_a_prefix_in_packed_rows_sees_itself():
+@BOTH
+def test_a_prefix_in_packed_rows_sees_itself(for_tpu: bool):
     ids = packed(2, 80, 2)
     prefix = jnp.array(np.tile(np.arange(80) % 40 < 15, (2, 1)))
     mask = Mask(key_segments=ids, query_segments=ids, prefix=prefix, causal=True)
-    check(80, 80, mask, bidirectional=False, blocks=SMALL, dtype=dtype_here())
+    check(80, 80, mask, bidirectional=False, blocks=SMALL, dtype=dtype_here(), for_tpu=for_tpu)
 
 
-def test_a_window_and_a_softcap_with_shared_key_heads():
+@BOTH
+def test_a_window_and_a_softcap_with_shared_key_heads(for_tpu: bool):
     mask = Mask(key_segments=packed(2, 80, 1), window=13)
-    check(80, 80, mask, key_heads=1, bidirectional=True, softcap=0.7, blocks=OTHER, dtype=dtype_here())
+    options = {"key_heads": 1, "bidirectional": True, "softcap": 0.7, "blocks": OTHER}
+    check(80, 80, mask, **options, dtype=dtype_here(), for_tpu=for_tpu)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
