@@ -19,7 +19,15 @@ import numpy as np
 from t5x.errors import UserError
 from t5x.network.keys import Keys
 from t5x.network.relative_position import Preparable, RelativeBias
-from t5x.partitioning.devices import compute_capability, on_hopper, on_nvidia_gpu, on_tpu, runs_triton, vmem_bytes
+from t5x.partitioning.devices import (
+    compute_capability,
+    device,
+    on_hopper,
+    on_nvidia_gpu,
+    platform,
+    runs_triton,
+    vmem_bytes,
+)
 from t5x.partitioning.logical import constrain, on_each_device
 
 MASKED = -1e10
@@ -130,7 +138,7 @@ def _choose(query: Any, key: Any, mask: Mask, softcap: float | None, backend: st
     name = backend
     if backend == "auto":
         name = fastest(query, key, mask, softcap)
-        if jax.default_backend() == "gpu" and query.shape[1] > 1:
+        if platform() == "gpu" and query.shape[1] > 1:
             _log_choice(name, _gpu_refuses(query, mask))
     if name not in BACKENDS:
         raise UserError(f"attention_backend is {backend!r}; known are auto, {', '.join(BACKENDS)}.")
@@ -159,7 +167,7 @@ def prepare(
     from t5x.network import flash_preparation as flash  # Pallas is slow to import
 
     lengths = query.shape[1], key.shape[1]
-    plan = flash.make_plan(lengths, query.shape[3], mask, bias, interpret=jax.default_backend() == "cpu")
+    plan = flash.make_plan(lengths, query.shape[3], mask, bias, interpret=platform() == "cpu")
 
     def compute(rows, mask, bias):
         of_mask = flash.prepare_mask(mask, rows.shape[0], lengths, plan)
@@ -209,7 +217,7 @@ def fastest(query: jax.Array, key: jax.Array, mask: Mask, softcap: float | None 
     Our kernel was faster than cuDNN in every T5 attention measured on an H200 (docs/performance.md). GPUs other than
     Hopper were not measured: they use cuDNN where it can be used.
     """
-    if jax.default_backend() != "gpu" or query.shape[1] == 1 or _gpu_refuses(query, mask):
+    if platform() != "gpu" or query.shape[1] == 1 or _gpu_refuses(query, mask):
         return "xla"
     if not on_hopper() and not cudnn_refuses(query, key, mask, softcap):
         return "cudnn"
@@ -227,7 +235,7 @@ def _log_choice(name: str, reason: str | None) -> None:
 def _gpu_refuses(query: jax.Array, mask: Mask) -> str | None:
     """Return why no fused backend can compute this attention; None if they may."""
     if not on_nvidia_gpu():
-        return f"the device is {jax.devices()[0].device_kind}, no NVIDIA GPU"
+        return f"the device is {device().device_kind}, no NVIDIA GPU"
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"queries and keys are {query.dtype.name} (fused attention takes bfloat16 and float16)"
     if query.shape[-1] > 128:
@@ -242,7 +250,7 @@ def _gpu_refuses(query: jax.Array, mask: Mask) -> str | None:
 def pallas_refuses(query: jax.Array, key: jax.Array, mask: Mask, softcap: float | None = None) -> str | None:
     """Return why our kernel cannot compute this attention; None if it can."""
     del softcap
-    return _tpu_refuses(query, key, mask) if on_tpu() else _gpu_refuses(query, mask)
+    return _tpu_refuses(query, key, mask) if platform() == "tpu" else _gpu_refuses(query, mask)
 
 
 def _tpu_refuses(query: jax.Array, key: jax.Array, mask: Mask) -> str | None:
@@ -257,7 +265,8 @@ def _tpu_refuses(query: jax.Array, key: jax.Array, mask: Mask) -> str | None:
 
     needed, there = tpu_memory(query.shape, key.shape), vmem_bytes()
     if needed > there:
-        return f"rows of {query.shape[1]} queries and {key.shape[1]} keys need {needed >> 20} of {there >> 20} MB of VMEM"
+        lengths = f"{query.shape[1]} queries and {key.shape[1]} keys"
+        return f"rows of {lengths} need {needed >> 20} MB of vector memory (this TPU has {there >> 20})"
     return None
 
 
@@ -299,13 +308,13 @@ def attend_cached(
     if mask.position is None and bias is None and has_step_kernel(query.shape[1], query.dtype, key):
         from t5x.network.decode_kernel import attend_step
 
-        compute = functools.partial(attend_step, interpret=jax.default_backend() == "cpu")
+        compute = functools.partial(attend_step, interpret=platform() == "cpu")
         return on_each_device(
             compute, (_QUERIES, _CACHE, _CACHE, _ROWS), _QUERIES, query, key, value, mask.key_segments
         )  # fmt: skip
     if mask.row_offsets is not None:
         key, value = (_rows_of_beams(x, mask) for x in (key, value))
-    if jax.default_backend() == "cpu":  # the larger operand on the left, as in `layers.few_rows`
+    if platform() == "cpu":  # the larger operand on the left, as in `layers.few_rows`
         logits = jnp.einsum("bhkd,bqhd->bhkq", key, query, preferred_element_type=jnp.float32)
         logits = jnp.swapaxes(jax.lax.optimization_barrier(logits), 2, 3)
     else:
@@ -341,7 +350,7 @@ def extend_and_attend(
     position, bias_row = ((), ("heads", None)) if mask.position.ndim == 0 else (("batch",), ("batch", "heads", None))
 
     def compute(*arguments):
-        return list(decode_kernel.extend_and_attend(*arguments, interpret=jax.default_backend() == "cpu"))
+        return list(decode_kernel.extend_and_attend(*arguments, interpret=platform() == "cpu"))
 
     return on_each_device(
         compute, (("batch", None, "heads", "kv"), _CACHE, _CACHE, position, bias_row, _ROWS),
@@ -388,7 +397,7 @@ def attend_pallas(
 
     heads = "heads" if key.shape[2] == query.shape[2] else None
     layout = ("batch", "length", heads, "kv")
-    compute = functools.partial(flash_attention, softcap=softcap, interpret=jax.default_backend() == "cpu")
+    compute = functools.partial(flash_attention, softcap=softcap, interpret=platform() == "cpu")
     return on_each_device(
         compute, (layout, layout, layout, _mask_axes(mask), _bias_axes(bias, heads)), layout,
         query, key, value, mask, bias,

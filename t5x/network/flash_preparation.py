@@ -18,7 +18,7 @@ from t5x.network import flash_hopper as hopper
 from t5x.network import flash_kernels as kernels
 from t5x.network.flash_kernels import Block, Rules, Tiles
 from t5x.network.relative_position import RelativeBias
-from t5x.partitioning.devices import on_hopper, on_tpu
+from t5x.partitioning.devices import on_hopper, platform
 
 if TYPE_CHECKING:
     from t5x.network.attention import Mask
@@ -88,7 +88,7 @@ def make_plan(
     """Return the plan of an attention with these numbers of queries and keys; see `flash_attention`."""
     reach = None if bias is None else _reach(bias)
     same_queries = mask.query_segments is None and mask.prefix is None
-    target = "tpu" if (on_tpu() if for_tpu is None else for_tpu) else "triton"
+    target = "tpu" if (platform() == "tpu" if for_tpu is None else for_tpu) else "triton"
     if target == "triton" and blocks is None and not interpret and on_hopper():
         target = "hopper" if hopper.fits(lengths, head_dim, reach) else target
     blocks = choose_blocks(*lengths, head_dim, for_tpu=target == "tpu") if blocks is None else blocks
@@ -222,7 +222,7 @@ def prepare_bias(bias: RelativeBias, plan: Plan) -> PreparedBias:
 
     tiles_of = PerKernel(*itertools.starmap(made, plan.blocks._asdict().items()))
     far_logits = kernels.LOG2E * jax.lax.stop_gradient(far)
-    if plan.target == "hopper":  # the gradients must use the same numbers as the forward pass, whose strip has these too
+    if plan.target == "hopper":  # gradients must use the same numbers as the forward pass, whose strip has these too
         far_logits = far_logits.astype(_TILE_DTYPE).astype(jnp.float32)
     return PreparedBias(near, far, tiles_of, far_logits, plan)
 

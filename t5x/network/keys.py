@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from t5x.partitioning.devices import platform
+
 
 @flax.struct.dataclass
 class Keys:
@@ -130,7 +132,7 @@ def _materialize(arrays: list[jax.Array], condition: jax.Array) -> list[jax.Arra
     Args:
       condition: any boolean that is not known at compile time.
     """
-    if jax.default_backend() != "cpu":
+    if platform() != "cpu":
         return jax.lax.optimization_barrier(arrays)
     # On CPUs, XLA removes barriers before it fuses operations, but not conditionals.
     return jax.lax.cond(condition, lambda: arrays, lambda: [jnp.copy(array) for array in arrays])

@@ -14,7 +14,7 @@ from flax.linen.partitioning import param_with_axes
 
 from t5x.network import fp8
 from t5x.network.keys import Keys, dropout
-from t5x.partitioning.devices import runs_triton
+from t5x.partitioning.devices import platform, runs_triton
 from t5x.partitioning.logical import constrain, on_each_device
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -80,7 +80,7 @@ def project(
     if len(kernels) > 1 and module.has_variable("params", name):
         made = _joined(x, module.get_variable("params", name).astype(x.dtype), dtype)
         return made if joined else _unstack(made)
-    on_cpu = jax.default_backend() == "cpu"
+    on_cpu = platform() == "cpu"
     if module.has_variable(KERNELS, name):
         ready = module.get_variable(KERNELS, name)
         if on_cpu:
@@ -100,7 +100,7 @@ def project(
         if creates:
             module.put_variable(KERNELS, name, tuple(kernel.T for kernel in made))
         return [jnp.dot(x, kernel, preferred_element_type=dtype) for kernel in made]
-    if jax.default_backend() == "gpu" and len(kernels) > 1 and (creates or joined):
+    if platform() == "gpu" and len(kernels) > 1 and (creates or joined):
         together = _join(made)
         if creates:
             module.put_variable(KERNELS, name, together)
@@ -120,7 +120,7 @@ def _apart(x: jax.Array, times: int) -> Sequence[jax.Array]:
     some of the matmuls and then copies the results apart. With few rows that is right, because the number of kernel
     launches dominates.
     """
-    if jax.default_backend() != "gpu" or x.size < _MANY_ROWS * x.shape[-1]:
+    if platform() != "gpu" or x.size < _MANY_ROWS * x.shape[-1]:
         return (x,) * times
     return _barrier((x,) * times)
 
@@ -223,7 +223,7 @@ def lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
     """Return rows of the table, [...] -> [..., features]; the gradient is deterministic, on GPUs as well."""
     if jnp.issubdtype(tokens.dtype, jnp.floating):  # T5X's networks take tokens of any dtype
         tokens = tokens.astype(jnp.int32)
-    return (_rows if jax.default_backend() == "gpu" else _take)(table, tokens)
+    return (_rows if platform() == "gpu" else _take)(table, tokens)
 
 
 def _take(table: jax.Array, tokens: jax.Array) -> jax.Array:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from t5x.network.decoder_only import DecoderWrapper
 from t5x.network.layers import join_kernels
 from t5x.network.transformer import Transformer
+from t5x.partitioning.devices import platform
 
 _FLOAT32 = "rel_embedding"  # relative position tables are added to logits, which are float32
 _RESIDUAL = "embedding"  # its rows start the residual stream
@@ -15,7 +16,7 @@ _RESIDUAL = "embedding"  # its rows start the residual stream
 
 def default_dtype() -> str:
     """Return the default dtype of activations: bfloat16 is slow on CPUs, float32 is slow on accelerators."""
-    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    return "float32" if platform() == "cpu" else "bfloat16"
 
 
 def is_ours(module: Any) -> bool:
@@ -39,4 +40,4 @@ def compute_params(module: Any, params: Any) -> Any:
         return leaf if stays else leaf.astype(config.residual_dtype if name == _RESIDUAL else config.dtype)
 
     params = jax.tree_util.tree_map_with_path(cast, params)
-    return join_kernels(params) if jax.default_backend() == "gpu" else params
+    return join_kernels(params) if platform() == "gpu" else params

@@ -11,6 +11,7 @@ from flax.linen import initializers
 
 from t5x.network.keys import Keys
 from t5x.network.layers import parameter
+from t5x.partitioning.devices import platform
 
 
 def bucket(distance: np.ndarray, *, bidirectional: bool, num_buckets: int = 32, max_distance: int = 128) -> np.ndarray:
@@ -59,10 +60,10 @@ class RelativeBias(Preparable):
         """Return the bias as [heads, q, k], for query i at position i and key j at position j.
 
         The value depends only on j - i, so the matrix is one period of distances repeated, each row shifted by one.
-        Its gradient is a sum and needs no scatter over [q, k]. A TPU would move such rows between its lanes, which takes
-        minutes to compile; it multiplies by one-hot buckets instead, which it never stores.
+        Its gradient is a sum and needs no scatter over [q, k].
         """
-        if jax.default_backend() == "tpu":
+        # TPUs would move every row between lanes. They multiply by one-hot buckets, computed where they are needed.
+        if platform() == "tpu":
             return self._matrix_by_matmul(q_length, k_length)
         period = q_length + k_length
         distance = np.arange(period)

@@ -11,7 +11,7 @@ from t5x.network.blocks import DecoderLayer, EncoderLayer, prepare_attention, re
 from t5x.network.config import NetworkConfig
 from t5x.network.keys import Keys, dropout
 from t5x.network.layers import Embed, Kernel, RMSNorm, embed, few_rows, lookup, project
-from t5x.partitioning.devices import on_nvidia_gpu
+from t5x.partitioning.devices import on_nvidia_gpu, platform
 from t5x.partitioning.logical import constrain
 
 ROW_OFFSETS = "row_offsets"  # cache entry, see `Mask`; `decoding.beam` knows it by this name
@@ -108,7 +108,7 @@ class Decoder(nn.Module):
             return scale * jnp.einsum("bqd,bnd->bqn", x, wanted, preferred_element_type=jnp.float32)
         if not cfg.logits_via_embedding:
             (logits,) = project(self, x, [dense(cfg.dtype)], keys, dtype=jnp.float32)
-        elif cache is not None and x.shape[1] == 1 and jax.default_backend() == "cpu":
+        elif cache is not None and x.shape[1] == 1 and platform() == "cpu":
             logits = few_rows(x, table.astype(cfg.dtype), jnp.float32)
         else:
             logits = jnp.dot(x, table.T.astype(cfg.dtype), preferred_element_type=jnp.float32)

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from t5x.errors import ArgumentError
 from t5x.partitioning import logical, meshes, presets
 from t5x.partitioning.chunks import LocalChunker, LocalChunkInfo
-from t5x.partitioning.devices import on_nvidia_gpu
+from t5x.partitioning.devices import on_nvidia_gpu, platform
 from t5x.partitioning.logical import AxisRules, LogicalAxes, MeshAxes, axis_rules, logical_to_mesh_axes
 from t5x.partitioning.rules import checked, standard_logical_axis_rules
 
@@ -319,8 +319,12 @@ class BasePartitioner:
         return jax.jit(
             traced, in_shardings=in_shardings, out_shardings=out_shardings, static_argnums=static_argnums,
             donate_argnums=donate_argnums,
-            compiler_options=compiler_options(large_matmuls, decodes) or None,
+            compiler_options=self._compiler_options(large_matmuls, decodes) or None,
         )  # fmt: skip
+
+    def _compiler_options(self, large_matmuls: bool, decodes: bool) -> dict[str, Any]:
+        with self.activate():
+            return compiler_options(large_matmuls and platform() == "gpu", decodes and on_nvidia_gpu())
 
     def compile(self, partitioned_fn: Callable, *args: Any) -> Callable:
         """Compile the result of `partition` for arguments of these shapes."""
@@ -353,12 +357,12 @@ def compiler_options(large_matmuls: bool, decodes: bool) -> dict[str, Any]:
       large_matmuls: leave all matmuls to cuBLAS. XLA's own Triton matmuls win for few rows. With many rows they lose a
         few percent: residuals are added in a separate pass. Trying them out takes most of the compile time of some
         programs.
-      decodes: make loops part of CUDA graphs. Otherwise the GPU waits for the host after every decoding step.
+      decodes: make loops part of CUDA graphs (NVIDIA). Otherwise the GPU waits for the host after every decoding step.
     """
     options = {}
-    if large_matmuls and jax.default_backend() == "gpu":
+    if large_matmuls:
         options["xla_gpu_enable_triton_gemm"] = False
-    if decodes and on_nvidia_gpu():
+    if decodes:
         options["xla_gpu_enable_command_buffer"] = _COMMANDS_WITH_LOOPS
     flags = {word.removeprefix("--").partition("=")[0] for word in os.environ.get("XLA_FLAGS", "").split()}
     return {name: value for name, value in options.items() if name not in flags and _is_known({name: value})}

@@ -183,13 +183,15 @@ def test_contradictions_are_errors():
 
 
 def test_compiler_options_are_known_and_leave_xla_flags_alone(monkeypatch):
-    options = compiler_options.__wrapped__
-    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
-    assert options(True, True) == {}
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    of_program = PjitPartitioner()._compiler_options
+    if jax.default_backend() == "cpu":
+        assert of_program(large_matmuls=True, decodes=True) == {}
+    monkeypatch.setattr(partitioner, "platform", lambda: "gpu")
+    monkeypatch.setattr(partitioner, "on_nvidia_gpu", lambda: False)
+    assert of_program(large_matmuls=True, decodes=True) == {"xla_gpu_enable_triton_gemm": False}
     monkeypatch.setattr(partitioner, "on_nvidia_gpu", lambda: True)
-    assert options(True, False) == {"xla_gpu_enable_triton_gemm": False}
-    assert options(True, True).keys() == {"xla_gpu_enable_triton_gemm", "xla_gpu_enable_command_buffer"}
+    assert of_program(True, True).keys() == {"xla_gpu_enable_triton_gemm", "xla_gpu_enable_command_buffer"}
+    options = compiler_options.__wrapped__
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=")
     assert options(True, True) == {"xla_gpu_enable_triton_gemm": False}
 
