@@ -79,13 +79,11 @@ def flash_attention(
     q_pad, k_pad = (padded - length for padded, length in zip(plan.lengths, lengths, strict=True))
     width_pad = pl.next_power_of_2(max(head_dim, 16)) - head_dim
     padded = lambda x, more: jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, width_pad))) if more or width_pad else x
-    # A TPU's vectors hold positions and features: heads come before them.
-    ordered = (lambda x: x.swapaxes(1, 2)) if plan.target == "tpu" else lambda x: x
     out = _attention(
-        ordered(padded(query, q_pad)), ordered(padded(key, k_pad)), ordered(padded(value, k_pad)).astype(query.dtype),
-        gradient_of, of_bias, of_mask, plan,
+        padded(query, q_pad), padded(key, k_pad), padded(value, k_pad).astype(query.dtype), gradient_of,
+        of_bias, of_mask, plan,
     )  # fmt: skip
-    return ordered(out)[:, : lengths[0], :, :head_dim].astype(value.dtype)
+    return out[:, : lengths[0], :, :head_dim].astype(value.dtype)
 
 
 def tpu_memory(query_shape: tuple[int, ...], key_shape: tuple[int, ...]) -> int:
@@ -109,18 +107,35 @@ def _tpu_block_bytes(block: Block, tiles: int, heads: int) -> int:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
 def _attention(query, key, value, gradient_of, bias, mask, plan):
     """Compute attention for padded arrays. The bias's gradient is that of `gradient_of`, its `near` and `far`."""
-    del gradient_of
-    return _forward(query, key, value, bias, mask, plan)[0]
+    return _attention_forward(query, key, value, gradient_of, bias, mask, plan)[0]
 
 
 def _attention_forward(query, key, value, gradient_of, bias, mask, plan):
     del gradient_of
-    out, lse = _forward(query, key, value, bias, mask, plan)
-    return out, (query, key, value, bias, mask, out, lse)
+    if plan.target != "tpu":
+        out, lse = _forward(query, key, value, bias, mask, plan)
+        return out, (query, key, value, bias, mask, out, lse)
+    out, lse = _forward(*map(_swap_heads, (query, key, value)), bias, mask, plan)
+    out = _swap_heads(out)
+    # A TPU pads the last axis to 128 lanes, so heads that lie side by side take less memory until the backward pass.
+    query, key, value, kept = (x.reshape(*x.shape[:2], -1) for x in (query, key, value, out))
+    return out, (query, key, value, bias, mask, kept, lse)
 
 
 def _attention_backward(plan, residuals, gradient):
-    return (*_backward(*residuals, gradient, plan), None, None)
+    if plan.target != "tpu":
+        return (*_backward(*residuals, gradient, plan), None, None)
+    query, key, value, bias, mask, out, lse = residuals
+    query, key, value, out = (
+        _swap_heads(x.reshape(*x.shape[:2], -1, gradient.shape[3])) for x in (query, key, value, out)
+    )
+    *gradients, d_bias = _backward(query, key, value, bias, mask, out, lse, _swap_heads(gradient), plan)
+    return (*map(_swap_heads, gradients), d_bias, None, None)
+
+
+def _swap_heads(x: jax.Array) -> jax.Array:
+    """Return [batch, length, heads, width] as [batch, heads, length, width], as kernels for TPUs take it, or back."""
+    return x.swapaxes(1, 2)
 
 
 _attention.defvjp(_attention_forward, _attention_backward)
