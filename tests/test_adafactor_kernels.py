@@ -156,3 +156,18 @@ def test_other_parameters_and_rates_are_left_to_xla(calls):
 def test_sizes_that_a_program_can_add_up(shape, fits):
     assert adafactor_kernels.fits(jax.ShapeDtypeStruct(shape, jnp.float32)) == fits
     assert not adafactor_kernels.fits(jax.ShapeDtypeStruct(shape, jnp.bfloat16))
+
+
+@pytest.mark.parametrize("name", ["update_vector", "update_matrix"])
+def test_kernels_lower_for_a_gpu_and_pass_nan_on(name):
+    """In Triton, the maximum of NaN and a number is the number; the interpreter does not show it."""
+    array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    settings = adafactor_kernels.Settings(1e-30, 1e-3, 1.0)
+    if name == "update_vector":
+        arrays, options = [array(768)] * 3, {}
+    else:
+        arrays, options = [array(128, 320), array(128, 320), array(128), array(320)], {"row_axis": 0}
+    kernel = functools.partial(getattr(adafactor_kernels, name), settings=settings, **options)
+    traced = jax.jit(kernel).trace(*arrays, array(2))
+    assert "triton" in traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert " max " not in str(traced.jaxpr)

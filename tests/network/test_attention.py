@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from t5x.errors import UserError
-from t5x.network import attention
+from t5x.network import attention, relative_position
 from t5x.network.attention import Mask
 from t5x.network.keys import Keys
 from t5x.network.relative_position import RelativeBias
@@ -71,6 +71,39 @@ def test_one_key_is_all_there_is_to_attend_to():
     mask = Mask(key_segments=jnp.ones((BATCH, 1), jnp.int32))
     found = attention.attend(query, key, value, mask=mask, bias=RelativeBias(table, True))
     np.testing.assert_allclose(found, np.broadcast_to(value, query.shape), atol=1e-6)
+
+
+@pytest.mark.parametrize("bidirectional", [True, False])
+@pytest.mark.parametrize("shape", [(5, 9), (200, 320), (130, 7), (1, 1)], ids=str)
+def test_the_bias_as_a_matrix_is_the_same_on_tpus(monkeypatch, shape, bidirectional):
+    bias = RelativeBias(arrays((HEADS, 32))[0], bidirectional)
+    distance = np.arange(shape[1]) - np.arange(shape[0])[:, None]
+    for platform in ("cpu", "tpu"):
+        monkeypatch.setattr(relative_position, "platform", lambda platform=platform: platform)
+        np.testing.assert_array_equal(bias.matrix(*shape), bias.table[:, bias.buckets(distance)])
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "mask", "reason"),
+    [
+        ((2, 512, 2, 64), "bfloat16", Mask(), None),
+        ((2, 512, 2, 64), "float32", Mask(), "are float32"),
+        ((2, 512, 2, 256), "bfloat16", Mask(), "head_dim is 256"),
+        ((2, 512, 2, 64), "bfloat16", Mask(position=jnp.int32(3)), "a decoding step"),
+        ((1, 32768, 2, 64), "bfloat16", Mask(), "rows of 32768 queries and 32768 keys need 23 MB of vector memory"),
+    ],
+    ids=str,
+)
+def test_fused_attention_on_a_tpu_is_asked_for_and_says_what_it_cannot_do(monkeypatch, shape, dtype, mask, reason):
+    monkeypatch.setattr(attention, "platform", lambda: "tpu")
+    monkeypatch.setattr(attention, "vmem_bytes", lambda: 16 << 20)
+    query = jax.ShapeDtypeStruct(shape, dtype)
+    assert attention._choose(query, query, mask, None, "auto") == "xla"
+    if reason is None:
+        assert attention._choose(query, query, mask, None, "pallas") == "pallas"
+    else:
+        with pytest.raises(UserError, match=f"{reason}.*: set it to 'auto' or 'xla'"):
+            attention._choose(query, query, mask, None, "pallas")
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is one")

@@ -126,6 +126,21 @@ def test_a_window_and_a_softcap_with_shared_key_heads(for_tpu: bool):
     check(80, 80, mask, **options, dtype=dtype_here(), for_tpu=for_tpu)
 
 
+def test_the_kernels_for_tpus_lower_with_the_blocks_that_are_chosen():
+    ids = jax.ShapeDtypeStruct((2, 300), jnp.int32)
+    array = lambda heads: jax.ShapeDtypeStruct((2, 300, heads, 64), jnp.bfloat16)
+
+    def gradients(query, key, table, ids, prefix):
+        mask = Mask(ids, ids, prefix=prefix, causal=True, window=200)
+        compute = lambda query, key, table: flash_attention(
+            query, key, key, mask, RelativeBias(table, False), softcap=50.0, for_tpu=True
+        )
+        return jax.vjp(compute, query, key, table)[1](query)
+
+    traced = jax.jit(gradients).trace(array(4), array(2), jax.ShapeDtypeStruct((4, 32), jnp.float32), ids, ids)
+    assert traced.lower(lowering_platforms=("tpu",)).as_text().count("tpu_custom_call") == 3
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_chosen_blocks_fit_short_rows_and_one_another(head_dim: int):
     for q, k in [(1, 1), (7, 600), (40, 40), (128, 512), (512, 512), (4096, 4096), (600, 3)]:

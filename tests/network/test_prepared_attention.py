@@ -268,9 +268,18 @@ print(dict(partitioner.mesh.shape))
 
 
 @pytest.mark.skipif(ON_GPU, reason="has the devices that there are")
-@pytest.mark.parametrize("case", ["(4, True, (1, 0)), (4, False, (1,))", "(3, True, (1,)),"], ids=["even", "uneven"])
-def test_devices_prepare_and_compute_their_own_rows_and_heads(case):
+@pytest.mark.parametrize(
+    ("case", "platform"),
+    [
+        ("(4, True, (1, 0)), (4, False, (1,))", "gpu"),
+        ("(3, True, (1,)),", "gpu"),
+        ("(4, True, (1, 0)), (4, False, (1,))", "tpu"),
+    ],
+    ids=["even", "uneven", "tpu"],
+)
+def test_devices_prepare_and_compute_their_own_rows_and_heads(case, platform):
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4"
-    done = run_python("-c", f"CASES = {case}\n{DIVIDED}", env=os.environ | {"XLA_FLAGS": flags}, cwd=REPO)
+    chosen = f"from t5x.network import flash_preparation; flash_preparation.platform = lambda: {platform!r}"
+    done = run_python("-c", f"{chosen}\nCASES = {case}\n{DIVIDED}", env=os.environ | {"XLA_FLAGS": flags}, cwd=REPO)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "{'data': 2, 'model': 2}"
