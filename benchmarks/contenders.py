@@ -12,6 +12,7 @@ SIZES = {  # T5 1.1: width, heads, width of the MLP, layers
     "base": (768, 12, 2048, 12),
     "large": (1024, 16, 2816, 24),
     "xl": (2048, 32, 5120, 24),
+    "xxl": (4096, 64, 10240, 24),
 }
 LABELS = [1176, 6136]
 CTRANSLATE2_DTYPE = "float32"
@@ -66,7 +67,7 @@ class HuggingFace:
         self.dtype = getattr(torch, dtype)
         torch.set_float32_matmul_precision("high")
         self.model = random_t5(size).to(self.device)
-        self.model.set_attn_implementation("sdpa")
+        self.model.set_attn_implementation("sdpa")  # transformers 5.23 reads T5's bias out of bounds for flex attention
         self.compiled = compiled
         self.optimizer = optimizer
 
@@ -127,6 +128,20 @@ class HuggingFace:
         def call() -> None:
             logits = forward(input_ids=x, decoder_input_ids=start, use_cache=False).logits
             logits[:, 0, LABELS].float()
+
+        return call
+
+    def encode(self, rows: int, inputs: int) -> Callable[[], None]:
+        """The encoder alone; its output stays on the device."""
+        import torch
+
+        self.model = self.model.get_encoder().to(self.dtype).eval()
+        forward = torch.compile(self.model) if self.compiled else self.model
+        x = self.tokens(rows, inputs)
+
+        @torch.inference_mode()
+        def call() -> None:
+            forward(input_ids=x)
 
         return call
 

@@ -4,10 +4,11 @@
     python benchmarks/peers.py --work greedy:small:16,data --ctranslate2 PYTHON --seqio .venv-reference/bin/python
     python benchmarks/peers.py --render gpu.json [MORE.json …]
 
-Each of WORK is KIND:SIZE:BATCH: `train`, `greedy`, `beamN` or `score`; `data` and `data-packed` (with --seqio) have a
-batch alone. Random weights and tokens, full rows; what each peer does is in contenders.py. Prints JSON, and says on
-standard error what is going on. --render writes the table of saved results into docs/performance.md, between the
-comments `<!-- peers NAME -->` and `<!-- end -->`, and a drawing of it beside that; NAME is gpu or cpu, by the device.
+Each of WORK is KIND:SIZE:BATCH: `train`, `greedy`, `beamN`, `score` or `encode`; `data` and `data-packed` (with
+--seqio) have a batch alone. Random weights and tokens, full rows; what each peer does is in contenders.py. Prints JSON,
+and logs its progress on standard error. --render writes the table of saved results into docs/performance.md, between
+the comments `<!-- peers NAME -->` and `<!-- end -->`, and a drawing of it beside that; NAME is gpu or cpu, by the
+device.
 """
 
 import argparse
@@ -30,7 +31,8 @@ import peers_page
 import rounds
 
 SECONDS, FEWEST, MOST = 10.0, 3, 200  # as `t5x bench`
-KINDS = re.compile(r"train|greedy|beam\d+|score|data|data-packed")
+KINDS = re.compile(r"train|greedy|beam\d+|score|encode|data|data-packed")
+BY_SEQUENCE = ("train", "score", "encode")
 
 
 def main() -> None:
@@ -125,7 +127,7 @@ def check_same(found: dict[str, dict[str, Any]]) -> None:
 def parsed(work: str, parser_error: Callable[[str], Any]) -> tuple[str, str | None, int]:
     kind, *rest = work.split(":")
     if not KINDS.fullmatch(kind):
-        parser_error(f"--work {work}: known are train, greedy, beam4, score, data, data-packed.")
+        parser_error(f"--work {work}: known are train, greedy, beam4, score, encode, data, data-packed.")
     if kind.startswith("data"):
         if len(rest) > 1 or not all(map(str.isdigit, rest)):
             parser_error(f"--work {work}: write {kind} or {kind}:BATCH.")
@@ -141,11 +143,11 @@ def beams_of(kind: str) -> int:
 
 
 def unit_of(kind: str) -> str:
-    return "sequences/s" if kind in ("train", "score") else "tokens/s"
+    return "sequences/s" if kind in BY_SEQUENCE else "tokens/s"
 
 
 def rate_of(kind: str, found: dict[str, Any]) -> float:
-    return found["sequences_per_s" if kind in ("train", "score") else "tokens_per_s"]
+    return found["sequences_per_s" if kind in BY_SEQUENCE else "tokens_per_s"]
 
 
 def contenders_of(
@@ -153,8 +155,8 @@ def contenders_of(
 ) -> dict[str, Callable[[], dict[str, Any]]]:
     """A process to start for each."""
     is_data = kind.startswith("data")
-    verb = {"train": "train", "score": "score"}.get(kind, "data" if is_data else "generate")
-    lengths = ["--inputs", args.inputs] + ([] if kind == "score" else ["--targets", args.targets])
+    verb = kind if kind in BY_SEQUENCE else "data" if is_data else "generate"
+    lengths = ["--inputs", args.inputs] + ([] if kind in ("score", "encode") else ["--targets", args.targets])
     ours = [sys.executable, "-m", "t5x", "bench", verb, "--json", "--batch", batch, *lengths]
     ours += ["--steps", args.steps] if args.steps else []
     flags = ["--work", f"{kind}:{size}:{batch}" if size else f"{kind}:{batch}", "--inputs", args.inputs]
@@ -173,11 +175,10 @@ def contenders_of(
         return calls
     ours += ["--size", size, *(["--dtype", args.dtype] if args.dtype else [])]
     ours += ["--beams", beams_of(kind)] if verb == "generate" else []
-    calls = {"t5x": start(ours), "Hugging Face": peer("huggingface", sys.executable, "--optimizer", args.optimizer)}
+    hugging_face = functools.partial(peer, "huggingface", sys.executable, "--optimizer", args.optimizer)
+    calls = {"t5x": start(ours), "Hugging Face": hugging_face()}
     if args.compile:
-        calls["Hugging Face, compiled"] = peer(
-            "huggingface", sys.executable, "--compile", "--optimizer", args.optimizer
-        )
+        calls["Hugging Face, compiled"] = hugging_face("--compile")
     if args.ctranslate2 and verb == "generate" and args.dtype not in (None, contenders.CTRANSLATE2_DTYPE):
         said = f"CTranslate2 is left out: it computes in {contenders.CTRANSLATE2_DTYPE}, not in {args.dtype}"
         print(said, file=sys.stderr, flush=True)
@@ -224,8 +225,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         mark = peer.mark
         if kind == "train":
             call = peer.train(batch, args.inputs, args.targets)
-        elif kind == "score":
-            call = peer.score(batch, args.inputs)
+        elif kind in ("score", "encode"):
+            call = getattr(peer, kind)(batch, args.inputs)
         else:
             call = peer.generate(batch, args.inputs, args.targets, beams_of(kind))
         more = {"torch": torch.__version__, "transformers": transformers.__version__, "parameters": peer.parameters}
@@ -233,7 +234,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     seconds = timed(call, mark, args.steps)
     if args.measure == "huggingface":
         more["peak_memory_gb"] = peer.peak_memory_gb()
-    tokens = {"train": args.inputs + args.targets, "score": args.inputs}.get(kind, args.targets)
+    tokens = {"train": args.inputs + args.targets, "score": args.inputs, "encode": args.inputs}.get(kind, args.targets)
     rates = {"sequences_per_s": batch / seconds, "tokens_per_s": batch * tokens / seconds}
     return {"step_ms": 1e3 * seconds, **rates, **more}
 
