@@ -46,7 +46,7 @@ def flash_attention(
     softcap: float | None = None,
     blocks: Blocks | None = None,
     for_tpu: bool | None = None,
-    interpret: bool = False,
+    interpret: Any = False,
 ) -> jax.Array:
     """Compute softmax(q·k + bias, where the mask allows) v, differentiable in query, key, value and the bias table.
 
@@ -57,7 +57,7 @@ def flash_attention(
       softcap: logits become `softcap * tanh(logits / softcap)` before the bias is added.
       blocks: the block of each kernel; None chooses them by the shapes.
       for_tpu: whether the kernels are those for TPUs; None decides by the default devices.
-      interpret: run in Pallas's interpreter, on any device but slowly, for tests.
+      interpret: run in Pallas's interpreter, on any device but slowly, for tests; for TPUs also its parameters.
 
     Returns:
       [batch, q, heads, head_dim] in the dtype of `value`; 0 for a query that sees no key.

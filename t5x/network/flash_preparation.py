@@ -71,7 +71,7 @@ class Plan:
     extent: int
     same_queries: bool
     target: str
-    interpret: bool
+    interpret: Any
 
 
 def make_plan(
@@ -83,7 +83,7 @@ def make_plan(
     softcap: float | None = None,
     blocks: Blocks | None = None,
     for_tpu: bool | None = None,
-    interpret: bool = False,
+    interpret: Any = False,
 ) -> Plan:
     """Return the plan of an attention with these numbers of queries and keys; see `flash_attention`."""
     reach = None if bias is None else _reach(bias)

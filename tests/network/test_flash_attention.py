@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu
 
 from t5x.network import flash_preparation as flash
 from t5x.network.attention import Mask, attend_xla
@@ -22,6 +23,7 @@ from tests.tiny import arrays, segments
 
 ON_GPU = jax.default_backend() == "gpu"
 SMALL = flash.Blocks(Block(32, 16), Block(16, 16), Block(16, 32), Block(32, 32))
+TPU_INTERPRETER = tpu.InterpretParams(uninitialized_memory="nan", out_of_bounds_reads="raise")
 FOR_TPU = flash.Blocks(Block(32, 16), Block(16, 32), Block(32, 16), Block(16, 32))
 OTHER = flash.Blocks(Block(16, 32), Block(32, 16), Block(32, 16), Block(32, 16))
 
@@ -60,7 +62,7 @@ def check(
     def ours(query, key, value, table):
         return flash_attention(
             query, key, value, mask, bias_of(table), softcap=softcap, blocks=FOR_TPU if for_tpu else blocks,
-            for_tpu=for_tpu, interpret=for_tpu or not ON_GPU,
+            for_tpu=for_tpu, interpret=TPU_INTERPRETER if for_tpu else not ON_GPU,
         )  # fmt: skip
 
     def reference(*args):
