@@ -24,14 +24,15 @@ class Share:
       rows: rows of a microbatch.
       inputs, targets: tokens of a row.
       model: devices that share a copy of the model.
-      fused: whether attention and the gate are fused kernels, as on NVIDIA GPUs.
+      fused_attention, fused_gate: whether these are kernels of their own, as on NVIDIA GPUs.
     """
 
     rows: int
     inputs: int
     targets: int
     model: int = 1
-    fused: bool = True
+    fused_attention: bool = True
+    fused_gate: bool = True
 
     def divided(self, size: int) -> int:
         """Return the part of a dimension on this device; a dimension that does not divide evenly is not sharded."""
@@ -109,7 +110,7 @@ class _Tower:
         # A scan keeps everything that JAX's differentiation asks for: three float32 arrays per norm …
         norms = self._token_bytes(3 * blocks * cfg.emb_dim, 4) + self._token_bytes((2 * blocks - 1) * cfg.emb_dim, item)
         mlp = len(cfg.mlp_activations) + 1
-        if not self.share.fused and "gelu" in cfg.mlp_activations:
+        if not self.share.fused_gate and "gelu" in cfg.mlp_activations:
             mlp += 5  # … and every step of GELU
         return norms + self._token_bytes(heads + mlp * self._mlp, item) + cross_keys + self._score_bytes()
 
@@ -138,6 +139,6 @@ class _Tower:
     def _score_bytes(self) -> int:
         """Return the bytes of attention weights, or of their log-sum-exp with fused attention."""
         queries = self.share.rows * self.share.divided(self.cfg.num_heads) * self.length
-        if self.share.fused:
+        if self.share.fused_attention:
             return 4 * queries * (2 if self.source else 1)
         return (4 + self._item) * queries * (self.length + self.source)

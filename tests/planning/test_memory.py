@@ -57,7 +57,7 @@ def test_scanned_layers_keep_what_jax_saves(remat):
         if not scan.params["reverse"] and out.aval.shape[1:2] == (4,)
     ]  # fmt: skip
     expected = sum(x.size * x.dtype.itemsize for x in kept)
-    share = Share(rows=4, inputs=48, targets=16, fused=False)
+    share = Share(rows=4, inputs=48, targets=16, fused_attention=False, fused_gate=False)
     assert memory.saved_bytes(config, share, remat) == pytest.approx(expected, rel=0.06)
 
 
@@ -68,6 +68,31 @@ def scans(jaxpr, length):
         else:
             for inner in jaxprs_in_params(equation.params):
                 yield from scans(inner, length)
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "dtype", "fused"),
+    [
+        ("v5e-1", "auto", "bfloat16", False),
+        ("v5e-1", "pallas", "bfloat16", True),
+        ("h200x1", "auto", "bfloat16", True),
+        ("h200x1", "auto", "float32", False),
+        ("h200x1", "xla", "bfloat16", False),
+    ],
+)
+def test_attention_weights_take_memory_without_fused_attention(device, backend, dtype, fused):
+    work = Workload("base", 4, 4096, 512, dtype=dtype, attention=backend)
+    run = estimates.Run(work.model, 4, 4096, 512)
+    share = estimates.share_of(run, topologies.parse(device), (1, 1))
+    weights = 4 * 12 * 4096**2 * 12  # rows, heads, queries and keys, layers
+    assert (memory.saved_bytes(run.config, share, "none") < 4 * weights) == fused
+
+
+def test_a_backend_that_a_cpu_lacks_can_be_planned():
+    work = Workload("tiny", 2, 32, 16, dtype="bfloat16", attention="pallas")
+    topology = topologies.parse("v5e-1")
+    found = estimates.estimate(estimates.Run(work.model, 2, 32, 16), topology, "dp", (1, 1))
+    assert found.peak("none") > 0 and found.program.temporaries > 0
 
 
 def test_caches_are_those_of_the_model():
