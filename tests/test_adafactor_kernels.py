@@ -41,7 +41,7 @@ def calls(monkeypatch) -> list[tuple[int, ...]]:
         kernel = getattr(adafactor_kernels, name)
         monkeypatch.setattr(adafactor_kernels, name, functools.partial(recorded, kernel))
     monkeypatch.setattr(adafactor, "runs_triton", lambda: True)
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    monkeypatch.setattr(adafactor, "device_count", lambda: 1)
     return shapes
 
 
@@ -127,7 +127,7 @@ def test_other_settings_are_left_to_xla(calls, options):
 
 
 def test_several_devices_are_left_to_xla(calls, monkeypatch):
-    monkeypatch.setattr(jax, "device_count", lambda: 2)
+    monkeypatch.setattr(adafactor, "device_count", lambda: 2)
     assert not Adafactor()._has_kernels(0.1)
 
 

@@ -38,7 +38,8 @@ class Engine:
     def __init__(self, model: BaseTransformerModel, partitioner: PjitPartitioner, params: Any):
         self.model = model
         self.partitioner = partitioner
-        self.params = compute_params(model.module, params)
+        with partitioner.activate():
+            self.params = compute_params(model.module, params)
 
     def program(
         self, function: Callable[[Any, Mapping[str, jax.Array], jax.Array], Any], *, few_rows: bool = False

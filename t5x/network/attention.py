@@ -236,31 +236,31 @@ def _gpu_refuses(query: jax.Array, mask: Mask) -> str | None:
     """Return why no fused backend can compute this attention; None if they may."""
     if not on_nvidia_gpu():
         return f"the device is {device().device_kind}, no NVIDIA GPU"
-    if query.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"queries and keys are {query.dtype.name} (fused attention takes bfloat16 and float16)"
+    if reason := _shape_refuses(query, mask, ("bfloat16", "float16")):
+        return reason
+    if compute_capability() < 8.0:
+        return f"the GPU has compute capability {compute_capability()} (fused attention needs 8.0)"
+    return None
+
+
+def _shape_refuses(query: jax.Array, mask: Mask, dtypes: tuple[str, ...]) -> str | None:
+    """Return why no fused kernel for these dtypes can compute this attention; None if they may."""
+    if query.dtype.name not in dtypes:
+        return f"queries and keys are {query.dtype.name} (fused attention takes {' and '.join(dtypes)})"
     if query.shape[-1] > 128:
         return f"head_dim is {query.shape[-1]} (fused attention takes up to 128)"
     if mask.position is not None:
         return "the mask is that of a decoding step"
-    if compute_capability() < 8.0:
-        return f"the GPU has compute capability {compute_capability()} (fused attention needs 8.0)"
     return None
 
 
 def pallas_refuses(query: jax.Array, key: jax.Array, mask: Mask, softcap: float | None = None) -> str | None:
     """Return why our kernel cannot compute this attention; None if it can."""
     del softcap
-    return _tpu_refuses(query, key, mask) if platform() == "tpu" else _gpu_refuses(query, mask)
-
-
-def _tpu_refuses(query: jax.Array, key: jax.Array, mask: Mask) -> str | None:
-    """Return why our kernel cannot compute this attention on a TPU; None if it can."""
-    if query.dtype != jnp.bfloat16:
-        return f"queries and keys are {query.dtype.name} (fused attention on TPUs takes bfloat16)"
-    if query.shape[-1] > 128:
-        return f"head_dim is {query.shape[-1]} (fused attention takes up to 128)"
-    if mask.position is not None:
-        return "the mask is that of a decoding step"
+    if platform() != "tpu":
+        return _gpu_refuses(query, mask)
+    if reason := _shape_refuses(query, mask, ("bfloat16",)):
+        return reason
     from t5x.network.flash_attention import tpu_memory  # Pallas is slow to import
 
     needed, there = tpu_memory(query.shape, key.shape), vmem_bytes()

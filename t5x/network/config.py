@@ -38,8 +38,8 @@ class NetworkConfig:
       remat_policy: what the backward pass recomputes: `none`, `minimal` (everything except matmuls) or `full`.
       per_layer_relative_position_bias: a bias table in every layer (umT5) instead of one per tower.
       attention_backend: `auto` (the fastest that is correct for device, dtype and mask; logged once), `xla`, `pallas`
-        (t5x's fused kernel for NVIDIA GPUs; bfloat16 or float16), or `cudnn` (also fused; padding only at the end of
-        rows, no packed rows, no prefix).
+        (t5x's fused kernel, for bfloat16 on NVIDIA GPUs and TPUs and float16 on NVIDIA GPUs), or `cudnn` (also fused;
+        padding only at the end of rows, no packed rows, no prefix).
     """
 
     vocab_size: int

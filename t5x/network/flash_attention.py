@@ -1,4 +1,4 @@
-"""Fused attention for GPUs: T5's bias table and its gradient, packed rows, any length, no [q, k] array.
+"""Fused attention for GPUs and TPUs: T5's bias table and its gradient, packed rows, any length, no [q, k] array.
 
 Every sum has a fixed order, so results are bitwise reproducible. Blocks of queries and keys that do not see each other
 are skipped: packed rows cost less than full ones.
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from t5x.network.attention import Mask
 
 _BIAS_PROGRAMS = 1024  # programs of the bias gradient's kernel, enough to fill a GPU
-_TPU_LANES = 128
-_TPU_FEW_BYTES = 1 << 20  # rows that are loaded while others are in use
+_TPU_FEW_BYTES = 1 << 20  # rows up to this size have two buffers: one is loaded while the other is in use
+_TPU_TILES = 3  # of T5's bias
 
 
 def flash_attention(
@@ -56,7 +56,7 @@ def flash_attention(
       mask, bias: prepared for this attention (`attention.prepare`), or prepared here. A bias of None adds nothing.
       softcap: logits become `softcap * tanh(logits / softcap)` before the bias is added.
       blocks: the block of each kernel; None chooses them by the shapes.
-      for_tpu: whether the kernels are those for TPUs; None decides by the default devices.
+      for_tpu: whether the kernels are those for TPUs; None decides by the devices of the active mesh.
       interpret: run in Pallas's interpreter, on any device but slowly, for tests; for TPUs also its parameters.
 
     Returns:
@@ -89,19 +89,20 @@ def flash_attention(
 def tpu_memory(query_shape: tuple[int, ...], key_shape: tuple[int, ...]) -> int:
     """Return the bytes of vector memory that the kernels for TPUs need for these shapes, with T5's bias."""
     block = choose_blocks(query_shape[1], key_shape[1], query_shape[3], for_tpu=True).query
-    groups = query_shape[2] // key_shape[2]
-    rows = {False: _tpu_row_bytes(key_shape[1]), True: _tpu_row_bytes(query_shape[1], groups)}
-    return max(row + _tpu_block_bytes(block, 3, groups if of_keys else 2) for of_keys, row in rows.items())
+    padded = lambda length, size: length + -length % size
+    q, k, groups = padded(query_shape[1], block.q), padded(key_shape[1], block.k), query_shape[2] // key_shape[2]
+    return max(_tpu_bytes(block, _TPU_TILES, 2, _tpu_row_bytes(k, 1)),
+               _tpu_bytes(block, _TPU_TILES, groups, _tpu_row_bytes(q, groups)))  # fmt: skip
 
 
-def _tpu_row_bytes(length: int, groups: int = 1) -> int:
+def _tpu_row_bytes(length: int, groups: int) -> int:
     """Return the bytes of the whole rows that a kernel holds: keys and values, or queries, gradients and vectors."""
-    return length * groups * (2 * 2 * _TPU_LANES + 2 * 4)
+    return length * groups * (2 * 2 * kernels.LANES + 2 * 4)
 
 
-def _tpu_block_bytes(block: Block, tiles: int, heads: int) -> int:
-    """Return what a kernel needs besides whole rows: two buffers of tiles and their gradients, and 4 MB."""
-    return (4 << 20) + 2 * 4 * heads * tiles * block.q * block.k
+def _tpu_bytes(block: Block, tiles: int, heads: int, row_bytes: int) -> int:
+    """Return the bytes of a kernel: whole rows, two buffers of the tiles of `heads` (or their gradients), and 4 MB."""
+    return (4 << 20) + 2 * 4 * heads * tiles * block.q * block.k + row_bytes * (1 + (row_bytes <= _TPU_FEW_BYTES))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
@@ -298,7 +299,7 @@ class _Call:
         )(*arrays)  # fmt: skip
 
     def ordered(self, blocks: Any, batch: Any, heads: Any) -> tuple:
-        """Return what belongs to the axes of the grid in the order of the grid."""
+        """Return the three values in the order of the grid's axes."""
         return blocks, batch, heads
 
     def spec(self, shape: tuple, index: Callable[[Any, Any, Any], tuple], **options: Any) -> pl.BlockSpec:
@@ -336,8 +337,15 @@ class _Call:
         several = self.ranges.shape[0] > 1
         return self.spec((None, *self.ranges.shape[1:]), lambda i, b, h: (b if several else 0, 0, 0), **options)
 
-    def array(self, length: int, heads: int | None, index: Callable[[Any, Any, Any], tuple]) -> pl.BlockSpec:
-        """Return the spec of queries, keys or values; `index` gives the numbers of the block and of the heads."""
+    def array(
+        self, length: int, heads: int | None, index: Callable[[Any, Any, Any], tuple], *, is_row: bool = False
+    ) -> pl.BlockSpec:
+        """Return the spec of a row of queries, keys or values, or of a block of it.
+
+        Args:
+          index: returns the numbers of the block and of the heads.
+        """
+        del is_row
 
         def place(i, b, h):
             at, head = index(i, b, h)
@@ -350,11 +358,11 @@ class _Call:
 
     def k_row(self) -> pl.BlockSpec:
         """Return the spec of all keys that a query head uses."""
-        return self.array(self.k_length, None, lambda i, b, h: (0, jax.lax.div(h, self.groups)))
+        return self.array(self.k_length, None, lambda i, b, h: (0, jax.lax.div(h, self.groups)), is_row=True)
 
     def q_row(self) -> pl.BlockSpec:
         """Return the spec of all queries of the heads that share a key head."""
-        return self.array(self.q_length, self.groups, lambda i, b, h: (0, h))
+        return self.array(self.q_length, self.groups, lambda i, b, h: (0, h), is_row=True)
 
     def k_block(self) -> pl.BlockSpec:
         return self.array(self.block.k, None, lambda i, b, h: (i, h))
@@ -377,14 +385,13 @@ class _TpuCall(_Call):
 
     def __init__(self, *args: Any):
         super().__init__(*args)
-        self.row_bytes = _tpu_row_bytes(*((self.q_length, self.groups) if self.of_keys else (self.k_length,)))
+        self.row_bytes = _tpu_row_bytes(*((self.q_length, self.groups) if self.of_keys else (self.k_length, 1)))
         self.vector_shape = (*self.vector_shape[:2], 1, self.q_length)
 
     @property
     def compiler_params(self) -> Any:
         tiles = 0 if self.bias is None else Tiles(self.block, self.plan.rules.reach).count
-        needed = _tpu_block_bytes(self.block, tiles, self.groups if self.of_keys else 2)
-        needed += self.row_bytes * (1 if self.row_bytes > _TPU_FEW_BYTES else 2)
+        needed = _tpu_bytes(self.block, tiles, self.groups if self.of_keys else 2, self.row_bytes)
         return tpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=needed)
 
     def ordered(self, blocks: Any, batch: Any, heads: Any) -> tuple:
@@ -407,12 +414,13 @@ class _TpuCall(_Call):
     def ranges_spec(self) -> pl.BlockSpec:
         return super().ranges_spec(memory_space=tpu.SMEM)
 
-    def array(self, length: int, heads: int | None, index: Callable[[Any, Any, Any], tuple]) -> pl.BlockSpec:
+    def array(
+        self, length: int, heads: int | None, index: Callable[[Any, Any, Any], tuple], *, is_row: bool = False
+    ) -> pl.BlockSpec:
         def place(i, b, h):
             at, head = index(i, b, h)
             return b, head, at, 0
 
-        is_row = length == (self.q_length if self.of_keys else self.k_length)
         once = {"pipeline_mode": pl.Buffered(1)} if is_row and self.row_bytes > _TPU_FEW_BYTES else {}
         return self.spec((None, heads, length, self.width), place, **once)
 

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as mosaic
 
 from t5x.network.flash_kernels import LOG2E, MASKED, UNSEEN, Block, Rules, visible
+from t5x.partitioning.devices import device
 
 _COMPUTING = 2  # warpgroups
 _ROWS = 64  # queries of a warpgroup
@@ -100,7 +101,7 @@ def forward(
     batch, q_length, heads, width = query.shape
     groups = heads // key.shape[2]
     blocks = q_length // BLOCK.q
-    processors = getattr(jax.devices()[0], "core_count", 132)
+    processors = getattr(device(), "core_count", 132)
     parts = max(1, min(batch * blocks, processors // heads))
     swizzled = (mosaic.TilingTransform((8, 64)), mosaic.SwizzleTransform(128))
     array = lambda *shape: mosaic.SMEM(shape, query.dtype, transforms=swizzled)

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 
 LOG2E = 1.4426950408889634
 MASKED = -1e30
-_LANES = 128  # of a TPU's vectors
+LANES = 128  # of a TPU's vectors
 UNSEEN = 1e30  # log-sum-exp of a query that sees no key, so that all its weights become 0
 
 
@@ -39,11 +39,11 @@ class Grid(NamedTuple):
 
     def loaded(self, vector: jax.Array) -> jax.Array:
         """Return a vector from memory for use with the rows of matrices: on TPUs along the sublanes, not the lanes."""
-        return jnp.broadcast_to(vector[None, :], (_LANES, vector.size)).T[:, 0] if self.on_tpu else vector
+        return jnp.broadcast_to(vector[None, :], (LANES, vector.size)).T[:, 0] if self.on_tpu else vector
 
     def stored(self, vector: jax.Array) -> jax.Array:
         """Return a vector of sums or maxima of rows for memory, the inverse of `loaded`."""
-        return jnp.broadcast_to(vector[:, None], (vector.size, _LANES)).T[0] if self.on_tpu else vector
+        return jnp.broadcast_to(vector[:, None], (vector.size, LANES)).T[0] if self.on_tpu else vector
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +142,7 @@ class _Logits(NamedTuple):
     tiles: Any
     far: Any
     codes: Callable[[Any, Any], tuple[jax.Array, jax.Array]] | None
-    grid: "Grid"
+    grid: Grid
     head: tuple = ()
     transposed: bool = False
 

@@ -212,7 +212,7 @@ def prepare_bias(bias: RelativeBias, plan: Plan) -> PreparedBias:
     starts = [number * tiles.unit - (block.q - 1) + plan.extent for number in range(tiles.first, tiles.last + 1)]
     near = jnp.stack([part(start, block.q + block.k - 1) for start in starts], axis=1)
     logits = kernels.LOG2E * jax.lax.stop_gradient(values)
-    if plan.target != "tpu":  # which has no float16
+    if plan.target != "tpu":  # TPUs have no float16
         logits = logits.astype(_TILE_DTYPE)
 
     def made(kernel: str, block: Block) -> jax.Array:

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from t5x.network.config import NetworkConfig, T5Config
-from t5x.partitioning.devices import runs_triton
+from t5x.partitioning.devices import device_count, runs_triton
 
 SCALES = "fp8"  # Linen's collection of scales, and its name in the train state
 HISTORY = 1024  # steps
@@ -151,7 +151,7 @@ def _quantize(x: jax.Array, scale: jax.Array, dtype: Any) -> tuple[jax.Array, ja
 
     Values saturate because x may have grown since the scale was chosen. Infinity becomes NaN, not a number.
     """
-    if runs_triton() and jax.device_count() == 1:
+    if runs_triton() and device_count() == 1:
         from t5x.network import elementwise_kernels  # Pallas is slow to import
 
         if elementwise_kernels.fits(*x.shape):

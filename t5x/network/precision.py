@@ -15,7 +15,10 @@ _RESIDUAL = "embedding"  # its rows start the residual stream
 
 
 def default_dtype() -> str:
-    """Return the default dtype of activations: bfloat16 is slow on CPUs, float32 is slow on accelerators."""
+    """Return the default dtype of activations on the devices of the active mesh, or on JAX's default device.
+
+    bfloat16 is slow on CPUs, float32 is slow on accelerators.
+    """
     return "float32" if platform() == "cpu" else "bfloat16"
 
 

@@ -17,6 +17,12 @@ def device() -> jax.Device:
     return jax.devices()[0] if chosen is None else chosen
 
 
+def device_count() -> int:
+    """Return the number of devices that the traced program will run on."""
+    mesh = active_mesh()
+    return jax.device_count() if mesh is None else mesh.size
+
+
 def platform() -> str:
     """Return `cpu`, `gpu` or `tpu`."""
     return device().platform

@@ -126,12 +126,12 @@ def estimate(run: Run, topology: Topology, preset: str, mesh: tuple[int, int]) -
 
 def layout_of(run: Run, preset: str, model: int) -> StateLayout:
     partitioner = PjitPartitioner(preset=preset, num_partitions=model if presets.named(preset).model_parallel else None)
-    model = run.with_config(attention_backend="xla").model  # a CPU has no other
-    shapes = model.input_shapes({"inputs": run.inputs, "targets": run.targets})
+    run = run.with_config(attention_backend="xla")  # a CPU has no other
+    shapes = run.model.input_shapes({"inputs": run.inputs, "targets": run.targets})
     level = logging.getLogger("t5x").level
     logging.getLogger("t5x").setLevel(logging.ERROR)  # dimensions that a mesh does not divide, once per preset
     try:
-        return StateLayout.of(model, partitioner, shapes)
+        return StateLayout.of(run.model, partitioner, shapes)
     finally:
         logging.getLogger("t5x").setLevel(level)
 
@@ -139,9 +139,10 @@ def layout_of(run: Run, preset: str, model: int) -> StateLayout:
 def share_of(run: Run, topology: Topology, mesh: tuple[int, int]) -> Share:
     """Return what one device of a (data, model) mesh computes."""
     data, model = mesh
-    on_gpu = not topology.is_tpu and run.config.dtype != "float32"
-    fused = {"auto": on_gpu, "xla": False}.get(run.config.attention_backend, True)
-    return Share(run.batch // data // run.microbatches, run.inputs, run.targets, model, fused, on_gpu)
+    is_narrow = run.config.dtype != "float32"
+    gate = is_narrow and not topology.is_tpu
+    attention = {"auto": gate, "xla": False}.get(run.config.attention_backend, is_narrow)
+    return Share(run.batch // data // run.microbatches, run.inputs, run.targets, model, attention, gate)
 
 
 def peak_memory(run: Run, share: Share, layout: StateLayout, preset: str, remat: str) -> dict[str, float]:

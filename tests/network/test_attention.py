@@ -78,9 +78,14 @@ def test_one_key_is_all_there_is_to_attend_to():
 def test_the_bias_as_a_matrix_is_the_same_on_tpus(monkeypatch, shape, bidirectional):
     bias = RelativeBias(arrays((HEADS, 32))[0], bidirectional)
     distance = np.arange(shape[1]) - np.arange(shape[0])[:, None]
+    (weights,) = arrays((HEADS, *shape))
+    wanted = np.zeros(bias.table.shape)
+    np.add.at(wanted.T, bias.buckets(distance), np.moveaxis(weights, 0, -1))
     for platform in ("cpu", "tpu"):
         monkeypatch.setattr(relative_position, "platform", lambda platform=platform: platform)
-        np.testing.assert_array_equal(bias.matrix(*shape), bias.table[:, bias.buckets(distance)])
+        matrix, backward = jax.vjp(lambda table: bias.replace(table=table).matrix(*shape), bias.table)
+        np.testing.assert_array_equal(matrix, bias.table[:, bias.buckets(distance)])
+        np.testing.assert_allclose(backward(weights)[0], wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

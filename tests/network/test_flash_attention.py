@@ -61,8 +61,8 @@ def check(
 
     def ours(query, key, value, table):
         return flash_attention(
-            query, key, value, mask, bias_of(table), softcap=softcap, blocks=FOR_TPU if for_tpu else blocks,
-            for_tpu=for_tpu, interpret=TPU_INTERPRETER if for_tpu else not ON_GPU,
+            query, key, value, mask, bias_of(table), softcap=softcap, blocks=blocks, for_tpu=for_tpu,
+            interpret=TPU_INTERPRETER if for_tpu else not ON_GPU,
         )  # fmt: skip
 
     def reference(*args):
@@ -85,6 +85,11 @@ def check(
 BOTH = pytest.mark.parametrize("for_tpu", [False, True], ids=["gpu", "tpu"])
 
 
+def on(for_tpu: bool, blocks: flash.Blocks) -> dict:
+    """Return the options of `check` for a TPU, or for a GPU with these blocks."""
+    return {"for_tpu": for_tpu, "blocks": FOR_TPU if for_tpu else blocks}
+
+
 def dtype_here(dtype: str = "bfloat16") -> str:
     """float32 says most; a GPU's kernel does not take it."""
     return dtype if ON_GPU else "float32"
@@ -97,6 +102,11 @@ def test_an_encoder_with_packed_rows_of_an_odd_length(blocks):
     check(85, 85, mask, bidirectional=True, blocks=blocks, dtype=dtype_here(), for_tpu=blocks is FOR_TPU)
 
 
+def test_packed_rows_on_a_tpu_in_bfloat16_with_the_blocks_that_are_chosen():
+    ids = packed(2, 300, 3)
+    check(300, 300, Mask(ids, ids), width=64, bidirectional=True, dtype="bfloat16", for_tpu=True)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_decoder_in_narrow_types_with_the_blocks_that_are_chosen(dtype):
     check(70, 70, Mask(key_segments=segments([70, 9], 70), causal=True), bidirectional=False, width=64, dtype=dtype)
@@ -105,12 +115,12 @@ def test_a_decoder_in_narrow_types_with_the_blocks_that_are_chosen(dtype):
 @BOTH
 def test_cross_attention_with_padding_and_shared_key_heads(for_tpu: bool):
     mask = Mask(key_segments=segments([53, 20], 53))
-    check(37, 53, mask, heads=4, width=20, blocks=OTHER, dtype=dtype_here(), for_tpu=for_tpu)
+    check(37, 53, mask, heads=4, width=20, dtype=dtype_here(), **on(for_tpu, OTHER))
 
 
 @BOTH
 def test_full_rows_without_any_mask(for_tpu: bool):
-    check(96, 96, Mask(), bidirectional=True, blocks=SMALL, dtype=dtype_here(), for_tpu=for_tpu)
+    check(96, 96, Mask(), bidirectional=True, dtype=dtype_here(), **on(for_tpu, SMALL))
 
 
 @BOTH
@@ -118,14 +128,13 @@ def test_a_prefix_in_packed_rows_sees_itself(for_tpu: bool):
     ids = packed(2, 80, 2)
     prefix = jnp.array(np.tile(np.arange(80) % 40 < 15, (2, 1)))
     mask = Mask(key_segments=ids, query_segments=ids, prefix=prefix, causal=True)
-    check(80, 80, mask, bidirectional=False, blocks=SMALL, dtype=dtype_here(), for_tpu=for_tpu)
+    check(80, 80, mask, bidirectional=False, dtype=dtype_here(), **on(for_tpu, SMALL))
 
 
 @BOTH
 def test_a_window_and_a_softcap_with_shared_key_heads(for_tpu: bool):
     mask = Mask(key_segments=packed(2, 80, 1), window=13)
-    options = {"key_heads": 1, "bidirectional": True, "softcap": 0.7, "blocks": OTHER}
-    check(80, 80, mask, **options, dtype=dtype_here(), for_tpu=for_tpu)
+    check(80, 80, mask, key_heads=1, bidirectional=True, softcap=0.7, dtype=dtype_here(), **on(for_tpu, OTHER))
 
 
 def test_the_kernels_for_tpus_lower_with_the_blocks_that_are_chosen():

@@ -49,7 +49,8 @@ def test_a_program_for_the_cpu_of_a_machine_with_a_gpu_uses_no_kernels(monkeypat
 
 
 @CPU_ONLY
-def test_a_program_for_a_mesh_of_gpus_uses_kernels():
-    with axis_rules(SimpleNamespace(devices=np.array([[gpu("9.0")]])), []):
-        assert devices.on_hopper()
-    assert not devices.on_hopper()
+def test_a_program_for_a_mesh_of_gpus_uses_their_kernels():
+    mesh = SimpleNamespace(devices=np.array([[gpu("9.0")] * 4]), size=4)
+    with axis_rules(mesh, []):
+        assert devices.on_hopper() and devices.device_count() == 4
+    assert not devices.on_hopper() and devices.device_count() == jax.device_count()
