@@ -30,6 +30,14 @@ CONFIG = dataclasses.replace(SIZES["tiny"], head_dim=64, dtype="bfloat16", scan_
 ROWS, INPUTS, TARGETS = 8, 300, 100
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _no_compilation_cache():
+    """JAX cannot read programs of devices that are not there."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+
+
 @functools.cache
 def devices_of(generation: str) -> list[jax.Device]:
     # libtpu asks no metadata server, and shares no devices with other processes.
