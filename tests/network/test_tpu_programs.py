@@ -42,7 +42,8 @@ def _no_compilation_cache():
 def devices_of(generation: str) -> list[jax.Device]:
     # libtpu asks no metadata server, and shares no devices with other processes.
     os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-    return list(topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[generation]).devices)
+    options = {"chip_config_name": "megacore"} if generation == "v4" else {}  # both cores as one device, as JAX does
+    return list(topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[generation], **options).devices)
 
 
 def partitioner_of(monkeypatch, generation: str, preset: str) -> PjitPartitioner:
