@@ -14,6 +14,7 @@ from t5x.doctor.device_files import GPU_FILES, TPU_FILES, device_files, holders
 from t5x.doctor.findings import Finding, error, ok, warning
 from t5x.files.disk_space import human_size
 from t5x.network import attention, default_dtype
+from t5x.partitioning.devices import platform
 from t5x.partitioning.memory import host_memory
 from t5x.telemetry.devices import TERA, chip_of
 
@@ -143,26 +144,28 @@ def precision_findings() -> Iterator[Finding]:
 
 
 def attention_findings() -> Iterator[Finding]:
-    """Report which attention training would use, and compare it with the reference."""
+    """Report which attention training would use, and compare it, and on TPUs our kernel too, with the reference."""
     dtype = default_dtype()
     query, key, value = (
         jax.random.normal(jax.random.key(seed), (2, 128, 4, 64)).astype(dtype) for seed in range(3)
     )  # fmt: skip
     mask = attention.Mask()
-    name = attention.fastest(query, key, mask)
-    made = attention.attend(query, key, value, mask=mask).astype(jnp.float32)
+    fastest = attention.fastest(query, key, mask)
     expected = attention.attend_xla(*(x.astype(jnp.float32) for x in (query, key, value)), mask, None)
-    distance = float(jnp.linalg.norm(made - expected) / jnp.linalg.norm(expected))
-    if distance > 0.02:
-        yield error(
-            f"Attention ({name}, {dtype}) differs from the reference by {100 * distance:.2g} %.",
-            "Set network.T5Config.attention_backend = 'xla', and report it.",
-        )
-    elif jax.default_backend() == "gpu" and name == "xla":
-        yield warning(
-            f"Attention is not fused, which is several times slower: {attention.pallas_refuses(query, key, mask)}.",
-            "Use bfloat16 on an NVIDIA GPU with compute capability 8.0 or higher.",
-        )
-    else:
-        kind = {"pallas": "t5x's fused kernel", "cudnn": "cuDNN's fused kernel", "xla": "XLA"}[name]
-        yield ok(f"attention: {kind}, within {100 * distance:.1g} % of the reference in {dtype}")
+    for name in (fastest, "pallas") if platform() == "tpu" else (fastest,):
+        made = attention.attend(query, key, value, mask=mask, backend=name).astype(jnp.float32)
+        distance = float(jnp.linalg.norm(made - expected) / jnp.linalg.norm(expected))
+        if distance > 0.02:
+            yield error(
+                f"Attention ({name}, {dtype}) differs from the reference by {100 * distance:.2g} %.",
+                "Set network.T5Config.attention_backend = 'xla', and report it.",
+            )
+        elif platform() == "gpu" and name == "xla":
+            yield warning(
+                f"Attention is not fused, which is several times slower: {attention.pallas_refuses(query, key, mask)}.",
+                "Use bfloat16 on an NVIDIA GPU with compute capability 8.0 or higher.",
+            )
+        else:
+            kind = {"pallas": "t5x's fused kernel", "cudnn": "cuDNN's fused kernel", "xla": "XLA"}[name]
+            kind += "" if name == fastest else " on request"
+            yield ok(f"attention: {kind}, within {100 * distance:.1g} % of the reference in {dtype}")

@@ -10,6 +10,7 @@ import types
 import pytest
 
 from t5x.doctor import device_files, devices, network, software, storage
+from t5x.network import attention
 from tests import commands
 from tests.programs import REPO
 
@@ -222,3 +223,16 @@ def test_a_check_that_fails_is_a_finding(monkeypatch, capsys):
     monkeypatch.setattr(software, "check", broken)
     result = commands.run(capsys, "doctor", "software")
     assert result.code == 1 and "ValueError: boom" in result.out and "Traceback" not in result.err
+
+
+def test_a_tpu_also_compares_the_kernel_that_must_be_requested(monkeypatch):
+    monkeypatch.setattr(devices, "platform", lambda: "tpu")
+    monkeypatch.setattr(attention, "_gpu_refuses", lambda query, mask: None)  # interpreted, as there is no TPU
+    xla, ours = devices.attention_findings()
+    assert xla.status == ours.status == "ok"
+    assert xla.message.startswith("attention: XLA, within")
+    assert ours.message.startswith("attention: t5x's fused kernel on request, within")
+    wrong = lambda *args, **options: 1.1 * attention.attend_xla(*args, **options)
+    monkeypatch.setitem(attention.BACKENDS, "pallas", wrong)
+    _, ours = devices.attention_findings()
+    assert ours.status == "error" and "Attention (pallas, float32) differs from the reference by 10 %" in ours.message
