@@ -168,6 +168,8 @@ def test_kernels_lower_for_a_gpu_and_pass_nan_on(name):
     else:
         arrays, options = [array(128, 320), array(128, 320), array(128), array(320)], {"row_axis": 0}
     kernel = functools.partial(getattr(adafactor_kernels, name), settings=settings, **options)
-    traced = jax.jit(kernel).trace(*arrays, array(2))
-    assert "triton" in traced.lower(lowering_platforms=("cuda",)).as_text()
+    device = jax.sharding.AbstractDevice("NVIDIA H200", 132, "cuda")
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+        traced = jax.jit(kernel).trace(*arrays, array(2))
+        assert "triton" in traced.lower(lowering_platforms=("cuda",)).as_text()
     assert " max " not in str(traced.jaxpr)
