@@ -53,8 +53,8 @@ def test_scanned_layers_keep_what_jax_saves(remat):
     traced = jax.make_jaxpr(jax.grad(lambda params, batch: model.loss_fn(params, batch)[0]))(params, batch)
     # Stacked results of the forward scans, without those of the weights, which have no batch dimension.
     kept = [
-        out.aval for scan in scans(traced.jaxpr, layers) for out in scan.outvars[scan.params["num_carry"] :]
-        if not scan.params["reverse"] and out.aval.shape[1:2] == (4,)
+        out.aval for scan in scans(traced.jaxpr, layers) for out in scan.outvars
+        if not scan.params["reverse"] and out.aval.shape[:2] == (layers, 4)
     ]  # fmt: skip
     expected = sum(x.size * x.dtype.itemsize for x in kept)
     share = Share(rows=4, inputs=48, targets=16, fused_attention=False, fused_gate=False)
