@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from t5x.network import T5Config
 from t5x.network.config import NetworkConfig
 
+_GELU_STEPS = 4 if jax.__version_info__ >= (0, 11) else 5  # arrays that JAX's differentiation of GELU saves
+
 
 @dataclasses.dataclass(frozen=True)
 class Share:
@@ -111,7 +113,7 @@ class _Tower:
         norms = self._token_bytes(3 * blocks * cfg.emb_dim, 4) + self._token_bytes((2 * blocks - 1) * cfg.emb_dim, item)
         mlp = len(cfg.mlp_activations) + 1
         if not self.share.fused_gate and "gelu" in cfg.mlp_activations:
-            mlp += 5  # … and every step of GELU
+            mlp += _GELU_STEPS  # … and every step of GELU
         return norms + self._token_bytes(heads + mlp * self._mlp, item) + cross_keys + self._score_bytes()
 
     def working_bytes(self, remat: str) -> int:
