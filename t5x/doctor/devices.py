@@ -13,7 +13,7 @@ from t5x.bench.measures import matmul_flops, processor
 from t5x.doctor.device_files import GPU_FILES, TPU_FILES, device_files, holders
 from t5x.doctor.findings import Finding, error, ok, warning
 from t5x.files.disk_space import human_size
-from t5x.network import attention, default_dtype
+from t5x.network import attention, attention_choice, default_dtype
 from t5x.partitioning.devices import platform
 from t5x.partitioning.memory import host_memory
 from t5x.telemetry.devices import TERA, chip_of
@@ -150,7 +150,7 @@ def attention_findings() -> Iterator[Finding]:
         jax.random.normal(jax.random.key(seed), (2, 128, 4, 64)).astype(dtype) for seed in range(3)
     )  # fmt: skip
     mask = attention.Mask()
-    fastest = attention.fastest(query, key, mask)
+    fastest = attention_choice.fastest(query, key, mask)
     expected = attention.attend_xla(*(x.astype(jnp.float32) for x in (query, key, value)), mask, None)
     for name in (fastest, "pallas") if platform() == "tpu" else (fastest,):
         made = attention.attend(query, key, value, mask=mask, backend=name).astype(jnp.float32)
@@ -161,8 +161,9 @@ def attention_findings() -> Iterator[Finding]:
                 "Set network.T5Config.attention_backend = 'xla', and report it.",
             )
         elif platform() == "gpu" and name == "xla":
+            reason = attention_choice.pallas_refuses(query, key, mask)
             yield warning(
-                f"Attention is not fused, which is several times slower: {attention.pallas_refuses(query, key, mask)}.",
+                f"Attention is not fused, which is several times slower: {reason}.",
                 "Use bfloat16 on an NVIDIA GPU with compute capability 8.0 or higher.",
             )
         else:

@@ -8,7 +8,6 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,25 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from t5x.errors import UserError
+from t5x.network.attention_choice import REFUSES, fastest, log_choice
 from t5x.network.keys import Keys
 from t5x.network.relative_position import Preparable, RelativeBias
-from t5x.partitioning.devices import (
-    compute_capability,
-    device,
-    on_hopper,
-    on_nvidia_gpu,
-    platform,
-    runs_triton,
-    vmem_bytes,
-)
+from t5x.partitioning.devices import platform, runs_triton
 from t5x.partitioning.logical import constrain, on_each_device
 
 MASKED = -1e10
 
 # Logical axes of queries, caches, and what every row of a batch has.
 _QUERIES, _CACHE, _ROWS = ("batch", "length", "heads", "kv"), ("batch", "heads", "length", "kv"), ("batch", "length")
-
-log = logging.getLogger(__name__)
 
 _by_reference = contextvars.ContextVar("by_reference", default=False)
 
@@ -138,8 +128,7 @@ def _choose(query: Any, key: Any, mask: Mask, softcap: float | None, backend: st
     name = backend
     if backend == "auto":
         name = fastest(query, key, mask, softcap)
-        if platform() == "gpu" and query.shape[1] > 1:
-            _log_choice(name, _gpu_refuses(query, mask))
+        log_choice(name, query, mask)
     if name not in BACKENDS:
         raise UserError(f"attention_backend is {backend!r}; known are auto, {', '.join(BACKENDS)}.")
     if name in REFUSES and (reason := REFUSES[name](query, key, mask, softcap)):
@@ -209,84 +198,6 @@ def by_reference() -> Iterator[None]:
         yield
     finally:
         _by_reference.reset(token)
-
-
-def fastest(query: jax.Array, key: jax.Array, mask: Mask, softcap: float | None = None) -> str:
-    """Return the name of the fastest backend that is correct here.
-
-    Our kernel was faster than cuDNN in every T5 attention measured on an H200 (docs/performance.md). GPUs other than
-    Hopper were not measured: they use cuDNN where it can be used.
-    """
-    if platform() != "gpu" or query.shape[1] == 1 or _gpu_refuses(query, mask):
-        return "xla"
-    if not on_hopper() and not cudnn_refuses(query, key, mask, softcap):
-        return "cudnn"
-    return "pallas"
-
-
-@functools.cache
-def _log_choice(name: str, reason: str | None) -> None:
-    if reason:
-        log.warning("attention: XLA, several times slower than fused attention, because %s", reason)
-    else:
-        log.info("attention: %s", {"cudnn": "cuDNN", "pallas": "the fused kernel of t5x", "xla": "XLA"}[name])
-
-
-def _gpu_refuses(query: jax.Array, mask: Mask) -> str | None:
-    """Return why no fused backend can compute this attention; None if they may."""
-    if not on_nvidia_gpu():
-        return f"the device is {device().device_kind}, no NVIDIA GPU"
-    if reason := _shape_refuses(query, mask, ("bfloat16", "float16")):
-        return reason
-    if compute_capability() < 8.0:
-        return f"the GPU has compute capability {compute_capability()} (fused attention needs 8.0)"
-    return None
-
-
-def _shape_refuses(query: jax.Array, mask: Mask, dtypes: tuple[str, ...]) -> str | None:
-    """Return why no fused kernel for these dtypes can compute this attention; None if they may."""
-    if query.dtype.name not in dtypes:
-        return f"queries and keys are {query.dtype.name} (fused attention takes {' and '.join(dtypes)})"
-    if query.shape[-1] > 128:
-        return f"head_dim is {query.shape[-1]} (fused attention takes up to 128)"
-    if mask.position is not None:
-        return "the mask is that of a decoding step"
-    return None
-
-
-def pallas_refuses(query: jax.Array, key: jax.Array, mask: Mask, softcap: float | None = None) -> str | None:
-    """Return why our kernel cannot compute this attention; None if it can."""
-    del softcap
-    if platform() != "tpu":
-        return _gpu_refuses(query, mask)
-    if reason := _shape_refuses(query, mask, ("bfloat16",)):
-        return reason
-    from t5x.network.flash_attention import tpu_memory  # Pallas is slow to import
-
-    needed, there = tpu_memory(query.shape, key.shape), vmem_bytes()
-    if needed > there:
-        lengths = f"{query.shape[1]} queries and {key.shape[1]} keys"
-        return f"rows of {lengths} need {needed >> 20} MB of vector memory (this TPU has {there >> 20})"
-    return None
-
-
-def cudnn_refuses(query: jax.Array, key: jax.Array, mask: Mask, softcap: float | None = None) -> str | None:
-    """Return why cuDNN cannot compute this attention; None if it can."""
-    if reason := _gpu_refuses(query, mask):
-        return reason
-    if mask.query_segments is not None:
-        return "rows are packed with several examples"
-    if mask.prefix is not None:
-        return "the mask has a prefix"
-    if mask.window is not None:
-        return "the mask has a window"
-    if softcap is not None:
-        return "logits have a softcap"
-    if query.shape[-1] % 8:
-        return f"head_dim is {query.shape[-1]} (cuDNN takes multiples of 8)"
-    if query.shape[2] != key.shape[2]:
-        return "several heads share their keys"
-    return None
 
 
 def attend_cached(
@@ -513,4 +424,3 @@ def _weights(logits: jax.Array, mask: Mask, bias: RelativeBias | None) -> jax.Ar
 
 Backend = Callable[..., jax.Array]  # query, key, value, mask, bias; optionally softcap
 BACKENDS: dict[str, Backend] = {"xla": attend_xla, "cudnn": attend_cudnn, "pallas": attend_pallas}
-REFUSES = {"cudnn": cudnn_refuses, "pallas": pallas_refuses}

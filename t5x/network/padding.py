@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from t5x.errors import UserError
-from t5x.network.attention import Mask, by_reference, fastest
+from t5x.network.attention import Mask, by_reference
+from t5x.network.attention_choice import fastest
 from t5x.network.config import NetworkConfig
 
 

@@ -10,7 +10,7 @@ import types
 import pytest
 
 from t5x.doctor import device_files, devices, network, software, storage
-from t5x.network import attention
+from t5x.network import attention, attention_choice
 from tests import commands
 from tests.programs import REPO
 
@@ -227,7 +227,7 @@ def test_a_check_that_fails_is_a_finding(monkeypatch, capsys):
 
 def test_a_tpu_also_compares_the_kernel_that_must_be_requested(monkeypatch):
     monkeypatch.setattr(devices, "platform", lambda: "tpu")
-    monkeypatch.setattr(attention, "_gpu_refuses", lambda query, mask: None)  # interpreted, as there is no TPU
+    monkeypatch.setattr(attention_choice, "_gpu_refuses", lambda query, mask: None)  # interpreted, as there is no TPU
     xla, ours = devices.attention_findings()
     assert xla.status == ours.status == "ok"
     assert xla.message.startswith("attention: XLA, within")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from t5x.errors import UserError
-from t5x.network import attention, relative_position
+from t5x.network import attention, attention_choice, relative_position
 from t5x.network.attention import Mask
 from t5x.network.keys import Keys
 from t5x.network.relative_position import RelativeBias
@@ -100,8 +100,8 @@ def test_the_bias_as_a_matrix_is_the_same_on_tpus(monkeypatch, shape, bidirectio
     ids=str,
 )
 def test_fused_attention_on_a_tpu_is_asked_for_and_says_what_it_cannot_do(monkeypatch, shape, dtype, mask, reason):
-    monkeypatch.setattr(attention, "platform", lambda: "tpu")
-    monkeypatch.setattr(attention, "vmem_bytes", lambda: 16 << 20)
+    monkeypatch.setattr(attention_choice, "platform", lambda: "tpu")
+    monkeypatch.setattr(attention_choice, "vmem_bytes", lambda: 16 << 20)
     query = jax.ShapeDtypeStruct(shape, dtype)
     assert attention._choose(query, query, mask, None, "auto") == "xla"
     if reason is None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t5x.network import DecoderWrapper, Transformer, TransformerConfig, attention
+from t5x.network import DecoderWrapper, Transformer, TransformerConfig, attention, attention_choice
 from t5x.network.attention import Mask
 from t5x.network.relative_position import RelativeBias
 from tests import tiny
@@ -27,7 +27,7 @@ PREFIX = jnp.tile(jnp.arange(33) % 20 < 8, (2, 1))
 def _kernel_everywhere(monkeypatch):
     """Let `attention_backend="pallas"` use the interpreter on a CPU."""
     if not ON_GPU:
-        monkeypatch.setattr(attention, "_gpu_refuses", lambda query, mask: None)
+        monkeypatch.setattr(attention_choice, "_gpu_refuses", lambda query, mask: None)
     with jax.default_matmul_precision("highest"):
         yield
 
@@ -232,13 +232,13 @@ def test_layers_do_not_repeat_the_preparation():
 # Run with four devices, two for rows and two for heads.
 DIVIDED = """
 import jax, jax.numpy as jnp, numpy as np
-from t5x.network import attention
+from t5x.network import attention, attention_choice
 from t5x.network.attention import Mask
 from t5x.network.relative_position import RelativeBias
 from t5x.partitioning import PjitPartitioner
 from t5x.partitioning.logical import axis_rules
 from tests.tiny import arrays
-attention._gpu_refuses = lambda query, mask: None
+attention_choice._gpu_refuses = lambda query, mask: None
 partitioner = PjitPartitioner(preset="tp", num_partitions=2)
 def check(rows, segmented, ways):
     query, key, value, weights = arrays(*[(rows, 40, 2, 16)] * 4)
