@@ -144,3 +144,10 @@ def dropout(x: jax.Array, rate: float, keys: Keys, *, broadcast_length: bool = T
         return x
     shape = (1, *x.shape[2:]) if broadcast_length else x.shape[1:]
     return jnp.where(keys.keep(shape, rate), x / (1.0 - rate), 0).astype(x.dtype)
+
+
+def dropout_factors(features: int, rate: float, keys: Keys) -> jax.Array | None:
+    """Return what `dropout` multiplies features by, float32 [batch, features]; None without dropout."""
+    if keys.dropout is None or rate == 0.0:
+        return None
+    return jnp.where(keys.keep((1, features), rate)[:, 0], 1.0 / (1.0 - rate), 0.0)

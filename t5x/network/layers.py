@@ -13,9 +13,9 @@ from flax.linen import initializers
 from flax.linen.partitioning import param_with_axes
 
 from t5x.network import fp8
-from t5x.network.keys import Keys, dropout
+from t5x.network.keys import Keys, dropout, dropout_factors
 from t5x.partitioning.devices import platform, runs_triton
-from t5x.partitioning.logical import constrain, on_each_device
+from t5x.partitioning.logical import constrain, on_each_device, shards_of
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": nn.gelu,  # the tanh approximation, as in T5 1.1
@@ -122,18 +122,25 @@ def _apart(x: jax.Array, times: int) -> Sequence[jax.Array]:
     """
     if platform() != "gpu" or x.size < _MANY_ROWS * x.shape[-1]:
         return (x,) * times
-    return _barrier((x,) * times)
+    return _copies(x, times)
 
 
-@jax.custom_jvp
-def _barrier(x: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """Apply an optimization barrier that is transparent to gradients."""
-    return jax.lax.optimization_barrier(x)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _copies(x: jax.Array, times: int) -> tuple[jax.Array, ...]:
+    return jax.lax.optimization_barrier((x,) * times)
 
 
-@_barrier.defjvp
-def _barrier_jvp(primals, tangents):
-    return _barrier(*primals), tangents[0]
+def _copies_forward(x, times):
+    return _copies(x, times), None
+
+
+def _copies_backward(times, _, gradients):
+    del times
+    # XLA adds the right operand within the matmul that computes the left one, unless that already adds something.
+    return (functools.reduce(lambda total, gradient: gradient + total, gradients),)
+
+
+_copies.defvjp(_copies_forward, _copies_backward)
 
 
 def _join(kernels: Sequence[jax.Array]) -> jax.Array:
@@ -182,10 +189,27 @@ class RMSNorm(nn.Module):
     dtype: Any
     epsilon: float = 1e-6
 
-    @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
+        return self._norm(x, branch=False)
+
+    def branch(self, x: jax.Array) -> list[jax.Array]:
+        """Return x, for the residual connection, and its norm. On a GPU, one kernel adds the gradients of both."""
+        return self._norm(x, branch=True)
+
+    @nn.compact
+    def _norm(self, x: jax.Array, branch: bool) -> Any:
         scale = parameter(self, "scale", initializers.ones, (x.shape[-1],), ("embed",), Keys())
-        return _apart(rms_norm(x, scale, self.dtype, self.epsilon), 1)[0]
+        axes = ("batch", "length", "embed")
+        if runs_triton() and x.ndim == 3 and math.prod(x.shape[:-1]) >= _MANY_ROWS and shards_of(*axes) == 1:
+            from t5x.network import norm_kernels  # Pallas is slow to import
+
+            if norm_kernels.fits(x.shape[-1]):
+                norm = norm_kernels.branch if branch else norm_kernels.rms_norm
+                compute = functools.partial(norm, dtype=self.dtype, epsilon=self.epsilon)
+                rows = ("batch", "length", None)
+                return on_each_device(compute, [rows, (None,)], [rows, rows] if branch else rows, x, scale)
+        normed = _apart(rms_norm(x, scale, self.dtype, self.epsilon), 1)[0]
+        return [x, normed] if branch else normed
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, dtype: Any, epsilon: float) -> jax.Array:
@@ -275,17 +299,26 @@ def sum_by_token(x: jax.Array, tokens: jax.Array, vocab_size: int) -> jax.Array:
     return jnp.where(greatest < 2.0**120, unit * total, jnp.nan)  # above this, 1 / unit is 0 on some devices
 
 
-def gate(parts: Sequence[jax.Array] | jax.Array, activations: tuple[str, ...]) -> jax.Array:
-    """Return act_0(parts[0]) * act_1(parts[1]) …; an array has its parts on the second axis from the end."""
+def gate(
+    parts: Sequence[jax.Array] | jax.Array, activations: tuple[str, ...], dropout_rate: float, keys: Keys
+) -> jax.Array:
+    """Return act_0(parts[0]) * act_1(parts[1]) … with dropout.
+
+    Args:
+      parts: [batch, length, features] each, or an array of them on the second axis from the end.
+    """
     if isinstance(parts, jax.Array):
-        if runs_triton() and math.prod(parts.shape[:-2]) >= _MANY_ROWS:
+        if runs_triton() and parts.ndim == 4 and math.prod(parts.shape[:2]) >= _MANY_ROWS:
             from t5x.network import elementwise_kernels  # Pallas is slow to import
 
-            if elementwise_kernels.fits(math.prod(parts.shape[:-2]), parts.shape[-1]):
+            if elementwise_kernels.fits(math.prod(parts.shape[:2]), parts.shape[-1]):
                 compute = functools.partial(elementwise_kernels.gate, activations=activations)
-                return on_each_device(compute, [("batch", "length", None, "mlp")], ("batch", "length", "mlp"), parts)
+                axes = [("batch", "length", None, "mlp"), ("batch", "mlp")]
+                factors = dropout_factors(parts.shape[-1], dropout_rate, keys)
+                return on_each_device(compute, axes, ("batch", "length", "mlp"), parts, factors)
         parts = _unstack(parts)
-    return functools.reduce(jnp.multiply, (ACTIVATIONS[name](x) for name, x in zip(activations, parts, strict=True)))
+    product = functools.reduce(jnp.multiply, (ACTIVATIONS[name](x) for name, x in zip(activations, parts, strict=True)))
+    return dropout(product, dropout_rate, keys)
 
 
 class MLP(nn.Module):
@@ -305,7 +338,8 @@ class MLP(nn.Module):
     def __call__(self, x: jax.Array, keys: Keys) -> jax.Array:
         names = ["wi"] if len(self.activations) == 1 else [f"wi_{i}" for i in range(len(self.activations))]
         kernels = [Kernel(self.mlp_dim, ("embed", "mlp"), self.dtype, name=name) for name in names]
-        hidden = gate(project(self, x, kernels, keys, joined=True), self.activations)
-        hidden = dropout(constrain(hidden, "batch", "length", "mlp"), self.dropout_rate, keys.at("hidden"))
+        parts = project(self, x, kernels, keys, joined=True)
+        hidden = gate(parts, self.activations, self.dropout_rate, keys.at("hidden"))
+        hidden = constrain(hidden, "batch", "length", "mlp")
         to_model = Kernel(x.shape[-1], ("mlp", "embed"), self.dtype, name="wo")
         return project(self, hidden, [to_model], keys, dtype=self.out_dtype)[0]

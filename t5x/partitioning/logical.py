@@ -62,14 +62,13 @@ def drop_uneven(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh) -> Partit
     )
 
 
-def shards_of(axis: str) -> int:
-    """Return the number of shards of a logical axis under the active rules; 1 if there are none."""
+def shards_of(*axes: str) -> int:
+    """Return the number of shards of the last of an array's logical axes; 1 without active rules."""
     active = _active.get()
     if active is None:
         return 1
     mesh, rules = active
-    (over,) = logical_to_mesh_axes((axis,), rules)
-    return count_shards(mesh, over)
+    return count_shards(mesh, logical_to_mesh_axes(axes, rules)[-1])
 
 
 def active_mesh() -> Mesh | None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from t5x.network import elementwise_kernels, layers
+from t5x.network.keys import Keys, dropout_factors
 from tests import tiny
 
 INTERPRET = jax.default_backend() == "cpu"
@@ -24,14 +25,20 @@ def quantize(x, scale, dtype):
     return elementwise_kernels.quantize(x, scale, jnp.dtype(dtype), interpret=INTERPRET)
 
 
+@pytest.mark.parametrize("dropout_rate", [0.0, 0.25])
 @pytest.mark.parametrize("activations", [("gelu", "linear"), ("silu", "relu", "tanh")], ids="-".join)
-def test_the_gate_and_its_gradient_are_those_of_float32(activations):
+def test_the_gate_and_its_gradient_are_those_of_float32(activations, dropout_rate):
     joined, gradient = tiny.arrays((*ROWS, len(activations), FEATURES), (*ROWS, FEATURES), scale=2.0)
     joined = np.array(joined)
     joined[0, :, 0, :9] = [-1e4, -300, -40, -12, -9, -7, 7, 12, 1e4]
     narrow = joined, gradient = [np.asarray(x).astype(jnp.bfloat16) for x in (joined, gradient)]
-    gate = functools.partial(elementwise_kernels.gate, activations=activations, interpret=INTERPRET)
-    plain = functools.partial(layers.gate, activations=activations)
+    keys = Keys(None, jax.random.split(jax.random.key(0), ROWS[0]))
+    factors = dropout_factors(FEATURES, dropout_rate, keys)
+    gate = functools.partial(elementwise_kernels.gate, factors=factors, activations=activations, interpret=INTERPRET)
+
+    def plain(joined):
+        parts = [joined[..., i, :] for i in range(len(activations))]
+        return layers.gate(parts, activations, dropout_rate, keys)
 
     @functools.partial(jax.jit, static_argnums=0)
     def with_gradient(function, joined, gradient):
@@ -41,6 +48,7 @@ def test_the_gate_and_its_gradient_are_those_of_float32(activations):
     made, made_gradient = with_gradient(gate, *narrow)
     expected, expected_gradient = with_gradient(plain, *(x.astype(np.float32) for x in narrow))
     assert made.dtype == joined.dtype
+    assert np.mean(np.asarray(expected) == 0) >= 0.8 * dropout_rate
     assert error(made, expected) < 0.005
     made, expected = (np.asarray(x, np.float64) for x in (made_gradient, expected_gradient))
     for part in range(len(activations)):
