@@ -122,7 +122,7 @@ def _backward(dtype, residuals, gradients):
         rows = gradient.reshape(-1, kernel8.shape[1])
         gradient8, gradient8_transposed, gradient_amax = _quantize(rows, scale, _BACKWARD)
         amax.append(gradient_amax)
-        to_x = _dot(gradient8, kernel8, scale, kernel_scale, like.dtype) + to_x  # see `layers._copies`
+        to_x = _dot(gradient8, kernel8, scale, kernel_scale, like.dtype) + to_x  # see `layers._separate_matmuls`
         to_kernel = _dot(x8_transposed, gradient8_transposed, scales[0], scale, like.dtype)
         to_kernels.append(to_kernel.reshape(-1, *gradient.shape[like.ndim - 2 :]))
     return to_x.reshape(like.shape[:-1]), to_kernels, jnp.stack(amax)

@@ -106,41 +106,43 @@ def project(
             module.put_variable(KERNELS, name, together)
         if joined:
             return _joined(x, together, dtype)
-    each = _apart(x, len(made)) if len(made) > 1 else (x,)
-    return [jnp.dot(y, kernel, preferred_element_type=dtype) for y, kernel in zip(each, made, strict=True)]
+    if platform() == "gpu" and len(kernels) > 1 and x.size >= _MANY_ROWS * x.shape[-1]:
+        return _separate_matmuls(x, made, dtype)
+    return [jnp.dot(x, kernel, preferred_element_type=dtype) for kernel in made]
 
 
 _MANY_ROWS = 512
 
 
-def _apart(x: jax.Array, times: int) -> Sequence[jax.Array]:
-    """Return `times` copies of x that a GPU computes once, with a separate matmul for each.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _separate_matmuls(x: jax.Array, kernels: Sequence[jax.Array], dtype: Any) -> list[jax.Array]:
+    """Return x times each kernel, in matmuls that XLA does not fuse.
 
-    Otherwise XLA recomputes a norm inside every matmul that uses it, which halves their speed with many rows, or fuses
-    some of the matmuls and then copies the results apart. With few rows that is right, because the number of kernel
-    launches dominates.
+    With many rows, fused matmuls are slower: XLA copies their results apart. With few rows, the number of kernel
+    launches dominates. The backward pass keeps one copy of x.
     """
-    if platform() != "gpu" or x.size < _MANY_ROWS * x.shape[-1]:
-        return (x,) * times
-    return _copies(x, times)
+    return _separate_matmuls_forward(x, kernels, dtype)[0]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _copies(x: jax.Array, times: int) -> tuple[jax.Array, ...]:
-    return jax.lax.optimization_barrier((x,) * times)
+def _separate_matmuls_forward(x, kernels, dtype):
+    matmul = functools.partial(jnp.dot, preferred_element_type=dtype)
+    copies = jax.lax.optimization_barrier((x,) * len(kernels))
+    return [matmul(y, kernel) for y, kernel in zip(copies, kernels, strict=True)], (x, kernels)
 
 
-def _copies_forward(x, times):
-    return _copies(x, times), None
-
-
-def _copies_backward(times, _, gradients):
-    del times
+def _separate_matmuls_backward(dtype, residuals, gradients):
+    x, kernels = residuals
+    matmul = functools.partial(jnp.dot, preferred_element_type=dtype)
+    copies = jax.lax.optimization_barrier((x,) * len(kernels))
+    to_x, to_kernels = zip(
+        *(jax.vjp(matmul, *args)[1](gradient) for *args, gradient in zip(copies, kernels, gradients, strict=True)),
+        strict=True,
+    )
     # XLA adds the right operand within the matmul that computes the left one, unless that already adds something.
-    return (functools.reduce(lambda total, gradient: gradient + total, gradients),)
+    return functools.reduce(lambda total, gradient: gradient + total, to_x), list(to_kernels)
 
 
-_copies.defvjp(_copies_forward, _copies_backward)
+_separate_matmuls.defvjp(_separate_matmuls_forward, _separate_matmuls_backward)
 
 
 def _join(kernels: Sequence[jax.Array]) -> jax.Array:
@@ -208,8 +210,19 @@ class RMSNorm(nn.Module):
                 compute = functools.partial(norm, dtype=self.dtype, epsilon=self.epsilon)
                 rows = ("batch", "length", None)
                 return on_each_device(compute, [rows, (None,)], [rows, rows] if branch else rows, x, scale)
-        normed = _apart(rms_norm(x, scale, self.dtype, self.epsilon), 1)[0]
+        normed = rms_norm(x, scale, self.dtype, self.epsilon)
+        if platform() == "gpu" and x.size >= _MANY_ROWS * x.shape[-1]:
+            normed = _barrier(normed)
         return [x, normed] if branch else normed
+
+
+@jax.custom_vjp
+def _barrier(x: jax.Array) -> jax.Array:
+    """Keep XLA from computing x again inside every matmul that uses it, which halves their speed with many rows."""
+    return jax.lax.optimization_barrier(x)
+
+
+_barrier.defvjp(lambda x: (_barrier(x), None), lambda _, gradient: (gradient,))
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, dtype: Any, epsilon: float) -> jax.Array:

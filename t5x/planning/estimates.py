@@ -140,9 +140,10 @@ def share_of(run: Run, topology: Topology, mesh: tuple[int, int]) -> Share:
     """Return what one device of a (data, model) mesh computes."""
     data, model = mesh
     is_narrow = run.config.dtype != "float32"
-    gate = is_narrow and not topology.is_tpu
-    attention = {"auto": gate, "xla": False}.get(run.config.attention_backend, is_narrow)
-    return Share(run.batch // data // run.microbatches, run.inputs, run.targets, model, attention, gate)
+    automatic = is_narrow and not topology.is_tpu
+    attention = {"auto": automatic, "xla": False}.get(run.config.attention_backend, is_narrow)
+    rows = run.batch // data // run.microbatches
+    return Share(rows, run.inputs, run.targets, model, attention, fused_layers=not topology.is_tpu)
 
 
 def peak_memory(run: Run, share: Share, layout: StateLayout, preset: str, remat: str) -> dict[str, float]:

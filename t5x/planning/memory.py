@@ -26,7 +26,8 @@ class Share:
       rows: rows of a microbatch.
       inputs, targets: tokens of a row.
       model: devices that share a copy of the model.
-      fused_attention, fused_gate: whether these are kernels of their own, as on NVIDIA GPUs.
+      fused_attention: whether attention is a kernel of its own, which writes no attention weights.
+      fused_layers: whether norms and gates are kernels of their own, as on NVIDIA GPUs.
     """
 
     rows: int
@@ -34,7 +35,7 @@ class Share:
     targets: int
     model: int = 1
     fused_attention: bool = True
-    fused_gate: bool = True
+    fused_layers: bool = True
 
     def divided(self, size: int) -> int:
         """Return the part of a dimension on this device; a dimension that does not divide evenly is not sharded."""
@@ -104,7 +105,8 @@ class _Tower:
             mlp = len(cfg.mlp_activations) * self._mlp
             return self._token_bytes(blocks * cfg.emb_dim + heads + mlp, item) + cross_keys
         heads = (6 if self.source else 4) * self._width  # queries, keys, values, results; queries and results
-        if not cfg.scan_layers:  # XLA recomputes what is cheap: it keeps the input and output of each norm
+        # The input and output of each norm: kernels need nothing else, and XLA recomputes the rest in unrolled layers.
+        if self.share.fused_layers or not cfg.scan_layers:
             return (
                 self._token_bytes(2 * blocks * cfg.emb_dim + heads + (len(cfg.mlp_activations) + 1) * self._mlp, item)
                 + cross_keys + self._score_bytes()
@@ -112,7 +114,7 @@ class _Tower:
         # A scan keeps everything that JAX's differentiation asks for: three float32 arrays per norm …
         norms = self._token_bytes(3 * blocks * cfg.emb_dim, 4) + self._token_bytes((2 * blocks - 1) * cfg.emb_dim, item)
         mlp = len(cfg.mlp_activations) + 1
-        if not self.share.fused_gate and "gelu" in cfg.mlp_activations:
+        if "gelu" in cfg.mlp_activations:
             mlp += _GELU_STEPS  # … and every step of GELU
         return norms + self._token_bytes(heads + mlp * self._mlp, item) + cross_keys + self._score_bytes()
 

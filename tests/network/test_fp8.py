@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 from t5x.checkpoints import CheckpointStore
 from t5x.checkpoints.config import RestoreCheckpointConfig
@@ -145,6 +146,27 @@ def test_every_matmul_of_scanned_and_unrolled_layers_has_a_history():
     (loss, one), (other_loss, other) = found
     np.testing.assert_allclose(loss, other_loss, rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0.05), one, other)
+
+
+def test_minimal_rematerialization_keeps_the_results_of_matmuls():
+    """Matmuls of a step; besides those of the layers, attention is recomputed."""
+
+    def matmuls(**changes):
+        config = dataclasses.replace(CONFIG, **changes)
+        traced = stepper(config).trace(initial_state(config), batch(0)).jaxpr
+        return sum(
+            not equation.params["dimension_numbers"][1][0] for equation in equations(traced, "dot_general")
+        )  # fmt: skip
+
+    assert matmuls() == matmuls(remat_policy="minimal") < matmuls(remat_policy="full")
+
+
+def equations(jaxpr, primitive):
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == primitive:
+            yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from equations(inner, primitive)
 
 
 def test_the_history_does_not_depend_on_microbatches():

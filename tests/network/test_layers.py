@@ -1,11 +1,14 @@
 """What the small layers do beyond what parity with other implementations shows."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from t5x.network import layers
+from t5x.network.keys import Keys
+from tests import tiny
 
 sum_by_token = jax.jit(layers.sum_by_token, static_argnums=2)
 
@@ -32,3 +35,29 @@ def test_sums_by_token_of_all_that_is_greatest_do_not_overflow():
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_sums_by_token_hide_no_bad_number(bad):
     assert np.isnan(sum_by_token(jnp.array([[1.0], [bad]]), jnp.array([0, 1]), 2)).all()
+
+
+@pytest.mark.parametrize("dtype", [None, jnp.float32])
+def test_separate_matmuls_of_a_gpu_are_those_of_a_cpu(dtype, monkeypatch):
+    x, *weights = tiny.arrays((4, 128, 16), (4, 128, 24), (4, 128, 9), (4, 128, 8))
+    names = {"query": 24, "key": 9, "value": 8}
+    params = {name: {"kernel": tiny.arrays((16, size), seed=size)[0]} for name, size in names.items()}
+
+    class Projections(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            kernels = [layers.Kernel(size, ("embed", "heads"), jnp.bfloat16, name=name) for name, size in names.items()]
+            return layers.project(self, x, kernels, Keys(), dtype=dtype)
+
+    def loss(x, params):
+        results = Projections().apply({"params": params}, x)
+        return sum((result.astype(jnp.float32) * w).sum() for result, w in zip(results, weights, strict=True)), results
+
+    run = lambda: jax.value_and_grad(loss, (0, 1), has_aux=True)(x, params)
+    expected = run()
+    monkeypatch.setattr(layers, "platform", lambda: "gpu")
+    assert str(jax.make_jaxpr(loss)(x, params)).count("optimization_barrier") == 1
+    found = run()
+    assert [x.dtype for x in jax.tree.leaves(found)] == [x.dtype for x in jax.tree.leaves(expected)]
+    # Gradients of x are sums of three, rounded to bfloat16 in another order.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=0.01 * np.abs(b).max()), found, expected)

@@ -38,15 +38,19 @@ def test_one_h200(case):
     assert 1e3 * sum(seconds.values()) == pytest.approx(milliseconds, rel=0.25)
 
 
+@pytest.mark.parametrize("kernels", [False, True])
 @pytest.mark.parametrize("remat", ["none", "minimal", "full"])
-def test_scanned_layers_keep_what_jax_saves(remat):
-    layers = 3
+def test_scanned_layers_keep_what_jax_saves(remat, kernels, monkeypatch):
+    """With `kernels`, the layers are traced as for an NVIDIA GPU."""
+    layers, rows = 3, 40
+    monkeypatch.setattr("t5x.network.layers.runs_triton", lambda: kernels)
+    monkeypatch.setattr("t5x.network.layers.platform", lambda: "gpu" if kernels else "cpu")
     config = dataclasses.replace(
         SIZES["tiny"], dtype="bfloat16", scan_layers=True, remat_policy=remat, num_encoder_layers=layers,
         num_decoder_layers=layers, emb_dim=128, num_heads=2, head_dim=64, mlp_dim=192,
     )  # fmt: skip
-    work = Workload("tiny", 4, 48, 16)
-    model = estimates.Run(work.model, 4, 48, 16).with_config(**dataclasses.asdict(config)).model
+    work = Workload("tiny", rows, 48, 16)
+    model = estimates.Run(work.model, rows, 48, 16).with_config(**dataclasses.asdict(config)).model
     shapes = model.input_shapes({"inputs": 48, "targets": 16})
     params = jax.eval_shape(lambda: model.get_initial_variables(jax.random.key(0), shapes))["params"]
     batch = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in next(work.batches()).items()}
@@ -54,10 +58,10 @@ def test_scanned_layers_keep_what_jax_saves(remat):
     # Stacked results of the forward scans, without those of the weights, which have no batch dimension.
     kept = [
         out.aval for scan in scans(traced.jaxpr, layers) for out in scan.outvars
-        if not scan.params["reverse"] and out.aval.shape[:2] == (layers, 4)
+        if not scan.params["reverse"] and out.aval.shape[:2] == (layers, rows)
     ]  # fmt: skip
     expected = sum(x.size * x.dtype.itemsize for x in kept)
-    share = Share(rows=4, inputs=48, targets=16, fused_attention=False, fused_gate=False)
+    share = Share(rows, inputs=48, targets=16, fused_attention=False, fused_layers=kernels)
     assert memory.saved_bytes(config, share, remat) == pytest.approx(expected, rel=0.06)
 
 
