@@ -213,10 +213,10 @@ class EncoderLayer(nn.Module):
         keys = self.sample_dropout(cfg, keys, x)
         bias = relative_bias(cfg, keys, bidirectional=True) if bias is None else bias
         x = constrain(x, "batch", "length", "embed")
-        x, y = RMSNorm(cfg.dtype, name="pre_attention_layer_norm").branch(x)
+        x, y = RMSNorm(cfg.dtype, name="pre_attention_layer_norm")(x, branch=True)
         y = Attention(cfg, name="attention")(y, y, mask=mask, bias=bias, keys=keys.at("attention"))
         x = x + dropout(y, cfg.dropout_rate, keys.at("attention_out"))
-        x, y = RMSNorm(cfg.dtype, name="pre_mlp_layer_norm").branch(x)
+        x, y = RMSNorm(cfg.dtype, name="pre_mlp_layer_norm")(x, branch=True)
         y = _mlp(cfg)(y, keys.at("mlp"))
         return x + dropout(y, cfg.dropout_rate, keys.at("mlp_out")), None
 
@@ -259,18 +259,18 @@ class DecoderLayer(nn.Module):
         keys = self.sample_dropout(cfg, keys, x, bias, mask, encoded)
         bias = relative_bias(cfg, keys, bidirectional=False) if bias is None else bias
         x = constrain(x, "batch", "length", "embed")
-        x, y = RMSNorm(cfg.dtype, name="pre_self_attention_layer_norm").branch(x)
+        x, y = RMSNorm(cfg.dtype, name="pre_self_attention_layer_norm")(x, branch=True)
         y = Attention(cfg, self.cache, name="self_attention")(
             y, y, mask=mask, bias=bias, keys=keys.at("self_attention"), prefill_lengths=prefill_lengths
         )
         x = x + dropout(y, cfg.dropout_rate, keys.at("self_attention_out"))
         if encoded is not None:
-            x, y = RMSNorm(cfg.dtype, name="pre_cross_attention_layer_norm").branch(x)
+            x, y = RMSNorm(cfg.dtype, name="pre_cross_attention_layer_norm")(x, branch=True)
             y = Attention(cfg, "cross" if self.cache else None, name="encoder_decoder_attention")(
                 y, encoded, mask=cross_mask, bias=None, keys=keys.at("encoder_decoder_attention")
             )
             x = x + dropout(y, cfg.dropout_rate, keys.at("cross_attention_out"))
-        x, y = RMSNorm(cfg.dtype, name="pre_mlp_layer_norm").branch(x)
+        x, y = RMSNorm(cfg.dtype, name="pre_mlp_layer_norm")(x, branch=True)
         y = _mlp(cfg)(y, keys.at("mlp"))
         return x + dropout(y, cfg.dropout_rate, keys.at("mlp_out")), None
 

@@ -7,7 +7,7 @@ jitted so that equal calls, one per layer, are traced and lowered once.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,8 +16,8 @@ from flax import linen as nn
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-_GATE_BLOCK = (4, 1024)
-_GATE_GRADIENT_BLOCK = (1, 2048)
+_GATE_VALUES, _GATE_COLUMNS = 4096, 1024  # of a block, at most
+_GATE_GRADIENT_VALUES, _GATE_GRADIENT_COLUMNS = 2048, 2048
 _QUANTIZE_BLOCK = (32, 128)
 _LEAST = 16  # rows and columns of a block
 
@@ -37,9 +37,7 @@ def _gelu_jvp(primals, tangents):
 
 
 def _gelu_sigmoid(x: jax.Array) -> jax.Array:
-    exponent = -2.3022082 * (x + 0.044715 * x * x * x)  # -2 y / ln 2; y is sqrt(2 / pi) (x + 0.044715 x**3)
-    # Without the limit, the result of large negative x is infinity times 0.
-    return 1.0 / (1.0 + jnp.exp2(jnp.minimum(exponent, 100.0)))
+    return 1.0 / (1.0 + jnp.exp2(-2.3022082 * (x + 0.044715 * x * x * x)))  # y is sqrt(2 / pi) (x + 0.044715 x**3)
 
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -57,70 +55,67 @@ def fits(rows: int, columns: int) -> bool:
     return rows % _LEAST == 0 and columns % _LEAST == 0
 
 
-def _block(shape: tuple[int, int], most: tuple[int, int]) -> tuple[int, int]:
-    return math.gcd(shape[0], most[0]), math.gcd(shape[1], most[1])
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def gate(
-    joined: jax.Array, factors: jax.Array | None, activations: tuple[str, ...], interpret: bool = False
+    parts: jax.Array, factors: jax.Array | None, activations: tuple[str, ...], interpret: bool = False
 ) -> jax.Array:
-    """Return act_0(joined[..., 0, :]) * act_1(joined[..., 1, :]) … * factors, computed in float32.
+    """Return act_0(parts[..., 0, :]) * act_1(parts[..., 1, :]) … * factors, computed in float32.
 
     Args:
-      joined: [batch, length, activations, features]; see `fits`.
-      factors: float32 [batch, features], of dropout, for all positions of an example; 0 gives 0 in any case. None is 1.
+      parts: [batch, length, activations, features]; see `fits`.
+      factors: of dropout, float32 [batch, 1, features]; None without dropout. Where 0, the result is 0, even for NaN.
       activations: names.
       interpret: run in Pallas's interpreter, on any device but slowly, for tests.
     """
-    return _gate_forward(joined, factors, activations, interpret)[0]
+    return _gate_forward(parts, factors, activations, interpret)[0]
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
-def _gate_forward(joined, factors, activations, interpret):
-    def gate_kernel(*refs):
-        *refs, out = refs
-        parts, factor = refs[: len(activations)], refs[len(activations) :]
-        made = _product(activations, [part[...].astype(jnp.float32) for part in parts])
-        out[...] = _times(made, factor).astype(out.dtype)
+def _gate_forward(parts, factors, activations, interpret):
+    def gate_kernel(part_refs, factor_ref, out_ref):
+        made = _product(activations, [ref[...].astype(jnp.float32) for ref in part_refs])
+        out_ref[...] = _drop(made, factor_ref).astype(out_ref.dtype)
 
-    batch, length, _, columns = joined.shape
+    batch, length, _, columns = parts.shape
+    block = _gate_block(length, columns, _GATE_VALUES, _GATE_COLUMNS)
     out = _call_gate(
-        gate_kernel, joined, factors, (), lambda block: pl.BlockSpec(block, lambda i, j: (i, j)),
-        (batch * length, columns), _GATE_BLOCK, interpret,
+        gate_kernel, parts, factors, (), pl.BlockSpec(block, lambda i, j: (i, j)), (batch * length, columns), block,
+        interpret,
     )  # fmt: skip
-    return out.reshape(batch, length, columns), (joined, factors)
+    return out.reshape(batch, length, columns), (parts, factors)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _gate_backward(activations, interpret, residuals, gradient):
-    joined, factors = residuals
-    count = len(activations)
+    parts, factors = residuals
 
-    def gate_gradient_kernel(*refs):
-        *refs, gradient, out = refs
-        values = [part[...].astype(jnp.float32) for part in refs[:count]]
+    def gate_gradient_kernel(part_refs, factor_ref, gradient_ref, out_ref):
+        values = [ref[...].astype(jnp.float32) for ref in part_refs]
         _, backward = jax.vjp(lambda *values: _product(activations, values), *values)
-        for i, made in enumerate(backward(_times(gradient[...].astype(jnp.float32), refs[count:]))):
-            out[:, i, :] = made.astype(out.dtype)
+        for i, made in enumerate(backward(_drop(gradient_ref[...].astype(jnp.float32), factor_ref))):
+            out_ref[:, i, :] = made.astype(out_ref.dtype)
 
-    rows, columns = math.prod(joined.shape[:2]), joined.shape[-1]
+    batch, length, count, columns = parts.shape
+    block = _gate_block(length, columns, _GATE_GRADIENT_VALUES, _GATE_GRADIENT_COLUMNS)
     out = _call_gate(
-        gate_gradient_kernel, joined, factors, (gradient.reshape(rows, columns),),
-        lambda block: pl.BlockSpec((block[0], count, block[1]), lambda i, j: (i, 0, j)), (rows, count, columns),
-        _GATE_GRADIENT_BLOCK, interpret,
+        gate_gradient_kernel, parts, factors, (gradient.reshape(-1, columns),),
+        pl.BlockSpec((block[0], count, block[1]), lambda i, j: (i, 0, j)), (batch * length, count, columns), block,
+        interpret,
     )  # fmt: skip
-    return out.reshape(joined.shape), None
+    return out.reshape(parts.shape), None
 
 
 gate.defvjp(_gate_forward, _gate_backward)
 
 
-def _times(x: jax.Array, factor: Sequence[Any]) -> jax.Array:
-    """Return x times the factor, of which there may be none."""
-    for ref in factor:
-        x = jnp.where(ref[...] > 0, x * ref[...], 0.0)
-    return x
+def _gate_block(length: int, columns: int, values: int, widest: int) -> tuple[int, int]:
+    """Return the rows of one example and the columns of a block with at most `values` values."""
+    width = math.gcd(columns, widest)
+    return math.gcd(length, values // width), width
+
+
+def _drop(x: jax.Array, factor_ref: Any) -> jax.Array:
+    return x if factor_ref is None else jnp.where(factor_ref[...] > 0, x * factor_ref[...], 0.0)
 
 
 def _product(activations: tuple[str, ...], values: Any) -> jax.Array:
@@ -128,19 +123,23 @@ def _product(activations: tuple[str, ...], values: Any) -> jax.Array:
     return functools.reduce(jnp.multiply, parts)
 
 
-def _call_gate(kernel, joined, factors, others, out_spec, out_shape, most, interpret):
-    """Call a kernel with blocks of the parts of `joined`, of the factors unless None, and of other flat arrays."""
-    batch, length, count, columns = joined.shape
-    block = _block((length, columns), most)  # within one example
+def _call_gate(kernel, parts, factors, others, out_spec, out_shape, block, interpret):
+    """Call kernel(references to the parts, to the factors or None, to other flat arrays and to the output)."""
+    batch, length, count, columns = parts.shape
     part_spec = lambda part: pl.BlockSpec((block[0], None, block[1]), lambda i, j: (i, part, j))
-    specs, arrays = [part_spec(part) for part in range(count)], [joined.reshape(-1, count, columns)] * count
+    specs, arrays = [part_spec(part) for part in range(count)], [parts.reshape(-1, count, columns)] * count
     if factors is not None:
-        specs.append(pl.BlockSpec((None, block[1]), lambda i, j: (i * block[0] // length, j)))
+        specs.append(pl.BlockSpec((None, None, block[1]), lambda i, j: (i * block[0] // length, 0, j)))
         arrays.append(factors)
+
+    def with_factor(*refs):
+        part_refs, refs = refs[:count], refs[count:]
+        return kernel(part_refs, *((None, *refs) if factors is None else refs))
+
     specs += [pl.BlockSpec(block, lambda i, j: (i, j)) for _ in others]
     return pl.pallas_call(
-        kernel, grid=(batch * length // block[0], columns // block[1]), in_specs=specs, out_specs=out_spec(block),
-        out_shape=jax.ShapeDtypeStruct(out_shape, joined.dtype), interpret=interpret,
+        with_factor, grid=(batch * length // block[0], columns // block[1]), in_specs=specs, out_specs=out_spec,
+        out_shape=jax.ShapeDtypeStruct(out_shape, parts.dtype), name=kernel.__name__, interpret=interpret,
         compiler_params=triton.CompilerParams(num_warps=8, num_stages=1),
     )(*arrays, *others)  # fmt: skip
 
@@ -158,7 +157,7 @@ def quantize(
       interpret: run in Pallas's interpreter, on any device but slowly, for tests.
     """
     top = float(jnp.finfo(dtype).max)
-    block = _block(x.shape, _QUANTIZE_BLOCK)
+    block = tuple(map(math.gcd, x.shape, _QUANTIZE_BLOCK))
     grid = x.shape[0] // block[0], x.shape[1] // block[1]
 
     def quantize_kernel(x_ref, scale_ref, out_ref, transposed_ref, amax_ref):

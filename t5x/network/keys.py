@@ -147,7 +147,7 @@ def dropout(x: jax.Array, rate: float, keys: Keys, *, broadcast_length: bool = T
 
 
 def dropout_factors(features: int, rate: float, keys: Keys) -> jax.Array | None:
-    """Return what `dropout` multiplies features by, float32 [batch, features]; None without dropout."""
+    """Return what `dropout` multiplies features by, float32 [batch, 1, features]; None without dropout."""
     if keys.dropout is None or rate == 0.0:
         return None
-    return jnp.where(keys.keep((1, features), rate)[:, 0], 1.0 / (1.0 - rate), 0.0)
+    return jnp.where(keys.keep((1, features), rate), 1.0 / (1.0 - rate), 0.0)

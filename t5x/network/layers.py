@@ -191,27 +191,19 @@ class RMSNorm(nn.Module):
     dtype: Any
     epsilon: float = 1e-6
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self._norm(x, branch=False)
-
-    def branch(self, x: jax.Array) -> list[jax.Array]:
-        """Return x, for the residual connection, and its norm. On a GPU, one kernel adds the gradients of both."""
-        return self._norm(x, branch=True)
-
     @nn.compact
-    def _norm(self, x: jax.Array, branch: bool) -> Any:
+    def __call__(self, x: jax.Array, branch: bool = False) -> Any:
+        """Return the norm of x; with `branch`, [x, norm], whose gradients one kernel adds on a GPU."""
         scale = parameter(self, "scale", initializers.ones, (x.shape[-1],), ("embed",), Keys())
-        axes = ("batch", "length", "embed")
-        if runs_triton() and x.ndim == 3 and math.prod(x.shape[:-1]) >= _MANY_ROWS and shards_of(*axes) == 1:
+        is_large = math.prod(x.shape[:-1]) >= _MANY_ROWS
+        if runs_triton() and is_large and x.ndim == 3 and shards_of("embed", ("batch", "length", "embed")) == 1:
             from t5x.network import norm_kernels  # Pallas is slow to import
 
             if norm_kernels.fits(x.shape[-1]):
-                norm = norm_kernels.branch if branch else norm_kernels.rms_norm
-                compute = functools.partial(norm, dtype=self.dtype, epsilon=self.epsilon)
-                rows = ("batch", "length", None)
-                return on_each_device(compute, [rows, (None,)], [rows, rows] if branch else rows, x, scale)
+                made = norm_kernels.branch(x, scale, self.dtype, self.epsilon)
+                return made if branch else made[1]
         normed = rms_norm(x, scale, self.dtype, self.epsilon)
-        if platform() == "gpu" and x.size >= _MANY_ROWS * x.shape[-1]:
+        if platform() == "gpu" and is_large:
             normed = _barrier(normed)
         return [x, normed] if branch else normed
 
@@ -326,7 +318,7 @@ def gate(
 
             if elementwise_kernels.fits(math.prod(parts.shape[:2]), parts.shape[-1]):
                 compute = functools.partial(elementwise_kernels.gate, activations=activations)
-                axes = [("batch", "length", None, "mlp"), ("batch", "mlp")]
+                axes = [("batch", "length", None, "mlp"), ("batch", "length", "mlp")]
                 factors = dropout_factors(parts.shape[-1], dropout_rate, keys)
                 return on_each_device(compute, axes, ("batch", "length", "mlp"), parts, factors)
         parts = _unstack(parts)

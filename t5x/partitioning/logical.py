@@ -62,13 +62,18 @@ def drop_uneven(shape: Sequence[int], spec: PartitionSpec, mesh: Mesh) -> Partit
     )
 
 
-def shards_of(*axes: str) -> int:
-    """Return the number of shards of the last of an array's logical axes; 1 without active rules."""
+def shards_of(axis: str, array: Sequence[str] = ()) -> int:
+    """Return the number of shards of an axis; 1 without active rules.
+
+    Args:
+      array: the logical axes of the array, if it has others, which may be sharded over the same mesh axes.
+    """
     active = _active.get()
     if active is None:
         return 1
     mesh, rules = active
-    return count_shards(mesh, logical_to_mesh_axes(axes, rules)[-1])
+    axes = tuple(array) or (axis,)
+    return count_shards(mesh, logical_to_mesh_axes(axes, rules)[axes.index(axis)])
 
 
 def active_mesh() -> Mesh | None:
