@@ -16,10 +16,11 @@ import pytest
 
 from tests.xla_flags import QUICK_COMPILATION
 
-os.environ["JAX_PLATFORMS"] = os.environ.get("T5X_TEST_PLATFORM", "cpu")  # `cuda` for the tests that need a GPU
-if os.environ["JAX_PLATFORMS"] == "cpu":
+if (platform := os.environ.get("T5X_TEST_PLATFORM", "cpu")) == "cpu":  # `cuda` for the tests that need a GPU
+    os.environ["JAX_PLATFORMS"] = platform
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILATION}"
-else:  # trying out matmuls takes half a minute for some tests; the product does it
+else:  # Pallas's TPU interpreter needs a CPU; trying out matmuls takes half a minute for some tests
+    os.environ["JAX_PLATFORMS"] = f"{platform},cpu"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of programs import the same modules

@@ -26,7 +26,7 @@ USABLE = 0.93  # of a device's memory: the rest is the runtime's, and fragmentat
 
 # Shares of the data sheet that T5 1.1 reaches on an H200 (docs/planning.md); assumed for other devices.
 MATMUL, ATTENTION, BANDWIDTH, LINK = 0.78, 0.28, 0.85, 0.8
-PASSES = 8.5  # times that norms, gates, residuals and attention read or write what the backward pass needs
+PASSES = 7.25  # times that norms, gates, residuals and attention read or write what the backward pass needs
 OPTIMIZER_PASSES = 6  # times that the optimizer reads or writes an array of the parameters' size
 SCAN_COPIES = 0.4  # of the parameters: stacked layers are transposed for the scan
 

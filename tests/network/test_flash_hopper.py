@@ -72,7 +72,7 @@ def test_outputs_and_gradients_agree_with_the_reference(case: str):
     mask = mask()
     softcap = {"softcap": 2.0} if case == "window" else {}
     bias_of = lambda table: None if bidirectional is None else RelativeBias(table, bidirectional)
-    assert flash_preparation.make_plan((q, k), 64, mask, bias_of(jnp.zeros((4, 32)))).is_hopper
+    assert flash_preparation.make_plan((q, k), 64, mask, bias_of(jnp.zeros((4, 32)))).target == "hopper"
     rows = 40 if max(q, k) < 1000 else 8  # several items for each thread block
     shapes = [(rows, q, 4, 64), (rows, k, key_heads, 64), (rows, k, key_heads, 64), (rows, q, 4, 64), (4, 32)]
     query, key, value, weights, table = (x.astype(dtype) for x in arrays(*shapes, seed=q))
