@@ -12,15 +12,16 @@ from t5x.planning import estimates, memory, topologies
 from t5x.planning.memory import Share
 from t5x.planning.program import Collective, Program, collectives
 
-# Adafactor, bfloat16, one device. GB: what XLA's compiler for the H200 assigns, compiled without a GPU (base: 30.4
-# measured); FULL was measured. Milliseconds: docs/performance.md; large and xl with an older MLP.
+# Adafactor, bfloat16, one device. GB: measured, except scanned layers without `full`, which XLA's compiler for the H200
+# assigns without a GPU. Milliseconds: docs/performance.md; with rematerialization, of older commits.
 H200 = {
-    "base": (128, 512, 128, "none", False, 30.34, 142.5),
-    "large": (64, 512, 128, "none", False, 42.91, 231.0),
-    "xl": (64, 512, 128, "none", False, 90.09, 676.5),
-    "xl, full": (64, 512, 128, "full", True, 39.0, 845.0),
-    "xl, minimal": (64, 512, 128, "minimal", True, 84.58, 875.0),
-    "base, long": (16, 4096, 512, "none", False, 27.4, 233.6),
+    "base": (128, 512, 128, "none", False, 30.58, 132.3),
+    "large": (64, 512, 128, "none", False, 43.06, 214.4),
+    "large, scanned": (64, 512, 128, "none", True, 48.9, None),
+    "xl": (64, 512, 128, "none", False, 90.41, 643.8),
+    "xl, full": (64, 512, 128, "full", True, 39.28, 845.0),
+    "xl, minimal": (64, 512, 128, "minimal", True, 84.55, 875.0),
+    "base, long": (16, 4096, 512, "none", False, 27.68, 220.8),
 }
 
 
@@ -35,7 +36,7 @@ def test_one_h200(case):
     found = estimates.peak_memory(run, share, layout, "dp", remat)
     assert sum(found.values()) / 1e9 == pytest.approx(gigabytes, rel=0.1)
     seconds = estimates.step_seconds(run, share, topology, layout, remat)
-    assert 1e3 * sum(seconds.values()) == pytest.approx(milliseconds, rel=0.25)
+    assert milliseconds is None or 1e3 * sum(seconds.values()) == pytest.approx(milliseconds, rel=0.25)
 
 
 @pytest.mark.parametrize("kernels", [False, True])
