@@ -195,15 +195,16 @@ class RMSNorm(nn.Module):
     def __call__(self, x: jax.Array, branch: bool = False) -> Any:
         """Return the norm of x; with `branch`, [x, norm], whose gradients one kernel adds on a GPU."""
         scale = parameter(self, "scale", initializers.ones, (x.shape[-1],), ("embed",), Keys())
-        is_large = math.prod(x.shape[:-1]) >= _MANY_ROWS
-        if runs_triton() and is_large and x.ndim == 3 and shards_of("embed", ("batch", "length", "embed")) == 1:
+        # In this order: an exported batch dimension, on a CPU, compares with no number.
+        is_large = platform() == "gpu" and math.prod(x.shape[:-1]) >= _MANY_ROWS
+        if is_large and runs_triton() and x.ndim == 3 and shards_of("embed", ("batch", "length", "embed")) == 1:
             from t5x.network import norm_kernels  # Pallas is slow to import
 
             if norm_kernels.fits(x.shape[-1]):
                 made = norm_kernels.branch(x, scale, self.dtype, self.epsilon)
                 return made if branch else made[1]
         normed = rms_norm(x, scale, self.dtype, self.epsilon)
-        if platform() == "gpu" and is_large:
+        if is_large:
             normed = _barrier(normed)
         return [x, normed] if branch else normed
 
