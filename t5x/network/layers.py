@@ -195,7 +195,7 @@ class RMSNorm(nn.Module):
     def __call__(self, x: jax.Array, branch: bool = False) -> Any:
         """Return the norm of x; with `branch`, [x, norm], whose gradients one kernel adds on a GPU."""
         scale = parameter(self, "scale", initializers.ones, (x.shape[-1],), ("embed",), Keys())
-        # In this order: an exported batch dimension, on a CPU, compares with no number.
+        # The platform first: exports are traced on a CPU, and symbolic dimensions cannot be compared with a number.
         is_large = platform() == "gpu" and math.prod(x.shape[:-1]) >= _MANY_ROWS
         if is_large and runs_triton() and x.ndim == 3 and shards_of("embed", ("batch", "length", "embed")) == 1:
             from t5x.network import norm_kernels  # Pallas is slow to import

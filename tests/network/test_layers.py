@@ -2,6 +2,7 @@
 
 import flax.linen as nn
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -61,3 +62,18 @@ def test_separate_matmuls_of_a_gpu_are_those_of_a_cpu(dtype, monkeypatch):
     assert [x.dtype for x in jax.tree.leaves(found)] == [x.dtype for x in jax.tree.leaves(expected)]
     # Gradients of x are sums of three, rounded to bfloat16 in another order.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=0.01 * np.abs(b).max()), found, expected)
+
+
+def test_layers_are_exported_for_any_number_of_rows():
+    with jax.default_device(jax.devices("cpu")[0]):
+        norm, mlp = layers.RMSNorm(jnp.float32), layers.MLP(48, ("gelu", "linear"), 0.0, jnp.float32)
+        (x,) = tiny.arrays((2, 32, 128))
+        params = [norm.init(jax.random.key(0), x), mlp.init(jax.random.key(0), x, Keys())]
+
+        def both(x):
+            x, y = norm.apply(params[0], x, branch=True)
+            return x + mlp.apply(params[1], y, Keys())
+
+        any_rows = jax.ShapeDtypeStruct(jax.export.symbolic_shape("rows, 32, 128"), jnp.float32)
+        exported = jax.export.export(jax.jit(both), platforms=["cpu"])(any_rows)
+        np.testing.assert_allclose(exported.call(x), both(x), atol=1e-5)
