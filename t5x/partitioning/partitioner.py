@@ -324,7 +324,11 @@ class BasePartitioner:
 
     def _compiler_options(self, large_matmuls: bool, decodes: bool) -> dict[str, Any]:
         with self.activate():
-            return compiler_options(large_matmuls and platform() == "gpu", decodes and on_nvidia_gpu())
+            return compiler_options(
+                large_matmuls and platform() == "gpu",
+                decodes and on_nvidia_gpu(),
+                gradients_on_cpu=not decodes and platform() == "cpu",
+            )
 
     def compile(self, partitioned_fn: Callable, *args: Any) -> Callable:
         """Compile the result of `partition` for arguments of these shapes."""
@@ -350,20 +354,26 @@ class PjitPartitioner(BasePjitPartitioner):
 
 
 @functools.cache
-def compiler_options(large_matmuls: bool, decodes: bool) -> dict[str, Any]:
-    """Return XLA's options for a program on GPUs, except what XLA does not know and what XLA_FLAGS sets.
+def compiler_options(
+    large_matmuls: bool = False, decodes: bool = False, gradients_on_cpu: bool = False
+) -> dict[str, Any]:
+    """Return XLA's options for a program, except what XLA does not know and what XLA_FLAGS sets.
 
     Args:
       large_matmuls: leave all matmuls to cuBLAS. XLA's own Triton matmuls win for few rows. With many rows they lose a
         few percent: residuals are added in a separate pass. Trying them out takes most of the compile time of some
         programs.
       decodes: make loops part of CUDA graphs (NVIDIA). Otherwise the GPU waits for the host after every decoding step.
+      gradients_on_cpu: leave only reductions to YNNPACK (JAX 0.11). For its sake XLA keeps all matmuls in bfloat16,
+        but it does not take those for gradients of kernels: a slow loop then sums them in bfloat16.
     """
-    options = {}
+    options: dict[str, Any] = {}
     if large_matmuls:
         options["xla_gpu_enable_triton_gemm"] = False
     if decodes:
         options["xla_gpu_enable_command_buffer"] = _COMMANDS_WITH_LOOPS
+    if gradients_on_cpu and jax.__version_info__ >= (0, 11):
+        options["xla_cpu_experimental_ynn_fusion_type"] = "LIBRARY_FUSION_TYPE_REDUCE"
     flags = {word.removeprefix("--").partition("=")[0] for word in os.environ.get("XLA_FLAGS", "").split()}
     return {name: value for name, value in options.items() if name not in flags and _is_known({name: value})}
 

@@ -20,6 +20,7 @@ from t5x.network.blocks import DecoderLayer, EncoderLayer
 from t5x.network.keys import Keys
 from t5x.network.layers import MLP, RMSNorm, join_kernels
 from t5x.network.relative_position import RelativeBias
+from t5x.partitioning.partitioner import compiler_options
 from tests import tiny
 
 BOUND = 1e-2
@@ -90,7 +91,8 @@ def with_gradients(function, parts: dict, weights: jax.Array):
 def both_with_gradients(fast, plain, parts: dict):
     (weights,) = arrays(jax.eval_shape(lambda parts: plain(**parts), parts).shape, seed=1)
     fast, plain = (functools.partial(with_gradients, function) for function in (fast, plain))
-    return jax.jit(fast)(parts, weights), exactly(plain, parts, weights)
+    options = compiler_options(gradients_on_cpu=jax.default_backend() == "cpu")
+    return jax.jit(fast, compiler_options=options)(parts, weights), exactly(plain, parts, weights)
 
 
 def narrow(*wide: jax.Array) -> list[jax.Array]:

@@ -4,6 +4,7 @@ import json
 import os
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -194,6 +195,17 @@ def test_compiler_options_are_known_and_leave_xla_flags_alone(monkeypatch):
     options = compiler_options.__wrapped__
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=")
     assert options(True, True) == {"xla_gpu_enable_triton_gemm": False}
+
+
+def test_gradients_of_kernels_are_not_summed_in_bfloat16():
+    x, gradient = (np.random.default_rng(0).normal(size=(1, 2048, size)).astype(jnp.bfloat16) for size in (64, 96))
+    product = lambda kernel, x: jnp.einsum("bld,de->ble", x, kernel)
+    step = PjitPartitioner().partition(
+        lambda kernel, x, gradient: jax.vjp(lambda kernel: product(kernel, x), kernel)[1](gradient)[0], None, None
+    )
+    found = np.asarray(step(jnp.zeros((64, 96), jnp.bfloat16), x, gradient), np.float64)
+    expected = x[0].T.astype(np.float64) @ gradient[0].astype(np.float64)
+    assert np.linalg.norm(found - expected) <= 4e-3 * np.linalg.norm(expected)
 
 
 def test_parameters_wait_in_the_memory_of_the_machine(caplog):
