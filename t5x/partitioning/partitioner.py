@@ -364,8 +364,8 @@ def compiler_options(
         few percent: residuals are added in a separate pass. Trying them out takes most of the compile time of some
         programs.
       decodes: make loops part of CUDA graphs (NVIDIA). Otherwise the GPU waits for the host after every decoding step.
-      gradients_on_cpu: leave only reductions to YNNPACK (JAX 0.11). For its sake XLA keeps all matmuls in bfloat16,
-        but it does not take those for gradients of kernels: a slow loop then sums them in bfloat16.
+      gradients_on_cpu: let YNNPACK compute reductions only (JAX 0.11). If it may compute matmuls, XLA keeps all of them
+        in bfloat16, and a slow loop sums those that YNNPACK rejects, the gradients of kernels, in bfloat16.
     """
     options: dict[str, Any] = {}
     if large_matmuls:
