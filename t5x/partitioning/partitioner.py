@@ -327,7 +327,7 @@ class BasePartitioner:
             return compiler_options(
                 large_matmuls and platform() == "gpu",
                 decodes and on_nvidia_gpu(),
-                gradients_on_cpu=not decodes and platform() == "cpu",
+                gradients_on_cpu=large_matmuls and not decodes and platform() == "cpu",
             )
 
     def compile(self, partitioned_fn: Callable, *args: Any) -> Callable:

@@ -201,8 +201,9 @@ def test_gradients_of_kernels_are_not_summed_in_bfloat16():
     x, gradient = (np.random.default_rng(0).normal(size=(1, 2048, size)).astype(jnp.bfloat16) for size in (64, 96))
     product = lambda kernel, x: jnp.einsum("bld,de->ble", x, kernel)
     step = PjitPartitioner().partition(
-        lambda kernel, x, gradient: jax.vjp(lambda kernel: product(kernel, x), kernel)[1](gradient)[0], None, None
-    )
+        lambda kernel, x, gradient: jax.vjp(lambda kernel: product(kernel, x), kernel)[1](gradient)[0],
+        None, None, large_matmuls=True,
+    )  # fmt: skip
     found = np.asarray(step(jnp.zeros((64, 96), jnp.bfloat16), x, gradient), np.float64)
     expected = x[0].T.astype(np.float64) @ gradient[0].astype(np.float64)
     assert np.linalg.norm(found - expected) <= 4e-3 * np.linalg.norm(expected)
