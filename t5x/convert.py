@@ -18,6 +18,7 @@ from t5x.checkpoints.model_description import MODEL_FILE, describe_network
 from t5x.errors import UserError
 from t5x.files import atomic, remote
 from t5x.files.disk_space import free_bytes
+from t5x.network.config import FIXED_IN_T5X
 from t5x.telemetry import Progress
 
 log = logging.getLogger(__name__)
@@ -193,6 +194,8 @@ def _warn_of_losses(source: Source, config: Mapping[str, Any]) -> None:
     lost = []
     if (activations := tuple(config["mlp_activations"])) not in _USUAL_ACTIVATIONS:
         lost.append(f"mlp_activations {activations}")
+    stated = {name: config.get(name, usual) for name, usual in FIXED_IN_T5X.items()}
+    lost += [f"{name} {value}" for name, value in stated.items() if value not in (FIXED_IN_T5X[name], [])]
     lost += [f"the vocabulary of {feature}" for feature in sorted(source.vocabulary_files)]
     if source.inputs_bidirectional_attention:
         lost.append("inputs_bidirectional_attention (it is a prefix LM)")

@@ -248,7 +248,7 @@ def loss_weights(batch: Mapping[str, jax.Array]) -> jax.Array:
     return jnp.ones(batch["decoder_target_tokens"].shape, jnp.float32)
 
 
-def loss_scale(factor: LossNormalizingFactor, batch: Mapping[str, jax.Array]) -> jax.Array:
+def loss_scale(factor: LossNormalizingFactor, batch: Mapping[str, jax.Array], pad_id: int = 0) -> jax.Array:
     """Return the factor of each target token's loss in the sum, float32 [batch, length].
 
     It is computed over the whole batch, so that splitting the batch into microbatches does not change the loss.
@@ -256,6 +256,7 @@ def loss_scale(factor: LossNormalizingFactor, batch: Mapping[str, jax.Array]) ->
     Args:
       factor: None (plain sum), a number, or a SpecialLossNormalizingFactor or its name.
       batch: has `decoder_target_tokens`, and optionally `decoder_loss_weights` and, if packed, `decoder_segment_ids`.
+      pad_id: the padding token.
 
     Raises:
       ArgumentError: if `factor` is an unknown name.
@@ -266,7 +267,7 @@ def loss_scale(factor: LossNormalizingFactor, batch: Mapping[str, jax.Array]) ->
     if isinstance(factor, int | float):
         return weights / factor
     kind = special_loss_normalizing_factor(factor)
-    batch = _with_weights(batch)
+    batch = _with_weights(batch, pad_id)
     weights = loss_weights(batch)
     if kind is SpecialLossNormalizingFactor.NUM_REAL_TARGET_TOKENS:
         return weights / jnp.maximum(jnp.sum(weights), 1.0)
@@ -276,11 +277,11 @@ def loss_scale(factor: LossNormalizingFactor, batch: Mapping[str, jax.Array]) ->
     return scale / jnp.maximum(jnp.sum(scale), 1.0)
 
 
-def _with_weights(batch: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
+def _with_weights(batch: Mapping[str, jax.Array], pad_id: int = 0) -> Mapping[str, jax.Array]:
     """Return the batch with weights. Special factors do not count padding if it has none, unlike a sum."""
     if batch.get("decoder_loss_weights") is not None:
         return batch
-    return {**batch, "decoder_loss_weights": batch["decoder_target_tokens"] > 0}
+    return {**batch, "decoder_loss_weights": batch["decoder_target_tokens"] != pad_id}
 
 
 def _weights_per_sequence(batch: Mapping[str, jax.Array]) -> jax.Array:

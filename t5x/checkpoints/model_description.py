@@ -155,7 +155,7 @@ def check_same_model(path: epath.PathLike, model: BaseTransformerModel, *, same_
     rows = []
     if same_classes:
         rows += _differences("", {k: stored.get(k) for k in _CLASSES}, {k: here.get(k) for k in _CLASSES})
-    rows += _differences("config.", _identity(stored["config"]), _identity(here["config"]))
+    rows += _differences("config.", _identity(_defaults(model) | stored["config"]), _identity(here["config"]))
     included = {parts[1] for name in manifest.read(path).files if (parts := name.split("/"))[0] == "vocabulary"}
     for feature, vocabulary in model.vocabularies.items():
         if feature in included and not _has_vocabulary(path, feature, vocabulary):
@@ -196,6 +196,13 @@ def _has_vocabulary(path: epath.PathLike, feature: str, vocabulary: Vocabulary) 
 
 def _identity(config: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in config.items() if k not in _RUNTIME_FIELDS}
+
+
+def _defaults(model: BaseTransformerModel) -> dict[str, Any]:
+    """Return the defaults of the network's configuration, which hold for fields that an older checkpoint lacks."""
+    config = getattr(model.module, "config", None)
+    fields = dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
+    return {field.name: _as_json(field.default) for field in fields if field.default is not dataclasses.MISSING}
 
 
 def _differences(prefix: str, stored: Mapping[str, Any], here: Mapping[str, Any]) -> list[tuple[str, str, str]]:

@@ -12,6 +12,7 @@ from t5x.checkpoints import families, layout, tree
 from t5x.checkpoints.assignment import SLOTS, Rules
 from t5x.checkpoints.formats import LazyArray, Source
 from t5x.errors import ArgumentError, UserError
+from t5x.network.config import FIXED_IN_T5X
 
 log = logging.getLogger(__name__)
 
@@ -255,9 +256,11 @@ def _bias_reason(missing: Collection[str], surplus: Collection[str]) -> str:
 def describe_differences(stated: Mapping[str, Any], config: Any) -> list[str]:
     """Return the configuration fields, of those that shapes do not show, that differ from the checkpoint's."""
     rows = []
-    for field in ("mlp_activations", "logits_via_embedding"):
-        theirs, ours = stated.get(field), getattr(config, field, None)
-        if theirs is not None and ours is not None and tuple(np.atleast_1d(theirs)) != tuple(np.atleast_1d(ours)):
+    for field in ("mlp_activations", "logits_via_embedding", *FIXED_IN_T5X):
+        theirs, ours = stated.get(field), getattr(config, field, FIXED_IN_T5X.get(field))
+        if theirs in (None, ()) or (ours is None and field not in FIXED_IN_T5X):
+            continue
+        if tuple(np.atleast_1d(theirs)) != tuple(np.atleast_1d(ours)):
             rows.append(f"{field}: checkpoint {theirs}, this run {ours}")
     return rows
 

@@ -57,6 +57,7 @@ class FeatureConverter(abc.ABC):
       use_custom_packing_ops: accepted for seqio compatibility; no effect.
       apply_length_check: False trims features that are too long even if the dataset asks for an error.
       bos_id: first decoder input.
+      pad_id: the padding token.
 
     Attributes:
       trimmed: number of times each task feature was trimmed.
@@ -65,6 +66,7 @@ class FeatureConverter(abc.ABC):
     TASK_FEATURES: tuple[str, ...] = ()
     # Used if they are in task_feature_lengths.
     OPTIONAL_TASK_FEATURES: tuple[str, ...] = ()
+    pad_id = 0
 
     def __init__(
         self,
@@ -72,9 +74,12 @@ class FeatureConverter(abc.ABC):
         use_custom_packing_ops: bool = False,
         apply_length_check: bool = True,
         bos_id: int = 0,
+        pad_id: int = 0,
     ):
         self.pack = pack
         self.bos_id = bos_id
+        if pad_id:  # else it stays the class's: the data fingerprints of earlier checkpoints do not know it
+            self.pad_id = pad_id
         self.trimmed: collections.Counter[str] = collections.Counter()
         self._apply_length_check = apply_length_check
 
@@ -169,8 +174,8 @@ class FeatureConverter(abc.ABC):
                     )  # fmt: skip
                 self.trimmed[feature] += 1
             ids = ids[:length]
-        if self.pack and len(ids) and ids[-1] == 0:
-            ids = np.trim_zeros(np.asarray(ids), "b")
+        if self.pack and len(ids) and ids[-1] == self.pad_id:
+            ids = ids[: len(np.trim_zeros(np.asarray(ids) - self.pad_id, "b"))]
         return ids
 
     def _place(self, examples: Sequence[tuple[Any, ...]], lengths: Sequence[int]) -> list["_Placed"]:
@@ -183,6 +188,8 @@ class FeatureConverter(abc.ABC):
         if len(examples) > 1 and not self.pack:
             raise ValueError(f"{len(examples)} examples for one row, without packing")
         placed = [_Placed(*np.zeros((3 if self.pack else 1, length), np.int32)) for length in lengths]
+        for row in placed:
+            row.tokens[:] = self.pad_id
         starts = [0] * len(lengths)
         segment = 0
         for ids_of in examples:
@@ -211,11 +218,11 @@ class _Placed(NamedTuple):
             return {}
         return {f"{side}_segment_ids": self.segment_ids, f"{side}_positions": self.positions}
 
-    def decoder_features(self, bos_id: int) -> Row:
+    def decoder_features(self, bos_id: int, pad_id: int) -> Row:
         return {
             "decoder_target_tokens": self.tokens,
             "decoder_input_tokens": make_autoregressive_inputs(self.tokens, self.segment_ids, bos_id),
-            "decoder_loss_weights": non_padding_position(self.tokens),
+            "decoder_loss_weights": non_padding_position(self.tokens, pad_id=pad_id),
             **self.packing("decoder"),
         }
 
@@ -261,7 +268,7 @@ class EncDecFeatureConverter(FeatureConverter):
 
     def _features(self, inputs: _Placed, targets: _Placed) -> Row:
         encoder = {"encoder_input_tokens": inputs.tokens, **inputs.packing("encoder")}
-        return encoder | targets.decoder_features(self.bos_id)
+        return encoder | targets.decoder_features(self.bos_id, self.pad_id)
 
 
 class PrePackedEncDecFeatureConverter(EncDecFeatureConverter):
@@ -331,7 +338,7 @@ class DecoderFeatureConverter(FeatureConverter):
         length = _decoder_length(task_feature_lengths)
         ids_of = [self._ids_of(example, task_feature_lengths, trim) for example in examples]
         (row,) = self._place([(np.concatenate(ids),) for ids in ids_of], [length])
-        made = row.decoder_features(self.bos_id)
+        made = row.decoder_features(self.bos_id, self.pad_id)
         if "inputs" in task_feature_lengths:
             made["decoder_causal_attention"] = prefix = np.zeros(length, np.int32)
             start = 0

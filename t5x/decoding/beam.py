@@ -59,7 +59,7 @@ def beam_search(
     inputs: jax.Array,
     cache: Any,
     tokens_to_logits: TokensToLogits,
-    eos_id: int | jax.Array,
+    eos_id: int | jax.Array | tuple[int, ...],
     num_decodes: int = 4,
     alpha: float | jax.Array = 0.6,
     max_decode_len: int | None = None,
@@ -71,6 +71,7 @@ def beam_search(
     length_penalty: float | jax.Array | None = None,
     early_stopping: bool | str = False,
     logit_callback_fn: LogitCallback | None = None,
+    pad_id: int = 0,
 ) -> tuple[jax.Array, jax.Array]:
     """Find the best sequences with a beam of `num_decodes`.
 
@@ -88,11 +89,11 @@ def beam_search(
     the last position count as finished; and `early_stopping` decides when the search stops.
 
     Args:
-      inputs: int32 [batch, length], prompts shifted right: 0 at position 0 and wherever output may go. Prompts are
-        forced and do not contribute to the scores.
+      inputs: int32 [batch, length], prompts shifted right: the start token at position 0, and `pad_id` wherever output
+        may go. Prompts are forced and do not contribute to the scores.
       cache: the network's cache for `batch` rows: empty, or filled up to `initial_index`.
       tokens_to_logits: state -> (logits [batch * num_decodes, vocab], new cache).
-      eos_id: token that ends a sequence.
+      eos_id: token that ends a sequence, or a tuple of several.
       num_decodes: number of beams; all are returned.
       alpha: exponent of the brevity penalty; one value, or one per example.
       max_decode_len: maximum output length, including the prompt; None is `length`.
@@ -107,10 +108,11 @@ def beam_search(
         favorable length.
       logit_callback_fn: (log probabilities, state) -> log probabilities, at most 0 and not renormalized; see
         `t5x.decoding.constraints`.
+      pad_id: the padding token.
 
     Returns:
-      int32 [batch, num_decodes, max_decode_len] and float32 [batch, num_decodes]: tokens, zero after EOS, and scores,
-      best last. Missing decodes are zeros with score NEG_INF.
+      int32 [batch, num_decodes, max_decode_len] and float32 [batch, num_decodes]: tokens, padded after EOS, and scores,
+      best last. Missing decodes are all padding, with score NEG_INF.
 
     Raises:
       ArgumentError: if an option is out of range.
@@ -130,9 +132,9 @@ def beam_search(
         limits.check_length_exponent(name, exponent, length)
     if isinstance(min_log_prob, float) and math.isnan(min_log_prob):
         raise ArgumentError("min_log_prob is nan; it must be a number (-1e7 keeps every beam).")
-    prompts, index, prompt_end = rows.start_from_prompts(inputs[:, :length], initial_index)
+    prompts, index, prompt_end = rows.start_from_prompts(inputs[:, :length], initial_index, pad_id)
     limit = jnp.where(jnp.asarray(max_decode_step) > 0, jnp.minimum(prompt_end + max_decode_step, length), length)
-    eos_id = jnp.asarray(eos_id, jnp.int32)
+    eos_id = jax.tree.map(lambda one: jnp.asarray(one, jnp.int32), eos_id)
     rank = jnp.arange(2 * num_decodes)
     # `top_k` prefers the first of equal values, and T5X's first beam is its worst. Hugging Face's is its best.
     is_t5x = length_penalty is None
@@ -179,12 +181,12 @@ def beam_search(
 
         following = beams.index + 1
         prompt = rows.token_at(fixed.prompts, following)[:, None]
-        forced = prompt != 0
+        forced = prompt != pad_id
         candidates = jnp.where(forced, jnp.where(rank == 0, beams.live_log_probs[:, :1], -jnp.inf), candidates)
         tokens, parents = jnp.where(forced, prompt, tokens), jnp.where(forced, 0, parents)
         grown = rows.set_token(rows.take_beams(beams.live, parents), following[:, None], tokens)
 
-        ends = finishing = (tokens == eos_id) & ~forced
+        ends = finishing = rows.is_eos(tokens, eos_id) & ~forced
         if not is_t5x:
             finishing = (ends | (following >= fixed.limit)[:, None]) & (rank < num_decodes)
         ended = jnp.where(finishing, score(fixed, candidates, following), -jnp.inf)
@@ -234,7 +236,7 @@ def beam_search(
     tokens = jnp.where(none_ended[..., None], live, finished)
     scores = jnp.where(none_ended, live_log_probs, finished_scores)
     exists = scores > -jnp.inf
-    tokens, scores = jnp.where(exists[..., None], tokens, 0), jnp.where(exists, scores, NEG_INF)
+    tokens, scores = jnp.where(exists[..., None], tokens, pad_id), jnp.where(exists, scores, NEG_INF)
     return tokens[:, ::-1, 1:], scores[:, ::-1]
 
 

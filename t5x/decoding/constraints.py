@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from t5x.decoding import limits
+from t5x.decoding import limits, rows
 from t5x.decoding.loop import is_row_independent, row_independent
 from t5x.decoding.state import NEG_INF, DecodingState, LogitCallback
 from t5x.errors import UserError
@@ -93,7 +93,7 @@ def min_length(tokens: int | jax.Array) -> LogitCallback:
 
     def process(logits: jax.Array, state: DecodingState) -> jax.Array:
         early = (state.cur_index - state.prompt_end < tokens)[:, None]
-        is_eos = jnp.arange(logits.shape[-1]) == state.eos_id
+        is_eos = rows.is_eos(jnp.arange(logits.shape[-1]), state.eos_id)
         return jnp.where(early & is_eos, NEG_INF, logits)
 
     return row_independent(process) if jnp.ndim(tokens) == 0 else process
@@ -147,7 +147,7 @@ def choices(sequences: Sequence[Sequence[int]]) -> LogitCallback:
         edges = trie.first_edge[node][:, None] + jnp.arange(trie.most_edges)
         tokens = jnp.asarray(trie.tokens)[jnp.minimum(edges, len(trie.tokens) - 1)]
         allowed = _mark(logits, tokens, edges < trie.first_edge[node + 1][:, None])
-        is_eos = jnp.arange(logits.shape[-1]) == state.eos_id
+        is_eos = rows.is_eos(jnp.arange(logits.shape[-1]), state.eos_id)
         return jnp.where(allowed | (is_eos & trie.ends[node][:, None]), logits, NEG_INF)
 
     return process

@@ -49,6 +49,21 @@ def per_example_logits(function: Callable, inputs: dict[str, Any], axes: dict[st
     return PerExampleLogits(function, inputs, axes) if shards_of("batch") == 1 else functools.partial(function, inputs)
 
 
+def with_constraint(tokens_to_logits: TokensToLogits, constraint: LogitCallback) -> TokensToLogits:
+    """Return `tokens_to_logits` with a constraint on its logits, which comes before any other."""
+
+    def constrained(function: Callable) -> Callable:
+        def compute(*arguments: Any) -> tuple[jax.Array, Any]:
+            logits, cache = function(*arguments)
+            return constraint(logits.astype(jnp.float32), arguments[-1]), cache
+
+        return compute
+
+    if isinstance(tokens_to_logits, PerExampleLogits):
+        return dataclasses.replace(tokens_to_logits, function=constrained(tokens_to_logits.function))
+    return constrained(tokens_to_logits)
+
+
 def row_independent(callback: LogitCallback) -> LogitCallback:
     """Mark a callback that depends on the state only, so that rows may be removed from the batch."""
     callback.row_independent = True

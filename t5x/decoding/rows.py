@@ -1,5 +1,7 @@
 """Operations on the rows of a decoding batch: prompts, tokens, beams, keys and cache entries."""
 
+import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -13,19 +15,24 @@ _BLOCK = 128  # tokens per block in `top_k`; vocabulary sizes are multiples of i
 _SHARED_CACHE_ENTRIES = ("cached_bias", "position_embedder_index")  # T5X's cache entries without a row axis
 
 
-def start_from_prompts(inputs: jax.Array, initial_index: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+def start_from_prompts(
+    inputs: jax.Array, initial_index: jax.Array | None, pad_id: int = 0
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return sequences [batch, length + 1], start positions [batch] and prompt ends [batch], all int32.
 
-    `inputs` are the prompts, shifted right: position 0 is the start token; later zeros are free for output.
+    `inputs` are the prompts, shifted right: position 0 is the start token; later padding is free for output.
     """
-    sequences = jnp.pad(inputs, ((0, 0), (0, 1))).astype(jnp.int32)
-    if initial_index is None:
-        sequences = sequences.at[:, 0].set(0)
-        index = jnp.zeros(sequences.shape[0], jnp.int32)
-    else:
-        index = jnp.asarray(initial_index, jnp.int32)
-    filled = (sequences[:, 1:] != 0) | (jnp.arange(1, sequences.shape[1]) <= index[:, None])
+    sequences = jnp.pad(inputs, ((0, 0), (0, 1)), constant_values=pad_id).astype(jnp.int32)
+    start = 0 if initial_index is None else initial_index
+    index = jnp.broadcast_to(jnp.asarray(start, jnp.int32), sequences.shape[:1])
+    filled = (sequences[:, 1:] != pad_id) | (jnp.arange(1, sequences.shape[1]) <= index[:, None])
     return sequences, index, jnp.sum(jnp.cumprod(filled, axis=1), axis=1).astype(jnp.int32)
+
+
+def is_eos(tokens: jax.Array, eos_id: Any) -> jax.Array:
+    """Return which tokens end a sequence: those equal to `eos_id`, or to one of a tuple of ids."""
+    ids = eos_id if isinstance(eos_id, tuple | list) else (eos_id,)
+    return functools.reduce(operator.or_, (tokens == one for one in ids))
 
 
 def token_at(sequences: jax.Array, index: jax.Array) -> jax.Array:

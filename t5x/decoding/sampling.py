@@ -35,7 +35,7 @@ class SamplingLoopState:
     rng: jax.Array
     log_prob: jax.Array
     prompt_end: jax.Array | None = None
-    eos_id: jax.Array | None = None
+    eos_id: jax.Array | tuple[jax.Array, ...] | None = None
 
 
 StateCallbackFn = Callable[[SamplingLoopState], SamplingLoopState]
@@ -45,7 +45,7 @@ def temperature_sample(
     inputs: jax.Array,
     cache: Any,
     tokens_to_logits: TokensToLogits,
-    eos_id: int | jax.Array,
+    eos_id: int | jax.Array | tuple[int, ...],
     decode_rng: jax.Array | None = None,
     num_decodes: int = 1,
     temperature: float | jax.Array = 1.0,
@@ -58,6 +58,7 @@ def temperature_sample(
     rescale_log_probs: bool = True,
     state_callback_fn: StateCallbackFn | None = None,
     logit_callback_fn: LogitCallback | None = None,
+    pad_id: int = 0,
 ) -> tuple[jax.Array, jax.Array]:
     """Sample until every row has ended or reached the length limit. The default, topk=1, is greedy decoding.
 
@@ -65,11 +66,11 @@ def temperature_sample(
     `num_decodes`.
 
     Args:
-      inputs: int32 [batch, length], prompts shifted right: 0 at position 0 and wherever output may go. Prompts are
-        forced, do not contribute to the scores, and an EOS inside them does not end the row.
+      inputs: int32 [batch, length], prompts shifted right: the start token at position 0, and `pad_id` wherever output
+        may go. Prompts are forced, do not contribute to the scores, and an EOS inside them does not end the row.
       cache: the network's cache for `batch` rows: empty, or filled up to `initial_index`.
       tokens_to_logits: state -> (logits [batch * num_decodes, vocab], new cache).
-      eos_id: token that ends a row; it is included in the output and followed by zeros.
+      eos_id: token that ends a row, or a tuple of several; it is included in the output and followed by `pad_id`.
       decode_rng: one key per example, or a single key into which the row is folded; None is `jax.random.key(0)`.
       num_decodes: number of samples per example.
       temperature: divides the logits; one value, or one per example [batch]. At 1e-4 and below, decoding is greedy.
@@ -86,6 +87,7 @@ def temperature_sample(
         the network's distribution.
       state_callback_fn: state -> state, called before every step and after the last.
       logit_callback_fn: (logits, state) -> logits, called before the temperature; see `t5x.decoding.constraints`.
+      pad_id: the padding token.
 
     Returns:
       int32 [batch, num_decodes, length] and float32 [batch, num_decodes]: tokens and their total log probabilities,
@@ -106,9 +108,9 @@ def temperature_sample(
     limits.check_number("temperature", temperature, low=0)
     limits.check_number("topk", topk, low=0)
     limits.check_number("topp", topp, low=0, high=1)
-    sequences, index, prompt_end = rows.start_from_prompts(inputs, initial_index)
+    sequences, index, prompt_end = rows.start_from_prompts(inputs, initial_index, pad_id)
     if state_callback_fn is not None:  # which may write a token after the last one, as in T5X
-        sequences = jnp.pad(sequences, ((0, 0), (0, 1)))
+        sequences = jnp.pad(sequences, ((0, 0), (0, 1)), constant_values=pad_id)
     limit = jnp.full(batch, length)
     if max_decode_steps is not None:
         limit = jnp.minimum(limit, prompt_end + max_decode_steps)
@@ -134,14 +136,14 @@ def temperature_sample(
         token, log_prob = _sample(logits, keys, rescale_log_probs, **(options | row_options))
         following = state.cur_index + 1
         prompt = rows.token_at(state.sequences, following)
-        free = (prompt == 0) & ~state.ended
-        token = jnp.where(free, token, jnp.where(state.ended, 0, prompt))
+        free = (prompt == pad_id) & ~state.ended
+        token = jnp.where(free, token, jnp.where(state.ended, pad_id, prompt))
         sequences = jnp.where(
             state.ended[:, None], state.sequences, rows.set_token(state.sequences, following, token)
         )
-        found_eos = free & (token == state.eos_id)
+        found_eos = free & rows.is_eos(token, state.eos_id)
         if state_callback_fn is not None:  # one that it wrote also ends the row
-            found_eos |= jnp.sum(sequences == state.eos_id, axis=1) > prompt_eos
+            found_eos |= jnp.sum(rows.is_eos(sequences, state.eos_id), axis=1) > prompt_eos
         return state.replace(
             step=state.step + 1,
             cur_index=jnp.where(state.ended, state.cur_index, following),
@@ -154,7 +156,8 @@ def temperature_sample(
 
     index = each_row(index)
     sequences = each_row(sequences)
-    prompt_eos = jnp.sum(sequences == eos_id, axis=1)
+    eos_id = jax.tree.map(lambda one: jnp.asarray(one, jnp.int32), eos_id)
+    prompt_eos = jnp.sum(rows.is_eos(sequences, eos_id), axis=1)
     state = SamplingLoopState(
         step=jnp.int32(0),
         cur_index=index,
@@ -162,7 +165,7 @@ def temperature_sample(
         cache=rows.repeat_rows(cache, batch, num_decodes, cache_offset),
         sequences=sequences,
         prompt_end=each_row(prompt_end),
-        eos_id=jnp.asarray(eos_id, jnp.int32),
+        eos_id=eos_id,
         ended=index >= row_limit,
         rng=fold_in(each_row(keys), jnp.tile(jnp.arange(num_decodes), batch)),
         log_prob=jnp.zeros(batch * num_decodes),
@@ -195,12 +198,13 @@ def greedy_decode(
     inputs: jax.Array,
     cache: Any,
     tokens_to_logits: TokensToLogits,
-    eos_id: int | jax.Array,
+    eos_id: int | jax.Array | tuple[int, ...],
     num_decodes: int = 1,
     decode_rng: jax.Array | None = None,
     cache_offset: int = 0,
     initial_index: jax.Array | None = None,
     logit_callback_fn: LogitCallback | None = None,
+    pad_id: int = 0,
 ) -> tuple[jax.Array, jax.Array]:
     """Decode greedily: take the argmax at every step; ties go to the lower token.
 
@@ -219,7 +223,8 @@ def greedy_decode(
     if num_decodes != 1:
         raise ArgumentError(f"num_decodes is {num_decodes}, but greedy decoding has one result. Set num_decodes=1.")
     options = {"cache_offset": cache_offset, "initial_index": initial_index, "logit_callback_fn": logit_callback_fn}
-    return temperature_sample(inputs, cache, tokens_to_logits, eos_id, topk=1, rescale_log_probs=False, **options)
+    options |= {"rescale_log_probs": False, "pad_id": pad_id}
+    return temperature_sample(inputs, cache, tokens_to_logits, eos_id, topk=1, **options)
 
 
 def _sample(

@@ -21,7 +21,7 @@ class DecodingState:
       cur_token: int32 [rows, 1], the token being fed.
       cache: the network's cache.
       prompt_end: int32 [rows], position of the last prompt token; 0 (the start token) without a prompt.
-      eos_id: int32, the token that ends a row.
+      eos_id: int32, the token that ends a row, or a tuple of several.
     """
 
     cur_index: jax.Array
@@ -29,7 +29,7 @@ class DecodingState:
     cur_token: jax.Array
     cache: Any
     prompt_end: jax.Array | None = None
-    eos_id: jax.Array | None = None
+    eos_id: jax.Array | tuple[jax.Array, ...] | None = None
 
 
 TokensToLogits = Callable[[DecodingState], tuple[jax.Array, Any]]

@@ -116,15 +116,16 @@ def compare_ids(exportable: Exportable, run: Callable[..., Mapping[str, np.ndarr
     loaded = exportable.loaded
     comparison = Comparison(loaded.dtype)
     inputs = [loaded.input_ids(text, exportable.max_input_length)[0] for text in TEXTS]
-    input_ids = padded(inputs, exportable.max_input_length)
+    pad_id = loaded.model.pad_id
+    input_ids = padded(inputs, exportable.max_input_length, pad_id)
 
     def generate(name: str, rows: slice) -> tuple[list[list[int]], np.ndarray]:
         found = run(name, input_ids[rows])
         ids = np.reshape(found["output_ids"], (-1, exportable.max_length))
-        return [without_padding(row) for row in ids], found["score"]
+        return [without_padding(row, pad_id) for row in ids], found["score"]
 
     targets = [made.tokens for made in compare_generations(comparison, exportable, inputs, generate)]
-    found = run("score", input_ids[1:], padded(targets[1:], exportable.max_length))["score"]
+    found = run("score", input_ids[1:], padded(targets[1:], exportable.max_length, pad_id))["score"]
     comparison.numbers("score", scores_of(loaded, inputs[1:], targets[1:]), found)
     labels = [loaded.target_ids(word)[0][0] for word in _LABELS]
     expected = loaded.label_logits(inputs[1:], labels, max_input_length=exportable.max_input_length, batch_size=4)
@@ -196,13 +197,13 @@ def scores_of(loaded: LoadedModel, inputs: Sequence[Sequence[int]], targets: Seq
     return loaded.scores(inputs, targets, max_input_length=max(map(len, inputs)), batch_size=len(inputs))
 
 
-def padded(rows: Sequence[Sequence[int]], columns: int) -> np.ndarray:
-    """Return int32 [rows, columns], filled up with zeros.
+def padded(rows: Sequence[Sequence[int]], columns: int, pad_id: int = 0) -> np.ndarray:
+    """Return int32 [rows, columns], filled up with `pad_id`.
 
     >>> padded([[5, 1], [1]], 3).tolist()
     [[5, 1, 0], [1, 0, 0]]
     """
-    made = np.zeros((len(rows), columns), np.int32)
+    made = np.full((len(rows), columns), pad_id, np.int32)
     for row, ids in zip(made, rows, strict=True):
         row[: len(ids)] = ids
     return made

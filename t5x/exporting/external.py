@@ -123,19 +123,21 @@ def _greedy(loaded: LoadedModel, inputs: list[list[int]], limit: int) -> list[li
 def _compare_huggingface(original: LoadedModel, network: Any, sample: Sample, max_length: int) -> str:
     import torch
 
+    model = original.model
+    tokens = {"decoder_start_token_id": model.start_id, "pad_token_id": model.pad_id, "eos_token_id": [*model.eos_ids]}
+
     def greedy(inputs: list[list[int]], limit: int) -> list[list[int]]:
-        ids = torch.from_numpy(padded(inputs, max(map(len, inputs)))).long()
+        ids = torch.from_numpy(padded(inputs, max(map(len, inputs)), model.pad_id)).long()
         mask = torch.from_numpy(padded([[1] * len(row) for row in inputs], ids.shape[1])).long()
         outputs = network.generate(
-            ids, attention_mask=mask, do_sample=False, num_beams=1, max_new_tokens=limit, decoder_start_token_id=0,
-            pad_token_id=0, eos_token_id=original.model.output_vocabulary.eos_id,
+            ids, attention_mask=mask, do_sample=False, num_beams=1, max_new_tokens=limit, **tokens
         )  # fmt: skip
-        return [without_padding(row) for row in outputs[:, 1:].numpy()]  # without the start token
+        return [without_padding(row, model.pad_id) for row in outputs[:, 1:].numpy()]  # without the start token
 
     @torch.no_grad()
     def score_one(inputs: list[int], target: list[int]) -> float:
         ids, labels = torch.tensor([inputs]), torch.tensor([target])
-        shifted = torch.tensor([[0, *target[:-1]]])
+        shifted = torch.tensor([[model.start_id, *target[:-1]]])
         logits = network(input_ids=ids, attention_mask=torch.ones_like(ids), decoder_input_ids=shifted).logits
         return torch.log_softmax(logits, -1).gather(-1, labels[:, :, None]).sum().item()
 

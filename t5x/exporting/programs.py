@@ -130,13 +130,14 @@ class Exportable:
 
     def _score(self, params: Any, input_ids: jax.Array, target_ids: jax.Array) -> dict[str, jax.Array]:
         """Return `score` [rows], the log probability of the targets."""
+        model = self.loaded.model
         batch = {
             "encoder_input_tokens": input_ids,
-            "decoder_input_tokens": jnp.pad(target_ids, ((0, 0), (1, 0)))[:, :-1],
+            "decoder_input_tokens": jnp.pad(target_ids, ((0, 0), (1, 0)), constant_values=model.start_id)[:, :-1],
             "decoder_target_tokens": target_ids,
-            "decoder_loss_weights": (target_ids > 0).astype(jnp.int32),
+            "decoder_loss_weights": (target_ids != model.pad_id).astype(jnp.int32),
         }
-        return {"score": self.loaded.model.score_batch(params, batch)}
+        return {"score": model.score_batch(params, batch)}
 
     def _rank(self, params: Any, input_ids: jax.Array, label_ids: jax.Array) -> dict[str, jax.Array]:
         """Return `logits` [rows, labels] of the labels at the first output position."""

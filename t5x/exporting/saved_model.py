@@ -106,37 +106,41 @@ def check_vocabulary(vocabulary: Vocabulary) -> None:
 class Tokenizer:
     """A SentencePiece model in a TensorFlow graph, with the semantics of our vocabularies.
 
+    Args:
+      eos_ids: the tokens that end an output, besides the vocabulary's EOS.
+
     Attributes:
       resource: the object of tensorflow-text, which a module must keep to save it.
     """
 
-    def __init__(self, vocabulary: SentencePieceVocabulary):
+    def __init__(self, vocabulary: SentencePieceVocabulary, eos_ids: Sequence[int] = ()):
         text = import_extra("tensorflow_text", EXTRA)
         self.resource = text.SentencepieceTokenizer(vocabulary.tokenizer.serialized_model_proto())
         self._vocabulary = vocabulary
+        self._ends = {vocabulary.eos_id, *eos_ids}
 
     def ragged(self, strings: Any) -> Any:
         """Return the ids of strings, ragged int32 [rows, …], without EOS."""
         return self.resource.tokenize(strings)
 
     def encode(self, strings: Any, columns: int) -> Any:
-        """Return int32 [rows, columns] with EOS, truncated and padded with zeros."""
+        """Return int32 [rows, columns] with EOS, truncated and padded."""
         return self.pad(self.ragged(strings)[:, : columns - 1], columns)
 
     def pad(self, ids: Any, columns: int) -> Any:
-        """Append EOS to ragged ids, and pad with zeros."""
+        """Append EOS to ragged ids, and pad them."""
         import tensorflow as tf
 
         end = tf.fill([ids.nrows(), 1], tf.constant(self._vocabulary.eos_id, tf.int32))
-        return tf.concat([ids, end], axis=1).to_tensor(0, shape=[None, columns])
+        return tf.concat([ids, end], axis=1).to_tensor(self._vocabulary.pad_id, shape=[None, columns])
 
     def decode(self, ids: Any) -> Any:
         """Return the strings [...] of ids int32 [..., columns]: up to EOS, or without the padding at the end."""
         import tensorflow as tf
 
-        is_end = tf.cast(tf.equal(ids, self._vocabulary.eos_id), tf.int32)
+        is_end = tf.add_n([tf.cast(tf.equal(ids, end), tf.int32) for end in self._ends])
         before_end = tf.equal(tf.cumsum(is_end, axis=-1), 0)
-        is_text = tf.cumsum(tf.cast(tf.not_equal(ids, 0), tf.int32), axis=-1, reverse=True) > 0
+        is_text = tf.cumsum(tf.cast(tf.not_equal(ids, self._vocabulary.pad_id), tf.int32), axis=-1, reverse=True) > 0
         flat = tf.reshape(ids, [-1, ids.shape[-1]])
         known = tf.where(flat < self._vocabulary.vocab_size, flat, self._vocabulary.unk_id or 0)
         rows = tf.ragged.boolean_mask(known, tf.reshape(before_end & is_text, tf.shape(flat)))
@@ -149,7 +153,7 @@ def _text_signatures(
     import tensorflow as tf
 
     model, columns = exportable.loaded.model, exportable.max_input_length
-    inputs, outputs = Tokenizer(model.input_vocabulary), Tokenizer(model.output_vocabulary)
+    inputs, outputs = Tokenizer(model.input_vocabulary), Tokenizer(model.output_vocabulary, model.eos_ids)
     module.tokenizers = [inputs.resource, outputs.resource]
 
     def strings(name: str) -> Any:

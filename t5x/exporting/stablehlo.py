@@ -48,15 +48,15 @@ def write(directory: str, exportable: Exportable, platforms: Sequence[str]) -> s
     weights = os.path.join(directory, WEIGHTS)
     save_file({name: jnp.asarray(x) for name, x in exportable.arrays.items()}, weights)
     os.chmod(weights, os.stat(file.name).st_mode)  # safetensors makes it readable for the user only
-    vocabulary = _write_vocabulary(directory, exportable)
+    vocabulary, model = _write_vocabulary(directory, exportable), exportable.loaded.model
     description = {
         "format": "t5x-stablehlo",
         "platforms": list(platforms),
         "weights": WEIGHTS,
         "programs": programs,
         "vocabulary": vocabulary,
-        "pad_id": 0,
-        "eos_id": exportable.loaded.model.output_vocabulary.eos_id,
+        "pad_id": model.pad_id,
+        "eos_id": model.eos_ids[0] if len(model.eos_ids) == 1 else list(model.eos_ids),
         "decoding": dataclasses.asdict(exportable.decoding),
     }
     with open(os.path.join(directory, DESCRIPTION), "w") as file:

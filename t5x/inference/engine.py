@@ -172,9 +172,11 @@ class Engine:
         if padding.may_be_anywhere(self.model):
             return lambda example: False
 
+        pad_id = padding.pad_id_of(self.model.module)
+
         def is_odd(example: Mapping[str, Any]) -> bool:
             given = {name: example[name] for name in lengths if name in example}
-            if not any(0 in ids if isinstance(ids, list) else not np.all(ids) for ids in given.values()):
+            if not any(pad_id in ids for ids in given.values()):
                 return False
             whole = {name: len(given.get(name, ())) if limit is None else limit for name, limit in lengths.items()}
             return padding.is_odd(self.model, converter.convert_batch([[example]], whole, trim=trim))

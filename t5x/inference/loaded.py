@@ -116,7 +116,8 @@ def open_model(
     if vocabulary is None and not source.vocabulary_files:
         vocabulary = names.public_vocabulary(model_dir)
     if vocabulary is not None:
-        files = vocabulary_named(vocabulary, transfer.config_of(source)["vocab_size"]).load().to_files()
+        config = transfer.config_of(source)
+        files = vocabulary_named(vocabulary, config["vocab_size"], config.get("pad_token_id", 0)).load().to_files()
         source = dataclasses.replace(source, vocabulary_files={"inputs": files, "targets": files})
     elif not source.vocabulary_files:
         raise UserError(
@@ -249,7 +250,7 @@ class LoadedModel:
             # Decoded from the beginning: tokens depend only on those before them, and all limits share a program.
             limit = min(limit, max_length)
             made = self.generate(text, max_length=limit, **given)
-            has_ended = made.tokens[-1:] == [self.model.output_vocabulary.eos_id]
+            has_ended = any(token in self.model.eos_ids for token in made.tokens[-1:])
             is_last = limit == max_length or len(made.tokens) < limit or has_ended
             if is_last or (made.text.startswith(shown) and not made.text.endswith("\ufffd")):  # not half a character
                 yield made.text[len(shown) :]
@@ -371,9 +372,15 @@ class LoadedModel:
         for row, score in list(zip(decodes, scores, strict=True))[::-1][:count]:
             if found and score <= NEG_INF:  # this and the following beams found nothing
                 break
-            ids = without_padding(row)[:max_length]
-            found.append(Generation(self.model.output_vocabulary.decode(ids), float(score), ids))
+            ids = without_padding(row, self.model.pad_id)[:max_length]
+            found.append(Generation(self._text(ids), float(score), ids))
         return found
+
+    def _text(self, ids: list[int]) -> str:
+        """Return the string of output ids, without the token that ended it."""
+        vocabulary = self.model.output_vocabulary
+        has_other_end = ids and ids[-1] in self.model.eos_ids and ids[-1] != vocabulary.eos_id
+        return vocabulary.decode(ids[:-1] if has_other_end else ids)
 
     def scores(
         self,
@@ -490,11 +497,11 @@ class LoadedModel:
         return rows is None and 0 < len(examples) <= min(buckets.FEW, batch_size)
 
 
-def without_padding(ids: np.ndarray) -> list[int]:
+def without_padding(ids: np.ndarray, pad_id: int = 0) -> list[int]:
     """Return the ids up to the last that is not padding.
 
     >>> without_padding(np.array([5, 0, 1, 0, 0]))
     [5, 0, 1]
     """
-    there = np.flatnonzero(ids)
+    there = np.flatnonzero(np.asarray(ids) != pad_id)
     return ids[: there[-1] + 1].tolist() if there.size else []

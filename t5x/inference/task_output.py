@@ -86,7 +86,7 @@ def _prediction(ids: np.ndarray, vocabulary: Vocabulary | None, output_ids: bool
     if vocabulary is None:
         raise UserError("write_inferences_to_file needs a vocabulary to decode predictions.")
     several = ids.ndim > 1
-    tokens = [without_padding(row) for row in ids.reshape(-1, ids.shape[-1])]
+    tokens = [without_padding(row, vocabulary.pad_id) for row in ids.reshape(-1, ids.shape[-1])]
     texts = [vocabulary.decode(row) for row in tokens]
     record = {"prediction": texts if several else texts[0]}
     return record | ({"prediction_tokens": tokens if several else tokens[0]} if output_ids else {})

@@ -16,7 +16,7 @@ from t5x import decoding, losses
 from t5x.data.vocabularies import Vocabulary, as_vocabulary
 from t5x.metrics.accumulators import Average, AveragePerStep, Metrics, Sum
 from t5x.models.base_metrics import compute_base_metrics
-from t5x.network import LogitFactors, NetworkConfig, Transformer, fp8, initial_variables, is_ours
+from t5x.network import LogitFactors, NetworkConfig, Transformer, fp8, initial_variables, is_ours, padding
 
 if TYPE_CHECKING:
     from t5x.optimizers.protocol import OptimizerDef
@@ -246,6 +246,17 @@ class BaseTransformerModel(BaseModel):
         length, rest = divmod(num_rows, rows.shape[0])
         return {} if rest else {"row_index": (rows[:, None] * length + jnp.arange(length)).reshape(-1)}
 
+    @property
+    def pad_id(self) -> int:
+        """The padding token."""
+        return padding.pad_id_of(self.module)
+
+    @property
+    def eos_ids(self) -> tuple[int | None, ...]:
+        """The tokens that end an output: those of the network's configuration, or else the vocabulary's EOS."""
+        stated = getattr(getattr(self.module, "config", None), "eos_token_id", ())
+        return stated or (self.output_vocabulary.eos_id,)
+
     # -- training ------------------------------------------------------------------------------------------------------
 
     def loss_fn(self, params: Params, batch: Batch, dropout_rng: jax.Array | None = None) -> tuple[jax.Array, Metrics]:
@@ -302,7 +313,7 @@ class BaseTransformerModel(BaseModel):
         """Add `loss_scale`, the factor of each target token's loss, to the batch."""
         if "loss_scale" in batch:
             return batch
-        return {**batch, "loss_scale": losses.loss_scale(self._loss_normalizing_factor, batch)}
+        return {**batch, "loss_scale": losses.loss_scale(self._loss_normalizing_factor, batch, self.pad_id)}
 
     def _metrics(self, batch: Batch, of_tokens: losses.TokenLosses, loss: jax.Array, z_loss: jax.Array) -> Metrics:
         weights = losses.loss_weights(batch)
@@ -322,7 +333,7 @@ class BaseTransformerModel(BaseModel):
             "non_padding_fraction/loss_weights": Average(tokens, size),
         }
         features = {k: v for k, v in batch.items() if k.endswith("_tokens") and k != "decoder_input_tokens"}
-        real = {k: Average(jnp.sum(v > 0), v.size) for k, v in features.items()}
+        real = {k: Average(jnp.sum(v != self.pad_id), v.size) for k, v in features.items()}
         metrics |= {f"non_padding_fraction/{k}": average for k, average in real.items()}
         metrics["non_padding_fraction/overall"] = functools.reduce(Average.merge, real.values(), Average(0, 0))
         return metrics
@@ -370,7 +381,11 @@ class BaseTransformerModel(BaseModel):
         self, batch: Batch, rng: jax.Array | None, decoder_params: Mapping[str, Any] | None, num_decodes: int
     ) -> dict[str, Any]:
         """Merge the arguments of `decode_fn`: defaults, those of the model, those of the call."""
-        options = {"num_decodes": 1 if num_decodes is None else num_decodes, "eos_id": self.output_vocabulary.eos_id}
+        ends = self.eos_ids
+        options = {"num_decodes": 1 if num_decodes is None else num_decodes}
+        options["eos_id"] = ends[0] if len(ends) == 1 else ends
+        if self.pad_id:
+            options["pad_id"] = self.pad_id
         options |= {**self.default_decoder_params, **(decoder_params or {})}
         if rng is not None:
             if "decode_rng" in (decoder_params or {}):

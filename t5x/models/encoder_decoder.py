@@ -12,7 +12,10 @@ import jax.numpy as jnp
 from t5x import decoding, losses
 from t5x.data.feature_converters import EncDecFeatureConverter
 from t5x.data.vocabularies import Vocabulary
-from t5x.decoding.loop import per_example_logits
+from t5x.data.vocabularies.base import FileVocabulary
+from t5x.decoding.loop import per_example_logits, with_constraint
+from t5x.decoding.rows import is_eos
+from t5x.errors import UserError
 from t5x.models.base import BaseTransformerModel, Batch, Params, best_or_all
 from t5x.network import CACHES, compute_params, is_ours
 
@@ -66,6 +69,35 @@ class EncoderDecoderModel(BaseTransformerModel):
             module, input_vocabulary, output_vocabulary, optimizer_def, decode_fn, label_smoothing, z_loss,
             loss_normalizing_factor, feature_converter_cls, default_decoder_params,
         )  # fmt: skip
+        self._set_special_tokens()
+
+    def _set_special_tokens(self) -> None:
+        """Make the feature converter use the start and padding tokens of the network; check the vocabularies."""
+        for vocabulary in (self.input_vocabulary, self.output_vocabulary) if self.pad_id else ():
+            if isinstance(vocabulary, FileVocabulary) and vocabulary.pad_id != self.pad_id:
+                raise UserError(
+                    f"network.T5Config.pad_token_id is {self.pad_id}, but the vocabulary pads with "
+                    f"{vocabulary.pad_id}. Set vocabularies.{type(vocabulary).__name__}.pad_id = {self.pad_id}."
+                )
+        tokens = {name: i for name, i in (("bos_id", self.start_id), ("pad_id", self.pad_id)) if i}
+        if not tokens:
+            return
+        converter_cls = self.FEATURE_CONVERTER_CLS
+        try:
+            inspect.signature(converter_cls).bind_partial(**tokens)
+        except TypeError:
+            raise UserError(
+                f"The network has decoder_start_token_id {self.start_id} and pad_token_id {self.pad_id}, but "
+                f"{converter_cls.__name__} does not take {' and '.join(tokens)}. Use a FeatureConverter of t5x.data."
+            ) from None
+        self.FEATURE_CONVERTER_CLS = functools.update_wrapper(
+            functools.partial(converter_cls, **tokens), converter_cls, updated=()
+        )
+
+    @property
+    def start_id(self) -> int:
+        """The decoder's first input."""
+        return getattr(getattr(self.module, "config", None), "decoder_start_token_id", 0)
 
     def input_shapes(self, task_feature_lengths: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
         inputs, targets = task_feature_lengths["inputs"], task_feature_lengths["targets"]
@@ -90,13 +122,17 @@ class EncoderDecoderModel(BaseTransformerModel):
         return_all_decodes = return_all_decodes or self._return_all_decodes
         options = self._decode_options(batch, rng, decoder_params, num_decodes)
         prompts = batch["decoder_input_tokens"].astype(jnp.int32)
-        empty = jnp.zeros_like(prompts)
-        prompts = jnp.where(prompts == options["eos_id"], 0, prompts) if prompt_with_targets else empty
+        empty = jnp.full_like(prompts, self.pad_id)
+        prompts = jnp.where(is_eos(prompts, options["eos_id"]), self.pad_id, prompts) if prompt_with_targets else empty
+        prompts = prompts.at[:, 0].set(self.start_id)
         if is_ours(self.module) and not self._overrides("_compute_logits_from_slice", of=EncoderDecoderModel):
             start = self._start_decoding
         else:
             start = self._start_decoding_by_slices
         tokens_to_logits, cache = start(params, inputs, empty, options)
+        forced = getattr(getattr(self.module, "config", None), "forced_bos_token_id", None)
+        if forced is not None and not prompt_with_targets:
+            tokens_to_logits = with_constraint(tokens_to_logits, decoding.constraints.forced_tokens([forced]))
         decodes, scores = self._decode_fn(inputs=prompts, cache=cache, tokens_to_logits=tokens_to_logits, **options)
         return best_or_all(decodes, scores, return_all_decodes)
 
@@ -202,14 +238,15 @@ class EncoderDecoderModel(BaseTransformerModel):
           fp8_scales: see `loss_fn`.
           options: further arguments of the module's `encode` and `decode`.
         """
-        start = jnp.zeros((inputs.shape[0], 1), jnp.int32)
+        start = jnp.full((inputs.shape[0], 1), self.start_id, jnp.int32)
+        real = jnp.full_like(start, self.pad_id + 1)
         only = "logits_of" in inspect.signature(type(self.module).decode).parameters
         options |= {"enable_dropout": dropout_rng is not None}
 
         def first_position(module: nn.Module) -> jax.Array:
             wanted = {"logits_of": tokens} if only else {}
             encoded = module.encode(inputs, **options)
-            return module.decode(encoded, inputs, start, jnp.ones_like(start), **options, **wanted)[:, 0]
+            return module.decode(encoded, inputs, start, real, **options, **wanted)[:, 0]
 
         rngs = None if dropout_rng is None else {"dropout": dropout_rng}
         logits = self.module.apply(self._variables(params, fp8_scales), rngs=rngs, method=first_position)

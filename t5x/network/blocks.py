@@ -175,7 +175,8 @@ def _heads_first(x: jax.Array) -> jax.Array:
 
 def relative_bias(cfg: NetworkConfig, keys: Keys, *, bidirectional: bool) -> RelativeBias:
     """Return the bias of the calling compact module (a tower or a layer), which owns it as `relpos_bias`."""
-    return RelativePositionBias(cfg.num_heads, bidirectional, name="relpos_bias")(keys.at("relpos_bias"))
+    buckets = cfg.relative_attention_num_buckets, cfg.relative_attention_max_distance
+    return RelativePositionBias(cfg.num_heads, bidirectional, *buckets, name="relpos_bias")(keys.at("relpos_bias"))
 
 
 def prepare_attention(

@@ -13,6 +13,7 @@ ACTIVATIONS = ("gelu", "linear", "relu", "sigmoid", "silu", "tanh")
 DTYPES = ("float32", "bfloat16", "float16")
 REMAT_POLICIES = ("none", "minimal", "full")
 MATMUL_DTYPES = (None, "fp8")
+_MAX_DISTANCE = 1_000_000  # memory of that order is needed to compute a bias
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,8 @@ class NetworkConfig:
       param_scan_axis: position of the layer axis in a stacked parameter.
       remat_policy: what the backward pass recomputes: `none`, `minimal` (everything except matmuls) or `full`.
       per_layer_relative_position_bias: a bias table in every layer (umT5) instead of one per tower.
+      relative_attention_num_buckets, relative_attention_max_distance: rows of a bias table, and the distance from which
+        on all keys share the last one. All T5 models of Google have 32 and 128.
       attention_backend: `auto` (the fastest that is correct for device, dtype and mask; logged once), `xla`, `pallas`
         (t5x's fused kernel, for bfloat16 on NVIDIA GPUs and TPUs and float16 on NVIDIA GPUs), or `cudnn` (also fused;
         padding only at the end of rows, no packed rows, no prefix).
@@ -57,6 +60,8 @@ class NetworkConfig:
     param_scan_axis: int = 1
     remat_policy: str = "none"
     per_layer_relative_position_bias: bool = False
+    relative_attention_num_buckets: int = 32
+    relative_attention_max_distance: int = 128
     attention_backend: str = "auto"
 
     @property
@@ -80,8 +85,9 @@ class NetworkConfig:
             raise UserError(f"{cls}.matmul_dtype is 'fp8': set {cls}.dtype to 'bfloat16', not to 'float16'.")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.type is int and field.name != "param_scan_axis" and (type(value) is not int or value < 1):
-                raise UserError(f"{cls}.{field.name} is {value!r}: it must be a whole number of at least 1.")
+            low = 0 if field.name.endswith("_token_id") else 1
+            if field.type is int and field.name != "param_scan_axis" and (type(value) is not int or value < low):
+                raise UserError(f"{cls}.{field.name} is {value!r}: it must be a whole number of at least {low}.")
             if field.type in (bool, str) and not isinstance(value, field.type):
                 raise UserError(f"{cls}.{field.name} is {value!r}: it must be a {field.type.__name__}.")
         if unknown := [a for a in self.mlp_activations if a not in ACTIVATIONS]:
@@ -94,6 +100,16 @@ class NetworkConfig:
             raise UserError(f"{cls}.remat_policy is {self.remat_policy!r}; known are {', '.join(REMAT_POLICIES)}.")
         if self.param_scan_axis not in (0, 1):
             raise UserError(f"{cls}.param_scan_axis is {self.param_scan_axis}: it must be 0 or 1.")
+        if (buckets := self.relative_attention_num_buckets) < 4:  # each direction has near and far ones
+            raise UserError(f"{cls}.relative_attention_num_buckets is {buckets}: it must be at least 4.")
+        if not buckets // 2 < (distance := self.relative_attention_max_distance) <= _MAX_DISTANCE:
+            raise UserError(
+                f"{cls}.relative_attention_max_distance is {distance}: it must be above {buckets // 2}, half of the "
+                f"buckets, and at most {_MAX_DISTANCE:,}."
+            )
+
+
+TOKEN_IDS = ("decoder_start_token_id", "pad_token_id", "eos_token_id", "forced_bos_token_id")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,10 +118,44 @@ class T5Config(NetworkConfig):
 
     T5 1.0 is `mlp_activations=("relu",), logits_via_embedding=True`; T5 1.1, mT5 and ByT5 are `("gelu", "linear")` and
     untied; umT5 also has `per_layer_relative_position_bias`.
+
+    Attributes:
+      decoder_start_token_id: the decoder's first input.
+      pad_token_id: padding of inputs and targets, which attention and the loss ignore.
+      eos_token_id: the tokens that end an output; empty means the vocabulary's EOS, which training targets always have.
+      forced_bos_token_id: the first token of every generated output; None leaves it to the network.
     """
 
     num_encoder_layers: int = 6
     num_decoder_layers: int = 6
+    decoder_start_token_id: int = 0
+    pad_token_id: int = 0
+    eos_token_id: Sequence[int] = ()
+    forced_bos_token_id: int | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        eos = self.eos_token_id
+        object.__setattr__(self, "eos_token_id", tuple(eos) if isinstance(eos, list | tuple) else (eos,))
+        for name in TOKEN_IDS:
+            value = getattr(self, name)
+            for token in value if isinstance(value, tuple) else () if value is None else (value,):
+                if type(token) is not int or not 0 <= token < self.vocab_size:
+                    raise UserError(
+                        f"T5Config.{name} is {str(value)[:80]}: the model's tokens are 0 to {self.vocab_size - 1}."
+                    )
+        if self.pad_token_id in self.eos_token_id:
+            raise UserError(
+                f"T5Config.pad_token_id and eos_token_id are both {self.pad_token_id}: padding must be another token."
+            )
+
+
+# {field: its only value in T5X}
+FIXED_IN_T5X = {
+    field.name: field.default
+    for field in dataclasses.fields(T5Config)
+    if field.name in TOKEN_IDS or field.name.startswith("relative_attention_")
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

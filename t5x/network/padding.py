@@ -1,8 +1,8 @@
 """Padding between tokens, which cuDNN's attention cannot mask.
 
-Token 0 is padding wherever it occurs. Our own padding follows the tokens, but an input can contain token 0 as well: a
-literal `<pad>`, or an unknown character in a vocabulary whose unknown id is 0. cuDNN would turn the whole batch into
-NaN.
+The padding token (0 in T5) is padding wherever it occurs. Our own padding follows the tokens, but an input can contain
+it as well: a literal `<pad>`, or an unknown character in a vocabulary whose unknown id is 0. cuDNN would turn the whole
+batch into NaN.
 """
 
 from collections.abc import Callable, Mapping
@@ -59,7 +59,12 @@ def may_be_anywhere(model: Any) -> bool:
     return fastest(heads, heads, Mask()) != "cudnn"
 
 
-def is_between(batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def pad_id_of(module: Any) -> int:
+    """Return the padding token of a network; 0 if its configuration has none."""
+    return getattr(getattr(module, "config", None), "pad_token_id", 0)
+
+
+def is_between(batch: Mapping[str, np.ndarray], pad_id: int = 0) -> dict[str, np.ndarray]:
     """Return {feature: bool [rows]}: whether a row has padding before a token that attention would have to mask.
 
     >>> is_between({"encoder_input_tokens": np.array([[5, 0, 1], [5, 1, 0]])})
@@ -72,7 +77,7 @@ def is_between(batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         names = names[:1]
     found = {}
     for name in names:
-        real = np.asarray(batch[name]) != 0
+        real = np.asarray(batch[name]) != pad_id
         if real.ndim > 1:
             real = real.reshape(-1, real.shape[-1])
             found[name] = (real[:, 1:] & ~real[:, :-1]).any(axis=1)
@@ -81,18 +86,21 @@ def is_between(batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 def is_odd(model: Any, batch: Mapping[str, np.ndarray]) -> bool:
     """Return whether the model can compute this batch only by reference."""
-    return not may_be_anywhere(model) and any(rows.any() for rows in is_between(batch).values())
+    if may_be_anywhere(model):
+        return False
+    return any(rows.any() for rows in is_between(batch, pad_id_of(model.module)).values())
 
 
 def check(model: Any, batch: Mapping[str, np.ndarray]) -> None:
     """Raise a UserError if the network cannot mask the padding of a batch."""
     if not is_odd(model, batch):
         return
-    for name, rows in is_between(batch).items():
+    pad_id = pad_id_of(model.module)
+    for name, rows in is_between(batch, pad_id).items():
         if rows.any():
             raise UserError(
-                f"{name} has padding (token 0) between other tokens in {rows.sum()} of {rows.size} rows, row "
+                f"{name} has padding (token {pad_id}) between other tokens in {rows.sum()} of {rows.size} rows, row "
                 f"{rows.argmax()} first, which cuDNN's attention cannot mask. Texts with <pad> in them do that, and a "
-                "vocabulary that has id 0 for what it does not know. Fix them, or set network."
+                f"vocabulary that has id {pad_id} for what it does not know. Fix them, or set network."
                 f"{type(model.module.config).__name__}.attention_backend = 'pallas' or 'xla', which mask it."
             )

@@ -45,7 +45,7 @@ class Transformer(nn.Module):
     ) -> jax.Array:
         """Encode tokens, int [batch, inputs] -> [batch, inputs, emb]."""
         keys = Keys.of(self, encoder_input_tokens, enable_dropout, row_index)
-        real = encoder_input_tokens > 0
+        real = encoder_input_tokens != self.config.pad_token_id
         if encoder_segment_ids is None:
             mask = Mask(key_segments=real.astype(jnp.int32))
         else:
@@ -86,16 +86,17 @@ class Transformer(nn.Module):
         if decode and (encoder_segment_ids is not None or decoder_segment_ids is not None):
             raise UserError("Packed examples cannot be decoded incrementally: set pack=False for inference.")
         keys = Keys.of(self, decoder_input_tokens, enable_dropout, row_index)
-        sources = encoder_input_tokens > 0
+        sources = encoder_input_tokens != self.config.pad_token_id
+        real = decoder_target_tokens != self.config.pad_token_id
         if decoder_segment_ids is not None:
-            targets = jnp.where(decoder_target_tokens > 0, decoder_segment_ids, 0)
+            targets = jnp.where(real, decoder_segment_ids, 0)
             mask = Mask(key_segments=targets, query_segments=decoder_segment_ids, causal=True)
             cross_mask = Mask(
                 key_segments=jnp.where(sources, encoder_segment_ids, 0), query_segments=decoder_segment_ids
             )
         else:
             # While decoding, the cache has nothing after the current position and no padding before it.
-            targets = None if decode else (decoder_target_tokens > 0).astype(jnp.int32)
+            targets = None if decode else real.astype(jnp.int32)
             mask = Mask(key_segments=targets, causal=True)
             cross_mask = Mask(key_segments=sources.astype(jnp.int32))
         if not isinstance(self.decoder, Decoder):

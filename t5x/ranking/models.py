@@ -101,6 +101,8 @@ class RankingModel(EncoderDecoderModel):
             raise UserError(
                 f"The loss {loss!r} needs a template with a word for irrelevant passages; {template} has none."
             )
+        if loss == "listwise" and self.pad_id:
+            raise UserError(f"The loss 'listwise' pads lists with token 0, but pad_token_id is {self.pad_id}.")
         self.template = template
         self.loss = loss
         self._labels = label_ids(self.output_vocabulary, template)
@@ -146,14 +148,14 @@ class RankingModel(EncoderDecoderModel):
         """Return bool [batch]: False for padding rows."""
         if self.loss == "listwise":
             return jnp.any((batch["passage_grades"] > 0) & (batch["decoder_loss_weights"] > 0), axis=-1)
-        return batch["decoder_target_tokens"][:, 0] > 0
+        return batch["decoder_target_tokens"][:, 0] != self.pad_id
 
     def _ranking_metrics(self, batch, loss, z_loss, per_example, right) -> Metrics:
         counted = self._counted(batch)
         examples, total = jnp.sum(counted), jnp.sum(jnp.where(counted, per_example, 0.0))
         inputs, targets = batch["encoder_input_tokens"], batch["decoder_target_tokens"]
         answers = targets if self.loss == "listwise" else targets[:, :1]
-        tokens, answered = jnp.sum(inputs > 0), jnp.sum(answers > 0)
+        tokens, answered = jnp.sum(inputs != self.pad_id), jnp.sum(answers != self.pad_id)
         return {
             "loss": AveragePerStep(total=loss),
             "z_loss": AveragePerStep(total=z_loss),

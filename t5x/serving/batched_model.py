@@ -194,7 +194,7 @@ class BatchedModel(LoadedModel):
     def _embed(self, params: Any, batch: Mapping[str, jax.Array], rng: jax.Array) -> jax.Array:
         module, tokens = self.model.module, batch["encoder_input_tokens"]
         encoded = module.apply({"params": params}, tokens, enable_dropout=False, method=module.encode)
-        total = jnp.sum(encoded.astype(jnp.float32) * (tokens > 0)[:, :, None], axis=1)
+        total = jnp.sum(encoded.astype(jnp.float32) * (tokens != self.model.pad_id)[:, :, None], axis=1)
         return total / jnp.maximum(jnp.linalg.norm(total, axis=1, keepdims=True), 1e-12)
 
     def _decoding_function(self, shape: Shape) -> Callable[[Any, Mapping[str, jax.Array], jax.Array], Any]:

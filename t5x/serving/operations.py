@@ -154,7 +154,7 @@ def _head(name: str) -> dict[str, Any]:
 def _choice(model: BatchedModel, index: int, made: Generation, stop: Sequence[str]) -> dict[str, Any]:
     ends = [at for string in stop if (at := made.text.find(string)) >= 0]
     text = made.text[: min(ends)] if ends else made.text
-    is_ended = bool(ends) or made.tokens[-1:] == [model.model.output_vocabulary.eos_id]
+    is_ended = bool(ends) or any(token in model.model.eos_ids for token in made.tokens[-1:])
     reason = "stop" if is_ended else "length"
     score = None if ends else _number(made.score)
     return {"index": index, "text": text, "finish_reason": reason, "logprobs": None, "score": score}

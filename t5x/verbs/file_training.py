@@ -159,7 +159,7 @@ def _from_checkpoint(options: FileTraining) -> tuple[str, list[str], NamedVocabu
         raise UserError(f"{source.path} is a decoder-only model, which --data cannot train. Use gin files.")
     log.info("%s is a %s (%s)", source.path, families.name_of(config, source.model_type), source.format)
     if named := options.vocabulary or names.public_vocabulary(options.model):
-        vocabulary = vocabulary_named(named, config["vocab_size"])
+        vocabulary = vocabulary_named(named, config["vocab_size"], config.get("pad_token_id", 0))
     else:
         vocabulary = _vocabulary_of(source)
     fields = {field.name for field in dataclasses.fields(T5Config)} - {"dropout_rate", "dtype"}

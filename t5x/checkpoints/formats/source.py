@@ -82,7 +82,8 @@ class LazyAwaitableArray(LazyArray):
         return cls.from_tensor_store_spec(maybe_ts_spec, get_fn, dtype)
 
 
-KEPT_FILES = ("generation_config.json", "tokenizer.json")  # the latter if there is a SentencePiece model beside it
+# Of config.json only some fields; tokenizer.json if there is a SentencePiece model beside it.
+KEPT_FILES = ("config.json", "generation_config.json", "tokenizer.json")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -54,6 +54,8 @@ class Vocabulary(abc.ABC):
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids` up to the first EOS. Ids outside the vocabulary count as unknown."""
         ids = [int(i) for i in ids]
+        if self.pad_id != PAD_ID:
+            ids = [i for i in ids if i != self.pad_id]
         if self.unk_id is not None:
             ids = [i if 0 <= i < self.vocab_size else self.unk_id for i in ids]
         if self.eos_id is not None and self.eos_id in ids:
@@ -122,7 +124,11 @@ class FileVocabulary(Vocabulary):
 
     stored_name: str
 
-    def __init__(self):
+    def __init__(self, pad_id: int = PAD_ID):
+        if type(pad_id) is not int or pad_id < 0:
+            raise UserError(f"pad_id is {str(pad_id)[:80]!r}: it must be the id of a token.")
+        if pad_id != PAD_ID:  # else it stays the class's: hashes of vocabularies in checkpoints do not know it
+            self.pad_id = pad_id
         self._content: bytes | None = None
         self._loaded: Tokenizer | None = None
 

@@ -39,16 +39,17 @@ class HuggingFaceVocabulary(FileVocabulary):
 
     Args:
       tokenizer_file: local or remote path of the file.
+      pad_id: the padding token of the network.
     """
 
     stored_name = TOKENIZER_FILE
 
-    def __init__(self, tokenizer_file: str):
-        super().__init__()
+    def __init__(self, tokenizer_file: str, pad_id: int = PAD_ID):
+        super().__init__(pad_id)
         self.tokenizer_file = os.fspath(tokenizer_file)
 
     def _load(self) -> "_Tokenizer":
-        return _Tokenizer(self.tokenizer_file, self._content)
+        return _Tokenizer(self.tokenizer_file, self._content, self.pad_id)
 
     @property
     def extra_ids(self) -> int:
@@ -66,7 +67,7 @@ class HuggingFaceVocabulary(FileVocabulary):
             return self.tokenizer.decode(kept, skip_special_tokens=False)
 
     def description(self) -> dict[str, Any]:
-        return {"class": "HuggingFaceVocabulary"}
+        return {"class": "HuggingFaceVocabulary"} | ({"pad_id": self.pad_id} if self.pad_id else {})
 
     def __repr__(self) -> str:
         return f"HuggingFaceVocabulary({self.tokenizer_file!r})"
@@ -75,7 +76,7 @@ class HuggingFaceVocabulary(FileVocabulary):
 class _Tokenizer:
     """A loaded tokenizer. `content` is the unmodified file."""
 
-    def __init__(self, path: str, content: bytes | None):
+    def __init__(self, path: str, content: bytes | None, network_pad_id: int):
         import tokenizers  # here, because it takes 0.2 s
 
         self.content = user_files.read_regular(path, max_bytes=MAX_TOKENIZER_BYTES) if content is None else content
@@ -99,9 +100,9 @@ class _Tokenizer:
         pad_id, self.eos_id, self.bos_id, self.unk_id = (
             next((ids[name] for name in names if name in ids), None) for names in (_PAD, _EOS, _BOS, _UNK)
         )
-        if pad_id != PAD_ID:
+        if network_pad_id == PAD_ID != pad_id:
             logger.warning(
-                "%s has %s, but padding is always id 0, its token %r.",
+                "%s has %s, but the network pads with id 0, its token %r.",
                 path,
                 "no padding token" if pad_id is None else f"pad id {pad_id}",
                 self.tokenizer.id_to_token(PAD_ID),

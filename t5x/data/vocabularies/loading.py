@@ -83,21 +83,23 @@ class NamedVocabulary(NamedTuple):
         return ["from t5x.data import vocabularies", f"VOCABULARY = @{name}()", *arguments]
 
 
-def vocabulary_named(name: str, rows: int | None = None) -> NamedVocabulary:
+def vocabulary_named(name: str, rows: int | None = None, pad_id: int = 0) -> NamedVocabulary:
     """Return the vocabulary that --vocabulary names.
 
     Args:
       name: a SentencePiece model (.model), a Hugging Face tokenizer.json, or `bytes`.
       rows: number of rows of the model's embedding, which limits the size of the vocabulary.
+      pad_id: the padding token of the network.
     """
     path = user_files.absolute_path(name)
+    pad = {"pad_id": pad_id} if pad_id else {}
     if name == "bytes":
         found = NamedVocabulary("ByteVocabulary", {})
     elif name.endswith(".json"):
-        found = NamedVocabulary("HuggingFaceVocabulary", {"tokenizer_file": path})
+        found = NamedVocabulary("HuggingFaceVocabulary", {"tokenizer_file": path} | pad)
     elif name.endswith(".model"):
         extra_ids = SentencePieceVocabulary(path).missing_sentinels(rows)
-        arguments = {"sentencepiece_model_file": path} | ({"extra_ids": extra_ids} if extra_ids else {})
+        arguments = {"sentencepiece_model_file": path} | ({"extra_ids": extra_ids} if extra_ids else {}) | pad
         found = NamedVocabulary("SentencePieceVocabulary", arguments)
     else:
         raise UserError(f"--vocabulary {name}: pass a SentencePiece model (*.model), a tokenizer.json, or bytes.")

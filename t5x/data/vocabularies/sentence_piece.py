@@ -31,6 +31,7 @@ class SentencePieceVocabulary(FileVocabulary):
         `{"remove_extra_whitespaces": False}`, or the message itself).
       reverse_extra_ids: False appends `<extra_id_0>` first.
       use_fast_tokenizer: accepted for seqio compatibility; no effect.
+      pad_id: the padding token of the network.
     """
 
     stored_name = "sentencepiece.model"
@@ -42,8 +43,9 @@ class SentencePieceVocabulary(FileVocabulary):
         normalizer_spec_overrides: Any = None,
         reverse_extra_ids: bool = True,
         use_fast_tokenizer: bool = False,
+        pad_id: int = PAD_ID,
     ):
-        super().__init__()
+        super().__init__(pad_id)
         self.sentencepiece_model_file = os.fspath(sentencepiece_model_file)
         self.extra_ids = check_extra_ids(extra_ids)
         self.normalizer_spec_overrides = _fields_of(normalizer_spec_overrides)
@@ -56,7 +58,7 @@ class SentencePieceVocabulary(FileVocabulary):
         content = self._read()
         try:
             with _loading:  # SentencePiece cannot load two models at once
-                return _load_model(content, self.extra_ids, self.reverse_extra_ids, overrides)
+                return _load_model(content, self.extra_ids, self.reverse_extra_ids, overrides, self.pad_id)
         except (DecodeError, RuntimeError, TypeError, ValueError) as error:
             raise UserError(f"{self.sentencepiece_model_file} is not a SentencePiece model: {error}") from error
 
@@ -103,7 +105,7 @@ class SentencePieceVocabulary(FileVocabulary):
             "extra_ids": self.extra_ids,
             "normalizer_spec_overrides": self.normalizer_spec_overrides,
             "reverse_extra_ids": self.reverse_extra_ids,
-        }
+        } | ({"pad_id": self.pad_id} if self.pad_id else {})
 
     def __repr__(self) -> str:
         return f"SentencePieceVocabulary({self.sentencepiece_model_file!r}, extra_ids={self.extra_ids})"
@@ -115,7 +117,9 @@ _loading = threading.Lock()
 class _Model:
     """A loaded SentencePiece model. `content` is the unmodified file, without the extra ids."""
 
-    def __init__(self, content: bytes, extra_ids: int, reverse: bool, overrides: tuple[tuple[str, Any], ...]):
+    def __init__(
+        self, content: bytes, extra_ids: int, reverse: bool, overrides: tuple[tuple[str, Any], ...], network_pad_id: int
+    ):
         import sentencepiece
         from sentencepiece import sentencepiece_model_pb2
 
@@ -151,9 +155,9 @@ class _Model:
         self.eos_id, self.bos_id, self.unk_id = (
             i if i >= 0 else None for i in (self.tokenizer.eos_id(), self.tokenizer.bos_id(), self.tokenizer.unk_id())
         )
-        if self.tokenizer.pad_id() != PAD_ID:
+        if network_pad_id == PAD_ID != self.tokenizer.pad_id():
             logger.warning(
-                "This SentencePiece model has pad id %d, but padding is always id 0, its piece %r.",
+                "This SentencePiece model has pad id %d, but the network pads with id 0, its piece %r.",
                 self.tokenizer.pad_id(),
                 model.pieces[PAD_ID].piece,
             )

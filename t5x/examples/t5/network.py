@@ -45,7 +45,9 @@ def _mlp(config: Any, x: jax.Array, deterministic: bool) -> jax.Array:
 
 def _relative_biases(config: Any) -> layers.RelativePositionBiases:
     init = nn.initializers.variance_scaling(1.0, "fan_avg", "uniform")
-    return layers.RelativePositionBiases(32, 128, config.num_heads, config.dtype, init, name="relpos_bias")
+    buckets = getattr(config, "relative_attention_num_buckets", 32)
+    distance = getattr(config, "relative_attention_max_distance", 128)
+    return layers.RelativePositionBiases(buckets, distance, config.num_heads, config.dtype, init, name="relpos_bias")
 
 
 class EncoderLayer(nn.Module):

@@ -1,15 +1,17 @@
 """Translation between config.json of Hugging Face's T5, mT5 and umT5 and the fields of T5Config."""
 
+import os
 import re
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from t5x.checkpoints.formats.huggingface.tensor_names import BUCKETS, PER_LAYER_BIAS
+from t5x.checkpoints.formats.huggingface.tensor_names import PER_LAYER_BIAS
 from t5x.errors import UserError
 from t5x.files.untrusted import MAX_JSON_BYTES, parse_json
 from t5x.files.user_files import read_regular
+from t5x.network.config import FIXED_IN_T5X, TOKEN_IDS, T5Config
 
 # Our own fields, which transformers keeps but does not use.
 TEMPLATE, DATA = "ranking_template", "t5x_data"
@@ -33,12 +35,21 @@ _ACTIVATIONS = {
     "tanh": "tanh",
     "linear": "linear",
 }
-_FIXED = {
-    "relative_attention_num_buckets": BUCKETS,
-    "relative_attention_max_distance": 128,
-    "layer_norm_epsilon": 1e-6,
-    "is_encoder_decoder": True,
-}
+_BUCKETS = {name: usual for name, usual in FIXED_IN_T5X.items() if name not in TOKEN_IDS}  # named as in T5Config
+_FIXED = {"layer_norm_epsilon": 1e-6, "is_encoder_decoder": True}
+_UNSUPPORTED = {"is_decoder": False, "pruned_heads": {}, "quantization_config": None}  # with the values that do nothing
+# Constraints on outputs that `generate` of transformers applies by itself, and neutral values. Preferences, such
+# as num_beams and max_length, are options of the user here.
+_CONSTRAINTS = (
+    "bad_words_ids", "begin_suppress_tokens", "constraints", "encoder_no_repeat_ngram_size",
+    "encoder_repetition_penalty", "exponential_decay_length_penalty", "force_words_ids", "forced_decoder_ids",
+    "forced_eos_token_id", "guidance_scale", "sequence_bias", "suppress_tokens", "watermarking_config",
+)  # fmt: skip
+_NEUTRAL = {"encoder_no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1, "guidance_scale": 1}
+# Fields of config.json that a converted model must not inherit: they describe the file, or repeat other fields.
+_NOT_KEPT = (
+    "auto_map", "dense_act_fn", "dtype", "is_gated_act", "scale_decoder_outputs", "torch_dtype", "transformers_version",
+)  # fmt: skip
 _CLASSES = {
     "t5": "T5ForConditionalGeneration",
     "mt5": "MT5ForConditionalGeneration",
@@ -77,15 +88,17 @@ def model_type(stated: Mapping[str, Any], path: str) -> str:
     return kind
 
 
-def read_config(stated: Mapping[str, Any], path: str) -> dict[str, Any]:
+def read_config(stated: Mapping[str, Any], path: str, generation: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the fields of T5Config that config.json states, except `logits_via_embedding`, for which see `is_scaled`.
 
     Args:
       stated: the content of config.json.
       path: path of config.json, for messages.
+      generation: the content of generation_config.json; None if there is none.
     """
     kind = model_type(stated, path)
-    differing = [f"{k} is {stated[k]!r}, not {v!r}" for k, v in _FIXED.items() if stated.get(k, v) != v]
+    required = _FIXED | _UNSUPPORTED
+    differing = [f"{k} is {stated[k]!r}, not {v!r}" for k, v in required.items() if stated.get(k, v) != v]
     if differing:
         raise UserError(f"{path} describes a network that is not supported: {'; '.join(differing)}.")
     sizes = {"num_decoder_layers": stated.get("num_layers")}
@@ -96,11 +109,53 @@ def read_config(stated: Mapping[str, Any], path: str) -> dict[str, Any]:
     rate = stated.get("dropout_rate", 0.1)
     if type(rate) not in (int, float) or not 0 <= rate < 1:
         raise UserError(f"{path}: dropout_rate is {rate!r}; it must be at least 0 and less than 1.")
-    return {ours: sizes[theirs] for theirs, ours in _SIZES.items()} | {
+    config = {ours: sizes[theirs] for theirs, ours in _SIZES.items()} | {
         "mlp_activations": _activations(stated, kind, path),
         "dropout_rate": float(rate),
         PER_LAYER_BIAS: kind == "umt5",
+        **{name: stated.get(name, usual) for name, usual in _BUCKETS.items()},
+        **_token_ids(stated, generation, path),
     }
+    try:
+        checked = T5Config(**config)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    return config | {"eos_token_id": checked.eos_token_id}
+
+
+def _token_ids(stated: Mapping[str, Any], generation: Mapping[str, Any] | None, path: str) -> dict[str, Any]:
+    """Return the special tokens; those of generation_config.json override those of config.json, as in transformers."""
+    deciding = stated if generation is None else generation
+    active = [name for name in _CONSTRAINTS if deciding.get(name) not in (None, [], {}, _NEUTRAL.get(name))]
+    if active:
+        where = path if generation is None else os.path.join(os.path.dirname(path), "generation_config.json")
+        raise UserError(
+            f"{where} constrains every output by {', '.join(active)}, which is not supported. Remove it to use the "
+            "model without it."
+        )
+    tokens = {"forced_bos_token_id": deciding.get("forced_bos_token_id")}
+    for name, usual in (("decoder_start_token_id", 0), ("pad_token_id", 0), ("eos_token_id", 1)):
+        values = [value for file in (deciding, stated) if (value := file.get(name)) is not None]
+        if name != "eos_token_id" and len(values) == 2 and values[0] != values[1]:
+            raise UserError(
+                f"{path}: {name} is {values[1]!r}, but {values[0]!r} in generation_config.json. Training and "
+                "generation need one value: correct the wrong file."
+            )
+        tokens[name] = values[0] if values else usual
+    return tokens
+
+
+def parse_kept(content: bytes) -> dict[str, Any]:
+    """Return what `kept_fields` returned, from the file in which a checkpoint stores it."""
+    try:
+        return dict(parse_json(content))
+    except (TypeError, ValueError) as error:
+        raise UserError(f"The config.json kept in the checkpoint is damaged: {error}.") from error
+
+
+def kept_fields(stated: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of config.json to keep for conversion back to Hugging Face."""
+    return {name: value for name, value in stated.items() if name not in _NOT_KEPT}
 
 
 def _activations(stated: Mapping[str, Any], kind: str, path: str) -> tuple[str, ...]:
@@ -147,8 +202,16 @@ def written_by_version_5(stated: Mapping[str, Any]) -> bool:
     return "scale_decoder_outputs" in stated or (version is not None and int(version[0]) >= 5)
 
 
-def write_config(config: Mapping[str, Any], dtype: np.dtype, eos_id: int) -> dict[str, Any]:
-    """Return the content of config.json for fields of T5Config."""
+def write_config(
+    config: Mapping[str, Any], dtype: np.dtype, generation: Mapping[str, Any], kept: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the content of config.json for fields of T5Config.
+
+    Args:
+      generation: the content of generation_config.json.
+      kept: `kept_fields` of the config.json that the model was read from. Its special tokens are those of `config`, but
+        EOS, which generation_config.json may override.
+    """
     if missing := sorted({*_SIZES.values(), "mlp_activations", "logits_via_embedding"} - config.keys()):
         raise UserError(f"The model configuration lacks {', '.join(missing)}, which Hugging Face's config.json needs.")
     tied = bool(config["logits_via_embedding"])
@@ -158,21 +221,33 @@ def write_config(config: Mapping[str, Any], dtype: np.dtype, eos_id: int) -> dic
         kind = "mt5"
     else:
         kind = "t5"
-    return {
+    return kept | {
         "architectures": [_CLASSES[kind]],
         "model_type": kind,
         **{theirs: int(config[ours]) for theirs, ours in _SIZES.items()},
         "feed_forward_proj": _feed_forward(tuple(config["mlp_activations"])),
         "dropout_rate": float(config.get("dropout_rate", 0.1)),
         "tie_word_embeddings": tied,
+        **{name: config.get(name, usual) for name, usual in _BUCKETS.items()},
         **_FIXED,
         "initializer_factor": 1.0,
         "use_cache": True,
-        "pad_token_id": 0,
-        "eos_token_id": eos_id,
-        "decoder_start_token_id": 0,
+        **{name: kept.get(name, token) for name, token in generation.items() if name != "forced_bos_token_id"},
         "torch_dtype": dtype.name,
     }
+
+
+def write_generation(config: Mapping[str, Any], eos_id: int | None) -> dict[str, Any]:
+    """Return the content of generation_config.json for fields of T5Config.
+
+    Args:
+      eos_id: EOS of the vocabulary.
+    """
+    tokens = {"decoder_start_token_id": 0, "pad_token_id": 0, "forced_bos_token_id": None}
+    tokens |= {name: config[name] for name in TOKEN_IDS if name in config}
+    first, *more = tokens.get("eos_token_id") or (1 if eos_id is None else eos_id,)
+    tokens["eos_token_id"] = [first, *more] if more else first
+    return {name: token for name, token in sorted(tokens.items()) if token is not None}
 
 
 def _feed_forward(activations: tuple[str, ...]) -> str:

@@ -20,6 +20,7 @@ _CONFIG = "config.json"
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _READ = (".json", ".safetensors", ".model")
+_FEATURES = ("inputs", "targets")
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
@@ -37,23 +38,36 @@ def read_huggingface(path: str | os.PathLike[str]) -> Source:
     config_file = f"{path}/{_CONFIG}"
     _check_links(path)
     stated = config_json.read_json(config_file)
-    config = config_json.read_config(stated, config_file)
+    generation_file = f"{path}/{tokenizer_files.GENERATION}"
+    generation = config_json.read_json(generation_file) if os.path.lexists(generation_file) else None
+    config = config_json.read_config(stated, config_file, generation)
     tensors = _read_headers(path)
     weight_checksums.verify(path, {os.path.basename(tensor.path) for tensor in tensors.values()})
     _remove_copies(tensors, path)
     config["logits_via_embedding"] = _resolve_logits(config, stated, tensors, path)
     model_type = config_json.model_type(stated, path)
+    vocabulary = tokenizer_files.read_vocabulary(
+        path, config["vocab_size"], stated.get("tokenizer_class"), config["pad_token_id"]
+    )
+    eos_id = 1 if vocabulary is None else vocabulary.eos_id
+    if config["eos_token_id"] == (eos_id,):
+        config["eos_token_id"] = ()  # that of the vocabulary, as in T5X
+    elif vocabulary is not None and eos_id not in config["eos_token_id"]:
+        logger.warning(
+            "%s: outputs end with eos_token_id %s, but the tokenizer's EOS, which ends training targets, is %s.",
+            path, list(config["eos_token_id"]), eos_id,
+        )  # fmt: skip
     return Source(
         format=f"Hugging Face ({model_type}, safetensors)",
         path=path,
         step=None,
         arrays=_match(config, tensors, path),
         config=config,
-        vocabulary_files=tokenizer_files.read_vocabulary(path, config["vocab_size"], stated.get("tokenizer_class")),
+        vocabulary_files={} if vocabulary is None else dict.fromkeys(_FEATURES, vocabulary.to_files()),
         template=config_json.read_own_field(stated, config_json.TEMPLATE, config_file),
         data=config_json.read_own_field(stated, config_json.DATA, config_file),
         model_type=model_type,
-        huggingface_files=tokenizer_files.kept_files(path),
+        huggingface_files=tokenizer_files.kept_files(path, stated, generation),
     )
 
 
@@ -123,15 +137,15 @@ def _pickle_error(path: str) -> UserError:
 
 def _remove_copies(tensors: dict[str, Tensor], path: str) -> None:
     """Leave one embedding table in `tensors`, and no table that the network does not use."""
-    copies = {name: tensors.pop(name) for name in names.EMBEDDING_COPIES if name in tensors}
-    if names.EMBEDDING not in tensors:
-        if not copies:
-            raise UserError(f"{path} has no tensor {names.EMBEDDING}, so it is not a T5. It has {_list(tensors)}.")
-        tensors[names.EMBEDDING] = next(iter(copies.values()))
-    for name, copy in copies.items():
-        if not copy.same_content(tensors[names.EMBEDDING]):
+    tables = {name: tensors.pop(name) for name in (names.EMBEDDING, *names.EMBEDDING_COPIES) if name in tensors}
+    if not tables:
+        raise UserError(f"{path} has no tensor {names.EMBEDDING}, so it is not a T5. It has {_list(tensors)}.")
+    (first, table), *copies = tables.items()  # MADLAD has no `shared.weight`, only the decoder's table
+    tensors[names.EMBEDDING] = table
+    for name, copy in copies:
+        if not copy.same_content(table):
             raise UserError(
-                f"{path}: {name} differs from {names.EMBEDDING}. Models whose encoder and decoder have different "
+                f"{path}: {name} differs from {first}. Models whose encoder and decoder have different "
                 "embedding tables are not supported."
             )
     for name in [name for name in tensors if names.is_unused(name)]:

@@ -5,7 +5,6 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-BUCKETS = 32  # relative position buckets
 EMBEDDING = "shared.weight"
 HEAD = "lm_head.weight"
 PER_LAYER_BIAS = "per_layer_relative_position_bias"
@@ -55,7 +54,7 @@ def parameters(config: Mapping[str, Any]) -> Iterator[Parameter]:
                 yield Parameter(
                     f"{name if per_layer else f'target/{tower}'}/relpos_bias/rel_embedding",
                     f"{tensor}.layer.0.SelfAttention.relative_attention_bias.weight",
-                    (config["num_heads"], BUCKETS),
+                    (config["num_heads"], config.get("relative_attention_num_buckets", 32)),
                     True,
                 )
             yield from _layer(config, tower, name, tensor)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from t5x.checkpoints.formats.huggingface.config_json import read_json
+from t5x.checkpoints.formats.huggingface.config_json import kept_fields, read_json
 from t5x.data.vocabularies import (
     ByteVocabulary,
     HuggingFaceVocabulary,
@@ -24,15 +24,14 @@ logger = logging.getLogger(__name__)
 MODEL = "spiece.model"
 TOKENIZER = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
-GENERATION = "generation_config.json"
+CONFIG, GENERATION = "config.json", "generation_config.json"
 FILES = (MODEL, TOKENIZER, SETTINGS)
 _SPECIAL = "special_tokens_map.json"
-_FEATURES = ("inputs", "targets")
 _SPACE = "\u2581"  # SentencePiece's symbol for a space
 
 
-def read_vocabulary(path: str, vocab_size: int, tokenizer_class: Any) -> dict[str, dict[str, bytes]]:
-    """Return the vocabulary files of a directory for both features; {} and a warning if there is no vocabulary.
+def read_vocabulary(path: str, vocab_size: int, tokenizer_class: Any, pad_id: int) -> Vocabulary | None:
+    """Return the vocabulary of a directory; None and a warning if there is none.
 
     spiece.model takes precedence over tokenizer.json, the only one that version 5 of transformers writes.
 
@@ -40,15 +39,16 @@ def read_vocabulary(path: str, vocab_size: int, tokenizer_class: Any) -> dict[st
       path: the directory.
       vocab_size: number of rows of the model's embedding.
       tokenizer_class: the class named in config.json, or None.
+      pad_id: the padding token of the model.
     """
     settings = read_json(f"{path}/{SETTINGS}") if os.path.lexists(f"{path}/{SETTINGS}") else {}
     if "ByT5Tokenizer" in (settings.get("tokenizer_class"), tokenizer_class):
         stated = _stated_extra_ids(settings)
         vocabulary: Vocabulary = ByteVocabulary(extra_ids=125 if stated is None else stated)
     elif os.path.exists(f"{path}/{MODEL}"):
-        vocabulary = _sentencepiece(f"{path}/{MODEL}", vocab_size, _stated_extra_ids(settings))
+        vocabulary = _sentencepiece(f"{path}/{MODEL}", vocab_size, _stated_extra_ids(settings), pad_id)
     elif os.path.exists(f"{path}/{TOKENIZER}"):
-        vocabulary = HuggingFaceVocabulary(f"{path}/{TOKENIZER}")
+        vocabulary = HuggingFaceVocabulary(f"{path}/{TOKENIZER}", pad_id)
     else:
         logger.warning(
             "%s has neither %s nor %s, so the model is loaded without a vocabulary. Copy the file of the model it was "
@@ -57,20 +57,25 @@ def read_vocabulary(path: str, vocab_size: int, tokenizer_class: Any) -> dict[st
             MODEL,
             TOKENIZER,
         )
-        return {}
+        return None
     if vocabulary.vocab_size > vocab_size:
         raise UserError(
             f"{path}: the vocabulary has {vocabulary.vocab_size} ids, but the model's embedding has {vocab_size} rows. "
             "Use the tokenizer files of this model."
         )
-    return {feature: vocabulary.to_files() for feature in _FEATURES}
+    return vocabulary
 
 
-def kept_files(path: str) -> dict[str, bytes]:
-    """Return files that are kept for conversion back to Hugging Face: see `Source.huggingface_files`."""
-    kept = {}
-    if os.path.exists(f"{path}/{GENERATION}"):
-        kept[GENERATION] = json.dumps(read_json(f"{path}/{GENERATION}"), indent=2).encode()
+def kept_files(path: str, config: Mapping[str, Any], generation: Mapping[str, Any] | None) -> dict[str, bytes]:
+    """Return files that are kept for conversion back to Hugging Face: see `Source.huggingface_files`.
+
+    Args:
+      config: the content of config.json.
+      generation: the content of generation_config.json, if there is one.
+    """
+    kept = {CONFIG: json.dumps(kept_fields(config), indent=2).encode()}
+    if generation is not None:
+        kept[GENERATION] = json.dumps(generation, indent=2).encode()
     if os.path.exists(f"{path}/{MODEL}") and os.path.exists(f"{path}/{TOKENIZER}"):
         kept[TOKENIZER] = read_regular(f"{path}/{TOKENIZER}", max_bytes=MAX_TOKENIZER_BYTES)
     return kept
@@ -86,10 +91,10 @@ def _stated_extra_ids(settings: Mapping[str, Any]) -> int | None:
     return max(stated, count)
 
 
-def _sentencepiece(path: str, vocab_size: int, extra_ids: int | None) -> SentencePieceVocabulary:
+def _sentencepiece(path: str, vocab_size: int, extra_ids: int | None, pad_id: int) -> SentencePieceVocabulary:
     """Load the model; if it has no sentinels (mT5's has), add the stated number, or else 100 if they fit."""
     missing = SentencePieceVocabulary(path).missing_sentinels(vocab_size, extra_ids)
-    return SentencePieceVocabulary(path, extra_ids=missing)
+    return SentencePieceVocabulary(path, extra_ids=missing, pad_id=pad_id)
 
 
 def single_vocabulary(vocabulary_files: Mapping[str, Mapping[str, bytes]]) -> Vocabulary | None:

@@ -51,10 +51,12 @@ def write_huggingface(
       shard_bytes: weights above this many bytes are split into several files.
     """
     vocabulary = tokenizer_files.single_vocabulary(vocabulary_files or {})
-    eos_id = 1 if vocabulary is None or vocabulary.eos_id is None else vocabulary.eos_id
+    generation = config_json.write_generation(config, None if vocabulary is None else vocabulary.eos_id)
+    kept_files = dict(kept_files or {})
+    kept = config_json.parse_kept(kept_files.pop(tokenizer_files.CONFIG, b"{}"))
     embedding = arrays.get("target/token_embedder/embedding")
     dtype = np.dtype(np.float32 if embedding is None else embedding.dtype)
-    model_config = config_json.write_config(config, dtype, eos_id)
+    model_config = config_json.write_config(config, dtype, generation, kept)
     own = {config_json.TEMPLATE: template, config_json.DATA: data}
     model_config |= {name: dict(value) for name, value in own.items() if value is not None}
     tensors = _match(config, arrays)
@@ -63,11 +65,10 @@ def write_huggingface(
             "transformers 5 multiplies the logits of every umT5 by d_model**-0.5, which this model does not do. Set "
             "`model.config.tie_word_embeddings = False` after from_pretrained for equal logits."
         )
-    generation = {"decoder_start_token_id": 0, "eos_token_id": eos_id, "pad_token_id": 0}
-    files = {"config.json": _dump(model_config), tokenizer_files.GENERATION: _dump(generation)}
+    files = {tokenizer_files.CONFIG: _dump(model_config), tokenizer_files.GENERATION: _dump(generation)}
     if vocabulary is not None:
         files |= tokenizer_files.tokenizer_files(vocabulary)
-    files |= kept_files or {}
+    files |= kept_files
     with paths.new_checkpoint(path) as directory:
         save_errors.check_space(directory, _size(tensors) + sum(map(len, files.values())))
         for name, content in files.items():
