@@ -13,7 +13,7 @@ ACTIVATIONS = ("gelu", "linear", "relu", "sigmoid", "silu", "tanh")
 DTYPES = ("float32", "bfloat16", "float16")
 REMAT_POLICIES = ("none", "minimal", "full")
 MATMUL_DTYPES = (None, "fp8")
-_MAX_DISTANCE = 1_000_000  # memory of that order is needed to compute a bias
+_MAX_DISTANCE = 65_536  # kernels keep the bias up to this distance in memory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -45,7 +45,7 @@ def packed(rows: int, length: int, examples: int, seed: int = 0) -> jax.Array:
 
 def check(
     q, k, mask, *, heads=2, key_heads=2, width=16, bidirectional=None, softcap=None, blocks=None, dtype="float32",
-    for_tpu=False,
+    for_tpu=False, buckets=32, max_distance=20,
 ):  # fmt: skip
     """Outputs and all gradients within 1 % of the float32 reference; float32 inputs within 0.1 %."""
     shapes = [
@@ -53,11 +53,11 @@ def check(
         (2, k, key_heads, width),
         (2, k, key_heads, width),
         (2, q, heads, width),
-        (heads, 32),
+        (heads, buckets),
     ]
     *parts, weights, table = (jnp.asarray(np.asarray(x), dtype) for x in arrays(*shapes, seed=q))
     table = 2 * np.asarray(table, np.float32)
-    bias_of = lambda table: None if bidirectional is None else RelativeBias(table, bidirectional, max_distance=20)
+    bias_of = lambda table: None if bidirectional is None else RelativeBias(table, bidirectional, max_distance)
 
     def ours(query, key, value, table):
         return flash_attention(
@@ -100,6 +100,14 @@ def test_an_encoder_with_packed_rows_of_an_odd_length(blocks):
     ids = packed(2, 85, 3)
     mask = Mask(key_segments=ids, query_segments=ids)
     check(85, 85, mask, bidirectional=True, blocks=blocks, dtype=dtype_here(), for_tpu=blocks is FOR_TPU)
+
+
+@BOTH
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_other_numbers_of_buckets_and_a_larger_distance(for_tpu, bidirectional):
+    mask = Mask(key_segments=packed(2, 330, 1), causal=not bidirectional)
+    options = {"bidirectional": bidirectional, "buckets": 64, "max_distance": 256, "dtype": dtype_here()}
+    check(330, 330, mask, for_tpu=for_tpu, width=64, **options)
 
 
 def test_packed_rows_on_a_tpu_in_bfloat16_with_the_blocks_that_are_chosen():

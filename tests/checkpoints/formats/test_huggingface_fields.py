@@ -13,19 +13,24 @@ from t5x.convert import convert
 from t5x.data.feature_converters import EncDecFeatureConverter
 from t5x.data.vocabularies import HuggingFaceVocabulary, PassThroughVocabulary
 from t5x.errors import UserError
+from t5x.exporting import checking, external
+from t5x.exporting.programs import Exportable
+from t5x.inference.options import Decoding
 from t5x.models import EncoderDecoderModel
 from t5x.network import T5Config, Transformer
 from t5x.ranking.models import RankingModel
 from tests.checkpoints.formats import huggingface_models as models
+from tests.test_file_training import train, write_jsonl
 
+SIZES = {"num_decoder_layers": 2}  # the cache of transformers 5 needs as many as encoder layers
 BUCKETS = {"relative_attention_num_buckets": 64, "relative_attention_max_distance": 256}
 START_PAD = {"decoder_start_token_id": 2, "pad_token_id": 3}
 # name: (family, fields of config.json, fields of generation_config.json, tensors to omit)
 CASES = {
-    "start 2, pad 3, two EOS, 64 buckets": (
-        "T5 1.1", START_PAD | BUCKETS | {"eos_token_id": 1}, START_PAD | {"eos_token_id": [1, 9]}, (),
+    "start 2, pad 3, three EOS, 64 buckets": (
+        "T5 1.1", START_PAD | BUCKETS | {"eos_token_id": 1}, START_PAD | {"eos_token_id": [1, 12, 48]}, (),
     ),
-    "forced first token, tied": ("T5 1.0", START_PAD | {"eos_token_id": [9, 1], "forced_bos_token_id": 7}, None, ()),
+    "forced first token, tied": ("T5 1.0", START_PAD | {"eos_token_id": [45, 1], "forced_bos_token_id": 7}, None, ()),
     "MADLAD": (
         "T5 1.1", {"decoder_start_token_id": 0, "pad_token_id": 3, "eos_token_id": 1}, None,
         ("shared.weight", "encoder.embed_tokens.weight"),
@@ -65,11 +70,11 @@ def write_case(path, name):
 
     family, config, generation, omitted = CASES[name]
     architecture = {key: config[key] for key in BUCKETS if key in config}
-    made = models.model(family, **architecture)
+    made = models.model(family, **SIZES, **architecture)
     if family == "umT5":
         made.config.tie_word_embeddings = False  # transformers 5 would scale the logits
     tensors = {key: value.detach().numpy() for key, value in made.state_dict().items() if key not in omitted}
-    content = models.SIZES | {"vocab_size": models.VOCABULARY, "model_type": made.config.model_type} | config
+    content = models.SIZES | SIZES | {"vocab_size": models.VOCABULARY, "model_type": made.config.model_type} | config
     content |= {"feed_forward_proj": "relu" if family == "T5 1.0" else "gated-gelu", "transformers_version": "4.46.3"}
     models.write_directory(path, tensors, content | {"tie_word_embeddings": family == "T5 1.0"})
     if generation is not None:
@@ -91,8 +96,7 @@ def padded(rows, pad):
 def hf_generate(made, inputs, **options):
     pad = made.generation_config.pad_token_id
     ids, mask = padded(inputs, pad)
-    # The cache of transformers 5 assumes as many decoder layers as encoder layers.
-    outputs = made.generate(ids, attention_mask=mask, do_sample=False, use_cache=False, **options)[:, 1:].tolist()
+    outputs = made.generate(ids, attention_mask=mask, do_sample=False, **options)[:, 1:].tolist()
     return [without(row, pad) for row in outputs]
 
 
@@ -132,6 +136,7 @@ def test_computes_as_transformers(transformers, tmp_path, name):
     generations = model.generate(texts(INPUTS), max_length=20, token_scores=True)
     assert [each.tokens for each in generations] == expected
     ends = made.generation_config.eos_token_id
+    assert isinstance(ends, int) or any(row[-1] in ends and row[-1] != 1 for row in expected), "no output ends"
     for each in generations:
         body = each.tokens[:-1] if each.tokens[-1] in np.atleast_1d(ends) else each.tokens
         assert each.text.split() == [WORDS[i] for i in body if i not in (1, made.generation_config.pad_token_id)]
@@ -186,12 +191,12 @@ def test_every_field_returns_to_hugging_face(transformers, tmp_path, name):
 
 
 def test_transformers_loads_what_is_written(transformers, tmp_path):
-    made = write_case(tmp_path / "hf", "start 2, pad 3, two EOS, 64 buckets")
+    made = write_case(tmp_path / "hf", "start 2, pad 3, three EOS, 64 buckets")
     source = read_huggingface(tmp_path / "hf")
     write_huggingface(tmp_path / "again", source.config, source.arrays, vocabulary_files=source.vocabulary_files)
     loaded = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "again").eval()
     generation = loaded.generation_config
-    assert generation.eos_token_id == [1, 9] and generation.decoder_start_token_id == 2
+    assert generation.eos_token_id == [1, 12, 48] and generation.decoder_start_token_id == 2
     assert (loaded.config.decoder_start_token_id, loaded.config.pad_token_id) == (2, 3)
     np.testing.assert_array_equal(hf_logits(loaded, INPUTS, TARGETS), hf_logits(made, INPUTS, TARGETS))
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "again")
@@ -280,7 +285,7 @@ def test_what_pads_with_zero_raises_user_error(tmp_path):
 def test_a_run_without_the_fields_is_refused(transformers, tmp_path):
     from t5x.checkpoints import transfer
 
-    write_case(tmp_path / "hf", "start 2, pad 3, two EOS, 64 buckets")
+    write_case(tmp_path / "hf", "start 2, pad 3, three EOS, 64 buckets")
     source = read_huggingface(tmp_path / "hf")
     assert not transfer.describe_differences(source.config, model_of(source).module.config)
     differences = transfer.describe_differences(source.config, network().config)
@@ -289,6 +294,41 @@ def test_a_run_without_the_fields_is_refused(transformers, tmp_path):
 
 
 def test_native_checkpoints_log_what_they_cannot_store(transformers, tmp_path, caplog):
-    write_case(tmp_path / "hf", "start 2, pad 3, two EOS, 64 buckets")
+    write_case(tmp_path / "hf", "start 2, pad 3, three EOS, 64 buckets")
     convert(str(tmp_path / "hf"), str(tmp_path / "native"), to="native")
-    assert "pad_token_id 3; eos_token_id (1, 9)" in caplog.text
+    assert "pad_token_id 3; eos_token_id (1, 12, 48)" in caplog.text
+
+
+def test_a_fine_tuned_model_keeps_the_fields(transformers, tmp_path):
+    name = "start 2, pad 3, three EOS, 64 buckets"
+    write_case(tmp_path / "hf", name)
+    records = [{"q": f"w5 w0 w{i}", "a": f"w0 w{i} w0"} for i in range(10, 18)]
+    data, valid = (write_jsonl(tmp_path / f"{split}.jsonl", records) for split in ("train", "valid"))
+    train(tmp_path / "run", 2, (), model=str(tmp_path / "hf"), data=data, valid=valid, eval_every=2)
+    tuned = t5x.load(str(tmp_path / "run"), dtype="float32")
+    config = tuned.model.module.config
+    assert (config.decoder_start_token_id, config.pad_token_id, config.eos_token_id) == (2, 3, (1, 12, 48))
+    convert(str(tmp_path / "run"), str(tmp_path / "again"), to="hf")
+    assert json.loads((tmp_path / "again/generation_config.json").read_text()) == CASES[name][2]
+    loaded = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "again").eval()
+    assert [each.tokens for each in tuned.generate(texts(INPUTS), max_length=9)] == hf_generate(
+        loaded, INPUTS, max_new_tokens=9
+    )
+    metrics = json.loads((tmp_path / "run/training_eval/pairs/metrics.jsonl").read_text().splitlines()[-1])
+    pairs = [(record["q"], record["a"]) for record in records]
+    loss = -np.sum(tuned.score(pairs)) / sum(len(tuned.target_ids(target)[0]) for _, target in pairs)
+    np.testing.assert_allclose(metrics["loss_per_nonpadding_target_token"], loss, rtol=2e-2)
+
+
+@pytest.mark.parametrize("name", ["start 2, pad 3, three EOS, 64 buckets", "forced first token, tied"])
+def test_exported_programs_compute_the_same(transformers, tmp_path, name):
+    write_case(tmp_path / "hf", name)
+    model = t5x.load(str(tmp_path / "hf"), dtype="float32")
+    exportable = Exportable(model, Decoding(beams=2), max_input_length=20, max_length=8)
+    programs = exportable.programs()
+    assert "outputs equal" in checking.compare_ids(
+        exportable, lambda program, *ids: programs[program].function(exportable.arrays, *ids)
+    )
+    (tmp_path / "exported").mkdir()
+    report = external.write_huggingface(str(tmp_path / "exported"), model.source.path, None, checking.Sample(), 8)
+    assert "4 of 4 outputs equal" in report
