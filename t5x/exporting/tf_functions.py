@@ -19,6 +19,7 @@ from t5x.exporting.checking import TEXTS
 from t5x.exporting.programs import lower
 from t5x.models import BaseTransformerModel
 from t5x.network.attention import by_reference
+from t5x.network.config import FIXED_IN_T5X, TOKEN_IDS
 from t5x.partitioning import PjitPartitioner
 
 log = logging.getLogger(__name__)
@@ -309,11 +310,9 @@ def create_inference_function(
     mode = inference_mode if isinstance(inference_mode, CustomInferenceMode) else _MODES.get(inference_mode)
     if mode is None or not hasattr(model, mode.model_fn_name):
         raise UserError(f"inference_mode is {inference_mode!r}: it must be predict, score or a CustomInferenceMode.")
-    if model.pad_id or getattr(model, "start_id", 0):
-        raise UserError(
-            f"T5X's exports pad and start targets with token 0, but the model has pad_token_id {model.pad_id} and "
-            f"decoder_start_token_id {getattr(model, 'start_id', 0)}. Use `t5x export`."
-        )
+    config = getattr(model.module, "config", None)
+    if changed := [name for name in TOKEN_IDS if getattr(config, name, FIXED_IN_T5X[name]) != FIXED_IN_T5X[name]]:
+        raise UserError(f"T5X's exports do not support the {', '.join(changed)} of this model. Use `t5x export`.")
     method = getattr(model, mode.model_fn_name)
     options = dict(mode.model_fn_const_kwargs or {}) | dict(model_fn_extra_kwargs or {})
     if decoding_state_callback_fn is not None:

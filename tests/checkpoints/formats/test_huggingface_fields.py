@@ -15,6 +15,7 @@ from t5x.data.vocabularies import HuggingFaceVocabulary, PassThroughVocabulary
 from t5x.errors import UserError
 from t5x.exporting import checking, external
 from t5x.exporting.programs import Exportable
+from t5x.exporting.tf_functions import create_inference_function
 from t5x.inference.options import Decoding
 from t5x.models import EncoderDecoderModel
 from t5x.network import T5Config, Transformer
@@ -217,12 +218,13 @@ def tiny_directory(path, generation=None, **config):
         ({"quantization_config": {"load_in_8bit": True}}, None, "quantization_config is"),
         ({"is_decoder": True}, None, "is_decoder is True"),
         ({"feed_forward_proj": "gelu"}, None, "feed_forward_proj 'gelu'"),
-        ({"pad_token_id": 10}, None, r"config.json: T5Config.pad_token_id is 10: the model's tokens are 0 to 9"),
-        ({"pad_token_id": True}, None, "pad_token_id is True"),
+        ({"decoder_start_token_id": 0, "pad_token_id": 10}, None, r"config.json: T5Config.pad_token_id is 10: the model's tokens are 0 to 9"),
+        ({"decoder_start_token_id": 0, "pad_token_id": True}, None, "pad_token_id is True"),
         ({"eos_token_id": [1, "2"]}, None, "eos_token_id is "),
-        ({"eos_token_id": 1, "pad_token_id": 1}, None, "pad_token_id and eos_token_id are both 1"),
+        ({"decoder_start_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}, None, "pad_token_id and eos_token_id are both 1"),
         ({"decoder_start_token_id": -1}, None, "decoder_start_token_id is -1"),
         ({"decoder_start_token_id": 0}, {"decoder_start_token_id": 2}, "decoder_start_token_id is 0, but 2 in gen"),
+        ({"pad_token_id": 3}, None, "pad_token_id 3, but no decoder_start_token_id"),
         ({"forced_bos_token_id": 99}, None, "forced_bos_token_id is 99"),
         ({"relative_attention_num_buckets": 2}, None, "relative_attention_num_buckets is 2"),
         ({"relative_attention_num_buckets": "32"}, None, "relative_attention_num_buckets is '32'"),
@@ -280,6 +282,9 @@ def test_what_pads_with_zero_raises_user_error(tmp_path):
         EncoderDecoderModel(network(decoder_start_token_id=2), ids, ids, None, feature_converter_cls=Converter)
     with pytest.raises(UserError, match="listwise"):
         RankingModel(network(pad_token_id=3), ids, ids, None, loss="listwise")
+    model = EncoderDecoderModel(network(pad_token_id=3, forced_bos_token_id=4), ids, ids, None)
+    with pytest.raises(UserError, match="do not support the pad_token_id, forced_bos_token_id"):
+        create_inference_function(model=model, inference_mode="predict")
 
 
 def test_a_run_without_the_fields_is_refused(transformers, tmp_path):

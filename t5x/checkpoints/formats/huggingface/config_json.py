@@ -142,6 +142,8 @@ def _token_ids(stated: Mapping[str, Any], generation: Mapping[str, Any] | None, 
                 "generation need one value: correct the wrong file."
             )
         tokens[name] = values[0] if values else usual
+    if tokens["pad_token_id"] and deciding.get("decoder_start_token_id", stated.get("decoder_start_token_id")) is None:
+        raise UserError(f"{path} has pad_token_id {tokens['pad_token_id']!r}, but no decoder_start_token_id. Add it.")
     return tokens
 
 
