@@ -17,6 +17,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from t5x.errors import ArgumentError
 from t5x.optimizers.patterns import paths_in
@@ -186,13 +187,13 @@ class Adafactor(TreeOptimizer):
     min_dim_size_to_factor: int = 128
     epsilon1: float = 1e-30
     epsilon2: float = 1e-3
-    dtype_momentum: Any = jnp.float32
+    dtype_momentum: DTypeLike = jnp.float32
     factor_map: Mapping[str, tuple[FactorDim, ...]] | HParamMap | None = None
     logical_factor_rules: Mapping[str, FactorDim] | None = None
     weight_decay_rate_lr_exponent: float | None = None
     global_norm_clip_threshold: float | None = None
     max_parameter_scale: float | None = None
-    skip_nan_updates: bool = False
+    skip_nan_updates: bool | None = False
     weight_decay_mask: Callable[[Any], Any] | None = None
 
     def __post_init__(self):
