@@ -27,16 +27,12 @@ WORK = {
     "beam 4": [*GREEDY, "--beams", "4"],
 }
 # The name of a part, what says that our kernel cannot compute it, and where it is worth measuring.
-NORMS = ("t5x.network.norm_kernels", "fits")
-ADAFACTOR = ("t5x.optimizers.adafactor_kernels", "fits")
 PARTS = {
-    "norms": ([NORMS], ["train", "train, packed", "train, FP8", "score"]),
-    "gates": ([("t5x.network.elementwise_kernels", "fits")], ["train", "train, packed", "score"]),
-    "FP8 casts": ([("t5x.network.fp8", "runs_triton")], ["train, FP8"]),
-    "adafactor": ([ADAFACTOR], ["train", "train, dropout"]),
-    "norms_adafactor": ([NORMS, ADAFACTOR], ["train", "train, packed", "train, FP8", "train, dropout"]),
-    "decode": ([("t5x.network.decode_kernel", "fits")], ["greedy", "beam 4"]),
-    "triton": ([], list(WORK)),
+    "norms": ("t5x.network.norm_kernels", "fits", ["train", "train, packed", "train, FP8", "score"]),
+    "gates": ("t5x.network.elementwise_kernels", "fits", ["train", "train, packed", "train, FP8", "score"]),
+    "FP8 casts": ("t5x.network.fp8", "runs_triton", ["train, FP8"]),
+    "decode": ("t5x.network.decode_kernel", "fits", ["greedy", "beam 4"]),
+    "triton": (None, None, list(WORK)),
 }
 
 
@@ -53,7 +49,7 @@ def main() -> None:
     parts = args.only.split(",") if args.only else list(PARTS)
     kinds = args.work.split(";") if args.work else list(WORK)
     for kind in kinds:
-        without = [part for part in parts if kind in PARTS[part][1]]
+        without = [part for part in parts if kind in PARTS[part][2]]
         contenders = {part: [sys.executable, __file__, "--measure", part, kind] for part in ["none", *without]}
         calls = {part: lambda command=command: rounds.run(command) for part, command in contenders.items()}
         for part, result in rounds.in_turns(calls, args.rounds, may_fail=calls):
@@ -65,8 +61,8 @@ def measure(part: str, kind: str) -> None:
     if part == "triton":
         sys.modules["jax.experimental.pallas.triton"] = None  # importing it now raises ImportError
     elif part != "none":
-        for module, name in PARTS[part][0]:
-            setattr(importlib.import_module(module), name, lambda *_: False)
+        module, name, _ = PARTS[part]
+        setattr(importlib.import_module(module), name, lambda *_: False)
     from t5x.cli import main
 
     sys.exit(main(["bench", *WORK[kind], "--json"]))

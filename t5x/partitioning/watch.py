@@ -4,7 +4,7 @@ All connections lead to process 0. If a process dies, its connection breaks at o
 network, it falls silent. Process 0 notifies all others; then every process reports in one line what happened, and
 exits.
 
-JAX's own heartbeat (`heartbeat_timeout_seconds`; 0.10 and 0.11) does not replace this. It ends the others in time, but
+JAX's own heartbeat (`heartbeat_timeout_seconds`; 0.10 to 0.12) does not replace this. It ends the others in time, but
 with SIGABRT and a stack trace, even if one process ends with a user's error, and whoever reaches its port may join.
 """
 
