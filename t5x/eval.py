@@ -204,7 +204,7 @@ def _checkpoints(cfg: RestoreCheckpointConfig, *, may_be_none: bool = False) -> 
     Raises:
       UserError: two checkpoints have the same step, so their results would be written to the same files.
     """
-    given = [cfg.path] if isinstance(cfg.path, str) else list(cfg.path)
+    given = [cfg.path] if isinstance(cfg.path, str) else list(cfg.path or ())
     if not given:
         raise UserError("utils.RestoreCheckpointConfig.path is empty: give a checkpoint or a MODEL_DIR to evaluate.")
     given = [names.resolve(path) for path in given]

@@ -46,7 +46,7 @@ def save(
     model: BaseTransformerModel,
     inference_mode: InferenceMode = "predict",
     restore_checkpoint_cfg: RestoreCheckpointConfig,
-    exportable_module_cls: type = ExportableModule,
+    exportable_module_cls: Callable[..., Any] = ExportableModule,
     create_preprocessor_fn: Callable[..., Any] = create_preprocessor,
     create_inference_function_fn: Callable[..., Any] = create_inference_function,
     create_postprocessor_fn: Callable[..., Any] = create_postprocessor,

@@ -46,9 +46,9 @@ def train(
     partitioner: PjitPartitioner,
     trainer_cls: Callable[..., trainer_lib.Trainer] = trainer_lib.Trainer,
     model_dir: str,
-    total_steps: int,
+    total_steps: int | None,
     eval_steps: int | None = None,
-    eval_period: int,
+    eval_period: int | None,
     train_eval_period: int | None = None,
     infer_eval_period: int | None = None,
     relative_steps: int | None = None,
@@ -65,7 +65,7 @@ def train(
     train_state_initializer_cls: Callable[..., StateLayout] = StateLayout,
     use_orbax: bool = True,
     verify_matching_vocabs_fn: Callable[[DatasetConfig, BaseTransformerModel], None] | None = verify_matching_vocabs,
-    gc_period: int = 0,
+    gc_period: int | None = 0,
     on_changed_data: OnChangedData = "refuse",
 ) -> tuple[int, TrainState]:
     """Train `model` up to `total_steps`, resuming from MODEL_DIR's newest checkpoint if there is one.
@@ -79,9 +79,9 @@ def train(
       partitioner: the mesh.
       trainer_cls: `trainer.Trainer` with its learning-rate schedule bound.
       model_dir: directory or URL of everything the run writes.
-      total_steps: the model's step to end at, counted from its very first step.
+      total_steps: the model's step to end at, counted from its very first step; None only with `relative_steps`.
       eval_steps: number of batches of each teacher-forced evaluation; None uses every example.
-      eval_period: steps between evaluations; 0 evaluates only at the end.
+      eval_period: steps between evaluations; 0 or None evaluates only at the end.
       train_eval_period, infer_eval_period: period of one kind of evaluation; `eval_period` if None.
       relative_steps: number of steps to train from where the run started; overrides `total_steps`.
       stats_period: steps between lines of metrics; None uses `eval_period`, at most 100.
@@ -97,7 +97,7 @@ def train(
       train_state_initializer_cls: lays the state out over the mesh; see `utils.TrainStateInitializer`.
       use_orbax: False only logs a warning: `t5x convert --to native` writes T5X's other format.
       verify_matching_vocabs_fn: checks the vocabularies of data and model; None skips the check.
-      gc_period: steps between runs of Python's garbage collector, which is then disabled otherwise; 0 is automatic.
+      gc_period: steps between runs of Python's garbage collector, which is then off otherwise; 0 or None: automatic.
       on_changed_data: what to do if a run is resumed and its data or preprocessing has changed: `refuse`, `continue` at
         the saved position, or `restart` the data.
 
@@ -111,6 +111,8 @@ def train(
     clock = ThroughputClock()
     save_cfg, restore_cfg = checkpoint_cfg.save, checkpoint_cfg.restore
     _check(model_dir, total_steps, eval_steps, restore_cfg, use_orbax, on_changed_data)
+    if total_steps is None and relative_steps is None:
+        raise UserError("train.total_steps is None. Set it, or train.relative_steps.")
     check_extensions(model, trainer_cls)
     actions = Actions(actions)
     model_dir = checkpoints.location(model_dir)
@@ -310,7 +312,7 @@ def train(
 
 def _check(
     model_dir: str,
-    total_steps: int,
+    total_steps: int | None,
     eval_steps: int | None,
     restore_cfg: RestoreCheckpointConfig | None,
     use_orbax: bool,

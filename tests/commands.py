@@ -48,5 +48,6 @@ def run(capsys, verb: str, *args: object, text: str | None = None, program=cli.r
         for number, handler in handlers.items():
             signal.signal(number, handler)
         for log, log_handlers, propagate, level in logs:
-            log.handlers[:], log.propagate, log.level = log_handlers, propagate, level
+            log.handlers[:], log.propagate = log_handlers, propagate
+            log.setLevel(level)  # also clears what loggers below have cached
     return Result(code, *capsys.readouterr())

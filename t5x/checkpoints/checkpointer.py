@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from t5x.checkpoints import paths, t5x_functions, transfer, tree
 from t5x.checkpoints.assignment import Rules
@@ -51,8 +52,8 @@ class Checkpointer:
     dataset_iterator: Any = None
     _: dataclasses.KW_ONLY
     keep: int | None = None
-    save_dtype: Any = jnp.float32
-    restore_dtype: Any = None
+    save_dtype: DTypeLike = jnp.float32
+    restore_dtype: DTypeLike | None = None
     keep_dataset_checkpoints: int | None = None
 
     def __post_init__(self):
@@ -216,8 +217,8 @@ class OrbaxCheckpointManagerInterface(SaveBestCheckpointer):
         train_state: Any = None,
         partitioner: Any = None,
         dataset_iterator: Any = None,
-        save_dtype: Any = None,
-        restore_dtype: Any = None,
+        save_dtype: DTypeLike | None = None,
+        restore_dtype: DTypeLike | None = None,
         keep: int | None = None,
         period: int | None = 1,
         checkpoint_steps: Sequence[int] | None = None,

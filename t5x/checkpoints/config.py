@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from t5x.checkpoints import tree
 from t5x.checkpoints.assignment import AssignmentMap, Rules
@@ -51,8 +52,8 @@ class SaveCheckpointConfig:
     keep_without_metric: bool = True
     state_transformation_fns: Sequence[Callable[..., Any]] = ()
     keep_dataset_checkpoints: int | None = None
-    checkpointer_cls: Any = None
-    checkpoint_manager_cls: Any = None
+    checkpointer_cls: Callable[..., Any] | None = None
+    checkpoint_manager_cls: Callable[..., Any] | None = None
     keep_newest: int | None = dataclasses.field(init=False)
     best: BestRule | None = dataclasses.field(init=False)
 
@@ -105,7 +106,7 @@ class RestoreCheckpointConfig:
     checkpoint store them. They apply to this checkpoint; a run resumed from MODEL_DIR does not need them.
 
     Attributes:
-      path: a checkpoint of any format, or a MODEL_DIR; a list of them for evaluation.
+      path: a checkpoint of any format, or a MODEL_DIR; a list of them for evaluation; None for training from scratch.
       mode: `specific`: `path` is a checkpoint; `latest`: use the newest complete checkpoint in the directory `path`;
         `all`: use every checkpoint in it, for evaluation.
       dtype: dtype of the parameters in memory; training holds them in float32.
@@ -121,18 +122,18 @@ class RestoreCheckpointConfig:
       checkpointer_cls, checkpoint_manager_cls, use_gda: accepted for T5X's gin files and ignored.
     """
 
-    path: str | Sequence[str]
+    path: str | Sequence[str] | None
     mode: Literal["specific", "latest", "all"] = "latest"
-    dtype: Any = None
+    dtype: DTypeLike | None = None
     optimizer_state: Literal["keep", "reset"] = "keep"
     step: Literal["keep", "reset"] = "keep"
     strict: bool = True
-    assignment_map: Sequence[Any] | None = None
+    assignment_map: Sequence[tuple[str, str | None]] | None = None
     fallback_to_scratch: bool = False
     state_transformation_fns: Sequence[Callable[..., Any]] = ()
     restore_dataset: bool = False
-    checkpointer_cls: Any = None
-    checkpoint_manager_cls: Any = None
+    checkpointer_cls: Callable[..., Any] | None = None
+    checkpoint_manager_cls: Callable[..., Any] | None = None
     use_gda: bool | None = None
 
     def __post_init__(self):

@@ -9,8 +9,8 @@ from gin import config
 
 from t5x.configuration import names
 from t5x.configuration import state as states
-from t5x.configuration.errors import Origin, combine
-from t5x.configuration.parameters import accepts, parameters_of, required_parameters
+from t5x.configuration.errors import combine
+from t5x.configuration.parameters import accepts, describe, is_ours, parameters_of, required_parameters
 from t5x.configuration.printing import Printer, resolve
 from t5x.configuration.values import MACRO, is_constant, is_macro, is_required, macros_in, references_in, scope_of
 from t5x.errors import did_you_mean
@@ -37,16 +37,17 @@ class _Call(NamedTuple):
 def check(fn: Callable[..., Any] | None = None, *, strict: bool = False) -> None:
     """Check the configuration of an entry function and of everything that its bindings lead to.
 
-    What T5X accepts is logged as a warning: values that contradict an annotation, arguments (`--gin.…`) and undefined
-    macros that nothing reads. It does not accept strings without quotes, so those must have the right type.
+    What only some code accepts is logged as a warning: values that contradict an annotation of users' code or another
+    package, arguments (`--gin.…`) and undefined macros that nothing reads. A whole float for an `int` of t5x, such as
+    1e5, becomes an int.
 
     Args:
       fn: the entry function; None checks all bindings.
       strict: whether warnings are errors.
 
     Raises:
-      ConfigurationError: lists every required macro and parameter without a value, and every undefined macro that is
-        read.
+      ConfigurationError: lists every required macro and parameter without a value, every undefined macro that is
+        read, and every value that contradicts an annotation of t5x.
     """
     state = states.current()
     printer = Printer(state)
@@ -56,8 +57,8 @@ def check(fn: Callable[..., Any] | None = None, *, strict: bool = False) -> None
     warnings = list(_without_effect(read, state, printer)) if fn else []
     for key, problem in _undefined_macros():
         (problems if fn is None or key in read else warnings).append(f"{state.origin(key)}: {problem}")
-    for origin, problem in _wrong_types(calls, state, printer):
-        (problems if origin.unquoted else warnings).append(f"{origin}: {problem}")
+    for is_error, problem in _wrong_types(calls, state, printer):
+        (problems if is_error else warnings).append(problem)
     if strict:
         problems += warnings
     else:
@@ -126,16 +127,27 @@ def _undefined_macros() -> Iterator[tuple[states.Key, str]]:
             yield key, f"macro %{key[0]} refers to itself."
 
 
-def _wrong_types(calls: list[_Call], state: states.State, printer: Printer) -> Iterator[tuple[Origin, str]]:
+def _wrong_types(calls: list[_Call], state: states.State, printer: Printer) -> Iterator[tuple[bool, str]]:
+    """Yield contradictions, and whether they are errors; bind whole floats as integers where t5x expects those."""
     for call in calls:
-        parameters = parameters_of(call.configurable)
+        parameters, ours = parameters_of(call.configurable), is_ours(call.configurable)
         for name, (value, key) in call.bound.items():
             resolved = resolve(value)
             unresolved = any(is_macro(r) or is_constant(r) for r in references_in(resolved))
-            if name in parameters and not unresolved and not accepts(parameters[name], resolved):
-                expected = inspect.formatannotation(parameters[name].annotation)
-                text = f"`{printer.name(key)}` expects {expected}, got {printer.value(resolved)[:200]}."
-                yield state.origin(_last_macro(value) or key), text
+            if name not in parameters or unresolved or accepts(parameters[name], resolved):
+                continue
+            holder = _last_macro(value) or key
+            whole = int(resolved) if isinstance(resolved, float) and resolved.is_integer() else None
+            if ours and whole is not None and accepts(parameters[name], whole):
+                states.commit(state, {holder: whole})
+                continue
+            expected = describe(parameters[name].annotation)
+            text = f"`{printer.name(key)}` expects {expected}, got {printer.value(resolved)[:200]}."
+            if isinstance(resolved, config.ConfigurableReference):
+                other = config.ConfigurableReference(resolved.scoped_selector, not resolved.evaluate)
+                text += f" Write {printer.value(other)}." if accepts(parameters[name], other) else ""
+            origin = state.origin(holder)
+            yield ours or origin.unquoted, f"{origin}: {text}"
 
 
 def _last_macro(value: Any) -> states.Key | None:

@@ -26,7 +26,6 @@ from typing import Any
 import numpy as np
 
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"  # hashes of functions depend on its bytecode
-_HAS_DOCSTRING = 0x4000000  # of co_flags, from Python 3.13 on
 _COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis))
@@ -221,10 +220,8 @@ def _installed_version(package: str) -> str | None:
 
 def _constants(code: types.CodeType) -> tuple[Any, ...]:
     """Return the constants of a code object, with None instead of a function's docstring."""
-    if sys.version_info >= (3, 13):
-        is_documented = code.co_flags & _HAS_DOCSTRING
-    else:  # functions and lambdas reserve the first constant for it; comprehensions and class bodies do not
-        is_documented = code.co_flags & inspect.CO_OPTIMIZED and code.co_name not in _COMPREHENSIONS
+    # Functions and lambdas reserve the first constant for it; comprehensions and class bodies do not.
+    is_documented = code.co_flags & inspect.CO_OPTIMIZED and code.co_name not in _COMPREHENSIONS
     if is_documented and code.co_consts and isinstance(code.co_consts[0], str):
         return (None, *code.co_consts[1:])
     return code.co_consts

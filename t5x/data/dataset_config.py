@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -42,7 +42,7 @@ class DatasetConfig:
         False raises an error for the first.
     """
 
-    mixture_or_task_name: Any
+    mixture_or_task_name: str | Task | Mixture
     task_feature_lengths: Mapping[str, int] | None
     split: str
     batch_size: int
@@ -54,7 +54,7 @@ class DatasetConfig:
     module: str | None = None
     use_memory_cache: bool = True
     trim_output_features: bool = True
-    runtime_preprocessors: Sequence[Any] | None = None
+    runtime_preprocessors: Sequence[Callable[..., Any]] | None = None
     num_prefetch_threads: int | None = None
     num_workers: int | None = None
     skip_bad_examples: bool = False

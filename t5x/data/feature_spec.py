@@ -1,7 +1,6 @@
 """The specification of a task's features."""
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 
@@ -23,7 +22,7 @@ class Feature:
     vocabulary: Vocabulary
     add_eos: bool = True
     required: bool = True
-    dtype: Any = "int32"
+    dtype: str | type | np.dtype = "int32"
     rank: int = 1
 
     def __post_init__(self):

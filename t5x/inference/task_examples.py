@@ -110,7 +110,7 @@ class TaskExamples:
 
 
 def create_task_from_tfexample_file(
-    paths: Sequence[str],
+    paths: str | Sequence[str],
     file_type: str,
     inputs_key: str,
     targets_key: str | None,

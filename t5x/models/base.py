@@ -6,7 +6,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -17,9 +17,7 @@ from t5x.data.vocabularies import Vocabulary, as_vocabulary
 from t5x.metrics.accumulators import Average, AveragePerStep, Metrics, Sum
 from t5x.models.base_metrics import compute_base_metrics
 from t5x.network import LogitFactors, NetworkConfig, Transformer, fp8, initial_variables, is_ours, padding
-
-if TYPE_CHECKING:
-    from t5x.optimizers.protocol import OptimizerDef
+from t5x.optimizers.protocol import OptimizerDef
 
 Batch = Mapping[str, jax.Array]
 Params = Mapping[str, Any]
@@ -45,7 +43,7 @@ class BaseModel(abc.ABC):
     vocabularies: Mapping[str, Vocabulary] = types.MappingProxyType({})  # {task feature: vocabulary}
     keys_dropout_by_row = False
 
-    def __init__(self, optimizer_def: "OptimizerDef | None"):
+    def __init__(self, optimizer_def: OptimizerDef | None):
         self.optimizer_def = optimizer_def
 
     @abc.abstractmethod
@@ -115,13 +113,13 @@ class BaseTransformerModel(BaseModel):
         module: nn.Module,
         input_vocabulary: Vocabulary,
         output_vocabulary: Vocabulary,
-        optimizer_def: "OptimizerDef | None",
+        optimizer_def: OptimizerDef | None,
         decode_fn: Callable | None = None,
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         loss_normalizing_factor: losses.LossNormalizingFactor = None,
-        feature_converter_cls: type | None = None,
-        default_decoder_params: Any = None,
+        feature_converter_cls: Callable[..., Any] | None = None,
+        default_decoder_params: Mapping[str, Any] | DecoderParams | None = None,
     ):
         super().__init__(optimizer_def)
         self.module = module

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -12,11 +12,9 @@ from t5x import decoding, losses
 from t5x.data.feature_converters import DecoderFeatureConverter
 from t5x.data.vocabularies import Vocabulary
 from t5x.decoding.loop import per_example_logits
-from t5x.models.base import BaseTransformerModel, Batch, Params, best_or_all
+from t5x.models.base import BaseTransformerModel, Batch, DecoderParams, Params, best_or_all
 from t5x.network import compute_params, is_ours
-
-if TYPE_CHECKING:
-    from t5x.optimizers.protocol import OptimizerDef
+from t5x.optimizers.protocol import OptimizerDef
 
 
 class DecoderOnlyModel(BaseTransformerModel):
@@ -37,14 +35,14 @@ class DecoderOnlyModel(BaseTransformerModel):
         self,
         module: nn.Module,
         vocabulary: Vocabulary,
-        optimizer_def: "OptimizerDef | None",
+        optimizer_def: OptimizerDef | None,
         decode_fn: Callable = decoding.temperature_sample,
         inputs_bidirectional_attention: bool = False,
-        feature_converter_cls: type | None = None,
+        feature_converter_cls: Callable[..., Any] | None = None,
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         loss_normalizing_factor: losses.LossNormalizingFactor = None,
-        default_decoder_params: Any = None,
+        default_decoder_params: Mapping[str, Any] | DecoderParams | None = None,
     ):
         super().__init__(
             module, vocabulary, vocabulary, optimizer_def, decode_fn, label_smoothing, z_loss, loss_normalizing_factor,

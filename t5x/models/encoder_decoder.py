@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -16,11 +16,9 @@ from t5x.data.vocabularies.base import FileVocabulary
 from t5x.decoding.loop import per_example_logits, with_constraint
 from t5x.decoding.rows import is_eos
 from t5x.errors import UserError
-from t5x.models.base import BaseTransformerModel, Batch, Params, best_or_all
+from t5x.models.base import BaseTransformerModel, Batch, DecoderParams, Params, best_or_all
 from t5x.network import CACHES, compute_params, is_ours
-
-if TYPE_CHECKING:
-    from t5x.optimizers.protocol import OptimizerDef
+from t5x.optimizers.protocol import OptimizerDef
 
 
 class EncoderDecoderModel(BaseTransformerModel):
@@ -57,13 +55,13 @@ class EncoderDecoderModel(BaseTransformerModel):
         module: nn.Module,
         input_vocabulary: Vocabulary,
         output_vocabulary: Vocabulary,
-        optimizer_def: "OptimizerDef | None",
+        optimizer_def: OptimizerDef | None,
         decode_fn: Callable = decoding.beam_search,
-        feature_converter_cls: type | None = None,
+        feature_converter_cls: Callable[..., Any] | None = None,
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         loss_normalizing_factor: losses.LossNormalizingFactor = None,
-        default_decoder_params: Any = None,
+        default_decoder_params: Mapping[str, Any] | DecoderParams | None = None,
     ):
         super().__init__(
             module, input_vocabulary, output_vocabulary, optimizer_def, decode_fn, label_smoothing, z_loss,

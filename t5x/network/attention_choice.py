@@ -9,6 +9,7 @@ import jax
 from t5x.partitioning.devices import (
     compute_capability,
     device,
+    has_compiler,
     on_hopper,
     on_nvidia_gpu,
     platform,
@@ -29,9 +30,10 @@ def fastest(query: jax.Array, key: jax.Array, mask: "Mask", softcap: float | Non
     """
     if platform() != "gpu" or query.shape[1] == 1 or _gpu_refuses(query, mask):
         return "xla"
-    if not on_hopper() and not cudnn_refuses(query, key, mask, softcap):
+    refused = pallas_refuses(query, key, mask, softcap)
+    if (refused or not on_hopper()) and not cudnn_refuses(query, key, mask, softcap):
         return "cudnn"
-    return "pallas"
+    return "xla" if refused else "pallas"
 
 
 def log_choice(name: str, query: jax.Array, mask: "Mask") -> None:
@@ -74,8 +76,8 @@ def pallas_refuses(query: jax.Array, key: jax.Array, mask: "Mask", softcap: floa
     """Return why our kernel cannot compute this attention; None if it can."""
     del softcap
     if platform() != "tpu":
-        return _gpu_refuses(query, mask)
-    if reason := _shape_refuses(query, mask, ("bfloat16",)):
+        return _gpu_refuses(query, mask) or _compiler_refuses("triton")
+    if reason := _shape_refuses(query, mask, ("bfloat16",)) or _compiler_refuses("tpu"):
         return reason
     from t5x.network.flash_attention import tpu_memory  # Pallas is slow to import
 
@@ -84,6 +86,10 @@ def pallas_refuses(query: jax.Array, key: jax.Array, mask: "Mask", softcap: floa
         lengths = f"{query.shape[1]} queries and {key.shape[1]} keys"
         return f"rows of {lengths} need {needed >> 20} MB of vector memory (this TPU has {there >> 20})"
     return None
+
+
+def _compiler_refuses(name: str) -> str | None:
+    return None if has_compiler(name) else f"this JAX has no jax.experimental.pallas.{name}"
 
 
 def cudnn_refuses(query: jax.Array, key: jax.Array, mask: "Mask", softcap: float | None = None) -> str | None:

@@ -3,9 +3,9 @@
 import contextlib
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from t5x.errors import UserError
 
@@ -46,7 +46,7 @@ class NetworkConfig:
     """
 
     vocab_size: int
-    dtype: Any = "float32"
+    dtype: DTypeLike = "float32"
     matmul_dtype: str | None = None
     emb_dim: int = 512
     num_heads: int = 8

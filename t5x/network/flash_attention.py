@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu, triton
 
-from t5x.network import flash_hopper as hopper
 from t5x.network import flash_kernels as kernels
 from t5x.network.flash_kernels import Block, Grid, Tiles
 from t5x.network.flash_preparation import (
@@ -152,6 +150,8 @@ def _forward(
     """Return the result and the base-2 log-sum-exp of the logits, float32 [batch, heads, q] or [batch, heads, 1, q]."""
     call = _call(query, key, bias, mask, plan, "forward")
     if plan.target == "hopper":
+        from t5x.network import flash_hopper as hopper
+
         strip, _, *codes_and_ranges = call.shared()
         return hopper.forward(query, key, value, strip, *codes_and_ranges, plan.rules)
     return call(
@@ -289,6 +289,8 @@ class _Call:
 
     @property
     def compiler_params(self) -> Any:
+        from jax.experimental.pallas import triton
+
         return triton.CompilerParams(num_warps=self.block.warps, num_stages=self.block.stages)
 
     def __call__(self, kernel, in_specs, arrays, out_specs, out_shape) -> Any:
@@ -384,7 +386,10 @@ class _TpuCall(_Call):
     grid = Grid(block=2, batch=1, on_tpu=True)
 
     def __init__(self, *args: Any):
+        from jax.experimental.pallas import tpu
+
         super().__init__(*args)
+        self.tpu = tpu
         self.row_bytes = _tpu_row_bytes(*((self.q_length, self.groups) if self.of_keys else (self.k_length, 1)))
         self.vector_shape = (*self.vector_shape[:2], 1, self.q_length)
 
@@ -392,7 +397,9 @@ class _TpuCall(_Call):
     def compiler_params(self) -> Any:
         tiles = 0 if self.bias is None else Tiles(self.block, self.plan.rules.reach).count
         needed = _tpu_bytes(self.block, tiles, self.groups if self.of_keys else 2, self.row_bytes)
-        return tpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=needed)
+        return self.tpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=needed
+        )
 
     def ordered(self, blocks: Any, batch: Any, heads: Any) -> tuple:
         return heads, batch, blocks
@@ -406,13 +413,13 @@ class _TpuCall(_Call):
         return tiles, spread(far), spread(q_codes), spread(k_codes), ranges
 
     def far_spec(self, heads: int | None) -> pl.BlockSpec:
-        return self.spec((heads, None, 2), lambda i, b, h: (h, 0, 0), memory_space=tpu.SMEM)
+        return self.spec((heads, None, 2), lambda i, b, h: (h, 0, 0), memory_space=self.tpu.SMEM)
 
     def codes_spec(self, size: int, *, is_row: bool) -> pl.BlockSpec:
         return self.spec((None, None, size), lambda i, b, h: (b, 0, 0 if is_row else i))
 
     def ranges_spec(self) -> pl.BlockSpec:
-        return super().ranges_spec(memory_space=tpu.SMEM)
+        return super().ranges_spec(memory_space=self.tpu.SMEM)
 
     def array(
         self, length: int, heads: int | None, index: Callable[[Any, Any, Any], tuple], *, is_row: bool = False

@@ -14,11 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
-from t5x.network import flash_hopper as hopper
 from t5x.network import flash_kernels as kernels
 from t5x.network.flash_kernels import Block, Rules, Tiles
 from t5x.network.relative_position import RelativeBias
-from t5x.partitioning.devices import on_hopper, platform
+from t5x.partitioning.devices import has_compiler, on_hopper, platform
 
 if TYPE_CHECKING:
     from t5x.network.attention import Mask
@@ -89,11 +88,13 @@ def make_plan(
     reach = None if bias is None else _reach(bias)
     same_queries = mask.query_segments is None and mask.prefix is None
     target = "tpu" if (platform() == "tpu" if for_tpu is None else for_tpu) else "triton"
-    if target == "triton" and blocks is None and not interpret and on_hopper():
-        target = "hopper" if hopper.fits(lengths, head_dim, reach) else target
+    may_use_hopper = target == "triton" and blocks is None and not interpret and on_hopper()
     blocks = choose_blocks(*lengths, head_dim, for_tpu=target == "tpu") if blocks is None else blocks
-    if target == "hopper":
-        blocks = blocks._replace(forward=hopper.BLOCK)
+    if may_use_hopper and has_compiler("mosaic_gpu"):
+        from t5x.network import flash_hopper as hopper  # needs Mosaic
+
+        if hopper.fits(lengths, head_dim, reach):
+            target, blocks = "hopper", blocks._replace(forward=hopper.BLOCK)
     if target == "tpu":
         if blocks.bias != blocks.query:
             raise ValueError(f"on TPUs, the bias block {blocks.bias} must be that of the queries, {blocks.query}")
@@ -217,6 +218,8 @@ def prepare_bias(bias: RelativeBias, plan: Plan) -> PreparedBias:
 
     def made(kernel: str, block: Block) -> jax.Array:
         if kernel == "forward" and plan.target == "hopper":
+            from t5x.network import flash_hopper as hopper
+
             return hopper.bias_strip(logits, plan.rules.reach)
         return _tiles(logits, block, plan, of_keys=kernel == "key")
 

@@ -4,7 +4,7 @@ All connections lead to process 0. If a process dies, its connection breaks at o
 network, it falls silent. Process 0 notifies all others; then every process reports in one line what happened, and
 exits.
 
-JAX's own heartbeat (`heartbeat_timeout_seconds`; 0.10 and 0.11) does not replace this. It ends the others in time, but
+JAX's own heartbeat (`heartbeat_timeout_seconds`; 0.10 to 0.12) does not replace this. It ends the others in time, but
 with SIGABRT and a stack trace, even if one process ends with a user's error, and whoever reaches its port may join.
 """
 
@@ -58,7 +58,7 @@ class Watch(threading.Thread):
                 for key, _ in selector.select(HEARTBEAT / 2):
                     try:
                         for message in key.fileobj.receive():
-                            self._handle(key.data, message)
+                            self._receive(key.data, message)
                     except EOFError:
                         selector.unregister(key.fileobj)
                         self._lose(key.data, f"{self.members[key.data]} died or lost its network")
@@ -92,7 +92,7 @@ class Watch(threading.Thread):
 
     def _send_to_leader(self, message: dict[str, Any]) -> None:
         if self.me == 0:
-            self._handle(0, message)
+            self._receive(0, message)
         else:
             self._links[0].send(message)
 
@@ -108,7 +108,7 @@ class Watch(threading.Thread):
                 while link.socket.recv(1 << 16):
                     link.socket.settimeout(max(deadline - time.monotonic(), 0.01))
 
-    def _handle(self, index: int, message: dict[str, Any]) -> None:
+    def _receive(self, index: int, message: dict[str, Any]) -> None:
         with self._lock:
             if "done" in message:
                 self._done.add(index)

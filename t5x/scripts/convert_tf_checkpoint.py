@@ -1,9 +1,9 @@
 """Convert a Mesh TensorFlow checkpoint to T5X's native format, under T5X's name; `t5x convert` needs no gin file."""
 
 import logging
-from typing import Any
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from t5x import convert
 from t5x.checkpoints.formats import open_checkpoint
@@ -16,7 +16,7 @@ def convert_checkpoint(
     model: BaseTransformerModel,
     tf_checkpoint_path: str,
     output_dir: str,
-    save_dtype: Any = "float32",
+    save_dtype: DTypeLike = "float32",
     concurrent_gb: int = 16,
 ) -> None:
     """Write `<output_dir>/checkpoint_<step>`.

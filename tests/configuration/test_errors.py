@@ -178,7 +178,7 @@ DOUBTFUL = {
     "trian/utils.DatasetConfig.batch_size = 3": (
         "--gin.trian/utils.DatasetConfig.batch_size=3", "`train/utils.DatasetConfig.batch_size`",
     ),
-    "train/utils.DatasetConfig.seed = '3'": ("--gin.train/utils.DatasetConfig.seed='3'", "int | None", "got '3'"),
+    "train/utils.DatasetConfig.seed = '3'": ("--gin.train/utils.DatasetConfig.seed='3'", "int or None", "got '3'"),
     "TRAIN_STEPS = '9'": ("--gin.TRAIN_STEPS='9'", "`train_script.train.total_steps` expects int", "got '9'"),
 }  # fmt: skip
 

@@ -1,14 +1,29 @@
-"""Values that contradict an annotation are found; values that may be right are not reported."""
+"""Values that contradict an annotation are found; values that may be right are not reported.
+
+The package `lab` stands for users' code, whose contradictions are warnings; `test_wrong_types.py` is about t5x's own.
+"""
 
 import collections.abc
 import dataclasses
+import enum
 import inspect
+import numbers
 import typing
 
+import numpy as np
 import pytest
 
 from t5x import configuration
 from t5x.configuration.parameters import accepts, fits
+
+
+class Axis(enum.Enum):
+    ROW = "row"
+
+
+class Options(typing.TypedDict):
+    size: int
+
 
 FIT = [
     (3, int),
@@ -19,8 +34,7 @@ FIT = [
     ("a", str),
     (None, typing.Optional[int]),  # noqa: UP045
     (None, int | None),
-    (None, str),
-    (None, typing.Mapping[str, int]),
+    (None, None),
     (3, int | str),
     ("NUM_REAL_TARGET_TOKENS", float | int | str | None),
     ([1, 2], typing.Sequence[int]),
@@ -28,7 +42,6 @@ FIT = [
     ([1, "a"], tuple[int, str]),
     ((), tuple[int, ...]),
     (["a"], collections.abc.Iterable[str]),
-    ("abc", typing.Sequence[str]),
     ([1.0, 2], typing.Sequence[float]),
     ({"a": 1}, typing.Mapping[str, int]),
     ({"a": [1]}, dict[str, list[int]]),
@@ -37,12 +50,19 @@ FIT = [
     (None, typing.Literal["a", None]),
     ("bfloat16", typing.Any),
     ("bfloat16", type),
-    ("anything", inspect.Parameter),
-    (3, inspect.Parameter | str),
+    ("bfloat16", np.dtype),
+    ("row", Axis),
+    ("ROW", Axis),
+    (3, inspect.Parameter | str | int),
+    ({"size": 3}, Options),
+    (np.float32(3), int),
+    (range(3), typing.Sequence[str]),
+    (3, numbers.Number),
+    (3, object),
     (3, typing.TypeVar("T")),
     (3, typing.Annotated[int, "positive"]),
     ("x", "an annotation that cannot be evaluated"),
-    (None, typing.Callable[[int], int]),
+    (None, typing.Callable[[int], int] | None),
 ]
 
 MISFIT = [
@@ -50,8 +70,12 @@ MISFIT = [
     (3.5, int),
     (1e6, int),
     (True, int),
+    (2, bool),
     (None, int),
     (None, float),
+    (None, str),
+    (None, typing.Mapping[str, int]),
+    (None, typing.Callable[[int], int]),
     ("0.1", float),
     (True, float),
     ("True", bool),
@@ -61,6 +85,10 @@ MISFIT = [
     (3, str | typing.Sequence[str]),
     (3, typing.Sequence[int]),
     ("abc", list[str]),
+    ("abc", typing.Sequence[str]),
+    ([1], tuple[int, str]),
+    (["a", 1], tuple[int, str]),
+    (3, tuple[int, str]),
     ("abc", typing.Sequence[int]),
     (["a"], typing.Sequence[int]),
     ({"a": 1}, typing.Sequence[str]),
@@ -70,6 +98,13 @@ MISFIT = [
     ("c", typing.Literal["a", "b"]),
     ("relu", typing.Callable),
     (3, typing.Callable[[int], int]),
+    ("anything", inspect.Parameter),
+    (3, inspect.Parameter | str),
+    (3, np.dtype),
+    (3, type),
+    ("column", Axis),
+    (3, Axis),
+    (3, Options),
 ]
 
 
@@ -98,7 +133,7 @@ WARNED = [
     Warned("utils.schedule.factors = 3", "--gin.utils.schedule.factors=3", "", "str", "3"),
     Warned("BATCH_SIZE = 'x'", "--gin.BATCH_SIZE='x'", "train/utils.DatasetConfig.batch_size", "int", "'x'"),
     Warned("train/utils.DatasetConfig.split = @utils.schedule", "--gin.train/utils", "", "str", "@utils.schedule"),
-    Warned("trainer.Trainer.learning_rate_fn = 0.001", "--gin.trainer", "", "Callable[[int], float]", "0.001"),
+    Warned("trainer.Trainer.learning_rate_fn = 0.001", "--gin.trainer", "", "a function or class (@NAME)", "0.001"),
     Warned("models.EncoderDecoderModel.predict_batch_with_aux.num_decodes = '4'", "--gin.models", "", "int", "'4'"),
 ]
 
@@ -153,7 +188,7 @@ def test_annotations_that_are_strings(project, caplog):
     )
     configuration.check(project.train)
     [record] = caplog.records
-    assert "`late.Late.size` expects int | None, got 'x'." in record.getMessage()
+    assert "`late.Late.size` expects int or None, got 'x'." in record.getMessage()
 
 
 def test_arguments_that_a_decorator_or_a_metaclass_passes_are_not_required(project):
