@@ -87,7 +87,7 @@ def run_main(main: Callable[[list[str]], Any], flags_parser: Callable[[Sequence[
             print(f"error: {error}", file=sys.stderr)
             return error.exit_code
 
-    app.run(guarded, flags_parser=lambda args: app.parse_flags_with_usage(flags_parser(args)))
+    app.run(guarded, flags_parser=lambda args: app.parse_flags_with_usage(list(flags_parser(args))))
 
 
 @gin.configurable

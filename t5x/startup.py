@@ -33,7 +33,7 @@ class _AboveBar(logging.StreamHandler):
     def emit(self, record: logging.LogRecord) -> None:
         bar = getattr(sys.modules.get("tqdm"), "tqdm", None)
         # Without a bar, tqdm would first create its locks, and lose a Ctrl-C that comes meanwhile.
-        if not getattr(bar, "_instances", None):
+        if bar is None or not getattr(bar, "_instances", None):
             return super().emit(record)
         try:
             bar.write(self.format(record), file=self.stream)
@@ -83,7 +83,7 @@ def enable_compilation_cache() -> None:
 
     from t5x.files import cache_directory
 
-    if jax.config.jax_compilation_cache_dir is None:
+    if jax.config.values["jax_compilation_cache_dir"] is None:
         # A program compiled for one processor may not run on another that shares the home directory.
         machine = hashlib.sha256("".join(_processor()).encode()).hexdigest()[:12]
         jax.config.update("jax_compilation_cache_dir", os.path.join(cache_directory.root(), "xla", machine))

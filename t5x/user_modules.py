@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ _finder = _Finder()
 
 def _importing_package() -> str:
     """Return the top-level package of the code that executes the import."""
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         package = str(frame.f_globals.get("__name__")).partition(".")[0]
         if package not in _IMPORT_SYSTEM:

@@ -154,7 +154,9 @@ def _last_macro(value: Any) -> states.Key | None:
     """Return the key of the macro that holds the value, if the value is a macro or a chain of them."""
     key = None
     while isinstance(value, config.ConfigurableReference) and is_macro(value):
-        value, key = states.macro_value(scope_of(value))
+        if (bound := states.macro_value(scope_of(value))) is None:
+            break
+        value, key = bound
     return key
 
 

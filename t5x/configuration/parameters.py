@@ -113,7 +113,7 @@ def _reference_fits(reference: config.ConfigurableReference, kind: Any) -> bool:
     if kind in _ANYTHING or not inspect.isclass(kind) or getattr(kind, "_is_protocol", False):
         return True
     if not reference.evaluate:
-        return issubclass(kind, collections.abc.Callable)
+        return issubclass(kind, collections.abc.Callable)  # type: ignore[arg-type]
     result = target = reference.configurable.wrapped
     if not inspect.isclass(target):
         result = getattr(target, "__annotations__", {}).get("return")

@@ -127,11 +127,12 @@ class CachedExamples:
     def __init__(self, path: str):
         self.path = path
         files = open_directory(path)
-        self.info = read_json(files, INFO)
-        if self.info is None:
+        info = read_json(files, INFO)
+        if info is None:
             raise Unusable(f"it has no {INFO}")
-        if self.info.get("format") != FORMAT:
-            raise Unusable(f"its format is {self.info.get('format')}; this version of t5x reads {FORMAT}")
+        if info.get("format") != FORMAT:
+            raise Unusable(f"its format is {info.get('format')}; this version of t5x reads {FORMAT}")
+        self.info = info
         completed = read_json(files, COMPLETED)
         if completed is None:
             raise Unusable("it is not complete (`t5x cache` resumes)")

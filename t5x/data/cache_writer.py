@@ -149,7 +149,7 @@ def write_shard(work: Work, number: int, report: Callable[[int], None] = lambda 
     """
     files = open_directory(work.path)
     indices = work.shards[number]
-    summary = {"records": len(indices), "examples": 0, "tokens": 0, "bad": 0}
+    summary: Summary = {"records": len(indices), "examples": 0, "tokens": 0, "bad": 0}
     reported, reported_at = 0, time.monotonic()
     with _explain_full_disk(work.path):
         with files.new_file(cache_reader.shard_name(number)) as file:

@@ -47,7 +47,8 @@ class DataDescription:
           UserError: what is stored is invalid.
         """
         names = [field.name for field in dataclasses.fields(cls)]
-        known = {name: stored[name] for name in names if name in (stored or ())}
+        stored = stored or {}
+        known = {name: stored[name] for name in names if name in stored}
         for name, value in known.items():
             if not _is_valid(name, value):
                 raise UserError(f"{path}: {name} of its data is {str(value)[:80]!r}. Pass --{name}.")

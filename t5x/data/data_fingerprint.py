@@ -35,7 +35,7 @@ def start_fingerprint(
 ) -> "Future[Fingerprint]":
     """Return a future of the fingerprint of these batches, as JSON values; large files are hashed in a thread."""
     settings = {name: value for name, value in vars(converter).items() if name not in _NOT_OF_A_CONVERTER}
-    described = {
+    described: dict[str, Any] = {
         "format": _FORMAT,
         "python": PYTHON,
         "lengths": dict(lengths),
@@ -86,8 +86,8 @@ def _describe_step(step: Any) -> dict[str, Any]:
     return {"name": name_of(step), "arguments": _json_values(_arguments(step)), "hash": digest}
 
 
-def _arguments(step: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _arguments(step: Any) -> dict[int | str, Any]:
+    found: dict[int | str, Any] = {}
     while isinstance(step, functools.partial):
         found = dict(enumerate(step.args, 1)) | step.keywords | found
         step = step.func
@@ -122,7 +122,7 @@ def try_fingerprint(function: Callable[[], Any], task: str) -> Any:
 # --- Changes ----------------------------------------------------------------------------------------------------------
 
 
-def describe_changes(before: Fingerprint, now: Fingerprint) -> list[str]:
+def describe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return one line per difference between two fingerprints. Log what cannot be compared."""
     if before["format"] != now["format"]:
         logger.info("the data fingerprint has another version: cannot check whether the data has changed")
@@ -185,7 +185,7 @@ def _changed_source(before: Mapping[str, Any], now: Mapping[str, Any], same_pyth
         if version != version_now:
             sizes = f" ({version[0]:,} bytes, now {version_now[0]:,})" if len(version) > 1 else ""
             yield f"the content of {file} has changed{sizes}"
-    others = (before | now).keys() - {"class", "settings", "files"}
+    others = (before.keys() | now.keys()) - {"class", "settings", "files"}
     if any(before.get(key) != now.get(key) for key in others):
         yield f"the examples of the source {name} have changed"
 
@@ -203,7 +203,7 @@ def _changed_call(what: str, before: Mapping[str, Any], now: Mapping[str, Any], 
 
 def changed_values(where: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     """Describe each entry that differs; `where` precedes its name."""
-    for name in dict(before | now):
+    for name in {**before, **now}:
         was, is_now = (repr(of[name]) if name in of else "not set" for of in (before, now))
         if was != is_now:
             yield f"{where} {name} was {was:.60} and is {is_now:.60}"

@@ -127,6 +127,8 @@ def _import_file(path: str) -> ModuleType:
     # Another module already has that name.
     name = f"{name}_{hashlib.sha256(path.encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise UserError(f"{path} cannot be imported. Its name must end in .py.")
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
     user_modules.trust(name)
     try:

@@ -236,7 +236,7 @@ class Evaluator:
             use_cached=use_cached,
             skip_bad_examples=skip_bad_examples,
         )
-        self._loggers = [make(output_dir=os.fspath(log_dir)) for make in logger_cls]
+        self._loggers = [make(output_dir=os.fspath(log_dir)) for make in logger_cls if log_dir is not None]
         self._tasks = _tasks_to_evaluate(self._cfg.mixture_or_task(), eval_split)
         self._metrics = {task.name: [_Metric.of(task, fn) for fn in task.metric_fns] for task in self._tasks}
         for task in self._tasks:
@@ -369,19 +369,19 @@ def _run_model(
         missing = "score_fn"
     if missing:
         raise UserError(f"The metrics of task {task_name!r} need {missing}. Pass it to evaluate().")
-    predict = predict_with_aux_fn if with_aux else lambda batch: (predict_fn(batch), {})
+    predict = predict_with_aux_fn if with_aux or predict_fn is None else lambda batch: (predict_fn(batch), {})
     examples: list[Example] = []
     kinds = {"predictions": "prediction", "scores": "score"}
     found: dict[str, Any] = {kind: [] for argument, kind in kinds.items() if argument in needed}
     aux: dict[str, list[Any]] = collections.defaultdict(list)
     for batch, mask, batch_examples in batches:
         examples += batch_examples
-        if "predictions" in needed:  # also by every metric that needs aux_values
+        if predict is not None and "predictions" in needed:  # also by every metric that needs aux_values
             predictions, aux_values = predict(batch)
             found["prediction"] += _true_rows("prediction", predictions, mask)
             for name, values in aux_values.items():
                 aux[name] += _true_rows(name, values, mask)
-        if "scores" in needed:
+        if score_fn is not None and "scores" in needed:
             found["score"] += map(float, _true_rows("score", score_fn(batch), mask))
     return examples, found | ({"aux_value": dict(aux)} if with_aux else {})
 

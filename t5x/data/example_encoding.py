@@ -37,7 +37,7 @@ def encode(examples: list[Example]) -> bytes:
         ) from error
 
 
-def decode(content: bytes) -> list[Example]:
+def decode(content: bytes) -> Any:
     """Return what was passed to `encode` or `pack`; the arrays are not shared."""
     return msgpack.unpackb(
         content, ext_hook=_from_extension, strict_map_key=False, unicode_errors="surrogatepass", use_list=True

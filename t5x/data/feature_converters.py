@@ -199,7 +199,7 @@ class FeatureConverter(abc.ABC):
                 if here.stop > lengths[i]:
                     raise ValueError(f"{here.stop} ids for the {lengths[i]} positions of a row")
                 row.tokens[here] = ids
-                if self.pack:
+                if row.segment_ids is not None and row.positions is not None:
                     row.segment_ids[here] = segment
                     row.positions[here] = np.arange(len(ids))
                 starts[i] = here.stop
@@ -214,7 +214,7 @@ class _Placed(NamedTuple):
     positions: np.ndarray | None = None
 
     def packing(self, side: str) -> Row:
-        if self.segment_ids is None:
+        if self.segment_ids is None or self.positions is None:
             return {}
         return {f"{side}_segment_ids": self.segment_ids, f"{side}_positions": self.positions}
 
@@ -255,7 +255,7 @@ class EncDecFeatureConverter(FeatureConverter):
     decoder_positions      0 1 2 0 1 0 0
     """
 
-    TASK_FEATURES = ("inputs", "targets")
+    TASK_FEATURES: tuple[str, ...] = ("inputs", "targets")
 
     def get_model_feature_lengths(self, task_feature_lengths: Lengths) -> dict[str, int]:
         encoder = self._names("encoder", "input_tokens")
@@ -306,8 +306,8 @@ class DecoderFeatureConverter(FeatureConverter):
      'decoder_loss_weights': [0, 0, 1, 1, 1, 0, 0], 'decoder_causal_attention': [1, 1, 1, 0, 0, 0, 0]}
     """
 
-    TASK_FEATURES = ("targets",)
-    OPTIONAL_TASK_FEATURES = ("inputs",)
+    TASK_FEATURES: tuple[str, ...] = ("targets",)
+    OPTIONAL_TASK_FEATURES: tuple[str, ...] = ("inputs",)
 
     def __init__(self, loss_on_targets_only: bool = True, **kwargs: Any):
         super().__init__(**kwargs)
@@ -380,7 +380,7 @@ class LMFeatureConverter(DecoderFeatureConverter):
 class PrefixLMFeatureConverter(DecoderFeatureConverter):
     """A `DecoderFeatureConverter` for `inputs` and `targets`."""
 
-    TASK_FEATURES = ("inputs", "targets")
+    TASK_FEATURES: tuple[str, ...] = ("inputs", "targets")
     OPTIONAL_TASK_FEATURES = ()
 
 
@@ -397,7 +397,7 @@ class EncoderFeatureConverter(FeatureConverter):
       mask_id: the loss is computed where the inputs have this id.
     """
 
-    TASK_FEATURES = ("inputs", "targets")
+    TASK_FEATURES: tuple[str, ...] = ("inputs", "targets")
 
     def __init__(self, mask_id: int, **kwargs: Any):
         super().__init__(**kwargs)

@@ -31,7 +31,7 @@ def describe_files(copies: Sequence[LocalCopy]) -> list[list[Any]]:
     """Return [name, size, digest] of each file; one entry for all if there are very many."""
     sizes = [os.path.getsize(copy.path) for copy in copies]
     all_whole = sum(sizes) <= _ALL_WHOLE
-    described = [
+    described: list[list[Any]] = [
         [os.path.basename(copy.name), size, _digest(copy.path, whole=all_whole or size <= _ALWAYS_WHOLE)]
         for copy, size in zip(copies, sizes, strict=True)
     ]

@@ -79,7 +79,8 @@ def file_task(
       name: name in the registry and in evaluation results.
       columns: names of the columns of .tsv and .csv files without a header; None reads them from the first line.
     """
-    description = DataDescription(inputs=inputs, targets=targets, prefix=prefix, columns=columns)
+    names = None if columns is None else tuple(columns)
+    description = DataDescription(inputs=inputs, targets=targets, prefix=prefix, columns=names)
     settings = {"files": dict(files), "vocabulary": vocabulary, "metric": metric, "description": description}
 
     def source() -> DataSource:

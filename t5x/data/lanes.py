@@ -19,6 +19,7 @@ import numpy as np
 from t5x.data.example_order import Order, mix
 from t5x.data.feature_converters import FeatureConverter
 from t5x.data.pipeline import Example, Pipeline, derive_seed
+from t5x.data.preprocessor_kinds import ConcatenateAndSplit
 from t5x.data.sources import BadExample
 from t5x.errors import UserError
 
@@ -79,8 +80,8 @@ class Stream:
 
     def next(self) -> tuple[Example, int]:
         """Return (example, source index) and advance `position` past it."""
-        if self._pipeline.pieces is not None:
-            return self._next_of_piece()
+        if (pieces := self._pipeline.pieces) is not None:
+            return self._next_of_piece(pieces)
         at, outputs, index = self._available(self.position)
         self.position = self._behind(at, outputs)
         return outputs[at.used], index
@@ -127,10 +128,10 @@ class Stream:
     def _behind(at: Position, outputs: Sequence[Example]) -> Position:
         return Position(at.cursor + 1) if at.used + 1 == len(outputs) else Position(at.cursor, at.used + 1)
 
-    def _next_of_piece(self) -> tuple[Example, int]:
+    def _next_of_piece(self, pieces: ConcatenateAndSplit) -> tuple[Example, int]:
         while True:
             if self._piece is None:
-                self._piece = self._make_piece(self.position._replace(given=0))
+                self._piece = self._make_piece(pieces, self.position._replace(given=0))
             start, behind, outputs, index = self._piece
             given = self.position.given
             if given + 1 < len(outputs):
@@ -140,14 +141,15 @@ class Stream:
             if given < len(outputs):
                 return outputs[given], index
 
-    def _make_piece(self, at: Position) -> tuple[Position, Position, list[Example], int]:
+    def _make_piece(
+        self, pieces: ConcatenateAndSplit, at: Position
+    ) -> tuple[Position, Position, list[Example], int]:
         """Return (start, start of the next piece, finished examples, source index) of the piece at `at`."""
-        pieces = self._pipeline.pieces
-        start, first, parts, missing = at, None, [], pieces.length
-        empty = 0
+        start, first, missing, empty = at, 0, pieces.length, 0
+        parts: list[np.ndarray] = []
         while missing:
             at, outputs, index = self._available(at)
-            first = index if first is None else first
+            first = first if parts else index
             document = _tokens(outputs[at.used], pieces.feature)
             tokens = document[at.offset : at.offset + missing]
             empty = 0 if len(tokens) else empty + 1
@@ -243,7 +245,7 @@ class _Taken(NamedTuple):
     """An example, its source index, the number of its stream, and that stream's position before it."""
 
     example: Example
-    index: int
+    source_index: int
     stream: int
     before: Position
 
@@ -319,7 +321,7 @@ class Lane:
         return _Taken(*self._streams[number].next(), number, before)
 
     def _located(self, taken: "_Taken") -> AbstractContextManager[None]:
-        return self._config.pipelines[taken.stream].located(taken.index)
+        return self._config.pipelines[taken.stream].located(taken.source_index)
 
     def state(self) -> list[int]:
         """Return the numbers that `seek` takes: number of draws, then the position in each stream."""

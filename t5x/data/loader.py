@@ -25,6 +25,7 @@ from t5x.data.lanes import (
     states_of_rows,
 )
 from t5x.data.pipeline import Example, Pipeline
+from t5x.data.preprocessor_kinds import ConcatenateAndSplit
 from t5x.data.sources import BadExample
 from t5x.data.tasks import Task, check_split, get_subtasks, task_rates
 from t5x.errors import UserError
@@ -187,7 +188,7 @@ class TrainLoader(Iterator[Batch]):
                 "train.on_changed_data = 'restart'."
             )
         if saved_size != size:
-            lanes = resized_states(lanes, saved_size, size)
+            lanes = resized_states(lanes, found["batch_size"], size)
             logger.warning(
                 "the batch size was %d and is %d: all rows resume after the last example that any row has read",
                 saved_size, size,
@@ -291,10 +292,10 @@ def eval_batches(
     rows = range(cfg.batch_size) if rows is None else rows
 
     def convert(one: _Once) -> Batch:
-        with one.pipeline.located(one.index):
+        with one.pipeline.located(one.source_index):
             return feature_converter.convert_row([one.example], lengths, trim=cfg.trim_output_features)
 
-    def fits(one: _Once) -> bool:
+    def fits(one: _Once, bad: BadExamples) -> bool:
         try:
             convert(one)
         except BadExample as error:
@@ -304,7 +305,8 @@ def eval_batches(
 
     def batches() -> Iterator[EvalBatch]:
         # Every process checks all examples, so that all agree on the rows.
-        usable = itertools.islice(examples if bad is None else filter(fits, examples), num_examples)
+        fitting = examples if bad is None else (one for one in examples if fits(one, bad))
+        usable = itertools.islice(fitting, num_examples)
         while group := list(itertools.islice(usable, cfg.batch_size)):
             mine = [group[row] for row in rows if row < len(group)]
             made = [convert(one) for one in mine]
@@ -317,7 +319,7 @@ def eval_batches(
 class _Once(NamedTuple):
     example: Example
     pipeline: Pipeline
-    index: int
+    source_index: int
 
 
 def read_once(pipeline: Pipeline, shuffle: bool, bad: BadExamples | None) -> Iterator[_Once]:
@@ -325,7 +327,7 @@ def read_once(pipeline: Pipeline, shuffle: bool, bad: BadExamples | None) -> Ite
     order = Order(len(pipeline), pipeline.seed, shuffle)
     count = 0
     found = read_positions(pipeline, order, bad, range(order.size))
-    for _, index, outputs in _pieces(pipeline, found) if pipeline.pieces else found:
+    for _, index, outputs in _pieces(pipeline, pipeline.pieces, found) if pipeline.pieces else found:
         for example in outputs:
             count += 1
             yield _Once(example, pipeline, index)
@@ -348,9 +350,9 @@ def read_positions(
 
 
 def _pieces(
-    pipeline: Pipeline, documents: Iterable[tuple[int, int, list[Example]]]
+    pipeline: Pipeline, pieces: ConcatenateAndSplit, documents: Iterable[tuple[int, int, list[Example]]]
 ) -> Iterator[tuple[int, int, list[Example]]]:
-    length, feature = pipeline.pieces.length, pipeline.pieces.feature
+    length, feature = pieces.length, pieces.feature
     parts, joined, made, index = [], 0, 0, 0
     for _, index, outputs in documents:
         for example in outputs:

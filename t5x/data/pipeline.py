@@ -100,9 +100,9 @@ class Pipeline:
 
     def content_fingerprint(self) -> Callable[[], dict[str, Any] | None]:
         """See `DataSource.content_fingerprint`; returns None for a cache that does not record its source's content."""
-        if self.cached is None:
+        if (cached := self.cached) is None:
             return self._source.content_fingerprint(self.split)
-        return lambda: self.cached.info.get("content")
+        return lambda: cached.info.get("content")
 
     def source_fingerprint(self) -> dict[str, Any]:
         """See `DataSource.fingerprint`."""
@@ -147,7 +147,7 @@ class Pipeline:
           place: position of the piece in the order of the examples; it seeds random preprocessors.
           index: index of the source example in which the piece starts, for messages.
         """
-        made = self._run(self._piece_steps, [{self.pieces.feature: tokens}], ("piece", *place), index)
+        made = self._run(self._piece_steps, [self._piece(tokens)], ("piece", *place), index)
         return [self._finish(example, index) for example in made]
 
     def stages(self, epoch: int, index: int) -> list[tuple[str, list[Example]]]:
@@ -159,7 +159,11 @@ class Pipeline:
 
     def piece_stages(self, tokens: np.ndarray, place: tuple[int, ...], index: int) -> list[tuple[str, list[Example]]]:
         """Return the `stages` of a piece of joined examples; arguments as for `piece_outputs`."""
-        return self._stages(self._piece_steps, lambda: {self.pieces.feature: tokens}, ("piece", *place), index)
+        return self._stages(self._piece_steps, lambda: self._piece(tokens), ("piece", *place), index)
+
+    def _piece(self, tokens: np.ndarray) -> Example:
+        assert self.pieces is not None, "the task joins no examples"
+        return {self.pieces.feature: tokens}
 
     def _stages(
         self, steps: Sequence["_Step"], read: Callable[[], Example], place: Place, index: int
@@ -354,7 +358,7 @@ def map_over_dataset(
     if name not in signature.parameters:
         raise UserError(f"map_over_dataset(num_seeds={num_seeds}): {name_of(fn)} has no parameter {name!r}.")
     parameters = [one.replace(name="seed") if one.name == name else one for one in signature.parameters.values()]
-    with_pairs.__signature__ = signature.replace(parameters=parameters)
+    with_pairs.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return with_pairs
 
 

@@ -38,7 +38,7 @@ def composite(function: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
     It is called once, with `sequence_length` and `output_features` if it has such parameters, and returns a list of
     preprocessors. A task uses it like any other, with `functools.partial` if it needs arguments.
     """
-    function.composite = True
+    function.composite = True  # type: ignore[attr-defined]
     return function
 
 
@@ -54,4 +54,4 @@ class _Key(np.random.bit_generator.ISeedSequence):
 
 def generator(seed: int) -> np.random.Generator:
     """Return the random generator for a preprocessor's `seed`; cheap enough for one per example."""
-    return np.random.Generator(np.random.SFC64(_Key(seed)))
+    return np.random.Generator(np.random.SFC64(_Key(seed)))  # type: ignore[arg-type]

@@ -75,17 +75,16 @@ def find(name: Any) -> Task | Mixture | None:
     if seqio is None:
         return None
     if isinstance(name, seqio.Task | seqio.Mixture):
-        theirs = name
-    elif name in names():
-        theirs = seqio.get_mixture_or_task(name)
-    else:
-        return None
-    bridged, ours = _bridged.get(theirs.name, (None, None))
-    if bridged is not theirs:
+        return _bridge(seqio, name)
+    return _bridge(seqio, seqio.get_mixture_or_task(name)) if name in names() else None
+
+
+def _bridge(seqio: Any, theirs: Any) -> Task | Mixture:
+    """Return our task or mixture for one of seqio's."""
+    if theirs.name not in _bridged or _bridged[theirs.name][0] is not theirs:
         _prepare(seqio)
-        ours = SeqioTask(theirs) if isinstance(theirs, seqio.Task) else _mixture(theirs)
-        _bridged[theirs.name] = theirs, ours
-    return ours
+        _bridged[theirs.name] = theirs, SeqioTask(theirs) if isinstance(theirs, seqio.Task) else _mixture(seqio, theirs)
+    return _bridged[theirs.name][1]
 
 
 def _seqio() -> Any:
@@ -298,11 +297,11 @@ class _Staged(DataSource):
         return self._ours.staged(_Request(split))
 
 
-def _mixture(theirs: Any) -> Mixture:
+def _mixture(seqio: Any, theirs: Any) -> Mixture:
     draw = getattr(theirs._sample_fn, "func", theirs._sample_fn)
     if getattr(draw, "__name__", "") != "sample_from_datasets":
         logger.warning("Mixture %s: ignoring its sample_fn; tasks are sampled by their rates", theirs.name)
-    return Mixture(theirs.name, [(find(task), theirs.get_rate(task)) for task in theirs.tasks])
+    return Mixture(theirs.name, [(_bridge(seqio, task), theirs.get_rate(task)) for task in theirs.tasks])
 
 
 def _taking_seed(theirs: Any) -> Any:
@@ -369,7 +368,7 @@ def _hash(value: Any) -> str:
 
 
 def _versions() -> dict[str, str | None]:
-    found = {"Python": PYTHON}
+    found: dict[str, str | None] = {"Python": PYTHON}
     for package in ("seqio", "tensorflow", "tensorflow-text", "tensorflow-datasets", "t5"):
         try:
             found[package] = importlib.metadata.version(package)

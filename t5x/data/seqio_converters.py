@@ -58,7 +58,7 @@ class SeqioConverter(FeatureConverter):
         self.TASK_FEATURES = tuple(theirs.TASK_FEATURES)
         self._empty: Row | None = None
         self._lock = threading.Lock()
-        self._running: tuple[Lengths, queue.Queue[Sequence[Example]], Iterator[Row]] | None = None
+        self._running: tuple[Lengths, queue.Queue[Sequence[Example] | None], Iterator[Row]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:  # for worker processes
         return self.__dict__ | {"_lock": None, "_running": None}

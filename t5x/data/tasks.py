@@ -18,7 +18,7 @@ from t5x.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-Rate = float | Callable[["Task"], float]
+Rate = float | Callable[["Task | Mixture"], float]
 
 
 class Task:
@@ -133,9 +133,14 @@ class Mixture:
       default_rate: rate of the tasks without their own.
     """
 
-    def __init__(self, name: str, tasks: Iterable[str | tuple[str, Rate]], default_rate: Rate | None = None):
+    def __init__(
+        self,
+        name: str,
+        tasks: Iterable["str | tuple[str | Task | Mixture, Rate]"],
+        default_rate: Rate | None = None,
+    ):
         self.name = name
-        self.rates: dict[str, Rate] = {}
+        self.rates: dict[str | Task | Mixture, Rate] = {}
         for entry in tasks:
             task, rate = (entry, default_rate) if isinstance(entry, str) else entry
             if rate is None:
@@ -184,7 +189,7 @@ _T = TypeVar("_T", Task, Mixture)
 
 class _Registry(Generic[_T]):
     def __init__(self, kind: type[_T]):
-        self._kind = kind
+        self._kind: type[_T] = kind
         self._entries: dict[str, _T] = {}
 
     def add(self, name: str, *args: Any, **kwargs: Any) -> _T:
@@ -293,8 +298,8 @@ def task_rates(task_or_mixture: Task | Mixture) -> dict[Task, float]:
     return rates
 
 
-def _check_rate(mixture: str, task: str, rate: Any) -> None:
-    if not (isinstance(rate, numbers.Real) and 0 < rate < math.inf):
+def _check_rate(mixture: str, task: str | Task | Mixture, rate: Any) -> None:
+    if not (isinstance(rate, numbers.Real) and 0 < float(rate) < math.inf):
         raise UserError(f"Mixture {mixture!r}: the rate of {task!r} is {rate!r}; rates are positive numbers.")
 
 

@@ -14,7 +14,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import t5x
 from t5x import user_modules
@@ -40,7 +40,7 @@ serve({function})
 Run = Callable[[Any, Any, "Parent"], None]
 
 
-def start(run: Run) -> subprocess.Popen:
+def start(run: Run) -> subprocess.Popen[bytes]:
     """Start a process that calls `serve(run)`, with pipes to it; `run` is a function of a module of t5x."""
     program = _SERVE.format(file=os.path.abspath(t5x.__file__), module=run.__module__, function=run.__name__)
     # Without -P, the working directory would come first on the path, and a user's queue.py would hide Python's.
@@ -60,6 +60,8 @@ class Worker:
 
     def __init__(self, run: Run, work: bytes, name: str, fix: str):
         self._process = start(run)
+        assert self._process.stdin is not None and self._process.stdout is not None  # both are pipes
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
         self._unsent_work: bytes | None = work
         self._name, self._fix = name, fix
         self._commands = 0
@@ -69,16 +71,16 @@ class Worker:
         self._commands += 1
         with contextlib.suppress(OSError, ValueError):
             if self._unsent_work is not None:
-                _write(self._process.stdin, self._unsent_work)
+                _write(self._stdin, self._unsent_work)
                 self._unsent_work = None
-            _write(self._process.stdin, example_encoding.pack(command))
-            self._process.stdin.flush()
+            _write(self._stdin, example_encoding.pack(command))
+            self._stdin.flush()
 
     def receive(self) -> Any:
         """Return the next answer to the last command; raise the worker's error if it had one."""
         command = None
         while command != self._commands:
-            content = _read(self._process.stdout)
+            content = _read(self._stdout)
             if content is None:
                 raise self._died()
             command, error, answer = example_encoding.decode(content)
@@ -89,7 +91,7 @@ class Worker:
     def stop(self) -> None:
         self._process.kill()
         self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
+        for pipe in (self._stdin, self._stdout):
             with contextlib.suppress(OSError):  # unflushed data
                 pipe.close()
 
@@ -197,12 +199,12 @@ def unpickled(content: bytes) -> Any:
     return cloudpickle.loads(value)
 
 
-def _write(stream: BinaryIO, content: bytes) -> None:
+def _write(stream: IO[bytes], content: bytes) -> None:
     stream.write(_LENGTH.pack(len(content)))
     stream.write(content)
 
 
-def _read(stream: BinaryIO) -> bytes | None:
+def _read(stream: IO[bytes]) -> bytes | None:
     """Return what `_write` wrote; None at the end of the stream."""
     head = stream.read(_LENGTH.size)
     if len(head) < _LENGTH.size:

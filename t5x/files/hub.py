@@ -74,7 +74,7 @@ def _explained(model: str, revision: str | None, endpoint: str) -> Iterator[None
             "`hf auth login` or set HF_TOKEN."
         ) from error
     except (OSError, errors.HTTPError) as error:
-        if getattr(error, "errno", None):  # of the disk: errors of the network have none
+        if isinstance(error, OSError) and error.errno:  # of the disk: errors of the network have none
             raise UserError(
                 f"{model} could not be stored in {constants.HF_HUB_CACHE}: {error.strerror}. Set HF_HOME to a "
                 "directory with enough space that you may write to."

@@ -25,7 +25,7 @@ class LineFile:
         self._file = LocalFile(copy)
         self._blank = blank
         # A range between two offsets holds a line and the skipped blank lines after it.
-        self._offsets = self._file.offsets(f"lines 2 {skip} {blank} {quote}", lambda: self._index(skip, quote))
+        self._offsets = self._file.offsets(f"lines 2 {skip} {blank!r} {quote}", lambda: self._index(skip, quote))
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
@@ -69,7 +69,7 @@ class LineFile:
                 skip -= skipped
                 starts, ends = starts[skipped:] + base, ends[skipped:] + base
                 if self._blank is not None:
-                    starts = starts[~self._are_blank(content, base, starts, ends)]
+                    starts = starts[~self._are_blank(content, self._blank, base, starts, ends)]
                 found.append(starts)
             base += len(chunk)
         if quotes:
@@ -85,12 +85,14 @@ class LineFile:
     def _count_line_ends(self, end: int) -> int:
         return sum(chunk.count(b"\n") for chunk in self._file.chunks(end))
 
-    def _are_blank(self, content: np.ndarray, base: int, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    def _are_blank(
+        self, content: np.ndarray, characters: bytes, base: int, starts: np.ndarray, ends: np.ndarray
+    ) -> np.ndarray:
         """Return which lines between `starts` and `ends` are blank; `content` starts at `base` in the file."""
         blank = ends == starts
         # The first character rules out most lines; it is not available if the line started in an earlier chunk.
         first = content[np.maximum(starts - base, 0)]
-        suspects = np.isin(first, np.frombuffer(self._blank, np.uint8)) | (starts < base)
+        suspects = np.isin(first, np.frombuffer(characters, np.uint8)) | (starts < base)
         for at in np.flatnonzero(suspects & ~blank):
             blank[at] = self._is_blank(int(starts[at]), int(ends[at]))
         return blank

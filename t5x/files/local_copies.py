@@ -23,7 +23,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from t5x.errors import UserError
 from t5x.files import atomic, cache_directory, user_files
@@ -35,7 +35,12 @@ from t5x.files.remote import RemoteFile, RemotePath, as_local
 
 log = logging.getLogger(__name__)
 
-_COMPRESSIONS = {".gz": (gzip.open, "gzip"), ".bz2": (bz2.open, "bzip2"), ".xz": (lzma.open, "xz")}
+_Open = Callable[[BinaryIO], gzip.GzipFile | bz2.BZ2File | lzma.LZMAFile]
+_COMPRESSIONS: dict[str, tuple[_Open, str]] = {
+    ".gz": (gzip.open, "gzip"),
+    ".bz2": (bz2.open, "bzip2"),
+    ".xz": (lzma.open, "xz"),
+}
 _FILES_AT_ONCE = 4
 _CHUNK = 2**20  # bytes that are decompressed at once
 _RECORD = "source.json"
@@ -81,8 +86,9 @@ def stage(
             with progress(size) as advance:
                 list(pool.map(lambda plan: plan.make(advance), missing))
     if copies:
-        size = human_size(sum(os.path.getsize(plan.target) for plan in copies))
-        log.info("%s: reading the copy, %s, in %s", _names(copies), size, os.path.dirname(copies[0].target))
+        size = sum(os.path.getsize(plan.target) for plan in copies)
+        where = os.path.dirname(copies[0].target)
+        log.info("%s: reading the copy, %s, in %s", _names(copies), human_size(size), where)
     return [LocalCopy(plan.target, plan.name, plan.version) if isinstance(plan, _Plan) else plan for plan in plans]
 
 

@@ -17,6 +17,7 @@ from t5x.errors import UserError
 from t5x.files.remote_errors import TransientError, explained, is_missing, seconds_without_data
 
 if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
     from fsspec import AbstractFileSystem
 
 log = logging.getLogger(__name__)
@@ -109,11 +110,11 @@ class RemotePath:
 
     def info(self) -> dict[str, Any] | None:
         """Return fsspec's description of the file or directory; None if it does not exist."""
-        return self._call(self.fs.info, missing_ok=True)  # fsspec's `exists` returns False for every failure
+        return self._call_if_exists(self.fs.info)  # fsspec's `exists` returns False for every failure
 
     def children(self) -> dict[str, dict[str, Any]]:
         """Return {name: info} of the entries of a directory; {} if it does not exist."""
-        listed = self._call(self.fs.ls, missing_ok=True, detail=True) or ()
+        listed = self._call_if_exists(self.fs.ls, detail=True) or ()
         found = {info["name"].rstrip("/"): info for info in listed}
         found.pop(self.path, None)  # object stores may list an empty object for the directory
         return {posixpath.basename(name): info for name, info in found.items()}
@@ -123,7 +124,7 @@ class RemotePath:
 
         The names come from the server: check them with `untrusted.is_plain_relative` before they are used as paths.
         """
-        found = self._call(self.fs.find, detail=True)
+        found: dict[str, dict[str, Any]] = self._call(self.fs.find, detail=True)
         above = f"{self.path}/"
         return {name[len(above) :] if name.startswith(above) else f"/{name}": info for name, info in found.items()}
 
@@ -151,7 +152,7 @@ class RemotePath:
 
     def read_bytes_if_exists(self) -> bytes | None:
         """Return the content of the file; None if it does not exist."""
-        return self._call(self.fs.cat_file, missing_ok=True)
+        return self._call_if_exists(self.fs.cat_file)
 
     def write_bytes(self, data: bytes) -> None:
         """Write the file, or replace it."""
@@ -163,26 +164,34 @@ class RemotePath:
 
     def remove(self) -> None:
         """Remove the file, if it exists."""
-        self._call(self.fs.rm_file, missing_ok=True)
+        self._call_if_exists(self.fs.rm_file)
 
     def open(self) -> BinaryIO:
         """Open the file for reading from start to end. Reads raise errors of the driver: see `explained`."""
         with explained(self.url):
             return self.fs.open(self.path, "rb")
 
-    def _call(self, call: Callable[..., T], *, missing_ok: bool = False, **options: Any) -> T | None:
-        """Call a method of the file system that may be repeated. With `missing_ok`, a missing file gives None."""
+    def _call(self, call: Callable[..., T], **options: Any) -> T:
+        """Call a method of the file system that may be repeated."""
 
-        def once() -> T | None:
+        def once() -> T:
             with explained(self.url):
-                try:
-                    return call(self.path, **options)
-                except FileNotFoundError as error:
-                    if not missing_ok or not is_missing(error):
-                        raise
-                    return None
+                return call(self.path, **options)
 
         return retried(once)
+
+    def _call_if_exists(self, call: Callable[..., T], **options: Any) -> T | None:
+        """Call a method as `_call` does; return None if there is no such file."""
+
+        def attempt(path: str, **options: Any) -> T | None:
+            try:
+                return call(path, **options)
+            except FileNotFoundError as error:
+                if not is_missing(error):
+                    raise
+                return None
+
+        return self._call(attempt, **options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,9 +239,10 @@ class _FileReader(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: memoryview) -> int:
-        content = self._file.read(self._position, min(self._position + len(buffer), self._file.size))
-        buffer[: len(content)] = content
+    def readinto(self, buffer: "WriteableBuffer") -> int:
+        view = memoryview(buffer)
+        content = self._file.read(self._position, min(self._position + len(view), self._file.size))
+        view[: len(content)] = content
         self._position += len(content)
         return len(content)
 

@@ -71,7 +71,7 @@ def seconds_without_data() -> float:
 
 def _diagnose(url: str, error: BaseException) -> tuple[type[UserError], str]:
     if isinstance(error, FileNotFoundError):
-        if is_missing(error):
+        if error.__cause__ is None or is_missing(error):
             return UserError, "there is no such file, directory or bucket. Check the name."
         return _diagnose(url, error.__cause__)
     scheme = url.split("://", 1)[0].split("::")[-1]
@@ -86,9 +86,9 @@ def _diagnose(url: str, error: BaseException) -> tuple[type[UserError], str]:
     if isinstance(error, TimeoutError) and scheme in ("http", "https", "gs", "gcs"):
         seconds = seconds_without_data()
         return TransientError, f"the server has sent nothing for {seconds:g} s. Set {TIMEOUT}=SECONDS to wait longer."
-    if (status := _status(error)) is not None and (status >= 500 or status == 429):
+    if (code := _status(error)) is not None and (code >= 500 or code == 429):
         reason = getattr(error, "message", None) or reason
-        return TransientError, f"the server answered {status} ({reason}). It may be overloaded: try again later."
+        return TransientError, f"the server answered {code} ({reason}). It may be overloaded: try again later."
     if _is_network(error):
         return TransientError, f"{scheme}:// cannot be reached ({reason}). Check the network and the name."
     if _is_denied(error, text):
@@ -124,7 +124,7 @@ def _missing_driver(scheme: str, text: str) -> str:
 
 def _status(error: BaseException) -> int | None:
     """Return the status code of an HTTP response, under any attribute name that drivers use."""
-    codes = (getattr(error, name, None) for name in ("status", "status_code", "code"))
+    codes = (getattr(error, name, "") for name in ("status", "status_code", "code"))
     return next((int(code) for code in codes if str(code).isdigit() and 400 <= int(code) < 600), None)
 
 

@@ -8,7 +8,7 @@ _STATUS = re.compile(r"([A-Z][A-Z_]+): ")
 _STATUS_NUMBERS = {"NOT_FOUND": errno.ENOENT, "PERMISSION_DENIED": errno.EACCES, "RESOURCE_EXHAUSTED": errno.ENOSPC}
 
 
-def errno_of(error: BaseException) -> int | None:
+def errno_of(error: BaseException | None) -> int | None:
     """Return the operating system's error number behind `error`, even if TensorStore wrapped it in its own text."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:

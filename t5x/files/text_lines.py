@@ -9,7 +9,7 @@ import select
 import sys
 import zlib
 from collections.abc import Iterator
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from t5x.errors import UserError
 from t5x.files import user_files
@@ -17,6 +17,8 @@ from t5x.files.remote import RemotePath, is_remote
 from t5x.files.remote_errors import explained
 
 _BOM = b"\xef\xbb\xbf"
+
+_Stream = io.BufferedReader | gzip.GzipFile
 
 
 class TextLine(NamedTuple):
@@ -70,12 +72,11 @@ def read_lines(path: str, name: str | None = None, wait: float | None = None) ->
             raise UserError(f"{name} cannot be read: {error.strerror or error}.") from error
 
 
-def _arriving(file: BinaryIO, wait: float) -> Iterator[bytes | None]:
+def _arriving(file: _Stream, wait: float) -> Iterator[bytes | None]:
     """Yield lines as they arrive, and None when none has arrived for `wait` seconds."""
-    try:
+    descriptor: int | None = None
+    with contextlib.suppress(OSError, AttributeError):
         descriptor = file.fileno()
-    except (OSError, AttributeError):
-        descriptor = None
     if descriptor is None or isinstance(file, gzip.GzipFile):
         yield from file
         return
@@ -152,7 +153,7 @@ def _position(raw: bytes, at: int) -> str:
 
 
 @contextlib.contextmanager
-def _open(path: str) -> Iterator[BinaryIO]:
+def _open(path: str) -> Iterator[_Stream]:
     """Open a file and decompress its content."""
     if path == "-":
         yield _decompress(sys.stdin.buffer)
@@ -166,10 +167,10 @@ def _open(path: str) -> Iterator[BinaryIO]:
             yield _decompress(file)
 
 
-def _decompress(file: BinaryIO) -> BinaryIO:
-    buffered = file if hasattr(file, "peek") else io.BufferedReader(file)
+def _decompress(file: Any) -> _Stream:  # of any class: remote files only have the methods of one
+    buffered: io.BufferedReader = file if hasattr(file, "peek") else io.BufferedReader(file)
     return gzip.GzipFile(fileobj=buffered) if _is_gzip(buffered) else buffered
 
 
-def _is_gzip(file: Any) -> bool:
+def _is_gzip(file: io.BufferedReader) -> bool:
     return file.peek(2)[:2] == b"\x1f\x8b"

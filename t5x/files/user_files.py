@@ -3,7 +3,7 @@
 import difflib
 import glob
 import os
-from typing import BinaryIO
+from io import BufferedReader
 
 from t5x.errors import UserError
 from t5x.files.remote import RemotePath, is_remote, mirrored
@@ -42,7 +42,7 @@ def read_regular(path: str | os.PathLike[str], *, max_bytes: int = 2**30) -> byt
         raise UserError(local_problem(path, error)) from error
 
 
-def open_binary(path: str | os.PathLike[str]) -> BinaryIO:
+def open_binary(path: str | os.PathLike[str]) -> BufferedReader:
     """Open a local file for reading."""
     path = os.fspath(path)
     try:

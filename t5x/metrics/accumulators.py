@@ -4,9 +4,10 @@ Each is a small tree of arrays with `merge` and `compute`, so that a compiled st
 class with these methods, such as those of clu.
 """
 
+import dataclasses
 import operator
 from collections.abc import Callable, MutableMapping
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import flax.struct
 import jax
@@ -43,6 +44,8 @@ class Text(str):
 class Metric:
     """The base of the classes below, with the methods of `clu.metrics.Metric`."""
 
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
     @classmethod
     def from_model_output(cls, *args: Any, **kwargs: Any) -> Self:
         """Return the metric of one batch."""
@@ -58,7 +61,7 @@ class Metric:
         """Return a subclass whose `from_model_output` passes its keyword arguments through `fun` first."""
 
         @flax.struct.dataclass
-        class Derived(cls):
+        class Derived(cls):  # type: ignore[valid-type, misc]
             @classmethod
             def from_model_output(derived, **outputs: Any) -> Self:
                 return super().from_model_output(fun(outputs) if takes_dictionary else fun(**outputs))
@@ -138,7 +141,7 @@ class Step(Metric):
     steps: Number | None = 1
 
     def replace_steps(self, steps: Number) -> Self:
-        return self.replace(steps=steps)
+        return dataclasses.replace(self, steps=steps)
 
     def compute(self) -> Number:
         if self.steps is None:
@@ -169,7 +172,7 @@ class Time(Metric):
     duration: Number | None = None
 
     def replace_duration(self, duration: Number) -> Self:
-        return self.replace(duration=duration)
+        return dataclasses.replace(self, duration=duration)
 
     def merge(self, other: Self) -> Self:
         return self
@@ -193,10 +196,15 @@ class TimeRate(Time):
     def merge(self, other: Self) -> Self:
         if self.duration is not None or other.duration is not None:
             raise AssertionError("TimeRate: metrics with a duration cannot be merged.")
-        return type(self)(numerator=self.numerator + other.numerator)
+        return type(self)(numerator=self._numerator() + other._numerator())
+
+    def _numerator(self) -> Number:
+        if self.numerator is None:
+            raise ValueError("`numerator` of TimeRate is not set.")
+        return self.numerator
 
     def compute(self) -> Number:
-        return self.numerator / Time.compute(self)
+        return self._numerator() / Time.compute(self)
 
 
 @flax.struct.dataclass
@@ -208,7 +216,7 @@ class StepsPerTime(Step, Time):
         return cls(steps=steps)
 
     def merge(self, other: Self) -> Self:
-        return type(self)(steps=self.steps + other.steps)
+        return type(self)(steps=Step.compute(self) + Step.compute(other))
 
     def compute(self) -> Number:
         return Step.compute(self) / Time.compute(self)

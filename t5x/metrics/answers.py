@@ -7,7 +7,7 @@
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -120,7 +120,7 @@ def _mean(scores: np.ndarray) -> dict[str, float]:
     return {"em": float(em), "f1": float(f1)}
 
 
-def _normalize_squad(text: str, punctuation: dict[int, str | None] = _DELETE) -> str:
+def _normalize_squad(text: str, punctuation: Mapping[int, str | int | None] = _DELETE) -> str:
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(punctuation)).split())
 
 

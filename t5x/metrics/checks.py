@@ -26,7 +26,7 @@ def check_pairs(metric: str, targets: Any, inferences: Any, kind: str = "predict
         raise UserError(f"{metric}: there are no examples to score. Is the evaluation split empty?")
 
 
-def strings(metric: str, what: str, values: Sequence[Any]) -> list[str]:
+def strings(metric: str, what: str, values: Sequence[Any] | np.ndarray) -> list[str]:
     """Return `values` as a list, or raise a UserError if one is not a string."""
     for index, value in enumerate(values):
         if not isinstance(value, str):

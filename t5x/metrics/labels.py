@@ -132,18 +132,18 @@ def rank_classification(
     sorted_choices = [sorted(found, key=lambda one: one[0]) for found in choices.values()]
     best = [int(np.argmax([score for *_, score in found])) for found in sorted_choices]
     chosen = [found[index] for found, index in zip(sorted_choices, best, strict=True)]
-    found = {"accuracy": 100.0 * float(np.average([c[1] for c in chosen], weights=[c[2] for c in chosen]))}
+    results = {"accuracy": 100.0 * float(np.average([c[1] for c in chosen], weights=[c[2] for c in chosen]))}
     if num_classes is None:
-        return found
-    right, weights, logs = (np.array([[one[i] for one in several] for several in sorted_choices]) for i in (1, 2, 3))
-    if (right.sum(axis=1) > 1).any():
-        return found
+        return results
+    is_right, weights, logs = (np.array([[one[i] for one in several] for several in sorted_choices]) for i in (1, 2, 3))
+    if (is_right.sum(axis=1) > 1).any():
+        return results
     predicted = np.eye(num_classes, dtype=bool)[best]
-    f1 = [_f1(right[:, label], predicted[:, label], weights[:, 0]) for label in range(num_classes)]
+    f1 = [_f1(is_right[:, label], predicted[:, label], weights[:, 0]) for label in range(num_classes)]
     if num_classes != 2:
-        return found | {f"mean_{num_classes}class_f1": 100.0 * float(np.mean(f1))}
-    areas = _curves(right[:, 1], logs[:, 1] - logs[:, 0], weights[:, 0])
-    return found | {"f1": 100.0 * f1[1]} | {name: 100.0 * area for name, area in areas.items()}
+        return results | {f"mean_{num_classes}class_f1": 100.0 * float(np.mean(f1))}
+    areas = _curves(is_right[:, 1], logs[:, 1] - logs[:, 0], weights[:, 0])
+    return results | {"f1": 100.0 * f1[1]} | {name: 100.0 * area for name, area in areas.items()}
 
 
 def _check_binary(metric: str, targets: np.ndarray) -> None:

@@ -8,7 +8,7 @@ Like all metrics of tasks, each function takes `(targets, predictions)`, two seq
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,7 +49,9 @@ def edit_distance(targets: Sequence[str], predictions: Sequence[str], lower: boo
     words = lambda text: re.split(r"\W", text.lower() if lower else text)
     pairs = zip(strings(metric, "targets", targets), strings(metric, "predictions", predictions), strict=True)
     edits = np.array([_levenshtein(words(target), words(prediction)) for target, prediction in pairs])
-    reductions = {"min": np.min, "max": np.max, "mean": np.mean, "median": np.median, "sum": np.sum}
+    reductions: dict[str, Callable[[np.ndarray], np.floating]] = {
+        "min": np.min, "max": np.max, "mean": np.mean, "median": np.median, "sum": np.sum,
+    }  # fmt: skip
     return {f"{name}_edit": float(reduce(edits)) for name, reduce in reductions.items()}
 
 

@@ -1,6 +1,6 @@
 """The part of an array that the devices of one process hold."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -29,7 +29,8 @@ class LocalChunker:
         """Return the smallest block that contains all shards of this process."""
         sharding = NamedSharding(self.global_mesh, mesh_axes or PartitionSpec())
         blocks: dict[int, list[tuple[slice, ...]]] = {}
-        for device, index in sharding.devices_indices_map(tuple(global_shape)).items():
+        indices: Mapping[jax.Device, tuple[slice, ...]] = sharding.devices_indices_map(tuple(global_shape))
+        for device, index in indices.items():
             blocks.setdefault(device.process_index, []).append(index)
 
         def hull(indices: Sequence[tuple[slice, ...]]) -> tuple[slice, ...]:

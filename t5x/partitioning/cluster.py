@@ -65,7 +65,7 @@ def find(
     _check_index(process_index, process_count)
     if process_count == 1:
         return None
-    if len(given) < len(flags):
+    if coordinator_address is None or process_count is None or process_index is None:
         cluster = _detect(asked=required or bool(given))
         if cluster is None and not given and not required:
             return None
@@ -143,7 +143,7 @@ def _detect(*, asked: bool) -> _Cluster | None:
 
 def _is_plausible(name: str) -> bool:
     """Return False for detection methods that would query the network, or warn, on ordinary machines."""
-    platforms = jax.config.jax_platforms
+    platforms = jax.config.values["jax_platforms"]
     if "Tpu" in name and platforms and "tpu" not in platforms:
         return False
     # Only the pods of an indexed job have an index; any other pod runs alone.
@@ -182,7 +182,8 @@ def local_address(host: str) -> str:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
         return ""
-    for family, _, _, _, (address, *_) in sorted(found, key=lambda entry: entry[0] != socket.AF_INET):
+    for family, _, _, _, end in sorted(found, key=lambda entry: entry[0] != socket.AF_INET):
+        address = str(end[0])
         if is_loopback(address) and host != "localhost" and host != address:
             continue
         with contextlib.suppress(OSError), socket.socket(family) as probe:

@@ -25,7 +25,7 @@ def device() -> jax.Device:
     mesh = active_mesh()
     if mesh is not None and not isinstance(mesh, AbstractMesh):
         return mesh.devices.flat[0]
-    chosen = jax.config.jax_default_device
+    chosen = jax.config.jax_default_device  # type: ignore[attr-defined]
     if isinstance(chosen, str):
         return jax.devices(chosen)[0]
     return jax.devices()[0] if chosen is None else chosen

@@ -114,4 +114,5 @@ class Link:
         return message
 
     def _mac(self, from_leader: bool, number: int, text: bytes) -> bytes:
+        assert self._key is not None, "not ready"
         return hmac.digest(self._key, b"%d %d " % (from_leader, number) + text, "sha256").hex().encode()

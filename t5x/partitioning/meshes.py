@@ -25,9 +25,8 @@ def devices_of(backend: str | None) -> list[jax.Device]:
         devices = jax.devices(backend)
     except (RuntimeError, AssertionError) as error:
         why = (str(error) or "JAX cannot start that backend").splitlines()[0]
-        named = (
-            f"PjitPartitioner.backend is {backend!r}" if backend else f"JAX_PLATFORMS is {jax.config.jax_platforms!r}"
-        )
+        platforms = jax.config.values["jax_platforms"]
+        named = f"PjitPartitioner.backend is {backend!r}" if backend else f"JAX_PLATFORMS is {platforms!r}"
         raise ArgumentError(f"{named}, but there are no such devices: {why}") from error
     machines = machine_of_process()
     return sorted(devices, key=lambda d: (machines[d.process_index], d.process_index, d.id))

@@ -73,8 +73,9 @@ class BasePartitioner:
         self._num_partitions, self._model_parallel_submesh = num_partitions, model_parallel_submesh  # read by projects
         model = model_axis_size(num_partitions, model_parallel_submesh)
         rules = None if logical_axis_rules is None else _own_rules(logical_axis_rules)
-        chosen = None if preset is None else presets.named(preset)
-        if chosen is not None:
+        chosen = None
+        if preset is not None:
+            chosen = presets.named(preset)
             _check_preset(preset, chosen, model, (ici_mesh_shape, dcn_mesh_shape), rules)
         devices = meshes.devices_of(backend)
         if ici_mesh_shape is not None:
@@ -87,7 +88,7 @@ class BasePartitioner:
         elif dcn_mesh_shape is not None:
             raise ArgumentError("PjitPartitioner.dcn_mesh_shape is set without ici_mesh_shape. Set both.")
         else:
-            if chosen and model == 1:
+            if preset is not None and model == 1:
                 model = presets.model_axis(preset, len(devices), meshes.machine_sizes(devices))
             self.mesh = meshes.model_parallel(model, devices)
         default = chosen.rules() if chosen else standard_logical_axis_rules()
@@ -161,6 +162,7 @@ class BasePartitioner:
 
     def undivided(self, shape: Sequence[int], axes: LogicalAxes | None) -> str | None:
         """Return why a dimension of this array is not sharded though a rule asks for it; None if there is none."""
+        axes = axes or ()
         for dim, over in enumerate(logical_to_mesh_axes(axes, self.rules)):
             shards = logical.count_shards(self.mesh, over)
             if shape[dim] % shards:
@@ -177,7 +179,7 @@ class BasePartitioner:
         Args:
           train_state: see `t5x.train_state`; its leaves have shapes.
         """
-        whole = {"params_axes": None, "flax_mutables": {}, "flax_mutables_axes": None}
+        whole: dict[str, Any] = {"params_axes": None, "flax_mutables": {}, "flax_mutables_axes": None}
         arrays, axes = train_state.replace(**whole), self.get_logical_axes(train_state).replace(**whole)
         spec = lambda x, names: None if names is None else self.spec(x.shape, tuple(names))
         mutables = jax.tree.map(lambda _: PartitionSpec(), train_state.flax_mutables)
@@ -257,7 +259,7 @@ class BasePartitioner:
     def _parts_here(self) -> range:
         """Return which of the `data_parts` are on the devices of this process."""
         indices = self.batch_sharding.addressable_devices_indices_map((self.data_parts,)).values()
-        found = sorted({part for (index,) in indices for part in range(self.data_parts)[index]})
+        found = sorted({part for index in indices if index for part in range(self.data_parts)[index[0]]})
         if found != list(range(found[0], found[-1] + 1)):
             raise ArgumentError(
                 f"Process {jax.process_index()} needs rows of the batch that are not consecutive ({self}): "
@@ -281,7 +283,7 @@ class BasePartitioner:
                 rows = range(shape[0])[index[0]]
                 return local[rows.start - first : rows.stop - first]
 
-            return jax.make_array_from_callback(shape, sharding, shard)
+            return jax.make_array_from_callback(shape, sharding, shard)  # type: ignore[arg-type]
 
         return {name: place(local) for name, local in batch.items()}
 
@@ -301,7 +303,7 @@ class BasePartitioner:
         *,
         large_matmuls: bool = False,
         decodes: bool = False,
-    ) -> Callable:
+    ) -> jax.stages.Wrapped:
         """Return `jax.jit(fn)` over the mesh; arguments in host memory are copied to the devices first.
 
         Args:
@@ -330,7 +332,7 @@ class BasePartitioner:
                 gradients_on_cpu=large_matmuls and not decodes and platform() == "cpu",
             )
 
-    def compile(self, partitioned_fn: Callable, *args: Any) -> Callable:
+    def compile(self, partitioned_fn: Any, *args: Any) -> Callable:
         """Compile the result of `partition` for arguments of these shapes."""
         return partitioned_fn.lower(*args).compile()
 

@@ -60,7 +60,7 @@ class Member:
 
 
 def _visible_gpus() -> str:
-    platforms = jax.config.jax_platforms
+    platforms = jax.config.values["jax_platforms"]
     if platforms and not {"cuda", "gpu", "rocm"}.intersection(platforms.split(",")):
         return ""
     every_gpu = ",".join(str(n) for n in range(len(glob.glob("/dev/nvidia[0-9]*"))))
@@ -135,15 +135,15 @@ def gather(
                 for link in [link for link, came in strangers.items() if now - came > HANDSHAKE]:
                     drop(link)
                 for key, _ in selector.select(min(deadline - now, _POLL)):
-                    link = key.fileobj
-                    if link is door:
+                    if key.fileobj is door:
                         with contextlib.suppress(OSError):  # it has closed already
                             link = Link(door.accept()[0], token, leads=True)
-                            selector.register(link, selectors.EVENT_READ)
+                            selector.register(link, selectors.EVENT_READ, link)
                             strangers[link] = time.monotonic()
                         if len(strangers) > place.count + _MAX_STRANGERS:
                             drop(next(iter(strangers)))
                         continue
+                    link = key.data
                     if link.fileno() < 0:  # it has just been dropped
                         continue
                     try:
@@ -223,7 +223,6 @@ def join(place: Place, me: Member, timeout: float, *, token: bytes) -> tuple[lis
     deadline = time.monotonic() + timeout
     reason = "nothing answered"
     while (left := deadline - time.monotonic()) > 0:
-        link = None
         try:
             sock = socket.create_connection((place.host, place.port), timeout=min(left, HANDSHAKE))
             link = Link(sock, token, leads=False)

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -34,7 +34,7 @@ class PjittedFnWithContext:
       logical_axis_rules: rules that make the network's sharding constraints effective.
     """
 
-    def __init__(self, pjitted_fn: Callable, partition_mesh: Mesh, logical_axis_rules: Sequence[Any] = ()):
+    def __init__(self, pjitted_fn: jax.stages.Wrapped, partition_mesh: Mesh, logical_axis_rules: Sequence[Any] = ()):
         self._pjitted_fn, self._mesh, self._rules = pjitted_fn, partition_mesh, logical_axis_rules
 
     def _context(self) -> contextlib.AbstractContextManager[Any]:
@@ -57,10 +57,9 @@ def default_mesh(
     dcn_mesh_shape: Sequence[int] | None = None,
 ) -> Mesh:
     """Return the mesh of a partitioner with these arguments."""
-    if ici_mesh_shape is not None or model_parallel_submesh is not None:
-        num_partitions = None
+    has_shape = ici_mesh_shape is not None or model_parallel_submesh is not None
     return BasePartitioner(
-        num_partitions, model_parallel_submesh, backend=backend, ici_mesh_shape=ici_mesh_shape,
+        None if has_shape else num_partitions, model_parallel_submesh, backend=backend, ici_mesh_shape=ici_mesh_shape,
         dcn_mesh_shape=dcn_mesh_shape,
     ).mesh  # fmt: skip
 

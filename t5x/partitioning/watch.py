@@ -57,7 +57,7 @@ class Watch(threading.Thread):
             while selector.get_map() and not self._all_done.is_set():
                 for key, _ in selector.select(HEARTBEAT / 2):
                     try:
-                        for message in key.fileobj.receive():
+                        for message in self._links[key.data].receive():
                             self._receive(key.data, message)
                     except EOFError:
                         selector.unregister(key.fileobj)

@@ -143,7 +143,7 @@ class MetricWriter(contextlib.AbstractContextManager):
         self._lines = open(self._path, "ab", buffering=0)  # noqa: SIM115
 
     def _recreate_if_removed(self) -> None:
-        files = (self._lines, self._events.file)
+        files: tuple[IO[bytes], ...] = (self._lines, self._events.file)
         if not any(map(_is_removed, files)):
             return
         if not self._removal_logged:

@@ -54,7 +54,8 @@ class Progress(contextlib.AbstractContextManager):
         self._stream = sys.stderr if stream is None else stream
         self._prefix = f"{description}: {unit}" if description else unit
         self._interval, self._now, self._disabled = seconds_between_lines, now, disable
-        self._started, self._printed = now(), None
+        self._started = now()
+        self._printed: float | None = None
         self._pending: str | None = None  # metrics that are not printed yet
         self._bar: tqdm | None = None
         if not disable and self._stream.isatty() and os.environ.get("TERM") != "dumb":

@@ -72,6 +72,7 @@ class ThroughputClock:
     def __init__(self, now: Callable[[], float] = time.perf_counter):
         self._now = now
         self._created = now()
+        self._resumed: float = self._created
         self._pauses = 0
         self._in_steps = 0.0
         self._notes: dict[str, float] = {}

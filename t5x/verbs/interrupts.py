@@ -17,6 +17,8 @@ from typing import Any, NoReturn
 class Terminated(SystemExit):
     """Raised on SIGTERM."""
 
+    code: int
+
 
 Handler = Callable[[int, FrameType | None], None]
 _RESEND_SECONDS = 0.02

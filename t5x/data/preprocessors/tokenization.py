@@ -79,7 +79,8 @@ def append_eos_after_trim(
     return made
 
 
-append_eos_after_trim.appends_eos_after_trim = True  # a pipeline counts its truncations
+# A pipeline counts its truncations.
+append_eos_after_trim.appends_eos_after_trim = True  # type: ignore[attr-defined]
 
 
 def truncate_inputs_left(example: Example, sequence_length: Mapping[str, int] | None) -> Example:

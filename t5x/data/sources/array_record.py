@@ -33,7 +33,8 @@ class ArrayRecordDataSource(FilesDataSource):
         feature_description: Mapping[str, Any] | None = None,
     ):
         super().__init__(split_to_filepattern)
-        formats = {"tf_example": ExampleParser(feature_description), "json": _json_object, "msgpack": _msgpack_map}
+        parse = ExampleParser(feature_description)
+        formats: dict[str, _Decode] = {"tf_example": parse, "json": _json_object, "msgpack": _msgpack_map}
         if not callable(decode_fn) and decode_fn not in formats:
             raise UserError(f"decode_fn={decode_fn!r} must be a function or one of {', '.join(formats)}.")
         self._decode = decode_fn if callable(decode_fn) else formats[decode_fn]
@@ -51,7 +52,8 @@ class ArrayRecordFile:
         self._path = copy.path
         self._file = LocalFile(copy)
         self._lock = threading.Lock()
-        self._process = None
+        self._process: int | None = None  # whose reader `_opened` is
+        self._opened: Any = None
         self._size = self._reader().num_records() if self._file.size else 0
 
     def __len__(self) -> int:

@@ -49,7 +49,7 @@ class ParquetDataSource(FilesDataSource):
         super().__init__(split_to_filepattern)
         self._columns = list(columns) if columns is not None else None
 
-    def _open_files(self, split: str, copies: Sequence[LocalCopy]) -> list[FileExamples]:
+    def _open_files(self, split: str, copies: Sequence[LocalCopy]) -> Sequence[FileExamples]:
         groups = _RowGroups()
         opened = [_ParquetFile(copy, self._columns, groups) for copy in copies]
         size = sum(file.decoded_size for file in opened)
@@ -164,7 +164,7 @@ class HuggingFaceDataSource(FilesDataSource):
         )
 
     def _paths(self, split: str) -> list[str]:
-        directory = self._patterns[split]
+        directory = str(self._patterns[split])
         state = self._read_json("state.json", directory)
         if state is None:
             raise UserError(f"{directory} has no state.json: the dataset is incomplete. Save it again.")

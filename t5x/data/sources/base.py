@@ -88,7 +88,7 @@ class DataSource(abc.ABC):
             raise UserError(f"There is no split {split!r} (splits: {', '.join(map(repr, self.splits))}).")
 
 
-class OpenedSplits(abc.ABC):
+class OpenedSplits(DataSource):
     """State that a source opens for each split on first use; it is not pickled."""
 
     def __init__(self):

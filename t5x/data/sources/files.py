@@ -60,7 +60,7 @@ class NoExamples(UserError):
 
 
 class _Split(NamedTuple):
-    files: list[FileExamples]
+    files: Sequence[FileExamples]
     ends: list[int]  # examples up to and including each file
     copies: Sequence[LocalCopy]
 
@@ -124,7 +124,7 @@ class FilesDataSource(OpenedSplits, DataSource):
         """Return what the examples depend on besides the content of the files."""
         return {name: value for name, value in self.__getstate__().items() if name not in self.places}
 
-    def _open_files(self, split: str, copies: Sequence[LocalCopy]) -> list[FileExamples]:
+    def _open_files(self, split: str, copies: Sequence[LocalCopy]) -> Sequence[FileExamples]:
         return [self._open_file(copy) for copy in copies]
 
     def _open_file(self, copy: LocalCopy) -> FileExamples:

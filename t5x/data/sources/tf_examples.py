@@ -55,7 +55,9 @@ class _Feature:
 
     def __init__(self, name: str, given: Any):
         self._name = name
-        self._dtype = self._shape = self._default = None
+        self._dtype: np.dtype | None = None
+        self._shape: tuple[int, ...] | None = None
+        self._default: Any = None
         self._many = isinstance(given, list | tuple) and len(given) == 1
         if self._many:
             given = given[0]
@@ -97,7 +99,7 @@ class _Feature:
             raise Malformed(f"feature {self._name!r} contains {_STORED[stored]}, but is described as {self._kind}.")
         values = self._converted(getattr(feature, stored).value)
         if self._many:
-            return values if self._shape is None else self._reshaped(values)
+            return values if self._shape is None else self._reshaped(values, self._shape)
         if len(values) != 1:
             raise Malformed(f"feature {self._name!r} has {len(values)} values, not one. Use [{self._kind!r}].")
         return values[0] if self._dtype is not None or isinstance(values, list) else values[0].item()
@@ -118,12 +120,12 @@ class _Feature:
             raise Malformed(f"feature {self._name!r} has values outside the range of {self._dtype}.")
         return cast
 
-    def _reshaped(self, values: list | np.ndarray) -> list | np.ndarray:
-        if np.prod(self._shape) != len(values):
-            raise Malformed(f"feature {self._name!r} has {len(values)} values, which do not fit shape {self._shape}.")
+    def _reshaped(self, values: list | np.ndarray, shape: tuple[int, ...]) -> list | np.ndarray:
+        if np.prod(shape) != len(values):
+            raise Malformed(f"feature {self._name!r} has {len(values)} values, which do not fit shape {shape}.")
         if isinstance(values, np.ndarray):
-            return values.reshape(self._shape)
-        return np.array(values, object).reshape(self._shape).tolist()
+            return values.reshape(shape)
+        return np.array(values, object).reshape(shape).tolist()
 
 
 def _as_stored(feature: Any) -> Any:
@@ -153,7 +155,7 @@ message_type { name: "Example" field { name: "features" number: 1 type: TYPE_MES
 
 
 @functools.cache
-def _message_class() -> type:
+def _message_class() -> Any:
     """Return the message class, in a separate pool because TensorFlow's may be loaded too."""
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 

@@ -1,7 +1,7 @@
 """Datasets prepared by TensorFlow Datasets, read without TensorFlow."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from t5x.data.sources.array_record import ArrayRecordFile
@@ -13,7 +13,8 @@ from t5x.files.system_errors import first_line
 from t5x.lazy_imports import import_extra
 
 _NEEDS = "TFDS datasets need a package: `pip install tensorflow-datasets`, or `pip install -e '.[tfds]'` in t5x"
-_READERS = {"tfrecord": RecordFile, "array_record": ArrayRecordFile}
+_Records = RecordFile | ArrayRecordFile
+_READERS: dict[str, Callable[[LocalCopy], _Records]] = {"tfrecord": RecordFile, "array_record": ArrayRecordFile}
 
 
 class TfdsDataSource(FilesDataSource):
@@ -94,7 +95,7 @@ class TfdsDataSource(FilesDataSource):
             opened.append(_slice(records, range(instruction.skip, instruction.skip + size), features))
         return opened
 
-    def _open_records(self, copy: LocalCopy) -> RecordFile | ArrayRecordFile:
+    def _open_records(self, copy: LocalCopy) -> _Records:
         kind = self._builder.info.file_format.value
         if kind not in _READERS:
             raise UserError(
@@ -104,7 +105,7 @@ class TfdsDataSource(FilesDataSource):
         return _READERS[kind](copy)
 
 
-def _slice(records: RecordFile | ArrayRecordFile, indices: range, features: Any) -> FileExamples:
+def _slice(records: _Records, indices: range, features: Any) -> FileExamples:
     """Return a range of the records of a file, as examples."""
     read = lambda index: _with_text(features.deserialize_example_np(records[indices[index]]), features)
     return FileExamples(records.name, len(indices), read, lambda index: record_location(records.name, indices[index]))

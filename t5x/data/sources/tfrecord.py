@@ -94,7 +94,7 @@ class RecordFile:
                 )
         return np.array(offsets, np.int64)
 
-    def _verify(self, headers: bytes, first: int) -> None:
+    def _verify(self, headers: bytes | bytearray, first: int) -> None:
         found = np.frombuffer(headers, np.dtype([("length", "u1", 8), ("crc", "<u4")]))
         wrong = np.flatnonzero(_masked_crcs(found["length"]) != found["crc"])
         if wrong.size:

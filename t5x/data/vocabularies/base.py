@@ -112,7 +112,9 @@ class Tokenizer(Protocol):
     eos_id: int | None
     bos_id: int | None
     unk_id: int | None
-    fingerprint: str
+
+    @property
+    def fingerprint(self) -> str: ...
 
 
 class FileVocabulary(Vocabulary):
@@ -178,5 +180,5 @@ def utf8(text: str | bytes) -> bytes:
         raise UserError(f"only text can be tokenized, not {text!r} ({type(text).__name__}).")
     try:
         return text.encode() if isinstance(text, str) else text.decode().encode()
-    except UnicodeError as error:
+    except (UnicodeEncodeError, UnicodeDecodeError) as error:
         raise UserError(f"the text {text[:60]!a} is not valid Unicode: {error.reason} at {error.start}.") from error

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import operator
 import os
 import re
 from collections.abc import Iterator
@@ -51,10 +52,8 @@ class HuggingFaceVocabulary(FileVocabulary):
     def _load(self) -> "_Tokenizer":
         return _Tokenizer(self.tokenizer_file, self._content, self.pad_id)
 
-    @property
-    def extra_ids(self) -> int:
-        """Number of sentinels in the file."""
-        return self._model.extra_ids
+    # The number of sentinels in the file.
+    extra_ids = property(operator.attrgetter("_model.extra_ids"))  # type: ignore[assignment]
 
     def encode(self, text: str) -> list[int]:
         text = utf8(text).decode()
@@ -108,8 +107,8 @@ class _Tokenizer:
                 self.tokenizer.id_to_token(PAD_ID),
             )
         # Truncation and padding settings have no effect here.
-        content = {name: value for name, value in described.items() if name not in ("truncation", "padding")}
-        self.fingerprint = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        settings = {name: value for name, value in described.items() if name not in ("truncation", "padding")}
+        self.fingerprint = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
 @contextlib.contextmanager

@@ -1,6 +1,5 @@
 """Vocabularies without a file: token ids and bytes."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from t5x.data.vocabularies.base import Vocabulary, check_extra_ids, utf8
@@ -15,7 +14,9 @@ class PassThroughVocabulary(Vocabulary):
       eos_id: id at which decoding stops, or None.
     """
 
-    eos_id = unk_id = vocab_size = None
+    eos_id: int | None = None
+    unk_id: int | None = None
+    vocab_size: int = 0
 
     def __init__(self, size: int, eos_id: int | None = None):
         for name, value in (("size", size), ("eos_id", 0 if eos_id is None else eos_id)):
@@ -26,10 +27,10 @@ class PassThroughVocabulary(Vocabulary):
         self.size = self.vocab_size = size
         self.eos_id = eos_id
 
-    def encode(self, text: Sequence[int]) -> Sequence[int]:
+    def encode(self, text: Any) -> Any:  # ids
         return text
 
-    def _decode(self, ids: list[int]) -> list[int]:
+    def _decode(self, ids: list[int]) -> Any:
         return ids
 
     def description(self) -> dict[str, Any]:

@@ -45,7 +45,8 @@ def rebuild_vocabulary(read: Callable[[str], bytes], where: str) -> Vocabulary:
     try:
         if not issubclass(kind, FileVocabulary):
             return kind(**description)
-        return kind(f"{where}/{kind.stored_name}", **description).with_content(read(kind.stored_name))
+        of_file: Callable[..., FileVocabulary] = kind
+        return of_file(f"{where}/{kind.stored_name}", **description).with_content(read(kind.stored_name))
     except TypeError as error:
         raise UserError(f"{path} does not describe a {name}: {error}. It is damaged.") from error
     except KeyError as error:

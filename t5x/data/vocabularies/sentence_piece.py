@@ -121,10 +121,9 @@ class _Model:
         self, content: bytes, extra_ids: int, reverse: bool, overrides: tuple[tuple[str, Any], ...], network_pad_id: int
     ):
         import sentencepiece
-        from sentencepiece import sentencepiece_model_pb2
 
         self.content = content
-        model = sentencepiece_model_pb2.ModelProto.FromString(content)
+        model = _parse(content)
         if not model.pieces:
             raise ValueError("it has no pieces")
         for spec in (model.normalizer_spec, model.denormalizer_spec):
@@ -165,9 +164,7 @@ class _Model:
     @functools.cached_property
     def fingerprint(self) -> str:
         """A hash by which models that tokenise alike are equal: it ignores the trainer settings inside the model."""
-        from sentencepiece import sentencepiece_model_pb2
-
-        model = sentencepiece_model_pb2.ModelProto.FromString(self._proto)
+        model = _parse(self._proto)
         digest = hashlib.sha256()
         for piece in model.pieces:
             digest.update(repr((piece.piece, piece.score, piece.type)).encode())
@@ -176,11 +173,15 @@ class _Model:
         return digest.hexdigest()
 
 
-@functools.lru_cache(maxsize=2)
-def _pieces(content: bytes) -> list[str]:
+def _parse(content: bytes) -> Any:
     from sentencepiece import sentencepiece_model_pb2
 
-    return [piece.piece for piece in sentencepiece_model_pb2.ModelProto.FromString(content).pieces]
+    return sentencepiece_model_pb2.ModelProto.FromString(content)  # type: ignore[attr-defined]
+
+
+@functools.lru_cache(maxsize=2)
+def _pieces(content: bytes) -> list[str]:
+    return [piece.piece for piece in _parse(content).pieces]
 
 
 _load_model = functools.lru_cache(maxsize=8)(_Model)

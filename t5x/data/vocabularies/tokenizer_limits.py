@@ -120,7 +120,7 @@ def check_pattern(pattern: str) -> None:
             at = escape.end()
         else:
             at += 1
-        least = most = 1
+        least = most = 1.0
         if quantifier := _QUANTIFIER.match(pattern, at):
             least, most = _bounds(quantifier)
             at = quantifier.end()
