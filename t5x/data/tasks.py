@@ -134,10 +134,7 @@ class Mixture:
     """
 
     def __init__(
-        self,
-        name: str,
-        tasks: Iterable["str | tuple[str | Task | Mixture, Rate]"],
-        default_rate: Rate | None = None,
+        self, name: str, tasks: Iterable["str | tuple[str | Task | Mixture, Rate]"], default_rate: Rate | None = None
     ):
         self.name = name
         self.rates: dict[str | Task | Mixture, Rate] = {}

@@ -37,9 +37,7 @@ log = logging.getLogger(__name__)
 
 _Open = Callable[[BinaryIO], gzip.GzipFile | bz2.BZ2File | lzma.LZMAFile]
 _COMPRESSIONS: dict[str, tuple[_Open, str]] = {
-    ".gz": (gzip.open, "gzip"),
-    ".bz2": (bz2.open, "bzip2"),
-    ".xz": (lzma.open, "xz"),
+    ".gz": (gzip.open, "gzip"), ".bz2": (bz2.open, "bzip2"), ".xz": (lzma.open, "xz")
 }
 _FILES_AT_ONCE = 4
 _CHUNK = 2**20  # bytes that are decompressed at once
@@ -86,9 +84,8 @@ def stage(
             with progress(size) as advance:
                 list(pool.map(lambda plan: plan.make(advance), missing))
     if copies:
-        size = sum(os.path.getsize(plan.target) for plan in copies)
-        where = os.path.dirname(copies[0].target)
-        log.info("%s: reading the copy, %s, in %s", _names(copies), human_size(size), where)
+        total = human_size(sum(os.path.getsize(plan.target) for plan in copies))
+        log.info("%s: reading the copy, %s, in %s", _names(copies), total, os.path.dirname(copies[0].target))
     return [LocalCopy(plan.target, plan.name, plan.version) if isinstance(plan, _Plan) else plan for plan in plans]
 
 

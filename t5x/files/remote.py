@@ -124,7 +124,7 @@ class RemotePath:
 
         The names come from the server: check them with `untrusted.is_plain_relative` before they are used as paths.
         """
-        found: dict[str, dict[str, Any]] = self._call(self.fs.find, detail=True)
+        found = self._call(self.fs.find, detail=True)
         above = f"{self.path}/"
         return {name[len(above) :] if name.startswith(above) else f"/{name}": info for name, info in found.items()}
 

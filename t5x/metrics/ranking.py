@@ -216,8 +216,8 @@ def _value(measure: str, grades: np.ndarray, ideal: np.ndarray, level: int, cuto
         return 0.0
     if measure == "mrr":
         return 1.0 / (int(hits[0]) + 1)
-    if measure == "precision" and cutoff is not None:
-        return len(hits) / cutoff
+    if measure == "precision":
+        return len(hits) / (cutoff or len(grades))
     found = len(hits) if measure == "recall" else float((np.arange(1, len(hits) + 1) / (hits + 1)).sum())
     return found / int((ideal >= level).sum())
 

@@ -322,6 +322,9 @@ def test_task_modules_that_cannot_be_imported(write, imports, tmp_path):
         data.import_task_module(write("needs.py", "import no_such_package"))
     with pytest.raises(UserError, match=r"fails.py .*ZeroDivisionError: .*fails.py:1"):
         data.import_task_module(write("fails.py", "1 / 0"))
+    (tmp_path / "link.py").symlink_to(write("text.txt", ""))
+    with pytest.raises(UserError, match=r"text\.txt cannot be imported"):
+        data.import_task_module(str(tmp_path / "link.py"))
 
 
 @pytest.mark.parametrize(

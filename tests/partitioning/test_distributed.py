@@ -279,7 +279,7 @@ def test_processes_of_a_machine_divide_its_gpus():
     ],
 )
 def test_tasks_of_slurm_in_cgroups_have_their_own_gpus(monkeypatch, tasks, expected):
-    monkeypatch.setattr(rendezvous.jax, "config", type("config", (), {"jax_platforms": "cuda"}))
+    monkeypatch.setattr(rendezvous.jax, "config", type("config", (), {"values": {"jax_platforms": "cuda"}}))
     members = []
     for index, (visible, physical) in enumerate(tasks):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
