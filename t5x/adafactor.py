@@ -20,7 +20,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from t5x.errors import ArgumentError
-from t5x.optimizers.patterns import paths_in
+from t5x.optimizers.patterns import path_of, paths_in
 from t5x.optimizers.protocol import Optimizer, OptimizerDef, OptimizerState, TreeOptimizer
 
 __all__ = [
@@ -197,11 +197,15 @@ class Adafactor(TreeOptimizer):
     weight_decay_mask: Callable[[Any], Any] | None = None
 
     def __post_init__(self):
-        rules, is_map = self.logical_factor_rules, isinstance(self.factor_map, HParamMap)
-        if is_map and not self.factored:
+        rules, by_pattern = self.logical_factor_rules, None
+        self._factor_map: dict[str, tuple[FactorDim, ...]] = {}
+        if not isinstance(self.factor_map, HParamMap):
+            self._factor_map |= self.factor_map or {}
+        elif not self.factored:
             raise ArgumentError("adafactor.Adafactor has factored=False and a factor_map. Remove one of them.")
-        self._hparam_rules = self.factor_map if is_map and rules is None else None
-        self._factor_map = {} if is_map else dict(self.factor_map or {})
+        elif rules is None:
+            by_pattern = self.factor_map
+        self._hparam_rules = by_pattern
         self._factor_rules = standard_logical_factor_rules() if rules is None else rules
 
     @property
@@ -223,7 +227,7 @@ class Adafactor(TreeOptimizer):
         if mapped is not None and len(mapped) != len(shape):
             found = f"{path} has {len(shape)} dimensions, not {len(mapped)}"
             raise ArgumentError(f"adafactor.Adafactor.factor_map: {found}.")
-        kinds = mapped
+        kinds: Sequence[FactorDim | None] | None = mapped
         if self._hparam_rules is not None:
             kinds = self._hparam_rules[path]
             if kinds is None:
@@ -301,7 +305,8 @@ class Adafactor(TreeOptimizer):
             return _AdafactorParamState(v_row=None, v_col=None, v=of_shape(slots.v), m=of_shape(slots.m))
 
         states = _map(slot_axes, optimizer.target, param_logical_axes, optimizer.state.param_states)
-        return optimizer.replace(state=OptimizerState(None, states), target=param_logical_axes)
+        state = optimizer.state.replace(step=None, param_states=states)
+        return optimizer.replace(state=state, target=param_logical_axes)
 
     def init_param_state(self, param: jax.Array, path: str) -> _AdafactorParamState:
         """Return the state of one parameter."""
@@ -424,10 +429,7 @@ def _unzipped(pairs: Any) -> tuple[Any, Any]:
 
 def _map(function, params: Any, axes: Any, *rest: Any) -> Any:
     """Map function(path, param, axes, *rest) over the leaves of `params`; the other trees may have subtrees there."""
-    leaves, treedef = jax.tree.flatten(params)
-    columns = [treedef.flatten_up_to(tree) for tree in (axes, *rest)]
-    values = [function(*row) for row in zip(paths_in(params), leaves, *columns, strict=True)]
-    return treedef.unflatten(values)
+    return jax.tree_util.tree_map_with_path(lambda keys, *row: function(path_of(keys), *row), params, axes, *rest)
 
 
 def _precision(x: jax.Array) -> Any:

@@ -87,7 +87,7 @@ def _save(steps: Steps, store: CheckpointStore) -> dict[str, float]:
     steps.take(_WARM_UP)
     undisturbed = sum(steps.take(_AROUND))
     step = int(steps.trainer.train_state.step)
-    seen = []
+    seen: list[float] = []
 
     def look() -> None:
         if not seen and store.path(step).exists():

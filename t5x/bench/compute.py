@@ -11,6 +11,7 @@ import jax
 
 from t5x.bench import measures
 from t5x.bench.workload import Workload
+from t5x.checkpoints.formats.source import Source
 from t5x.inference.engine import Engine
 from t5x.inference.loaded import LoadedModel
 from t5x.inference.options import Decoding
@@ -117,7 +118,7 @@ def encode(work: Workload, steps: int | None = None) -> Result:
     sharding = work.partitioner.batch_sharding
     with measures.explain_out_of_memory("--batch, --inputs or --size"):
         params = compute_params(work.model.module, work.params(names))
-        run = work.partitioner.partition(
+        jitted = work.partitioner.partition(
             lambda params, tokens: work.model.module.apply(
                 {"params": params}, tokens, enable_dropout=False, method="encode"
             ),
@@ -128,7 +129,7 @@ def encode(work: Workload, steps: int | None = None) -> Result:
         tokens = jax.device_put(work.tokens(work.batch, work.inputs), sharding)
         began = time.perf_counter()
         with measures.watch_compilation() as seen:
-            run = run.lower(params, tokens).compile()
+            run = jitted.lower(params, tokens).compile()
         compiling = time.perf_counter() - began
 
         take = functools.partial(_run_ahead, functools.partial(run, params, tokens))
@@ -154,7 +155,7 @@ def _time_batches(
         return stamps
 
     with measures.explain_out_of_memory("--batch, --inputs, --targets, --beams or --size"):
-        loaded = LoadedModel(None, work.model, work.partitioner)
+        loaded = LoadedModel(Source("random weights", "", None, {}), work.model, work.partitioner)
         loaded.engine = Engine(work.model, work.partitioner, work.params())
         with measures.watch_compilation() as seen:
             began, *ends = stamps_of(1 + _WARM_UP)

@@ -59,7 +59,8 @@ def measure(
             first = time.perf_counter() - asked
             for _ in range(_AHEAD):
                 next(loader)
-            stamps, counted = [time.perf_counter()], []
+            counted: list[tuple[int, int, int]] = []
+            stamps = [time.perf_counter()]
             while len(counted) < steps if steps else stamps[-1] - stamps[0] < measures.SECONDS:
                 counted.append(_count(next(loader)))
                 stamps.append(time.perf_counter())
@@ -101,11 +102,13 @@ def _open_task(
         return
     if data is None and vocabulary is not None:
         raise UserError("--vocabulary needs --data.")
-    if data is not None and vocabulary is None:
+    if data is None:
+        vocabulary = "bytes"
+    if vocabulary is None:
         raise UserError("--data needs --vocabulary: a SentencePiece model (*.model), a tokenizer.json, or bytes.")
     with tempfile.TemporaryDirectory(prefix="t5x-bench-") as directory:
         if data is None:
-            data, vocabulary = os.path.join(directory, "texts.jsonl"), "bytes"
+            data = os.path.join(directory, "texts.jsonl")
             _write_texts(data, lengths)
         pairs = file_task({split: data}, vocabulary_named(vocabulary).load(), name="bench")
         try:

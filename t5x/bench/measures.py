@@ -111,8 +111,8 @@ def matmul_flops(dtype: str) -> float:
 def peak_memory() -> dict[str, Any]:
     """Return the peak memory of a device so far; if it is not reported, that of this process."""
     peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()]
-    if None not in peaks:
-        return {"peak_memory_gb": max(peaks) / _GIGA, "peak_memory_of": "device"}
+    if known := [peak for peak in peaks if peak is not None]:
+        return {"peak_memory_gb": max(known) / _GIGA, "peak_memory_of": "device"}
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return {"peak_memory_gb": most / _GIGA, "peak_memory_of": "process"}
 

@@ -23,7 +23,7 @@ _T5_1_1 = T5Config(
 )
 
 
-def _shape(emb_dim: int, num_heads: int, mlp_dim: int, layers: int, **others: int) -> T5Config:
+def _shape(emb_dim: int, num_heads: int, mlp_dim: int, layers: int, **others: Any) -> T5Config:
     return dataclasses.replace(
         _T5_1_1, emb_dim=emb_dim, num_heads=num_heads, mlp_dim=mlp_dim, num_encoder_layers=layers,
         num_decoder_layers=layers, **others,

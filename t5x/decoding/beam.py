@@ -16,8 +16,7 @@ from t5x.errors import ArgumentError
 _ROW_OFFSETS = "row_offsets"  # entry of the network's cache, see `network.attention.Mask`
 
 
-@flax.struct.dataclass
-class _Beams:
+class _Beams(flax.struct.PyTreeNode):
     """The state of the search. The beams of an example are sorted, best first; a score of -inf marks a missing beam.
 
     Attributes:
@@ -134,7 +133,7 @@ def beam_search(
         raise ArgumentError("min_log_prob is nan; it must be a number (-1e7 keeps every beam).")
     prompts, index, prompt_end = rows.start_from_prompts(inputs[:, :length], initial_index, pad_id)
     limit = jnp.where(jnp.asarray(max_decode_step) > 0, jnp.minimum(prompt_end + max_decode_step, length), length)
-    eos_id = jax.tree.map(lambda one: jnp.asarray(one, jnp.int32), eos_id)
+    eos = jax.tree.map(lambda one: jnp.asarray(one, jnp.int32), eos_id)
     rank = jnp.arange(2 * num_decodes)
     # `top_k` prefers the first of equal values, and T5X's first beam is its worst. Hugging Face's is its best.
     is_t5x = length_penalty is None
@@ -143,7 +142,7 @@ def beam_search(
 
     def score(fixed: _Fixed, log_probs: jax.Array, position: jax.Array) -> jax.Array:
         """Score sequences [batch, n] whose last token is at `position` [batch]."""
-        if is_t5x:
+        if fixed.length_penalty is None:
             penalty = brevity_penalty(fixed.alpha, position)
         else:
             penalty = (position - fixed.prompt_end).astype(jnp.float32) ** fixed.length_penalty
@@ -152,7 +151,7 @@ def beam_search(
     def best_possible(fixed: _Fixed, log_prob: jax.Array, position: jax.Array) -> jax.Array:
         """Bound the score [batch, 1] that a beam at `position` can reach. Log probabilities only decrease."""
         score_at = functools.partial(score, fixed, log_prob)
-        if is_t5x:
+        if fixed.length_penalty is None:
             return jnp.maximum(score_at(position + 1), score_at(fixed.limit))
         if early_stopping == "never":
             positive = jnp.reshape(fixed.length_penalty > 0, (-1, 1))
@@ -163,7 +162,7 @@ def beam_search(
         batch = beams.index.size
         live = beams.live.reshape(batch * num_decodes, -1)
         at, prompt_end = (jnp.repeat(x, num_decodes, axis=0) for x in (beams.index, fixed.prompt_end))
-        state = DecodingState(at, live, rows.token_at(live, at)[:, None], beams.cache, prompt_end, eos_id)
+        state = DecodingState(at, live, rows.token_at(live, at)[:, None], beams.cache, prompt_end, eos)
         logits, cache = tokens_to_logits(state)
         logits = logits.astype(jnp.float32)
         if logit_callback_fn is not None:
@@ -186,7 +185,7 @@ def beam_search(
         tokens, parents = jnp.where(forced, prompt, tokens), jnp.where(forced, 0, parents)
         grown = rows.set_token(rows.take_beams(beams.live, parents), following[:, None], tokens)
 
-        ends = finishing = rows.is_eos(tokens, eos_id) & ~forced
+        ends = finishing = rows.is_eos(tokens, eos) & ~forced
         if not is_t5x:
             finishing = (ends | (following >= fixed.limit)[:, None]) & (rank < num_decodes)
         ended = jnp.where(finishing, score(fixed, candidates, following), -jnp.inf)
@@ -220,12 +219,13 @@ def beam_search(
     beams = _Beams(index, index < limit, start, missing.at[:, 0].set(0.0), jnp.zeros_like(start), missing, None)
     cache = rows.repeat_rows(cache, batch, num_decodes, cache_offset)
     beams = beams.replace(cache=_with_row_offsets(cache, inputs.shape[1]) if num_decodes > 1 else cache)
-    numbers = [None if x is None else jnp.asarray(x, jnp.float32) for x in (alpha, length_penalty, min_log_prob)]
+    number = functools.partial(jnp.asarray, dtype=jnp.float32)
+    penalty = None if length_penalty is None else number(length_penalty)
     live, live_log_probs, finished, finished_scores = decoding_loop(
         step,
         beams,
         tokens_to_logits=tokens_to_logits,
-        fixed=_Fixed(prompts, prompt_end, limit, *numbers),
+        fixed=_Fixed(prompts, prompt_end, limit, number(alpha), penalty, number(min_log_prob)),
         is_open=lambda beams: beams.open,
         results=lambda beams: (beams.live, beams.live_log_probs, beams.finished, beams.finished_scores),
         cache_rows=batch * num_decodes,

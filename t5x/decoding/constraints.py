@@ -20,7 +20,7 @@ import numpy as np
 
 from t5x.decoding import limits, rows
 from t5x.decoding.loop import is_row_independent, row_independent
-from t5x.decoding.state import NEG_INF, DecodingState, LogitCallback
+from t5x.decoding.state import NEG_INF, LogitCallback, StateView
 from t5x.errors import UserError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ PENALTIES = (1e-3, 1e3)  # the smallest and the largest repetition penalty
 def chain(processors: Sequence[LogitCallback]) -> LogitCallback:
     """Return a constraint that applies `processors` in order."""
 
-    def process(logits: jax.Array, state: DecodingState) -> jax.Array:
+    def process(logits: jax.Array, state: StateView) -> jax.Array:
         for processor in processors:
             logits = processor(logits, state)
         return logits
@@ -54,10 +54,10 @@ def repetition_penalty(penalty: float | jax.Array) -> LogitCallback:
     if is_same_for_all:
         limits.check_number("repetition_penalty", penalty, *PENALTIES)
 
-    def process(logits: jax.Array, state: DecodingState) -> jax.Array:
+    def process(logits: jax.Array, state: StateView) -> jax.Array:
         written = jnp.arange(state.sequences.shape[1]) <= state.cur_index[:, None]
         seen = _mark(logits, state.sequences, written)
-        factor = penalty if is_same_for_all else penalty[:, None]
+        factor = penalty if is_same_for_all else jnp.asarray(penalty)[:, None]
         return jnp.where(seen, jnp.where(logits < 0, logits * factor, logits / factor), logits)
 
     return row_independent(process) if is_same_for_all else process
@@ -73,7 +73,7 @@ def no_repeat_ngrams(size: int) -> LogitCallback:
         raise UserError(f"no_repeat_ngrams.size is {size}; it must be at least 1.")
 
     @row_independent
-    def process(logits: jax.Array, state: DecodingState) -> jax.Array:
+    def process(logits: jax.Array, state: StateView) -> jax.Array:
         sequences, index = state.sequences, state.cur_index[:, None]
         if size > sequences.shape[1]:  # no n-gram of this size fits
             return logits
@@ -91,8 +91,8 @@ def no_repeat_ngrams(size: int) -> LogitCallback:
 def min_length(tokens: int | jax.Array) -> LogitCallback:
     """Forbid EOS before `tokens` tokens are generated (Hugging Face's `min_new_tokens`)."""
 
-    def process(logits: jax.Array, state: DecodingState) -> jax.Array:
-        early = (state.cur_index - state.prompt_end < tokens)[:, None]
+    def process(logits: jax.Array, state: StateView) -> jax.Array:
+        early = (state.cur_index - _prompt_end(state) < tokens)[:, None]
         is_eos = rows.is_eos(jnp.arange(logits.shape[-1]), state.eos_id)
         return jnp.where(early & is_eos, NEG_INF, logits)
 
@@ -110,9 +110,9 @@ def forced_tokens(tokens: Sequence[int]) -> LogitCallback:
         raise UserError(f"forced_tokens must be a list of at least one token id, not {tokens!r}.")
 
     @row_independent
-    def process(logits: jax.Array, state: DecodingState) -> jax.Array:
+    def process(logits: jax.Array, state: StateView) -> jax.Array:
         _check_vocabulary(forced, logits, "forced_tokens")
-        nth = state.cur_index - state.prompt_end
+        nth = state.cur_index - _prompt_end(state)
         inside = (nth >= 0) & (nth < forced.size)
         only = jnp.arange(logits.shape[-1]) == jnp.asarray(forced)[jnp.clip(nth, 0, forced.size - 1)][:, None]
         return jnp.where(only | ~inside[:, None], logits, NEG_INF)
@@ -132,7 +132,7 @@ def choices(sequences: Sequence[Sequence[int]]) -> LogitCallback:
     trie = _Trie(sequences)
 
     @row_independent
-    def process(logits: jax.Array, state: DecodingState) -> jax.Array:
+    def process(logits: jax.Array, state: StateView) -> jax.Array:
         _check_vocabulary(trie.tokens, logits, "choices")
         if (length := state.sequences.shape[1]) <= trie.depth + 1:
             raise UserError(
@@ -141,7 +141,7 @@ def choices(sequences: Sequence[Sequence[int]]) -> LogitCallback:
             )
         node = jnp.zeros(logits.shape[0], jnp.int32)
         for depth in range(trie.depth):
-            at = state.prompt_end + 1 + depth
+            at = _prompt_end(state) + 1 + depth
             token = jnp.take_along_axis(state.sequences, at[:, None], axis=1, mode="clip")[:, 0]
             node = jnp.where(at <= state.cur_index, trie.child(node, token), node)
         edges = trie.first_edge[node][:, None] + jnp.arange(trie.most_edges)
@@ -198,7 +198,8 @@ class _Trie:
         if not sequences or sequences == [()]:
             raise UserError("choices needs at least one sequence of token ids that is not empty.")
         self.depth = max(map(len, sequences))
-        nodes, ends = {(): 0}, set()
+        nodes: dict[tuple[int, ...], int] = {(): 0}
+        ends: set[int] = set()
         edges: dict[tuple[int, int], int] = {}
         for sequence in sequences:
             for end in range(1, len(sequence) + 1):
@@ -226,6 +227,11 @@ class _Trie:
             low, high = jnp.where(less, middle + 1, low), jnp.where(less, high, jnp.minimum(middle, high))
         at = jnp.minimum(low, len(self.tokens) - 1)
         return jnp.where((low < end) & (tokens[at] == token), children[at], self._sink)
+
+
+def _prompt_end(state: StateView) -> jax.Array:
+    """Return the position of each row's last prompt token; 0 in the state of a decode function that does not set it."""
+    return jnp.zeros_like(state.cur_index) if state.prompt_end is None else state.prompt_end
 
 
 def _mark(logits: jax.Array, tokens: jax.Array, which: jax.Array) -> jax.Array:

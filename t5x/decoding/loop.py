@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.export import is_symbolic_dim
 
 from t5x.decoding import rows
-from t5x.decoding.state import DecodingState, LogitCallback, TokensToLogits
+from t5x.decoding.state import LogitCallback, StateView, TokensToLogits
 from t5x.partitioning.logical import shards_of
 
 _SHRINK_FACTOR = 4  # the second loop runs when at most 1 / _SHRINK_FACTOR of the examples are still open
@@ -31,11 +31,11 @@ class PerExampleLogits:
       axes: {key of `inputs`: example axis of its arrays}.
     """
 
-    function: Callable[[dict[str, Any], DecodingState], tuple[jax.Array, Any]]
+    function: Callable[[dict[str, Any], StateView], tuple[jax.Array, Any]]
     inputs: dict[str, Any]
     axes: dict[str, int]
 
-    def __call__(self, state: DecodingState) -> tuple[jax.Array, Any]:
+    def __call__(self, state: StateView) -> tuple[jax.Array, Any]:
         return self.function(self.inputs, state)
 
     def take(self, examples: jax.Array) -> "PerExampleLogits":
@@ -66,7 +66,7 @@ def with_constraint(tokens_to_logits: TokensToLogits, constraint: LogitCallback)
 
 def row_independent(callback: LogitCallback) -> LogitCallback:
     """Mark a callback that depends on the state only, so that rows may be removed from the batch."""
-    callback.row_independent = True
+    vars(callback)["row_independent"] = True
     return callback
 
 
@@ -111,9 +111,9 @@ def decoding_loop(
         return x.reshape(examples, -1, *x.shape[1:])
 
     (examples,) = is_open(state).shape
-    may_shrink = may_shrink and isinstance(tokens_to_logits, PerExampleLogits) and not is_symbolic_dim(examples)
+    may_shrink = may_shrink and not is_symbolic_dim(examples)
     fewer = examples // _SHRINK_FACTOR
-    if not may_shrink or fewer < _MIN_EXAMPLES:
+    if not may_shrink or not isinstance(tokens_to_logits, PerExampleLogits) or fewer < _MIN_EXAMPLES:
         return results(run(state, tokens_to_logits, fixed, any_open))
     state = run(state, tokens_to_logits, fixed, lambda state: jnp.sum(is_open(state)) > fewer)
     all_results = results(state)

@@ -15,8 +15,7 @@ from t5x.errors import ArgumentError
 MIN_TEMPERATURE = 1e-4
 
 
-@flax.struct.dataclass
-class SamplingLoopState:
+class SamplingLoopState(flax.struct.PyTreeNode):
     """The state of `temperature_sample`, as its callbacks see it; see also `DecodingState`.
 
     Attributes:
@@ -156,8 +155,8 @@ def temperature_sample(
 
     index = each_row(index)
     sequences = each_row(sequences)
-    eos_id = jax.tree.map(lambda one: jnp.asarray(one, jnp.int32), eos_id)
-    prompt_eos = jnp.sum(rows.is_eos(sequences, eos_id), axis=1)
+    eos = jax.tree.map(lambda one: jnp.asarray(one, jnp.int32), eos_id)
+    prompt_eos = jnp.sum(rows.is_eos(sequences, eos), axis=1)
     state = SamplingLoopState(
         step=jnp.int32(0),
         cur_index=index,
@@ -165,7 +164,7 @@ def temperature_sample(
         cache=rows.repeat_rows(cache, batch, num_decodes, cache_offset),
         sequences=sequences,
         prompt_end=each_row(prompt_end),
-        eos_id=eos_id,
+        eos_id=eos,
         ended=index >= row_limit,
         rng=fold_in(each_row(keys), jnp.tile(jnp.arange(num_decodes), batch)),
         log_prob=jnp.zeros(batch * num_decodes),
@@ -222,9 +221,10 @@ def greedy_decode(
     del decode_rng
     if num_decodes != 1:
         raise ArgumentError(f"num_decodes is {num_decodes}, but greedy decoding has one result. Set num_decodes=1.")
-    options = {"cache_offset": cache_offset, "initial_index": initial_index, "logit_callback_fn": logit_callback_fn}
-    options |= {"rescale_log_probs": False, "pad_id": pad_id}
-    return temperature_sample(inputs, cache, tokens_to_logits, eos_id, topk=1, **options)
+    return temperature_sample(
+        inputs, cache, tokens_to_logits, eos_id, topk=1, cache_offset=cache_offset, initial_index=initial_index,
+        rescale_log_probs=False, logit_callback_fn=logit_callback_fn, pad_id=pad_id,
+    )  # fmt: skip
 
 
 def _sample(

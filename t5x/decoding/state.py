@@ -1,12 +1,23 @@
 """The state of a decoding step, and the types of the functions that see it."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import flax.struct
 import jax
 
 NEG_INF = -1e7  # T5X's score of a missing decode and logit of a forbidden token
+
+
+class StateView(Protocol):
+    """What the network and logit callbacks see of a state; see `DecodingState`."""
+
+    cur_index: jax.Array
+    sequences: jax.Array
+    cur_token: jax.Array
+    cache: Any
+    prompt_end: jax.Array | None
+    eos_id: jax.Array | tuple[jax.Array, ...] | None
 
 
 @flax.struct.dataclass
@@ -32,5 +43,5 @@ class DecodingState:
     eos_id: jax.Array | tuple[jax.Array, ...] | None = None
 
 
-TokensToLogits = Callable[[DecodingState], tuple[jax.Array, Any]]
-LogitCallback = Callable[[jax.Array, DecodingState], jax.Array]
+TokensToLogits = Callable[[StateView], tuple[jax.Array, Any]]
+LogitCallback = Callable[[jax.Array, StateView], jax.Array]

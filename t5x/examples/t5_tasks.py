@@ -70,11 +70,11 @@ class _Recipe(NamedTuple):
 def _recipes() -> dict[str, _Recipe]:
     found = {}
     for name, (dataset, source, target) in _TRANSLATIONS.items():
-        text = functools.partial(translate, source_language=source, target_language=target)
+        text: Callable[..., Any] = functools.partial(translate, source_language=source, target_language=target)
         found[name] = _Recipe(dataset, [text, *_TOKENIZED], [metrics.bleu])
-    documents = [functools.partial(rekey, key_map={"inputs": None, "targets": "text"}), tokenize]
+    document = functools.partial(rekey, key_map={"inputs": None, "targets": "text"})
     found["c4_v220_span_corruption"] = _Recipe(
-        "c4/en:2.2.0", [*documents, CacheDatasetPlaceholder(), span_corruption, append_eos_after_trim]
+        "c4/en:2.2.0", [document, tokenize, CacheDatasetPlaceholder(), span_corruption, append_eos_after_trim]
     )
     for name, labels in _GLUE_LABELS.items():
         prefix = "mnli" if labels is _INFERENCE else name

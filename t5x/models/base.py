@@ -40,11 +40,18 @@ class BaseModel(abc.ABC):
 
     FEATURE_CONVERTER_CLS: Callable[..., Any]
     module: nn.Module | None = None
-    vocabularies: Mapping[str, Vocabulary] = types.MappingProxyType({})  # {task feature: vocabulary}
-    keys_dropout_by_row = False
 
     def __init__(self, optimizer_def: OptimizerDef | None):
         self.optimizer_def = optimizer_def
+
+    # Not plain properties: a user's model may assign attributes of these names.
+    @functools.cached_property
+    def vocabularies(self) -> Mapping[str, Vocabulary]:
+        return {}  # by task feature
+
+    @functools.cached_property
+    def keys_dropout_by_row(self) -> bool:
+        return False
 
     @abc.abstractmethod
     def loss_fn(self, params: Params, batch: Batch, dropout_rng: jax.Array | None) -> tuple[jax.Array, Metrics]:
@@ -104,6 +111,10 @@ class BaseTransformerModel(BaseModel):
     _MODULE_INPUTS: tuple[str, ...]  # features that the module takes by position
     _OPTIONAL_INPUTS: tuple[str, ...]  # features that it takes by name, None if the batch does not have them
 
+    module: nn.Module
+    # {task feature: length} -> {feature of the module: shape}; a user's model need not have it.
+    input_shapes: Callable[[Mapping[str, int]], dict[str, tuple[int, ...]]]
+
     # Defaults for subclasses that do not call `__init__`.
     default_decoder_params: Mapping[str, Any] = types.MappingProxyType({})
     _return_all_decodes = False
@@ -151,11 +162,11 @@ class BaseTransformerModel(BaseModel):
         return self._output_vocabulary
 
     @property
-    def decode_fn(self) -> Callable:
+    def decode_fn(self) -> Callable | None:
         return self._decode_fn
 
     @decode_fn.setter
-    def decode_fn(self, decode_fn: Callable) -> None:
+    def decode_fn(self, decode_fn: Callable | None) -> None:
         self._decode_fn = decode_fn
 
     # -- network -------------------------------------------------------------------------------------------------------
@@ -236,7 +247,7 @@ class BaseTransformerModel(BaseModel):
         own_setup = isinstance(self.module, Transformer) and module.setup is not Transformer.setup
         return not own_setup and "row_index" in inspect.signature(module.__call__).parameters
 
-    def _row_index(self, batch: Batch, num_rows: int) -> dict[str, jax.Array]:
+    def _row_index(self, batch: Batch, num_rows: int) -> dict[str, Any]:
         """Return the `row_index` of a batch of `num_rows`; a multiple if a subclass folds lists into the batch."""
         if not self.keys_dropout_by_row or "row_index" not in batch:
             return {}
@@ -278,7 +289,8 @@ class BaseTransformerModel(BaseModel):
         if not self._overrides("_compute_metrics"):
             return loss, self._metrics(batch, tokens, loss, z_loss)
         segments = {name: ids for name, ids in batch.items() if name.endswith("_segment_ids")}
-        given = {"mask": losses.loss_weights(batch), "loss": loss, "z_loss": z_loss, "segment_ids": segments}
+        given: dict[str, Any] = {"loss": loss, "z_loss": z_loss, "segment_ids": segments}
+        given["mask"] = losses.loss_weights(batch)
         taken = inspect.signature(self._compute_metrics).parameters
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
         given = {name: value for name, value in given.items() if takes_all or name in taken}
@@ -380,7 +392,7 @@ class BaseTransformerModel(BaseModel):
     ) -> dict[str, Any]:
         """Merge the arguments of `decode_fn`: defaults, those of the model, those of the call."""
         ends = self.eos_ids
-        options = {"num_decodes": 1 if num_decodes is None else num_decodes}
+        options: dict[str, Any] = {"num_decodes": 1 if num_decodes is None else num_decodes}
         options["eos_id"] = ends[0] if len(ends) == 1 else ends
         if self.pad_id:
             options["pad_id"] = self.pad_id
@@ -389,7 +401,8 @@ class BaseTransformerModel(BaseModel):
             if "decode_rng" in (decoder_params or {}):
                 raise ValueError("The random key is given twice: pass `rng` or decoder_params['decode_rng'].")
             options["decode_rng"] = rng
-        self._check_memory(*batch["decoder_input_tokens"].shape[:2], options["num_decodes"])
+        rows, length = batch["decoder_input_tokens"].shape[:2]
+        self._check_memory(rows, length, options["num_decodes"])
         if "example_index" in batch:
             options["decode_rng"] = decoding.example_keys(options.get("decode_rng"), batch["example_index"])
         configs = (self.module, getattr(self.module, "config", None))
@@ -399,7 +412,7 @@ class BaseTransformerModel(BaseModel):
         """Raise a UserError if decoding cannot fit into memory, before it is traced and compiled."""
         config = getattr(self.module, "config", None)
         if isinstance(config, NetworkConfig):
-            layers = getattr(config, "num_decoder_layers", None) or config.num_layers
+            layers = getattr(config, "num_decoder_layers", 0) or getattr(config, "num_layers", 0)
             cache = 2 * layers * config.num_heads * config.head_dim * jnp.dtype(config.dtype).itemsize
             tokens, logits = 2 * 4, 4 * config.vocab_size
             decoding.check_memory(rows, num_decodes, length, per_token=cache + tokens, per_decode=logits)

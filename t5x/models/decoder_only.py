@@ -30,6 +30,7 @@ class DecoderOnlyModel(BaseTransformerModel):
     FEATURE_CONVERTER_CLS = DecoderFeatureConverter
     _MODULE_INPUTS = ("decoder_input_tokens", "decoder_target_tokens")
     _OPTIONAL_INPUTS = ("decoder_segment_ids", "decoder_positions")
+    _decode_fn: Callable
 
     def __init__(
         self,

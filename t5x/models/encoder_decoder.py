@@ -46,9 +46,10 @@ class EncoderDecoderModel(BaseTransformerModel):
       ((2, 3), (2,))
     """
 
-    FEATURE_CONVERTER_CLS = EncDecFeatureConverter
+    FEATURE_CONVERTER_CLS: Callable[..., Any] = EncDecFeatureConverter
     _MODULE_INPUTS = ("encoder_input_tokens", "decoder_input_tokens", "decoder_target_tokens")
     _OPTIONAL_INPUTS = ("encoder_segment_ids", "decoder_segment_ids", "encoder_positions", "decoder_positions")
+    _decode_fn: Callable
 
     def __init__(
         self,
@@ -159,12 +160,13 @@ class EncoderDecoderModel(BaseTransformerModel):
     ) -> tuple[Callable, Any]:
         """Return the same for any network with T5X's call convention, by `_compute_logits_from_slice`."""
         cache, _ = self._compute_kv_cache(params, None, inputs, empty)
-        encoded = self.module.apply({"params": params}, inputs, enable_dropout=False, method=self.module.encode)
-        expanded = (jnp.repeat(x, options["num_decodes"], axis=0) for x in (encoded, inputs))
-        given = dict(zip(("encoded_inputs", "raw_inputs"), expanded, strict=True))
+        apply: Callable[..., Any] = self.module.apply
+        encoded = apply({"params": params}, inputs, enable_dropout=False, method=self.module.encode)
+        encoded, inputs = (jnp.repeat(x, options["num_decodes"], axis=0) for x in (encoded, inputs))
         tokens_to_logits = functools.partial(
-            self._compute_logits_from_slice, params=params, **given, max_decode_length=empty.shape[1]
-        )
+            self._compute_logits_from_slice, params=params, encoded_inputs=encoded, raw_inputs=inputs,
+            max_decode_length=empty.shape[1],
+        )  # fmt: skip
         return tokens_to_logits, cache
 
     def _compute_kv_cache(
@@ -238,7 +240,7 @@ class EncoderDecoderModel(BaseTransformerModel):
         """
         start = jnp.full((inputs.shape[0], 1), self.start_id, jnp.int32)
         real = jnp.full_like(start, self.pad_id + 1)
-        only = "logits_of" in inspect.signature(type(self.module).decode).parameters
+        only = "logits_of" in inspect.signature(self.module.decode).parameters
         options |= {"enable_dropout": dropout_rng is not None}
 
         def first_position(module: nn.Module) -> jax.Array:
@@ -247,5 +249,6 @@ class EncoderDecoderModel(BaseTransformerModel):
             return module.decode(encoded, inputs, start, real, **options, **wanted)[:, 0]
 
         rngs = None if dropout_rng is None else {"dropout": dropout_rng}
-        logits = self.module.apply(self._variables(params, fp8_scales), rngs=rngs, method=first_position)
+        apply: Callable[..., Any] = self.module.apply
+        logits = apply(self._variables(params, fp8_scales), rngs=rngs, method=first_position)
         return logits if only else jnp.take_along_axis(logits, tokens, axis=-1)

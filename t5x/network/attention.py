@@ -75,8 +75,8 @@ class Mask(Preparable):
             parts.append((jnp.arange(k_length) <= self.position[..., None])[..., None, None, :])
         if self.key_segments is not None:
             parts.append((self.key_segments > 0)[:, None, None, :])
-        if self.query_segments is not None:
-            parts.append((self.query_segments[:, :, None] == self.key_segments[:, None, :])[:, None])
+            if self.query_segments is not None:
+                parts.append((self.query_segments[:, :, None] == self.key_segments[:, None, :])[:, None])
         allowed = None
         for part in parts:
             allowed = part if allowed is None else allowed & part
@@ -257,6 +257,7 @@ def extend_and_attend(
     """
     from t5x.network import decode_kernel
 
+    assert mask.position is not None, "a decoding step has a position"
     row = None if bias is None else bias.row(mask.position, key.shape[2])[..., 0, :]
     position, bias_row = ((), ("heads", None)) if mask.position.ndim == 0 else (("batch",), ("batch", "heads", None))
 
@@ -271,6 +272,7 @@ def extend_and_attend(
 
 def _rows_of_beams(cache: jax.Array, mask: Mask) -> jax.Array:
     """Gather a cache [batch, heads, k, head_dim] by the mask's `row_offsets`."""
+    assert mask.position is not None and mask.row_offsets is not None, "a beam search sets both"
     numbers = jnp.arange(cache.shape[2])
     offsets = jnp.where(numbers < mask.position, mask.row_offsets, 0)
     at = jnp.arange(cache.shape[0])[:, None] + offsets
@@ -362,7 +364,7 @@ def _fused_without_bias(query, key, value, lengths, causal):
 def _fused_without_bias_forward(query, key, value, lengths, causal):
     # Without a bias, cuDNN accumulates the gradient of the queries in no fixed order: runs would not be reproducible.
     nothing = _divided_by_heads(jnp.zeros((1, query.shape[2], query.shape[1], key.shape[1]), query.dtype))
-    return jax.vjp(lambda *parts: _fused(nothing, *parts, lengths, causal), query, key, value)
+    return jax.vjp(lambda q, k, v: _fused(nothing, q, k, v, lengths, causal), query, key, value)
 
 
 def _fused_without_bias_backward(causal, backward, gradient):

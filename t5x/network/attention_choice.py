@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+Shaped = jax.Array | jax.ShapeDtypeStruct
 
-def fastest(query: jax.Array, key: jax.Array, mask: "Mask", softcap: float | None = None) -> str:
+
+def fastest(query: Shaped, key: Shaped, mask: "Mask", softcap: float | None = None) -> str:
     """Return the name of the fastest backend that is correct here.
 
     Our kernel was faster than cuDNN in every T5 attention measured on an H200 (docs/performance.md). GPUs other than
@@ -36,7 +38,7 @@ def fastest(query: jax.Array, key: jax.Array, mask: "Mask", softcap: float | Non
     return "xla" if refused else "pallas"
 
 
-def log_choice(name: str, query: jax.Array, mask: "Mask") -> None:
+def log_choice(name: str, query: Shaped, mask: "Mask") -> None:
     """Log the back end that `auto` chose on a GPU, once for each name and reason."""
     if platform() == "gpu" and query.shape[1] > 1:
         _log_once(name, _gpu_refuses(query, mask))
@@ -50,7 +52,7 @@ def _log_once(name: str, reason: str | None) -> None:
         log.info("attention: %s", {"cudnn": "cuDNN", "pallas": "the fused kernel of t5x", "xla": "XLA"}[name])
 
 
-def _gpu_refuses(query: jax.Array, mask: "Mask") -> str | None:
+def _gpu_refuses(query: Shaped, mask: "Mask") -> str | None:
     """Return why no fused backend can compute this attention; None if they may."""
     if not on_nvidia_gpu():
         return f"the device is {device().device_kind}, no NVIDIA GPU"
@@ -61,7 +63,7 @@ def _gpu_refuses(query: jax.Array, mask: "Mask") -> str | None:
     return None
 
 
-def _shape_refuses(query: jax.Array, mask: "Mask", dtypes: tuple[str, ...]) -> str | None:
+def _shape_refuses(query: Shaped, mask: "Mask", dtypes: tuple[str, ...]) -> str | None:
     """Return why no fused kernel for these dtypes can compute this attention; None if they may."""
     if query.dtype.name not in dtypes:
         return f"queries and keys are {query.dtype.name} (fused attention takes {' and '.join(dtypes)})"
@@ -72,7 +74,7 @@ def _shape_refuses(query: jax.Array, mask: "Mask", dtypes: tuple[str, ...]) -> s
     return None
 
 
-def pallas_refuses(query: jax.Array, key: jax.Array, mask: "Mask", softcap: float | None = None) -> str | None:
+def pallas_refuses(query: Shaped, key: Shaped, mask: "Mask", softcap: float | None = None) -> str | None:
     """Return why our kernel cannot compute this attention; None if it can."""
     del softcap
     if platform() != "tpu":
@@ -92,7 +94,7 @@ def _compiler_refuses(name: str) -> str | None:
     return None if has_compiler(name) else f"this JAX has no jax.experimental.pallas.{name}"
 
 
-def cudnn_refuses(query: jax.Array, key: jax.Array, mask: "Mask", softcap: float | None = None) -> str | None:
+def cudnn_refuses(query: Shaped, key: Shaped, mask: "Mask", softcap: float | None = None) -> str | None:
     """Return why cuDNN cannot compute this attention; None if it can."""
     if reason := _gpu_refuses(query, mask):
         return reason

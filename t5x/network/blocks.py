@@ -78,14 +78,15 @@ class Attention(nn.Module):
                 made[0] = made[0] / cfg.head_dim**0.5
             return made
 
-        dropped = {"keys": keys.at("weights"), "dropout_rate": cfg.dropout_rate}
-        exact = {"float32_logits": cfg.float32_attention_logits}
+        dropped: dict[str, Any] = {"keys": keys.at("weights"), "dropout_rate": cfg.dropout_rate}
+        exact: dict[str, Any] = {"float32_logits": cfg.float32_attention_logits}
         if self.cache == "cross":
             (query,) = heads(x, "query")
             # Filled from the encoder's output by the pass that creates the cache; read by every later step. A user's
             # own decoding, which knows only `cache`, computes them in every step.
             if self.has_variable("cross_cache", "cached_key"):
-                key, value = (self.get_variable("cross_cache", f"cached_{name}") for name in ("key", "value"))
+                key: jax.Array = self.get_variable("cross_cache", "cached_key")
+                value: jax.Array = self.get_variable("cross_cache", "cached_value")
             else:
                 key, value = map(_heads_first, heads(source, "key", "value", in_every_step=False))
                 if self.is_mutable_collection("cross_cache"):
@@ -95,8 +96,8 @@ class Attention(nn.Module):
             out = attend_cached(query, key, value, mask=mask, bias=bias, **exact)
         elif source is not x and x.shape[1] == 1 and bias is None:
             (query,) = heads(x, "query")
-            into = [kernels[name](source.shape[-1], keys.at(name)) for name in ("key", "value")]
-            out = attend_folded(query, source.astype(cfg.dtype), *into, mask=mask, **dropped, **exact)
+            into_key, into_value = (kernels[name](source.shape[-1], keys.at(name)) for name in ("key", "value"))
+            out = attend_folded(query, source.astype(cfg.dtype), into_key, into_value, mask=mask, **dropped, **exact)
         elif self.cache and prefill_lengths is None and not scaled and self._has_step_kernel():
             joined = project(self, x, list(kernels.values()), keys, joined=True)
             joined = joined if isinstance(joined, jax.Array) else jnp.stack(joined, axis=-2)
@@ -127,7 +128,9 @@ class Attention(nn.Module):
     def _step_with_kernel(self, joined: jax.Array, mask: Mask, bias: RelativeBias | None) -> jax.Array:
         """Take a decoding step, given its query, key and value, [batch, 1, 3, heads * head_dim]; advance the cache."""
         cfg = self.config
-        key, value, index = (self.variable("cache", name) for name in ("cached_key", "cached_value", "cache_index"))
+        names = ("cached_key", "cached_value", "cache_index")
+        cached: list[nn.Variable[jax.Array]] = [self.variable("cache", name) for name in names]
+        key, value, index = cached
         out, key.value, value.value = extend_and_attend(
             joined.reshape(-1, 3, cfg.num_heads, cfg.head_dim), key.value, value.value,
             mask=Mask(position=index.value, row_offsets=mask.row_offsets), bias=bias,
@@ -266,6 +269,7 @@ class DecoderLayer(nn.Module):
         )
         x = x + dropout(y, cfg.dropout_rate, keys.at("self_attention_out"))
         if encoded is not None:
+            assert cross_mask is not None, "the encoder's output comes with its mask"
             x, y = RMSNorm(cfg.dtype, name="pre_cross_attention_layer_norm")(x, branch=True)
             y = Attention(cfg, "cross" if self.cache else None, name="encoder_decoder_attention")(
                 y, encoded, mask=cross_mask, bias=None, keys=keys.at("encoder_decoder_attention")
@@ -299,7 +303,7 @@ def run_layers(
     if cfg.scan_layers:
         stack = partitioning.scan_with_axes(
             layer_cls,
-            variable_axes={"params": cfg.param_scan_axis, "intermediates": 0} | dict.fromkeys((*CACHES, SCALES), 0),
+            variable_axes={"params": cfg.param_scan_axis, "intermediates": 0, **dict.fromkeys((*CACHES, SCALES), 0)},
             split_rngs={"params": False, "dropout": False},  # every layer has its own `Keys` instead
             in_axes=(0,) + (nn.broadcast,) * len(shared),
             length=num_layers,

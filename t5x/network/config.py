@@ -65,7 +65,7 @@ class NetworkConfig:
     attention_backend: str = "auto"
 
     @property
-    def residual_dtype(self) -> str:
+    def residual_dtype(self) -> DTypeLike:
         """Dtype of the residual stream."""
         return "float32" if self.dtype == "float16" else self.dtype
 

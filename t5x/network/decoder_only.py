@@ -64,7 +64,7 @@ class DecoderWrapper(nn.Module):
         # While decoding, the cache has nothing after the current position and no padding before it.
         real = None if decode and not prefill else (decoder_target_tokens > 0).astype(jnp.int32)
         if decoder_segment_ids is not None:
-            real = jnp.where(real > 0, decoder_segment_ids, 0)
+            real = jnp.where(decoder_target_tokens > 0, decoder_segment_ids, 0)
         return self.decoder(
             decoder_input_tokens,
             Mask(key_segments=real, query_segments=decoder_segment_ids, prefix=decoder_causal_attention, causal=True),

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from t5x.network import flash_kernels as kernels
-from t5x.network.flash_kernels import Block, Grid, Tiles
+from t5x.network.flash_kernels import Block, Grid
 from t5x.network.flash_preparation import (
     Blocks,
     Plan,
@@ -152,8 +152,8 @@ def _forward(
     if plan.target == "hopper":
         from t5x.network import flash_hopper as hopper
 
-        strip, _, *codes_and_ranges = call.shared()
-        return hopper.forward(query, key, value, strip, *codes_and_ranges, plan.rules)
+        strip, _, q_codes, k_codes, ranges = call.shared()
+        return hopper.forward(query, key, value, strip, q_codes, k_codes, ranges, plan.rules)
     return call(
         functools.partial(kernels.forward_kernel, rules=plan.rules, block=call.block, grid=call.grid),
         (call.q_block(), call.k_row(), call.k_row(), *call.shared_specs()),
@@ -185,7 +185,7 @@ def _query_gradient(query, key, value, bias, mask, out, lse, gradient, plan: Pla
         far = call.spec((None, None, 2, block.q), lambda i, b, h: (b, h, 0, i))
         far_shape = _float32(call.batch, call.heads, 2, call.q_length)
         if plan.target == "tpu":
-            shape = Tiles(block, plan.rules.reach).count, block.q, block.k
+            shape = plan.rules.tiles(block).count, block.q, block.k
             tiles = call.spec((None, *shape), lambda i, b, h: (h, 0, 0, 0))
             tiles_shape = _float32(call.heads, *shape)
     return call(
@@ -219,7 +219,7 @@ def _tiles_gradient(query, key, value, bias, mask, lse, delta, gradient, plan: P
     """Return the gradient of the tiles [heads, tiles, q, k] of the bias block, on GPUs."""
     batch, q_length, heads, width = query.shape
     call = _call(query, key, bias, mask, plan, "bias")
-    block, tiles, made = call.block, Tiles(call.block, plan.rules.reach), bias.tiles.bias
+    block, tiles, made = call.block, plan.rules.tiles(call.block), bias.tiles.bias
     visits, ends, q_codes, k_codes = mask.visits, mask.ends, mask.q_codes, mask.k_codes
     parts = max(1, min(visits.shape[1], _BIAS_PROGRAMS // (heads * tiles.count)))
     whole = lambda array: None if array is None else pl.BlockSpec(array.shape, lambda t, h, p: (0,) * array.ndim)
@@ -285,7 +285,7 @@ class _Call:
         (self.q_length, heads), (self.k_length, self.k_heads) = lengths_and_heads
         self.groups = heads // self.k_heads
         self.heads = self.k_heads if self.of_keys else heads
-        self.vector_shape = (self.batch, heads, self.q_length)
+        self.vector_shape: tuple[int, ...] = (self.batch, heads, self.q_length)
 
     @property
     def compiler_params(self) -> Any:
@@ -319,7 +319,7 @@ class _Call:
         """Return the specs of `shared`."""
         tiles = far = None
         if self.bias is not None:
-            count, q, k, _, _ = Tiles(self.block, self.plan.rules.reach).count, *self.block
+            count, q, k, _, _ = self.plan.rules.tiles(self.block).count, *self.block
             shape = (self.groups, count, k, q) if self.of_keys else (None, count, q, k)
             tiles, far = self.spec(shape, lambda i, b, h: (h, 0, 0, 0)), self.far_spec(shape[0])
         q_codes = k_codes = None
@@ -395,7 +395,7 @@ class _TpuCall(_Call):
 
     @property
     def compiler_params(self) -> Any:
-        tiles = 0 if self.bias is None else Tiles(self.block, self.plan.rules.reach).count
+        tiles = 0 if self.bias is None else self.plan.rules.tiles(self.block).count
         needed = _tpu_bytes(self.block, tiles, self.groups if self.of_keys else 2, self.row_bytes)
         return self.tpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=needed
@@ -418,8 +418,8 @@ class _TpuCall(_Call):
     def codes_spec(self, size: int, *, is_row: bool) -> pl.BlockSpec:
         return self.spec((None, None, size), lambda i, b, h: (b, 0, 0 if is_row else i))
 
-    def ranges_spec(self) -> pl.BlockSpec:
-        return super().ranges_spec(memory_space=self.tpu.SMEM)
+    def ranges_spec(self, **options: Any) -> pl.BlockSpec:
+        return super().ranges_spec(memory_space=self.tpu.SMEM, **options)
 
     def array(
         self, length: int, heads: int | None, index: Callable[[Any, Any, Any], tuple], *, is_row: bool = False

@@ -75,6 +75,12 @@ class Rules:
     def sees_ahead(self) -> bool:
         return not self.causal or self.prefix
 
+    def tiles(self, block: Block) -> "Tiles":
+        """Return the near blocks; there are none without a bias."""
+        if self.reach is None:
+            raise ValueError("attention without a bias has no near blocks")
+        return Tiles(block, self.reach)
+
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
@@ -163,7 +169,7 @@ class _Logits(NamedTuple):
             logits, slope = self.rules.softcap * bent, 1.0 - bent * bent
         logits = logits * LOG2E
         if kind == "near":
-            number = Tiles(self.block, self.rules.reach).number(i, j)
+            number = self.rules.tiles(self.block).number(i, j)
             logits += self.tiles[(*self.head, number, slice(None), slice(None))].astype(jnp.float32)
         elif kind != "plain":
             logits += self.far[(*self.head, 0 if kind == "left" else 1)]
@@ -189,12 +195,13 @@ class _Logits(NamedTuple):
 
 def visible(rules: Rules, q: jax.Array | None, k: jax.Array | None, distance: jax.Array | None) -> jax.Array:
     """Return which keys are seen by which queries, given their codes and key position minus query position."""
-    allowed = []
-    if rules.coded:
+    allowed: list[jax.Array] = []
+    if q is not None and k is not None:
         allowed.append((q >> 1) == (k >> 1) if rules.prefix else q == k)
-    if rules.causal:
-        allowed.append((distance <= 0) | ((q & k & 1) > 0) if rules.prefix else distance <= 0)
-    if rules.window is not None:
+    if distance is not None and rules.causal:
+        before = distance <= 0
+        allowed.append(before | ((q & k & 1) > 0) if rules.prefix and q is not None and k is not None else before)
+    if distance is not None and rules.window is not None:
         allowed.append(jnp.abs(distance) < rules.window)
     return functools.reduce(jnp.logical_and, allowed)
 
@@ -239,7 +246,7 @@ def forward_kernel(
     query = query_ref[...]
     codes = (lambda _, k: (q_codes_ref[...], _rows(k_codes_ref, k, block.k))) if rules.coded else None
     logits_of = _Logits(rules, block, tiles_ref, far_ref, codes, grid)
-    near = None if rules.reach is None else Tiles(block, rules.reach).near_keys(i)
+    near = None if rules.reach is None else rules.tiles(block).near_keys(i)
 
     def visit(kind, is_whole, j, carry):
         total, highest, weight = carry
@@ -283,10 +290,10 @@ def query_gradient_kernel(
     delta_ref[...] = grid.stored(delta)
     codes = (lambda _, k: (q_codes_ref[...], _rows(k_codes_ref, k, block.k))) if rules.coded else None
     logits_of = _Logits(rules, block, tiles_ref, far_ref, codes, grid)
-    near = None if rules.reach is None else Tiles(block, rules.reach).near_keys(i)
+    near = None if rules.reach is None else rules.tiles(block).near_keys(i)
     if near is not None:
         tile = i if bias_block.q == block.q else lax.div(i, bias_block.q // block.q)
-        tiles_begin, tiles_end = (n * (bias_block.k // block.k) for n in Tiles(bias_block, rules.reach).near_keys(tile))
+        tiles_begin, tiles_end = (n * (bias_block.k // block.k) for n in rules.tiles(bias_block).near_keys(tile))
 
     def visit(kind, is_whole, j, carry):
         d_query, left, right = carry
@@ -300,7 +307,7 @@ def query_gradient_kernel(
         elif kind == "right":
             right += jnp.where(j >= tiles_end, d_logits.sum(axis=1), 0.0)
         elif d_tiles_ref is not None:
-            d_tiles_ref[Tiles(block, rules.reach).number(i, j)] += d_logits
+            d_tiles_ref[rules.tiles(block).number(i, j)] += d_logits
         d_product = d_logits if slope is None else d_logits * slope
         return d_query + _product(d_product.astype(key.dtype), key), left, right
 
@@ -320,7 +327,7 @@ def key_gradient_kernel(
     """Compute the gradients of one block of keys and values over the `groups` query heads that share it, transposed."""
     j = pl.program_id(grid.block)
     key, value = key_ref[...], value_ref[...]
-    near = None if rules.reach is None else Tiles(block, rules.reach).near_queries(j)
+    near = None if rules.reach is None else rules.tiles(block).near_queries(j)
     codes = (lambda q, _: (_rows(q_codes_ref, q, block.q), k_codes_ref[...])) if rules.coded else None
 
     def head(g, carry):
@@ -358,7 +365,7 @@ def bias_gradient_kernel(
         at = visits_ref[tile, n]
         row = lax.div(at, blocks)
         i = at - row * blocks
-        j = tile + Tiles(block, rules.reach).first + i * (block.q // block.k)
+        j = tile + rules.tiles(block).first + i * (block.q // block.k)
         queries, keys = pl.ds(i * block.q, block.q), pl.ds(j * block.k, block.k)
         codes = (lambda *_: (q_codes_ref[row, queries], k_codes_ref[row, keys])) if rules.coded else None
         logits_of = _Logits(rules, block, tiles_ref, None, codes, grid)

@@ -38,8 +38,8 @@ class Blocks(NamedTuple):
 def choose_blocks(q_length: int, k_length: int, head_dim: int, *, for_tpu: bool = False) -> Blocks:
     """Return the fastest blocks measured (H200, heads of 64; wider heads are not tuned), smaller for short rows."""
     if for_tpu:  # whose vectors have 128 lanes; the gradient of the queries also computes that of the bias
-        fit = lambda length: min(_TPU_BLOCK, max(128, pl.next_power_of_2(length)))
-        return Blocks(*[Block(fit(q_length), fit(k_length))] * 4)
+        side = lambda length: min(_TPU_BLOCK, max(128, pl.next_power_of_2(length)))
+        return Blocks(*[Block(side(q_length), side(k_length))] * 4)
     if head_dim > 64:
         blocks = Blocks(Block(128, 64, 8, 2), Block(64, 32, 4, 2), Block(32, 64, 4, 2), Block(64, 64, 8, 2))
     elif k_length > 1024:
@@ -101,11 +101,11 @@ def make_plan(
     elif blocks.bias.q % blocks.query.q or blocks.bias.k % blocks.query.k or blocks.bias.q % blocks.bias.k:
         raise ValueError(f"the sides of the bias block {blocks.bias} must be multiples of those of {blocks.query}")
     sides = (math.lcm(*(block.q for block in blocks)), math.lcm(*(block.k for block in blocks)))
-    padded = tuple(length + -length % side for length, side in zip(lengths, sides, strict=True))
-    extent = 0 if bias is None else max(reach) + 2 * max(size for block in blocks for size in block[:2])
-    coded = mask.key_segments is not None or mask.prefix is not None or padded[1] > lengths[1]
+    q_padded, k_padded = (length + -length % side for length, side in zip(lengths, sides, strict=True))
+    extent = 0 if reach is None else max(reach) + 2 * max(size for block in blocks for size in block[:2])
+    coded = mask.key_segments is not None or mask.prefix is not None or k_padded > lengths[1]
     rules = Rules(coded, mask.causal, mask.prefix is not None, mask.window, softcap, reach)
-    return Plan(rules, blocks, padded, extent, same_queries, target, interpret)
+    return Plan(rules, blocks, (q_padded, k_padded), extent, same_queries, target, interpret)
 
 
 class PerKernel(NamedTuple):
@@ -117,8 +117,7 @@ class PerKernel(NamedTuple):
     bias: Any
 
 
-@flax.struct.dataclass
-class PreparedMask:
+class PreparedMask(flax.struct.PyTreeNode):
     """What the kernels need of a mask.
 
     Attributes:
@@ -147,11 +146,13 @@ class PreparedMask:
         """Return the logical axes of every array."""
         ranges = ("batch" if plan.rules.coded else None, None, None)
         rows = ("batch", None)
-        return cls(rows, rows, PerKernel(*[ranges] * 4), (None, "batch"), ("batch", None, None), plan)
+        axes: dict[str, Any] = {
+            "q_codes": rows, "k_codes": rows, "visits": (None, "batch"), "ends": ("batch", None, None)
+        }  # fmt: skip
+        return cls(**axes, ranges=PerKernel(*[ranges] * 4), plan=plan)
 
 
-@flax.struct.dataclass
-class PreparedBias:
+class PreparedBias(flax.struct.PyTreeNode):
     """What the kernels need of a bias. Its gradient flows through `near` and `far` only.
 
     Attributes:
@@ -174,7 +175,8 @@ class PreparedBias:
         tiles = PerKernel(*[(heads, None, None, None)] * 4)
         if plan.target == "hopper":
             tiles = tiles._replace(forward=(heads, None, None))
-        return cls((heads, None, None), (heads, None), tiles, (heads, None), plan)
+        axes: dict[str, Any] = {"near": (heads, None, None), "far": (heads, None), "far_logits": (heads, None)}
+        return cls(**axes, tiles=tiles, plan=plan)
 
 
 def prepare_mask(mask: "Mask", batch: int, lengths: tuple[int, int], plan: Plan) -> PreparedMask:
@@ -183,12 +185,13 @@ def prepare_mask(mask: "Mask", batch: int, lengths: tuple[int, int], plan: Plan)
     if key_segments is None and plan.lengths[1] > lengths[1]:
         key_segments = jnp.ones((batch, lengths[1]), jnp.int32)
     q_codes, k_codes = _codes((batch, lengths[0]), key_segments, mask.query_segments, mask.prefix)
-    if plan.rules.coded:
+    some_queries = q_codes
+    if q_codes is not None and k_codes is not None:
         q_more, k_more = (padded - length for padded, length in zip(plan.lengths, lengths, strict=True))
         q_codes = jnp.pad(q_codes, ((0, 0), (0, q_more)), constant_values=-1)
         k_codes = jnp.pad(k_codes, ((0, 0), (0, k_more)))
-    # These are constants. XLA evaluates what is computed from them while it compiles, slowly.
-    some_queries = q_codes[:1] if plan.rules.coded and plan.same_queries else q_codes
+        # These are constants. XLA evaluates what is computed from them while it compiles, slowly.
+        some_queries = q_codes[:1] if plan.same_queries else q_codes
     ranges = PerKernel(
         *(
             block_ranges(plan.rules, block, plan.lengths, some_queries, k_codes, of_keys=kernel == "key")
@@ -197,7 +200,7 @@ def prepare_mask(mask: "Mask", batch: int, lengths: tuple[int, int], plan: Plan)
     )
     visits = ends = None
     if plan.rules.reach is not None and plan.target != "tpu":
-        visits, ends = _near_visits(ranges.bias, Tiles(plan.blocks.bias, plan.rules.reach), batch)
+        visits, ends = _near_visits(ranges.bias, plan.rules.tiles(plan.blocks.bias), batch)
     return PreparedMask(q_codes, k_codes, ranges, visits, ends, plan)
 
 
@@ -209,7 +212,7 @@ def prepare_bias(bias: RelativeBias, plan: Plan) -> PreparedBias:
     values = jnp.einsum("hb,nb->hn", bias.table.astype(jnp.float32), of, precision=jax.lax.Precision.HIGHEST)
     part = lambda start, size: jax.lax.slice_in_dim(values, start, start + size, axis=1)
     far = jnp.concatenate([part(0, 1), part(values.shape[1] - 1, 1)], axis=1)
-    block, tiles = plan.blocks.bias, Tiles(plan.blocks.bias, plan.rules.reach)
+    block, tiles = plan.blocks.bias, plan.rules.tiles(plan.blocks.bias)
     starts = [number * tiles.unit - (block.q - 1) + plan.extent for number in range(tiles.first, tiles.last + 1)]
     near = jnp.stack([part(start, block.q + block.k - 1) for start in starts], axis=1)
     logits = kernels.LOG2E * jax.lax.stop_gradient(values)
@@ -220,7 +223,7 @@ def prepare_bias(bias: RelativeBias, plan: Plan) -> PreparedBias:
         if kernel == "forward" and plan.target == "hopper":
             from t5x.network import flash_hopper as hopper
 
-            return hopper.bias_strip(logits, plan.rules.reach)
+            return hopper.bias_strip(logits, tiles.reach)
         return _tiles(logits, block, plan, of_keys=kernel == "key")
 
     tiles_of = PerKernel(*itertools.starmap(made, plan.blocks._asdict().items()))
@@ -232,7 +235,7 @@ def prepare_bias(bias: RelativeBias, plan: Plan) -> PreparedBias:
 
 def _tiles(logits: jax.Array, block: Block, plan: Plan, *, of_keys: bool) -> jax.Array:
     """Return the bias [heads, distances] as [heads, tiles, q, k], or transposed."""
-    tiles = Tiles(block, plan.rules.reach)
+    tiles = plan.rules.tiles(block)
     starts = tiles.unit * np.arange(tiles.first, tiles.last + 1) + plan.extent
     distances = np.arange(block.k) - np.arange(block.q)[:, None]
     return logits[:, starts[:, None, None] + (distances.T if of_keys else distances)]

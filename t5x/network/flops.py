@@ -40,7 +40,7 @@ def scoring_flops(cfg: T5Config, *, rows: int, inputs: int, labels: int) -> int:
     return encoder_decoder_flops(cfg, rows=rows, inputs=inputs, targets=1) + 2 * rows * logits
 
 
-def attention_flops(cfg: NetworkConfig, *, rows: int, inputs: int, targets: int) -> int:
+def attention_flops(cfg: T5Config | TransformerConfig, *, rows: int, inputs: int, targets: int) -> int:
     """Return the FLOPs of attention scores and weighted values alone, which are part of a forward pass."""
     if isinstance(cfg, T5Config):
         pairs = cfg.num_encoder_layers * inputs**2 + cfg.num_decoder_layers * targets * (targets + inputs)
@@ -96,10 +96,10 @@ class StepCost:
     def of(cls, module: Any, batch: Mapping[str, Any], *, rows: int, devices: Sequence[Device]) -> "StepCost":
         """Compute the cost; see `forward_flops`. `devices` are those of all processes."""
         forward = forward_flops(module, batch, rows)
-        peaks = [peak_flops(device) for device in devices]
+        peaks = [peak for device in devices if (peak := peak_flops(device)) is not None]
         kinds = " and ".join(sorted({device.device_kind for device in devices}))
         flops = None if forward is None else 3 * forward
-        peak = None if None in peaks else math.fsum(peaks)
+        peak = math.fsum(peaks) if len(peaks) == len(devices) else None
         return cls(flops, peak, type(module).__name__, f"{len(devices)} x {kinds}")
 
     def scalars(self, steps_per_second: float) -> dict[str, float]:

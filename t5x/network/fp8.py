@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from t5x.network.config import NetworkConfig, T5Config
+from t5x.network.config import NetworkConfig, T5Config, TransformerConfig
 from t5x.partitioning.devices import device_count, runs_triton
 
 SCALES = "fp8"  # Linen's collection of scales, and its name in the train state
@@ -35,7 +35,7 @@ _LARGEST_SCALE = 2.0**60  # the product of two scales and its inverse are float3
 Tree = Any
 
 
-def initial_history(config: NetworkConfig) -> Tree:
+def initial_history(config: T5Config | TransformerConfig) -> Tree:
     """Return zeros, float32 [layers, 1 + outputs, HISTORY], for every matmul input of the network's layers.
 
     They are named by tower, module and fused projection: `encoder/attention/query_key_value`. Row 0 is the input, the
@@ -116,7 +116,7 @@ def _forward(x, kernels, scales, dtype):
 def _backward(dtype, residuals, gradients):
     del dtype
     x8_transposed, kernels8, scales, x_amax, like = residuals
-    to_x, to_kernels, amax = 0, [], [x_amax]
+    to_x, to_kernels, amax = jnp.zeros((), like.dtype), [], [x_amax]
     each = zip(scales[1:], _apart(x8_transposed, len(gradients)), gradients, kernels8, strict=True)
     for scale, x8_transposed, gradient, (kernel8, kernel_scale) in each:
         rows = gradient.reshape(-1, kernel8.shape[1])

@@ -15,7 +15,7 @@ from t5x.partitioning.logical import constrain
 _TOWERS = ("encoder", "decoder")  # a stack of scanned layers has the name of its tower
 
 
-def initial_variables(module: nn.Module, rng: jax.Array, *tokens: jax.Array) -> dict[str, Any]:
+def initial_variables(module: nn.Module, rng: jax.Array, *tokens: jax.Array) -> Mapping[str, Any]:
     """Return `params`, and their logical axes in `params_axes`.
 
     For our networks with unrolled layers, the same network with scanned layers is initialized and then unstacked.

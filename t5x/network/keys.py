@@ -22,8 +22,7 @@ import numpy as np
 from t5x.partitioning.devices import platform
 
 
-@flax.struct.dataclass
-class Keys:
+class Keys(flax.struct.PyTreeNode):
     """The keys of one place in the network.
 
     Attributes:
@@ -66,9 +65,9 @@ class Keys:
     def tower(self, num_layers: int) -> tuple["Keys", "Keys"]:
         """Return the keys of a tower's places outside its layers, and those of its layers, stacked."""
         layers = self.at("layers")
-        if self.params is not None:
-            numbers = jnp.arange(num_layers)
-            layers = layers.replace(params=jax.vmap(lambda number: jax.random.fold_in(self.params, number))(numbers))
+        if (params := self.params) is not None:
+            of_each = jax.vmap(lambda number: jax.random.fold_in(params, number))(jnp.arange(num_layers))
+            layers = layers.replace(params=of_each)
         if self.dropout is None:
             return self, layers
         # The last number is the tower's own.
@@ -79,7 +78,7 @@ class Keys:
     def of_each(self, num_layers: int) -> list["Keys"]:
         """Return the keys of every layer, which are stacked here."""
         of_each = [jax.tree.map(lambda stacked, i=i: stacked[i], self) for i in range(num_layers)]
-        if self.masks is None:
+        if self.masks is None or self.dropout is None:
             return of_each
         # XLA compiles what all layers have in common once, unless each of them reads its own part of the stack.
         masks = _materialize([keys.masks for keys in of_each], jax.random.key_data(self.dropout).ravel()[0] == 0)
@@ -97,16 +96,16 @@ class Keys:
         units = sum(math.prod(shape) for _, shape, _ in sampled)
         return self.replace(masks=_sample(self.dropout, (units,), rate), sampled=sampled)
 
-    def param(self, name: str) -> jax.Array:
-        """Return the key of the parameter `name`."""
-        return jax.random.fold_in(self.params, _code(f"{self.place}/{name}"))
+    def param(self, name: str) -> jax.Array | None:
+        """Return the key of the parameter `name`; None unless the network is being initialized."""
+        return None if self.params is None else jax.random.fold_in(self.params, _code(f"{self.place}/{name}"))
 
     def keep(self, shape: Sequence[int], rate: float) -> jax.Array:
         """Return bool [batch, *shape]: the units that dropout keeps."""
         wanted, start = (self.place, tuple(shape), rate), 0
         for place in self.sampled:
             units = math.prod(place[1])
-            if place == wanted:
+            if place == wanted and self.masks is not None:
                 return self.masks[:, start : start + units].reshape(-1, *shape)
             start += units
         keys = jax.vmap(lambda key: jax.random.fold_in(key, _code(self.place)))(self.dropout)

@@ -31,7 +31,8 @@ def parameter(module: nn.Module, name: str, init: Callable, shape: Sequence[int]
     """Return a float32 parameter with logical axes; its initial value is keyed by logical name, not by module path."""
 
     def initial(path_key):
-        return init(path_key if keys.params is None else keys.param(name), tuple(shape), jnp.float32)
+        key = keys.param(name)
+        return init(path_key if key is None else key, tuple(shape), jnp.float32)
 
     return param_with_axes(name, initial, axes=tuple(axes), module=module)
 
@@ -75,21 +76,22 @@ def project(
       in_every_step: whether every step of a decoding loop needs the kernels; otherwise they are not prepared.
       joined: for several kernels on a GPU, use one fused matmul in any pass and return [..., kernels, features].
     """
-    name = _SEPARATOR.join(kernel.name for kernel in kernels)
+    names = [kernel.name for kernel in kernels if kernel.name]
+    name = _SEPARATOR.join(names)
     x = x.astype(kernels[0].dtype)
     if len(kernels) > 1 and module.has_variable("params", name):
-        made = _joined(x, module.get_variable("params", name).astype(x.dtype), dtype)
-        return made if joined else _unstack(made)
+        product = _joined(x, module.get_variable("params", name).astype(x.dtype), dtype)
+        return product if joined else _unstack(product)
     on_cpu = platform() == "cpu"
     if module.has_variable(KERNELS, name):
-        ready = module.get_variable(KERNELS, name)
         if on_cpu:
-            return [few_rows(x, kernel, dtype) for kernel in ready]
-        made = _joined(x, ready, dtype)
-        return made if joined else _unstack(made)
-    made = [kernel(x.shape[-1], keys.at(kernel.name)) for kernel in kernels]
+            transposed: Sequence[jax.Array] = module.get_variable(KERNELS, name)
+            return [few_rows(x, kernel, dtype) for kernel in transposed]
+        product = _joined(x, module.get_variable(KERNELS, name), dtype)
+        return product if joined else _unstack(product)
+    made = [kernel(x.shape[-1], keys.at(own)) for kernel, own in zip(kernels, names, strict=True)]
     if module.has_variable(fp8.SCALES, name):
-        scales = module.get_variable(fp8.SCALES, name)
+        scales: jax.Array = module.get_variable(fp8.SCALES, name)
         if joined and len(made) > 1:
             return fp8.project(x, [_join(made)], scales, dtype)[0]
         return fp8.project(x, made, scales, dtype)
@@ -306,7 +308,7 @@ def sum_by_token(x: jax.Array, tokens: jax.Array, vocab_size: int) -> jax.Array:
 
 
 def gate(
-    parts: Sequence[jax.Array] | jax.Array, activations: tuple[str, ...], dropout_rate: float, keys: Keys
+    parts: Sequence[jax.Array] | jax.Array, activations: Sequence[str], dropout_rate: float, keys: Keys
 ) -> jax.Array:
     """Return act_0(parts[0]) * act_1(parts[1]) … with dropout.
 
@@ -335,7 +337,7 @@ class MLP(nn.Module):
     """
 
     mlp_dim: int
-    activations: tuple[str, ...]
+    activations: Sequence[str]
     dropout_rate: float
     dtype: Any
     out_dtype: Any = None

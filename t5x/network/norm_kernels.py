@@ -129,7 +129,7 @@ def _block(rows: int, features: int) -> int:
 def _chunks(features: int) -> list[pl.Slice]:
     """Return slices that cover the features, each of a power of two, as arrays in Triton are."""
     size = math.gcd(features, _MAX_CHUNK)
-    return [pl.ds(start, size) for start in range(0, features, size)]
+    return [pl.Slice(start, size) for start in range(0, features, size)]
 
 
 def _inverse(parts: list[jax.Array], features: int, epsilon: float) -> jax.Array:

@@ -1,7 +1,7 @@
 """T5's relative position bias: a learned value per head and bucket of distances."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Self
 
 import flax.linen as nn
 import jax
@@ -33,10 +33,11 @@ def bucket(distance: np.ndarray, *, bidirectional: bool, num_buckets: int = 32, 
     return (base + np.where(distance < exact, distance, np.minimum(far, num_buckets - 1))).astype(np.int32)
 
 
+@dataclasses.dataclass(frozen=True)
 class Preparable:
     """A dataclass with a field `prepared`: what a backend of attention derived from the other fields, or None."""
 
-    def replace(self, **updates: Any) -> Any:
+    def replace(self, **updates: Any) -> Self:
         """Return a copy with these fields, and without `prepared`, which belongs to the old ones."""
         return dataclasses.replace(self, **{"prepared": None, **updates})
 

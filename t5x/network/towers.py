@@ -91,7 +91,7 @@ class Decoder(nn.Module):
             mask = mask.replace(row_offsets=offsets if offsets.shape[1] > 1 else None)
         if bias is not None:
             mask, bias = prepare_attention(cfg, x, x.shape[1], mask, bias)
-        if encoded is not None and cache is None:
+        if encoded is not None and cross_mask is not None and cache is None:
             cross_mask, _ = prepare_attention(cfg, x, encoded.shape[1], cross_mask, None)
         shared = (bias, mask, encoded, cross_mask, prefill_lengths)
         x = run_layers(DecoderLayer, cfg, "decoder", self.num_layers, x, layer_keys, *shared, cache=cache)

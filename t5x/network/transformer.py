@@ -4,6 +4,8 @@ Layers are unrolled (`layers_0`, `layers_1` …) or scanned (one stack, `encoder
 values and dropout are the same either way.
 """
 
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -89,6 +91,8 @@ class Transformer(nn.Module):
         sources = encoder_input_tokens != self.config.pad_token_id
         real = decoder_target_tokens != self.config.pad_token_id
         if decoder_segment_ids is not None:
+            if encoder_segment_ids is None:
+                raise ValueError("decoder_segment_ids are given without encoder_segment_ids: packed rows need both")
             targets = jnp.where(real, decoder_segment_ids, 0)
             mask = Mask(key_segments=targets, query_segments=decoder_segment_ids, causal=True)
             cross_mask = Mask(
@@ -96,8 +100,7 @@ class Transformer(nn.Module):
             )
         else:
             # While decoding, the cache has nothing after the current position and no padding before it.
-            targets = None if decode else real.astype(jnp.int32)
-            mask = Mask(key_segments=targets, causal=True)
+            mask = Mask(key_segments=None if decode else real.astype(jnp.int32), causal=True)
             cross_mask = Mask(key_segments=sources.astype(jnp.int32))
         if not isinstance(self.decoder, Decoder):
             length = decoder_input_tokens.shape[1]
@@ -128,6 +131,7 @@ class Transformer(nn.Module):
     def _array(self, mask: Mask, tokens: jax.Array, q_length: int, k_length: int) -> jax.Array:
         """Return a mask as T5X has it, [batch, 1, q, k] of the network's dtype."""
         allowed = mask.allowed(q_length, k_length)
+        assert allowed is not None, "all masks are causal or hide padding"
         return jnp.broadcast_to(allowed, (tokens.shape[0], 1, q_length, k_length)).astype(self.config.dtype)
 
     def __call__(
@@ -155,6 +159,8 @@ class Transformer(nn.Module):
         """
         del encoder_positions
         encoded = self.encode(encoder_input_tokens, encoder_segment_ids, enable_dropout, row_index)
+        # A user's override of `decode` may not accept it.
+        optional: dict[str, Any] = {"as_factors": True} if as_factors else {}
         return self.decode(
             encoded,
             encoder_input_tokens,
@@ -166,5 +172,5 @@ class Transformer(nn.Module):
             enable_dropout,
             decode,
             row_index=row_index,
-            **({"as_factors": True} if as_factors else {}),  # a user's override of `decode` may not accept it
+            **optional,
         )

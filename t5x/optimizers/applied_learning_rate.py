@@ -116,7 +116,7 @@ def record_learning_rates(function: Callable[..., Any]) -> Callable[..., Any]:
             result.learning_rates = rates
         return result
 
-    call.__signature__ = signature  # gin does not follow __wrapped__
+    call.__signature__ = signature  # type: ignore[attr-defined]  # gin does not follow __wrapped__
     return call
 
 

@@ -9,21 +9,23 @@ import optax
 from t5x.optimizers.applied_learning_rate import record_learning_rates
 
 
-def _recording(module: types.ModuleType) -> types.ModuleType:
-    """Return a view of `module` and its submodules whose functions record their learning rates."""
+class _Recording(types.ModuleType):
+    """A view of `module` and its submodules whose functions record their learning rates."""
 
-    def get(name: str) -> Any:
-        value = getattr(module, name)
+    def __init__(self, module: types.ModuleType):
+        super().__init__(module.__name__)
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._module, name)
         if inspect.ismodule(value):
-            return _recording(value)
+            return _Recording(value)
         return record_learning_rates(value) if inspect.isfunction(value) else value
 
-    view = types.ModuleType(module.__name__)
-    view.__getattr__ = get
-    view.__dir__ = lambda: dir(module)
-    return view
+    def __dir__(self) -> list[str]:
+        return dir(self._module)
 
 
-_optax = _recording(optax)
+_optax = _Recording(optax)
 __getattr__ = _optax.__getattr__
 __dir__ = _optax.__dir__

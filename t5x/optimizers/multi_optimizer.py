@@ -56,7 +56,7 @@ class MultiOptimizer(TreeOptimizer):
     ):
         pairs = [*traversals_and_optimizers, *patterns_and_optimizers]
         if all(isinstance(pattern, str) for pattern, _ in pairs):
-            self._patterns = Patterns([pattern for pattern, _ in pairs], self._setting)
+            self._patterns: Patterns | _Traversals = Patterns([pattern for pattern, _ in pairs], self._setting)
         else:
             self._patterns = _Traversals([traversal for traversal, _ in pairs])
             pairs.append((None, None))
@@ -175,9 +175,14 @@ class _ClippedOptimizer(TreeOptimizer):
     def __init__(self, optimizer: OptimizerDef, max_norm: float):
         self._optimizer = optimizer
         self._clip = optax.clip_by_global_norm(max_norm)
-        self.init, self.state_axes = optimizer.init, optimizer.state_axes
         self.learning_rate_fn = getattr(optimizer, "learning_rate_fn", None)
         self.count = getattr(optimizer, "count", None)
+
+    def init(self, params: Tree, axes: Tree) -> Tree:
+        return self._optimizer.init(params, axes)
+
+    def state_axes(self, params: Tree, axes: Tree) -> Tree:
+        return self._optimizer.state_axes(params, axes)
 
     def trained(self, tree: Tree) -> Tree:
         return trained(self._optimizer, tree)

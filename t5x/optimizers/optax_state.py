@@ -57,11 +57,12 @@ def state_axes(state: Tree, params: Tree, axes: Tree) -> dict[str, Any]:
       params: the parameters.
       axes: their logical axes.
     """
-    flat, treedef = jax.tree_util.tree_flatten_with_path(params)
-    owners = {
-        _names(keys): (param.shape, tuple(a or (None,) * len(param.shape)))
-        for (keys, param), a in zip(flat, treedef.flatten_up_to(axes), strict=True)
-    }
+    owners: dict[tuple[str, ...], tuple[Shape, Axes]] = {}
+
+    def add_owner(keys, param, own):
+        owners[_names(keys)] = (param.shape, tuple(own or (None,) * len(param.shape)))
+
+    jax.tree_util.tree_map_with_path(add_owner, params, axes)
 
     def axes_of(keys, leaf):
         names = _names(keys)

@@ -126,7 +126,7 @@ def wrap_optax_optimizer(
     name = optax_optimizer.__name__
     make_optimizer.__name__ = make_optimizer.__qualname__ = name
     make_optimizer.__doc__ = f"Return Optax's `{name}`; without `learning_rate`, the trainer's schedule drives it."
-    make_optimizer.__signature__ = signature
+    make_optimizer.__signature__ = signature  # type: ignore[attr-defined]
     return make_optimizer
 
 
@@ -189,7 +189,8 @@ def _muon_dimensions(axes: Any) -> dict[str, Any]:
     """Return which dimensions of each parameter are the rows and columns of a matrix; None if Adam handles it."""
 
     def matrix(names: tuple[str | None, ...] | None) -> contrib.MuonDimensionNumbers | None:
-        own = [d for d, name in enumerate(names or ()) if name not in ("layers", "stack")]
+        names = names or ()
+        own = [d for d, name in enumerate(names) if name not in ("layers", "stack")]
         if len(own) < 2 or {"vocab", "relpos_buckets"}.intersection(names):
             return None
         inputs = 1 if names[own[0]] == "embed" else len(own) - 1
@@ -200,7 +201,7 @@ def _muon_dimensions(axes: Any) -> dict[str, Any]:
 
 
 muon = wrap_optax_optimizer(contrib.muon, _muon_dimensions)
-muon.__doc__ += """
+muon.__doc__ = f"""{muon.__doc__}
 
 Muon updates the matrices of hidden layers, each layer of a stack separately. Adam updates embeddings, logits, position
 biases, norms and parameters without logical axes. Set `muon_weight_dimension_numbers` to change this; see Optax.

@@ -58,7 +58,7 @@ def _closest(pattern: str, paths: Sequence[str]) -> list[str]:
     return containing[:3] or difflib.get_close_matches(plain, paths, cutoff=0)
 
 
-def path_of(keys: Sequence[Any]) -> str:
+def path_of(keys: tuple[Any, ...]) -> str:
     """Return the path of a leaf from JAX's key path."""
     return jax.tree_util.keystr(keys, simple=True, separator="/")
 

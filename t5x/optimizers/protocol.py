@@ -16,20 +16,18 @@ from t5x.optimizers import optax_state
 Tree = Any
 
 
-@flax.struct.dataclass
-class OptimizerState:
+class OptimizerState(flax.struct.PyTreeNode):
     """The number of steps taken, and the state of every parameter."""
 
     step: jax.Array
     param_states: Tree
 
 
-@flax.struct.dataclass
-class Optimizer:
+class Optimizer(flax.struct.PyTreeNode):
     """An optimizer with its parameters and their state; every step returns a new one."""
 
     optimizer_def: Any = flax.struct.field(pytree_node=False)
-    state: OptimizerState = None
+    state: OptimizerState = flax.struct.field(default=None)
     target: Tree = None
 
     def apply_gradient(self, grads: Tree, **hyper_param_overrides: Any) -> "Optimizer":
@@ -99,7 +97,8 @@ class OptimizerDef:
         to_axes = lambda spec: None if spec is None else tuple(spec)
         axes = jax.tree.map(to_axes, param_logical_axes, is_leaf=is_axes)
         states = as_specs(self.state_axes(optimizer.target, axes))
-        state = OptimizerState(None, self.from_stored(states, optimizer.state.param_states))
+        param_states = self.from_stored(states, optimizer.state.param_states)
+        state = optimizer.state.replace(step=None, param_states=param_states)
         return optimizer.replace(state=state, target=param_logical_axes)
 
     # -- the trainer's methods -----------------------------------------------------------------------------------------

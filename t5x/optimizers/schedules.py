@@ -47,7 +47,7 @@ def create_learning_rate_scheduler(
       0.01
     """
     names = [name.strip() for name in factors.split("*") if name.strip()]
-    rules: dict[str, Schedule] = {
+    rules: dict[str, Callable[[jax.Array], jax.Array | float]] = {
         "constant": lambda step: base_learning_rate,
         "linear_warmup": lambda step: jnp.minimum(1.0, step / warmup_steps),
         "linear_decay": lambda step: (

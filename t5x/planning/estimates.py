@@ -179,6 +179,7 @@ def step_seconds(run: Run, share: Share, topology: Topology, layout: StateLayout
     batch = {name: jnp.broadcast_to(0, shape) for name, shape in run.model.input_shapes(lengths).items()}
     batch["decoder_target_tokens"] = batch["decoder_input_tokens"]
     forward = flops.forward_flops(run.model.module, batch, run.batch)
+    assert forward is not None, "the network is ours"
     scores = flops.attention_flops(cfg, rows=run.batch, **lengths)
     # The backward pass costs two forward passes; `full` recomputes one, `minimal` all of it but the projections.
     peak = chip.tflops * TERA * topology.devices
@@ -202,7 +203,9 @@ def _compile(run: Run, preset: str, model: int, per_machine: int) -> Program:
         for name, shape in shapes.items()
     }
     trainer = abstract_trainer(layout, learning_rate_fn=lambda step: 1e-3, num_microbatches=run.microbatches)
-    return compile_program(trainer._partitioned_train_step.lower(layout.abstract, batch), per_machine)
+    train_step = trainer._partitioned_train_step
+    assert isinstance(train_step, jax.stages.Wrapped)
+    return compile_program(train_step.lower(layout.abstract, batch), per_machine)
 
 
 def _communication(program: Program, run: Run, topology: Topology) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from t5x.network import T5Config
+from t5x.network import T5Config, TransformerConfig
 from t5x.network.config import NetworkConfig
 
 _GELU_STEPS = 4 if jax.__version_info__ >= (0, 11) else 5  # arrays that JAX's differentiation of GELU saves
@@ -48,19 +48,19 @@ def state_bytes(tree: Any) -> int:
     return sum(map(shard, jax.tree.leaves(tree)))
 
 
-def saved_bytes(cfg: NetworkConfig, share: Share, remat: str) -> int:
+def saved_bytes(cfg: T5Config | TransformerConfig, share: Share, remat: str) -> int:
     """Return the bytes that the forward pass keeps for the backward pass, with a remat policy."""
     return sum(tower.layers * tower.layer_bytes(remat) for tower in _towers(cfg, share))
 
 
-def working_bytes(cfg: NetworkConfig, share: Share, remat: str) -> int:
+def working_bytes(cfg: T5Config | TransformerConfig, share: Share, remat: str) -> int:
     """Return the bytes of what is computed at one time: a layer (recomputed, if `remat`), and a chunk of logits."""
     layer = max(tower.working_bytes(remat) for tower in _towers(cfg, share))
     logits = min(4 * share.rows * share.targets * share.divided(cfg.vocab_size), 2**28)
     return layer + 2 * logits
 
 
-def cache_bytes(cfg: NetworkConfig, share: Share) -> int:
+def cache_bytes(cfg: T5Config | TransformerConfig, share: Share) -> int:
     """Return the bytes of the keys and values that decoding `targets` tokens per row keeps."""
     width, item = share.divided(cfg.num_heads) * cfg.head_dim, jnp.dtype(cfg.dtype).itemsize
     if isinstance(cfg, T5Config):
@@ -70,7 +70,7 @@ def cache_bytes(cfg: NetworkConfig, share: Share) -> int:
     return 2 * positions * share.rows * width * item
 
 
-def _towers(cfg: NetworkConfig, share: Share) -> Iterator["_Tower"]:
+def _towers(cfg: T5Config | TransformerConfig, share: Share) -> Iterator["_Tower"]:
     if isinstance(cfg, T5Config):
         yield _Tower(cfg, share, cfg.num_encoder_layers, share.inputs)
         yield _Tower(cfg, share, cfg.num_decoder_layers, share.targets, source=share.inputs)

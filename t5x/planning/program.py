@@ -68,8 +68,9 @@ class Program:
 def compile_program(lowered: jax.stages.Lowered, per_machine: int) -> Program:
     """Compile a lowered function and read memory and collectives from the result."""
     compiled = lowered.compile()
-    stats = compiled.memory_analysis()
-    found = list(collectives(compiled.as_text(), per_machine))
+    stats, hlo = compiled.memory_analysis(), compiled.as_text()
+    assert stats is not None and hlo is not None, "a CPU's compiler reports both"
+    found = list(collectives(hlo, per_machine))
     return Program(stats.argument_size_in_bytes, stats.temp_size_in_bytes, found)
 
 

@@ -68,6 +68,8 @@ def _tpu(name: str, generation: str, number: int) -> Topology:
     if generation not in _TPUS:
         raise _unknown(name)
     kind, cores = _TPUS[generation]
+    if (chip := chip_of(kind)) is None:
+        raise _unknown(name)
     if number % cores:
         raise UserError(f"--topology {name}: the number counts cores, two per chip of {generation}. Use an even one.")
     devices = number // cores
@@ -75,7 +77,7 @@ def _tpu(name: str, generation: str, number: int) -> Topology:
         per_machine = 2 * _TPU_HOST
     else:  # hosts of v5e and v6e have 8 chips if one is enough, and 4 otherwise
         per_machine = devices if kind in ("TPU v5e", "TPU v6e") and devices <= 8 else _TPU_HOST
-    return Topology(name, kind, chip_of(kind), devices, min(per_machine, devices), chip_of(kind).link)
+    return Topology(name, kind, chip, devices, min(per_machine, devices), chip.link)
 
 
 def _gpu(name: str, model: str, devices: int) -> Topology:

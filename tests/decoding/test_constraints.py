@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from t5x.data import ByteVocabulary
-from t5x.decoding import NEG_INF, beam_search, constraints, greedy_decode, temperature_sample
+from t5x.decoding import NEG_INF, DecodingState, beam_search, constraints, greedy_decode, temperature_sample
 from t5x.errors import UserError
 from tests.decoding import languages
 from tests.decoding.languages import EOS, Languages
@@ -143,3 +143,12 @@ def test_beams_without_a_choice_are_empty():
     tokens, scores = made.decode(beam_search, num_decodes=5, logit_callback_fn=constraints.choices([[2], [3, 3]]))
     assert (tokens[:, :3] == 0).all() and (scores[:, :3] == NEG_INF).all() and (scores[:, 3:] > NEG_INF).all()
     assert languages.EOS in tokens[:, 3:]
+
+
+def test_state_without_prompt_end_counts_from_the_start():
+    """T5X's decode functions create states without `prompt_end`."""
+    state = DecodingState(np.array([1]), np.zeros((1, 4), np.int32), np.zeros((1, 1), np.int32), None, eos_id=EOS)
+    logits = np.zeros((1, 5), np.float32)
+    assert constraints.forced_tokens([3, 2])(logits, state).argmax() == 2
+    assert constraints.min_length(2)(logits, state)[0, EOS] == NEG_INF
+    assert constraints.choices([[0, 4]])(logits, state).argmax() == 4

@@ -124,6 +124,7 @@ def test_the_forms_people_write_occur(pattern, iso):
 
 
 def test_edges():
+    assert Dates("validation")[498:] == [Dates("validation")[498], Dates("validation")[499]]
     with pytest.raises(IndexError):
         Dates("validation")[500]
     with pytest.raises(UserError, match=r"no split 'dev'.*train, validation, test"):

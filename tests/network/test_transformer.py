@@ -191,3 +191,5 @@ def test_packed_rows_equal_the_same_examples_unpacked():
     for one, (row, segment) in enumerate(segments):
         targets = packed["decoder_segment_ids"][row] == segment
         np.testing.assert_allclose(together[row, targets], apart[one, : targets.sum()], rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="without encoder_segment_ids"):
+        logits(params, {name: value for name, value in packed.items() if name != "encoder_segment_ids"})

@@ -23,7 +23,7 @@ import hashlib
 import operator
 import random
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import TypeVar, overload
 
 from t5x.errors import UserError
 
@@ -209,7 +209,13 @@ class Dates(Sequence):
     def __len__(self) -> int:
         return SPLIT_SIZES[self.split]
 
-    def __getitem__(self, index: int) -> dict[str, str]:
+    @overload
+    def __getitem__(self, index: int) -> dict[str, str]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[str, str]]: ...
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
         index = range(len(self))[operator.index(index)]  # also negative ones; raises IndexError
         chance = Chance(f"{self.seed}/{self.split}/{index}")
         date = chance.one_of(dates_of(self.split))

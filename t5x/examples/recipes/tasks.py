@@ -10,6 +10,7 @@ from t5x.data import DataSource, JsonLinesDataSource, Task, TextLineDataSource, 
 from t5x.data.file_tasks import text_task
 from t5x.data.preprocessors import glue, summarize, translate
 from t5x.data.sources import TsvDataSource
+from t5x.data.sources.files import FilesDataSource
 from t5x.errors import UserError
 from t5x.files import user_files as data_files
 
@@ -95,11 +96,11 @@ def multi30k(directory: str, vocabulary: Vocabulary, source: str = "en", target:
     )
 
 
-class _PerhapsCompressed:
+class _PerhapsCompressed(FilesDataSource):
     """A source whose files may be compressed."""
 
     def _paths(self, split: str) -> list[str]:
-        path = os.path.expanduser(self._patterns[split])
+        path = os.path.expanduser(str(self._patterns[split]))
         found = [name for name in (path, *(path + ending for ending in _COMPRESSED)) if data_files.exists(name)]
         if len(found) > 1:
             raise UserError(f"Split {split!r} has several files: {', '.join(found)}. Keep one of them.")

@@ -9,7 +9,7 @@ Activations are [batch, length, features]; `dtype` is always that of the computa
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
@@ -45,10 +45,13 @@ __all__ = [
     "with_sharding_constraint",
 ]
 
+_Mode = Literal["fan_in", "fan_out", "fan_avg", "fan_geo_avg"]
+_Distribution = Literal["truncated_normal", "normal", "uniform"]
+
 default_embed_init = initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
 
 
-def laid_out(x: jax.Array, *axes: str) -> jax.Array:
+def laid_out(x: jax.Array, *axes: str | None) -> jax.Array:
     """Apply `constrain` to arrays of the usual rank; the compiler decides for others."""
     return constrain(x, *axes) if x.ndim == len(axes) else x
 
@@ -231,7 +234,7 @@ class RelativePositionBiases(nn.Module):
         if decode and not self.has_variable("params", "rel_embedding"):
             raise ValueError("decode=True would cache the bias of random parameters: call init without it, then apply")
         if decode and self.has_variable("cache", "cached_bias"):
-            bias = self.get_variable("cache", "cached_bias")
+            bias: jax.Array = self.get_variable("cache", "cached_bias")
             if bias.shape != shape:
                 raise ValueError(f"the cached bias has the shape {bias.shape}, not {shape}: start with a new cache")
             return bias
@@ -282,6 +285,8 @@ def dot_product_attention(
         logits = logits + bias.astype(logits.dtype)
     weights = jax.nn.softmax(logits, axis=-1).astype(dtype)
     if not deterministic and dropout_rate > 0.0:
+        if dropout_rng is None:
+            raise ValueError("dropout needs a key: pass dropout_rng or deterministic=True")
         shape = (*weights.shape[:-2], 1, weights.shape[-1])
         keep = jax.random.bernoulli(dropout_rng, 1.0 - dropout_rate, shape)
         weights = weights * (keep.astype(dtype) / jnp.asarray(1.0 - dropout_rate, dtype))
@@ -455,13 +460,15 @@ def make_decoder_mask(
     parts = [mask, make_attention_mask(real, real, dtype=dtype)]
     if decoder_segment_ids is not None:
         parts.append(make_attention_mask(decoder_segment_ids, decoder_segment_ids, jnp.equal, dtype=dtype))
-    return combine_masks(*parts, dtype=dtype)
+    combined = combine_masks(*parts, dtype=dtype)
+    assert combined is not None, "there are masks"
+    return combined
 
 
 # -- other names that networks for T5X import --------------------------------------------------------------------------
 
 
-def nd_dense_init(scale: float, mode: str, distribution: str) -> Callable:
+def nd_dense_init(scale: float, mode: _Mode, distribution: _Distribution) -> Callable:
     """Return an initializer `(key, shape, dtype, in_axis, out_axis)` of kernels with several input or output axes."""
 
     def init(key: jax.Array, shape: Sequence[int], dtype: Any, in_axis: Any, out_axis: Any) -> jax.Array:
