@@ -4,7 +4,8 @@ import json
 import os
 import stat
 from collections.abc import Callable
-from typing import Any, BinaryIO
+from io import BufferedReader
+from typing import Any
 
 MAX_JSON_BYTES = 16 * 2**20
 _MAX_JSON_DEPTH = 64
@@ -15,7 +16,7 @@ def is_plain_relative(name: str) -> bool:
     return all(part not in ("", ".", "..") and part.isprintable() and "\\" not in part for part in name.split("/"))
 
 
-def open_regular(path: str | os.PathLike[str], flags: int = 0, *, dir_fd: int | None = None) -> BinaryIO:
+def open_regular(path: str | os.PathLike[str], flags: int = 0, *, dir_fd: int | None = None) -> BufferedReader:
     """Open a regular file for reading.
 
     Args:
@@ -33,7 +34,7 @@ def open_regular(path: str | os.PathLike[str], flags: int = 0, *, dir_fd: int | 
     return os.fdopen(descriptor, "rb")
 
 
-def open_inside(directory: str | os.PathLike[str], name: str) -> BinaryIO:
+def open_inside(directory: str | os.PathLike[str], name: str) -> BufferedReader:
     """Open a regular file below `directory`; OSError if any part of the relative path `name` is a symbolic link."""
     if not is_plain_relative(name):
         raise OSError(0, "not a path inside the directory", name)
