@@ -63,7 +63,7 @@ _LAYER = rf"{_TOWER}/block_(\d+)/layer_\d+/"
 
 
 
-def _rename(opts: Any, key: str, val: Any, *groups: Any, **named_groups: Any) -> tuple[str, Any]:
+def _rename(opts: Any, key: str, val: Any, *groups: Any, **named_groups: Any) -> tuple[str | None, Any]:
     """Rename a variable of a T5; `translate` needs only its name."""
     return translate(key), val
 

@@ -1,6 +1,7 @@
 """Offline evaluation of one or all checkpoints: `t5x eval`."""
 
 import dataclasses
+import functools
 import itertools
 import logging
 import os
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+from etils import epath
 
 from t5x import checkpoints, gin_utils
 from t5x.checkpoints import names
@@ -52,7 +54,10 @@ Results = dict[int, dict[str, dict[str, float]]]
 
 _POLL_SECONDS = 5.0
 _INDEX = re.compile(r"-(\d+)\.index$")
-_SIGNATURES = {translation.bleu: translation.bleu_signature, translation.chrf: translation.chrf_signature}
+_SIGNATURES: dict[Callable[..., Any], Callable[..., str]] = {
+    translation.bleu: translation.bleu_signature,
+    translation.chrf: translation.chrf_signature,
+}
 
 
 def evaluate(
@@ -142,15 +147,19 @@ def evaluate(
         # --- Evaluate the checkpoints; the model is compiled once -----------------------------------------------------
         results: Results = {}
         trainer = None
-        for path in _follow(restore_checkpoint_cfg, paths, wait_until_step) if follows else paths:
+        if wait_until_step is not None:
+            paths = _follow(restore_checkpoint_cfg, paths, wait_until_step)
+        for path in paths:
             if path in before:
                 continue
-            if restore_checkpoint_cfg.mode == "all" and distributed.decide("eval/gone", lambda p=path: _is_gone(p)):
+            is_gone = functools.partial(_is_gone, path)
+            if restore_checkpoint_cfg.mode == "all" and distributed.decide("eval/gone", is_gone):
                 log.warning("skipping %s: it was deleted", path)
                 continue
             source = open_for_all(path)
             path, step = _location(path, source), source.step or 0
-            if resumable and distributed.decide("eval/done one", lambda p=path: bool(_evaluated(done_file, [p]))):
+            step_if_done = functools.partial(_evaluated, done_file, [path])
+            if resumable and distributed.decide("eval/done one", step_if_done):
                 log.info("%s was evaluated before", path)
                 steps[step] = path
                 continue
@@ -239,7 +248,7 @@ def _follow(cfg: RestoreCheckpointConfig, paths: Sequence[str], last_step: int) 
         new = [path for path in paths if path not in seen]
         yield from new
         seen.update(new)
-        if any(step_of(path) >= last_step for path in seen):
+        if any((step := step_of(path)) is not None and step >= last_step for path in seen):
             return
         if new or not paths:
             log.info("waiting for checkpoints of %s, until step %d", cfg.path, last_step)
@@ -259,13 +268,13 @@ def _all_in(path: str) -> list[str]:
         return saved
     if is_remote(path):
         return [path]
-    store = checkpoints.CheckpointStore(path)
-    indices = [(int(match[1]), file) for file in store.directory.glob("*.index") if (match := _INDEX.search(file.name))]
+    directory = epath.Path(checkpoints.location(path))
+    indices = [(int(match[1]), file) for file in directory.glob("*.index") if (match := _INDEX.search(file.name))]
     if indices:
         return [str(file).removesuffix(".index") for _, file in sorted(indices)]
-    if not store.directory.is_dir() or not any(store.directory.iterdir()):
+    if not directory.is_dir() or not any(directory.iterdir()):
         raise UserError(f"There is no checkpoint in {path}.")
-    return [str(store.directory)]
+    return [str(directory)]
 
 
 def _location(path: str, source: Source) -> str:

@@ -114,7 +114,7 @@ def infer(
     model, layout = without_optimizer(model, dataset_cfg, partitioner, train_state_initializer_cls)
     if distributed.is_leader() and shard_id == 0:
         write_run_info(output_dir, layout, summarize_config_fn)
-    job = {
+    settings = {
         "checkpoint": source.path, "step": source.step, "weights": fingerprint(source), "mode": mode,
         "split": dataset_cfg.split, "batch_size": dataset_cfg.batch_size, "checkpoint_period": checkpoint_period,
         "num_shards": num_shards, "shard_id": shard_id, "seed": dataset_cfg.seed, "shuffle": dataset_cfg.shuffle,
@@ -123,7 +123,7 @@ def infer(
         "configuration": hashlib.sha256(configuration.config_str().encode()).hexdigest()[:16],
     }  # fmt: skip
     jobs = distributed.decide(
-        "inference/jobs", lambda: [{**job, "task": task.name, **identity(task, dataset_cfg)} for task in tasks]
+        "inference/jobs", lambda: [{**settings, "task": task.name, **identity(task, dataset_cfg)} for task in tasks]
     )
     require_same_data(dataset_cfg)
     names = [f"{task.name}-{mode}.{file_extension}-{shard_id:05}-of-{num_shards:05}" for task in tasks]
@@ -140,7 +140,7 @@ def infer(
         if is_complete:
             log.info("%s is already complete", output.path)
             continue
-        if engine is None:
+        if engine is None or program is None:
             log.info("restoring the parameters of %s (%s)", source.path, source.format)
             engine = Engine(
                 model, partitioner, restore_params(source, model, layout, restore_checkpoint_cfg, fallback_init_rng)

@@ -16,7 +16,7 @@ For inference only, `t5x.load` is simpler.
 import enum
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -118,7 +118,8 @@ class InteractiveModel:
         }
         self._store = checkpoints.CheckpointStore(checkpoints.make_directory(output_dir, "output_dir"))
         self.output_dir = str(self._store.directory)
-        restore = RestoreCheckpointConfig(path=checkpoint_path, mode=restore_mode) if checkpoint_path else None
+        mode: Literal["specific", "latest"] = "latest" if restore_mode == "latest" else "specific"
+        restore = RestoreCheckpointConfig(path=checkpoint_path, mode=mode) if checkpoint_path else None
         self._layout = StateLayout.of(model, partitioner, self._shapes(input_shapes))
         init_rng, dropout_rng = jax.random.split(jax.random.key(init_random_seed))
         state, run = restore_or_init(self._store, restore, model, self._layout, init_rng)
@@ -258,7 +259,8 @@ class InteractiveModel:
             check_targets(examples)
         program = self._program(mode, inference_kwargs)
         task = self.task("interactive", examples, preprocessors)
-        results, aux_of_batches = [], []
+        results: list[tuple[Example, Any]] = []
+        aux_of_batches = []
         for batch, mask, preprocessed in self._batches(task, "validation"):
             outputs, aux = program(batch)
             values = map(float if mode is InferenceType.SCORE else self._text, outputs[mask])
@@ -317,8 +319,7 @@ class InteractiveModel:
     ) -> Task:
         """Return a task of these examples. It is not registered."""
         steps = without_seqio(preprocessors)
-        options = {"postprocess_fn": postprocessor, "metric_fns": metric_fns}
-        return Task(name, source_of(examples), self.features, steps, **options)
+        return Task(name, source_of(examples), self.features, steps, postprocessor, metric_fns)
 
     def _batches(self, task: Task, split: str, **options: Any) -> Iterator[Any]:
         cfg = DatasetConfig(task, self.task_feature_lengths, split, self.batch_size, shuffle=False, seed=self.step)

@@ -66,7 +66,9 @@ def precompile(
     rng = jax.random.key(random_seed or 0)
     trainer = abstract_trainer(layout, rng=rng, learning_rate_fn=lambda step: _LEARNING_RATE)
     began = time.perf_counter()
-    lowered = trainer._partitioned_train_step.lower(layout.abstract, batch)
+    train_step = trainer._partitioned_train_step
+    assert isinstance(train_step, jax.stages.Wrapped)
+    lowered = train_step.lower(layout.abstract, batch)
     compiled = lowered.compile()
     log.info("compiled the train step in %.1f s", time.perf_counter() - began)
     if distributed.is_leader():
@@ -74,7 +76,7 @@ def precompile(
         np.save(assignment, np.vectorize(lambda device: device.id)(partitioner.mesh.devices))
         files = {
             "lowered_hlo_pre_optimization": lowered.as_text(dialect="hlo").encode(),
-            "lowered_hlo_post_optimization": compiled.as_text().encode(),
+            "lowered_hlo_post_optimization": (compiled.as_text() or "").encode(),
             "assignment": assignment.getvalue(),
         }
         for name, content in files.items():

@@ -224,8 +224,8 @@ def assert_equal(a: Any, b: Any) -> None:
     """Raise an AssertionError unless both are of one type and have the same values."""
     if not isinstance(a, type(b)):
         raise AssertionError(f"{type(a)} is not {type(b)}")
-    values = [np.asarray(x.get() if isinstance(x, LazyArray) else x) for x in (a, b)]
-    np.testing.assert_array_equal(*values)
+    actual, expected = (np.asarray(x.get() if isinstance(x, LazyArray) else x) for x in (a, b))
+    np.testing.assert_array_equal(actual, expected)
 
 
 def assert_same(tree_a: Any, tree_b: Any) -> None:

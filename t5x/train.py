@@ -25,7 +25,7 @@ from t5x.partitioning import PjitPartitioner, distributed
 from t5x.telemetry import MetricWriter, ThroughputClock
 from t5x.trainer.actions import Actions, ActionStop, BaseAction
 from t5x.trainer.checks import require_same_data, verify_matching_vocabs
-from t5x.trainer.datasets import ExternalBatches, get_dataset, get_training_eval_datasets, input_spec
+from t5x.trainer.datasets import ExternalBatches, as_loader, get_dataset, get_training_eval_datasets, input_spec
 from t5x.trainer.evaluation import Evaluation, InferenceEvaluation, TeacherForcedEvaluation
 from t5x.trainer.extension_checks import check_extensions
 from t5x.trainer.metric_lines import MetricLines
@@ -114,7 +114,7 @@ def train(
     if total_steps is None and relative_steps is None:
         raise UserError("train.total_steps is None. Set it, or train.relative_steps.")
     check_extensions(model, trainer_cls)
-    actions = Actions(actions)
+    all_actions = Actions(actions)
     model_dir = checkpoints.location(model_dir)
     leader = distributed.is_leader()
     with (
@@ -146,11 +146,10 @@ def train(
         require_same_data(train_dataset_cfg, train_eval_dataset_cfg, infer_eval_dataset_cfg)
         batch_size = train_dataset_cfg.batch_size
         part = partitioner.get_data_layout(batch_size)
-        loader = get_dataset_fn(train_dataset_cfg, part.shard_id, part.num_shards, model.FEATURE_CONVERTER_CLS)
-        if hasattr(loader, "restore"):
+        batches = get_dataset_fn(train_dataset_cfg, part.shard_id, part.num_shards, model.FEATURE_CONVERTER_CLS)
+        loader = as_loader(batches)
+        if not isinstance(loader, ExternalBatches):
             closing.enter_context(loader)
-        else:
-            loader = ExternalBatches(loader)
         fingerprint = loader.start_fingerprint() if leader and hasattr(loader, "start_fingerprint") else None
 
         # --- The model, laid out over the mesh ------------------------------------------------------------------------
@@ -167,9 +166,10 @@ def train(
         first_step = int(state.step)
         if run.data is not None:
             resume_data(loader, run.data, fingerprint, on_changed_data)
-        actions.restore(run.actions)
+        all_actions.restore(run.actions)
         if relative_steps is not None:
             total_steps = run.first_step + relative_steps
+        assert total_steps is not None  # checked at the start
         if total_steps < first_step:
             raise UserError(
                 f"total_steps is {total_steps}, but the checkpoint is at step {first_step}. Raise TRAIN_STEPS, or set "
@@ -198,11 +198,12 @@ def train(
         del state  # its buffers are donated by the train step
         evaluations: dict[str, Evaluation] = {}
         if train_eval_dataset_cfg is not None:
-            evaluations["TRAIN_EVAL"] = TeacherForcedEvaluation(
+            teacher_forced = TeacherForcedEvaluation(
                 train_eval_dataset_cfg, train_eval_get_dataset_fn, layout, files_dir, eval_steps=eval_steps,
                 start_step=first_step, home=home,
             )  # fmt: skip
-            evaluations["TRAIN_EVAL"].check()
+            teacher_forced.check()
+            evaluations["TRAIN_EVAL"] = teacher_forced
         if infer_eval_dataset_cfg is not None:
             evaluations["INFER_EVAL"] = InferenceEvaluation(
                 infer_eval_dataset_cfg, inference_evaluator_cls, layout, files_dir
@@ -210,7 +211,7 @@ def train(
         for evaluation in evaluations.values():
             closing.callback(evaluation.close)
             evaluation.drop_later(first_step)
-        actions.check({"TRAIN": ["train"]} | {mode: evaluation.tasks for mode, evaluation in evaluations.items()})
+        all_actions.check({"TRAIN": ["train"]} | {mode: evaluation.tasks for mode, evaluation in evaluations.items()})
         if store.best is not None:
             store.best.check(["train", *(group for evaluation in evaluations.values() for group in evaluation.groups)])
         if save_cfg is not None and save_cfg.state_transformation_fns:
@@ -236,7 +237,7 @@ def train(
                 except trainer_lib.Interrupted:
                     log.info("the evaluation of step %d was interrupted; it is repeated when the run resumes", step)
                     continue
-                ended = actions.run(mode, trainer.train_state, metrics) or ended
+                ended = all_actions.run(mode, trainer.train_state, metrics) or ended
             if store.best is not None:
                 store.retire(step)
                 if leader and not stop:
@@ -248,13 +249,13 @@ def train(
         modes = []
         if first_step > run.first_step:
             due = [mode for mode in times.evaluations_due(first_step) if mode in evaluations]
-            modes = [mode for mode in due if actions.has(mode) or not evaluations[mode].done(first_step)]
+            modes = [mode for mode in due if all_actions.has(mode) or not evaluations[mode].done(first_step)]
         elif run_eval_before_training:
             modes = list(times.eval_periods)
         ended = evaluate(first_step, modes) if modes else None
         last_step = first_step
-        reason = ended
-        if reason is None and run.ended is not None and actions.same_as(run.actions):
+        reason: ActionStop | str | None = ended
+        if reason is None and run.ended is not None and all_actions.same_as(run.actions):
             reason = f"{run.ended} (change or remove train.actions to continue)"
         if reason is not None or first_step == total_steps:
             log.info("nothing to train: %s", reason or f"the checkpoint is already at step {first_step}")
@@ -264,13 +265,14 @@ def train(
             with clock.apart("timing/compilation_seconds"):
                 log.info("compiled the train step in %.1f s", trainer.compile_train(batch))
                 distributed.barrier("compiled")  # collectives time out if a process is late
-            cost = StepCost.of(model.module, batch, rows=batch_size, devices=partitioner.mesh.devices.flatten())
+            devices = partitioner.mesh.devices.flatten().tolist()
+            cost = StepCost.of(model.module, batch, rows=batch_size, devices=devices)
             log.log(logging.DEBUG if cost.peak is None else logging.INFO, "%s", cost)
             lines = MetricLines(
                 writer.write_scalars if writer is not None else lambda step, metrics: None,
                 before=run.metrics,
                 cost=cost,
-                concurrent=concurrent_metrics and not actions.has("TRAIN"),
+                concurrent=concurrent_metrics and not all_actions.has("TRAIN"),
             )
             closing.callback(lines.close)
 
@@ -280,15 +282,14 @@ def train(
                 if save_cfg is None:
                     return
                 data = position_of_all(position, fingerprint, patience=5 if stop else None)
-                now = Run(
-                    run.first_step, data, lines.unfinished(step), actions.state(), None if ended is None else str(ended)
-                )
+                ending = None if ended is None else str(ended)
+                now = Run(run.first_step, data, lines.unfinished(step), all_actions.state(), ending)
                 tree = save_cfg.tree_to_save(trainer.train_state.state_dict())
                 store.save(step, tree, sidecars=files | now.sidecars())
 
             last_step, ended = trainer_lib.run_loop(
                 trainer, loader, times, first_step=first_step, batch_size=batch_size, lines=lines, clock=clock,
-                save=save, evaluate=evaluate, actions=actions, stop=stop, show_progress=leader,
+                save=save, evaluate=evaluate, actions=all_actions, stop=stop, show_progress=leader,
                 counted_from=0 if relative_steps is None else run.first_step,
             )  # fmt: skip
             lines.wait()
@@ -358,9 +359,9 @@ def _devices() -> str:
 
 
 def _describe(model: BaseTransformerModel, layout: StateLayout) -> str:
-    config = getattr(model.module, "config", None)
-    dtype = f", activations in {config.dtype}" if hasattr(config, "dtype") else ""
-    return f"{type(model.module).__name__} with {layout.num_params:,} parameters in float32{dtype}"
+    dtype = getattr(getattr(model.module, "config", None), "dtype", None)
+    activations = "" if dtype is None else f", activations in {dtype}"
+    return f"{type(model.module).__name__} with {layout.num_params:,} parameters in float32{activations}"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """The state of training: parameters, optimizer state and the number of steps, with T5X's methods."""
 
+import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import flax.core
 import flax.struct
@@ -20,7 +21,16 @@ class TrainState:
     step: Any
     params: Tree
     param_states: Tree
+    params_axes: Tree
     flax_mutables: Tree
+
+    @property
+    def optimizer_def(self) -> OptimizerDef | None:
+        return None
+
+    def replace(self, **updates: Any) -> Self:
+        """Return the state with other values of its fields; `flax.struct.dataclass` defines it."""
+        raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as stored in a checkpoint, with T5X's names."""
@@ -103,10 +113,11 @@ class FlaxOptimTrainState(TrainState):
         return self.replace(_optimizer=self._optimizer.restore_state(state_dict), flax_mutables=mutables)
 
     def replace_params(self, params: Tree) -> "FlaxOptimTrainState":
-        return self.replace(_optimizer=self._optimizer.replace(target=params))
+        return self.replace(_optimizer=dataclasses.replace(self._optimizer, target=params))
 
     def replace_step(self, step: jax.Array) -> "FlaxOptimTrainState":
-        return self.replace(_optimizer=self._optimizer.replace(state=self._optimizer.state.replace(step=step)))
+        state = dataclasses.replace(self._optimizer.state, step=step)
+        return self.replace(_optimizer=dataclasses.replace(self._optimizer, state=state))
 
     def apply_gradient(
         self, grads: Tree, learning_rate: jax.Array | float, flax_mutables: Tree | None = None
@@ -115,7 +126,8 @@ class FlaxOptimTrainState(TrainState):
         params, states = self.optimizer_def.take_step(
             grads, self.param_states, self.params, self.logical_axes(), step=self.step, learning_rate=learning_rate
         )
-        optimizer = self._optimizer.replace(target=params, state=OptimizerState(self.step + 1, states))
+        state = OptimizerState(self.step + 1, states)
+        optimizer = dataclasses.replace(self._optimizer, target=params, state=state)
         return self.replace(_optimizer=optimizer, flax_mutables=flax_mutables or {})
 
     def as_logical_axes(self) -> "FlaxOptimTrainState":

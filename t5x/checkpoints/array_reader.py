@@ -19,7 +19,8 @@ import math
 import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import EllipsisType
 from typing import Any
 
 import jax
@@ -85,7 +86,8 @@ class StoredArrays:
         size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in wanted.values())
         memory = _Memory(min(size, _BLOCK_BYTES))
         result = {name: _ArrayMemory(leaf, memory).assemble() for name, leaf in wanted.items() if 0 in leaf.shape}
-        reading, ahead = collections.deque(), 0  # batches in flight, and their bytes
+        reading: collections.deque[tuple[dict[str, _ArrayMemory], Future[None]]] = collections.deque()
+        ahead = 0  # bytes of the batches in flight
         threads = _REMOTE_BATCHES if is_remote(self._directory) else min(8, os.cpu_count() or 1)
         with _read_errors(self._directory), ThreadPoolExecutor(threads, thread_name_prefix="t5x-read") as pool:
             for names in self._batches([name for name in wanted if name not in result]):
@@ -237,8 +239,9 @@ class _ChunkedArray:
                     low, high = max(begin, i * n), min(end, (i + 1) * n)
                     of_shard.append(slice(low - begin, high - begin))
                     of_chunk.append(slice(low - i * n, high - i * n))
+                within: tuple[slice | EllipsisType, ...] = (*of_shard, ...)
                 key = self.prefix + self.metadata.chunk_name(index)
-                uses.setdefault(key, []).append((shard[(*of_shard, ...)], tuple(of_chunk)))
+                uses.setdefault(key, []).append((shard[within], tuple(of_chunk)))
         for key, wanted in uses.items():
             self._read_chunk(key, wanted, files)
 
@@ -288,7 +291,7 @@ class _TensorStoreArray:
 
 def _open_arrays(
     directory: epath.PathLike, prefixes: Mapping[str, str]
-) -> dict[str, _ChunkedArray | _TensorStoreArray]:
+) -> Mapping[str, _ChunkedArray | _TensorStoreArray]:
     """Open arrays of the database in `directory`.
 
     Args:
@@ -349,7 +352,7 @@ class _Files(contextlib.ExitStack):
             count = done = 0
             while done < place.size:
                 if place.offset + place.size <= size:
-                    count = os.preadv(descriptor, [memory[done:]], place.offset + done)
+                    count = os.preadv(descriptor, [memory[done:].data], place.offset + done)
                 if count == 0:
                     raise DamagedCheckpoint(self._directory, f"{place.path} ends too early")
                 done += count
@@ -402,7 +405,8 @@ class _ArrayMemory:
         return jax.make_array_from_callback(shape, sharding, lambda index: self.shards[_bounds(index, shape)])
 
 
-def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> Bounds:
+def _bounds(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Bounds:
     """Return (begin, end) of every dimension; an index may omit the last ones."""
+    index = index or ()
     slices = [*index, *[slice(None)] * (len(shape) - len(index))]
     return tuple(part.indices(size)[:2] for part, size in zip(slices, shape, strict=True))

@@ -8,7 +8,7 @@ which blocks the training that runs meanwhile.
 import collections
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -166,15 +166,15 @@ def _have_room(arrays: list[jax.Array | np.ndarray]) -> bool:
 _copied = jax.jit(jnp.copy)
 
 
-def _to_host(arrays: list[jax.Array | np.ndarray]) -> list[np.ndarray]:
+def _to_host(arrays: Sequence[jax.Array | np.ndarray]) -> list[np.ndarray]:
     """Return copies that nobody else writes to. All transfers start before the first is waited for."""
     copies = list(arrays)
     on_gpus: dict[jax.Device, list[int]] = collections.defaultdict(list)
     for i, data in enumerate(arrays):
         if isinstance(data, np.ndarray):
             copies[i] = np.array(data)
-        elif data.device.platform == "gpu":
-            on_gpus[data.device].append(i)
+        elif isinstance(device := data.device, jax.Device) and device.platform == "gpu":
+            on_gpus[device].append(i)
         else:
             data.copy_to_host_async()
     for device, numbers in on_gpus.items():  # one call, because each takes Python time that training steps need

@@ -9,7 +9,8 @@ import os
 import re
 import stat
 from collections.abc import Mapping
-from typing import Any, BinaryIO, NamedTuple
+from io import BufferedReader
+from typing import Any, NamedTuple
 
 from t5x.checkpoints import paths
 from t5x.files.remote import RemotePath, is_remote
@@ -46,7 +47,7 @@ class LocalFiles:
             os.path.join(prefix, name): Entry(status.st_size, stat.S_ISREG(status.st_mode)) for name, status in found
         }
 
-    def open(self, name: str) -> BinaryIO:
+    def open(self, name: str) -> BufferedReader:
         return open_inside(self.path, name)
 
     def has(self, name: str) -> bool:
@@ -88,7 +89,7 @@ class RemoteFiles(LocalFiles):
             if info["type"] == "file"
         }
 
-    def open(self, name: str) -> BinaryIO:
+    def open(self, name: str) -> BufferedReader:
         if not is_plain_relative(name):
             raise OSError(0, "not a path inside the directory", name)
         self._remote.fs.invalidate_cache()

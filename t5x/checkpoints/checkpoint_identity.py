@@ -26,7 +26,7 @@ def fingerprint(source: Source, *, content: bool = False) -> str:
     directory = os.path.dirname(source.path) if os.path.isfile(source.path) else source.path
     if os.path.isfile(os.path.join(directory, paths.MANIFEST)):
         with open_inside(directory, paths.MANIFEST) as file:
-            files = hashlib.sha256(file.read()).hexdigest()
+            files: str | list[tuple[str, int, str | int]] = hashlib.sha256(file.read()).hexdigest()
     else:
         root = directory if os.path.isdir(directory) else os.path.dirname(directory)
         files = [

@@ -11,13 +11,13 @@ A place knows how a checkpoint is begun, made visible all at once, and removed t
 import contextlib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Container
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
 from etils import epath
 
-from t5x.checkpoints import manifest, paths, remote_reading, remote_writing, save_errors
+from t5x.checkpoints import paths, remote_reading, remote_writing, save_errors
 from t5x.checkpoints.checkpoint_files import open_files
 from t5x.errors import UserError
 from t5x.files import atomic, object_stores
@@ -81,7 +81,7 @@ class LocalPlace:
             raise
         return str(temporary)
 
-    def flush(self, directory: str, hashed: Mapping[str, manifest.FileRecord]) -> None:
+    def flush(self, directory: str, hashed: Container[str]) -> None:
         """Make files durable, except those that have been `hashed` and flushed."""
         atomic.sync_tree(directory, flushed=hashed)
 
@@ -148,7 +148,7 @@ class ObjectStorePlace:
         open_files(self.path(step)).write(paths.UNFINISHED, b"")
         return self.path(step)
 
-    def flush(self, directory: str, hashed: Mapping[str, manifest.FileRecord]) -> None:
+    def flush(self, directory: str, hashed: Container[str]) -> None:
         """Do nothing: an object is durable once it is written."""
 
     def publish(self, target: str, step: int) -> None:
@@ -236,7 +236,7 @@ class StagedPlace(ObjectStorePlace):
 
     def discard(self, target: str) -> None:
         self._local.pop(target).close()
-        super().discard(self.path(paths.step_of(target)))
+        super().discard(f"{self.directory}/{os.path.basename(target)}")
 
     def _remove(self, url: str) -> None:
         super()._remove(url)

@@ -62,15 +62,21 @@ class Checkpointer:
         self._dataset_iterator = None if self.dataset_iterator is None else _with_state(self.dataset_iterator)
 
     @property
+    def _directory(self) -> str:
+        if self.checkpoints_dir is None:
+            raise UserError(f"{type(self).__name__} has no directory. Pass that of its checkpoints.")
+        return self.checkpoints_dir
+
+    @property
     def _store(self) -> CheckpointStore:
-        return CheckpointStore(self.checkpoints_dir, keep=self.keep)
+        return CheckpointStore(self._directory, keep=self.keep)
 
     def all_steps(self) -> list[int]:
         """Return the steps of the checkpoints, ascending."""
         return self._store.steps()
 
     def all_dataset_checkpoint_steps(self) -> list[int]:
-        return t5x_functions.all_dataset_checkpoint_steps(self.checkpoints_dir)
+        return t5x_functions.all_dataset_checkpoint_steps(self._directory)
 
     def latest_step(self) -> int | None:
         """Return the newest step, or None."""
@@ -78,7 +84,7 @@ class Checkpointer:
 
     def save(
         self, train_state: Any, state_transformation_fns: Sequence[Callable[..., Any]] = (), *, concurrent_gb: int = 128
-    ) -> None:
+    ) -> bool | None:
         """Save a state as `checkpoint_<step>`; return when it is complete. A step that exists is skipped."""
         state = t5x_functions.read_arrays(train_state.state_dict())
         state = t5x_functions.transform_to_save(state, state_transformation_fns)
@@ -88,6 +94,7 @@ class Checkpointer:
             sidecars = {paths.DATASET_STATE: json.dumps(self._dataset_iterator.state()).encode()}
         with self._store as store:
             store.save(int(jax.device_get(state["state"]["step"])), state, sidecars=sidecars)
+        return None
 
     def restore(
         self,
@@ -181,10 +188,10 @@ class SaveBestCheckpointer(Checkpointer):
 
     @property
     def _store(self) -> CheckpointStore:
-        if self.metric_name_to_monitor is None:
+        if (rule := self.rule(self.keep)) is None:
             return super()._store
-        newest, directory = None if self.keep is None else 1, self.checkpoints_dir
-        return CheckpointStore(directory, keep=newest, best=Ranking(self.rule(self.keep), directory))
+        newest = None if self.keep is None else 1
+        return CheckpointStore(self._directory, keep=newest, best=Ranking(rule, self._directory))
 
     @classmethod
     def of(cls, maker: Any) -> "SaveBestCheckpointer | None":
@@ -194,9 +201,11 @@ class SaveBestCheckpointer(Checkpointer):
             inner = inner.func if isinstance(inner, functools.partial) else getattr(inner, "__wrapped__", None)
         return maker() if inner is not None and issubclass(inner, cls) else None
 
-    def rule(self, keep: int | None) -> BestRule:
+    def rule(self, keep: int | None) -> BestRule | None:
         """Return which checkpoints to keep besides the newest; `keep` is the number of best ones."""
         name, mode = self.metric_name_to_monitor, self.metric_mode
+        if name is None:
+            return None
         return BestRule(name, mode, keep, self.keep_checkpoints_without_metrics, self.force_keep_period)
 
 
@@ -244,7 +253,12 @@ class OrbaxCheckpointManagerInterface(SaveBestCheckpointer):
         return step in self._steps or not self._period or step % self._period == 0
 
     def save(
-        self, train_state: Any, state_transformation_fns: Sequence[Callable[..., Any]] = (), force: bool = False
+        self,
+        train_state: Any,
+        state_transformation_fns: Sequence[Callable[..., Any]] = (),
+        force: bool = False,
+        *,
+        concurrent_gb: int = 128,
     ) -> bool:
         """Save a state if its step is due, or with `force`; return whether it was."""
         if not force and not self.should_save(int(jax.device_get(train_state.step))):

@@ -73,7 +73,7 @@ class SaveCheckpointConfig:
             self.keep_newest = self.keep
         else:
             self.best = None if asked is None else asked.rule(self.keep)
-            self.keep_newest = self.keep if asked is None or self.keep is None else 1
+            self.keep_newest = self.keep if self.best is None or self.keep is None else 1
         if self.best is not None and self.best.mode not in ("max", "min"):
             raise UserError(f"SaveBestCheckpointer.metric_mode is {self.best.mode!r}; it must be 'max' or 'min'.")
         ignored = ["keep_dataset_checkpoints", "checkpoint_manager_cls"]

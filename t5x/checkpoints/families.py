@@ -124,7 +124,9 @@ def name_of(config: Mapping[str, Any], model_type: str | None = None) -> str:
     Args:
       model_type: what the checkpoint itself states (see Source); a trimmed vocabulary hides that a model is an mT5.
     """
+    fields: tuple[str, ...]
     fields = ("emb_dim", "num_heads", "head_dim", "mlp_dim", "num_encoder_layers", "num_decoder_layers")
+    sizes: Mapping[str, tuple[int, ...]]
     if is_decoder_only(config):
         family, sizes, fields = "decoder-only T5", _DECODER_ONLY, (*fields[:4], "num_layers")
     elif len(config["mlp_activations"]) == 1:

@@ -65,15 +65,15 @@ def arranged(
     used: set[str] = set()
     for name in wanted:
         root, path, slot = _split(name)
-        match = _STACKED.match(path) if root is not None else None
-        if match is None:
+        if root is None or (match := _STACKED.match(path)) is None:
             if name in arrays:
                 result[name] = arrays[name]
                 used.add(name)
             continue
         tower, rest = match.groups()
         if layers := _layers(root, tower, rest, slot, arrays):
-            axis = list(axes[name]).index("layers") if axes.get(name) and "layers" in axes[name] else 0
+            logical = list(axes.get(name) or ())
+            axis = logical.index("layers") if "layers" in logical else 0
             result[name] = _stack([arrays[layer] for layer in layers], axis, slot)
             used.update(layers)
     return result | {name: array for name, array in arrays.items() if name not in used}
@@ -92,10 +92,11 @@ def stacked(arrays: Mapping[str, LazyArray], *, heads: int | None = None) -> dic
     depth = {tower: len({m[2] for m in matches.values() if m and m[1] == tower}) for tower in ("encoder", "decoder")}
     result: dict[str, LazyArray] = {}
     for name, array in arrays.items():
-        if (match := matches[name]) is None:
+        root, _, slot = _split(name)
+        if root is None or (match := matches[name]) is None:
             result[name] = array
             continue
-        (root, _, slot), (tower, _, rest) = _split(name), match.groups()
+        tower, _, rest = match.groups()
         whole = _join(root, f"{tower}/{tower}/{rest}", slot)
         if whole in result:
             continue
@@ -104,9 +105,9 @@ def stacked(arrays: Mapping[str, LazyArray], *, heads: int | None = None) -> dic
             raise UserError(
                 f"The {depth[tower]} layers of the {tower} cannot be stacked: {rest} is in {len(layers)} of them."
             )
-        apart = heads is not None and _HEADS.search(rest) is not None
-        ones = [_with_heads(rest, slot, arrays[layer], heads) if apart else arrays[layer] for layer in layers]
-        result[whole] = _stack(ones, _layer_axis(rest, slot, 4 if apart else 3, 1), slot)
+        num_heads = heads if _HEADS.search(rest) else None
+        ones = [arrays[x] if num_heads is None else _with_heads(rest, slot, arrays[x], num_heads) for x in layers]
+        result[whole] = _stack(ones, _layer_axis(rest, slot, 3 if num_heads is None else 4, 1), slot)
     return result
 
 
@@ -206,7 +207,7 @@ def _unstacked(
     shape = array.shape[:axis] + array.shape[axis + 1 :]
     layers = []
     for number in range(depth):
-        one = LazyArray(shape, array.dtype, lambda number=number: layer(number))
+        one = LazyArray(shape, array.dtype, functools.partial(layer, number))
         # A factored slot of an attention kernel may have separate axes for heads and head dimension.
         layers.append(one.reshape((one.size,)) if slot in ("v_row", "v_col") else _flat_heads(rest, one))
     return layers
@@ -228,7 +229,7 @@ def _layer_axis(rest: str, slot: str | None, rank: int, scan_axis: int) -> int:
     if rank == 3:
         dimensions = [0, 1]
     dimensions.insert(scan_axis, "layers")
-    lost = {"v_row": 1 - embed, "v_col": embed}.get(slot)
+    lost = {"v_row": 1 - embed, "v_col": embed}.get(slot or "")
     return [d for d in dimensions if d != lost].index("layers")
 
 

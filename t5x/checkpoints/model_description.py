@@ -35,19 +35,22 @@ _RUNTIME_FIELDS = {
 
 def describe(model: BaseTransformerModel) -> dict[str, Any]:
     """Return the model as JSON: its classes, its treatment of inputs, and the network's configuration."""
-    module = model.module
-    config = getattr(module, "config", None)
-    fields = dataclasses.asdict(config) if dataclasses.is_dataclass(config) else {}
-    description = {
+    fields = _fields_of(getattr(model.module, "config", None)) or {}
+    description: dict[str, Any] = {
         "model": _name(type(model)),
-        "network": _name(type(module)),
+        "network": _name(type(model.module)),
         "config": {k: _as_json(v) for k, v in fields.items()},
     }
     if isinstance(model, DecoderOnlyModel):
         description["inputs_bidirectional_attention"] = model.inputs_bidirectional_attention
-    if dataclasses.is_dataclass(template := getattr(model, "template", None)):  # a ranker, whatever its class
-        description["template"] = dataclasses.asdict(template)
+    if (template := _fields_of(getattr(model, "template", None))) is not None:  # a ranker, whatever its class
+        description["template"] = template
     return description
+
+
+def _fields_of(value: Any) -> dict[str, Any] | None:
+    is_instance = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    return dataclasses.asdict(value) if is_instance else None
 
 
 def describe_network(
@@ -120,11 +123,12 @@ def _build_network(
     inputs_bidirectional_attention: bool = False,
 ) -> BaseTransformerModel:
     """Return a model with our network and greedy decoding; unknown configuration fields are ignored."""
+    config_cls: type[TransformerConfig | T5Config]
     config_cls = TransformerConfig if families.is_decoder_only(config) else T5Config
     known = {field.name for field in dataclasses.fields(config_cls)}
     given = config if dtype is None else {**config, "dtype": dtype}
     network_config = config_cls(**{k: v for k, v in given.items() if k in known})
-    if config_cls is T5Config:
+    if isinstance(network_config, T5Config):
         inputs, targets = vocabularies["inputs"], vocabularies["targets"]
         return EncoderDecoderModel(Transformer(network_config), inputs, targets, None, decode_fn=greedy_decode)
     return DecoderOnlyModel(

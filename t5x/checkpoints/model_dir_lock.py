@@ -130,11 +130,12 @@ def renew(directory: epath.PathLike) -> None:
       UserError: another process has taken it.
     """
     path = paths.location(directory)
+    lock_file = os.path.join(path, LOCK_FILE)
     with _renewal:
         for held in [held for held in _taken if held.directory == path]:
             if held._lease is not None:
                 held._lease.check()
-            elif locks.is_held(held._descriptor) and not locks.is_at(held._descriptor, os.path.join(path, LOCK_FILE)):
+            elif (fd := held._descriptor) is not None and locks.is_held(fd) and not locks.is_at(fd, lock_file):
                 held.release()
                 held._take()
 
@@ -144,7 +145,7 @@ def is_held_elsewhere(directory: epath.PathLike) -> bool:
     path = paths.location(directory)
     if not is_remote(path):
         return locks.is_held_elsewhere(os.path.join(path, LOCK_FILE))
-    ours = [_owner(held._lease.holder) for held in _taken if held.directory == path]
+    ours = [_owner(held._lease.holder) for held in _taken if held.directory == path and held._lease is not None]
     return (owner := _read_owner(path)) is not None and owner not in ours
 
 
@@ -157,7 +158,8 @@ def describe_owner(directory: epath.PathLike) -> str:
 def _read_owner(directory: str) -> dict[str, Any] | None:
     try:
         if is_remote(directory):
-            return _owner(lease.read_holder(f"{directory}/{LEASE_FILE}"))
+            holder = lease.read_holder(f"{directory}/{LEASE_FILE}")
+            return None if holder is None else _owner(holder)
         with open(os.path.join(directory, LOCK_FILE), "rb") as file:
             return _owner(json.loads(file.read(4096)))
     except (OSError, ValueError, KeyError, TypeError):

@@ -67,8 +67,10 @@ class Writer:
             "dtype": ts.dtype(leaf.dtype).name,
             "store_data_equal_to_fill_value": True,
         }
-        options = {"create": True} if create else {"open": True, "assume_metadata": True}
-        self._opened[key] = ts.open(spec, context=self._context, transaction=self._transaction, **options)
+        self._opened[key] = ts.open(
+            spec, context=self._context, transaction=self._transaction,
+            create=create, open=not create, assume_metadata=not create,
+        )  # fmt: skip
 
     def write(self, key: str, index: tuple[slice, ...], data: np.ndarray) -> None:
         """Start to write a part of an opened array. `data` must not change until `commit`."""

@@ -85,8 +85,8 @@ def list_steps(directory: epath.PathLike) -> list[int]:
     if not os.path.isdir(directory):
         return []
     with os.scandir(directory) as entries:
-        named = [entry for entry in entries if step_of(entry.name) is not None]
-    return sorted(step_of(entry.name) for entry in named if entry.is_dir() and os.listdir(entry))
+        named = [(step, entry) for entry in entries if (step := step_of(entry.name)) is not None]
+    return sorted(step for step, entry in named if entry.is_dir() and os.listdir(entry))
 
 
 def is_temporary(path: epath.PathLike) -> bool:

@@ -44,12 +44,13 @@ class _Save:
 
     Attributes:
       target: where it is written.
+      arrays: None if they could not be copied.
       needed: bytes of the arrays and sidecars.
     """
 
     step: int
     target: str
-    arrays: array_writer.HostArrays
+    arrays: array_writer.HostArrays | None
     sidecars: Mapping[str, bytes]
     pinned: bool
     needed: int
@@ -223,7 +224,8 @@ class CheckpointStore:
                     result = read(readable)
                 except Exception as caught:
                     error = caught
-                reason = self._find_damage("verified", step, lambda begun=verification: begun[0].finish())
+                finish = lambda begun=verification: begun[0].finish()
+                reason = self._find_damage("verified", step, finish)
             if reason is None:
                 if error is not None:
                     raise error
@@ -309,10 +311,11 @@ class CheckpointStore:
         Args:
           error: of this process, which could not copy its arrays.
         """
-        part, files = "", {}
+        part = ""
+        files: dict[str, dict[str, Any]] = {}
         try:
-            if error is None:
-                part, files = self._write_arrays(save)
+            if save.arrays is not None:
+                part, files = self._write_arrays(save, save.arrays)
         except BaseException as caught:
             error = save_errors.explain_access(caught, self.directory)
         described = None if error is None else distributed.describe_error(error)
@@ -334,9 +337,9 @@ class CheckpointStore:
             _logger.info("Saved %s (%s)", self.path(save.step), paths.human_size(size))
             self._retire(save.step)
 
-    def _write_arrays(self, save: _Save) -> tuple[str, dict[str, dict[str, Any]]]:
+    def _write_arrays(self, save: _Save, arrays: array_writer.HostArrays) -> tuple[str, dict[str, dict[str, Any]]]:
         """Write this process's shards durably; return the name of its part and the records of its files."""
-        part = save.arrays.write(f"{save.target}/{paths.STATE}")
+        part = arrays.write(f"{save.target}/{paths.STATE}")
         directory = f"{paths.STATE}/{part}"
         target = open_files(save.target)
         if not target.has(directory):
@@ -350,6 +353,7 @@ class CheckpointStore:
         try:
             if error is not None:
                 raise error
+            assert save.arrays is not None  # there was no error
             distributed.raise_first([report["error"] for report in reports])
             hashed = {name: manifest.FileRecord(**record) for one in reports for name, record in one["files"].items()}
             parts = [report["part"] for report in reports if report["part"]]

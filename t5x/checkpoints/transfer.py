@@ -81,7 +81,7 @@ class Fitting:
     def __init__(self, source: Source, abstract: Tree, axes: Tree, rules: Rules | None = None):
         self._source, self._rules = source, rules or Rules()
         self._leaves = tree.flatten(abstract)
-        flat_axes = jax.tree.structure(abstract).flatten_up_to(axes)
+        flat_axes = jax.tree.structure(abstract).flatten_up_to(axes)  # type: ignore[attr-defined]
         self._axes = dict(zip(self._leaves, flat_axes, strict=True))
         self._fresh: Mapping[str, jax.Array] = {}
         self._wanted = self._canonical_leaves()
@@ -125,6 +125,7 @@ class Fitting:
         self._check(names)
         if filled := names - self._found.keys():
             kin = {_kin(name) for name in filled}
+            assert initial is not None, "rules that initialize arrays need `initial`"
             self._fresh = initial([name for name in part if _kin(name) in kin])
         found = self._arranged(names)
         if table := tree.difference_by_name(part, {name: found[name] for name in part if name in found}):
@@ -132,7 +133,7 @@ class Fitting:
         self._report(names)
         leaves = {}
         # Follow the order of the checkpoint, so that its stacked layers are read only once.
-        for name in sorted(part, key=lambda name: self._order.get(self._origin.get(name), -1)):
+        for name in sorted(part, key=lambda name: self._order.get(self._origin.get(name) or "", -1)):
             dtype = part[name].dtype
             leaves[name] = self._fresh[name].astype(dtype) if name in filled else _place(found[name], part[name])
         self._fresh = {}
@@ -257,7 +258,8 @@ def describe_differences(stated: Mapping[str, Any], config: Any) -> list[str]:
     """Return the configuration fields, of those that shapes do not show, that differ from the checkpoint's."""
     rows = []
     for field in ("mlp_activations", "logits_via_embedding", *FIXED_IN_T5X):
-        theirs, ours = stated.get(field), getattr(config, field, FIXED_IN_T5X.get(field))
+        theirs = stated.get(field)
+        ours: Any = getattr(config, field, FIXED_IN_T5X.get(field))
         if theirs in (None, ()) or (ours is None and field not in FIXED_IN_T5X):
             continue
         if tuple(np.atleast_1d(theirs)) != tuple(np.atleast_1d(ours)):

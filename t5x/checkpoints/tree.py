@@ -122,7 +122,7 @@ def parameter_table(
 
 def _variable_lines(tree: Any, axes: Any, specs: Any) -> list[str]:
     axes, specs = _flatten_annotations(axes), _flatten_annotations(specs)
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name, leaf in flatten(tree).items():
         size = f"{math.prod(leaf.shape):,}"
         shape = f"shape {_shape_with_axes(name, leaf.shape, axes.get(name))}"

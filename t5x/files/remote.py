@@ -212,7 +212,7 @@ class RemoteFile:
         """Return the bytes from `start` to `end`."""
         return retried(lambda: self._read_once(start, end))
 
-    def open(self) -> BinaryIO:
+    def open(self) -> io.BufferedReader:
         """Open the file for reading from start to end; failed requests are repeated."""
         return io.BufferedReader(_FileReader(self), _READ_BYTES)
 

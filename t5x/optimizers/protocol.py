@@ -129,7 +129,7 @@ class OptimizerDef:
         axes: Tree,
         *,
         update: Callable[..., tuple[Tree, Tree]] | None = None,
-        **at: jax.Array,
+        **at: jax.Array | float,
     ) -> tuple[Tree, Tree]:
         """Return (new parameters, new `param_states`); the trees may be FrozenDicts.
 
@@ -215,7 +215,7 @@ def updated(optimizer: OptimizerDef, *trees: Tree, **at: jax.Array) -> tuple[Tre
 OptimizerType, OptimizerDefType = Optimizer, OptimizerDef  # T5X's names in annotations
 
 
-def trained(optimizer: OptimizerDef, tree: Tree) -> Tree:
+def trained(optimizer: OptimizerDef | None, tree: Tree) -> Tree:
     """Return the part of a tree of parameters, or of their gradients, that the optimizer changes."""
     select = getattr(optimizer, "trained", None)
     return tree if select is None else select(tree)

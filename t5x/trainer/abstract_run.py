@@ -69,19 +69,19 @@ def trace_run(
     check_extensions(model, trainer_cls)
     name = type(model).__name__
     converter_cls = model.FEATURE_CONVERTER_CLS
-    batch = abstract_batch(train_dataset_cfg, model, lambda: get_dataset_fn(train_dataset_cfg, 0, 1, converter_cls))
-    if batch is None:
+    first = abstract_batch(train_dataset_cfg, model, lambda: get_dataset_fn(train_dataset_cfg, 0, 1, converter_cls))
+    if first is None:
         return
-    shapes, types = input_spec(model, train_dataset_cfg.task_feature_lengths, lambda: batch)
+    shapes, types = input_spec(model, train_dataset_cfg.task_feature_lengths, lambda: first)
     what = f"{name}.get_initial_variables or the optimizer"
-    layout = _traced(what, batch, StateLayout.of, model, partitioner, shapes, types)
+    layout = _traced(what, first, StateLayout.of, model, partitioner, shapes, types)
     try:
         trainer = abstract_trainer(layout, trainer_cls)
     except (TypeError, ValueError, AttributeError) as error:
         log.warning("the steps are not checked: trainer_cls cannot be created without arrays (%s)", error)
         return
     state = layout.abstract
-    _traced("the train step", batch, jax.eval_shape, trainer._partitioned_train_step, state, batch)
+    _traced("the train step", first, jax.eval_shape, trainer._partitioned_train_step, state, first)
     if (cfg := _unpacked(train_eval_dataset_cfg)) is not None:
         datasets = get_training_eval_datasets(cfg, 0, 1, 1, converter_cls)
         if batch := abstract_batch(cfg, model, lambda: next(iter(datasets.values()))):
@@ -118,8 +118,9 @@ def abstract_batch(cfg: DatasetConfig, model: BaseModel, batches: Callable[[], I
             read = _first(batches())
     except (OSError, UserError) as error:
         found = cfg.mixture_or_task()
-        for task in get_subtasks(found) if lengths is not None else ():
-            converter.check(tuple(task.output_features), lengths, task.name)  # wrong wherever the data is
+        if lengths is not None:
+            for task in get_subtasks(found):
+                converter.check(tuple(task.output_features), lengths, task.name)  # wrong wherever the data is
         if lengths is None or not type(converter).__module__.startswith("t5x.data.feature_converters"):
             log.warning("the run is not traced: the data of %r cannot be read (%s)", found.name, error)
             return None

@@ -184,10 +184,10 @@ class Actions:
       actions: {`TRAIN`, `TRAIN_EVAL` or `INFER_EVAL`: actions}; None for no actions.
     """
 
-    def __init__(self, actions: Mapping[str | ActionMode, Sequence[BaseAction]] | None):
+    def __init__(self, actions: Mapping[str, Sequence[BaseAction]] | Mapping[ActionMode, Sequence[BaseAction]] | None):
         self._actions: dict[str, list[BaseAction]] = {}
         for mode, listed in (actions or {}).items():
-            name = getattr(mode, "name", mode)
+            name = mode.name if isinstance(mode, enum.Enum) else mode
             if name not in ActionMode.__members__:
                 raise UserError(f"train.actions has the key {name!r}; use {', '.join(ActionMode.__members__)}.")
             if not isinstance(listed, Sequence) or not all(isinstance(action, BaseAction) for action in listed):
@@ -288,7 +288,7 @@ def _metric_of(action: Any, metrics_by_task: MetricsByTask) -> float | None:
         return None
     value = metrics_by_task[task][metric]
     try:
-        return float(getattr(value, "value", value))
+        return float(value.value if hasattr(value, "value") else value)
     except (TypeError, ValueError):
         log.warning("%s does nothing: %r of %r is %r, which is not a number.", action, metric, task, value)
         return None

@@ -39,7 +39,7 @@ def get_dataset(
     cfg: DatasetConfig,
     shard_id: int,
     num_shards: int,
-    feature_converter_cls: type[FeatureConverter],
+    feature_converter_cls: Callable[..., Any],
     num_epochs: int | None = None,
     continue_from_last_checkpoint: bool = True,
 ) -> TrainLoader:
@@ -78,7 +78,7 @@ def get_training_eval_datasets(
     shard_id: int,
     num_shards: int,
     eval_steps: int | None,
-    feature_converter_cls: type[FeatureConverter],
+    feature_converter_cls: Callable[..., Any],
     deterministic: bool = True,
     model_dir: str | None = None,
     start_step: int = 0,
@@ -133,7 +133,7 @@ class ExternalBatches(Iterator[Batch]):
 
     def __init__(self, batches: Iterable[Mapping[str, Any]]):
         self._batches = batches
-        self._iterator: Iterator[Mapping[str, Any]] | None = None
+        self._iterator: Iterator[Batch] | None = None
         self._taken = 0
         self._kept: list[Batch] = []
         self._shapes: dict[str, tuple[int, ...]] | None = None
@@ -178,6 +178,11 @@ class ExternalBatches(Iterator[Batch]):
             log.info("skipping the first %d batches of train.get_dataset_fn", state["batches"] - self._taken)
         while self._taken < state["batches"]:
             next(self)
+
+
+def as_loader(batches: Any) -> TrainLoader | ExternalBatches:
+    """Return the result of `train.get_dataset_fn` as a loader; that of `get_dataset` is one."""
+    return batches if hasattr(batches, "restore") else ExternalBatches(batches)
 
 
 def numpy_batches(batches: Iterable[Mapping[str, Any]]) -> Iterable[Batch]:

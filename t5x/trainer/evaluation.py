@@ -15,6 +15,8 @@ from t5x.data.dataset_config import DatasetConfig
 from t5x.data.seqio_converters import make_converter
 from t5x.data.tasks import Task, get_subtasks
 from t5x.errors import UserError
+from t5x.metrics.accumulators import Metrics
+from t5x.models import BaseModel
 from t5x.network.padding import Program
 from t5x.partitioning import distributed
 from t5x.telemetry import MetricWriter, jsonl
@@ -79,6 +81,12 @@ def tasks_with_metrics(cfg: DatasetConfig) -> list[Task]:
     return [task for task in get_subtasks(cfg.mixture_or_task()) if cfg.split in task.splits and task.metric_fns]
 
 
+def _model_of(layout: StateLayout) -> BaseModel:
+    if layout.model is None:
+        raise UserError("train_state_initializer_cls has no model: create it with init_fn=model.get_initial_variables.")
+    return layout.model
+
+
 class InferenceEvaluation(Evaluation):
     """The tasks' metrics on decoded outputs or scores. The evaluator's loggers write them.
 
@@ -96,7 +104,7 @@ class InferenceEvaluation(Evaluation):
                 "Evaluation by decoding supports neither runtime_preprocessors nor trim_output_features=False. Move "
                 "the preprocessors into the task."
             )
-        model = layout.model
+        model = _model_of(layout)
         self._evaluator = evaluator_cls(
             mixture_or_task_name=cfg.mixture_or_task_name,
             feature_converter=make_converter(model.FEATURE_CONVERTER_CLS, pack=False),
@@ -109,7 +117,7 @@ class InferenceEvaluation(Evaluation):
             **({"skip_bad_examples": True} if cfg.skip_bad_examples else {}),  # users' evaluators may not accept it
         )
         rng = jax.random.key(0)
-        functions = {
+        functions: dict[str, Callable[..., Any]] = {
             "predict_fn": functools.partial(model.predict_batch, rng=rng),
             "predict_with_aux_fn": functools.partial(model.predict_batch_with_aux, rng=rng),
             "score_fn": model.score_batch,
@@ -184,7 +192,7 @@ class TeacherForcedEvaluation(Evaluation):
         self._datasets = dict(
             get_datasets(
                 cfg, shard_id=part.shard_id, num_shards=part.num_shards, eval_steps=eval_steps, model_dir=directory,
-                feature_converter_cls=layout.model.FEATURE_CONVERTER_CLS, start_step=start_step or 0,
+                feature_converter_cls=_model_of(layout).FEATURE_CONVERTER_CLS, start_step=start_step or 0,
             )
         )  # fmt: skip
         name = cfg.mixture_or_task().name
@@ -202,7 +210,7 @@ class TeacherForcedEvaluation(Evaluation):
                 raise UserError(f"{task!r} cannot be evaluated: train_eval_get_dataset_fn returned no batch of it.")
 
     def evaluate(self, trainer: Trainer, step: int, before_batch: Callable[[], None]) -> TaskMetrics:
-        measured = {}
+        measured: dict[str, list[Metrics]] = {}
         for task, batches in self._datasets.items():
             measured[task] = []
             for batch in itertools.islice(numpy_batches(batches), self._eval_steps):

@@ -12,6 +12,7 @@ from t5x.data.loader import TrainLoader
 from t5x.optimizers.protocol import trained
 from t5x.telemetry import Progress, ThroughputClock
 from t5x.trainer.actions import TRAIN_TASK, Actions, ActionStop
+from t5x.trainer.datasets import ExternalBatches
 from t5x.trainer.metric_lines import MetricLines
 from t5x.trainer.nonfinite import bad_parameters, diagnose
 from t5x.trainer.signals import StopRequest
@@ -23,7 +24,7 @@ log = logging.getLogger(__name__)
 
 def run_loop(
     trainer: BaseTrainer,
-    loader: TrainLoader,
+    loader: TrainLoader | ExternalBatches,
     times: Timetable,
     *,
     first_step: int,

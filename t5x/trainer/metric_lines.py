@@ -129,6 +129,7 @@ class MetricLines:
             for name in ("target_tokens", "input_tokens")
         }
         lap = dataclasses.replace(lap, **tokens)
+        assert line.merged is not None  # a line has at least one step
         metrics = compute(line.merged, lap.seconds)
         for name in ("target_tokens", FIRST_BAD_GRADIENT):
             metrics.pop(name, None)

@@ -55,7 +55,7 @@ class MetricsManager:
             for name, text in texts.items():
                 self.summary_writer.write_text(step, name, text)
         self.flush()
-        future = Future()
+        future: Future[dict[str, Any]] = Future()
         future.set_result(summary)
         return future
 

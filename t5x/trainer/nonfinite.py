@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import re
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -32,8 +31,8 @@ _REMEDIES = (
 
 
 def _split_number(key: str) -> tuple[str, int]:
-    name, number = re.fullmatch(r"(.*?)(?:_(\d+))?", key).groups()
-    return name, int(number or 0)
+    name, underscore, number = key.rpartition("_")
+    return (name, int(number)) if underscore and number.isdecimal() else (key, 0)
 
 
 def in_network_order(names: Iterable[str]) -> list[str]:
@@ -118,7 +117,7 @@ def diagnose(steps: Sequence[Metrics], last_step: int, params: Any, trained: Any
         cause = f"The loss is {loss} at step {step}, the first that is not finite."
         if at > 0:
             before, norm = (_value(steps[at - 1], name) for name in ("loss", "gradient_norm"))
-            cause += f" Step {step - 1} had a loss of {before:.6g} and a gradient norm of {norm:.4g}."
+            cause += f" Step {first + at - 1} had a loss of {before:.6g} and a gradient norm of {norm:.4g}."
     bad = find_nonfinite(params)
     effect = _describe_parameters(bad, len(names), last_step) if bad else "All parameters are still finite."
     return Diagnosis(step, bad, f"{cause} {effect} {_REMEDIES}")

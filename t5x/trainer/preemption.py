@@ -50,7 +50,8 @@ def _watch(host: str, closed: threading.Event) -> None:
         if preempted and not closed.is_set():
             log.warning("this machine is being preempted")
             # Not os.kill: another thread may receive that signal, and a main thread that waits is not woken.
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
+            if (thread := threading.main_thread().ident) is not None:
+                signal.pthread_kill(thread, signal.SIGTERM)
             return
 
 

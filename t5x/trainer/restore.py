@@ -134,7 +134,12 @@ def resume_data(
     """
     if not hasattr(loader, "changes") or "lanes" not in saved:
         return loader.restore(saved)
-    changes = distributed.decide("changed data", lambda: loader.changes(saved, fingerprint.result()))
+
+    def find_changes() -> list[str]:
+        assert fingerprint is not None  # process 0 computes it
+        return loader.changes(saved, fingerprint.result())
+
+    changes = distributed.decide("changed data", find_changes)
     if not changes:
         return loader.restore(saved)
     listed = "".join(f"\n  {change}" for change in changes)
@@ -192,7 +197,7 @@ def restore_or_init(
         return _resume(path, restore_cfg, layout), Run.of(path)
 
     own, resumed, damaged = store.restore_latest(resume)
-    if own is not None:
+    if resumed is not None:
         ignored = f"; ignoring the initial checkpoint {restore_cfg.path}" if restore_cfg and restore_cfg.path else ""
         log.info("resuming from %s, MODEL_DIR's newest complete checkpoint%s", own, ignored)
         return resumed
@@ -202,7 +207,7 @@ def restore_or_init(
             "written by t5x. Choose another MODEL_DIR, or move them away to start from scratch."
         )
     if restore_cfg is not None and restore_cfg.path:
-        source = open_for_all(restore_cfg.path)
+        source = open_for_all(restore_cfg.single_path())
         log.info("starting from the initial checkpoint %s (%s)", source.path, source.format)
         state = restore_state(source, restore_cfg, model, layout, init_rng)
         return state, Run(int(state.step), _position(source) if restore_cfg.restore_dataset else None)
@@ -341,8 +346,8 @@ def _initial_values(layout: StateLayout, rng: jax.Array | int) -> transfer.Initi
     return compute
 
 
-def _position(source: Source) -> dict[str, Any]:
-    """Return the data position of a run's checkpoint."""
+def _position(source: Source) -> dict[str, Any] | None:
+    """Return the data position of a run's checkpoint; None at the beginning."""
     if source.format != "t5x" or not open_files(source.path).has(DATA_FILE):
         raise UserError(
             f"{source.path} has no data position to resume. Set utils.RestoreCheckpointConfig.restore_dataset = False "

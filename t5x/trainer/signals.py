@@ -9,8 +9,10 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from concurrent import futures
 from types import FrameType, TracebackType
+from typing import Any
 
 import jax
 
@@ -51,7 +53,7 @@ class StopRequest:
     def __init__(self) -> None:
         self.signum: int | None = None
         self.something_to_save = False
-        self._previous: dict[int, object] = {}
+        self._previous: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {}
         self._common = _CommonStop() if jax.process_count() > 1 else None
 
     def __bool__(self) -> bool:

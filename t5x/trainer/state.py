@@ -53,9 +53,9 @@ class StateLayout:
         self._optimizer_def, self._init_fn, self._input_types = optimizer_def, init_fn, input_types
         variables = jax.eval_shape(lambda: self._variables(jax.random.key(0)))
         params, params_axes, _, _ = split_variables(variables)
-        step = jax.ShapeDtypeStruct((), jnp.int32)
+        step = jax.eval_shape(lambda: jnp.zeros((), jnp.int32))
         mutables = jax.eval_shape(lambda: self._mutables(variables))
-        state = InferenceState(step, params, params_axes, mutables)
+        state: TrainState = InferenceState(step, params, params_axes, mutables)
         self.axes = state.logical_axes()
         self.state_axes = {}
         if optimizer_def is not None:
@@ -86,12 +86,10 @@ class StateLayout:
         return flax.core.unfreeze(self._init_fn(rng=rng, input_shapes=self.input_shapes, **types))
 
     def _log_undivided(self) -> None:
-        leaves, treedef = jax.tree.flatten(self.abstract.params)
-        axes = treedef.flatten_up_to(self.axes)
-        reasons = Counter(self.partitioner.undivided(x.shape, a) for x, a in zip(leaves, axes, strict=True))
+        undivided = lambda x, axes: self.partitioner.undivided(x.shape, axes)
+        reasons = Counter(jax.tree.leaves(jax.tree.map(undivided, self.abstract.params, self.axes)))
         for reason, count in reasons.items():
-            if reason:
-                log.warning("%d parameter(s) are not divided over that mesh axis: %s", count, reason)
+            log.warning("%d parameter(s) are not divided over that mesh axis: %s", count, reason)
 
     @property
     def shardings(self) -> TrainState:

@@ -94,12 +94,14 @@ def accumulate_grads_microbatched(
     history = train_state.flax_mutables.get(_FP8, {})
     mutables = {name: tree for name, tree in train_state.flax_mutables.items() if name != _FP8}
 
+    loss_fn: Callable[..., Any] = model.loss_fn  # of some models, it also takes mutables
+
     def loss(params, fp8_scales, batch, rng, mutables):
         batch = {**batch, "fp8_scales": fp8_scales} if fp8_scales else batch
         if not mutables:
-            value, metrics = model.loss_fn(params, batch, rng)
+            value, metrics = loss_fn(params, batch, rng)
             return value, (metrics, mutables)
-        return model.loss_fn(params, batch, rng, mutables)
+        return loss_fn(params, batch, rng, mutables)
 
     gradient = jax.grad(loss, argnums=(0, 1), has_aux=True)
     params, scales, count = train_state.params, fp8.scales(history), num_microbatches or 1

@@ -19,10 +19,10 @@ class Timetable:
 
     total_steps: int
     stats_period: int
-    eval_periods: Mapping[str, int]
+    eval_periods: Mapping[str, int | None]
     save_period: int | None
     save_steps: Collection[int] = ()
-    gc_period: int = 0
+    gc_period: int | None = 0
 
     def stats_due(self, step: int) -> bool:
         return self._due(step, self.stats_period)
@@ -35,4 +35,4 @@ class Timetable:
         return self._due(step, self.save_period) or step in self.save_steps
 
     def _due(self, step: int, period: int | None) -> bool:
-        return step == self.total_steps or (bool(period) and step % period == 0)
+        return step == self.total_steps or bool(period and step % period == 0)

@@ -168,7 +168,7 @@ class Trainer(BaseTrainer):
         self._num_microbatches = num_microbatches
         self._weight_metrics_computer = weight_metrics_computer
         self.learning_rate_fn = applied_schedule(
-            getattr(train_state, "optimizer_def", None),  # an InferenceState has none
+            getattr(train_state, "optimizer_def", None),  # a user's state may have none
             learning_rate_fn,
             train_state.param_states,
             train_state.step,

@@ -141,6 +141,9 @@ def test_t5x_keeps_the_best_and_the_newest():
     cfg = SaveCheckpointConfig(keep=3, best_metric="train/loss", best_mode="min", keep_best=2)
     assert (cfg.keep_newest, cfg.best) == (3, BestRule("train/loss", "min", 2))
     assert SaveCheckpointConfig(keep=3).best is None
+    maker = functools.partial(SaveBestCheckpointer, metric_name_to_monitor=None)
+    cfg = SaveCheckpointConfig(keep=3, checkpointer_cls=maker)
+    assert (cfg.keep_newest, cfg.best) == (3, None)
     with pytest.raises(UserError, match="best_metric and checkpointer_cls"):
         SaveCheckpointConfig(best_metric="train/loss", checkpointer_cls=SaveBestCheckpointer)
     with pytest.raises(UserError, match="'maximum'"):

@@ -93,7 +93,8 @@ def translate(variable: str) -> str | None:
     >>> translate("encoder/block_003/layer_000/SelfAttention/q_slot_vr")
     'state/param_states/encoder/layers_3/attention/query/kernel/v_row'
     """
-    base, slot = re.fullmatch(r"(.*?)(?:_slot_(v|vr|vc))?", variable, re.DOTALL).groups()
+    match = re.search(r"_slot_(v|vr|vc)\Z", variable)
+    base, slot = (variable[: match.start()], match[1]) if match else (variable, None)
     name = _parameter_name(base)
     if name is None:
         return None

@@ -65,9 +65,9 @@ def read_orbax(path: epath.PathLike) -> Source:
         ocdbt=ocdbt,
         every_chunk=metadata.get("store_array_data_equal_to_fill_value") is True,
     )
-    arrays = {name: opened.get(name, leaf) for name, leaf in leaves.items()}
-    check_expansion(directory, arrays.values(), file_bytes)
-    arrays = _with_t5x_names(directory, arrays)
+    stored = {name: opened[name] if isinstance(leaf, str) else leaf for name, leaf in leaves.items()}
+    check_expansion(directory, stored.values(), file_bytes)
+    arrays = _with_t5x_names(directory, stored)
     kind = "OCDBT" if ocdbt else "zarr"
     step = native_t5x.read_step(directory, arrays.get("state/step"))
     return Source(f"T5X Orbax ({kind})", os.fspath(path), step, arrays)

@@ -187,7 +187,7 @@ def _parse_message(data: bytes) -> dict[int, list[int | bytes]]:
     while cursor:
         number, wire_type = divmod(cursor.varint(), 8)
         if wire_type == 0:
-            value = cursor.varint()
+            value: int | bytes = cursor.varint()
         elif wire_type == 2:
             value = cursor.take(cursor.varint())
         elif wire_type in (1, 5):
@@ -210,8 +210,8 @@ def _data(fields: Mapping[int, list[int | bytes]], number: int) -> bytes:
 
 
 def _all_data(fields: Mapping[int, list[int | bytes]], number: int) -> list[bytes]:
-    values = fields.get(number, [])
-    if not all(isinstance(value, bytes) for value in values):
+    values = [value for value in fields.get(number, []) if isinstance(value, bytes)]
+    if len(values) < len(fields.get(number, [])):
         raise Malformed(f"field {number} of a message is not a message")
     return values
 
@@ -235,7 +235,7 @@ def _read_tensor(path: str, name: str, entry: Entry) -> np.ndarray:
         data = np.memmap(path, np.uint8, mode="r", offset=entry.offset, shape=(entry.size,)) if entry.size else b""
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}. Has it changed since the checkpoint was opened?") from error
-    if masked_crc32c(data) != entry.crc:
+    if masked_crc32c(data) != entry.crc:  # type: ignore[arg-type]
         raise DamagedCheckpoint(path, f"the checksum of {name} does not match")
     array = np.frombuffer(data, np.uint8).view(entry.dtype).reshape(entry.shape)
     return array if array.flags.aligned else array.copy()

@@ -71,7 +71,7 @@ def open_arrays(
     context = tensorstore.Context()
 
     def open_array(path: str) -> tensorstore.Future:
-        kvstore = {"driver": "file", "path": f"{directory}/" if ocdbt else f"{directory}/{path}/"}
+        kvstore: dict[str, Any] = {"driver": "file", "path": f"{directory}/" if ocdbt else f"{directory}/{path}/"}
         if ocdbt:
             kvstore = {"driver": "ocdbt", "base": kvstore, "path": f"{path}/"}
         return tensorstore.open({"driver": driver, "kvstore": kvstore}, read=True, open=True, context=context)
@@ -220,7 +220,7 @@ def write_array(directory: epath.PathLike, name: str, array: np.ndarray) -> dict
 
     def write_chunk(index: tuple[int, ...]) -> None:
         slices = tuple(slice(i * n, (i + 1) * n) for i, n in zip(index, chunks, strict=True))
-        content = np.ascontiguousarray(array[slices]).reshape(-1).view(np.uint8)
+        content = np.ascontiguousarray(array[slices]).reshape(-1).view(np.uint8).data
         # Weights hardly compress (8%, at a twentieth of the speed): gzip is used only for its checksum.
         stream = zlib.compressobj(0, wbits=31)
         with open(os.path.join(path, ".".join(map(str, index)) or "0"), "xb") as file:

@@ -109,7 +109,7 @@ def read_config(stated: Mapping[str, Any], path: str, generation: Mapping[str, A
     rate = stated.get("dropout_rate", 0.1)
     if type(rate) not in (int, float) or not 0 <= rate < 1:
         raise UserError(f"{path}: dropout_rate is {rate!r}; it must be at least 0 and less than 1.")
-    config = {ours: sizes[theirs] for theirs, ours in _SIZES.items()} | {
+    config: dict[str, Any] = {ours: sizes[theirs] for theirs, ours in _SIZES.items()} | {
         "mlp_activations": _activations(stated, kind, path),
         "dropout_rate": float(rate),
         PER_LAYER_BIAS: kind == "umt5",
@@ -223,7 +223,8 @@ def write_config(
         kind = "mt5"
     else:
         kind = "t5"
-    return kept | {
+    return {
+        **kept,
         "architectures": [_CLASSES[kind]],
         "model_type": kind,
         **{theirs: int(config[ours]) for theirs, ours in _SIZES.items()},
@@ -245,7 +246,7 @@ def write_generation(config: Mapping[str, Any], eos_id: int | None) -> dict[str,
     Args:
       eos_id: EOS of the vocabulary.
     """
-    tokens = {"decoder_start_token_id": 0, "pad_token_id": 0, "forced_bos_token_id": None}
+    tokens: dict[str, Any] = {"decoder_start_token_id": 0, "pad_token_id": 0, "forced_bos_token_id": None}
     tokens |= {name: config[name] for name in TOKEN_IDS if name in config}
     first, *more = tokens.get("eos_token_id") or (1 if eos_id is None else eos_id,)
     tokens["eos_token_id"] = [first, *more] if more else first

@@ -100,7 +100,7 @@ def _read_sharded_headers(path: str) -> dict[str, Tensor]:
     shards = config_json.read_json(index).get("weight_map")
     if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
         raise UserError(f"{index} is damaged: it has no weight_map from tensors to files. Download it again.")
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for shard in sorted(set(shards.values())):
         # `_check_links` checks only files with this suffix.
         if not paths.is_plain_relative(shard) or "/" in shard or not shard.endswith(".safetensors"):

@@ -63,7 +63,7 @@ class Tensor:
         # Without the library, which copies a tensor twice.
         with _read_errors(self.path), open_regular(self.path) as file:
             file.seek(self.position)
-            if file.readinto(value.reshape(-1).view(np.uint8)) != value.nbytes:
+            if file.readinto(value.reshape(-1).view(np.uint8).data) != value.nbytes:
                 raise ValueError(f"it ends within tensor {self.name}")
         return value
 

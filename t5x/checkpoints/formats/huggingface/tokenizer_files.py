@@ -29,6 +29,8 @@ FILES = (MODEL, TOKENIZER, SETTINGS)
 _SPECIAL = "special_tokens_map.json"
 _SPACE = "\u2581"  # SentencePiece's symbol for a space
 
+_SupportedVocabulary = ByteVocabulary | SentencePieceVocabulary | HuggingFaceVocabulary
+
 
 def read_vocabulary(path: str, vocab_size: int, tokenizer_class: Any, pad_id: int) -> Vocabulary | None:
     """Return the vocabulary of a directory; None and a warning if there is none.
@@ -97,7 +99,7 @@ def _sentencepiece(path: str, vocab_size: int, extra_ids: int | None, pad_id: in
     return SentencePieceVocabulary(path, extra_ids=missing, pad_id=pad_id)
 
 
-def single_vocabulary(vocabulary_files: Mapping[str, Mapping[str, bytes]]) -> Vocabulary | None:
+def single_vocabulary(vocabulary_files: Mapping[str, Mapping[str, bytes]]) -> _SupportedVocabulary | None:
     """Return the vocabulary of all features; None and a warning if Hugging Face has no tokenizer for it."""
     if not vocabulary_files:
         logger.warning("Writing no tokenizer files: the source has no vocabulary.")
@@ -113,13 +115,13 @@ def single_vocabulary(vocabulary_files: Mapping[str, Mapping[str, bytes]]) -> Vo
             ", ".join(found),
         )
         return None
-    if not isinstance(first, ByteVocabulary | SentencePieceVocabulary | HuggingFaceVocabulary):
+    if not isinstance(first, _SupportedVocabulary):
         logger.warning("Writing no tokenizer files: Hugging Face has no tokenizer for %r.", first)
         return None
     return first
 
 
-def tokenizer_files(vocabulary: Vocabulary) -> dict[str, bytes]:
+def tokenizer_files(vocabulary: _SupportedVocabulary) -> dict[str, bytes]:
     """Return {name: content} of files with which `transformers.AutoTokenizer` yields the ids of `vocabulary`, plus EOS.
 
     T5's own vocabulary becomes a T5Tokenizer, bytes a ByT5Tokenizer. What those two do not support (bytes for unknown
@@ -136,7 +138,7 @@ def tokenizer_files(vocabulary: Vocabulary) -> dict[str, bytes]:
 
     content = vocabulary.to_files()
     whole = vocabulary.tokenizer.serialized_model_proto()  # includes the extra ids and any overrides
-    model = sentencepiece_model_pb2.ModelProto.FromString(whole)
+    model = sentencepiece_model_pb2.ModelProto.FromString(whole)  # type: ignore[attr-defined]
     if _is_t5s(vocabulary, model):
         (spiece,) = (data for name, data in content.items() if name.endswith(".model"))
         return {MODEL: spiece} | _settings_files("T5Tokenizer", vocabulary.extra_ids, "</s>", "<unk>", "<pad>")
@@ -234,7 +236,8 @@ def _tokenizer_json(model: Any, vocabulary: SentencePieceVocabulary) -> dict[str
     special = [piece.piece for piece in model.pieces if piece.type in (kinds.CONTROL, kinds.UNKNOWN)]
     tokenizer.add_special_tokens([AddedToken(piece, normalized=False, special=True) for piece in special])
 
-    steps, decoding = [], [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    steps: list[normalizers.Normalizer] = []
+    decoding: list[decoders.Decoder] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if settings.precompiled_charsmap:
         steps.append(normalizers.Precompiled(settings.precompiled_charsmap))
     if settings.remove_extra_whitespaces:

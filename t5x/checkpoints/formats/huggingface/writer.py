@@ -96,7 +96,8 @@ def _write_weights(directory: epath.Path, tensors: Mapping[str, LazyArray], shar
         if shards[-1] and _size(shards[-1]) + tensor.nbytes > shard_bytes:
             shards.append({})
         shards[-1][name] = tensor
-    file_of, digests = {}, {}
+    file_of: dict[str, str] = {}
+    digests = {}
     for number, shard in enumerate(shards, start=1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         digests[file] = safetensors_files.write(directory / file, shard)
