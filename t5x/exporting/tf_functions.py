@@ -28,7 +28,7 @@ Preprocessor = Callable[..., dict[str, Any]]  # strings, or ids -> model feature
 DEFAULT_SIGNATURE = "serving_default"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class TfFunction:
     """A function of tensors.
 
