@@ -70,11 +70,11 @@ class Answering:
             raise UserError("no_answer is empty. Pass the text that the model was trained to generate, or omit it.")
 
 
-class AnswerMethods:
+class AnswerMethods(LoadedModel):
     """The method of a `LoadedModel` that answers questions."""
 
     def answer(
-        self: LoadedModel, question: str | Sequence[str], context: str | Sequence[str], **options: Any
+        self, question: str | Sequence[str], context: str | Sequence[str], **options: Any
     ) -> Answer | list[Answer]:
         """Answer a question about a context, with a model trained on "question: … context: …", as T5 was.
 
@@ -154,11 +154,11 @@ def answer(
         for (question, context), spans in zip(questions, pieces, strict=True)
         for span in spans
     ]
-    common = {"max_input_length": limit, "batch_size": how.batch_size, "rows": rows}
+    common: dict[str, Any] = {"max_input_length": limit, "batch_size": how.batch_size, "rows": rows}
     written = loaded.predictions(
         inputs, Decoding(beams=how.beams), max_length=how.max_length, after_batch=after_batch, **common
     )
-    none = [None] * len(inputs)
+    none: list[float | None] = [None] * len(inputs)
     if how.no_answer is not None:
         target = loaded.target_ids(how.no_answer)[0]
         none = [math.exp(score) for score in loaded.scores(inputs, [target] * len(inputs), **common)]
@@ -171,7 +171,7 @@ def answer(
         at += len(spans)
         # On ties, the first window wins.
         best = max(found, key=lambda one: (not one.no_answer, one.score))
-        if how.no_answer is not None:
-            best = best._replace(no_answer_probability=min(one.no_answer_probability for one in found))
+        if probabilities := [p for one in found if (p := one.no_answer_probability) is not None]:
+            best = best._replace(no_answer_probability=min(probabilities))
         made.append(best)
     return made

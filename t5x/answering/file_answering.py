@@ -54,8 +54,8 @@ def answer_file(
     """
     how = Answering(**options)
     check_counts("--", checkpoint_period=checkpoint_period)
-    extra = {"squad_predictions": squad_predictions, "squad_na_probs": squad_na_probs}
-    extra = {name: path for name, path in extra.items() if path is not None}
+    paths = {"squad_predictions": squad_predictions, "squad_na_probs": squad_na_probs}
+    extra = {name: path for name, path in paths.items() if path is not None}
     _check_extra(extra, output, how)
     to = FileOutput(output, overwrite=overwrite, also=extra, inputs={"input": input_path})
     questions = open_questions(input_path, needs_id=bool(extra))

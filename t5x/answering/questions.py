@@ -28,6 +28,8 @@ class QuestionLines(Lines):
     def __iter__(self) -> Iterator[Line]:
         numbers: dict[str, int] = {}
         for line in super().__iter__():
+            if line is None:
+                continue
             name = line.example.get("id")
             if name is not None and (first := numbers.setdefault(str(name), line.number)) != line.number:
                 raise UserError(

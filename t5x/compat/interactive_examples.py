@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -121,7 +121,8 @@ def check_targets(examples: Batch) -> None:
 
 def as_batches(batches: Batches) -> list[Batch]:
     """Return a list of batches, given one batch or a list of them."""
-    return [batches] if isinstance(batches[0], str | Mapping) else list(batches)
+    is_one = isinstance(batches[0], str | Mapping)
+    return [cast("Batch", batches)] if is_one else list(cast("Sequence[Batch]", batches))
 
 
 def joined(batches: Batches) -> list[TextExample]:

@@ -20,9 +20,11 @@ from t5x import checkpoint_utils, checkpoints
 from t5x.checkpoints.best import BEST_FILE
 from t5x.checkpoints.config import CheckpointConfig, RestoreCheckpointConfig, SaveCheckpointConfig
 from t5x.checkpoints.tree import parameter_table
+from t5x.data import FeatureConverter
 from t5x.data.dataset_config import DatasetConfig, import_task_module
 from t5x.data.vocabularies import Vocabulary
 from t5x.errors import UserError
+from t5x.models import BaseTransformerModel
 from t5x.partitioning import distributed
 from t5x.trainer.datasets import ExternalBatches, ShardInfo, get_dataset
 from t5x.trainer.restore import open_for_all, restore_params, restore_state
@@ -36,7 +38,7 @@ log = logging.getLogger(__name__)
 def get_dataset_inner(
     cfg: DatasetConfig,
     shard_info: ShardInfo,
-    feature_converter_cls: Callable[..., Any],
+    feature_converter_cls: type[FeatureConverter],
     seed: int | None = None,
     num_epochs: int | None = None,
 ) -> Any:
@@ -83,7 +85,7 @@ class ShardedDatasetIterator(ExternalBatches):
         super().__init__(iterator)
         self._partitioner = partitioner
 
-    def __next__(self) -> dict[str, jax.Array]:
+    def __next__(self) -> dict[str, Any]:
         return self._partitioner.to_devices(super().__next__())
 
     def get_next(self) -> dict[str, jax.Array]:
@@ -123,7 +125,11 @@ def round_vocab_size_to_multiple(vocabulary: Vocabulary, divisor: int = 128) -> 
 
 def flatten_dict_string_keys(x: Mapping[str, Any]) -> dict[str, Any]:
     """Return {path with slashes: leaf} of nested dictionaries; empty ones are kept."""
-    return flax.traverse_util.flatten_dict(flax.core.unfreeze(x), keep_empty_nodes=True, sep="/")
+    return flax.traverse_util.flatten_dict(_unfrozen(x), keep_empty_nodes=True, sep="/")
+
+
+def _unfrozen(x: Mapping[str, Any]) -> dict[str, Any]:
+    return flax.core.unfreeze(x if isinstance(x, flax.core.FrozenDict) else dict(x))
 
 
 def override_params_axes_names(
@@ -135,7 +141,7 @@ def override_params_axes_names(
       params_axes_names_override: pairs of a regular expression that matches the whole path of a parameter, and its new
         axes. The first match wins.
     """
-    variables = flax.core.unfreeze(model_variables)
+    variables = _unfrozen(model_variables)
     if "params_axes" not in variables:
         raise ValueError("The variables have no collection `params_axes`, so its names cannot be overridden.")
     flat = flax.traverse_util.flatten_dict(variables["params_axes"])
@@ -176,10 +182,8 @@ def get_first_valid_restore_config_and_paths(
             steps = {path: checkpoints.all_steps(path) for path in found}
             found = [checkpoints.get_checkpoint_dir(path, step) for path in found for step in steps[path]]
         elif cfg.mode == "latest":
-            newest = {path: checkpoints.latest_step(path) for path in found}
-            found = [
-                path if newest[path] is None else checkpoints.get_checkpoint_dir(path, newest[path]) for path in found
-            ]
+            newest = [(path, checkpoints.latest_step(path)) for path in found]
+            found = [path if step is None else checkpoints.get_checkpoint_dir(path, step) for path, step in newest]
         if found:
             return cfg, found
     return None, []
@@ -275,23 +279,31 @@ class LegacyCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
         options = _manager_options(save_cfg, restore_cfg)
         super().__init__(model_dir, train_state_shape, partitioner, ds_iter, **options)
 
+    @property
+    def _directory(self) -> str:
+        if self._model_dir is None:
+            raise UserError("LegacyCheckpointManager has no directory: pass model_dir.")
+        return self._model_dir
+
     def best_step(self) -> int | None:
         """Return the step that MODEL_DIR/best.json names, or None."""
-        path = Path(self._model_dir, BEST_FILE)
+        path = Path(self._directory, BEST_FILE)
         return json.loads(path.read_text())["step"] if path.exists() else None
 
     def should_save(self, step: int) -> bool:
         """Return whether a step is due."""
         return self._save_cfg is not None and super().should_save(step)
 
-    def save(self, train_state: Any, state_transformation_fns: Sequence[Any] = (), **_: Any) -> bool:
+    def save(
+        self, train_state: Any, state_transformation_fns: Sequence[Any] = (), force: bool = True, **_: Any
+    ) -> bool:
         """Save a state; return whether the run saves at all."""
         cfg = self._save_cfg
         return cfg is not None and super().save(
             train_state, state_transformation_fns or cfg.state_transformation_fns, force=True
         )
 
-    def restore(
+    def restore(  # type: ignore[override]  # T5X's signature
         self,
         paths: Sequence[str] | str | None = None,
         restore_cfg: RestoreCheckpointConfig | None = None,
@@ -306,11 +318,11 @@ class LegacyCheckpointManager(checkpoints.OrbaxCheckpointManagerInterface):
 
     def delete(self, step: int) -> None:
         """Remove a checkpoint that is not pinned."""
-        checkpoint_utils.remove_checkpoint_dir(checkpoints.get_checkpoint_dir(self._model_dir, step))
+        checkpoint_utils.remove_checkpoint_dir(checkpoints.get_checkpoint_dir(self._directory, step))
 
     def metadata(self, step: int | None = None) -> Any:
         """Return the tree of a checkpoint, unread."""
-        return checkpoints.load_t5x_checkpoint(self._model_dir, step, lazy_parameters=True)
+        return checkpoints.load_t5x_checkpoint(self._directory, step, lazy_parameters=True)
 
     item_metadata = metadata
 
@@ -355,7 +367,7 @@ def create_orbax_checkpoint_manager(
 
 
 def create_checkpoint_manager_and_restore(
-    train_state_initializer: StateLayout,
+    train_state_initializer: "TrainStateInitializer",
     partitioner: Any,
     restore_checkpoint_cfg: RestoreCheckpointConfig,
     restore_path: str | None,
@@ -385,6 +397,8 @@ class TrainStateInitializer(StateLayout):
 
     def restored(self, path: str, cfg: RestoreCheckpointConfig, init_rng: jax.Array | None = None) -> Any:
         """Return the state of a checkpoint of any format, by the rules of its configuration."""
+        if not isinstance(self.model, BaseTransformerModel):
+            raise UserError("TrainStateInitializer.init_fn must be the method of a model, to restore its checkpoints.")
         source, rng = open_for_all(path), jax.random.key(0) if init_rng is None else init_rng
         if self._optimizer_def is not None:
             return restore_state(source, cfg, self.model, self, rng)
@@ -395,8 +409,9 @@ class TrainStateInitializer(StateLayout):
     ) -> Iterator[tuple[Any, str]]:
         """Yield (state, path) of every checkpoint of the first configuration that has one."""
         cfg, found = get_first_valid_restore_config_and_paths(restore_cfgs)
-        for path in found:
-            yield self.restored(path, cfg, init_rng), path
+        if cfg is not None:
+            for path in found:
+                yield self.restored(path, cfg, init_rng), path
 
     def from_checkpoint(
         self, ckpt_cfgs: Sequence[RestoreCheckpointConfig], *, ds_iter: Any = None, init_rng: jax.Array | None = None

@@ -34,6 +34,7 @@ from t5x.data.sources import (
     ParquetDataSource,
     TsvDataSource,
 )
+from t5x.data.sources.files import Patterns
 from t5x.data.tasks import Task, TaskRegistry
 from t5x.data.vocabularies import Vocabulary
 from t5x.errors import UserError
@@ -238,7 +239,7 @@ def check_fields(source: DataSource, split: str, needed: Sequence[str]) -> None:
     raise UserError(f"{no_field} (fields: {', '.join(map(str, fields))}). Pass --inputs FIELD --targets FIELD.")
 
 
-def source_of(files: Mapping[str, str | Sequence[str]], columns: Sequence[str] | None = None) -> DataSource:
+def source_of(files: Mapping[str, Patterns], columns: Sequence[str] | None = None) -> DataSource:
     """Return the source of files, chosen by their extension, which must be the same for all.
 
     Args:

@@ -69,10 +69,11 @@ def count_findings(kinds: list[str], present: int, environment: Mapping[str, str
                 f"The machine has {present} GPU or TPU device(s), but JAX uses the CPU{why}.",
                 "Run `pip install -e '.[gpu]'` (or '.[tpu]') in the checkout of t5x, and unset JAX_PLATFORMS.",
             )
-        allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        if allowed < os.cpu_count():
+        cores = os.cpu_count() or 1
+        allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
+        if allowed < cores:
             yield warning(
-                f"This process may use {allowed} of {os.cpu_count()} cores.",
+                f"This process may use {allowed} of {cores} cores.",
                 "Check taskset, --cpus-per-task of SLURM and the limits of the container.",
             )
         return
@@ -151,7 +152,9 @@ def attention_findings() -> Iterator[Finding]:
     )  # fmt: skip
     mask = attention.Mask()
     fastest = attention_choice.fastest(query, key, mask)
-    expected = attention.attend_xla(*(x.astype(jnp.float32) for x in (query, key, value)), mask, None)
+    expected = attention.attend_xla(
+        query.astype(jnp.float32), key.astype(jnp.float32), value.astype(jnp.float32), mask, None
+    )
     for name in (fastest, "pallas") if platform() == "tpu" else (fastest,):
         made = attention.attend(query, key, value, mask=mask, backend=name).astype(jnp.float32)
         distance = float(jnp.linalg.norm(made - expected) / jnp.linalg.norm(expected))

@@ -48,7 +48,7 @@ def check(args: argparse.Namespace) -> Iterator[Finding]:
 
 def resolve(name: str) -> list[str]:
     """Return the addresses of a name."""
-    return list(dict.fromkeys(entry[4][0] for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)))
+    return list(dict.fromkeys(str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)))
 
 
 def coordinator_findings(host: str, *, is_first: bool, resolve: Resolver = resolve) -> Iterator[Finding]:

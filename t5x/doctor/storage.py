@@ -74,8 +74,8 @@ def cache_findings() -> Iterator[Finding]:
     from t5x import startup
 
     startup.enable_compilation_cache()
-    directory = jax.config.jax_compilation_cache_dir
-    if not jax.config.jax_enable_compilation_cache:
+    directory = jax.config.values["jax_compilation_cache_dir"]
+    if not jax.config.values["jax_enable_compilation_cache"]:
         yield warning("The compilation cache is disabled.", "Unset JAX_ENABLE_COMPILATION_CACHE.")
     elif is_remote(directory):
         yield ok(f"compilation cache: {directory}")

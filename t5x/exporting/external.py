@@ -13,7 +13,7 @@ from t5x.exporting.checking import INT8_ACTIVATIONS_LIMIT, Comparison, Sample, p
 from t5x.inference.loaded import LoadedModel, load, without_padding
 from t5x.inference.options import Decoding
 from t5x.lazy_imports import import_extra
-from t5x.models import DecoderOnlyModel
+from t5x.models import EncoderDecoderModel
 
 Greedy = Callable[[list[list[int]], int], list[list[int]]]  # (inputs, maximum length) -> outputs
 
@@ -101,7 +101,7 @@ def _converter(ctranslate2: Any, source: str, *, tied: bool) -> Any:
 def _converted(directory: str, model: str, vocabulary: str | None) -> Iterator[tuple[str, LoadedModel]]:
     """Yield a temporary Hugging Face directory of the model inside `directory`, and the original."""
     original = load(model, vocabulary=vocabulary, dtype="float32")
-    if isinstance(original.model, DecoderOnlyModel):
+    if not isinstance(original.model, EncoderDecoderModel):
         raise UserError("This model is decoder-only: transformers, CTranslate2 and Optimum have no class for it.")
     with tempfile.TemporaryDirectory(dir=directory) as temporary:
         made = os.path.join(temporary, "hf")
@@ -124,6 +124,7 @@ def _compare_huggingface(original: LoadedModel, network: Any, sample: Sample, ma
     import torch
 
     model = original.model
+    assert isinstance(model, EncoderDecoderModel)  # see `_converted`
     tokens = {"decoder_start_token_id": model.start_id, "pad_token_id": model.pad_id, "eos_token_id": [*model.eos_ids]}
 
     def greedy(inputs: list[list[int]], limit: int) -> list[list[int]]:

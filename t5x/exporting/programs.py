@@ -19,7 +19,7 @@ from t5x.errors import UserError, check_at_least
 from t5x.exporting import int8
 from t5x.inference.loaded import LoadedModel
 from t5x.inference.options import Decoding
-from t5x.models import DecoderOnlyModel
+from t5x.models import EncoderDecoderModel
 from t5x.network.attention import by_reference
 
 Arrays = Mapping[str, jax.Array]
@@ -49,6 +49,7 @@ class Exportable:
       decoding: how `predict` decodes: greedily or with beams.
       max_input_length: columns of the inputs.
       max_length: maximum number of generated tokens, and columns of the targets.
+      model: the network with its vocabularies.
       arrays: {name: array}, the parameters as the export stores them.
     """
 
@@ -56,11 +57,13 @@ class Exportable:
     decoding: Decoding
     max_input_length: int
     max_length: int
+    model: EncoderDecoderModel = dataclasses.field(init=False)
     arrays: dict[str, np.ndarray] = dataclasses.field(init=False)
 
     def __post_init__(self):
-        if isinstance(self.loaded.model, DecoderOnlyModel):
+        if not isinstance(self.loaded.model, EncoderDecoderModel):
             raise UserError("This model is decoder-only: only encoder-decoder models can be exported in this format.")
+        self.model = self.loaded.model
         if self.decoding.samples:
             raise UserError("An export decodes greedily or with beams: remove temperature, top_k and top_p.")
         check_at_least(1, max_input_length=self.max_input_length, max_length=self.max_length)
@@ -78,16 +81,16 @@ class Exportable:
 
     def programs(self) -> dict[str, Program]:
         """Return the programs by name: `predict`, `score`, `rank`, `encode`, and `greedy` if `predict` is not."""
-        inputs, targets = {"input_ids": self.max_input_length}, {"target_ids": self.max_length}
+        inputs: dict[str, int | None] = {"input_ids": self.max_input_length}
         made = {
-            name: (functools.partial(self._predict, decoding), inputs) for name, decoding in self.decodings().items()
+            name: Program(self._of_arrays(functools.partial(self._predict, decoding)), inputs)
+            for name, decoding in self.decodings().items()
         }
-        made |= {
-            "score": (self._score, inputs | targets),
-            "rank": (self._rank, inputs | {"label_ids": None}),
-            "encode": (self._encode, inputs),
+        return made | {
+            "score": Program(self._of_arrays(self._score), inputs | {"target_ids": self.max_length}),
+            "rank": Program(self._of_arrays(self._rank), inputs | {"label_ids": None}),
+            "encode": Program(self._of_arrays(self._encode), inputs),
         }
-        return {name: Program(self._of_arrays(function), of) for name, (function, of) in made.items()}
 
     def export(self, program: Program, platforms: Sequence[str], rows: int | None = None) -> export.Exported:
         """Lower a program to StableHLO.
@@ -116,7 +119,7 @@ class Exportable:
 
     def _predict(self, decoding: Decoding, params: Any, input_ids: jax.Array) -> dict[str, jax.Array]:
         """Return `output_ids` [rows, max_length] and `score` [rows]; with num_return > 1, [rows, num_return, …]."""
-        model = copy.copy(self.loaded.model)
+        model = copy.copy(self.model)
         model.decode_fn = decoding.decode_fn(model.output_vocabulary, self.max_length)
         batch = {
             "encoder_input_tokens": input_ids,
@@ -130,7 +133,7 @@ class Exportable:
 
     def _score(self, params: Any, input_ids: jax.Array, target_ids: jax.Array) -> dict[str, jax.Array]:
         """Return `score` [rows], the log probability of the targets."""
-        model = self.loaded.model
+        model = self.model
         batch = {
             "encoder_input_tokens": input_ids,
             "decoder_input_tokens": jnp.pad(target_ids, ((0, 0), (1, 0)), constant_values=model.start_id)[:, :-1],
@@ -141,12 +144,13 @@ class Exportable:
 
     def _rank(self, params: Any, input_ids: jax.Array, label_ids: jax.Array) -> dict[str, jax.Array]:
         """Return `logits` [rows, labels] of the labels at the first output position."""
-        return {"logits": self.loaded.model.first_logits(params, input_ids, label_ids)}
+        return {"logits": self.model.first_logits(params, input_ids, label_ids)}
 
     def _encode(self, params: Any, input_ids: jax.Array) -> dict[str, jax.Array]:
         """Return `encoded` [rows, columns, features], the output of the encoder; rows of padding are meaningless."""
-        module = self.loaded.model.module
-        return {"encoded": module.apply({"params": params}, input_ids, enable_dropout=False, method=module.encode)}
+        module = self.model.module
+        encoded: Any = module.apply({"params": params}, input_ids, enable_dropout=False, method=module.encode)
+        return {"encoded": encoded}
 
 
 def lower(function: Callable[..., Any], *arguments: Any, platforms: Sequence[str]) -> export.Exported:
@@ -166,6 +170,6 @@ def lower(function: Callable[..., Any], *arguments: Any, platforms: Sequence[str
         )
     exported = export.export(jax.jit(function), platforms=platforms)(*arguments)
     with mlir.make_ir_context():
-        text = ir.Module.parse(exported.mlir_module()).operation.get_asm()  # without the paths of source files
+        text = str(ir.Module.parse(exported.mlir_module()).operation.get_asm())  # without the paths of source files
     module = stablehlo.serialize_portable_artifact_str(text, _STABLEHLO)
     return dataclasses.replace(exported, mlir_module_serialized=module)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax import export
 from jax.export import is_symbolic_dim
@@ -88,19 +89,20 @@ def tensorflow_function(exported: export.Exported, weights: Mapping[str, Any]) -
             Tout=[tf.dtypes.as_dtype(aval.dtype) for aval in exported.out_avals],
             Sout=[shape(aval) for aval in exported.out_avals],
         )
-        return exported.out_tree.unflatten(found)
+        return jax.tree.unflatten(exported.out_tree, found)
 
     return run
 
 
-def check_vocabulary(vocabulary: Vocabulary) -> None:
-    """Raise a UserError unless TensorFlow can encode and decode with the vocabulary."""
+def check_vocabulary(vocabulary: Vocabulary) -> SentencePieceVocabulary:
+    """Return the vocabulary. Raise a UserError unless TensorFlow can encode and decode with it."""
     if not isinstance(vocabulary, SentencePieceVocabulary) or vocabulary.eos_id is None:
         raise UserError(
             f"The vocabulary is a {type(vocabulary).__name__}; only SentencePiece models with an EOS can be part of a "
             "SavedModel. "
             "Pass --token_ids, for signatures that take and return token ids."
         )
+    return vocabulary
 
 
 class Tokenizer:
@@ -113,8 +115,8 @@ class Tokenizer:
       resource: the object of tensorflow-text, which a module must keep to save it.
     """
 
-    def __init__(self, vocabulary: SentencePieceVocabulary, eos_ids: Sequence[int] = ()):
-        text = import_extra("tensorflow_text", EXTRA)
+    def __init__(self, vocabulary: Vocabulary, eos_ids: Sequence[int | None] = ()):
+        vocabulary, text = check_vocabulary(vocabulary), import_extra("tensorflow_text", EXTRA)
         self.resource = text.SentencepieceTokenizer(vocabulary.tokenizer.serialized_model_proto())
         self._vocabulary = vocabulary
         self._ends = {vocabulary.eos_id, *eos_ids}

@@ -5,13 +5,13 @@ else. Field numbers are those of prediction_log.proto, predict.proto and model.p
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 FILE = os.path.join("assets.extra", "tf_serving_warmup_requests")
 
 
-def write(directory: str, requests: list[Mapping[str, Any]], *, model_name: str, signature_name: str) -> None:
+def write(directory: str, requests: Sequence[Mapping[str, Any]], *, model_name: str, signature_name: str) -> None:
     """Write requests that TensorFlow Serving runs when it loads a SavedModel, before it is ready.
 
     Args:

@@ -43,7 +43,7 @@ def write(directory: str, exportable: Exportable, platforms: Sequence[str]) -> s
         programs[name] = {
             "file": f"{name}.stablehlo",
             "inputs": _shapes(dict(zip(program.inputs, of_inputs, strict=True))),
-            "outputs": _shapes(exported.out_tree.unflatten(exported.out_avals)),
+            "outputs": _shapes(jax.tree.unflatten(exported.out_tree, exported.out_avals)),
         }
     weights = os.path.join(directory, WEIGHTS)
     save_file({name: jnp.asarray(x) for name, x in exportable.arrays.items()}, weights)
@@ -59,9 +59,9 @@ def write(directory: str, exportable: Exportable, platforms: Sequence[str]) -> s
         "eos_id": model.eos_ids[0] if len(model.eos_ids) == 1 else list(model.eos_ids),
         "decoding": dataclasses.asdict(exportable.decoding),
     }
-    with open(os.path.join(directory, DESCRIPTION), "w") as file:
-        json.dump(description, file, indent=1)
-        file.write("\n")
+    with open(os.path.join(directory, DESCRIPTION), "w") as text_file:
+        json.dump(description, text_file, indent=1)
+        text_file.write("\n")
     return checking.compare_ids(exportable, Reader(directory))
 
 

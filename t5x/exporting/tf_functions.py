@@ -26,6 +26,25 @@ log = logging.getLogger(__name__)
 
 Preprocessor = Callable[..., dict[str, Any]]  # strings, or ids -> model features, all tensors
 DEFAULT_SIGNATURE = "serving_default"
+
+
+@dataclasses.dataclass(eq=False)
+class TfFunction:
+    """A function of tensors.
+
+    Attributes:
+      resources: objects that a module must keep to save the function.
+      examples: inputs to check it with, instead of texts.
+    """
+
+    function: Callable[..., Any]
+    resources: Sequence[Any] = ()
+    examples: Sequence[Any] | None = None
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self.function(*inputs)
+
+
 _PLATFORMS = ("cpu", "cuda", "tpu")
 
 
@@ -81,7 +100,7 @@ class ExportableModule:
 
         self.module = tf.Module()
         self.module.params = {name: tf.Variable(x, trainable=False) for name, x in params.items()}
-        self.module.kept = getattr(preproc_tf_fn, "resources", []) + getattr(postproc_tf_fn, "resources", [])
+        self.module.kept = [*getattr(preproc_tf_fn, "resources", ()), *getattr(postproc_tf_fn, "resources", ())]
         self.batch_size = batch_size
 
         def run(*inputs: Any) -> Any:
@@ -161,10 +180,9 @@ def create_preprocessor(
     if tokenized_inputs:
         spec = tf.TensorSpec([batch_size, columns], tf.int32, input_tensor_name)
         return lambda ids: _model_features(ids, tf.zeros([tf.shape(ids)[0], targets_length], tf.int32)), [spec]
-    vocabularies = [as_vocabulary(output_features[name].vocabulary) for name in ("inputs", "targets")]
-    for vocabulary in vocabularies:
-        saved_model.check_vocabulary(vocabulary)
-    inputs, targets = (saved_model.Tokenizer(vocabulary) for vocabulary in vocabularies)
+    inputs, targets = (
+        saved_model.Tokenizer(as_vocabulary(output_features[name].vocabulary)) for name in ("inputs", "targets")
+    )
 
     def preprocess(text_batch: Any) -> dict[str, Any]:
         if split_separator is None:
@@ -173,8 +191,8 @@ def create_preprocessor(
         parts = tf.strings.split(text_batch, split_separator, maxsplit=1).to_tensor("", shape=[None, 2])
         return _model_features(inputs.encode(parts[:, 0], columns), targets.encode(parts[:, 1], targets_length))
 
-    preprocess.resources = [inputs.resource, targets.resource]
-    return preprocess, [tf.TensorSpec([batch_size], tf.string, input_tensor_name)]
+    resources = [inputs.resource, targets.resource]
+    return TfFunction(preprocess, resources), [tf.TensorSpec([batch_size], tf.string, input_tensor_name)]
 
 
 def create_preprocessor_from_task(
@@ -225,9 +243,8 @@ def create_preprocessor_from_task(
         found = data.get_single_element()
         return _model_features(found["inputs"], found["targets"])
 
-    if serialized_examples:
-        preprocess.examples = [_serialized(text) for text in TEXTS]
-    return preprocess, [tf.TensorSpec([batch_size], tf.string, input_tensor_name)]
+    examples = [_serialized(text) for text in TEXTS] if serialized_examples else None
+    return TfFunction(preprocess, examples=examples), [tf.TensorSpec([batch_size], tf.string, input_tensor_name)]
 
 
 def _serialized(text: str) -> bytes:
@@ -369,33 +386,27 @@ def create_postprocessor(
     """
     import tensorflow as tf
 
-    is_decoded = inference_mode == "predict" and decode_outputs is not False
     tokenizer = None
-    if is_decoded:
+    if inference_mode == "predict" and decode_outputs is not False:
         vocab = as_vocabulary(vocab)
-        saved_model.check_vocabulary(vocab)
         tokenizer = saved_model.Tokenizer(vocab)
 
-    def postprocess(found: Any) -> Any:
+    def postprocess(found: Any) -> dict[str, Any]:
         outputs = list(jax.tree.leaves(found))
-        if is_decoded:
+        if tokenizer is not None:
             outputs[0] = tokenizer.decode(found[0])
-        if output_feature_names:
-            if len(output_feature_names) != len(outputs):
-                raise UserError(f"There are {len(outputs)} outputs: output_feature_names must have as many names.")
-            outputs = dict(zip(output_feature_names, outputs, strict=True))
-        else:
-            outputs = {f"output_{i}": x for i, x in enumerate(outputs)}
+        names = output_feature_names or [f"output_{i}" for i in range(len(outputs))]
+        if len(names) != len(outputs):
+            raise UserError(f"There are {len(outputs)} outputs: output_feature_names must have as many names.")
+        named = dict(zip(names, outputs, strict=True))
         if add_token_length_to_output and inference_mode == "predict":
             ids = found[0]
             is_before = tf.equal(tf.cumsum(tf.cast(tf.equal(ids, vocab.eos_id), tf.int32), axis=-1), 0)
             count = lambda x: tf.reduce_sum(tf.cast(x, tf.int32), axis=-1)
-            outputs |= {"num_tokens": count(ids > 0), "num_tokens_before_eos": count(is_before & (ids > 0))}
-        return outputs
+            named |= {"num_tokens": count(ids > 0), "num_tokens_before_eos": count(is_before & (ids > 0))}
+        return named
 
-    if tokenizer is not None:
-        postprocess.resources = [tokenizer.resource]
-    return postprocess
+    return TfFunction(postprocess, () if tokenizer is None else [tokenizer.resource])
 
 
 def write_warmup_examples(

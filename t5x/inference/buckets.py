@@ -62,10 +62,8 @@ def coarse_shape(
     >>> coarse_shape({"inputs": [9]}, {"inputs": 512}), coarse_shape({"inputs": [9, 300]}, {"inputs": 512})
     ((1, {'inputs': 128}), (8, {'inputs': 512}))
     """
-    lengths = {
-        feature: coarse_bucket(max(sizes[feature]), limit) if feature in sizes else limit
-        for feature, limit in longest.items()
-    }
+    lengths = {feature: limit for feature, limit in longest.items() if limit is not None}
+    lengths |= {feature: coarse_bucket(max(of_feature), longest[feature]) for feature, of_feature in sizes.items()}
     is_one = all(len(of_feature) == 1 and max(of_feature) <= _COARSE for of_feature in sizes.values())
     return -(-(1 if is_one else FEW) // multiple) * multiple, lengths
 
@@ -89,12 +87,13 @@ def plan(
     """
     keys = list(zip(*sizes.values(), strict=True)) if sizes else [()] * count
     order = filter(wanted, sorted(range(count), key=keys.__getitem__, reverse=True))
+    fixed = {feature: limit for feature, limit in longest.items() if limit is not None}
     while positions := list(itertools.islice(order, batch_size)):
         lengths = {
-            feature: bucket(max(sizes[feature][i] for i in positions), limit, steps) if feature in sizes else limit
-            for feature, limit in longest.items()
+            feature: bucket(max(of_feature[i] for i in positions), longest[feature], steps)
+            for feature, of_feature in sizes.items()
         }
-        yield Batch(positions, lengths)
+        yield Batch(positions, fixed | lengths)
 
 
 def rows(examples: int, batch_size: int, multiple: int = 1) -> int:

@@ -127,6 +127,7 @@ class _FileInference(LineJob):
     """
 
     unit: str = "input"
+    file: Lines
     loaded: LoadedModel
     decoding: Decoding
     mode: str
@@ -136,9 +137,9 @@ class _FileInference(LineJob):
     output_ids: bool
     seed: int
 
-    @property
-    def description(self) -> str:
-        return self.mode
+    def __post_init__(self):
+        super().__post_init__()
+        self.description = self.mode
 
     def identity(self) -> dict[str, Any]:
         defaults = vars(Decoding())
@@ -152,7 +153,7 @@ class _FileInference(LineJob):
         count = len(chunk.lines)
         problems: Counter[str] = Counter()
         inputs = [self._ids(line, "inputs", problems) for line in chunk.lines]
-        common = {
+        common: dict[str, Any] = {
             "max_input_length": self.max_input_length, "batch_size": self.batch_size,
             "after_batch": progress.after_batch(),
         }  # fmt: skip
@@ -168,11 +169,13 @@ class _FileInference(LineJob):
             )
             results = [self._prediction(generations) for generations in predictions]
         problems["scores"] += sum(bool(np.isnan(result["score"]).any()) for result in results)
-        records = [{**line.example, **result} for line, result in zip(chunk.lines, results, strict=True)]
+        records: list[Record] = [{**line.example, **result} for line, result in zip(chunk.lines, results, strict=True)]
         return records, {"cut": dict(+problems)}
 
     def _prediction(self, generations: Sequence[Generation]) -> dict[str, Any]:
-        fields = {"prediction": [g.text for g in generations], "score": [g.score for g in generations]}
+        fields: dict[str, list[Any]] = {
+            "prediction": [g.text for g in generations], "score": [g.score for g in generations],
+        }  # fmt: skip
         if self.output_ids:
             fields["prediction_tokens"] = [g.tokens for g in generations]
         return fields if self.decoding.num_return > 1 else {name: values[0] for name, values in fields.items()}

@@ -4,11 +4,11 @@ import os
 import stat
 import sys
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from t5x.data.data_description import DataDescription, field_names, fill
 from t5x.data.file_tasks import ENDINGS, TABLES, check_fields, ending_of, source_of
-from t5x.data.sources import TextLineDataSource
+from t5x.data.sources import DataSource, TextLineDataSource
 from t5x.data.sources.files import NoExamples
 from t5x.errors import UserError
 from t5x.files import text_lines, user_files
@@ -37,6 +37,19 @@ class Line(NamedTuple):
     targets: str = ""
 
 
+class ExampleFile(Protocol):
+    """What a job needs of its input; see `Lines`."""
+
+    path: str
+    is_stream: bool
+
+    def count(self) -> int | None: ...
+
+    def __iter__(self) -> Iterator[Line | None]: ...
+
+    def where(self, number: int) -> str: ...
+
+
 class Lines:
     """The examples of a file.
 
@@ -58,7 +71,7 @@ class Lines:
         self._needs_targets = needs_targets
         self._data = data or DataDescription()
         self._is_text = ending_of(path) not in ENDINGS
-        self._source = None
+        self._source: DataSource | None = None
         if ending_of(path) in ENDINGS - {".jsonl"} or path.endswith((".bz2", ".xz")) or is_remote(path):
             self.is_stream = False
             self._size = self._open_source()
@@ -92,9 +105,10 @@ class Lines:
     def _open_source(self) -> int:
         """Open a file that is not read line by line. Return the number of its examples."""
         files = {_SPLIT: self.path}
-        self._source = TextLineDataSource(files) if self._is_text else source_of(files, self._data.columns)
+        source = TextLineDataSource(files) if self._is_text else source_of(files, self._data.columns)
+        self._source = source
         try:
-            size = self._source.num_examples(_SPLIT)
+            size = source.num_examples(_SPLIT)
         except NoExamples as error:
             if ending_of(self.path) not in TABLES:
                 return 0
@@ -104,7 +118,7 @@ class Lines:
             ) from error
         if not self._is_text:
             targets = field_names(self._data.targets) if self._needs_targets else []
-            check_fields(self._source, _SPLIT, field_names(self._data.inputs) + targets)
+            check_fields(source, _SPLIT, field_names(self._data.inputs) + targets)
         return size
 
     def _read_stream(self) -> Iterator[Line | None]:
@@ -165,7 +179,8 @@ def read_texts(path: str, option: str) -> list[str]:
     """
     if not os.path.exists(path):
         raise UserError(f"{option} {path}: {user_files.local_problem(path, FileNotFoundError())}")
-    found = [text for line in text_lines.read_lines(path, f"{option} {path}") if (text := line.text())]
+    lines = text_lines.read_lines(path, f"{option} {path}")
+    found = [text for line in lines if line is not None and (text := line.text())]
     if not found:
         raise UserError(f"{option} {path} has no lines. Write one string per line.")
     return found

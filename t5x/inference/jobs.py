@@ -11,13 +11,13 @@ import itertools
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from t5x.errors import UserError, check_at_least
-from t5x.inference.input_lines import Line, Lines
+from t5x.inference.input_lines import ExampleFile, Line
 from t5x.inference.output import Output
 from t5x.partitioning import distributed
 from t5x.telemetry import Progress, jsonl
@@ -48,7 +48,7 @@ class Job(abc.ABC):
         """Return what the results depend on, as JSON. Chunks of another identity are not resumed."""
 
     @abc.abstractmethod
-    def resume(self, finished: list[Record], output: Output) -> tuple[list[Record], Iterator[Any]]:
+    def resume(self, finished: Sequence[Record], output: Output) -> tuple[list[Record], Iterator[Any]]:
         """Return the finished chunks that can be kept, from the first on, and the chunks after them."""
 
     @abc.abstractmethod
@@ -103,7 +103,8 @@ class JobProgress(Progress):
         return show
 
 
-class Shard(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Shard:
     """One of `count` contiguous parts of an input."""
 
     index: int = 0
@@ -169,7 +170,7 @@ class LineJob(Job):
       source: further options that the results depend on: `checkpoint_period`, in batches, and others.
     """
 
-    file: Lines
+    file: ExampleFile
     shard: Shard = WHOLE
     batch_size: int
     source: dict[str, Any]
@@ -193,7 +194,7 @@ class LineJob(Job):
         results, more = self.compute_lines(chunk, progress)
         return map(jsonl.encode, results), {self.counted: len(chunk.lines), "input": chunk.digest(), **more}
 
-    def resume(self, finished: list[Record], output: Output) -> tuple[list[Record], Iterator[LineChunk]]:
+    def resume(self, finished: Sequence[Record], output: Output) -> tuple[list[Record], Iterator[LineChunk]]:
         """See `Job`. Finished chunks are compared with the input.
 
         If the input has changed, this is a UserError, or with `overwrite` the chunks from there on are discarded.
@@ -217,7 +218,7 @@ class LineJob(Job):
                 raise UserError(f"{change}. Pass --overwrite to start over.")
             log.warning("%s; discarding %d of %d finished chunk(s)", change, len(finished) - kept, len(finished))
             output.discard(kept)
-        return finished[:kept], chunks
+        return list(finished[:kept]), chunks
 
     def _chunks(self, size: int) -> Iterator[LineChunk]:
         """Yield chunks of `size` lines; the last, and those before a pause of a live input, may be smaller."""

@@ -23,7 +23,7 @@ from t5x.inference import buckets
 from t5x.inference.engine import MANY_ROWS, Engine, Program
 from t5x.inference.input_values import encode_text, read_inputs, read_pairs
 from t5x.inference.options import Decoding, translate_arguments
-from t5x.models import BaseTransformerModel, DecoderOnlyModel
+from t5x.models import BaseTransformerModel, DecoderOnlyModel, EncoderDecoderModel
 from t5x.network import default_dtype
 from t5x.partitioning import PjitPartitioner
 from t5x.trainer.restore import open_for_all, restore_params
@@ -36,6 +36,8 @@ _GENERATE = ("max_input_length", "batch_size", "seed", "token_scores")  # argume
 _FIRST_PIECE = 8  # tokens that `stream` shows first
 _LIMIT = "max_decode_steps"  # in a batch: the maximum number of generated tokens
 DTYPES = ("float32", "bfloat16")
+
+Ids = Sequence[int] | np.ndarray
 
 
 class Generation(NamedTuple):
@@ -67,7 +69,7 @@ def load(
     dtype: Any = None,
     device: str | None = None,
     partitioner: PjitPartitioner | None = None,
-    model_class: type["LoadedModel"] | None = None,
+    model_class: Callable[[Source, BaseTransformerModel, PjitPartitioner], "LoadedModel"] | None = None,
 ) -> "LoadedModel":
     """Load a model from a checkpoint of any format, or from the newest checkpoint of a MODEL_DIR.
 
@@ -425,7 +427,7 @@ class LoadedModel:
             return made
         decode = self.model.output_vocabulary.decode
         count = next(n for n in range(1, len(made.tokens) + 1) if any(s in decode(made.tokens[:n]) for s in stop))
-        scores = made.token_scores[:count]
+        scores = (made.token_scores or [])[:count]
         return Generation(made.text[: min(ends)], sum(scores), made.tokens[:count], scores)
 
     def _of_targets(
@@ -447,16 +449,17 @@ class LoadedModel:
         return [row[start : start + len(ids)] for row, start, ids in zip(rows, starts, targets, strict=True)]
 
     def label_logits(
-        self, inputs: Sequence[Sequence[int]], labels: Sequence[int], *, max_input_length: int, **batching: Any
+        self, inputs: Sequence[Ids], labels: Sequence[int], *, max_input_length: int, **batching: Any
     ) -> np.ndarray:
         """Return the logits of the tokens `labels` at the first output position, float32 [inputs, labels].
 
         See `predictions` for the other arguments.
         """
-        if isinstance(self.model, DecoderOnlyModel):
+        model = self.model
+        if not isinstance(model, EncoderDecoderModel):
             raise UserError("Ranking needs an encoder-decoder model, such as monoT5; this model is decoder-only.")
         program = self._program(
-            "labels", lambda params, batch, rng: self.model.score_batch(params, batch, first_logits=True)
+            "labels", lambda params, batch, rng: model.score_batch(params, batch, first_logits=True)
         )
         examples = [{"inputs": ids, "targets": labels} for ids in inputs]
         lengths = {"inputs": max_input_length, "targets": len(labels)}

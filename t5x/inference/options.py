@@ -84,7 +84,7 @@ class Decoding:
         """The argument of the decode function that limits the number of generated tokens."""
         return "max_decode_step" if self.beams > 1 else "max_decode_steps"
 
-    def decode_fn(self, vocabulary: Vocabulary, max_length: int) -> Callable[..., Any]:
+    def decode_fn(self, vocabulary: Vocabulary, max_length: int) -> functools.partial[Any]:
         """Return the model's `decode_fn`.
 
         Args:
@@ -101,11 +101,11 @@ class Decoding:
                 "is common."
             )
         limits.check_length_exponent("length_penalty", self.length_penalty, max_length)
-        callback = {"logit_callback_fn": self._constraints(vocabulary, max_length)}
+        callback: dict[str, Any] = {"logit_callback_fn": self._constraints(vocabulary, max_length)}
         if self.beams > 1:
             penalty = {} if self.length_penalty is None else {"length_penalty": self.length_penalty}
-            return functools.partial(decoding.beam_search, max_decode_step=max_length, **penalty, **callback)
-        sampling = {"topk": 1}
+            return functools.partial(decoding.beam_search, max_decode_step=max_length, **callback | penalty)
+        sampling: dict[str, Any] = {"topk": 1}
         if self.samples:
             # Only as arrays can topk and topp be combined.
             sampling = {

@@ -1,11 +1,12 @@
 """The examples of a task for inference: in order, from any position, split into shards."""
 
+import dataclasses
 import functools
 import hashlib
 import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from t5x.data import cache_reader, preprocessors
 from t5x.data.dataset_config import DatasetConfig
@@ -20,7 +21,8 @@ from t5x.errors import UserError
 from t5x.inference.jobs import WHOLE, Shard
 
 
-class Placed(NamedTuple):
+@dataclasses.dataclass(frozen=True, slots=True)
+class Placed:
     """An example with its position.
 
     Attributes:

@@ -95,8 +95,8 @@ class TaskJob(Job):
     def identity(self) -> dict[str, Any]:
         return self.job
 
-    def resume(self, finished: list[Record], output: Output) -> tuple[list[Record], Iterator[list[Placed]]]:
-        return finished, self._chunks(finished)
+    def resume(self, finished: Sequence[Record], output: Output) -> tuple[list[Record], Iterator[list[Placed]]]:
+        return list(finished), self._chunks(finished)
 
     def compute(self, chunk: list[Placed], progress: JobProgress) -> tuple[Any, Record]:
         """See `Job`. The content is ((predictions or scores, {name: a value for each example}), examples)."""
@@ -192,7 +192,7 @@ class TaskOutput(Output):
     def finish(self, after_merge: Callable[[str], None] = lambda path: None) -> None:
         if self._chunks is None:
             return
-        written = {"chunks": len(self._chunks.finished)}
+        written: Mapping[str, Any] = {"chunks": len(self._chunks.finished)}
         if self._merge is not None:
             chunk_files = open_directory(self.directory)
             with chunk_files.reading(*chunk_files.names()) as chunks, self._parent.writing(self._name) as path:

@@ -81,6 +81,7 @@ class Accelerators:
     @property
     def cloud_type(self) -> str:
         """gcloud's accelerator type of a TPU slice."""
+        assert self.tpu is not None
         return f"{self.tpu.cloud}-{self.name.rpartition('-')[2]}"
 
 

@@ -75,6 +75,7 @@ class Node:
         self.name = name
         self._where = [f"--{flag}={value}" for flag, value in (("zone", zone), ("project", project)) if value]
         self._type = accelerators.cloud_type
+        assert accelerators.tpu is not None
         self._runtime = runtime or accelerators.tpu.runtime
         self._options, self._queued = options, queued
         self._poll, self._stuck, self._wait = poll_seconds, stuck_seconds, wait_seconds
@@ -148,7 +149,8 @@ class Node:
           TemporaryError: there was no node within the time to wait.
         """
         end = time.monotonic() + self._wait
-        state, since, reason = "", 0.0, ""
+        state: str | None = ""
+        since, reason = 0.0, ""
         while True:
             try:
                 before, state = state, self.state()

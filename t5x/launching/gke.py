@@ -121,6 +121,7 @@ def _pod(args: Any, command: list[str], found: Accelerators, name: str) -> dict[
         }
         place = []  # JAX finds the other workers of the slice
     else:
+        assert found.gpu is not None
         resource = "nvidia.com/gpu"
         selector = {"cloud.google.com/gke-accelerator": found.gpu.gke}
         place = [

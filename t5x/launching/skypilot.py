@@ -62,6 +62,7 @@ def task(args: Any, command: list[str], found: Accelerators, requirement: str, a
         }
         place = ""  # JAX finds the other workers of the slice
     else:
+        assert found.gpu is not None
         resources = {"accelerators": {found.gpu.sky: found.per_machine}}
         place = (
             ' --coordinator_address="$(echo "$SKYPILOT_NODE_IPS" | head -n 1):8476"'

@@ -309,7 +309,7 @@ class _Run:
         )
 
         def print_lines() -> None:
-            for raw in process.stdout:
+            for raw in process.stdout or ():
                 line = raw.decode(errors="replace").rstrip("\n")
                 print(line, flush=True)
                 copy.write(line + "\n")

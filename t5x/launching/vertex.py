@@ -52,6 +52,7 @@ def custom_job_spec(args: Any, command: list[str], found: Accelerators) -> dict[
         "args": command,
         "env": [{"name": name, "value": value} for name, value in job.environment(args).items()],
     }
+    machine: dict[str, Any]
     if found.tpu:
         if found.tpu.vertex is None:
             raise UserError(f"--topology {args.topology}: Vertex AI has TPU v5e and v6e. Use tpu_vm or gke.")
@@ -59,6 +60,7 @@ def custom_job_spec(args: Any, command: list[str], found: Accelerators) -> dict[
         machine = {"machineType": found.tpu.vertex.format(found.per_machine), "tpuTopology": found.grid}
         replicas = [1]
     else:
+        assert found.gpu is not None
         if found.per_machine not in found.gpu.machines:
             sizes = ", ".join(map(str, found.gpu.machines))
             raise UserError(f"--topology {args.topology}: machines have {sizes} of these GPUs. Use such a number.")

@@ -142,13 +142,13 @@ class JudgedDataSource(OpenedSplits, DataSource):
                     "train on."
                 )
             return set(names[:count])
-        names = {str(name) for name in self._held_out}
-        if unknown := sorted(names - found.keys()):
+        held_out = {str(name) for name in self._held_out}
+        if unknown := sorted(held_out - found.keys()):
             raise UserError(
                 f"held_out has {len(unknown)} query ids that are not in the data ({', '.join(unknown[:3])}); its ids "
                 f"are {', '.join(list(found)[:3])}, …."
             )
-        return names
+        return held_out
 
     def _has_relevant(self, query: Query) -> bool:
         return any(map(self._is_relevant, query.passages.values()))

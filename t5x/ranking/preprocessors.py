@@ -102,7 +102,8 @@ def encode_list(
     made = _inputs(vocabulary, template, _limit(template, sequence_length))
     targets, grades = np.zeros((2, size), np.int32)
     inputs = np.zeros((size, (sequence_length or {}).get("inputs", template.max_length)), np.int32)
-    inputs[:, 0] = vocabulary.eos_id  # nobody looks at what fills up, yet attention must have something to see
+    # Nobody looks at what fills up, yet attention must have something to see.
+    inputs[:, 0] = 1 if vocabulary.eos_id is None else vocabulary.eos_id
     for row, (passage, grade) in enumerate(zip(example["passages"], example["grades"], strict=True)):
         ids = made.encode(example["query"], passage).ids
         inputs[row, : len(ids)] = ids

@@ -19,7 +19,7 @@ def read_lines(path: str, name: str | None = None) -> Iterator[TextLine]:
     Args:
       name: name of the file in messages; None is the path.
     """
-    return (line for line in text_lines.read_lines(path, name) if line.content.strip())
+    return (line for line in text_lines.read_lines(path, name) if line is not None and line.content.strip())
 
 
 def fields_of(line: TextLine) -> dict[str, Any] | list[str]:

@@ -249,7 +249,8 @@ class PairWork:
 
     def _check_pairs(self, check: Callable[[str, str], None]) -> Iterator[_Pair]:
         """Yield the pairs. Check that an id belongs to one query, and count duplicates among adjacent pairs."""
-        last, doc_ids, duplicates = None, set(), 0
+        doc_ids: set[str] = set()
+        last, duplicates = None, 0
         for pair in self._pairs():
             query = pair.query_id, pair.query
             if query != last:
@@ -286,7 +287,8 @@ class PairWork:
             yield line.where, line.number, fields_of(line)
 
     def _pairs(self) -> Iterator[_Pair]:
-        count, last, columns, has_ids = 0, None, None, None
+        has_ids: tuple[bool, bool] | None = None
+        count, last, columns = 0, None, None
         for where, number, content in self._records():
             if isinstance(content, dict):
                 query, text = find_text(content, ("query",), where), find_text(content, TEXTS, where)
@@ -298,7 +300,7 @@ class PairWork:
                         "<TAB>query<TAB>passage`, the same in all lines."
                     )
                 columns = len(content)
-                ids = content[:2] if columns == 4 else (None, None)
+                ids = (content[0], content[1]) if columns == 4 else (None, None)
                 query, text = content[-2:]
             for name, value, is_given in zip(("query_id", "doc_id"), ids, has_ids or (None, None), strict=True):
                 if value == "":

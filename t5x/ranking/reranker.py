@@ -28,7 +28,7 @@ class Ranked(NamedTuple):
       true_logit, false_logit: logits of the two labels.
     """
 
-    index: int
+    index: int  # type: ignore[assignment]
     doc_id: Any
     score: float
     true_logit: float
@@ -194,10 +194,10 @@ class Reranker:
         return found[order[np.unique(of_pairs[order], return_index=True)[1]]]
 
 
-class RankMethods:
+class RankMethods(LoadedModel):
     """The methods of a `LoadedModel` that rank passages."""
 
-    def rank(self: LoadedModel, query: str, passages: Sequence[Any], **options: Any) -> list[Ranked]:
+    def rank(self, query: str, passages: Sequence[Any], **options: Any) -> list[Ranked]:
         """Score the relevance of each passage to a query, with a model trained for it, such as monoT5.
 
             passages = ["Quark is a cheese.", "A quark is a particle."]
@@ -219,7 +219,7 @@ class RankMethods:
         ranked = [each._replace(doc_id=doc_id) for each, (doc_id, _) in zip(found, named, strict=True)]
         return sorted(ranked, key=lambda each: -each.score)
 
-    def rank_pairs(self: LoadedModel, pairs: Sequence[tuple[str, str]], **options: Any) -> list[Ranked]:
+    def rank_pairs(self, pairs: Sequence[tuple[str, str]], **options: Any) -> list[Ranked]:
         """Score (query, passage) pairs of many queries, which are batched together; returned in the given order."""
         check_arguments("rank", options, list(inspect.signature(Reranker).parameters)[1:])
         reranker = Reranker(self, **options)

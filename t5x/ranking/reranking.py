@@ -68,12 +68,14 @@ class Given:
         Args:
           check: see `PairWork`.
         """
-        if self.run is not None:
-            work = RunWork(self.run, self.collection, self.topics, self.top, skip_unknown=self.skip_unknown)
-        elif self.candidates is not None:
+        if self.pairs is not None:
+            return PairWork(self.pairs, by_query=form != "jsonl", check=check)
+        work: RunWork | ListWork
+        if self.candidates is not None:
             work = ListWork(self.candidates, self.top)
         else:
-            return PairWork(self.pairs, by_query=form != "jsonl", check=check)
+            assert self.run is not None and self.collection is not None
+            work = RunWork(self.run, self.collection, self.topics, self.top, skip_unknown=self.skip_unknown)
         for query_id, query in work.queries.items():
             check(query_id, query)
         return work
@@ -218,11 +220,11 @@ class _Reranking(Job):
             made |= {**_identity("pairwise", self.second), "pairwise_top": self.second_top}
         return {**made, **self.source}
 
-    def resume(self, finished: list[Record], output: Output) -> tuple[list[Record], Iterator["_Chunk"]]:
+    def resume(self, finished: Sequence[Record], output: Output) -> tuple[list[Record], Iterator["_Chunk"]]:
         first = self.units.start + sum(record["units"] for record in finished)
         size = self.source["checkpoint_period"] * self.source["batch_size"]
         units = _cut(self.work.units(first, self.units.stop), size, self.inputs_of)
-        return finished, _ahead(map(self._encode, units))
+        return list(finished), _ahead(map(self._encode, units))
 
     def inputs_of(self, unit: Unit) -> int:
         """Return the number of inputs of a unit: its windows and comparisons."""
@@ -245,7 +247,7 @@ class _Reranking(Job):
         logits_of = [{doc: next(rows) for doc in unit.doc_ids} for unit in units]
         cut, cut_queries = encoded.cut, encoded.cut_queries
         if self.second is not None:
-            more = self._compare(units, scores_of, progress)
+            more = self._compare(self.second, units, scores_of, progress)
             cut, cut_queries = cut + more.cut, cut_queries + more.cut_queries
         lines = []
         for unit, of_unit, of_labels in zip(units, scores_of, logits_of, strict=True):
@@ -258,15 +260,17 @@ class _Reranking(Job):
         }  # fmt: skip
         return lines, record
 
-    def _compare(self, units: Sequence[Unit], of_units: Sequence[dict[str, float]], progress: JobProgress) -> Encoded:
+    def _compare(
+        self, second: Reranker, units: Sequence[Unit], of_units: Sequence[dict[str, float]], progress: JobProgress
+    ) -> Encoded:
         """Replace the top scores of each unit by those of pairwise comparisons, above all others."""
         first = [ranked(of_unit)[: self.second_top] for of_unit in of_units]
         asked = []
         for unit, chosen in zip(units, first, strict=True):
             texts = dict(zip(unit.doc_ids, unit.texts, strict=True))
             asked += pairs_of(unit.query, [texts[doc] for doc in chosen])
-        encoded = self.second.encode(asked)
-        logits = self.second.logits(encoded, rows=self._rows, after_batch=progress.after_batch())
+        encoded = second.encode(asked)
+        logits = second.logits(encoded, rows=self._rows, after_batch=progress.after_batch())
         found = wins(logits, [len(chosen) for chosen in first])
         names = [(unit.query_id, doc) for unit, chosen in zip(units, first, strict=True) for doc in chosen]
         _check_finite(names, np.concatenate(found)[:, None])

@@ -11,7 +11,7 @@ A second call with the same arguments returns the task registered by the first.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from t5x.data import Feature, Mixture, MixtureRegistry, PassThroughVocabulary, Task, TaskRegistry, Vocabulary
@@ -116,6 +116,7 @@ def triples(
     """
     settings = locals() | {"form": "triples"}
     source = source_of(files) if columns is None else TsvDataSource(files, columns)
+    divide: Callable[..., Any]
     if as_lists:
         divide, encode = preprocessors.triple_as_list, functools.partial(preprocessors.encode_list, template=template)
     else:
@@ -134,7 +135,8 @@ def mixture(tasks: Sequence[Task], rates: Sequence[float] | None = None, name: s
     """
     if rates is not None and len(rates) != len(tasks):
         raise UserError(f"Mixture {name!r} has {len(tasks)} tasks and {len(rates)} rates.")
-    named = {task.name: rate for task, rate in zip(tasks, rates or [rate_num_examples] * len(tasks), strict=True)}
+    of_tasks: Sequence[float | Callable[..., float]] = rates or [rate_num_examples] * len(tasks)
+    named = {task.name: rate for task, rate in zip(tasks, of_tasks, strict=True)}
     if name in MixtureRegistry.names() and (known := MixtureRegistry.get(name)).rates == named:
         return known
     return MixtureRegistry.add(name, list(named.items()))

@@ -8,7 +8,6 @@ import functools
 import hashlib
 import json
 import logging
-import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -98,7 +97,7 @@ class Api:
         }  # fmt: skip
         routes = [Route(path, endpoint, methods=["GET"]) for path, endpoint in plain.items()]
         routes += [Route(path, functools.partial(self._post, path), methods=["POST"]) for path in _OPERATIONS]
-        app = Starlette(routes=routes, exception_handlers={HTTPException: _not_found})
+        app = Starlette(routes=routes, exception_handlers={HTTPException: _not_found})  # type: ignore[dict-item]
         self.app = Guard(app, token, is_local)
 
     # -- GET -----------------------------------------------------------------------------------------------------------
@@ -250,7 +249,7 @@ def _page() -> tuple[str, str]:
     page = resources.files("t5x.serving").joinpath("page.html").read_text(encoding="utf-8")
 
     def digest(tag: str) -> str:
-        content = re.search(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL).group(1)
+        content = page.partition(f"<{tag}>")[2].partition(f"</{tag}>")[0]
         return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
 
     return page, (

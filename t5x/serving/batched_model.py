@@ -19,7 +19,7 @@ from t5x.decoding import constraints
 from t5x.errors import UserError
 from t5x.inference.buckets import bucket
 from t5x.inference.engine import MANY_ROWS
-from t5x.inference.loaded import Generation, LoadedModel
+from t5x.inference.loaded import Generation, Ids, LoadedModel
 from t5x.inference.options import Decoding
 from t5x.models import BaseTransformerModel, DecoderOnlyModel
 from t5x.network.padding import Program
@@ -77,11 +77,11 @@ class BatchedModel(LoadedModel):
     @functools.cached_property
     def reranker(self) -> Reranker:
         """The model as a reranker, with inputs of at most `max_input_length`."""
-        options = {"template": self._settings.template, "labels": self._settings.labels, "long_query": "truncate"}
-        made = Reranker(self, **options)
-        if made.template.max_length > self.max_input_length:
-            made = Reranker(self, max_length=self.max_input_length, **options)
-        return made
+        make = functools.partial(
+            Reranker, self, template=self._settings.template, labels=self._settings.labels, long_query="truncate"
+        )
+        made = make()
+        return make(max_length=self.max_input_length) if made.template.max_length > self.max_input_length else made
 
     def predictions(
         self,
@@ -100,7 +100,7 @@ class BatchedModel(LoadedModel):
           room: the largest `max_length` of further calls, which are computed by the same program.
         """
         decoding.decode_fn(self.model.output_vocabulary, room or max_length)  # raises if they do not fit together
-        values = {"max_length": max_length, "seed": seed}
+        values: dict[str, float] = {"max_length": max_length, "seed": seed}
         fixed: dict[str, Any] = {
             name: getattr(decoding, name) for name in ("beams", "num_return", "no_repeat_ngram", "choices")
         }
@@ -130,7 +130,7 @@ class BatchedModel(LoadedModel):
         ]  # fmt: skip
         return [float(score) for score in self._batcher.run(self.compute, jobs)]
 
-    def label_logits(self, inputs: Sequence[Sequence[int]], labels: Sequence[int], **_: Any) -> np.ndarray:
+    def label_logits(self, inputs: Sequence[Ids], labels: Sequence[int], **_: Any) -> np.ndarray:
         self._require_encoder("Ranking")
         jobs = [Job(Shape("rank", self._input_bucket(ids), len(labels)), _example(ids, labels)) for ids in inputs]
         return np.array(self._batcher.run(self.compute, jobs), np.float32).reshape(len(inputs), len(labels))
@@ -152,7 +152,7 @@ class BatchedModel(LoadedModel):
         """Return the number of tokens for which a program that generates at most `max_length` has room."""
         return _bucket(max_length, _SHORTEST_OUTPUT, self._settings.max_length)
 
-    def _input_bucket(self, ids: Sequence[int]) -> int:
+    def _input_bucket(self, ids: Ids) -> int:
         if len(ids) > self.max_input_length:
             raise UserError(f"An input has {len(ids)} tokens, but at most {self.max_input_length} are allowed.")
         return _bucket(len(ids), _SHORTEST_INPUT, self.max_input_length)
@@ -177,7 +177,7 @@ class BatchedModel(LoadedModel):
     def _program_of(self, shape: Shape) -> Program:
         # The first of the dictionary is the one that was not used for longest.
         if (program := self._programs.pop(shape, None)) is None:
-            decoded = self._row_count * shape.decoding.num_decodes if shape.kind == "generate" else MANY_ROWS
+            decoded = MANY_ROWS if shape.decoding is None else self._row_count * shape.decoding.num_decodes
             program = self.engine.program(self._function(shape), few_rows=decoded < MANY_ROWS)
             if len(self._programs) >= _MAX_PROGRAMS:
                 del self._programs[next(iter(self._programs))]
@@ -185,29 +185,32 @@ class BatchedModel(LoadedModel):
         return program
 
     def _function(self, shape: Shape) -> Callable[[Any, Mapping[str, jax.Array], jax.Array], Any]:
-        if shape.kind == "score":
-            return lambda params, batch, rng: self.model.score_batch(params, batch)
-        if shape.kind == "rank":
-            return lambda params, batch, rng: self.model.score_batch(params, batch, first_logits=True)
-        return self._embed if shape.kind == "embed" else self._decoding_function(shape)
+        if shape.decoding is not None:
+            return self._decoding_function(shape.decoding, shape.targets)
+        if shape.kind == "embed":
+            return self._embed
+        options = {"first_logits": True} if shape.kind == "rank" else {}
+        return lambda params, batch, rng: self.model.score_batch(params, batch, **options)
 
     def _embed(self, params: Any, batch: Mapping[str, jax.Array], rng: jax.Array) -> jax.Array:
         module, tokens = self.model.module, batch["encoder_input_tokens"]
-        encoded = module.apply({"params": params}, tokens, enable_dropout=False, method=module.encode)
+        encoded: Any = module.apply({"params": params}, tokens, enable_dropout=False, method=module.encode)
         total = jnp.sum(encoded.astype(jnp.float32) * (tokens != self.model.pad_id)[:, :, None], axis=1)
         return total / jnp.maximum(jnp.linalg.norm(total, axis=1, keepdims=True), 1e-12)
 
-    def _decoding_function(self, shape: Shape) -> Callable[[Any, Mapping[str, jax.Array], jax.Array], Any]:
-        decoding, vocabulary = shape.decoding, self.model.output_vocabulary
+    def _decoding_function(
+        self, decoding: Decoding, max_length: int
+    ) -> Callable[[Any, Mapping[str, jax.Array], jax.Array], Any]:
         model = copy.copy(self.model)
-        model.decode_fn = dataclasses.replace(decoding, min_length=0).decode_fn(vocabulary, shape.targets)
-        fixed = model.decode_fn.keywords["logit_callback_fn"]
+        decode_fn = dataclasses.replace(decoding, min_length=0).decode_fn(model.output_vocabulary, max_length)
+        model.decode_fn = decode_fn
+        fixed = decode_fn.keywords["logit_callback_fn"]
 
         def predict(params: Any, batch: Mapping[str, jax.Array], rng: jax.Array) -> Any:
             batch = dict(batch)
             seeds, limits = batch.pop("seed"), batch.pop("max_length")
             keys = jax.vmap(lambda seed, index: jax.random.fold_in(jax.random.key(seed), index))
-            options = {decoding.limit_name: limits}
+            options: dict[str, Any] = {decoding.limit_name: limits}
             if decoding.samples:
                 options |= {"temperature": batch.pop("temperature")}
                 options |= {"topk": batch.pop("top_k"), "topp": batch.pop("top_p")}
@@ -241,5 +244,5 @@ def _same_logits(logits: jax.Array, state: Any) -> jax.Array:
     return logits
 
 
-def _example(inputs: Sequence[int], targets: Sequence[int] = ()) -> dict[str, Any]:
+def _example(inputs: Ids, targets: Sequence[int] = ()) -> dict[str, Any]:
     return {"inputs": inputs, "targets": list(targets)}

@@ -43,7 +43,7 @@ class Call:
         self.changed.set()
 
 
-Compute = Callable[[Hashable, Sequence["Job"]], Sequence[Any]]
+Compute = Callable[[Any, Sequence["Job"]], Sequence[Any]]
 _Group = tuple[Compute, Hashable]
 CURRENT_CALL: contextvars.ContextVar[Call] = contextvars.ContextVar("current_call")
 
@@ -69,6 +69,10 @@ class Job:
     call: Call | None = None
     since: float = 0.0
 
+    @property
+    def is_cancelled(self) -> bool:
+        return self.call is not None and self.call.cancelled
+
 
 class Batcher:
     """A queue of jobs and the thread that computes them.
@@ -79,7 +83,7 @@ class Batcher:
       observe: called after every batch with its group, number of jobs and seconds.
     """
 
-    def __init__(self, rows: int, max_wait: float, observe: Callable[[Hashable, int, float], None]):
+    def __init__(self, rows: int, max_wait: float, observe: Callable[[Any, int, float], None]):
         self.rows = rows
         self._max_wait = max_wait
         self._observe = observe
@@ -150,7 +154,8 @@ class Batcher:
         self._expected, self._free_since = len(jobs) + self.waiting(), time.monotonic()
         for job, result in zip(jobs, results, strict=True):
             job.result, job.done = result, True
-            job.call.changed.set()
+            if job.call is not None:
+                job.call.changed.set()
 
     def _take(self) -> tuple["_Group", list[Job]] | None:
         """Wait for the next batch and remove it from the queue; None if closed."""
@@ -168,14 +173,14 @@ class Batcher:
     def _next_group(self) -> "_Group | None":
         """Return the group to compute now: the largest, or one that is overdue; None to wait for jobs."""
         for group, jobs in list(self._waiting.items()):
-            if any(job.call.cancelled for job in jobs):
-                self._waiting[group] = jobs = deque(job for job in jobs if not job.call.cancelled)
+            if any(job.is_cancelled for job in jobs):
+                self._waiting[group] = jobs = deque(job for job in jobs if not job.is_cancelled)
             if not jobs:
                 del self._waiting[group]
         if not self._waiting:
             return None
         since = {group: jobs[0].since for group, jobs in self._waiting.items()}
-        oldest = min(since, key=since.get)
+        oldest = min(since, key=since.__getitem__)
         if time.monotonic() - since[oldest] > _OVERDUE * self._last_seconds:
             return oldest
         sizes = {group: min(self.rows, len(jobs)) for group, jobs in self._waiting.items()}

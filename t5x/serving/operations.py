@@ -13,7 +13,7 @@ import numpy as np
 from t5x.answering import answers
 from t5x.answering.file_answering import as_record
 from t5x.errors import UserError
-from t5x.inference.loaded import Generation
+from t5x.inference.loaded import Generation, Ids
 from t5x.inference.options import Decoding, translate_arguments
 from t5x.serving.batched_model import BatchedModel
 from t5x.serving.schemas import DECODING_FIELDS, OPENAI_NAMES
@@ -55,7 +55,7 @@ def _input_ids(model: BatchedModel, texts: Sequence[str], truncate: bool) -> lis
     return found
 
 
-def _count(inputs: Sequence[Sequence[int]]) -> int:
+def _count(inputs: Sequence[Ids]) -> int:
     return sum(map(len, inputs))
 
 
@@ -218,9 +218,11 @@ def _passages(fields: Fields) -> list[str]:
 def rerank_jina(name: str, model: BatchedModel, fields: Fields) -> Result:
     passages = _passages(fields)
     found = _rank(model, fields["query"], passages)
-    results = [{"index": i, "relevance_score": found.probabilities[i]} for i in found.order[: fields["top_n"]]]
-    if fields["return_documents"]:
-        results = [{**result, "document": {"text": passages[result["index"]]}} for result in results]
+    results: list[dict[str, Any]] = [
+        {"index": i, "relevance_score": found.probabilities[i]}
+        | ({"document": {"text": passages[i]}} if fields["return_documents"] else {})
+        for i in found.order[: fields["top_n"]]
+    ]
     usage = {"prompt_tokens": found.tokens, "total_tokens": found.tokens}
     return Result(_json({"model": name, "object": "list", "usage": usage, "results": results}), found.tokens)
 
@@ -254,7 +256,7 @@ def answer(name: str, model: BatchedModel, fields: Fields) -> Result:
     if len(windows) > fields["max_windows"]:
         raise UserError(f"The context needs {len(windows)} windows, more than {fields['max_windows']}. Shorten it.")
     (found,) = answers.answer(model, [pair], [windows], how)
-    record = {"model": name, **as_record(found._replace(score=_number(found.score)))}
+    record = {"model": name, **as_record(found), "score": _number(found.score)}
     used = sum(model.input_ids(fields["context"][span.start : span.end])[1] for span in windows)
     generated = len(model.target_ids(found.text)[0])
     return Result(_json({**record, "usage": _usage(used, generated)}), used, generated)

@@ -63,9 +63,9 @@ class Metrics:
             for name, values in self._counters.items():
                 lines += _head(name, "counter")
                 lines += [f"{name}{_labels(labels)} {value:.10g}" for labels, value in values.items()]
-            for name, values in self._histograms.items():
+            for name, histograms in self._histograms.items():
                 lines += _head(name, "histogram")
-                for labels, (*counts, count, total) in values.items():
+                for labels, (*counts, count, total) in histograms.items():
                     bounds = zip((*map(str, _BUCKETS), "+Inf"), (*counts, count), strict=True)
                     lines += [f"{name}_bucket{_labels((*labels, ('le', le)))} {n:.10g}" for le, n in bounds]
                     sums = {"sum": total, "count": count}

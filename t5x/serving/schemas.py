@@ -284,7 +284,7 @@ def openapi(requests: Mapping[str, Schema], *, has_token: bool) -> dict[str, Any
     ):
         responses = {"200": {"description": "The result.", "content": made}, refused: errors[refused]}
         paths[path] = {"get": {"summary": title, "responses": responses, **({"security": []} if open_to_all else {})}}
-    document = {
+    document: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "t5x serve", "version": __version__},
         "paths": paths,

@@ -102,7 +102,9 @@ class ServedModels:
             return None
 
     def _open(self, name: str) -> BatchedModel:
-        return load(self._directories[name], model_class=self._model_class, **self._options)
+        model = load(self._directories[name], model_class=self._model_class, **self._options)
+        assert isinstance(model, BatchedModel)
+        return model
 
     def _prepare(self, name: str, model: BatchedModel) -> None:
         began = time.monotonic()

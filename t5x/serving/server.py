@@ -8,7 +8,7 @@ import signal
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -88,7 +88,7 @@ def serve(
 class _Protocol(H11Protocol):
     """Closes connections that do not send a request."""
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.loop.call_later(_HEADER_SECONDS, self._close_without_request)
 
@@ -97,11 +97,18 @@ class _Protocol(H11Protocol):
             self.transport.close()
 
 
+class _Server(uvicorn.Server):
+    """Leaves signals to `_run`."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
 async def _run(
     config: uvicorn.Config, listener: socket.socket, api: Api, models: ServedModels, settings: Settings
 ) -> None:
-    server = uvicorn.Server(config)
-    server.capture_signals = contextlib.nullcontext
+    server = _Server(config)
     loop = asyncio.get_running_loop()
     failures: list[Exception] = []
     ended = threading.Event()

@@ -68,10 +68,13 @@ def run(args: argparse.Namespace) -> None:
 
 def _answer_one(args: argparse.Namespace, options: dict[str, Any]) -> None:
     import t5x
+    from t5x.answering.answers import Answer, AnswerMethods
     from t5x.answering.file_answering import as_record
     from t5x.partitioning import distributed
 
     model = t5x.load(args.model, vocabulary=args.vocabulary, dtype=args.dtype)
+    assert isinstance(model, AnswerMethods)
     found = model.answer(args.question, args.context, **options)
+    assert isinstance(found, Answer)
     if distributed.is_leader():
         print(json.dumps(as_record(found), ensure_ascii=False) if args.json else found.text, flush=True)

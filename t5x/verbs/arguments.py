@@ -11,7 +11,9 @@ from t5x.errors import UserError
 from t5x.verbs.interrupts import work_begins
 from t5x.verbs.verb_parser import VerbParser
 
-DTYPE = {"choices": ("float32", "bfloat16"), "help": "dtype of the activations (float32 on CPUs, else bfloat16)"}
+DTYPE: dict[str, Any] = {
+    "choices": ("float32", "bfloat16"), "help": "dtype of the activations (float32 on CPUs, else bfloat16)",
+}  # fmt: skip
 
 
 def add_model(group: Any) -> None:

@@ -66,8 +66,8 @@ def cache_tasks(
         check_split(found, split)
     tasks = get_subtasks(found)
     reasons = {task.name: task.why_not_cached() for task in tasks}
-    if all(reasons.values()):
-        raise UserError("\n".join(reasons.values()))
+    if len(refused := [reason for reason in reasons.values() if reason]) == len(reasons):
+        raise UserError("\n".join(refused))
     if output_dir is not None:
         output_dir = user_files.absolute_path(output_dir)
     rows = []

@@ -1,6 +1,7 @@
 """`t5x data`: its arguments and the call of its entry point."""
 
 import argparse
+import io
 import os
 import shutil
 import sys
@@ -58,7 +59,8 @@ def run(args: argparse.Namespace) -> None:
     else:
         found, of_options = _file_task(FileReport(**options), args.split)
         lengths = lengths or of_options
-    sys.stdout.reconfigure(errors="backslashreplace")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     is_terminal = sys.stdout.isatty()
     width = min(shutil.get_terminal_size((80, 24)).columns, 120) if is_terminal else 80
     page = Page(width, bold=is_terminal and "NO_COLOR" not in os.environ)

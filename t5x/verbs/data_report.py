@@ -1,11 +1,11 @@
 """The report of `t5x data`: examples after each preprocessor, a row of a batch, lengths and padding."""
 
 import collections
-import copy
+import dataclasses
 import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -275,21 +275,33 @@ class DataReport:
             page.line(f"  truncated to {limit}: {text if len(over) else 'none is longer'}")
 
 
-class _Piece(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Piece:
     """Tokens joined from several examples; `place` is that of `Stream` in a run with one row."""
 
     tokens: np.ndarray
-    place: tuple[int, int, int]
+    place: tuple[int, ...]
     index: int
     num_sources: int
 
 
+class _Recorder(Pipeline):
+    """A copy of a pipeline that records the calls of `piece_outputs`."""
+
+    def __init__(self, pipeline: Pipeline):
+        self.__dict__.update(vars(pipeline))
+        self.calls: list[tuple[np.ndarray, tuple[int, ...], int]] = []
+
+    def piece_outputs(self, tokens: np.ndarray, place: tuple[int, ...], index: int) -> list[Example]:
+        self.calls.append((tokens, place, index))
+        return super().piece_outputs(tokens, place, index)
+
+
 def joined_pieces(pipeline: Pipeline) -> Iterator[_Piece]:
     """Yield the pieces of a run with one row, endlessly."""
-    calls: list[tuple[np.ndarray, tuple[int, int, int], int]] = []
-    recording = copy.copy(pipeline)
-    recording.piece_outputs = lambda *args: calls.append(args) or pipeline.piece_outputs(*args)
-    stream = Stream(0, 1, Order(len(pipeline), pipeline.seed, shuffle=True), recording, BadExamples())
+    recorder = _Recorder(pipeline)
+    calls = recorder.calls
+    stream = Stream(0, 1, Order(len(pipeline), pipeline.seed, shuffle=True), recorder, BadExamples())
     while True:
         stream.next()
         while stream.position.given:  # a piece may become several examples
@@ -308,7 +320,8 @@ def sample_examples(
     Returns:
       the examples, and a sentence about the source examples that were read for them.
     """
-    bad, random, examples = BadExamples(), generator(seed), []
+    bad, random = BadExamples(), generator(seed)
+    examples: list[Example] = []
     streams = [Stream(0, 1, Order(len(p), p.seed, shuffle=True), p, bad) for p in pipelines]
     shares = np.asarray(rates) / sum(rates)
     end = time.monotonic() + seconds

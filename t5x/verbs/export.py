@@ -84,5 +84,5 @@ def _sample(path: str) -> "Sample":
 
     if ending_of(path) not in ENDINGS:
         return Sample(read_texts(path, "--sample"))
-    lines = list(Lines(path, needs_targets=True))
+    lines = [line for line in Lines(path, needs_targets=True) if line is not None]
     return Sample([line.inputs for line in lines], [line.targets for line in lines])

@@ -60,11 +60,12 @@ def train_file(
       processes: context in which this process is connected to the other processes of the run.
     """
     # --- Check the data before slow imports ---------------------------------------------------------------------------
-    describe_model = _from_scratch if options.model is None else _from_checkpoint
-    gin_file, model_bindings, vocabulary = describe_model(options)
+    gin_file, model_bindings, vocabulary = (
+        _from_scratch(options) if options.model is None else _from_checkpoint(options.model, options.vocabulary)
+    )
     files = {"train": options.data} | ({} if options.valid is None else {"validation": options.valid})
     data = options.description()
-    arguments = {
+    arguments: dict[str, Any] = {
         "files": {split: absolute_path(path) for split, path in files.items()},
         "inputs": data.inputs,
         "targets": data.targets,
@@ -147,24 +148,24 @@ def _from_scratch(options: FileTraining) -> tuple[str, list[str], NamedVocabular
     return gin_file, ["INITIAL_CHECKPOINT_PATH = None"], vocabulary
 
 
-def _from_checkpoint(options: FileTraining) -> tuple[str, list[str], NamedVocabulary]:
+def _from_checkpoint(model: str, vocabulary_name: str | None) -> tuple[str, list[str], NamedVocabulary]:
     """Return a gin file, the bindings that make it the checkpoint's model, and the vocabulary."""
     from t5x.checkpoints import families, names, transfer
     from t5x.checkpoints.formats import open_checkpoint
     from t5x.network import T5Config
 
-    source = open_checkpoint(options.model)
+    source = open_checkpoint(model)
     config = transfer.config_of(source)
     if families.is_decoder_only(config):
         raise UserError(f"{source.path} is a decoder-only model, which --data cannot train. Use gin files.")
     log.info("%s is a %s (%s)", source.path, families.name_of(config, source.model_type), source.format)
-    if named := options.vocabulary or names.public_vocabulary(options.model):
+    if named := vocabulary_name or names.public_vocabulary(model):
         vocabulary = vocabulary_named(named, config["vocab_size"], config.get("pad_token_id", 0))
     else:
         vocabulary = _vocabulary_of(source)
     fields = {field.name for field in dataclasses.fields(T5Config)} - {"dropout_rate", "dtype"}
     network = [f"network.T5Config.{name} = {value!r}" for name, value in config.items() if name in fields]
-    path = names.resolve(options.model)
+    path = names.resolve(model)
     if hub.is_hub_url(path):
         path = hub.pinned(path, source.path)
     elif not is_remote(path):

@@ -44,7 +44,7 @@ def inspect(path: str, *, as_json: bool = False) -> dict[str, Any]:
         model = families.name_of(config, source.model_type)
     except UserError as error:
         model = f"unknown ({error})"
-    report = {
+    report: dict[str, Any] = {
         "path": source.path,
         "format": source.format,
         "step": source.step,
@@ -92,5 +92,5 @@ def _sha256(array: "np.ndarray") -> str:
     array = np.atleast_1d(array)
     rows = max(1, _CHUNK_BYTES // max(1, array[:1].size * 4))
     for start in range(0, len(array), rows):
-        digest.update(np.ascontiguousarray(array[start : start + rows], "<f4"))
+        digest.update(np.ascontiguousarray(array[start : start + rows], "<f4").data)
     return digest.hexdigest()

@@ -57,7 +57,9 @@ def _is_importing(frame: FrameType | None) -> bool:
 def _send_again(signum: int) -> None:
     if signum in _deferred:
         _resent.add(signum)
-        signal.pthread_kill(threading.main_thread().ident, signum)
+        main_thread = threading.main_thread().ident
+        assert main_thread is not None
+        signal.pthread_kill(main_thread, signum)
 
 
 def _terminate(signum: int, frame: FrameType | None) -> NoReturn:

@@ -47,7 +47,7 @@ def _engine_parser(name: str) -> VerbParser:
     parser.usage = f"t5x launch {name} [options] -- VERB …"
     engine.add_arguments(parser)
     job.add_arguments(parser.add_argument_group("all engines"))
-    parser.description = engine.__doc__.strip()
+    parser.description = (engine.__doc__ or "").strip()
     return parser
 
 

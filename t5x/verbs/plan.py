@@ -79,7 +79,8 @@ def _from_size(args: argparse.Namespace) -> "Run":
     from t5x.bench.workload import Workload
     from t5x.planning.estimates import Run
 
-    work = Workload(args.size, **{"batch": 128, "dtype": "bfloat16"} | given_options(args, _OF_SIZE))
+    defaults: dict[str, Any] = {"batch": 128, "dtype": "bfloat16"}
+    work = Workload(args.size, **defaults | given_options(args, _OF_SIZE))
     return Run(work.model, work.batch, work.inputs, work.targets, work.microbatches)
 
 

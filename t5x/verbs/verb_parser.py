@@ -2,8 +2,9 @@
 
 import argparse
 import importlib
+import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from t5x.errors import UserError, did_you_mean
@@ -59,8 +60,9 @@ class VerbParser(argparse.ArgumentParser):
             page.add_text(f"{more}--debug shows tracebacks")
         return page.format_help()
 
-    def parse_args(self, args: Sequence[str], namespace: argparse.Namespace | None = None) -> argparse.Namespace:
-        parsed, unknown = self.parse_known_args([self._without_value(word) for word in args], namespace)
+    def parse_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
+        words = sys.argv[1:] if args is None else args
+        parsed, unknown = self.parse_known_args([self._without_value(word) for word in words], namespace)
         if unknown:
             word = next((word for word in unknown if word.startswith("-")), unknown[0])
             self.error(self._unknown(word.partition("=")[0]))
@@ -99,6 +101,9 @@ def parser_of(verb: str) -> VerbParser:
 
 
 class _Help(argparse.Action):
-    def __call__(self, parser: VerbParser, namespace: argparse.Namespace, values: Any, option: str | None = None):
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        assert isinstance(parser, VerbParser)
         print(parser.format_page(values or ""), end="", flush=True)
         parser.exit()
