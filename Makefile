@@ -19,13 +19,11 @@ PIP := -m pip --disable-pip-version-check install --quiet
 demo: $(VENV)/.core
 	@$(BIN)/t5x demo
 
-test: $(VENV)/.dev $(REFERENCE)/.installed
-	@$(BIN)/ruff check .
+test: lint $(REFERENCE)/.installed
 	@$(BIN)/python -m pytest -m 'not slow' -n 3 --dist worksteal --durations 25
 
 # With the exhaustive variants of tests whose promise `make test` covers more quickly.
-test-all: $(VENV)/.dev $(REFERENCE)/.installed
-	@$(BIN)/ruff check .
+test-all: lint $(REFERENCE)/.installed
 	@$(BIN)/python -m pytest -n 3 --dist worksteal --durations 25
 
 # The same with the newest JAX that is supported, on a newer Python: make test-newest-jax NEWEST_PYTHON=/path/to/python3.13
@@ -62,9 +60,10 @@ parallel: $(VENV)/.dev
 
 lint: $(VENV)/.dev
 	@$(BIN)/ruff check .
+	@$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) $(NEWEST) $(OLDEST) $(REFERENCE) $(CLOUD) $(TPU) runs build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(NEWEST) $(OLDEST) $(REFERENCE) $(CLOUD) $(TPU) runs build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
 
 $(VENV)/.python:
 	@command -v $(PYTHON) >/dev/null || { echo "error: there is no $(PYTHON). Install Python 3.11, 3.12 or 3.13, or name one: make PYTHON=/path/to/python3.11" >&2; exit 1; }
