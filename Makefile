@@ -83,7 +83,7 @@ $(VENV)/.dev: pyproject.toml $(VENV)/.python
 
 $(NEWEST)/.dev: pyproject.toml Makefile
 	@$(NEWEST_PYTHON) -c 'import sys; sys.exit(not (3, 12) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null \
-	  || { echo "error: the newest JAX needs Python 3.12 or 3.13, and $(NEWEST_PYTHON) is not. Name one: make $@ NEWEST_PYTHON=/path/to/python3.13" >&2; exit 1; }
+	  || { echo "error: the newest JAX needs Python 3.12 or 3.13, and $(NEWEST_PYTHON) is not. Name one: make test-newest-jax NEWEST_PYTHON=/path/to/python3.13" >&2; exit 1; }
 	@echo "installing t5x with JAX 0.12 into $(NEWEST) (a few minutes, once)"
 	@$(NEWEST_PYTHON) -m venv $(NEWEST) && $(NEWEST)/bin/python $(PIP) -e '.[dev]' 'jax==0.12.*' && touch $@
 
