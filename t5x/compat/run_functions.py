@@ -24,7 +24,6 @@ from t5x.data import FeatureConverter
 from t5x.data.dataset_config import DatasetConfig, import_task_module
 from t5x.data.vocabularies import Vocabulary
 from t5x.errors import UserError
-from t5x.models import BaseTransformerModel
 from t5x.partitioning import distributed
 from t5x.trainer.datasets import ExternalBatches, ShardInfo, get_dataset
 from t5x.trainer.restore import open_for_all, restore_params, restore_state
@@ -397,12 +396,11 @@ class TrainStateInitializer(StateLayout):
 
     def restored(self, path: str, cfg: RestoreCheckpointConfig, init_rng: jax.Array | None = None) -> Any:
         """Return the state of a checkpoint of any format, by the rules of its configuration."""
-        if not isinstance(self.model, BaseTransformerModel):
-            raise UserError("TrainStateInitializer.init_fn must be the method of a model, to restore its checkpoints.")
+        model: Any = self.model  # None for an init_fn that is not a method of a model
         source, rng = open_for_all(path), jax.random.key(0) if init_rng is None else init_rng
         if self._optimizer_def is not None:
-            return restore_state(source, cfg, self.model, self, rng)
-        return self.state(source.step or 0, restore_params(source, self.model, self, cfg), {}, {})
+            return restore_state(source, cfg, model, self, rng)
+        return self.state(source.step or 0, restore_params(source, model, self, cfg), {}, {})
 
     def from_checkpoints(
         self, restore_cfgs: Sequence[RestoreCheckpointConfig], ds_iter: Any = None, init_rng: jax.Array | None = None

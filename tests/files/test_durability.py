@@ -86,7 +86,7 @@ def test_each_process_flushes_its_own_part_of_a_checkpoint(disk, tmp_path):
     atomic.sync(temporary)
     store = CheckpointStore(disk.root)
     save = _Save(1, store.directory / temporary.name, array_writer.HostArrays(make_tree(1)), {}, False, 0)
-    assert store._write_arrays(save)
+    assert store._write_arrays(save, save.arrays)
     atomic.sync(temporary / "state")
     assert contents(disk.cut(tmp_path / "after")) == contents(disk.root) != {}
 
