@@ -30,6 +30,7 @@ WORK = {
 PARTS = {
     "norms": ("t5x.network.norm_kernels", "fits", ["train", "train, packed", "train, FP8", "score"]),
     "gates": ("t5x.network.elementwise_kernels", "fits", ["train", "train, packed", "train, FP8", "score"]),
+    "Adafactor": ("t5x.adafactor", "runs_triton", ["train", "train, packed", "train, dropout"]),
     "FP8 casts": ("t5x.network.fp8", "runs_triton", ["train, FP8"]),
     "decode": ("t5x.network.decode_kernel", "fits", ["greedy", "beam 4"]),
     "triton": (None, None, list(WORK)),

@@ -8,6 +8,7 @@ parameters (`layers`) are treated as separate parameters.
 import dataclasses
 import difflib
 import enum
+import numbers
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from jax.typing import DTypeLike
 from t5x.errors import ArgumentError
 from t5x.optimizers.patterns import path_of, paths_in
 from t5x.optimizers.protocol import Optimizer, OptimizerDef, OptimizerState, TreeOptimizer
+from t5x.partitioning.devices import device_count, runs_triton
 
 __all__ = [
     "HEURISTIC_RULE",
@@ -361,12 +363,16 @@ class Adafactor(TreeOptimizer):
         grads = self._clipped(grads)
         decay = 1.0 - (step - self.step_offset + 1.0) ** -self.decay_rate
         mask = self.weight_decay_mask or (lambda params: jax.tree.map(lambda _: True, params))
+        has_kernels = self._has_kernels(learning_rate)
+        rates = jnp.stack([decay, jnp.reshape(learning_rate, ())]).astype(jnp.float32) if has_kernels else None
 
         def update_checked(path, param, axes, grad, slots, decayed):
             plan = self.plan(path, param.shape, axes)
             grad = grad.astype(_precision(param))
             scaled = self.multiply_by_parameter_scale
             scaled = scaled[path] if isinstance(scaled, HParamMap) else scaled
+            if rates is not None and scaled and (new := self._update_with_kernels(plan, param, grad, slots, rates)):
+                return new
             new_param, new_slots = self._update_one(plan, param, grad, slots, decay, learning_rate, decayed, scaled)
             if self.skip_nan_updates:
                 finite = jnp.isfinite(new_param) & jnp.isfinite(jnp.square(grad))
@@ -379,6 +385,34 @@ class Adafactor(TreeOptimizer):
             return new_param, new_slots
 
         return _unzipped(_map(update_checked, params, axes, grads, state, mask(params)))
+
+    def _has_kernels(self, learning_rate: Any) -> bool:
+        """Return whether our GPU kernels support these settings and devices."""
+        if not (runs_triton() and device_count() == 1 and jnp.size(learning_rate) == 1):
+            return False
+        if any(value is not None for value in (self.beta1, self.weight_decay_rate, self.max_parameter_scale)):
+            return False
+        numbers_needed = self.epsilon1, self.epsilon2, self.clipping_threshold  # not arrays, which may be traced
+        known = all(isinstance(value, numbers.Real) for value in numbers_needed)
+        return known and self.clipping_threshold > 0 and not self.skip_nan_updates
+
+    def _update_with_kernels(self, plan: Plan, param, grad, slots, rates):
+        """Return what `_update_one` does; None if the kernels do not support this parameter."""
+        from t5x.optimizers import adafactor_kernels  # Pallas is slow to import
+
+        if not adafactor_kernels.fits(param) or plan.batch or (param.ndim == 2) != bool(plan.v_row_drops):
+            return None
+        if any(slot.dtype != param.dtype for slot in slots.values()):
+            return None
+        settings = adafactor_kernels.Settings(*map(float, (self.epsilon1, self.epsilon2, self.clipping_threshold)))
+        if param.ndim == 1:
+            param, v = adafactor_kernels.update_vector(param, grad, slots["v"], rates, settings=settings)
+            return param, {**slots, "v": v}
+        moments, row_axis = (slots["v_row"], slots["v_col"]), plan.v_col_drops[0]
+        param, v_row, v_col = adafactor_kernels.update_matrix(
+            param, grad, *moments, rates, row_axis=row_axis, settings=settings
+        )
+        return param, {**slots, "v_row": v_row, "v_col": v_col}
 
     def _update_one(self, plan: Plan, param, grad, slots, decay, learning_rate, decayed, scaled):
         own = plan.own(param.ndim)
