@@ -363,15 +363,15 @@ class Adafactor(TreeOptimizer):
         grads = self._clipped(grads)
         decay = 1.0 - (step - self.step_offset + 1.0) ** -self.decay_rate
         mask = self.weight_decay_mask or (lambda params: jax.tree.map(lambda _: True, params))
-        has_kernels = self._has_kernels(learning_rate)
-        rates = jnp.stack([decay, jnp.reshape(learning_rate, ())]).astype(jnp.float32) if has_kernels else None
+        settings = self._kernel_settings(learning_rate)
+        rates = jnp.stack([decay, jnp.reshape(learning_rate, ())]).astype(jnp.float32) if settings else None
 
         def update_checked(path, param, axes, grad, slots, decayed):
             plan = self.plan(path, param.shape, axes)
             grad = grad.astype(_precision(param))
             scaled = self.multiply_by_parameter_scale
             scaled = scaled[path] if isinstance(scaled, HParamMap) else scaled
-            if rates is not None and scaled and (new := self._update_with_kernels(plan, param, grad, slots, rates)):
+            if settings and scaled and (new := _update_with_kernels(plan, param, grad, slots, rates, settings)):
                 return new
             new_param, new_slots = self._update_one(plan, param, grad, slots, decay, learning_rate, decayed, scaled)
             if self.skip_nan_updates:
@@ -386,33 +386,15 @@ class Adafactor(TreeOptimizer):
 
         return _unzipped(_map(update_checked, params, axes, grads, state, mask(params)))
 
-    def _has_kernels(self, learning_rate: Any) -> bool:
-        """Return whether our GPU kernels support these settings and devices."""
-        if not (runs_triton() and device_count() == 1 and jnp.size(learning_rate) == 1):
-            return False
+    def _kernel_settings(self, learning_rate: Any) -> tuple[float, float, float] | None:
+        """Return the settings that our GPU kernels take; None if they do not support all settings or the devices."""
+        if not (runs_triton() and device_count() == 1 and jnp.size(learning_rate) == 1) or self.skip_nan_updates:
+            return None
         if any(value is not None for value in (self.beta1, self.weight_decay_rate, self.max_parameter_scale)):
-            return False
-        numbers_needed = self.epsilon1, self.epsilon2, self.clipping_threshold  # not arrays, which may be traced
-        known = all(isinstance(value, numbers.Real) for value in numbers_needed)
-        return known and self.clipping_threshold > 0 and not self.skip_nan_updates
-
-    def _update_with_kernels(self, plan: Plan, param, grad, slots, rates):
-        """Return what `_update_one` does; None if the kernels do not support this parameter."""
-        from t5x.optimizers import adafactor_kernels  # Pallas is slow to import
-
-        if not adafactor_kernels.fits(param) or plan.batch or (param.ndim == 2) != bool(plan.v_row_drops):
             return None
-        if any(slot.dtype != param.dtype for slot in slots.values()):
-            return None
-        settings = adafactor_kernels.Settings(*map(float, (self.epsilon1, self.epsilon2, self.clipping_threshold)))
-        if param.ndim == 1:
-            param, v = adafactor_kernels.update_vector(param, grad, slots["v"], rates, settings=settings)
-            return param, {**slots, "v": v}
-        moments, row_axis = (slots["v_row"], slots["v_col"]), plan.v_col_drops[0]
-        param, v_row, v_col = adafactor_kernels.update_matrix(
-            param, grad, *moments, rates, row_axis=row_axis, settings=settings
-        )
-        return param, {**slots, "v_row": v_row, "v_col": v_col}
+        settings = self.epsilon1, self.epsilon2, self.clipping_threshold or 0.0
+        known = all(isinstance(value, numbers.Real) for value in settings)  # not arrays, which may be traced
+        return settings if known and settings[-1] > 0 else None
 
     def _update_one(self, plan: Plan, param, grad, slots, decay, learning_rate, decayed, scaled):
         own = plan.own(param.ndim)
@@ -448,6 +430,25 @@ class Adafactor(TreeOptimizer):
                 rate = rate * learning_rate**self.weight_decay_rate_lr_exponent
             param = (1.0 - rate) * param
         return param - step, new
+
+
+def _update_with_kernels(plan: Plan, param, grad, slots, rates, options: tuple[float, float, float]):
+    """Return what `Adafactor._update_one` does; None if the kernels do not support this parameter."""
+    from t5x.optimizers import adafactor_kernels  # Pallas is slow to import
+
+    if not adafactor_kernels.fits(param) or plan.batch or (param.ndim == 2) != bool(plan.v_row_drops):
+        return None
+    if any(slot.dtype != param.dtype for slot in slots.values()):
+        return None
+    settings = adafactor_kernels.Settings(*map(float, options))
+    if param.ndim == 1:
+        param, v = adafactor_kernels.update_vector(param, grad, slots["v"], rates, settings=settings)
+        return param, {**slots, "v": v}
+    moments, row_axis = (slots["v_row"], slots["v_col"]), plan.v_col_drops[0]
+    param, v_row, v_col = adafactor_kernels.update_matrix(
+        param, grad, *moments, rates, row_axis=row_axis, settings=settings
+    )
+    return param, {**slots, "v_row": v_row, "v_col": v_col}
 
 
 _defaults = {field.name: field.default for field in dataclasses.fields(Adafactor)}

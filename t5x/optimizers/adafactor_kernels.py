@@ -179,11 +179,11 @@ def update_matrix(
     return new, vectors[row_axis], vectors[1 - row_axis]
 
 
-def _block(shape: tuple[int, int]) -> tuple[int, int]:
+def _block(shape: tuple[int, ...]) -> tuple[int, int]:
     return math.gcd(shape[0], _BLOCK[0]), math.gcd(shape[1], _BLOCK[1])
 
 
-def _grid(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
+def _grid(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, int]:
     return shape[0] // block[0], shape[1] // block[1]
 
 
