@@ -1,10 +1,11 @@
-"""Batches of a user's own function."""
+"""Batches of a user's own function, and the rows of a process."""
 
 import numpy as np
 import pytest
 
+from t5x import data
 from t5x.errors import UserError
-from t5x.trainer.datasets import ExternalBatches
+from t5x.trainer.datasets import ExternalBatches, ShardInfo, get_dataset, get_training_eval_datasets
 
 
 def batches(*rows):
@@ -30,3 +31,45 @@ def test_the_end_and_other_shapes_are_explained():
     with pytest.raises(UserError, match=r"Batch 3 .*\(1, 3\).*\(2, 3\)"):
         next(uneven)
     assert uneven.state()["batches"] == 2
+
+
+def test_a_batch_that_was_only_peeked_at_is_not_read():
+    source = batches(2, 2, 2)
+    source.peek()
+    assert source.state()["batches"] == 0
+    source.restore({"own": True, "batches": 2})
+    assert next(source)["decoder_target_tokens"][0, 0] == 2
+
+
+def dataset(batch_size=4):
+    features = {name: data.Feature(data.PassThroughVocabulary(100), add_eos=False) for name in ("inputs", "targets")}
+    examples = [{"inputs": [n + 1], "targets": [n + 1]} for n in range(11)]
+    source = data.FunctionDataSource(lambda split: examples, splits=("train",))
+    task = data.Task("numbers", source, features, [])
+    return data.DatasetConfig(task, {"inputs": 2, "targets": 2}, "train", batch_size, shuffle=True, seed=1)
+
+
+def test_the_shards_of_a_batch_are_the_batch():
+    cfg, converter = dataset(), data.EncDecFeatureConverter
+    firsts = lambda batch: batch["encoder_input_tokens"][:, 0].tolist()
+    with get_dataset(cfg, 0, 1, converter) as whole:
+        expected = [firsts(next(whole)) for _ in range(3)]
+    shards = [get_dataset(cfg, number, 2, converter) for number in range(2)]
+    assert [firsts(next(shards[0])) + firsts(next(shards[1])) for _ in range(3)] == expected
+    for shard in shards:
+        shard.close()
+    assert [list(ShardInfo(number, 2).rows(4)) for number in range(2)] == [[0, 1], [2, 3]]
+
+
+def test_the_shards_of_an_evaluation_cover_every_example_once():
+    firsts = lambda batch: batch["encoder_input_tokens"][:, 0].tolist()
+    seen = []
+    for number in range(2):
+        sets = get_training_eval_datasets(dataset(), number, 2, None, data.EncDecFeatureConverter)
+        made = list(sets["numbers"])
+        assert len(made) == 3, "all processes have as many batches"
+        seen += [first for batch in made for first in firsts(batch) if first]
+        assert list(map(firsts, sets["numbers"])) == list(map(firsts, made)), "every evaluation reads the same"
+    assert sorted(seen) == list(range(1, 12))
+    limited = get_training_eval_datasets(dataset(), 0, 2, 2, data.EncDecFeatureConverter)
+    assert len(list(limited["numbers"])) == 2

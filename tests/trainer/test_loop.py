@@ -1,5 +1,6 @@
-"""The training loop: what it waits for, what time it counts, and what it saves when something is wrong."""
+"""The training loop: what it waits for, what time it counts, what it saves when something is wrong, how it stops."""
 
+import signal
 import threading
 import types
 
@@ -9,8 +10,9 @@ import pytest
 from t5x.telemetry import ThroughputClock
 from t5x.trainer import loop
 from t5x.trainer import metric_lines as lines_lib
-from t5x.trainer.actions import Actions
+from t5x.trainer.actions import Actions, ActionStop, BaseAction
 from t5x.trainer.metric_lines import MetricLines
+from t5x.trainer.signals import StopRequest
 from tests.trainer.test_metric_lines import step as metrics_of_a_step
 
 SECONDS = {"step": 2.0, "save": 10.0, "evaluation": 50.0}
@@ -25,7 +27,8 @@ class World:
         self.train_state = types.SimpleNamespace(params={"w": np.ones(2, np.float32)})
         self.model = types.SimpleNamespace(optimizer_def=None)
         self.saved, self.written = {}, {}
-        self.at_step = lambda step: None
+        self.saves, self.evaluated = [], []  # (step, action that ended the run), (step, modes)
+        self.at_step = self.at_save = self.at_evaluation = lambda step: None
 
     def step(self, batch):
         self.steps += 1
@@ -36,7 +39,7 @@ class World:
     def passes(self, what):
         self.now = max(self.now, self.devices_done) + SECONDS[what]
 
-    def run(self, total_steps, concurrent=False, write=None, **times):
+    def run(self, total_steps, concurrent=False, write=None, stop=None, actions=None, **times):
         periods = {"stats_period": 4, "eval_periods": {}, "save_period": None} | times
         lines = MetricLines(
             write or (lambda step, figures: self.written.update({step: figures})), concurrent=concurrent
@@ -45,12 +48,19 @@ class World:
         def save(step, position, ended):
             self.passes("save")
             self.saved[step] = position
+            self.saves.append((step, ended))
+            self.at_save(step)
+
+        def evaluate(step, modes):
+            self.passes("evaluation")
+            self.evaluated.append((step, list(modes)))
+            return self.at_evaluation(step)
 
         try:
             return loop.run_loop(
                 self, Data(self), loop.Timetable(total_steps=total_steps, **periods), first_step=0, batch_size=8,
                 lines=lines, clock=ThroughputClock(lambda: self.now), save=save,
-                evaluate=lambda step, modes: self.passes("evaluation"), actions=Actions(None), stop=Stop(),
+                evaluate=evaluate, actions=Actions(actions), stop=StopRequest() if stop is None else stop,
                 show_progress=False,
             )  # fmt: skip
         finally:
@@ -69,16 +79,6 @@ class Data:
 
     def state(self):
         return {"batches": self._world.batches}
-
-
-class Stop:
-    something_to_save = False
-
-    def here(self):
-        return False
-
-    def __bool__(self):
-        return False
 
 
 @pytest.fixture
@@ -146,3 +146,122 @@ def test_parameters_that_an_update_has_spoilt_are_never_saved(world, spoilt_at, 
     assert (step, ended.worth_saving) == (bad, False)
     assert list(world.saved) == list(range(2, bad, 2))
     assert f"After step {bad}, none of the 1 parameters" in caplog.text
+
+
+# --- Stops ------------------------------------------------------------------------------------------------------------
+
+EVERY = {"save_period": 2, "stats_period": 2, "eval_periods": {"TRAIN_EVAL": 2, "INFER_EVAL": 4}}
+
+
+def at(expected, do):
+    """Return a hook that calls `do` at one step."""
+    return lambda step: do() if step == expected else None
+
+
+def terminate():
+    signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("hook", ["at_step", "at_save"])
+def test_no_evaluation_or_step_starts_after_a_stop_request(world, hook):
+    """At step 4 everything is due. The step is written and saved, once, and the run ends."""
+    setattr(world, hook, at(4, terminate))
+    with StopRequest() as stop:
+        assert world.run(8, stop=stop, **EVERY) == (4, None)
+    assert world.evaluated == [(2, ["TRAIN_EVAL"])]
+    assert world.saves == [(2, None), (4, None)]
+    assert (world.steps, world.batches, list(world.written)) == (4, 4, [2, 4])
+
+
+def test_no_step_and_no_second_save_follows_a_stop_request_during_an_evaluation(world):
+    world.at_evaluation = at(4, terminate)
+    with StopRequest() as stop:
+        assert world.run(8, stop=stop, **EVERY) == (4, None)
+    assert world.saves == [(2, None), (4, None)] and world.batches == 4
+
+
+@pytest.mark.parametrize("hook", ["at_step", "at_evaluation"])
+def test_a_stop_request_between_two_saves_saves_the_step_it_ends_at(world, hook):
+    setattr(world, hook, at(3, terminate))
+    with StopRequest() as stop:
+        assert world.run(8, stop=stop, save_period=4, eval_periods={"TRAIN_EVAL": 3}) == (3, None)
+    assert world.saved == {3: {"batches": 3}} and world.saves == [(3, None)]
+    assert world.evaluated == ([(3, ["TRAIN_EVAL"])] if hook == "at_evaluation" else [])
+
+
+def test_a_stop_request_at_the_last_step_starts_no_evaluation(world):
+    world.at_step = at(4, terminate)
+    with StopRequest() as stop:
+        assert world.run(4, stop=stop, **EVERY) == (4, None)
+    assert world.evaluated == [(2, ["TRAIN_EVAL"])] and world.saves == [(2, None), (4, None)]
+
+
+def test_a_stop_request_before_the_first_step_reads_and_saves_nothing(world):
+    with StopRequest() as stop:
+        stop.something_to_save = True
+        terminate()
+        assert world.run(4, stop=stop, **EVERY) == (0, None)
+    assert (world.batches, world.saves, world.evaluated) == (0, [], [])
+
+
+class EndAt(BaseAction):
+    """Ends the run at a step."""
+
+    def __init__(self, step, worth_saving=True):
+        self.step, self.worth_saving, self.seen = step, worth_saving, []
+
+    def run(self, train_state, metrics_by_task):
+        self.seen.append(metrics_by_task["train"]["loss"])
+        return len(self.seen) == self.step
+
+
+@pytest.mark.parametrize("save_period", [4, None])
+def test_an_action_that_ends_the_run_is_saved_once_and_nothing_is_evaluated(world, save_period):
+    world.train_state.step = 4
+    action = EndAt(2)
+    step, ended = world.run(8, actions={"TRAIN": [action]}, **EVERY | {"save_period": save_period})
+    assert (step, ended.action) == (4, "EndAt")
+    assert world.saves == [(4, ended)]
+    assert world.evaluated == [(2, ["TRAIN_EVAL"])]
+    assert len(action.seen) == 2 and world.batches == 4
+
+
+def test_an_action_that_is_not_worth_saving_saves_nothing(world):
+    world.train_state.step = 4
+    step, ended = world.run(8, actions={"TRAIN": [EndAt(2, worth_saving=False)]}, **EVERY | {"save_period": 4})
+    assert (step, ended.worth_saving, world.saves) == (4, False, [])
+
+
+def test_an_evaluation_that_ends_the_run_is_recorded_with_the_last_step(world):
+    ended = ActionStop(3, "EarlyStopping", "", True)
+    world.at_evaluation = lambda step: ended if step == 3 else None
+    assert world.run(8, eval_periods={"TRAIN_EVAL": 3}, save_period=5) == (3, ended)
+    assert world.saves == [(3, ended)] and world.batches == 3
+
+
+def test_every_save_has_the_position_after_its_own_step(world):
+    world.run(7, save_period=3)
+    assert world.saved == {3: {"batches": 3}, 6: {"batches": 6}, 7: {"batches": 7}}
+    assert world.saves == [(3, None), (6, None), (7, None)]
+
+
+def test_an_error_right_after_a_save_does_not_save_again(world):
+    def fail():
+        raise TypeError("another shape")
+
+    world.at_step = at(5, fail)
+    with pytest.raises(TypeError, match="another shape"):
+        world.run(8, save_period=4)
+    assert world.saves == [(4, None)]
+
+
+def test_an_error_does_not_save_parameters_that_are_not_finite(world):
+    def spoil_or_fail(step):
+        world.train_state.params = {"w": np.array([np.inf, 1], np.float32)}
+        if step == 3:
+            raise TypeError("another shape")
+
+    world.at_step = spoil_or_fail
+    with pytest.raises(TypeError, match="another shape"):
+        world.run(8)
+    assert world.saves == []
