@@ -7,8 +7,9 @@ import types
 import numpy as np
 import pytest
 
+from t5x.partitioning import distributed
 from t5x.telemetry import ThroughputClock
-from t5x.trainer import loop
+from t5x.trainer import loop, signals
 from t5x.trainer import metric_lines as lines_lib
 from t5x.trainer.actions import Actions, ActionStop, BaseAction
 from t5x.trainer.metric_lines import MetricLines
@@ -202,6 +203,38 @@ def test_a_stop_request_before_the_first_step_reads_and_saves_nothing(world):
         terminate()
         assert world.run(4, stop=stop, **EVERY) == (0, None)
     assert (world.batches, world.saves, world.evaluated) == (0, [], [])
+
+
+def test_another_process_that_stops_ends_the_run_at_the_step_they_agree_on(world, monkeypatch):
+    """The other one has begun six steps; steps, evaluations and saves before that still take place."""
+    monkeypatch.setattr(signals, "jax", types.SimpleNamespace(process_count=lambda: 2))
+    monkeypatch.setattr(signals, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(distributed, "_notes", {})
+    agreed = threading.Event()
+
+    def exchange(name, begun):
+        agreed.set()
+        return [begun, 6]
+
+    monkeypatch.setattr(distributed, "exchange", exchange)
+    interrupted = []
+
+    def notify_this_one():
+        distributed.put(stop._common._key, int(signal.SIGTERM))
+        assert agreed.wait(20)
+
+    def evaluate_batch(step):
+        try:
+            stop.check()
+        except signals.Interrupted:
+            interrupted.append(step)
+
+    world.at_step, world.at_evaluation = at(3, notify_this_one), evaluate_batch
+    with StopRequest() as stop:
+        assert world.run(12, stop=stop, save_period=4, eval_periods={"TRAIN_EVAL": 3}) == (5, None)
+    assert stop.signum == signal.SIGTERM
+    assert world.saves == [(4, None), (5, None)] and world.batches == 5
+    assert interrupted == []
 
 
 class EndAt(BaseAction):

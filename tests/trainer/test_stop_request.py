@@ -90,11 +90,11 @@ def two_processes(monkeypatch):
         return list(values)
 
     monkeypatch.setattr(distributed, "exchange", exchange)
-    return [StopRequest() for _ in range(2)]
+    return [StopRequest() for _ in range(2)], values
 
 
 def run_steps(stop, pause, steps, begun):
-    """Run steps until the stop; one more process has begun after five of them."""
+    """Run steps until the stop; release `begun` after the fifth."""
     with stop:
         stop.something_to_save = True
         while not stop.here():
@@ -105,20 +105,21 @@ def run_steps(stop, pause, steps, begun):
 
 
 def test_processes_of_different_speed_stop_after_the_same_step(two_processes):
+    stops, published = two_processes
     steps, begun = [[], []], threading.Semaphore(0)
     threads = [
         threading.Thread(target=run_steps, args=(stop, pause, own, begun), daemon=True)
-        for stop, pause, own in zip(two_processes, (0.002, 0.02), steps, strict=True)
+        for stop, pause, own in zip(stops, (0.002, 0.02), steps, strict=True)
     ]
     for thread in threads:
         thread.start()
     assert all(begun.acquire(timeout=20) for _ in threads)
-    two_processes[1]._handle(signal.SIGTERM, None)  # Python delivers signals to the main thread only
+    stops[1]._handle(signal.SIGTERM, None)  # Python delivers signals to the main thread only
     for thread in threads:
         thread.join(20)
         assert not thread.is_alive()
-    assert len(steps[0]) == len(steps[1]) >= 5
-    for stop in two_processes:
+    assert len(steps[0]) == len(steps[1]) == max(published) >= 5  # the first step that all can stop after
+    for stop in stops:
         assert stop and stop.here() and stop.signum == signal.SIGTERM
         with pytest.raises(Interrupted):
             stop.check()
@@ -126,7 +127,7 @@ def test_processes_of_different_speed_stop_after_the_same_step(two_processes):
 
 def test_a_process_does_not_stop_before_the_others_know(two_processes):
     """If only one of them skipped an evaluation, the others would wait for it forever."""
-    stop, _ = two_processes
+    (stop, _), _ = two_processes
     stop.something_to_save = True
     stop._handle(signal.SIGTERM, None)
     assert stop.signum == signal.SIGTERM
@@ -139,7 +140,7 @@ def test_an_error_while_processes_agree_ends_the_run(two_processes, monkeypatch)
         raise UserError("that process hangs")
 
     monkeypatch.setattr(distributed, "exchange", fail)
-    stop, _ = two_processes
+    (stop, _), _ = two_processes
     with stop, pytest.raises(UserError, match="that process hangs"):
         stop.something_to_save = True
         stop._handle(signal.SIGTERM, None)
