@@ -1,5 +1,6 @@
 """The training loop: what it waits for, what time it counts, what it saves when something is wrong, how it stops."""
 
+import gc
 import signal
 import threading
 import types
@@ -298,3 +299,23 @@ def test_an_error_does_not_save_parameters_that_are_not_finite(world):
     with pytest.raises(TypeError, match="another shape"):
         world.run(8)
     assert world.saves == []
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_garbage_is_collected_at_its_period_only_and_automatically_again_after_the_run(world, fails, monkeypatch):
+    collected, enabled = [], []
+    monkeypatch.setattr(gc, "collect", lambda: collected.append(world.steps))
+
+    def look(step):
+        enabled.append(gc.isenabled())
+        if fails and step == 5:
+            raise TypeError("another shape")
+
+    world.at_step = look
+    if fails:
+        with pytest.raises(TypeError, match="another shape"):
+            world.run(6, gc_period=2)
+    else:
+        world.run(6, gc_period=2)
+    assert not any(enabled) and gc.isenabled()
+    assert collected == ([0, 2, 4] if fails else [0, 2, 4, 6])
