@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from t5x import data
-from t5x.data.lanes import LaneConfig, Position
+from t5x.data.lanes import LaneConfig, Position, resized_states
 from t5x.data.loader import TrainLoader
 from t5x.data.preprocessor_kinds import ConcatenateAndSplit
 from t5x.errors import UserError
@@ -183,3 +183,65 @@ def test_rows_choose_their_tasks_independently():
             before = after
         chosen.append(tuple(sequence))
     assert len(set(chosen)) == len(lanes)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "next_position"),
+    [
+        (Position(), Position(), 0),
+        (Position(cursor=3), Position(cursor=2), 5),  # rows 0 and 1 of a batch of 2 have read positions 0 2 4 and 1 3
+        (Position(cursor=2), Position(cursor=2), 4),
+        (Position(cursor=3, used=1), Position(cursor=2), 7),  # one of several examples of position 6
+        (Position(cursor=2), Position(cursor=2, offset=5), 6),  # some tokens of position 5
+        (Position(cursor=2), Position(cursor=2, given=2), 6),  # some examples of the piece that starts at position 5
+    ],
+)
+def test_another_batch_size_resumes_right_after_the_last_example_that_a_row_has_begun(first, second, next_position):
+    lanes = [[0, 1, 4, *first], [1, 1, 9, *second]]
+    for size in (1, 3):
+        cursor = -(-next_position // size)
+        assert resized_states(lanes, 2, size) == [[0, size, 9, *Position(cursor)]]
+
+
+def restored_with(saved, **changes):
+    with TrainLoader(saved) as loader:
+        state = loader.state()
+    with TrainLoader(saved._replace(**changes)) as loader:
+        loader.restore(state)
+        return loader.state() == state
+
+
+def test_a_position_is_refused_with_other_packing_lengths_or_rates():
+    """They decide which examples a row has read."""
+    plain, packed = lane_config("pieces", "random"), lane_config("pieces", "random", pack=True)
+    assert restored_with(packed)
+    for saved, changes, difference in (
+        (packed, {"converter": plain.converter}, "pack is False, not True"),
+        (packed, {"lengths": {"targets": 16}}, "lengths is .*16.*not .*12"),
+        (plain, {"rates": [1.0, 2.0]}, "tasks is .*2.0"),
+        (plain, {"shuffle": False}, "shuffle is False, not True"),
+        (plain, {"pipelines": plain.pipelines[::-1]}, "tasks is"),
+    ):
+        with pytest.raises(UserError, match=difference):
+            restored_with(saved, **changes)
+
+
+def test_a_position_of_another_number_of_tasks_is_refused_even_if_other_data_is_accepted():
+    with TrainLoader(lane_config("several")) as one:
+        state = one.state()
+    with TrainLoader(lane_config("several", "random")) as two:
+        with pytest.raises(UserError, match="another number of tasks"):
+            two.restore(state, changed_data=True)
+        with pytest.raises(UserError, match="another number of tasks"):
+            two.restore(two.state() | {"version": 1}, changed_data=True)
+
+
+def test_truncated_features_are_counted_with_the_batches_returned_not_with_those_prefetched():
+    config = lane_config("random", batch_size=1, shuffle=False)._replace(lengths={"targets": 5})
+    with TrainLoader(config) as loader:
+        counts = []
+        for _ in range(5):
+            next(loader)
+            wait_until_full(loader)
+            counts.append(loader.counts.trimmed["targets"])
+    assert counts == [0, 0, 1, 2, 3]  # examples of 4 to 8 tokens
