@@ -164,6 +164,15 @@ def terminate():
     signal.raise_signal(signal.SIGTERM)
 
 
+@pytest.fixture(autouse=True)
+def heeded_signals():
+    """Handle all signals: some are ignored if the tests run in the background or under nohup."""
+    before = {signum: signal.signal(signum, signal.SIG_DFL) for signum in signals.EXIT_CODES}
+    yield
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
+
+
 @pytest.mark.parametrize("hook", ["at_step", "at_save"])
 def test_no_evaluation_or_step_starts_after_a_stop_request(world, hook):
     """At step 4 everything is due. The step is written and saved, once, and the run ends."""

@@ -14,6 +14,15 @@ from t5x.trainer import signals
 from t5x.trainer.signals import Interrupted, StopRequest
 
 
+@pytest.fixture(autouse=True)
+def heeded_signals():
+    """Handle all signals: some are ignored if the tests run in the background or under nohup."""
+    before = {signum: signal.signal(signum, signal.SIG_DFL) for signum in signals.EXIT_CODES}
+    yield
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
+
+
 class Exited(Exception):
     """Raised instead of ending the interpreter."""
 
