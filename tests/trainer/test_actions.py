@@ -156,6 +156,22 @@ def test_users_write_their_own_and_every_action_is_run():
     assert not Actions(None).run("TRAIN", state(1), {"train": {}})
 
 
+def test_of_several_actions_that_end_the_run_the_first_decides_whether_it_is_saved():
+    early_stop, on_nan = early(patience=2), TerminateOnNanAction(task="dev")
+    for first, second, worth_saving in ((early_stop, on_nan, True), (on_nan, early_stop, False)):
+        actions = Actions({"TRAIN_EVAL": [first, second]})
+        actions.restore({"TRAIN_EVAL": [[str(early_stop), {"history": [[1, 1.0]]}, {}]]})
+        stop = actions.run("TRAIN_EVAL", state(2), {"dev": {"loss": NAN}})
+        assert (stop.action, stop.worth_saving) == (str(first), worth_saving)
+
+
+def test_a_step_that_is_not_finite_ends_the_run_if_an_action_of_training_asks_for_it():
+    asked = Actions({"TRAIN": [AtStep(9), TerminateOnNanAction(task="train")]})
+    assert (asked.end_on_nan(7).step, asked.end_on_nan(7).worth_saving) == (7, False)
+    for others in ({"TRAIN_EVAL": [TerminateOnNanAction(task="dev")]}, {"TRAIN": [AtStep(9)]}, None):
+        assert Actions(others).end_on_nan(7) is None
+
+
 @pytest.mark.parametrize(
     ("actions", "message"),
     [

@@ -1,5 +1,7 @@
 """Batches of a user's own function, and the rows of a process."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -73,3 +75,12 @@ def test_the_shards_of_an_evaluation_cover_every_example_once():
     assert sorted(seen) == list(range(1, 12))
     limited = get_training_eval_datasets(dataset(), 0, 2, 2, data.EncDecFeatureConverter)
     assert len(list(limited["numbers"])) == 2
+
+
+def test_evaluation_never_packs_so_that_every_row_is_one_example():
+    cfg = dataclasses.replace(dataset(), pack=True, task_feature_lengths={"inputs": 8, "targets": 8})
+    sets = get_training_eval_datasets(cfg, 0, 1, None, data.EncDecFeatureConverter)
+    made = list(sets["numbers"])
+    assert len(made) == 3 and not any("segment_ids" in name for name in made[0])
+    with get_dataset(cfg, 0, 1, data.EncDecFeatureConverter) as training:
+        assert "encoder_segment_ids" in next(training)

@@ -12,7 +12,7 @@ from t5x.partitioning import distributed
 from t5x.telemetry import ThroughputClock
 from t5x.trainer import loop, signals
 from t5x.trainer import metric_lines as lines_lib
-from t5x.trainer.actions import Actions, ActionStop, BaseAction
+from t5x.trainer.actions import Actions, ActionStop, BaseAction, TerminateOnNanAction
 from t5x.trainer.metric_lines import MetricLines
 from t5x.trainer.signals import StopRequest
 from tests.trainer.test_metric_lines import step as metrics_of_a_step
@@ -26,6 +26,7 @@ class World:
     def __init__(self):
         self.now = self.devices_done = 0.0
         self.steps = self.batches = 0
+        self.loss = 1.0
         self.train_state = types.SimpleNamespace(params={"w": np.ones(2, np.float32)})
         self.model = types.SimpleNamespace(optimizer_def=None)
         self.saved, self.written = {}, {}
@@ -36,7 +37,7 @@ class World:
         self.steps += 1
         self.at_step(self.steps)
         self.devices_done = max(self.now, self.devices_done) + SECONDS["step"]
-        return metrics_of_a_step(tokens=100) | {"done": self.devices_done}
+        return metrics_of_a_step(loss=self.loss, tokens=100) | {"done": self.devices_done}
 
     def passes(self, what):
         self.now = max(self.now, self.devices_done) + SECONDS[what]
@@ -328,3 +329,26 @@ def test_garbage_is_collected_at_its_period_only_and_automatically_again_after_t
         world.run(6, gc_period=2)
     assert not any(enabled) and gc.isenabled()
     assert collected == ([0, 2, 4] if fails else [0, 2, 4, 6])
+
+
+@pytest.mark.parametrize(
+    ("spoils", "actions", "last_step"),
+    [
+        (False, None, 12),  # the run may recover
+        (True, None, 8),  # a line is checked when the next one is written
+        (False, {"TRAIN": [TerminateOnNanAction(task="train")]}, 4),
+    ],
+)
+def test_a_loss_that_is_not_finite_ends_the_run_if_it_cannot_recover_or_an_action_says_so(
+    world, spoils, actions, last_step, caplog
+):
+    def lose(step):
+        world.loss = np.nan if step == 3 else 1.0
+        if spoils and step == 3:
+            world.train_state.params = {"w": np.array([1, np.nan], np.float32)}
+
+    world.at_step, world.train_state.step = lose, last_step
+    step, ended = world.run(12, actions=actions)
+    assert step == last_step and "The loss is nan at step 3" in caplog.text
+    assert world.saves == ([(12, None)] if last_step == 12 else [])
+    assert ended is None or not ended.worth_saving

@@ -75,3 +75,36 @@ def test_every_loss_that_is_not_finite_is_found_anew():
         found = lines.take_nonfinite()
         assert (found is None) == (number in (1, 3))
         assert found is None or found.last_step == number
+
+
+def test_a_line_has_its_own_steps_only_and_the_learning_rate_of_the_last():
+    lines, written = made()
+    for number in range(1, 5):
+        lines.add(step(loss=number, learning_rate=AveragePerStep(total=number / 10)))
+        lines.unfinished(number)  # as a save after every step does
+        if number % 2 == 0:
+            lines.add(step(loss=number, learning_rate=AveragePerStep(total=number / 10)))
+            lines.line(number, lap(steps=2), {})
+    lines.wait()
+    assert {number: line["loss"] for number, line in written.items()} == pytest.approx({2: 5 / 3, 4: 11 / 3})
+    assert {number: line["learning_rate/current"] for number, line in written.items()} == {2: 0.2, 4: 0.4}
+
+
+def test_the_last_learning_rate_is_that_of_the_last_pending_step():
+    lines, written = made()
+    for rate in (0.1, 0.2, 0.6):
+        lines.add(step(learning_rate=AveragePerStep(total=rate)))
+    lines.line(3, lap(steps=3), {})
+    lines.wait()
+    assert written[3]["learning_rate/current"] == 0.6 and written[3]["learning_rate"] == pytest.approx(0.3)
+
+
+def test_tokens_per_second_are_of_the_steps_that_the_time_is_of():
+    """The devices still run the last step when the time is taken."""
+    lines, written = made()
+    for _ in range(10):
+        lines.add(step())
+    lines.line(10, lap(seconds=3.0, steps=9), {})
+    lines.wait()
+    assert written[10]["timing/target_tokens_per_second"] == 30
+    assert written[10]["timing/input_tokens_per_second"] == 60
