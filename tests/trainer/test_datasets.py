@@ -68,10 +68,10 @@ def test_the_shards_of_an_evaluation_cover_every_example_once():
     seen = []
     for number in range(2):
         sets = get_training_eval_datasets(dataset(), number, 2, None, data.EncDecFeatureConverter)
-        made = list(sets["numbers"])
-        assert len(made) == 3, "all processes have as many batches"
-        seen += [first for batch in made for first in firsts(batch) if first]
-        assert list(map(firsts, sets["numbers"])) == list(map(firsts, made)), "every evaluation reads the same"
+        evaluated = list(sets["numbers"])
+        assert len(evaluated) == 3, "all processes have as many batches"
+        seen += [first for batch in evaluated for first in firsts(batch) if first]
+        assert list(map(firsts, sets["numbers"])) == list(map(firsts, evaluated)), "every evaluation reads the same"
     assert sorted(seen) == list(range(1, 12))
     limited = get_training_eval_datasets(dataset(), 0, 2, 2, data.EncDecFeatureConverter)
     assert len(list(limited["numbers"])) == 2
@@ -80,7 +80,7 @@ def test_the_shards_of_an_evaluation_cover_every_example_once():
 def test_evaluation_never_packs_so_that_every_row_is_one_example():
     cfg = dataclasses.replace(dataset(), pack=True, task_feature_lengths={"inputs": 8, "targets": 8})
     sets = get_training_eval_datasets(cfg, 0, 1, None, data.EncDecFeatureConverter)
-    made = list(sets["numbers"])
-    assert len(made) == 3 and not any("segment_ids" in name for name in made[0])
+    evaluated = list(sets["numbers"])
+    assert len(evaluated) == 3 and not any("segment_ids" in name for name in evaluated[0])
     with get_dataset(cfg, 0, 1, data.EncDecFeatureConverter) as training:
         assert "encoder_segment_ids" in next(training)

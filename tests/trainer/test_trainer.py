@@ -58,19 +58,19 @@ def gradient_of(w):
 
 
 def test_every_step_uses_and_reports_the_learning_rate_of_its_number():
-    made, w = make_trainer(step=3, rate=lambda step: 0.001 * (1 + step)), 1.0
+    trainer, w = make_trainer(step=3, rate=lambda step: 0.001 * (1 + step)), 1.0
     for step in (3, 4, 5):
-        metrics = made.step(BATCH)
+        metrics = trainer.step(BATCH)
         assert float(metrics["learning_rate"].compute()) == pytest.approx(0.001 * (1 + step))
         assert float(metrics["loss"].compute()) == pytest.approx(loss_of(w), rel=1e-5)
         assert float(metrics["gradient_norm"].compute()) == pytest.approx(abs(gradient_of(w)), rel=1e-5)
         w -= 0.001 * (1 + step) * gradient_of(w)
-        assert float(made.train_state.params["w"]) == pytest.approx(w, rel=1e-5)
-        assert int(made.train_state.step) == step + 1
+        assert float(trainer.train_state.params["w"]) == pytest.approx(w, rel=1e-5)
+        assert int(trainer.train_state.step) == step + 1
 
 
 def test_random_numbers_depend_on_the_step_and_not_on_where_the_run_was_resumed():
-    noise = lambda made: float(made.step(BATCH)["noise"].compute())
+    noise = lambda trainer: float(trainer.step(BATCH)["noise"].compute())
     whole, resumed = make_trainer(), make_trainer(step=2)
     numbers = [noise(whole) for _ in range(4)]
     assert len(set(numbers)) == 4
@@ -80,9 +80,9 @@ def test_random_numbers_depend_on_the_step_and_not_on_where_the_run_was_resumed(
 @pytest.mark.parametrize("count", [None, 0, 1, 2, 4])
 def test_microbatches_add_up_to_the_batch_whatever_weights_their_rows_have(count):
     """With four microbatches, one has no weight at all."""
-    made = make_trainer(num_microbatches=count)
-    metrics = made.step(BATCH)
-    assert float(made.train_state.params["w"]) == pytest.approx(1 - 0.01 * gradient_of(1.0), rel=1e-5)
+    trainer = make_trainer(num_microbatches=count)
+    metrics = trainer.step(BATCH)
+    assert float(trainer.train_state.params["w"]) == pytest.approx(1 - 0.01 * gradient_of(1.0), rel=1e-5)
     assert float(metrics["loss"].compute()) == pytest.approx(loss_of(1.0), rel=1e-5)
     assert float(metrics["error"].compute()) == pytest.approx(loss_of(1.0) / WEIGHTS.sum(), rel=1e-5)
     assert float(metrics["learning_rate"].compute()) == pytest.approx(0.01)
@@ -110,18 +110,18 @@ def records(path):
 def test_metrics_of_several_steps_are_averaged_over_steps_and_those_of_an_evaluation_over_batches(tmp_path):
     other = {"x": X, "y": Y + 1, "weights": 3 * WEIGHTS}
     losses = [loss_of(1.0), loss_of(1.0, other)]
-    made = make_logging_trainer(tmp_path)
-    summary = made.train(iter([BATCH, other, other]), 2).result()
+    trainer = make_logging_trainer(tmp_path)
+    summary = trainer.train(iter([BATCH, other, other]), 2).result()
     assert summary["loss"] == pytest.approx(sum(losses) / 2, rel=1e-5)
     assert summary["error"] == pytest.approx(sum(losses) / (4 * WEIGHTS.sum()), rel=1e-5)
-    assert int(made.train_state.step) == 7
-    made.train(iter([BATCH]), 1, start_step=20).result()
-    results = made.eval({"dev": [BATCH, other, other]})["dev"].result()
+    assert int(trainer.train_state.step) == 7
+    trainer.train(iter([BATCH]), 1, start_step=20).result()
+    results = trainer.eval({"dev": [BATCH, other, other]})["dev"].result()
     assert results["loss"] == pytest.approx((losses[0] + 2 * losses[1]) / 3, rel=1e-5)
     assert results["error"] == pytest.approx((losses[0] + 2 * losses[1]) / (7 * WEIGHTS.sum()), rel=1e-5)
     with pytest.raises(UserError, match="no batch of 'dev'"):
-        made.eval({"dev": []})
-    made.close()
+        trainer.eval({"dev": []})
+    trainer.close()
     assert [record["step"] for record in records(tmp_path / "train/metrics.jsonl")] == [7, 21]
     (record,) = records(tmp_path / "training_eval/dev/metrics.jsonl")
     assert (record["step"], record["loss"]) == (8, pytest.approx(results["loss"]))
