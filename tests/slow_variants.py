@@ -125,6 +125,10 @@ SLOW = {
     "planning/test_plan.py": [r"test_a_sharded_state_takes_less_memory_and_more_communication\[all presets\]"],
     "partitioning/test_consistency.py": [r"test_another_configuration_is_refused\[infer\]"],
     "ranking/test_models.py": [r"test_eight_devices_find_what_one_does"],  # partitioning/test_meshes.py
+    "saved/test_saved.py": [
+        r"test_config_gin_repeats_the_run_from_its_beginning\[(pairs|ranker)\]",
+        r"test_a_job_computes_the_chunks_of_one_that_was_stopped\[(answer|rerank)\]",
+    ],
     "serving/test_server.py": [r"test_constraints_are_those_of_the_python_api_.*"],  # decoding/test_constraints.py
     "test_cli.py": [
         r"test_a_signal_while_xla_compiles_ends_the_program_at_once\[SIGTERM-.*\]",
