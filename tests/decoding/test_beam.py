@@ -188,6 +188,41 @@ def test_unlikely_beams_are_dropped():
     assert (tokens[kept == NEG_INF] == 0).all() and (kept[~some] > -2.5).any()
 
 
+def test_a_beam_exactly_at_the_minimum_is_dropped():
+    log_probs = jnp.array([[-1.0, -2.0, -8.0]] * 2)  # EOS has -2
+
+    @jax.jit
+    def search(min_log_prob):
+        return beam_search(
+            jnp.zeros((1, 1), jnp.int32), {}, lambda state: (log_probs, {}), EOS, num_decodes=2, alpha=0.0,
+            logit_callback_fn=lambda _, state: log_probs, min_log_prob=min_log_prob,
+        )  # fmt: skip
+
+    tokens, scores = search(-2.25)
+    assert tokens[0, -1].tolist() == [EOS] and scores[0].tolist() == [NEG_INF, -2.0]
+    tokens, scores = search(-2.0)
+    assert tokens[0, -1].tolist() == [0] and scores[0].tolist() == [NEG_INF, -1.0]
+
+
+def test_a_length_penalty_counts_generated_tokens_only():
+    vocab, length, prompt = 3, 6, [2, 2]
+    made = Languages.random(15, 60, vocab, length)
+    inputs = jnp.tile(jnp.array([0, *prompt, 0, 0, 0], jnp.int32), (60, 1))
+    tokens, scores = made.decode(beam_search, num_decodes=3, length_penalty=1.5, inputs=inputs)
+    log_probs, lengths = made.log_probs(), set()
+    for row in range(60):
+        output = tokens[row, -1].tolist()
+        output = output[: output.index(EOS) + 1] if EOS in output else output
+        node, total = 0, 0.0
+        for position, token in enumerate(output):
+            total += log_probs[row, node, token] if position >= len(prompt) else 0.0
+            node = node * vocab + token + 1
+        generated = len(output) - len(prompt)
+        np.testing.assert_allclose(scores[row, -1], total / generated**1.5, rtol=1e-5)
+        lengths.add(generated)
+    assert len(lengths) > 2
+
+
 @pytest.mark.parametrize(
     "options, message",
     [

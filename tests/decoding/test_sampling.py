@@ -105,6 +105,30 @@ def test_a_sample_depends_only_on_its_example():
     assert len({tuple(row) for row in twins[:, 0].tolist()}) > 1, "equal examples must have different samples"
 
 
+def test_a_sample_depends_on_its_positions_not_on_where_decoding_starts():
+    """Prompts that fill the cache, forced prompts and a longer buffer give the same tokens."""
+    batch, vocab, length = 40, 4, 6
+    made = Languages.random(14, batch, vocab, length)
+    ends = np.arange(batch, dtype=np.int32) % 4
+    inputs = np.where(np.arange(length) <= ends[:, None], 2, 0)
+    inputs[:, 0] = 0
+    node = np.zeros(batch, np.int32)  # before the last token of each prompt, which the first step feeds
+    for position in range(1, 4):
+        node = np.where(position < ends, node * vocab + inputs[:, position] + 1, node)
+
+    def filled(*, cache, **options):
+        cache = {**cache, "node": jnp.asarray(node)}
+        return temperature_sample(cache=cache, initial_index=jnp.asarray(ends), **options)
+
+    options = {"topk": 0, "decode_rng": jax.random.key(4), "rescale_log_probs": False}
+    forced, scores = made.decode(temperature_sample, inputs=jnp.asarray(inputs), **options)
+    tokens, filled_scores = made.decode(filled, inputs=jnp.asarray(inputs), **options)
+    np.testing.assert_array_equal(tokens, forced)
+    np.testing.assert_allclose(filled_scores, scores, rtol=1e-5)
+    longer, _ = made.decode(temperature_sample, inputs=jnp.asarray(np.pad(inputs, ((0, 0), (0, 3)))), **options)
+    np.testing.assert_array_equal(longer[..., :length], forced)
+
+
 @pytest.mark.parametrize("one", [jax.random.key(1), jax.random.PRNGKey(1), None], ids=["new", "old", "none"])
 def test_one_key_becomes_a_key_for_each_example(one):
     of = jax.random.key(0) if one is None else jax.random.key(1)

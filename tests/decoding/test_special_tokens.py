@@ -50,3 +50,8 @@ def test_min_length_forbids_every_eos():
         pad_id=PAD, logit_callback_fn=callback,
     )  # fmt: skip
     assert not np.isin(outputs[:, 0, :2], EOS).any()
+
+
+def test_a_choice_may_end_with_every_eos():
+    only_choice = with_constraint(logits_after, constraints.choices([[7]]))
+    assert decode("greedy", [[6, PAD, PAD]], only_choice) == [[7, 9, PAD]]

@@ -38,3 +38,10 @@ def test_what_is_not_wanted_leaves_neither_a_gap_nor_its_length():
     first = next(planned)
     assert first == ([1, 2, 3, 5, 6, 7, 9, 10], {"inputs": 8}) and len(asked) == 10 + 8
     assert [len(batch.positions) for batch in planned] == [8, 8, 6] and sorted(asked) == list(range(40))
+
+
+def test_a_length_of_exactly_a_bucket_is_not_padded_further():
+    assert [buckets.coarse_bucket(length) for length in (127, 128, 129, 512, 513)] == [128, 128, 512, 512, 2048]
+    assert [buckets.bucket(length) for length in (8, 12, 16, 48, 49)] == [8, 12, 16, 48, 64]
+    assert [buckets.rows(count, 32) for count in (1, 2, 4, 5, 32, 33)] == [1, 2, 4, 8, 32, 32]
+    assert buckets.coarse_shape({"inputs": [128]}, {"inputs": 512}) == (1, {"inputs": 128})

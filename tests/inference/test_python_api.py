@@ -13,7 +13,7 @@ import pytest
 
 import t5x
 from t5x.errors import UserError
-from t5x.inference.options import translate_arguments
+from t5x.inference.options import Decoding, translate_arguments
 from tests.checkpoints.formats import huggingface_models
 from tests.inference.models import byte_model
 
@@ -114,6 +114,44 @@ def test_an_output_ends_before_a_stop_string(model):
     cut = model.generate(text, max_length=12, repetition_penalty=1.5, stop_strings=[stop])
     assert cut.text == whole.text[: whole.text.index(stop)]
     assert model.decode(cut.tokens).endswith(stop) and cut.tokens == whole.tokens[: len(cut.tokens)]
+
+
+def test_an_output_ends_before_the_first_of_several_stop_strings(model):
+    (whole,) = model.generate(["b"], max_length=12, no_repeat_ngram=2)
+    early, late = whole.text[2:4], whole.text[8:10]
+    assert whole.text.index(early) == 2 and whole.text.index(late) == 8
+    for stop in ([late, early], [early, late]):
+        ended = model.generate("b", max_length=12, no_repeat_ngram=2, stop=stop)
+        assert ended.text == whole.text[:2] and model.decode(ended.tokens) == whole.text[:4]
+
+
+def test_every_eos_of_a_model_ends_an_output_and_is_not_part_of_its_text(model, tmp_path):
+    whole = model.generate("b", max_length=12, no_repeat_ngram=2)
+    other_eos = whole.text[8]
+    directory = byte_model(tmp_path / "tiny")
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, ord(other_eos) + 3]}))
+    other = t5x.load(directory)
+    ended = other.generate("b", max_length=12, no_repeat_ngram=2)
+    assert ended.text == whole.text.partition(other_eos)[0] and ended.tokens[-1] == ord(other_eos) + 3
+    assert "".join(other.stream("b", max_length=12, no_repeat_ngram=2)) == ended.text
+
+
+def test_a_sample_depends_on_its_seed_and_index_only(model):
+    """Not on its row, the number and lengths of the other inputs, or the lengths to which they are padded."""
+    ids, *others = map(model.tokenize, ["abc", "", "h" * 30, "gh" * 70, *["bad" * i for i in range(8)]])
+
+    def sample(*rows, seed=5):
+        """Return the tokens of one sample for each (ids, index)."""
+        inputs, indices = zip(*rows, strict=True)
+        options = {"max_length": 8, "max_input_length": 150, "batch_size": 16, "seed": seed}
+        return [best.tokens for best, *_ in model.predictions(inputs, Decoding(top_k=9), indices=indices, **options)]
+
+    (alone,) = sample((ids, 7))
+    assert len(alone) > 2
+    assert sample((others[1], 7), (others[0], 3), (ids, 7))[-1] == alone  # one batch of a coarse shape
+    many = [(each, index) for index, each in enumerate(others, start=20)]
+    assert sample(*many, (ids, 7))[-1] == alone  # a batch of another length
+    assert alone not in [*sample((ids, 8), (ids, 0)), *sample((ids, 7), seed=6)]
 
 
 def test_streamed_pieces_are_the_output(model):
