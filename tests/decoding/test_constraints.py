@@ -47,6 +47,42 @@ def repeats(tokens):
     return np.array(found)
 
 
+def test_only_ngrams_of_the_given_size_are_not_repeated():
+    made = Languages.random(8, 100, 3, 7)
+    made.table[:, :, EOS] -= 4.0
+    tokens, _ = made.decode(greedy_decode, logit_callback_fn=constraints.no_repeat_ngrams(3))
+    forbidden = repeated_pairs = 0
+    for row in range(100):
+        node, sequence = 0, [0]
+        for token in tokens[row, 0].tolist():
+            seen = set(zip(sequence, sequence[1:], sequence[2:], strict=False))
+            allowed = [t for t in range(3) if (*sequence[-2:], t) not in seen]
+            assert token == max(allowed, key=made.table[row, node].__getitem__)
+            forbidden += token != np.argmax(made.table[row, node])
+            node = node * 3 + token + 1
+            sequence.append(token)
+            if token == EOS:
+                break
+        pairs = list(itertools.pairwise(sequence))
+        repeated_pairs += len(pairs) != len(set(pairs))
+    assert forbidden and repeated_pairs
+
+
+def test_constraints_count_from_the_end_of_each_prompt():
+    made = Languages.random(9, 60, 4, 6)
+    made.table[:, :, EOS] += 3.0
+    sizes = np.arange(60) % 3
+    inputs = np.where(np.arange(6) <= sizes[:, None], 2, 0)
+    inputs[:, 0] = 0
+    bound = constraints.chain([constraints.min_length(3), constraints.forced_tokens([3, 0])])
+    tokens, _ = made.decode(greedy_decode, inputs=inputs, logit_callback_fn=bound)
+    chosen, _ = made.decode(greedy_decode, inputs=inputs, logit_callback_fn=constraints.choices([[3, 0]]))
+    for row, size in enumerate(sizes):
+        output = tokens[row, 0, size:].tolist()
+        assert output[:2] == [3, 0] and output[2] != EOS
+        assert chosen[row, 0, size : size + 3].tolist() == [3, 0, EOS]
+
+
 def test_repetition_penalty_by_its_definition():
     made = Languages.random(1, 200, 4, 5)
     tokens, _ = made.decode(greedy_decode, logit_callback_fn=constraints.repetition_penalty(3.0))

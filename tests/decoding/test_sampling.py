@@ -267,7 +267,6 @@ def test_steps_count_from_the_end_of_the_prompt():
     np.testing.assert_array_equal(tokens[:, 0], [[2, 3, 3, 3, 3, 0, 0, 0], [2, 2, 2, 3, 3, 3, 3, 0]])
 
 
-
 def test_masks_equal_their_definitions_and_keep_ties():
     rng = np.random.default_rng(0)
     logits = np.round(rng.normal(size=(500, 40)) * 2, 1).astype(np.float32)

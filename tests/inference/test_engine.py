@@ -1,5 +1,6 @@
 """Results for each example, wherever a program puts the rows of a batch."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -7,9 +8,15 @@ import pytest
 import t5x
 from t5x import data
 from t5x.data.dataset_config import DatasetConfig
+from t5x.inference.engine import Engine
 from t5x.inference.jobs import JobProgress
+from t5x.inference.loaded import LoadedModel
 from t5x.inference.task_examples import Placed, TaskExamples
 from t5x.inference.task_inference import TaskJob
+from t5x.models import DecoderOnlyModel
+from t5x.network import DecoderWrapper, TransformerConfig
+from t5x.partitioning import PjitPartitioner
+from tests import tiny
 from tests.inference.models import byte_model
 
 ROWS = 4
@@ -43,6 +50,17 @@ def test_rows_are_found_by_what_grows_with_the_batch(engine):
         np.testing.assert_array_equal(aux["layers"], np.arange(ROWS)[:, None] * 100 + number + 3)
         np.testing.assert_array_equal(aux["all"], np.arange(ROWS))
         assert aux["one"] == 3.5
+
+
+def test_logits_of_a_decoder_only_model_begin_after_each_prompt():
+    config = TransformerConfig(vocab_size=31, emb_dim=8, num_heads=2, head_dim=4, mlp_dim=8, num_layers=1)
+    model = DecoderOnlyModel(DecoderWrapper(config), data.PassThroughVocabulary(31, eos_id=1), None)
+    loaded = LoadedModel(None, model, partitioner := PjitPartitioner())
+    loaded.engine = Engine(model, partitioner, tiny.random_params_of(model, model.input_shapes(LENGTHS)))
+    inputs, targets = [[5, 6, 7], [], [9]], [[8, 1], [4, 3, 1], [2]]
+    logits = jax.nn.log_softmax(loaded.logits(inputs, targets))
+    sums = [row[np.arange(len(ids)), ids].sum() for row, ids in zip(logits, targets, strict=True)]
+    np.testing.assert_allclose(sums, loaded.scores(inputs, targets, max_input_length=8, batch_size=4), rtol=1e-5)
 
 
 def test_a_task_gets_what_was_sown_for_each_of_its_examples(engine):

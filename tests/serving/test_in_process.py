@@ -77,6 +77,11 @@ class Service:
     def is_idle(self) -> bool:
         return "t5x_requests_in_progress 0" in self._metrics.text()
 
+    def tokens(self) -> list[float]:
+        """Return the numbers of input and output tokens in the metrics."""
+        values = dict(line.rsplit(" ", 1) for line in self._metrics.text().splitlines() if not line.startswith("#"))
+        return [float(values.get(f"t5x_{kind}_tokens_total", 0)) for kind in ("input", "output")]
+
     def after_next_batch(self, function) -> None:
         """Call a function after the next batch, before its results are delivered."""
         self._after_batch = function
@@ -208,6 +213,11 @@ def test_a_stop_string_between_two_pieces_of_a_stream_is_not_sent(service):
     assert len(pieces) > 1 and pieces[-1]["choices"][0]["finish_reason"] == "stop"
 
 
+def test_a_stream_computes_nothing_after_the_end_of_its_output(service):
+    (event,) = service.stream(prompt="abc", max_tokens=16)  # EOS at once
+    assert event["choices"][0]["finish_reason"] == "stop" and len(service.batches) == 1
+
+
 def test_an_output_ends_before_the_first_of_several_stop_strings(service):
     (whole,) = service.complete(**VARIED)
     early, late = whole["text"][2:4], whole["text"][8:10]
@@ -261,6 +271,25 @@ def test_a_sample_depends_on_its_seed_and_index_only(directory):
 
 
 # --- Limits -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_input_or_target_of_just_the_allowed_length_is_accepted(service):
+    longest = "a" * 31  # and EOS
+    assert service.post(prompt=longest, max_tokens=1)[0] == 200
+    assert service.post("/score", input="a", target=longest)[0] == 200
+    status, content = service.post(prompt=longest + "a", max_tokens=1)
+    assert status == 400 and "33 tokens, more than 32" in content["error"]["message"]
+    status, content = service.post("/score", input="a", target=longest + "a")
+    assert status == 400 and "33 tokens, more than 32" in content["error"]["message"]
+    assert service.post("/score", input="a", target=longest + "a", truncate=True)[0] == 200
+
+
+def test_the_tokens_of_inputs_and_outputs_are_counted(service):
+    before = service.tokens()
+    _, content = service.post(prompt=PROMPT, max_tokens=16)
+    counts = len(PROMPT) + 1, 16
+    assert content["usage"] == {"prompt_tokens": counts[0], "completion_tokens": 16, "total_tokens": sum(counts)}
+    assert [after - number for after, number in zip(service.tokens(), before, strict=True)] == list(counts)
 
 
 def test_a_context_of_just_the_allowed_number_of_windows_is_answered(directory):

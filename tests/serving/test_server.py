@@ -137,6 +137,8 @@ def test_rankings_have_the_shapes_of_jina_cohere_and_tei(server: Server, loaded)
     assert [one["index"] for one in cohere] == order[:2]
     tei = server.post("/rerank", query="ab", texts=passages).json()
     assert [one["index"] for one in tei] == order and [one["score"] for one in tei] == probabilities
+    best = server.post("/v1/rerank", query="ab", documents=passages, top_n=3).json()["results"]
+    assert [one["index"] for one in best] == order[:3]
     raw = server.post("/rerank", query="ab", texts=passages, raw_scores=True).json()
     logits = pytest.approx([found.true_logit - found.false_logit for found in ranked], abs=1e-4)
     assert [one["score"] for one in raw] == logits
