@@ -148,12 +148,12 @@ def _shard_shape(leaf: jax.Array | np.ndarray) -> tuple[int, ...]:
 
 
 def _have_room(arrays: list[jax.Array | np.ndarray]) -> bool:
-    """Return whether the devices, unless they are CPUs, could hold these arrays on top of their peak memory use."""
+    """Return whether the arrays are on devices, not CPUs, that could hold them on top of their peak memory use."""
     needed: dict[jax.Device, int] = collections.defaultdict(int)
     for data in arrays:
         if isinstance(data, jax.Array):
             needed[data.device] += data.nbytes
-    if any(device.platform == "cpu" for device in needed):
+    if not needed or any(device.platform == "cpu" for device in needed):
         return False
     stats = {device: device.memory_stats() or {} for device in needed}
     return all(
@@ -162,8 +162,13 @@ def _have_room(arrays: list[jax.Array | np.ndarray]) -> bool:
     )
 
 
+def _copied(data: jax.Array | np.ndarray) -> Any:
+    """Return a copy in the same memory. JAX would read a NumPy array later and reduce 64 bits to 32."""
+    return np.array(data) if isinstance(data, np.ndarray) else _copied_on_device(data)
+
+
 # Thousands of arrays: compiled, a copy takes a quarter of the Python time of `Array.copy`.
-_copied = jax.jit(jnp.copy)
+_copied_on_device = jax.jit(jnp.copy)
 
 
 def _to_host(arrays: Sequence[jax.Array | np.ndarray]) -> list[np.ndarray]:
