@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 from etils import epath
 
-from t5x.checkpoints import paths, remote_reading, remote_writing, save_errors
+from t5x.checkpoints import model_dir_lock, paths, remote_reading, remote_writing, save_errors
 from t5x.checkpoints.checkpoint_files import open_files
 from t5x.errors import UserError
 from t5x.files import atomic, object_stores
@@ -160,6 +160,7 @@ class ObjectStorePlace:
 
     def discard(self, target: str) -> None:
         try:
+            model_dir_lock.renew(self.directory)  # a run that took the lease may be writing this step too
             self._remove(target)
         except UserError as error:
             _logger.warning("%s is unfinished and could not be removed; the next start removes it: %s", target, error)
@@ -230,7 +231,7 @@ class StagedPlace(ObjectStorePlace):
 
     def publish(self, target: str, step: int) -> None:
         open_files(self.path(step)).write(paths.UNFINISHED, b"")
-        remote_writing.upload(target, RemotePath.parse(self.path(step)))
+        remote_writing.upload(target, RemotePath.parse(self.path(step)), lambda: model_dir_lock.renew(self.directory))
         super().publish(self.path(step), step)
         self._local.pop(target).close()
 

@@ -66,22 +66,24 @@ class ModelDirLock:
         paths.make_model_dir(self.directory)
         since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
+        descriptor = None
         try:
-            self._descriptor = locks.acquire(os.path.join(self.directory, LOCK_FILE))
-            os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, json.dumps(owner).encode(), 0)
-            os.fsync(self._descriptor)  # other hosts read it
+            descriptor = locks.acquire(os.path.join(self.directory, LOCK_FILE))
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(owner).encode(), 0)
+            os.fsync(descriptor)  # other hosts read it
         except BlockingIOError as error:
             raise UserError(
                 f"MODEL_DIR {self.directory} is in use by {describe_owner(self.directory)}. Stop that run, or choose "
                 "another MODEL_DIR for this one."
             ) from error
         except OSError as error:
-            self.release()
+            locks.release(descriptor)
             raise UserError(
                 f"MODEL_DIR {self.directory} cannot be locked: {error.strerror}. Choose one on a disk with free space "
                 "and with support for flock: without a lock, two runs could overwrite each other."
             ) from error
+        self._descriptor = descriptor
         return owner
 
     def _check_shared(self, owner: dict[str, Any]) -> None:
@@ -127,7 +129,7 @@ def renew(directory: epath.PathLike) -> None:
     A lock whose file was removed, with or without MODEL_DIR, is taken again.
 
     Raises:
-      UserError: another process has taken it.
+      UserError: another process has taken it. Every further call raises it too, while that process runs.
     """
     path = paths.location(directory)
     lock_file = os.path.join(path, LOCK_FILE)
@@ -136,8 +138,8 @@ def renew(directory: epath.PathLike) -> None:
             if held._lease is not None:
                 held._lease.check()
             elif (fd := held._descriptor) is not None and locks.is_held(fd) and not locks.is_at(fd, lock_file):
-                held.release()
                 held._take()
+                locks.release(fd)  # kept until now: after a failure, the next call must notice the loss again
 
 
 def is_held_elsewhere(directory: epath.PathLike) -> bool:

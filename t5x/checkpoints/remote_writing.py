@@ -47,10 +47,10 @@ def writing(url: str, *, overwrite: bool) -> Iterator[epath.Path]:
         path = epath.Path(directory) / destination.name
         yield path
         lease.check()
-        _publish(path, destination, overwrite=overwrite)
+        _publish(path, destination, lease.check, overwrite=overwrite)
 
 
-def _publish(directory: epath.PathLike, destination: RemotePath, *, overwrite: bool) -> None:
+def _publish(directory: epath.PathLike, destination: RemotePath, check: Callable[[], None], *, overwrite: bool) -> None:
     """Copy a local checkpoint to a remote path.
 
     The file that makes it valid is copied last, after the sizes of all others are verified. On failure, the copied
@@ -63,40 +63,50 @@ def _publish(directory: epath.PathLike, destination: RemotePath, *, overwrite: b
     try:
         if exists:
             clear(target)  # what a killed program left
-        upload(directory, target)
+        upload(directory, target, check)
     except BaseException:
-        _try_to_clear(target)
+        _try_to_clear(target, check)
         raise
     if exists:
         try:
+            check()
             clear(destination)
-            copy(target, destination)
+            copy(target, destination, check)
         except UserError as error:
             raise UserError(f"{error} The new checkpoint is complete at {target.url}: move it.") from error
-        _try_to_clear(target)
+        _try_to_clear(target, check)
     log.info("wrote %s", destination.url)
 
 
-def upload(directory: epath.PathLike, destination: RemotePath) -> None:
-    """Copy a local checkpoint to a remote directory, the file that makes it valid last."""
+def _allow() -> None:
+    """Do nothing: nobody else writes there."""
+
+
+def upload(directory: epath.PathLike, destination: RemotePath, check: Callable[[], None] = _allow) -> None:
+    """Copy a local checkpoint to a remote directory, the file that makes it valid last.
+
+    Args:
+      check: raises a UserError if this program may no longer write there.
+    """
     sizes = {name: status.st_size for name, status in paths.walk(directory)}
     stopped = threading.Event()
     with copy_progress(sum(sizes.values())) as advance:
         callback = _callback(advance, stopped)
         put = lambda file, name: file.fs.put_file(os.path.join(directory, name), file.path, callback=callback)
-        _fill(destination, sizes, put, stopped)
+        _fill(destination, sizes, put, check, stopped)
 
 
-def copy(source: RemotePath, destination: RemotePath) -> None:
-    """Copy a checkpoint on its server, the file that makes it valid last."""
+def copy(source: RemotePath, destination: RemotePath, check: Callable[[], None] = _allow) -> None:
+    """Copy a checkpoint on its server, the file that makes it valid last; `check` as in `upload`."""
     sizes = {name: info["size"] for name, info in source.descendants().items()}
-    _fill(destination, sizes, lambda file, name: file.fs.cp_file((source / name).path, file.path))
+    _fill(destination, sizes, lambda file, name: file.fs.cp_file((source / name).path, file.path), check)
 
 
 def _fill(
     directory: RemotePath,
     sizes: Mapping[str, int],
     put: Callable[[RemotePath, str], Any],
+    check: Callable[[], None],
     stopped: threading.Event | None = None,
 ) -> None:
     """Copy every file into a remote directory, the one that makes the checkpoint valid last, and verify the sizes."""
@@ -112,6 +122,7 @@ def _fill(
 
     last = next((name for name in (paths.MANIFEST, HUGGINGFACE, NATIVE) if name in sizes), None)
     for names in ([name for name in sizes if name != last], [name for name in sizes if name == last]):
+        check()
         run_concurrently(put_one, [(name,) for name in names], stopped)
         directory.fs.invalidate_cache()
         found = {name: info["size"] for name, info in directory.descendants().items()}
@@ -161,8 +172,9 @@ def clear(directory: RemotePath) -> None:
         run_concurrently(RemotePath.remove, [(directory / name,) for name in group])
 
 
-def _try_to_clear(directory: RemotePath) -> None:
+def _try_to_clear(directory: RemotePath, check: Callable[[], None]) -> None:
     try:
+        check()
         clear(directory)
     except UserError as error:
         log.warning("%s could not be removed; remove it by hand: %s", directory.url, error)

@@ -382,6 +382,8 @@ class CheckpointStore:
         """
         try:
             steps = [step for step in self.steps() if step <= saved and self._has(step, paths.MANIFEST)]
+            if steps:
+                model_dir_lock.renew(self.directory)
             best = self.best.retained(steps) if self.best is not None else set()
             for step in steps[: -self.keep] if self.keep is not None else []:
                 if step in best or self._has(step, paths.PINNED):
