@@ -82,17 +82,34 @@ def test_arrays_may_be_donated_or_overwritten_once_save_returns(store, monkeypat
     monkeypatch.setattr(array_writer, "_have_room", lambda data: room)
     advance = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
     tree = {f"w{i}": jnp.full((256, 256), float(i)) for i in range(32)}
-    host = np.zeros((256, 256), np.float32)
+    host, count = np.zeros((256, 256), np.float32), np.array(2**40)
     for step in range(3):
         expected = {name: np.array(leaf, copy=True) for name, leaf in tree.items()}
-        store.save(step, {"target": {**tree, "host": host}}, sidecars={})
+        store.save(step, {"target": {**tree, "host": host, "count": count}}, sidecars={})
         for _ in range(5):
             tree = advance(tree)
         jax.block_until_ready(tree)
         host += 1
+        count += 1
         store.wait()
-        expected["host"] = np.full((256, 256), step, np.float32)
+        expected["host"], expected["count"] = np.full((256, 256), step, np.float32), np.array(2**40 + step)
         assert_same({"target": expected}, store.restore(store.path(step)))
+
+
+def test_numpy_arrays_keep_their_values_and_64_bits_if_overwritten_once_save_returns(store):
+    """A tree without any jax.Array, as that of a program which has no devices."""
+    for step in range(2):  # the copies of the first save may happen to come in time
+        wide = {"counts": np.array([2**40, 3]), "rate": np.array([1 + 1e-12])}
+        large, sidecars = np.full((2048, 2048), 7, np.float32), {"model.json": b"{}"}
+        store.save(step, {"target": {"w": large}, "state": wide}, sidecars=sidecars)
+        for array in (large, *wide.values()):
+            array += 1
+        sidecars["model.json"] = b"changed"
+        expected = {"counts": np.array([2**40, 3]), "rate": np.array([1 + 1e-12])}
+        store.wait()
+        restored = store.restore(store.path(step))
+        assert_same({"target": {"w": np.full((2048, 2048), 7, np.float32)}, "state": expected}, restored)
+        assert store.read_sidecar(store.path(step), "model.json") == b"{}"
 
 
 def test_saves_follow_each_other_without_waiting(store):

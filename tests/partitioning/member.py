@@ -80,6 +80,11 @@ def bound() -> None:
     print(json.dumps({"processes": jax.process_count(), "JAX's service is open at 127.0.0.2": is_open}))
 
 
+def gpus() -> None:
+    """Prints the GPUs that JAX uses, or would use if this machine had any."""
+    print(json.dumps(jax.config.values["jax_cuda_visible_devices"]))
+
+
 def compare() -> None:
     """What is said of descriptions that differ."""
     cases = {
@@ -187,7 +192,7 @@ def last() -> None:
 
 if __name__ == "__main__":
     watch.SILENCE = 4.0
-    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_platforms", os.environ.get("MEMBER_PLATFORMS", "cpu"))
     flags = {"process_count": COUNT, "process_index": INDEX, "initialization_timeout": 60}
     try:
         with multiprocess.run(coordinator_address=sys.argv[3], **flags):

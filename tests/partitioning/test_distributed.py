@@ -270,6 +270,23 @@ def test_processes_of_a_machine_divide_its_gpus():
         rendezvous.own_gpus(three[0], three)
 
 
+def test_processes_with_scattered_indices_divide_the_gpus_of_their_machine():
+    """As when a scheduler deals processes out to machines in turns."""
+    seen = ["a 0,1,2,3", "b 0,1", "a 0,1,2,3", "c 0,1,2,3", "b 0,1", "c 0,1,2,3", "d 0"]
+    members = [rendezvous.Member(n, 7, one[0], 1, *one.split()) for n, one in enumerate(seen)]
+    assert [rendezvous.own_gpus(me, members) for me in members] == [[0, 1], [0], [2, 3], [0, 1], [1], [2, 3], None]
+
+
+def test_jax_gets_the_share_of_gpus_of_each_process():
+    """Processes 0 and 2 see the same GPUs; process 1 has its own."""
+    port, processes = free_port(), []
+    for index, gpus in enumerate(["0,1,2,3", "7", "0,1,2,3"]):
+        processes += begin("gpus", 3, port=port, only=[index], CUDA_VISIBLE_DEVICES=gpus, MEMBER_PLATFORMS="")
+    done = finish(processes)
+    assert [one.returncode for one in done] == [0, 0, 0], [one.stderr for one in done]
+    assert [json.loads(one.stdout) for one in done] == ["0,1", "all", "2,3"]
+
+
 @pytest.mark.parametrize(
     ("tasks", "expected"),
     [

@@ -77,6 +77,31 @@ def test_a_forged_message_is_refused(ends, how):
         leader.receive()
 
 
+@pytest.mark.parametrize("to", ["leader", "member"])
+def test_recorded_bytes_of_another_connection_are_refused(to):
+    """Nonce and first message were valid there, but they answered another nonce."""
+    links = [Link(end, TOKEN, leads=n == 0) for n, end in enumerate(socket.socketpair())]
+    receiver, sender = links if to == "leader" else reversed(links)
+    sender.receive()
+    sender.send({"failed": "x", "code": 2})
+    recorded = receiver.socket.recv(1 << 16)
+    peer, attacker = socket.socketpair()
+    victim = Link(peer, TOKEN, leads=to == "leader")
+    attacker.sendall(recorded)
+    with pytest.raises(Unauthenticated):
+        victim.receive()
+
+
+def test_reordered_messages_are_refused(ends):
+    leader, member = ends
+    member.send({"a": 1})
+    member.send({"a": 2})
+    first, second = leader.socket.recv(1 << 16).splitlines(keepends=True)
+    member.socket.sendall(second + first)
+    with pytest.raises(Unauthenticated):
+        leader.receive()
+
+
 @pytest.mark.parametrize("sent", [b"GET / HTTP/1.1\r\n\r\n", b"\n", b'{"index": 1}\n', b"x" * 70_000], ids=repr)
 def test_another_protocol_is_refused(sent):
     ours, theirs = socket.socketpair()

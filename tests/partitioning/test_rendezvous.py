@@ -104,6 +104,17 @@ def test_who_does_not_fit_is_dropped(gathering, introduction):
     assert gathering.join() == gathering.finish()
 
 
+def test_replayed_handshake_of_an_earlier_run_does_not_join(gathering):
+    """The attacker does not have the token, but has recorded how the same process joined before."""
+    leader, joining = (Link(end, TOKEN, leads=n == 0) for n, end in enumerate(socket.socketpair()))
+    joining.receive()
+    joining.send(vars(member(1)))
+    stranger = gathering.connect()
+    stranger.sendall(leader.socket.recv(1 << 16))
+    assert is_closed(stranger)
+    assert gathering.join() == gathering.finish() == [member(0), member(1)]
+
+
 def test_a_silent_stranger_is_dropped(gathering, monkeypatch):
     monkeypatch.setattr(rendezvous, "HANDSHAKE", 0.1)
     assert is_closed(gathering.connect())
