@@ -155,23 +155,30 @@ def test_conversion_that_lost_its_lease_publishes_nothing_and_removes_nothing(tm
     assert moment != "before" or not any("state/" in name for name in new)
 
 
-def test_conversion_that_loses_its_lease_beside_a_complete_copy_keeps_the_old_checkpoint(tmp_path, monkeypatch):
-    url, original = f"memory://{tmp_path.name}/flan", MemoryFileSystem.put_file
+@pytest.mark.parametrize("moment", ["put_file", "cp_file"])
+def test_conversion_that_loses_its_lease_beside_a_complete_copy_reports_the_copy(tmp_path, monkeypatch, moment):
+    """When the copy is complete, the old checkpoint stays; once that is being replaced, the copy does."""
+    url, original = f"memory://{tmp_path.name}/flan", getattr(MemoryFileSystem, moment)
     remote_writing.upload(write_checkpoint(tmp_path / "old", 1), RemotePath.parse(url))
     old = contents(url)
 
-    def put_file(self, local, path, **options):
-        original(self, local, path, **options)
-        if path.endswith(paths.MANIFEST):
+    def lose_lease(self, source, target, **options):
+        original(self, source, target, **options)
+        if moment == "cp_file" or target.endswith(paths.MANIFEST):
             take_over(f"{url}/{paths.UNFINISHED}")
 
-    monkeypatch.setattr(MemoryFileSystem, "put_file", put_file)
+    monkeypatch.setattr(MemoryFileSystem, moment, lose_lease)
     with (
         pytest.raises(UserError, match=r"taken by .*is complete at"),
         remote_writing.writing(url, overwrite=True) as path,
     ):
         write_own_checkpoint(path, 2, arrays(2), sidecars={})
-    assert {name: content for name, content in contents(url).items() if name != paths.UNFINISHED} == old
+    there = contents(url)
+    if moment == "put_file":
+        assert {name: content for name, content in there.items() if name != paths.UNFINISHED} == old
+    else:
+        assert paths.MANIFEST not in there
+    assert paths.MANIFEST in contents(f"{url}.{paths.UNFINISHED}")
 
 
 def test_run_whose_model_dir_was_removed_and_locked_by_another_writes_nothing_there(tmp_path):

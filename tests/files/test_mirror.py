@@ -4,9 +4,11 @@ import os
 import time
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from t5x.errors import UserError
-from t5x.files import mirror
+from t5x.files import atomic, mirror
+from t5x.files import remote as remote_files
 from t5x.files.mirror import local_files
 from t5x.files.remote import RemotePath
 
@@ -82,3 +84,69 @@ def test_other_processes_write_nothing(remote):
         write(directory, "a", "2")
         upload()
     assert contents(remote) == {"a": b"1"}
+
+
+def test_files_of_a_run_that_fails_are_uploaded(remote):
+    with (
+        pytest.raises(ZeroDivisionError),
+        local_files(remote.url, writes=True, unread=is_unread) as (directory, _upload),
+    ):
+        write(directory, "train/metrics.jsonl", "1\n")
+        raise ZeroDivisionError
+    assert contents(remote) == {"train/metrics.jsonl": b"1\n"}
+
+
+def test_unfinished_files_are_not_uploaded(remote):
+    with local_files(remote.url, writes=True, unread=is_unread) as (directory, upload):
+        with atomic.new_file(os.path.join(directory, "a")) as file:
+            file.write(b"half")
+            file.flush()
+            upload()
+            assert contents(remote) == {}
+        upload()
+        assert contents(remote) == {"a": b"half"}
+
+
+def test_large_files_are_uploaded_only_on_request(remote, monkeypatch):
+    monkeypatch.setattr(mirror, "_PERIOD", 0.02)
+    monkeypatch.setattr(mirror, "_LARGE_BYTES", 100)
+    with local_files(remote.url, writes=True, unread=is_unread) as (directory, upload):
+        write(directory, "large", "x" * 101)
+        for content in ("1", "22"):  # the second upload begins when the first has ended
+            write(directory, "small", content)
+            for _ in range(500):
+                if contents(remote).get("small") == content.encode():
+                    break
+                time.sleep(0.02)
+            assert contents(remote)["small"] == content.encode()
+        assert "large" not in contents(remote)
+        upload()
+        assert contents(remote)["large"] == b"x" * 101
+
+
+def test_file_whose_upload_failed_is_uploaded_the_next_time(remote, monkeypatch):
+    monkeypatch.setattr(remote_files, "_RETRY_DELAYS", ())
+
+    def pipe_file(self, path, value, **options):
+        raise PermissionError("not you")
+
+    with local_files(remote.url, writes=True, unread=is_unread) as (directory, upload):
+        write(directory, "a", "1")
+        with monkeypatch.context() as patch:
+            patch.setattr(MemoryFileSystem, "pipe_file", pipe_file)
+            with pytest.raises(UserError, match="not you"):
+                upload()
+        upload()
+        assert contents(remote) == {"a": b"1"}
+
+
+def test_names_that_lead_out_of_the_directory_are_not_downloaded(remote, tmp_path):
+    (remote / "a").write_bytes(b"1")
+    evil = f"{remote.path}/b/../../../../../evil"
+    remote.fs.store[evil] = remote.fs.store[f"{remote.path}/a"]
+    try:
+        with local_files(remote.url, writes=True, unread=is_unread) as (directory, _upload):
+            assert os.listdir(directory) == ["a"]
+            assert not list(tmp_path.rglob("evil"))
+    finally:
+        del remote.fs.store[evil]
