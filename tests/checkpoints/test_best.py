@@ -62,6 +62,15 @@ def test_several_of_the_smallest_may_be_the_best(tmp_path):
     assert left[-1] == [2, 4, 5] and best(tmp_path) == (2, 3.0)
 
 
+@pytest.mark.parametrize(("mode", "expected"), [("max", (3, 5.0)), ("min", (2, 3.0))])
+def test_a_value_that_is_not_a_number_is_the_worst_and_never_the_best(mode, expected, tmp_path):
+    store = store_of(tmp_path, mode=mode)
+    train(store, {1: float("nan")})
+    assert not (tmp_path / "best.json").exists()
+    left = train(store, {2: 3.0, 3: 5.0, 4: float("nan"), 5: float("nan")})
+    assert left[-1] == [expected[0], 5] and best(tmp_path) == expected
+
+
 def test_a_checkpoint_stays_until_its_evaluation_is_there(tmp_path):
     """It is saved before it is evaluated: it is the newest then, and does not drive out the best so far."""
     store = store_of(tmp_path)

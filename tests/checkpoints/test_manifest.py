@@ -38,6 +38,20 @@ def test_manifest_speaks_of_every_file_and_of_nothing_else(checkpoint):
     assert all(record["size"] == os.path.getsize(checkpoint / name) for name, record in data["files"].items())
 
 
+@pytest.mark.parametrize(
+    ("name", "size", "message"),
+    [("model.json", 5, "model.json has 14 bytes instead of 5"), ("absent.json", 13, "absent.json is missing")],
+)
+def test_file_that_changed_after_it_was_hashed_is_not_published(checkpoint, name, size, message):
+    before = (checkpoint / "MANIFEST.json").read_bytes()
+    (checkpoint / "MANIFEST.json").unlink()
+    with pytest.raises(OSError, match=message):
+        manifests.write(checkpoint, 3, {name: manifests.FileRecord(size, sha256="0" * 64)})
+    assert not (checkpoint / "MANIFEST.json").exists()
+    manifests.write(checkpoint, 3, manifests._parse(before).files)
+    assert (checkpoint / "MANIFEST.json").read_bytes() == before
+
+
 def test_every_flipped_bit_is_found_and_its_file_named(checkpoint):
     rng = random.Random(0)
     files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.stat().st_size)

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from t5x.checkpoints import CheckpointStore, ModelDirLock, paths
+from t5x.checkpoints import CheckpointStore, ModelDirLock, model_dir_lock, paths
 from t5x.checkpoints.model_dir_lock import LOCK_FILE
 from t5x.errors import UserError
 
@@ -63,6 +63,13 @@ def test_release_lets_the_next_one_in_and_may_be_repeated(tmp_path):
     with pytest.raises(UserError):
         ModelDirLock(tmp_path / "run")
     second.release()
+
+
+def test_process_that_does_not_see_the_lock_of_process_0_is_refused(tmp_path, monkeypatch):
+    """Its MODEL_DIR has the same name on another disk."""
+    monkeypatch.setattr(model_dir_lock, "_SHARED_PATIENCE", 1)
+    with ModelDirLock(tmp_path) as lock, pytest.raises(UserError, match=r"not the same directory .* on node0"):
+        lock._check_shared({"pid": 1, "host": "node0", "since": "2026-01-01"})
 
 
 def test_unfinished_checkpoints_of_a_live_run_are_not_removed(tmp_path, program):

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from t5x.errors import UserError
-from t5x.partitioning import PjitPartitioner, consistency, distributed, multiprocess, watch
+from t5x.partitioning import LocalChunker, PjitPartitioner, consistency, distributed, multiprocess, watch
 
 INDEX, COUNT = int(sys.argv[1]), int(sys.argv[2])
 VICTIM = COUNT - 1
@@ -60,10 +60,12 @@ def place(**options: object) -> dict:
     rows = partitioner.rows(size)
     array = partitioner.to_devices({"x": np.repeat(np.array(rows)[:, None], 3, axis=1)})["x"]
     whole = partitioner.partition(lambda x: x, array.sharding, partitioner.replicated)
+    (chunk,) = LocalChunker(partitioner.mesh).get_local_chunk_info((size,), partitioner.spec((size,), ("batch",))).slice
     groups = partitioner.mesh.devices.reshape(-1, partitioner.mesh.shape["model"])
     return {
         "mesh": dict(partitioner.mesh.shape),
         "rows": [rows.start, rows.stop, size],
+        "chunk": [chunk.start, chunk.stop],
         "right": np.array_equal(np.asarray(whole(array)), np.repeat(np.arange(size)[:, None], 3, axis=1)),
         "processes of a model": max(len({device.process_index for device in group}) for group in groups),
     }

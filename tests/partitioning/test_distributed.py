@@ -120,6 +120,7 @@ def test_each_process_reads_the_rows_of_its_devices(work, name, mesh, rows):
         found = process["meshes"][name]
         assert found["mesh"] == mesh
         assert tuple(found["rows"]) == expected
+        assert tuple(found["chunk"]) == expected[:2]
         assert found["right"], "a row came to the wrong device"
         assert found["processes of a model"] == (2 if mesh["model"] == 8 else 1)
 

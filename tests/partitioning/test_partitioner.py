@@ -143,6 +143,15 @@ def test_rows_of_a_process_follow_each_other():
     assert [d.process_index for d in meshes._rows_by_process(twice).flat] == [0, 0, 1, 1] * 2
 
 
+def test_hybrid_mesh_that_would_cut_a_process_in_two_unequal_parts_is_refused():
+    devices = [Device(n // 4, n) for n in range(12)]
+    with pytest.raises(UserError, match="2 groups of 6, but a process has 4"):
+        meshes.hybrid((1, 6, 1), (2, 1, 1), devices)
+    for count in (3, 6):
+        groups = meshes._groups(devices, count)
+        assert [len({device.process_index for device in group}) for group in groups] == [1] * count
+
+
 def test_processes_of_a_machine_stand_together(monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda backend: [Device(n, n) for n in range(4)])
     monkeypatch.setattr(jax, "process_count", lambda: 4)

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -27,18 +28,19 @@ def member(index: int, count: int = 2) -> Member:
 
 
 class Gathering(threading.Thread):
-    """Process 0 of a run of two, which waits for the other."""
+    """Process 0 of a run, which waits for the others."""
 
-    def __init__(self, timeout: float = 60):
+    def __init__(self, timeout: float = 60, count: int = 2):
         super().__init__(daemon=True)
-        self.place = Place("127.0.0.1", free_port(), 2, 0)
+        self.place = Place("127.0.0.1", free_port(), count, 0)
         self.timeout = timeout
         self.result = self.error = None
         self.start()
 
     def run(self) -> None:
         try:
-            self.result = rendezvous.gather(self.place, member(0), self.timeout, 5, address="127.0.0.1", token=TOKEN)
+            me = member(0, self.place.count)
+            self.result = rendezvous.gather(self.place, me, self.timeout, 5, address="127.0.0.1", token=TOKEN)
         except UserError as error:
             self.error = error
 
@@ -126,6 +128,20 @@ def test_many_strangers_leave_room(gathering, monkeypatch):
     strangers = [gathering.connect() for _ in range(20)]
     assert all(is_closed(stranger) for stranger in strangers[:10])
     assert gathering.join() == gathering.finish()
+
+
+def test_process_that_died_before_all_had_joined_may_start_again():
+    waiting = Gathering(count=3)
+    for _ in range(2):
+        link = Link(waiting.connect(), TOKEN, leads=False)
+        link.receive()
+        link.send(vars(member(1, 3)))
+        link.close()
+    with ThreadPoolExecutor(2) as pool:
+        joined = list(pool.map(lambda index: waiting.join(index, 3), (1, 2)))
+    assert joined == [waiting.finish()] * 2 == [[member(n, 3) for n in range(3)]] * 2
+    for link in waiting.result[1].values():
+        link.close()
 
 
 def test_nobody_listens_when_all_have_come(gathering):
