@@ -249,6 +249,8 @@ def test_slurm_is_found(monkeypatch):
     assert find() == cluster.Place("gpu003", 61447, 4, 1)  # JAX's own choice of a port: 61440 + job
     assert find("other:99", None, None) == cluster.Place("other", 99, 4, 1)
     assert find("other:99", 8, 5) == cluster.Place("other", 99, 8, 5)
+    with pytest.raises(UserError, match="--process_index is 5: it must be 0 to 3"):
+        find(None, None, 5)
     slurm(monkeypatch, 4, STEP_NUM_TASKS="1")
     assert find() is None
     slurm(monkeypatch, 1, STEP_NUM_TASKS="1", PROCID="0")
@@ -276,6 +278,13 @@ def test_processes_with_scattered_indices_divide_the_gpus_of_their_machine():
     seen = ["a 0,1,2,3", "b 0,1", "a 0,1,2,3", "c 0,1,2,3", "b 0,1", "c 0,1,2,3", "d 0"]
     members = [rendezvous.Member(n, 7, one[0], 1, *one.split()) for n, one in enumerate(seen)]
     assert [rendezvous.own_gpus(me, members) for me in members] == [[0, 1], [0], [2, 3], [0, 1], [1], [2, 3], None]
+
+
+def test_devices_that_the_user_chose_for_jax_are_not_divided_again(monkeypatch):
+    members = [rendezvous.Member(n, 2, "a", 1, "a", "0,1,2,3") for n in range(2)]
+    assert rendezvous.own_gpus(members[1], members) == [2, 3]
+    monkeypatch.setenv("JAX_LOCAL_DEVICE_IDS", "3")
+    assert rendezvous.own_gpus(members[1], members) is None
 
 
 def test_jax_gets_the_share_of_gpus_of_each_process():
