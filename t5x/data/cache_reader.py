@@ -27,7 +27,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from t5x.data import example_encoding
-from t5x.data.code_hashes import PYTHON, fingerprint
+from t5x.data.code_hashes import fingerprint
 from t5x.data.data_fingerprint import changed_task, changed_values, describe_features
 from t5x.data.pipeline import count_cacheable, name_of
 from t5x.errors import UserError
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 Example = dict[str, Any]
 
-FORMAT = 1
+FORMAT = 2  # 1: the hashes of code were of bytecode
 INFO, COMPLETED = "info.json", "COMPLETED"
 _MAX_OPEN_SHARDS = 512
 _BUFFER = 1 << 16  # bytes read at once; an example is small
@@ -131,7 +131,10 @@ class CachedExamples:
         if info is None:
             raise Unusable(f"it has no {INFO}")
         if info.get("format") != FORMAT:
-            raise Unusable(f"its format is {info.get('format')}; this version of t5x reads {FORMAT}")
+            raise Unusable(
+                f"its format is {info.get('format')}; this version of t5x reads {FORMAT} (`t5x cache --overwrite` "
+                "rewrites it)"
+            )
         self.info = info
         completed = read_json(files, COMPLETED)
         if completed is None:
@@ -260,17 +263,13 @@ def identity(task: "Task", split: str, steps: int, source: Any = None) -> dict[s
         "source": task.source.fingerprint(split) if source is None else source,
         "features": describe_features(task.output_features, lambda used: fingerprint((used, type(used).encode))),
         "preprocessors": _preprocessors[task],
-        "versions": {
-            "Python": PYTHON,
-            "sentencepiece": importlib.metadata.version("sentencepiece"),
-        },
+        "versions": {"sentencepiece": importlib.metadata.version("sentencepiece")},
     }
     return json.loads(json.dumps(described))
 
 
 def describe_differences(written: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return short descriptions of what has changed since a cache was written."""
-    found = list(changed_values("the version of", written["versions"], now["versions"]))
-    if not found:  # else hashes of code cannot be compared
-        found = list(changed_task(written, now))
-    return found if len(found) <= _MAX_DIFFERENCES else [*found[:_MAX_DIFFERENCES], "and more"]
+    changes = list(changed_values("the version of", written["versions"], now["versions"]))
+    changes += changed_task(written, now)
+    return changes if len(changes) <= _MAX_DIFFERENCES else [*changes[:_MAX_DIFFERENCES], "and more"]
