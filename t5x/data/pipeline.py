@@ -104,6 +104,10 @@ class Pipeline:
             return self._source.content_fingerprint(self.split)
         return lambda: cached.info.get("content")
 
+    def content_bytes(self) -> int:
+        """See `DataSource.content_bytes`."""
+        return 0 if self.cached else self._source.content_bytes(self.split)
+
     def source_fingerprint(self) -> dict[str, Any]:
         """See `DataSource.fingerprint`."""
         return self.cached.info["identity"]["source"] if self.cached else self._source.fingerprint(self.split)
