@@ -9,7 +9,7 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from types import FrameType, ModuleType
 from typing import Any
@@ -28,7 +28,6 @@ _HINTS = {
     "tensorflow_datasets": f"{_INSTALL_TF}.",
     "tensorflow_text": f"{_INSTALL_TF}.",
 }
-_T5_TASKS = ("t5", "t5.data", "t5.data.mixtures", "t5.data.tasks")  # have a replacement
 _IMPORT_SYSTEM = ("importlib", "_frozen_importlib", "_frozen_importlib_external")
 
 
@@ -75,19 +74,20 @@ def _importing_package() -> str:
     return ""
 
 
-def import_module(name: str) -> ModuleType:
+def import_module(name: str, fallbacks: Mapping[str, str]) -> ModuleType:
     """Import a module that the user names: an installed one, or else one in the working directory.
 
-    The tasks of the package t5 are replaced by ours if it, or a package that it needs, is not installed.
+    Args:
+      fallbacks: modules that are replaced by another if they, or packages that they need, are not installed.
     """
     allow(name)
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if name not in _T5_TASKS:
+        if name not in fallbacks:
             raise
-        logger.info("%s needs %s, which is not installed: using t5x.examples.t5_tasks instead", name, error.name)
-        return importlib.import_module("t5x.examples.t5_tasks")
+        logger.info("%s needs %s, which is not installed: using %s instead", name, error.name, fallbacks[name])
+        return importlib.import_module(fallbacks[name])
 
 
 def allow(name: str, *directories: str) -> None:

@@ -206,7 +206,8 @@ def _load(statement: ImportStatement, state: State) -> Any:
             for name in rest:
                 module = getattr(module, name, None) or importlib.import_module(f"{module.__name__}.{name}")
         else:
-            module = user_modules.import_module(_MOVED_MODULES.get(statement.module, statement.module))
+            name = _MOVED_MODULES.get(statement.module, statement.module)
+            module = user_modules.import_module(name, state.fallbacks)
             package = sys.modules.get(top, module)  # ours in the place of t5
     except Exception as error:
         raise ConfigurationError(f"`{statement.format()}` failed: {_explain_import(error)}") from error

@@ -24,11 +24,12 @@ import threading
 import urllib.parse
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from t5x.data import example_encoding
 from t5x.data.code_hashes import fingerprint
 from t5x.data.data_fingerprint import changed_task, changed_values, describe_features
+from t5x.data.feature_spec import CacheableTask
 from t5x.data.pipeline import count_cacheable, name_of
 from t5x.errors import UserError
 from t5x.files import cache_directory, local_copies, user_files
@@ -37,9 +38,6 @@ from t5x.files.directories import split as split_path
 from t5x.files.remote import is_remote
 from t5x.files.untrusted import parse_json
 from t5x.telemetry import copy_progress
-
-if TYPE_CHECKING:
-    from t5x.data.tasks import Task
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +70,7 @@ def shard_name(number: int) -> str:
     return f"shard-{number:05d}.array_record"
 
 
-def find(task: "Task", split: str, *, need_text: bool = True) -> "CachedExamples | None":
+def find(task: CacheableTask, split: str, *, need_text: bool = True) -> "CachedExamples | None":
     """Return the cache of a split if there is a valid one.
 
     Args:
@@ -162,7 +160,7 @@ class CachedExamples:
                 raise Unusable(f"{name} has {there} bytes instead of {size} (`t5x cache` rewrites it)")
         self._shards = [copy.path for copy in copies]
 
-    def check(self, task: "Task", split: str) -> None:
+    def check(self, task: CacheableTask, split: str) -> None:
         """Raise Unusable if the cache does not match the task."""
         written = self.info["identity"]
         steps = count_cacheable(task.preprocessors)
@@ -246,10 +244,10 @@ def count_in(content: Mapping[str, Any], name: str, low: int = 0) -> int:
 # --- Identity of a cache ----------------------------------------------------------------------------------------------
 
 
-_preprocessors: weakref.WeakKeyDictionary["Task", list[dict[str, str]]] = weakref.WeakKeyDictionary()
+_preprocessors: weakref.WeakKeyDictionary[CacheableTask, list[dict[str, str]]] = weakref.WeakKeyDictionary()
 
 
-def identity(task: "Task", split: str, steps: int, source: Any = None) -> dict[str, Any]:
+def identity(task: CacheableTask, split: str, steps: int, source: Any = None) -> dict[str, Any]:
     """Return what the content of a cache depends on, as JSON values.
 
     Args:

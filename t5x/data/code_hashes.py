@@ -312,7 +312,7 @@ def _parsed(text: str, path: str) -> tuple[dict[tuple[str, int], list[Any]], set
     return nodes, set(_nested(module))
 
 
-def _encloses(node: Any, position: tuple[int, int, int, int]) -> bool:
+def _encloses(node: Any, position: Any) -> bool:
     line, end_line, column, end_column = position
     start, end = (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
     return start <= (line, column) and (end_line, end_column) <= end
