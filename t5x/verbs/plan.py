@@ -16,7 +16,7 @@ from t5x.verbs.verb_parser import VerbParser
 if TYPE_CHECKING:
     from t5x.planning.estimates import Run
 
-_SIZES = ("tiny", "small", "base", "large", "xl", "xxl")  # as in `t5x.bench.workload`, which imports JAX
+_SIZES = ("tiny", "small", "base", "large", "xl", "xxl")  # as in `t5x.planning.workload`, which imports JAX
 _OF_SIZE = ("batch", "inputs", "targets", "dtype", "remat", "microbatches", "scan")
 
 
@@ -76,8 +76,8 @@ def _start_jax(devices: int) -> None:
 
 
 def _from_size(args: argparse.Namespace) -> "Run":
-    from t5x.bench.workload import Workload
     from t5x.planning.estimates import Run
+    from t5x.planning.workload import Workload
 
     defaults: dict[str, Any] = {"batch": 128, "dtype": "bfloat16"}
     work = Workload(args.size, **defaults | given_options(args, _OF_SIZE))

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from t5x.bench.workload import SIZES, Workload
 from t5x.planning import estimates, memory, topologies
 from t5x.planning.memory import Share
 from t5x.planning.program import Collective, Program, collectives
+from t5x.planning.workload import SIZES, Workload
 
 # Adafactor, bfloat16, one device. GB: measured, except scanned layers without `full`, which XLA's compiler for the H200
 # assigns without a GPU. Milliseconds: docs/performance.md; with rematerialization, of older commits.
