@@ -17,7 +17,7 @@ from t5x.errors import UserError, check_at_least
 from t5x.launching import job
 
 _TOKEN = "T5X_CLUSTER_TOKEN"
-_PATIENCE = 60.0  # seconds that the other processes have to end by themselves, with their reasons
+_EXIT_SECONDS = 60.0  # that the other processes have to end by themselves and report their reasons
 _LIBC, _PR_SET_PDEATHSIG = ctypes.CDLL(None), 1  # of Linux
 
 
@@ -114,7 +114,7 @@ def run_together(commands: Sequence[Sequence[str]], environment: dict[str, str])
     while any(process.poll() is None for process in started):
         failed = {index: process.returncode for index, process in enumerate(started) if process.poll()}
         if failed and deadline is None:
-            deadline = time.monotonic() + _PATIENCE
+            deadline = time.monotonic() + _EXIT_SECONDS
         if deadline is not None and time.monotonic() > deadline and not stopping:
             break
         time.sleep(0.1)
