@@ -1,4 +1,4 @@
-"""`t5x doctor`: its arguments, the order of the checks, and their output."""
+"""The verb `t5x doctor`: its arguments, the order of the checks, and their output."""
 
 import argparse
 import importlib
