@@ -37,7 +37,7 @@ def check(args: argparse.Namespace) -> Iterator[Finding]:
 
 
 def resolve(name: str) -> list[str]:
-    """Return the addresses of a name."""
+    """Return the IP addresses of a host name."""
     return list(dict.fromkeys(str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)))
 
 
@@ -61,10 +61,10 @@ def coordinator_findings(host: str, *, is_first: bool, resolve: Resolver = resol
     if outside:
         yield ok(f"the coordinator {host} is {', '.join(outside)}")
         return
-    what = "the other machines" if is_first else "this process"
+    waiting = "the other machines" if is_first else "this process"
     yield error(
-        f"The coordinator's name {host} resolves to {addresses[0]}, which means this machine on every machine: {what} "
-        "would wait for process 0 in vain.",
+        f"The coordinator's name {host} resolves to {addresses[0]}, which means this machine on every machine: "
+        f"{waiting} would wait for process 0 in vain.",
         f"Remove {host} from the line of {addresses[0]} in /etc/hosts, or pass --coordinator_address with the IP "
         "address of process 0.",
     )

@@ -82,7 +82,7 @@ def parse(name: str) -> Accelerators:
     >>> slice_.machines, slice_.per_machine, slice_.grid, slice_.cloud_type
     (8, 4, '2x4x4', 'v5p-64')
     """
-    topology = topologies.parse(name)
+    topology = topologies.parse_topology(name)
     if not topology.is_tpu:
         return _gpus(name, topology)
     tpu = _TPUS[topology.kind]

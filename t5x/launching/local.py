@@ -52,8 +52,8 @@ def _commands(count: int, command: list[str]) -> list[list[str]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    place = [f"--coordinator_address=127.0.0.1:{port}", f"--process_count={count}"]
-    return [[*start, *place, f"--process_index={index}"] for index in range(count)]
+    shared = [f"--coordinator_address=127.0.0.1:{port}", f"--process_count={count}"]
+    return [[*start, *shared, f"--process_index={index}"] for index in range(count)]
 
 
 class ProcessFailed(UserError):

@@ -26,7 +26,7 @@ USABLE = 0.93  # of a device's memory: the rest is the runtime's, and fragmentat
 
 # Shares of the data sheet that T5 1.1 reaches on an H200 (docs/planning.md); assumed for other devices.
 MATMUL, ATTENTION, BANDWIDTH, LINK = 0.78, 0.28, 0.85, 0.8
-PASSES = 7.25  # times that norms, gates, residuals and attention read or write what the backward pass needs
+PASSES = 7.25  # times that norms, gates, residuals and attention read or write the saved activations
 OPTIMIZER_PASSES = 6  # times that the optimizer reads or writes an array of the parameters' size
 SCAN_COPIES = 0.4  # of the parameters: stacked layers are transposed for the scan
 
@@ -137,7 +137,7 @@ def layout_of(run: PlannedRun, preset: str, model: int) -> StateLayout:
 
 
 def share_of(run: PlannedRun, topology: Topology, mesh: tuple[int, int]) -> Share:
-    """Return what one device of a (data, model) mesh computes."""
+    """Return the part of a step that one device of a (data, model) mesh computes."""
     data, model = mesh
     is_narrow = run.config.dtype != "float32"
     automatic = is_narrow and not topology.is_tpu

@@ -121,7 +121,7 @@ def as_text(plan: dict[str, Any], topology: Topology) -> str:
         ])  # fmt: skip
     chosen = plan["presets"][plan["preset"]]
     kinds = ", ".join(f"{kind} {size:.3g}" for kind, size in chosen["memory_gb"][plan["remat"]].items() if size > 0.005)
-    times = ", ".join(f"{what} {ms:.3g}" for what, ms in chosen["step_ms"][plan["remat"]].items() if ms > 0.05)
+    times = ", ".join(f"{part} {ms:.3g}" for part, ms in chosen["step_ms"][plan["remat"]].items() if ms > 0.05)
     lines += [
         "", f"use       {plan['preset']}, remat {plan['remat']}",
         *(f"          {line}" for line in plan["gin"]),

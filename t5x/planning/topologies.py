@@ -47,11 +47,11 @@ class Topology:
         return f"{self.devices} x {self.kind}, {self.chip.memory:g} GB each, on {machines} machine(s)"
 
 
-def parse(name: str) -> Topology:
+def parse_topology(name: str) -> Topology:
     """Return the topology with this name.
 
-    >>> parse("v5p-64").devices, parse("v3-32").devices, parse("h200x16").per_machine
-    (32, 32, 8)
+    >>> [parse_topology(name).devices for name in ("v5p-64", "v3-32", "h200x16")]
+    [32, 32, 16]
     """
     if match := re.fullmatch(r"(v\d\w*)-(\d+)", name, re.IGNORECASE):
         topology = _tpu(name, match[1].lower(), int(match[2]))

@@ -23,10 +23,10 @@ _T5_1_1 = T5Config(
 )
 
 
-def _shape(emb_dim: int, num_heads: int, mlp_dim: int, layers: int, **others: Any) -> T5Config:
+def _shape(emb_dim: int, num_heads: int, mlp_dim: int, layers: int, **changes: Any) -> T5Config:
     return dataclasses.replace(
         _T5_1_1, emb_dim=emb_dim, num_heads=num_heads, mlp_dim=mlp_dim, num_encoder_layers=layers,
-        num_decoder_layers=layers, **others,
+        num_decoder_layers=layers, **changes,
     )  # fmt: skip
 
 
@@ -50,7 +50,7 @@ _DISTINCT = 4  # distinct batches, used in turn
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """What is computed in a step.
+    """The model and the batch of a step.
 
     Attributes:
       size: one of `SIZES`.

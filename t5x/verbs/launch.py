@@ -27,7 +27,7 @@ def define(parser: VerbParser) -> None:
         t5x launch slurm --nodes 2 --gpus_per_node 8 -- train --gin_file=my_run.gin --gin.MODEL_DIR=runs/mine
         """,
     )
-    engines = "\n".join(f"  {name:10}{what}" for name, what in ENGINES.items())
+    engines = "\n".join(f"  {name:10}{purpose}" for name, purpose in ENGINES.items())
     parser.epilog = f"engines:\n{engines}\n\n{parser.epilog}"
 
 
@@ -70,8 +70,8 @@ def _check_command(command: list[str], *, with_configuration: bool) -> list[str]
         raise UserError(f"`t5x {verb}` cannot be launched: it runs in one process. Start it directly.")
     from t5x import configuration
 
-    others, bindings = configuration.split_gin_args(words)
-    args = parser.parse_args([word for word in others if not word.startswith("--jax_")])
+    words, bindings = configuration.split_gin_args(words)
+    args = parser.parse_args([word for word in words if not word.startswith("--jax_")])
     for name in _SET_BY_ENGINE:
         if getattr(args, name[2:]) is not None:
             raise UserError(f"Remove {name} from the command: `t5x launch` sets it.")

@@ -48,7 +48,7 @@ def define(parser: VerbParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    topology = topologies.parse(args.topology)
+    topology = topologies.parse_topology(args.topology)
     uses_gin = bool(args.gin_file or args.gin_bindings)
     if uses_gin == bool(args.size):
         raise UserError("`t5x plan` needs either --size or gin files, as `t5x train` takes them.")
@@ -85,7 +85,7 @@ def _build_run(args: argparse.Namespace) -> "PlannedRun":
 
 
 def _read_gin(args: argparse.Namespace) -> tuple["PlannedRun", int | None]:
-    """Return what the configuration passes to `train`, and the number of steps."""
+    """Return the run that the gin files configure, and its number of steps."""
     from t5x import configuration
     from t5x.planning.estimates import PlannedRun
     from t5x.train import train
@@ -93,8 +93,8 @@ def _read_gin(args: argparse.Namespace) -> tuple["PlannedRun", int | None]:
     bound: dict[str, Any] = {}
 
     @functools.wraps(train)
-    def capture(*, model: Any, train_dataset_cfg: Any, **others: Any) -> None:
-        bound.update(others, model=model, data=train_dataset_cfg)
+    def capture(*, model: Any, train_dataset_cfg: Any, **arguments: Any) -> None:
+        bound.update(arguments, model=model, data=train_dataset_cfg)
 
     parse_gin(args, [capture])
     configuration.check(capture)

@@ -1,5 +1,6 @@
 """`python -m benchmarks.bench` on a tiny model: that it measures what it says, whatever the numbers are."""
 
+import doctest
 import functools
 import itertools
 import json
@@ -229,3 +230,8 @@ def test_the_former_verb_names_the_program(capsys):
     with pytest.raises(SystemExit, match="2"):
         cli.main(["bench", "train"])
     assert "`python -m benchmarks.bench`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("module", [measures, report])
+def test_examples_of_docstrings(module):
+    assert doctest.testmod(module).failed == 0

@@ -30,7 +30,7 @@ def test_one_h200(case):
     batch, inputs, targets, remat, scan, gigabytes, milliseconds = H200[case]
     work = Workload(case.partition(",")[0], batch, inputs, targets, dtype="bfloat16", remat=remat, scan=scan)
     run = estimates.PlannedRun(work.model, batch, inputs, targets)
-    topology = topologies.parse("h200x1")
+    topology = topologies.parse_topology("h200x1")
     share = estimates.share_of(run, topology, (1, 1))
     layout = estimates.layout_of(run, "dp", 1)  # replicated: each device has all of it
     found = estimates.peak_memory(run, share, layout, "dp", remat)
@@ -88,14 +88,14 @@ def scans(jaxpr, length):
 def test_attention_weights_take_memory_without_fused_attention(device, backend, dtype, fused):
     work = Workload("base", 4, 4096, 512, dtype=dtype, attention=backend)
     run = estimates.PlannedRun(work.model, 4, 4096, 512)
-    share = estimates.share_of(run, topologies.parse(device), (1, 1))
+    share = estimates.share_of(run, topologies.parse_topology(device), (1, 1))
     weights = 4 * 12 * 4096**2 * 12  # rows, heads, queries and keys, layers
     assert (memory.saved_bytes(run.config, share, "none") < 4 * weights) == fused
 
 
 def test_a_backend_that_a_cpu_lacks_can_be_planned():
     work = Workload("tiny", 2, 32, 16, dtype="bfloat16", attention="pallas")
-    topology = topologies.parse("v5e-1")
+    topology = topologies.parse_topology("v5e-1")
     found = estimates.estimate(estimates.PlannedRun(work.model, 2, 32, 16), topology, "dp", (1, 1))
     assert found.peak("none") > 0 and found.compiled.temporaries > 0
 
@@ -114,8 +114,9 @@ def test_names_of_topologies():
     sizes = {"v2-8": 8, "v4-32": 16, "v5p-64": 32, "v4-256": 128, "v5litepod-16": 16, "v6e-8": 8, "h200x8": 8,
              "a100-40gbx2": 2, "rtx-4090x2": 2}  # fmt: skip
     for name, devices in sizes.items():
-        assert topologies.parse(name).devices == devices, name
-    assert topologies.parse("a100-40gbx2").chip.memory == 40 and topologies.parse("a100x64").per_machine == 8
+        assert topologies.parse_topology(name).devices == devices, name
+    assert topologies.parse_topology("a100-40gbx2").chip.memory == 40
+    assert topologies.parse_topology("a100x64").per_machine == 8
 
 
 HLO = """
