@@ -1,4 +1,4 @@
-"""t5x beside its peers on this machine, in turns: `t5x bench`, Hugging Face, CTranslate2, seqio.
+"""t5x beside its peers on this machine, in turns: `benchmarks.bench`, Hugging Face, CTranslate2, seqio.
 
     python benchmarks/peers.py --work train:base:128,greedy:base:64,beam4:base:64,score:base:128 --compile > gpu.json
     python benchmarks/peers.py --work greedy:small:16,data --ctranslate2 PYTHON --seqio .venv-reference/bin/python
@@ -30,7 +30,7 @@ import contenders
 import peers_page
 import rounds
 
-SECONDS, FEWEST, MOST = 10.0, 3, 200  # as `t5x bench`
+SECONDS, FEWEST, MOST = 10.0, 3, 200  # as `benchmarks.bench`
 KINDS = re.compile(r"train|greedy|beam\d+|score|encode|data|data-packed")
 BY_SEQUENCE = ("train", "score", "encode")
 
@@ -157,7 +157,7 @@ def contenders_of(
     is_data = kind.startswith("data")
     verb = kind if kind in BY_SEQUENCE else "data" if is_data else "generate"
     lengths = ["--inputs", args.inputs] + ([] if kind in ("score", "encode") else ["--targets", args.targets])
-    ours = [sys.executable, "-m", "t5x", "bench", verb, "--json", "--batch", batch, *lengths]
+    ours = [sys.executable, "-m", "benchmarks.bench", verb, "--json", "--batch", batch, *lengths]
     ours += ["--steps", args.steps] if args.steps else []
     flags = ["--work", f"{kind}:{size}:{batch}" if size else f"{kind}:{batch}", "--inputs", args.inputs]
     flags += ["--targets", args.targets, "--threads", args.threads, "--directory", directory]
@@ -240,7 +240,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def timed(call: Callable[[], None], mark: Callable[[], Any], steps: int | None) -> float:
-    """The median of a step, one ahead of the device as `t5x bench` is, after as much warming up as compilers need.
+    """The median of a step, one ahead of the device as in `benchmarks.bench`, after the warm-up that compilers need.
 
     Args:
       mark: something with `synchronize`, which waits for all until now; None where calls wait themselves.

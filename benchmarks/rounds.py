@@ -16,6 +16,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import IO, Any
 
 ROOT = pathlib.Path(__file__).parents[1]
+sys.path.append(str(ROOT))  # for `benchmarks.bench`, where a script of this directory is started by its path
 
 
 class Failed(Exception):

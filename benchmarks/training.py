@@ -1,4 +1,4 @@
-"""`t5x train` on real texts beside `t5x bench train`, whose batches are ready in memory: what reading data costs.
+"""`t5x train` on real text beside `benchmarks.bench train`, whose batches are in memory: what reading data costs.
 
     python benchmarks/training.py TEXT_FILE VOCABULARY --size base --batch 128 [--packed]
 
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def bench(args: argparse.Namespace) -> dict[str, Any]:
-    command = [sys.executable, "-m", "t5x", "bench", "train", "--json", "--size", args.size, "--batch", args.batch]
+    command = [sys.executable, "-m", "benchmarks.bench", "train", "--json", "--size", args.size, "--batch", args.batch]
     command += ["--inputs", args.inputs, "--targets", args.targets, "--dtype", args.dtype]
     command += ["--packed"] if args.packed else []
     found = rounds.run(command)

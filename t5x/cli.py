@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         print(f"t5x {__version__}")
         sys.exit(0)
     if verb not in VERBS:
-        hint = did_you_mean(verb, {name: f"t5x {name}" for name in VERBS})
+        hint = did_you_mean(verb, {name: f"t5x {name}" for name in VERBS} | {"bench": "python -m benchmarks.bench"})
         print(f"error: t5x has no verb {verb!r}.{hint} `t5x --help` lists them.", file=sys.stderr)
         sys.exit(2)
     sys.exit(run_verb(verb, argv[1:], _end))

@@ -294,7 +294,7 @@ def test_a_signal_while_xla_compiles_ends_the_program_at_once(signum, code, says
     program = """
 import jax, jax.numpy as jnp
 from t5x import cli
-from t5x.verbs import bench
+from t5x.verbs import doctor
 from t5x.verbs.arguments import work_begins
 import signal
 
@@ -312,8 +312,8 @@ def run(args):
     lowered.compile()
     print("compiled", flush=True)
 
-bench.run = run
-cli.main(["bench", "train"])
+doctor.run = run
+cli.main(["doctor"])
 """
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     child = start_python("-c", program, cwd=REPO, env=environment(), **pipes)

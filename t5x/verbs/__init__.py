@@ -19,7 +19,6 @@ VERBS = {
     "export": "export a model to TensorFlow, StableHLO, transformers, CTranslate2 or ONNX",
     "cache": "write a task's tokenized examples once, for training to read",
     "precompile": "compile a training step and write its HLO",
-    "bench": "measure training, generation, scoring and more on this machine",
     "plan": "estimate memory, time and cost of training on devices that are not here",
     "doctor": "check whether this machine is ready, with a fix for each problem",
     "launch": "start a command on several processes, machines or a cluster",

@@ -13,12 +13,12 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-from t5x.bench.workload import SIZES
 from t5x.errors import UserError
 from t5x.models import EncoderDecoderModel
 from t5x.network.attention import Mask, attend
 from t5x.network.relative_position import RelativeBias
 from t5x.partitioning import PjitPartitioner, devices, meshes
+from t5x.planning.workload import SIZES
 from t5x.trainer import StateLayout
 from t5x.trainer.abstract_run import abstract_trainer
 from tests import tiny

@@ -34,9 +34,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from t5x.bench.workload import SIZES, Workload
 from t5x.network import attention
 from t5x.partitioning import devices
+from t5x.planning.workload import SIZES, Workload
 from t5x.startup import enable_compilation_cache
 
 H200 = SimpleNamespace(

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import itertools
-import os
 import resource
 import statistics
 import sys
@@ -15,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from t5x.doctor.devices import processor
 from t5x.errors import UserError
 from t5x.network import attention
 from t5x.partitioning.memory import available_memory
@@ -24,13 +24,13 @@ SECONDS, FEWEST, MOST = 10.0, 3, 200
 _GIGA = 1e9
 
 
-def steps_for(seconds_each: float, given: int | None) -> int:
-    """Return the number of steps to measure: the given one, or about ten seconds' worth.
+def steps_for(seconds_each: float, requested: int | None) -> int:
+    """Return the number of steps to measure: the requested one, or about ten seconds' worth.
 
     >>> steps_for(1.0, None), steps_for(60.0, None), steps_for(0.001, None), steps_for(60.0, 7)
     (10, 3, 200, 7)
     """
-    return given or min(MOST, max(FEWEST, int(SECONDS / max(seconds_each, 1e-9))))
+    return requested or min(MOST, max(FEWEST, int(SECONDS / max(seconds_each, 1e-9))))
 
 
 def step_times(seconds: Sequence[float]) -> dict[str, float]:
@@ -102,8 +102,8 @@ def matmul_flops(dtype: str) -> float:
     for _ in range(rounds):
         began = time.perf_counter()
         for _ in range(repeats):
-            made = multiply(left, right)
-        made.block_until_ready()
+            product = multiply(left, right)
+        product.block_until_ready()
         best = min(best, (time.perf_counter() - began) / repeats)
     return 2 * size**3 / best * (1 if on_cpu else jax.device_count())
 
@@ -121,14 +121,6 @@ def machine() -> dict[str, Any]:
     device = jax.devices()[0]
     kind = processor() if device.platform == "cpu" else device.device_kind
     return {"device": kind, "devices": jax.device_count(), "jax": jax.__version__}
-
-
-def processor() -> str:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    name = "cpu"
-    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
-        name = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), name)
-    return f"{name}, {cores} cores"
 
 
 def rates(flops: float, seconds: float, dtype: str) -> dict[str, float]:
