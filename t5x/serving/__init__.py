@@ -4,7 +4,7 @@
 |---|---|
 | `server.py` | the process: loading, signals, draining |
 | `api.py` | routes: from a checked request to a response |
-| `schemas.py` | JSON schemas of requests, their check, and the OpenAPI document |
+| `requests.py` | the types of requests, which check them, and the OpenAPI document |
 | `security.py` | bearer tokens, hosts, body limits |
 | `served_models.py` | the models by name; reloads them |
 | `batched_model.py` | a loaded model that computes in the common batches |

@@ -22,8 +22,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from t5x.errors import UserError
-from t5x.files.untrusted import parse_json
-from t5x.serving import operations, schemas
+from t5x.serving import operations, requests
 from t5x.serving.batched_model import BatchedModel
 from t5x.serving.batching import CURRENT_CALL, Call, CancelledCall
 from t5x.serving.prometheus import Metrics
@@ -85,8 +84,8 @@ class Api:
         self._metrics = metrics
         self._in_progress = 0
         self._threads = ThreadPoolExecutor(settings.max_queue, thread_name_prefix="request")
-        self._schemas = schemas.request_schemas(settings)
-        self._document = schemas.openapi(self._schemas, has_token=token is not None)
+        self._request_types = requests.request_types(settings)
+        self._document = requests.openapi(self._request_types, has_token=token is not None)
         self._page, self._policy = _page()
         self.is_draining = False
         metrics.set_gauge("t5x_requests_in_progress", lambda: self._in_progress)
@@ -174,13 +173,9 @@ class Api:
         return result.content
 
     def _parse(self, route: str, body: bytes) -> dict[str, Any]:
-        try:
-            content = parse_json(body, max_bytes=len(body))
-        except ValueError as error:
-            raise schemas.InvalidRequest(f"The body is not valid JSON: {error}.") from error
-        fields = schemas.check(content, self._schemas[route])
+        fields = requests.parse(body, self._request_types[route])
         fields["max_windows"] = self._settings.max_documents
-        fields["default_length"] = schemas.default_length(self._settings.max_length)
+        fields["default_length"] = requests.default_length(self._settings.max_length)
         return fields
 
     async def _run(self, request: Request, call: Call, function: Callable[[], T]) -> T:
@@ -221,7 +216,7 @@ class Api:
     def _explain(self, error: Exception) -> ApiError:
         if isinstance(error, ApiError):
             return error
-        if isinstance(error, schemas.InvalidRequest | UserError):
+        if isinstance(error, requests.InvalidRequest | UserError):
             return ApiError(400, str(error))
         if isinstance(error, UnknownModel):
             return ApiError(404, str(error), "not_found_error")

@@ -16,7 +16,7 @@ from t5x.errors import UserError
 from t5x.inference.loaded import Generation, Ids
 from t5x.inference.options import Decoding, translate_arguments
 from t5x.serving.batched_model import BatchedModel
-from t5x.serving.schemas import DECODING_FIELDS, OPENAI_NAMES
+from t5x.serving.requests import DECODING_FIELDS, OPENAI_NAMES
 
 _FIRST_PIECE = 8  # tokens that a stream shows first
 _STRIDE = 128
@@ -80,6 +80,8 @@ def wanted(fields: Fields) -> Wanted:
 
     As OpenAI's clients send neutral values, a temperature of 0 is greedy decoding, and a top_p of 1 is none.
     """
+    if fields["echo"]:
+        raise UserError("echo is true: only false is supported.")
     given = {OPENAI_NAMES.get(name, name): fields[name] for name in DECODING_FIELDS if fields[name] is not None}
     given = translate_arguments(given, own=("max_length", "stop"))
     is_greedy = given.get("temperature") == 0

@@ -10,6 +10,8 @@ from t5x.verbs.arguments import add_import, add_model, given_options, import_mod
 from t5x.verbs.interrupts import Terminated
 from t5x.verbs.verb_parser import VerbParser
 
+_EXTRA = ("msgspec", "prometheus_client", "starlette", "uvicorn")
+
 
 def define(parser: VerbParser) -> None:
     parser.add_argument(
@@ -58,7 +60,7 @@ def define(parser: VerbParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    if missing := [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]:
+    if missing := [name for name in _EXTRA if importlib.util.find_spec(name) is None]:
         needed = " and ".join(missing)
         raise UserError(f"`t5x serve` needs {needed}. Run `pip install -e '.[serve]'` in the checkout of t5x.")
     from t5x.serving.security import read_token

@@ -198,6 +198,8 @@ REFUSED = {
     "a minimum above the maximum": ("/v1/completions", b'{"prompt": "x", "max_tokens": 4, "min_length": 5}', 400),
     "choices that are too long": ("/v1/completions", b'{"prompt": "x", "max_tokens": 2, "choices": ["abc"]}', 400),
     "a penalty of OpenAI": ("/v1/completions", b'{"prompt": "x", "presence_penalty": 0.5}', 400),
+    "an echo of OpenAI": ("/v1/completions", b'{"prompt": "x", "echo": true}', 400),
+    "a number in a string": ("/v1/completions", b'{"prompt": "x", "max_tokens": "3"}', 400),
     "an unknown model": ("/v1/completions", b'{"prompt": "x", "model": "gpt"}', 404),
     "a path as a model": ("/v1/completions", b'{"prompt": "x", "model": "../../../../etc/passwd"}', 404),
     "10,000 documents": ("/v1/rerank", json.dumps({"query": "a", "documents": ["b"] * 10_000}).encode(), 400),
