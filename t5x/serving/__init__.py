@@ -9,6 +9,6 @@
 | `served_models.py` | the models by name; reloads them |
 | `batched_model.py` | a loaded model that computes in the common batches |
 | `batching.py` | the queue, and the thread that computes |
-| `prometheus.py` | metrics |
+| `server_metrics.py` | metrics for Prometheus |
 | `page.html` | the page at `/` |
 """

@@ -25,10 +25,10 @@ from t5x.errors import UserError
 from t5x.serving import operations, requests
 from t5x.serving.batched_model import BatchedModel
 from t5x.serving.batching import CURRENT_CALL, Call, CancelledCall
-from t5x.serving.prometheus import Metrics
 from t5x.serving.security import ApiError, Guard, disconnected, read_body
 from t5x.serving.served_models import ServedModels, UnknownModel
-from t5x.serving.settings import Settings
+from t5x.serving.server_metrics import Metrics
+from t5x.serving.settings import ServerSettings
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -77,7 +77,7 @@ class Api:
     """
 
     def __init__(
-        self, models: ServedModels, settings: Settings, metrics: Metrics, *, token: str | None, is_local: bool
+        self, models: ServedModels, settings: ServerSettings, metrics: Metrics, *, token: str | None, is_local: bool
     ):
         self._models = models
         self._settings = settings
@@ -88,8 +88,8 @@ class Api:
         self._document = requests.openapi(self._request_types, has_token=token is not None)
         self._page, self._policy = _page()
         self.is_draining = False
-        metrics.set_gauge("t5x_requests_in_progress", lambda: self._in_progress)
-        metrics.set_gauge("t5x_ready", lambda: float(models.is_ready))
+        metrics.requests_in_progress.set_function(lambda: self._in_progress)
+        metrics.ready.set_function(lambda: models.is_ready)
         plain = {
             "/": self._get_page, "/health": self._get_health, "/ready": self._get_ready, "/metrics": self._get_metrics,
             "/openapi.json": self._get_document, "/v1/models": self._get_models,
@@ -146,8 +146,8 @@ class Api:
         """Count a request, unless the server dropped it without a response."""
         self._in_progress -= 1
         if response is not None:
-            self._metrics.add("t5x_requests_total", route=route, status=str(response.status_code))
-            self._metrics.observe("t5x_request_seconds", time.monotonic() - began, route=route)
+            self._metrics.requests.labels(route, response.status_code).inc()
+            self._metrics.request_seconds.labels(route).observe(time.monotonic() - began)
 
     async def _answer(self, route: str, request: Request) -> Response:
         if not self._models.is_ready:
@@ -168,8 +168,8 @@ class Api:
         return Response(self._content(result), media_type="application/json")
 
     def _content(self, result: operations.Result) -> bytes:
-        self._metrics.add("t5x_input_tokens_total", result.input_tokens)
-        self._metrics.add("t5x_output_tokens_total", result.output_tokens)
+        self._metrics.input_tokens.inc(result.input_tokens)
+        self._metrics.output_tokens.inc(result.output_tokens)
         return result.content
 
     def _parse(self, route: str, body: bytes) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from t5x.network.padding import Program
 from t5x.partitioning import PjitPartitioner
 from t5x.ranking.reranker import Reranker
 from t5x.serving.batching import Batcher, Job
-from t5x.serving.settings import Settings
+from t5x.serving.settings import ServerSettings
 
 _SHORTEST_INPUT, _SHORTEST_TARGET = 32, 16
 # Shorter outputs cost hardly more in a program for this length than in one of their own, which would be compiled first.
@@ -66,7 +66,7 @@ class BatchedModel(LoadedModel):
         partitioner: PjitPartitioner,
         *,
         batcher: Batcher,
-        settings: Settings,
+        settings: ServerSettings,
     ):
         super().__init__(source, model, partitioner)
         self._settings = settings

@@ -10,7 +10,7 @@ from t5x import __version__
 from t5x.decoding.constraints import PENALTIES
 from t5x.inference.loaded import MAX_LENGTH
 from t5x.inference.options import HUGGINGFACE_NAMES
-from t5x.serving.settings import Settings
+from t5x.serving.settings import ServerSettings
 
 OPENAI_NAMES = {"max_tokens": "max_length", "n": "num_return"}  # of decoding options that have another name here
 _MAX_INTEGER = 2**31 - 1
@@ -75,11 +75,11 @@ def _optional(kind: Any, description: str, default: Any = None) -> tuple[Any, An
 
 
 def _request(name: str, required: Mapping[str, Any], **optional: tuple[Any, Any]) -> type[msgspec.Struct]:
-    fields = [*required.items(), *((field, kind, default) for field, (kind, default) in optional.items())]
+    fields: list[Any] = [*required.items(), *((field, kind, default) for field, (kind, default) in optional.items())]
     return msgspec.defstruct(name, fields, kw_only=True, forbid_unknown_fields=True)
 
 
-def request_types(settings: Settings) -> dict[str, type[msgspec.Struct]]:
+def request_types(settings: ServerSettings) -> dict[str, type[msgspec.Struct]]:
     """Return {route: type of its request}, with the limits of a server."""
     max_documents, max_length = settings.max_documents, settings.max_length
     texts = Annotated[list[str], Meta(min_length=1, max_length=max_documents)]
@@ -147,7 +147,7 @@ def default_length(max_length: int) -> int:
     return min(MAX_LENGTH, max_length)
 
 
-def _decoding_fields(settings: Settings) -> dict[str, tuple[Any, Any]]:
+def _decoding_fields(settings: ServerSettings) -> dict[str, tuple[Any, Any]]:
     """Return the fields that `operations.wanted` translates. They have no defaults, to tell which were sent."""
     max_length, max_beams = settings.max_length, settings.max_beams
     string = Annotated[str, Meta(min_length=1)]
@@ -177,7 +177,7 @@ def _decoding_fields(settings: Settings) -> dict[str, tuple[Any, Any]]:
     return {name: _optional(*field) for name, field in fields.items()}
 
 
-DECODING_FIELDS = tuple(_decoding_fields(Settings()))
+DECODING_FIELDS = tuple(_decoding_fields(ServerSettings()))
 _TITLES = {
     "/v1/completions": "Generate outputs (OpenAI)",
     "/v1/embeddings": "Embed inputs: the normalized mean of the encoder's outputs (OpenAI)",

@@ -14,8 +14,8 @@ from t5x.inference.loaded import load
 from t5x.inference.options import Decoding
 from t5x.serving.batched_model import BatchedModel, Shape
 from t5x.serving.batching import Batcher, Job
-from t5x.serving.prometheus import Metrics
-from t5x.serving.settings import Settings
+from t5x.serving.server_metrics import Metrics
+from t5x.serving.settings import ServerSettings
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class ServedModels:
     def __init__(
         self,
         directories: Mapping[str, str],
-        settings: Settings,
+        settings: ServerSettings,
         batcher: Batcher,
         metrics: Metrics,
         options: Mapping[str, Any],
@@ -77,10 +77,10 @@ class ServedModels:
                     self._prepare(name, model)
                 except Exception as error:
                     log.error("%s was not reloaded, and the old one is used: %s", name, error)
-                    self._metrics.add("t5x_reloads_total", model=name, result="error")
+                    self._metrics.reloads.labels(name, "error").inc()
                     continue
                 self._models[name] = model
-                self._metrics.add("t5x_reloads_total", model=name, result="ok")
+                self._metrics.reloads.labels(name, "ok").inc()
                 log.info("%s was reloaded: step %s", name, model.source.step)
                 del model
 

@@ -21,9 +21,9 @@ from t5x.inference.loaded import BATCH_SIZE
 from t5x.serving.api import Api
 from t5x.serving.batched_model import Shape
 from t5x.serving.batching import Batcher
-from t5x.serving.prometheus import Metrics
 from t5x.serving.served_models import ServedModels
-from t5x.serving.settings import LOOPBACK, Settings
+from t5x.serving.server_metrics import Metrics
+from t5x.serving.settings import LOOPBACK, ServerSettings
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ _CPU_ROWS = 8  # CPUs compute rows that nobody asked for more slowly
 
 def serve(
     directories: Mapping[str, str],
-    settings: Settings,
+    settings: ServerSettings,
     *,
     host: str = LOOPBACK[0],
     port: int = 8000,
@@ -58,13 +58,13 @@ def serve(
     metrics = Metrics()
 
     def observe(shape: Shape, rows: int, seconds: float) -> None:
-        metrics.add("t5x_batches_total", kind=shape.kind)
-        metrics.add("t5x_batch_rows_total", rows, kind=shape.kind)
-        metrics.add("t5x_batch_seconds_total", seconds, kind=shape.kind)
+        metrics.batches.labels(shape.kind).inc()
+        metrics.batch_rows.labels(shape.kind).inc(rows)
+        metrics.batch_seconds.labels(shape.kind).inc(seconds)
 
     rows = settings.batch_size or (_CPU_ROWS if jax.default_backend() == "cpu" else BATCH_SIZE)
     batcher = Batcher(rows, settings.max_wait_ms / 1000, observe)
-    metrics.set_gauge("t5x_queued_rows", batcher.waiting)
+    metrics.queued_rows.set_function(batcher.waiting)
     models = ServedModels(directories, settings, batcher, metrics, model_options)
     api = Api(models, settings, metrics, token=token, is_local=host in LOOPBACK)
     config = uvicorn.Config(
@@ -106,7 +106,7 @@ class _Server(uvicorn.Server):
 
 
 async def _run(
-    config: uvicorn.Config, listener: socket.socket, api: Api, models: ServedModels, settings: Settings
+    config: uvicorn.Config, listener: socket.socket, api: Api, models: ServedModels, settings: ServerSettings
 ) -> None:
     server = _Server(config)
     loop = asyncio.get_running_loop()

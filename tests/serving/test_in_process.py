@@ -16,10 +16,10 @@ from t5x.inference.options import Decoding
 from t5x.serving.api import Api
 from t5x.serving.batched_model import BatchedModel, Shape
 from t5x.serving.batching import CURRENT_CALL, Batcher, Call, Job
-from t5x.serving.prometheus import Metrics
 from t5x.serving.served_models import ServedModels
 from t5x.serving.server import listen
-from t5x.serving.settings import Settings
+from t5x.serving.server_metrics import Metrics
+from t5x.serving.settings import ServerSettings
 from tests.inference.models import byte_model
 
 PROMPT = "hadcggg"  # its output is longer than the first piece of a stream
@@ -39,7 +39,7 @@ class Service:
         self.batches: list[Shape] = []
         self._after_batch = lambda: None
         self._batcher = Batcher(1, 0.0, self._observe)
-        limits = Settings(**{"max_queue": 1, "max_input_length": 32, "max_length": 16, "max_beams": 2} | settings)
+        limits = ServerSettings(**{"max_queue": 1, "max_input_length": 32, "max_length": 16, "max_beams": 2} | settings)
         self.models = ServedModels({"tiny": str(directory)}, limits, self._batcher, Metrics(), {})
         self.models.load()
         self._api = Api(self.models, limits, metrics := Metrics(), token=None, is_local=True)
@@ -251,7 +251,7 @@ def test_samples_without_a_seed_differ(service):
 
 def test_a_sample_depends_on_its_seed_and_index_only(directory):
     """Not on the row, the neighbours, their limits and lengths, or the length to which inputs are padded."""
-    settings, batcher = Settings(max_input_length=64, max_length=16), Batcher(4, 0.0, lambda *_: None)
+    settings, batcher = ServerSettings(max_input_length=64, max_length=16), Batcher(4, 0.0, lambda *_: None)
     model = load(str(directory), model_class=functools.partial(BatchedModel, batcher=batcher, settings=settings))
     batcher.close()
 

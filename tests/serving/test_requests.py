@@ -3,9 +3,9 @@
 import pytest
 
 from t5x.serving import requests
-from t5x.serving.settings import Settings
+from t5x.serving.settings import ServerSettings
 
-TYPES = requests.request_types(Settings(max_length=64, max_documents=3))
+TYPES = requests.request_types(ServerSettings(max_length=64, max_documents=3))
 
 
 def parse(body: str, route: str = "/v1/completions") -> dict:
