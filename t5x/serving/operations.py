@@ -13,12 +13,13 @@ import numpy as np
 from t5x.answering import answers
 from t5x.answering.file_answering import as_record
 from t5x.errors import UserError
-from t5x.inference.loaded import Generation, Ids
+from t5x.inference import generation
+from t5x.inference.generation import Generation
+from t5x.inference.loaded import Ids
 from t5x.inference.options import Decoding, translate_arguments
 from t5x.serving.batched_model import BatchedModel
 from t5x.serving.requests import DECODING_FIELDS, OPENAI_NAMES
 
-_FIRST_PIECE = 8  # tokens that a stream shows first
 _STRIDE = 128
 Fields = dict[str, Any]
 
@@ -97,9 +98,9 @@ def complete(name: str, model: BatchedModel, fields: Fields) -> Result:
     inputs = _input_ids(model, _listed(fields["prompt"]), fields["truncate"])
     how = wanted(fields)
     found = model.predictions(inputs, how.decoding, max_length=how.max_length, **_keys(fields, len(inputs)))
-    made = [generation for generations in found for generation in generations]
-    choices = [_choice(model, i, generation, how.stop) for i, generation in enumerate(made)]
-    used, generated = _count(inputs), sum(len(generation.tokens) for generation in made)
+    outputs = [output for of_input in found for output in of_input]
+    choices = [_choice(model, i, output, how.stop) for i, output in enumerate(outputs)]
+    used, generated = _count(inputs), sum(len(output.tokens) for output in outputs)
     content = {**_head(name), "choices": choices, "usage": _usage(used, generated)}
     return Result(_json(content), used, generated)
 
@@ -113,26 +114,25 @@ def stream(name: str, model: BatchedModel, fields: Fields) -> Iterator[Result]:
 
     inputs = _input_ids(model, _listed(fields["prompt"]), fields["truncate"])
     (decoding, max_length, stop), keys = wanted(fields), _keys(fields, len(inputs))
-    made: list[Generation]
+    outputs: list[Generation] = []
     if len(inputs) > 1 or decoding.beams > 1 or decoding.num_return > 1:
-        found = model.predictions(inputs, decoding, max_length=max_length, **keys)
-        made = [generation for generations in found for generation in generations]
-        for i, generation in enumerate(made):
-            yield Result(event([_choice(model, i, generation, stop)]))
+        predictions = model.predictions(inputs, decoding, max_length=max_length, **keys)
+        outputs = [output for of_input in predictions for output in of_input]
+        for i, output in enumerate(outputs):
+            yield Result(event([_choice(model, i, output, stop)]))
     else:
-        sent, limit, is_last = "", 0, False
-        while not is_last:
-            # Decoded from the beginning: tokens depend only on those before them, and all limits share a program.
-            limit = min(2 * limit or _FIRST_PIECE, max_length)
-            (made,) = model.predictions(inputs, decoding, max_length=limit, room=max_length, **keys)
-            choice = _choice(model, 0, made[0], stop)
-            is_last = limit == max_length or choice["finish_reason"] == "stop"
-            text = choice["text"] if is_last else _certain(choice["text"], stop)
-            if is_last or (text.startswith(sent) and len(text) > len(sent)):
-                more = {} if is_last else {"finish_reason": None, "score": None}
-                yield Result(event([{**choice, "text": text[len(sent) :], **more}]))
-                sent = text
-    used, generated = _count(inputs), sum(len(generation.tokens) for generation in made)
+
+        def generate(limit: int) -> Generation:
+            ((output, *_),) = model.predictions(inputs, decoding, max_length=limit, room=max_length, **keys)
+            return output
+
+        for piece in generation.stream(generate, max_length, model.model.eos_ids, stop):
+            choice = {"index": 0, "finish_reason": None, "logprobs": None, "score": None}
+            if piece.generation is not None:
+                outputs = [piece.generation]
+                choice = _choice(model, 0, piece.generation, stop)
+            yield Result(event([choice | {"text": piece.text}]))
+    used, generated = _count(inputs), sum(len(output.tokens) for output in outputs)
     usage = event([], usage=_usage(used, generated)) if fields["stream_options"]["include_usage"] else b""
     yield Result(usage + b"data: [DONE]\n\n", used, generated)
 
@@ -153,19 +153,11 @@ def _head(name: str) -> dict[str, Any]:
     return {"id": ident, "object": "text_completion", "created": int(time.time()), "model": name}
 
 
-def _choice(model: BatchedModel, index: int, made: Generation, stop: Sequence[str]) -> dict[str, Any]:
-    ends = [at for string in stop if (at := made.text.find(string)) >= 0]
-    text = made.text[: min(ends)] if ends else made.text
-    is_ended = bool(ends) or any(token in model.model.eos_ids for token in made.tokens[-1:])
-    reason = "stop" if is_ended else "length"
-    score = None if ends else _number(made.score)
+def _choice(model: BatchedModel, index: int, output: Generation, stop: Sequence[str]) -> dict[str, Any]:
+    text, is_stopped = generation.cut_at_stop(output.text, stop)
+    reason = "stop" if is_stopped or output.has_eos(model.model.eos_ids) else "length"
+    score = None if is_stopped else _number(output.score)
     return {"index": index, "text": text, "finish_reason": reason, "logprobs": None, "score": score}
-
-
-def _certain(text: str, stop: Sequence[str]) -> str:
-    """Return the beginning of an unfinished text that later tokens cannot change: no half character or stop string."""
-    kept = max((len(string) - 1 for string in stop), default=0)
-    return text[: len(text) - kept].rstrip("\ufffd")
 
 
 # --- Embeddings -------------------------------------------------------------------------------------------------------
