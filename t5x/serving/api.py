@@ -120,13 +120,13 @@ class Api:
         return JSONResponse(self._document)
 
     async def _get_models(self, request: Request) -> Response:
-        found = [{"id": name, "object": "model", "created": 0, "owned_by": "t5x"} for name in self._models]
-        return JSONResponse({"object": "list", "data": found})
+        models = [{"id": name, "object": "model", "created": 0, "owned_by": "t5x"} for name in self._models]
+        return JSONResponse({"object": "list", "data": models})
 
     # -- POST ----------------------------------------------------------------------------------------------------------
 
     async def _post(self, route: str, request: Request) -> Response:
-        """Answer a request, or say why not. It counts as in progress until its response is sent."""
+        """Answer a request, or explain why not. It counts as in progress until its response is sent."""
         began, response = time.monotonic(), None
         self._in_progress += 1
         try:
@@ -143,7 +143,7 @@ class Api:
         return response
 
     def _end(self, route: str, response: Response | None, began: float) -> None:
-        """Count a request, unless the server dropped it without a response."""
+        """Count a request, unless it was dropped without a response."""
         self._in_progress -= 1
         if response is not None:
             self._metrics.requests.labels(route, response.status_code).inc()
@@ -201,7 +201,7 @@ class Api:
     async def _stream(
         self, first: operations.Result, pieces: Iterator[operations.Result], call: Call
     ) -> AsyncIterator[bytes]:
-        """Yield the pieces. If the client disconnects, the rest is not computed."""
+        """Yield the pieces. If the client disconnects, no more are computed."""
         piece = first
         try:
             while piece is not None:

@@ -148,7 +148,7 @@ def default_length(max_length: int) -> int:
 
 
 def _decoding_fields(settings: ServerSettings) -> dict[str, tuple[Any, Any]]:
-    """Return the fields that `operations.wanted` translates. They have no defaults, to tell which were sent."""
+    """Return the fields for `operations.parse_generation_options`, without defaults, to tell which were sent."""
     max_length, max_beams = settings.max_length, settings.max_beams
     string = Annotated[str, Meta(min_length=1)]
     length = f"maximum generated tokens; default: {default_length(max_length)}"

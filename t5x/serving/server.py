@@ -1,4 +1,4 @@
-"""The process of `t5x serve`: starts, reloads on SIGHUP, drains on SIGTERM."""
+"""The process of `t5x serve`: start, reload on SIGHUP, drain on SIGTERM."""
 
 import asyncio
 import contextlib
@@ -27,10 +27,10 @@ from t5x.serving.settings import LOOPBACK, ServerSettings
 
 log = logging.getLogger(__name__)
 
-_GRACE = 1.0  # seconds between SIGTERM and the end of listening, for requests that are on their way
+_DRAIN_DELAY_SECONDS = 1.0  # seconds between SIGTERM and the end of listening, for requests that are on their way
 _HEADER_SECONDS = 30.0
 _BACKLOG = 2048
-_CPU_ROWS = 8  # CPUs compute rows that nobody asked for more slowly
+_CPU_ROWS = 8  # on CPUs, padding rows cost as much as others
 
 
 def serve(
@@ -120,7 +120,7 @@ async def _run(
         server.force_exit = api.is_draining  # the second signal does not wait
         api.is_draining = True
         log.info("answering the requests in progress; another signal ends at once")
-        loop.call_later(_GRACE, stop)
+        loop.call_later(_DRAIN_DELAY_SECONDS, stop)
 
     def load() -> None:
         try:

@@ -17,7 +17,7 @@ from tests.inference.models import byte_model
 
 @pytest.fixture
 def batcher():
-    made = Batcher(rows=2, max_wait=0.01, observe=lambda *_: None)
+    made = Batcher(max_rows=2, max_wait=0.01, observe=lambda *_: None)
     yield made
     made.close()
 
