@@ -242,7 +242,7 @@ def rerank_tei(name: str, model: BatchedModel, fields: Fields) -> Result:
 
 
 def answer(name: str, model: BatchedModel, fields: Fields) -> Result:
-    options = answers.Answering(
+    options = answers.AnswerOptions(
         no_answer=fields["no_answer"], beams=fields["beams"], max_length=fields["max_tokens"],
         max_input_length=model.max_input_length, stride=min(_STRIDE, model.max_input_length // 4),
     )  # fmt: skip

@@ -14,7 +14,7 @@ import pytest
 import t5x
 from t5x import metrics
 from t5x.answering import answers, file_answering
-from t5x.answering.answers import Answer, Answering
+from t5x.answering.answers import Answer, AnswerOptions
 from t5x.answering.spans import Span
 from t5x.errors import UserError
 from tests.answering import squad_files
@@ -46,7 +46,7 @@ def one_model(directory, model, monkeypatch):
 
 def by_hand(model, question, context=CONTEXT):
     """What the model says of each window."""
-    spans = answers.windows_of(model, question, context, Answering(**OPTIONS))
+    spans = answers.windows_of(model, question, context, AnswerOptions(**OPTIONS))
     prompts = [f"question: {question} context: {context[span.start : span.end]}" for span in spans]
     return spans, prompts, model.generate(prompts, max_length=8, max_input_length=64)
 
@@ -122,7 +122,7 @@ def told_model(said):
 
 def test_the_place_is_looked_for_in_the_window_that_answered():
     context = "Alps one two three alps four five six"
-    how = Answering(max_input_length=7, stride=0, no_answer="none")
+    how = AnswerOptions(max_input_length=7, stride=0, no_answer="none")
     told = told_model({"one": ("none", -0.1), "alps": ("the Alps", -3.0), "five": ("alps", -0.2)})
     spans = answers.windows_of(told, "where", context, how)
     assert [context[span.start : span.end].split()[0] for span in spans] == ["Alps", "alps"]
