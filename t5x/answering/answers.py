@@ -23,10 +23,10 @@ class Answer(NamedTuple):
 
     Attributes:
       text: what the model generated. Characters unknown to its vocabulary are taken from the context if they can be
-        identified. Empty if the model says that there is no answer.
+        identified. Empty if the model generated the no-answer text.
       score: log probability of the generated text; with beams, divided by the length penalty.
       start, end: context[start:end] is the answer; None if it was not found there.
-      no_answer: whether the model says that the context has no answer.
+      no_answer: whether the model generated the no-answer text, or nothing.
       no_answer_probability: probability of the no-answer text; of several windows the smallest. None if `no_answer` was
         not given.
     """

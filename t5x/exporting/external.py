@@ -83,9 +83,9 @@ def write_ctranslate2(
 
 
 def _converter(ctranslate2: Any, source: str, *, tied: bool) -> Any:
-    """Return CTranslate2's converter, which scales the logits if the configuration says that embeddings are tied.
+    """Return CTranslate2's converter with the model's own `tie_word_embeddings`, by which it scales the logits.
 
-    transformers 5 says so of every T5.
+    transformers 5 sets it to true for every T5.
     """
 
     class Converter(ctranslate2.converters.TransformersConverter):

@@ -1,4 +1,4 @@
-"""`t5x serve`: models behind an HTTP API, with requests of many clients computed in common batches.
+"""`t5x serve`: models behind an HTTP API, with requests of many clients computed in shared batches.
 
 | file | contents |
 |---|---|

@@ -159,7 +159,7 @@ def test_the_place_is_looked_for_in_the_window_that_answered():
         ("x", "y", {"no_answer": " "}, "no_answer is empty"),
     ],
 )
-def test_what_cannot_be_asked_is_told(model, question, context, options, message):
+def test_invalid_questions_and_options_raise_user_errors(model, question, context, options, message):
     with pytest.raises(UserError, match=message):
         model.answer(question, context, **options)
 
@@ -192,7 +192,7 @@ def questions(tmp_path):
     return path
 
 
-def test_a_file_that_is_stopped_goes_on_to_the_same_bytes(capsys, directory, model, questions, tmp_path, monkeypatch):
+def test_an_interrupted_file_resumes_to_the_same_bytes(capsys, directory, model, questions, tmp_path, monkeypatch):
     arguments = ("--model", directory, "--input", questions, *FLAGS, "--batch_size", 8, "--checkpoint_period", 1)
     whole = tmp_path / "whole.jsonl"
     said = run(capsys, "answer", *arguments, "--output", whole)
@@ -297,7 +297,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_lines_that_cannot_be_used_are_told(case, capsys, directory, tmp_path):
+def test_invalid_lines_raise_user_errors_with_their_place(case, capsys, directory, tmp_path):
     content, words = BAD[case]
     (tmp_path / "in.jsonl").write_text(content)
     output = tmp_path / "out.jsonl"

@@ -74,7 +74,7 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize("case", UNKNOWN)
-def test_what_a_vocabulary_does_not_know(case):
+def test_answers_with_unknown_characters_are_located(case):
     answer, context, expected = UNKNOWN[case]
     found = locate(answer, context, round_trip=round_trip)
     assert (None if found is None else context[found.start : found.end]) == expected
@@ -100,7 +100,7 @@ def test_pieces_fold_as_the_whole(text):
 
 @settings(deadline=None)
 @given(ODD, st.data())
-def test_what_was_taken_out_is_found(text, data):
+def test_a_part_of_a_text_is_located(text, data):
     start = data.draw(st.integers(0, len(text)))
     end = data.draw(st.integers(start, len(text)))
     answer = text[start:end].strip()

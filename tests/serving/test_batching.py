@@ -133,7 +133,7 @@ def test_a_lone_row_does_not_wait_for_others(compute):
     batcher.close()
 
 
-def test_clients_that_come_again_join_those_that_wait():
+def test_returning_clients_join_the_waiting_ones():
     """Four clients that began as one and three: from the third batch on, they are computed together."""
     sizes = []
 
@@ -189,7 +189,7 @@ def test_an_error_reaches_its_own_rows_only(batcher, compute):
     assert isinstance(bad[1]["error"], ArithmeticError) and good[1] == {"results": [4]}
 
 
-def test_closing_computes_what_waits(compute):
+def test_closing_computes_the_waiting_rows(compute):
     batcher = Batcher(max_rows=4, max_wait=5, observe=lambda *_: None)
     threads = [start(batcher, compute, [0])]
     compute.started.wait(10)

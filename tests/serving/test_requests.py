@@ -19,7 +19,7 @@ def test_an_integer_may_be_written_as_a_float(value):
 
 
 @pytest.mark.parametrize("value", ['"3"', "2.5", "true", "0", "65", "1e300", "[3]", "9" * 400])
-def test_what_is_not_an_integer_within_the_limits_is_refused_by_name(value):
+def test_an_invalid_integer_is_refused_with_its_name(value):
     with pytest.raises(requests.InvalidRequest, match=r"max_tokens|out of range"):
         parse(f'{{"prompt": "x", "max_tokens": {value}}}')
 
