@@ -18,7 +18,7 @@ from t5x.checkpoints.config import RestoreCheckpointConfig
 from t5x.data.feature_spec import Feature
 from t5x.errors import UserError
 from t5x.exporting import saved_model
-from t5x.exporting.checking import TEXTS, Comparison
+from t5x.exporting.checking import TEXTS, ExportComparison
 from t5x.exporting.destination import new_destination
 from t5x.exporting.tf_functions import (
     DEFAULT_SIGNATURE,
@@ -97,15 +97,15 @@ def save(
             batch_size=batch_size, output_features=features, task_feature_lengths=task_feature_lengths,
             tokenized_inputs=tokenized_inputs,
         )  # fmt: skip
-        given: dict[str, Any] = {
+        inference_args: dict[str, Any] = {
             "model": model, "inference_mode": inference_mode, "partitioner": partitioner, "enable_xla": enable_xla,
             "native_lowering": native_lowering, "native_lowering_platforms": native_lowering_platforms,
             "polymorphic_shapes_inputs": create_polymorphic_shapes_fn(signature, preprocess),
         }  # fmt: skip
         if create_decoding_state_callback_fn is not None:
             vocabulary = features[output_vocab_feature_name].vocabulary
-            given["decoding_state_callback_fn"] = create_decoding_state_callback_fn(vocab=vocabulary)
-        in_tensorflow = create_inference_function_fn(**given, enable_jax2tf=True)
+            inference_args["decoding_state_callback_fn"] = create_decoding_state_callback_fn(vocab=vocabulary)
+        in_tensorflow = create_inference_function_fn(**inference_args, enable_jax2tf=True)
         postprocess = create_postprocessor_fn(
             vocab=features[output_vocab_feature_name].vocabulary, inference_mode=inference_mode,
             decode_outputs=decode_outputs,
@@ -119,11 +119,11 @@ def save(
             write_warmup_example_fn(
                 warmup_examples, directory, model_name, batch_sizes=[batch_size], signature_name=signature_name
             )
-        in_jax = create_inference_function_fn(**given, enable_jax2tf=False)
+        in_jax = create_inference_function_fn(**inference_args, enable_jax2tf=False)
         inputs = validation_examples or getattr(preprocess, "examples", None)
         examples = _examples(signature[0], inputs, batch_size)
-        made = _check(directory, signature_name, (preprocess, in_jax, postprocess), arrays, examples, model)
-    print(f"checked against the original: {made}")
+        differences = _check(directory, signature_name, (preprocess, in_jax, postprocess), arrays, examples, model)
+    print(f"checked against the original: {differences}")
     print(f"wrote {destination} ({model_name})")
 
 
@@ -149,11 +149,11 @@ def _arrays(
     return tree.flatten(jax.device_get(compute_params(model.module, params)))
 
 
-def _examples(signature: Any, given: Sequence[Any] | None, rows: int | None) -> Any:
+def _examples(signature: Any, examples: Sequence[Any] | None, rows: int | None) -> Any:
     """Return a batch of inputs for the check."""
-    if given is None and signature.dtype != "string":
+    if examples is None and signature.dtype != "string":
         return np.ones([rows or 3, *signature.shape[1:]], np.int32)
-    examples = list(given if given is not None else TEXTS)
+    examples = TEXTS if examples is None else examples
     return [examples[i % len(examples)] for i in range(rows or len(examples))]
 
 
@@ -165,16 +165,16 @@ def _check(
 
     preprocess, in_jax, postprocess = functions
     batch = {name: x.numpy() for name, x in preprocess(tf.constant(examples)).items()}
-    found_in_jax = jax.tree.map(lambda x: tf.constant(np.asarray(x)), jax.jit(in_jax)(arrays, batch))
-    expected = postprocess(found_in_jax)
+    jax_outputs = jax.tree.map(lambda x: tf.constant(np.asarray(x)), jax.jit(in_jax)(arrays, batch))
+    expected = postprocess(jax_outputs)
     signature = tf.saved_model.load(directory).signatures[signature_name]
     (name,) = signature.structured_input_signature[1]
-    found = signature(**{name: tf.constant(examples)})
-    comparison = Comparison(jnp.dtype(model.module.config.dtype).name)
+    outputs = signature(**{name: tf.constant(examples)})
+    comparison = ExportComparison(jnp.dtype(model.module.config.dtype).name)
     for name, value in expected.items():
-        ours, theirs = value.numpy(), found[name].numpy()
-        if np.issubdtype(ours.dtype, np.floating):
-            comparison.numbers(name, ours, theirs)
+        original, exported = value.numpy(), outputs[name].numpy()
+        if np.issubdtype(original.dtype, np.floating):
+            comparison.numbers(name, original, exported)
         else:
-            comparison.outputs(name, ours.tolist(), theirs.tolist())
+            comparison.outputs(name, original.tolist(), exported.tolist())
     return str(comparison)

@@ -1,4 +1,4 @@
-"""`t5x answer --input`: answers to the questions of a file, given only a model directory."""
+"""`t5x answer --input`: answer the questions of a file with the model of a directory."""
 
 import dataclasses
 import json
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from t5x import metrics
-from t5x.answering.answers import FIELDS, Answer, Answering, answer, windows_of
+from t5x.answering.answers import FIELDS, Answer, AnswerOptions, answer, windows_of
 from t5x.answering.questions import SquadQuestions, open_questions
 from t5x.errors import UserError, located
 from t5x.inference.jobs import JobProgress, LineChunk, LineJob, Record, check_counts, run_job
@@ -50,29 +50,30 @@ def answer_file(
       checkpoint_period: number of batches of questions per chunk.
       overwrite: replace an existing output, and discard finished chunks of other runs.
       vocabulary, dtype: see `t5x.load`.
-      options: see `t5x.answering.answers.Answering`.
+      options: see `t5x.answering.answers.AnswerOptions`.
     """
-    how = Answering(**options)
+    settings = AnswerOptions(**options)
     check_counts("--", checkpoint_period=checkpoint_period)
     paths = {"squad_predictions": squad_predictions, "squad_na_probs": squad_na_probs}
     extra = {name: path for name, path in paths.items() if path is not None}
-    _check_extra(extra, output, how)
+    _check_extra(extra, output, settings)
     to = FileOutput(output, overwrite=overwrite, also=extra, inputs={"input": input_path})
     questions = open_questions(input_path, needs_id=bool(extra))
     questions.count()  # checks every question, before the model is loaded
     loaded = load(model_dir, vocabulary=vocabulary, dtype=dtype)
     source = {"checkpoint_period": checkpoint_period, "input": input_path, "vocabulary": vocabulary}
     job = _FileAnswering(
-        file=questions, batch_size=how.batch_size, source=source, loaded=loaded, how=how, extra_files=extra
-    )
+        file=questions, batch_size=settings.batch_size, source=source, loaded=loaded, settings=settings,
+        extra_files=extra,
+    )  # fmt: skip
     run_job(job, to)
 
 
-def _check_extra(extra: Mapping[str, str], output: str, how: Answering) -> None:
+def _check_extra(extra: Mapping[str, str], output: str, settings: AnswerOptions) -> None:
     """Raise a UserError if the options for SQuAD's files do not fit the other options."""
     if extra and output == "-":
         raise UserError(f"--{next(iter(extra))} needs --output FILE too: it is made from that file.")
-    if "squad_na_probs" in extra and how.no_answer is None:
+    if "squad_na_probs" in extra and settings.no_answer is None:
         raise UserError("--squad_na_probs needs --no_answer, the text that the model generates if there is no answer.")
     paths = [os.path.abspath(path) for path in (output, *extra.values())]
     if len({*paths}) < len(paths):
@@ -91,30 +92,31 @@ class _FileAnswering(LineJob):
     unit: str = "question"
     counted: str = "questions"
     loaded: LoadedModel
-    how: Answering
+    settings: AnswerOptions
     extra_files: dict[str, str]
 
     def identity(self) -> dict[str, Any]:
-        return {**self.loaded.identity(), "mode": "answer", **dataclasses.asdict(self.how), **self.source}
+        return {**self.loaded.identity(), "mode": "answer", **dataclasses.asdict(self.settings), **self.source}
 
     def compute_lines(self, chunk: LineChunk, progress: JobProgress) -> tuple[list[Record], Record]:
         pairs = [(line.example["question"], line.example["context"]) for line in chunk.lines]
         spans = []
         for line, pair in zip(chunk.lines, pairs, strict=True):
             with located(self.file.where(line.number)):
-                spans.append(windows_of(self.loaded, *pair, self.how))
+                spans.append(windows_of(self.loaded, *pair, self.settings))
         windows = sum(map(len, spans))
         rows = self.loaded.rows(windows if chunk.is_first else self.batch_size, self.batch_size)
         after_batch = progress.after_batch(len(pairs), windows)
-        found = answer(self.loaded, pairs, spans, self.how, rows=rows, after_batch=after_batch)
-        return [{**line.example, **as_record(one)} for line, one in zip(chunk.lines, found, strict=True)], {}
+        answers = answer(self.loaded, pairs, spans, self.settings, rows=rows, after_batch=after_batch)
+        return [{**line.example, **as_record(each)} for line, each in zip(chunk.lines, answers, strict=True)], {}
 
     def after_merge(self, path: str) -> None:
         """Write SQuAD's files from the complete output, and log scores if the correct answers are known."""
         for name, field in (("squad_predictions", "answer"), ("squad_na_probs", "no_answer_probability")):
             if name in self.extra_files:
-                found = {str(record["id"]): record[field] for record, _ in jsonl.read(path)}
-                jsonl.replace(self.extra_files[name], [json.dumps(found, ensure_ascii=False, indent=0).encode(), b"\n"])
+                values = {str(record["id"]): record[field] for record, _ in jsonl.read(path)}
+                content = json.dumps(values, ensure_ascii=False, indent=0) + "\n"
+                jsonl.replace(self.extra_files[name], [content.encode()])
                 log.info("wrote %s", self.extra_files[name])
         if isinstance(self.file, SquadQuestions):
             records = [record for record, _ in jsonl.read(path)]
@@ -123,10 +125,10 @@ class _FileAnswering(LineJob):
                 log.info("%s (%d questions)", scores, len(records))
 
 
-def as_record(found: Answer) -> dict[str, Any]:
-    """Return an answer in the form in which it is written."""
-    record = dict(zip(FIELDS, found, strict=True))
-    if found.no_answer_probability is None:
+def as_record(result: Answer) -> dict[str, Any]:
+    """Return the fields of an answer in an output line."""
+    record = dict(zip(FIELDS, result, strict=True))
+    if result.no_answer_probability is None:
         del record["no_answer_probability"]
     return record
 

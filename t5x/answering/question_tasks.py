@@ -126,10 +126,10 @@ def is_no_answer(text: str, no_answer: str | None) -> bool:
 
 def check_no_answer(no_answer: str, vocabulary: Vocabulary) -> None:
     """Raise a UserError if the vocabulary changes the text, so that it would not be recognised."""
-    made = vocabulary.decode(vocabulary.encode(no_answer))
-    if not is_no_answer(made, no_answer):
+    decoded = vocabulary.decode(vocabulary.encode(no_answer))
+    if not is_no_answer(decoded, no_answer):
         raise UserError(
-            f"no_answer is {no_answer!r}, which the model cannot generate: its vocabulary decodes it as {made!r}. "
+            f"no_answer is {no_answer!r}, which the model cannot generate: its vocabulary decodes it as {decoded!r}. "
             "Choose another text, such as 'unanswerable'."
         )
 

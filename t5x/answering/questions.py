@@ -13,7 +13,7 @@ from t5x.inference.input_lines import Line, Lines
 
 
 class QuestionLines(Lines):
-    """The questions of JSON lines. Other fields are kept.
+    """The questions of JSON lines, with all their fields.
 
     Args:
       path: a file, or - for standard input.
@@ -44,9 +44,9 @@ class QuestionLines(Lines):
                 raise UserError(f'{self.where(number)} must be an object with the strings "question" and "context".')
             if not value.strip():
                 raise UserError(f'{self.where(number)} has an empty "{field}".')
-        if taken := [name for name in FIELDS if name in example]:
+        if clashing := [name for name in FIELDS if name in example]:
             raise UserError(
-                f'{self.where(number)} has a field "{taken[0]}", which the output uses for the answer. Rename it in '
+                f'{self.where(number)} has a field "{clashing[0]}", which the output uses for the answer. Rename it in '
                 "the input."
             )
         if example.get("id") is None:

@@ -32,7 +32,7 @@ def locate(
     text: str,
     start: int = 0,
     end: int | None = None,
-    given_back: Callable[[str], str] = lambda text: text,
+    round_trip: Callable[[str], str] = lambda text: text,
 ) -> Span | None:
     """Return the first position of an answer in text[start:end], as offsets in the whole text, or None.
 
@@ -44,14 +44,14 @@ def locate(
     Span(start=14, end=26)
 
     Args:
-      given_back: encodes and decodes a text with the vocabulary of the answer.
+      round_trip: encodes and decodes a string with the vocabulary of the answer.
     """
     end = len(text) if end is None else end
     answer = answer.strip()
     if not answer:
         return None
     if has_unknown(answer):
-        return _locate_unknown(answer, text, start, end, given_back)
+        return _locate_unknown(answer, text, start, end, round_trip)
     exact = list(_exact_matches(answer, text, start, end))
     if whole := _first_whole(exact, text):
         return whole
@@ -59,13 +59,13 @@ def locate(
     return _first_whole(folded, text) or next(iter([*exact, *folded]), None)
 
 
-def _locate_unknown(answer: str, text: str, start: int, end: int, given_back: Callable[[str], str]) -> Span | None:
+def _locate_unknown(answer: str, text: str, start: int, end: int, round_trip: Callable[[str], str]) -> Span | None:
     characters = {c for c in _nfkc(text[start:end]) if not c.isspace()}
-    unknown = {folded for c in characters if has_unknown(given_back(c)) for folded in _fold(c)}
+    unknown = {folded for c in characters if has_unknown(round_trip(c)) for folded in _fold(c)}
     spans = [
         span
         for span in _folded_matches(answer, text, start, end, unknown)
-        if _bare(given_back(text[slice(*span)])) == _bare(answer)
+        if _bare(round_trip(text[slice(*span)])) == _bare(answer)
     ]
     spans = [span for span in spans if _is_whole(span, text)] or spans
     return spans[0] if len({_bare(text[slice(*span)]) for span in spans}) == 1 else None
@@ -82,8 +82,11 @@ def _first_whole(spans: list[Span], text: str) -> Span | None:
 
 def _is_whole(span: Span, text: str) -> bool:
     """Return whether the span does not start or end inside a word."""
-    joined = lambda at: 0 < at < len(text) and text[at - 1].isalnum() and text[at].isalnum()
-    return not joined(span.start) and not joined(span.end)
+
+    def is_inside_word(offset: int) -> bool:
+        return 0 < offset < len(text) and text[offset - 1].isalnum() and text[offset].isalnum()
+
+    return not is_inside_word(span.start) and not is_inside_word(span.end)
 
 
 def _exact_matches(answer: str, text: str, start: int, end: int) -> Iterator[Span]:
@@ -108,35 +111,38 @@ def _folded_matches(answer: str, text: str, start: int, end: int, unknown: Set[s
         words = before[-1:].isalnum() and part[0].isalnum()
         pattern += "" if not before else r"\s+" if words else r"\s*"
         pattern += f"{run}++" if part[0] == _UNKNOWN else re.escape(part)
-    folded, places = _with_places(text, start, end)
-    divided = lambda at: 0 < at < len(places) and places[at - 1] == places[at]  # inside a character
+    folded, origins = _fold_with_origins(text, start, end)
+
+    def is_inside_character(offset: int) -> bool:
+        return 0 < offset < len(origins) and origins[offset - 1] == origins[offset]
+
     for match in re.compile(f"(?=({pattern}))").finditer(folded):  # matches may overlap
-        if not divided(match.start(1)) and not divided(match.end(1)):
-            yield Span(places[match.start(1)].start, places[match.end(1) - 1].end)
+        if not is_inside_character(match.start(1)) and not is_inside_character(match.end(1)):
+            yield Span(origins[match.start(1)].start, origins[match.end(1) - 1].end)
 
 
-def _with_places(text: str, start: int, end: int) -> tuple[str, list[Span]]:
-    """Return the folded form of text[start:end], and for each of its characters the span it was made from."""
-    folded, places = [], []
+def _fold_with_origins(text: str, start: int, end: int) -> tuple[str, list[Span]]:
+    """Return the folded form of text[start:end], and the span from which each of its characters comes."""
+    folded, origins = [], []
     for span in _clusters(text, start, end):
-        made = _fold(text[span.start : span.end])
-        folded.append(made)
-        places += [span] * len(made)
-    return "".join(folded), places
+        piece = _fold(text[span.start : span.end])
+        folded.append(piece)
+        origins += [span] * len(piece)
+    return "".join(folded), origins
 
 
 def _clusters(text: str, start: int, end: int) -> Iterator[Span]:
     """Yield pieces of a text whose normal forms, concatenated, are the normal form of the whole."""
     first = start
-    for at in range(start + 1, end):
-        if text[at].isascii():  # normalised independently of what precedes it
-            separate = True
+    for index in range(start + 1, end):
+        if text[index].isascii():  # normalised independently of the characters before it
+            is_separate = True
         else:
-            before, after = _nfkc(text[first:at]), _nfkc(text[at])
-            separate = not unicodedata.combining(after[0]) and _nfkc(text[first : at + 1]) == before + after
-        if separate:
-            yield Span(first, at)
-            first = at
+            before, after = _nfkc(text[first:index]), _nfkc(text[index])
+            is_separate = not unicodedata.combining(after[0]) and _nfkc(text[first : index + 1]) == before + after
+        if is_separate:
+            yield Span(first, index)
+            first = index
     if first < end:
         yield Span(first, end)
 
@@ -146,5 +152,5 @@ def _nfkc(text: str) -> str:
 
 
 def _fold(text: str) -> str:
-    made = _nfkc(text).casefold()
-    return made if made.isascii() else "".join(c for c in made if unicodedata.category(c) != "Cf")
+    folded = _nfkc(text).casefold()
+    return folded if folded.isascii() else "".join(c for c in folded if unicodedata.category(c) != "Cf")

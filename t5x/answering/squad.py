@@ -38,15 +38,15 @@ def read_squad(path: str | os.PathLike[str], titles: str | None = None, name: st
     """
     name = os.fspath(path) if name is None else name
     content = user_files.read_bytes(path).removeprefix(codecs.BOM_UTF8)
-    found: dict[str, tuple[str, Question]] = {}
+    by_id: dict[str, tuple[str, Question]] = {}
     for where, question in _questions(text_lines.parsed(text_lines.decoded(content, name), name), name):
-        if question["id"] in found:
+        if question["id"] in by_id:
             raise UserError(
-                f"{name}: {found[question['id']][0]} and {where} have the same id, {question['id']!r}. Make ids unique."
+                f"{name}: {by_id[question['id']][0]} and {where} have the same id, {question['id']!r}. Make ids unique."
             )
-        found[question["id"]] = where, question
-    questions = [question for _, question in found.values()]
-    return questions if titles is None else _of_titles(questions, titles, name)
+        by_id[question["id"]] = where, question
+    questions = [question for _, question in by_id.values()]
+    return questions if titles is None else _select_titles(questions, titles, name)
 
 
 class SquadDataSource(FilesDataSource):
@@ -73,8 +73,13 @@ class SquadDataSource(FilesDataSource):
 
     def _open_titles(self, copy: LocalCopy, titles: str | None) -> FileExamples:
         questions = read_squad(copy.path, titles, copy.name)
-        read = lambda index: questions[index] | {"answers": list(questions[index]["answers"])}
-        locate = lambda index: f"{copy.name}, question {questions[index]['id']!r}"
+
+        def read(index: int) -> Question:
+            return questions[index] | {"answers": list(questions[index]["answers"])}
+
+        def locate(index: int) -> str:
+            return f"{copy.name}, question {questions[index]['id']!r}"
+
         return FileExamples(copy.name, len(questions), read, locate)
 
 
@@ -127,7 +132,7 @@ def _answers(question: Mapping[str, Any], context: str, name: str, where: str) -
     """Return the texts of the answers; empty if the question is impossible, as in SQuAD 2.0."""
     if question.get("is_impossible") or "answers" not in question:  # a test set
         return []
-    found = []
+    texts = []
     for answer, of_answer in _entries(question, "answers", name, where):
         text = _text(answer, "text", name, of_answer)
         start = answer.get("answer_start")
@@ -137,19 +142,19 @@ def _answers(question: Mapping[str, Any], context: str, name: str, where: str) -
                 f"{context[start : start + len(text)] if type(start) is int and start >= 0 else None!r}. Offsets "
                 "count characters, not bytes."
             )
-        found.append(text)
-    return found
+        texts.append(text)
+    return texts
 
 
-def _of_titles(questions: list[Question], titles: str, name: str) -> list[Question]:
+def _select_titles(questions: list[Question], titles: str, name: str) -> list[Question]:
     try:
-        wanted = re.compile(titles)
+        pattern = re.compile(titles)
     except re.error as error:
         raise UserError(f"titles {titles!r} is not a regular expression: {error}.") from error
-    found = [question for question in questions if wanted.match(question["title"])]
-    if not found:
-        titles_there = list(dict.fromkeys(question["title"] for question in questions))
-        more = f" and {len(titles_there) - _SHOWN} more" if len(titles_there) > _SHOWN else ""
-        first = ", ".join(titles_there[:_SHOWN])
+    selected = [question for question in questions if pattern.match(question["title"])]
+    if not selected:
+        all_titles = list(dict.fromkeys(question["title"] for question in questions))
+        more = f" and {len(all_titles) - _SHOWN} more" if len(all_titles) > _SHOWN else ""
+        first = ", ".join(all_titles[:_SHOWN])
         raise UserError(f"{name}: no title begins with {titles!r}. The titles are {first}{more}.")
-    return found
+    return selected

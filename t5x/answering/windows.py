@@ -25,9 +25,9 @@ def windows(text: str, tokens: Callable[[str], int], room: int, overlap: int) ->
     if tokens(text) <= room:
         return [Span(0, len(text))]
     limit = max(1, room // _WORDS_AT_LEAST)
-    words = [part for word in _WORD.finditer(text) for part in _parts(text, Span(*word.span()), tokens, limit)]
+    words = [part for word in _WORD.finditer(text) for part in _split_word(text, Span(*word.span()), tokens, limit)]
     before = [0, *itertools.accumulate(tokens(text[word.start : word.end]) for word in words)]
-    found: list[Span] = []
+    spans: list[Span] = []
     first = 0
     while True:
         last = first + 1  # excluded
@@ -36,21 +36,21 @@ def windows(text: str, tokens: Callable[[str], int], room: int, overlap: int) ->
         # A window may have more tokens than its words separately.
         while last > first + 1 and tokens(text[words[first].start : words[last - 1].end]) > room:
             last -= 1
-        found.append(Span(words[first].start, words[last - 1].end))
+        spans.append(Span(words[first].start, words[last - 1].end))
         if last == len(words):
-            return found
+            return spans
         shared = last
         while shared > first + 1 and before[last] - before[shared] < overlap:
             shared -= 1
         first = shared
 
 
-def _parts(text: str, span: Span, tokens: Callable[[str], int], limit: int) -> Iterator[Span]:
-    """Yield a word, with the spaces after it; in parts, if it has more tokens than the limit."""
+def _split_word(text: str, span: Span, tokens: Callable[[str], int], limit: int) -> Iterator[Span]:
+    """Yield a word with the spaces after it, in pieces if it has more tokens than the limit."""
     start, end = span
     if end - start == 1 or tokens(text[start:end]) <= limit:
         yield span
         return
     middle = (start + end) // 2
-    yield from _parts(text, Span(start, middle), tokens, limit)
-    yield from _parts(text, Span(middle, end), tokens, limit)
+    yield from _split_word(text, Span(start, middle), tokens, limit)
+    yield from _split_word(text, Span(middle, end), tokens, limit)

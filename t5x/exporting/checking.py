@@ -1,4 +1,4 @@
-"""Compares an export with the model that it was made from."""
+"""Compare an export with its model."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -29,8 +29,8 @@ class WrongExport(UserError):
     """The outputs of an export are not those of the model."""
 
 
-class Comparison:
-    """Collects the differences between an export and its model, and refuses a wrong export.
+class ExportComparison:
+    """The differences between an export and its model. A difference beyond the tolerance raises `WrongExport`.
 
     Args:
       dtype: of the activations.
@@ -43,30 +43,30 @@ class Comparison:
     def __str__(self) -> str:
         return "; ".join(self._lines)
 
-    def numbers(self, name: str, expected: Any, found: Any) -> None:
+    def numbers(self, name: str, expected: Any, actual: Any) -> None:
         """Compare arrays of log probabilities or logits."""
-        expected, found = np.asarray(expected, np.float64), np.asarray(found, np.float64)
-        if expected.shape != found.shape:
-            raise WrongExport(f"{name} has the shape {found.shape}, not {expected.shape}. {_REFUSED}")
-        difference = np.abs(found - expected)
+        expected, actual = np.asarray(expected, np.float64), np.asarray(actual, np.float64)
+        if expected.shape != actual.shape:
+            raise WrongExport(f"{name} has the shape {actual.shape}, not {expected.shape}. {_REFUSED}")
+        difference = np.abs(actual - expected)
         if not np.all(difference <= self._tolerance * np.maximum(1, np.abs(expected) / 10)):  # also refuses NaN
             raise WrongExport(f"{name} differs by {difference.max():.2g} from the model's. {_REFUSED}")
         self._lines.append(f"{name} within {difference.max(initial=0):.1e}")
 
-    def outputs(self, name: str, expected: Sequence[Any], found: Sequence[Any], scores: Sequence[Any] = ()) -> None:
+    def outputs(self, name: str, expected: Sequence[Any], actual: Sequence[Any], scores: Sequence[Any] = ()) -> None:
         """Compare generated outputs. Different outputs with the same score are ties.
 
         Args:
-          expected, found: strings or lists of ids.
-          scores: (expected, found) log probability of each output that differs, if the export has them.
+          expected, actual: strings or lists of ids.
+          scores: (expected, actual) log probability of each output that differs, if the export has them.
         """
-        if len(expected) != len(found):
-            raise WrongExport(f"{name} returned {len(found)} outputs for {len(expected)} inputs. {_REFUSED}")
-        wrong = [i for i, (a, b) in enumerate(zip(expected, found, strict=True)) if a != b]
+        if len(expected) != len(actual):
+            raise WrongExport(f"{name} returned {len(actual)} outputs for {len(expected)} inputs. {_REFUSED}")
+        wrong = [i for i, (a, b) in enumerate(zip(expected, actual, strict=True)) if a != b]
         for i in wrong:
             is_tie = scores and abs(scores[i][0] - scores[i][1]) <= self._tolerance * max(1, abs(scores[i][0]) / 10)
             if not is_tie:
-                raise WrongExport(f"{name} returned {found[i]!r}, the model {expected[i]!r}. {_REFUSED}")
+                raise WrongExport(f"{name} returned {actual[i]!r}, the model {expected[i]!r}. {_REFUSED}")
         self._lines.append(f"{name}: {len(expected) - len(wrong)} of {len(expected)} outputs equal")
 
 
@@ -88,7 +88,7 @@ class Sample:
     def encoded(self, loaded: LoadedModel) -> tuple[list[list[int]], list[list[int]]]:
         """Return the ids of inputs and targets."""
         if not self.targets:
-            self.targets = [made.text for made in loaded.generate(list(self.texts))]
+            self.targets = [output.text for output in loaded.generate(list(self.texts))]
         return [loaded.input_ids(x)[0] for x in self.texts], [loaded.target_ids(x)[0] for x in self.targets]
 
     def loss(self, loaded: LoadedModel) -> float:
@@ -98,7 +98,7 @@ class Sample:
 
 
 def report_loss(before: float, after: float, examples: int, limit: float = INT8_WEIGHTS_LIMIT) -> str:
-    """Return a line about the loss with weights in int8; refuse what is worse by more than `limit` per token."""
+    """Return a line about the loss with int8 weights. Raise `WrongExport` if it is higher by more than `limit`."""
     if not after - before <= limit:  # also refuses NaN
         raise WrongExport(
             f"With int8 weights the loss is {after:.4f} per token instead of {before:.4f}, which is more than {limit} "
@@ -114,23 +114,23 @@ def compare_ids(exportable: Exportable, run: Callable[..., Mapping[str, np.ndarr
       run: (name of a program, arrays of ids) -> {output: array}.
     """
     loaded = exportable.loaded
-    comparison = Comparison(loaded.dtype)
+    comparison = ExportComparison(loaded.dtype)
     inputs = [loaded.input_ids(text, exportable.max_input_length)[0] for text in TEXTS]
     pad_id = loaded.model.pad_id
     input_ids = padded(inputs, exportable.max_input_length, pad_id)
 
     def generate(name: str, rows: slice) -> tuple[list[list[int]], np.ndarray]:
-        found = run(name, input_ids[rows])
-        ids = np.reshape(found["output_ids"], (-1, exportable.max_length))
-        return [without_padding(row, pad_id) for row in ids], found["score"]
+        outputs = run(name, input_ids[rows])
+        ids = np.reshape(outputs["output_ids"], (-1, exportable.max_length))
+        return [without_padding(row, pad_id) for row in ids], outputs["score"]
 
-    targets = [made.tokens for made in compare_generations(comparison, exportable, inputs, generate)]
-    found = run("score", input_ids[1:], padded(targets[1:], exportable.max_length, pad_id))["score"]
-    comparison.numbers("score", scores_of(loaded, inputs[1:], targets[1:]), found)
+    targets = [output.tokens for output in compare_generations(comparison, exportable, inputs, generate)]
+    scores = run("score", input_ids[1:], padded(targets[1:], exportable.max_length, pad_id))["score"]
+    comparison.numbers("score", scores_of(loaded, inputs[1:], targets[1:]), scores)
     labels = [loaded.target_ids(word)[0][0] for word in _LABELS]
     expected = loaded.label_logits(inputs[1:], labels, max_input_length=exportable.max_input_length, batch_size=4)
-    found = run("rank", input_ids[1:], np.array([labels] * len(expected), np.int32))["logits"]
-    comparison.numbers("rank", expected, found)
+    logits = run("rank", input_ids[1:], np.array([labels] * len(expected), np.int32))["logits"]
+    comparison.numbers("rank", expected, logits)
     return str(comparison)
 
 
@@ -144,26 +144,26 @@ def compare_texts(
       ranked: scores of (query, document) pairs by the model; None if there is no signature `rank`.
     """
     loaded, texts = exportable.loaded, list(TEXTS)
-    comparison = Comparison(loaded.dtype)
+    comparison = ExportComparison(loaded.dtype)
     inputs = [loaded.input_ids(text, exportable.max_input_length)[0] for text in texts]
 
     def generate(name: str, rows: slice) -> tuple[list[str], np.ndarray]:
-        found = run(name, text_batch=texts[rows])
-        return [text.decode() for text in np.ravel(found["text"])], found["score"]
+        outputs = run(name, text_batch=texts[rows])
+        return [text.decode() for text in np.ravel(outputs["text"])], outputs["score"]
 
-    targets = [made.text for made in compare_generations(comparison, exportable, inputs, generate)]
+    targets = [output.text for output in compare_generations(comparison, exportable, inputs, generate)]
     target_ids = [loaded.target_ids(text, exportable.max_length)[0] for text in targets[1:]]
-    found = run("score", text_batch=texts[1:], targets=targets[1:])["score"]
-    comparison.numbers("score", scores_of(loaded, inputs[1:], target_ids), found)
+    scores = run("score", text_batch=texts[1:], targets=targets[1:])["score"]
+    comparison.numbers("score", scores_of(loaded, inputs[1:], target_ids), scores)
     if ranked is not None:
         pairs = [(QUERY, text) for text in (*texts[1:], " ".join(texts * exportable.max_input_length))]
-        found = run("rank", query=[query for query, _ in pairs], document=[text for _, text in pairs])["score"]
-        comparison.numbers("rank", ranked(pairs), found)
+        scores = run("rank", query=[query for query, _ in pairs], document=[text for _, text in pairs])["score"]
+        comparison.numbers("rank", ranked(pairs), scores)
     return str(comparison)
 
 
 def compare_generations(
-    comparison: Comparison,
+    comparison: ExportComparison,
     exportable: Exportable,
     inputs: Sequence[Sequence[int]],
     generate: Callable[[str, slice], tuple[list[Any], np.ndarray]],
@@ -174,22 +174,23 @@ def compare_generations(
       generate: (name of a program, rows) -> outputs and scores.
 
     Returns:
-      What the model itself generates, the best for each input.
+      The model's own best output for each input.
     """
     for name, decoding in exportable.decodings().items():
-        of_inputs = exportable.loaded.predictions(
+        predictions = exportable.loaded.predictions(
             inputs, decoding, max_length=exportable.max_length, max_input_length=exportable.max_input_length,
             batch_size=len(inputs),
         )  # fmt: skip
-        expected = [made for of_input in of_inputs for made in of_input]
-        parts = [generate(name, rows) for rows in (slice(0, 1), slice(1, None))]
-        found = [output for outputs, _ in parts for output in outputs]
-        wanted = [made.text if isinstance(found[0], str) else made.tokens for made in expected]
-        scores = np.concatenate([np.ravel(of_part) for _, of_part in parts])
-        pairs = list(zip([made.score for made in expected], scores, strict=True))
-        comparison.outputs(name, wanted, found, pairs)
+        generations = [generation for of_input in predictions for generation in of_input]
+        batches = [generate(name, rows) for rows in (slice(0, 1), slice(1, None))]
+        actual = [output for outputs, _ in batches for output in outputs]
+        is_text = isinstance(actual[0], str)
+        expected = [generation.text if is_text else generation.tokens for generation in generations]
+        scores = np.concatenate([np.ravel(of_batch) for _, of_batch in batches])
+        pairs = list(zip([generation.score for generation in generations], scores, strict=True))
+        comparison.outputs(name, expected, actual, pairs)
         comparison.numbers(f"{name} scores", *zip(*pairs, strict=True))
-    return expected[:: decoding.num_return]
+    return generations[:: decoding.num_return]
 
 
 def scores_of(loaded: LoadedModel, inputs: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> list[float]:
@@ -203,7 +204,7 @@ def padded(rows: Sequence[Sequence[int]], columns: int, pad_id: int = 0) -> np.n
     >>> padded([[5, 1], [1]], 3).tolist()
     [[5, 1, 0], [1, 0, 0]]
     """
-    made = np.full((len(rows), columns), pad_id, np.int32)
-    for row, ids in zip(made, rows, strict=True):
+    array = np.full((len(rows), columns), pad_id, np.int32)
+    for row, ids in zip(array, rows, strict=True):
         row[: len(ids)] = ids
-    return made
+    return array

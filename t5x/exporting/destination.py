@@ -38,7 +38,7 @@ def new_destination(path: str) -> Iterator[str]:
 
 def _remove_unfinished(path: str) -> None:
     """Remove the temporaries of killed exports to `path`, which no process holds."""
-    for left in glob.glob(f"{glob.escape(path)}.tmp-*"):
-        if atomic.is_temporary(left):
-            with contextlib.suppress(OSError), locks.locked(left, wait=False):
-                atomic.remove_tree(left)
+    for temporary in glob.glob(f"{glob.escape(path)}.tmp-*"):
+        if atomic.is_temporary(temporary):
+            with contextlib.suppress(OSError), locks.locked(temporary, wait=False):
+                atomic.remove_tree(temporary)

@@ -1,4 +1,4 @@
-"""`t5x export`: makes an export, checks it against the original and refuses a wrong one."""
+"""`t5x export`: write an export, compare it with the original, and refuse it if they differ."""
 
 import os
 from collections.abc import Sequence
@@ -58,24 +58,24 @@ def export(
     sample = sample or Sample()
     with new_destination(destination) as directory:
         if format == "hf":
-            made = external.write_huggingface(directory, model, vocabulary, sample, max_length)
+            differences = external.write_huggingface(directory, model, vocabulary, sample, max_length)
         elif format == "onnx":
-            made = external.write_onnx(directory, model, vocabulary, sample, max_length)
+            differences = external.write_onnx(directory, model, vocabulary, sample, max_length)
         elif format == "ctranslate2":
-            made = external.write_ctranslate2(directory, model, vocabulary, sample, max_length, int8=int8)
+            differences = external.write_ctranslate2(directory, model, vocabulary, sample, max_length, int8=int8)
         else:
             loaded = load(model, vocabulary=vocabulary, dtype=dtype or "float32")
             exportable = Exportable(loaded, decoding or Decoding(), max_input_length, max_length)
             if int8:
                 print(_quantize(exportable, sample))
             if format == "stablehlo":
-                made = stablehlo.write(directory, exportable, platforms)
+                differences = stablehlo.write(directory, exportable, platforms)
             else:
-                made = saved_model.write(
+                differences = saved_model.write(
                     directory, exportable, token_ids=token_ids, rows=batch_size, warmup=warmup,
                     name=os.path.basename(os.path.dirname(os.path.abspath(destination))),
                 )  # fmt: skip
-    print(f"checked against the original: {made}")
+    print(f"checked against the original: {differences}")
     print(f"wrote {destination} ({format})")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from t5x.convert import convert
 from t5x.errors import UserError
-from t5x.exporting.checking import INT8_ACTIVATIONS_LIMIT, Comparison, Sample, padded, report_loss, scores_of
+from t5x.exporting.checking import INT8_ACTIVATIONS_LIMIT, ExportComparison, Sample, padded, report_loss, scores_of
 from t5x.inference.loaded import LoadedModel, load, without_padding
 from t5x.inference.options import Decoding
 from t5x.lazy_imports import import_extra
@@ -20,8 +20,8 @@ Greedy = Callable[[list[list[int]], int], list[list[int]]]  # (inputs, maximum l
 
 def write_huggingface(directory: str, model: str, vocabulary: str | None, sample: Sample, max_length: int) -> str:
     """Write a Hugging Face directory, run it with transformers where that is installed, and return the differences."""
-    with _converted(directory, model, vocabulary) as (made, original):
-        _move_files(made, directory)
+    with _converted(directory, model, vocabulary) as (source, original):
+        _move_files(source, directory)
     try:
         import torch
         import transformers
@@ -53,10 +53,10 @@ def write_ctranslate2(
     for module in ("torch", "transformers"):
         import_extra(module, fix)
     with _converted(directory, model, vocabulary) as (source, original):
-        made = os.path.join(os.path.dirname(source), "ct2")
+        output = os.path.join(os.path.dirname(source), "ct2")
         converter = _converter(ctranslate2, source, tied=original.model.module.config.logits_via_embedding)
-        converter.convert(made, quantization="int8" if int8 else None)
-        _move_files(made, directory)
+        converter.convert(output, quantization="int8" if int8 else None)
+        _move_files(output, directory)
     translator = ctranslate2.Translator(directory, device="cpu", compute_type="int8" if int8 else "float32")
     with open(os.path.join(directory, "shared_vocabulary.json")) as file:
         pieces = json.load(file)
@@ -66,10 +66,10 @@ def write_ctranslate2(
         return [[pieces[i] for i in row] for row in rows]
 
     def greedy(inputs: list[list[int]], limit: int) -> list[list[int]]:
-        found = translator.translate_batch(
+        results = translator.translate_batch(
             tokens(inputs), beam_size=1, max_decoding_length=limit, max_input_length=0, return_end_token=True
         )
-        return [[ids[token] for token in each.hypotheses[0]] for each in found]
+        return [[ids[token] for token in result.hypotheses[0]] for result in results]
 
     def score(inputs: list[list[int]], targets: list[list[int]]) -> list[float]:
         scored = translator.score_batch(tokens(inputs), [row[:-1] for row in tokens(targets)])  # it appends EOS itself
@@ -83,9 +83,9 @@ def write_ctranslate2(
 
 
 def _converter(ctranslate2: Any, source: str, *, tied: bool) -> Any:
-    """Return CTranslate2's converter, which scales the logits if the configuration says that embeddings are tied.
+    """Return CTranslate2's converter with the model's own `tie_word_embeddings`, by which it scales the logits.
 
-    transformers 5 says so of every T5.
+    transformers 5 sets it to true for every T5.
     """
 
     class Converter(ctranslate2.converters.TransformersConverter):
@@ -104,9 +104,9 @@ def _converted(directory: str, model: str, vocabulary: str | None) -> Iterator[t
     if not isinstance(original.model, EncoderDecoderModel):
         raise UserError("This model is decoder-only: transformers, CTranslate2 and Optimum have no class for it.")
     with tempfile.TemporaryDirectory(dir=directory) as temporary:
-        made = os.path.join(temporary, "hf")
-        convert(original.source, made, to="hf")
-        yield made, original
+        path = os.path.join(temporary, "hf")
+        convert(original.source, path, to="hf")
+        yield path, original
 
 
 def _move_files(source: str, destination: str) -> None:
@@ -116,8 +116,10 @@ def _move_files(source: str, destination: str) -> None:
 
 def _greedy(loaded: LoadedModel, inputs: list[list[int]], limit: int) -> list[list[int]]:
     longest = max(map(len, inputs))
-    made = loaded.predictions(inputs, Decoding(), max_length=limit, max_input_length=longest, batch_size=len(inputs))
-    return [best.tokens for best, *_ in made]
+    outputs = loaded.predictions(
+        inputs, Decoding(), max_length=limit, max_input_length=longest, batch_size=len(inputs)
+    )
+    return [best.tokens for best, *_ in outputs]
 
 
 def _compare_huggingface(original: LoadedModel, network: Any, sample: Sample, max_length: int) -> str:
@@ -148,7 +150,7 @@ def _compare_huggingface(original: LoadedModel, network: Any, sample: Sample, ma
 def _compare(
     original: LoadedModel, greedy: Greedy, sample: Sample, max_length: int, score: Callable[..., Any] | None = None
 ) -> str:
-    comparison = Comparison("float32")
+    comparison = ExportComparison("float32")
     inputs = [original.input_ids(text)[0] for text in sample.texts]
     expected = _greedy(original, inputs, max_length)
     comparison.outputs("greedy", expected, greedy(inputs, max_length))

@@ -28,7 +28,7 @@ PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 _STABLEHLO = "1.9.0"  # version of the programs: older than what the TensorFlow of the same year reads
 
 
-class Program(NamedTuple):
+class ExportFunction(NamedTuple):
     """A function of parameters and token ids.
 
     Attributes:
@@ -42,7 +42,7 @@ class Program(NamedTuple):
 
 @dataclasses.dataclass
 class Exportable:
-    """A model with what an export fixes.
+    """A model with the decoding and lengths of its export.
 
     Attributes:
       loaded: the model.
@@ -70,7 +70,7 @@ class Exportable:
         self.arrays = tree.flatten(jax.device_get(self.loaded.engine.params))
 
     def quantize(self) -> None:
-        """Store the matrices as int8. The model computes with the rounded values from here on."""
+        """Store the matrices as int8. From then on the model computes with the rounded values."""
         self.arrays = int8.quantize(self.arrays)
         rounded = int8.dequantize(self.arrays, self.loaded.dtype)
         self.loaded.engine.params = jax.device_put(tree.nest(rounded))
@@ -79,20 +79,20 @@ class Exportable:
         """Return the programs that generate: `predict`, and `greedy` unless `predict` is greedy."""
         return {"predict": self.decoding} | ({"greedy": GREEDY} if self.decoding != GREEDY else {})
 
-    def programs(self) -> dict[str, Program]:
+    def programs(self) -> dict[str, ExportFunction]:
         """Return the programs by name: `predict`, `score`, `rank`, `encode`, and `greedy` if `predict` is not."""
         inputs: dict[str, int | None] = {"input_ids": self.max_input_length}
-        made = {
-            name: Program(self._of_arrays(functools.partial(self._predict, decoding)), inputs)
+        generating = {
+            name: ExportFunction(self._dequantizing(functools.partial(self._predict, decoding)), inputs)
             for name, decoding in self.decodings().items()
         }
-        return made | {
-            "score": Program(self._of_arrays(self._score), inputs | {"target_ids": self.max_length}),
-            "rank": Program(self._of_arrays(self._rank), inputs | {"label_ids": None}),
-            "encode": Program(self._of_arrays(self._encode), inputs),
+        return generating | {
+            "score": ExportFunction(self._dequantizing(self._score), inputs | {"target_ids": self.max_length}),
+            "rank": ExportFunction(self._dequantizing(self._rank), inputs | {"label_ids": None}),
+            "encode": ExportFunction(self._dequantizing(self._encode), inputs),
         }
 
-    def export(self, program: Program, platforms: Sequence[str], rows: int | None = None) -> export.Exported:
+    def export(self, program: ExportFunction, platforms: Sequence[str], rows: int | None = None) -> export.Exported:
         """Lower a program to StableHLO.
 
         Args:
@@ -107,7 +107,7 @@ class Exportable:
         ]
         return lower(program.function, arrays, *ids, platforms=platforms)
 
-    def _of_arrays(self, function: Callable[..., dict[str, jax.Array]]) -> Callable[..., dict[str, jax.Array]]:
+    def _dequantizing(self, function: Callable[..., dict[str, jax.Array]]) -> Callable[..., dict[str, jax.Array]]:
         """Return a function of the stored arrays from a function of the parameters and token ids."""
 
         def run(arrays: Arrays, *ids: jax.Array) -> dict[str, jax.Array]:
@@ -128,8 +128,9 @@ class Exportable:
         ids, aux = model.predict_batch_with_aux(
             params, batch, num_decodes=decoding.num_decodes, return_all_decodes=True
         )
-        found = {"output_ids": ids[:, ::-1], "score": aux["scores"][:, ::-1]}  # best first
-        return {name: x[:, 0] if decoding.num_return == 1 else x[:, : decoding.num_return] for name, x in found.items()}
+        outputs = {"output_ids": ids[:, ::-1], "score": aux["scores"][:, ::-1]}  # best first
+        count = decoding.num_return
+        return {name: x[:, 0] if count == 1 else x[:, :count] for name, x in outputs.items()}
 
     def _score(self, params: Any, input_ids: jax.Array, target_ids: jax.Array) -> dict[str, jax.Array]:
         """Return `score` [rows], the log probability of the targets."""

@@ -11,7 +11,7 @@ from jax.export import is_symbolic_dim
 from t5x.data.vocabularies import SentencePieceVocabulary, Vocabulary
 from t5x.errors import UserError
 from t5x.exporting import checking, serving_warmup
-from t5x.exporting.programs import Exportable, Program
+from t5x.exporting.programs import Exportable, ExportFunction
 from t5x.lazy_imports import import_extra
 from t5x.ranking.reranker import Reranker
 
@@ -56,12 +56,12 @@ def write(
     tf.saved_model.save(module, directory, signatures)
     if warmup:
         requests = [{"text_batch": [text] * (rows or 1)} for text in warmup]
-        serving_warmup.write(directory, requests, model_name=name, signature_name="serving_default")
+        serving_warmup.write_warmup_requests(directory, requests, model_name=name, signature_name="serving_default")
     run = _runner(tf.saved_model.load(directory))
     if token_ids:
         names = {key: program.inputs for key, program in exportable.programs().items()}
         return checking.compare_ids(exportable, lambda key, *ids: run(key, **dict(zip(names[key], ids, strict=True))))
-    ranked = None if ranker is None else lambda pairs: [found.score for found in ranker.rank(pairs)]
+    ranked = None if ranker is None else lambda pairs: [result.score for result in ranker.rank(pairs)]
     return checking.compare_texts(exportable, run, ranked)
 
 
@@ -80,16 +80,16 @@ def tensorflow_function(exported: export.Exported, weights: Mapping[str, Any]) -
         return [None if is_symbolic_dim(n) else n for n in aval.shape]
 
     def run(*ids: Any) -> dict[str, Any]:
-        given = [*(weights[name] for name in sorted(weights)), *ids]
-        found = xla.call_module(
-            [given[i] for i in exported.module_kept_var_idx],
+        arguments = [*(weights[name] for name in sorted(weights)), *ids]
+        outputs = xla.call_module(
+            [arguments[i] for i in exported.module_kept_var_idx],
             version=exported.calling_convention_version,
             module=exported.mlir_module_serialized,
             platforms=[name.upper() for name in exported.platforms],
             Tout=[tf.dtypes.as_dtype(aval.dtype) for aval in exported.out_avals],
             Sout=[shape(aval) for aval in exported.out_avals],
         )
-        return jax.tree.unflatten(exported.out_tree, found)
+        return jax.tree.unflatten(exported.out_tree, outputs)
 
     return run
 
@@ -105,7 +105,7 @@ def check_vocabulary(vocabulary: Vocabulary) -> SentencePieceVocabulary:
     return vocabulary
 
 
-class Tokenizer:
+class TensorFlowTokenizer:
     """A SentencePiece model in a TensorFlow graph, with the semantics of our vocabularies.
 
     Args:
@@ -155,7 +155,8 @@ def _text_signatures(
     import tensorflow as tf
 
     model, columns = exportable.loaded.model, exportable.max_input_length
-    inputs, outputs = Tokenizer(model.input_vocabulary), Tokenizer(model.output_vocabulary, model.eos_ids)
+    inputs = TensorFlowTokenizer(model.input_vocabulary)
+    outputs = TensorFlowTokenizer(model.output_vocabulary, model.eos_ids)
     module.tokenizers = [inputs.resource, outputs.resource]
 
     def strings(name: str) -> Any:
@@ -164,8 +165,8 @@ def _text_signatures(
     def generating(call: Any) -> Any:
         @tf.function(autograph=False, input_signature=[strings("text_batch")])
         def generate(text_batch: Any) -> dict[str, Any]:
-            found = call(inputs.encode(text_batch, columns))
-            return {"text": outputs.decode(found["output_ids"]), "score": found["score"]}
+            results = call(inputs.encode(text_batch, columns))
+            return {"text": outputs.decode(results["output_ids"]), "score": results["score"]}
 
         return generate
 
@@ -173,9 +174,9 @@ def _text_signatures(
     def score(text_batch: Any, targets: Any) -> dict[str, Any]:
         return calls["score"](inputs.encode(text_batch, columns), outputs.encode(targets, exportable.max_length))
 
-    made = {name: generating(calls[name]) for name in exportable.decodings()} | {"score": score}
+    signatures = {name: generating(calls[name]) for name in exportable.decodings()} | {"score": score}
     if ranker is None:
-        return made
+        return signatures
     labels = tf.constant([ranker.labels], tf.int32)
 
     @tf.function(autograph=False, input_signature=[strings("query"), strings("document")])
@@ -184,7 +185,7 @@ def _text_signatures(
         logits = calls["rank"](ids, tf.tile(labels, [tf.shape(ids)[0], 1]))["logits"]
         return {"score": tf.nn.log_softmax(logits)[:, 0] if len(ranker.labels) > 1 else logits[:, 0], "logits": logits}
 
-    return made | {"rank": rank}
+    return signatures | {"rank": rank}
 
 
 def _ranker(exportable: Exportable) -> Reranker | None:
@@ -198,8 +199,8 @@ def _ranker(exportable: Exportable) -> Reranker | None:
         return None
 
 
-def _ranker_ids(ranker: Reranker, tokenizer: Tokenizer, query: Any, document: Any) -> Any:
-    """Return what `ranking.input_encoding.Inputs` makes: an input that is too long loses the end of its document."""
+def _ranker_ids(ranker: Reranker, tokenizer: TensorFlowTokenizer, query: Any, document: Any) -> Any:
+    """Encode pairs as `ranking.input_encoding.Inputs` does: the document of a pair that is too long is truncated."""
     import tensorflow as tf
 
     columns = ranker.template.max_length
@@ -211,8 +212,8 @@ def _ranker_ids(ranker: Reranker, tokenizer: Tokenizer, query: Any, document: An
         tf.tile(tf.constant([ranker.inputs.separator if spaced else []], tf.int32), [tf.shape(query)[0], 1])
         for spaced in (before != before.rstrip(), after != after.lstrip())
     ]
-    taken = sum(x.row_lengths() for x in pieces) + sum(x.shape[1] for x in spaces)
-    room = tf.clip_by_value(columns - 1 - taken, 0, of_document.row_lengths())
+    used = sum(x.row_lengths() for x in pieces) + sum(x.shape[1] for x in spaces)
+    room = tf.clip_by_value(columns - 1 - used, 0, of_document.row_lengths())
     document = tf.RaggedTensor.from_tensor(of_document.to_tensor(), room)
     cut = tf.concat([pieces[0], spaces[0], document, spaces[1], pieces[1]], axis=1)[:, : columns - 1]
     fits = whole.row_lengths() < columns
@@ -223,11 +224,13 @@ def _filled(text: str, query: Any) -> Any:
     """Return the string tensor of a template's part, with the query in its place."""
     import tensorflow as tf
 
-    before, mark, behind = text.partition("{query}")
-    return tf.strings.join([before, query, behind]) if mark else tf.fill(tf.shape(query), text)
+    before, mark, after = text.partition("{query}")
+    return tf.strings.join([before, query, after]) if mark else tf.fill(tf.shape(query), text)
 
 
-def _id_signatures(programs: Mapping[str, Program], calls: Mapping[str, Any], rows: int | None) -> dict[str, Any]:
+def _id_signatures(
+    programs: Mapping[str, ExportFunction], calls: Mapping[str, Any], rows: int | None
+) -> dict[str, Any]:
     import tensorflow as tf
 
     def signature(call: Any, inputs: Mapping[str, int | None]) -> Any:
@@ -242,7 +245,7 @@ def _runner(saved: Any) -> Any:
     import tensorflow as tf
 
     def run(name: str, **inputs: Any) -> dict[str, np.ndarray]:
-        found = saved.signatures[name](**{key: tf.constant(x) for key, x in inputs.items()})
-        return {key: x.numpy() for key, x in found.items()}
+        outputs = saved.signatures[name](**{key: tf.constant(x) for key, x in inputs.items()})
+        return {key: x.numpy() for key, x in outputs.items()}
 
     return run

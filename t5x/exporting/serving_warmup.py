@@ -8,10 +8,12 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-FILE = os.path.join("assets.extra", "tf_serving_warmup_requests")
+WARMUP_FILE = os.path.join("assets.extra", "tf_serving_warmup_requests")
 
 
-def write(directory: str, requests: Sequence[Mapping[str, Any]], *, model_name: str, signature_name: str) -> None:
+def write_warmup_requests(
+    directory: str, requests: Sequence[Mapping[str, Any]], *, model_name: str, signature_name: str
+) -> None:
     """Write requests that TensorFlow Serving runs when it loads a SavedModel, before it is ready.
 
     Args:
@@ -20,8 +22,8 @@ def write(directory: str, requests: Sequence[Mapping[str, Any]], *, model_name: 
     """
     import tensorflow as tf
 
-    os.makedirs(os.path.join(directory, os.path.dirname(FILE)), exist_ok=True)
-    with tf.io.TFRecordWriter(os.path.join(directory, FILE)) as writer:
+    os.makedirs(os.path.join(directory, os.path.dirname(WARMUP_FILE)), exist_ok=True)
+    with tf.io.TFRecordWriter(os.path.join(directory, WARMUP_FILE)) as writer:
         for inputs in requests:
             tensors = {name: tf.make_tensor_proto(x).SerializeToString() for name, x in inputs.items()}
             writer.write(prediction_log(tensors, model_name, signature_name))

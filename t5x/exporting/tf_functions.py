@@ -138,15 +138,15 @@ def _with_batches(batched: Callable[..., Any], run: Callable[..., dict[str, Any]
     names: list[str] = []
 
     def run_list(*inputs: Any) -> list[Any]:
-        found = run(*inputs)
-        names[:] = found
-        return list(found.values())
+        outputs = run(*inputs)
+        names[:] = outputs
+        return list(outputs.values())
 
     call = batched(run_list)
 
     def run_batched(*inputs: Any) -> dict[str, Any]:
-        found = call(*inputs)  # sets the names
-        return dict(zip(names, found, strict=True))
+        outputs = call(*inputs)  # sets the names
+        return dict(zip(names, outputs, strict=True))
 
     return run_batched
 
@@ -180,9 +180,8 @@ def create_preprocessor(
     if tokenized_inputs:
         spec = tf.TensorSpec([batch_size, columns], tf.int32, input_tensor_name)
         return lambda ids: _model_features(ids, tf.zeros([tf.shape(ids)[0], targets_length], tf.int32)), [spec]
-    inputs, targets = (
-        saved_model.Tokenizer(as_vocabulary(output_features[name].vocabulary)) for name in ("inputs", "targets")
-    )
+    vocabularies = (as_vocabulary(output_features[name].vocabulary) for name in ("inputs", "targets"))
+    inputs, targets = map(saved_model.TensorFlowTokenizer, vocabularies)
 
     def preprocess(text_batch: Any) -> dict[str, Any]:
         if split_separator is None:
@@ -240,8 +239,8 @@ def create_preprocessor_from_task(
         data = data.padded_batch(
             tf.shape(text_batch, tf.int64)[0], {name: [task_feature_lengths[name]] for name in ("inputs", "targets")}
         )
-        found = data.get_single_element()
-        return _model_features(found["inputs"], found["targets"])
+        features = data.get_single_element()
+        return _model_features(features["inputs"], features["targets"])
 
     examples = [_serialized(text) for text in TEXTS] if serialized_examples else None
     return TfFunction(preprocess, examples=examples), [tf.TensorSpec([batch_size], tf.string, input_tensor_name)]
@@ -340,8 +339,8 @@ def create_inference_function(
         if output_len is not None and mode is _MODES["predict"]:
             batch["decoder_input_tokens"] = jnp.zeros((batch["encoder_input_tokens"].shape[0], output_len), jnp.int32)
         with by_reference():
-            found = method(tree.nest(arrays), batch, **options)
-        return found if mode.fetch_output is None else mode.fetch_output(found)
+            outputs = method(tree.nest(arrays), batch, **options)
+        return outputs if mode.fetch_output is None else mode.fetch_output(outputs)
 
     if not enable_jax2tf:
         return run
@@ -364,7 +363,7 @@ def create_inference_function(
 
 
 _MODES = {
-    "predict": CustomInferenceMode("predict_batch_with_aux", lambda found: (found[0], found[1]["scores"])),
+    "predict": CustomInferenceMode("predict_batch_with_aux", lambda outputs: (outputs[0], outputs[1]["scores"])),
     "score": CustomInferenceMode("score_batch"),
 }
 
@@ -389,18 +388,18 @@ def create_postprocessor(
     tokenizer = None
     if inference_mode == "predict" and decode_outputs is not False:
         vocab = as_vocabulary(vocab)
-        tokenizer = saved_model.Tokenizer(vocab)
+        tokenizer = saved_model.TensorFlowTokenizer(vocab)
 
-    def postprocess(found: Any) -> dict[str, Any]:
-        outputs = list(jax.tree.leaves(found))
+    def postprocess(model_outputs: Any) -> dict[str, Any]:
+        outputs = list(jax.tree.leaves(model_outputs))
         if tokenizer is not None:
-            outputs[0] = tokenizer.decode(found[0])
+            outputs[0] = tokenizer.decode(model_outputs[0])
         names = output_feature_names or [f"output_{i}" for i in range(len(outputs))]
         if len(names) != len(outputs):
             raise UserError(f"There are {len(outputs)} outputs: output_feature_names must have as many names.")
         named = dict(zip(names, outputs, strict=True))
         if add_token_length_to_output and inference_mode == "predict":
-            ids = found[0]
+            ids = model_outputs[0]
             is_before = tf.equal(tf.cumsum(tf.cast(tf.equal(ids, vocab.eos_id), tf.int32), axis=-1), 0)
             count = lambda x: tf.reduce_sum(tf.cast(x, tf.int32), axis=-1)
             named |= {"num_tokens": count(ids > 0), "num_tokens_before_eos": count(is_before & (ids > 0))}
@@ -434,4 +433,4 @@ def write_warmup_examples(
     examples = list(generate_examples_fn() if generate_examples_fn is not None else text_batch)
     sizes = [size or 1 for size in batch_sizes]
     requests = [{input_tensor_name: [examples[i % len(examples)] for i in range(size)]} for size in sizes]
-    serving_warmup.write(output_dir, requests, model_name=model_name, signature_name=signature_name)
+    serving_warmup.write_warmup_requests(output_dir, requests, model_name=model_name, signature_name=signature_name)

@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,8 +19,9 @@ from t5x.data.data_description import DataDescription
 from t5x.data.vocabularies.loading import vocabulary_named
 from t5x.decoding import NEG_INF
 from t5x.errors import UserError, check_at_least, shorten
-from t5x.inference import buckets
+from t5x.inference import buckets, generation
 from t5x.inference.engine import MANY_ROWS, Engine, Program
+from t5x.inference.generation import Generation, cut_at_stop, without_padding
 from t5x.inference.input_values import encode_text, read_inputs, read_pairs
 from t5x.inference.options import Decoding, translate_arguments
 from t5x.models import BaseTransformerModel, DecoderOnlyModel, EncoderDecoderModel
@@ -33,33 +34,10 @@ log = logging.getLogger(__name__)
 
 MAX_LENGTH, MAX_INPUT_LENGTH, BATCH_SIZE = 128, 512, 32
 _GENERATE = ("max_input_length", "batch_size", "seed", "token_scores")  # arguments of `generate` itself
-_FIRST_PIECE = 8  # tokens that `stream` shows first
 _LIMIT = "max_decode_steps"  # in a batch: the maximum number of generated tokens
 DTYPES = ("float32", "bfloat16")
 
 Ids = Sequence[int] | np.ndarray
-
-
-class Generation(NamedTuple):
-    """A generated output. `str` is its text.
-
-    Attributes:
-      text: the decoded string.
-      score: sum of the log probabilities of its tokens; with beams, divided by the length penalty.
-      tokens: its ids, including the EOS that ended it.
-      token_scores: log probability of each token by the network, if `generate` was asked for them.
-    """
-
-    text: str
-    score: float
-    tokens: list[int]
-    token_scores: list[float] | None = None
-
-    def __str__(self) -> str:
-        return self.text
-
-    def __repr__(self) -> str:
-        return f"Generation({self.text!r}, score={self.score:.4g}, {len(self.tokens)} tokens)"
 
 
 def load(
@@ -222,16 +200,14 @@ class LoadedModel:
           A `Generation` for each string, or with num_return > 1 a list of at most `num_return`. For a single string,
           its result alone. An output that a stop string ended is scored by the sum of its tokens' log probabilities.
         """
-        given = translate_arguments(decoding, own=("max_length", "stop", *_GENERATE))
-        max_length, stop = given.pop("max_length", MAX_LENGTH), given.pop("stop", ())
-        texts, is_single = read_inputs(inputs, DataDescription.of_checkpoint(self.source.data, self.source.path))
-        options = Decoding(**given)
-        encoded = [self.input_ids(text, max_input_length)[0] for text in texts]
-        batching = {"max_input_length": max_input_length, "batch_size": batch_size}
-        found = self.predictions(encoded, options, max_length=max_length, seed=seed, **batching)
+        arguments = translate_arguments(decoding, own=("max_length", "stop", *_GENERATE))
+        max_length, stop = arguments.pop("max_length", MAX_LENGTH), arguments.pop("stop", ())
+        ids, is_single = self._encode(inputs, max_input_length)
+        options, batching = Decoding(**arguments), {"max_input_length": max_input_length, "batch_size": batch_size}
+        outputs = self.predictions(ids, options, max_length=max_length, seed=seed, **batching)
         if token_scores or stop:
-            found = self._with_token_scores(encoded, found, [stop] if isinstance(stop, str) else stop, **batching)
-        results = found if options.num_return > 1 else [best for best, *_ in found]
+            outputs = self._with_token_scores(ids, outputs, [stop] if isinstance(stop, str) else stop, **batching)
+        results = outputs if options.num_return > 1 else [best for best, *_ in outputs]
         return results[0] if is_single else results
 
     def stream(self, text: str, *, max_length: int = MAX_LENGTH, **options: Any) -> Iterator[str]:
@@ -243,23 +219,20 @@ class LoadedModel:
         Args:
           options: as in `generate`, except beams, which have no output until they end.
         """
-        given = translate_arguments(options, own=("stop", *_GENERATE))
-        max_length = given.pop("max_length", max_length)
-        if given.get("beams", 1) > 1 or given.get("num_return", 1) > 1:
+        arguments = translate_arguments(options, own=("stop", *_GENERATE))
+        max_length, stop = arguments.pop("max_length", max_length), arguments.pop("stop", ())
+        if arguments.get("beams", 1) > 1 or arguments.get("num_return", 1) > 1:
             raise UserError("stream generates one output greedily or by sampling: remove beams and num_return.")
-        shown, limit = "", _FIRST_PIECE
-        while True:
-            # Decoded from the beginning: tokens depend only on those before them, and all limits share a program.
-            limit = min(limit, max_length)
-            made = self.generate(text, max_length=limit, **given)
-            has_ended = any(token in self.model.eos_ids for token in made.tokens[-1:])
-            is_last = limit == max_length or len(made.tokens) < limit or has_ended
-            if is_last or (made.text.startswith(shown) and not made.text.endswith("\ufffd")):  # not half a character
-                yield made.text[len(shown) :]
-                shown = made.text
-            if is_last:
-                return
-            limit *= 2
+        arguments.pop("token_scores", None)  # pieces are strings
+        defaults = {"max_input_length": MAX_INPUT_LENGTH, "batch_size": 1, "seed": 0}
+        batching = {name: arguments.pop(name, default) for name, default in defaults.items()}
+        decoding, (ids, _) = Decoding(**arguments), self._encode(text, batching["max_input_length"])
+
+        def generate(limit: int) -> Generation:
+            return self.predictions(ids, decoding, max_length=limit, room=max_length, **batching)[0][0]
+
+        stop = [stop] if isinstance(stop, str) else stop
+        yield from (piece.text for piece in generation.stream(generate, max_length, self.model.eos_ids, stop))
 
     def score(
         self,
@@ -318,6 +291,11 @@ class LoadedModel:
 
     # -- token ids -----------------------------------------------------------------------------------------------------
 
+    def _encode(self, inputs: Any, limit: int) -> tuple[list[list[int]], bool]:
+        """Return the ids of each input of `generate`, and whether it was only one."""
+        texts, is_single = read_inputs(inputs, DataDescription.of_checkpoint(self.source.data, self.source.path))
+        return [self.input_ids(text, limit)[0] for text in texts], is_single
+
     def input_ids(self, text: str, limit: int | None = None) -> tuple[list[int], int]:
         """Return an input's ids, truncated to `limit`, and the full length. Decoder-only models get no EOS."""
         eos = not isinstance(self.model, DecoderOnlyModel)
@@ -334,20 +312,22 @@ class LoadedModel:
         *,
         max_length: int,
         max_input_length: int,
+        room: int | None = None,
         **batching: Any,
     ) -> list[list[Generation]]:
         """Return the outputs for each input, best first: `num_return`, or fewer if the beam search found fewer.
 
         Args:
+          room: the largest `max_length` of further calls, which are computed by the same program.
           batching: `batch_size` and optionally `rows` (rows of a batch; None is `batch_size`, or fewer for few inputs);
             `seed`, `indices` and `after_batch`, see `Engine.run`.
         """
         check_at_least(1, max_length=max_length)
         model = copy.copy(self.model)
-        model.decode_fn = decoding.decode_fn(model.output_vocabulary, max_length)
-        length, limits = max_length, {}
-        if self._are_few(inputs, **batching):  # one program for many values of max_length
-            length, limits = buckets.coarse_bucket(max_length), {_LIMIT: max_length}
+        length, limits = room or max_length, {}
+        model.decode_fn = decoding.decode_fn(model.output_vocabulary, length)
+        if room or self._are_few(inputs, **batching):  # one program for many values of max_length
+            length, limits = buckets.coarse_bucket(length), {_LIMIT: max_length}
 
         def predict(params: Any, batch: Mapping[str, jax.Array], rng: jax.Array) -> Any:
             batch = dict(batch)
@@ -420,15 +400,15 @@ class LoadedModel:
         )
         return [[next(scored) for _ in of_input] for of_input in predictions]
 
-    def _ended(self, made: Generation, stop: Sequence[str]) -> Generation:
+    def _ended(self, generation: Generation, stop: Sequence[str]) -> Generation:
         """Return the output up to the first of the strings `stop`: tokens include the string, the text does not."""
-        ends = [made.text.find(string) for string in stop if string in made.text]
-        if not ends:
-            return made
-        decode = self.model.output_vocabulary.decode
-        count = next(n for n in range(1, len(made.tokens) + 1) if any(s in decode(made.tokens[:n]) for s in stop))
-        scores = (made.token_scores or [])[:count]
-        return Generation(made.text[: min(ends)], sum(scores), made.tokens[:count], scores)
+        text, is_stopped = cut_at_stop(generation.text, stop)
+        if not is_stopped:
+            return generation
+        tokens, decode = generation.tokens, self.model.output_vocabulary.decode
+        count = next(n for n in range(1, len(tokens) + 1) if cut_at_stop(decode(tokens[:n]), stop)[1])
+        scores = (generation.token_scores or [])[:count]
+        return Generation(text, sum(scores), tokens[:count], scores)
 
     def _of_targets(
         self,
@@ -498,13 +478,3 @@ class LoadedModel:
     def _are_few(self, examples: Sequence[Any], batch_size: int, rows: int | None = None, **_: Any) -> bool:
         """Return whether the examples are computed in one batch of a coarse shape, as in interactive use."""
         return rows is None and 0 < len(examples) <= min(buckets.FEW, batch_size)
-
-
-def without_padding(ids: np.ndarray, pad_id: int = 0) -> list[int]:
-    """Return the ids up to the last that is not padding.
-
-    >>> without_padding(np.array([5, 0, 1, 0, 0]))
-    [5, 0, 1]
-    """
-    there = np.flatnonzero(np.asarray(ids) != pad_id)
-    return ids[: there[-1] + 1].tolist() if there.size else []

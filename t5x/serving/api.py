@@ -22,14 +22,13 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from t5x.errors import UserError
-from t5x.files.untrusted import parse_json
-from t5x.serving import operations, schemas
+from t5x.serving import operations, requests
 from t5x.serving.batched_model import BatchedModel
 from t5x.serving.batching import CURRENT_CALL, Call, CancelledCall
-from t5x.serving.prometheus import Metrics
 from t5x.serving.security import ApiError, Guard, disconnected, read_body
 from t5x.serving.served_models import ServedModels, UnknownModel
-from t5x.serving.settings import Settings
+from t5x.serving.server_metrics import Metrics
+from t5x.serving.settings import ServerSettings
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -78,19 +77,19 @@ class Api:
     """
 
     def __init__(
-        self, models: ServedModels, settings: Settings, metrics: Metrics, *, token: str | None, is_local: bool
+        self, models: ServedModels, settings: ServerSettings, metrics: Metrics, *, token: str | None, is_local: bool
     ):
         self._models = models
         self._settings = settings
         self._metrics = metrics
         self._in_progress = 0
         self._threads = ThreadPoolExecutor(settings.max_queue, thread_name_prefix="request")
-        self._schemas = schemas.request_schemas(settings)
-        self._document = schemas.openapi(self._schemas, has_token=token is not None)
+        self._request_types = requests.request_types(settings)
+        self._document = requests.openapi(self._request_types, has_token=token is not None)
         self._page, self._policy = _page()
         self.is_draining = False
-        metrics.set_gauge("t5x_requests_in_progress", lambda: self._in_progress)
-        metrics.set_gauge("t5x_ready", lambda: float(models.is_ready))
+        metrics.requests_in_progress.set_function(lambda: self._in_progress)
+        metrics.ready.set_function(lambda: models.is_ready)
         plain = {
             "/": self._get_page, "/health": self._get_health, "/ready": self._get_ready, "/metrics": self._get_metrics,
             "/openapi.json": self._get_document, "/v1/models": self._get_models,
@@ -121,13 +120,13 @@ class Api:
         return JSONResponse(self._document)
 
     async def _get_models(self, request: Request) -> Response:
-        found = [{"id": name, "object": "model", "created": 0, "owned_by": "t5x"} for name in self._models]
-        return JSONResponse({"object": "list", "data": found})
+        models = [{"id": name, "object": "model", "created": 0, "owned_by": "t5x"} for name in self._models]
+        return JSONResponse({"object": "list", "data": models})
 
     # -- POST ----------------------------------------------------------------------------------------------------------
 
     async def _post(self, route: str, request: Request) -> Response:
-        """Answer a request, or say why not. It counts as in progress until its response is sent."""
+        """Answer a request, or explain why not. It counts as in progress until its response is sent."""
         began, response = time.monotonic(), None
         self._in_progress += 1
         try:
@@ -144,11 +143,11 @@ class Api:
         return response
 
     def _end(self, route: str, response: Response | None, began: float) -> None:
-        """Count a request, unless the server dropped it without a response."""
+        """Count a request, unless it was dropped without a response."""
         self._in_progress -= 1
         if response is not None:
-            self._metrics.add("t5x_requests_total", route=route, status=str(response.status_code))
-            self._metrics.observe("t5x_request_seconds", time.monotonic() - began, route=route)
+            self._metrics.requests.labels(route, response.status_code).inc()
+            self._metrics.request_seconds.labels(route).observe(time.monotonic() - began)
 
     async def _answer(self, route: str, request: Request) -> Response:
         if not self._models.is_ready:
@@ -169,18 +168,14 @@ class Api:
         return Response(self._content(result), media_type="application/json")
 
     def _content(self, result: operations.Result) -> bytes:
-        self._metrics.add("t5x_input_tokens_total", result.input_tokens)
-        self._metrics.add("t5x_output_tokens_total", result.output_tokens)
+        self._metrics.input_tokens.inc(result.input_tokens)
+        self._metrics.output_tokens.inc(result.output_tokens)
         return result.content
 
     def _parse(self, route: str, body: bytes) -> dict[str, Any]:
-        try:
-            content = parse_json(body, max_bytes=len(body))
-        except ValueError as error:
-            raise schemas.InvalidRequest(f"The body is not valid JSON: {error}.") from error
-        fields = schemas.check(content, self._schemas[route])
+        fields = requests.parse(body, self._request_types[route])
         fields["max_windows"] = self._settings.max_documents
-        fields["default_length"] = schemas.default_length(self._settings.max_length)
+        fields["default_length"] = requests.default_length(self._settings.max_length)
         return fields
 
     async def _run(self, request: Request, call: Call, function: Callable[[], T]) -> T:
@@ -206,7 +201,7 @@ class Api:
     async def _stream(
         self, first: operations.Result, pieces: Iterator[operations.Result], call: Call
     ) -> AsyncIterator[bytes]:
-        """Yield the pieces. If the client disconnects, the rest is not computed."""
+        """Yield the pieces. If the client disconnects, no more are computed."""
         piece = first
         try:
             while piece is not None:
@@ -221,7 +216,7 @@ class Api:
     def _explain(self, error: Exception) -> ApiError:
         if isinstance(error, ApiError):
             return error
-        if isinstance(error, schemas.InvalidRequest | UserError):
+        if isinstance(error, requests.InvalidRequest | UserError):
             return ApiError(400, str(error))
         if isinstance(error, UnknownModel):
             return ApiError(404, str(error), "not_found_error")

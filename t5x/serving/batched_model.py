@@ -1,4 +1,4 @@
-"""A loaded model that computes in the common batches of a server.
+"""A loaded model that computes in the shared batches of a server.
 
 Every batch has the same number of rows, and lengths that depend on the example alone. A compiled program computes each
 row independently of the others, so a result equals that of a lone request, rounding included.
@@ -25,13 +25,13 @@ from t5x.models import BaseTransformerModel, DecoderOnlyModel
 from t5x.network.padding import Program
 from t5x.partitioning import PjitPartitioner
 from t5x.ranking.reranker import Reranker
-from t5x.serving.batching import Batcher, Job
-from t5x.serving.settings import Settings
+from t5x.serving.batching import Batcher, BatchRow
+from t5x.serving.settings import ServerSettings
 
 _SHORTEST_INPUT, _SHORTEST_TARGET = 32, 16
 # Shorter outputs cost hardly more in a program for this length than in one of their own, which would be compiled first.
 _SHORTEST_OUTPUT = 128
-_MAX_PROGRAMS = 64  # compiled programs that are kept per model
+_MAX_PROGRAMS = 64  # compiled programs in the cache of a model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,22 +66,23 @@ class BatchedModel(LoadedModel):
         partitioner: PjitPartitioner,
         *,
         batcher: Batcher,
-        settings: Settings,
+        settings: ServerSettings,
     ):
         super().__init__(source, model, partitioner)
         self._settings = settings
         self.max_input_length = settings.max_input_length
         self._batcher = batcher
-        self._row_count = self.rows(batcher.rows, batcher.rows)
+        self._row_count = self.rows(batcher.max_rows, batcher.max_rows)
 
     @functools.cached_property
     def reranker(self) -> Reranker:
         """The model as a reranker, with inputs of at most `max_input_length`."""
-        make = functools.partial(
+        create = functools.partial(
             Reranker, self, template=self._settings.template, labels=self._settings.labels, long_query="truncate"
         )
-        made = make()
-        return make(max_length=self.max_input_length) if made.template.max_length > self.max_input_length else made
+        reranker = create()
+        is_too_long = reranker.template.max_length > self.max_input_length
+        return create(max_length=self.max_input_length) if is_too_long else reranker
 
     def predictions(
         self,
@@ -114,32 +115,32 @@ class BatchedModel(LoadedModel):
         if decoding.min_length or decoding.repetition_penalty != 1:
             values |= {"min_length": decoding.min_length, "repetition_penalty": float(decoding.repetition_penalty)}
             fixed["min_length"] = 1
-        targets, how = self.output_bucket(room or max_length), Decoding(**fixed)
-        jobs = [
-            Job(Shape("generate", self._input_bucket(ids), targets, how), _example(ids), values, index)
+        targets, shared_decoding = self.output_bucket(room or max_length), Decoding(**fixed)
+        rows = [
+            BatchRow(Shape("generate", self._input_bucket(ids), targets, shared_decoding), _example(ids), values, index)
             for ids, index in zip(inputs, indices or range(len(inputs)), strict=True)
         ]
-        found = self._batcher.run(self.compute, jobs)
-        return [self.generations(decodes, aux["scores"], decoding.num_return, max_length) for decodes, aux in found]
+        results = self._batcher.run(self.compute, rows)
+        return [self.generations(decodes, aux["scores"], decoding.num_return, max_length) for decodes, aux in results]
 
     def scores(self, inputs: Sequence[Sequence[int]], targets: Sequence[Sequence[int]], **_: Any) -> list[float]:
-        jobs = [
-            Job(Shape("score", self._input_bucket(ids), _bucket(len(target), _SHORTEST_TARGET)),
+        rows = [
+            BatchRow(Shape("score", self._input_bucket(ids), _bucket(len(target), _SHORTEST_TARGET)),
                 _example(ids, target))
             for ids, target in zip(inputs, targets, strict=True)
         ]  # fmt: skip
-        return [float(score) for score in self._batcher.run(self.compute, jobs)]
+        return [float(score) for score in self._batcher.run(self.compute, rows)]
 
     def label_logits(self, inputs: Sequence[Ids], labels: Sequence[int], **_: Any) -> np.ndarray:
         self._require_encoder("Ranking")
-        jobs = [Job(Shape("rank", self._input_bucket(ids), len(labels)), _example(ids, labels)) for ids in inputs]
-        return np.array(self._batcher.run(self.compute, jobs), np.float32).reshape(len(inputs), len(labels))
+        rows = [BatchRow(Shape("rank", self._input_bucket(ids), len(labels)), _example(ids, labels)) for ids in inputs]
+        return np.array(self._batcher.run(self.compute, rows), np.float32).reshape(len(inputs), len(labels))
 
     def embeddings(self, inputs: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Return the mean of the encoder's outputs for each input, float32 of length 1."""
         self._require_encoder("An embedding")
-        jobs = [Job(Shape("embed", self._input_bucket(ids), 1), _example(ids)) for ids in inputs]
-        return self._batcher.run(self.compute, jobs)
+        rows = [BatchRow(Shape("embed", self._input_bucket(ids), 1), _example(ids)) for ids in inputs]
+        return self._batcher.run(self.compute, rows)
 
     def input_lengths(self) -> list[int]:
         """Return the lengths to which inputs are padded."""
@@ -163,19 +164,19 @@ class BatchedModel(LoadedModel):
 
     # -- in the thread of the batcher ----------------------------------------------------------------------------------
 
-    def compute(self, shape: Shape, jobs: Sequence[Job]) -> list[Any]:
-        """Compute a batch of jobs, at most one per row, and return their results."""
+    def compute(self, shape: Shape, rows: Sequence[BatchRow]) -> list[Any]:
+        """Compute a batch of at most `Batcher.max_rows` rows, and return their results."""
         return self.engine.run(
-            self._program_of(shape),
-            [job.example for job in jobs],
+            self._cached_program(shape),
+            [row.example for row in rows],
             {"inputs": shape.inputs, "targets": shape.targets},
             rows=self._row_count,
-            indices=[job.index for job in jobs],
-            row_values={name: [job.values[name] for job in jobs] for name in jobs[0].values},
+            indices=[row.index for row in rows],
+            row_values={name: [row.values[name] for row in rows] for name in rows[0].values},
         )
 
-    def _program_of(self, shape: Shape) -> Program:
-        # The first of the dictionary is the one that was not used for longest.
+    def _cached_program(self, shape: Shape) -> Program:
+        # The first program of the dictionary is the least recently used one.
         if (program := self._programs.pop(shape, None)) is None:
             decoded = MANY_ROWS if shape.decoding is None else self._row_count * shape.decoding.num_decodes
             program = self.engine.program(self._function(shape), few_rows=decoded < MANY_ROWS)

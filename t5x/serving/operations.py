@@ -1,4 +1,4 @@
-"""What each route computes: from checked fields to the JSON of its response. These functions block."""
+"""Functions that compute the response of each route from its checked fields. They block."""
 
 import base64
 import json
@@ -13,12 +13,13 @@ import numpy as np
 from t5x.answering import answers
 from t5x.answering.file_answering import as_record
 from t5x.errors import UserError
-from t5x.inference.loaded import Generation, Ids
+from t5x.inference import generation
+from t5x.inference.generation import Generation
+from t5x.inference.loaded import Ids
 from t5x.inference.options import Decoding, translate_arguments
 from t5x.serving.batched_model import BatchedModel
-from t5x.serving.schemas import DECODING_FIELDS, OPENAI_NAMES
+from t5x.serving.requests import DECODING_FIELDS, OPENAI_NAMES
 
-_FIRST_PIECE = 8  # tokens that a stream shows first
 _STRIDE = 128
 Fields = dict[str, Any]
 
@@ -40,19 +41,19 @@ def _json(content: Any) -> bytes:
     return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
-def _listed(value: str | list[str]) -> list[str]:
+def _as_list(value: str | list[str]) -> list[str]:
     return [value] if isinstance(value, str) else value
 
 
 def _input_ids(model: BatchedModel, texts: Sequence[str], truncate: bool) -> list[list[int]]:
     """Return the ids of inputs. Raises a UserError for longer ones, unless they are truncated."""
-    limit, found = model.max_input_length, []
+    limit, encoded = model.max_input_length, []
     for i, text in enumerate(texts):
         ids, length = model.input_ids(text, limit)
         if length > limit and not truncate:
             raise UserError(f"Input {i} has {length} tokens, more than {limit}. Shorten it, or send truncate: true.")
-        found.append(ids)
-    return found
+        encoded.append(ids)
+    return encoded
 
 
 def _count(inputs: Sequence[Ids]) -> int:
@@ -67,37 +68,40 @@ def _number(value: float) -> float | None:
 # --- Generation -------------------------------------------------------------------------------------------------------
 
 
-class Wanted(NamedTuple):
-    """How a request wants outputs to be generated."""
+class GenerationOptions(NamedTuple):
+    """Decoding options, length limit and stop strings of a request."""
 
     decoding: Decoding
     max_length: int
     stop: list[str]
 
 
-def wanted(fields: Fields) -> Wanted:
+def parse_generation_options(fields: Fields) -> GenerationOptions:
     """Return the decoding options of a request, which have OpenAI's, Hugging Face's and our names.
 
     As OpenAI's clients send neutral values, a temperature of 0 is greedy decoding, and a top_p of 1 is none.
     """
-    given = {OPENAI_NAMES.get(name, name): fields[name] for name in DECODING_FIELDS if fields[name] is not None}
-    given = translate_arguments(given, own=("max_length", "stop"))
-    is_greedy = given.get("temperature") == 0
+    if fields["echo"]:
+        raise UserError("echo is true: only false is supported.")
+    sent = {OPENAI_NAMES.get(name, name): fields[name] for name in DECODING_FIELDS if fields[name] is not None}
+    options = translate_arguments(sent, own=("max_length", "stop"))
+    is_greedy = options.get("temperature") == 0
     for name, neutral in (("temperature", 0), ("top_k", 0), ("top_p", 1)):
-        if is_greedy or given.get(name) == neutral:
-            given.pop(name, None)
-    max_length, stop = given.pop("max_length", fields["default_length"]), given.pop("stop", [])
-    return Wanted(Decoding(**given), max_length, _listed(stop))
+        if is_greedy or options.get(name) == neutral:
+            options.pop(name, None)
+    max_length, stop = options.pop("max_length", fields["default_length"]), options.pop("stop", [])
+    return GenerationOptions(Decoding(**options), max_length, _as_list(stop))
 
 
 def complete(name: str, model: BatchedModel, fields: Fields) -> Result:
     """Answer OpenAI's completions request. Each choice also has a `score`: its log probability, or beam score."""
-    inputs = _input_ids(model, _listed(fields["prompt"]), fields["truncate"])
-    how = wanted(fields)
-    found = model.predictions(inputs, how.decoding, max_length=how.max_length, **_keys(fields, len(inputs)))
-    made = [generation for generations in found for generation in generations]
-    choices = [_choice(model, i, generation, how.stop) for i, generation in enumerate(made)]
-    used, generated = _count(inputs), sum(len(generation.tokens) for generation in made)
+    inputs = _input_ids(model, _as_list(fields["prompt"]), fields["truncate"])
+    options = parse_generation_options(fields)
+    keys = _sampling_keys(fields, len(inputs))
+    predictions = model.predictions(inputs, options.decoding, max_length=options.max_length, **keys)
+    outputs = [output for of_input in predictions for output in of_input]
+    choices = [_choice(model, i, output, options.stop) for i, output in enumerate(outputs)]
+    used, generated = _count(inputs), sum(len(output.tokens) for output in outputs)
     content = {**_head(name), "choices": choices, "usage": _usage(used, generated)}
     return Result(_json(content), used, generated)
 
@@ -109,28 +113,27 @@ def stream(name: str, model: BatchedModel, fields: Fields) -> Iterator[Result]:
     def event(choices: list[dict[str, Any]], **more: Any) -> bytes:
         return b"data: " + _json({**head, "choices": choices, **more}) + b"\n\n"
 
-    inputs = _input_ids(model, _listed(fields["prompt"]), fields["truncate"])
-    (decoding, max_length, stop), keys = wanted(fields), _keys(fields, len(inputs))
-    made: list[Generation]
+    inputs = _input_ids(model, _as_list(fields["prompt"]), fields["truncate"])
+    (decoding, max_length, stop), keys = parse_generation_options(fields), _sampling_keys(fields, len(inputs))
+    outputs: list[Generation] = []
     if len(inputs) > 1 or decoding.beams > 1 or decoding.num_return > 1:
-        found = model.predictions(inputs, decoding, max_length=max_length, **keys)
-        made = [generation for generations in found for generation in generations]
-        for i, generation in enumerate(made):
-            yield Result(event([_choice(model, i, generation, stop)]))
+        predictions = model.predictions(inputs, decoding, max_length=max_length, **keys)
+        outputs = [output for of_input in predictions for output in of_input]
+        for i, output in enumerate(outputs):
+            yield Result(event([_choice(model, i, output, stop)]))
     else:
-        sent, limit, is_last = "", 0, False
-        while not is_last:
-            # Decoded from the beginning: tokens depend only on those before them, and all limits share a program.
-            limit = min(2 * limit or _FIRST_PIECE, max_length)
-            (made,) = model.predictions(inputs, decoding, max_length=limit, room=max_length, **keys)
-            choice = _choice(model, 0, made[0], stop)
-            is_last = limit == max_length or choice["finish_reason"] == "stop"
-            text = choice["text"] if is_last else _certain(choice["text"], stop)
-            if is_last or (text.startswith(sent) and len(text) > len(sent)):
-                more = {} if is_last else {"finish_reason": None, "score": None}
-                yield Result(event([{**choice, "text": text[len(sent) :], **more}]))
-                sent = text
-    used, generated = _count(inputs), sum(len(generation.tokens) for generation in made)
+
+        def generate(limit: int) -> Generation:
+            ((output, *_),) = model.predictions(inputs, decoding, max_length=limit, room=max_length, **keys)
+            return output
+
+        for piece in generation.stream(generate, max_length, model.model.eos_ids, stop):
+            choice = {"index": 0, "finish_reason": None, "logprobs": None, "score": None}
+            if piece.generation is not None:
+                outputs = [piece.generation]
+                choice = _choice(model, 0, piece.generation, stop)
+            yield Result(event([choice | {"text": piece.text}]))
+    used, generated = _count(inputs), sum(len(output.tokens) for output in outputs)
     usage = event([], usage=_usage(used, generated)) if fields["stream_options"]["include_usage"] else b""
     yield Result(usage + b"data: [DONE]\n\n", used, generated)
 
@@ -139,8 +142,8 @@ def _usage(used: int, generated: int) -> dict[str, int]:
     return {"prompt_tokens": used, "completion_tokens": generated, "total_tokens": used + generated}
 
 
-def _keys(fields: Fields, count: int) -> dict[str, Any]:
-    """Return what keys random numbers: the seed and the position of the prompt; without a seed, random numbers."""
+def _sampling_keys(fields: Fields, count: int) -> dict[str, Any]:
+    """Return the seed and indices that key random numbers. Without a seed, the indices are random."""
     if fields["seed"] is not None:
         return {"seed": fields["seed"], "indices": range(count)}
     return {"seed": 0, "indices": [secrets.randbits(31) for _ in range(count)]}
@@ -151,31 +154,23 @@ def _head(name: str) -> dict[str, Any]:
     return {"id": ident, "object": "text_completion", "created": int(time.time()), "model": name}
 
 
-def _choice(model: BatchedModel, index: int, made: Generation, stop: Sequence[str]) -> dict[str, Any]:
-    ends = [at for string in stop if (at := made.text.find(string)) >= 0]
-    text = made.text[: min(ends)] if ends else made.text
-    is_ended = bool(ends) or any(token in model.model.eos_ids for token in made.tokens[-1:])
-    reason = "stop" if is_ended else "length"
-    score = None if ends else _number(made.score)
+def _choice(model: BatchedModel, index: int, output: Generation, stop: Sequence[str]) -> dict[str, Any]:
+    text, is_stopped = generation.cut_at_stop(output.text, stop)
+    reason = "stop" if is_stopped or output.has_eos(model.model.eos_ids) else "length"
+    score = None if is_stopped else _number(output.score)
     return {"index": index, "text": text, "finish_reason": reason, "logprobs": None, "score": score}
-
-
-def _certain(text: str, stop: Sequence[str]) -> str:
-    """Return the beginning of an unfinished text that later tokens cannot change: no half character or stop string."""
-    kept = max((len(string) - 1 for string in stop), default=0)
-    return text[: len(text) - kept].rstrip("\ufffd")
 
 
 # --- Embeddings -------------------------------------------------------------------------------------------------------
 
 
 def embed_openai(name: str, model: BatchedModel, fields: Fields) -> Result:
-    inputs = _input_ids(model, _listed(fields["input"]), fields["truncate"])
-    found = model.embeddings(inputs)
+    inputs = _input_ids(model, _as_list(fields["input"]), fields["truncate"])
+    embeddings = model.embeddings(inputs)
     if fields["encoding_format"] == "base64":
-        vectors = [base64.b64encode(np.asarray(vector, "<f4").tobytes()).decode() for vector in found]
+        vectors = [base64.b64encode(np.asarray(vector, "<f4").tobytes()).decode() for vector in embeddings]
     else:
-        vectors = [vector.tolist() for vector in found]
+        vectors = [vector.tolist() for vector in embeddings]
     data = [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(vectors)]
     usage = {"prompt_tokens": _count(inputs), "total_tokens": _count(inputs)}
     return Result(_json({"object": "list", "data": data, "model": name, "usage": usage}), _count(inputs))
@@ -184,7 +179,7 @@ def embed_openai(name: str, model: BatchedModel, fields: Fields) -> Result:
 def embed_tei(name: str, model: BatchedModel, fields: Fields) -> Result:
     if not fields["normalize"]:
         raise UserError("normalize is false: embeddings of this server always have length 1.")
-    inputs = _input_ids(model, _listed(fields["inputs"]), fields["truncate"])
+    inputs = _input_ids(model, _as_list(fields["inputs"]), fields["truncate"])
     return Result(_json([vector.tolist() for vector in model.embeddings(inputs)]), _count(inputs))
 
 
@@ -217,53 +212,53 @@ def _passages(fields: Fields) -> list[str]:
 
 def rerank_jina(name: str, model: BatchedModel, fields: Fields) -> Result:
     passages = _passages(fields)
-    found = _rank(model, fields["query"], passages)
+    ranking = _rank(model, fields["query"], passages)
     results: list[dict[str, Any]] = [
-        {"index": i, "relevance_score": found.probabilities[i]}
+        {"index": i, "relevance_score": ranking.probabilities[i]}
         | ({"document": {"text": passages[i]}} if fields["return_documents"] else {})
-        for i in found.order[: fields["top_n"]]
+        for i in ranking.order[: fields["top_n"]]
     ]
-    usage = {"prompt_tokens": found.tokens, "total_tokens": found.tokens}
-    return Result(_json({"model": name, "object": "list", "usage": usage, "results": results}), found.tokens)
+    usage = {"prompt_tokens": ranking.tokens, "total_tokens": ranking.tokens}
+    return Result(_json({"model": name, "object": "list", "usage": usage, "results": results}), ranking.tokens)
 
 
 def rerank_cohere(name: str, model: BatchedModel, fields: Fields) -> Result:
-    found = _rank(model, fields["query"], _passages(fields))
-    results = [{"index": i, "relevance_score": found.probabilities[i]} for i in found.order[: fields["top_n"]]]
+    ranking = _rank(model, fields["query"], _passages(fields))
+    results = [{"index": i, "relevance_score": ranking.probabilities[i]} for i in ranking.order[: fields["top_n"]]]
     meta = {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}}
-    return Result(_json({"id": secrets.token_hex(16), "results": results, "meta": meta}), found.tokens)
+    return Result(_json({"id": secrets.token_hex(16), "results": results, "meta": meta}), ranking.tokens)
 
 
 def rerank_tei(name: str, model: BatchedModel, fields: Fields) -> Result:
-    found = _rank(model, fields["query"], fields["texts"])
-    values = found.logits if fields["raw_scores"] else found.probabilities
-    results = [{"index": i, "score": values[i]} for i in found.order]
+    ranking = _rank(model, fields["query"], fields["texts"])
+    values = ranking.logits if fields["raw_scores"] else ranking.probabilities
+    results = [{"index": i, "score": values[i]} for i in ranking.order]
     if fields["return_text"]:
         results = [{**result, "text": fields["texts"][result["index"]]} for result in results]
-    return Result(_json(results), found.tokens)
+    return Result(_json(results), ranking.tokens)
 
 
 # --- Answers and scores -----------------------------------------------------------------------------------------------
 
 
 def answer(name: str, model: BatchedModel, fields: Fields) -> Result:
-    how = answers.Answering(
+    options = answers.AnswerOptions(
         no_answer=fields["no_answer"], beams=fields["beams"], max_length=fields["max_tokens"],
         max_input_length=model.max_input_length, stride=min(_STRIDE, model.max_input_length // 4),
     )  # fmt: skip
     pair = (fields["question"], fields["context"])
-    windows = answers.windows_of(model, *pair, how)
+    windows = answers.windows_of(model, *pair, options)
     if len(windows) > fields["max_windows"]:
         raise UserError(f"The context needs {len(windows)} windows, more than {fields['max_windows']}. Shorten it.")
-    (found,) = answers.answer(model, [pair], [windows], how)
-    record = {"model": name, **as_record(found), "score": _number(found.score)}
+    (result,) = answers.answer(model, [pair], [windows], options)
+    record = {"model": name, **as_record(result), "score": _number(result.score)}
     used = sum(model.input_ids(fields["context"][span.start : span.end])[1] for span in windows)
-    generated = len(model.target_ids(found.text)[0])
+    generated = len(model.target_ids(result.text)[0])
     return Result(_json({**record, "usage": _usage(used, generated)}), used, generated)
 
 
 def score(name: str, model: BatchedModel, fields: Fields) -> Result:
-    inputs, targets = _listed(fields["input"]), _listed(fields["target"])
+    inputs, targets = _as_list(fields["input"]), _as_list(fields["target"])
     if len(inputs) == 1:
         inputs = inputs * len(targets)
     if len(inputs) != len(targets):
@@ -274,10 +269,10 @@ def score(name: str, model: BatchedModel, fields: Fields) -> Result:
     if not fields["truncate"] and (long := next((ids for ids in target_ids if len(ids) > limit), None)):
         raise UserError(f"A target has {len(long)} tokens, more than {limit}. Shorten it, or send truncate: true.")
     target_ids = [ids[:limit] for ids in target_ids]
-    found = model.scores(input_ids, target_ids)
+    scores = model.scores(input_ids, target_ids)
     data = [
         {"index": i, "score": _number(value), "tokens": len(ids)}
-        for i, (value, ids) in enumerate(zip(found, target_ids, strict=True))
+        for i, (value, ids) in enumerate(zip(scores, target_ids, strict=True))
     ]
     used = _count(input_ids)
     usage = {"prompt_tokens": used, "total_tokens": used + _count(target_ids)}

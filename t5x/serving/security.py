@@ -1,4 +1,4 @@
-"""Who may use the server: bearer tokens and hosts; and how requests are read."""
+"""Access control by bearer tokens and hosts, and reading of request bodies."""
 
 import asyncio
 import hashlib
@@ -39,7 +39,7 @@ class ApiError(Exception):
 
 
 def read_token(path: str | None) -> str | None:
-    """Return the bearer token of a file, or else of the environment variable; None if there is neither."""
+    """Return the bearer token from a file, else from the environment variable, else None."""
     where, token = TOKEN_VARIABLE, os.environ.get(TOKEN_VARIABLE)
     if path is not None:
         where = f"--token_file {path}"
@@ -65,7 +65,7 @@ class Guard:
     Args:
       token: the bearer token; None if nobody needs one.
       is_local: only loopback addresses can connect. Then, without a token, the Host header must be one of these, so
-        that a web page cannot reach the server through a name of its own.
+        that a web page cannot reach the server through its own domain name.
     """
 
     def __init__(self, app: ASGIApp, token: str | None, is_local: bool):
@@ -98,8 +98,8 @@ class Guard:
                 raise ApiError(403, "This server is for this machine: connect to 127.0.0.1, or start it with a token.")
         if self._digest is None or scope["path"] in _PUBLIC:
             return
-        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-        if scheme.lower() != b"bearer" or not hmac.compare_digest(_digest(given.strip()), self._digest):
+        scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() != b"bearer" or not hmac.compare_digest(_digest(token.strip()), self._digest):
             message = "The bearer token is missing or wrong. Send it as `Authorization: Bearer TOKEN`."
             raise ApiError(401, message, "authentication_error", WWW_Authenticate="Bearer")
 

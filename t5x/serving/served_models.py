@@ -13,9 +13,9 @@ from t5x.errors import UserError
 from t5x.inference.loaded import load
 from t5x.inference.options import Decoding
 from t5x.serving.batched_model import BatchedModel, Shape
-from t5x.serving.batching import Batcher, Job
-from t5x.serving.prometheus import Metrics
-from t5x.serving.settings import Settings
+from t5x.serving.batching import Batcher, BatchRow
+from t5x.serving.server_metrics import Metrics
+from t5x.serving.settings import ServerSettings
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class ServedModels:
     def __init__(
         self,
         directories: Mapping[str, str],
-        settings: Settings,
+        settings: ServerSettings,
         batcher: Batcher,
         metrics: Metrics,
         options: Mapping[str, Any],
@@ -77,10 +77,10 @@ class ServedModels:
                     self._prepare(name, model)
                 except Exception as error:
                     log.error("%s was not reloaded, and the old one is used: %s", name, error)
-                    self._metrics.add("t5x_reloads_total", model=name, result="error")
+                    self._metrics.reloads.labels(name, "error").inc()
                     continue
                 self._models[name] = model
-                self._metrics.add("t5x_reloads_total", model=name, result="ok")
+                self._metrics.reloads.labels(name, "ok").inc()
                 log.info("%s was reloaded: step %s", name, model.source.step)
                 del model
 
@@ -108,11 +108,12 @@ class ServedModels:
 
     def _prepare(self, name: str, model: BatchedModel) -> None:
         began = time.monotonic()
-        shapes = [shape for kind in self._settings.warm_up or _likely(model) for shape in self._shapes(model, kind)]
+        kinds = self._settings.warm_up or _probable_kinds(model)
+        shapes = [shape for kind in kinds for shape in self._shapes(model, kind)]
         for shape in shapes:
             values = {"max_length": 1, "seed": 0} if shape.kind == "generate" else {}
             # Not in the batcher's thread, which answers requests with the old model meanwhile.
-            model.compute(shape, [Job(shape, {"inputs": [1], "targets": [1] * shape.targets}, values)])
+            model.compute(shape, [BatchRow(shape, {"inputs": [1], "targets": [1] * shape.targets}, values)])
         log.info("%s is ready: %d program(s) in %.1f s", name, len(shapes), time.monotonic() - began)
 
     def _shapes(self, model: BatchedModel, kind: str) -> list[Shape]:
@@ -124,8 +125,8 @@ class ServedModels:
         return [Shape(kind, length, targets, decoding) for length in model.input_lengths()]
 
 
-def _likely(model: BatchedModel) -> tuple[str, ...]:
-    """Return what a model is used for, as far as its checkpoint shows."""
+def _probable_kinds(model: BatchedModel) -> tuple[str, ...]:
+    """Return the likely use of a model, judged by its checkpoint."""
     try:
         return ("generate",) if model.reranker.why.endswith("the default") else ("rank",)
     except UserError:  # e.g. a vocabulary without the labels

@@ -1,4 +1,4 @@
-"""The process of `t5x serve`: starts, reloads on SIGHUP, drains on SIGTERM."""
+"""The process of `t5x serve`: start, reload on SIGHUP, drain on SIGTERM."""
 
 import asyncio
 import contextlib
@@ -21,21 +21,21 @@ from t5x.inference.loaded import BATCH_SIZE
 from t5x.serving.api import Api
 from t5x.serving.batched_model import Shape
 from t5x.serving.batching import Batcher
-from t5x.serving.prometheus import Metrics
 from t5x.serving.served_models import ServedModels
-from t5x.serving.settings import LOOPBACK, Settings
+from t5x.serving.server_metrics import Metrics
+from t5x.serving.settings import LOOPBACK, ServerSettings
 
 log = logging.getLogger(__name__)
 
-_GRACE = 1.0  # seconds between SIGTERM and the end of listening, for requests that are on their way
+_DRAIN_DELAY_SECONDS = 1.0  # seconds between SIGTERM and the end of listening, for requests that are on their way
 _HEADER_SECONDS = 30.0
 _BACKLOG = 2048
-_CPU_ROWS = 8  # CPUs compute rows that nobody asked for more slowly
+_CPU_ROWS = 8  # on CPUs, padding rows cost as much as others
 
 
 def serve(
     directories: Mapping[str, str],
-    settings: Settings,
+    settings: ServerSettings,
     *,
     host: str = LOOPBACK[0],
     port: int = 8000,
@@ -58,13 +58,13 @@ def serve(
     metrics = Metrics()
 
     def observe(shape: Shape, rows: int, seconds: float) -> None:
-        metrics.add("t5x_batches_total", kind=shape.kind)
-        metrics.add("t5x_batch_rows_total", rows, kind=shape.kind)
-        metrics.add("t5x_batch_seconds_total", seconds, kind=shape.kind)
+        metrics.batches.labels(shape.kind).inc()
+        metrics.batch_rows.labels(shape.kind).inc(rows)
+        metrics.batch_seconds.labels(shape.kind).inc(seconds)
 
     rows = settings.batch_size or (_CPU_ROWS if jax.default_backend() == "cpu" else BATCH_SIZE)
     batcher = Batcher(rows, settings.max_wait_ms / 1000, observe)
-    metrics.set_gauge("t5x_queued_rows", batcher.waiting)
+    metrics.queued_rows.set_function(batcher.waiting)
     models = ServedModels(directories, settings, batcher, metrics, model_options)
     api = Api(models, settings, metrics, token=token, is_local=host in LOOPBACK)
     config = uvicorn.Config(
@@ -106,7 +106,7 @@ class _Server(uvicorn.Server):
 
 
 async def _run(
-    config: uvicorn.Config, listener: socket.socket, api: Api, models: ServedModels, settings: Settings
+    config: uvicorn.Config, listener: socket.socket, api: Api, models: ServedModels, settings: ServerSettings
 ) -> None:
     server = _Server(config)
     loop = asyncio.get_running_loop()
@@ -120,7 +120,7 @@ async def _run(
         server.force_exit = api.is_draining  # the second signal does not wait
         api.is_draining = True
         log.info("answering the requests in progress; another signal ends at once")
-        loop.call_later(_GRACE, stop)
+        loop.call_later(_DRAIN_DELAY_SECONDS, stop)
 
     def load() -> None:
         try:

@@ -1,6 +1,8 @@
-"""Settings of a server."""
+"""Settings of a server, which are options of `t5x serve`. Imports only what `--help` needs."""
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 from t5x.errors import UserError, check_at_least
 
@@ -8,44 +10,43 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 WARM_UPS = ("generate", "rank", "embed", "score")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Limits of a server, and how it forms batches.
+def _option(group: str, default: Any, help_: str, kind: Callable[[str], Any] = int, metavar: str = "N") -> Any:
+    """Return a field with its argparse settings; the help ends with the default, if it is a number."""
+    if isinstance(default, int | float):
+        help_ = f"{help_} ({default})"
+    return dataclasses.field(
+        default=default, metadata={"group": group, "metavar": metavar, "help": help_, "type": kind}
+    )
 
-    Attributes:
-      batch_size: rows of every batch; None is 8 on CPUs, else 32. A lone request is computed in a batch of this size
-        too, so that its result does not depend on other requests.
-      max_wait_ms: milliseconds that an incomplete batch waits for more requests, if recently there were more; at most
-        half of the time that it takes.
-      max_queue: requests in progress; further ones get status 429.
-      max_body_mb: megabytes of a request.
-      max_documents: strings of a request: prompts, passages, or windows of a context.
-      max_input_length: tokens of an input.
-      max_length: generated tokens.
-      max_beams: beams and outputs of a prompt.
-      timeout: seconds for a request, after which it gets status 503.
-      body_timeout: seconds for a body to arrive.
-      drain_seconds: seconds that SIGTERM waits for requests in progress.
-      reload_period: seconds between looks for a newer checkpoint in a MODEL_DIR; 0 is never.
-      warm_up: what to compile before the server is ready, of WARM_UPS; empty: `rank` for rankers, else `generate`.
-      template, labels: of rankers, see `t5x.ranking.reranker.Reranker`; None uses the checkpoint's.
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """How a server forms batches and reloads models, and the limits of requests.
+
+    A lone request is computed in a batch of `batch_size` rows too, so that its result does not depend on others. An
+    incomplete batch waits only if recently there were more requests, and at most half of the time that it takes.
     """
 
-    batch_size: int | None = None
-    max_wait_ms: float = 200
-    max_queue: int = 128
-    max_body_mb: float = 4
-    max_documents: int = 1000
-    max_input_length: int = 512
-    max_length: int = 512
-    max_beams: int = 8
-    timeout: float = 120
-    body_timeout: float = 10
-    drain_seconds: float = 60
-    reload_period: float = 30
-    warm_up: tuple[str, ...] = ()
-    template: str | None = None
-    labels: str | None = None
+    batch_size: int | None = _option("batches", None, "rows of every batch (8 on CPUs, else 32)")
+    max_wait_ms: float = _option("batches", 200, "longest wait for more requests", float)
+    warm_up: tuple[str, ...] = _option(
+        "batches", (), f"compile before ready: {', '.join(WARM_UPS)} (rank for rankers, else generate)",
+        lambda text: tuple(text.split(",")), "A,B",
+    )  # fmt: skip
+    reload_period: float = _option("models", 30, "seconds between looks for a checkpoint; 0 is never", float)
+    template: str | None = _option(
+        "models", None, "of rankers, as in `t5x rerank` (default: the checkpoint's)", str, "T"
+    )
+    labels: str | None = _option("models", None, "of rankers: the words for relevant and irrelevant", str, "A,B")
+    max_queue: int = _option("limits", 128, "requests in progress; more get status 429")
+    max_body_mb: float = _option("limits", 4, "megabytes of a request", float)
+    max_documents: int = _option("limits", 1000, "strings of a request: prompts, passages or windows of a context")
+    max_input_length: int = _option("limits", 512, "tokens of an input")
+    max_length: int = _option("limits", 512, "generated tokens")
+    max_beams: int = _option("limits", 8, "beams, and outputs of a prompt")
+    timeout: float = _option("limits", 120, "seconds for a request, then status 503", float)
+    body_timeout: float = _option("limits", 10, "seconds for a body to arrive", float)
+    drain_seconds: float = _option("limits", 60, "seconds that SIGTERM waits for requests", float)
 
     def __post_init__(self):
         counts = ("batch_size", "max_queue", "max_documents", "max_length", "max_beams")

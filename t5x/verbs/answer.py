@@ -15,25 +15,25 @@ _FILE_OPTIONS = ("output", "squad_predictions", "squad_na_probs", "checkpoint_pe
 
 def define(parser: VerbParser) -> None:
     parser.add_argument("--model", metavar="DIR", required=True, help="a checkpoint, or a MODEL_DIR")
-    one = parser.add_argument_group("one question")
-    one.add_argument("--question", metavar="TEXT")
-    one.add_argument("--context", metavar="TEXT", help="the text that contains the answer")
-    one.add_argument("--json", action="store_true", default=None, help="print the score and position of the answer too")
+    single = parser.add_argument_group("one question")
+    single.add_argument("--question", metavar="TEXT")
+    single.add_argument("--context", metavar="TEXT", help="the text that contains the answer")
+    single.add_argument("--json", action="store_true", default=None, help="also print the answer's score and position")
     file = parser.add_argument_group("or a file of questions")
     file.add_argument("--input", metavar="FILE", help='JSON lines with "question", "context" and optionally "id" (- is '
                       "standard input), or SQuAD's official .json, whose answers are then scored")  # fmt: skip
     add_output(file, "JSON lines")
     file.add_argument("--squad_predictions", metavar="FILE", help="also write {id: answer}, as SQuAD's scripts read it")
     file.add_argument("--squad_na_probs", metavar="FILE", help="also write {id: probability that there is no answer}")
-    how = parser.add_argument_group("model")
-    how.add_argument("--no_answer", metavar="TEXT", help="what the model was trained to generate without an answer")
-    how.add_argument("--beams", type=int, metavar="N", help="beam search (1, greedy)")
-    how.add_argument("--max_length", type=int, metavar="N", help="maximum tokens of an answer (64)")
-    how.add_argument("--max_input_length", type=int, metavar="N", help="maximum tokens of question and context (512); "
-                     "longer contexts are read in windows, and the best answer is used")  # fmt: skip
-    how.add_argument("--stride", type=int, metavar="N", help="tokens that two consecutive windows share (128)")
-    add_batches(how, "windows", checkpoint_period=16)
-    add_model(how)
+    model = parser.add_argument_group("model")
+    model.add_argument("--no_answer", metavar="TEXT", help="what the model was trained to generate without an answer")
+    model.add_argument("--beams", type=int, metavar="N", help="beam search (1, greedy)")
+    model.add_argument("--max_length", type=int, metavar="N", help="maximum tokens of an answer (64)")
+    model.add_argument("--max_input_length", type=int, metavar="N", help="tokens of question and context (512); longer "
+                       "contexts are read in windows, and the best answer is used")  # fmt: skip
+    model.add_argument("--stride", type=int, metavar="N", help="tokens that two consecutive windows share (128)")
+    add_batches(model, "windows", checkpoint_period=16)
+    add_model(model)
     add_import(parser)
     add_processes(parser)
     parser.set_help(
@@ -74,7 +74,7 @@ def _answer_one(args: argparse.Namespace, options: dict[str, Any]) -> None:
 
     model = t5x.load(args.model, vocabulary=args.vocabulary, dtype=args.dtype)
     assert isinstance(model, AnswerMethods)
-    found = model.answer(args.question, args.context, **options)
-    assert isinstance(found, Answer)
+    answer = model.answer(args.question, args.context, **options)
+    assert isinstance(answer, Answer)
     if distributed.is_leader():
-        print(json.dumps(as_record(found), ensure_ascii=False) if args.json else found.text, flush=True)
+        print(json.dumps(as_record(answer), ensure_ascii=False) if args.json else answer.text, flush=True)

@@ -41,7 +41,7 @@ def define(parser: VerbParser) -> None:
     programs.add_argument("--warmup", metavar="FILE", help="savedmodel: inputs that TF Serving runs before it is ready")
     add_gin(parser)
     parser.set_help(
-        "Export a model to another format. The export is compared with the original; a wrong one is not kept.",
+        "Export a model to another format. The export is compared with the original, and discarded if it is wrong.",
         f"""
         t5x export {_DIRECT}
         t5x export google/flan-t5-small flan_ct2 --format ctranslate2 --int8

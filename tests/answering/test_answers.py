@@ -14,7 +14,7 @@ import pytest
 import t5x
 from t5x import metrics
 from t5x.answering import answers, file_answering
-from t5x.answering.answers import Answer, Answering
+from t5x.answering.answers import Answer, AnswerOptions
 from t5x.answering.spans import Span
 from t5x.errors import UserError
 from tests.answering import squad_files
@@ -46,7 +46,7 @@ def one_model(directory, model, monkeypatch):
 
 def by_hand(model, question, context=CONTEXT):
     """What the model says of each window."""
-    spans = answers.windows_of(model, question, context, Answering(**OPTIONS))
+    spans = answers.windows_of(model, question, context, AnswerOptions(**OPTIONS))
     prompts = [f"question: {question} context: {context[span.start : span.end]}" for span in spans]
     return spans, prompts, model.generate(prompts, max_length=8, max_input_length=64)
 
@@ -122,7 +122,7 @@ def told_model(said):
 
 def test_the_place_is_looked_for_in_the_window_that_answered():
     context = "Alps one two three alps four five six"
-    how = Answering(max_input_length=7, stride=0, no_answer="none")
+    how = AnswerOptions(max_input_length=7, stride=0, no_answer="none")
     told = told_model({"one": ("none", -0.1), "alps": ("the Alps", -3.0), "five": ("alps", -0.2)})
     spans = answers.windows_of(told, "where", context, how)
     assert [context[span.start : span.end].split()[0] for span in spans] == ["Alps", "alps"]
@@ -159,7 +159,7 @@ def test_the_place_is_looked_for_in_the_window_that_answered():
         ("x", "y", {"no_answer": " "}, "no_answer is empty"),
     ],
 )
-def test_what_cannot_be_asked_is_told(model, question, context, options, message):
+def test_invalid_questions_and_options_raise_user_errors(model, question, context, options, message):
     with pytest.raises(UserError, match=message):
         model.answer(question, context, **options)
 
@@ -192,7 +192,7 @@ def questions(tmp_path):
     return path
 
 
-def test_a_file_that_is_stopped_goes_on_to_the_same_bytes(capsys, directory, model, questions, tmp_path, monkeypatch):
+def test_an_interrupted_file_resumes_to_the_same_bytes(capsys, directory, model, questions, tmp_path, monkeypatch):
     arguments = ("--model", directory, "--input", questions, *FLAGS, "--batch_size", 8, "--checkpoint_period", 1)
     whole = tmp_path / "whole.jsonl"
     said = run(capsys, "answer", *arguments, "--output", whole)
@@ -297,7 +297,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_lines_that_cannot_be_used_are_told(case, capsys, directory, tmp_path):
+def test_invalid_lines_raise_user_errors_with_their_place(case, capsys, directory, tmp_path):
     content, words = BAD[case]
     (tmp_path / "in.jsonl").write_text(content)
     output = tmp_path / "out.jsonl"

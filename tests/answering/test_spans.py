@@ -50,7 +50,7 @@ def test_places_may_overlap():
     assert locate("a a", "ba a a") == locate("A a", "ba a a") == Span(3, 6)
 
 
-def given_back(text):
+def round_trip(text):
     """As T5's vocabulary does: a run of characters that it does not know, within a word, is one U+2047."""
     return re.sub("[γδαβ\u2212ŚśŁźİ東京タワー~]+", " \u2047 ", text)
 
@@ -74,9 +74,9 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize("case", UNKNOWN)
-def test_what_a_vocabulary_does_not_know(case):
+def test_answers_with_unknown_characters_are_located(case):
     answer, context, expected = UNKNOWN[case]
-    found = locate(answer, context, given_back=given_back)
+    found = locate(answer, context, round_trip=round_trip)
     assert (None if found is None else context[found.start : found.end]) == expected
 
 
@@ -92,15 +92,15 @@ ODD = st.text(st.sampled_from("aB Ééﬁß½ \u0301\u0308\u0327ｱﾞ각ᄀ\u11
 @settings(deadline=None)
 @given(ODD)
 def test_pieces_fold_as_the_whole(text):
-    folded, places = spans._with_places(text, 0, len(text))
+    folded, origins = spans._fold_with_origins(text, 0, len(text))
     whole = unicodedata.normalize("NFKC", text).casefold()
     assert folded == "".join(c for c in whole if unicodedata.category(c) != "Cf")
-    assert len(folded) == len(places)
+    assert len(folded) == len(origins)
 
 
 @settings(deadline=None)
 @given(ODD, st.data())
-def test_what_was_taken_out_is_found(text, data):
+def test_a_part_of_a_text_is_located(text, data):
     start = data.draw(st.integers(0, len(text)))
     end = data.draw(st.integers(start, len(text)))
     answer = text[start:end].strip()
@@ -126,12 +126,12 @@ def test_answers_of_squad_are_found_after_the_vocabulary():
     with zipfile.ZipFile(SQUAD) as archive, archive.open("dev-v1.1.json") as file:
         articles = json.load(file)["data"]
     looked_at, missed = 0, []
-    given_back = lambda text: vocabulary.decode(vocabulary.encode(text))
+    round_trip = lambda text: vocabulary.decode(vocabulary.encode(text))
     for paragraph in (p for article in articles for p in article["paragraphs"][::6]):
         for text in {answer["text"] for qa in paragraph["qas"] for answer in qa["answers"]}:
-            for made in (given_back(text), _spaced(text)):
+            for made in (round_trip(text), _spaced(text)):
                 looked_at += 1
-                found = locate(made, paragraph["context"], given_back=given_back)
+                found = locate(made, paragraph["context"], round_trip=round_trip)
                 if found is None or spans._fold(paragraph["context"][found.start : found.end]) != spans._fold(
                     text.strip()
                 ):

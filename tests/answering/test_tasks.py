@@ -161,7 +161,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_is_wrong_with_a_file_is_told(case, tmp_path):
+def test_an_invalid_file_raises_a_user_error(case, tmp_path):
     content, message = BAD[case]
     with pytest.raises(UserError, match=message) as told:
         answering.read_squad(squad_files.write(tmp_path / "dev.json", content))
@@ -184,7 +184,7 @@ def test_closed_book(tmp_path):
     [('{"question": "q"}', '"answer" must be a list'), ('{"question": "q", "answer": []}', '"answer" must be a list'),
      ('{"answer": ["a"]}', '"question" must be')],
 )  # fmt: skip
-def test_closed_book_lines_that_cannot_be_used(line, message, tmp_path):
+def test_invalid_closed_book_lines_raise_user_errors(line, message, tmp_path):
     path = tmp_path / "nq.jsonl"
     path.write_text(f"{line}\n")
     with pytest.raises(UserError, match=f"nq.jsonl:1.*{message}"):

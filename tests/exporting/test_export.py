@@ -207,7 +207,7 @@ def test_a_destination_that_cannot_be_written_is_refused(tmp_path, directory):
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_what_killed_exports_left_is_removed_and_that_of_a_running_one_is_not(tmp_path):
+def test_temporaries_of_killed_exports_are_removed_but_not_of_running_ones(tmp_path):
     left, used = (tmp_path / f"made.tmp-{pid}-00000000-0123abcd" for pid in (1, 2))
     for directory in (left, used, tmp_path / "made.tmp-mine"):
         directory.mkdir()

@@ -161,6 +161,19 @@ def test_streamed_pieces_are_the_output(model):
     assert len(pieces) > 1
 
 
+def test_a_stream_takes_options_that_need_more_tokens_than_its_first_piece(model):
+    for options in ({"min_length": 12}, {"choices": ["a long answer", "another one"]}):
+        text = model.generate("hadcggg", max_length=20, **options).text
+        assert "".join(model.stream("hadcggg", max_length=20, **options)) == text
+
+
+def test_a_stream_ends_before_a_stop_string_between_two_pieces(model):
+    whole = model.generate("b", max_length=16, no_repeat_ngram=2).text
+    stop = whole[6:10]  # the first piece ends within it
+    assert whole.index(stop) == 6
+    assert "".join(model.stream("b", max_length=16, no_repeat_ngram=2, stop=stop)) == whole[:6]
+
+
 def test_tokens_and_logits_from_text(model):
     ids = model.tokenize("abc")
     assert ids == [100, 101, 102, 1] and model.tokenize(["abc"]) == [ids] and model.decode(ids) == "abc"

@@ -1,4 +1,4 @@
-"""Batches of jobs from many threads, without a model."""
+"""Batches of rows from many threads, without a model."""
 
 import contextvars
 import threading
@@ -6,24 +6,24 @@ import time
 
 import pytest
 
-from t5x.serving.batching import CURRENT_CALL, Batcher, Call, CancelledCall, Job
+from t5x.serving.batching import CURRENT_CALL, Batcher, BatchRow, Call, CancelledCall
 
 
 class Doubler:
-    """Doubles the first input of each job; the first batch waits for `go`."""
+    """Doubles the first input of each row; the first batch waits for `go`."""
 
     def __init__(self):
         self.batches = []
         self.go = threading.Event()
         self.started = threading.Event()
 
-    def __call__(self, group, jobs):
+    def __call__(self, group, rows):
         self.started.set()
         self.go.wait(10)
-        self.batches.append((group, [job.example["inputs"][0] for job in jobs]))
+        self.batches.append((group, [row.example["inputs"][0] for row in rows]))
         if group == "bad":
             raise ArithmeticError("broken")
-        return [2 * job.example["inputs"][0] for job in jobs]
+        return [2 * row.example["inputs"][0] for row in rows]
 
 
 @pytest.fixture
@@ -35,19 +35,19 @@ def compute():
 
 @pytest.fixture
 def batcher():
-    made = Batcher(rows=4, max_wait=0.05, observe=lambda group, rows, seconds: None)
+    made = Batcher(max_rows=4, max_wait=0.05, observe=lambda group, rows, seconds: None)
     yield made
     made.close()
 
 
 def start(batcher, compute, numbers, group="a", call=None):
-    """Runs jobs in a thread; returns the thread and the place of their results."""
+    """Runs rows in a thread; returns the thread and the place of their results."""
     found = {}
 
     def run():
         CURRENT_CALL.set(call or Call(20))
         try:
-            found["results"] = batcher.run(compute, [Job(group, {"inputs": [n]}) for n in numbers])
+            found["results"] = batcher.run(compute, [BatchRow(group, {"inputs": [n]}) for n in numbers])
         except Exception as error:
             found["error"] = error
 
@@ -63,7 +63,7 @@ def wait_until(condition):
         time.sleep(0.005)
 
 
-def test_jobs_that_come_while_a_batch_is_computed_are_computed_together(batcher, compute):
+def test_rows_that_come_while_a_batch_is_computed_are_computed_together(batcher, compute):
     threads = [start(batcher, compute, [0])]
     compute.started.wait(10)
     for i in range(1, 7):
@@ -90,21 +90,21 @@ def test_a_full_batch_goes_before_an_older_incomplete_one(batcher, compute):
     assert [group for group, _ in compute.batches] == ["a", "a", "b"]
 
 
-def test_full_batches_do_not_starve_a_lone_job_of_another_shape():
+def test_full_batches_do_not_starve_a_lone_row_of_another_shape():
     batches = []
 
-    def compute(group, jobs):
+    def compute(group, rows):
         batches.append(group)
         time.sleep(0.02)
-        return [0] * len(jobs)
+        return [0] * len(rows)
 
-    batcher = Batcher(rows=4, max_wait=0.1, observe=lambda *_: None)
+    batcher = Batcher(max_rows=4, max_wait=0.1, observe=lambda *_: None)
     stop = threading.Event()
 
     def client():
         CURRENT_CALL.set(Call(30))
         while not stop.is_set():
-            batcher.run(compute, [Job("a", {"inputs": [1]})])
+            batcher.run(compute, [BatchRow("a", {"inputs": [1]})])
 
     threads = [threading.Thread(target=contextvars.copy_context().run, args=(client,)) for _ in range(16)]
     for thread in threads:
@@ -121,8 +121,8 @@ def test_full_batches_do_not_starve_a_lone_job_of_another_shape():
     assert "results" in found and after - before < 30
 
 
-def test_a_lone_job_does_not_wait_for_others(compute):
-    batcher = Batcher(rows=4, max_wait=5, observe=lambda *_: None)
+def test_a_lone_row_does_not_wait_for_others(compute):
+    batcher = Batcher(max_rows=4, max_wait=5, observe=lambda *_: None)
     compute.go.set()
     began = time.monotonic()
     for i in range(3):
@@ -133,22 +133,22 @@ def test_a_lone_job_does_not_wait_for_others(compute):
     batcher.close()
 
 
-def test_clients_that_come_again_join_those_that_wait():
+def test_returning_clients_join_the_waiting_ones():
     """Four clients that began as one and three: from the third batch on, they are computed together."""
     sizes = []
 
-    def compute(group, jobs):
-        sizes.append(len(jobs))
+    def compute(group, rows):
+        sizes.append(len(rows))
         time.sleep(0.2)
-        return [0] * len(jobs)
+        return [0] * len(rows)
 
-    batcher = Batcher(rows=4, max_wait=1, observe=lambda *_: None)
+    batcher = Batcher(max_rows=4, max_wait=1, observe=lambda *_: None)
 
     def client(delay):
         time.sleep(delay)
         CURRENT_CALL.set(Call(20))
         for _ in range(5):
-            batcher.run(compute, [Job("a", {"inputs": [1]})])
+            batcher.run(compute, [BatchRow("a", {"inputs": [1]})])
 
     threads = [
         threading.Thread(target=contextvars.copy_context().run, args=(client, delay)) for delay in (0, 0.1, 0.1, 0.1)
@@ -161,7 +161,7 @@ def test_clients_that_come_again_join_those_that_wait():
     assert sizes[0] == 1 and sizes[1:5] == [4, 4, 4, 4]
 
 
-def test_waiting_jobs_of_a_cancelled_call_are_not_computed(batcher, compute):
+def test_waiting_rows_of_a_cancelled_call_are_not_computed(batcher, compute):
     first = start(batcher, compute, [0])
     compute.started.wait(10)
     call = Call(20)
@@ -182,15 +182,15 @@ def test_a_call_ends_at_its_deadline(batcher, compute):
     assert isinstance(found["error"], CancelledCall)
 
 
-def test_an_error_reaches_its_own_jobs_only(batcher, compute):
+def test_an_error_reaches_its_own_rows_only(batcher, compute):
     compute.go.set()
     bad, good = start(batcher, compute, [1], group="bad"), start(batcher, compute, [2])
     bad[0].join(10), good[0].join(10)
     assert isinstance(bad[1]["error"], ArithmeticError) and good[1] == {"results": [4]}
 
 
-def test_closing_computes_what_waits(compute):
-    batcher = Batcher(rows=4, max_wait=5, observe=lambda *_: None)
+def test_closing_computes_the_waiting_rows(compute):
+    batcher = Batcher(max_rows=4, max_wait=5, observe=lambda *_: None)
     threads = [start(batcher, compute, [0])]
     compute.started.wait(10)
     threads.append(start(batcher, compute, [1, 2, 3, 4, 5, 6]))

@@ -15,11 +15,11 @@ from t5x.inference.loaded import load
 from t5x.inference.options import Decoding
 from t5x.serving.api import Api
 from t5x.serving.batched_model import BatchedModel, Shape
-from t5x.serving.batching import CURRENT_CALL, Batcher, Call, Job
-from t5x.serving.prometheus import Metrics
+from t5x.serving.batching import CURRENT_CALL, Batcher, BatchRow, Call
 from t5x.serving.served_models import ServedModels
 from t5x.serving.server import listen
-from t5x.serving.settings import Settings
+from t5x.serving.server_metrics import Metrics
+from t5x.serving.settings import ServerSettings
 from tests.inference.models import byte_model
 
 PROMPT = "hadcggg"  # its output is longer than the first piece of a stream
@@ -39,7 +39,7 @@ class Service:
         self.batches: list[Shape] = []
         self._after_batch = lambda: None
         self._batcher = Batcher(1, 0.0, self._observe)
-        limits = Settings(**{"max_queue": 1, "max_input_length": 32, "max_length": 16, "max_beams": 2} | settings)
+        limits = ServerSettings(**{"max_queue": 1, "max_input_length": 32, "max_length": 16, "max_beams": 2} | settings)
         self.models = ServedModels({"tiny": str(directory)}, limits, self._batcher, Metrics(), {})
         self.models.load()
         self._api = Api(self.models, limits, metrics := Metrics(), token=None, is_local=True)
@@ -91,14 +91,14 @@ class Service:
         self._held.clear()
         started = threading.Event()
 
-        def wait(group, jobs):
+        def wait(group, rows):
             started.set()
             self._held.wait(60)
-            return [None] * len(jobs)
+            return [None] * len(rows)
 
         def run():
             CURRENT_CALL.set(Call(60))
-            self._batcher.run(wait, [Job("held", {})])
+            self._batcher.run(wait, [BatchRow("held", {})])
 
         threading.Thread(target=run, daemon=True).start()
         wait_until(lambda: started.is_set() or self.waiting() == 1)
@@ -251,23 +251,23 @@ def test_samples_without_a_seed_differ(service):
 
 def test_a_sample_depends_on_its_seed_and_index_only(directory):
     """Not on the row, the neighbours, their limits and lengths, or the length to which inputs are padded."""
-    settings, batcher = Settings(max_input_length=64, max_length=16), Batcher(4, 0.0, lambda *_: None)
+    settings, batcher = ServerSettings(max_input_length=64, max_length=16), Batcher(4, 0.0, lambda *_: None)
     model = load(str(directory), model_class=functools.partial(BatchedModel, batcher=batcher, settings=settings))
     batcher.close()
 
-    def job(text="abc", seed=5, index=7, max_length=5):
+    def row(text="abc", seed=5, index=7, max_length=5):
         values = {"max_length": max_length, "seed": seed, "temperature": 1.3, "top_k": 0, "top_p": 0.0}
-        return Job(None, {"inputs": model.tokenize(text), "targets": []}, values, index)
+        return BatchRow(None, {"inputs": model.tokenize(text), "targets": []}, values, index)
 
-    def samples(*jobs, inputs=32):
+    def samples(*rows, inputs=32):
         shape = Shape("generate", inputs, 16, Decoding(temperature=1.0))
-        return [decodes[0].tolist() for decodes, _ in model.compute(shape, jobs)]
+        return [decodes[0].tolist() for decodes, _ in model.compute(shape, rows)]
 
-    (alone,) = samples(job())
+    (alone,) = samples(row())
     assert np.count_nonzero(alone) == 5  # its limit
-    assert samples(job("h" * 30, seed=6, max_length=16), job("", seed=6), job(index=8), job())[3] == alone
-    assert samples(job(), inputs=64) == [alone] and samples(job(), job()) == [alone, alone]
-    assert alone not in samples(job(seed=6), job(index=8))
+    assert samples(row("h" * 30, seed=6, max_length=16), row("", seed=6), row(index=8), row())[3] == alone
+    assert samples(row(), inputs=64) == [alone] and samples(row(), row()) == [alone, alone]
+    assert alone not in samples(row(seed=6), row(index=8))
 
 
 # --- Limits -----------------------------------------------------------------------------------------------------------

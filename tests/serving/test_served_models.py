@@ -9,15 +9,15 @@ import pytest
 from t5x.checkpoints.formats import open_checkpoint
 from t5x.convert import convert
 from t5x.serving.batching import CURRENT_CALL, Batcher, Call
-from t5x.serving.prometheus import Metrics
 from t5x.serving.served_models import ServedModels, UnknownModel
-from t5x.serving.settings import Settings
+from t5x.serving.server_metrics import Metrics
+from t5x.serving.settings import ServerSettings
 from tests.inference.models import byte_model
 
 
 @pytest.fixture
 def batcher():
-    made = Batcher(rows=2, max_wait=0.01, observe=lambda *_: None)
+    made = Batcher(max_rows=2, max_wait=0.01, observe=lambda *_: None)
     yield made
     made.close()
 
@@ -38,7 +38,7 @@ def wait_for(condition) -> None:
 
 def test_a_newer_checkpoint_replaces_a_model_unless_it_is_damaged(tmp_path, batcher):
     put_checkpoint(tmp_path, 3)
-    settings = Settings(max_input_length=32, max_length=16)
+    settings = ServerSettings(max_input_length=32, max_length=16)
     models = ServedModels({"m": str(tmp_path / "run")}, settings, batcher, metrics := Metrics(), {})
     assert not models.is_ready
     models.load()

@@ -198,6 +198,8 @@ REFUSED = {
     "a minimum above the maximum": ("/v1/completions", b'{"prompt": "x", "max_tokens": 4, "min_length": 5}', 400),
     "choices that are too long": ("/v1/completions", b'{"prompt": "x", "max_tokens": 2, "choices": ["abc"]}', 400),
     "a penalty of OpenAI": ("/v1/completions", b'{"prompt": "x", "presence_penalty": 0.5}', 400),
+    "an echo of OpenAI": ("/v1/completions", b'{"prompt": "x", "echo": true}', 400),
+    "a number in a string": ("/v1/completions", b'{"prompt": "x", "max_tokens": "3"}', 400),
     "an unknown model": ("/v1/completions", b'{"prompt": "x", "model": "gpt"}', 404),
     "a path as a model": ("/v1/completions", b'{"prompt": "x", "model": "../../../../etc/passwd"}', 404),
     "10,000 documents": ("/v1/rerank", json.dumps({"query": "a", "documents": ["b"] * 10_000}).encode(), 400),
@@ -247,7 +249,7 @@ def test_only_the_token_gives_access(server: Server):
     assert text.status_code == 415  # what a form of another web page could send
 
 
-def test_slow_and_dropped_clients_hold_nobody_up(server: Server):
+def test_slow_and_dropped_clients_do_not_block_others(server: Server):
     host, port = "127.0.0.1", int(server.url.rpartition(":")[2])
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n"
     head += "Content-Type: application/json\r\n"
@@ -267,7 +269,7 @@ def test_slow_and_dropped_clients_hold_nobody_up(server: Server):
 
 
 @pytest.mark.parametrize("clients", [120, pytest.param(1040, marks=pytest.mark.slow)])
-def test_excess_requests_are_told_to_come_again(clients, server: Server):
+def test_excess_requests_get_429_with_retry_after(clients, server: Server):
     with server.client(limits=httpx.Limits(max_connections=None)) as client:
         fields = {"prompt": ["abc"] * 50, "max_tokens": 64}
         with concurrent.futures.ThreadPoolExecutor(clients) as threads:
