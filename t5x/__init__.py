@@ -46,7 +46,7 @@ def load(model_dir: str, **options: Any) -> LoadedModel:
         `t5x.checkpoints.names`.
       options: `vocabulary`, `dtype`, `device` and `partitioner`, see `t5x.inference.loaded.load`.
     """
-    from t5x.lazy_imports import delay_interrupts
+    from t5x.verbs.interrupts import delay_interrupts
 
     with delay_interrupts():
         from t5x import startup
