@@ -35,7 +35,7 @@ def check(args: argparse.Namespace) -> Iterator[Finding]:
     if found is None:
         yield ok("one process: no cluster was found and no --coordinator_address was given")
         return
-    yield ok(f"process {found.index} of {found.count}, process 0 at {found.address}")
+    yield ok(f"process {found.index} of {found.count}, process 0 at {found.coordinator}")
     yield from coordinator_findings(found.host, is_first=found.index == 0)
     yield from own_name_findings(socket.gethostname())
     yield from interface_findings(interfaces(), environment)
