@@ -13,6 +13,7 @@ import re
 import secrets
 import socket
 import threading
+import time
 from typing import Any
 
 _NONCE = re.compile(rb"[0-9a-f]{64}")
@@ -39,11 +40,13 @@ class Channel:
 
     Attributes:
       authenticated: whether the other end has proven that it has the token.
+      opened: when the connection was opened, by `time.monotonic`.
       silent: seconds since the last message, as counted by the owner.
     """
 
     def __init__(self, sock: socket.socket, token: bytes, *, leads: bool):
         self.socket = sock
+        self.opened = time.monotonic()
         self.silent = 0.0
         self.authenticated = False
         self._token, self._leads = token, leads

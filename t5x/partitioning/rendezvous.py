@@ -110,9 +110,8 @@ def gather(
     Raises:
       UserError: a process is missing or does not fit the others. All that have connected raise it too.
     """
-    members: dict[int, Member] = {0: me}
-    channels: dict[int, Channel] = {}
-    unauthenticated: dict[Channel, float] = {}  # and when each connected
+    joined: dict[Channel, Member | None] = {}  # None: it has not introduced itself yet
+    members = {0: me}
     deadline = time.monotonic() + timeout
     with _listen(address, local_address) as listener, selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
@@ -120,9 +119,8 @@ def gather(
         def drop(channel: Channel) -> None:
             selector.unregister(channel)
             channel.close()
-            unauthenticated.pop(channel, None)
-            for index in [n for n, joined in channels.items() if joined is channel]:
-                del members[index], channels[index]
+            if (member := joined.pop(channel)) is not None:
+                del members[member.index]
 
         try:
             while len(members) < me.count:
@@ -134,40 +132,41 @@ def gather(
                         f"processes did not connect: {', '.join(missing[:20])}. See their logs, check that they can "
                         f"reach {address.coordinator}, or wait longer with --initialization_timeout."
                     )
-                for channel in [c for c, since in unauthenticated.items() if now - since > HANDSHAKE_SECONDS]:
-                    drop(channel)
+                unknown = [channel for channel, member in joined.items() if member is None]
+                excess = len(unknown) - me.count - _MAX_UNAUTHENTICATED
+                for number, channel in enumerate(unknown):
+                    if number < excess or now - channel.opened > HANDSHAKE_SECONDS:
+                        drop(channel)
                 for key, _ in selector.select(min(deadline - now, _POLL_SECONDS)):
                     if key.fileobj is listener:
                         with contextlib.suppress(OSError):  # it has closed already
                             channel = Channel(listener.accept()[0], token, leads=True)
+                            joined[channel] = None
                             selector.register(channel, selectors.EVENT_READ, channel)
-                            unauthenticated[channel] = time.monotonic()
-                        if len(unauthenticated) > me.count + _MAX_UNAUTHENTICATED:
-                            drop(next(iter(unauthenticated)))
                         continue
                     channel = key.data
-                    if channel.fileno() < 0:  # it has just been dropped
-                        continue
                     try:
                         for message in channel.receive():
                             member = _read_introduction(message, members)
-                            members[member.index], channels[member.index] = member, channel
-                            unauthenticated.pop(channel, None)
+                            members[member.index] = joined[channel] = member
                     except EOFError as error:  # not a process of this run, or one that gave up and may retry
                         if isinstance(error, Unauthenticated):
                             _warn_of_token(channel)
                         drop(channel)
         except UserError as error:
-            for channel in unauthenticated | dict.fromkeys(channels.values()):
+            for channel in joined:
                 if channel.authenticated:
                     channel.send({"refused": str(error)})
             raise
-    ordered = [members[n] for n in range(me.count)]
-    for channel in unauthenticated:
-        channel.close()
-    for channel in channels.values():
-        channel.send({"port": jax_port, "members": [dataclasses.asdict(member) for member in ordered]})
-    return ordered, channels
+    described = [dataclasses.asdict(members[n]) for n in range(me.count)]
+    channels = {}
+    for channel, joined_member in joined.items():
+        if joined_member is None:
+            channel.close()
+        else:
+            channel.send({"port": jax_port, "members": described})
+            channels[joined_member.index] = channel
+    return [members[n] for n in range(me.count)], channels
 
 
 def _listen(address: ProcessAddress, local_address: str) -> socket.socket:

@@ -156,7 +156,7 @@ def die_first() -> None:
 
 def hang(victim: int = VICTIM) -> None:
     distributed.barrier("up")
-    if INDEX == victim:
+    if victim == INDEX:
         os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(100)
 
