@@ -49,10 +49,10 @@ def load(model_dir: str, **options: Any) -> LoadedModel:
     from t5x.verbs.interrupts import delay_interrupts
 
     with delay_interrupts():
-        from t5x import startup
         from t5x.inference import loaded
+        from t5x.partitioning import process_setup
 
-    startup.enable_compilation_cache()
+    process_setup.enable_compilation_cache()
     return loaded.load(model_dir, **options, model_class=_model_class())
 
 

@@ -74,9 +74,9 @@ def run(args: argparse.Namespace) -> None:
     _check(args.work, given)
     options = {name: given[name] for name in _OPTIONS[args.work] if name in given}
     import_modules(args)
-    from t5x import startup
+    from t5x.partitioning import process_setup
 
-    startup.enable_compilation_cache()
+    process_setup.enable_compilation_cache()
     work_begins()
     from t5x.bench import report
 

@@ -86,7 +86,9 @@ def train_file(
         log.info("no --valid: nothing is evaluated")
 
     # --- Configure the run with gin -----------------------------------------------------------------------------------
-    startup.enable_compilation_cache()
+    from t5x.partitioning import process_setup
+
+    process_setup.enable_compilation_cache()
     with processes or contextlib.nullcontext():
         from t5x.partitioning import consistency, distributed
         from t5x.train import train
