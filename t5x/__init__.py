@@ -46,13 +46,13 @@ def load(model_dir: str, **options: Any) -> LoadedModel:
         `t5x.checkpoints.names`.
       options: `vocabulary`, `dtype`, `device` and `partitioner`, see `t5x.inference.loaded.load`.
     """
-    from t5x.lazy_imports import delay_interrupts
+    from t5x.verbs.interrupts import delay_interrupts
 
     with delay_interrupts():
-        from t5x import startup
         from t5x.inference import loaded
+        from t5x.partitioning import process_setup
 
-    startup.enable_compilation_cache()
+    process_setup.enable_compilation_cache()
     return loaded.load(model_dir, **options, model_class=_model_class())
 
 

@@ -13,12 +13,12 @@ import errno
 import gc
 import importlib
 from collections.abc import Callable, Sequence
-from types import FrameType
 from typing import NoReturn, TextIO
 
 from t5x import __version__
 from t5x.errors import UserError, did_you_mean
 from t5x.verbs import VERBS
+from t5x.verbs.interrupts import EXIT_CODES, Terminated, leave_at_once
 
 USAGE = """\
 usage: t5x VERB [options]
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
     The exit code is 0, 2 for errors that the user can fix, 130 after Ctrl-C, or 75 (retry) after SIGTERM.
     """
-    signal.signal(signal.SIGINT, _leave_at_once)
+    signal.signal(signal.SIGINT, leave_at_once)
     _search_working_directory_last()
     argv = list(sys.argv[1:] if argv is None else argv)
     verb = argv[0] if argv else None
@@ -90,11 +90,10 @@ def run_verb(verb: str, argv: Sequence[str], end: Callable[[int], int] = int) ->
     Args:
       end: called with the exit code after Ctrl-C or SIGTERM, while the exception is still alive.
     """
-    signal.signal(signal.SIGINT, _leave_at_once)
-    signal.signal(signal.SIGTERM, _leave_at_once)
+    signal.signal(signal.SIGINT, leave_at_once)
+    signal.signal(signal.SIGTERM, leave_at_once)
     gc.disable()  # until `work_begins`: while modules are imported, it would look through all of them several times
     from t5x import configuration, startup
-    from t5x.verbs.interrupts import Terminated
     from t5x.verbs.verb_parser import parser_of
 
     module = importlib.import_module(f"t5x.verbs.{verb.replace('-', '_')}")
@@ -116,7 +115,7 @@ def run_verb(verb: str, argv: Sequence[str], end: Callable[[int], int] = int) ->
         return 0
     except KeyboardInterrupt:
         _print_error("\ninterrupted")
-        return end(130)
+        return end(EXIT_CODES[signal.SIGINT])
     except Terminated as error:
         return end(error.code)
     except Exception as error:
@@ -184,9 +183,3 @@ def _print_error(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
     except (OSError, ValueError):
         _print_nowhere(sys.stderr)  # a failed flush at exit would change the exit code to 120
-
-
-def _leave_at_once(signum: int, frame: FrameType | None) -> None:
-    """Exit on a signal during startup. Training installs its own handler, which saves."""
-    _print_error("\ninterrupted" if signum == signal.SIGINT else "terminated")
-    os._exit(130 if signum == signal.SIGINT else 75)

@@ -47,7 +47,7 @@ from t5x.optimizers.schedules import create_learning_rate_scheduler
 from t5x.partitioning import PjitPartitioner
 from t5x.trainer import StateLayout, Trainer, TrainState
 from t5x.trainer.evaluation import BatchProgram
-from t5x.trainer.restore import Run, restore_or_init
+from t5x.trainer.restore import RunState, restore_or_init
 from t5x.trainer.trainer import summarize
 
 MetricFn = Callable[..., Mapping[str, Any]]
@@ -123,7 +123,7 @@ class InteractiveModel:
         self._layout = StateLayout.of(model, partitioner, self._shapes(input_shapes))
         init_rng, dropout_rng = jax.random.split(jax.random.key(init_random_seed))
         state, run = restore_or_init(self._store, restore, model, self._layout, init_rng)
-        self._run = Run(run.first_step)
+        self._run = RunState(run.first_step)
         rate = create_learning_rate_scheduler("constant", base_learning_rate=0.001)
         self.trainer = Trainer(
             model, state, partitioner, eval_names or [], self.output_dir, self._layout.shardings, dropout_rng, rate

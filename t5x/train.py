@@ -30,7 +30,7 @@ from t5x.trainer.evaluation import Evaluation, InferenceEvaluation, TeacherForce
 from t5x.trainer.extension_checks import check_extensions
 from t5x.trainer.metric_lines import MetricLines
 from t5x.trainer.preemption import watch_for_preemption
-from t5x.trainer.restore import OnChangedData, Run, position_of_all, restore_or_init, resume_data
+from t5x.trainer.restore import OnChangedData, RunState, position_of_all, restore_or_init, resume_data
 from t5x.trainer.state import StateLayout, TrainState, write_run_info
 
 log = logging.getLogger(__name__)
@@ -288,7 +288,7 @@ def train(
                 content.require_same(patience)
                 data = position_of_all(position, fingerprint if leader else None, patience)
                 ending = None if ended is None else str(ended)
-                now = Run(run.first_step, data, lines.unfinished(step), all_actions.state(), ending)
+                now = RunState(run.first_step, data, lines.unfinished(step), all_actions.state(), ending)
                 tree = save_cfg.tree_to_save(trainer.train_state.state_dict())
                 store.save(step, tree, sidecars=files | now.sidecars())
 

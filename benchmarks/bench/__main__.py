@@ -98,7 +98,9 @@ def run(args: argparse.Namespace) -> None:
     _check(args.work, passed)
     options = {name: passed[name] for name in _OPTIONS[args.work] if name in passed}
     import_modules(args)
-    startup.enable_compilation_cache()
+    from t5x.partitioning.process_setup import enable_compilation_cache
+
+    enable_compilation_cache()
     work_begins()
     from benchmarks.bench import report
 

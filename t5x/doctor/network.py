@@ -27,7 +27,7 @@ def check(args: argparse.Namespace) -> Iterator[Finding]:
     if process is None:
         yield ok("one process: no cluster was found and no --coordinator_address was given")
         return
-    yield ok(f"process {process.index} of {process.count}, process 0 at {process.address}")
+    yield ok(f"process {process.index} of {process.count}, process 0 at {process.coordinator}")
     yield from coordinator_findings(process.host, is_first=process.index == 0)
     if not environment.get(cluster.TOKEN):
         yield warning(

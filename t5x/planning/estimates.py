@@ -125,7 +125,8 @@ def estimate(run: PlannedRun, topology: Topology, preset: str, mesh: tuple[int, 
 
 
 def layout_of(run: PlannedRun, preset: str, model: int) -> StateLayout:
-    partitioner = PjitPartitioner(preset=preset, num_partitions=model if presets.named(preset).model_parallel else None)
+    has_model_axis = presets.preset_named(preset).model_parallel
+    partitioner = PjitPartitioner(preset=preset, num_partitions=model if has_model_axis else None)
     run = run.with_config(attention_backend="xla")  # a CPU has no other
     shapes = run.model.input_shapes({"inputs": run.inputs, "targets": run.targets})
     level = logging.getLogger("t5x").level
@@ -151,7 +152,7 @@ def peak_memory(run: PlannedRun, share: Share, layout: StateLayout, preset: str,
     cfg, parameters = run.config, memory.state_bytes(layout.abstract.params)
     item = jnp.dtype(cfg.dtype).itemsize
     copies = 0.0
-    if presets.named(preset).parameter_dims == 2:  # gathered layer by layer, the next one ahead
+    if presets.preset_named(preset).parameter_dims == 2:  # gathered layer by layer, the next one ahead
         layers = max(getattr(cfg, name, 0) for name in ("num_encoder_layers", "num_decoder_layers", "num_layers"))
         copies = 2 * item * layout.num_params / share.model / layers
     elif item < 4:

@@ -26,11 +26,11 @@ def verify_matching_vocabs(cfg: DatasetConfig, model: BaseTransformerModel) -> N
                 f"Task {task.name!r} has no feature {feature!r}, which the model reads; "
                 f"it has {', '.join(task.output_features)}."
             )
-        theirs = task.output_features[feature].vocabulary
-        if theirs != vocabulary:
+        task_vocabulary = task.output_features[feature].vocabulary
+        if task_vocabulary != vocabulary:
             raise UserError(
-                f"The vocabulary of {feature!r} differs: task {task.name!r} has {theirs}, the model {vocabulary}. "
-                "Give both the same (VOCABULARY in the model's gin file, output_features of the task)."
+                f"The vocabulary of {feature!r} differs: task {task.name!r} has {task_vocabulary}, the model "
+                f"{vocabulary}. Give both the same (VOCABULARY in the model's gin file, output_features of the task)."
             )
         rows = getattr(getattr(model.module, "config", None), "vocab_size", None)
         if rows is not None and vocabulary.vocab_size > rows:

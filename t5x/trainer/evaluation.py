@@ -63,8 +63,8 @@ class Evaluation(abc.ABC):
 
     def done(self, step: int) -> bool:
         """Return whether all files have the metrics of this step."""
-        there = all(any(record.get("step") == step for record, _ in jsonl.read(path)) for path in self._files)
-        return distributed.broadcast("evaluation done", there)
+        has_all = all(any(record.get("step") == step for record, _ in jsonl.read(path)) for path in self._files)
+        return distributed.broadcast("evaluation done", has_all)
 
     def close(self) -> None:  # noqa: B027  (most have no open files)
         """Close the files."""
@@ -217,8 +217,8 @@ class TeacherForcedEvaluation(Evaluation):
                 before_batch()
                 measured[task].append(trainer.measure(batch))
         if self._together is not None:
-            measured[self._together] = [metrics for found in measured.values() for metrics in found]
-        results = {task[:LONGEST_NAME]: summarize(found) for task, found in measured.items()}
+            measured[self._together] = [metrics for of_task in measured.values() for metrics in of_task]
+        results = {task[:LONGEST_NAME]: summarize(metrics) for task, metrics in measured.items()}
         for (task, metrics), file in zip(results.items(), self._files, strict=True):
             if distributed.is_leader():
                 self._write(file, step, metrics)

@@ -93,14 +93,14 @@ def add_processes(parser: VerbParser) -> None:
 @contextlib.contextmanager
 def processes(args: argparse.Namespace) -> Iterator[None]:
     """Connect the processes of a run, if there are several, while the context is active."""
-    from t5x import run_identity, startup
-    from t5x.partitioning import consistency, multiprocess
+    from t5x import run_identity
+    from t5x.partitioning import consistency, multiprocess, process_setup
 
     names = ("coordinator_address", "process_count", "process_index", "initialization_timeout", "multiprocess_gpu")
-    startup.enable_compilation_cache()
+    process_setup.enable_compilation_cache()
     multiprocess.keep_stdout_clean()
     with multiprocess.run(**{name: getattr(args, name) for name in names}):
-        startup.name_process()
+        process_setup.name_process()
         consistency.require_same("configuration", lambda: run_identity.describe_command(args))
         yield
 

@@ -86,7 +86,9 @@ def train_file(
         log.info("no --valid: nothing is evaluated")
 
     # --- Configure the run with gin -----------------------------------------------------------------------------------
-    startup.enable_compilation_cache()
+    from t5x.partitioning import process_setup
+
+    process_setup.enable_compilation_cache()
     with processes or contextlib.nullcontext():
         from t5x.partitioning import consistency, distributed
         from t5x.train import train
@@ -237,14 +239,14 @@ def _run_bindings(options: FileTraining, data: DataDescription, task_arguments: 
 def _check_steps(options: FileTraining) -> None:
     """Raise a UserError if the run in MODEL_DIR is already beyond --steps."""
     from t5x.checkpoints import CheckpointStore
-    from t5x.trainer.restore import Run
+    from t5x.trainer.restore import RunState
 
     store = CheckpointStore(options.model_dir)
     reached = store.newest_step()
     if reached is None:
         return
     try:
-        done = reached - Run.of(store.path(reached)).first_step
+        done = reached - RunState.of(store.path(reached)).first_step
     except UserError:  # reported when the run starts
         return
     if done > options.steps:

@@ -8,7 +8,7 @@ from t5x.data import ByteVocabulary, PassThroughVocabulary
 from t5x.errors import UserError
 from t5x.models import EncoderDecoderModel
 from t5x.network import Transformer
-from t5x.trainer.restore import Run, restore_or_init
+from t5x.trainer.restore import RunState, restore_or_init
 from tests import tiny
 
 from .helpers import make_tree
@@ -23,7 +23,7 @@ def model(inputs, targets):
 @pytest.fixture
 def store(tmp_path):
     with CheckpointStore(tmp_path) as store:
-        store.save(3, make_tree(3), sidecars=sidecars(model(BYTES, NUMBERS), None) | Run(0, {}).sidecars())
+        store.save(3, make_tree(3), sidecars=sidecars(model(BYTES, NUMBERS), None) | RunState(0, {}).sidecars())
     return store
 
 

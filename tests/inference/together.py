@@ -17,7 +17,7 @@ from t5x.data.dataset_config import DatasetConfig
 from t5x.infer import infer
 from t5x.inference.file_inference import infer_file
 from t5x.inference.loaded import open_model
-from t5x.partitioning import PjitPartitioner, multiprocess
+from t5x.partitioning import PjitPartitioner, multiprocess, process_setup
 from t5x.ranking.reranking import Given, rerank
 from t5x.verbs.eval_from_files import evaluate_file
 from t5x.verbs.file_options import FileEvaluation
@@ -68,7 +68,7 @@ def main() -> None:
         list_steps = paths.list_steps
         paths.list_steps = lambda model_dir: list_steps(model_dir)[:-1]
     startup.configure_logging(debug=False)
-    startup.enable_compilation_cache()
+    process_setup.enable_compilation_cache()
     with multiprocess.run(coordinator_address=f"127.0.0.1:{port}", process_count=count, process_index=index):
         work(directory, directory / f"of-{count}")
 

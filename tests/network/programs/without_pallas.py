@@ -36,8 +36,8 @@ import numpy as np
 
 from t5x.network import attention
 from t5x.partitioning import devices
+from t5x.partitioning.process_setup import enable_compilation_cache
 from t5x.planning.workload import SIZES, Workload
-from t5x.startup import enable_compilation_cache
 
 H200 = SimpleNamespace(
     platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0", client=SimpleNamespace(platform_version="cuda")
