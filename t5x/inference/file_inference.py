@@ -12,9 +12,9 @@ import numpy as np
 
 from t5x.data.data_description import DataDescription
 from t5x.errors import UserError
+from t5x.inference.generation import Generation
 from t5x.inference.input_lines import Line, Lines
 from t5x.inference.jobs import JobProgress, LineChunk, LineJob, Record, Shard, check_counts, run_job
-from t5x.inference.generation import Generation
 from t5x.inference.loaded import BATCH_SIZE, LoadedModel, load
 from t5x.inference.options import Decoding
 from t5x.inference.output import FileOutput

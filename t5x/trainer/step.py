@@ -1,6 +1,5 @@
 """One training step and one evaluation step: pure functions with T5X's names, for trainers of users."""
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -146,11 +145,6 @@ def _in_microbatches(
     first, rest = (jax.tree.map(at, each) for at in (lambda x: x[0], lambda x: x[1:]))
     metrics, _ = jax.lax.scan(lambda total, one: (merge(total, one), None), first, rest)
     return grads, as_one_step(metrics), mutables
-
-
-def takes_mutables(model: Any) -> bool:
-    """Return whether `model.loss_fn` takes `flax_mutables`, as the fourth argument."""
-    return "flax_mutables" in inspect.signature(model.loss_fn).parameters
 
 
 def eval_step(model: BaseModel, train_state: TrainState, batch: Batch) -> Metrics:
