@@ -9,10 +9,10 @@ from t5x.network import Transformer, is_ours
 
 @dataclasses.dataclass(frozen=True)
 class Hooks:
-    """What a model or its network changes. A model of ours with our network has no custom part and is computed fastest.
+    """What a model or its network changes. Without any custom part, loss and decoding take the fastest path.
 
     Attributes:
-      custom_network: the network is not exactly one of ours.
+      custom_network: the network is not exactly one of `t5x.network`, but e.g. a subclass.
       custom_logits: `compute_logits` or `_compute_logits` is overridden.
       custom_step: `_compute_logits_from_slice` is overridden.
       metrics_arguments: what `_compute_metrics` takes besides logits and targets, if it is overridden, else None.
@@ -36,7 +36,7 @@ def hooks_of(model: Any) -> Hooks:
     Called when a program is traced, and not cached, because users also set methods on objects.
     """
     module = getattr(model, "module", None)
-    network = type(module)
+    network: Any = type(module)
     own_setup = isinstance(module, Transformer) and network.setup is not Transformer.setup
     return Hooks(
         custom_network=not is_ours(module),
