@@ -10,7 +10,7 @@ from t5x.inference.input_values import read_inputs
 from t5x.inference.loaded import Generation, LoadedModel
 from t5x.inference.options import HUGGINGFACE_NAMES
 
-__all__ = ["Generation", "Pipeline", "pipeline"]
+__all__ = ["Generation", "TransformersPipeline", "pipeline"]
 
 # {task: field of the results}
 _TASKS = {
@@ -24,7 +24,7 @@ _CONFIGURED = (
 )  # fmt: skip
 
 
-def pipeline(task: str, model: str | LoadedModel, **options: Any) -> "Pipeline":
+def pipeline(task: str, model: str | LoadedModel, **options: Any) -> "TransformersPipeline":
     """Return a function with the arguments and results of transformers' pipeline of that name.
 
         pipe = t5x.pipeline("text2text-generation", model="google/flan-t5-small")
@@ -37,11 +37,11 @@ def pipeline(task: str, model: str | LoadedModel, **options: Any) -> "Pipeline":
     """
     if task not in _TASKS:
         raise UserError(f"The pipeline {task!r} does not exist here; choose one of {', '.join(_TASKS)}.")
-    return Pipeline(t5x.load(model, **options) if isinstance(model, str) else model, _TASKS[task])
+    return TransformersPipeline(t5x.load(model, **options) if isinstance(model, str) else model, _TASKS[task])
 
 
-class Pipeline:
-    """A model that returns dictionaries.
+class TransformersPipeline:
+    """A model that returns dictionaries, like transformers' pipelines.
 
     Decoding options of the checkpoint's generation_config.json apply unless they are given.
 
@@ -65,13 +65,13 @@ class Pipeline:
         Args:
           options: arguments of `LoadedModel.generate`, by Hugging Face's names or ours.
         """
-        ours = {HUGGINGFACE_NAMES.get(name, name) for name in options}
-        defaults = {name: x for name, x in self._defaults.items() if HUGGINGFACE_NAMES.get(name, name) not in ours}
+        passed = {HUGGINGFACE_NAMES.get(name, name) for name in options}
+        defaults = {name: x for name, x in self._defaults.items() if HUGGINGFACE_NAMES.get(name, name) not in passed}
         texts, is_single = read_inputs(inputs)
-        results = [self._described(made) for made in self.model.generate(texts, **defaults | options)]
+        results = [self._as_fields(outputs) for outputs in self.model.generate(texts, **defaults | options)]
         return results if not is_single or isinstance(results[0], Mapping) else results[0]
 
-    def _described(self, made: Generation | list[Generation]) -> Any:
-        if isinstance(made, Generation):
-            return {self._field: made.text}
-        return [{self._field: each.text} for each in made]
+    def _as_fields(self, outputs: Generation | list[Generation]) -> Any:
+        if isinstance(outputs, Generation):
+            return {self._field: outputs.text}
+        return [{self._field: each.text} for each in outputs]
