@@ -178,7 +178,10 @@ class BaseTransformerModel(BaseModel):
         input_types: Mapping[str, Any] | None = None,
     ) -> Any:
         """Return fresh `params`, and their logical axes as `params_axes`."""
-        ones = lambda name: jnp.ones(input_shapes[name], (input_types or {}).get(name, jnp.int32))
+
+        def ones(name: str) -> jax.Array:
+            return jnp.ones(input_shapes[name], (input_types or {}).get(name, jnp.int32))
+
         # As in T5X, targets look like the decoder's inputs: subclasses that change shapes may leave the targets' alone.
         like = {"decoder_target_tokens": "decoder_input_tokens"}
         tokens = [ones(like.get(name, name)) for name in self._MODULE_INPUTS]
@@ -188,7 +191,7 @@ class BaseTransformerModel(BaseModel):
         return self._init_module(rng, tokens, optional)
 
     def _init_module(self, rng: jax.Array, tokens: Sequence[jax.Array], optional: Mapping[str, Any]) -> Any:
-        """Initialize a network that is not ours, with the arguments of T5X."""
+        """Initialize a custom network with the arguments that T5X passes."""
         return self.module.init(rng, *tokens, **optional, decode=False, enable_dropout=False)
 
     def compute_logits(
@@ -250,8 +253,8 @@ class BaseTransformerModel(BaseModel):
         if not self.keys_dropout_by_row or "row_index" not in batch:
             return {}
         rows = batch["row_index"]
-        length, rest = divmod(num_rows, rows.shape[0])
-        return {} if rest else {"row_index": (rows[:, None] * length + jnp.arange(length)).reshape(-1)}
+        length, remainder = divmod(num_rows, rows.shape[0])
+        return {} if remainder else {"row_index": (rows[:, None] * length + jnp.arange(length)).reshape(-1)}
 
     @property
     def pad_id(self) -> int:
@@ -305,7 +308,7 @@ class BaseTransformerModel(BaseModel):
         return compute_base_metrics(logits, targets, mask, loss, z_loss, segment_ids)
 
     def _logit_factors(self, params: Params, batch: Batch, dropout_rng: jax.Array | None = None) -> LogitFactors | None:
-        """Return hidden states and kernel instead of logits; None if the network is not ours or logits are needed."""
+        """Return hidden states and kernel instead of logits; None for custom networks, or if logits are needed."""
         hooks = hooks_of(self)
         if hooks.custom_network or hooks.custom_logits or hooks.metrics_arguments is not None:
             return None
