@@ -168,9 +168,9 @@ def infer(
 
 
 def _tasks(cfg: DatasetConfig, vocabulary_of: str) -> list[Task]:
-    found = cfg.mixture_or_task()
-    check_split(found, cfg.split)
-    tasks = [task for task in get_subtasks(found) if cfg.split in task.splits]
+    task_or_mixture = cfg.mixture_or_task()
+    check_split(task_or_mixture, cfg.split)
+    tasks = [task for task in get_subtasks(task_or_mixture) if cfg.split in task.splits]
     for task in tasks:
         if vocabulary_of not in task.output_features:
             raise UserError(

@@ -16,7 +16,7 @@ from t5x.data.feature_converters import FeatureConverter
 from t5x.data.seqio_converters import make_converter
 from t5x.errors import UserError
 from t5x.files.disk_space import human_size
-from t5x.inference import buckets
+from t5x.inference.buckets import PlannedBatch, plan_batches
 from t5x.models import BaseTransformerModel
 from t5x.network import compute_params, padding
 from t5x.network.padding import Program
@@ -105,7 +105,7 @@ class Engine:
           lengths: {task feature: maximum length}; None, only for bucketed features, is unlimited.
           rows: rows of a batch, a multiple of the partitioner's `data_parts`.
           bucketed: features that are padded only as far as their batch needs.
-          steps: see `buckets.bucket`.
+          steps: see `bucket`.
           indices: indices of the examples in the whole input, which key random numbers; None is 0, 1, ….
           seed: seed of random numbers.
           trim: truncate examples that are too long; False raises a UserError.
@@ -119,7 +119,7 @@ class Engine:
         results: list[Any] = [None] * len(examples)
         done = 0
 
-        def collect(batch: buckets.Batch, output: Any) -> None:
+        def collect(batch: PlannedBatch, output: Any) -> None:
             nonlocal done
             output = jax.device_get(output)
             axes = jax.tree.map(lambda x: 0, output) if row_axes is None else row_axes
@@ -129,22 +129,22 @@ class Engine:
             after_batch(done)
 
         converter = self._converter()  # reports the first truncation of this run
-        is_odd = self._is_odd(converter, lengths, trim)
-        apart: list[int] = []  # found while devices compute; identical in all processes
+        needs_reference = self._needs_reference(converter, lengths, trim)
+        deferred: list[int] = []  # filled while devices compute; identical in all processes
 
         def is_usual(position: int) -> bool:
-            if is_odd(examples[position]):
-                apart.append(position)
+            if needs_reference(examples[position]):
+                deferred.append(position)
                 return False
             return True
 
         running = None
-        for compiled, positions, wanted in (
+        for compiled, positions, includes in (
             (program.usual, range(len(examples)), is_usual),
-            (program.by_reference, apart, lambda position: True),
+            (program.by_reference, deferred, lambda position: True),
         ):
             sizes = {name: [len(examples[i][name]) for i in positions] for name in bucketed}
-            for batch in buckets.plan(len(positions), sizes, lengths, rows, steps, wanted):
+            for batch in plan_batches(len(positions), sizes, lengths, rows, steps, includes):
                 batch = batch._replace(positions=[positions[i] for i in batch.positions])
                 _check_host_memory(converter, len(mine), batch.lengths)
                 # Batches are filled up with copies of their first example, which do not prolong decoding.
@@ -165,23 +165,23 @@ class Engine:
     def _converter(self) -> FeatureConverter:
         return make_converter(self.model.FEATURE_CONVERTER_CLS, pack=False)
 
-    def _is_odd(
+    def _needs_reference(
         self, converter: FeatureConverter, lengths: Mapping[str, int | None], trim: bool
     ) -> Callable[[Mapping[str, Any]], bool]:
-        """Return a function that tells which examples a `Program` computes by reference."""
+        """Return a function that returns whether a `Program` must compute an example by its reference."""
         if padding.may_be_anywhere(self.model):
             return lambda example: False
 
         pad_id = padding.pad_id_of(self.model.module)
 
-        def is_odd(example: Mapping[str, Any]) -> bool:
-            given = {name: example[name] for name in lengths if name in example}
-            if not any(pad_id in ids for ids in given.values()):
+        def needs_reference(example: Mapping[str, Any]) -> bool:
+            features = {name: example[name] for name in lengths if name in example}
+            if not any(pad_id in ids for ids in features.values()):
                 return False
-            whole = {name: len(given.get(name, ())) if limit is None else limit for name, limit in lengths.items()}
+            whole = {name: len(features.get(name, ())) if limit is None else limit for name, limit in lengths.items()}
             return padding.is_odd(self.model, converter.convert_batch([[example]], whole, trim=trim))
 
-        return is_odd
+        return needs_reference
 
 
 def _check_host_memory(converter: FeatureConverter, rows: int, lengths: Mapping[str, int]) -> None:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from t5x.errors import UserError, located
-from t5x.inference.jobs import Job, JobProgress, Record, Shard, check_counts, run_job
+from t5x.inference.jobs import JobProgress, Record, ResumableJob, Shard, check_counts, run_job
 from t5x.inference.loaded import BATCH_SIZE, load
 from t5x.inference.output import FileOutput, Output
 from t5x.metrics.ranking import ranked
@@ -183,7 +183,7 @@ class _Chunk(NamedTuple):
 
 
 @dataclasses.dataclass(kw_only=True)
-class _Reranking(Job):
+class _Reranking(ResumableJob):
     """Scores units and writes their rankings.
 
     Args:

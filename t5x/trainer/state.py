@@ -13,11 +13,11 @@ import numpy as np
 
 from t5x.checkpoints.tree import parameter_table
 from t5x.models import BaseModel
+from t5x.models.hooks import hooks_of
 from t5x.optimizers.protocol import Optimizer, OptimizerDef, OptimizerState
 from t5x.partitioning import PjitPartitioner
 from t5x.telemetry import jsonl
 from t5x.train_state import FlaxOptimTrainState, InferenceState, TrainState, split_variables
-from t5x.trainer.step import takes_mutables
 
 log = logging.getLogger(__name__)
 
@@ -159,7 +159,7 @@ class StateLayout:
         """Return the other collections of the network, and the FP8 history of a model that is trained."""
         history = getattr(self.model, "initial_fp8_history", dict)
         history = history() if self._optimizer_def is not None else {}
-        others = split_variables(variables)[2] if self.model is not None and takes_mutables(self.model) else {}
+        others = split_variables(variables)[2] if self.model is not None and hooks_of(self.model).takes_mutables else {}
         return others | ({"fp8": history} if history else {})
 
 

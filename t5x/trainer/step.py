@@ -1,6 +1,5 @@
 """One training step and one evaluation step: pure functions with T5X's names, for trainers of users."""
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -147,11 +146,6 @@ def _in_microbatches(
     first, others = jax.tree.map(lambda x: x[0], each), jax.tree.map(lambda x: x[1:], each)
     metrics, _ = jax.lax.scan(lambda total, metrics: (merge(total, metrics), None), first, others)
     return grads, as_one_step(metrics), mutables
-
-
-def takes_mutables(model: Any) -> bool:
-    """Return whether `model.loss_fn` takes `flax_mutables`, as the fourth argument."""
-    return "flax_mutables" in inspect.signature(model.loss_fn).parameters
 
 
 def eval_step(model: BaseModel, train_state: TrainState, batch: Batch) -> Metrics:
