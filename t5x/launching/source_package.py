@@ -5,7 +5,7 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
-import t5x
+from t5x._runtime.version import PACKAGE
 from t5x.errors import UserError
 from t5x.launching.accelerators import Accelerators
 
@@ -30,7 +30,7 @@ def add_arguments(parser: Any) -> None:
 def find(args: Any, found: Accelerators) -> tuple[Path | None, str]:
     """Return the directory of the source to copy, if any, and the requirement to install."""
     extras = args.extras or ("tpu,gcs" if found.tpu else "gpu,gcs")
-    given = args.package or str(Path(t5x.__file__).parents[1])
+    given = args.package or os.path.dirname(PACKAGE)
     if os.path.isdir(given):
         if not os.path.exists(os.path.join(given, "pyproject.toml")):
             raise UserError(

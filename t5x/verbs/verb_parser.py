@@ -1,13 +1,13 @@
 """The argument parser of a verb: short help pages, and errors of one line with the closest valid option."""
 
 import argparse
-import importlib
 import sys
 import textwrap
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from t5x.errors import UserError, did_you_mean
+from t5x.verbs import import_verb
 
 _TRUE, _FALSE = ("true", "t", "1", "yes", "y"), ("false", "f", "0", "no", "n")
 
@@ -96,7 +96,7 @@ class VerbParser(argparse.ArgumentParser):
 def parser_of(verb: str) -> VerbParser:
     """Return the parser of a verb, with its options."""
     parser = VerbParser(verb)
-    importlib.import_module(f"t5x.verbs.{verb.replace('-', '_')}").define(parser)
+    import_verb(verb).define(parser)
     return parser
 
 
