@@ -66,8 +66,8 @@ class Windows:
         return [" ".join(words[start : start + self.size]) for start in starts]
 
 
-class Encoded(NamedTuple):
-    """Pairs, encoded.
+class EncodedPairs(NamedTuple):
+    """The inputs of pairs.
 
     Attributes:
       inputs: int32 ids of all windows of all pairs.
@@ -114,12 +114,11 @@ class Reranker:
         pairwise: bool = False,
     ):
         if isinstance(template, Template):
-            found, text = (template, "as given"), None
+            base, why, text = template, "as given", None
         else:
-            given = template is not None
-            found = template_of(loaded.source, loaded.model, pairwise=pairwise, given=given)
             text = template
-        self.template, self.why = with_changes(*found, text=text, labels=labels, max_length=max_length)
+            base, why = template_of(loaded.source, loaded.model, pairwise=pairwise, has_text=text is not None)
+        self.template, self.why = with_changes(base, why, text=text, labels=labels, max_length=max_length)
         if isinstance(self.template, PairTemplate) != pairwise:
             raise UserError(
                 f"{self.template.text!r} is not a template for {'two passages' if pairwise else 'one passage'}."
@@ -145,8 +144,8 @@ class Reranker:
         pairs, count = list(pairs), 1 + len(self.template.DOCUMENTS)
         for i, pair in enumerate(pairs):
             if not isinstance(pair, tuple | list) or len(pair) != count or not all(isinstance(t, str) for t in pair):
-                wanted = ", ".join(("query", *self.template.DOCUMENTS))
-                raise UserError(f"Pair {i} is {shorten(pair)}; it must be ({wanted}), each a string.")
+                fields = ", ".join(("query", *self.template.DOCUMENTS))
+                raise UserError(f"Pair {i} is {shorten(pair)}; it must be ({fields}), each a string.")
         encoded = self.encode(pairs)
         log_truncated(encoded.cut, encoded.cut_queries, len(pairs), self.template.max_length, "max_length, windows")
         logits = self.logits(encoded)
@@ -156,22 +155,22 @@ class Reranker:
             for i, (score, row) in enumerate(zip(scores(logits), logits, strict=True))
         ]
 
-    def encode(self, pairs: Sequence[tuple[str, ...]]) -> Encoded:
+    def encode(self, pairs: Sequence[tuple[str, ...]]) -> EncodedPairs:
         """Return the inputs of (query, document) or, pairwise, (query, document, document)."""
         inputs, of_pairs, cut, cut_queries = [], [], 0, 0
         for index, (query, *documents) in enumerate(pairs):
             windows = [documents] if self.windows is None else [[window] for window in self.windows.of(*documents)]
             for window in windows:
-                made = self.inputs.encode(query, *window)
-                inputs.append(np.array(made.ids, np.int32))
+                encoded = self.inputs.encode(query, *window)
+                inputs.append(np.array(encoded.ids, np.int32))
                 of_pairs.append(index)
-                cut += made.is_cut
-                cut_queries += made.query_is_cut
-        return Encoded(inputs, of_pairs, cut, cut_queries)
+                cut += encoded.is_cut
+                cut_queries += encoded.query_is_cut
+        return EncodedPairs(inputs, of_pairs, cut, cut_queries)
 
     def logits(
         self,
-        encoded: Encoded,
+        encoded: EncodedPairs,
         *,
         rows: int | None = None,
         after_batch: Callable[[int], None] = lambda inputs: None,
@@ -182,16 +181,16 @@ class Reranker:
         Args:
           rows, after_batch: see `LoadedModel.predictions`.
         """
-        found = self.loaded.label_logits(
+        logits = self.loaded.label_logits(
             encoded.inputs, self.labels, max_input_length=self.template.max_length, batch_size=self.batch_size,
             rows=rows, after_batch=after_batch,
         )  # fmt: skip
         of_pairs = np.array(encoded.pairs, np.int64)
         if len(np.unique(of_pairs)) == len(of_pairs):
-            return found
-        quality = np.where(np.isfinite(found).all(axis=1), scores(found), np.inf)
+            return logits
+        quality = np.where(np.isfinite(logits).all(axis=1), scores(logits), np.inf)
         order = np.lexsort((-quality, of_pairs))
-        return found[order[np.unique(of_pairs[order], return_index=True)[1]]]
+        return logits[order[np.unique(of_pairs[order], return_index=True)[1]]]
 
 
 class RankMethods(LoadedModel):
@@ -201,8 +200,8 @@ class RankMethods(LoadedModel):
         """Score the relevance of each passage to a query, with a model trained for it, such as monoT5.
 
             passages = ["Quark is a cheese.", "A quark is a particle."]
-            for found in model.rank("what is a quark?", passages):
-                print(found.score, passages[found.index])
+            for result in model.rank("what is a quark?", passages):
+                print(result.score, passages[result.index])
 
         Args:
           passages: a list of strings, or of (doc_id, text) pairs.
@@ -215,9 +214,9 @@ class RankMethods(LoadedModel):
         if not isinstance(query, str) or isinstance(passages, str | Mapping) or not isinstance(passages, Iterable):
             raise UserError("rank takes a string as its query, and a list of passages: strings, or (doc_id, text).")
         named = [_with_id(i, passage) for i, passage in enumerate(passages)]
-        found = self.rank_pairs([(query, passage) for _, passage in named], **options)
-        ranked = [each._replace(doc_id=doc_id) for each, (doc_id, _) in zip(found, named, strict=True)]
-        return sorted(ranked, key=lambda each: -each.score)
+        results = self.rank_pairs([(query, passage) for _, passage in named], **options)
+        results = [result._replace(doc_id=doc_id) for result, (doc_id, _) in zip(results, named, strict=True)]
+        return sorted(results, key=lambda result: -result.score)
 
     def rank_pairs(self, pairs: Sequence[tuple[str, str]], **options: Any) -> list[Ranked]:
         """Score (query, passage) pairs of many queries, which are batched together; returned in the given order."""
@@ -232,11 +231,11 @@ def scores(logits: np.ndarray) -> np.ndarray:
 
     It is computed from the difference, so that scores remain distinct where the softmax is close to 1.
     """
-    wide = logits.astype(np.float64)
-    if wide.shape[1] == 1:
-        return wide[:, 0]
-    with np.errstate(invalid="ignore"):  # whoever asks for scores looks whether they are numbers
-        return -np.logaddexp(0.0, wide[:, 1] - wide[:, 0])
+    logits = logits.astype(np.float64)
+    if logits.shape[1] == 1:
+        return logits[:, 0]
+    with np.errstate(invalid="ignore"):  # callers check that scores are finite
+        return -np.logaddexp(0.0, logits[:, 1] - logits[:, 0])
 
 
 def log_truncated(inputs: int, queries: int, passages: int, max_length: int, options: str) -> None:

@@ -11,10 +11,10 @@ from t5x.verbs.verb_parser import VerbParser
 
 def define(parser: VerbParser) -> None:
     parser.add_argument("--model", metavar="DIR", required=True, help="a ranker: a checkpoint, or a MODEL_DIR")
-    what = parser.add_argument_group("input, one of")
-    what.add_argument("--run", metavar="FILE", help="a TREC or MS MARCO run, with the files below")
-    what.add_argument("--candidates", metavar="FILE", help="JSON lists of queries with their passages")
-    what.add_argument(
+    source = parser.add_argument_group("input, one of")
+    source.add_argument("--run", metavar="FILE", help="a TREC or MS MARCO run, with the files below")
+    source.add_argument("--candidates", metavar="FILE", help="JSON lists of queries with their passages")
+    source.add_argument(
         "--input", metavar="FILE",
         help="pairs: JSON lines with query, text, query_id, doc_id, or tab-separated; - is standard input",
     )  # fmt: skip
@@ -81,15 +81,15 @@ def run(args: argparse.Namespace) -> None:
     options = given_options(args, _OPTIONS)
     with job_process(args):
         from t5x.ranking.reranker import Windows
-        from t5x.ranking.reranking import Given, rerank
+        from t5x.ranking.reranking import RerankInput, rerank
 
         if args.max_p:
             sizes = {"size": args.window, "stride": args.stride}
             options["windows"] = Windows(**{name: value for name, value in sizes.items() if value is not None})
-        what = Given(
+        inputs = RerankInput(
             run=args.run, collection=args.collection, topics=args.topics, candidates=args.candidates, pairs=args.input,
             top=args.top, skip_unknown=args.skip_unknown,
         )  # fmt: skip
         if args.format is not None:
             options["form"] = args.format
-        rerank(args.model, what, pairwise_dir=args.pairwise, **options)
+        rerank(args.model, inputs, pairwise_dir=args.pairwise, **options)

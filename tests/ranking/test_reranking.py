@@ -17,7 +17,7 @@ from t5x.inference.output import FileOutput
 from t5x.ranking import reranking
 from t5x.ranking.rerank_inputs import Unit
 from t5x.ranking.reranker import Reranker, Windows
-from t5x.ranking.reranking import Given, rerank, symmetric_sum
+from t5x.ranking.reranking import RerankInput, rerank, symmetric_sum
 from t5x.ranking.templates import PairTemplate
 from t5x.ranking.trec_files import read_run
 from tests import commands
@@ -60,7 +60,7 @@ def one_model(place):
 
 def given(place, **options):
     files = {"run": "run", "collection": "c.tsv", "topics": "topics.tsv"}
-    return Given(**{name: str(place / file) for name, file in files.items()}, **options)
+    return RerankInput(**{name: str(place / file) for name, file in files.items()}, **options)
 
 
 def ranked(place, output, *, what=None, **options):
@@ -249,7 +249,8 @@ def test_what_is_cut_is_counted(place, tmp_path, caplog):
     path = write(
         tmp_path / "x.tsv", "a\tb", f"a\t{'c' * 99}", f"{'d' * 40}\te", f"{'d' * 40}\t{'e' * 40}", "a\tc", "a\td"
     )
-    run = lambda name, **options: ranked(place, tmp_path / name, what=Given(pairs=str(path)), form="jsonl", **options)
+    inputs = RerankInput(pairs=str(path))
+    run = lambda name, **options: ranked(place, tmp_path / name, what=inputs, form="jsonl", **options)
     with pytest.raises(UserError, match=r"Query '2': The query 'd.*' leaves no room"):
         run("out")
     content = run("out", long_query="truncate")

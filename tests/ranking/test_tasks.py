@@ -270,7 +270,7 @@ GOOD = {"query": "who?", "passage": "He.", "label": 1}
         ([GOOD, GOOD | {"label": "good"}], {}, r"judged.jsonl:2: the label 'label' is 'good'"),
         ([GOOD | {"label": 0.5}], {}, "it must be an integer"),
         ([GOOD | {"label": None}], {}, "it must be an integer"),
-        ([GOOD | {"query": " "}], {}, "the field 'query' is empty"),
+        ([GOOD | {"query": " "}], {}, 'judged.jsonl:1: "query" is empty'),
         ([GOOD | {"passage": ["He."]}], {}, "it must be a string"),
         ([GOOD | {"qid": 1}, GOOD | {"qid": 1, "query": "what?"}], {}, "query '1' is 'what\\?' here, but 'who\\?'"),
         ([GOOD | {"label": 0}], {}, "none of its 1 queries has a passage of grade 1 or more"),
