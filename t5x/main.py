@@ -30,8 +30,8 @@ def main(argv: Sequence[str]) -> NoReturn:
         "--run_mode", required=True, choices=[mode.value for mode in RunMode],
         help="the verb to run; `t5x MODE --help` shows its options",
     )  # fmt: skip
-    args, rest = parser.parse_known_args(argv[1:])
-    main_of(args.run_mode, rest)
+    args, verb_argv = parser.parse_known_args(argv[1:])
+    main_of(args.run_mode, verb_argv)
 
 
 if __name__ == "__main__":

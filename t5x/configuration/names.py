@@ -68,17 +68,17 @@ class FileNames:
         return _registered_in_python(selector) or self._raise_unknown(selector)
 
     def _from_import(self, imported: Import, name: str) -> str:
-        head, *rest = name.split(".")
+        head, *attributes = name.split(".")
         owner, value, written = None, imported.module, head
-        for part in rest:
+        for part in attributes:
             owner, value, written = value, _attribute(value, part, written), f"{written}.{part}"
         statement, path = _source(imported.statement, name)
         selector = _selector_of(value)
         if selector is None:
-            if not rest or not callable(value):
+            if not attributes or not callable(value):
                 raise ConfigurationError(f"`{name}` is not a function or class.")
             if inspect.isfunction(value) and inspect.isclass(owner):
-                selector = _register_method(self.find(name.rpartition(".")[0]), rest[-1])
+                selector = _register_method(self.find(name.rpartition(".")[0]), attributes[-1])
             else:
                 selector = _register(value, f"{_module_name(statement)}.{path}")
         self._state.sources.setdefault(selector, (statement, path))
@@ -201,9 +201,9 @@ def _import_for(imports: list[Import], selector: str) -> Import | None:
 
 def _source(statement: ImportStatement, selector: str) -> tuple[ImportStatement, str]:
     """Return the import of the module that holds `selector`, and the path within that module."""
-    head, _, rest = selector.partition(".")
+    head, _, path = selector.partition(".")
     if statement.is_from or statement.alias:
-        return statement, rest
+        return statement, path
     if not selector.startswith(f"{statement.module}."):
         statement = statement._replace(module=head)
     return statement, selector.removeprefix(f"{statement.module}.")
@@ -215,13 +215,13 @@ def _module_name(statement: ImportStatement) -> str:
 
 def _load(statement: ImportStatement, state: State) -> Any:
     """Import a module, and return what the statement binds its name to (for `import a.b`, that is `a`)."""
-    top, *rest = statement.module.split(".")
+    top, *submodules = statement.module.split(".")
     if top == "__main__":
         return _main(state)
     try:
         if top in state.stand_ins:
             module = package = importlib.import_module(state.stand_ins[top])
-            for name in rest:
+            for name in submodules:
                 module = getattr(module, name, None) or importlib.import_module(f"{module.__name__}.{name}")
         else:
             module = user_modules.import_module(statement.module)
@@ -247,15 +247,15 @@ def _explain_import(error: Exception) -> str:
         return str(error)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
     outside = frames[-1].filename not in (__file__, importlib.__file__, user_modules.__file__)
-    place = f" ({display_path(frames[-1].filename)}:{frames[-1].lineno})" if outside else ""
+    position = f" ({display_path(frames[-1].filename)}:{frames[-1].lineno})" if outside else ""
     hint = ""
     if isinstance(error, ModuleNotFoundError) and error.name and not outside:
         parent, _, name = error.name.rpartition(".")
         package = sys.modules.get(parent)
-        places = getattr(package, "__path__", ()) if parent else [*sys.path, *user_modules.directories()]
-        hint = did_you_mean(name, [module.name for module in pkgutil.iter_modules(places)])
+        path = getattr(package, "__path__", ()) if parent else [*sys.path, *user_modules.directories()]
+        hint = did_you_mean(name, [module.name for module in pkgutil.iter_modules(path)])
         if hasattr(package, name):
             hint = f" Import `{parent}` and write {parent.rpartition('.')[2]}.{name}."
     if isinstance(error, ModuleNotFoundError):
         hint = user_modules.install_hint(error.name) or hint
-    return f"{type(error).__name__}: {error}{place}.{hint}"
+    return f"{type(error).__name__}: {error}{position}.{hint}"

@@ -242,7 +242,7 @@ def test_windows_count_as_inputs_of_a_chunk():
     ranker = types.SimpleNamespace(windows=Windows(3, 2))
     ranking = types.SimpleNamespace(ranker=ranker, _comparisons=lambda size: size)
     inputs_of = lambda unit: reranking._Reranking.inputs_of(ranking, unit)
-    assert [len(part) for part in reranking._cut(iter(units), 8, inputs_of)] == [2, 2]
+    assert [len(part) for part in reranking._group(iter(units), 8, inputs_of)] == [2, 2]
 
 
 def test_what_is_cut_is_counted(place, tmp_path, caplog):
